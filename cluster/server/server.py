@@ -6,6 +6,7 @@ import logging
 import math
 import signal
 import socket
+import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Sequence
@@ -53,6 +54,23 @@ Work = Callable[[str], Coroutine[Any, Any, None]]
 """The coroutine to run while the server is up, given its URL."""
 
 
+SWITCH_S = 0.001
+"""The time after which a thread yields the interpreter: the event loop waits that long for it, several times
+per token."""
+
+HANDSHAKE_S_MAX = 10.0
+"""The time of a TLS handshake; connections count only after it."""
+
+
+class Loop(uvloop.Loop):
+    """uvloop's loop with a short TLS handshake: uvicorn leaves it a minute."""
+
+    async def create_server(self, *args: Any, **options: Any) -> asyncio.AbstractServer:  # noqa: ANN401
+        if options.get("ssl") is not None:
+            options |= {"ssl_handshake_timeout": HANDSHAKE_S_MAX}
+        return await super().create_server(*args, **options)
+
+
 class _Runs(Protocol):
     async def run(self) -> None:
         """Run until cancelled."""
@@ -79,7 +97,8 @@ def serve(
         tokenizers = executor.map(load_tokenizer, folders, chats)  # takes as long as starting the cluster
         cluster = start_cluster(settings, console)
         try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            sys.setswitchinterval(SWITCH_S)
+            with asyncio.Runner(loop_factory=Loop) as runner:
                 runner.run(_serve(endpoint, settings, cluster, list(tokenizers), sources, listener, work))
         finally:
             for number in STOP_SIGNALS:  # a second one must not interrupt the stop

@@ -48,6 +48,7 @@ class Connection(HttpToolsProtocol):
         self, transport: asyncio.Transport
     ) -> None:
         super().connection_made(transport)
+        self._pieces: list[bytes] = []
         self.flow = _Turns(transport, self)
         client = client_of(None, self.client and self.client[0])
         try:
@@ -65,6 +66,7 @@ class Connection(HttpToolsProtocol):
             part = data[start : start + SLICE_BYTES]
             self._head_bytes += len(part)
             super().data_received(part)
+            self._pass_body()
             if self.transport.is_closing():
                 return
             if self._head_bytes > HEAD_BYTES_MAX:
@@ -94,10 +96,18 @@ class Connection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
-        super().on_body(body)
+        self._pieces.append(body)
+
+    def _pass_body(self) -> None:
+        """Pass on the pieces of a body in one: uvicorn copies what waits for the application with each."""
+        if self._pieces:
+            whole = b"".join(self._pieces)
+            self._pieces.clear()
+            super().on_body(whole)
 
     def on_message_complete(self) -> None:
         self._head_bytes = 0
+        self._pass_body()
         super().on_message_complete()
 
     def pause_writing(self) -> None:

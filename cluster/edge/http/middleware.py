@@ -35,6 +35,10 @@ ORDERS = frozenset({"POST", "DELETE"})
 IGNORED_HEADER = "x-tidemill-ignored"
 """The header of a reply that names the fields of the request without an effect."""
 
+PACED_BYTES_MIN = 128 << 10
+PAUSE_S = 0.01
+"""Larger bodies are checked and parsed one by one, with a pause before each, in which streams go on."""
+
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/metrics"}) | PAGE_PATHS
 """Probes and scrapers bring no keys; the page asks for one."""
 
@@ -60,6 +64,7 @@ class EdgeMiddleware:
         self._requests = InFlightLimit(limits.requests_max, "requests")
         self._bytes = InFlightLimit(limits.body_bytes_max, "bytes of bodies")
         self._body_s_max = limits.body_s_max
+        self._large_bodies = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -81,7 +86,7 @@ class EdgeMiddleware:
         try:
             client = self._admit(scope, headers)
             scope["state"]["client"] = client
-            body = reading = _Body(self._bytes, client, self._body_s_max)
+            body = reading = _Body(self._bytes, client, self._body_s_max, self._large_bodies)
             if not await body.read(headers, receive):
                 return
 
@@ -146,8 +151,10 @@ def _own_headers(state: Mapping[str, Any]) -> dict[str, str]:
 class _Body:
     """The body of one request, counted against the bound on all bodies until it is dropped."""
 
-    def __init__(self, bound: InFlightLimit, client: str, s_max: float) -> None:
+    def __init__(self, bound: InFlightLimit, client: str, s_max: float, large_bodies: asyncio.Lock) -> None:
+        """Large bodies are checked one by one, each with `large_bodies`."""
         self._bound = bound
+        self._large_bodies = large_bodies
         self._client = client
         self._s_max = s_max
         self._num_bytes = 0
@@ -189,7 +196,12 @@ class _Body:
                 code="body_too_slow",
             ) from error
         self._whole = b"".join(parts)
-        await check_json_body(self._whole)
+        if self._num_bytes > PACED_BYTES_MIN:
+            async with self._large_bodies:
+                await asyncio.sleep(PAUSE_S)
+                await check_json_body(self._whole)
+        else:
+            await check_json_body(self._whole)
         return True
 
     def message(self) -> Message | None:

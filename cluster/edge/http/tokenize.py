@@ -1,7 +1,5 @@
 """Tokens of texts and texts of tokens over HTTP, in vLLM's shapes. All of it happens in threads."""
 
-import asyncio
-
 from fastapi import FastAPI
 from starlette.responses import Response
 
@@ -28,7 +26,7 @@ def add_token_routes(app: FastAPI, models: EdgeModels) -> None:
                 "count": len(tokens),
                 "max_model_len": model.served.max_model_len,
                 "tokens": tokens,
-                "token_strs": await asyncio.to_thread(strs) if body.return_token_strs else None,
+                "token_strs": await model.intake.in_thread(strs) if body.return_token_strs else None,
             }
         )
 
@@ -36,7 +34,9 @@ def add_token_routes(app: FastAPI, models: EdgeModels) -> None:
         """Return the text of tokens, including special ones."""
         model = models.find(body.model)
         check_tokens(body.tokens, "tokens", model.served)
-        return await large_json({"prompt": await asyncio.to_thread(text_of, model.tokenizer, body.tokens)})
+        return await large_json(
+            {"prompt": await model.intake.in_thread(text_of, model.tokenizer, body.tokens)}
+        )
 
     app.add_api_route("/tokenize", tokenize, methods=["POST"])
     app.add_api_route("/detokenize", detokenize, methods=["POST"])

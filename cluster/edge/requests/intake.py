@@ -1,9 +1,11 @@
 """Turns a body into requests for the service. All checks happen here, before anything is sent."""
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
+from typing import ParamSpec, TypeVar
 
 from tidemill.cluster.edge.chat.formats import CALL_END, FINAL, RETURN, START
 from tidemill.cluster.edge.chat.output.detokenizer import Ending
@@ -30,6 +32,9 @@ from tidemill.cluster.edge.requests.echo import Prompt
 from tidemill.cluster.edge.service import ServedModel
 from tidemill.workers.messages import Grammar, Request, RequestError, Sampling
 
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
 REQUEST_CHOICES_MAX = 128
 TAIL_TOKENS = 8
 """The end of a prompt that shows whether it ends in a tag and white space, or in the head of a message."""
@@ -45,6 +50,9 @@ TOKENIZED_MAX = 1 << 18
 
 INLINE_CHARS_MAX = 8192
 """Longer texts are tokenized in a thread: this many characters take about a millisecond."""
+
+MESSAGE_CHARS = 64
+"""The characters that take as long to tokenize as a message to render, several times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +81,7 @@ class Intake:
         self._tokenizer = tokenizer
         self._new_id = new_id
         self._rng = rng
+        self._threads = asyncio.Semaphore(max(1, len(os.sched_getaffinity(0)) // 2))
 
     async def chat(self, body: ChatBody, caller: Caller) -> PreparedRequest:
         """Prepare a chat. Raises RequestError."""
@@ -161,9 +170,9 @@ class Intake:
         is_plain = not (
             tools or how.options or how.message_marks or any(message.more for message in messages)
         )
-        if is_plain and chars + len(messages) <= INLINE_CHARS_MAX:
+        if is_plain and chars + MESSAGE_CHARS * len(messages) <= INLINE_CHARS_MAX:
             return self._tokenizer.chat(messages, how)
-        return await asyncio.to_thread(self._tokenizer.chat, messages, how)
+        return await self.in_thread(self._tokenizer.chat, messages, how)
 
     def _output_format(
         self, body: ChatBody, tools: list[Tool], tokens: list[int], grammar: Grammar | None
@@ -199,7 +208,7 @@ class Intake:
             )
         job = self._job(terms, prompts, "prompt", body, caller)
         job = replace(job, logprobs=body.logprobs is not None)
-        return replace(job, echoes=await asyncio.to_thread(self._echoes, body, prompts)) if body.echo else job
+        return replace(job, echoes=await self.in_thread(self._echoes, body, prompts)) if body.echo else job
 
     def _echoes(self, body: CompletionBody, prompts: list[MarkedPrompt]) -> tuple[Prompt, ...]:
         return tuple(
@@ -224,7 +233,15 @@ class Intake:
         self._check_chars(len(prompt), "prompt")
         if len(prompt) <= INLINE_CHARS_MAX:
             return self._tokenizer.encode_marked(prompt, breakpoints)
-        return await asyncio.to_thread(self._tokenizer.encode_marked, prompt, breakpoints)
+        return await self.in_thread(self._tokenizer.encode_marked, prompt, breakpoints)
+
+    async def in_thread(
+        self, work: Callable[_Args, _Result], *args: _Args.args, **options: _Args.kwargs
+    ) -> _Result:
+        """Do something long, a few at a time: texts take up to a kilobyte per character meanwhile, and each
+        thread that waits for the interpreter delays streams."""
+        async with self._threads:
+            return await asyncio.to_thread(work, *args, **options)
 
     def _check_chars(self, chars: int, param: str) -> None:
         """Refuse a text that is too long whatever its tokens are. Raises RequestError."""

@@ -14,6 +14,7 @@ import pytest
 import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from tests.support.cluster.fake_service import (
@@ -309,6 +310,22 @@ class Scene:
 
 GET = b"GET /ping HTTP/1.1\r\n\r\n"
 CHUNKED = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def test_tiny_chunks_of_a_body_are_passed_on_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvicorn copies all that waits with each piece: chunks of one byte took a third of a second per read."""
+    passed: list[bytes] = []
+
+    def on_body(self: HttpToolsProtocol, body: bytes) -> None:
+        del self
+        passed.append(body)
+
+    monkeypatch.setattr(HttpToolsProtocol, "on_body", on_body)
+    scene = Scene()
+    scene.protocol.data_received(CHUNKED + b"1\r\na\r\n" * 500)
+    assert passed == [b"a" * 500]
+    scene.protocol.data_received(b"1\r\nb\r\n" * 3 + b"0\r\n\r\n" + CHUNKED + b"1\r\nc\r\n")
+    assert passed[1:] == [b"bbb", b"c"], "of another request"
 
 
 def reading() -> Scene:

@@ -2,9 +2,11 @@
 
 import asyncio
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 from starlette.responses import JSONResponse
 
@@ -14,11 +16,13 @@ from tests.support.cluster.fake_service import (
     app_over,
     call,
     saying,
+    serving,
     tokenizer,
     worker_status,
 )
 from tidemill.cluster.edge.chat.text import MarkedPrompt
 from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
+from tidemill.cluster.edge.http import middleware
 from tidemill.cluster.edge.http.replies import SLICE_ITEMS, large_json
 from tidemill.cluster.edge.requests.bodies import MESSAGES_MAX
 from tidemill.cluster.edge.requests.intake import INLINE_CHARS_MAX
@@ -162,3 +166,56 @@ def test_large_replies_are_those_of_starlette(count: int) -> None:
         "text": 'a"\\\n' * count,
     }
     assert asyncio.run(large_json(body)).body == JSONResponse(body).body
+
+
+def test_large_bodies_are_checked_one_by_one_with_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several in one iteration of the loop would delay streams by their sum."""
+    checked: list[str] = []
+
+    async def check(body: bytes) -> None:
+        del body
+        checked.append("begin")
+        await asyncio.sleep(0.02)
+        checked.append("end")
+
+    monkeypatch.setattr(middleware, "check_json_body", check)
+    body = {"prompt": "a" * (middleware.PACED_BYTES_MIN + 1)}
+
+    async def main() -> None:
+        async with serving(APP) as url, httpx.AsyncClient(base_url=url) as client:
+            replies = [client.post("/tokenize", json=body) for _ in range(3)]
+            assert {reply.status_code for reply in await asyncio.gather(*replies)} == {400}
+
+    asyncio.run(main())
+    assert checked == ["begin", "end"] * 3
+
+
+def test_few_long_texts_are_tokenized_concurrently(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = most = 0
+
+    def encode(self: FolderTokenizer, text: str, ends: object) -> MarkedPrompt:
+        del self, text, ends
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.01)
+        running -= 1
+        return MarkedPrompt([5])
+
+    monkeypatch.setattr(FolderTokenizer, "encode_marked", encode)
+
+    def cores(process: int) -> set[int]:
+        del process
+        return {0, 1, 2, 3}
+
+    monkeypatch.setattr("os.sched_getaffinity", cores)
+    app = app_over(FakeService(saying("a"), model=replace(MODEL, max_model_len=1 << 16)))
+
+    async def main() -> None:
+        async with serving(app) as url, httpx.AsyncClient(base_url=url) as client:
+            body = {"prompt": "a" * (INLINE_CHARS_MAX + 1)}
+            replies = [client.post("/tokenize", json=body) for _ in range(12)]
+            assert {reply.status_code for reply in await asyncio.gather(*replies)} == {200}
+
+    asyncio.run(main())
+    assert most == 2, "half of the cores"
