@@ -6,7 +6,8 @@ python -m benchmarks.serving.strangers
 It first measures whether a tenant can tell by the time to an answer that another one has sent the same
 prompt. The two kinds of prompts alternate. The Kolmogorov-Smirnov distance of their times is printed beside
 that of a tenant's own prompts, which do come from a cache. Then it measures the time between the tokens of
-streams beside requests whose grammars were made to explode, and beside as many harmless ones.
+streams beside requests whose grammars were made to explode, and beside as many harmless ones. The last part
+is the worst gap of a stream beside 64 answers with a grammar of CROWDS. A part with 0 rounds is left out.
 """
 
 import argparse
@@ -46,6 +47,32 @@ BOMBS: tuple[dict[str, Any], ...] = (
     {"json": {"anyOf": [{"properties": {f"k{at}": {"type": "string"}}} for at in range(200)]}},
     {"json": {"type": "object", "properties": {f"k{at}": {"type": "integer"} for at in range(1000)}}},
 )
+CROWD_REQUESTS, CROWD_N, CROWD_TOKENS = 4, 16, 40
+CROWDS: dict[str, dict[str, Any] | None] = {
+    "nothing": None,
+    "no grammar": {},
+    "small object": {"json": {"properties": {"name": {"type": "string"}}, "required": ["name"]}},
+    "anyOf of 1,000 objects": {
+        "json": {"anyOf": [{"properties": {f"k{at}": {"type": "string"}}} for at in range(1000)]}
+    },
+    "anyOf of 250 objects": {
+        "json": {"anyOf": [{"properties": {f"k{at}": {"type": "string"}}} for at in range(250)]}
+    },
+    "5,000 properties": {
+        "json": {"type": "object", "properties": {f"k{at}": {"type": "integer"} for at in range(5000)}}
+    },
+    "1,000 properties": {
+        "json": {"type": "object", "properties": {f"k{at}": {"type": "integer"} for at in range(1000)}}
+    },
+    "allOf of 4 multipleOf": {
+        "json": {"allOf": [{"type": "integer", "multipleOf": of} for of in (7919, 7907, 7901, 7883)]}
+    },
+    "allOf of 20 patterns": {"json": {"type": "string", "allOf": [{"pattern": ".*a.{20}$"}] * 20}},
+    "allOf of 40 patterns": {
+        "json": {"type": "string", "allOf": [{"pattern": f".*{'abcd'[at % 4]}.{{20}}$"} for at in range(40)]}
+    },
+}
+"""Structured outputs by name. Each is sent by CROWD_REQUESTS requests of CROWD_N choices concurrently."""
 
 
 def distance(one: Sequence[float], other: Sequence[float]) -> float:
@@ -75,7 +102,7 @@ class Asker:
 
     async def whole(self, body: dict[str, Any]) -> httpx.Response:
         reply = await self._client.post("/v1/completions", json=body, headers=self._headers)
-        assert reply.status_code in {200, 400}, reply.text
+        assert reply.status_code in {200, 400, 429}, reply.text
         return reply
 
     async def gaps_s(self, prompt: Sequence[int]) -> list[float]:
@@ -134,14 +161,58 @@ async def bombs(askers: Sequence[Asker], rounds: int, rng: Random) -> dict[str, 
     }
 
 
+async def crowd(askers: Sequence[Asker], outputs: dict[str, Any] | None, rng: Random) -> dict[str, Any]:
+    """The worst gap of the first tenant's streams, which go on until each request of the second has ended."""
+    first, second = askers
+    body = {"prompt": [5] * 20, "max_tokens": CROWD_TOKENS, "n": CROWD_N, "structured_outputs": outputs}
+    began_s = time.perf_counter()
+    ended = asyncio.Event()
+
+    async def stream() -> list[float]:
+        gaps: list[float] = []
+        while not ended.is_set():
+            gaps += await first.gaps_s([rng.randrange(100, 800) for _ in range(64)])
+        return gaps
+
+    streams = [asyncio.create_task(stream()) for _ in range(STREAMS)]
+    await asyncio.sleep(0.5)
+    replies: list[httpx.Response] = []
+    if outputs is not None:
+        replies = await asyncio.gather(*[second.whole(body) for _ in range(CROWD_REQUESTS)])
+    seconds = time.perf_counter() - began_s
+    ended.set()
+    gaps = [gap for some in streams for gap in await some]
+    refused = next((reply.json()["error"]["message"] for reply in replies if reply.status_code != 200), None)
+    return {
+        "worst_gap_ms": 1000 * max(gaps),
+        "p99_ms": 1000 * percentile(gaps, 99),
+        "seconds": seconds,
+        "statuses": sorted({reply.status_code for reply in replies}),
+        "refused": refused,
+    }
+
+
+async def crowds(askers: Sequence[Asker], rounds: int, rng: Random) -> dict[str, Any]:
+    """The measurement with the median of the worst gaps, of each crowd."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in CROWDS}
+    for _ in range(rounds):
+        for name, outputs in CROWDS.items():
+            found[name].append(await crowd(askers, outputs, rng))
+            print(name, json.dumps(found[name][-1]), flush=True)
+    return {
+        name: sorted(some, key=lambda run: run["worst_gap_ms"])[rounds // 2] for name, some in found.items()
+    }
+
+
 async def measure(url: str, keys: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
     rng = Random(options.seed)
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
         askers = [Asker(client, key) for key in keys]
         await prefixes(askers, 3, rng)  # everything has been imported and compiled then
         return {
-            "prefixes": await prefixes(askers, options.rounds, rng),
-            "bombs": await bombs(askers, options.bomb_rounds, rng),
+            "prefixes": await prefixes(askers, options.rounds, rng) if options.rounds else None,
+            "bombs": await bombs(askers, options.bomb_rounds, rng) if options.bomb_rounds else None,
+            "crowds": await crowds(askers, options.crowd_rounds, rng) if options.crowd_rounds else None,
         }
 
 
@@ -149,6 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.strangers")
     parser.add_argument("--rounds", type=int, default=300, help="prompts of each kind")
     parser.add_argument("--bomb-rounds", type=int, default=5)
+    parser.add_argument("--crowd-rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()

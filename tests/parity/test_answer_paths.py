@@ -6,17 +6,23 @@ preemption, and when another worker continues."""
 import asyncio
 import json
 import re
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from random import Random
 
 import pytest
+import torch
 
 from tests.support.parity.served import answer, serving
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.kvstore.layout import layout_of
 from tidemill.workers.engine import build
 from tidemill.workers.engine.build import BuiltEngine
+from tidemill.workers.execution import grammar, model_runner, sampler
+from tidemill.workers.execution.sampler import draw
+from tidemill.workers.execution.step import Drawn, Row
 from tidemill.workers.messages import Grammar, Request, Sampling
 from tidemill.workers.models.architectures.registry import describe
 from tidemill.workers.models.bundled import bundled
@@ -125,6 +131,34 @@ def test_every_path_gives_the_answer_that_matches(settings: EngineSettings) -> N
     rests = [tokens[cut:] for tokens, cut in zip(plain, cuts, strict=True)]
     assert asyncio.run(answers(settings, moved, drafts_max=4)) == rests
     _check_grammars(asked, plain)
+
+
+def test_rows_that_sit_out_for_their_masks_answer_the_same(
+    settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some masks take much longer than a step waits, of quick and of slow rows, with steps in flight."""
+    asked = requests()
+    plain = asyncio.run(answers(settings, asked, overlap=False))
+    monkeypatch.setattr(sampler, "MASKS_S_MAX", 0.002)
+    monkeypatch.setattr(grammar, "UNPROVEN_S", 1.5 * grammar.QUICK_S_MAX)
+    late, follow, lots = [0], grammar.Matcher._next, Random(1)
+
+    def slow(matcher: grammar.Matcher) -> grammar.Mask:
+        if lots.random() < 0.1:
+            time.sleep(0.02)
+        return follow(matcher)
+
+    def counting(logits_NV: torch.Tensor, rows: list[Row]) -> list[Drawn]:
+        drawn = draw(logits_NV, rows)
+        late[0] += sum(row_drawn.late for row_drawn in drawn)
+        return drawn
+
+    monkeypatch.setattr(grammar.Matcher, "_next", slow)
+    monkeypatch.setattr(model_runner, "draw", counting)
+    for drafts_max in (0, 4):
+        assert asyncio.run(answers(settings, asked, drafts_max=drafts_max)) == plain
+        assert late[0] > 0
+        late[0] = 0
 
 
 def _check_grammars(asked: list[Request], answered: list[list[int]]) -> None:

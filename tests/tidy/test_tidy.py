@@ -33,7 +33,7 @@ HOMES = {
     "kvcached": "kvstore/memory/backing.py",
     "triton": "kernels/",
     "argparse": "cluster/cli/",
-    "llguidance": "workers/execution/grammar.py",
+    "llguidance": "workers/execution/grammar",
     "torch.distributed": "workers/parallel/distributed.py",
 }
 

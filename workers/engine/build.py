@@ -148,11 +148,12 @@ def _build(
     arena_io = open_arena_io(settings, layout, backing.memory, rank_share(shards, 0, ranks))
 
     def close() -> None:
+        grammars.close()
         runner.close()
         if settings.on_cuda:  # on a host, memory that is still being stored must not be zeroed
             backing.close()
 
-    grammars = Grammars(settings.model_folder, loaded.vocab_size, loaded.eos_ids)
+    grammars = Grammars(settings.model_folder, loaded.vocab_size, loaded.eos_ids, settings.threads)
     limits = limits_of(settings, memory, mtp=loaded.head is not None)
     engine = Engine(
         Ledger(Cache(layout, arena, index), settings.checkpoints_per_path),

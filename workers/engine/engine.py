@@ -66,7 +66,8 @@ class Engine:
         self._limits = limits
         self._ledger = ledger
         self._transfer = transfer
-        self._arrivals = RequestIntake(limits, ledger.layout, root_of, grammars)
+        self._work = asyncio.Event()
+        self._arrivals = RequestIntake(limits, ledger.layout, root_of, grammars, self._work.set)
         self._sequences = Sequences()
         admission_queue = AdmissionQueue()
         self._admission = Admission(ledger, transfer, admission_queue, self._sequences, limits)
@@ -80,7 +81,6 @@ class Engine:
             self._landed_last,
         )
         self._producing: dict[PageKey, asyncio.Lock] = {}
-        self._work = asyncio.Event()
         self._drain = Drain(self._publisher, self._preempt)
         self._over = False  # the step loop has ended: nothing would run an admitted request
 
@@ -303,6 +303,7 @@ class Engine:
         self._retain(sequence)
         self._sequences.drop(sequence)
         self._release(sequence)
+        sequence.sampling_state.close()
 
     def _retain(self, sequence: Sequence) -> None:
         """Let the tenant pay for keeping what the sequence computed, if the request asks for it."""

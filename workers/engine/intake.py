@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
 from tidemill.kvstore.keys import PageKey, page_keys
 from tidemill.kvstore.layout import Layout, restorable_end
@@ -20,7 +22,10 @@ class RequestIntake:
         layout: Layout,
         root_of: Callable[[str], PageKey],
         grammars: Grammars | None,
+        on_ready: Callable[[], None],
     ) -> None:
+        """Create an intake. `on_ready` is called when a row that sat out for its mask can run."""
+        self._on_ready = on_ready
         self._limits = limits
         self._layout = layout
         self._root_of = root_of
@@ -41,7 +46,8 @@ class RequestIntake:
                 raise RequestError(
                     "this worker has no tokenizer to follow a grammar", param="response_format"
                 )
-            matcher = await asyncio.to_thread(self._grammars.matcher, request.sampling.grammar)
+            matcher = await self._grammars.matcher_soon(request.sampling.grammar)
+            matcher.on_ready = partial(_call_soon, asyncio.get_running_loop(), self._on_ready)
         return self._sequence(request, matcher, produces=False)
 
     def _check(self, request: Request) -> None:
@@ -82,6 +88,11 @@ class RequestIntake:
         if not self._limits.drafts_max:
             return None
         return HeadDrafter() if self._limits.mtp else NgramDrafter()
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    with suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(call)
 
 
 def _junctions(request: Request, layout: Layout) -> set[int]:

@@ -17,7 +17,7 @@ from typing import Protocol
 from tidemill.workers.engine.commit import StepCommitter
 from tidemill.workers.execution.step import Drawn, Runner
 from tidemill.workers.messages import RequestError, WorkerGone
-from tidemill.workers.scheduling.scheduler import Batch, Scheduler
+from tidemill.workers.scheduling.scheduler import Batch, Launched, Scheduler
 from tidemill.workers.scheduling.sequence import Sequence
 from tidemill.workers.transfer.speed_model import StepTimeModel
 
@@ -82,8 +82,7 @@ class Pipeline:
             self._in_flight.popleft()
             self._time(step)
             for planned, what in zip(step.batch.rows, drawn, strict=True):
-                if self._committer.commit(planned, what):
-                    self._landed_last(planned.sequence)
+                self._land(planned, what)
         return True
 
     async def beat(self) -> None:
@@ -103,6 +102,13 @@ class Pipeline:
             step.answer.exception()  # retrieved, so that asyncio does not log it
             for planned in step.batch.rows:
                 self._committer.void(planned)
+
+    def _land(self, planned: Launched, drawn: Drawn) -> None:
+        if (drawn.late or drawn.error is not None) and not planned.lease.ended:
+            self._committer.void(planned)
+            self._preempt(planned.sequence, drawn.error)
+        elif self._committer.commit(planned, drawn):
+            self._landed_last(planned.sequence)
 
     def _launch(self) -> bool:
         batch = self._schedule.next_step(in_flight=bool(self._in_flight))

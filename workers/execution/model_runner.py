@@ -19,7 +19,7 @@ from tidemill.workers.execution.cuda_graphs import Capture, Graphs, cuda_capture
 from tidemill.workers.execution.logprobs import scores_of
 from tidemill.workers.execution.mtp_drafter import MtpDrafter, ends_of
 from tidemill.workers.execution.sampler import draw, token_ids
-from tidemill.workers.execution.step import PENDING, Drawn, Step
+from tidemill.workers.execution.step import PENDING, Drawn, Row, Step
 from tidemill.workers.execution.step_tensors import inputs_of
 from tidemill.workers.messages import TokenLogprob
 from tidemill.workers.models.architectures.registry import Model
@@ -56,7 +56,10 @@ class TorchRunner:
         self._guesser = guesser
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._graphs: Graphs | None = None
-        self._last: dict[str, int] = {}  # the token that each row of the previous step drew
+        self._last: dict[
+            str, int
+        ] = {}  # the token that each row of the previous step drew; PENDING: it drew none
+        self._lost: set[str] = set()  # rows of this step after those: nothing of them counts
         # OpenMP keeps the number of threads per calling thread, so it is set where the steps run.
         self._thread = ThreadPoolExecutor(1, "step", torch.set_num_threads, (threads,))
         self._cpu_clock = self._thread.submit(_own_clock).result() if device.type == "cpu" else None
@@ -81,6 +84,9 @@ class TorchRunner:
 
     def run_now(self, step: Step) -> list[Drawn]:
         last, self._last = self._last, {}
+        self._lost = {
+            row.sequence_id for row in step if PENDING in row.tokens and last.get(row.sequence_id) == PENDING
+        }
         with torch.inference_mode(), self._on_stream():
             tokens = self._tokens(step, last)
             outputs = self._outputs(step, tokens)
@@ -96,22 +102,31 @@ class TorchRunner:
                     row_drawn._replace(guesses=some) for row_drawn, some in zip(found, guesses, strict=True)
                 ]
         self._last = {
-            row.sequence_id: row_drawn.tokens[-1]
+            row.sequence_id: row_drawn.tokens[-1] if row_drawn.tokens else PENDING
             for row, row_drawn in zip(step, found, strict=True)
-            if row_drawn.tokens
+            if row_drawn.tokens or row_drawn.late or row_drawn.error is not None
         }
         return found
 
     def _tokens(self, step: Step, last: Mapping[str, int]) -> list[int]:
         """Return the tokens of the step, with those that the previous step drew. A group sends them to its
         ranks."""
-        return [last[row.sequence_id] if token == PENDING else token for row in step for token in row.tokens]
+        return [
+            max(0, last[row.sequence_id]) if token == PENDING else token
+            for row in step
+            for token in row.tokens
+        ]
 
     def _draw(self, step: Step, logits_NV: torch.Tensor | None) -> list[Drawn]:
         if logits_NV is None:
             return [Drawn()] * len(step)
-        drawn = iter(draw(logits_NV, [row for row in step if row.sampling_state is not None]))
-        return [Drawn() if row.sampling_state is None else next(drawn) for row in step]
+        rows = [row for row in step if row.sampling_state is not None]
+        kept = [row for row in rows if row.sequence_id not in self._lost]
+        if len(kept) < len(rows):
+            logits_NV = logits_NV[_positions(rows, self._lost)]
+        drawn = iter(draw(logits_NV, kept))
+        draws = [row.sampling_state is not None and row.sequence_id not in self._lost for row in step]
+        return [next(drawn) if row_draws else Drawn() for row_draws in draws]
 
     def _guess(
         self, guesser: MtpDrafter, step: Step, tokens: list[int], hidden_TH: torch.Tensor, drawn: list[Drawn]
@@ -173,6 +188,17 @@ class TorchRunner:
         self._cpu_clock = None  # a thread that has ended has none
         self._thread.shutdown()
         self._graphs = None
+
+
+def _positions(rows: list[Row], left_out: set[str]) -> list[int]:
+    """Return the positions of the logits of `rows`, except of those that are left out."""
+    found: list[int] = []
+    end = 0
+    for row in rows:
+        start, end = end, end + row.drafts + 1
+        if row.sequence_id not in left_out:
+            found += range(start, end)
+    return found
 
 
 def outputs_of(model: Model, hidden_TH: torch.Tensor, step: Step) -> Outputs:

@@ -7,9 +7,10 @@ greatest logit, numbers are float64, and only operations that treat whole rows o
 bits depend neither on other rows nor on the number of threads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from itertools import accumulate
+from time import monotonic
 from typing import Any, cast
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from tidemill.workers.execution.logprobs import token_logprobs
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import Drawn, Row
-from tidemill.workers.messages import Sampling, TokenLogprob
+from tidemill.workers.messages import RequestError, Sampling, TokenLogprob
 
 CANDIDATES = 1024
 """Filters first look at this many of the most likely tokens. Nearly always they cut among these, and the
@@ -26,6 +27,9 @@ whole vocabulary is not sorted."""
 
 CHUNK_NUMBERS = 1 << 21
 """The size of a chunk of rows in logits, 16 MiB of float64."""
+
+MASKS_S_MAX = 0.02
+"""The time that a step waits for the masks of its rows, all together."""
 
 DEVICE_CHUNK_NUMBERS = 1 << 23
 """The same on a device, where each chunk is about fifty launches and waits, whatever its size."""
@@ -37,6 +41,7 @@ def draw(logits_NV: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
     `logits_NV` (float) holds, row after row, those after each of the row's last `drafts + 1` tokens.
     The first token is drawn as if there were no draft. While a token equals the draft in its position, the
     next one is drawn after it, so the tokens are those of a step without drafts (docs/decisions/0012).
+    A row whose mask is not ready in time is late and draws nothing.
     """
     *starts, count = accumulate((row.drafts + 1 for row in rows), initial=0)
     assert len(logits_NV) == count
@@ -45,7 +50,10 @@ def draw(logits_NV: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
     logprobs: list[list[TokenLogprob]] = [[] for _ in rows]
     for row in rows:
         _sampling_state(row).rewind(row.end - row.drafts)
-    drawing = list(range(len(rows)))
+    failed: dict[int, Drawn] = {}
+    deadline_s = monotonic() + MASKS_S_MAX
+    _start_masks(rows)
+    drawing = _with_masks(rows, range(len(rows)), deadline_s, failed)
     while drawing:
         positions = [starts[index] + len(tokens[index]) for index in drawing]
         states = [_sampling_state(rows[index]) for index in drawing]
@@ -56,7 +64,39 @@ def draw(logits_NV: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
             if logprob is not None:
                 logprobs[index].append(logprob)
         drawing = [index for index in drawing if _matches_draft(rows[index], tokens[index])]
-    return [Drawn(tuple(some), tuple(more)) for some, more in zip(tokens, logprobs, strict=True)]
+        # A draft without a mask stays unconfirmed: what is drawn so far counts.
+        drawing = _with_masks(rows, drawing, deadline_s, {})
+    _start_masks(rows)
+    return [
+        failed.get(index, Drawn(tuple(some), tuple(more)))
+        for index, (some, more) in enumerate(zip(tokens, logprobs, strict=True))
+    ]
+
+
+def _start_masks(rows: Sequence[Row]) -> None:
+    """Begin the next mask of each row; that of the next step while its forward pass runs."""
+    for row in rows:
+        matcher = _sampling_state(row).matcher
+        if matcher is not None:
+            matcher.start()
+
+
+def _with_masks(
+    rows: Sequence[Row], indices: Iterable[int], deadline_s: float, failed: dict[int, Drawn]
+) -> list[int]:
+    """Return those of `indices` whose next masks are ready by `deadline_s`, and put the others into
+    `failed`."""
+    found: list[int] = []
+    for index in indices:
+        matcher = _sampling_state(rows[index]).matcher
+        try:
+            if matcher is None or matcher.ready_by(deadline_s):
+                found.append(index)
+            else:
+                failed[index] = Drawn(late=True)
+        except RequestError as error:
+            failed[index] = Drawn(error=error)
+    return found
 
 
 def _matches_draft(row: Row, drawn: Sequence[int]) -> bool:

@@ -47,6 +47,13 @@ class SamplingState:
         )
         for token in request.tokens[self._start :]:
             self.push(token)
+        if matcher is not None:
+            matcher.start()
+
+    def close(self) -> None:
+        """Give back what its grammar holds: the answer has ended."""
+        if self.matcher is not None:
+            self.matcher.close()
 
     @property
     def position(self) -> int:

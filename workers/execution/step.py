@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 from tidemill.kvstore.layout import PageId, StateId, WindowId
 from tidemill.kvstore.memory.lease import StateWrite
 from tidemill.workers.execution.sampling_state import SamplingState
-from tidemill.workers.messages import TokenLogprob
+from tidemill.workers.messages import RequestError, TokenLogprob
 
 PENDING = -1
 """A placeholder for the token that the same sequence draws in the previous step, which is not read yet."""
@@ -63,12 +63,17 @@ class Drawn(NamedTuple):
 
     `logprobs` has an item for each token if the request asks for them, else none. `scores` has one for each
     target of the row's `scores`. `guesses` are those of the model's own head for the next tokens.
+
+    `late`: the mask of its grammar was not ready in time, so nothing of the row counts. `error` ends its
+    request.
     """
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     scores: tuple[TokenLogprob, ...] = ()
     guesses: tuple[int, ...] = ()
+    late: bool = False
+    error: RequestError | None = None
 
 
 class Runner(Protocol):

@@ -108,6 +108,8 @@ class Scheduler:
         if count == 0:
             self._guessing |= launched > len(sequence.tokens)
             return None
+        if not _has_mask(sequence):
+            return None
         if count > 1:
             return Candidate(sequence.id, launched, launched + count)
         if sequence.drafter is None:
@@ -205,6 +207,15 @@ class Scheduler:
         if depth in sequence.restore.grid:
             return self._ledger.may_spare()
         return depth > len(sequence.request.tokens) and sequence.rolls(depth, self._limits.roll_pages)
+
+
+def _has_mask(sequence: Sequence) -> bool:
+    """Return whether a row can join the next step. With a grammar whose masks are slow it sits out until its
+    mask is ready."""
+    matcher = sequence.sampling_state.matcher
+    if matcher is None or sequence.produces:
+        return True
+    return matcher.may_launch(in_flight=sequence.lease is not None and bool(sequence.lease.flights))
 
 
 def _schedule_key(sequence: Sequence) -> tuple[float, int]:

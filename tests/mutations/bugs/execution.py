@@ -53,6 +53,27 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/workers/execution/test_mtp_drafter.py",
     ),
     Planted(
+        "a step waits for masks without a limit",
+        "workers/execution/grammar.py::Matcher.ready_by",
+        "self._mask.exception(max(0.0, $DEADLINE_S - monotonic()))",
+        "self._mask.exception(2)",
+        "tests/unit/workers/execution/test_grammar_limits.py",
+    ),
+    Planted(
+        "a row with slow masks joins steps before its mask is ready",
+        "workers/execution/grammar.py::Matcher.may_launch",
+        "if self.is_quick:",
+        "if True:",
+        "tests/unit/workers/execution/test_grammar_limits.py",
+    ),
+    Planted(
+        "an answer that ended keeps its lexer states",
+        "workers/execution/grammar.py::LexerShare.close",
+        "$GIVE_BACK()",
+        "pass",
+        "tests/unit/workers/execution/test_grammar_limits.py",
+    ),
+    Planted(
         "every position draws with the same random number",
         "workers/execution/sampler.py::uniform_of",
         '$POSITION.$TO_BYTES(8, "little")',

@@ -6,6 +6,7 @@ etc.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
@@ -18,6 +19,18 @@ PATTERN_BYTES_MAX = 4 << 10
 LARK_BYTES_MAX = 8 << 10
 """The time of a regex can grow with the square of its length and delays every row of a step: 20 ms at this
 size."""
+
+MEMBERS_MAX = {
+    "properties": 1_000,
+    "patternProperties": 50,
+    "anyOf": 250,
+    "oneOf": 250,
+    "allOf": 100,
+    "prefixItems": 250,
+    "pattern": 100,
+    "multipleOf": 16,
+}
+"""The most members of a keyword in a schema, all its places together."""
 
 BYTES_PER_CONTAINER = 2
 """An object or list in a schema is written in at least as many bytes."""
@@ -128,8 +141,9 @@ def _schema(schema: dict[str, object], param: str) -> Grammar:
 
 
 def check_schema(schema: dict[str, object], param: str) -> None:
-    """Check a schema's depth and the length of its patterns. Raises RequestError."""
+    """Check a schema's depth, its numbers of members, and the length of its patterns. Raises RequestError."""
     level: list[object] = [schema]
+    members = Counter[str]()
     depth = found = 0
     while level:
         depth += 1
@@ -142,9 +156,26 @@ def check_schema(schema: dict[str, object], param: str) -> None:
             raise RequestError(
                 f"{param} is nested more than {SCHEMA_DEPTH_MAX} levels deep: use $defs and $ref", param=param
             )
+        for keyword, count in _members(level):
+            members[keyword] += count
+            if members[keyword] > MEMBERS_MAX[keyword]:
+                raise RequestError(
+                    f"{param} has more than {MEMBERS_MAX[keyword]:,} members of {keyword}, "
+                    "in all its places: leave some out",
+                    param=param,
+                )
         for pattern in _patterns(level):
             _bounded(pattern, f"{param}: a pattern", PATTERN_BYTES_MAX)
         level = [child for schema in level for child in _children(schema)]
+
+
+def _members(level: Sequence[object]) -> Iterator[tuple[str, int]]:
+    for schema in level:
+        if isinstance(schema, dict):
+            schema = cast("dict[str, object]", schema)
+            for keyword in MEMBERS_MAX.keys() & schema.keys():
+                value = schema[keyword]
+                yield keyword, len(cast("list[object]", value)) if isinstance(value, dict | list) else 1
 
 
 def _patterns(level: Sequence[object]) -> Iterator[str]:

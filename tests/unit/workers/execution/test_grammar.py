@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -18,8 +19,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
 from tests.support.workers.drawing import Noise, answer_of, request_of, troubled_answer_of
-from tidemill.workers.execution.grammar import GRAMMAR_BYTES_MAX, Grammars, Matcher
-from tidemill.workers.messages import Grammar, RequestError, Sampling
+from tidemill.workers.execution.grammar import Grammars, Mask, Matcher
+from tidemill.workers.messages import GRAMMAR_BYTES_MAX, Grammar, RequestError, Sampling
 from tidemill.workers.models.bundled import bundled
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=25)
@@ -287,21 +288,23 @@ def test_model_without_a_tokenizer_refuses(tmp_path: Path, content: str | None) 
     assert grammars.matcher(Grammar(kind="json_object")).mask().any()
 
 
-def test_answer_ends_where_a_step_would_take_too_long() -> None:
-    """The library gives up for good; a rewind to a place before goes on as if it had not."""
+def test_answer_fails_where_a_step_would_take_too_long() -> None:
+    """The library gives up for good; a rewind to a place before goes on as if it had not. The answer does not
+    end there as if it were complete."""
     tokenizer = LLTokenizer((FOLDER / "tokenizer.json").read_text(), eos_token=[EOS])
     lark = 'start: "a" "b" deep\n' + "\n".join(f"d{n}: d{n + 1}* d{n + 1}*" for n in range(60))
     lark += '\ndeep: d0\nd60: "x"?'
     limits = LLParserLimits(step_max_items=2000, verbose_errors=False)
-    matcher = Matcher(lambda: LLMatcher(tokenizer, lark, log_level=0, limits=limits), VOCABULARY, (EOS,))
-    masks = [matcher.mask()]
-    while masks[-1].sum() > 1 or not masks[-1][EOS]:
-        matcher.push(int(np.flatnonzero(masks[-1])[0]))
-        masks.append(matcher.mask())
-        assert len(masks) < 9
-    assert len(masks) > 1
-    matcher.push(EOS)
+    matcher = Matcher(lambda _: LLMatcher(tokenizer, lark, log_level=0, limits=limits), VOCABULARY, (EOS,))
+    masks: list[Mask] = []
+    with suppress(RequestError):
+        while len(masks) < 9:
+            masks.append(matcher.mask())
+            matcher.push(int(np.flatnonzero(masks[-1])[-1]))
+    assert 1 < len(masks) < 9
     matcher.rewind(len(masks))
     for mask in masks:
         assert (matcher.mask() == mask).all()
-        matcher.push(int(np.flatnonzero(mask)[0]))
+        matcher.push(int(np.flatnonzero(mask)[-1]))
+    with pytest.raises(RequestError, match="too complex after"):
+        matcher.mask()

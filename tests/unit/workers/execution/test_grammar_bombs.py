@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 
 import pytest
@@ -59,10 +60,11 @@ def test_bomb_does_not_go_off(name: str) -> None:
     except RequestError:
         return
     assert len(bomb.text.encode()) <= GRAMMAR_BYTES_MAX
-    for _ in range(STEPS):
-        may = [int(token) for token in matcher.mask().nonzero()[0]]
-        assert may
-        matcher.push(may[-1])
+    with suppress(RequestError):
+        for _ in range(STEPS):
+            may = [int(token) for token in matcher.mask().nonzero()[0]]
+            assert may
+            matcher.push(may[-1])
 
 
 def test_too_large_grammars_are_refused_unread() -> None:

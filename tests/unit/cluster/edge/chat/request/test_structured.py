@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tidemill.cluster.edge.chat.request.structured import (
     GRAMMAR_BYTES_MAX,
     LARK_BYTES_MAX,
+    MEMBERS_MAX,
     PATTERN_BYTES_MAX,
     SCHEMA_DEPTH_MAX,
     grammar_of,
@@ -21,6 +22,24 @@ WRITTEN = Grammar(
     kind="json_schema",
     text='{"type":"object","properties":{"b":{"type":"string"},"a":{"enum":["ü",1]}}}',
 )
+
+
+@pytest.mark.parametrize("keyword", sorted(MEMBERS_MAX))
+def test_members_of_a_keyword_are_limited_over_all_its_places(keyword: str) -> None:
+    def schema(count: int) -> dict[str, Any]:
+        if keyword in {"pattern", "multipleOf"}:
+            value = "a" if keyword == "pattern" else 2
+            return {"anyOf": [{keyword: value} for _ in range(count)]}
+        if "roperties" in keyword:
+            return {"items": {keyword: {f"k{at}": True for at in range(count)}}}
+        return {"items": {keyword: [True] * count}, keyword: []}
+
+    def checked(count: int) -> Grammar | None:
+        return grammar_of({"type": "json_schema", "json_schema": {"schema": schema(count)}})
+
+    assert checked(MEMBERS_MAX[keyword]) is not None
+    with pytest.raises(RequestError, match=f"more than {MEMBERS_MAX[keyword]:,} members of {keyword}"):
+        checked(MEMBERS_MAX[keyword] + 1)
 
 
 def nested(depth: int) -> dict[str, Any]:

@@ -1,0 +1,67 @@
+"""Threads that compute masks beside the steps.
+
+Masks that have been quick so far have threads of their own, which the step waits for. Others run at a lower
+priority, and of these the answer whose masks have cost least so far is next.
+"""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from itertools import count
+from queue import PriorityQueue
+from threading import Lock, Thread, get_native_id
+from typing import Generic, TypeVar
+
+Result = TypeVar("Result")
+
+NICE = 10
+"""The niceness of the threads that no step waits for."""
+
+
+class MaskPool(Generic[Result]):
+    def __init__(self, threads: int) -> None:
+        """Create a pool with `threads` for quick masks, and half as many for others. They start with the
+        first mask."""
+        self._threads = threads
+        self._numbers = count()
+        self._starting = Lock()
+        self._started = False
+        self._quick = PriorityQueue[tuple[float, int, Callable[[], None]]]()
+        self._slow = PriorityQueue[tuple[float, int, Callable[[], None]]]()
+
+    def submit(self, compute: Callable[[], Result], spent_s: float, *, quick: bool) -> Future[Result]:
+        """Call `compute` on a thread. `spent_s` is what its answer has cost so far."""
+        self._start()
+        future = Future[Result]()
+
+        def run() -> None:
+            try:
+                result = compute()
+            except Exception as error:  # noqa: BLE001  the step raises it
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        (self._quick if quick else self._slow).put((0.0 if quick else spent_s, next(self._numbers), run))
+        return future
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._started:
+                return
+            self._started = True
+            for number in range(self._threads):
+                Thread(target=_work, args=(self._quick, 0), name=f"mask-{number}", daemon=True).start()
+            for number in range((self._threads + 1) // 2):
+                Thread(target=_work, args=(self._slow, NICE), name=f"slow-mask-{number}", daemon=True).start()
+
+
+def _work(queue: "PriorityQueue[tuple[float, int, Callable[[], None]]]", nice: int) -> None:
+    if nice:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, get_native_id(), nice)
+    while True:
+        _, _, run = queue.get()
+        run()
+        del run
