@@ -32,35 +32,59 @@ void pack(const W* weight, W* packed, int64_t kind, int64_t n, int64_t k) {
     }
 }
 
+#if defined(AMX)
+constexpr int64_t AMX_DEPTH = 192;  // words of depth of a tile of rows, which stay in L1 while panels pass by
+
+// `apply` of pairs, a tile of rows after the other: its sums and its factors stay in L1, the panels in L2.
+void apply_amx(const Product& product, int64_t row, int64_t column, int64_t n, int64_t k) {
+    const int64_t rows = std::min(ROW_BLOCK, product.m - row), stride = product.stride;
+    const int64_t columns = std::min(PANEL_GROUP * PANEL, n - column), panels = (columns + PANEL - 1) / PANEL;
+    const uint32_t *const a = product.rows + row * stride, *const b = (const uint32_t*)product.packed + column * k;
+    alignas(LINE) float bias[PANEL_GROUP * PANEL] = {}, sums[2 * AMX_ROWS][PANEL_GROUP * PANEL];
+    if (product.bias) std::memcpy(bias, product.bias + column, columns * sizeof(float));
+    for (int64_t first = 0; first < rows; first += 2 * AMX_ROWS) {
+        const int64_t height = std::min(2 * AMX_ROWS, rows - first);
+        const int64_t most = rows > 2 * AMX_ROWS ? AMX_DEPTH : k;
+        const auto times = first ? multiply<false, uint32_t, uint32_t> : multiply<true, uint32_t, uint32_t>;
+        for (int64_t start = 0; start < k; start += most)
+            times(height, panels, a + first * stride + start, stride, b + start * PANEL, k * PANEL,
+                  std::min(most, k - start), sums[0], PANEL_GROUP * PANEL, start ? nullptr : bias);
+        for (int64_t r = 0; r < height; r++)
+            std::memcpy(product.y + (row + first + r) * product.y_stride + column, sums[r], columns * sizeof(float));
+    }
+}
+#endif
+
 // Columns of one task of a product, for at most ROW_BLOCK rows from `row` on. Of PAIRS, k counts words.
 template <typename A, typename W>
 void apply(const Product& product, int64_t row, int64_t column, int64_t n, int64_t k) {
     const std::conditional_t<std::is_same_v<A, uint32_t>, FlushDenormals, Nothing> flushed;
     const int64_t rows = std::min(ROW_BLOCK, product.m - row), stride = product.stride, y_stride = product.y_stride;
+#if defined(AMX)
+    if (HAS_AMX && std::is_same_v<A, uint32_t> && rows >= AMX_FROM) return apply_amx(product, row, column, n, k);
+#endif
     const int64_t columns = std::min(PANEL_GROUP * PANEL, n - column), whole = columns / PANEL, rest = columns % PANEL;
     float *const y = product.y + row * y_stride + column, *const edge = y + whole * PANEL;
-    float last[ROW_BLOCK * PANEL];  // a panel that is wider than what is left of y
-    for (int64_t r = 0; r < rows; r++) {
-        float* out = y + r * y_stride;
-        for (int64_t c = 0; c < columns; c++) out[c] = product.bias ? product.bias[column + c] : 0.0f;
-        for (int64_t c = 0; rest && c < PANEL; c++) last[r * PANEL + c] = c < rest ? out[whole * PANEL + c] : 0;
-    }
-    const bool few = rows <= FEW_ROWS || (HAS_AMX && std::is_same_v<A, uint32_t>);
+    float bias[PANEL_GROUP * PANEL] = {}, last[ROW_BLOCK * PANEL];  // a panel that is wider than what is left of y
+    if (product.bias) std::memcpy(bias, product.bias + column, columns * sizeof(float));
+    const bool few = rows <= FEW_ROWS;
     const auto times = few ? multiply<true, A, W> : multiply<false, A, W>;
     const int64_t most = few ? k : DEPTH_BLOCK;
     for (int64_t start = 0; start < k; start += most) {
         const int64_t depth = std::min(most, k - start);
         const A* a = (const A*)product.rows + row * stride + start;
         const W* b = (const W*)product.packed + column * k + start * PANEL;
-        times(rows, whole, a, stride, b, k * PANEL, depth, y, y_stride);
-        if (rest) times(rows, 1, a, stride, b + whole * k * PANEL, k * PANEL, depth, last, PANEL);
+        const float *const from = start ? nullptr : bias, *const from_last = start ? nullptr : bias + whole * PANEL;
+        times(rows, whole, a, stride, b, k * PANEL, depth, y, y_stride, from);
+        if (rest) times(rows, 1, a, stride, b + whole * k * PANEL, k * PANEL, depth, last, PANEL, from_last);
     }
     for (int64_t r = 0; rest && r < rows; r++) std::memcpy(edge + r * y_stride, last + r * PANEL, rest * sizeof(float));
 }
 
 // Products of floats, all of the same m: rows are rounded where the kind wants it.
 void multiply_floats(std::vector<Product> products, int64_t kind, int64_t n, int64_t k) {
-    const int64_t m = products[0].m, words = row_words(kind, k), count = kind == PAIRS ? m * products.size() : 0;
+    const int64_t m = products[0].m, count = kind == PAIRS ? m * products.size() : 0;
+    const int64_t words = row_words(kind, k) + DEPTH_WORDS;  // a line beside a row: a power of 2 has few sets of L1
     static thread_local std::vector<uint32_t> room;
     uint32_t* const rounded = lined(room, count * words);
     const std::vector<Product> given(products);
@@ -84,9 +108,9 @@ void multiply_all(const std::vector<Product>& products, int64_t kind, int64_t n,
     for (const Product& product : products)
         for (int64_t row = 0; row < product.m; row += ROW_BLOCK) blocks.emplace_back(&product, row);
     const int64_t count = blocks.size();
-#pragma omp for collapse(2) schedule(dynamic)
-    for (int64_t i = 0; i < count; i++)
-        for (int64_t column = 0; column < n; column += PANEL_GROUP * PANEL)
+#pragma omp for collapse(2) schedule(dynamic)  // columns first: their weights are read once for all rows
+    for (int64_t column = 0; column < n; column += PANEL_GROUP * PANEL)
+        for (int64_t i = 0; i < count; i++)
             times(*blocks[i].first, blocks[i].second, column, n, row_words(kind, k));
 }
 

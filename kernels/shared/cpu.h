@@ -221,11 +221,12 @@ static inline void ask(const B* row) {
     if constexpr (PANEL * sizeof(B) > LINE) __builtin_prefetch(row + LINE / sizeof(B), 0, LEVEL);
 }
 
+static inline uint64_t later(uint64_t k, uint64_t depth) { return k % STREAMS * (depth / STREAMS) + k / STREAMS; }
+
 template <int PANELS, typename B>
 static inline void ask_ahead(const B* b, int64_t b_stride, uint64_t depth, uint64_t k) {
     for (int p = 0; p < PANELS; p++) ask<3>(b + p * b_stride + k * PANEL + SOON_BYTES / sizeof(B));
-    const uint64_t later = k % STREAMS * (depth / STREAMS) + k / STREAMS;
-    if (PANELS == 1) ask<2>(b + b_stride + later * PANEL);
+    if (PANELS == 1) ask<2>(b + b_stride + later(k, depth) * PANEL);
 }
 
 // c[ROWS][PANELS * PANEL] += a[ROWS][depth] b, b in PANELS panels of [depth][PANEL]. Each element of c is one chain of
@@ -353,37 +354,45 @@ struct AmxShapes {
     uint8_t rows[16] = {};
 };
 
-// c[rows][panels * PANEL] += a b for at most two registers of rows, in the order of `tile` of pairs.
-template <bool TWO>
+constexpr int64_t WORD = 4;  // bytes
+
+// c[rows][panels * PANEL] = a b + the row `start`, or + c if it is null, for at most two registers of rows, in the order of
+// `tile` of pairs. FETCH: b lies in memory, and its lines are asked for before they are read.
+template <bool TWO, bool FETCH>
 static __attribute__((target("amx-tile,amx-bf16"))) void amx_tile(
         int64_t rows, int64_t panels, const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride,
-        int64_t depth, float* c, int64_t c_stride) {
+        int64_t depth, float* c, int64_t c_stride, const float* start) {
     AmxShapes shapes;  // registers 0 to 3 are of c, 4 and 5 of a, 6 and 7 of b
     for (int i : {0, 1, 4}) shapes.rows[i] = std::min(AMX_ROWS, rows);
     for (int i : {2, 3, 5}) shapes.rows[i] = TWO ? rows - AMX_ROWS : AMX_ROWS;
     for (int i : {6, 7}) shapes.rows[i] = DEPTH_WORDS;
     _tile_loadconfig(&shapes);
-    for (int64_t p = 0; p < panels; p++, b += b_stride, c += PANEL) {
+    const int64_t from_stride = start ? 0 : c_stride * WORD;
+    const float* from = start ? start : c;
+    for (int64_t p = 0; p < panels; p++, b += b_stride, c += PANEL, from += PANEL) {
         float* const second = c + AMX_ROWS * c_stride;
-        _tile_loadd(0, c, c_stride * 4);
-        _tile_loadd(1, c + LANES, c_stride * 4);
-        if (TWO) _tile_loadd(2, second, c_stride * 4);
-        if (TWO) _tile_loadd(3, second + LANES, c_stride * 4);
+        const float* const from_second = start ? from : second;
+        _tile_loadd(0, from, from_stride);
+        _tile_loadd(1, from + LANES, from_stride);
+        if (TWO) _tile_loadd(2, from_second, from_stride);
+        if (TWO) _tile_loadd(3, from_second + LANES, from_stride);
         for (int64_t k = 0; k < depth; k += DEPTH_WORDS) {
-            _tile_loadd(6, b + k * PANEL, PANEL * 4);
-            _tile_loadd(7, b + k * PANEL + LANES, PANEL * 4);
-            _tile_loadd(4, a + k, a_stride * 4);
+            const uint32_t* const block = b + k * PANEL;
+            if (FETCH)
+                for (int64_t w = k; w < k + DEPTH_WORDS; w++) ask<2>(b + b_stride + later(w, depth) * PANEL);
+            _tile_loadd(6, block, PANEL * WORD);
+            _tile_loadd(4, a + k, a_stride * WORD);
+            _tile_loadd(7, block + LANES, PANEL * WORD);
+            if (TWO) _tile_loadd(5, a + AMX_ROWS * a_stride + k, a_stride * WORD);
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);
-            if (!TWO) continue;
-            _tile_loadd(5, a + AMX_ROWS * a_stride + k, a_stride * 4);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
+            if (TWO) _tile_dpbf16ps(2, 5, 6);
+            if (TWO) _tile_dpbf16ps(3, 5, 7);
         }
-        _tile_stored(0, c, c_stride * 4);
-        _tile_stored(1, c + LANES, c_stride * 4);
-        if (TWO) _tile_stored(2, second, c_stride * 4);
-        if (TWO) _tile_stored(3, second + LANES, c_stride * 4);
+        _tile_stored(0, c, c_stride * WORD);
+        _tile_stored(1, c + LANES, c_stride * WORD);
+        if (TWO) _tile_stored(2, second, c_stride * WORD);
+        if (TWO) _tile_stored(3, second + LANES, c_stride * WORD);
     }
     _tile_release();
 }
@@ -413,21 +422,28 @@ static inline void tile_rows(int64_t rows, int64_t panels, const A* a, int64_t a
     tile_panels<FEW, ROWS>(panels, a, a_stride, b, b_stride, depth, c, c_stride);
 }
 
-// c[rows][panels * PANEL] += a b for any number of rows. FEW: so few that all wait for b, which lies in memory.
+// c[rows][panels * PANEL] = a b + the row `start`, or + c if it is null, for any number of rows. FEW: so few that all wait
+// for b, which lies in memory.
 template <bool FEW, typename A, typename B>
 static __attribute__((noinline)) void multiply(int64_t rows, int64_t panels, const A* a, int64_t a_stride, const B* b,
-                                               int64_t b_stride, int64_t depth, float* c, int64_t c_stride) {
+                                               int64_t b_stride, int64_t depth, float* c, int64_t c_stride,
+                                               const float* start = nullptr) {
     constexpr int MOST = std::is_same_v<A, uint32_t> ? TILE_ROWS / 2 : TILE_ROWS;
 #if defined(AMX)
     if constexpr (std::is_same_v<A, uint32_t>) {
-        while (HAS_AMX && rows >= AMX_FROM) {
-            const int64_t height = std::min(2 * AMX_ROWS, rows);
-            const auto times = height > AMX_ROWS ? amx_tile<true> : amx_tile<false>;
-            times(height, panels, a, a_stride, b, b_stride, depth, c, c_stride);
-            rows -= height, a += height * a_stride, c += height * c_stride;
+        if (HAS_AMX && rows >= AMX_FROM) {
+            for (int64_t r = 0; r < rows; r += 2 * AMX_ROWS) {
+                const int64_t height = std::min(2 * AMX_ROWS, rows - r);
+                const bool two = height > AMX_ROWS, fetch = FEW && r == 0;
+                const auto times = two ? (fetch ? amx_tile<true, true> : amx_tile<true, false>)
+                                       : (fetch ? amx_tile<false, true> : amx_tile<false, false>);
+                times(height, panels, a + r * a_stride, a_stride, b, b_stride, depth, c + r * c_stride, c_stride, start);
+            }
+            return;
         }
     }
 #endif
+    for (int64_t r = 0; start && r < rows; r++) std::memcpy(c + r * c_stride, start, panels * PANEL * sizeof(float));
     for (int64_t tiles = (rows + MOST - 1) / MOST, r = 0; tiles > 0; tiles--) {
         const int64_t height = (rows - r + tiles - 1) / tiles;  // 7 rows are 4 + 3, not 6 + 1
         tile_rows<FEW, MOST>(height, panels, a + r * a_stride, a_stride, b, b_stride, depth, c + r * c_stride, c_stride);
