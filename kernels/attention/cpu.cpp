@@ -8,6 +8,7 @@
 namespace {
 constexpr int64_t TILE_QUERIES = 32 * 12;  // (token, head) pairs of one task at most: whole tiles of any machine
 constexpr int64_t TILE_FLOATS = 48 << 10;  // of their sums, which stay in L2
+const float ZEROS[128] = {};              // what scores start as
 constexpr float LOWEST = -1e30f;      // below any score, and finite: it may be taken from itself
 
 // E is the type of the factors of a product: float, or uint32_t for a word of two bfloat16.
@@ -186,14 +187,19 @@ struct Block {
     }
 };
 
-// Keys as columns of panels [BLOCK / PANEL][words_of(dim)][PANEL], values as rows of panels. Columns beside those of the
-// block repeat a key: their scores are not read. Prefetches what it reads in the block that is next.
+// Keys as columns of panels [BLOCK / PANEL][words_of(dim)][PANEL]. Columns beside those of the block repeat a key: their
+// scores are not read. Prefetches what it reads in the block that is next.
 template <typename E>
-void gather(const Cache& cache, const Block<E>& block, const Block<E>& next, int64_t dim, E* keys, E* values, E* room) {
-    const int64_t from = block.from, to = block.to;
-    for (int64_t j = from / LANES * LANES; j < to; j += LANES)
+void gather_keys(const Cache& cache, const Block<E>& block, const Block<E>& next, int64_t dim, E* keys, E* room) {
+    for (int64_t j = block.from / LANES * LANES; j < block.to; j += LANES)
         gather_keys(block.rows + j, next.rows + j, cache.half_width, dim,
                     keys + j / PANEL * words_of<E>(dim) * PANEL + j % PANEL, room);
+}
+
+// Values as rows of panels. Prefetches as well.
+template <typename E>
+void gather_values(const Cache& cache, const Block<E>& block, const Block<E>& next, int64_t dim, E* values) {
+    const int64_t from = block.from, to = block.to;
     const auto value = [&](int64_t j) { return j < from || j >= to ? nullptr : block.rows[j] + cache.kv; };
     const auto ask_next = [&](int64_t j) {
         for (int64_t at = 0; at < dim * (cache.half_width ? 2 : 4); at += LINE)
@@ -215,6 +221,48 @@ void gather(const Cache& cache, const Block<E>& block, const Block<E>& next, int
         }
     }
 }
+
+#if defined(AMX)
+constexpr int64_t FEW_QUERIES = AMX_ROWS;  // for which keys are not packed
+
+// Whether groups of AMX_ROWS keys lie in a page as rows of a register.
+bool lie_in_rows(const Cache& cache, int64_t dim) {
+    return HAS_AMX && cache.half_width && dim == 2 * block_words(dim) && cache.page_tokens % AMX_ROWS == 0;
+}
+
+// Q [queries][depth] as columns [depth][FEW_QUERIES], zeros beside them.
+void to_columns(const uint32_t* Q, int64_t queries, int64_t depth, uint32_t* columns) {
+    std::fill(columns, columns + depth * FEW_QUERIES, 0);
+    for (int64_t i = 0; i < queries; i++)
+        for (int64_t w = 0; w < depth; w++) columns[w * FEW_QUERIES + i] = Q[i * depth + w];
+}
+
+// S [queries][SIZE] of keys where they lie: keys are the rows of the product and queries its columns. Factors commute, so
+// scores have the bits of packed keys. Those beside the block's are not read. Prefetches the block that is next.
+__attribute__((target("amx-tile,amx-bf16"))) void score_in_pages(
+        const Cache& cache, const Block<uint32_t>& block, const Block<uint32_t>& next, int64_t queries,
+        const uint32_t* columns, int64_t depth, float* S) {
+    AmxShapes shapes;  // register 0 is of scores, 1 of keys, 2 of queries; the others have a shape, too, as they must
+    std::fill(shapes.rows, shapes.rows + 8, AMX_ROWS);
+    _tile_loadconfig(&shapes);
+    for (int64_t j = block.from / AMX_ROWS * AMX_ROWS; j < block.to; j += AMX_ROWS) {
+        const int64_t known = std::max(j, block.from);
+        const char* const keys = block.rows[known] - (known - j) * cache.token;
+        _tile_zero(0);
+        for (int64_t w = 0; w < depth; w += DEPTH_WORDS) {
+            for (int64_t i = j; i < j + AMX_ROWS; i++) __builtin_prefetch(next.rows[i] + w * WORD, 0, 2);
+            _tile_loadd(1, keys + w * WORD, cache.token);
+            _tile_loadd(2, columns + w * FEW_QUERIES, FEW_QUERIES * WORD);
+            _tile_dpbf16ps(0, 1, 2);
+        }
+        words square[LANES];
+        _tile_stored(0, square, sizeof square[0]);
+        transpose(square);
+        for (int64_t i = 0; i < queries; i++) std::memcpy(S + i * BLOCK<uint32_t> + j, &square[i], sizeof square[i]);
+    }
+    _tile_release();
+}
+#endif
 
 // Turns SIZE scores of one query into weights, of which [from, to) count. Returns the factor by which what was
 // summed before shrinks: exactly 1 where none counts.
@@ -251,11 +299,10 @@ void attend(const Task& task, const Seen& seen, const float* q, const Cache& cac
     float* const sums = lined(floats, queries * wide + QUERY_ROWS<E> * BLOCK + dim + 2 * queries);
     float *const S = sums + queries * wide, *const scaled = S + QUERY_ROWS<E> * BLOCK;
     float *const highest = scaled + dim, *const total = highest + queries;
-    E* const values = lined(elements, BLOCK_WORDS * (wide + QUERY_ROWS<E>) + (BLOCK + LANES + queries) * depth);
+    E* const values = lined(elements, BLOCK_WORDS * (wide + QUERY_ROWS<E>) + (BLOCK + 2 * LANES + queries) * depth);
     E *const P = values + BLOCK_WORDS * wide, *const keys = P + BLOCK_WORDS * QUERY_ROWS<E>;
-    E *const room = keys + BLOCK * depth, *const Q = room + LANES * depth;
+    E *const room = keys + BLOCK * depth, *const columns = room + LANES * depth, *const Q = columns + LANES * depth;
     std::fill(sums, sums + queries * wide, 0.0f);
-    std::fill(values, values + BLOCK_WORDS * wide, E{});
     for (int64_t i = 0; i < queries; i++) {  // query i is head i % group of token i / group
         const float* in = q + (((task.begin + i / group) * kv_heads + head) * group + i % group) * dim;
         for (int64_t e = 0; e < dim; e++) scaled[e] = in[e] * scale;
@@ -267,19 +314,32 @@ void attend(const Task& task, const Seen& seen, const float* q, const Cache& cac
         highest[i] = seen.sinks ? std::max(LOWEST, seen.sinks[head * group + i % group]) : LOWEST;
         total[i] = seen.sinks ? 1.0f : 0.0f;
     }
+    bool in_pages = false;
+#if defined(AMX)
+    if constexpr (PAIRED<E>) in_pages = queries <= FEW_QUERIES && lie_in_rows(cache, dim);
+    if constexpr (PAIRED<E>)
+        if (in_pages) to_columns(Q, queries, depth, columns);
+#endif
     Block<E> block(cache, table, head, first / BLOCK * BLOCK, first, last);
+    // What no query sees of the first block stays zero: its pages may belong to other rows.
+    if (block.from > 0) std::fill(values, values + BLOCK_WORDS * wide, E{});
     for (int64_t start = first / BLOCK * BLOCK; start < last; start += BLOCK) {
-        // What no query sees of the first block stays zero: its pages may belong to other rows.
         const Block<E> next(cache, table, head, start + BLOCK, first, last);
         const int64_t count = block.to;
-        gather(cache, block, next, dim, keys, values, room);
+        if (!in_pages) gather_keys(cache, block, next, dim, keys, room);
+#if defined(AMX)
+        if constexpr (PAIRED<E>)
+            if (in_pages) score_in_pages(cache, block, next, queries, columns, depth, S);
+#endif
+        gather_values(cache, block, next, dim, values);
         block = next;
         for (int64_t i = 0, rows; i < queries; i += rows) {
             rows = std::min(QUERY_ROWS<E>, queries - i);
             const auto end_of = [&](int64_t query) { return task.position + query / group + 1 - start; };
             if (end_of(i + rows - 1) <= 0 || end_of(i) - seen.window >= BLOCK) continue;
-            std::fill(S, S + rows * BLOCK, 0.0f);
-            multiply<false>(rows, (count + PANEL - 1) / PANEL, Q + i * depth, depth, keys, depth * PANEL, depth, S, BLOCK);
+            if (!in_pages)
+                multiply<false>(rows, (count + PANEL - 1) / PANEL, Q + i * depth, depth, keys, depth * PANEL, depth, S,
+                                BLOCK, ZEROS);
             for (int64_t r = 0; r < rows; r++) {
                 float *const score = S + r * BLOCK, *const sum = sums + (i + r) * wide;
                 const int64_t from = std::clamp<int64_t>(end_of(i + r) - seen.window, 0, BLOCK);
