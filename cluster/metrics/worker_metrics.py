@@ -89,6 +89,10 @@ COUNTERS = {
     "preemptions": _counter(
         "Running sequences that lost their memory to other sequences.", "sequences", name="num_preemptions"
     ),
+    "ownership_checks": _counter("Checks that every byte of memory has one owner.", "checks"),
+    "ownership_violations": _counter(
+        "Checks that failed, each of which ended the worker. Report it with the worker's log.", "checks"
+    ),
     "preemptions_for_resize": _counter(
         "Running sequences that lost their memory to a smaller budget.", "sequences"
     ),

@@ -112,6 +112,7 @@ class EngineWorker:
                 capacity_tokens=capacity_tokens(layout, num_extents),
                 itl_target_s=info.itl_target_s,
                 idle_interval_s=IDLE_INTERVAL_S,
+                audits=False,
             ),
             root_of,
         )

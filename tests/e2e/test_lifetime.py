@@ -1,8 +1,15 @@
-"""The demo, as the README has it: it starts a whole server, asks it, and leaves nothing."""
+"""Whole servers from start to end: the demo, as the README has it, and a worker whose memory is wrong."""
+
+import asyncio
+from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 
-from tests.support.e2e.server import run_cli
+from tests.support.e2e.leaky import MARK
+from tests.support.e2e.server import Server, eventually, run_cli
+from tests.support.e2e.streams import client_of, run_all, run_while
 
 pytestmark = pytest.mark.slow
 
@@ -12,3 +19,54 @@ def test_demo() -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "6 of 6 answers are right" in ended.stdout
     assert not left
+
+
+def bodies(count: int) -> list[dict[str, Any]]:
+    rng = Random(3)
+    return [
+        {
+            "model": "keeper",
+            "prompt": [rng.randrange(5, 800) for _ in range(200)],
+            "max_tokens": 400,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        for _ in range(count)
+    ]
+
+
+async def cancelled(url: str) -> None:
+    body = {"prompt": [7] * 90, "max_tokens": 400, "stream": True, "ignore_eos": True}
+    async with (
+        client_of(url) as client,
+        client.stream("POST", "/v1/completions", json=body, headers={"x-request-id": MARK}) as response,
+    ):
+        async for _ in response.aiter_lines():
+            return
+
+
+def test_planted_leak_ends_its_worker(tmp_path: Path) -> None:
+    arguments = ("keeper", "--port", "0", "--mixed", "2", "--memory", "64MiB")
+    server = Server(arguments, tmp_path / "log", "tests.support.e2e.leaky")
+    try:
+        calm = asyncio.run(run_all(server.url, bodies(6)))
+        before = {row["info"]["worker"] for row in server.workers()}
+
+        def leak() -> None:
+            asyncio.run(cancelled(server.url))
+            eventually(lambda: server.counter("ownership_violations") == 1)
+
+        streams = run_while(server.url, bodies(6), leak)
+        assert [stream.outcome for stream in streams] == [stream.outcome for stream in calm]
+
+        def has_a_successor() -> bool:
+            now = {row["info"]["worker"] for row in server.workers()}
+            return len(now) == 2 and len(now & before) == 1
+
+        eventually(has_a_successor)
+        log = (tmp_path / "log").read_text()
+        assert "the owners of this worker's memory are wrong" in log
+        assert f"{MARK}." in log, "the newest events"
+        assert server.stop() == 0
+    finally:
+        server.kill_everything()

@@ -11,8 +11,10 @@ from contextlib import aclosing
 
 from msgspec.structs import replace
 
+from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.memory.ledger import Ledger
+from tidemill.workers.engine.audit import Audit, OwnershipBroken
 from tidemill.workers.engine.commit import StepCommitter
 from tidemill.workers.engine.drain import Drain
 from tidemill.workers.engine.intake import RequestIntake
@@ -41,6 +43,9 @@ from tidemill.workers.scheduling.scheduler import Scheduler
 from tidemill.workers.scheduling.sequence import IsolationNotice, Preempted, Sequence
 from tidemill.workers.scheduling.sequences import Sequences
 from tidemill.workers.transfer.transfer import Transfer
+
+REPORTED_S = 1.5
+"""The time after which a heartbeat has reported a violation."""
 
 LOOP_ENDED = "the worker's step loop has ended"
 
@@ -82,6 +87,7 @@ class Engine:
         )
         self._producing: dict[PageKey, asyncio.Lock] = {}
         self._drain = Drain(self._publisher, self._preempt)
+        self._audit = Audit(self._check, lambda: len(ledger.index), ledger.counters)
         self._over = False  # the step loop has ended: nothing would run an admitted request
 
     async def run(self) -> None:
@@ -91,7 +97,10 @@ class Engine:
                 self.steps += 1
                 self._drain.advance(self._sequences.running.values(), _now_s())
                 self._ledger.retention.advance(_now_s())
-                if await self._pipeline.step(self._limits.flights_max):
+                stepped = await self._pipeline.step(self._limits.flights_max)
+                if self._limits.audits:
+                    self._audit.run(_now_s(), idle=not stepped)
+                if stepped:
                     await asyncio.sleep(0)  # streams take their tokens before the next step
                     continue
                 self._work.clear()
@@ -101,11 +110,28 @@ class Engine:
                 except TimeoutError:
                     if self._limits.ranks > 1:
                         await self._pipeline.beat()
+        except OwnershipBroken:
+            await self._end_streams()
+            self.steps += 1  # a heartbeat is sent, and reports the violation
+            await asyncio.sleep(REPORTED_S)
+            raise
         finally:
-            self._over = True
-            for sequence in self._sequences:
-                sequence.delivery.outbox.put_nowait(WorkerGone(LOOP_ENDED))
-            await self._pipeline.settle()
+            await self._end_streams()
+
+    async def _end_streams(self) -> None:
+        self._over = True
+        for sequence in self._sequences:
+            sequence.delivery.outbox.put_nowait(WorkerGone(LOOP_ENDED))
+        await self._pipeline.settle()
+
+    def _check(self) -> None:
+        """Check the ledger, and that each running sequence holds the memory that it runs on."""
+        self._ledger.check()
+        for sequence in self._sequences.running.values():
+            assert sequence.lease is not None, "a running sequence has no memory"
+            assert not sequence.lease.ended, "a running sequence has lost its memory"
+        for sequence in self._sequences.waiting.values():
+            assert not sequence.ended, "a sequence that has ended waits"
 
     async def produce(self, request: Request, notify: Notify | None = None) -> Produced:
         """Make the store hold every page below the prompt's last page boundary, and the checkpoint there.
@@ -227,7 +253,11 @@ class Engine:
         """Admit the sequence, again after each preemption, and yield what its steps bring. A producing one
         yields nothing and ends when its target is computed."""
         first, began_s = True, _now_s()
-        await self._admit(sequence)
+        try:
+            await self._admit(sequence)
+        except TidemillError as error:
+            self._audit.fault(f"{sequence.id} not admitted: {type(error).__name__}", _now_s())
+            raise
         while sequence.computed < sequence.target or not sequence.produces:
             item = await sequence.delivery.outbox.get()
             if isinstance(item, Exception):
@@ -299,6 +329,9 @@ class Engine:
 
     def _end(self, sequence: Sequence) -> None:
         """Release all that the sequence holds. This is the only place that does."""
+        if sequence.lease is not None and sequence.computed < sequence.end - 1:
+            event = f"{sequence.id} ended at {sequence.computed} of {sequence.end} tokens"
+            self._audit.fault(event, _now_s())
         sequence.ended = True
         self._retain(sequence)
         self._sequences.drop(sequence)
@@ -318,6 +351,8 @@ class Engine:
     def _preempt(self, sequence: Sequence, error: Exception | None = None) -> None:
         """Take the memory of a running sequence. It is admitted again, with its pages still restorable; or
         its stream ends with `error`."""
+        if error is not None:
+            self._audit.fault(f"{sequence.id} broke: {type(error).__name__}", _now_s())
         self._sequences.wait(sequence)
         self._release(sequence)
         sequence.delivery.outbox.put_nowait(error or Preempted())

@@ -4,6 +4,20 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
+        "a worker goes on after a violation",
+        "workers/engine/audit.py::Audit.run",
+        "raise OwnershipBroken($TEXT) from $ERROR",
+        "$TEXT",
+        "tests/unit/workers/engine/test_audit.py",
+    ),
+    Planted(
+        "streams of a worker with a violation are not ended",
+        "workers/engine/engine.py::Engine._end_streams",
+        "sequence.delivery.outbox.put_nowait(WorkerGone(LOOP_ENDED))",
+        "pass",
+        "tests/unit/workers/engine/test_audit.py",
+    ),
+    Planted(
         "a rank runs a step that the leader cancelled",
         "workers/engine/build_rank.py::_tokens",
         "return None if $NONE in $TOLD else $TOLD",
