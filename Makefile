@@ -8,7 +8,7 @@ export LD_LIBRARY_PATH := $(DEBIAN_LIBS)$(addprefix :,$(LD_LIBRARY_PATH))
 PYTHON ?= python3
 STAMP := $(VENV)/.ready
 
-.PHONY: setup demo test test-all browser triton triton-3.6 nodes gpu check bench clients fuzz mutations soak soak-faults soak-nodes soak-overload stubs metrics-doc config-doc helm-golden wheel sbom clean
+.PHONY: setup demo test test-all abuse browser triton triton-3.6 nodes gpu check bench clients fuzz mutations soak soak-faults soak-nodes soak-overload stubs metrics-doc config-doc helm-golden wheel sbom clean
 
 setup: $(STAMP)
 
@@ -45,6 +45,12 @@ test: setup
 test-all: setup triton triton-3.6
 	$(SUITE)
 	python -m tests.mutations
+
+# Everything that abuses a server, with a table of verdicts: about 20 minutes with a soak of 10.
+# ABUSE_SOAK_S is its length in seconds.
+abuse: export OMP_NUM_THREADS := 1
+abuse: setup
+	python -m tests.abuse
 
 # A Ray cluster of three nodes on this machine, which takes minutes and needs the whole machine.
 nodes: setup

@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count, pairwise
+from math import inf
 from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
@@ -42,7 +43,7 @@ STREAMS = 4
 STREAM_TOKENS = 300
 CALM_S = 3.0
 PING_S, POST_S, LOOK_S = 0.05, 0.25, 0.05
-GAP_MS_MAX = {"body": 50.0, "flood": 250.0}
+GAP_MS_MAX = {"body": 50.0, "flood": 250.0, "soak": inf}
 GROWTH_MIB_MAX = 64.0
 
 
@@ -200,6 +201,18 @@ def on_cores(cores: Sequence[int]) -> Generator[None]:
         os.sched_setaffinity(0, before)
 
 
+async def sent(url: str, attack: Attack, statuses: dict[str, int]) -> None:
+    """Run an attacker and count the statuses of its answers."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "benchmarks.serving.attacks", url, attack.name),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    printed, _ = await process.communicate(b"\n")
+    for status, times in json.loads(printed.splitlines()[-1]).items():
+        statuses[status] = statuses.get(status, 0) + times
+
+
 async def measured(server: Server, good: GoodClient, attack: Attack, rounds: int) -> Verdict:
     calm: list[Seen] = []
     under: list[Seen] = []
@@ -259,10 +272,49 @@ async def measure(server: Server, attacks: Sequence[Attack], rounds: int) -> lis
     return verdicts
 
 
+async def soaked(server: Server, attacks: Sequence[Attack], seconds: float, seed: int) -> list[Verdict]:
+    """Return one verdict on attacks that are drawn at random, one to three at a time, beside the good client.
+
+    Gaps are not judged: attacks overlap. Answers and memory are.
+    """
+    rng = Random(seed)
+    good = GoodClient(server)
+    await good.learn()
+    calm, _ = await good.window(asyncio.sleep(CALM_S))
+    found: dict[str, int] = {}
+
+    async def draw() -> None:
+        until_s = time.monotonic() + seconds
+        while time.monotonic() < until_s:
+            drawn = rng.sample(list(attacks), rng.randrange(1, 4))
+            print(" + ".join(attack.name for attack in drawn), flush=True)
+            await asyncio.gather(*(sent(server.url, attack, found) for attack in drawn))
+            await asyncio.sleep(rng.random())
+
+    seen, _ = await good.window(draw())
+    verdict = Verdict(
+        name="all, at random",
+        kind="soak",
+        gap_ms=round(1000 * (max(seen.gaps_s) - max(calm.gaps_s)), 1),
+        calm_gap_ms=round(1000 * max(calm.gaps_s), 1),
+        wait_ms=round(1000 * (max(seen.waits_s) - max(calm.waits_s)), 1),
+        growth_mib=round(seen.edge_mib[-1] - calm.edge_mib[-1], 1),
+        streams=seen.streams,
+        refused=seen.refused,
+        broken=len(seen.broken),
+        statuses=found,
+        trouble=seen.broken[:3],
+    )
+    print(f"{HEADING}\n{verdict.line()}\n{seen.streams} streams")
+    return [verdict]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.abuse")
     parser.add_argument("--only", default="", help="attacks whose kind or name has this in it")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--soak-s", type=float, default=0.0, help="attacks at random for this time instead")
+    parser.add_argument("--seed", type=int, default=1, help="of the soak")
     parser.add_argument("--tls", action="store_true", help="all of it over TLS")
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
@@ -278,13 +330,18 @@ def main() -> None:
             server = Server([*ARGUMENTS, *more], Path(folder) / "log")
         try:
             with on_cores(cores[1:] or cores):
-                verdicts = asyncio.run(measure(server, attacks, options.rounds))
+                verdicts = asyncio.run(
+                    soaked(server, attacks, options.soak_s, options.seed)
+                    if options.soak_s
+                    else measure(server, attacks, options.rounds)
+                )
             with suppress(psutil.Error):
                 print(f"edge at the end: {server.processes()[0].memory_info().rss / 2**20:.0f} MiB")
         finally:
             server.stop()
     found = [vars(verdict) for verdict in verdicts]
-    options.output.write_text(json.dumps({"tls": options.tls, "attacks": found}, indent=1) + "\n")
+    if not options.soak_s:
+        options.output.write_text(json.dumps({"tls": options.tls, "attacks": found}, indent=1) + "\n")
     missed = [verdict for verdict in verdicts if verdict.misses]
     print(f"{len(verdicts) - len(missed)} of {len(verdicts)} attacks within the goals")
     sys.exit(bool(missed))

@@ -55,8 +55,8 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "large bodies are checked together",
         "cluster/edge/http/middleware.py::_Body.read",
-        "if self.$NUM_BYTES > $PACED:",
-        "if False:",
+        "if self.$NUM_BYTES > $PACED: async",
+        "if False:\n            async",
         "tests/unit/cluster/edge/http/test_tokenize.py",
     ),
     Planted(
