@@ -1,0 +1,132 @@
+# pyright: basic
+# torch and safetensors have few usable types.
+"""The time of each operator in a step of a model, and the step's share of its limit, on one core.
+
+    python -m benchmarks.engine.roofline FOLDER
+
+Steps decode 1, 8 and 32 rows after 128 tokens, and run a prompt of 512. All is CPU time of the thread, the
+best of several steps. A step's limit is the larger of two times: its bytes (weights, of experts the expected
+share; states, keys and values) by the bandwidth of a copy or a sum, whichever is faster, and its operations
+by the peak of torch's product of matrices in the model's type.
+"""
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from benchmarks.kernels.clock import MATRIX, best_seconds
+from benchmarks.kernels.models import Step, least
+from benchmarks.kernels.shapes import PAGE_TOKENS, step_inputs
+from tidemill.kernels.dispatch import Operators, operators
+from tidemill.kvstore.layout import Layout, layout_of
+from tidemill.workers.models.architectures.registry import compute_dtype_of, load
+from tidemill.workers.models.inputs import Caches, Inputs, caches_of
+
+BEFORE, TURNS, BUDGET_S = 128, 7, 0.15
+STEPS = (Step(BEFORE, 1, 1), Step(BEFORE, 8, 1), Step(BEFORE, 32, 1), Step(512, 1, 0))
+
+
+def timed(plain: Operators, spent_s: dict[str, float]) -> Operators:
+    """Return the operators with clocks. `pack`, of loading, has none."""
+
+    def clocked(name: str, call: Callable[..., object]) -> Callable[..., object]:
+        def run(*arguments: object, **named: object) -> object:
+            start_s = time.thread_time()
+            try:
+                return call(*arguments, **named)
+            finally:
+                spent_s[name] += time.thread_time() - start_s
+
+        return run
+
+    calls: dict[str, Any] = {field.name: getattr(plain, field.name) for field in fields(Operators)}
+    return replace(plain, **{name: clocked(name, call) for name, call in calls.items() if name != "pack"})
+
+
+def matmul_flops_s(dtype: torch.dtype) -> float:
+    """Return the peak of one core, as torch reaches it."""
+    a, b = torch.randn(2, MATRIX, MATRIX).to(dtype)
+    return 2.0 * MATRIX**3 / best_seconds(lambda: a @ b, BUDGET_S)
+
+
+def bytes_s(num_bytes: int) -> float:
+    """Return the bytes that one core moves in a second."""
+    source = torch.ones(num_bytes // 8)
+    target = torch.empty_like(source)
+    copied = 2 * source.nbytes / best_seconds(lambda: target.copy_(source), BUDGET_S)
+    return max(copied, source.nbytes / best_seconds(source.sum, BUDGET_S))
+
+
+def weight_bytes(folder: Path, tokens: int) -> int:
+    """Return the bytes of weights that a step reads, if each token draws its experts evenly."""
+    config = json.loads((folder / "config.json").read_text())
+    experts = config.get("num_experts") or config.get("num_local_experts") or 1
+    read = 1 - (1 - config.get("num_experts_per_tok", 1) / experts) ** tokens
+    total = 0.0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  it is no mapping
+                total += file.get_tensor(name).nbytes * (read if ".experts." in name else 1.0)
+    return round(total)
+
+
+def inputs_of(step: Step, layout: Layout) -> tuple[Inputs, Caches]:
+    """Return the rows of a step and memory for them."""
+    new, before = (1, step.prompt) if step.new else (step.prompt, 0)
+    inputs = step_inputs([new] * step.batch, [before] * step.batch)
+    states = -(-step.batch // layout.states_per_extent) if layout.states_per_extent else 0
+    extents = states + -(-inputs.pages_BN.numel() // layout.pages_per_extent)
+    caches = caches_of(layout, torch.zeros(extents * layout.extent_bytes, dtype=torch.uint8))
+    inputs.pages_BN.add_(states * layout.pages_per_extent)
+    return inputs, caches
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engine.roofline", description=__doc__.splitlines()[0] if __doc__ else None
+    )
+    parser.add_argument("folder", type=Path, help="a model folder")
+    parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "tidemill")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    spent_s: dict[str, float] = defaultdict(float)
+    dtype = compute_dtype_of(options.folder)
+    plain = operators("cpu", options.cache_dir, dtype)
+    model = load(options.folder, timed(plain, spent_s), lambda _done, _total: None, compute_dtype=dtype)
+    layout = layout_of(model.layers, PAGE_TOKENS)
+    hidden = model.model.forward(*inputs_of(Step(1, 1, 1), layout)).shape[1]
+    peak = matmul_flops_s(getattr(torch, dtype))
+    for step in STEPS:
+        weights = weight_bytes(options.folder, step.batch * (1 if step.new else step.prompt))
+        num_bytes, flops = least(model, step, weights, hidden)
+        limit_s = max(num_bytes / bytes_s(int(num_bytes)), flops / peak)
+        inputs, caches = inputs_of(step, layout)
+        last_B = inputs.cu_B1[1:].long() - 1
+        best_s, parts = float("inf"), dict[str, float]()
+        for _ in range(TURNS):
+            spent_s.clear()
+            start_s = time.thread_time()
+            with torch.inference_mode():
+                model.model.logits(model.model.forward(inputs, caches)[last_B])
+            took_s = time.thread_time() - start_s
+            if took_s < best_s:
+                best_s, parts = took_s, dict(spent_s)
+        print(
+            f"{step.name}: {best_s * 1e3:.2f} ms, {num_bytes / 1e6:.0f} MB, {flops / 1e9:.1f} GFLOP, "
+            f"limit {limit_s * 1e3:.2f} ms, share {limit_s / best_s:.0%}"
+        )
+        parts["between operators"] = best_s - sum(parts.values())
+        for name, seconds in sorted(parts.items(), key=lambda part: -part[1]):
+            print(f"  {name:20}{seconds * 1e3:9.2f} ms {seconds / best_s:6.0%}")
+
+
+if __name__ == "__main__":
+    main()
