@@ -11,7 +11,7 @@ import pytest
 from benchmarks.serving.plots import plot
 from benchmarks.serving.report import Run, Sample, percentile, summary, table_of
 from benchmarks.serving.serve import measure
-from benchmarks.serving.workloads import WORKLOADS, Item, agents
+from benchmarks.serving.workloads import WORKLOADS, Item, Workload, agents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -135,7 +135,12 @@ def test_agents_pause_and_their_hints_are_sent_on_demand(
     service = FakeService(lambda _: [5] * 100, model=replace(MODEL, max_model_len=4096))
     small = agents(Random(0), MODEL.vocab_size, sessions=1, turns=2, shared=256, strangers=1)
     small = replace(small, items=tuple(replace(item, pause_s=item.pause_s / 50) for item in small.items))
-    monkeypatch.setitem(WORKLOADS, "agents", lambda *_: small)
+
+    def small_agents(rng: Random, vocab_size: int) -> Workload:
+        del rng, vocab_size
+        return small
+
+    monkeypatch.setitem(WORKLOADS, "agents", small_agents)
 
     async def main() -> Run:
         async with serving(app_over(service)) as url:
