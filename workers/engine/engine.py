@@ -67,7 +67,6 @@ class Engine:
         """Create an engine. Without `grammars`, requests with a grammar are refused. `step_cpu_s` returns the
         CPU seconds that steps have used so far."""
         self.steps = 0  # iterations of the loop, with idle ones
-        self._step_cpu_s = step_cpu_s
         self._limits = limits
         self._ledger = ledger
         self._transfer = transfer
@@ -84,6 +83,7 @@ class Engine:
             StepCommitter(ledger, limits, admission_queue, self._admission.in_progress, self._publisher),
             self._preempt,
             self._landed_last,
+            step_cpu_s,
         )
         self._producing: dict[PageKey, asyncio.Lock] = {}
         self._drain = Drain(self._publisher, self._preempt)
@@ -212,7 +212,7 @@ class Engine:
     def progress(self) -> int:
         """Return a number that grows while the loop runs, or a step uses at least a part of a core. A step
         of a large model takes many seconds; one that neither ends nor uses CPU time is wedged."""
-        return self.steps + int(self._step_cpu_s() / PROGRESS_CPU_S)
+        return self.steps + int(self._pipeline.step_cpu_s() / PROGRESS_CPU_S)
 
     def release(self, tenant: str, name: str) -> None:
         """Drop what `tenant` retains under the session `name`."""

@@ -46,7 +46,9 @@ class Pipeline:
         committer: StepCommitter,
         preempt: Preempt,
         landed_last: Callable[[Sequence], None],
+        step_cpu_s: Callable[[], float],
     ) -> None:
+        self.step_cpu_s = step_cpu_s
         self._runner = runner
         self._schedule = schedule
         self._committer = committer

@@ -27,7 +27,7 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "a long step is taken for a wedged one",
         "workers/engine/engine.py::Engine.progress",
-        "return self.steps + int(self._step_cpu_s() / PROGRESS_CPU_S)",
+        "return self.steps + int(self._pipeline.step_cpu_s() / PROGRESS_CPU_S)",
         "return self.steps",
         "tests/unit/workers/engine/test_engine.py",
     ),
