@@ -66,9 +66,8 @@ class Audit:
                 "\n".join(self._events) or "none",
                 exc_info=True,
             )
-            raise OwnershipBroken(
-                f"the owners of the worker's memory are wrong: {error or type(error).__name__}"
-            ) from error
+            text = f"the owners of the worker's memory are wrong: {error or type(error).__name__}"
+            raise OwnershipBroken(text) from error
         took_s = perf_counter() - began_s
         self._object_s = took_s / objects
         self._counters["ownership_checks"] += 1

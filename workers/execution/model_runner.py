@@ -56,9 +56,8 @@ class TorchRunner:
         self._guesser = guesser
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._graphs: Graphs | None = None
-        self._last: dict[
-            str, int
-        ] = {}  # the token that each row of the previous step drew; PENDING: it drew none
+        # The token that each row of the previous step drew; PENDING: it drew none.
+        self._last: dict[str, int] = {}
         self._lost: set[str] = set()  # rows of this step after those: nothing of them counts
         # OpenMP keeps the number of threads per calling thread, so it is set where the steps run.
         self._thread = ThreadPoolExecutor(1, "step", torch.set_num_threads, (threads,))

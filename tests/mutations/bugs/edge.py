@@ -153,8 +153,8 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "a prompt of token ids is parsed as text",
         "cluster/edge/grpc_api/messages.py::body_of",
-        "$PROMPT if $IDS is None else list($REQUEST.$TOKEN_IDS.$IDS) if",
-        "$PROMPT\n    if",
+        "= $PROMPT if $IDS is None else",
+        "= $PROMPT if True else",
         "tests/unit/cluster/edge/grpc_api/test_generation.py",
     ),
     Planted(

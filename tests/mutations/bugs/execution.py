@@ -34,8 +34,8 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "a row continues from the first of its drawn tokens",
         "workers/execution/model_runner.py::TorchRunner.run_now",
-        "$TOKENS[-1] for",
-        "$TOKENS[0] for",
+        "$TOKENS[-1] if",
+        "$TOKENS[0] if",
         "tests/unit/workers/execution/test_model_runner.py",
     ),
     Planted(
