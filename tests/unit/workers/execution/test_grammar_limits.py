@@ -170,11 +170,19 @@ def state_with(pool: MaskPool[Mask] | None, grammar: Grammar | None = LETTERS) -
 
 def test_row_whose_mask_is_late_draws_nothing_and_others_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "MASKS_S_MAX", 0.01)
+    exception, waits_s = Future[Mask].exception, list[float]()
+
+    def recorded(future: Future[Mask], timeout: float | None = None) -> BaseException | None:
+        waits_s.append(timeout or 0.0)
+        return exception(future, timeout)
+
+    monkeypatch.setattr(Future, "exception", recorded)
     pool, logits_NV = Held(), torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(1))
     states = [state_with(None), state_with(pool), state_with(None, None)]
     drawn = draw(logits_NV, list(map(row_of, states)))
     assert [row_drawn.late for row_drawn in drawn] == [False, True, False]
     assert [len(row_drawn.tokens) for row_drawn in drawn] == [1, 0, 1]
+    assert max(waits_s) <= sampler.MASKS_S_MAX
     matcher = states[1].matcher
     assert matcher is not None
     assert not matcher.may_launch(in_flight=False)
