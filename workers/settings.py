@@ -1,7 +1,7 @@
 """The settings of one engine: plain data, read once, without torch."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +31,32 @@ DRAFTS_MAX = 16
 
 class SettingsError(TidemillError):
     """A setting has no meaning; the message names it."""
+
+
+KV_EVENT_ENDPOINT = r"(tcp://[^\s/]+:[0-9]{1,5}|ipc://\S+)"
+"""The endpoints of KV events: those of ZMQ that other processes can reach."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvEventSettings:
+    """The publication of KV events over ZMQ, in vLLM's terms.
+
+    `rank` is a number of the worker, which no other worker of the cluster has: it is added to the ports
+    that the worker binds.
+    """
+
+    endpoint: str
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000  # batches that a replay can return
+    hwm: int = 100_000  # batches that wait for one subscriber
+    queue_max: int = 100_000  # batches that wait to be sent
+    topic: str = ""
+    rank: int = 0
+    stride: int = 1  # workers with the same role and model have every `stride`-th rank
+
+    def of_worker(self, name: str) -> "KvEventSettings":
+        """Return the settings of the worker `name`, from those of its group: `decode-2` is the third."""
+        return replace(self, rank=self.rank + self.stride * int(name.rpartition("-")[2]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +95,7 @@ class EngineSettings:
     speculative_method: SpeculativeMethod = "auto"
     tensor_parallel_size: int = 1  # ranks of this worker
     tensor_parallel_sizes: tuple[int, ...] = ()  # of the other workers that use this store
+    kv_events: KvEventSettings | None = None  # None: no events
 
     @property
     def on_cuda(self) -> bool:

@@ -11,7 +11,7 @@ from tidemill.cluster.config.paths import kind_of
 from tidemill.cluster.config.reading import load_config
 from tidemill.cluster.config.tree import RootConfig
 
-TEXTS = {"TIME", "N|auto"}
+TEXTS = {"TIME", "N|auto", "JSON"}
 """The metavars of flags whose values the configuration reads from text."""
 
 MARK = "flag "

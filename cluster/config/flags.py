@@ -149,6 +149,15 @@ FLAGS: tuple[Flag, ...] = (
         "telemetry",
         {"log_level": None, "log_json": None, "otlp_traces_endpoint": "URL", "metrics_alias": None},
     ),
+    Flag(
+        title="telemetry",
+        option="--kv-events-config",
+        scope="telemetry",
+        key="kv_events",
+        metavar="JSON",
+        text="publish KV events of every worker: a JSON object with the keys of telemetry.kv_events in "
+        "docs/configuration.md, as vLLM has it (off)",
+    ),
     *_flags("security", "edge", {"api_keys_file": "PATH", **_PEM}),
     *_flags(_INSIDE, "cluster", {"host": None, **_PEM}, "cluster-"),
 )

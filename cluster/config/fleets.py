@@ -30,7 +30,7 @@ from tidemill.cluster.settings import (
 from tidemill.kvstore.sizes import parse_bytes
 from tidemill.workers.messages import Role
 from tidemill.workers.models.bundled import bundled
-from tidemill.workers.settings import EngineSettings, SettingsError
+from tidemill.workers.settings import EngineSettings, KvEventSettings, SettingsError
 
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -123,6 +123,25 @@ def engine_settings(
     )
 
 
+def kv_events_of(config: RootConfig, index: int, role: Role) -> KvEventSettings | None:
+    """Return the settings of KV events for the workers of a role of the model at `index`. The roles of all
+    models take turns in the ranks, so that any number of workers of each has ranks of its own."""
+    events = config.telemetry.kv_events
+    if not events.enable_kv_cache_events or events.publisher == "null":
+        return None
+    roles = [(number, known) for number, model in enumerate(config.models) for known in counts_of(model)]
+    return KvEventSettings(
+        endpoint=events.endpoint,
+        replay_endpoint=events.replay_endpoint,
+        buffer_steps=events.buffer_steps,
+        hwm=events.hwm,
+        queue_max=events.max_queue_size,
+        topic=events.topic,
+        rank=roles.index((index, role)),
+        stride=len(roles),
+    )
+
+
 def _memory_max_bytes(config: RootConfig, model: ModelConfig, group: GroupConfig) -> int:
     """Return the maximum budget of a worker. With the broker it is the memory of all workers, of any model,
     on the same kind of device, for they may share one. Without the broker an operator may set a budget up to
@@ -155,7 +174,7 @@ def _fleet(config: RootConfig, index: int, surroundings: Surroundings, source: s
         template = WorkerSettings(
             name="",
             role=group.role,
-            engine=engine,
+            engine=replace(engine, kv_events=kv_events_of(config, index, group.role)),
             num_cpus=group.num_cpus,
             num_gpus=group.num_gpus,
             resources=group.resources,

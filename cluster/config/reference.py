@@ -13,7 +13,8 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from tidemill.cluster.config.flags import FLAGS
 from tidemill.cluster.config.paths import ConfigKey, keys
-from tidemill.cluster.config.tree import DURATION, SIZE, RootConfig
+from tidemill.cluster.config.tree import RootConfig
+from tidemill.cluster.config.values import DURATION, SIZE
 
 INTRODUCTION = """\
 # Configuration

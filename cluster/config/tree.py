@@ -7,22 +7,33 @@ import re
 from typing import Annotated, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     ValidationInfo,
-    WithJsonSchema,
     field_validator,
     model_validator,
 )
 
+from tidemill.cluster.config.values import (
+    DEVICE,
+    Amount,
+    Count,
+    Duration,
+    Endpoint,
+    Names,
+    Port,
+    Seconds,
+    Size,
+    Text,
+    Threads,
+    parse_object,
+)
 from tidemill.cluster.observability.telemetry import LogLevel, MetricsAlias
 from tidemill.cluster.settings import ReasoningParser, ToolParser
 from tidemill.kvstore.layout import KvDtype
 from tidemill.kvstore.memory.recompute_cost import Policy
-from tidemill.kvstore.sizes import parse_bytes
 from tidemill.workers.messages import Role
 from tidemill.workers.settings import (
     DRAFTS_MAX,
@@ -33,77 +44,8 @@ from tidemill.workers.settings import (
 )
 
 MODELS_MAX = 64
-PORT_MAX = 65535
-
-DEVICE = r"^(cpu|cuda(:[0-9]+)?)$"
-SIZE = r"^\s*[0-9]+(\.[0-9]+)?\s*([kmgtKMGT]([iI]?[bB]?)|[bB])?\s*$"
-DURATION = r"^\s*([0-9]+(?:\.[0-9]+)?)\s*(ms|s)?\s*$"
-NAME = {"type": "string", "minLength": 1}
 
 ClusterHost = Literal["loopback", "node", "node-plain"]
-
-
-def _size(value: object) -> object:
-    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-    if isinstance(text, str):
-        parse_bytes(text)  # raises ValueError
-    return text
-
-
-def _duration(value: object) -> object:
-    """Return seconds, from a number of them or a text like 50ms or 0.05s."""
-    if not isinstance(value, str):
-        return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
-    match = re.fullmatch(DURATION, value)
-    if match is None:
-        raise ValueError(f"time {value!r} is not a duration: write it like 50ms, 0.05s or 0.05")
-    return float(match[1]) * (1e-3 if match[2] == "ms" else 1.0)
-
-
-def _threads(value: object) -> object:
-    """Return a number of threads, None for auto."""
-    if value == "auto":
-        return None
-    return int(value) if isinstance(value, str) and value.isdecimal() else value
-
-
-def _names(value: object) -> object:
-    return (value,) if isinstance(value, str) else value
-
-
-def _check_amount(amount: float) -> float:
-    if amount > 1 and not amount.is_integer():
-        raise ValueError(f"is {amount:g}: Ray reserves a fraction below 1, or a whole number")
-    return float(amount)
-
-
-Count = Annotated[int, Field(ge=1)]
-Text = Annotated[str, Field(min_length=1)]
-Seconds = Annotated[float, Field(gt=0)]
-Amount = Annotated[float, Field(ge=0), AfterValidator(_check_amount)]
-Duration = Annotated[
-    float,
-    Field(ge=0),
-    BeforeValidator(_duration),
-    WithJsonSchema({"anyOf": [{"type": "string", "pattern": DURATION}, {"type": "number", "minimum": 0}]}),
-]
-Threads = Annotated[
-    Count | None,
-    BeforeValidator(_threads),
-    WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 1}, {"type": "null"}]}),
-]
-Port = Annotated[int, Field(ge=0, le=PORT_MAX)]
-Size = Annotated[
-    str,
-    BeforeValidator(_size),
-    WithJsonSchema({"anyOf": [{"type": "string", "pattern": SIZE}, {"type": "integer", "minimum": 0}]}),
-]
-Names = Annotated[
-    tuple[Text, ...],
-    Field(strict=False, min_length=1),
-    BeforeValidator(_names),
-    WithJsonSchema({"anyOf": [NAME, {"type": "array", "items": NAME, "minItems": 1}]}),
-]
 
 
 class ConfigNode(BaseModel):
@@ -342,6 +284,29 @@ class ClusterConfig(ConfigNode):
         return self
 
 
+class KvEventsConfig(ConfigNode):
+    """The KV events of every worker, for routers outside the cluster: docs/kv_events.md."""
+
+    enable_kv_cache_events: bool = False
+    """publish which pages and checkpoints each worker holds; needs the extra `events`"""
+    publisher: Literal["null", "zmq"] = "zmq"
+    """null publishes nothing"""
+    endpoint: Endpoint = "tcp://127.0.0.1:5557"
+    """address of the first worker: `tcp://*:5557` listens at all addresses of its machine, and the address of
+    another machine is connected to"""
+    replay_endpoint: Endpoint | None = None
+    """address where the first worker listens for requests for past batches"""
+    buffer_steps: Count = 10_000
+    """maximum number of past batches that a worker keeps for replays"""
+    hwm: Count = 100_000
+    """maximum number of batches that wait for one slow subscriber"""
+    max_queue_size: Count = 100_000
+    """maximum number of batches that wait to be sent; when there are more, all are dropped, and the next one
+    has everything that the worker holds"""
+    topic: str = ""
+    """topic of the messages"""
+
+
 class TelemetryConfig(ConfigNode):
     """The logs, traces and metrics of all processes."""
 
@@ -354,6 +319,8 @@ class TelemetryConfig(ConfigNode):
     the extra `otel`"""
     metrics_alias: MetricsAlias | None = None
     """add the core series of /metrics under this engine's names"""
+    kv_events: Annotated[KvEventsConfig, BeforeValidator(parse_object)] = KvEventsConfig()
+    """KV events of every worker; the flag takes the keys below as a JSON object"""
 
 
 class RootConfig(ConfigNode):

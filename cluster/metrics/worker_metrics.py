@@ -109,6 +109,9 @@ COUNTERS = {
     ),
     "checkpoints_skipped": _counter("Checkpoints that were skipped because memory was short.", "checkpoints"),
     "publications_skipped": _counter("Publications that were skipped because too many were in progress.", ""),
+    "kv_event_batches_dropped": _counter(
+        "Batches of KV events that were dropped because too many waited to be sent.", "batches"
+    ),
     "fetched_bytes": _counter("Pages and checkpoints fetched from the store.", "bytes"),
     "fetch_seconds": _counter("Time of fetches from the store, summed over concurrent ones.", "seconds"),
     "published_bytes": _counter("Pages and checkpoints published to the store.", "bytes"),

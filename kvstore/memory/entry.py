@@ -1,5 +1,6 @@
 """An entry of the prefix index: a full page, and the checkpoint after it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ class Entry:
     freed_bytes     the memory that its eviction frees
     uses            0 for a spare checkpoint, at which no request has resumed
     retained_s      the length of the credit that a client asked for, until `retained_until_s`
+    tokens, salt    the tokens of the page and the salt of its keys, kept only while changes are logged
     """
 
     key: PageKey
@@ -49,3 +51,5 @@ class Entry:
     freed_bytes: int = 0
     retained_s: float = 0.0
     retained_until_s: float = 0.0
+    tokens: Sequence[int] = ()
+    salt: str = ""

@@ -11,6 +11,7 @@ windows       The window pages from `first_window` on, shared with checkpoints: 
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -18,6 +19,16 @@ from typing import NamedTuple
 from tidemill.kvstore.layout import PageId, StateId, WindowId
 from tidemill.kvstore.memory.allocation_sites import AllocationSite
 from tidemill.kvstore.memory.entry import Entry
+
+
+class SequenceText(NamedTuple):
+    """The tokens of a sequence, a list that may still grow, and the salt of its keys."""
+
+    tokens: Sequence[int] = ()
+    salt: str = ""
+
+
+NO_TEXT = SequenceText()
 
 
 class StateWrite(NamedTuple):
@@ -60,6 +71,7 @@ class Lease:
     page_tokens: int
     spare_slots_min: int = 0
     runs: bool = True
+    text: SequenceText = NO_TEXT
     shared_entries: list[Entry] = field(default_factory=list[Entry])
     private_pages: list[PageId] = field(default_factory=list[PageId])
     pages: tuple[PageId, ...] = ()  # the page table: those of `shared_entries`, then `private_pages`
@@ -79,6 +91,11 @@ class Lease:
     @property
     def allocated(self) -> int:
         return (len(self.shared_entries) + len(self.private_pages)) * self.page_tokens
+
+    def tokens_of(self, entry: Entry) -> Sequence[int]:
+        """Return the tokens of the page of `entry`, which is on its path."""
+        end = entry.depth_pages * self.page_tokens
+        return self.text.tokens[end - self.page_tokens : end]
 
     def owned_pages(self) -> list[PageId]:
         deferred = chain.from_iterable(flight.deferred_free_pages for flight in self.flights)

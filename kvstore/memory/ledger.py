@@ -22,7 +22,7 @@ from tidemill.kvstore.memory.allocation_sites import NOTHING, Demand, FailAlloca
 from tidemill.kvstore.memory.arena import ArenaUsage
 from tidemill.kvstore.memory.cache import Cache
 from tidemill.kvstore.memory.checkpoints import Checkpoints
-from tidemill.kvstore.memory.lease import Lease, StateWrite, StepInFlight
+from tidemill.kvstore.memory.lease import NO_TEXT, Lease, SequenceText, StateWrite, StepInFlight
 from tidemill.kvstore.memory.prefix_index import Match
 
 FLIGHTS_MAX = 2
@@ -48,10 +48,12 @@ class Ledger:
         self._leases: dict[str, Lease] = {}
         self._released: list[Lease] = []  # they still have steps in flight
 
-    def open(self, request_id: str, *, spare_slots_min: int = 0, runs: bool = True) -> Lease:
+    def open(
+        self, request_id: str, *, spare_slots_min: int = 0, runs: bool = True, text: SequenceText = NO_TEXT
+    ) -> Lease:
         """Open an empty lease; see `Lease` for its parameters."""
         assert request_id not in self._leases, f"{request_id} holds a lease already"
-        lease = self._leases[request_id] = Lease(self.layout.page_tokens, spare_slots_min, runs)
+        lease = self._leases[request_id] = Lease(self.layout.page_tokens, spare_slots_min, runs, text)
         return lease
 
     def rename(self, request_id: str, new_id: str) -> None:
@@ -299,6 +301,8 @@ class Ledger:
             page = lease.private_pages.pop(0)
             entry, taken_over = self._cache.insert(parent, keys[len(lease.shared_entries)], page)
             lease.shared_entries.append(entry)
+            if self.index.log is not None and taken_over:
+                entry.tokens, entry.salt = lease.tokens_of(entry), lease.text.salt
             if not taken_over:
                 lease.rebuild_page_table()
                 if lease.flights:

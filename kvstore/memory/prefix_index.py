@@ -13,6 +13,7 @@ the others.
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.layout import Layout, PageId, StateId, WindowId
@@ -23,6 +24,10 @@ STALE_RECORDS_MAX = 256
 
 RETAINED_USES = 8
 """The number of uses that a fresh credit of a client counts for. What is used more often needs none."""
+
+
+ChangeKind = Literal["stored", "kept", "dropped", "removed"]
+"""A page was stored, a checkpoint kept, a checkpoint dropped, or a page removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,7 @@ class PrefixIndex:
         self._leaves: list[tuple[bool, tuple[float, int], PageKey]] = []
         self._checkpoints: list[tuple[tuple[float, int], PageKey]] = []
         self._changes = IndexChanges()
+        self.log: list[tuple[ChangeKind, Entry]] | None = None  # all changes in order, if it is a list
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -130,6 +136,8 @@ class PrefixIndex:
         if parent is not None:
             entry.child_index = len(parent.children)
             parent.children.append(entry)
+        if self.log is not None:
+            self.log.append(("stored", entry))
         if not self._layout.hybrid:
             self._appraise(entry, depth_pages - 1, self._layout.page_bytes)
             self._changes.add(key)
@@ -157,6 +165,8 @@ class PrefixIndex:
         own_bytes = self._layout.state_stride_bytes + len(checkpoint.windows) * self._layout.window_bytes
         self._appraise(entry, above_pages, segment_bytes + own_bytes)
         self._changes.add(entry.key)
+        if self.log is not None:
+            self.log.append(("kept", entry))
         self.add_candidate(entry)
 
     def drop_checkpoint(self, entry: Entry) -> Checkpoint:
@@ -166,6 +176,8 @@ class PrefixIndex:
         checkpoint = entry.checkpoint
         self._forget_checkpoint(entry)
         entry.checkpoint = None
+        if self.log is not None:
+            self.log.append(("dropped", entry))
         self._changes.remove(entry.key)
         self.add_candidate(entry)
         return checkpoint
@@ -178,6 +190,9 @@ class PrefixIndex:
         self._forget_checkpoint(entry)
         if self.is_restorable(entry):
             self._changes.remove(entry.key)
+        if self.log is not None:
+            kinds: list[ChangeKind] = ["removed"] if entry.checkpoint is None else ["dropped", "removed"]
+            self.log.extend((kind, entry) for kind in kinds)
         if entry.parent is not None:
             siblings = entry.parent.children
             last = siblings.pop()

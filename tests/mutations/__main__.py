@@ -22,18 +22,8 @@ from tests.mutations.bugs import PLANTED
 from tests.mutations.planted import Planted
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = (
-    "cluster",
-    "workers",
-    "kvstore",
-    "kernels",
-    "src",
-    "tests",
-    "benchmarks",
-    "tools",
-    "deploy",
-    "docs",
-)
+CODE = ("cluster", "workers", "kvstore", "kernels", "src", "tests", "benchmarks", "tools", "deploy")
+FOLDERS = (*CODE, "docs")
 SIM_RUNS = 100
 TIMEOUT_S = 300.0
 """A bug may cause an endless loop: a timeout counts as caught."""

@@ -33,6 +33,7 @@ HOMES = {
     "kvcached": "kvstore/memory/backing.py",
     "triton": "kernels/",
     "argparse": "cluster/cli/",
+    "zmq": "workers/engine/zmq_publisher.py",
     "llguidance": "workers/execution/grammar",
     "torch.distributed": "workers/parallel/distributed.py",
 }

@@ -4,6 +4,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pkgutil import resolve_name
+from time import time
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,6 +26,7 @@ from tidemill.kvstore.stores.seal import Sealing
 from tidemill.kvstore.stores.secret import read_secret
 from tidemill.workers.device import device_of, granted, memory_name, open_backing, settle
 from tidemill.workers.engine.engine import Engine
+from tidemill.workers.engine.kv_events import BatchQueue, EventForm, KvEvents
 from tidemill.workers.execution.grammar import Grammars
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.execution.mtp_drafter import MtpDrafter
@@ -42,13 +46,18 @@ from tidemill.workers.parallel.link import StartRanks
 from tidemill.workers.scheduling.admission import STATES_PER_REQUEST_MAX
 from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.plan import Budget
-from tidemill.workers.settings import EngineSettings, SettingsError
+from tidemill.workers.settings import EngineSettings, KvEventSettings, SettingsError
 from tidemill.workers.transfer.arena_io import ArenaIO, DirectIO
 from tidemill.workers.transfer.staging import StagingRing
 from tidemill.workers.transfer.transfer import IN_FLIGHT_BYTES_MAX, Transfer
 
 AHEAD_BYTES = 64 << 20
 """The memory that is mapped ahead of need in each rank."""
+
+PUBLISHER = "tidemill.workers.engine.zmq_publisher:ZmqPublisher"
+"""The publisher of KV events, which is loaded on demand."""
+
+OpenPublisher = Callable[[KvEventSettings, EventForm], BatchQueue]
 
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes) while weights load."""
@@ -139,7 +148,6 @@ def _build(
     own = open_backing(settings, memory.reserved_bytes)
     backing = own if group is None else group.backing(own)
 
-    root_of = partial(_root_of, loaded.fingerprint, namespace)
     budget = memory.floor if settings.starts_at_floor else memory.share
     ahead_bytes = AHEAD_BYTES if settings.backing_kind == "mmap" else 0
     arena = Arena(layout, memory.reserved, backing, budget, ahead_bytes // layout.extent_bytes)
@@ -147,22 +155,26 @@ def _build(
     runner = open_runner(settings, loaded, memory, backing.memory, group)
     arena_io = open_arena_io(settings, layout, backing.memory, rank_share(shards, 0, ranks))
 
+    ledger = Ledger(Cache(layout, arena, index), settings.checkpoints_per_path)
+    events, close_events = open_events(settings, ledger)
+
     def close() -> None:
+        close_events()
         grammars.close()
         runner.close()
         if settings.on_cuda:  # on a host, memory that is still being stored must not be zeroed
             backing.close()
 
     grammars = Grammars(settings.model_folder, loaded.vocab_size, loaded.eos_ids, settings.threads)
-    limits = limits_of(settings, memory, mtp=loaded.head is not None)
     engine = Engine(
-        Ledger(Cache(layout, arena, index), settings.checkpoints_per_path),
+        ledger,
         Transfer(layout, arena_io, shards, () if group is None else group.mates()),
         runner,
-        limits,
-        root_of,
+        limits_of(settings, memory, mtp=loaded.head is not None),
+        partial(_root_of, loaded.fingerprint, namespace),
         grammars,
         runner.cpu_s,
+        events,
     )
     return BuiltEngine(
         engine=engine,
@@ -171,6 +183,21 @@ def _build(
         group=group,
         close=close,
     )
+
+
+def open_events(settings: EngineSettings, ledger: Ledger) -> tuple[KvEvents | None, Callable[[], None]]:
+    """Return the KV events of the ledger's index, and the function that ends their publication. Raises
+    SettingsError."""
+    if settings.kv_events is None:
+        return None, lambda: None
+    try:
+        open_publisher = cast("OpenPublisher", resolve_name(PUBLISHER))
+    except ImportError as error:
+        raise SettingsError(
+            f"--kv-events-config needs pyzmq ({error}): pip install 'tidemill[events]'"
+        ) from error
+    publisher = open_publisher(settings.kv_events, EventForm.of(ledger.layout, on_cuda=settings.on_cuda))
+    return KvEvents(ledger.index, publisher, ledger.counters, time), publisher.close
 
 
 def _info(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.memory.allocation_sites import Demand
-from tidemill.kvstore.memory.lease import Lease
+from tidemill.kvstore.memory.lease import Lease, SequenceText
 from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.workers.messages import Request
 from tidemill.workers.scheduling.admission_queue import AdmissionQueue
@@ -29,6 +29,7 @@ REMEMBERED_MAX = 1024
 class _Prefetch:
     """The progress of a prefetch: `pages` of a prompt, half-open, came from the store."""
 
+    text: SequenceText
     pages: range = range(0)
     unwanted: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)  # it holds nothing and moves nothing
@@ -46,7 +47,7 @@ class Prefetcher:
     async def run(self, request: Request, keys: list[PageKey]) -> int:
         """Return how many pages of `keys` are here when all of them are, when memory is short, or when the
         store is late. Cancelled, it ends immediately, and pages on their way are still kept."""
-        prefetch = self._of[request.request_id] = _Prefetch()
+        prefetch = self._of[request.request_id] = _Prefetch(SequenceText(request.tokens, request.salt))
         if len(self._of) > REMEMBERED_MAX:
             self._of.popitem(last=False)
         self._serial += 1
@@ -83,7 +84,7 @@ class Prefetcher:
                     poll_s = min(2 * poll_s, POLL_S_MAX)
                     continue
                 poll_s = POLL_S_MIN
-                good = await self._fetch(lease_id, keys, here, here + stored)
+                good = await self._fetch(lease_id, prefetch.text, keys, here, here + stored)
                 if good <= here:
                     break
                 here = good
@@ -92,9 +93,11 @@ class Prefetcher:
         finally:
             prefetch.over.set()
 
-    async def _fetch(self, lease_id: str, keys: list[PageKey], here: int, num_pages: int) -> int:
+    async def _fetch(
+        self, lease_id: str, text: SequenceText, keys: list[PageKey], here: int, num_pages: int
+    ) -> int:
         """Fetch pages and return how many are here; no more than `here` when it has to end."""
-        lease = self._ledger.open(lease_id, runs=False)
+        lease = self._ledger.open(lease_id, runs=False, text=text)
         try:
             match = self._ledger.index.match(keys)
             if len(match.path) < here:  # memory is short: some were evicted

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.memory.allocation_sites import Demand
+from tidemill.kvstore.memory.lease import SequenceText
 from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.kvstore.memory.prefix_index import Match
 from tidemill.kvstore.memory.windows import count_missing
@@ -164,7 +165,8 @@ class Admission:
         again.
         """
         spare_slots_min = int(self._limits.checkpoint_strategy == "double" and not sequence.produces)
-        lease = self._ledger.open(sequence.id, spare_slots_min=spare_slots_min)
+        text = SequenceText(sequence.tokens, sequence.request.salt)
+        lease = self._ledger.open(sequence.id, spare_slots_min=spare_slots_min, text=text)
         self._ledger.attach(lease, match, attached)
         try:
             held = self._sequences.num_with_memory

@@ -9,6 +9,7 @@ class Sequences:
     def __init__(self) -> None:
         self.running: dict[str, Sequence] = {}
         self.waiting: dict[str, Sequence] = {}
+        self.closed = False  # the step loop has ended: nothing would run an admitted sequence
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter([*self.running.values(), *self.waiting.values()])

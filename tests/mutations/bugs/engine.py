@@ -18,6 +18,20 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/workers/engine/test_audit.py",
     ),
     Planted(
+        "KV events after a loss have only the latest changes",
+        "workers/engine/kv_events.py::KvEvents.flush",
+        "if $DUE or $DROPPED:",
+        "if $DUE:",
+        "tests/unit/workers/engine/test_kv_events.py",
+    ),
+    Planted(
+        "a KV event joins pages of two branches",
+        "workers/engine/kv_events.py::events_of",
+        '$BEFORE == ("stored", $ENTRY.parent)',
+        '$BEFORE is not None and $BEFORE[0] == "stored"',
+        "tests/unit/workers/engine/test_kv_events.py",
+    ),
+    Planted(
         "a rank runs a step that the leader cancelled",
         "workers/engine/build_rank.py::_tokens",
         "return None if $NONE in $TOLD else $TOLD",

@@ -4,6 +4,13 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
+        "an evicted page takes its checkpoint away unannounced",
+        "kvstore/memory/prefix_index.py::PrefixIndex.remove",
+        '["removed"] if $ENTRY.checkpoint is None else ["dropped", "removed"]',
+        '["removed"]',
+        "tests/unit/workers/engine/test_kv_events.py",
+    ),
+    Planted(
         "two extents hand out the same ids",
         "kvstore/memory/arena.py::Pool._open",
         "$FIRST = $EXTENT * self.$OBJECTS_PER_EXTENT",

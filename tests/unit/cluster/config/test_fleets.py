@@ -32,6 +32,28 @@ def fleet(groups: str, more: str = "") -> FleetSettings:
     return fleet
 
 
+def test_kv_events_have_a_rank_for_each_worker() -> None:
+    """However many workers of each role there will be, no two of them share a port."""
+    models = "models: [{model: keeper, groups: [{role: prefill}, {role: decode}]}, {model: x}]"
+    keys = "enable_kv_cache_events: true, replay_endpoint: 'tcp://*:6000', hwm: 7"
+    enabled = f"telemetry: {{kv_events: {{{keys}}}}}"
+    cluster = settings(f"{models}\n{enabled}")
+    events = {worker.name: worker.engine.kv_events for worker in cluster.workers}
+    ranks = [
+        found.of_worker(f"{name[:-1]}{index}").rank
+        for name, found in events.items()
+        if found is not None
+        for index in range(3)
+    ]
+    assert ranks == [0, 3, 6, 1, 4, 7, 2, 5, 8]
+    first = next(iter(events.values()))
+    assert first is not None
+    assert (first.endpoint, first.replay_endpoint, first.hwm) == ("tcp://127.0.0.1:5557", "tcp://*:6000", 7)
+    for off in ("", enabled.replace("hwm: 7", "publisher: 'null'"), enabled.replace("true", "false")):
+        workers = settings(f"{models}\n{off}").workers
+        assert [worker.engine.kv_events for worker in workers] == [None] * 3
+
+
 def test_each_model_has_its_own_fleet() -> None:
     text = """
         models:
