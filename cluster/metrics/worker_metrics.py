@@ -96,10 +96,6 @@ COUNTERS = {
     "preemptions_for_resize": _counter(
         "Running sequences that lost their memory to a smaller budget.", "sequences"
     ),
-    "kv_hit_tokens": _counter("Known tokens in pages that the worker held or fetched.", "tokens"),
-    "kv_hit_restorable_tokens": _counter(
-        "Known tokens in such pages below the depth at which the worker resumed.", "tokens"
-    ),
     "kv_hit_without_state_tokens": _counter(
         "Tokens that were computed again because their pages had no checkpoint.", "tokens"
     ),

@@ -105,10 +105,7 @@ class Admission:
             reused_tokens=reused, fetched_tokens=depth - reused, computed_tokens=sequence.target - depth
         )
         without_state = max(0, taken.kept_pages * sequence.page_tokens - depth)
-        counters = self._ledger.counters
-        counters["kv_hit_tokens"] += depth + without_state
-        counters["kv_hit_restorable_tokens"] += depth
-        counters["kv_hit_without_state_tokens"] += without_state
+        self._ledger.counters["kv_hit_without_state_tokens"] += without_state
         gap_tokens_max = sequence.request.gap_tokens_max
         if (
             gap_tokens_max is not None

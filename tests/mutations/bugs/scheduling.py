@@ -4,13 +4,6 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
-        "pages without a checkpoint count as restorable",
-        "workers/scheduling/admission.py::Admission.admit",
-        '+= $DEPTH + $WITHOUT_STATE $COUNTERS["kv_hit_restorable_tokens"] += $DEPTH',
-        '+= $DEPTH + $WITHOUT_STATE; $COUNTERS["kv_hit_restorable_tokens"] += $DEPTH + $WITHOUT_STATE',
-        "tests/unit/workers/engine/test_engine_store.py",
-    ),
-    Planted(
         "the memory of a late fetch is freed while it still writes",
         "workers/scheduling/admission.py::Admission._leave",
         "$MOVING.add_done_callback($ENDED)",

@@ -80,12 +80,9 @@ def test_short_shared_part_is_restorable_from_its_third_sight_on() -> None:
                 reused.append(provenance.reused_tokens)
             assert reused == [0, 0, 8]
             assert one.count("kv_hit_without_state_tokens") == 8, "of the second one"
-            assert one.count("kv_hit_tokens") == 16, "pages of the second and third one"
-            assert one.count("kv_hit_restorable_tokens") == 8, "of the third one"
         async with bench(one.store) as other:
             provenance = await other.answer(a_request(shared + prompt(9, 4), 3))
             assert provenance.fetched_tokens == 8, "junctions are published"
-            assert other.count("kv_hit_tokens") == other.count("kv_hit_restorable_tokens") == 8
 
     run(main())
 
