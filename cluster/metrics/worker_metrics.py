@@ -96,6 +96,15 @@ COUNTERS = {
     "preemptions_for_resize": _counter(
         "Running sequences that lost their memory to a smaller budget.", "sequences"
     ),
+    "prefix_queried_tokens": _counter(
+        "Tokens of full pages of prompts, counted at each admission, also after a preemption.", "tokens"
+    ),
+    "prefix_found_tokens": _counter(
+        "Tokens of prompts whose pages were in the memory of the worker at admission.", "tokens"
+    ),
+    "prefix_resumed_tokens": _counter(
+        "Tokens of prompts below the depth at which they resumed, from memory or the store.", "tokens"
+    ),
     "kv_hit_without_state_tokens": _counter(
         "Tokens that were computed again because their pages had no checkpoint.", "tokens"
     ),

@@ -104,8 +104,12 @@ class Admission:
         sequence.provenance = Provenance(
             reused_tokens=reused, fetched_tokens=depth - reused, computed_tokens=sequence.target - depth
         )
-        without_state = max(0, taken.kept_pages * sequence.page_tokens - depth)
-        self._ledger.counters["kv_hit_without_state_tokens"] += without_state
+        found = taken.kept_pages * sequence.page_tokens
+        counters = self._ledger.counters
+        counters["prefix_queried_tokens"] += len(keys) * sequence.page_tokens
+        counters["prefix_found_tokens"] += found
+        counters["prefix_resumed_tokens"] += depth
+        counters["kv_hit_without_state_tokens"] += max(0, found - depth)
         gap_tokens_max = sequence.request.gap_tokens_max
         if (
             gap_tokens_max is not None

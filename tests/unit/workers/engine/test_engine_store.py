@@ -80,9 +80,14 @@ def test_short_shared_part_is_restorable_from_its_third_sight_on() -> None:
                 reused.append(provenance.reused_tokens)
             assert reused == [0, 0, 8]
             assert one.count("kv_hit_without_state_tokens") == 8, "of the second one"
+            assert one.count("prefix_queried_tokens") == 3 * 20
+            assert one.count("prefix_found_tokens") == 8 + 8, "pages, also without a checkpoint"
+            assert one.count("prefix_resumed_tokens") == 8, "of the third one"
         async with bench(one.store) as other:
             provenance = await other.answer(a_request(shared + prompt(9, 4), 3))
             assert provenance.fetched_tokens == 8, "junctions are published"
+            assert other.count("prefix_found_tokens") == 0, "fetched pages were not in memory"
+            assert other.count("prefix_resumed_tokens") == 8
 
     run(main())
 
