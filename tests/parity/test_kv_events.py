@@ -3,15 +3,20 @@
 import json
 import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
+import pytest
+
+from tests.support.e2e.server import EVENTUALLY_S_MAX, NO_TLS, Server, eventually
 from tests.support.workers.subscriber import Subscriber, documented_subscriber
 
 ROOT = Path(__file__).parents[2]
 Shown = dict[str, object]
 SILENT_MAX = 60
+SIZES = ("--mixed", "2", "--memory", "8MiB", "--page-size", "16", "--max-model-len", "600")
 
 
 class Worker:
@@ -101,4 +106,56 @@ def test_subscriber_that_lost_batches_for_good_gets_everything(tmp_path: Path, k
             skip(subscriber, 10)
             receive_until_equal(subscriber, shown)
         finally:
+            subscriber.close()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    events = {
+        "enable_kv_cache_events": True,
+        "endpoint": f"ipc://{tmp_path}/live",
+        "replay_endpoint": f"ipc://{tmp_path}/past",
+    }
+    arguments = ["keeper", "--port", "0", *SIZES, "--kv-events-config", json.dumps(events)]
+    server = Server(arguments, tmp_path / "log")
+    try:
+        yield server
+        assert server.stop() == 0
+    finally:
+        server.kill_everything()
+
+
+def complete(server: Server, num_prompts: int) -> None:
+    for number in range(num_prompts):
+        body = {"model": "keeper", "prompt": f"{number % 5} keepers of a lighthouse " * 6, "max_tokens": 8}
+        url = f"{server.url}/v1/completions"
+        answer = httpx.post(url, json=body, timeout=EVENTUALLY_S_MAX, verify=NO_TLS)
+        assert answer.status_code == 200, answer.text
+
+
+def test_mirrors_equal_the_reports_of_workers(server: Server, tmp_path: Path) -> None:
+    code = documented_subscriber()
+    subscribers: dict[str, Subscriber] = {
+        name: code.Subscriber(f"ipc://{tmp_path}/live{suffix}", f"ipc://{tmp_path}/past{suffix}")
+        for name, suffix in (("mixed-0", ""), ("mixed-1", ".1"))
+    }
+
+    def are_equal() -> bool:
+        for subscriber in subscribers.values():
+            while subscriber.receive(200):
+                pass
+        found = {name: len(subscriber.mirror.restorable) for name, subscriber in subscribers.items()}
+        return found == {row["info"]["name"]: row["restorable_depths"] for row in server.workers()}
+
+    try:
+        complete(server, 20)
+        eventually(are_equal)
+        assert any(subscriber.mirror.restorable for subscriber in subscribers.values())
+        assert 0 < server.counter("prefix_found_tokens") <= server.counter("prefix_queried_tokens")
+        assert 0 < server.counter("prefix_resumed_tokens") <= server.counter("prefix_queried_tokens")
+        server.replace_workers()
+        complete(server, 3)
+        eventually(are_equal)
+    finally:
+        for subscriber in subscribers.values():
             subscriber.close()

@@ -151,12 +151,11 @@ def _build(
     budget = memory.floor if settings.starts_at_floor else memory.share
     ahead_bytes = AHEAD_BYTES if settings.backing_kind == "mmap" else 0
     arena = Arena(layout, memory.reserved, backing, budget, ahead_bytes // layout.extent_bytes)
-    index = PrefixIndex(layout, settings.eviction, loaded.cost)
     runner = open_runner(settings, loaded, memory, backing.memory, group)
     arena_io = open_arena_io(settings, layout, backing.memory, rank_share(shards, 0, ranks))
-
-    ledger = Ledger(Cache(layout, arena, index), settings.checkpoints_per_path)
-    events, close_events = open_events(settings, ledger)
+    cache = Cache(layout, arena, PrefixIndex(layout, settings.eviction, loaded.cost))
+    ledger = Ledger(cache, settings.checkpoints_per_path)
+    close_events = open_events(settings, ledger)
 
     def close() -> None:
         close_events()
@@ -174,7 +173,6 @@ def _build(
         partial(_root_of, loaded.fingerprint, namespace),
         grammars,
         runner.cpu_s,
-        events,
     )
     return BuiltEngine(
         engine=engine,
@@ -185,11 +183,10 @@ def _build(
     )
 
 
-def open_events(settings: EngineSettings, ledger: Ledger) -> tuple[KvEvents | None, Callable[[], None]]:
-    """Return the KV events of the ledger's index, and the function that ends their publication. Raises
-    SettingsError."""
+def open_events(settings: EngineSettings, ledger: Ledger) -> Callable[[], None]:
+    """Publish the KV events of the ledger's index, and return what ends that. Raises SettingsError."""
     if settings.kv_events is None:
-        return None, lambda: None
+        return lambda: None
     try:
         open_publisher = cast("OpenPublisher", resolve_name(PUBLISHER))
     except ImportError as error:
@@ -197,7 +194,8 @@ def open_events(settings: EngineSettings, ledger: Ledger) -> tuple[KvEvents | No
             f"--kv-events-config needs pyzmq ({error}): pip install 'tidemill[events]'"
         ) from error
     publisher = open_publisher(settings.kv_events, EventForm.of(ledger.layout, on_cuda=settings.on_cuda))
-    return KvEvents(ledger.index, publisher, ledger.counters, time), publisher.close
+    ledger.index.publish = KvEvents(ledger.index, publisher, ledger.counters, time).flush
+    return publisher.close
 
 
 def _info(

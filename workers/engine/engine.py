@@ -18,7 +18,6 @@ from tidemill.workers.engine.audit import Audit, OwnershipBroken
 from tidemill.workers.engine.commit import StepCommitter
 from tidemill.workers.engine.drain import Drain
 from tidemill.workers.engine.intake import RequestIntake
-from tidemill.workers.engine.kv_events import KvEvents
 from tidemill.workers.engine.load_report import load_of
 from tidemill.workers.engine.pipeline import Pipeline
 from tidemill.workers.engine.prefetcher import Prefetcher
@@ -64,7 +63,6 @@ class Engine:
         root_of: Callable[[str], PageKey],
         grammars: Grammars | None = None,
         step_cpu_s: Callable[[], float] = float,
-        events: KvEvents | None = None,
     ) -> None:
         """Create an engine. Without `grammars`, requests with a grammar are refused. `step_cpu_s` returns the
         CPU seconds that steps have used so far."""
@@ -90,7 +88,6 @@ class Engine:
         self._producing: dict[PageKey, asyncio.Lock] = {}
         self._drain = Drain(self._publisher, self._preempt)
         self._audit = Audit(self._check, lambda: len(ledger.index), ledger.counters)
-        self._events = events
 
     async def run(self) -> None:
         """Run steps until cancelled. When it breaks, every stream ends with WorkerGone."""
@@ -99,8 +96,7 @@ class Engine:
                 self.steps += 1
                 self._drain.advance(self._sequences.running.values(), _now_s())
                 self._ledger.retention.advance(_now_s())
-                if self._events is not None:
-                    self._events.flush()
+                self._ledger.index.publish()
                 stepped = await self._pipeline.step(self._limits.flights_max)
                 if self._limits.audits:
                     self._audit.run(_now_s(), idle=not stepped)

@@ -22,14 +22,14 @@ BUGS: tuple[Planted, ...] = (
         "workers/engine/kv_events.py::KvEvents.flush",
         "if $DUE or $DROPPED:",
         "if $DUE:",
-        "tests/unit/workers/engine/test_kv_events.py",
+        "tests/unit/workers/test_kv_events.py",
     ),
     Planted(
         "a KV event joins pages of two branches",
         "workers/engine/kv_events.py::events_of",
         '$BEFORE == ("stored", $ENTRY.parent)',
         '$BEFORE is not None and $BEFORE[0] == "stored"',
-        "tests/unit/workers/engine/test_kv_events.py",
+        "tests/unit/workers/test_kv_events.py",
     ),
     Planted(
         "a rank runs a step that the leader cancelled",

@@ -8,7 +8,7 @@ BUGS: tuple[Planted, ...] = (
         "kvstore/memory/prefix_index.py::PrefixIndex.remove",
         '["removed"] if $ENTRY.checkpoint is None else ["dropped", "removed"]',
         '["removed"]',
-        "tests/unit/workers/engine/test_kv_events.py",
+        "tests/unit/workers/test_kv_events.py",
     ),
     Planted(
         "two extents hand out the same ids",

@@ -1,5 +1,6 @@
 """Subscribers that read KV events as vLLM does mirror the prefix index, also after they lost batches."""
 
+import sys
 from collections import Counter, deque
 from pathlib import Path
 from random import Random
@@ -16,10 +17,10 @@ from tests.support.workers.subscriber import Mirror, documented_subscriber
 from tidemill.kvstore.keys import PageKey, chain
 from tidemill.kvstore.layout import Layout
 from tidemill.kvstore.memory.prefix_index import PrefixIndex
-from tidemill.workers.engine import kv_events
+from tidemill.workers.engine import build, kv_events
 from tidemill.workers.engine.kv_events import EventForm, IndexBatch, KvEvents, events_of
 from tidemill.workers.engine.zmq_publisher import ZmqPublisher, is_bound, with_rank
-from tidemill.workers.settings import KvEventSettings, SettingsError
+from tidemill.workers.settings import EngineSettings, KvEventSettings, SettingsError
 
 ROOT = Path(__file__).parents[4]
 LAYOUTS = pytest.mark.parametrize(
@@ -229,6 +230,25 @@ def test_publisher_survives_wrong_requests(tmp_path: Path) -> None:
     finally:
         context.destroy(linger=0)
         publisher.close()
+
+
+def test_missing_pyzmq_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    monkeypatch.delitem(sys.modules, build.PUBLISHER.partition(":")[0])
+    settings = EngineSettings(
+        model_folder=tmp_path,
+        memory_bytes=0,
+        cache_folder=tmp_path,
+        store_url="",
+        kv_events=KvEventSettings(endpoint=f"ipc://{tmp_path}/live"),
+    )
+
+    async def main() -> None:
+        async with bench() as made:
+            with pytest.raises(SettingsError, match=r"pip install 'tidemill\[events\]'"):
+                build.open_events(settings, made.ledger)
+
+    run(main())
 
 
 def test_endpoint_that_is_taken_is_refused() -> None:
