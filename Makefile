@@ -32,7 +32,7 @@ demo: setup
 test test-all triton triton-3.6 mutations: export OMP_NUM_THREADS := 1
 # Write bytecode even if the environment disables it: otherwise each of about a hundred processes
 # compiles everything.
-test test-all triton triton-3.6 mutations: export PYTHONDONTWRITEBYTECODE :=
+test test-all abuse triton triton-3.6 mutations: export PYTHONDONTWRITEBYTECODE :=
 
 # Two processes, because with a third one servers wait for each other. The tests of a file share
 # servers and stay together. The order is that of folders, so that e2e, the slowest one, is not

@@ -28,7 +28,7 @@ PARTS: dict[str, Sequence[str]] = {
     "control tokens in chats": (*PYTEST, "tests/unit/cluster/edge/chat/test_control_tokens.py"),
     "grammars": (*PYTEST, "tests/unit/workers/execution/test_grammar_bombs.py"),
     "TLS": (*PYTEST, "tests/unit/cluster/cli/test_security.py"),
-    "servers": (*PYTEST, "tests/abuse"),
+    "servers": (*(*PYTEST, "tests/e2e/machine"),
     "bodies beside streams": (*MEASURED, "--only", "body", "--output", "/dev/null"),
     "floods beside streams": (*MEASURED, "--only", "flood", "--output", "/dev/null"),
     "floods beside streams, TLS": (*MEASURED, "--tls", "--only", "flood", "--output", "/dev/null"),

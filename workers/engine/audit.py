@@ -28,7 +28,10 @@ class Audit:
     def __init__(
         self, check: Callable[[], None], count_objects: Callable[[], int], counters: Counter[str]
     ) -> None:
-        """Create an audit. `check` raises AssertionError; its time grows with `count_objects`."""
+        """Create an audit. `check` raises AssertionError; its time grows with `count_objects`.
+
+        Under `python -O` there are no assertions: this is logged, and nothing is checked or counted.
+        """
         self._check = check
         self._count_objects = count_objects
         self._counters = counters
@@ -37,6 +40,11 @@ class Audit:
         self._worked = False
         self._next_s = 0.0
         self._object_s = OBJECT_S
+        if not __debug__:
+            log.warning(
+                "python -O drops assertions, so this worker does not check the owners of its memory: "
+                "start without -O and PYTHONOPTIMIZE"
+            )
 
     def fault(self, event: str, now_s: float) -> None:
         """Record what went wrong. A check is due after it."""
@@ -46,6 +54,8 @@ class Audit:
     def run(self, now_s: float, *, idle: bool) -> None:
         """Check if that is due and takes little time. Call it after each iteration of the step loop; `idle`
         ones had no step. Raises OwnershipBroken."""
+        if not __debug__:
+            return
         self._worked |= not idle
         objects = self._count_objects() + 1
         if not (self._due or (idle and self._worked)) or now_s < self._next_s:
