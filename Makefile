@@ -46,8 +46,8 @@ test-all: setup triton triton-3.6
 	$(SUITE)
 	python -m tests.mutations
 
-# Everything that abuses a server, with a table of verdicts: about 20 minutes with a soak of 10.
-# ABUSE_SOAK_S is its length in seconds.
+# Everything that abuses a server, with a table of verdicts, in less than 20 minutes.
+# ABUSE_SOAK_S is the length of the soak in seconds (180).
 abuse: export OMP_NUM_THREADS := 1
 abuse: setup
 	python -m tests.abuse

@@ -30,10 +30,10 @@ import httpx
 import psutil
 import trustme
 from tests.support.e2e.history import Ask, Call, broken
-from tests.support.e2e.server import Server
+from tests.support.e2e.server import NO_TLS, Server
 from tests.support.e2e.streams import client_of
 
-from benchmarks.serving.attacks import ATTACKS, Attack
+from benchmarks.serving.attacks import ATTACKS, Attack, target_of
 
 _Result = TypeVar("_Result")
 
@@ -103,6 +103,7 @@ class GoodClient:
 
     def __init__(self, server: Server) -> None:
         self._server = server
+        self._tls = target_of(server.url).tls or NO_TLS
         self._edge = server.processes()[0]
         rng = Random(3)
         self._asks = [
@@ -126,7 +127,7 @@ class GoodClient:
 
     async def learn(self) -> None:
         """Ask everything once in a calm."""
-        async with client_of(self._server.url) as client:
+        async with client_of(self._server.url, self._tls) as client:
             for ask in self._asks:
                 call = Call(ask)
                 await call.run(client, "good")
@@ -136,7 +137,7 @@ class GoodClient:
     async def window(self, work: Awaitable[_Result]) -> tuple[Seen, _Result]:
         """Return what is seen until `work` is done and open streams have ended, and its result."""
         seen, done = Seen(), asyncio.Event()
-        async with client_of(self._server.url) as client, asyncio.TaskGroup() as running:
+        async with client_of(self._server.url, self._tls) as client, asyncio.TaskGroup() as running:
             for _ in range(STREAMS):
                 running.create_task(self._stream(client, seen, done))
             running.create_task(self._every(PING_S, client.get, "/ping", {}, seen, done))

@@ -8,12 +8,14 @@ prompt. The two kinds of prompts alternate. The Kolmogorov-Smirnov distance of t
 that of a tenant's own prompts, which do come from a cache. Then it measures the time between the tokens of
 streams beside requests whose grammars were made to explode, and beside as many harmless ones. The last part
 is the worst gap of a stream beside 64 answers with a grammar of CROWDS. A part with 0 rounds is left out.
+The exit status is 1 if that gap is more than CROWD_GAP_MS_MAX longer than beside answers without a grammar.
 """
 
 import argparse
 import asyncio
 import json
 import secrets
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -48,6 +50,7 @@ BOMBS: tuple[dict[str, Any], ...] = (
     {"json": {"type": "object", "properties": {f"k{at}": {"type": "integer"} for at in range(1000)}}},
 )
 CROWD_REQUESTS, CROWD_N, CROWD_TOKENS = 4, 16, 40
+CROWD_GAP_MS_MAX = 50.0
 CROWDS: dict[str, dict[str, Any] | None] = {
     "nothing": None,
     "no grammar": {},
@@ -253,6 +256,12 @@ def main() -> None:
             server.stop()
     options.output.write_text(json.dumps(found, indent=2) + "\n")
     print(json.dumps(found, indent=2))
+    worst_ms = {name: some["worst_gap_ms"] for name, some in (found["crowds"] or {}).items()}
+    missed = [name for name, ms in worst_ms.items() if ms > worst_ms["no grammar"] + CROWD_GAP_MS_MAX]
+    print(
+        f"{len(worst_ms) - len(missed)} of {len(worst_ms)} crowds within {CROWD_GAP_MS_MAX:.0f} ms", *missed
+    )
+    sys.exit(bool(missed))
 
 
 if __name__ == "__main__":

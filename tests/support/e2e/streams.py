@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,6 +86,6 @@ def run_while(url: str, bodies: list[dict[str, Any]], break_it: Callable[[], Non
     return asyncio.run(run())
 
 
-def client_of(url: str) -> httpx.AsyncClient:
+def client_of(url: str, tls: ssl.SSLContext = NO_TLS) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=None)
-    return httpx.AsyncClient(base_url=url, timeout=300, limits=limits, verify=NO_TLS)
+    return httpx.AsyncClient(base_url=url, timeout=300, limits=limits, verify=tls)
