@@ -53,6 +53,7 @@ class Operators:
     embed: Callable[[Tensor, Tensor], Tensor]
     pack: Callable[[Tensor, Tensor | None], Packed]
     linear: Callable[[Tensor, Packed], Tensor]
+    linear_silu: Callable[[Tensor, Packed, Packed], Tensor]
     logits: Callable[[Tensor, Packed], Tensor]
     linear_heads: Callable[[Tensor, Packed], Tensor]
     add_norm: Callable[[Tensor | None, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -75,6 +76,7 @@ REFERENCE = Operators(
     embed=embed_reference.embed,
     pack=linear_reference.pack,
     linear=linear_reference.linear,
+    linear_silu=linear_reference.linear_silu,
     logits=linear_reference.logits,
     linear_heads=linear_reference.linear_heads,
     add_norm=rms_norm_reference.add_norm,
@@ -96,6 +98,7 @@ REFERENCE = Operators(
 
 FOLDERS = {  # of the operators that are not called like theirs
     "pack": "linear",
+    "linear_silu": "linear",
     "logits": "linear",
     "linear_heads": "linear",
     "add_norm": "rms_norm",
@@ -136,6 +139,7 @@ def operators(variant: Variant, cache_dir: Path, compute_dtype: ComputeDtype = "
                 embed=embed_reference.embed,
                 pack=linear_cpu.bind_pack(library, compute_dtype),
                 linear=linear_cpu.bind_linear(library),
+                linear_silu=linear_cpu.bind_linear_silu(library),
                 logits=linear_cpu.bind_linear(library),
                 linear_heads=linear_cpu.bind_linear_heads(library),
                 add_norm=rms_norm_cpu.bind_add_norm(library),

@@ -81,37 +81,75 @@ void apply(const Product& product, int64_t row, int64_t column, int64_t n, int64
     for (int64_t r = 0; rest && r < rows; r++) std::memcpy(edge + r * y_stride, last + r * PANEL, rest * sizeof(float));
 }
 
-// Products of floats, all of the same m: rows are rounded where the kind wants it.
-void multiply_floats(std::vector<Product> products, int64_t kind, int64_t n, int64_t k) {
-    const int64_t m = products[0].m, count = kind == PAIRS ? m * products.size() : 0;
-    const int64_t words = row_words(kind, k) + DEPTH_WORDS;  // a line beside a row: a power of 2 has few sets of L1
+constexpr int64_t GROUP = PANEL_GROUP * PANEL;
+
+auto times_of(int64_t kind) {
+    return kind == FLOATS ? apply<float, float> : kind == WIDENED ? apply<float, uint16_t> : apply<uint32_t, uint32_t>;
+}
+
+// Of products y = silu(gate) * up, columns of one task. Gate and up, the halves of a packed row, stay in the cache.
+// y is float, or of `halves` bfloat16.
+void apply_silu(const Product& product, bool halves, int64_t kind, int64_t row, int64_t column, int64_t inner, int64_t k) {
+    const int64_t rows = std::min(ROW_BLOCK, product.m - row), columns = std::min(GROUP, inner - column);
+    const int64_t words = row_words(kind, k), element = kind == WIDENED ? sizeof(uint16_t) : sizeof(float);
+    static thread_local std::vector<float> room;
+    float *const gate = lined(room, 2 * rows * GROUP), *const up = gate + rows * GROUP;
+    for (int64_t from : {column, inner + column})
+        times_of(kind)({product.rows + row * product.stride, product.stride, rows,
+                        (const char*)product.packed + from * words * element,
+                        product.bias ? product.bias + from : nullptr, from == column ? gate : up, GROUP},
+                       0, 0, columns, words);
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t at = (row + r) * product.y_stride + column;
+        float *const g = gate + r * GROUP, *const u = up + r * GROUP, *const y = halves ? g : product.y + at;
+        for (int64_t i = 0; i < columns; i += LANES) store(y + i, silu(load(g + i)) * load(u + i));
+        if (halves) to_pairs(y, columns, (uint32_t*)((uint16_t*)product.y + at));
+    }
+}
+
+// Calls `times`, in a parallel region, with products of the rows that their kind wants. All have the same m. Given are
+// floats, or `halves` that were rounded for PAIRS: they lack the zeros of the last block, or lie where L1 keeps few.
+template <typename Times>
+void with_rows(std::vector<Product> products, bool halves, int64_t kind, int64_t n, int64_t k, const Times& times) {
+    const int64_t m = products[0].m, words = row_words(kind, k) + DEPTH_WORDS;  // a power of 2 has few sets of L1
+    const int64_t stride = products[0].stride;
+    const bool whole = halves && k % (2 * DEPTH_WORDS) == 0 && stride % 2 == 0 && stride % 1024 > 0;
+    const bool ready = kind != PAIRS || whole;
+    const int64_t count = ready ? 0 : m * products.size();
     static thread_local std::vector<uint32_t> room;
     uint32_t* const rounded = lined(room, count * words);
     const std::vector<Product> given(products);
-    for (size_t i = 0; i < products.size() && kind == PAIRS; i++)
-        products[i].rows = rounded + i * m * words, products[i].stride = words;
+    for (size_t i = 0; i < products.size(); i++) {
+        if (!ready) products[i].rows = rounded + i * m * words, products[i].stride = words;
+        else if (halves) products[i].stride /= 2;
+    }
 #pragma omp parallel if (m * n * k * (int64_t)products.size() >= SERIAL_BELOW)
     {
 #pragma omp for
-        for (int64_t r = 0; r < count; r++)
-            to_blocks((const float*)given[r / m].rows + r % m * given[r / m].stride, k, rounded + r * words);
-        multiply_all(products, kind, n, k);
+        for (int64_t r = 0; r < count; r++) {
+            const int64_t at = r % m * given[r / m].stride;
+            uint32_t* const to = rounded + r * words;
+            if (!halves) {
+                to_blocks((const float*)given[r / m].rows + at, k, to);
+            } else {
+                std::fill(to, to + row_words(kind, k), 0);
+                std::memcpy(to, (const uint16_t*)given[r / m].rows + at, k * sizeof(uint16_t));
+            }
+        }
+        times(products);
     }
 }
 }  // namespace
 
 void multiply_all(const std::vector<Product>& products, int64_t kind, int64_t n, int64_t k) {
-    const auto times = kind == FLOATS    ? apply<float, float>
-                       : kind == WIDENED ? apply<float, uint16_t>
-                                         : apply<uint32_t, uint32_t>;
     std::vector<std::pair<const Product*, int64_t>> blocks;
     for (const Product& product : products)
         for (int64_t row = 0; row < product.m; row += ROW_BLOCK) blocks.emplace_back(&product, row);
     const int64_t count = blocks.size();
 #pragma omp for collapse(2) schedule(dynamic)  // columns first: their weights are read once for all rows
-    for (int64_t column = 0; column < n; column += PANEL_GROUP * PANEL)
+    for (int64_t column = 0; column < n; column += GROUP)
         for (int64_t i = 0; i < count; i++)
-            times(*blocks[i].first, blocks[i].second, column, n, row_words(kind, k));
+            times_of(kind)(*blocks[i].first, blocks[i].second, column, n, row_words(kind, k));
 }
 
 extern "C" int64_t linear_panel() { return PANEL; }
@@ -121,17 +159,32 @@ extern "C" void linear_pack(const void* weight, void* packed, int64_t kind, int6
     pack((const uint16_t*)weight, (uint16_t*)packed, kind, n, k);
 }
 
-extern "C" void linear(const float* x, int64_t x_stride, const void* packed, int64_t kind, const float* bias, float* y,
-                       int64_t m, int64_t n, int64_t k) {
-    multiply_floats({{(const uint32_t*)x, x_stride, m, packed, bias, y, n}}, kind, n, k);
+// x is float, or of `halves` bfloat16, for PAIRS.
+extern "C" void linear(const void* x, int64_t x_stride, int64_t halves, const void* packed, int64_t kind,
+                       const float* bias, float* y, int64_t m, int64_t n, int64_t k) {
+    with_rows({{(const uint32_t*)x, x_stride, m, packed, bias, y, n}}, halves, kind, n, k,
+              [&](const auto& products) { multiply_all(products, kind, n, k); });
+}
+
+// y [m][inner] = silu(gate) * up, packed as [gate, up][inner], inner a multiple of PANEL; y is float, or of `halves`
+// bfloat16.
+extern "C" void linear_silu(const float* x, int64_t x_stride, const void* packed, int64_t kind, const float* bias,
+                            void* y, int64_t y_stride, int64_t halves, int64_t m, int64_t inner, int64_t k) {
+    with_rows({{(const uint32_t*)x, x_stride, m, packed, bias, (float*)y, y_stride}}, false, kind, 2 * inner, k,
+              [&](const auto& products) {
+#pragma omp for collapse(2) schedule(dynamic)
+                  for (int64_t column = 0; column < inner; column += GROUP)
+                      for (int64_t row = 0; row < m; row += ROW_BLOCK)
+                          apply_silu(products[0], halves, kind, row, column, inner, k);
+              });
 }
 
 // y [m][heads][n] of x [m][heads][k] by strides; packed weights of head h start at h * head_bytes.
 extern "C" void linear_heads(const float* x, int64_t x_stride, int64_t x_head, const void* packed, int64_t head_bytes,
                              int64_t kind, float* y, int64_t m, int64_t heads, int64_t n, int64_t k) {
-    std::vector<Product> products;
+    std::vector<Product> given;
     for (int64_t h = 0; h < heads; h++)
-        products.push_back({(const uint32_t*)(x + h * x_head), x_stride, m, (const char*)packed + h * head_bytes,
-                            nullptr, y + h * n, heads * n});
-    multiply_floats(products, kind, n, k);
+        given.push_back({(const uint32_t*)(x + h * x_head), x_stride, m, (const char*)packed + h * head_bytes,
+                         nullptr, y + h * n, heads * n});
+    with_rows(given, false, kind, n, k, [&](const auto& products) { multiply_all(products, kind, n, k); });
 }

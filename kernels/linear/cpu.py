@@ -1,9 +1,10 @@
-"""`linear` and `linear_heads` on CPU: weights packed once into panels; an output is a sum in index order."""
+"""`linear` and its kin on CPU: weights packed once into panels; an output is a sum in index order."""
 
 from collections.abc import Callable
 
 import torch
 
+from tidemill.kernels.activation.cpu import bind_silu_mul
 from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.shared.build import Library
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
@@ -45,13 +46,16 @@ def bind_linear(library: Library) -> Callable[[torch.Tensor, Packed], torch.Tens
     def linear(x_MK: torch.Tensor, weight: Packed) -> torch.Tensor:
         m, k = x_MK.shape
         assert k == weight.in_features
-        assert x_MK.dtype == torch.float32
+        halves = x_MK.dtype == torch.bfloat16
+        assert halves <= weight.rounds
+        assert halves or x_MK.dtype == torch.float32
         assert x_MK.stride(1) == 1
-        y_MN = x_MK.new_empty(m, weight.out_features)
+        y_MN = x_MK.new_empty(m, weight.out_features, dtype=torch.float32)
         bias = None if weight.bias_N is None else weight.bias_N.data_ptr()
         call(
             x_MK.data_ptr(),
             x_MK.stride(0),
+            halves,
             weight.data.data_ptr(),
             kind_of(weight),
             bias,
@@ -63,6 +67,30 @@ def bind_linear(library: Library) -> Callable[[torch.Tensor, Packed], torch.Tens
         return y_MN
 
     return linear
+
+
+def bind_linear_silu(library: Library) -> Callable[[torch.Tensor, Packed, Packed], torch.Tensor]:
+    call = library.function("linear_silu")
+    linear, silu_mul = bind_linear(library), bind_silu_mul(library)
+
+    def linear_silu(x_MK: torch.Tensor, gate_up: Packed, into: Packed) -> torch.Tensor:
+        (m, k), inner = x_MK.shape, gate_up.out_features // 2
+        if inner % BLOCK:  # the halves share a panel
+            return silu_mul(linear(x_MK, gate_up))
+        assert k == gate_up.in_features
+        assert x_MK.dtype == torch.float32
+        assert x_MK.stride(1) == 1
+        dtype = torch.bfloat16 if into.rounds else torch.float32
+        # Rows a power of 2 apart would share few sets of L1.
+        y_MI = x_MK.new_empty(m, inner + BLOCK, dtype=dtype)[:, :inner]
+        call(
+            x_MK.data_ptr(), x_MK.stride(0), gate_up.data.data_ptr(), kind_of(gate_up),
+            None if gate_up.bias_N is None else gate_up.bias_N.data_ptr(),
+            y_MI.data_ptr(), y_MI.stride(0), into.rounds, m, inner, k,
+        )  # fmt: skip
+        return y_MI
+
+    return linear_silu
 
 
 def bind_linear_heads(library: Library) -> Callable[[torch.Tensor, Packed], torch.Tensor]:

@@ -1,8 +1,9 @@
-"""`linear`, `logits`, `linear_heads` on CUDA: cuBLAS; the order of a sum may change with the rows' number."""
+"""`linear` and its kin on CUDA: cuBLAS; the order of a sum may change with the rows' number."""
 
 import torch
 from torch.nn import functional
 
+from tidemill.kernels.activation.cuda import silu_mul
 from tidemill.kernels.linear.packed import Packed
 
 
@@ -16,6 +17,10 @@ def pack(weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> Packed:
 def linear(x_MK: torch.Tensor, weight: Packed) -> torch.Tensor:
     """Multiply in the dtype of the weights: a product of bfloat16 needs no more of x."""
     return functional.linear(x_MK.to(weight.data.dtype), weight.data, weight.bias_N)
+
+
+def linear_silu(x_MK: torch.Tensor, gate_up: Packed, into: Packed) -> torch.Tensor:  # noqa: ARG001 - of any type
+    return silu_mul(linear(x_MK, gate_up))
 
 
 def logits(x_MK: torch.Tensor, weight: Packed) -> torch.Tensor:

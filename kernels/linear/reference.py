@@ -1,8 +1,9 @@
-"""The definition of `linear`, y = x W^T (+ bias), of `logits`, and of `linear_heads`."""
+"""The definition of `linear`, y = x W^T (+ bias), of `linear_silu`, `logits` and `linear_heads`."""
 
 import torch
 from torch.nn import functional
 
+from tidemill.kernels.activation.reference import silu_mul
 from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
 
@@ -20,6 +21,12 @@ def linear(x_MK: torch.Tensor, weight: Packed) -> torch.Tensor:
     """Float tensors; returns `[M, N]` in the type of x, to which weights are widened."""
     bias_N = None if weight.bias_N is None else weight.bias_N.to(x_MK.dtype)
     return functional.linear(weight.rounded(x_MK), weight.data.to(x_MK.dtype), bias_N)
+
+
+def linear_silu(x_MK: torch.Tensor, gate_up: Packed, into: Packed) -> torch.Tensor:
+    """Return `silu_mul` of `linear`, for the product with `into` alone: it may be rounded as that takes it,
+    and have that type."""
+    return into.rounded(silu_mul(linear(x_MK, gate_up)))
 
 
 def logits(x_MK: torch.Tensor, weight: Packed) -> torch.Tensor:

@@ -94,7 +94,10 @@ static inline T exp_f32(T x) {
 
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exp_f32(-x)); }
 
-static inline float silu(float x) { return x / (1.0f + exp_f32(-x)); }
+template <typename T>
+static inline T silu(T x) {
+    return x / (T{} + 1.0f + exp_f32(-x));
+}
 
 static inline float softplus(float x) { return x > 20 ? x : std::log1p(exp_f32(x)); }
 

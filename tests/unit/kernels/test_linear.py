@@ -118,6 +118,45 @@ def test_products_in_bfloat16_sum_even_and_odd_elements_of_32_apart(half_cpu: Op
     assert same_bits(half_cpu.linear(x.float(), half_cpu.pack(weight, bias_N)), wanted.float())
 
 
+@pytest.mark.parametrize("half", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("compute_dtype", COMPUTE_DTYPES)
+@pytest.mark.parametrize("inner", [5, 32, 160, 1024])
+def test_linear_with_silu_is_one_after_the_other(
+    kernel_cache: Path, inner: int, half: tuple[bool, bool], compute_dtype: ComputeDtype
+) -> None:
+    """Types of the weights decide whether what is between them is in bfloat16."""
+    ops, draw = operators("cpu", kernel_cache, compute_dtype), torch.Generator().manual_seed(inner)
+    dtypes = [torch.bfloat16 if is_half else torch.float32 for is_half in half]
+    down = ops.pack(random(draw, 40, inner).to(dtypes[1]), None)
+    for bias in (None, random(draw, 2 * inner)):
+        gate_up = ops.pack(random(draw, 2 * inner, 70).to(dtypes[0]), bias)
+        for rows in (1, 17, 300):
+            x = random(draw, rows, 80)[:, :70]
+            wanted = down.rounded(ops.silu_mul(ops.linear(x, gate_up)))
+            found = ops.linear_silu(x, gate_up, down)
+            assert same_bits(down.rounded(found.float()), wanted)
+            assert same_bits(ops.linear(found, down), ops.linear(wanted, down))
+            torch.set_num_threads(2)
+            assert same_bits(ops.linear_silu(x, gate_up, down), found)
+            torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("depth", [1, 63, 64, 70, 1024, 1056])
+def test_rows_in_bfloat16_are_those_that_a_product_rounds(half_cpu: Operators, depth: int) -> None:
+    """Rows may have odd strides, and lack the zeros of their last block."""
+    draw = torch.Generator().manual_seed(depth)
+    weight, wide = half_cpu.pack(random(draw, 40, depth).bfloat16(), None), random(draw, 33, depth + 3)
+    for x in (wide[:, :depth], wide[:, :depth].contiguous(), wide[:, 3:]):
+        assert same_bits(half_cpu.linear(x.bfloat16(), weight), half_cpu.linear(x, weight))
+    found = half_cpu.linear(wide.bfloat16()[:, 3:], weight)
+    assert same_bits(found, half_cpu.linear(wide[:, 3:], weight))
+
+
+def test_rows_in_bfloat16_are_refused_by_products_in_float32(cpu: Operators) -> None:
+    with pytest.raises(AssertionError):
+        cpu.linear(torch.zeros(2, 4).bfloat16(), cpu.pack(torch.zeros(3, 4).bfloat16(), None))
+
+
 def test_rows_may_be_a_slice_of_wider_ones(cpu: Operators) -> None:
     draw = torch.Generator().manual_seed(0)
     x, weight = random(draw, 9, 100), cpu.pack(random(draw, 20, 30), None)

@@ -58,4 +58,4 @@ class Dense:
     down: Packed
 
     def run(self, h_TH: torch.Tensor, work: Work) -> torch.Tensor:
-        return work.project_out(work.ops.silu_mul(work.ops.linear(h_TH, self.gate_up)), self.down)
+        return work.project_out(work.ops.linear_silu(h_TH, self.gate_up, self.down), self.down)
