@@ -21,7 +21,7 @@ class EdgeLimits:
     none (`ServerLimits` in cluster/worker/server.py). One client alone gets half of what is shared."""
 
     requests_max: int = 4096  # whose body has arrived
-    body_bytes_max: int = 256 << 20  # of all of them
+    body_bytes_max: int = 112 << 20  # of all of them
     answers_max: int = 4096
     connections_max: int = 8192  # of all clients; further ones are closed immediately
     headers_s_max: float = 20.0  # from the first byte, or from the start of the connection, to the last

@@ -21,7 +21,7 @@ from tests.support.cluster.fake_service import (
 )
 from tidemill.cluster.edge.requests.api_keys import ApiKey, ApiKeys, digest_of
 from tidemill.cluster.edge.requests.caller import caller_of
-from tidemill.cluster.edge.requests.limits import EdgeLimits, InFlightLimit, client_of
+from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX, EdgeLimits, InFlightLimit, client_of
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.messages import Misses
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
@@ -124,6 +124,17 @@ def test_open_requests_are_bounded_except_those_for_status() -> None:
 def test_bytes_of_open_bodies_are_bounded() -> None:
     bodies: list[dict[str, Any]] = [{"prompt": "Hello " * 20}]
     assert asyncio.run(flood(EdgeLimits(body_bytes_max=140), bodies)) == ([429], [200], 200)
+
+
+def test_greedy_client_leaves_a_whole_body_to_each_of_fourteen_others() -> None:
+    limit = InFlightLimit(EdgeLimits().body_bytes_max, "bytes of bodies")
+    for _ in range(14):
+        limit.take(BODY_BYTES_MAX, "greedy")
+    with pytest.raises(Overloaded):
+        limit.take(BODY_BYTES_MAX, "greedy")
+    for number in range(14):
+        limit.take(BODY_BYTES_MAX, f"client {number}")
+    limit.check()
 
 
 def test_missed_deadlines_are_counted() -> None:
