@@ -4,10 +4,11 @@
 
     python -m benchmarks.engine.roofline FOLDER
 
-Steps decode 1, 8 and 32 rows after 128 tokens, and run a prompt of 512. All is CPU time of the thread, the
-best of several steps. A step's limit is the larger of two times: its bytes (weights, of experts the expected
-share; states, keys and values) by the bandwidth of a copy or a sum, whichever is faster, and its operations
-by the peak of torch's product of matrices in the model's type.
+Steps decode 1, 8 and 32 rows after 128 tokens, and run a prompt of 512. Pages have the type of products, as
+those of a worker. All is CPU time of the thread, the best of several steps. A step's limit is the larger of
+two times: its bytes (weights, of experts the expected share; states, keys and values) by the bandwidth of a
+copy or a sum, whichever is faster, and its operations by the peak of torch's product of matrices in the
+model's type.
 """
 
 import argparse
@@ -101,12 +102,12 @@ def main() -> None:
     dtype = compute_dtype_of(options.folder)
     plain = operators("cpu", options.cache_dir, dtype)
     model = load(options.folder, timed(plain, spent_s), lambda _done, _total: None, compute_dtype=dtype)
-    layout = layout_of(model.layers, PAGE_TOKENS)
+    layout = layout_of(model.layers, PAGE_TOKENS, dtype)
     hidden = model.model.forward(*inputs_of(Step(1, 1, 1), layout)).shape[1]
     peak = matmul_flops_s(getattr(torch, dtype))
     for step in STEPS:
         weights = weight_bytes(options.folder, step.batch * (1 if step.new else step.prompt))
-        num_bytes, flops = least(model, step, weights, hidden)
+        num_bytes, flops = least(model, layout, step, weights, hidden)
         limit_s = max(num_bytes / bytes_s(int(num_bytes)), flops / peak)
         inputs, caches = inputs_of(step, layout)
         last_B = inputs.cu_B1[1:].long() - 1

@@ -18,7 +18,7 @@ from benchmarks.kernels.peer import Peer, PeerFailed
 from benchmarks.kernels.shapes import PAGE_TOKENS, step_inputs
 from tidemill import LLM, SamplingParams
 from tidemill.kernels.dispatch import Operators
-from tidemill.kvstore.layout import layout_of
+from tidemill.kvstore.layout import Layout, layout_of
 from tidemill.workers.models.architectures.registry import LoadedModel, load
 from tidemill.workers.models.inputs import caches_of
 
@@ -75,7 +75,9 @@ def models(folders: dict[str, Path], by: Measure) -> list[Row]:
         with closing(LLM(folder, **SETTINGS, cache_folder=by.cache_dir)) as engine:
             sides = sides_of(folder, engine, by.vllm)
             for step in STEPS:
-                num_bytes, flops = least(model, step, weight_bytes, hidden)
+                num_bytes, flops = least(
+                    model, layout_of(model.layers, PAGE_TOKENS), step, weight_bytes, hidden
+                )
                 by.roofline.look(num_bytes)
                 found = turns(step, sides, by.turns)
                 found["model alone"] = min(alone(model, step) for _ in range(by.turns))
@@ -158,10 +160,11 @@ def alone(model: LoadedModel, step: Step) -> float:
     return seconds * (step.new or 1)
 
 
-def least(model: LoadedModel, step: Step, weight_bytes: int, hidden: int) -> tuple[float, float]:
+def least(
+    model: LoadedModel, layout: Layout, step: Step, weight_bytes: int, hidden: int
+) -> tuple[float, float]:
     """Bytes and FLOPs of a step: weights are read once, states read and written, keys and values read. Their
     cost has logits of every token; of a prompt only the last one needs them."""
-    layout = layout_of(model.layers, PAGE_TOKENS)
     start = step.prompt + step.new // 2 if step.new else 0
     end = start + 1 if step.new else step.prompt
     kv_bytes = layout.page_bytes / PAGE_TOKENS * end
