@@ -16,6 +16,9 @@ from tidemill.kvstore.memory.entry import Checkpoint, Entry
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.memory.windows import last_window
 
+GRID_PAGES = 4
+"""The number of pages between the spare checkpoints of a prompt."""
+
 
 class Checkpoints:
     """The checkpoints of leases over one cache, at most `per_path` on the path of a lease."""
@@ -32,27 +35,35 @@ class Checkpoints:
         The next step reads it there and writes to another slot; with `last` there is no next step.
         A checkpoint is optional: return False and change nothing when no second slot is free, or
         when the step in flight overwrites the state.
-        A spare one evicts nothing, has no credit before its first use, and counts for no limit.
+        A spare one replaces only spare ones, has no credit before its first use, and counts for no limit.
         """
-        if spare and not self.may_spare():
+        has_slot = any(not flight.void for flight in lease.flights)
+        if spare and not has_slot and not self.find_spare_slot(lease):
             return False
         kept = self._keep(lease, last=last, spare=spare)
         if kept and not spare:
             self._thin(lease.shared_entries[-1])
         return kept
 
-    def may_spare(self) -> bool:
-        """Return whether memory is free for a spare checkpoint."""
-        return not self._layout.has_states or self._cache.state_is_free()
+    def find_spare_slot(self, lease: Lease) -> bool:
+        """Return whether a slot is free for a spare checkpoint; if need be, drop another spare one for it."""
+        if not self._layout.has_states or self._cache.state_is_free():
+            return True
+        victim = self._least_useful_spare(lease)
+        if victim is not None:
+            self._cache.drop_checkpoint(victim, "states")
+        return victim is not None
 
     def slots_inside(
         self, lease: Lease, inside: Sequence[int], spare: Sequence[int]
     ) -> list[tuple[int, StateId]]:
-        """Return the depths that get a slot, ascending, each with its slot: first those of `inside`, and of
-        each the deepest."""
+        """Return the depths that get a slot, ascending, each with its slot: the deepest of `inside`, then the
+        roundest of `spare`."""
         kept = self._take_slots(lease, len(inside))
-        free = self._take_free_slots(len(spare))
-        return sorted([*zip(reversed(inside), kept, strict=False), *zip(reversed(spare), free, strict=False)])
+        free = self._take_free_slots(lease, len(spare))
+        round_last = sorted(spare, key=_roundness)
+        deepest = zip(reversed(inside), kept, strict=False)
+        return sorted([*deepest, *zip(reversed(round_last), free, strict=False)])
 
     def keep_inside(self, lease: Lease, depth: int, *, spare: bool) -> None:
         """Turn the state at `depth`, a page boundary inside a completed step, into a checkpoint, unless there
@@ -133,15 +144,30 @@ class Checkpoints:
             slots.append(lease.spare_slots.pop())
         return slots
 
-    def _take_free_slots(self, most: int) -> list[StateId]:
-        """Return up to `most` slots that are free without eviction."""
+    def _take_free_slots(self, lease: Lease, most: int) -> list[StateId]:
+        """Return up to `most` slots that are free, or that spare checkpoints have."""
         slots: list[StateId] = []
         with suppress(OutOfMemory):  # another process may have the memory
-            while len(slots) < most and self.may_spare():
+            while len(slots) < most and self.find_spare_slot(lease):
                 if self._fail_allocation(AllocationSite.CHECKPOINT_STATE):
                     break
                 slots.append(self._cache.take_state())
         return slots
+
+    def _least_useful_spare(self, lease: Lease) -> Entry | None:
+        """Return the oldest spare checkpoint at which no request has resumed, or None.
+
+        If it is on the path of `lease`, return the least round one of that path. So those of a prompt that is
+        too long lie farther apart where they are shallower.
+        """
+        oldest = self._cache.index.cheapest_checkpoint()
+        if oldest is None or oldest.uses:
+            return None
+        path = lease.shared_entries[GRID_PAGES - 1 :: GRID_PAGES]
+        if oldest not in path:
+            return oldest
+        own = [entry for entry in path if entry.checkpoint and not (entry.uses or entry.checkpoint_pins)]
+        return min(own, key=lambda entry: _roundness(entry.depth_pages))
 
     def _keep(self, lease: Lease, *, last: bool, spare: bool = False) -> bool:
         entry = self._boundary(lease)
@@ -186,3 +212,8 @@ class Checkpoints:
         unpinned.sort(key=lambda earlier: (len(earlier.children) > 1, self._cache.index.rank(earlier)))
         for earlier in unpinned[: max(0, surplus)]:
             self._cache.drop_checkpoint(earlier, "cap")
+
+
+def _roundness(depth: int) -> int:
+    """Return the largest power of two that divides `depth`."""
+    return depth & -depth

@@ -51,7 +51,13 @@ def for_page(index: PrefixIndex, arena: Arena, layout: Layout) -> Victim | None:
         return _any_checkpoints(index, arena, layout)
     price = index.credit(leaf) if index.is_restorable(leaf) else 0.0
     direct = Victim(entries=(leaf,), price=price)
-    return min([direct, *_checkpoint_extents(index, arena, layout)], key=_price) if price else direct
+    if not price:
+        return direct
+    best = min([direct, *_checkpoint_extents(index, arena, layout)], key=_price)
+    cheapest = index.cheapest_checkpoint()
+    if best.price and cheapest is not None and not cheapest.uses:
+        return Victim(checkpoints_only=(cheapest,))  # a spare one, in an extent with others
+    return best
 
 
 def for_state(index: PrefixIndex, arena: Arena, layout: Layout) -> Victim | None:

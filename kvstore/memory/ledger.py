@@ -142,7 +142,7 @@ class Ledger:
 
         `inside` are page boundaries, ascending, before the first draft. Their states become checkpoints
         when the step is committed; if not all of them get a slot, the deepest ones do.
-        Those at `spare` likewise, as far as slots are free.
+        Those at `spare` likewise, as far as slots are free or spare.
         """
         assert not lease.ended
         assert len(lease.flights) < FLIGHTS_MAX
@@ -219,9 +219,9 @@ class Ledger:
         """Keep a checkpoint at `committed`, a page boundary; see `Checkpoints.keep`."""
         return self._checkpoints.keep(lease, last=last, spare=spare)
 
-    def may_spare(self) -> bool:
-        """Return whether memory is free for a spare checkpoint."""
-        return self._checkpoints.may_spare()
+    def find_spare_slot(self, lease: Lease) -> bool:
+        """Return whether a slot is free for a spare checkpoint; see `Checkpoints.find_spare_slot`."""
+        return self._checkpoints.find_spare_slot(lease)
 
     def roll_checkpoint(self, lease: Lease) -> bool:
         """Replace the last checkpoint made while decoding; see `Checkpoints.roll`."""

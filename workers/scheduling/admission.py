@@ -16,6 +16,7 @@ from typing import NamedTuple
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.memory.allocation_sites import Demand
+from tidemill.kvstore.memory.checkpoints import GRID_PAGES
 from tidemill.kvstore.memory.lease import SequenceText
 from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.kvstore.memory.prefix_index import Match
@@ -27,12 +28,6 @@ from tidemill.workers.scheduling.prefix_dedup import InProgressPrefixes
 from tidemill.workers.scheduling.sequence import Sequence
 from tidemill.workers.scheduling.sequences import Sequences
 from tidemill.workers.transfer.transfer import Transfer
-
-CHECKPOINT_PAGES_MIN = 4
-"""The minimum number of pages between checkpoints of a long prompt, for models whose states are small."""
-
-GRID_CHECKPOINTS_MAX = 8
-"""The maximum number of checkpoints on the grid. The distance between them is doubled to reach it."""
 
 STATES_PER_REQUEST_MAX = 3
 """A request reads one state and writes another while the checkpoint before them is still kept."""
@@ -155,7 +150,8 @@ class Admission:
                 return None
         sequence.restore.junctions.add(len(match.path) * sequence.page_tokens)
         sequence.restore.cuts = {sequence.boundary}
-        sequence.restore.grid = self._grid(sequence)
+        interval = GRID_PAGES * sequence.page_tokens
+        sequence.restore.grid = range(interval, sequence.boundary, interval)
         return _Taken(attached, len(match.path), deeper)
 
     def _lease(self, sequence: Sequence, match: Match, attached: int, target: int | None) -> bool:
@@ -215,16 +211,6 @@ class Admission:
         if layout.has_windows:
             extents += -(-sum(self._windows(running.end) for running in rows) // layout.windows_per_extent)
         return extents <= self._ledger.budget_extents
-
-    def _grid(self, sequence: Sequence) -> set[int]:
-        """Return the depths of spare checkpoints: so far apart that they take no more memory than the pages
-        between them."""
-        layout = self._ledger.layout
-        checkpoint_pages = -(-layout.checkpoint_bytes // layout.page_bytes)
-        interval = max(CHECKPOINT_PAGES_MIN, checkpoint_pages) * layout.page_tokens
-        while sequence.boundary > GRID_CHECKPOINTS_MAX * interval:
-            interval *= 2
-        return {*range(interval, sequence.boundary, interval)}
 
     async def _fetch(self, sequence: Sequence, keys: Seq[PageKey], depths: Seq[int]) -> list[int] | None:
         """Resume at the deepest of `depths`, and return None.

@@ -69,7 +69,7 @@ class Restore:
     preemptions: int = 0
     cuts: set[int] = field(default_factory=set[int])  # depths that get a checkpoint
     junctions: set[int] = field(default_factory=set[int])  # likewise, where prompts diverge
-    grid: set[int] = field(default_factory=set[int])  # likewise, in memory that is free anyway
+    grid: range = range(0)  # likewise, in memory that is free anyway
     prefetched_pages: range = range(0)  # fetched from the store before its admission
     admission_s: float = 0.0  # seconds until it had memory, over all admissions, with fetches
     fetch_s: float = 0.0
@@ -165,7 +165,9 @@ class Sequence:
 
     def spares(self, start: int, end: int) -> list[int]:
         """Return the depths between `start` and `end`, both excluded, of spare checkpoints, ascending."""
-        return sorted(depth for depth in self.restore.grid - self.restore.wanted if start < depth < end)
+        step = self.restore.grid.step
+        inside = range(start // step * step + step, min(end, self.restore.grid.stop), step)
+        return sorted({*inside} - self.restore.wanted) if inside else []
 
     def to_run(self, launched: int) -> int:
         """Return how many tokens, guesses excluded, the next row can have. It is 0 while the sequence waits

@@ -177,7 +177,7 @@ def test_path_keeps_at_most_its_number_of_checkpoints(rolls: bool) -> None:  # n
     assert kept == ([1, 2, 7] if rolls else [1, 6, 7])
 
 
-def test_spare_checkpoints_count_for_no_limit() -> None:
+def test_prompt_steps_count_for_no_limit() -> None:
     ledger = Ledger(a_cache(30), checkpoints_per_path=2)
     lease = ledger.open("a")
     for num_pages in range(1, 7):
@@ -188,13 +188,15 @@ def test_spare_checkpoints_count_for_no_limit() -> None:
 
 
 def test_spare_checkpoint_evicts_nothing() -> None:
-    ledger = a_ledger(4)
-    grow(ledger, ledger.open("other"), P, page_keys(ROOT, [9, 9], P))
+    ledger = a_ledger(8)
+    others = page_keys(ROOT, [9] * P, P)
+    ledger.keep_state(grow(ledger, ledger.open("other"), P, others), last=True)
     ledger.release("other")
     lease = grow(ledger, ledger.open("a"), P)
     blocker = grow(ledger, ledger.open("blocker"), 1, page_keys(ROOT, [8, 8], P))
-    while ledger.may_spare():
+    while ledger.find_spare_slot(lease):
         ledger.reserve(blocker, blocker.allocated + P)
+    assert ledger.index.match(others).restorable_pages == 1
     before = (ledger.usage(), len(ledger.index))
     assert not ledger.keep_state(lease, spare=True)
     assert (ledger.usage(), len(ledger.index), ledger.counters["checkpoints_skipped"]) == (*before, 0)

@@ -366,18 +366,23 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         if len(lease.flights) == FLIGHTS_MAX or end > TOKENS_MAX or not self._reserve(row, end, drafts):
             return False
         row.tokens += [choice >> position & 1 for position in range(end - len(row.tokens))]
-        spare = list(lease.spare_slots)
+        slots = list(lease.spare_slots)
         keep = choice % 3 > 0
-        inside = [
+        depths = [
             depth
             for depth in range(lease.launched + 1, end - drafts)
             if not depth % P and choice >> depth & 1
         ]
-        flight = self.ledger.launch(lease, end, keep=keep, drafts=drafts, inside=inside)
-        assert list(flight.inside) == inside[len(inside) - len(flight.inside) :], "the deepest ones"
-        assert len(flight.inside) == len(inside) or self.has_states
+        inside, spare = (depths, []) if choice % 2 else ([], depths)
+        used = [entry for entry in self.ledger.index if entry.checkpoint and entry.uses]
+        flight = self.ledger.launch(lease, end, keep=keep, drafts=drafts, inside=inside, spare=spare)
+        assert len(flight.inside) == len(depths) or self.has_states
+        if inside:
+            assert list(flight.inside) == inside[len(inside) - len(flight.inside) :], "the deepest ones"
+        elif not keep:
+            assert all(entry.checkpoint for entry in used), "a spare one replaces only spare ones"
         assert (flight.start + count, flight.end) == (end, end) == (lease.launched, end)
-        self.memory.allocate((), {state for _, state in flight.writes} - set(spare) - {flight.reads})
+        self.memory.allocate((), {state for _, state in flight.writes} - set(slots) - {flight.reads})
         self.memory.launch(lease, flight, row.tokens, hybrid=self.has_states)
         indexes = range(flight.start // P, -(-end // P) if lease.windows else 0)
         written = [lease.window_table[index] for index in indexes]

@@ -9,9 +9,7 @@ import pytest
 from tests.support.kvstore.leases import scatter
 from tests.support.sim.fold import ATTENTION, LINEAR, expected, fold_layout
 from tests.support.workers.bench import (
-    HYBRID,
     STORE_BYTES,
-    TIGHT,
     Tuning,
     a_request,
     a_store,
@@ -21,7 +19,7 @@ from tests.support.workers.bench import (
     run,
 )
 from tidemill.kvstore.keys import Kind, ObjectKey, page_keys
-from tidemill.kvstore.layout import Layout, layout_of, restorable_end
+from tidemill.kvstore.layout import layout_of, restorable_end
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.page_store import Got, Put
 from tidemill.workers.engine.publisher import PUBLICATIONS_MAX
@@ -104,23 +102,6 @@ def test_breakpoint_is_restorable_from_its_second_sight_on() -> None:
         async with bench(one.store) as other:
             provenance = await other.answer(a_request(shared + prompt(9, 3), 3))
             assert provenance.fetched_tokens == 8, "breakpoints are published"
-
-    run(main())
-
-
-@pytest.mark.parametrize(("layout", "num_extents"), [(HYBRID, 35), (TIGHT, 124)])
-def test_grid_takes_only_memory_that_is_free(layout: Layout, num_extents: int) -> None:
-    """Five prompts and their ends fit the memory; with the grid they do not."""
-    requests = [a_request(prompt(90, seed), 3) for seed in range(5)]
-
-    async def main() -> None:
-        async with bench(layout=layout, num_extents=num_extents) as one:
-            await one.answer(requests[0])
-            assert one.ledger.usage().states_cached > 5, "the grid, while memory is free"
-            for request in requests[1:]:
-                await one.answer(request)
-            for request in requests:
-                assert (await one.answer(request)).reused_tokens == 88
 
     run(main())
 

@@ -1,31 +1,106 @@
-"""A prompt is cut by the budget of a step alone: its checkpoints are written inside its rows."""
+"""The steps and checkpoints of prompts.
+
+The budget of a step alone cuts a prompt: its checkpoints are written inside its rows. Spare ones, one for
+every four pages, help the second prompt of a family and push out no others.
+"""
 
 import pytest
 
-from tests.support.sim.fold import fold_layout
-from tests.support.workers.bench import Tuning, a_request, bench, prompt, root_of, run
+from tests.support.sim.fold import ATTENTION, fold_layout
+from tests.support.workers.bench import HYBRID, TIGHT, Bench, Tuning, a_request, bench, prompt, root_of, run
 from tidemill.kvstore.keys import page_keys
-from tidemill.kvstore.layout import Layout
+from tidemill.kvstore.layout import Layout, Linear, layout_of
 from tidemill.workers.messages import Request
 
-P = 16
+P = 4
+LINEAR = Linear(key_heads=1, value_heads=1, key_dim=8, value_dim=16, conv_width=2)
+LARGE = layout_of((LINEAR, ATTENTION), P, extent_bytes_min=256, granule_bytes=1)
+"""One state, or ten pages, in an extent."""
+WINDOWS = fold_layout(P, hybrid=False, window=30)
+LONG = prompt(1024, 99)
+WIDE = 16
 BUDGET = 512
 KINDS = {
-    "attention": fold_layout(P, hybrid=False),
-    "states": fold_layout(P, hybrid=True),
-    "windows": fold_layout(P, hybrid=False, window=100),
-    "states and windows": fold_layout(P, hybrid=True, window=100),
+    "attention": fold_layout(WIDE, hybrid=False),
+    "states": fold_layout(WIDE, hybrid=True),
+    "windows": fold_layout(WIDE, hybrid=False, window=100),
+    "states and windows": fold_layout(WIDE, hybrid=True, window=100),
 }
 
 kinds = pytest.mark.parametrize("layout", KINDS.values(), ids=KINDS)
 
 
-def checkpoints(first: int, boundary: int) -> set[int]:
-    """Return the depths of the checkpoints of a prompt: a grid that is doubled to eight points, and the
-    boundary."""
-    while boundary > 8 * first:
-        first *= 2
-    return {*range(first, boundary, first), boundary}
+def depths(one: Bench, tokens: tuple[int, ...]) -> list[int]:
+    """Return the depths of the checkpoints of a prompt, in steps of the grid."""
+    path = one.ledger.index.match(page_keys(root_of(""), tokens, P)).path
+    return [entry.depth_pages // 4 for entry in path if entry.checkpoint and not entry.depth_pages % 4]
+
+
+def free_extents(one: Bench) -> int:
+    usage = one.ledger.usage()
+    return usage.empty_extents + usage.unmapped_extents
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_tokens", "num_extents"),
+    [
+        *[(HYBRID, 90, 33), (HYBRID, 250, 84), (TIGHT, 90, 124), (TIGHT, 250, 324)],
+        *[(LARGE, 90, 19), (LARGE, 250, 39), (WINDOWS, 90, 41), (WINDOWS, 250, 91)],
+    ],
+)
+def test_prompts_that_do_not_come_again_push_out_nothing(
+    layout: Layout, num_tokens: int, num_extents: int
+) -> None:
+    """Five prompts and their ends fit the memory; with their spare checkpoints they do not."""
+    requests = [a_request(prompt(num_tokens, seed), 3) for seed in range(5)]
+
+    async def main() -> None:
+        async with bench(layout=layout, num_extents=num_extents) as one:
+            await one.answer(requests[0])
+            usage = one.ledger.usage()
+            assert max(usage.states_cached, usage.windows_cached) > 5, "while memory is free"
+            for request in requests[1:]:
+                await one.answer(request)
+            for request in requests:
+                assert (await one.answer(request)).reused_tokens == (num_tokens - 1) // P * P
+
+    run(main())
+
+
+@pytest.mark.parametrize(("layout", "num_extents"), [(HYBRID, 82), (TIGHT, 320), (LARGE, 90)])
+@pytest.mark.parametrize("num_shared", [22, 70, 163, 202])
+def test_second_prompt_computes_at_most_four_pages_of_a_shared_part(
+    layout: Layout, num_extents: int, num_shared: int
+) -> None:
+    """A long prompt has passed, and its spare checkpoints have taken all memory."""
+    shared = prompt(num_shared)
+
+    async def main() -> None:
+        async with bench(layout=layout, num_extents=num_extents, tokens_max=64) as one:
+            await one.answer(a_request(LONG, 3))
+            assert free_extents(one) <= 2
+            await one.answer(a_request(shared + prompt(9, 1), 3))
+            second = await one.answer(a_request(shared + prompt(9, 2), 3))
+            assert second.reused_tokens == num_shared // 16 * 16
+
+    run(main())
+
+
+@pytest.mark.parametrize("budget", [16, 64, 2000])
+@pytest.mark.parametrize(("num_extents", "num_kept"), [(125, 63), (70, 42), (60, 32)])
+def test_shallow_ones_are_farther_apart_when_memory_is_short(
+    budget: int, num_extents: int, num_kept: int
+) -> None:
+    async def main() -> None:
+        async with bench(layout=LARGE, num_extents=num_extents, tokens_max=budget, tuning=Tuning()) as one:
+            await one.answer(a_request(LONG, 3))
+            found = depths(one, LONG)
+            gaps = [end - start for start, end in zip([0, *found], found, strict=False)]
+            assert len(found) == num_kept
+            assert gaps == sorted(gaps, reverse=True)
+            assert max(gaps) <= 4
+
+    run(main())
 
 
 @kinds
@@ -33,8 +108,7 @@ def checkpoints(first: int, boundary: int) -> set[int]:
 @pytest.mark.parametrize("produces", [False, True])
 def test_steps_of_a_prompt(layout: Layout, num_tokens: int, produces: bool) -> None:  # noqa: FBT001  a parameter
     tokens = prompt(num_tokens)
-    boundary = (num_tokens - 1) // P * P
-    interval = max(4, -(-layout.checkpoint_bytes // layout.page_bytes)) * P
+    boundary = (num_tokens - 1) // WIDE * WIDE
 
     async def main() -> None:
         async with bench(layout=layout, num_extents=4000, tokens_max=BUDGET, tuning=Tuning()) as one:
@@ -45,9 +119,9 @@ def test_steps_of_a_prompt(layout: Layout, num_tokens: int, produces: bool) -> N
                 min(BUDGET, end - start) for start in range(0, end, BUDGET)
             ]
             if layout.hybrid:
-                keys = page_keys(root_of(""), tokens, P)[: boundary // P]
+                keys = page_keys(root_of(""), tokens, WIDE)[: boundary // WIDE]
                 path = one.ledger.index.match(keys).path
-                found = {entry.depth_pages * P for entry in path if entry.checkpoint is not None}
-                assert found == checkpoints(interval, boundary)
+                found = {entry.depth_pages * WIDE for entry in path if entry.checkpoint is not None}
+                assert found == {*range(4 * WIDE, boundary, 4 * WIDE), boundary}
 
     run(main())
