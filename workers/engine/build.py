@@ -159,8 +159,8 @@ def _build(
 
     def close() -> None:
         close_events()
-        grammars.close()
         runner.close()
+        grammars.close()
         if settings.on_cuda:  # on a host, memory that is still being stored must not be zeroed
             backing.close()
 

@@ -314,12 +314,18 @@ class Grammars:
         self._reading = Lock()
         self._tokenizer: LLTokenizer | None = None
         self._trial = GrammarTrial(self._path, list(self._eos_ids), LEXER_STATES[-1])
-        self.close = weakref.finalize(self, self._trial.close)  # also without a call
         self._pool = MaskPool[Mask](threads)
         self._memory = LexerMemory()
         self._compiled: dict[Grammar, LLMatcher | RequestError] = {}  # the last ones used, and refusals
         self._compiling = Lock()
         self._compiler = ThreadPoolExecutor(1, "grammar", _be_nice)
+        self._end_trial = weakref.finalize(self, self._trial.close)  # also without `close`
+
+    def close(self) -> None:
+        """End the child process and the threads. No mask is computed any more."""
+        self._end_trial()
+        self._pool.close()
+        self._compiler.shutdown(wait=False)
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """Compile a grammar; takes milliseconds, on any thread. Answers with the same grammar copy the

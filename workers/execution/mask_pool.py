@@ -15,6 +15,9 @@ from typing import Generic, TypeVar
 
 Result = TypeVar("Result")
 
+Task = tuple[float, int, Callable[[], None] | None]
+"""What is called, the least first; None ends a thread."""
+
 NICE = 10
 """The niceness of the threads that no step waits for."""
 
@@ -27,8 +30,8 @@ class MaskPool(Generic[Result]):
         self._numbers = count()
         self._starting = Lock()
         self._started = False
-        self._quick = PriorityQueue[tuple[float, int, Callable[[], None]]]()
-        self._slow = PriorityQueue[tuple[float, int, Callable[[], None]]]()
+        self._quick = PriorityQueue[Task]()
+        self._slow = PriorityQueue[Task]()
 
     def submit(self, compute: Callable[[], Result], spent_s: float, *, quick: bool) -> Future[Result]:
         """Call `compute` on a thread. `spent_s` is what its answer has cost so far."""
@@ -46,6 +49,12 @@ class MaskPool(Generic[Result]):
         (self._quick if quick else self._slow).put((0.0 if quick else spent_s, next(self._numbers), run))
         return future
 
+    def close(self) -> None:
+        """End the threads, after what they are computing and before what waits."""
+        for queue in (self._quick, self._slow):
+            for _ in range(self._threads):
+                queue.put((-1.0, next(self._numbers), None))
+
     def _start(self) -> None:
         with self._starting:
             if self._started:
@@ -57,11 +66,10 @@ class MaskPool(Generic[Result]):
                 Thread(target=_work, args=(self._slow, NICE), name=f"slow-mask-{number}", daemon=True).start()
 
 
-def _work(queue: "PriorityQueue[tuple[float, int, Callable[[], None]]]", nice: int) -> None:
+def _work(queue: "PriorityQueue[Task]", nice: int) -> None:
     if nice:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, get_native_id(), nice)
-    while True:
-        _, _, run = queue.get()
+    while (run := queue.get()[-1]) is not None:
         run()
         del run

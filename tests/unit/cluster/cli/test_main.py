@@ -42,6 +42,7 @@ SERVE_OPTIONS = [
     "--itl-target",
     "--kernels",
     "--kv-cache-dtype",
+    "--kv-events-config",
     "--load-format",
     "--log-json",
     "--log-level",
