@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 Result = TypeVar("Result")
 
 Task = tuple[float, int, Callable[[], None] | None]
-"""What is called, the least first; None ends a thread."""
+"""A call, the least first; None ends a thread."""
 
 NICE = 10
 """The niceness of the threads that no step waits for."""
