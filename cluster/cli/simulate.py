@@ -9,8 +9,16 @@ from tidemill.cluster.cli.arguments import UsageError, bytes_of
 POLICIES = "ours, random, round-robin, least-load, prefix-affinity, min-ttft, formula"
 
 OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("--agents", {"type": int, "default": 16, "metavar": "N"}, "number of agents of the trace `agents`"),
     ("--prefill", {"type": int, "default": 8, "metavar": "N"}, "number of prefill workers"),
     ("--decode", {"type": int, "default": 8, "metavar": "N"}, "number of decode workers"),
+    ("--mixed", {"type": int, "metavar": "N"}, "N workers that do both, instead of these"),
+    ("--eviction", {"default": "value", "choices": ["value", "lru"]}, "eviction order in each worker"),
+    (
+        "--hints",
+        {"default": "all", "choices": ["all", "breakpoints", "none"]},
+        "the hints of the trace that are used: breakpoints alone are what edges find in chats",
+    ),
     ("--policy", {"default": "ours", "metavar": "NAME"}, f"placement policy: {POLICIES}"),
     ("--speed-up", {"type": float, "default": 1.0, "metavar": "X"}, "factor on the arrival rate"),
     ("--requests", {"type": int, "metavar": "N"}, "replay only the first N requests"),
@@ -54,7 +62,7 @@ OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
 
 def add_simulate_options(simulate: argparse.ArgumentParser) -> None:
     """Add the options and set `run`, which imports the simulator when it is called."""
-    trace_help = "requests in the Mooncake format, one JSON object per line"
+    trace_help = "requests in the Mooncake format, one JSON object per line; or `agents`, generated"
     simulate.add_argument("trace", type=Path, metavar="TRACE", help=trace_help)
     for option, shape, text in OPTIONS:
         simulate.add_argument(option, **shape, help=text + (" (%(default)s)" if "default" in shape else ""))
@@ -68,8 +76,12 @@ def run(options: argparse.Namespace) -> int:
     return simulate_trace(
         SimulateOptions(
             trace=options.trace,
-            prefill=_at_least(options.prefill, 1, "--prefill"),
-            decode=_at_least(options.decode, 1, "--decode"),
+            agents=_at_least(options.agents, 1, "--agents"),
+            prefill=0 if options.mixed else _at_least(options.prefill, 1, "--prefill"),
+            decode=0 if options.mixed else _at_least(options.decode, 1, "--decode"),
+            mixed=0 if options.mixed is None else _at_least(options.mixed, 1, "--mixed"),
+            eviction=options.eviction,
+            hints=options.hints,
             policy=options.policy,
             speed_up=_positive(options.speed_up, "--speed-up"),
             requests=options.requests,

@@ -11,13 +11,21 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from tidemill.cluster.simulate.agents import agents_trace
 from tidemill.cluster.simulate.cost import SPEED, StepCost
 from tidemill.cluster.simulate.plot import new_figure, plot
 from tidemill.cluster.simulate.report import SHARES
-from tidemill.cluster.simulate.setup import NEVER_S, EngineKind, Setup
+from tidemill.cluster.simulate.setup import NEVER_S, EngineKind, HintKind, Setup
 from tidemill.cluster.simulate.trace import TraceError, read_trace, reusable_share, speed_up, spread
 from tidemill.cluster.simulate.world import simulate
+from tidemill.kvstore.memory.recompute_cost import Policy
 from tidemill.workers.messages import Speed
+
+AGENTS = Path("agents")
+"""In place of a file: a generated trace."""
+
+SESSIONS = 2
+"""The sessions of an agent, one after the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +33,12 @@ class SimulateOptions:
     """The options of the command. `speed_file` holds a Speed as JSON; None: a large accelerator."""
 
     trace: Path
+    agents: int
     prefill: int
     decode: int
+    mixed: int
+    eviction: Policy
+    hints: HintKind
     policy: str
     speed_up: float
     requests: int | None
@@ -46,7 +58,11 @@ class SimulateOptions:
 def simulate_trace(options: SimulateOptions) -> int:
     """Run the command and return its exit status. Raises TraceError, UnknownPolicy, NoPictures."""
     figure = None if options.plot is None else new_figure()
-    requests = spread(read_trace(options.trace), Random(options.seed))  # noqa: S311  jitter
+    rng = Random(options.seed)  # noqa: S311  jitter
+    if options.trace == AGENTS:
+        requests = agents_trace(options.agents, SESSIONS, rng)
+    else:
+        requests = spread(read_trace(options.trace), rng)
     requests = speed_up(requests, options.speed_up)[: options.requests]
     outcome = simulate(requests, _setup(options))
     figures = outcome.figures()
@@ -109,6 +125,9 @@ def _setup(options: SimulateOptions) -> Setup:
     return Setup(
         prefill=options.prefill,
         decode=options.decode,
+        mixed=options.mixed,
+        eviction=options.eviction,
+        hints=options.hints,
         policy=options.policy,
         engine=options.engine,
         hybrid=options.hybrid,

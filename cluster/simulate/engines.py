@@ -19,6 +19,7 @@ from tidemill.kvstore.memory.arena import Arena
 from tidemill.kvstore.memory.cache import Cache
 from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.kvstore.memory.prefix_index import PrefixIndex
+from tidemill.kvstore.memory.recompute_cost import Policy
 from tidemill.workers.engine.build import capacity_tokens
 from tidemill.workers.engine.engine import Engine
 from tidemill.workers.execution.step import Drawn, Row, Step
@@ -91,13 +92,17 @@ class CostRunner:
 class EngineWorker:
     """A prefill or decode worker. It calls `on_change` when there is something new to report."""
 
-    def __init__(self, info: WorkerInfo, layout: Layout, cost: StepCost, store: SizeOnlyStore) -> None:
+    def __init__(
+        self, info: WorkerInfo, layout: Layout, cost: StepCost, store: SizeOnlyStore, eviction: Policy
+    ) -> None:
         self.info = info
         self._cost = cost
         self._grain = cost.step_tokens // info.step_tokens_max
         self.on_change: Callable[[], None] = ignore_changes
         num_extents = info.memory_bytes // layout.extent_bytes
-        self.ledger = Ledger(Cache(layout, Arena(layout, num_extents, NoBytes()), PrefixIndex(layout)))
+        self.ledger = Ledger(
+            Cache(layout, Arena(layout, num_extents, NoBytes()), PrefixIndex(layout, eviction))
+        )
         self._runner = CostRunner(cost, self._grain)
         self.engine = Engine(
             self.ledger,

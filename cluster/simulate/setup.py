@@ -6,6 +6,7 @@ from typing import Literal
 from tidemill.cluster.simulate.cost import StepCost, layout_for
 from tidemill.cluster.simulate.policies import OURS
 from tidemill.kvstore.layout import Layout
+from tidemill.kvstore.memory.recompute_cost import Policy
 from tidemill.workers.messages import Role, WorkerId, WorkerInfo
 from tidemill.workers.settings import ITL_TARGET_CUDA_S
 
@@ -13,6 +14,7 @@ NEVER_S = 1e9
 """A limit of the time to first token that no prediction exceeds."""
 
 EngineKind = Literal["real", "model"]
+HintKind = Literal["all", "breakpoints", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,14 +23,17 @@ class Setup:
 
     `blocks` is the memory of a worker in blocks of the trace. With the real engine it includes the
     states of a hybrid. The model has `slots` for checkpoints in addition. With the real engine a
-    token stands for `grain` tokens of the trace.
+    token stands for `grain` tokens of the trace. `hints` are those of the trace that are used.
     """
 
     prefill: int = 8
     decode: int = 8
+    mixed: int = 0
     policy: str = OURS
     engine: EngineKind = "real"
     hybrid: bool = False
+    eviction: Policy = "value"
+    hints: HintKind = "all"
     blocks: int = 2048
     slots: int = 256
     cost: StepCost = field(default_factory=StepCost)
@@ -49,7 +54,7 @@ class Setup:
     def infos(self) -> list[WorkerInfo]:
         """Return the infos of all workers."""
         layout = self.layout
-        counts: dict[Role, int] = {"prefill": self.prefill, "decode": self.decode}
+        counts: dict[Role, int] = {"prefill": self.prefill, "decode": self.decode, "mixed": self.mixed}
         return [
             WorkerInfo(
                 worker=WorkerId(f"{role}-{index}.1"),

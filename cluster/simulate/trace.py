@@ -4,6 +4,7 @@
 
 `timestamp` is in milliseconds. `hash_ids` name the blocks of 512 tokens of the prompt; the last one
 may be partial. A name also covers all blocks before it, so that equal names are equal prefixes.
+A request may also have the fields of Hints: `breakpoints`, `session` and `retain_s`.
 """
 
 import json
@@ -12,15 +13,28 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.messages import RETAIN_S_MAX
 
 BLOCK_TOKENS = 512
 
 
 class TraceError(TidemillError):
     """A file is not a trace."""
+
+
+class Hints(NamedTuple):
+    """The hints of clients and edges: depths in tokens where later prompts leave this one, the session, and
+    for how many seconds the prompt is retained after its last use."""
+
+    breakpoints: tuple[int, ...] = ()
+    session: str = ""
+    retain_s: float = 0.0
+
+
+NO_HINTS = Hints()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +45,7 @@ class TraceRequest:
     prompt_tokens: int
     answer_tokens: int
     blocks: tuple[int, ...]
+    hints: Hints = NO_HINTS
 
     @property
     def full_blocks(self) -> int:
@@ -117,4 +132,20 @@ def _parse(line: str, where: str) -> TraceRequest:
         or not all(isinstance(name, int) for name in names)
     ):
         raise TraceError(f"{where}: {prompt} tokens are not {len(names)} blocks of {BLOCK_TOKENS}")
-    return TraceRequest(at_ms / 1000, prompt, max(1, answer), tuple(names))
+    return TraceRequest(at_ms / 1000, prompt, max(1, answer), tuple(names), _hints(fields, where))
+
+
+def _hints(fields: dict[str, Any], where: str) -> Hints:
+    depths, session, retain_s = (fields.get(name, empty) for name, empty in NO_HINTS._asdict().items())
+    if not (
+        isinstance(depths, list | tuple)
+        and all(isinstance(depth, int) and depth > 0 for depth in cast("list[object]", depths))
+        and isinstance(session, str)
+        and isinstance(retain_s, int | float)
+        and 0 <= retain_s <= RETAIN_S_MAX
+    ):
+        raise TraceError(
+            f"{where}: give breakpoints as a list of tokens, session as a string, and retain_s from 0 to "
+            f"{RETAIN_S_MAX:.0f}"
+        )
+    return Hints(tuple(sorted(cast("list[int]", depths))), session, float(retain_s))

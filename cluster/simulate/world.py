@@ -142,7 +142,8 @@ class _EngineCluster:
         self._layout = setup.layout
         store = SizeOnlyStore(self._layout, setup.store_bytes)
         self.workers = {
-            info.worker: EngineWorker(info, self._layout, setup.cost, store) for info in setup.infos()
+            info.worker: EngineWorker(info, self._layout, setup.cost, store, setup.eviction)
+            for info in setup.infos()
         }
         self._sent_at_s: dict[str, float] = {}  # to the decode worker, by request
 
@@ -192,6 +193,7 @@ class _EngineCluster:
     def _engine_request(self, request: TraceRequest, number: int) -> Request:
         """Use the names of blocks as tokens, so that equal names are equal prefixes."""
         grain, size = self._setup.grain, self._layout.page_tokens
+        marked, hinted = self._setup.hints != "none", self._setup.hints == "all"
         tokens = [block for block in request.blocks for _ in range(size)]
         return Request(
             request_id=str(number),
@@ -199,6 +201,9 @@ class _EngineCluster:
             max_new_tokens=-(-request.answer_tokens // grain),
             sampling=Sampling(seed=number),
             ttft_s_max=self._setup.ttft_s_max,
+            breakpoints=tuple(depth // grain for depth in request.hints.breakpoints) if marked else (),
+            session=request.hints.session if hinted else "",
+            retain_s=request.hints.retain_s if hinted else 0.0,
         )
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from tidemill.cluster.simulate.trace import (
     BLOCK_TOKENS,
+    Hints,
     TraceError,
     TraceRequest,
     chain_blocks,
@@ -30,9 +31,25 @@ def test_read_trace_sorts_requests_from_time_zero(tmp_path: Path) -> None:
     assert read_trace(path) == [TraceRequest(0.0, 1, 1, (0,)), TraceRequest(3.0, 600, 7, (1, 2))]
 
 
+def test_read_trace_keeps_hints(tmp_path: Path) -> None:
+    hints = {"breakpoints": [512, 64], "session": "a", "retain_s": 60}
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps({**json.loads(line(0, 600, 7, [1, 2])), **hints}))
+    assert read_trace(path)[0].hints == Hints((64, 512), "a", 60.0)
+
+
+def hinted(**hints: object) -> str:
+    return json.dumps({**json.loads(line(0, 1, 1, [1])), **hints})
+
+
 @pytest.mark.parametrize(
     "text",
     [
+        hinted(breakpoints=[0]),
+        hinted(breakpoints=5),
+        hinted(session=5),
+        hinted(retain_s=-1),
+        hinted(retain_s=1e9),
         "no json",
         "[1]",
         "{}",

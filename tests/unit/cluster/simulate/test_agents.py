@@ -1,0 +1,47 @@
+"""The trace of agents has the lengths and the reuse of the study that it follows, and its hints are used."""
+
+from itertools import pairwise
+from random import Random
+from statistics import median
+
+import pytest
+
+from tidemill.cluster.simulate.agents import FAMILIES, SYSTEM_BLOCKS, TURNS, agents_trace
+from tidemill.cluster.simulate.setup import HintKind, Setup
+from tidemill.cluster.simulate.trace import BLOCK_TOKENS, TraceRequest, reusable_share
+from tidemill.cluster.simulate.world import simulate
+
+
+def sessions_of(requests: list[TraceRequest]) -> dict[str, list[TraceRequest]]:
+    sessions: dict[str, list[TraceRequest]] = {}
+    for request in requests:
+        sessions.setdefault(request.hints.session, []).append(request)
+    return sessions
+
+
+def test_lengths_and_reuse_are_those_of_the_study() -> None:
+    requests = agents_trace(16, 2, Random(1))
+    assert requests == sorted(requests, key=lambda request: request.at_s)
+    assert median(request.prompt_tokens for request in requests) == pytest.approx(142_000, rel=0.15)
+    assert median(request.answer_tokens for request in requests) == pytest.approx(444, rel=0.15)
+    assert median(map(len, sessions_of(requests).values())) == pytest.approx(TURNS, rel=0.15)
+    assert reusable_share(requests) > 0.94
+    assert requests == agents_trace(16, 2, Random(1)) != agents_trace(16, 2, Random(2))
+
+
+def test_a_turn_repeats_the_prompt_before_it_and_families_share_their_start() -> None:
+    sessions = sessions_of(agents_trace(8, 2, Random(1)))
+    assert len(sessions) == 16
+    assert 1 < len({turns[0].blocks[:SYSTEM_BLOCKS] for turns in sessions.values()}) <= FAMILIES
+    for turns in sessions.values():
+        for earlier, later in pairwise(turns):
+            full = earlier.prompt_tokens // BLOCK_TOKENS
+            assert later.blocks[:full] == earlier.blocks[:full]
+            assert later.at_s > earlier.at_s
+
+
+@pytest.mark.parametrize("hints", ["all", "breakpoints", "none"])
+def test_a_mixed_worker_serves_agents(hints: HintKind) -> None:
+    requests = agents_trace(2, 1, Random(1))[:24]
+    outcome = simulate(requests, Setup(prefill=0, decode=0, mixed=1, hybrid=True, blocks=600, hints=hints))
+    assert len(outcome.served) == len(requests)
