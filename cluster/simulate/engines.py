@@ -93,7 +93,12 @@ class EngineWorker:
     """A prefill or decode worker. It calls `on_change` when there is something new to report."""
 
     def __init__(
-        self, info: WorkerInfo, layout: Layout, cost: StepCost, store: SizeOnlyStore, eviction: Policy
+        self,
+        info: WorkerInfo,
+        layout: Layout,
+        cost: StepCost,
+        store: SizeOnlyStore,
+        eviction: Policy = "value",
     ) -> None:
         self.info = info
         self._cost = cost
