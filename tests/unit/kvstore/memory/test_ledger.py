@@ -96,7 +96,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
             return
         self.ledger.attach(row.lease, match, min(len(match.path), depth_pages))
         if self._reserve(row, len(tokens), headroom_windows=1) and self._reserve_fetched(row, depth_pages):
-            state = row.lease.spare_slots[-1] if self.has_states else None
+            state = row.lease.fetch_slot if self.has_states else None
             self.memory.write(row.lease.pages, tokens[: depth_pages * P], row.lease.committed, state)
             positions = row.lease.fetched_windows
             self.memory.write_windows(
