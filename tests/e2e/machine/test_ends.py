@@ -86,15 +86,17 @@ def test_cleanup_removes_what_is_left_and_touches_no_running_server(server: Serv
         eventually(lambda: len(running(before)) == len(AGENTS))
         left = running(before)
         assert sorted(command_of(process).strip() for process in left) == sorted(AGENTS)
-        expected = [f"{folder} " for folder in folders] + [f"process {process.pid}" for process in left]
+        # A server that another test starts may remove what is in /dev/shm first.
+        (own,) = (folder for folder in folders if folder.is_relative_to(server.temp_folder))
+        expected = [f"{own} ", *(f"process {process.pid}" for process in left)]
         seen = {path.name: path.parent for path in folders}
         for options, verb in ((("--dry-run",), "would remove "), ((), "removed ")):
-            assert all(folder.exists() for folder in folders)
+            assert own.exists()
             assert len(running(left)) == len(left)
             ended, _ = run_cli("cleanup", *options, TMPDIR=str(server.temp_folder))
             assert ended.returncode == 0, ended.stderr
             lines = [line for line in ended.stdout.splitlines() if any(name in line for name in seen)]
-            assert len(lines) == len(folders)
+            assert 1 <= len(lines) <= len(folders)
             assert all(line.startswith(verb) for line in lines)
             assert all(any(part in line for line in lines) for part in expected), lines
         assert not [folder for folder in folders if folder.exists()]
