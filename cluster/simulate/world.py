@@ -93,7 +93,7 @@ class _ModelCluster:
         stored, slots = Stored(hybrid=setup.hybrid), setup.slots if setup.hybrid else None
         self.workers = {
             info.worker: ModelWorker(
-                info, setup.cost, BlockCache(setup.blocks if info.role == "prefill" else 0, slots), stored
+                info, setup.cost, BlockCache(setup.blocks if info.role != "decode" else 0, slots), stored
             )
             for info in setup.infos()
         }
