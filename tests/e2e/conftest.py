@@ -1,5 +1,6 @@
 """The shared fixtures of this folder: one Ray cluster without models, and one server of keeper."""
 
+import asyncio
 import shutil
 import signal
 from collections.abc import Generator, Iterator
@@ -11,6 +12,8 @@ import pytest
 from rich.console import Console
 
 from tests.support.e2e.fake_engine import worker
+from tests.support.e2e.faults import run
+from tests.support.e2e.history import Ask, Call, broken
 from tests.support.e2e.server import EVENTUALLY_S_MAX, Server, command_of
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings
 from tidemill.cluster.supervisor.launch import Cluster, start_cluster
@@ -78,3 +81,11 @@ def server(folder: Path) -> Iterator[Server]:
         assert server.stop(signal.SIGINT) == 0
     finally:
         server.kill_everything()
+
+
+@pytest.fixture(scope="module")
+def calm(server: Server, asked: list[Ask]) -> list[Call]:
+    """The calls of a module without faults."""
+    calls = asyncio.run(run(server, asked, "calm")).calls
+    assert [broken(call, call) for call in calls] == [[] for _ in calls]
+    return calls

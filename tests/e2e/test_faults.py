@@ -113,14 +113,6 @@ def asked() -> list[Ask]:
     return asks(Random(6), 12, num_tokens=300, max_tokens=240)
 
 
-@pytest.fixture(scope="module")
-def calm(server: Server, asked: list[Ask]) -> list[Call]:
-    """The same without faults."""
-    calls = asyncio.run(run(server, asked, "calm")).calls
-    assert [broken(call, call) for call in calls] == [[] for _ in calls]
-    return calls
-
-
 def salt_of(*parts: object) -> str:
     return "-".join(re.findall("[A-Za-z0-9]+", str(parts)))
 

@@ -4,13 +4,12 @@ A layer over llguidance (docs/decisions/0011). It never gets an end-of-sequence 
 """
 
 import asyncio
-import os
 import weakref
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from threading import Lock, get_native_id
+from threading import Lock
 from time import monotonic, thread_time
 
 import numpy as np
@@ -19,7 +18,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from tidemill.workers.execution.grammar_library import FIELD, compile_grammar, error_of, read_tokenizer
 from tidemill.workers.execution.grammar_trial import NICE, GrammarTrial
-from tidemill.workers.execution.mask_pool import MaskPool
+from tidemill.workers.execution.mask_pool import MaskPool, lower_priority
 from tidemill.workers.messages import Grammar, RequestError
 
 Mask = npt.NDArray[np.bool_]
@@ -318,7 +317,7 @@ class Grammars:
         self._memory = LexerMemory()
         self._compiled: dict[Grammar, LLMatcher | RequestError] = {}  # the last ones used, and refusals
         self._compiling = Lock()
-        self._compiler = ThreadPoolExecutor(1, "grammar", _be_nice)
+        self._compiler = ThreadPoolExecutor(1, "grammar", lower_priority, (NICE,))
         self._end_trial = weakref.finalize(self, self._trial.close)  # also without `close`
 
     def close(self) -> None:
@@ -382,8 +381,3 @@ class Grammars:
                         param=FIELD,
                     ) from error
             return self._tokenizer
-
-
-def _be_nice() -> None:
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, get_native_id(), NICE)

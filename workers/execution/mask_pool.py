@@ -66,10 +66,15 @@ class MaskPool(Generic[Result]):
                 Thread(target=_work, args=(self._slow, NICE), name=f"slow-mask-{number}", daemon=True).start()
 
 
+def lower_priority(nice: int) -> None:
+    """Set the niceness of this thread alone, if the system lets it."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, get_native_id(), nice)
+
+
 def _work(queue: "PriorityQueue[Task]", nice: int) -> None:
     if nice:
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, get_native_id(), nice)
+        lower_priority(nice)
     while (run := queue.get()[-1]) is not None:
         run()
         del run

@@ -1,24 +1,24 @@
 """Full and read-only file systems under the page store while a server streams: no answer changes."""
 
-import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from tests.support.e2e.faults import run, wait_until_quiet
-from tests.support.e2e.history import Ask, Call, asks, broken
-from tests.support.e2e.machine import IN_OWN_SHM, check_during, fill, free_bytes, mounted, remount
+from tests.support.e2e.history import Ask, Call, asks
+from tests.support.e2e.machine import IN_OWN_SHM, check_then_quiet, fill, free_bytes, mounted, remount
 from tests.support.e2e.server import Server, eventually
 
 pytestmark = pytest.mark.slow
 
 OPTIONS = ("keeper", "--port", "0", "--prefill", "1", "--decode", "1", "--memory", "64MiB")
-WORKERS = frozenset(("prefill-0", "decode-0"))
 SHM_SIZE = "128m"
 """Ray itself reserves 80 MiB of /dev/shm."""
+
+check = partial(check_then_quiet, width=4)
 
 
 @pytest.fixture(scope="module")
@@ -54,26 +54,6 @@ def store_folder(server: Server, request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(scope="module")
 def asked() -> list[Ask]:
     return asks(Random(2), 12, num_tokens=300, max_tokens=120)
-
-
-@pytest.fixture(scope="module")
-def calm(server: Server, asked: list[Ask]) -> list[Call]:
-    calls = asyncio.run(run(server, asked, "calm")).calls
-    assert [broken(call, call) for call in calls] == [[] for _ in calls]
-    return calls
-
-
-def check(
-    server: Server,
-    asked: Sequence[Ask],
-    calm: Sequence[Call],
-    salt: str,
-    fault: Callable[[], object] = lambda: None,
-) -> list[Call]:
-    """Like `check_during`; then no worker may hold memory."""
-    calls = check_during(server, asked, calm, salt, fault, width=4)
-    wait_until_quiet(server, WORKERS)
-    return calls
 
 
 def test_full_disk_under_the_store_changes_no_answer(

@@ -1,9 +1,8 @@
 """A stopped frontend, exhausted file descriptors, a worker without memory, two servers on one machine:
 streams stay exact, and the server goes on."""
 
-import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -12,14 +11,14 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.e2e.faults import process_of, run, wait_until_quiet
-from tests.support.e2e.history import Ask, Call, asks, broken
-from tests.support.e2e.machine import check_during, file_limit, no_more_memory
+from tests.support.e2e.faults import process_of
+from tests.support.e2e.history import Ask, Call, asks
+from tests.support.e2e.machine import WORKERS, check_during, file_limit, no_more_memory
+from tests.support.e2e.machine import check_then_quiet as check
 from tests.support.e2e.server import NO_TLS, Server, eventually, run_cli
 
 pytestmark = pytest.mark.slow
 
-WORKERS = frozenset(("prefill-0", "decode-0"))
 SIZES = ("--prefill", "1", "--decode", "1", "--memory", "64MiB")
 STOPPED_S = 5.0
 
@@ -48,26 +47,6 @@ def server(folder: Path, options: Sequence[str]) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def asked() -> list[Ask]:
     return asks(Random(3), 8, num_tokens=300, max_tokens=240)
-
-
-@pytest.fixture(scope="module")
-def calm(server: Server, asked: list[Ask]) -> list[Call]:
-    calls = asyncio.run(run(server, asked, "calm")).calls
-    assert [broken(call, call) for call in calls] == [[] for _ in calls]
-    return calls
-
-
-def check(
-    server: Server,
-    asked: Sequence[Ask],
-    calm: Sequence[Call],
-    salt: str,
-    fault: Callable[[], object] = lambda: None,
-) -> list[Call]:
-    """Like `check_during`; then no worker may hold memory."""
-    calls = check_during(server, asked, calm, salt, fault)
-    wait_until_quiet(server, WORKERS)
-    return calls
 
 
 def test_stopped_frontend_goes_on_with_its_streams(

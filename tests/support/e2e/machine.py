@@ -11,9 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.e2e.faults import Run, run
+from tests.support.e2e.faults import Run, run, wait_until_quiet
 from tests.support.e2e.history import Ask, Call, broken
 from tests.support.e2e.server import Server
+
+WORKERS = frozenset(("prefill-0", "decode-0"))
 
 GROUPS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
 """The folders where memory is limited, of version 1 and of version 2."""
@@ -48,6 +50,20 @@ def check_during(
 
     calls = asyncio.run(main()).calls
     assert [broken(*pair) for pair in zip(calls, calm, strict=True)] == [[] for _ in calm]
+    return calls
+
+
+def check_then_quiet(
+    server: Server,
+    asked: Sequence[Ask],
+    calm: Sequence[Call],
+    salt: str,
+    fault: Callable[[], object] = lambda: None,
+    width: int | None = None,
+) -> list[Call]:
+    """Like `check_during`; then no worker may hold memory."""
+    calls = check_during(server, asked, calm, salt, fault, width)
+    wait_until_quiet(server, WORKERS)
     return calls
 
 
