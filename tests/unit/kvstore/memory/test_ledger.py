@@ -452,5 +452,5 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
 
 TestLedgerAgainstMemory = LedgerAgainstMemory.TestCase
 TestLedgerAgainstMemory.settings = settings(
-    deadline=None, derandomize=True, max_examples=150, stateful_step_count=50
+    deadline=None, derandomize=True, max_examples=300, stateful_step_count=50
 )

@@ -78,6 +78,8 @@ async def cancelled(worker: Bench, request: Request) -> None:
 
 
 def test_planted_leak_ends_the_worker_and_its_streams_move_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved_on: list[bool] = []
+
     async def main() -> None:
         async with bench(num_extents=200) as worker:
             streaming = asyncio.create_task(worker.answer(a_request(prompt(9, 1, 3), 500)))
@@ -96,7 +98,9 @@ def test_planted_leak_ends_the_worker_and_its_streams_move_on(monkeypatch: pytes
             with pytest.raises(WorkerGone):
                 await streaming
             assert worker.count("ownership_violations") == 1
+            moved_on.append(True)
             await worker.loop
 
     with pytest.raises(OwnershipBroken):
         run(main())
+    assert moved_on, "the worker ended and its stream did not"
