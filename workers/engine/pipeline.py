@@ -5,7 +5,8 @@ are read.
     Runner     [....... i .......][....... i+1 ........][....... i+2 ..
 
 A row's inputs from the step before it, a token and a state, stay in the Runner. A step that breaks ends no
-other request: its requests run again one at a time, and the one that breaks a step alone gets the error.
+other request: its requests run again one at a time, and the one that breaks a step alone gets the error. A
+device that fails ends the worker, and blames no request.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from tidemill.workers.device_errors import is_sticky
 from tidemill.workers.engine.commit import StepCommitter
 from tidemill.workers.execution.step import Drawn, Runner
 from tidemill.workers.messages import RequestError, WorkerGone
@@ -61,7 +63,8 @@ class Pipeline:
 
     async def step(self, flights_max: int) -> bool:
         """Launch a step if one is ready, then land the oldest. Return False when none was in flight. Raises
-        what broke the worker: WorkerGone, or the error of a step after FAILURES_MAX of them."""
+        what broke the worker: WorkerGone, a sticky error of the device, or the error of a step after
+        FAILURES_MAX of them."""
         while len(self._in_flight) < flights_max and self._launch():
             pass
         if not self._in_flight:
@@ -72,6 +75,8 @@ class Pipeline:
         except WorkerGone:
             raise
         except Exception as error:
+            if is_sticky(error):
+                raise
             # A step whose rows have all ended ran on what the previous step lost.
             if not all(planned.lease.ended for planned in step.batch.rows):
                 self._failures += 1

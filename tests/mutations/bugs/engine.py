@@ -18,6 +18,20 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/workers/engine/test_audit.py",
     ),
     Planted(
+        "a request is blamed for a device that failed",
+        "workers/engine/pipeline.py::Pipeline.step",
+        "if is_sticky($ERROR):",
+        "if False:",
+        "tests/unit/workers/engine/test_pipeline.py",
+    ),
+    Planted(
+        "a step without memory ends the worker",
+        "workers/device_errors.py::is_sticky",
+        "and not _OF_MEMORY.search(str($ERROR))",
+        "",
+        "tests/unit/workers/test_device.py",
+    ),
+    Planted(
         "KV events after a loss have only the latest changes",
         "workers/engine/kv_events.py::KvEvents.flush",
         "if $DUE or $DROPPED:",

@@ -261,7 +261,7 @@ async def bench(
 class BrokenRunner:
     """Breaks with its step number `last`, and with all after it."""
 
-    def __init__(self, last: int, error: type[Exception] = WorkerGone) -> None:
+    def __init__(self, last: int, error: Callable[[], Exception] = WorkerGone) -> None:
         self._left = last
         self._error = error
 
@@ -269,7 +269,7 @@ class BrokenRunner:
         await asyncio.sleep(1.0)
         self._left -= 1
         if self._left <= 0:
-            raise self._error
+            raise self._error()
         return [Drawn() if row.sampling_state is None else Drawn((0,)) for row in step]
 
 

@@ -10,6 +10,7 @@ from tidemill import LLM
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.memory.backing import Fixed, Kvcached, Mmap
 from tidemill.workers.device import device_of, granted, memory_name, open_backing
+from tidemill.workers.device_errors import is_sticky
 from tidemill.workers.engine.build import build_engine, check_settings, memory_of
 from tidemill.workers.models.architectures.registry import describe
 from tidemill.workers.models.bundled import bundled
@@ -106,6 +107,26 @@ def test_memory_that_is_not_granted_names_the_fix() -> None:
     line = "cuda:0 has no memory left for graphs: pass --enforce-eager"
     with pytest.raises(OutOfMemory, match=line), granted(CUDA, "graphs: pass --enforce-eager"):
         raise torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize(
+    ("error", "sticky"),
+    [
+        (torch.AcceleratorError("CUDA error: unspecified launch failure"), True),
+        (torch.AcceleratorError("an illegal memory access was encountered"), True),
+        (torch.AcceleratorError("CUDA error: out of memory"), False),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
+        (RuntimeError("CUDA error: device-side assert triggered"), True),
+        (RuntimeError("CUDA error: out of memory"), False),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), False),
+        (RuntimeError("the size of tensor a must match"), False),
+        (ValueError("CUDA error: the text of a request"), False),
+    ],
+    ids=repr,
+)
+def test_sticky_errors_of_a_device(error: Exception, sticky: bool) -> None:  # noqa: FBT001  a parameter
+    assert is_sticky(error) is sticky
 
 
 @pytest.mark.parametrize("page_tokens", [1, 16, 48, 64])

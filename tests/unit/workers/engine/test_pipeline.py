@@ -1,6 +1,7 @@
 """A step that breaks ends only the request that broke it. A loop that ends frees all memory."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -181,6 +182,40 @@ def test_when_every_step_breaks_the_loop_ends(last: int, overlap: bool) -> None:
             with pytest.raises(Broke):
                 await one.loop
             assert len(one.runner.steps) <= last + 2 * FAILURES_MAX
+
+    run(main())
+
+
+class DeviceFailed(Broke, RuntimeError):
+    """An error as torch and Triton raise it, which the bench expects at the end of the loop."""
+
+
+STICKY = [
+    "CUDA error: an illegal memory access was encountered",
+    "Triton Error [CUDA]: an illegal memory access was encountered",
+]
+
+
+@overlaps
+@pytest.mark.parametrize("first", [1, 3, 21])
+@pytest.mark.parametrize("text", STICKY, ids=["torch", "Triton"])
+def test_device_that_fails_ends_the_worker_and_blames_no_request(
+    text: str,
+    first: int,
+    overlap: bool,  # noqa: FBT001  a parameter of the test
+) -> None:
+    """From its first failure on every call of the device fails, as after an Xid."""
+
+    async def main() -> None:
+        runner = BrokenRunner(first, lambda: DeviceFailed(text))
+        async with bench(runner=runner, tuning=Tuning(overlap=overlap, rows_max=24)) as one:
+            requests = [a_request(prompt(5, index), 30, request_id=str(index)) for index in range(24)]
+            ended = await asyncio.gather(*(_all_of(one, request) for request in requests))
+            assert {type(end) for end in ended} == {WorkerGone}
+            with pytest.raises(DeviceFailed, match=re.escape(text)):
+                await one.loop
+            assert len(one.runner.steps) <= first + overlap
+            assert isinstance(await _all_of(one, requests[0]), WorkerGone), "also who comes later"
 
     run(main())
 
