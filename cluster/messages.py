@@ -31,7 +31,8 @@ class PlacementRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
     """The workers of one attempt. Without a `prefill` worker the decode worker computes the prompt. With one
-    it computes at most `gap_tokens_max` tokens of it (None: any number)."""
+    it computes at most `gap_tokens_max` tokens of it (None: any number). The prompt has its first
+    `shared_pages` pages in common with one that was placed lately."""
 
     decode: WorkerId
     decode_address: str
@@ -40,6 +41,7 @@ class Route:
     gap_tokens_max: int | None = None
     predicted_s: float = 0.0  # time to first token; 0: no worker has measured its speed
     queue_offset_s: float = 0.0  # see Request
+    shared_pages: int = 0
 
 
 SetBy = Literal["operator", "broker", "share"]

@@ -14,6 +14,7 @@ from tidemill.kvstore.keys import PageKey, page_keys
 from tidemill.kvstore.layout import restorable_end
 from tidemill.workers.messages import (
     ANNOUNCED_KEY_BYTES,
+    BREAKPOINTS_MAX,
     CrashedAlone,
     Delta,
     HandedOver,
@@ -78,7 +79,11 @@ async def serve(
         began_s = asyncio.get_running_loop().time()
         route = await router.place(progress.placement_request(rest, root_of(request.salt), page_tokens))
         progress.placed_s += asyncio.get_running_loop().time() - began_s
-        rest = replace(rest, queue_offset_s=route.queue_offset_s)
+        rest = replace(
+            rest,
+            queue_offset_s=route.queue_offset_s,
+            breakpoints=with_shared_end(rest.breakpoints, route.shared_pages, page_tokens),
+        )
         at = route.decode
         try:
             produced: Produced | None = None
@@ -226,6 +231,14 @@ def content_hash_of(request: Request) -> bytes:
     digest = blake2b(repr(terms).encode(errors="surrogatepass"), digest_size=16)
     digest.update(array("Q", request.tokens).tobytes())
     return digest.digest()
+
+
+def with_shared_end(breakpoints: tuple[int, ...], shared_pages: int, page_tokens: int) -> tuple[int, ...]:
+    """Return the breakpoints and, unless there are as many as may be, the depth of `shared_pages` pages."""
+    kept_pages = {0, *(depth // page_tokens for depth in breakpoints)}
+    if shared_pages in kept_pages or len(breakpoints) == BREAKPOINTS_MAX:
+        return breakpoints
+    return tuple(sorted((*breakpoints, shared_pages * page_tokens)))
 
 
 def _is_stored(produced: Produced | None, request: Request, page_tokens: int) -> bool:

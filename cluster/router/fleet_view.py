@@ -21,8 +21,8 @@ HELD_KEYS_MAX = 1 << 20
 """The number of announced depths of a worker that the router remembers: the latest ones."""
 
 PLACED_KEYS_MAX = 1 << 14
-"""The maximum number of pages of placed prompts that the router remembers for a worker. It is less for a
-worker with memory for fewer pages."""
+"""The maximum number of pages of placed prompts that the router remembers for a worker, and for all lost
+workers together. It is less for a worker with memory for fewer pages."""
 
 BOOKING_SETTLE_S = 0.25
 """The time after `due_s` until the heartbeats of a worker certainly include a booking."""
@@ -34,6 +34,9 @@ FETCHED_SHARE = 1 / 8
 """The assumed cost of fetching a token, relative to computing it, at an unknown fetch speed."""
 
 SLOTS_MIN = 16
+
+LOST = 0
+"""The number of the set of keys of prompts that were placed on workers which are lost."""
 
 
 @unique
@@ -132,7 +135,7 @@ class Fleet:
         self._workers: list[WorkerId | None] = [None] * SLOTS_MIN  # of each slot
         self._by_name: dict[str, WorkerId] = {}
         self._bookings: dict[WorkerId, list[Booking]] = {}
-        self._prefixes = Prefixes()  # two sets per slot: announced keys, placed keys
+        self._prefixes = Prefixes()  # two sets per slot: announced keys, placed keys; and LOST
         self._looked_up: tuple[tuple[bytes, ...], Slots] | None = None  # reset by each event
         self._chain: tuple[tuple[bytes, ...], Chain] | None = None  # of the last keys
         self._work_s = 0.0  # booked recently; it decays with RHO_TAU_S
@@ -179,10 +182,13 @@ class Fleet:
 
         Announced depths can be restored. Resident ones include the pages of prompts placed there.
         """
-        if self._looked_up is None or self._looked_up[0] is not keys:
-            self._looked_up = keys, self._prefixes.depths(self._chain_for(keys), 2 * len(self._workers))
-        announced, placed = self._looked_up[1].reshape(-1, 2).T
+        announced, placed = self._look_up(keys)[1:].reshape(-1, 2).T
         return announced, np.maximum(announced, placed)
+
+    def shared_pages(self, keys: tuple[bytes, ...]) -> int:
+        """Return how many of the first `keys` were in one of the prompts that were placed lately, on any
+        worker, which may be lost."""
+        return int(self._look_up(keys).max())
 
     def rho(self, now_s: float) -> float:
         """Return the recently booked work as a share of the capacity of the computing workers."""
@@ -229,6 +235,7 @@ class Fleet:
         del self._bookings[worker]
         self._workers[member.slot] = None
         self.table[:, [member.slot]] = _vacant(1)
+        self._prefixes.add(LOST, self._prefixes.held(_placed(member.slot)), PLACED_KEYS_MAX)
         self._prefixes.clear(_announced(member.slot))
         self._prefixes.clear(_placed(member.slot))
 
@@ -249,6 +256,15 @@ class Fleet:
             decay = exp((self._work_at_s - booking.at_s) / RHO_TAU_S)
             self._work_s = self._work_s * decay + booking.seconds
             self._work_at_s = booking.at_s
+
+    def _look_up(self, keys: tuple[bytes, ...]) -> Slots:
+        """Return how many of the first `keys` each set of keys has."""
+        if self._looked_up is None or self._looked_up[0] is not keys:
+            self._looked_up = (
+                keys,
+                self._prefixes.depths(self._chain_for(keys), _announced(len(self._workers))),
+            )
+        return self._looked_up[1]
 
     def _chain_for(self, keys: tuple[bytes, ...]) -> Chain:
         if self._chain is None or self._chain[0] is not keys:
@@ -277,11 +293,11 @@ def _vacant(num_slots: int) -> Table:
 
 
 def _announced(slot: int) -> int:
-    return 2 * slot
+    return 2 * slot + 1
 
 
 def _placed(slot: int) -> int:
-    return 2 * slot + 1
+    return 2 * slot + 2
 
 
 def _settle(expected: Table, reported: Table, bookings: list[Booking]) -> Table:

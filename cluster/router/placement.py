@@ -85,16 +85,15 @@ def place(fleet: Fleet, request: PlacementRequest, now_s: float) -> Route | None
     score = first_token + locality_penalty(view, mixed, prefill) + crowding_penalty(view)
     best = _pick(view, decoding, score)
     decode = fleet.at(best).info
-    predicted_s = float(first_token[best]) if view.costs.in_seconds else 0.0
-    if prefill is None or alone[best]:
-        return Route(decode=decode.worker, decode_address=decode.address, predicted_s=predicted_s)
+    hop = None if prefill is None or alone[best] else prefill.member.info
     return Route(
         decode=decode.worker,
         decode_address=decode.address,
-        prefill=prefill.member.info.worker,
-        prefill_address=prefill.member.info.address,
-        gap_tokens_max=GAP_PAGES_MAX * decode.page_tokens,
-        predicted_s=predicted_s,
+        prefill=hop and hop.worker,
+        prefill_address=hop.address if hop else "",
+        gap_tokens_max=GAP_PAGES_MAX * decode.page_tokens if hop else None,
+        predicted_s=float(first_token[best]) if view.costs.in_seconds else 0.0,
+        shared_pages=fleet.shared_pages(request.keys),
     )
 
 

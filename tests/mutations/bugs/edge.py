@@ -4,6 +4,13 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
+        "workers do not know where a shared prefix ends",
+        "cluster/edge/flow.py::serve",
+        "$BREAKPOINTS=$WITH_SHARED_END($REST.$BREAKPOINTS, $ROUTE.$SHARED_PAGES, $PAGE_TOKENS)",
+        "$BREAKPOINTS=$REST.$BREAKPOINTS",
+        "tests/unit/cluster/edge/test_flow.py",
+    ),
+    Planted(
         "reasoning that the prompt closed continues",
         "cluster/edge/chat/formats.py::Thinking.open_behind",
         "(self.$IMPLIED and not $PROMPT.$ENDSWITH(self.$CLOSE))",

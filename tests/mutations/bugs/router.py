@@ -67,6 +67,13 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/cluster/router/test_fleet_view.py",
     ),
     Planted(
+        "the prompts of a lost worker are forgotten",
+        "cluster/router/fleet_view.py::Fleet._remove",
+        "self.$PREFIXES.$ADD($LOST, self.$PREFIXES.$HELD($PLACED($MEMBER.$SLOT)), $PLACED_KEYS_MAX)",
+        "pass",
+        "tests/unit/cluster/router/test_fleet_view.py",
+    ),
+    Planted(
         "a gap in the heartbeats goes unnoticed",
         "cluster/router/fleet_view.py::wants_full_announcement",
         "!= $MEMBER.$SEQUENCE + 1",
@@ -92,6 +99,13 @@ BUGS: tuple[Planted, ...] = (
         "cluster/router/placement.py::place",
         ") and not $ASK.$RECOMPUTE_ALL else",
         ") else",
+        "tests/unit/cluster/router/test_placement.py",
+    ),
+    Planted(
+        "a route does not say what its prompt shares with earlier ones",
+        "cluster/router/placement.py::place",
+        "$SHARED_PAGES=$FLEET.$SHARED_PAGES($ASK.$KEYS)",
+        "$SHARED_PAGES=0",
         "tests/unit/cluster/router/test_placement.py",
     ),
     Planted(

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from tidemill.cluster.edge.flow import serve
@@ -64,6 +64,7 @@ class Script:
         self.lost_workers: list[WorkerId] = []
         self.blamed: list[bytes] = []
         self.queue_offset_s = 0.0
+        self.shared_pages = 0
         self.calls: list[tuple[str, Request]] = []
         self.closed = 0
         self.prefetched: list[Request] = []
@@ -77,17 +78,18 @@ class Script:
         self.asks.append(request)
         attempt = len(self.asks)
         route = Route(
-            decode=WorkerId(f"d.{attempt}"), decode_address="at:d", queue_offset_s=self.queue_offset_s
+            decode=WorkerId(f"d.{attempt}"),
+            decode_address="at:d",
+            queue_offset_s=self.queue_offset_s,
+            shared_pages=self.shared_pages,
         )
         if not self.act.prefill:
             return route
-        return Route(
-            decode=route.decode,
-            decode_address="at:d",
+        return replace(
+            route,
             prefill=WorkerId(f"p.{attempt}"),
             prefill_address="at:p",
             gap_tokens_max=GAP_TOKENS_MAX,
-            queue_offset_s=self.queue_offset_s,
         )
 
     async def report_lost(self, worker: WorkerId, blamed: bytes = b"") -> None:

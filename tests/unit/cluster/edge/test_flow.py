@@ -21,7 +21,14 @@ from tests.support.cluster.scripted_peers import (
     root_of,
     run,
 )
-from tidemill.cluster.edge.flow import ATTEMPTS_MAX, HAND_OVERS_MAX, PATIENT_ATTEMPTS, content_hash_of, serve
+from tidemill.cluster.edge.flow import (
+    ATTEMPTS_MAX,
+    HAND_OVERS_MAX,
+    PATIENT_ATTEMPTS,
+    content_hash_of,
+    serve,
+    with_shared_end,
+)
 from tidemill.kvstore.keys import page_keys
 from tidemill.workers.messages import (
     ANNOUNCED_KEY_BYTES,
@@ -285,3 +292,28 @@ def test_every_call_carries_its_place_among_others() -> None:
     script.queue_offset_s = -3.0
     pieces_of(script, a_request())
     assert {sent.queue_offset_s for _, sent in script.calls} == {-3.0}
+
+
+def test_every_call_has_the_end_of_what_routers_saw_before_as_a_breakpoint() -> None:
+    script = Script(Act(tokens=1, end=WorkerGone("w")), Act())
+    script.shared_pages = 1
+    pieces_of(script, replace(a_request(), breakpoints=(3, 9)))
+    assert [kind for kind, _ in script.calls] == ["produce", "generate"] * 2
+    assert {sent.breakpoints for _, sent in script.calls} == {(3, P, 9)}
+
+
+@pytest.mark.parametrize(
+    ("breakpoints", "shared_pages", "expected"),
+    [
+        ((), 0, ()),
+        ((), 2, (8,)),
+        ((5, 20), 3, (5, 12, 20)),
+        ((5, 11), 2, (5, 11)),  # the checkpoint of 11 is the one at 8
+        ((1, 2, 3), 1, (1, 2, 3, 4)),
+        ((1, 2, 3, 30), 1, (1, 2, 3, 30)),  # those of the client are as many as may be
+    ],
+)
+def test_breakpoints_with_the_shared_end(
+    breakpoints: tuple[int, ...], shared_pages: int, expected: tuple[int, ...]
+) -> None:
+    assert with_shared_end(breakpoints, shared_pages, 4) == expected

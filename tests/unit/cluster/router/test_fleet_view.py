@@ -258,6 +258,39 @@ def test_resident_pages_stay_when_a_hybrid_loses_a_checkpoint() -> None:
     assert (announced(fleet, A), resident(fleet, A)) == (0, 8)
 
 
+def test_shared_pages_are_those_of_a_prompt_placed_on_any_worker() -> None:
+    fleet = Fleet()
+    apply(fleet)
+    apply(fleet, worker=B)
+    assert fleet.shared_pages(()) == fleet.shared_pages(KEYS) == 0
+    fleet.apply(RequestBooked(A, booking(keys=KEYS[:3])))
+    fleet.apply(RequestBooked(B, booking(keys=KEYS[:5])))
+    assert fleet.shared_pages(KEYS) == 5
+    assert fleet.shared_pages(KEYS[:4]) == 4
+
+
+def test_shared_pages_outlast_their_worker() -> None:
+    fleet = Fleet()
+    apply(fleet)
+    fleet.apply(RequestBooked(A, booking(keys=KEYS[:5])))
+    fleet.apply(WorkerLost(A))
+    apply(fleet, worker=B)
+    assert fleet.shared_pages(KEYS) == 5
+    assert resident(fleet, B) == 0
+
+
+def test_pages_of_lost_workers_are_bounded() -> None:
+    fleet = Fleet()
+    prompts = [tuple(b"%d/%d" % (number, page) for page in range(1000)) for number in range(30)]
+    for number, keys in enumerate(prompts):
+        apply(fleet, worker=f"decode-0.{number}")
+        fleet.apply(RequestBooked(WorkerId(f"decode-0.{number}"), booking(keys=keys)))
+    fleet.apply(WorkerLost(WorkerId("decode-0.29")))
+    depths = [fleet.shared_pages(keys) for keys in prompts]
+    assert depths == sorted(depths)
+    assert PLACED_KEYS_MAX <= sum(depths) <= PLACED_KEYS_MAX + PLACED_KEYS_MAX // 4 + LOG_SLACK
+
+
 @pytest.mark.parametrize("budget_pages", [0, 50])
 def test_fleet_forgets_placed_prompts_beyond_the_memory_of_a_worker(budget_pages: int) -> None:
     """It forgets the deepest pages of the oldest prompts first."""
