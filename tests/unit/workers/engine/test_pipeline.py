@@ -204,7 +204,7 @@ def test_device_that_fails_ends_the_worker_and_blames_no_request(
     first: int,
     overlap: bool,  # noqa: FBT001  a parameter of the test
 ) -> None:
-    """From its first failure on every call of the device fails, as after an Xid."""
+    """Every call of the device fails from the first failure on, as after an Xid."""
 
     async def main() -> None:
         runner = BrokenRunner(first, lambda: DeviceFailed(text))
