@@ -134,7 +134,8 @@ class EngineConfig(ConfigNode):
     """target for the time of a step with prompts beside streams, for example 50ms; at least twice a step
     without prompts; 0 for no limit (100ms; on CUDA 50ms)"""
     num_speculative_tokens: Annotated[int, Field(ge=0, le=DRAFTS_MAX)] = 0
-    """draft tokens per row and step; they are verified, so the answers stay the same"""
+    """draft tokens per row and step; they are verified, so the answers stay the same (on CUDA but for the
+    rounding of sums: docs/operations.md)"""
     speculative_method: SpeculativeMethod = "auto"
     """source of draft tokens: ngram searches the preceding text, mtp is the model's prediction head, auto is
     mtp if the model has that head"""

@@ -224,7 +224,8 @@ def test_questions_of_the_bundled_model(tmp_path_factory: pytest.TempPathFactory
         [{"role": "user", "content": f"{demo['notebook']} {item['question']}"}] for item in demo["questions"]
     ]
     greedy = SamplingParams(temperature=0, max_tokens=48)
-    common: dict[str, Any] = {"memory": "256MiB", "cache_folder": tmp_path_factory.getbasetemp() / "kernels"}
+    common: dict[str, Any] = {"memory": "256MiB", "kv_cache_dtype": "float32"}
+    common["cache_folder"] = tmp_path_factory.getbasetemp() / "kernels"
     on_device: dict[str, Any] = common | ON_DEVICE | {"backing": "fixed"}
     found: list[list[list[int]]] = []
     for settings in (common, on_device):

@@ -89,10 +89,25 @@ def test_experts_in_a_graph_follow_their_inputs() -> None:
     assert same_bits(y_TH, wanted)
 
 
+def need_memory(gib: int) -> None:
+    if torch.cuda.mem_get_info()[0] < gib << 30:
+        pytest.skip(f"needs {gib} GiB of device memory")
+
+
+@test_attention.FAR
+def test_attention_far_into_the_arena(page_tokens: int) -> None:
+    """The arena has 8 GiB, and NaN where no page of the step is."""
+    need_memory(10)
+
+    def arena(size: int) -> torch.Tensor:
+        return torch.full((size,), torch.nan, dtype=torch.bfloat16, device="cuda")
+
+    test_attention.check_far(page_tokens, arena, "cuda")
+
+
 def test_experts_beyond_32_bits() -> None:
     """The last of 1100 experts, more than 2^31 weights after the first."""
-    if torch.cuda.mem_get_info()[0] < 8 << 30:
-        pytest.skip("needs 8 GB of device memory")
+    need_memory(8)
     few = test_moe.layer_of(5, 2, 2048, 512, torch.bfloat16).on("cuda")
     far = few.gate_up.new_full((1100, 1024, 2048), torch.nan)
     far[-2:] = few.gate_up

@@ -1,7 +1,7 @@
 # pyright: basic
 """Paged attention in Triton: its definition over odd sizes, NaN in unused memory, equal bits."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -209,19 +209,31 @@ def test_strided_queries() -> None:
     assert same_bits(layer.run(), wanted)
 
 
-@pytest.mark.parametrize("page_tokens", [16, 64], ids=["pointers", "descriptor"])
-def test_pages_far_into_the_arena(tmp_path: Path, page_tokens: int) -> None:
-    """2^32 elements away, in a file that has blocks only where it is written."""
-    layer = Layer(Case(new=[1, 20], before=[40, 30], page_tokens=page_tokens, heads=(2, 1), dim=32))
+def check_far(page_tokens: int, allocate: Callable[[int], torch.Tensor], device: str = "cpu") -> None:
+    """Compare near pages with pages 2^32 elements into an arena, bfloat16 [size] from `allocate`."""
+    case = Case(new=[1, 20], before=[40, 30], page_tokens=page_tokens, heads=(2, 1), dim=32)
+    layer = Layer(case, device)
     wanted = layer.run()
     near = layer.cache
     skipped = -(-(1 << 32) // (2 * near[0].numel()))
-    size = (skipped + len(near)) * 2 * near[0].numel()
-    far = torch.from_file(str(tmp_path / "arena"), shared=True, size=size, dtype=near.dtype)
+    far = allocate((skipped + len(near)) * 2 * near[0].numel())
     layer.cache = far.view(-1, near.shape[1], 2, *near.shape[2:])[:, :, 1]
     layer.cache[skipped:] = near
-    layer.rows = step([1, 20], [40, 30], layer.pages + skipped)
+    layer.rows = step(case.new, case.before, layer.pages + skipped)
     assert same_bits(layer.run(), wanted)
+
+
+FAR = pytest.mark.parametrize("page_tokens", [16, 64], ids=["pointers", "descriptor"])
+
+
+@FAR
+def test_pages_far_into_the_arena(tmp_path: Path, page_tokens: int) -> None:
+    """The arena is a file that has blocks only where it is written."""
+
+    def sparse(size: int) -> torch.Tensor:
+        return torch.from_file(str(tmp_path / "arena"), shared=True, size=size, dtype=torch.bfloat16)
+
+    check_far(page_tokens, sparse)
 
 
 @pytest.mark.parametrize("window", [None, 20])
