@@ -246,7 +246,8 @@ def command_of(
     if server == "tidemill":
         own = [sys.executable, "-m", "tidemill", "serve", str(model), *arrangement.split(), "--port", port]
         return [*pinned, *own], {}
-    flags = ["--max-model-len", str(CONTEXT_TOKENS), "--dtype", "bfloat16", "--enable-prefix-caching"]
+    flags = ["--max-model-len", str(CONTEXT_TOKENS), "--dtype", "bfloat16"]
+    flags += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
     own = [str(home / "bin/vllm"), "serve", str(model), "--host", "127.0.0.1", "--port", port, *flags]
     settings = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     return [*pinned, *own], settings | {"VLLM_CPU_OMP_THREADS_BIND": "0" if cores == 1 else "0-1"}
