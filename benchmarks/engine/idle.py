@@ -14,6 +14,7 @@ import cProfile
 import gc
 import pstats
 import time
+from collections.abc import Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 
@@ -30,6 +31,8 @@ from tidemill.kvstore.memory.prefix_index import PrefixIndex
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.workers.engine.engine import Engine
 from tidemill.workers.execution.model_runner import TorchRunner
+from tidemill.workers.execution.overlapped_runner import OverlappedRunner
+from tidemill.workers.execution.step_tensors import PageTables
 from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.models.inputs import Caches, Inputs
 from tidemill.workers.scheduling.limits import EngineLimits
@@ -50,6 +53,8 @@ PROMPT_TOKENS = 4096
 STEP_S = {1: 3e-3, 128: 6e-3}
 WARM_STEPS = 50
 VOCABULARY = 8
+PAGES_MAX = 128
+MODES = ("in turn", "overlapped")
 
 
 @dataclass
@@ -90,30 +95,61 @@ def sleep_until(end_s: float) -> None:
 
 
 class Clocked:
-    """A model whose forward pass takes the time of a step. Its logits are there when the step has ended."""
+    """A model whose forward pass takes the time of a step. With `waits` its logits are those of a step that
+    has ended."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, *, waits: bool) -> None:
         self._clock = clock
-        self._end_s = 0.0
+        self._waits = waits
 
     def forward(self, inputs: Inputs, caches: Caches) -> torch.Tensor:  # noqa: ARG002  of a model
         rows = len(inputs.lens_B)
-        self._end_s = self._clock.launch(decodes=len(inputs.tokens_T) == rows)
+        self._clock.launch(decodes=len(inputs.tokens_T) == rows)
         return torch.zeros(len(inputs.tokens_T), VOCABULARY)
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
-        sleep_until(self._end_s)
+        if self._waits:
+            sleep_until(self._clock.free_at_s)
         return hidden_NH
+
+
+class ClockStream:
+    """Launches steps on the clock."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def launch(self, work: Callable[[], None]) -> "ClockEvent":
+        work()
+        return ClockEvent(self._clock.free_at_s)
+
+
+@dataclass(frozen=True)
+class ClockEvent:
+    end_s: float
+
+    def synchronize(self) -> None:
+        sleep_until(self.end_s)
+
+
+def runner_of(clock: Clock, rows: int, *, overlapped: bool) -> TorchRunner:
+    model, caches = Clocked(clock, waits=not overlapped), Caches((), (), ())
+    if not overlapped:
+        return TorchRunner(model, caches, LAYOUT.page_tokens, threads=1)
+    tables = PageTables(rows, PAGES_MAX, windows=False)
+    return OverlappedRunner(model, caches, LAYOUT.page_tokens, 1, ClockStream(clock), None, tables)
 
 
 def root_of(salt: str) -> PageKey:
     return Namespace(model="clock", layout="", salt=salt).root()
 
 
-async def turn(rows: int, steps: int, profile: cProfile.Profile | None) -> Clock:
+async def turn(rows: int, steps: int, profile: cProfile.Profile | None, *, overlapped: bool) -> Clock:
     """Decode `rows` streams after prompts of PROMPT_TOKENS, for `steps` steps."""
     clock = Clock(STEP_S[rows])
-    runner = TorchRunner(Clocked(clock), Caches((), (), ()), LAYOUT.page_tokens, threads=1)
+    runner = runner_of(clock, rows, overlapped=overlapped)
     new_tokens = WARM_STEPS + steps
     page_extents = (
         rows * (-(-(PROMPT_TOKENS + new_tokens) // LAYOUT.page_tokens) + 2) // LAYOUT.pages_per_extent
@@ -176,19 +212,22 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", choices=list(STEP_S), default=[128, 1])
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--profile", action="store_true", help="of the event loop's thread")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for rows in args.rows:
-        shares: list[float] = []
+        shares: dict[str, list[float]] = {}
         for _ in range(args.turns):
-            gc.collect()
-            profile = cProfile.Profile(time.thread_time) if args.profile else None
-            clock = asyncio.run(turn(rows, args.steps, profile))
-            shares.append(clock.idle_share)
-            if profile is not None:
-                pstats.Stats(profile).sort_stats("tottime").print_stats(40)
-        print(rows, "rows:", " ".join(f"{share:.1%}" for share in sorted(shares)))
+            for name in args.modes:
+                gc.collect()
+                profile = cProfile.Profile(time.thread_time) if args.profile else None
+                clock = asyncio.run(turn(rows, args.steps, profile, overlapped=name == "overlapped"))
+                shares.setdefault(name, []).append(clock.idle_share)
+                if profile is not None:
+                    pstats.Stats(profile).sort_stats("tottime").print_stats(40)
+        for name, found in shares.items():
+            print(f"{rows} rows, {name}:", " ".join(f"{share:.1%}" for share in sorted(found)))
 
 
 if __name__ == "__main__":

@@ -149,9 +149,10 @@ class Ledger:
         start = lease.launched
         assert start < end - drafts <= end <= lease.allocated
         assert not windows.count_missing(self.layout, lease, end)
-        assert all(start < depth < end - drafts and not depth % self.layout.page_tokens for depth in inside)
-        flight = StepInFlight(start, end, None, (), tuple(sorted({*inside, *spare})), lease.source)
-        lease.source = None
+        flight, lease.source = StepInFlight(start, end, None, (), (), lease.source), None
+        if inside or spare:
+            flight.inside, flight.spare = tuple(sorted({*inside, *spare})), frozenset(spare)
+            assert all(start < at < end - drafts and not at % self.layout.page_tokens for at in inside)
         if self.layout.has_states:
             if flight.source is not None and flight.source.checkpoint is not None:
                 flight.reads = flight.source.checkpoint.state
@@ -161,12 +162,12 @@ class Ledger:
                 slots = [lease.states.pop(start)]
             else:
                 slots = [lease.spare_slots.pop() for _ in range(drafts + 1)]
-            found = self._checkpoints.slots_inside(lease, inside, spare)
-            flight.inside = tuple(depth for depth, _ in found)
-            writes = [*found, *zip(range(end - drafts, end + 1), slots, strict=True)]
-            flight.writes = tuple(StateWrite(depth, state) for depth, state in writes)
-            lease.states |= flight.writes
-        flight.spare = frozenset(spare)
+            flight.writes = tuple(map(StateWrite, range(end - drafts, end + 1), slots))
+            if flight.inside:
+                found = self._checkpoints.slots_inside(lease, inside, spare)
+                flight.inside = tuple(depth for depth, _ in found)
+                flight.writes = (*map(StateWrite._make, found), *flight.writes)
+            lease.states.update(flight.writes)
         lease.flights.append(flight)
         lease.launched = end
         return flight

@@ -65,6 +65,17 @@ class SamplingState:
         """True if the next draw is the most likely token, and nothing else is requested."""
         return self._bare and self.sampling.temperature <= 0 and not self.barred
 
+    def greedy_at(self, position: int) -> bool:
+        """Return whether a draw at `position`, now or later, is the most likely token."""
+        bars = bool(self._stop_ids) and position - self._start < self.sampling.min_tokens
+        return self._bare and self.sampling.temperature <= 0 and not bars
+
+    def drawn_at(self, position: int, token: int) -> int:
+        """Record that `token` was drawn at `position`, and return it."""
+        self.rewind(position)
+        self.push(token)
+        return token
+
     @property
     def barred(self) -> tuple[int, ...]:
         """The tokens that may not be next, because they would end the answer too early."""

@@ -1,12 +1,16 @@
 """Convert the integers of a step to tensors."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from tidemill.workers.execution.step import Step
 from tidemill.workers.models.inputs import Inputs
+
+Ints: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 
 def inputs_of(step: Step, tokens: list[int], page_tokens: int) -> Inputs:
@@ -27,7 +31,7 @@ def inputs_of(step: Step, tokens: list[int], page_tokens: int) -> Inputs:
         windows_BN=_tables([row.windows[: -(-row.end // page_tokens)] for row in step]),
         lens_B=int32([row.end for row in step]),
         read_B=int32([-1 if row.read is None else row.read for row in step]),
-        writes_BK=_writes(step),
+        writes_BK=torch.as_tensor(writes_of(step)),
     )
 
 
@@ -39,12 +43,95 @@ def _tables(tables: Sequence[Sequence[int]]) -> torch.Tensor:
     return torch.as_tensor(tables_BN)
 
 
-def _writes(step: Step) -> torch.Tensor:
-    """Return the slots for the states after the last tokens of each row, as many as reach all that it
-    writes."""
+def writes_of(step: Step) -> Ints:
+    """Return [B, K] int32: the slots for the states after the last tokens of each row. K reaches all that the
+    rows write."""
     kept = max((1 + row.end - row.writes[0].depth for row in step if row.writes), default=1)
     writes_BK = np.full((len(step), kept), -1, np.int32)
     for index, row in enumerate(step):
         for depth, state in row.writes:
             writes_BK[index, kept - 1 - (row.end - depth)] = state
-    return torch.as_tensor(writes_BK)
+    return writes_BK
+
+
+class TableChanges(NamedTuple):
+    """The changes of a step: `slots_B` are those of its rows; entries `at_D` of the flat tables of pages
+    become `pages_D`, likewise of windows. All are numpy arrays of int64, except that pages are int32."""
+
+    slots_B: Ints
+    at_D: Ints
+    pages_D: Ints
+    window_at_D: Ints
+    windows_D: Ints
+
+
+class PageTables:
+    """A mirror of the page tables on a device, which has one for each slot. A step changes only the entries
+    that differ.
+
+    A sequence keeps its slot from step to step. There are twice as many as rows, so a new sequence takes the
+    slot of one that is in neither this step nor the one before it.
+    """
+
+    def __init__(self, rows_max: int, table_width: int, *, windows: bool) -> None:
+        """Create empty tables, for steps of up to `rows_max` rows of up to `table_width` pages."""
+        self.pages_SN = np.zeros((2 * rows_max, table_width), np.int32)
+        self.windows_SN = np.zeros((2 * rows_max, table_width * windows), np.int32)
+        self._known: dict[str, _Known] = {}  # the sequence that was absent the longest is the first
+        self._free = list(range(2 * rows_max))
+
+    def update(self, step: Step) -> TableChanges:
+        """Enter the tables of the step's rows."""
+        known = self._known
+        for row in step:
+            if (held := known.pop(row.sequence_id, None)) is not None:
+                known[row.sequence_id] = held
+        pages, windows = _Changes(self.pages_SN), _Changes(self.windows_SN)
+        slots: list[int] = []
+        for row in step:
+            held = known.get(row.sequence_id)
+            if held is None:
+                slot = self._free.pop() if self._free else known.pop(next(iter(known))).slot
+                held = known[row.sequence_id] = _Known(slot)
+            slots.append(held.slot)
+            if row.pages is not held.pages:
+                pages.enter(held.slot, row.pages)
+                held.pages = row.pages
+            if row.windows is not held.windows:
+                windows.enter(held.slot, row.windows)
+                held.windows = row.windows
+        return TableChanges(np.array(slots), *pages.all(), *windows.all())
+
+    def forget(self) -> None:
+        """Enter every table completely from now on: the device may not have the last changes."""
+        for held in self._known.values():
+            held.pages = held.windows = None
+        self.pages_SN.fill(-1)
+        self.windows_SN.fill(-1)
+
+
+@dataclass(slots=True)
+class _Known:
+    slot: int
+    pages: Sequence[int] | None = None  # the tuple itself is compared: another one may differ
+    windows: Sequence[int] | None = None
+
+
+class _Changes:
+    def __init__(self, tables_SN: Ints) -> None:
+        self._tables_SN = tables_SN
+        self._at: list[Ints] = []
+        self._values: list[Ints] = []
+
+    def enter(self, slot: int, table: Sequence[int]) -> None:
+        new_N = np.array(table, np.int32)
+        row_N = self._tables_SN[slot, : len(new_N)]
+        at_D = np.flatnonzero(row_N != new_N)
+        values_D = row_N[at_D] = new_N[at_D]
+        self._at.append(at_D + slot * self._tables_SN.shape[1])
+        self._values.append(values_D)
+
+    def all(self) -> tuple[Ints, Ints]:
+        if not self._at:
+            return np.zeros(0, np.int64), np.zeros(0, np.int32)
+        return np.concatenate(self._at), np.concatenate(self._values)

@@ -161,6 +161,8 @@ class Sequence:
 
     def checkpoints(self, start: int, end: int) -> list[int]:
         """Return the depths between `start` and `end`, both excluded, that get a checkpoint, ascending."""
+        if start // self.page_tokens == (end - 1) // self.page_tokens:  # they are page boundaries
+            return []
         return sorted(depth for depth in self.restore.wanted if start < depth < end)
 
     def spares(self, start: int, end: int) -> list[int]:

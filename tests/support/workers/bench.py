@@ -1,7 +1,7 @@
 """One engine around the fake model of the simulator, in virtual time, that must end with all memory back."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from random import Random
@@ -18,6 +18,8 @@ from tests.support.sim.fold import (
 from tests.support.sim.in_order import InOrder
 from tests.support.sim.loop import simulate
 from tests.support.sim.watched import WatchedEngine
+from tests.support.workers import late
+from tests.support.workers.late import LateRunner
 from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.kvstore.layout import Layout, PageId, StateId, WindowId
 from tidemill.kvstore.memory.allocation_sites import AllocationSite, never
@@ -70,13 +72,14 @@ class Tuning:
     wraps: bool = True  # the runner is watched
     step_cpu_s: Callable[[], float] = float
     backing: Callable[[int], Backing] = Fixed
+    late_s_max: float = 0.0  # steps answer up to this time after their end
 
 
 class Watched:
     """A runner that remembers its steps and what they drew, and holds them while the gate is closed. No row
     of a step, or of the one in flight, may touch what another sequence writes."""
 
-    def __init__(self, runner: Runner, page_tokens: int) -> None:
+    def __init__(self, runner: Runner, page_tokens: int, *, answers_late: bool = False) -> None:
         self.steps: list[Step] = []
         self.drawn: list[list[Drawn]] = []
         self.in_flight: list[Step] = []
@@ -84,7 +87,9 @@ class Watched:
         self.gate.set()
         self._runner = runner
         self._page_tokens = page_tokens
+        self._answers_late = answers_late
         self._order = InOrder[list[Drawn]]()
+        self._launches = InOrder[list[Awaitable[list[Drawn]]]]()
 
     def run(self, step: Step) -> asyncio.Future[list[Drawn]]:
         assert step, "an empty step"
@@ -92,12 +97,20 @@ class Watched:
         self.steps.append(step)
         self.in_flight.append(step)
         self._check_writes()
-        return self._order.add(lambda: self._run(step))
+        # One that answers late gets a step before the one before it has answered.
+        launched = self._launches.add(lambda: self._launch(step)) if self._answers_late else None
+        return self._order.add(lambda: self._run(step, launched))
 
-    async def _run(self, step: Step) -> list[Drawn]:
+    async def _launch(self, step: Step) -> list[Awaitable[list[Drawn]]]:
+        await self.gate.wait()
+        return [self._runner.run(step)]
+
+    async def _run(
+        self, step: Step, launched: asyncio.Future[list[Awaitable[list[Drawn]]]] | None
+    ) -> list[Drawn]:
         try:
-            await self.gate.wait()
-            drawn = await self._runner.run(step)
+            (answer,) = await (launched or self._launch(step))
+            drawn = await answer
             self.drawn.append(drawn)
             return drawn
         finally:
@@ -225,7 +238,9 @@ async def bench(
     fold = FoldRunner(
         layout, memory, Random(0), tuning.step_s_max, tuning.vocabulary, tuning.breaks, guesses_max
     )
-    watched = Watched(runner or fold, page_tokens)
+    late_s_max = tuning.late_s_max or late.ALWAYS_S_MAX
+    answers = LateRunner(fold, Random(1), late_s_max) if late_s_max else fold
+    watched = Watched(runner or answers, page_tokens, answers_late=late_s_max > 0)
     carries_out = watched if tuning.wraps or runner is None else runner
     tokens_max = max(tokens_max, rows_max + page_tokens)
     engine = WatchedEngine(

@@ -1,0 +1,253 @@
+"""Steps on a device that answers late: tokens, page tables and buffers are those of steps in turn."""
+# pyright: basic
+# torch's conversions to lists are untyped.
+
+import asyncio
+from collections.abc import Generator
+from contextlib import contextmanager
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.parity.served import answer, serving
+from tests.support.workers.late import LateStream
+from tests.unit.workers.execution.test_model_runner import NO_CACHES, Echo, a_row, draws_at, noise
+from tidemill.kvstore.layout import PageId
+from tidemill.workers.engine import build
+from tidemill.workers.engine.build import Memory
+from tidemill.workers.execution.model_runner import TorchRunner
+from tidemill.workers.execution.overlapped_runner import OverlappedRunner
+from tidemill.workers.execution.sampling_state import SamplingState
+from tidemill.workers.execution.step import PENDING, Drawn, Row
+from tidemill.workers.execution.step_tensors import PageTables
+from tidemill.workers.messages import Request, Sampling
+from tidemill.workers.models.architectures.registry import LoadedModel
+from tidemill.workers.models.bundled import bundled
+from tidemill.workers.models.inputs import Caches, Inputs, caches_of
+from tidemill.workers.settings import EngineSettings
+
+GREEDY = Sampling(temperature=0.0)
+ROWS_MAX, TABLE_WIDTH = 4, 6
+
+
+@contextmanager
+def late_runner(model: Echo) -> Generator[tuple[OverlappedRunner, LateStream]]:
+    stream = LateStream()
+    tables = PageTables(ROWS_MAX, TABLE_WIDTH, windows=False)
+    runner = OverlappedRunner(model, NO_CACHES, 4, 1, stream, None, tables)
+    yield runner, stream
+    runner.close()
+    stream.close()
+
+
+def pending(name: str, start: int, sampling: Sampling = GREEDY) -> Row:
+    return a_row(name, (PENDING,), start, draws_at(start + 1, sampling))
+
+
+def test_pending_token_is_read_on_the_device() -> None:
+    """The rows of the next step are in another order, and it is launched before this one begins."""
+    model = Echo()
+    first = (
+        a_row("a", (3, 4), 0, draws_at(2, GREEDY)),
+        a_row("c", (1, 2), 0),
+        a_row("b", (7,), 5, draws_at(6, GREEDY)),
+    )
+    second = (pending("b", 6), a_row("c", (5,), 2), pending("a", 2))
+    third = (pending("a", 3), pending("b", 7))
+
+    async def main() -> list[list[Drawn]]:
+        return [*await asyncio.gather(*map(runner.run, (first, second, third)))]
+
+    with late_runner(model) as (runner, stream):
+        one, two, three = asyncio.run(main())
+    assert stream.overlapped >= 2
+    assert [len(drawn.tokens) for drawn in one] == [1, 0, 1]
+    tokens = model.seen[1].tokens_T.tolist()
+    assert tokens == [one[2].tokens[0], 5, one[0].tokens[0]]
+    assert two[0].tokens == (int(noise(tokens[0], 6).argmax()),)
+    assert model.seen[2].tokens_T.tolist() == [two[2].tokens[0], two[0].tokens[0]]
+    assert [len(drawn.tokens) for drawn in three] == [1, 1]
+
+
+def test_step_that_draws_on_the_host_waits_for_those_before_it() -> None:
+    random = Sampling(temperature=1.0, seed=3)
+    model = Echo()
+    steps = (
+        (a_row("a", (3,), 0, draws_at(1, GREEDY)), a_row("b", (8,), 0, draws_at(1, GREEDY))),
+        (pending("a", 1), pending("b", 1, random)),
+        (pending("a", 2),),
+        (pending("a", 3),),
+    )
+
+    async def main(runner: TorchRunner) -> list[list[Drawn]]:
+        return [*await asyncio.gather(*map(runner.run, steps))]
+
+    with late_runner(model) as (runner, _):
+        found = asyncio.run(main(runner))
+    plain = TorchRunner(Echo(), NO_CACHES, 4, threads=1)
+    assert found == asyncio.run(main(plain))
+    plain.close()
+
+
+def test_tokens_that_would_end_the_answer_too_early_are_not_drawn() -> None:
+    """A draw ahead knows its position, although the tokens before it are on the device."""
+    stop = tuple(range(25))
+    request = Request(
+        request_id="", tokens=(0,), max_new_tokens=9, stop_token_ids=stop,
+        sampling=Sampling(temperature=0.0, min_tokens=3),
+    )  # fmt: skip
+
+    def steps() -> list[tuple[Row]]:
+        state = SamplingState(request)
+        return [(a_row("a", (0 if not at else PENDING,), at, state),) for at in range(6)]
+
+    async def main(runner: TorchRunner) -> list[list[Drawn]]:
+        return [*await asyncio.gather(*map(runner.run, steps()))]
+
+    with late_runner(Echo()) as (runner, _):
+        found = asyncio.run(main(runner))
+    plain = TorchRunner(Echo(), NO_CACHES, 4, threads=1)
+    assert found == asyncio.run(main(plain))
+    plain.close()
+    assert all(drawn[0].tokens[0] >= 25 for drawn in found[:3])
+
+
+@pytest.mark.parametrize("breaks", [1, 2])
+def test_draws_of_a_broken_step_are_not_used(breaks: int) -> None:
+    """The step after it reads them on the device, so it breaks too. Page tables are right afterwards."""
+
+    class Breaks(Echo):
+        def forward(self, inputs: Inputs, caches: Caches) -> torch.Tensor:
+            tables.append(inputs.pages_BN.tolist())
+            if len(tables) == breaks:
+                raise ZeroDivisionError
+            return super().forward(inputs, caches)
+
+    tables: list[list[list[int]]] = []
+    steps = (
+        (a_row("a", (3,), 0, draws_at(1, GREEDY)),),
+        (pending("a", 1),),
+        (pending("a", 2),),
+        (a_row("a", (9,), 6, draws_at(7, GREEDY)), a_row("b", (9,), 9)._replace(pages=(PageId(7),) * 3)),
+    )
+
+    async def main() -> list[list[Drawn] | BaseException]:
+        return await asyncio.gather(*map(runner.run, steps), return_exceptions=True)
+
+    with late_runner(Breaks()) as (runner, _):
+        found = asyncio.run(main())
+    assert [isinstance(drawn, list) for drawn in found] == [breaks != 1, False, False, True]
+    assert tables[-1] == [[1, 1, 1], [7, 7, 7]]
+
+
+def test_step_with_an_unknown_token_changes_no_table() -> None:
+    """It breaks before its launch, so the device has not seen the tables that the host has entered."""
+    model = Echo()
+    with late_runner(model) as (runner, _):
+
+        async def main() -> None:
+            with pytest.raises(KeyError):
+                await runner.run((pending("a", 9),))
+            await runner.run((a_row("a", (5,), 9),))
+
+        asyncio.run(main())
+    assert model.seen[0].pages_BN.tolist() == [[1, 1, 1]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tables_on_the_device_are_those_of_the_rows(seed: int) -> None:
+    """Sequences come, grow, lose pages for others, and return after a while."""
+    rng = Random(seed)
+    tables = PageTables(ROWS_MAX, TABLE_WIDTH, windows=True)
+    device = [np.zeros_like(tables.pages_SN), np.zeros_like(tables.windows_SN)]
+    lists: dict[str, tuple[int, ...]] = {}
+    slots_before: dict[str, int] = {}
+    for number in range(200):
+        names = rng.sample("abcdefghij", rng.randrange(1, ROWS_MAX + 1))
+        for name in names:
+            old = lists.get(name, ())
+            match rng.randrange(4):
+                case 0:
+                    lists[name] = (*old, rng.randrange(1, 99))[-TABLE_WIDTH:]
+                case 1:
+                    lists[name] = tuple(rng.randrange(1, 99) for _ in range(rng.randrange(TABLE_WIDTH + 1)))
+        step = tuple(
+            a_row(name, (1,), 0)._replace(pages=lists.get(name, ()), windows=lists.get(name, ())[::-1])
+            for name in names
+        )
+        changes = tables.update(step)
+        if number % 37 == 36:  # a launch fails
+            tables.forget()
+            slots_before = {}
+            continue
+        device[0].reshape(-1)[changes.at_D] = changes.pages_D
+        device[1].reshape(-1)[changes.window_at_D] = changes.windows_D
+        assert len(set(changes.slots_B.tolist())) == len(step)
+        slots = dict(zip(names, changes.slots_B.tolist(), strict=True))
+        for row, slot in zip(step, changes.slots_B, strict=True):
+            assert device[0][slot, : len(row.pages)].tolist() == list(row.pages)
+            assert device[1][slot, : len(row.windows)].tolist() == list(row.windows)
+        assert all(slots[name] == slot for name, slot in slots_before.items() if name in slots)
+        others = {slot for name, slot in slots.items() if name not in slots_before}
+        assert not others & set(slots_before.values()), "the slot of a row of the step before"
+        slots_before = slots
+
+
+def test_unchanged_tables_change_nothing() -> None:
+    tables = PageTables(ROWS_MAX, TABLE_WIDTH, windows=False)
+    row = a_row("a", (1,), 0)
+    assert len(tables.update((row,)).at_D) == len(row.pages)
+    assert len(tables.update((row,)).at_D) == 0
+    assert tables.update((row._replace(pages=(*row.pages, PageId(8))),)).pages_D.tolist() == [8]
+
+
+@pytest.mark.parametrize("temperatures", [(0.0,), (0.0, 0.8)])
+def test_engine_on_a_late_device_answers_the_same(
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    temperatures: tuple[float, ...],
+) -> None:
+    settings = EngineSettings(
+        model_folder=bundled()["keeper"],
+        memory_bytes=64 << 20,
+        cache_folder=tmp_path_factory.getbasetemp() / "kernels",
+        store_url="memory:?size=0",
+        page_tokens=16,
+        rows_max=ROWS_MAX,
+        max_model_len=160,
+    )
+    asked = [
+        Request(
+            request_id=str(number),
+            tokens=tuple(range(3, 20 + 9 * number)),
+            max_new_tokens=30 + number,
+            sampling=Sampling(temperature=temperatures[number % len(temperatures)], seed=number),
+        )
+        for number in range(6)
+    ]
+
+    async def answers() -> list[list[int]]:
+        async with serving(settings) as built:
+            return [
+                tokens for tokens, _ in await asyncio.gather(*(answer(built, request) for request in asked))
+            ]
+
+    wanted = asyncio.run(answers())
+    streams: list[LateStream] = []
+
+    def late(
+        settings: EngineSettings, loaded: LoadedModel, memory: Memory, arena: torch.Tensor, _group: None
+    ) -> TorchRunner:
+        streams.append(LateStream())
+        tables = PageTables(settings.rows_max, 10, windows=False)
+        caches = caches_of(memory.layout, arena)
+        return OverlappedRunner(
+            loaded.model, caches, memory.layout.page_tokens, settings.threads, streams[0], None, tables
+        )
+
+    monkeypatch.setattr(build, "open_runner", late)
+    assert asyncio.run(answers()) == wanted
+    assert streams[0].overlapped > (9 if max(temperatures) == 0 else 0)
+    streams[0].close()
