@@ -30,7 +30,7 @@ from tidemill.kernels.mamba2.heads import Heads as Mamba2Heads
 from tidemill.kernels.moe import cpu as moe_cpu
 from tidemill.kernels.moe import reference as moe_reference
 from tidemill.kernels.moe.experts import Experts
-from tidemill.kernels.moe.routing import Routing
+from tidemill.kernels.moe.routing import Choice, RouteTokens
 from tidemill.kernels.page_copy import cpu as page_copy_cpu
 from tidemill.kernels.page_copy import reference as page_copy_reference
 from tidemill.kernels.page_copy.planes import PageCopy
@@ -48,7 +48,10 @@ Variant = Literal["cpu", "triton", "reference"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operators:
-    """One variant of each operator; the docstrings in `reference.py` of its folder say what it computes."""
+    """One variant of each operator; the docstrings in `reference.py` of its folder say what it computes.
+
+    joins_shared  an expert that all tokens share runs among the routed ones (`Routing.shared`)
+    """
 
     embed: Callable[[Tensor, Tensor], Tensor]
     pack: Callable[[Tensor, Tensor | None], Packed]
@@ -67,9 +70,11 @@ class Operators:
     rope_angles: Callable[[Tensor, Tensor], Tensor]
     rope_store: RopeStore
     attention: Callable[[Tensor, Tensor, Rows, int | None, Tensor | None], Tensor]
-    route: Callable[[Tensor, Routing], tuple[Tensor, Tensor]]
-    moe_inner: Callable[[Tensor, Tensor, Experts], Tensor]
-    moe_outer: Callable[[Tensor, Tensor, Tensor, Experts, Tensor | None, Tensor | None], Tensor]
+    route: RouteTokens
+    moe_inner: Callable[[Tensor, Choice, Experts], Tensor]
+    moe_outer: moe_cpu.MoeOuter
+    moe_outer_norm: moe_cpu.MoeOuterNorm
+    joins_shared: bool = False
 
 
 REFERENCE = Operators(
@@ -93,9 +98,11 @@ REFERENCE = Operators(
     route=moe_reference.route,
     moe_inner=moe_reference.moe_inner,
     moe_outer=moe_reference.moe_outer,
+    moe_outer_norm=moe_reference.moe_outer_norm,
 )
 
 
+NAMES = tuple(field.name for field in fields(Operators) if field.name != "joins_shared")
 FOLDERS = {  # of the operators that are not called like theirs
     "pack": "linear",
     "linear_silu": "linear",
@@ -109,6 +116,7 @@ FOLDERS = {  # of the operators that are not called like theirs
     "route": "moe",
     "moe_inner": "moe",
     "moe_outer": "moe",
+    "moe_outer_norm": "moe",
 }
 
 
@@ -156,9 +164,10 @@ def operators(variant: Variant, cache_dir: Path, compute_dtype: ComputeDtype = "
                 route=moe_cpu.bind_route(library),
                 moe_inner=moe_cpu.bind_moe_inner(library),
                 moe_outer=moe_cpu.bind_moe_outer(library),
+                moe_outer_norm=moe_cpu.bind_moe_outer_norm(library),
             )
         case "triton":
-            return Operators(**{field.name: _triton(field.name) for field in fields(Operators)})
+            return Operators(**{name: _triton(name) for name in NAMES}, joins_shared=True)
         case _:
             assert_never(variant)
 
@@ -204,7 +213,7 @@ def table(cache_dir: Path) -> str:
         return "yes"
 
     cpu = tried(lambda: operators("cpu", cache_dir))
-    names = [field.name for field in fields(Operators)] + ["page_copy"]
+    names = [*NAMES, "page_copy"]
     lines = [f"{'operator':16}{'cpu/reference':16}{'cuda/reference':16}{'cpu/cpu':16}cuda/triton"]
     lines += [
         f"{name:16}{'yes':16}{'yes':16}{cpu:16}{tried(lambda name=name: _triton(name))}" for name in names

@@ -16,7 +16,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from safetensors import safe_open
 from benchmarks.kernels.clock import MATRIX, best_seconds
 from benchmarks.kernels.models import Step, least
 from benchmarks.kernels.shapes import PAGE_TOKENS, step_inputs
-from tidemill.kernels.dispatch import Operators, operators
+from tidemill.kernels.dispatch import NAMES, Operators, operators
 from tidemill.kvstore.layout import Layout, layout_of
 from tidemill.workers.models.architectures.registry import compute_dtype_of, load
 from tidemill.workers.models.inputs import Caches, Inputs, caches_of
@@ -48,7 +48,7 @@ def timed(plain: Operators, spent_s: dict[str, float]) -> Operators:
 
         return run
 
-    calls: dict[str, Any] = {field.name: getattr(plain, field.name) for field in fields(Operators)}
+    calls: dict[str, Any] = {name: getattr(plain, name) for name in NAMES}
     return replace(plain, **{name: clocked(name, call) for name, call in calls.items() if name != "pack"})
 
 

@@ -219,19 +219,19 @@ def moe(shape: Shape, ops: Operators, experts: Experts, tokens: int) -> Iterator
     """Each expert that some token chose is read once."""
     x, logits = normal(tokens, shape.hidden), normal(tokens, shape.experts)
     routing = Routing(shape.top_k, renormalise=True)
-    chosen, weights = ops.route(logits, routing)
-    hidden = ops.moe_inner(x, chosen, experts)
-    read, pairs, expert = len(chosen.unique()), tokens * shape.top_k, shape.inner * shape.hidden
-    yield Work(f"route {tokens}", lambda: ops.route(logits, routing), size_of(logits, chosen, weights))
+    choice = ops.route(logits, routing)
+    hidden = ops.moe_inner(x, choice, experts)
+    read, pairs, expert = len(choice.experts_TK.unique()), tokens * shape.top_k, shape.inner * shape.hidden
+    yield Work(f"route {tokens}", lambda: ops.route(logits, routing), size_of(logits, *choice[:2]))
     yield Work(
         f"moe_inner {tokens}, {read} experts",
-        lambda: ops.moe_inner(x, chosen, experts),
+        lambda: ops.moe_inner(x, choice, experts),
         read * 4 * expert + size_of(x, hidden),
         4.0 * pairs * expert,
     )
     yield Work(
         f"moe_outer {tokens}, {read} experts",
-        lambda: ops.moe_outer(hidden, chosen, weights, experts, x, logits[:, :1]),
+        lambda: ops.moe_outer(hidden, choice, experts, x, logits[:, :1]),
         read * 2 * expert + size_of(x, x, hidden),
         2.0 * pairs * expert,
     )

@@ -173,8 +173,8 @@ def moe(rows: int, experts: int, top_k: int, width: int, inner: int) -> Case:
         )
 
         def call() -> Tensor:
-            chosen, shares = ops.route(logits, routing)
-            return ops.moe_outer(ops.moe_inner(x, chosen, weights), chosen, shares, weights, None, None)
+            choice = ops.route(logits, routing)
+            return ops.moe_outer(ops.moe_inner(x, choice, weights), choice, weights, None, None)
 
         return call
 

@@ -8,16 +8,20 @@ from torch import Tensor
 from tidemill.kernels.linear.cpu import kind_of
 from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.moe.experts import Experts
-from tidemill.kernels.moe.routing import Routing
+from tidemill.kernels.moe.routing import Choice, RouteTokens, Routing
+from tidemill.kernels.rms_norm.cpu import bind_add_norm
 from tidemill.kernels.shared.build import Library
+from tidemill.kernels.shared.rows import Rows
 
 
-def bind_route(library: Library) -> Callable[[Tensor, Routing], tuple[Tensor, Tensor]]:
+def bind_route(library: Library) -> RouteTokens:
+    """It leaves no padding out, which no batch has on a CPU, and knows no shared experts."""
     call = library.function("route")
 
-    def route(logits_TE: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    def route(logits_TE: Tensor, routing: Routing, rows: Rows | None = None) -> Choice:  # noqa: ARG001
         tokens, experts = logits_TE.shape
         routing.check(experts)
+        assert not routing.shared
         assert logits_TE.dtype == torch.float32
         assert logits_TE.stride(1) == 1
         bias_E = routing.bias_E
@@ -30,15 +34,16 @@ def bind_route(library: Library) -> Callable[[Tensor, Routing], tuple[Tensor, Te
             routing.score == "softmax", routing.renormalise, routing.groups, routing.groups_kept,
             routing.scale,
         )  # fmt: skip
-        return chosen_TK, weights_TK
+        return Choice(chosen_TK, weights_TK)
 
     return route
 
 
-def bind_moe_inner(library: Library) -> Callable[[Tensor, Tensor, Experts], Tensor]:
+def bind_moe_inner(library: Library) -> Callable[[Tensor, Choice, Experts], Tensor]:
     call = library.function("moe_inner")
 
-    def moe_inner(x_TH: Tensor, chosen_TK: Tensor, experts: Experts) -> Tensor:
+    def moe_inner(x_TH: Tensor, choice: Choice, experts: Experts) -> Tensor:
+        chosen_TK = choice.experts_TK
         (tokens, top_k), width = chosen_TK.shape, experts.gate_up.in_features
         inner = experts.gate_up.out_features // 2
         assert (x_TH.dtype, chosen_TK.dtype) == (torch.float32, torch.int32)
@@ -56,19 +61,23 @@ def bind_moe_inner(library: Library) -> Callable[[Tensor, Tensor, Experts], Tens
     return moe_inner
 
 
-def bind_moe_outer(
-    library: Library,
-) -> Callable[[Tensor, Tensor, Tensor, Experts, Tensor | None, Tensor | None], Tensor]:
+MoeOuter = Callable[[Tensor, Choice, Experts, Tensor | None, Tensor | None], Tensor]
+MoeOuterNorm = Callable[
+    [Tensor, Choice, Experts, Tensor | None, Tensor | None, Tensor, Tensor, float], tuple[Tensor, Tensor]
+]
+
+
+def bind_moe_outer(library: Library) -> MoeOuter:
     call = library.function("moe_outer")
 
     def moe_outer(
         hidden_TKI: Tensor,
-        chosen_TK: Tensor,
-        weights_TK: Tensor,
+        choice: Choice,
         experts: Experts,
         shared_TH: Tensor | None,
         gate_T1: Tensor | None,
     ) -> Tensor:
+        chosen_TK, weights_TK, _ = choice
         tokens, top_k, inner = hidden_TKI.shape
         down, width = experts.down, experts.down.out_features
         assert hidden_TKI.dtype == weights_TK.dtype == torch.float32
@@ -96,6 +105,26 @@ def bind_moe_outer(
         return y_TH
 
     return moe_outer
+
+
+def bind_moe_outer_norm(library: Library) -> MoeOuterNorm:
+    """The two operators one after the other."""
+    moe_outer, add_norm = bind_moe_outer(library), bind_add_norm(library)
+
+    def moe_outer_norm(
+        hidden_TKI: Tensor,
+        choice: Choice,
+        experts: Experts,
+        shared_TH: Tensor | None,
+        gate_T1: Tensor | None,
+        residual_TH: Tensor,
+        weight_H: Tensor,
+        epsilon: float,
+    ) -> tuple[Tensor, Tensor]:
+        y_TH = moe_outer(hidden_TKI, choice, experts, shared_TH, gate_T1)
+        return add_norm(residual_TH, y_TH, weight_H, epsilon)
+
+    return moe_outer_norm
 
 
 def _weights(packed: Packed) -> tuple[int, int, int, int | None]:

@@ -9,9 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tidemill.kernels.rope_store import reference
+from tidemill.kernels.shared.row_of import ROWS_AT_ONCE, row_of
 from tidemill.kernels.shared.rows import Rows
 
-ROWS_AT_ONCE = 128  # of one round of the search for a token's row
 ELEMENTS_MAX = 16_384  # of queries that a program holds
 
 rope_angles = reference.rope_angles  # once per step and a few numbers per token: torch's own kernels do
@@ -90,11 +90,7 @@ def rotate_and_store(
     head = head // PARTS
     row = token
     if not ONE_EACH:
-        row = 0
-        for first in range(0, rows, ROWS):
-            row_R = first + tl.arange(0, ROWS)
-            end_R = tl.load(cu + 1 + row_R, mask=row_R < rows, other=0)
-            row += tl.sum(((row_R < rows) & (end_R <= token)).to(tl.int32), 0)
+        row = row_of(cu, rows, token, ROWS)
         if row >= rows:
             return
     position = tl.load(lens + row) - 1

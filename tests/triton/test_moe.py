@@ -1,18 +1,23 @@
-# pyright: basic
+# pyright: basic, reportIndexIssue=false, reportGeneralTypeIssues=false
+# ruff: noqa: ANN001 - Triton takes annotations of kernels for its own types
 """`moe_inner` and `moe_outer` in Triton: parity, which pairs a tile holds, and what a token may depend on."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-from tests.support.kernels.cases import random, relative_error, same_bits
+from tests.support.kernels.cases import int32, random, relative_error, same_bits, step
 from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.moe import reference
-from tidemill.kernels.moe.cuda import moe_inner, moe_outer, route, tile_tokens, tiles_of
+from tidemill.kernels.moe.cuda import moe_inner, moe_outer, moe_outer_norm, route, tile_tokens, tiles
 from tidemill.kernels.moe.experts import Experts
-from tidemill.kernels.moe.routing import Routing
+from tidemill.kernels.moe.order import is_few, order_of, tile_of
+from tidemill.kernels.moe.routing import Choice, Routing
+from tidemill.kernels.rms_norm.reference import rms_norm
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -62,9 +67,8 @@ def layer_of(
 
 def moe(layer: Layer, top_k: int, experts: Experts | None = None) -> torch.Tensor:
     experts = experts or layer.experts()
-    chosen_TK, weights_TK = route(layer.logits_TE, Routing(top_k, renormalise=True))
-    hidden_TKI = moe_inner(layer.x_TH, chosen_TK, experts)
-    return moe_outer(hidden_TKI, chosen_TK, weights_TK, experts, None, None)
+    choice = route(layer.logits_TE, Routing(top_k, renormalise=True))
+    return moe_outer(moe_inner(layer.x_TH, choice, experts), choice, experts, None, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,26 +107,33 @@ def check(case: Case, device: str = "cpu") -> None:
     wide, ours = layer.double(), layer.on(device)
     experts, truth = ours.experts(case.activation), wide.experts(case.activation)
     routing = Routing(case.top_k, renormalise=case.tokens != 20)
-    chosen, weights = route(ours.logits_TE, routing)
+    choice = route(ours.logits_TE, routing)
     wanted = reference.route(wide.logits_TE, routing)
-    assert torch.equal(chosen.cpu(), wanted[0])
-    assert chosen.dtype == torch.int32
-    assert weights.dtype == torch.float32
-    assert relative_error(weights.cpu(), wanted[1]) < 1e-5
-    hidden = moe_inner(ours.x_TH, chosen, experts)
-    wide_hidden = reference.moe_inner(wide.x_TH, wanted[0], truth)
+    assert torch.equal(choice.experts_TK.cpu(), wanted.experts_TK)
+    assert choice.experts_TK.dtype == torch.int32
+    assert choice.weights_TK.dtype == torch.float32
+    assert relative_error(choice.weights_TK.cpu(), wanted.weights_TK) < 1e-5
+    hidden = moe_inner(ours.x_TH, choice, experts)
+    wide_hidden = reference.moe_inner(wide.x_TH, wanted, truth)
     assert hidden.dtype == case.dtype
     assert relative_error(hidden.cpu(), wide_hidden) < TOLERANCES[case.dtype]
     draw = torch.Generator().manual_seed(1)
     shared_TH = random(draw, case.tokens, case.width).to(case.dtype)
     gate_T1 = 3 * random(draw, case.tokens, 3)[:, 1:2]
+    residual_TH, norm_H = random(draw, case.tokens, case.width), random(draw, case.width)
     for parts in ((None, None), (shared_TH, None), (shared_TH, gate_T1)):
-        given = (part if part is None else part.to(device) for part in parts)
-        y = moe_outer(hidden, chosen, weights, experts, *given)
+        shared, gate = (part if part is None else part.to(device) for part in parts)
+        y = moe_outer(hidden, choice, experts, shared, gate)
         assert y.dtype == case.dtype
         wide_parts = (part if part is None else part.double() for part in parts)
-        truth_TH = reference.moe_outer(wide_hidden, *wanted, truth, *wide_parts)
+        truth_TH = reference.moe_outer(wide_hidden, wanted, truth, *wide_parts)
         assert relative_error(y.cpu(), truth_TH) < TOLERANCES[case.dtype]
+        total, weight = residual_TH.clone().to(device), norm_H.to(device)
+        total, normed = moe_outer_norm(hidden, choice, experts, shared, gate, total, weight, 1e-6)
+        assert (total.dtype, normed.dtype) == (torch.float32, case.dtype)
+        assert relative_error(total.cpu() - residual_TH, truth_TH) < TOLERANCES[case.dtype]
+        truth_norm = rms_norm(total.cpu().double(), norm_H.double(), 1e-6)
+        assert relative_error(normed.cpu(), truth_norm) < TOLERANCES[case.dtype]
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -138,40 +149,89 @@ def test_x_may_be_wider_than_the_weights() -> None:
     wide = mixed.double()
     y_TH = moe(mixed, 2)
     assert y_TH.dtype == torch.bfloat16
-    chosen = reference.route(wide.logits_TE, Routing(2, renormalise=True))
-    hidden_TKI = reference.moe_inner(wide.x_TH, chosen[0], wide.experts())
-    wanted_TH = reference.moe_outer(hidden_TKI, *chosen, wide.experts(), None, None)
+    choice = reference.route(wide.logits_TE, Routing(2, renormalise=True))
+    hidden_TKI = reference.moe_inner(wide.x_TH, choice, wide.experts())
+    wanted_TH = reference.moe_outer(hidden_TKI, choice, wide.experts(), None, None)
     assert relative_error(y_TH, wanted_TH) < TOLERANCES[torch.bfloat16]
 
 
-@pytest.mark.parametrize("skewed", [False, True])
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 9, 4), (40, 50, 1), (130, 9, 1), (90, 3, 3)])
-def test_every_pair_is_in_one_tile_of_its_expert(
-    tokens: int, experts: int, top_k: int, *, skewed: bool
-) -> None:
+@triton.jit
+def show_tile(
+    chosen, order, starts, pairs, shown, E: tl.constexpr, M: tl.constexpr, AT_ONCE: tl.constexpr
+) -> None:  # fmt: skip
+    expert, pair_M = tile_of(chosen, order, starts, pairs, E, M, AT_ONCE)
+    shown += tl.program_id(0) * (M + 1)
+    tl.store(shown, expert)
+    tl.store(shown + 1 + tl.arange(0, M), pair_M)
+
+
+def check_order(tokens: int, experts: int, top_k: int, how: str, device: str = "cpu") -> None:
     """The number of tiles is computed from shapes. With more or fewer a grid would miss some."""
     draw = torch.Generator().manual_seed(tokens)
     chosen_TK = random(draw, tokens, experts).argsort(-1)[:, :top_k].sort(-1).values.int()
-    if skewed:
+    if how == "skewed":
         chosen_TK = torch.arange(experts - top_k, experts).expand(tokens, top_k).contiguous().int()
-    tile_expert, tile_pair, m = tiles_of(chosen_TK, experts)
-    assert m == tile_tokens(tokens * top_k, experts)
-    found: list[int] = []
-    last = -1
-    for expert, pair_M in zip(tile_expert.tolist(), tile_pair.tolist(), strict=True):
-        if expert < 0:
-            continue
-        pairs = [pair for pair in pair_M if pair >= 0]
-        assert pairs == pair_M[: len(pairs)], "pairs come first"
-        assert pairs == sorted(pairs)
-        assert pairs
-        assert expert >= last
-        assert {int(chosen_TK.flatten()[pair]) for pair in pairs} == {expert}
-        found += pairs
-        last = expert
-    assert sorted(found) == list(range(tokens * top_k))
-    counts = torch.bincount(chosen_TK.flatten().long(), minlength=experts)
-    assert int((tile_expert >= 0).sum()) == int((-(-counts // m)).sum()), "weights are read once a tile"
+    if how == "padded":
+        chosen_TK[tokens // 2 :] = -1
+    chosen_TK = chosen_TK.to(device)
+    pairs = tokens * top_k
+    few = is_few(pairs, experts, tile_tokens(pairs, experts))
+    order = None if few else order_of(chosen_TK, experts)
+    m, count, found = tiles(Choice(chosen_TK, chosen_TK, order), experts)
+    assert m == tile_tokens(pairs, experts)
+    shown = chosen_TK.new_empty(count, 1 + m)
+    show: Any = show_tile  # Triton has no types
+    show[(count,)](*found, shown, E=experts, M=m, AT_ONCE=16)
+    kept = [
+        (expert, [pair for pair in pair_M if pair >= 0], pair_M)
+        for expert, *pair_M in shown.tolist()
+        if expert >= 0
+    ]
+    flat = chosen_TK.flatten().tolist()
+    for expert, own, pair_M in kept:
+        assert own
+        assert own == pair_M[: len(own)], "pairs come first"
+        assert {flat[pair] for pair in own} == {expert}
+    for expert in range(experts):
+        in_order = [pair for e, own, _ in kept if e == expert for pair in own]
+        assert in_order == [pair for pair, e in enumerate(flat) if e == expert]
+        assert sum(e == expert for e, *_ in kept) == -(-len(in_order) // m), "weights are read once a tile"
+
+
+@pytest.mark.parametrize("how", ["random", "skewed", "padded"])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k"),
+    [(1, 9, 4), (40, 50, 1), (17, 40, 2), (130, 9, 1), (90, 3, 3), (513, 3, 1), (450, 11, 10)],
+)
+def test_every_pair_is_in_one_tile_of_its_expert(tokens: int, experts: int, top_k: int, how: str) -> None:
+    check_order(tokens, experts, top_k, how)
+
+
+def test_shared_expert_among_the_others_and_padding_without_any() -> None:
+    """Against the definition, with rows of which some are the padding of a batch."""
+    layer, draw = layer_of(9, 6, 32, 16), torch.Generator().manual_seed(3)
+    wide = layer.double()
+    rows = step([2, 1, 3, 3], before=[4, 5, 0, 0])
+    rows = replace(rows, lens_B=rows.lens_B * int32([1, 0, 0, 1]))
+    padding = [2, 3, 4, 5]
+    for shared, gated, each in ((2, True, rows), (1, False, None), (1, True, rows)):
+        routing = Routing(3, renormalise=True, scale=2.0, shared=shared, gated=gated)
+        logits_TE = layer.logits_TE[:, : 6 - shared + gated]
+        choice, wanted = (route_of(logits, routing, each) for route_of, logits in (
+            (route, logits_TE), (reference.route, logits_TE.double()))
+        )  # fmt: skip
+        assert torch.equal(choice.experts_TK, wanted.experts_TK)
+        assert relative_error(choice.weights_TK, wanted.weights_TK) < 1e-5
+        hidden = moe_inner(layer.x_TH, choice, layer.experts())
+        residual_TH, norm_H = random(draw, 9, 32), random(draw, 32)
+        found = moe_outer_norm(hidden, choice, layer.experts(), None, None, residual_TH.clone(), norm_H, 1e-6)
+        hidden = reference.moe_inner(wide.x_TH, wanted, wide.experts())
+        truth = reference.moe_outer_norm(
+            hidden, wanted, wide.experts(), None, None, residual_TH.double(), norm_H.double(), 1e-6
+        )
+        assert all(relative_error(ours, true) < 1e-5 for ours, true in zip(found, truth, strict=True))
+        if each is not None:
+            assert torch.equal(found[0][padding], residual_TH[padding]), "padding has no expert"
 
 
 def test_token_has_the_same_bits_in_any_batch() -> None:
@@ -204,9 +264,9 @@ def test_ranks_compute_their_columns() -> None:
         )
         for i, j in ((0, 0), (24, 32))
     ]
-    chosen_TK, weights_TK = route(layer.logits_TE, Routing(2, renormalise=True))
-    hidden_TKI = torch.cat([moe_inner(layer.x_TH, chosen_TK, half) for half in halves], dim=-1)
-    outer = [moe_outer(hidden_TKI, chosen_TK, weights_TK, half, None, None) for half in halves]
+    choice = route(layer.logits_TE, Routing(2, renormalise=True))
+    hidden_TKI = torch.cat([moe_inner(layer.x_TH, choice, half) for half in halves], dim=-1)
+    outer = [moe_outer(hidden_TKI, choice, half, None, None) for half in halves]
     y_TH = torch.cat(outer, dim=-1)
     assert relative_error(y_TH, wanted) < 1e-6
 

@@ -17,7 +17,7 @@ def check(case: tuple[int, Routing], device: str = "cpu") -> None:
     experts, routing = case
     logits_TE = logits_of(20, experts)
     bias_E = None if routing.bias_E is None else routing.bias_E.to(device)
-    chosen, weights = route(logits_TE.to(device), replace(routing, bias_E=bias_E))
+    chosen, weights, _ = route(logits_TE.to(device), replace(routing, bias_E=bias_E))
     wanted = reference.route(logits_TE.double(), double(routing))
     assert (chosen.dtype, weights.dtype) == (torch.int32, torch.float32)
     assert torch.equal(chosen.cpu(), wanted[0])

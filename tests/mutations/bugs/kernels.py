@@ -61,10 +61,24 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "a step with experts waits for the experts' token counts",
-        "kernels/moe/cuda.py::tiles_of",
-        "$BY_PAIR = $PAIRS <= $PAIRS // $M + $EXPERTS",
-        "$BY_PAIR = $PAIRS <= $PAIRS // $M + $EXPERTS\n    int(chosen_TK.max())",
+        "kernels/moe/cuda.py::tiles",
+        "$M = $TILE_TOKENS($PAIRS, $EXPERTS)",
+        "$M = $TILE_TOKENS($PAIRS, int(choice.experts_TK.max()))",
         "tests/unit/workers/execution/test_launches.py",
+    ),
+    Planted(
+        "pairs of later blocks of tokens overwrite those of earlier blocks",
+        "kernels/moe/order.py::sort_pairs",
+        "start_E + before_E)",
+        "start_E)",
+        "tests/triton/test_moe.py",
+    ),
+    Planted(
+        "the padding of a batch chooses experts",
+        "kernels/shared/row_of.py::pads",
+        "tl.load(lens + row) == 0",
+        "tl.load(lens + row) < 0",
+        "tests/triton/test_moe.py",
     ),
     Planted(
         "kernels prebuilt in a wheel are ignored",

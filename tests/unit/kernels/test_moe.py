@@ -10,6 +10,7 @@ import torch
 from tests.support.kernels.cases import random, relative_error, same_bits
 from tidemill.kernels.dispatch import Operators, operators
 from tidemill.kernels.moe.experts import Experts
+from tidemill.kernels.moe.routing import Choice
 from tidemill.kernels.shared.rows import integers
 
 Activation = Literal["silu", "clamped"]
@@ -19,10 +20,14 @@ class Layer:
     def __init__(self, tokens: int, experts: int, width: int, inner: int, top_k: int) -> None:
         draw = torch.Generator().manual_seed(experts)
         self.x_TH = random(draw, tokens, width)
-        self.chosen_TK = random(draw, tokens, experts).argsort(-1)[:, :top_k].sort(-1).values.int()
-        self.weights_TK = random(draw, tokens, top_k)
+        chosen_TK = random(draw, tokens, experts).argsort(-1)[:, :top_k].sort(-1).values.int()
+        self.choice = Choice(chosen_TK, random(draw, tokens, top_k))
         self.gate_up, self.down = random(draw, experts, 2 * inner, width), random(draw, experts, width, inner)
         self.biases = random(draw, experts, 2 * inner), random(draw, experts, width)
+
+    @property
+    def double(self) -> Choice:
+        return self.choice._replace(weights_TK=self.choice.weights_TK.double())
 
     def experts(
         self,
@@ -41,10 +46,10 @@ class Layer:
     def run(
         self, ops: Operators, experts: Experts, picked: slice | torch.Tensor = slice(None)
     ) -> torch.Tensor:
-        chosen_TK = self.chosen_TK[picked].contiguous()
-        hidden_TKI = ops.moe_inner(self.x_TH[picked], chosen_TK, experts)
-        weights_TK = self.weights_TK[picked].contiguous()
-        return ops.moe_outer(hidden_TKI, chosen_TK, weights_TK, experts, None, None)
+        experts_TK, weights_TK, _ = self.choice
+        choice = Choice(experts_TK[picked].contiguous(), weights_TK[picked].contiguous())
+        hidden_TKI = ops.moe_inner(self.x_TH[picked], choice, experts)
+        return ops.moe_outer(hidden_TKI, choice, experts, None, None)
 
 
 @pytest.mark.parametrize(
@@ -69,11 +74,11 @@ def test_matches_the_definition(
     layer = Layer(tokens, experts, width, inner, top_k)
     ours = layer.experts(cpu, biases=biases, activation=activation)
     truth = layer.experts(reference, torch.float64, biases=biases, activation=activation)
-    hidden = cpu.moe_inner(layer.x_TH, layer.chosen_TK, ours)
-    wanted = reference.moe_inner(layer.x_TH.double(), layer.chosen_TK, truth)
+    hidden = cpu.moe_inner(layer.x_TH, layer.choice, ours)
+    wanted = reference.moe_inner(layer.x_TH.double(), layer.choice, truth)
     assert relative_error(hidden, wanted) < 1e-5
-    y = cpu.moe_outer(hidden, layer.chosen_TK, layer.weights_TK, ours, None, None)
-    wanted = reference.moe_outer(wanted, layer.chosen_TK, layer.weights_TK.double(), truth, None, None)
+    y = cpu.moe_outer(hidden, layer.choice, ours, None, None)
+    wanted = reference.moe_outer(wanted, layer.double, truth, None, None)
     assert relative_error(y, wanted) < 1e-5
 
 
@@ -87,7 +92,7 @@ def test_halves_are_each_tokens_sum_over_its_experts(
     layer = Layer(5, 6, 9, 4, 2)
     y_TH = torch.zeros(5, 9)
     for t in range(5):
-        for e, weight in zip(integers(layer.chosen_TK[t]), layer.weights_TK[t], strict=True):
+        for e, weight in zip(integers(layer.choice.experts_TK[t]), layer.choice.weights_TK[t], strict=True):
             gate, up = (layer.gate_up[e] @ layer.x_TH[t] + layer.biases[0][e]).chunk(2)
             if activation == "silu":
                 hidden = gate * torch.sigmoid(gate) * up
@@ -105,12 +110,10 @@ def test_products_in_bfloat16_match_the_definition(
 ) -> None:
     layer, reference = Layer(65, 7, width, inner, 3), operators("reference", tmp_path, "bfloat16")
     ours, truth = (layer.experts(ops, torch.bfloat16, biases=True) for ops in (half_cpu, reference))
-    hidden = half_cpu.moe_inner(layer.x_TH, layer.chosen_TK, ours)
-    assert relative_error(hidden, reference.moe_inner(layer.x_TH.double(), layer.chosen_TK, truth)) < 1e-5
-    y = half_cpu.moe_outer(hidden, layer.chosen_TK, layer.weights_TK, ours, None, None)
-    wanted = reference.moe_outer(
-        hidden.double(), layer.chosen_TK, layer.weights_TK.double(), truth, None, None
-    )
+    hidden = half_cpu.moe_inner(layer.x_TH, layer.choice, ours)
+    assert relative_error(hidden, reference.moe_inner(layer.x_TH.double(), layer.choice, truth)) < 1e-5
+    y = half_cpu.moe_outer(hidden, layer.choice, ours, None, None)
+    wanted = reference.moe_outer(hidden.double(), layer.double, truth, None, None)
     assert relative_error(y, wanted) < 1e-5
 
 
@@ -126,14 +129,14 @@ def test_token_has_the_same_bits_in_any_batch(half_cpu: Operators, dtype: torch.
 def test_sum_runs_in_ascending_order_of_the_experts(cpu: Operators) -> None:
     layer = Layer(20, 6, 40, 24, 5)
     experts = layer.experts(cpu)
-    hidden = cpu.moe_inner(layer.x_TH, layer.chosen_TK, experts)
+    hidden = cpu.moe_inner(layer.x_TH, layer.choice, experts)
     y = torch.zeros(20, 40, dtype=torch.float64)
     for i in range(5):
         for t in range(20):
-            down = layer.down[int(layer.chosen_TK[t, i])]
+            down = layer.down[int(layer.choice.experts_TK[t, i])]
             out = cpu.linear(hidden[t, i : i + 1], cpu.pack(down, None))[0]
             # The product is exact in float64: rounded like a fused multiply-add but for a tie by chance.
-            y[t] = (layer.weights_TK[t, i].double() * out.double() + y[t]).float()
+            y[t] = (layer.choice.weights_TK[t, i].double() * out.double() + y[t]).float()
     assert same_bits(layer.run(cpu, experts), y.float())
 
 
@@ -143,7 +146,7 @@ def test_shared_expert_comes_last(cpu: Operators, reference: Operators, tokens: 
     layer, draw = Layer(tokens, 6, width, 24, 3), torch.Generator().manual_seed(width)
     shared_TH, gate_T1 = random(draw, tokens, width), 3 * random(draw, tokens, 16)[:, 6:7]
     gated_TH = cpu.sigmoid_mul(shared_TH[:, None], gate_T1.expand_as(shared_TH)[:, None])
-    inner = cpu.moe_inner(layer.x_TH, layer.chosen_TK, layer.experts(cpu)), layer.chosen_TK, layer.weights_TK
+    inner = cpu.moe_inner(layer.x_TH, layer.choice, layer.experts(cpu)), layer.choice
     for ops in (cpu, reference):
         mine = layer.experts(ops)
         routed_TH = ops.moe_outer(*inner, mine, None, None)

@@ -48,7 +48,7 @@ def test_matches_the_definition(
     cpu: Operators, reference: Operators, tokens: int, experts: int, routing: Routing
 ) -> None:
     logits_TE = logits_of(tokens, experts)
-    chosen, weights = cpu.route(logits_TE, routing)
+    chosen, weights, _ = cpu.route(logits_TE, routing)
     wanted = reference.route(logits_TE.double(), double(routing))
     assert chosen.dtype == wanted[0].dtype == torch.int32
     assert torch.equal(chosen, wanted[0])
@@ -62,7 +62,7 @@ def test_choice_written_out(request: pytest.FixtureRequest, variant: str) -> Non
     experts, routing = CASES["groups, bias and scale"]
     assert routing.bias_E is not None
     logits_TE = logits_of(20, experts)
-    chosen_TK, weights_TK = ops.route(logits_TE, routing)
+    chosen_TK, weights_TK, _ = ops.route(logits_TE, routing)
     for t, logits_E in enumerate(logits_TE):
         scores = [1 / (1 + math.exp(-float(logit))) for logit in logits_E]
         biased = [score + float(bias) for score, bias in zip(scores, routing.bias_E, strict=True)]
@@ -81,7 +81,7 @@ def test_token_has_the_same_bits_in_any_batch(cpu: Operators, experts: int, rout
     """The same where its logits are columns of a wider product."""
     wide = torch.full((30, experts + 5), torch.nan)
     wide[:, 2 : 2 + experts] = logits_of(30, experts)
-    chosen, weights = cpu.route(wide[:, 2 : 2 + experts], routing)
+    chosen, weights, _ = cpu.route(wide[:, 2 : 2 + experts], routing)
     assert bool((chosen.diff() > 0).all())
     for picked in (torch.arange(1), torch.arange(29, -1, -1), torch.arange(7, 30, 3)):
         found = cpu.route(wide[picked][:, 2 : 2 + experts].contiguous(), routing)
@@ -95,13 +95,13 @@ def test_equal_scores_go_to_the_lower_ids_and_groups(cpu: Operators) -> None:
     assert torch.equal(cpu.route(torch.zeros(3, 16), grouped)[0], int32([[0, 1, 2, 3]] * 3))
     lower = torch.zeros(1, 16)
     lower[0, 4:8] = -1.0
-    chosen_TK, _ = cpu.route(lower, replace(grouped, top_k=8))
+    chosen_TK, *_ = cpu.route(lower, replace(grouped, top_k=8))
     assert torch.equal(chosen_TK, int32([[0, 1, 2, 3, 8, 9, 10, 11]]))
 
 
 def test_scores_too_small_to_add_up_are_no_division_by_zero(cpu: Operators, reference: Operators) -> None:
     for ops in (cpu, reference):
-        _, weights = ops.route(torch.full((1, 4), -80.0), Routing(2, renormalise=True, score="sigmoid"))
+        _, weights, _ = ops.route(torch.full((1, 4), -80.0), Routing(2, renormalise=True, score="sigmoid"))
         assert bool((weights < 1e-10).all())
 
 

@@ -218,19 +218,19 @@ def test_experts_by_inner_columns_and_then_by_output_rows(
     gate_bias, up_bias, down_bias = random(draw, 9, inner), random(draw, 9, inner), random(draw, 9, width)
     into = cpu.pack(torch.cat([gate, up], dim=1), torch.cat([gate_bias, up_bias], dim=1))
     whole = Experts(into, cpu.pack(down, down_bias), "clamped")
-    chosen, weights = cpu.route(logits, Routing(4, renormalise=True))
-    hidden = cpu.moe_inner(x, chosen, whole)
+    choice = cpu.route(logits, Routing(4, renormalise=True))
+    hidden = cpu.moe_inner(x, choice, whole)
     gathered: list[torch.Tensor] = []
     for part in data.draw(cuts(inner, ranks)):
         biases = torch.cat([gate_bias[:, part], up_bias[:, part]], dim=1)
         gate_up = cpu.pack(torch.cat([gate[:, part], up[:, part]], dim=1), biases)
-        gathered.append(cpu.moe_inner(x, chosen, replace(whole, gate_up=gate_up)))
+        gathered.append(cpu.moe_inner(x, choice, replace(whole, gate_up=gate_up)))
     assert same_bits(torch.cat(gathered, dim=2), hidden)
-    wanted = cpu.moe_outer(hidden, chosen, weights, whole, None, None)
+    wanted = cpu.moe_outer(hidden, choice, whole, None, None)
     found: list[torch.Tensor] = []
     for part in data.draw(cuts(width, ranks)):
         own = replace(whole, down=cpu.pack(down[:, part], down_bias[:, part]))
-        found.append(cpu.moe_outer(hidden, chosen, weights, own, None, None))
+        found.append(cpu.moe_outer(hidden, choice, own, None, None))
     assert same_bits(torch.cat(found, dim=1), wanted)
 
 

@@ -46,10 +46,14 @@ def run_experts(tokens: int) -> Callable[[], None]:
         down = weights[gate_up.numel() :].view(count, width, inner)
         experts = Experts(Packed(gate_up, None, 2 * inner, width), Packed(down, None, width, inner))
         x_TH, logits_TE = (torch.zeros(tokens, n, dtype=torch.bfloat16) for n in (width, count))
-        chosen, weights = moe_cuda.route(logits_TE, Routing(10, renormalise=True))
-        inner = moe_cuda.moe_inner(x_TH, chosen, experts), chosen, weights
-        moe_cuda.moe_outer(*inner, experts, x_TH, logits_TE[:, :1])
-        moe_cuda.moe_outer(*inner, experts, None, None)
+        rows = step([tokens])
+        for routing in (Routing(10, renormalise=True), Routing(10, renormalise=True, shared=1, gated=True)):
+            choice = moe_cuda.route(logits_TE[:, : count - routing.shared + routing.gated], routing, rows)
+            hidden = moe_cuda.moe_inner(x_TH, choice, experts)
+            moe_cuda.moe_outer(hidden, choice, experts, x_TH, logits_TE[:, :1])
+            moe_cuda.moe_outer(hidden, choice, experts, None, None)
+            residual_TH, norm_H = torch.zeros(tokens, width), torch.zeros(width)
+            moe_cuda.moe_outer_norm(hidden, choice, experts, None, None, residual_TH, norm_H, 1e-6)
 
     return run
 
@@ -65,9 +69,9 @@ def run_biased_experts() -> None:
     experts = Experts(gate_up, down, "clamped")
     for tokens in (16, 2048):
         x_TH, logits_TE = torch.zeros(tokens, width, dtype=torch.bfloat16), torch.zeros(tokens, 256)
-        chosen, weights = moe_cuda.route(logits_TE[:, :count], Routing(4, renormalise=True))
-        hidden = moe_cuda.moe_inner(x_TH, chosen, experts)
-        moe_cuda.moe_outer(hidden, chosen, weights, experts, x_TH, None)
+        choice = moe_cuda.route(logits_TE[:, :count], Routing(4, renormalise=True))
+        hidden = moe_cuda.moe_inner(x_TH, choice, experts)
+        moe_cuda.moe_outer(hidden, choice, experts, x_TH, None)
         grouped = Routing(8, renormalise=True, score="sigmoid", bias_E=logits_TE[0], groups=8, groups_kept=4)
         moe_cuda.route(logits_TE, grouped)
 
@@ -203,6 +207,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "mamba2, mixed": scan([1, 12, 2000], 1, 8, 6, (128, 64)),
     "mamba2, mixed, dims 256 and 80": scan([1, 12, 2000], 1, 1, 3, (256, 80)),
     "page_copy": copy_pages,
+    "moe of 32 tokens": run_experts(32),
     "moe of 64 tokens": run_experts(64),
     "moe of 512 tokens": run_experts(512),
     "moe of 2048 tokens": run_experts(2048),

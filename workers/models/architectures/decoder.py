@@ -1,11 +1,14 @@
 """The stack of layers of every architecture: embedding, alternating mixers and MLPs, head."""
 
+from typing import NamedTuple
+
 import torch
 
 from tidemill.kernels.dispatch import Operators
 from tidemill.workers.models.architectures.config import ArchitectureConfig, LayerConfig
 from tidemill.workers.models.collectives import Ranks
 from tidemill.workers.models.inputs import Caches, Inputs
+from tidemill.workers.models.layers.moe import Moe
 from tidemill.workers.models.layers.rope import Rope
 from tidemill.workers.models.layers.work import Cache, Mixer, Mlp, Read, Work, is_paged, norm_weight
 
@@ -19,6 +22,13 @@ class Layer:
         self.mlp_norm_H = norm_weight(read("post_attention_layernorm.weight"), norm_offset)
         self.mlp: Mlp = layer.mlp.load(read, ops)
         self.is_paged = is_paged(layer.mixer.spec)
+
+
+class Normed(NamedTuple):
+    """The sum over the layers so far, at least float32, and its norm for the next layer."""
+
+    x_TH: torch.Tensor
+    h_TH: torch.Tensor
 
 
 class Decoder:
@@ -55,23 +65,26 @@ class Decoder:
         """Return the final hidden states `[T, hidden]`; write this step's keys, values and states into
         `caches`."""
         work = self.work(inputs)
-        x_TH, branch_TH = None, self.embed(inputs.tokens_T)
+        ops, epsilon = self._ops, self._config.epsilon
+        normed = Normed(*ops.add_norm(None, self.embed(inputs.tokens_T), self._layers[0].norm_H, epsilon))
+        next_norms = [*(layer.norm_H for layer in self._layers[1:]), self._norm_H]
         paged, states = iter(caches.kv), iter(zip(caches.conv, caches.temporal, strict=True))
-        for layer in self._layers:
+        for layer, next_norm_H in zip(self._layers, next_norms, strict=True):
             cache = (next(paged),) if layer.is_paged else next(states)
-            x_TH, branch_TH = self.through(layer, x_TH, branch_TH, work, cache)
-        return self._ops.add_norm(x_TH, branch_TH, self._norm_H, self._config.epsilon)[1]
+            normed = self.through(layer, normed, next_norm_H, work, cache)
+        return normed.h_TH
 
     def through(
-        self, layer: Layer, x_TH: torch.Tensor | None, branch_TH: torch.Tensor, work: Work, cache: Cache
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the input of the next layer and, apart from it, the last branch. `x_TH` None: `branch_TH` is
-        all of the input."""
+        self, layer: Layer, normed: Normed, next_norm_H: torch.Tensor, work: Work, cache: Cache
+    ) -> Normed:
+        """Return the input of the next layer, whose norm has the weights `next_norm_H`."""
         ops, epsilon = self._ops, self._config.epsilon
-        x_TH, h_TH = ops.add_norm(x_TH, branch_TH, layer.norm_H, epsilon)
-        mixed_TH = layer.mixer.run(h_TH, work, cache)
-        x_TH, h_TH = ops.add_norm(x_TH, self._branch(mixed_TH), layer.mlp_norm_H, epsilon)
-        return x_TH, self._branch(layer.mlp.run(h_TH, work))
+        mixed_TH = layer.mixer.run(normed.h_TH, work, cache)
+        x_TH, h_TH = ops.add_norm(normed.x_TH, self._branch(mixed_TH), layer.mlp_norm_H, epsilon)
+        if isinstance(layer.mlp, Moe) and self._ranks.size == 1 and self._config.residual_scale == 1:
+            return Normed(*layer.mlp.run_and_norm(h_TH, work, x_TH, next_norm_H))
+        branch_TH = self._branch(layer.mlp.run(h_TH, work))
+        return Normed(*ops.add_norm(x_TH, branch_TH, next_norm_H, epsilon))
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         """Return logits `[N, vocabulary]` of these rows; `[N, 0]` on ranks other than the leader."""

@@ -5,7 +5,7 @@ import torch
 
 from tidemill.kernels.dispatch import Operators
 from tidemill.workers.models.architectures.config import DRAFT, ArchitectureConfig, LayerConfig
-from tidemill.workers.models.architectures.decoder import Decoder, Layer
+from tidemill.workers.models.architectures.decoder import Decoder, Layer, Normed
 from tidemill.workers.models.collectives import Ranks
 from tidemill.workers.models.inputs import Caches, Inputs
 from tidemill.workers.models.layers.work import Read, norm_weight
@@ -46,5 +46,5 @@ class MtpHead:
         before_TH = work.ops.rms_norm(hidden_TH, self._hidden_norm_H, work.epsilon)
         merged_TH = self._ops.linear(torch.cat([token_TH, before_TH], dim=1), self._merge)
         merged_TH = self._ranks.gather(merged_TH, self._config.hidden)
-        x_TH, branch_TH = self._decoder.through(self._layer, None, merged_TH, work, (caches.kv[-1],))
-        return self._ops.add_norm(x_TH, branch_TH, self._norm_H, self._config.epsilon)[1]
+        normed = Normed(*self._ops.add_norm(None, merged_TH, self._layer.norm_H, work.epsilon))
+        return self._decoder.through(self._layer, normed, self._norm_H, work, (caches.kv[-1],)).h_TH

@@ -40,16 +40,15 @@ class DenseConfig:
         return matrix_flops(self.weights(hidden))
 
     def load(self, read: Read, ops: Operators) -> "Dense":
-        def stacked(kind: str) -> torch.Tensor:
-            if self.gate_up is not None:
-                return read(f"{self.prefix}{self.gate_up}.{kind}")
-            return torch.cat([read(f"{self.prefix}{name}.{kind}") for name in ("gate_proj", "up_proj")])
+        gate_up, down = self.tensors(read)
+        bias = (None, None) if not self.bias else self.tensors(read, "bias")
+        return Dense(gate_up=ops.pack(gate_up, bias[0]), down=ops.pack(down, bias[1]))
 
-        down_bias = read(f"{self.prefix}{self.down}.bias") if self.bias else None
-        return Dense(
-            gate_up=ops.pack(stacked("weight"), stacked("bias") if self.bias else None),
-            down=ops.pack(read(f"{self.prefix}{self.down}.weight"), down_bias),
-        )
+    def tensors(self, read: Read, kind: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:
+        """Return gate and up, one after the other, and down."""
+        into = ("gate_proj", "up_proj") if self.gate_up is None else (self.gate_up,)
+        gate_up = torch.cat([read(f"{self.prefix}{name}.{kind}") for name in into])
+        return gate_up, read(f"{self.prefix}{self.down}.{kind}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

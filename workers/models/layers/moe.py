@@ -1,7 +1,7 @@
 """A mixture of experts: each token runs a few of them, and perhaps one that all tokens share."""
 
 from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import Literal, TypeAlias, assert_never
 
 import torch
 from torch.nn import functional
@@ -9,7 +9,7 @@ from torch.nn import functional
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.moe.experts import Experts
-from tidemill.kernels.moe.routing import Routing
+from tidemill.kernels.moe.routing import Choice, Routing
 from tidemill.workers.models.layers.mlp import Dense, DenseConfig
 from tidemill.workers.models.layers.work import Read, Work, matrix_flops
 from tidemill.workers.models.loading.config_json import require
@@ -96,6 +96,7 @@ class MoeConfig:
         scores_SH = torch.cat([read(name) for name in names])
         bias_S = None if router.bias is None else read(router.bias)
         missing = -len(scores_SH) % ROWS
+        joined = self.joined if ops.joins_shared else 0
         return Moe(
             config=self,
             scores=ops.pack(
@@ -110,10 +111,21 @@ class MoeConfig:
                 groups=router.groups,
                 groups_kept=router.groups_kept,
                 scale=router.scale,
+                shared=joined,
+                gated=joined > 0 and self.shared_gate is not None,
             ),
-            experts=self._load_experts(read, ops),
-            shared=None if self.shared is None else self.shared.load(read, ops),
+            experts=self._load_experts(read, ops, joined),
+            shared=None if self.shared is None or joined else self.shared.load(read, ops),
         )
+
+    @property
+    def joined(self) -> int:
+        """The experts that the shared one makes beside the others: one as wide, or several that split its
+        columns. 0: it is no multiple of them."""
+        shared = self.shared
+        if shared is None or shared.bias or self.stored == "woven" or self.activation != "silu":
+            return 0
+        return 0 if shared.inner % self.inner else shared.inner // self.inner
 
     def _expert_weights(self, hidden: int) -> dict[str, Weight]:
         match self.stored:
@@ -139,30 +151,39 @@ class MoeConfig:
             case _:
                 assert_never(self.stored)
 
-    def _load_experts(self, read: Read, ops: Operators) -> Experts:
+    def _load_experts(self, read: Read, ops: Operators, joined: int) -> Experts:
         match self.stored:
             case "separate":
                 names = [f"{self.into}.{expert}." for expert in range(self.count)]
                 gate_up = torch.stack([_gate_up(name, read) for name in names])
                 down = torch.stack([read(f"{name}down_proj.weight") for name in names])
-                packed = ops.pack(gate_up, None), ops.pack(down, None)
             case "stacked":
-                packed = ops.pack(read(self.into), None), ops.pack(read(self.back), None)
+                gate_up, down = read(self.into), read(self.back)
             case "woven":
-                packed = (
+                return Experts(
                     ops.pack(_unwoven(read(self.into).mT), _unwoven(read(f"{self.into}_bias"))),
                     ops.pack(read(self.back).mT, read(f"{self.back}_bias")),
+                    self.activation,
+                    self.alpha,
+                    self.limit,
                 )
             case _:
                 assert_never(self.stored)
-        gate_up, down = packed
-        return Experts(gate_up, down, self.activation, self.alpha, self.limit)
+        if joined and self.shared is not None:
+            shared_gate_up, shared_down = self.shared.tensors(read)
+            halves = shared_gate_up.view(2, joined, -1, gate_up.shape[2]).transpose(0, 1).flatten(1, 2)
+            columns = shared_down.view(len(shared_down), joined, -1).transpose(0, 1)
+            gate_up, down = torch.cat([gate_up, halves]), torch.cat([down, columns])
+        return Experts(ops.pack(gate_up, None), ops.pack(down, None), self.activation)
+
+
+Parts: TypeAlias = tuple[torch.Tensor, Choice, Experts, torch.Tensor | None, torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moe:
     """The experts with their weights. `scores` gives a logit of each expert, then that of the shared expert's
-    gate."""
+    gate. `shared` None: there is no such expert, or it is among the others."""
 
     config: MoeConfig
     scores: Packed
@@ -171,15 +192,26 @@ class Moe:
     shared: Dense | None
 
     def run(self, h_TH: torch.Tensor, work: Work) -> torch.Tensor:
+        return work.ops.moe_outer(*self._parts(h_TH, work))
+
+    def run_and_norm(
+        self, h_TH: torch.Tensor, work: Work, x_TH: torch.Tensor, norm_H: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `add_norm` of `x_TH` and `run`; of all columns, so for one rank alone."""
+        return work.ops.moe_outer_norm(*self._parts(h_TH, work), x_TH, norm_H, work.epsilon)
+
+    def _parts(self, h_TH: torch.Tensor, work: Work) -> Parts:
+        """Return what `moe_outer` adds up."""
         ops, experts, count = work.ops, self.experts, self.config.count
         scores_TS = ops.logits(h_TH, self.scores)
-        chosen_TK, weights_TK = ops.route(scores_TS[:, :count], self.routing)
-        hidden_TKI = ops.moe_inner(h_TH, chosen_TK, experts)
+        choice = ops.route(scores_TS[:, : count + self.routing.gated], self.routing, work.inputs)
+        hidden_TKI = ops.moe_inner(h_TH, choice, experts)
         whole_NI = work.ranks.gather(hidden_TKI.flatten(0, 1), experts.down.in_features)
-        shared_TH = None if self.shared is None else self.shared.run(h_TH, work)
+        whole_TKI = whole_NI.view(*choice.experts_TK.shape, -1)
+        if self.shared is None:
+            return whole_TKI, choice, experts, None, None
         gate_T1 = None if self.config.shared_gate is None else scores_TS[:, count : count + 1]
-        whole_TKI = whole_NI.view(*chosen_TK.shape, -1)
-        return ops.moe_outer(whole_TKI, chosen_TK, weights_TK, experts, shared_TH, gate_T1)
+        return whole_TKI, choice, experts, self.shared.run(h_TH, work), gate_T1
 
 
 def _gate_up(name: str, read: Read) -> torch.Tensor:
