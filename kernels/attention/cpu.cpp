@@ -23,6 +23,8 @@ constexpr int64_t BLOCK = PAIRED<E> ? 128 : 64;
 template <typename E>
 constexpr int64_t QUERY_ROWS = PAIRED<E> ? 32 : TILE_ROWS;
 
+constexpr int64_t STEP = 32;  // keys of a block that are left out together: panels of keys, blocks of depth of values
+
 // The length in E of a row of `elements`.
 template <typename E>
 constexpr int64_t words_of(int64_t elements) {
@@ -264,26 +266,82 @@ __attribute__((target("amx-tile,amx-bf16"))) void score_in_pages(
 }
 #endif
 
-// Turns SIZE scores of one query into weights, of which [from, to) count. Returns the factor by which what was
-// summed before shrinks: exactly 1 where none counts.
-template <int64_t SIZE>
-float fold_scores(float* score, int64_t from, int64_t to, float& highest, float& total) {
-    const auto larger = [](vec a, vec b) { return a < b ? b : a; };
-    vec most = splat(highest);
-    for (int64_t j = 0; j < from; j++) score[j] = -INFINITY;
-    for (int64_t j = to; j < SIZE; j++) score[j] = -INFINITY;
-    for (int64_t j = 0; j < SIZE; j += LANES) most = larger(most, load(score + j));
-    const float peak = tree(most, larger);
-    float sums[LANES_SUM] = {};
-    for (int64_t j = 0; j < SIZE; j += LANES) {
-        const vec given = load(score + j), weight = given == -INFINITY ? vec{} : exp_f32(given - peak);
-        store(score + j, weight);
-        store(sums + j % LANES_SUM, load(sums + j % LANES_SUM) + weight);
+// One vector of LANES reduced ones: lane r is that of rows[r], by halves, as `tree`.
+template <int COUNT = LANES, typename Combine>
+vec trees(vec* rows, Combine combine) {
+    if constexpr (COUNT == 1) {
+        return rows[0];
+    } else {
+        // Each pair of rows becomes one, of which the lanes that have bit HALF are of the second.
+        constexpr int HALF = COUNT / 2;
+        ints first, second;
+        for (int l = 0; l < LANES; l++) {
+            first[l] = l & HALF ? LANES + l - HALF : l;
+            second[l] = l & HALF ? LANES + l : l + HALF;
+        }
+        for (int r = 0; r < HALF; r++) {
+            const vec a = rows[r], b = rows[r + HALF];
+            rows[r] = combine(__builtin_shuffle(a, b, first), __builtin_shuffle(a, b, second));
+        }
+        return trees<HALF>(rows, combine);
     }
-    const float shrink = peak == highest ? 1.0f : exp_f32(highest - peak);
-    highest = peak;
-    total = total * shrink + fold(sums);
-    return shrink;
+}
+
+// Which scores of a query count: those of keys [from, to) of the block.
+struct Range {
+    int64_t from, to;
+};
+
+// At most LANES rows of scores of keys [begin, end) of a block become weights in P: floats, or pairs of bfloat16. `shrink`
+// gets LANES factors by which what was summed before shrinks: exactly 1 where no key counts.
+template <typename E>
+void fold_scores(const float* S, const Range* ranges, int64_t rows, int64_t begin, int64_t end, E* P, float* highest,
+                 float* total, float* shrink) {
+    constexpr int64_t SIZE = BLOCK<E>, PARTS = LANES_SUM / LANES, VECS = STEP / LANES;
+    ints lane;
+    for (int l = 0; l < LANES; l++) lane[l] = l;
+    // STEP scores of a row from key j on; -infinity in place of those that do not count.
+    const auto get = [&](int64_t r, int64_t j, vec* scores) {
+        const Range range = ranges[r];
+        for (int64_t i = 0; i < VECS; i++) scores[i] = load(S + r * SIZE + j + i * LANES);
+        if (range.from <= j && j + STEP <= range.to) return;
+        for (int64_t i = 0; i < VECS; i++) {
+            const ints key = lane + (int32_t)(j + i * LANES);
+            scores[i] = (key >= (int32_t)range.from) & (key < (int32_t)range.to) ? scores[i] : vec{} - INFINITY;
+        }
+    };
+    vec reduced[LANES], scores[VECS];
+    for (int64_t r = 0; r < LANES; r++) {
+        vec most = vec{} - INFINITY;
+        for (int64_t j = begin; r < rows && j < end; j += STEP) {
+            get(r, j, scores);
+            for (int64_t i = 0; i < VECS; i++) most = at_least(most, scores[i]);
+        }
+        reduced[r] = most;
+    }
+    const vec before = load(highest), peaks = at_least(before, trees(reduced, [](vec a, vec b) { return at_least(a, b); }));
+    store(highest, peaks);
+    for (int64_t r = 0; r < LANES; r++) {
+        const vec peak = splat(highest[r]);
+        vec sums[PARTS] = {};
+        for (int64_t j = begin; r < rows && j < end; j += STEP) {
+            get(r, j, scores);
+            for (int64_t i = 0; i < VECS; i++) {
+                scores[i] = scores[i] == -INFINITY ? vec{} : exp_f32(scores[i] - peak);
+                sums[i % PARTS] += scores[i];
+            }
+            if constexpr (PAIRED<E>) {
+                to_pairs((const float*)scores, STEP, P + (r * SIZE + j) / 2);
+            } else {
+                std::memcpy(P + r * SIZE + j, scores, sizeof scores);
+            }
+        }
+        for (int64_t part = 1; part < PARTS; part++) sums[0] += sums[part];
+        reduced[r] = sums[0];
+    }
+    const vec factor = peaks == before ? vec{} + 1.0f : exp_f32(before - peaks);
+    store(shrink, factor);
+    store(total, load(total) * factor + trees(reduced, [](vec a, vec b) { return a + b; }));
 }
 
 template <typename E>
@@ -296,9 +354,9 @@ void attend(const Task& task, const Seen& seen, const float* q, const Cache& cac
     const int64_t last = task.position + task.end - task.begin;
     static thread_local std::vector<float> floats;
     static thread_local std::vector<E> elements;
-    float* const sums = lined(floats, queries * wide + QUERY_ROWS<E> * BLOCK + dim + 2 * queries);
+    float* const sums = lined(floats, queries * wide + QUERY_ROWS<E> * BLOCK + dim + 2 * (queries + LANES));
     float *const S = sums + queries * wide, *const scaled = S + QUERY_ROWS<E> * BLOCK;
-    float *const highest = scaled + dim, *const total = highest + queries;
+    float *const highest = scaled + dim, *const total = highest + queries + LANES;
     E* const values = lined(elements, BLOCK_WORDS * (wide + QUERY_ROWS<E>) + (BLOCK + 2 * LANES + queries) * depth);
     E *const P = values + BLOCK_WORDS * wide, *const keys = P + BLOCK_WORDS * QUERY_ROWS<E>;
     E *const room = keys + BLOCK * depth, *const columns = room + LANES * depth, *const Q = columns + LANES * depth;
@@ -335,24 +393,34 @@ void attend(const Task& task, const Seen& seen, const float* q, const Cache& cac
         block = next;
         for (int64_t i = 0, rows; i < queries; i += rows) {
             rows = std::min(QUERY_ROWS<E>, queries - i);
+            // Keys that some of these queries see; the others of the block would add 0.
             const auto end_of = [&](int64_t query) { return task.position + query / group + 1 - start; };
-            if (end_of(i + rows - 1) <= 0 || end_of(i) - seen.window >= BLOCK) continue;
+            const int64_t seen_end = std::min(count, end_of(i + rows - 1));
+            const int64_t begin = std::max<int64_t>(0, end_of(i) - seen.window) / STEP * STEP;
+            if (begin >= seen_end) continue;
+            const int64_t end = std::min(BLOCK, (seen_end + STEP - 1) / STEP * STEP);
             if (!in_pages)
-                multiply<false>(rows, (count + PANEL - 1) / PANEL, Q + i * depth, depth, keys, depth * PANEL, depth, S,
-                                BLOCK, ZEROS);
-            for (int64_t r = 0; r < rows; r++) {
-                float *const score = S + r * BLOCK, *const sum = sums + (i + r) * wide;
-                const int64_t from = std::clamp<int64_t>(end_of(i + r) - seen.window, 0, BLOCK);
-                const int64_t to = std::clamp<int64_t>(end_of(i + r), 0, count);
-                const float shrink = fold_scores<BLOCK>(score, from, to, highest[i + r], total[i + r]);
-                if constexpr (PAIRED<E>) to_pairs(score, BLOCK, P + r * BLOCK_WORDS);
-                if (shrink == 1.0f) continue;
-                for (int64_t e = 0; e < wide; e++) sum[e] *= shrink;
+                multiply<false>(rows, (end - begin) / PANEL, Q + i * depth, depth, keys + begin * depth, depth * PANEL,
+                                depth, S + begin, BLOCK, ZEROS);
+            for (int64_t r = 0; r < rows; r += LANES) {
+                const int64_t few = std::min<int64_t>(LANES, rows - r);
+                Range ranges[LANES];
+                int64_t seen_to = end_of(i + r), of_group = (i + r) % group;
+                for (int64_t l = 0; l < few; l++) {
+                    ranges[l] = {std::max<int64_t>(0, seen_to - seen.window), std::min(count, seen_to)};
+                    if (++of_group == group) of_group = 0, seen_to++;
+                }
+                alignas(LINE) float shrink[LANES];
+                fold_scores(S + r * BLOCK, ranges, few, begin, end, P + r * BLOCK_WORDS, highest + i + r, total + i + r,
+                            shrink);
+                for (int64_t l = 0; l < few; l++) {
+                    if (shrink[l] == 1.0f) continue;
+                    float* const sum = sums + (i + r + l) * wide;
+                    for (int64_t e = 0; e < wide; e++) sum[e] *= shrink[l];
+                }
             }
-            const E* weights;
-            if constexpr (PAIRED<E>) weights = P; else weights = S;
-            multiply<false>(rows, panels, weights, BLOCK_WORDS, values, BLOCK_WORDS * PANEL, words_of<E>(count),
-                            sums + i * wide, wide);
+            multiply<false>(rows, panels, P + words_of<E>(begin), BLOCK_WORDS, values + words_of<E>(begin) * PANEL,
+                            BLOCK_WORDS * PANEL, words_of<E>(seen_end) - words_of<E>(begin), sums + i * wide, wide);
         }
     }
     for (int64_t i = 0; i < queries; i++) {

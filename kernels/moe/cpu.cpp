@@ -26,8 +26,6 @@ Picks by_expert(const int32_t* chosen, int64_t count, int64_t experts) {
     return picks;
 }
 
-float at_most(float x, float limit) { return x > limit ? limit : x; }
-
 float clamped(float gate, float up, float alpha, float limit) {
     gate = at_most(gate, limit), up = std::max(-limit, at_most(up, limit));
     return (up + 1.0f) * (gate * sigmoid(alpha * gate));

@@ -67,17 +67,43 @@ static inline float fused(float a, float b, float c) { return __builtin_fmaf(a, 
 
 typedef int32_t ints __attribute__((vector_size(LANES * 4)));
 
-static inline float power_of_two(float n) { return __builtin_bit_cast(float, ((int32_t)n + 127) << 23); }
+// x * 2^n, which is normal, of an integer n.
+static inline float times_power(float x, float n) { return x * __builtin_bit_cast(float, ((int32_t)n + 127) << 23); }
 
-static inline vec power_of_two(vec n) { return (vec)((__builtin_convertvector(n, ints) + 127) << 23); }
+static inline vec times_power(vec x, vec n) {
+#if defined(__AVX512F__)
+    return _mm512_scalef_ps(x, n);
+#else
+    return x * (vec)((__builtin_convertvector(n, ints) + 127) << 23);
+#endif
+}
+
+// A bound where x is beyond it, else x, which may be NaN. The compiler makes two instructions of a choice.
+static inline float at_least(float x, float bound) { return x < bound ? bound : x; }
+static inline float at_most(float x, float bound) { return x > bound ? bound : x; }
+
+static inline vec at_least(vec x, vec bound) {
+#if defined(__AVX512F__)
+    return _mm512_max_ps(bound, x);
+#else
+    return x < bound ? bound : x;
+#endif
+}
+
+static inline vec at_most(vec x, vec bound) {
+#if defined(__AVX512F__)
+    return _mm512_min_ps(bound, x);
+#else
+    return x > bound ? bound : x;
+#endif
+}
 
 // e^x within 2 ulp, of a float or a vec; x is clamped to the range of normal results. Cody-Waite reduction and the Taylor
 // series on |r| <= ln(2) / 2. libm is not used: its vector and scalar variants may differ in the last bit.
 template <typename T>
 static inline T exp_f32(T x) {
     const T zero{};
-    x = x < zero - 87.3f ? zero - 87.3f : x;
-    x = x > zero + 88.3f ? zero + 88.3f : x;
+    x = at_most(at_least(x, zero - 87.3f), zero + 88.3f);
     const T n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // nearest integer
     T r = fused(n, zero - 0.693359375f, x);
     r = fused(n, zero + 2.12194440e-4f, r);
@@ -89,7 +115,7 @@ static inline T exp_f32(T x) {
     p = fused(p, r, zero + 0.5f);
     p = fused(p, r, zero + 1.0f);
     p = fused(p, r, zero + 1.0f);
-    return p * power_of_two(n);
+    return times_power(p, n);
 }
 
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exp_f32(-x)); }
