@@ -15,6 +15,7 @@ from tools.train_keeper.questions import questions
 from tests.support.e2e.server import Server, eventually, run_cli
 from tests.support.e2e.streams import Stream, client_of, run_all, run_while
 from tidemill.kvstore.layout import layout_of
+from tidemill.kvstore.memory.checkpoints import GRID_PAGES
 from tidemill.workers.models.architectures.registry import describe
 from tidemill.workers.models.bundled import bundled
 
@@ -228,6 +229,49 @@ def test_second_chat_of_a_family_computes_at_most_a_page_of_what_they_share(serv
     assert shared - third <= PAGE_TOKENS, third
 
 
+def test_second_chat_finds_what_they_share_on_another_worker(server: Server) -> None:
+    """Decode workers compute prompts while the prefill worker takes none."""
+    system = system_of(4)
+    shared = shared_tokens(server, system)
+    _, cold = ask(server, system, "Where is Emma?")
+    drain(server, "prefill-0", wanted=True)
+    try:
+        _, second = ask(server, system, "Who keeps the key?")
+    finally:
+        drain(server, "prefill-0", wanted=False)
+    assert (cold, shared - second <= PAGE_TOKENS) == (0, True), second
+
+
+def shared_and_rest(seed: int) -> tuple[list[int], list[list[int]]]:
+    """Return the beginning of a family of prompts, 11 pages and a part, and three continuations."""
+    rng = Random(seed)
+    return prompt_of(rng, 11 * PAGE_TOKENS + 20), [prompt_of(rng, 100) for _ in range(3)]
+
+
+def cached_of(server: Server, prompt: list[int]) -> int:
+    usage = post(server, "/v1/completions", **body_of(prompt, 2))["usage"]
+    return usage["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_completions_without_marks_find_what_they_share(server: Server) -> None:
+    shared, rests = shared_and_rest(5)
+    first, second, third = (cached_of(server, shared + rest) for rest in rests)
+    assert first == 0
+    assert len(shared) - second <= GRID_PAGES * PAGE_TOKENS, second
+    assert len(shared) - third <= PAGE_TOKENS, third
+
+
+def test_third_completion_finds_what_they_share_when_all_workers_are_new(server: Server) -> None:
+    """No worker has seen two of the prompts: the router has."""
+    shared, rests = shared_and_rest(6)
+    cached: list[int] = []
+    for rest in rests:
+        cached.append(cached_of(server, shared + rest))
+        server.replace_workers()
+    assert cached[0] == 0
+    assert len(shared) - cached[2] <= PAGE_TOKENS, cached
+
+
 def test_chat_finds_the_prefix_that_was_warmed(server: Server) -> None:
     system = system_of(2)
     messages = [{"role": "system", "content": system}]
@@ -260,6 +304,19 @@ def test_answers_do_not_depend_on_hints(server: Server, hints: dict[str, Any]) -
     ]
     for content in (parts, system):
         assert ask(server, content, question, cache_salt=salt, **hints)[0] == expected
+
+
+def drain(server: Server, name: str, *, wanted: bool) -> None:
+    """Order a worker to take no work, or to take it again; return when it follows."""
+    body = {"drain": wanted, "force": True}
+    reply = httpx.post(f"{server.url}/cluster/workers/{name}/drain", json=body, timeout=300)
+    assert reply.status_code == httpx.codes.OK, reply.text
+    eventually(
+        lambda: (
+            {row["state"] for row in server.workers() if row["info"]["name"] == name}
+            == {"draining" if wanted else "ready"}
+        )
+    )
 
 
 def _wait_until_idle(server: Server) -> None:
