@@ -6,6 +6,7 @@ prompts -> tokens -> Requests (all checked) -> the engine, on its own thread -> 
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -20,7 +21,7 @@ from tidemill.cluster.edge.chat.request.params import SEED_BITS, SamplingParams,
 from tidemill.cluster.edge.chat.request.request_builder import requests_of, terms_of
 from tidemill.cluster.edge.chat.request.structured import grammar_of
 from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
-from tidemill.cluster.edge.chat.text import MarkedPrompt, Message
+from tidemill.cluster.edge.chat.text import MarkedPrompt, Message, marked_prompt
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.cluster.offline.calls import PromptJob, answer_all
 from tidemill.cluster.offline.engine_thread import EngineThread
@@ -104,12 +105,13 @@ class LLM:
             checked = prompts_of(prompts)
         except ValueError as error:
             raise RequestError(f"prompts: {error}", param="prompts") from error
+        params = _for_each(sampling_params, len(checked))
         marked = [
-            MarkedPrompt(self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
-            for prompt in checked
+            marked_prompt(self._tokenizer, prompt, prompt_params.cache_breakpoints)
+            for prompt, prompt_params in zip(checked, params, strict=True)
         ]
         texts = [prompt if isinstance(prompt, str) else None for prompt in checked]
-        return self._answers(texts, marked, sampling_params, progress=progress)
+        return self._answers(texts, marked, params, progress=progress)
 
     def chat(
         self,
@@ -118,10 +120,16 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, through the model's chat template."""
+        """Answer one conversation or several, through the model's chat template. Raises RequestError."""
         chats = cast("Sequence[Chat]", [messages] if messages and isinstance(messages[0], dict) else messages)
         prompts = [self._tokenizer.chat(_messages_of(chat)) for chat in chats]
-        return self._answers([None] * len(prompts), prompts, sampling_params, progress=progress)
+        params = _for_each(sampling_params, len(prompts))
+        if any(chat_params.cache_breakpoints for chat_params in params):
+            raise RequestError(
+                "conversations have breakpoints by themselves: leave cache_breakpoints out",
+                param="cache_breakpoints",
+            )
+        return self._answers([None] * len(prompts), prompts, params, progress=progress)
 
     def load(self) -> WorkerLoad:
         """Return the engine's present load and memory use, with its counters."""
@@ -132,13 +140,16 @@ class LLM:
         return self._thread.run(look())
 
     def _answers(
-        self, texts: Sequence[str | None], prompts: Sequence[MarkedPrompt], params: Params, *, progress: bool
+        self,
+        texts: Sequence[str | None],
+        prompts: Sequence[MarkedPrompt],
+        params: Sequence[SamplingParams],
+        *,
+        progress: bool,
     ) -> list[RequestOutput]:
         jobs = [
             self._job(text, prompt, prompt_params)
-            for text, prompt, prompt_params in zip(
-                texts, prompts, _for_each(params, len(prompts)), strict=True
-            )
+            for text, prompt, prompt_params in zip(texts, prompts, params, strict=True)
         ]
         for grammar in {job.requests[0].sampling.grammar for job in jobs}:
             if grammar is not None:
@@ -154,11 +165,10 @@ class LLM:
             logprobs=params.logprobs,
             grammar=grammar_of(params.response_format, params.structured_outputs),
         )
-        return PromptJob(
-            requests_of(terms, self._built.info, prompt, "prompts", lambda: str(next(self._ids))),
-            terms.ending,
-            text,
-        )
+        requests = requests_of(terms, self._built.info, prompt, "prompts", lambda: str(next(self._ids)))
+        retain_s, session = params.retain_s(), params.session("")
+        requests = [replace(request, retain_s=retain_s, session=session) for request in requests]
+        return PromptJob(requests, terms.ending, text)
 
 
 def settings_of(model: str | Path, settings: dict[str, object]) -> EngineSettings:

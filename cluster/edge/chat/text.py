@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from tidemill.cluster.edge.chat.families import Style
+from tidemill.workers.messages import RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,22 @@ class Tokenizer(Protocol):
     def piece(self, token: int) -> bytes:
         """Return the bytes of one token, which may be a part of a character; empty for an unknown token."""
         ...
+
+
+def marked_prompt(
+    tokenizer: Tokenizer, prompt: str | list[int], breakpoints: Collection[int]
+) -> MarkedPrompt:
+    """Return a prompt with the breakpoints that its client names: in characters of a text, or in tokens.
+    Raises RequestError."""
+    if (last := max(breakpoints, default=0)) > len(prompt):
+        unit = "tokens" if isinstance(prompt, list) else "characters"
+        raise RequestError(
+            f"cache_breakpoints: {last} is beyond the end of a prompt of {len(prompt)} {unit}",
+            param="cache_breakpoints",
+        )
+    if isinstance(prompt, list):
+        return MarkedPrompt(prompt, tuple(sorted(set(breakpoints))))
+    return tokenizer.encode_marked(prompt, breakpoints)
 
 
 def text_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:

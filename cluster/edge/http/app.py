@@ -15,7 +15,8 @@ from fastapi import Path as InPath
 from starlette.responses import JSONResponse, Response
 
 from tidemill import __version__
-from tidemill.cluster.edge.chat.request.hints import SALT_FORM, session_of
+from tidemill.cluster.edge.chat.request.hints import SALT_FORM
+from tidemill.cluster.edge.chat.request.params import session_of
 from tidemill.cluster.edge.http.dashboard import add_page_routes
 from tidemill.cluster.edge.http.errors import add_error_replies
 from tidemill.cluster.edge.http.memory import BudgetBody, memory_of
@@ -149,8 +150,8 @@ class Edge:
                     "model": model.name,
                     "tokens": len(job.requests[0].tokens),
                     "cached_tokens": tally.cached_tokens(),
-                    "retain": body.retain,
-                    "expires_at": int(sources.unix_time_s() + body.retain),
+                    "retain": body.retained_s,
+                    "expires_at": int(sources.unix_time_s() + body.retained_s),
                 }
             )
 

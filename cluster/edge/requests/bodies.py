@@ -19,11 +19,13 @@ from pydantic import (
     model_validator,
 )
 
-from tidemill.cluster.edge.chat.request.hints import RETAIN_S, HintedParams, Mark
+from tidemill.cluster.edge.chat.request.hints import HintedParams, Mark
 from tidemill.cluster.edge.chat.request.messages import ChatMessage, bounded_arguments
 from tidemill.cluster.edge.chat.request.params import (
     LOGPROBS_MAX,
     PROMPT_FORMS,
+    RETAIN_S,
+    Breakpoints,
     Stop,
     TokenCount,
     absent_if_null,
@@ -33,7 +35,7 @@ from tidemill.cluster.edge.chat.request.params import (
     valid_text,
 )
 from tidemill.cluster.edge.chat.request.tools import TOOLS_MAX, Tool, ToolChoice
-from tidemill.workers.messages import BREAKPOINTS_MAX, RETAIN_S_MAX, RequestError
+from tidemill.workers.messages import RequestError
 
 CHOICES_MAX = 16
 MESSAGES_MAX = 4096
@@ -67,14 +69,6 @@ Prompts = Annotated[
 ]
 Messages = Annotated[
     list[ChatMessage], FailFast(), Field(max_length=MESSAGES_MAX), BeforeValidator(bounded_arguments)
-]
-Breakpoints = Annotated[
-    list[Annotated[int, Field(ge=1)]],
-    FailFast(),
-    Field(
-        max_length=BREAKPOINTS_MAX,
-        description="where later prompts are likely to leave this one, in characters of a text or in tokens",
-    ),
 ]
 LogprobCount = Annotated[int, Field(ge=0, le=LOGPROBS_MAX)]
 
@@ -221,10 +215,12 @@ class PrefixBody(ChatBody):
 
     messages: Messages = Field(default=[])
     prompt: Annotated[str | list[int] | None, PlainValidator(one_prompt)] = None
-    retain: Annotated[
-        float, Field(ge=1, le=RETAIN_S_MAX, description="seconds from the last use for which it is kept")
-    ] = RETAIN_S
     cache_breakpoints: Breakpoints = Field(default=[])
+
+    @property
+    def retained_s(self) -> float:
+        """The seconds from its last use for which it is kept."""
+        return self.retain or RETAIN_S
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

@@ -10,13 +10,12 @@ from typing import ParamSpec, TypeVar
 from tidemill.cluster.edge.chat.formats import CALL_END, FINAL, RETURN, START
 from tidemill.cluster.edge.chat.output.detokenizer import Ending
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
-from tidemill.cluster.edge.chat.request.hints import session_of
-from tidemill.cluster.edge.chat.request.params import SEED_BITS
+from tidemill.cluster.edge.chat.request.params import SEED_BITS, session_of
 from tidemill.cluster.edge.chat.request.request_builder import GenerationTerms, requests_of, terms_of
 from tidemill.cluster.edge.chat.request.structured import grammar_of
 from tidemill.cluster.edge.chat.request.tool_grammar import forced
 from tidemill.cluster.edge.chat.request.tools import Tool, offered
-from tidemill.cluster.edge.chat.text import MarkedPrompt, Rendering, Tokenizer, text_of
+from tidemill.cluster.edge.chat.text import MarkedPrompt, Rendering, Tokenizer, marked_prompt, text_of
 from tidemill.cluster.edge.flow import content_hash_of
 from tidemill.cluster.edge.requests.bodies import (
     UNSUPPORTED,
@@ -119,7 +118,7 @@ class Intake:
         (request,) = job.requests
         prefix_id = f"prefix-{content_hash_of(request).hex()}"
         session = session_of(request.tenant, "prefix", prefix_id)
-        request = replace(request, retain_s=body.retain, session=session)
+        request = replace(request, retain_s=body.retained_s, session=session)
         ignored = (*job.ignored, *body.unused())
         return replace(job, requests=(request,), ignored=ignored, prompt_logprobs=None), prefix_id
 
@@ -222,18 +221,11 @@ class Intake:
         )
 
     async def _encoded(self, prompt: str | list[int], breakpoints: Sequence[int] = ()) -> MarkedPrompt:
-        if (last := max(breakpoints, default=0)) > len(prompt):
-            unit = "tokens" if isinstance(prompt, list) else "characters"
-            raise RequestError(
-                f"cache_breakpoints: {last} is beyond the end of a prompt of {len(prompt)} {unit}",
-                param="cache_breakpoints",
-            )
-        if isinstance(prompt, list):
-            return MarkedPrompt(prompt, tuple(sorted(set(breakpoints))))
-        self._check_chars(len(prompt), "prompt")
-        if len(prompt) <= INLINE_CHARS_MAX:
-            return self._tokenizer.encode_marked(prompt, breakpoints)
-        return await self.in_thread(self._tokenizer.encode_marked, prompt, breakpoints)
+        if isinstance(prompt, str):
+            self._check_chars(len(prompt), "prompt")
+            if len(prompt) > INLINE_CHARS_MAX:
+                return await self.in_thread(marked_prompt, self._tokenizer, prompt, breakpoints)
+        return marked_prompt(self._tokenizer, prompt, breakpoints)
 
     async def in_thread(
         self, work: Callable[_Args, _Result], *args: _Args.args, **options: _Args.kwargs

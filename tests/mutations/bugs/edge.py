@@ -4,6 +4,13 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
+        "hints of offline answers have no effect",
+        "cluster/offline/llm.py::LLM._job",
+        '$RETAIN_S, $SESSION = $PARAMS.$RETAIN_S(), $PARAMS.$SESSION("")',
+        '$RETAIN_S, $SESSION = 0.0, ""',
+        "tests/unit/cluster/offline/test_llm.py",
+    ),
+    Planted(
         "workers do not know where a shared prefix ends",
         "cluster/edge/flow.py::serve",
         "$BREAKPOINTS=$WITH_SHARED_END($REST.$BREAKPOINTS, $ROUTE.$SHARED_PAGES, $PAGE_TOKENS)",
@@ -257,7 +264,7 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "tenants share the names of sessions",
-        "cluster/edge/chat/request/hints.py::session_of",
+        "cluster/edge/chat/request/params.py::session_of",
         "($TENANT, $KIND, $NAME)",
         "($KIND, $NAME)",
         "tests/unit/cluster/edge/http/test_hints.py",

@@ -1,16 +1,14 @@
 """Hints of clients: fields that change what is kept, where requests resume and who goes first, and no answer.
 
 The names are those of Anthropic (cache_control), OpenAI (prompt_cache_key, prompt_cache_retention), Dynamo
-(nvext) and SGLang (extra_key). docs/api.md has a row for each.
+(nvext) and SGLang (extra_key). docs/api.md has a row for each; params.py has those of offline calls.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from hashlib import blake2b
 from typing import Annotated, Any, Literal, NamedTuple, cast
 from urllib.parse import quote
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -19,11 +17,8 @@ from pydantic import (
     model_validator,
 )
 
-from tidemill.cluster.edge.chat.request.params import Params, absent_if_null, valid_text
+from tidemill.cluster.edge.chat.request.params import RETAIN_S, Name, Params, absent_if_null, session_of
 from tidemill.workers.messages import BREAKPOINTS_MAX, RETAIN_S_MAX, RequestError
-
-RETAIN_S = 300.0
-"""The time for which a hint without one retains a prompt."""
 
 TTL_S = {"5m": RETAIN_S, "1h": RETAIN_S_MAX}
 RETENTION_S = {"in_memory": RETAIN_S, "in-memory": RETAIN_S, "24h": RETAIN_S_MAX}
@@ -34,8 +29,6 @@ PRIORITY_MAX = 100
 IGNORED_CHARS_MAX = 64
 IGNORED_NAMES_MAX = 32
 """The bounds of the header that names ignored fields."""
-
-SESSION_BYTES = 16
 
 CONTROL_FORM = 'cache_control: give {"type": "ephemeral"}, perhaps with a "ttl" of "5m" or "1h"'
 
@@ -81,9 +74,6 @@ class NvidiaExtensions(BaseModel):
     _nulls = model_validator(mode="before")(absent_if_null)
 
 
-Name = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(valid_text)]
-
-
 class HintedParams(Params):
     """The hints at the top level of a body."""
 
@@ -95,9 +85,6 @@ class HintedParams(Params):
         None
     )
     cache_control: CacheControl | None = None
-    session_id: Annotated[
-        Name | None, Field(description="retains the last prompt of a session instead of the one before")
-    ] = None
     prompt_cache_key: Annotated[Name | None, Field(description="as session_id")] = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     nvext: NvidiaExtensions = NvidiaExtensions()
@@ -128,22 +115,20 @@ class HintedParams(Params):
         return max(-PRIORITY_MAX, min(-urgency, PRIORITY_MAX))
 
     def retain_s(self) -> float:
-        """Return the longest time for which a hint retains the prompt."""
         controls = [self.cache_control, self.nvext.cache_control, *(mark.control for mark in self.marks())]
         times_s = [TTL_S[control.ttl] for control in controls if control is not None]
         if self.prompt_cache_retention is not None:
             times_s.append(RETENTION_S[self.prompt_cache_retention])
-        if not times_s and (self.session_id is not None or self.prompt_cache_key is not None):
+        if self.retain is not None:
+            times_s.append(self.retain)
+        if not times_s and self.prompt_cache_key is not None:
             return RETAIN_S
-        return max(times_s, default=0.0)
+        return max(times_s, default=super().retain_s())
 
     def session(self, tenant: str) -> str:
-        """Return the digest of the session and its tenant; empty without a session."""
-        if self.session_id is not None:
-            return session_of(tenant, "session", self.session_id)
-        if self.prompt_cache_key is not None:
+        if self.session_id is None and self.prompt_cache_key is not None:
             return session_of(tenant, "key", self.prompt_cache_key)
-        return ""
+        return super().session(tenant)
 
     def ignored(self, harmless: Mapping[str, object]) -> tuple[str, ...]:
         """Return the fields that have no effect, as a header names them. `harmless` asks for what is so
@@ -159,12 +144,6 @@ class HintedParams(Params):
             yield "nvext.agent_hints.priority"
         if self.session_id is not None and self.prompt_cache_key is not None:
             yield "prompt_cache_key"
-
-
-def session_of(tenant: str, kind: str, name: str) -> str:
-    """Return a digest that names what a tenant retains under `name`."""
-    digest = blake2b(repr((tenant, kind, name)).encode(), digest_size=SESSION_BYTES)
-    return digest.hexdigest()
 
 
 def marks_of(content: object) -> tuple[Mark, ...]:

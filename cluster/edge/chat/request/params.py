@@ -5,6 +5,7 @@ A null field counts as absent.
 
 import math
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Annotated, Any, cast
 
 from pydantic import (
@@ -12,6 +13,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    FailFast,
     Field,
     ModelWrapValidatorHandler,
     PlainValidator,
@@ -21,7 +23,12 @@ from pydantic import (
 )
 
 from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
+from tidemill.workers.messages import BREAKPOINTS_MAX, RETAIN_S_MAX
 
+RETAIN_S = 300.0
+"""The time for which a hint without one retains a prompt."""
+
+SESSION_BYTES = 16
 SEED_BITS = 63
 LOGPROBS_MAX = 20
 LOGIT_BIAS_MAX = 100.0
@@ -30,6 +37,12 @@ DEFAULT_MAX_TOKENS = 16
 """The default of offline answers, as in vLLM."""
 
 PROMPT_FORMS = "give a text, a list of texts, a list of token ids, or a list of such lists"
+
+
+def session_of(tenant: str, kind: str, name: str) -> str:
+    """Return a digest that names what a tenant retains under `name`."""
+    digest = blake2b(repr((tenant, kind, name)).encode(), digest_size=SESSION_BYTES)
+    return digest.hexdigest()
 
 
 def absent_if_null(value: object) -> object:
@@ -102,6 +115,15 @@ def _bias(value: object) -> float:
 Stop = Annotated[str, AfterValidator(_stop)]
 TokenCount = Annotated[int, Field(ge=1, le=1 << 31)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+Breakpoints = Annotated[
+    list[Annotated[int, Field(ge=1)]],
+    FailFast(),
+    Field(
+        max_length=BREAKPOINTS_MAX,
+        description="where later prompts are likely to leave this one, in characters of a text or in tokens",
+    ),
+]
+Name = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(valid_text)]
 LogitBias = Annotated[
     dict[int, float],
     PlainValidator(_logit_bias),
@@ -110,8 +132,8 @@ LogitBias = Annotated[
 
 
 class Params(BaseModel):
-    """Parameters of an answer and its end. The penalties are OpenAI's (over the answer's tokens) and Hugging
-    Face's (repetition: over the prompt's as well)."""
+    """Parameters of an answer and its end, and of what its prompt leaves in memory. The penalties are
+    OpenAI's (over the answer's tokens) and Hugging Face's (repetition: over the prompt's as well)."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -134,8 +156,23 @@ class Params(BaseModel):
     ignore_eos: bool = False
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    retain: Annotated[
+        float | None,
+        Field(ge=1, le=RETAIN_S_MAX, description="seconds from the last use for which the prompt is kept"),
+    ] = None
+    session_id: Annotated[
+        Name | None, Field(description="retains the last prompt of a session instead of the one before")
+    ] = None
 
     _nulls = model_validator(mode="before")(absent_if_null)
+
+    def retain_s(self) -> float:
+        """Return the longest time for which a hint retains the prompt, in seconds; 0.0: no hint does."""
+        return self.retain or (RETAIN_S if self.session_id is not None else 0.0)
+
+    def session(self, tenant: str) -> str:
+        """Return the digest of the session and its tenant; empty without a session."""
+        return "" if self.session_id is None else session_of(tenant, "session", self.session_id)
 
 
 class SamplingParams(Params):
@@ -143,13 +180,15 @@ class SamplingParams(Params):
 
     `logprobs` asks for that many alternatives per token, `prompt_logprobs` for the prompt's.
     `response_format` is OpenAI's, `structured_outputs` vLLM's: one of json, regex, choice, grammar (Lark) and
-    json_object. `stop` is a text or a list of texts.
+    json_object. `stop` is a text or a list of texts. `retain`, `session_id` and `cache_breakpoints` are hints
+    as in completions: no answer depends on them.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", frozen=True)
 
     max_tokens: TokenCount | None = DEFAULT_MAX_TOKENS
     logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
+    cache_breakpoints: Breakpoints = []
 
     @model_validator(mode="wrap")
     @classmethod

@@ -67,6 +67,35 @@ def test_second_chat_of_a_family_finds_its_system_prompt(llm: LLM) -> None:
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, shared // 16 * 16)
 
 
+@pytest.mark.parametrize(
+    ("hints", "found"), [({}, False), ({"retain": 60}, True), ({"session_id": "a"}, True)]
+)
+def test_hints_change_what_is_kept_and_no_answer(
+    settings: dict[str, Any],
+    hints: dict[str, Any],
+    found: bool,  # noqa: FBT001  a parameter
+) -> None:
+    """Eight other prompts do not fit the memory beside the first one."""
+    first, *others = [[5 + (number * place) % 890 for place in range(300)] for number in range(7, 16)]
+    params = SamplingParams(temperature=0, max_tokens=4, **hints)
+    small: dict[str, Any] = {**settings, "memory": "2MiB"}
+    with LLM("keeper", **small) as llm:
+        (before,) = llm.generate([first], params)
+        for other in others:
+            llm.generate([other], SamplingParams(max_tokens=1))
+        (after,) = llm.generate([first], params)
+    assert after.num_cached_tokens == (288 if found else 0)
+    assert tokens_of([after]) == tokens_of([before])
+
+
+@pytest.mark.parametrize(("breakpoints", "cached"), [([], 0), ([24], 16)])
+def test_later_prompts_resume_at_a_breakpoint(llm: LLM, breakpoints: list[int], cached: int) -> None:
+    shared = [500 + len(breakpoints), *range(100, 123)]
+    llm.generate([*shared, *range(200, 240)], SamplingParams(cache_breakpoints=breakpoints))
+    (second,) = llm.generate([*shared, *range(300, 340)], GREEDY)
+    assert second.num_cached_tokens == cached
+
+
 def straight(
     settings: dict[str, Any], prompts: list[list[int]], sampling: Callable[[int], Sampling]
 ) -> list[list[int]]:
@@ -236,6 +265,9 @@ MISTAKES: list[tuple[object, dict[str, Any], str]] = [
     ("a", {"stop": [""]}, "stop[0]"),
     ("a", {"stop_token_ids": [10_000]}, "stop_token_ids"),
     ("a", {"max_tokens": 3, "min_tokens": 4}, "min_tokens"),
+    ("a", {"retain": 0}, "retain"),
+    ("a", {"session_id": ""}, "session_id"),
+    ("a", {"cache_breakpoints": [2]}, "cache_breakpoints"),
     ("a", {"max_tokens": 10_000_000}, "prompts"),
     ("a", {"structured_outputs": {"xml": "a"}}, "structured_outputs.xml"),
     ("a", {"structured_outputs": {"regex": "("}}, "response_format"),
@@ -265,6 +297,8 @@ def test_bad_messages_and_too_few_parameters_are_named(llm: LLM) -> None:
     with pytest.raises(RequestError) as refused:
         llm.chat([{"role": "narrator", "content": "a"}], GREEDY)
     assert refused.value.param == "messages[0].role"
+    with pytest.raises(RequestError, match="by themselves"):
+        llm.chat(CHAT, SamplingParams(cache_breakpoints=[1]))
     with pytest.raises(RequestError, match="1 sampling_params for 2 prompts"):
         llm.generate(["a", "b"], [GREEDY])
 

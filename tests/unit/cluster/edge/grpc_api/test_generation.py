@@ -127,6 +127,8 @@ REST: dict[str, Any] = {
     "cache_salt": "s",
     "priority": -5,
     "cache_breakpoints": [2, 1],
+    "retain": 60.0,
+    "session_id": "agent-7",
     "model": "keeper",
 }
 FORMS: list[dict[str, Any]] = [
@@ -173,10 +175,14 @@ def test_service_gets_the_same_request_as_from_http() -> None:
     complete(app_over(service), prompt=[5, 6, 7], **FIELDS, **REST)
     sent = [replace(request, request_id="") for request in service.requests]
     assert sent[:2] == sent[2:]
-    assert sent[0].breakpoints == (1, 2)
+    assert (sent[0].breakpoints, sent[0].retain_s) == ((1, 2), 60)
+    assert sent[0].session
 
 
 def test_every_sampling_field_is_tested() -> None:
+    assert {*REST, "text", "token_ids", "sampling", "structured_outputs"} == {
+        field.name for field in pb.GenerateRequest.DESCRIPTOR.fields
+    }
     assert set(FIELDS) == {field.name for field in pb.Sampling.DESCRIPTOR.fields}
     assert {name for form in FORMS for name in form} == {
         field.name for field in pb.StructuredOutputs.DESCRIPTOR.fields

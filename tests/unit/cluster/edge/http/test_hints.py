@@ -53,7 +53,7 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
-    section = API.read_text().split("## Hints (HTTP)")[1].split("\n## ")[0]
+    section = API.read_text().split("## Hints")[1].split("\n## ")[0]
     found = re.findall(r"^\| `([^`]+)` \| `([^|]+)` \| (\w+) \|", section, re.MULTILINE)
     return [Row(field, json.loads(value), verdict) for field, value, verdict in found]
 
@@ -144,6 +144,8 @@ HINTS: list[tuple[dict[str, Any], float]] = [
         3600,
     ),
     ({"prompt_cache_retention": "in_memory"}, 300),
+    ({"retain": 20, "session_id": "s"}, 20),
+    ({"retain": 20, "cache_control": {"type": "ephemeral"}}, 300),
     ({"prompt_cache_retention": "24h", "cache_control": {"type": "ephemeral"}}, RETAIN_S_MAX),
     ({"session_id": None, "cache_control": None, "nvext": None}, 0),
 ]

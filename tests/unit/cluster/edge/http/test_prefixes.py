@@ -14,7 +14,7 @@ from tests.support.cluster.fake_service import (
     sources,
     tokenizer,
 )
-from tidemill.cluster.edge.chat.request.hints import session_of
+from tidemill.cluster.edge.chat.request.params import session_of
 from tidemill.cluster.edge.requests.api_keys import ApiKey, digest_of
 from tidemill.cluster.edge.requests.models import ServedBackend
 
