@@ -13,11 +13,15 @@ OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("--prefill", {"type": int, "default": 8, "metavar": "N"}, "number of prefill workers"),
     ("--decode", {"type": int, "default": 8, "metavar": "N"}, "number of decode workers"),
     ("--mixed", {"type": int, "metavar": "N"}, "N workers that do both, instead of these"),
-    ("--eviction", {"default": "value", "choices": ["value", "lru"]}, "eviction order in each worker"),
+    (
+        "--eviction",
+        {"default": "value", "choices": ["value", "lru"]},
+        "eviction order in each worker; with --engine real only",
+    ),
     (
         "--hints",
         {"default": "all", "choices": ["all", "breakpoints", "none"]},
-        "the hints of the trace that are used: breakpoints alone are what edges find in chats",
+        "hints of the trace that are used, with --engine real only; `breakpoints` are what edges find",
     ),
     ("--policy", {"default": "ours", "metavar": "NAME"}, f"placement policy: {POLICIES}"),
     ("--speed-up", {"type": float, "default": 1.0, "metavar": "X"}, "factor on the arrival rate"),
