@@ -45,6 +45,7 @@ def agents_trace(agents: int, sessions: int, rng: Random) -> list[TraceRequest]:
     requests: list[TraceRequest] = []
     for agent in range(agents):
         at_s = rng.random() * TURNS * PERSON_S * PERSON_SHARE
+        pause_s = 0.0
         for session in range(sessions):
             blocks, tokens = list(rng.choice(systems)), SYSTEM_BLOCKS * BLOCK_TOKENS
             for _ in range(max(1, round(_log_normal(rng, TURNS, TURNS_SIGMA)))):
@@ -63,10 +64,13 @@ def agents_trace(agents: int, sessions: int, rng: Random) -> list[TraceRequest]:
                             session=f"{agent}/{session}",
                             retain_s=0.0 if asks_person else RETAIN_S,
                         ),
+                        client=str(agent),
+                        pause_s=pause_s,
                     )
                 )
                 median_s, sigma = (PERSON_S, PERSON_SIGMA) if asks_person else (TOOL_S, TOOL_SIGMA)
-                at_s += answer * TOKEN_S + _log_normal(rng, median_s, sigma)
+                pause_s = _log_normal(rng, median_s, sigma)
+                at_s += answer * TOKEN_S + pause_s
                 if tokens % BLOCK_TOKENS:
                     blocks.pop()  # the next turn continues inside of it
     return sorted(requests, key=lambda request: request.at_s)

@@ -39,13 +39,19 @@ NO_HINTS = Hints()
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """A request: its arrival, its lengths, and the names of the blocks of its prompt."""
+    """A request: its arrival, its lengths, and the names of the blocks of its prompt.
+
+    A `client` with a name has one request at a time. It sends the next one `pause_s` after the last answer,
+    and `at_s` is the arrival if answers take no time to begin.
+    """
 
     at_s: float
     prompt_tokens: int
     answer_tokens: int
     blocks: tuple[int, ...]
     hints: Hints = NO_HINTS
+    client: str = ""
+    pause_s: float = 0.0
 
     @property
     def full_blocks(self) -> int:
@@ -93,8 +99,19 @@ def spread(requests: Sequence[TraceRequest], rng: Random) -> list[TraceRequest]:
 
 
 def speed_up(requests: Iterable[TraceRequest], factor: float) -> list[TraceRequest]:
-    """Divide the arrival times by `factor`."""
-    return [replace(request, at_s=request.at_s / factor) for request in requests]
+    """Divide the arrival times and the pauses by `factor`."""
+    return [
+        replace(request, at_s=request.at_s / factor, pause_s=request.pause_s / factor) for request in requests
+    ]
+
+
+def by_client(requests: Iterable[TraceRequest]) -> list[list[tuple[int, TraceRequest]]]:
+    """Return the requests of each client with their numbers, sorted by the first arrival; one without a
+    client is alone."""
+    chains: dict[str | int, list[tuple[int, TraceRequest]]] = {}
+    for number, request in enumerate(requests):
+        chains.setdefault(request.client or number, []).append((number, request))
+    return list(chains.values())
 
 
 def reusable_share(requests: Iterable[TraceRequest]) -> float:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from random import Random
 
 from tidemill.cluster.edge import flow
@@ -17,7 +18,7 @@ from tidemill.cluster.simulate.policies import OURS, PolicyRouter, make_policy
 from tidemill.cluster.simulate.report import Outcome, SimulatedRequest
 from tidemill.cluster.simulate.setup import Setup
 from tidemill.cluster.simulate.sized_store import SizeOnlyStore
-from tidemill.cluster.simulate.trace import TraceRequest
+from tidemill.cluster.simulate.trace import TraceRequest, by_client
 from tidemill.workers.messages import (
     Delta,
     Overloaded,
@@ -43,9 +44,9 @@ async def _run(requests: Sequence[TraceRequest], setup: Setup) -> Outcome:
     router = _SimRouter(setup, workers)
     await asyncio.sleep(0)  # the first heartbeats
     async with asyncio.TaskGroup() as tasks:
-        for number, request in enumerate(requests):
-            await asyncio.sleep(request.at_s - clock())
-            tasks.create_task(cluster.serve(request, number, router))
+        for chain in by_client(requests):
+            await asyncio.sleep(chain[0][1].at_s - clock())
+            tasks.create_task(_serve_in_turn(chain, cluster, router))
     router.close()
     outcome.makespan_s = clock()
     for worker in workers:
@@ -56,6 +57,18 @@ async def _run(requests: Sequence[TraceRequest], setup: Setup) -> Outcome:
             for name, count in worker.ledger.counters.items():
                 outcome.counters[name] = outcome.counters.get(name, 0) + count
     return outcome
+
+
+async def _serve_in_turn(
+    chain: Sequence[tuple[int, TraceRequest]], cluster: "_ModelCluster | _EngineCluster", router: "_SimRouter"
+) -> None:
+    """Serve the requests of one client, from the time of the first one on."""
+    clock = asyncio.get_running_loop().time
+    for index, (number, request) in enumerate(chain):
+        if index:
+            await asyncio.sleep(request.pause_s)
+            request = replace(request, at_s=clock())  # noqa: PLW2901  it arrives now
+        await cluster.serve(request, number, router)
 
 
 class _SimRouter:

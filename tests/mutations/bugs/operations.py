@@ -87,4 +87,11 @@ BUGS: tuple[Planted, ...] = (
         "30",
         "tests/deploy/test_pods.py",
     ),
+    Planted(
+        "a simulated agent asks again before it has its answer",
+        "cluster/simulate/world.py::_serve_in_turn",
+        "await $CLUSTER.serve($REQUEST, $NUMBER, $ROUTER)",
+        "asyncio.create_task($CLUSTER.serve($REQUEST, $NUMBER, $ROUTER))",
+        "tests/unit/cluster/simulate/test_agents.py",
+    ),
 )

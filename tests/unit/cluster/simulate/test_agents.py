@@ -8,7 +8,7 @@ import pytest
 
 from tidemill.cluster.simulate.agents import FAMILIES, SYSTEM_BLOCKS, TURNS, agents_trace
 from tidemill.cluster.simulate.setup import HintKind, Setup
-from tidemill.cluster.simulate.trace import BLOCK_TOKENS, TraceRequest, reusable_share
+from tidemill.cluster.simulate.trace import BLOCK_TOKENS, TraceRequest, by_client, reusable_share, speed_up
 from tidemill.cluster.simulate.world import simulate
 
 
@@ -38,6 +38,22 @@ def test_a_turn_repeats_the_prompt_before_it_and_families_share_their_start() ->
             full = earlier.prompt_tokens // BLOCK_TOKENS
             assert later.blocks[:full] == earlier.blocks[:full]
             assert later.at_s > earlier.at_s
+
+
+def test_a_faster_trace_has_shorter_pauses() -> None:
+    requests = agents_trace(2, 1, Random(1))
+    fast = speed_up(requests, 2.0)
+    assert [request.pause_s for request in fast] == [request.pause_s / 2 for request in requests]
+
+
+def test_an_agent_waits_for_its_answer_before_it_asks_again() -> None:
+    requests = agents_trace(2, 1, Random(1))[:12]
+    outcome = simulate(requests, Setup(prefill=0, decode=0, mixed=1, hybrid=True, blocks=600))
+    served = {answered.prompt_tokens: answered for answered in outcome.served}
+    for chain in by_client(requests):
+        for (_, earlier), (_, later) in pairwise(chain):
+            before, after = served[earlier.prompt_tokens], served[later.prompt_tokens]
+            assert after.at_s > before.at_s + before.ttft_s + later.pause_s
 
 
 @pytest.mark.parametrize("hints", ["all", "breakpoints", "none"])
