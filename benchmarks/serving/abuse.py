@@ -7,6 +7,8 @@ request for one token each 250 ms.
 Before it the same runs without an attack, and the worst gap of that is subtracted: other work on the machine
 makes gaps too.
 Of several rounds the smallest worst gap counts, for the same reason.
+Beside it stands the longest time for which the event loop of the edge was held, in CPU time, and the same of
+all its threads (benchmarks/serving/watched.py).
 """
 
 import argparse
@@ -33,6 +35,7 @@ from tests.support.e2e.history import Ask, Call, broken
 from tests.support.e2e.server import NO_TLS, Server
 from tests.support.e2e.streams import client_of
 
+from benchmarks.serving import watched
 from benchmarks.serving.attacks import ATTACKS, Attack, target_of
 
 _Result = TypeVar("_Result")
@@ -57,6 +60,8 @@ class Seen:
     refused: int = 0
     broken: list[str] = field(default_factory=list[str])
     edge_mib: list[float] = field(default_factory=list[float])
+    hold_s: float = 0.0
+    process_hold_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +73,8 @@ class Verdict:
     gap_ms: float  # beyond the calm
     calm_gap_ms: float
     wait_ms: float  # the longest ping or request, beyond the calm
+    hold_ms: float  # of the event loop of the edge
+    process_hold_ms: float
     growth_mib: float
     streams: int
     refused: int
@@ -88,13 +95,15 @@ class Verdict:
     def line(self) -> str:
         return (
             f"{self.name:36} {self.kind:6} {self.gap_ms:8.0f} {self.calm_gap_ms:8.0f} {self.wait_ms:8.0f} "
-            f"{self.growth_mib:7.0f} {self.refused:5} {self.broken:5}  {' '.join(self.misses) or 'good':12} "
+            f"{self.hold_ms:5.0f} {self.process_hold_ms:5.0f} {self.growth_mib:7.0f} "
+            f"{self.refused:5} {self.broken:5}  {' '.join(self.misses) or 'good':12} "
             f"{json.dumps(self.statuses)}"
         )
 
 
 HEADING = (
-    f"{'attack':36} {'kind':6} {'gap ms':>8} {'calm ms':>8} {'wait ms':>8} {'MiB':>7} {'429':>5} {'wrong':>5}"
+    f"{'attack':36} {'kind':6} {'gap ms':>8} {'calm ms':>8} {'wait ms':>8} "
+    f"{'hold':>5} {'CPU':>5} {'MiB':>7} {'429':>5} {'wrong':>5}"
 )
 
 
@@ -105,6 +114,7 @@ class GoodClient:
         self._server = server
         self._tls = target_of(server.url).tls or NO_TLS
         self._edge = server.processes()[0]
+        self._holds_file = server.temp_folder / watched.FILE
         rng = Random(3)
         self._asks = [
             Ask(
@@ -145,8 +155,10 @@ class GoodClient:
             running.create_task(self._every(POST_S, client.post, "/v1/completions", body, seen, done))
             running.create_task(self._look(seen, done))
             await asyncio.sleep(0.5)
+            watched.longest_s(self._holds_file)
             result = await work
             await asyncio.sleep(0.5)
+            seen.hold_s, seen.process_hold_s = watched.longest_s(self._holds_file)
             done.set()
         return seen, result
 
@@ -232,6 +244,9 @@ async def measured(server: Server, good: GoodClient, attack: Attack, rounds: int
         for status, times in json.loads(printed).items():
             statuses[status] = statuses.get(status, 0) + times
 
+    def hold_ms(name: str) -> float:
+        return round(1000 * min(getattr(seen, name) for seen in under), 1)
+
     def worst_ms(windows: list[Seen], name: str) -> float:
         return 1000 * min(max(getattr(seen, name)) for seen in windows)
 
@@ -242,6 +257,8 @@ async def measured(server: Server, good: GoodClient, attack: Attack, rounds: int
         gap_ms=round(worst_ms(under, "gaps_s") - calm_ms, 1),
         calm_gap_ms=round(calm_ms, 1),
         wait_ms=round(worst_ms(under, "waits_s") - worst_ms(calm, "waits_s"), 1),
+        hold_ms=hold_ms("hold_s"),
+        process_hold_ms=hold_ms("process_hold_s"),
         growth_mib=round(
             max(max(seen.edge_mib) - before.edge_mib[-1] for before, seen in zip(calm, under, strict=True)), 1
         ),
@@ -299,6 +316,8 @@ async def soaked(server: Server, attacks: Sequence[Attack], seconds: float, seed
         gap_ms=round(1000 * (max(seen.gaps_s) - max(calm.gaps_s)), 1),
         calm_gap_ms=round(1000 * max(calm.gaps_s), 1),
         wait_ms=round(1000 * (max(seen.waits_s) - max(calm.waits_s)), 1),
+        hold_ms=round(1000 * seen.hold_s, 1),
+        process_hold_ms=round(1000 * seen.process_hold_s, 1),
         growth_mib=round(seen.edge_mib[-1] - calm.edge_mib[-1], 1),
         streams=seen.streams,
         refused=seen.refused,
@@ -328,7 +347,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         more = certificate(Path(folder)) if options.tls else []
         with on_cores(cores[:1]):
-            server = Server([*ARGUMENTS, *more], Path(folder) / "log")
+            server = Server([*ARGUMENTS, *more], Path(folder) / "log", watched.__name__)
         try:
             with on_cores(cores[1:] or cores):
                 verdicts = asyncio.run(

@@ -240,7 +240,7 @@ BODIES: tuple[tuple[str, str, Callable[[], object], int], ...] = (
         lambda: {"prompt": "a" * 98_000, "return_token_strs": True},
         6,
     ),
-    ("1.4 million tokens, detokenize", "/detokenize", lambda: {"tokens": [70] * 1_400_000}, 1),
+    ("1.3 million tokens, detokenize", "/detokenize", lambda: {"tokens": [70] * 1_300_000}, 1),
     ("260,000 tokens, detokenize, 4 times", "/detokenize", lambda: {"tokens": [70] * 260_000}, 4),
     ("1 million tokens", COMPLETIONS, lambda: completion(prompt=[70] * 1_000_000), 1),
     ("260,000 tokens, 4 times", COMPLETIONS, lambda: completion(prompt=[70] * 260_000), 4),
@@ -264,7 +264,7 @@ BODIES: tuple[tuple[str, str, Callable[[], object], int], ...] = (
         "arguments of 3 MB",
         CHATS,
         lambda: chat(
-            [user("a"), {"role": "assistant", "tool_calls": [call(json.dumps({"a": [0] * 1_500_000}))]}]
+            [user("a"), {"role": "assistant", "tool_calls": [call(json.dumps({"a": [0] * 1_000_000}))]}]
         ),
         1,
     ),

@@ -30,7 +30,8 @@ from tests.support.cluster.fake_service import FakeService, app_over, tokenizer
 
 from tidemill.cluster.edge.http.connection import with_limits
 from tidemill.cluster.edge.requests.limits import EdgeLimits
-from tidemill.cluster.edge.requests.security import Tls, uvicorn_settings
+from tidemill.cluster.edge.requests.security import Tls, tls_context
+from tidemill.cluster.server.handshakes import EdgeServer
 
 RESULT = Path(__file__).parents[1] / "results" / "edge.json"
 PATH = "/v1/completions"
@@ -99,16 +100,18 @@ async def bare() -> ASGIApp:
 
 async def serve(kind: str, listener: socket.socket, tls: Tls | None) -> None:
     app = edge() if kind == "edge" else await bare()
-    http = with_limits(EdgeLimits()) if kind == "edge" else "httptools"
+    is_edge = kind == "edge"
+    files = {} if is_edge or tls is None else {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.key}
     config = uvicorn.Config(
         app,
-        http=http,
+        http=with_limits(EdgeLimits()) if is_edge else "httptools",
         log_level="critical",
         lifespan="off",
         timeout_keep_alive=600,  # nothing is closed under a client that a busy machine holds up
-        **uvicorn_settings(tls),
+        **files,
     )
-    await uvicorn.Server(config).serve(sockets=[listener])
+    server = EdgeServer(config, tls_context(tls)) if is_edge else uvicorn.Server(config)
+    await server.serve(sockets=[listener])
 
 
 @contextmanager

@@ -31,13 +31,14 @@ from tidemill.cluster.edge.http.connection import with_limits
 from tidemill.cluster.edge.requests.api_keys import KeysWatch
 from tidemill.cluster.edge.requests.context import EdgeContext, Sources, StopReason, open_context
 from tidemill.cluster.edge.requests.models import ServedBackend
-from tidemill.cluster.edge.requests.security import uvicorn_settings
+from tidemill.cluster.edge.requests.security import tls_context
 from tidemill.cluster.edge.service import ServedModel
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.observability.logs import LINES_KEPT, keeping
 from tidemill.cluster.observability.spans import tracing
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.server.endpoint import Endpoint, PortTaken, listening, raise_file_limit
+from tidemill.cluster.server.handshakes import EdgeServer
 from tidemill.cluster.server.support_info import support_parts
 from tidemill.cluster.settings import ClusterSettings, FleetSettings
 from tidemill.cluster.supervisor.launch import STOP_SIGNALS, Cluster, RayEnded, start_cluster
@@ -57,18 +58,6 @@ Work = Callable[[str], Coroutine[Any, Any, None]]
 SWITCH_S = 0.001
 """The time after which a thread yields the interpreter: the event loop waits that long for it, several times
 per token."""
-
-HANDSHAKE_S_MAX = 10.0
-"""The time of a TLS handshake; connections count only after it."""
-
-
-class Loop(uvloop.Loop):
-    """uvloop's loop with a short TLS handshake: uvicorn leaves it a minute."""
-
-    async def create_server(self, *args: Any, **options: Any) -> asyncio.AbstractServer:  # noqa: ANN401
-        if options.get("ssl") is not None:
-            options |= {"ssl_handshake_timeout": HANDSHAKE_S_MAX}
-        return await super().create_server(*args, **options)
 
 
 class _Runs(Protocol):
@@ -98,7 +87,7 @@ def serve(
         cluster = start_cluster(settings, console)
         try:
             sys.setswitchinterval(SWITCH_S)
-            with asyncio.Runner(loop_factory=Loop) as runner:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(_serve(endpoint, settings, cluster, list(tokenizers), sources, listener, work))
         finally:
             for number in STOP_SIGNALS:  # a second one must not interrupt the stop
@@ -208,9 +197,8 @@ def _http_server(endpoint: Endpoint, context: EdgeContext) -> "_Server":
         access_log=False,
         ws="none",
         timeout_graceful_shutdown=math.ceil(context.limits.shutdown_s_max),
-        **uvicorn_settings(endpoint.security.tls),
     )
-    return _Server(config)
+    return _Server(config, tls_context(endpoint.security.tls))
 
 
 def _service(
@@ -256,8 +244,8 @@ def _log_error(task: asyncio.Task[None]) -> None:
         log.error("%s broke", task.get_coro(), exc_info=error)
 
 
-class _Server(uvicorn.Server):
-    """A uvicorn server that leaves signals to us, because the cluster must be stopped as well."""
+class _Server(EdgeServer):
+    """A server that leaves signals to us, because the cluster must be stopped as well."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:

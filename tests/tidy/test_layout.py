@@ -50,7 +50,7 @@ MAY_IMPORT = {
         "cluster/router cluster/rpc cluster/worker"
     ),
     "cluster/server": (
-        "kvstore workers/engine cluster cluster/edge cluster/metrics "
+        "kvstore workers workers/engine cluster cluster/edge cluster/metrics "
         "cluster/observability cluster/rpc cluster/supervisor"
     ),
     "cluster/offline": "kvstore workers workers/engine workers/models cluster/edge/chat",

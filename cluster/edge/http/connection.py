@@ -1,7 +1,7 @@
 """One connection of a client: what it may send before it is answered, and how long it may take.
 
-middleware.py limits the body of a request, which can still be answered; TLS handshakes end after a minute,
-which is the event loop's default.
+middleware.py limits the body of a request, which can still be answered, and
+cluster/server/handshakes.py what comes before it over TLS.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class Connection(HttpToolsProtocol):
 
     limits: EdgeLimits
     places: InFlightLimit  # of all connections, which addresses share
-    _place: str | None = None  # the address for which it is counted
+    place: str | None = None  # the address for which it is counted
     _requests = 0  # whose headers have arrived and whose answer is not complete
     _is_in_head = False
     _head_bytes = 0  # since the last complete head, piece of a body, or message
@@ -50,13 +50,14 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self._pieces: list[bytes] = []
         self.flow = _Turns(transport, self)
-        client = client_of(None, self.client and self.client[0])
-        try:
-            self.places.take(1, client)
-        except Overloaded:
-            transport.abort()
-            return
-        self._place = client
+        if self.place is None:
+            client = client_of(None, self.client and self.client[0])
+            try:
+                self.places.take(1, client)
+            except Overloaded:
+                transport.abort()
+                return
+            self.place = client
         self._await_head()
 
     def data_received(self, data: bytes) -> None:
@@ -128,9 +129,9 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self._place is not None:
-            self.places.give(1, self._place)
-            self._place = None
+        if self.place is not None:
+            self.places.give(1, self.place)
+            self.place = None
         self._forget_head()
         self._forget_reader()
 

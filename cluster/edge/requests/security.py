@@ -3,7 +3,6 @@
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tidemill.cluster.edge.requests.api_keys import ApiKey, KeysFile
 
@@ -29,11 +28,13 @@ class Security:
 OPEN = Security()
 
 
-def uvicorn_settings(tls: Tls | None) -> dict[str, Any]:
-    """Return uvicorn's settings for the certificates."""
+def tls_context(tls: Tls | None) -> ssl.SSLContext | None:
+    """Return the context of a server with these files. Raises OSError."""
     if tls is None:
-        return {}
-    files = {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.key}
-    if tls.client_ca is None:
-        return files
-    return {**files, "ssl_ca_certs": str(tls.client_ca), "ssl_cert_reqs": ssl.CERT_REQUIRED}
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tls.certificate, tls.key)
+    if tls.client_ca is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(tls.client_ca)
+    return context

@@ -193,6 +193,20 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/cluster/edge/http/test_connection.py",
     ),
     Planted(
+        "one address takes all TLS handshakes",
+        "cluster/server/handshakes.py::Handshakes._admit",
+        "self.$LIMIT.take(1, $CLIENT)",
+        "self.$LIMIT.take(1, 'all')",
+        "tests/unit/cluster/server/test_handshakes.py",
+    ),
+    Planted(
+        "a handshake that is given up as it begins counts for good",
+        "cluster/server/handshakes.py::Handshakes.begin",
+        "self.end($CLIENT)",
+        "pass",
+        "tests/unit/cluster/server/test_handshakes.py",
+    ),
+    Planted(
         "best_of returns the worst answer",
         "cluster/edge/http/replies.py::_returned",
         ", $REVERSE=True",

@@ -24,10 +24,11 @@ from tidemill.cluster.edge.requests.api_keys import ApiKey
 from tidemill.cluster.edge.requests.context import Sources, open_context
 from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.edge.requests.models import ServedBackend
-from tidemill.cluster.edge.requests.security import Tls, uvicorn_settings
+from tidemill.cluster.edge.requests.security import Tls, tls_context
 from tidemill.cluster.edge.service import ServedModel
 from tidemill.cluster.messages import FleetStatus, RoleScale, WorkerStatus
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
+from tidemill.cluster.server.handshakes import EdgeServer
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import (
     MemoryUse,
@@ -291,11 +292,8 @@ async def serving(
     scheme = "http" if tls is None else "https"
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # a slow reader shows soon
-        server = uvicorn.Server(
-            uvicorn.Config(
-                app, http=http, log_level="critical", ws="none", lifespan="off", **uvicorn_settings(tls)
-            )
-        )
+        config = uvicorn.Config(app, http=http, log_level="critical", ws="none", lifespan="off")
+        server = EdgeServer(config, tls_context(tls))
         running = asyncio.create_task(server.serve(sockets=[listening]))
         try:
             yield f"{scheme}://127.0.0.1:{listening.getsockname()[1]}"

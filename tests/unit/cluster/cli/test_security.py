@@ -2,7 +2,6 @@
 
 import asyncio
 import ssl
-from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -20,7 +19,6 @@ from tidemill.cluster.cli.status import fetch_status
 from tidemill.cluster.edge.requests.api_keys import digest_of
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.edge.requests.security import Security
-from tidemill.cluster.server import server as serving_loop
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError, Unserved
 
@@ -113,27 +111,6 @@ def test_edge_serves_tls_and_mutual_tls(files: dict[str, str], *, mutual: bool) 
                     await client.get(f"{url}/v1/models")
 
     asyncio.run(main())
-
-
-def test_half_a_tls_handshake_is_cut(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving_loop, "HANDSHAKE_S_MAX", 0.2)
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(files["certificate"], files["key"])
-
-    async def main() -> None:
-        listener = await asyncio.get_running_loop().create_server(
-            asyncio.Protocol, "127.0.0.1", 0, ssl=context
-        )
-        reader, writer = await asyncio.open_connection(*listener.sockets[0].getsockname())
-        writer.write(b"\x16\x03\x01\x02\x00\x01")
-        async with asyncio.timeout(WAIT_S_MAX):
-            with suppress(ConnectionError):
-                assert await reader.read() == b""
-        writer.close()
-        listener.close()
-
-    with asyncio.Runner(loop_factory=serving_loop.Loop) as runner:
-        runner.run(main())
 
 
 def test_commands_send_their_api_key(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
