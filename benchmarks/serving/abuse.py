@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -37,11 +38,25 @@ from tests.support.e2e.streams import client_of
 
 from benchmarks.serving import watched
 from benchmarks.serving.attacks import ATTACKS, Attack, target_of
+from benchmarks.serving.grpc_attacks import GRPC_ATTACKS
 
 _Result = TypeVar("_Result")
 
 RESULT = Path(__file__).parents[1] / "results" / "abuse.json"
-ARGUMENTS = ("keeper", "--port", "0", "--prefill", "1", "--decode", "1", "--memory", "256MiB")
+ARGUMENTS = (
+    "keeper",
+    "--port",
+    "0",
+    "--grpc-port",
+    "0",
+    "--prefill",
+    "1",
+    "--decode",
+    "1",
+    "--memory",
+    "256MiB",
+)
+GRPC_ADDRESS = re.compile(r'gRPC on ([^\s"]+)')
 STREAMS = 4
 STREAM_TOKENS = 300
 CALM_S = 3.0
@@ -214,13 +229,22 @@ def on_cores(cores: Sequence[int]) -> Generator[None]:
         os.sched_setaffinity(0, before)
 
 
-async def sent(url: str, attack: Attack, statuses: dict[str, int]) -> None:
-    """Run an attacker and count the statuses of its answers."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.serving.attacks", url, attack.name),
+async def begun(server: Server, attack: Attack) -> asyncio.subprocess.Process:
+    """Start the process of an attacker, which attacks when it gets a line."""
+    name = "grpc_attacks" if attack.name in GRPC_ATTACKS else "attacks"
+    url = server.url
+    if attack.name in GRPC_ATTACKS:
+        url = f"{url.split(':')[0]}://{GRPC_ADDRESS.findall(server.log())[0]}"
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", f"benchmarks.serving.{name}", url, attack.name),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
+
+
+async def sent(server: Server, attack: Attack, statuses: dict[str, int]) -> None:
+    """Run an attacker and count the statuses of its answers."""
+    process = await begun(server, attack)
     printed, _ = await process.communicate(b"\n")
     for status, times in json.loads(printed.splitlines()[-1]).items():
         statuses[status] = statuses.get(status, 0) + times
@@ -231,11 +255,7 @@ async def measured(server: Server, good: GoodClient, attack: Attack, rounds: int
     under: list[Seen] = []
     statuses: dict[str, int] = {}
     for _ in range(rounds):
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "benchmarks.serving.attacks", server.url, attack.name),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        process = await begun(server, attack)
         assert process.stdout is not None
         assert await process.stdout.readline() == b"built\n"
         calm.append((await good.window(asyncio.sleep(CALM_S)))[0])
@@ -306,7 +326,7 @@ async def soaked(server: Server, attacks: Sequence[Attack], seconds: float, seed
         while time.monotonic() < until_s:
             drawn = rng.sample(list(attacks), rng.randrange(1, 4))
             print(" + ".join(attack.name for attack in drawn), flush=True)
-            await asyncio.gather(*(sent(server.url, attack, found) for attack in drawn))
+            await asyncio.gather(*(sent(server, attack, found) for attack in drawn))
             await asyncio.sleep(rng.random())
 
     seen, _ = await good.window(draw())
@@ -340,7 +360,7 @@ def main() -> None:
     options = parser.parse_args()
     attacks = [
         attack
-        for attack in ATTACKS.values()
+        for attack in (*ATTACKS.values(), *GRPC_ATTACKS.values())
         if options.only in f"{attack.kind} {attack.name}" and (options.tls or "TLS" not in attack.name)
     ]
     cores = sorted(os.sched_getaffinity(0))

@@ -12,7 +12,7 @@ import json
 import ssl
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -387,16 +387,19 @@ async def run(target: Target, send: Callable[[Target], Awaitable[Statuses]]) -> 
         return Counter(unfinished=1)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.attacks")
+def main(attacks: Mapping[str, Attack], prepare: Callable[[ssl.SSLContext | None], None]) -> None:
+    """Run the attack that the command line names; `prepare` changes the context of TLS."""
+    parser = argparse.ArgumentParser()
     parser.add_argument("url")
-    parser.add_argument("name", choices=ATTACKS)
+    parser.add_argument("name", choices=attacks)
     options = parser.parse_args()
-    send = ATTACKS[options.name].build()
+    send = attacks[options.name].build()
     print("built", flush=True)
     sys.stdin.readline()
-    print(json.dumps(asyncio.run(run(target_of(options.url), send))), flush=True)
+    target = target_of(options.url)
+    prepare(target.tls)
+    print(json.dumps(asyncio.run(run(target, send))), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(ATTACKS, lambda _: None)

@@ -283,7 +283,8 @@ class Matcher:
         if not any(limit in reason for limit in LIMIT_ERRORS):
             return True
         raise RequestError(
-            f"this grammar has become too complex after {len(self._tokens)} tokens: {reason}",
+            f"this grammar has become too complex after {len(self._tokens)} tokens: {reason}; "
+            "of many optional properties make some required, or leave some out",
             code="grammar_too_complex",
             param=FIELD,
         )

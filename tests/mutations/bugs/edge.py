@@ -193,6 +193,13 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/cluster/edge/http/test_connection.py",
     ),
     Planted(
+        "work begins for clients that are gone already",
+        "cluster/edge/http/stream.py::while_connected",
+        "if $GONE.done():",
+        "if False:",
+        "tests/unit/cluster/edge/http/test_disconnect.py",
+    ),
+    Planted(
         "one address takes all TLS handshakes",
         "cluster/server/handshakes.py::Handshakes._admit",
         "self.$LIMIT.take(1, $CLIENT)",

@@ -98,6 +98,10 @@ class Server:
     def pid(self) -> int:
         return self._process.pid
 
+    def log(self) -> str:
+        """The standard error so far."""
+        return self._log_file.read_text()
+
     def folders(self) -> list[Path]:
         """The private folders of the server, in the order of their paths."""
         links = [path.readlink() for path in Path(f"/proc/{self.pid}/fd").iterdir() if path.is_symlink()]

@@ -306,5 +306,5 @@ def test_answer_fails_where_a_step_would_take_too_long() -> None:
     for mask in masks:
         assert (matcher.mask() == mask).all()
         matcher.push(int(np.flatnonzero(mask)[-1]))
-    with pytest.raises(RequestError, match="too complex after"):
+    with pytest.raises(RequestError, match=r"too complex after.*make some required"):
         matcher.mask()

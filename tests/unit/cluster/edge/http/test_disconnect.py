@@ -233,3 +233,29 @@ def test_closed_socket_cancels(*, stream: bool) -> None:
             assert (await client.get("/health")).status_code == 200
 
     asyncio.run(main())
+
+
+def test_client_that_is_gone_already_starts_no_work() -> None:
+    started: list[str] = []
+
+    async def work() -> None:
+        started.append("work")
+
+    async def gone() -> dict[str, str]:
+        await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    async def never() -> dict[str, str]:
+        await asyncio.Event().wait()
+        return {}
+
+    async def main() -> None:
+        assert await while_connected(gone, work()) is None
+        cancelled = asyncio.create_task(while_connected(never, work()))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+
+    asyncio.run(main())
+    assert not started
