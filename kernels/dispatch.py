@@ -18,6 +18,8 @@ from tidemill.kernels.attention import cpu as attention_cpu
 from tidemill.kernels.attention import reference as attention_reference
 from tidemill.kernels.causal_conv import cpu as causal_conv_cpu
 from tidemill.kernels.causal_conv import reference as causal_conv_reference
+from tidemill.kernels.draw import cpu as draw_cpu
+from tidemill.kernels.draw import reference as draw_reference
 from tidemill.kernels.embed import reference as embed_reference
 from tidemill.kernels.gated_delta import cpu as gated_delta_cpu
 from tidemill.kernels.gated_delta import reference as gated_delta_reference
@@ -74,6 +76,9 @@ class Operators:
     moe_inner: Callable[[Tensor, Choice, Experts], Tensor]
     moe_outer: moe_cpu.MoeOuter
     moe_outer_norm: moe_cpu.MoeOuterNorm
+    count: Callable[[Tensor, Tensor], None]
+    adjust: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    draw: Callable[[Tensor, Tensor, Tensor, int], Tensor]
     joins_shared: bool = False
 
 
@@ -99,6 +104,9 @@ REFERENCE = Operators(
     moe_inner=moe_reference.moe_inner,
     moe_outer=moe_reference.moe_outer,
     moe_outer_norm=moe_reference.moe_outer_norm,
+    count=draw_reference.count,
+    adjust=draw_reference.adjust,
+    draw=draw_reference.draw,
 )
 
 
@@ -117,6 +125,8 @@ FOLDERS = {  # of the operators that are not called like theirs
     "moe_inner": "moe",
     "moe_outer": "moe",
     "moe_outer_norm": "moe",
+    "count": "draw",
+    "adjust": "draw",
 }
 
 
@@ -165,6 +175,9 @@ def operators(variant: Variant, cache_dir: Path, compute_dtype: ComputeDtype = "
                 moe_inner=moe_cpu.bind_moe_inner(library),
                 moe_outer=moe_cpu.bind_moe_outer(library),
                 moe_outer_norm=moe_cpu.bind_moe_outer_norm(library),
+                count=draw_cpu.bind_count(library),
+                adjust=draw_cpu.bind_adjust(library),
+                draw=draw_cpu.bind_draw(library),
             )
         case "triton":
             return Operators(**{name: _triton(name) for name in NAMES}, joins_shared=True)

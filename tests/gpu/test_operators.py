@@ -10,6 +10,7 @@ from tests.support.kernels.cases import random, relative_error, same_bits
 from tests.triton import (
     test_attention,
     test_causal_conv,
+    test_draw,
     test_elementwise,
     test_moe,
     test_recurrences,
@@ -30,6 +31,7 @@ MODULES = {
     "elementwise": test_elementwise,
     "moe": test_moe,
     "route": test_routing,
+    "draw": test_draw,
 }
 CASES = {
     f"{operator} {name}": (module.check, case)
@@ -42,6 +44,11 @@ CASES = {
 def test_matches_the_definition(name: str) -> None:
     check, case = CASES[name]
     check(case, "cuda")
+
+
+@pytest.mark.parametrize("vocabulary", [33, 5000])
+def test_adjusted_scores_have_the_bits_of_the_definition(vocabulary: int) -> None:
+    test_draw.check_adjusted(vocabulary, "cuda")
 
 
 @pytest.mark.parametrize("window", [None, 50, 280])

@@ -21,7 +21,7 @@ from tidemill.kvstore.layout import layout_of
 from tidemill.workers.engine import build
 from tidemill.workers.engine.build import BuiltEngine
 from tidemill.workers.execution import grammar, model_runner, sampler
-from tidemill.workers.execution.sampler import draw
+from tests.support.workers.drawing import draw
 from tidemill.workers.execution.step import Drawn, Row
 from tidemill.workers.messages import Grammar, Request, Sampling
 from tidemill.workers.models.architectures.registry import describe

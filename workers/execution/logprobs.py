@@ -5,7 +5,7 @@ rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -31,22 +31,43 @@ def token_logprob(logprobs_V: torch.Tensor, token: int, alternatives: int) -> To
     return TokenLogprob(float(logprobs_V[token]), top)
 
 
-def token_logprobs(logprobs_NV: torch.Tensor, tokens: Sequence[int], alternatives: int) -> list[TokenLogprob]:
-    """Return `token_logprob` of each row: all in one operation, except rows in which equal numbers leave a
-    choice."""
+class Logprobs(NamedTuple):
+    """What `start_logprobs` computes, still on the device."""
+
+    logprobs_NV: torch.Tensor
+    own_N: torch.Tensor
+    values_NK: torch.Tensor
+    ids_NK: torch.Tensor
+    equal_N: torch.Tensor
+    most: int
+
+    def read(self, tokens: Sequence[int]) -> list[TokenLogprob]:
+        """Wait for it, and return `token_logprob` of each row: all in one operation, except rows in which
+        equal numbers leave a choice."""
+        most = self.most
+        parts = (self.own_N, self.values_NK, self.ids_NK, self.equal_N)
+        rows = zip(*map(_numbers, parts), strict=True)
+        return [
+            token_logprob(self.logprobs_NV[index], tokens[index], most)
+            if equal and most
+            else TokenLogprob(logprob, tuple(zip(ids[:most], values[:most], strict=True)))
+            for index, (logprob, values, ids, equal) in enumerate(rows)
+        ]
+
+
+def start_logprobs(logprobs_NV: torch.Tensor, tokens_N: torch.Tensor, alternatives: int) -> Logprobs:
+    """Compute the logprobs of tokens (int64) and of the most likely tokens. The host waits for nothing."""
     most = min(alternatives, logprobs_NV.shape[1])
-    tokens_N1 = torch.tensor(tokens, device=logprobs_NV.device).unsqueeze(1)
-    own: list[float] = _numbers(logprobs_NV.gather(1, tokens_N1).squeeze(1))
+    own_N = logprobs_NV.gather(1, tokens_N.unsqueeze(1)).squeeze(1)
     top = logprobs_NV.topk(min(most + 1, logprobs_NV.shape[1]))
-    values_NK, ids_NK = top.values, top.indices
-    equal_N = (values_NK[:, 1:] == values_NK[:, :-1]).any(dim=-1)
-    rows = zip(own, _numbers(values_NK), _numbers(ids_NK), _numbers(equal_N), strict=True)
-    return [
-        token_logprob(logprobs_NV[index], tokens[index], most)
-        if equal and most
-        else TokenLogprob(logprob, tuple(zip(ids[:most], values[:most], strict=True)))
-        for index, (logprob, values, ids, equal) in enumerate(rows)
-    ]
+    equal_N = (top.values[:, 1:] == top.values[:, :-1]).any(dim=-1)
+    return Logprobs(logprobs_NV, own_N, top.values, top.indices, equal_N, most)
+
+
+def token_logprobs(logprobs_NV: torch.Tensor, tokens: Sequence[int], alternatives: int) -> list[TokenLogprob]:
+    """Return `token_logprob` of each row."""
+    tokens_N = torch.tensor(tokens, device=logprobs_NV.device)
+    return start_logprobs(logprobs_NV, tokens_N, alternatives).read(tokens)
 
 
 def _numbers(numbers: torch.Tensor) -> list[Any]:

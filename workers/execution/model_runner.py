@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 import torch
 
+from tidemill.kernels.dispatch import REFERENCE, Operators
 from tidemill.workers.device import HOST
 from tidemill.workers.execution.cuda_graphs import Capture, Graphs, cuda_capture, padding, shapes
 from tidemill.workers.execution.logprobs import scores_of
 from tidemill.workers.execution.mtp_drafter import MtpDrafter, ends_of
-from tidemill.workers.execution.sampler import draw, token_ids
+from tidemill.workers.execution.sampler import Sampler, token_ids
 from tidemill.workers.execution.step import PENDING, Drawn, Row, Step
 from tidemill.workers.execution.step_tensors import inputs_of
 from tidemill.workers.messages import TokenLogprob
@@ -47,8 +48,10 @@ class TorchRunner:
         threads: int,
         device: torch.device = HOST,
         guesser: MtpDrafter | None = None,
+        ops: Operators = REFERENCE,
     ) -> None:
-        """Create a runner. Weights and caches lie on `device`."""
+        """Create a runner. Weights and caches lie on `device`; `ops` draw there."""
+        self._sampler = Sampler(ops, device)
         self._model = model
         self._caches = caches
         self._page_tokens = page_tokens
@@ -123,7 +126,7 @@ class TorchRunner:
         kept = [row for row in rows if row.sequence_id not in self._lost]
         if len(kept) < len(rows):
             logits_NV = logits_NV[_positions(rows, self._lost)]
-        drawn = iter(draw(logits_NV, kept))
+        drawn = iter(self._sampler.draw(logits_NV, kept))
         draws = [row.sampling_state is not None and row.sequence_id not in self._lost for row in step]
         return [next(drawn) if row_draws else Drawn() for row_draws in draws]
 

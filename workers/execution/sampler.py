@@ -2,75 +2,307 @@
 position, and of nothing else.
 
 The uniform number of a draw is a hash of (seed, position). So a stream that moves to another worker continues
-with the same draws, and a guess is compared with the token that would be drawn anyway. Except for the
-greatest logit, numbers are float64, and only operations that treat whole rows one by one are used: a row's
-bits depend neither on other rows nor on the number of threads.
+with the same draws, and a guess is compared with the token that would be drawn anyway.
+
+    start    one copy of all numbers to the device; count, adjust, draw; one copy of the tokens back
+    result   waits for the tokens; rows with a grammar go on from guess to guess
+
+Only `result` waits for the device.
 """
 
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from itertools import accumulate
 from time import monotonic
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
-from tidemill.workers.execution.logprobs import token_logprobs
+from tidemill.kernels.dispatch import Operators
+from tidemill.kernels.draw.tables import (
+    AdjustmentField,
+    ChangeField,
+    DrawField,
+    ItemField,
+    least_of,
+    scale_of,
+)
+from tidemill.workers.device import HOST
+from tidemill.workers.execution.count_table import CountTable
+from tidemill.workers.execution.grammar import Mask
+from tidemill.workers.execution.logprobs import Logprobs, start_logprobs
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import Drawn, Row
 from tidemill.workers.messages import RequestError, Sampling, TokenLogprob
 
-CANDIDATES = 1024
-"""Filters first look at this many of the most likely tokens. Nearly always they cut among these, and the
-whole vocabulary is not sorted."""
-
-CHUNK_NUMBERS = 1 << 21
-"""The size of a chunk of rows in logits, 16 MiB of float64."""
-
 MASKS_S_MAX = 0.02
 """The time that a step waits for the masks of its rows, all together."""
 
-DEVICE_CHUNK_NUMBERS = 1 << 23
-"""The same on a device, where each chunk is about fifty launches and waits, whatever its size."""
+
+class Wanted(NamedTuple):
+    """One draw: of row `index` of the step, from row `source` of the logits, after the drafts `before`."""
+
+    index: int
+    source: int
+    position: int
+    state: SamplingState
+    before: tuple[int, ...]
 
 
-def draw(logits_NV: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
-    """Return what each row draws, and advance the rows' sampling states.
+class Batch(NamedTuple):
+    """Draws that were launched. `host_N` receives `tokens_N` when `copied` has happened."""
 
-    `logits_NV` (float) holds, row after row, those after each of the row's last `drafts + 1` tokens.
-    The first token is drawn as if there were no draft. While a token equals the draft in its position, the
-    next one is drawn after it, so the tokens are those of a step without drafts (docs/decisions/0012).
-    A row whose mask is not ready in time is late and draws nothing.
-    """
-    *starts, count = accumulate((row.drafts + 1 for row in rows), initial=0)
-    assert len(logits_NV) == count
-    best_N = token_ids(logits_NV.argmax(dim=-1))
-    tokens: list[list[int]] = [[] for _ in rows]
-    logprobs: list[list[TokenLogprob]] = [[] for _ in rows]
-    for row in rows:
-        _sampling_state(row).rewind(row.end - row.drafts)
-    failed: dict[int, Drawn] = {}
-    deadline_s = monotonic() + MASKS_S_MAX
-    _start_masks(rows)
-    drawing = _with_masks(rows, range(len(rows)), deadline_s, failed)
-    while drawing:
-        positions = [starts[index] + len(tokens[index]) for index in drawing]
-        states = [_sampling_state(rows[index]) for index in drawing]
-        chosen, reported = _next_tokens(logits_NV, best_N, positions, states)
-        for index, state, token, logprob in zip(drawing, states, chosen, reported, strict=True):
-            state.push(token)
-            tokens[index].append(token)
-            if logprob is not None:
-                logprobs[index].append(logprob)
-        drawing = [index for index in drawing if _matches_draft(rows[index], tokens[index])]
-        # A draft without a mask stays unconfirmed: what is drawn so far counts.
-        drawing = _with_masks(rows, drawing, deadline_s, {})
-    _start_masks(rows)
-    return [
-        failed.get(index, Drawn(tuple(some), tuple(more)))
-        for index, (some, more) in enumerate(zip(tokens, logprobs, strict=True))
-    ]
+    wanted: list[Wanted]
+    tokens_N: torch.Tensor
+    host_N: torch.Tensor
+    copied: torch.cuda.Event | None
+    logprobs: list[tuple[list[int], Logprobs]]
+
+    def read(self) -> tuple[list[int], dict[int, TokenLogprob]]:
+        """Return the tokens, and the logprobs of those draws that report them."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        tokens, found = token_ids(self.host_N), dict[int, TokenLogprob]()
+        for draws, logprobs in self.logprobs:
+            reported = logprobs.read([tokens[draw] for draw in draws])
+            found.update(zip(draws, reported, strict=True))
+        return tokens, found
+
+
+class Sampler:
+    """Draws on the device of the logits, with the counts of the answers that have penalties."""
+
+    def __init__(self, ops: Operators, device: torch.device = HOST) -> None:
+        self._ops = ops
+        self._device = device
+        self._counts = CountTable(device)
+
+    def draw(self, logits_NV: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
+        return self.start(logits_NV, rows).result()
+
+    def start(self, logits_NV: torch.Tensor, rows: Sequence[Row]) -> "Drawing":
+        """Launch what each row draws. `logits_NV` (float32) holds, row after row, those after each of the
+        row's last `drafts + 1` tokens."""
+        return Drawing(self, logits_NV, rows)
+
+    def launch(self, logits_NV: torch.Tensor, wanted: list[Wanted]) -> Batch:
+        tables = Tables(logits_NV.shape[1], self._counts)
+        for draw in wanted:
+            tables.add(draw)
+        draws_NF, rows_MF, items_IF, changes_CF, masks_GW = tables.on(self._device)
+        counts_SV, scores_MV = self._counts.counts_SV, logits_NV[:0]
+        if len(changes_CF):
+            self._ops.count(counts_SV, changes_CF)
+        tables.counted()
+        if len(rows_MF):
+            scores_MV = self._ops.adjust(logits_NV, counts_SV, masks_GW, rows_MF, items_IF)
+        tokens_N = self._ops.draw(logits_NV, scores_MV, draws_NF, tables.filtered)
+        host_N, copied = tokens_N, None
+        if tokens_N.is_cuda:
+            host_N = torch.empty(len(wanted), dtype=torch.int64, pin_memory=True)
+            host_N.copy_(tokens_N, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        return Batch(wanted, tokens_N, host_N, copied, self._logprobs(logits_NV, wanted, tokens_N))
+
+    def _logprobs(
+        self, logits_NV: torch.Tensor, wanted: list[Wanted], tokens_N: torch.Tensor
+    ) -> list[tuple[list[int], Logprobs]]:
+        asking: dict[int, list[int]] = {}
+        for index, draw in enumerate(wanted):
+            if draw.state.sampling.logprobs is not None:
+                asking.setdefault(draw.state.sampling.logprobs, []).append(index)
+        found: list[tuple[list[int], Logprobs]] = []
+        for alternatives, draws in asking.items():
+            places_2N = _moved(np.array([[wanted[draw].source for draw in draws], draws]), self._device)
+            logprobs_NV = logits_NV[places_2N[0]].double().log_softmax(dim=-1)
+            found.append((draws, start_logprobs(logprobs_NV, tokens_N[places_2N[1]], alternatives)))
+        return found
+
+
+class Drawing:
+    """The draws of a step after their launch. `tokens_N` are on the device; the first one of row i is
+    `tokens_N[first_draws[i]]`. A row whose mask is late has none."""
+
+    def __init__(self, sampler: Sampler, logits_NV: torch.Tensor, rows: Sequence[Row]) -> None:
+        """Launch. All positions of a row are drawn as if its guesses were right, except with a grammar."""
+        *self._starts, count = accumulate((row.drafts + 1 for row in rows), initial=0)
+        assert len(logits_NV) == count
+        self._sampler, self._logits_NV, self._rows = sampler, logits_NV, rows
+        for row in rows:
+            _sampling_state(row).rewind(row.end - row.drafts)
+        self._failed: dict[int, Drawn] = {}
+        self._deadline_s = monotonic() + MASKS_S_MAX
+        _start_masks(rows)
+        ready = _with_masks(rows, range(len(rows)), self._deadline_s, self._failed)
+        wanted = [
+            self._wanted(index, ahead)
+            for index in ready
+            for ahead in range(1 if _sampling_state(rows[index]).matcher else rows[index].drafts + 1)
+        ]
+        self._batch = sampler.launch(logits_NV, wanted)
+        self.tokens_N = self._batch.tokens_N
+        self.first_draws = {draw.index: at for at, draw in enumerate(wanted) if not draw.before}
+
+    def result(self) -> list[Drawn]:
+        """Return what each row draws, and advance the rows' sampling states.
+
+        The first token is drawn as if there were no draft. While a token equals the draft in its position,
+        the next one is drawn after it, so the tokens are those of a step without drafts
+        (docs/decisions/0012). A row whose mask is not ready in time is late and draws nothing.
+        """
+        rows, batch = self._rows, self._batch
+        drawn = [Drawn()] * len(rows)
+        while True:
+            going = self._take(batch, drawn)
+            # A draft without a mask stays unconfirmed: what is drawn so far counts.
+            going = _with_masks(rows, going, self._deadline_s, {})
+            if not going:
+                break
+            wanted = [self._wanted(index, len(drawn[index].tokens)) for index in going]
+            batch = self._sampler.launch(self._logits_NV, wanted)
+        _start_masks(rows)
+        return [self._failed.get(index, row_drawn) for index, row_drawn in enumerate(drawn)]
+
+    def _take(self, batch: Batch, drawn: list[Drawn]) -> list[int]:
+        """Add the draws that follow right guesses. Return the rows that have another guess to try."""
+        tokens, logprobs = batch.read()
+        for at, (draw, token) in enumerate(zip(batch.wanted, tokens, strict=True)):
+            have = drawn[draw.index]
+            if have.tokens != draw.before:  # a guess before it was wrong
+                continue
+            draw.state.push(token)
+            reported = (logprobs[at],) if at in logprobs else ()
+            drawn[draw.index] = have._replace(
+                tokens=(*have.tokens, token), logprobs=(*have.logprobs, *reported)
+            )
+        asked = dict.fromkeys(draw.index for draw in batch.wanted)
+        return [index for index in asked if self._goes_on(index, drawn[index].tokens)]
+
+    def _goes_on(self, index: int, tokens: tuple[int, ...]) -> bool:
+        drafts = _drafts(self._rows[index])
+        return len(tokens) <= len(drafts) and tokens == drafts[: len(tokens)]
+
+    def _wanted(self, index: int, ahead: int) -> Wanted:
+        row = self._rows[index]
+        drafts = _drafts(row)
+        position = row.end - len(drafts) + ahead
+        return Wanted(index, self._starts[index] + ahead, position, _sampling_state(row), drafts[:ahead])
+
+
+class Tables:
+    """The numbers of a step's draws, which travel to the device as one."""
+
+    def __init__(self, vocabulary: int, counts: CountTable) -> None:
+        self.filtered = 0
+        self._vocabulary = vocabulary
+        self._counts = counts
+        self._draws: list[tuple[float, ...]] = []
+        self._rows: list[tuple[float, ...]] = []
+        self._items: list[tuple[float, ...]] = []
+        self._changes: list[tuple[float, ...]] = []
+        self._masks: list[Mask] = []
+        self._penalised: dict[SamplingState, int] = {}
+
+    def add(self, draw: Wanted) -> None:
+        state, sampling = draw.state, draw.state.sampling
+        source = draw.source
+        barred = state.barred_at(draw.position)
+        if not state.plain or barred:
+            source = -1 - len(self._rows)
+            self._adjust(draw, barred)
+        if sampling.temperature <= 0:
+            self._draws.append((source, 0.0, 0.0, -1, 0, 1.0, 0))
+            return
+        room = -1
+        if _filters(sampling):
+            room, self.filtered = self.filtered, self.filtered + 1
+        uniform = uniform_of(sampling.seed, draw.position)
+        scale, least = scale_of(sampling.temperature), least_of(sampling.min_p)
+        self._draws.append((source, scale, uniform, room, sampling.top_k, sampling.top_p, least))
+
+    def counted(self) -> None:
+        """The counts have the changes."""
+        for state in self._penalised:
+            state.changes.clear()
+
+    def on(self, device: torch.device) -> list[torch.Tensor]:
+        """Return draws, rows, items and changes as float64 tables, and masks as int32 words."""
+        parts = (
+            (self._draws, len(DrawField)),
+            (self._rows, len(AdjustmentField)),
+            (self._items, len(ItemField)),
+            (self._changes, len(ChangeField)),
+        )
+        flat = [np.array(rows, np.float64).reshape(len(rows), fields) for rows, fields in parts]
+        words = -(-self._vocabulary // 64) * 2
+        bits = np.zeros((len(self._masks), 4 * words), np.uint8)
+        for row, mask in zip(bits, self._masks, strict=True):
+            packed = np.packbits(mask, bitorder="little")
+            row[: len(packed)] = packed
+        moved = _moved(np.concatenate([*(part.ravel() for part in flat), bits.view(np.float64).ravel()]), device)
+        *tables, masks = moved.split([*(part.size for part in flat), bits.size // 8])
+        tables = [table.view(part.shape) for table, part in zip(tables, flat, strict=True)]
+        return [*tables, masks.view(torch.int32).view(len(self._masks), words)]
+
+    def _adjust(self, draw: Wanted, barred: Iterable[int]) -> None:
+        state, sampling = draw.state, draw.state.sampling
+        items: dict[int, tuple[int, float]] = {}
+        slot = mask = -1
+        if state.penalised:
+            slot = self._slot(state)
+            for token in draw.before:
+                items[token] = (items.get(token, (0, 0.0))[0] + 1, 0.0)
+        for token, bias in sampling.logit_bias:
+            more, shift = items.get(token, (0, 0.0))
+            items[token] = (more, shift + bias)
+        may_V = None
+        if state.matcher is not None:
+            mask, may_V = len(self._masks), state.matcher.mask()
+            self._masks.append(may_V)
+        for token in self._barred(barred, may_V):
+            items[token] = (0, -np.inf)
+        begin = len(self._items)
+        self._items += [(token, *what) for token, what in items.items() if token < self._vocabulary]
+        penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+        self._rows.append((draw.source, slot, *penalties, mask, begin, len(self._items)))
+
+    def _slot(self, state: SamplingState) -> int:
+        slot = self._penalised.get(state)
+        if slot is None:
+            slot = self._penalised[state] = self._counts.slot_of(state, self._vocabulary)
+            self._changes += [(slot, token, by) for token, by in state.changes if token < self._vocabulary]
+        return slot
+
+    def _barred(self, barred: Iterable[int], may_V: Mask | None) -> list[int]:
+        """Return the tokens that would end the answer too early; none if nothing else may follow."""
+        ids = [token for token in dict.fromkeys(barred) if token < self._vocabulary]
+        others = (self._vocabulary if may_V is None else int(may_V.sum())) - (
+            len(ids) if may_V is None else int(may_V[ids].sum())
+        )
+        return ids if others else []
+
+
+def uniform_of(seed: int, position: int) -> float:
+    """Return a number in [0, 1) with 53 random bits."""
+    digest = blake2b(
+        position.to_bytes(8, "little"), key=seed.to_bytes(8, "little", signed=True), digest_size=8
+    ).digest()
+    return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
+
+
+def token_ids(ids_N: torch.Tensor) -> list[int]:
+    values: list[int] = cast("Any", ids_N).tolist()  # torch leaves the type open
+    return values
+
+
+def _moved(numbers: "np.ndarray[Any, np.dtype[Any]]", device: torch.device) -> torch.Tensor:
+    """Return the numbers on the device, in one copy for which the host does not wait."""
+    host = torch.as_tensor(numbers)
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
 
 
 def _start_masks(rows: Sequence[Row]) -> None:
@@ -99,182 +331,14 @@ def _with_masks(
     return found
 
 
-def _matches_draft(row: Row, drawn: Sequence[int]) -> bool:
-    """Return whether the last drawn token is the draft in its position."""
-    return len(drawn) <= row.drafts and row.tokens[len(drawn) - 1 - row.drafts] == drawn[-1]
-
-
-def _next_tokens(
-    logits_NV: torch.Tensor, best_N: Sequence[int], positions: Sequence[int], states: Sequence[SamplingState]
-) -> tuple[list[int], list[TokenLogprob | None]]:
-    """Choose a token for each state from its row of the logits, `positions[i]`; greedy states take the best
-    one.
-
-    The second list has the logprobs of states that ask for them. Chunks of rows bound the memory.
-    """
-    tokens = [best_N[position] for position in positions]
-    logprobs: list[TokenLogprob | None] = [None] * len(positions)
-    others = [index for index, state in enumerate(states) if not state.greedy]
-    numbers = CHUNK_NUMBERS if logits_NV.device.type == "cpu" else DEVICE_CHUNK_NUMBERS
-    size = max(1, numbers // logits_NV.shape[1])
-    for start in range(0, len(others), size):
-        chunk = others[start : start + size]
-        chunk_states = [states[index] for index in chunk]
-        chunk_NV = logits_NV[[positions[index] for index in chunk]]
-        chosen = _choose(chunk_NV, chunk_states)
-        for index, token in zip(chunk, chosen, strict=True):
-            tokens[index] = token
-        for index, logprob in _logprobs(chunk_NV, chunk_states, chosen):
-            logprobs[chunk[index]] = logprob
-    return tokens, logprobs
-
-
-def uniform_of(seed: int, position: int) -> float:
-    """Return a number in [0, 1) with 53 random bits."""
-    digest = blake2b(
-        position.to_bytes(8, "little"), key=seed.to_bytes(8, "little", signed=True), digest_size=8
-    ).digest()
-    return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
-
-
-def _choose(logits_NV: torch.Tensor, states: Sequence[SamplingState]) -> list[int]:
-    """Return the next token of each row."""
-    scores_NV = logits_NV.double()
-    for scores_V, state in zip(scores_NV, states, strict=True):
-        _penalise(scores_V, state)
-        _restrict(scores_V, state)
-    tokens = token_ids(scores_NV.argmax(dim=-1))
-    random = [index for index, state in enumerate(states) if state.sampling.temperature > 0]
-    filtered = [index for index in random if _filters(states[index].sampling)]
-    open_ = [index for index in random if not _filters(states[index].sampling)]
-    for indices, sample in ((filtered, _sample_filtered), (open_, _sample)):
-        if indices:
-            samplings = [states[index].sampling for index in indices]
-            uniform = [uniform_of(states[index].sampling.seed, states[index].position) for index in indices]
-            for index, token in zip(indices, sample(scores_NV[indices], samplings, uniform), strict=True):
-                tokens[index] = token
-    return tokens
-
-
-def _penalise(scores_V: torch.Tensor, sampling_state: SamplingState) -> None:
-    """Apply the repetition penalty, then the frequency and presence penalties, then the bias, in place."""
-    sampling, counts, device = sampling_state.sampling, sampling_state.counts, scores_V.device
-    if counts is not None and counts.ids:
-        ids = torch.as_tensor(np.array(counts.ids)).to(device)
-        times = torch.as_tensor(np.array(counts.counts)).to(device)
-        seen = times > 0
-        scores = scores_V[ids]
-        repeated = seen.clone()
-        repeated[: counts.num_prompt] = True
-        penalty = sampling.repetition_penalty
-        scores = torch.where(repeated, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
-        scores -= sampling.frequency_penalty * times
-        scores -= sampling.presence_penalty * seen
-        scores_V[ids] = scores
-    for token, bias in sampling.logit_bias:
-        if token < len(scores_V):
-            scores_V[token] += bias
-
-
-def _restrict(scores_V: torch.Tensor, sampling_state: SamplingState) -> None:
-    """Set the scores of tokens that may not follow to -inf. These are the tokens that would end the answer
-    too early, unless the grammar allows nothing else."""
-    if sampling_state.matcher is not None:
-        may_V = torch.as_tensor(sampling_state.matcher.mask()).to(scores_V.device)
-        scores_V.masked_fill_(~may_V, -torch.inf)
-    barred = [token for token in sampling_state.barred if token < len(scores_V)]
-    if barred:
-        kept = scores_V[barred]
-        scores_V[barred] = -torch.inf
-        if scores_V.max() == -torch.inf:
-            scores_V[barred] = kept
-
-
 def _filters(sampling: Sampling) -> bool:
     return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
 
 
-def _sample(scores_NV: torch.Tensor, samplings: Sequence[Sampling], uniform: Sequence[float]) -> list[int]:
-    """Return the inverse of the cumulative distribution over the ids, at `uniform`."""
-    return token_ids(_inverse(_weights(scores_NV, samplings), uniform).squeeze(1))
-
-
-def _sample_filtered(
-    scores_NV: torch.Tensor,
-    samplings: Sequence[Sampling],
-    uniform: Sequence[float],
-    candidates: int = CANDIDATES,
-) -> list[int]:
-    """Return the inverse of the cumulative distribution after top-k, top-p and min-p, over tokens by falling
-    score and then by id, at `uniform`. Each filter looks at the whole distribution."""
-    vocabulary = scores_NV.shape[1]
-    ids_NC = scores_NV.topk(min(candidates, vocabulary), sorted=False).indices.sort(dim=-1).values
-    scores_NC, order_NC = scores_NV.gather(1, ids_NC).sort(dim=-1, descending=True, stable=True)
-    ids_NC = ids_NC.gather(1, order_NC)
-    weights_NC = _weights(scores_NV, samplings).gather(1, ids_NC)
-    cumulative_NC = weights_NC.cumsum(dim=-1)
-    ranks_C = torch.arange(ids_NC.shape[1], device=scores_NV.device)
-    top_p = [sampling.top_p if sampling.top_p < 1 else torch.inf for sampling in samplings]
-    keep_NC = ranks_C < _column([sampling.top_k or vocabulary for sampling in samplings], scores_NV)
-    keep_NC &= cumulative_NC - weights_NC < _column(top_p, scores_NV)
-    keep_NC &= weights_NC >= weights_NC[:, :1] * _column([params.min_p for params in samplings], scores_NV)
-    keep_NC &= weights_NC > 0
-    keep_NC[:, 0] = True  # whatever the filters are
-    tokens = token_ids(ids_NC.gather(1, _inverse(weights_NC * keep_NC, uniform)).squeeze(1))
-    if candidates >= vocabulary:
-        return tokens
-    # Of equal scores any may be among the candidates: what is kept must lie above the least of them.
-    open_N = (keep_NC & (scores_NC == scores_NC[:, -1:])).any(dim=-1)
-    rows = [index for index, undecided in enumerate(token_ids(open_N)) if undecided]
-    if rows:
-        whole = _sample_filtered(
-            scores_NV[rows], [samplings[row] for row in rows], [uniform[row] for row in rows], vocabulary
-        )
-        for row, token in zip(rows, whole, strict=True):
-            tokens[row] = token
-    return tokens
-
-
-def _weights(scores_NV: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
-    return (scores_NV / _column([params.temperature for params in samplings], scores_NV)).softmax(dim=-1)
-
-
-def _inverse(weights_NC: torch.Tensor, uniform: Sequence[float]) -> torch.Tensor:
-    """Return [N, 1] int64: the index where the sum of the weights exceeds `uniform` of the total, and never
-    one with weight 0."""
-    cumulative_NC = weights_NC.cumsum(dim=-1)
-    total_N1 = cumulative_NC[:, -1:].contiguous()
-    threshold_N1 = _column(uniform, weights_NC) * total_N1
-    place_N1 = torch.searchsorted(cumulative_NC, threshold_N1, right=True)
-    last_N1 = torch.searchsorted(cumulative_NC, total_N1)
-    return torch.minimum(place_N1, last_N1).clamp_(max=weights_NC.shape[1] - 1)  # NaN is after the end
-
-
-def _logprobs(
-    logits_NV: torch.Tensor, states: Sequence[SamplingState], tokens: Sequence[int]
-) -> list[tuple[int, TokenLogprob]]:
-    """Return (index, logprob of its token) of the rows that ask for it."""
-    asking: dict[int, list[int]] = {}
-    for index, state in enumerate(states):
-        if state.sampling.logprobs is not None:
-            asking.setdefault(state.sampling.logprobs, []).append(index)
-    found: list[tuple[int, TokenLogprob]] = []
-    for alternatives, rows in asking.items():
-        logprobs_NV = logits_NV[rows].double().log_softmax(dim=-1)
-        reported_rows = token_logprobs(logprobs_NV, [tokens[row] for row in rows], alternatives)
-        found += zip(rows, reported_rows, strict=True)
-    return found
+def _drafts(row: Row) -> tuple[int, ...]:
+    return row.tokens[len(row.tokens) - row.drafts :]
 
 
 def _sampling_state(row: Row) -> SamplingState:
     assert row.sampling_state is not None
     return row.sampling_state
-
-
-def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=like.device).unsqueeze(1)
-
-
-def token_ids(ids_N: torch.Tensor) -> list[int]:
-    values: list[int] = cast("Any", ids_N).tolist()  # torch leaves the type open
-    return values

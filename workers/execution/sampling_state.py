@@ -1,28 +1,8 @@
 """The inputs of an answer's draws except logits: its sampling, and the tokens before them."""
 
-from array import array
-from collections.abc import Iterable
-
+from tidemill.kernels.draw.tables import PROMPT
 from tidemill.workers.execution.grammar import Matcher
 from tidemill.workers.messages import Request
-
-
-class Counts:
-    """Counts how often each token occurs in the answer. Ids are in the order of their first occurrence; the
-    first `num_prompt` of them are the prompt's."""
-
-    def __init__(self, prompt: Iterable[int]) -> None:
-        self.ids = array("q", dict.fromkeys(prompt))
-        self.counts = array("q", [0]) * len(self.ids)
-        self.num_prompt = len(self.ids)
-        self._positions = {token: position for position, token in enumerate(self.ids)}
-
-    def add(self, token: int, change: int) -> None:
-        position = self._positions.setdefault(token, len(self.ids))
-        if position == len(self.ids):
-            self.ids.append(token)
-            self.counts.append(0)
-        self.counts[position] += change
 
 
 class SamplingState:
@@ -39,12 +19,14 @@ class SamplingState:
         self._stop_ids = request.stop_token_ids
         self._tokens: list[int] = []
         repetition = sampling.repetition_penalty != 1
-        self.counts: Counts | None = None
-        if repetition or sampling.presence_penalty or sampling.frequency_penalty:
-            self.counts = Counts(request.tokens[: self._start] if repetition else ())
-        self._bare = (
-            self.counts is None and matcher is None and sampling.logprobs is None and not sampling.logit_bias
-        )
+        self.penalised = repetition or bool(sampling.presence_penalty or sampling.frequency_penalty)
+        # (token, what is added to its count) since the last draw
+        self.changes: list[tuple[int, int]] = []
+        if repetition:
+            self.changes += ((token, PROMPT) for token in set(request.tokens[: self._start]))
+        # Without a limit on the first tokens, the draws are from the logits as they are.
+        self.plain = not self.penalised and matcher is None and not sampling.logit_bias
+        self._bare = self.plain and sampling.logprobs is None
         for token in request.tokens[self._start :]:
             self.push(token)
         if matcher is not None:
@@ -79,13 +61,17 @@ class SamplingState:
     @property
     def barred(self) -> tuple[int, ...]:
         """The tokens that may not be next, because they would end the answer too early."""
-        return self._stop_ids if len(self._tokens) < self.sampling.min_tokens else ()
+        return self.barred_at(self.position)
+
+    def barred_at(self, position: int) -> tuple[int, ...]:
+        """The same for a draw at `position`, now or later."""
+        return self._stop_ids if position - self._start < self.sampling.min_tokens else ()
 
     def push(self, token: int) -> None:
         """Record that `token` was drawn."""
         self._tokens.append(token)
-        if self.counts is not None:
-            self.counts.add(token, 1)
+        if self.penalised:
+            self.changes.append((token, 1))
         if self.matcher is not None:
             self.matcher.push(token)
 
@@ -97,8 +83,7 @@ class SamplingState:
         if not void:
             return
         del self._tokens[position - self._start :]
-        if self.counts is not None:
-            for token in void:
-                self.counts.add(token, -1)
+        if self.penalised:
+            self.changes += ((token, -1) for token in void)
         if self.matcher is not None:
             self.matcher.rewind(len(void))

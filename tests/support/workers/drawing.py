@@ -8,11 +8,14 @@ from random import Random
 
 import torch
 
+from tidemill.kernels.dispatch import REFERENCE
 from tidemill.workers.execution.grammar import Matcher
-from tidemill.workers.execution.sampler import draw
+from tidemill.workers.execution.sampler import Sampler
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import Drawn, Row
 from tidemill.workers.messages import Request, Sampling, TokenLogprob
+
+draw = Sampler(REFERENCE).draw
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from tests.support.kernels.offline import SHARED_BYTES_MAX, compiling
 from tidemill.kernels.activation import cuda as activation_cuda
 from tidemill.kernels.attention import cuda as attention_cuda
 from tidemill.kernels.causal_conv import cuda as causal_conv_cuda
+from tidemill.kernels.draw import cuda as draw_cuda
+from tidemill.kernels.draw.tables import AdjustmentField, ChangeField, DrawField, ItemField
 from tidemill.kernels.gated_delta import cuda as gated_delta_cuda
 from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.mamba2 import cuda as mamba2_cuda
@@ -181,6 +183,19 @@ def run_elementwise() -> None:
     activation_cuda.sigmoid_mul(hidden[:, None], one.expand(64, 1, 2048))
 
 
+def draw_tokens() -> None:
+    """Draws of every kind: one kernel has them all."""
+    vocabulary = 151_936
+    logits, tables = torch.zeros(2, vocabulary), torch.zeros(2, 16, dtype=torch.float64)
+    counts = torch.zeros(2, vocabulary, dtype=torch.int32)
+    rows, items, changes, draws = (
+        tables[:, : len(fields)].contiguous()
+        for fields in (AdjustmentField, ItemField, ChangeField, DrawField)
+    )
+    draw_cuda.count(counts, changes)
+    draw_cuda.draw(logits, draw_cuda.adjust(logits, counts, counts[:, :4748], rows, items), draws, 2)
+
+
 MIXED = [1, 12, 300]
 LAUNCHES: dict[str, Callable[[], None]] = {
     "attention, decode": attend([1] * 32, (16, 2), 256),
@@ -196,6 +211,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "latents, decode": attend_latents([1] * 32, 128),
     "latents, mixed": attend_latents(MIXED, 128),
     "latents, mixed, 16 heads": attend_latents(MIXED, 16),
+    "draws": draw_tokens,
     "elementwise": run_elementwise,
     "linear layer, decode": recur([1] * 64, 1, 16, 128),
     "linear layer, mixed": recur([1, 12, 2000], 1, 16, 128),

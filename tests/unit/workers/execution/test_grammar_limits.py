@@ -19,7 +19,7 @@ from tidemill.workers.execution import sampler
 from tidemill.workers.execution.grammar import Grammars, LexerMemory, Mask, Matcher
 from tidemill.workers.execution.grammar_library import compile_grammar
 from tidemill.workers.execution.mask_pool import MaskPool
-from tidemill.workers.execution.sampler import draw
+from tests.support.workers.drawing import draw
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import Drawn
 from tidemill.workers.messages import Grammar, RequestError, Sampling
