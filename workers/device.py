@@ -1,6 +1,6 @@
 """Find the device that an engine computes on, and the memory of its arena."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 
 from tidemill.kernels.shared.interpreter import interprets
 from tidemill.kvstore.errors import OutOfMemory
-from tidemill.kvstore.memory.backing import Backing, BackingUnavailable, Fixed, Kvcached, Mmap
+from tidemill.kvstore.memory.backing import Backing, BackingUnavailable, Event, Fixed, Kvcached, Mmap
 from tidemill.workers.settings import EngineSettings, SettingsError
 
 HOST = torch.device("cpu")
@@ -42,8 +42,14 @@ def memory_name(device: torch.device) -> str:
     return f"cuda-{found.get_device_properties(device).uuid}"
 
 
-def open_backing(settings: EngineSettings, num_bytes: int) -> Backing:
-    """Reserve the memory of one rank. Raises OutOfMemory and SettingsError."""
+def open_backing(
+    settings: EngineSettings,
+    num_bytes: int,
+    extent_bytes: int = Kvcached.GRANULE_BYTES,
+    last_step: Callable[[], Event | None] = lambda: None,
+) -> Backing:
+    """Reserve the memory of one rank, which is mapped by extents. `last_step` returns the end of the newest
+    step on a device. Raises OutOfMemory and SettingsError."""
     if not settings.on_cuda:
         return Mmap(num_bytes) if settings.backing_kind == "mmap" else Fixed(num_bytes)
     device = device_of(settings)
@@ -51,7 +57,7 @@ def open_backing(settings: EngineSettings, num_bytes: int) -> Backing:
         if settings.backing_kind == "fixed":
             return Fixed(num_bytes, str(device))
         try:
-            return Kvcached(num_bytes, str(device))
+            return Kvcached(num_bytes, str(device), None, last_step, extent_bytes)
         except BackingUnavailable as error:
             raise SettingsError(f"{error}; or take all of it at the start with --backing fixed") from error
 

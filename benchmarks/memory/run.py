@@ -15,9 +15,9 @@ from tidemill.kvstore.memory.cache import Cache
 from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.kvstore.memory.prefix_index import PrefixIndex
 from tidemill.kvstore.memory.recompute_cost import Policy
-from tidemill.workers.engine.build import capacity_tokens
 from tidemill.workers.engine.engine import Engine
 from tidemill.workers.engine.load_report import memory_use
+from tidemill.workers.engine.memory_plan import capacity_tokens
 from tidemill.workers.execution.step import Step
 from tidemill.workers.messages import Provenance, Request, Sampling
 from tidemill.workers.scheduling.limits import EngineLimits

@@ -155,7 +155,8 @@ class EngineConfig(ConfigNode):
     """checkpoints during decoding: none, double (two more states per row), or lazy (one more state, only at a
     checkpoint)"""
     checkpoint_interval: Count | None = None
-    """tokens between checkpoints during decoding, a multiple of the page size (the page size)"""
+    """tokens between checkpoints during decoding, a multiple of the page size (the page size; on CUDA the
+    tokens whose pages are as large as a checkpoint)"""
     checkpoints_per_path: Count = 16
     """maximum number of checkpoints kept along one prefix"""
     eviction_policy: Policy = "value"

@@ -9,6 +9,7 @@
 An empty extent can be opened for any class, so memory moves between the classes in whole extents.
 Allocation prefers the fullest extent that is not full, so that other extents become empty.
 Allocating and freeing are amortised O(1). At most `budget_extents` extents are mapped at a time.
+On a device, a number of extents stay mapped, extent 0 always: kernels get addresses inside it.
 """
 
 from collections import Counter
@@ -177,9 +178,14 @@ class Arena:
         backing: Backing,
         budget_extents: int | None = None,
         ahead_extents: int = 0,
+        kept_extents: int = 0,
     ) -> None:
         """Reserve `num_extents`, of which `budget_extents` (default: all) may be mapped. From the
-        first extent or budget on, the backing maps `ahead_extents` of them ahead of need."""
+        first extent or budget on, the backing maps `ahead_extents` of them ahead of need.
+
+        At least `kept_extents`, which are mapped now, stay mapped, and extent 0 is one of them. Raises
+        OutOfMemory.
+        """
         assert num_extents > 0
         self.num_extents = num_extents
         self.budget_extents = num_extents if budget_extents is None else budget_extents
@@ -188,17 +194,21 @@ class Arena:
         self.pages: Pool[PageId] = Pool(layout.pages_per_extent, self._open, self._close)
         self.states: Pool[StateId] = Pool(max(1, layout.states_per_extent), self._open, self._close)
         self.windows: Pool[WindowId] = Pool(max(1, layout.windows_per_extent), self._open, self._close)
-        self._unmapped = list(range(num_extents - 1, -1, -1))
-        self._spare: list[int] = []  # empty, but still mapped
+        assert kept_extents <= self.budget_extents
+        self._kept_extents = kept_extents
+        for extent in range(kept_extents):
+            backing.map(extent * layout.extent_bytes, layout.extent_bytes)
+        self._unmapped = list(range(num_extents - 1, kept_extents - 1, -1))
+        self._spare = list(range(kept_extents - 1, -1, -1))  # empty, but still mapped
         self._ahead_extents = ahead_extents
         self._ahead: set[int] = set()  # not mapped, but with the backing's memory
 
     def resize(self, budget_extents: int) -> None:
         """Change the budget and unmap empty extents above it immediately; see `excess`."""
-        assert 0 < budget_extents <= self.num_extents
+        assert max(1, self._kept_extents) <= budget_extents <= self.num_extents
         self.budget_extents = budget_extents
-        while self._spare and self.excess:
-            self._unmap(self._spare.pop())
+        while self.excess and self._unmap_spare():
+            pass
         self._map_ahead()
 
     @property
@@ -238,7 +248,10 @@ class Arena:
         extents += [*self._spare, *self._unmapped]
         assert sorted(extents) == list(range(self.num_extents)), "an extent is lost or counted twice"
         assert len(self._ahead) <= max(0, self.budget_extents - self._mapped), "memory beyond the budget"
-        assert not (self.excess and self._spare), "an empty extent above the budget was not unmapped"
+        assert self._mapped >= self._kept_extents, "memory that a device granted was given back"
+        assert not (self._kept_extents and 0 in self._unmapped), "extent 0 was unmapped"
+        unmappable = [extent for extent in self._spare if extent or not self._kept_extents]
+        assert not (self.excess and unmappable), "an empty extent above the budget was not unmapped"
 
     @property
     def _mapped(self) -> int:
@@ -270,9 +283,15 @@ class Arena:
 
     def _close(self, extent: int) -> None:
         self._spare.append(extent)
-        if self.excess or len(self._spare) > SPARE_EXTENTS_MAX:
-            self._unmap(self._spare.pop(0))
+        if self.excess or (len(self._spare) > SPARE_EXTENTS_MAX and self._mapped > self._kept_extents):
+            self._unmap_spare()
 
-    def _unmap(self, extent: int) -> None:
+    def _unmap_spare(self) -> bool:
+        """Unmap an empty extent, other than 0 if some are kept; return whether there was one."""
+        extent = next((extent for extent in self._spare if extent or not self._kept_extents), None)
+        if extent is None:
+            return False
+        self._spare.remove(extent)
         self._backing.unmap(extent * self._extent_bytes, self._extent_bytes)
         self._unmapped.insert(0, extent)  # the others may be mapped ahead
+        return True

@@ -27,7 +27,7 @@ _madvise = ctypes.CDLL(None).madvise  # without the GIL
 
 
 class Backing(Protocol):
-    """Memory of an arena, mapped and unmapped in multiples of the class's `granule_bytes`.
+    """Memory of an arena, mapped and unmapped in multiples of its `granule_bytes`.
 
     On a host, the caller has finished all work on a range before it unmaps the range.
     For a device, the backing itself waits for that work (Kvcached).
@@ -82,6 +82,33 @@ class Fixed:
         pass
 
 
+class _Ahead:
+    """Ranges that a thread maps before they are needed. What it cannot map is left to `map`."""
+
+    def __init__(self, populate: Callable[[int, int], None]) -> None:
+        """Create it; `populate(offset_bytes, num_bytes)` runs on the thread."""
+        self._populate = populate
+        self._ranges = deque[tuple[int, int]]()
+        self._thread: Thread | None = None  # it ends when it has mapped them
+
+    def add(self, offset_bytes: int, num_bytes: int) -> None:
+        self._ranges.append((offset_bytes, num_bytes))
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = Thread(target=self._run, name="map-ahead", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Wait for the range that the thread is mapping, and leave those after it to `map`."""
+        self._ranges.clear()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        with suppress(IndexError):
+            while True:
+                self._populate(*self._ranges.popleft())
+
+
 class Mmap:
     """Host memory of which only mapped ranges are resident; the reservation can be far larger.
 
@@ -95,8 +122,7 @@ class Mmap:
         self._reservation = _anonymous(num_bytes, flags=_MAP_NORESERVE)
         self._reservation.madvise(mmap.MADV_DONTDUMP)  # keeps prompts and gigabytes out of core dumps
         self.memory = torch.frombuffer(self._reservation, dtype=torch.uint8)
-        self._ahead = deque[tuple[int, int]]()  # addresses and sizes that the thread will map
-        self._thread: Thread | None = None  # it ends when it has mapped them
+        self._ahead = _Ahead(self._populate)
 
     def map(self, offset_bytes: int, num_bytes: int) -> None:
         """Fault every page in, so that steps do not, and mapped memory is resident memory."""
@@ -118,35 +144,23 @@ class Mmap:
             ) from error
 
     def map_ahead(self, offset_bytes: int, num_bytes: int) -> None:
-        """Fault the pages in on a thread, without the GIL. A refusal is left to `map`."""
+        """Fault the pages in on a thread, without the GIL."""
         _check_range(self, offset_bytes, num_bytes)
-        self._ahead.append((self.memory.data_ptr() + offset_bytes, num_bytes))
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = Thread(target=_populate, args=(self._ahead,), name="map-ahead", daemon=True)
-            self._thread.start()
+        self._ahead.add(offset_bytes, num_bytes)
 
     def unmap(self, offset_bytes: int, num_bytes: int) -> None:
         _check_range(self, offset_bytes, num_bytes)
-        self._stop_ahead()  # it would map the range again
+        self._ahead.stop()  # it would map the range again
         self._reservation.madvise(mmap.MADV_DONTNEED, offset_bytes, num_bytes)
 
     def close(self) -> None:
         """Unmap everything. Addresses stay reserved for tensors; a late reader sees zeros."""
-        self._stop_ahead()
+        self._ahead.stop()
         self._reservation.madvise(mmap.MADV_DONTNEED)
 
-    def _stop_ahead(self) -> None:
-        """Wait for the range that the thread is mapping, and leave those after it to `map`."""
-        self._ahead.clear()
-        if self._thread is not None:
-            self._thread.join()
-
-
-def _populate(ranges: deque[tuple[int, int]]) -> None:
-    with suppress(IndexError):
-        while True:
-            address, num_bytes = ranges.popleft()
-            _madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE)
+    def _populate(self, offset_bytes: int, num_bytes: int) -> None:
+        address = self.memory.data_ptr() + offset_bytes
+        _madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE)
 
 
 class BackingUnavailable(Exception):
@@ -184,9 +198,12 @@ class VmmOps(Protocol):
 class Kvcached:
     """CUDA virtual memory through kvcached. At most one per process: a second one frees the first.
 
-    Map and unmap wait for the event of the newest launched step, never for the whole device.
-    kvcached itself waits for nothing, and while it replaces a page, nothing is mapped there
-    briefly.
+    It maps pieces: the largest that divide an extent and have at most PIECE_BYTES_MAX, because each
+    costs four calls of the driver, about 100 us. `map_ahead` maps on a thread.
+
+    Unmap and close wait for the event of the newest launched step, never for the whole device. A
+    step in flight reads no range that is not mapped, so map waits for nothing. kvcached itself waits
+    for nothing, and while it replaces a page, nothing is mapped there briefly.
 
     kvcached 0.1.6, from its source csrc/{torch_bindings,allocator,ftensor,page}.cpp:
     - It maps pages of `page_size` (multiples of 2 MiB) x layers x buffers. With one layer and one
@@ -202,7 +219,8 @@ class Kvcached:
     - Calls take a lock and release the GIL.
     """
 
-    granule_bytes = 2 << 20
+    GRANULE_BYTES = 2 << 20
+    PIECE_BYTES_MAX = 64 << 20
 
     def __init__(
         self,
@@ -210,9 +228,12 @@ class Kvcached:
         device: str = "cuda:0",
         vmm_ops: VmmOps | None = None,
         last_step: Callable[[], Event | None] = lambda: None,
+        extent_bytes: int = GRANULE_BYTES,
     ) -> None:
-        """Raise BackingUnavailable without kvcached or a device, OutOfMemory without memory."""
-        assert num_bytes % self.granule_bytes == 0
+        """Raise BackingUnavailable without kvcached or a device, OutOfMemory without memory. Ranges are
+        multiples of `extent_bytes`."""
+        assert num_bytes % extent_bytes == 0
+        self.granule_bytes = piece_bytes(extent_bytes)
         if torch.device(device).type == "cuda" and not torch.cuda.is_available():
             raise BackingUnavailable(
                 f"no CUDA device for {device}: install a CUDA build of torch, or use mmap"
@@ -221,6 +242,7 @@ class Kvcached:
         self._last_step = last_step
         self._device = device
         self._open = True
+        self._ahead = _Ahead(self._map_quietly)
         self._ops.init_kvcached(device, self.granule_bytes, contiguous_layout=True)
         try:
             tensors = self._ops.create_kv_tensors(num_bytes, 1, device, num_layers=1, num_kv_buffers=1)
@@ -231,8 +253,8 @@ class Kvcached:
         self.memory = tensors[0].view(torch.uint8)
 
     def map(self, offset_bytes: int, num_bytes: int) -> None:
+        """Map what `map_ahead` has not mapped."""
         offsets = self._granules(offset_bytes, num_bytes)
-        self._wait()
         try:
             created = self._ops.map_to_kv_tensors(offsets)
         except RuntimeError as error:
@@ -241,10 +263,13 @@ class Kvcached:
         assert created
 
     def map_ahead(self, offset_bytes: int, num_bytes: int) -> None:
-        pass
+        """Map on a thread, without the GIL."""
+        self._granules(offset_bytes, num_bytes)
+        self._ahead.add(offset_bytes, num_bytes)
 
     def unmap(self, offset_bytes: int, num_bytes: int) -> None:
         offsets = self._granules(offset_bytes, num_bytes)
+        self._ahead.stop()  # it would map the range again
         self._wait()
         created = self._ops.unmap_from_kv_tensors(offsets)
         assert created
@@ -253,10 +278,15 @@ class Kvcached:
         """Release memory and addresses: a late reader faults."""
         if self._open:
             self._open = False
+            self._ahead.stop()
             try:
                 self._wait()
             finally:
                 self._ops.shutdown_kvcached()
+
+    def _map_quietly(self, offset_bytes: int, num_bytes: int) -> None:
+        with suppress(RuntimeError):  # `map` reports it
+            self._ops.map_to_kv_tensors(self._granules(offset_bytes, num_bytes))
 
     def _granules(self, offset_bytes: int, num_bytes: int) -> list[int]:
         assert self._open
@@ -275,6 +305,18 @@ class Kvcached:
                 f"{self._device} does not grant {num_bytes:,} bytes:"
                 " lower the memory of this worker, or stop other processes on the device"
             ) from error
+
+
+def piece_bytes(extent_bytes: int) -> int:
+    """Return the size of the pieces that Kvcached maps: the largest multiple of its granule that divides an
+    extent and is at most PIECE_BYTES_MAX. `extent_bytes` is a multiple of the granule."""
+    granule = Kvcached.GRANULE_BYTES
+    assert extent_bytes % granule == 0
+    return max(
+        piece
+        for piece in range(granule, min(extent_bytes, Kvcached.PIECE_BYTES_MAX) + 1, granule)
+        if extent_bytes % piece == 0
+    )
 
 
 def _installed_vmm_ops() -> VmmOps:

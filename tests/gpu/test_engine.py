@@ -182,7 +182,7 @@ def test_budget_that_falls_gives_memory_back() -> None:
             await ask(built, [long(number) for number in range(40)])
             before = free_bytes()
             built.engine.resize(0)
-            assert free_bytes() - before >= 4 * Kvcached.granule_bytes
+            assert free_bytes() - before >= 4 * Kvcached.GRANULE_BYTES
 
     asyncio.run(main())
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or find_spec("kvcached") is None, reason="needs a CUDA device and kvcached"
 )
 
-EXTENT_BYTES = 16 * Kvcached.granule_bytes
+EXTENT_BYTES = 16 * Kvcached.GRANULE_BYTES
 EXTENTS = 8
 STEP_CYCLES = 200_000_000  # about 0.1 s
 OTHER_CYCLES = 20_000_000_000  # about 10 s: longer than map and unmap by far, so still there after them

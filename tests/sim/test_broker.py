@@ -21,8 +21,8 @@ from tidemill.kvstore.memory.cache import Cache
 from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.kvstore.memory.prefix_index import PrefixIndex
 from tidemill.kvstore.stores.memory_store import MemoryStore
-from tidemill.workers.engine.build import extents_for
 from tidemill.workers.engine.engine import Engine
+from tidemill.workers.engine.memory_plan import extents_for
 from tidemill.workers.messages import (
     Heartbeat,
     MemoryUse,

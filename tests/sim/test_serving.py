@@ -16,7 +16,7 @@ from tests.support.sim.loop import simulate
 from tests.support.sim.traffic import ask, converse
 from tests.support.sim.world import DEADLY, POISON, World, WorldSettings
 from tidemill.kvstore.layout import Layout
-from tidemill.workers.engine.build import capacity_tokens, extents_for
+from tidemill.workers.engine.memory_plan import capacity_tokens, extents_for
 from tidemill.workers.messages import Poisonous, Request, RequestError, Unserved
 from tidemill.workers.scheduling.admission import PREEMPTIONS_MAX
 

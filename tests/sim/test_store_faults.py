@@ -21,7 +21,7 @@ from tidemill.kvstore.layout import Layout
 from tidemill.kvstore.stores.circuit_breaker import GuardedStore
 from tidemill.kvstore.stores.page_store import Put
 from tidemill.kvstore.stores.remote_store import RemoteStore
-from tidemill.workers.engine.build import capacity_tokens, extents_for
+from tidemill.workers.engine.memory_plan import capacity_tokens, extents_for
 from tidemill.workers.messages import Request
 
 FIRST = int(os.environ.get("SIM_SEED", "0"))

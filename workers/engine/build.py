@@ -1,6 +1,5 @@
 """Build a worker's engine from its model, memory, store and runner."""
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +15,7 @@ from tidemill.kernels.shared.build import KernelUnavailable
 from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.kvstore.layout import LayerSpec, Layout, layout_of
 from tidemill.kvstore.memory.arena import Arena
-from tidemill.kvstore.memory.backing import Kvcached
+from tidemill.kvstore.memory.backing import Backing
 from tidemill.kvstore.memory.cache import Cache
 from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.kvstore.memory.prefix_index import PrefixIndex
@@ -27,6 +26,7 @@ from tidemill.kvstore.stores.secret import read_secret
 from tidemill.workers.device import device_of, granted, memory_name, open_backing, settle
 from tidemill.workers.engine.engine import Engine
 from tidemill.workers.engine.kv_events import BatchQueue, EventForm, KvEvents
+from tidemill.workers.engine.memory_plan import Memory, budget_of, checkpoint_pages, memory_of
 from tidemill.workers.execution.grammar import Grammars
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.execution.mtp_drafter import MtpDrafter
@@ -39,13 +39,10 @@ from tidemill.workers.models.architectures.registry import (
     load,
 )
 from tidemill.workers.models.collectives import ALONE
-from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.inputs import Caches, caches_of
 from tidemill.workers.parallel.group import GroupRunner, RankGroup, open_group
 from tidemill.workers.parallel.link import StartRanks
-from tidemill.workers.scheduling.admission import STATES_PER_REQUEST_MAX
 from tidemill.workers.scheduling.limits import EngineLimits
-from tidemill.workers.scheduling.plan import Budget
 from tidemill.workers.settings import EngineSettings, KvEventSettings, SettingsError
 from tidemill.workers.transfer.arena_io import ArenaIO, DirectIO
 from tidemill.workers.transfer.staging import StagingRing
@@ -53,6 +50,9 @@ from tidemill.workers.transfer.transfer import IN_FLIGHT_BYTES_MAX, Transfer
 
 AHEAD_BYTES = 64 << 20
 """The memory that is mapped ahead of need in each rank."""
+
+AHEAD_EXTENTS_CUDA = 2
+"""The extents of a device that are mapped ahead of need: mapping one takes milliseconds."""
 
 PUBLISHER = "tidemill.workers.engine.zmq_publisher:ZmqPublisher"
 """The publisher of KV events, which is loaded on demand."""
@@ -72,22 +72,6 @@ class BuiltEngine:
     grammars: Grammars
     group: RankGroup | None  # the other ranks
     close: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """The division of a rank's memory in extents, and the longest sequence that the smallest budget
-    serves."""
-
-    layout: Layout
-    share: int
-    floor: int
-    reserved: int
-    max_model_len: int
-
-    @property
-    def reserved_bytes(self) -> int:
-        return self.reserved * self.layout.extent_bytes
 
 
 def check_settings(settings: EngineSettings) -> None:
@@ -145,12 +129,10 @@ def _build(
     namespace = namespace_of(settings, loaded.layers, shards)
     memory = memory_of(settings, loaded.local_layers, loaded.max_length)
     layout, ranks = memory.layout, settings.tensor_parallel_size
-    own = open_backing(settings, memory.reserved_bytes)
+    own = open_backing(settings, memory.reserved_bytes, layout.extent_bytes, lambda: runner.newest_step)
     backing = own if group is None else group.backing(own)
 
-    budget = memory.floor if settings.starts_at_floor else memory.share
-    ahead_bytes = AHEAD_BYTES if settings.backing_kind == "mmap" else 0
-    arena = Arena(layout, memory.reserved, backing, budget, ahead_bytes // layout.extent_bytes)
+    arena = open_arena(settings, memory, backing)
     runner = open_runner(settings, loaded, memory, backing.memory, group)
     arena_io = open_arena_io(settings, layout, backing.memory, rank_share(shards, 0, ranks))
     cache = Cache(layout, arena, PrefixIndex(layout, settings.eviction, loaded.cost))
@@ -196,6 +178,16 @@ def open_events(settings: EngineSettings, ledger: Ledger) -> Callable[[], None]:
     publisher = open_publisher(settings.kv_events, EventForm.of(ledger.layout, on_cuda=settings.on_cuda))
     ledger.index.publish = KvEvents(ledger.index, publisher, ledger.counters, time).flush
     return publisher.close
+
+
+def open_arena(settings: EngineSettings, memory: Memory, backing: Backing) -> Arena:
+    """Return the arena over `backing`. With kvcached, the floor is mapped now. Raises OutOfMemory."""
+    budget, ahead, kept = memory.floor if settings.starts_at_floor else memory.share, 0, 0
+    if settings.backing_kind == "mmap":
+        ahead = AHEAD_BYTES // memory.layout.extent_bytes
+    if settings.backing_kind == "kvcached":
+        ahead, kept = AHEAD_EXTENTS_CUDA, memory.floor
+    return Arena(memory.layout, memory.reserved, backing, budget, ahead, kept)
 
 
 def _info(
@@ -262,14 +254,6 @@ def guesser_of(
     return MtpDrafter(loaded.head, loaded.model.logits, caches, layout.page_tokens, settings.drafts_max)
 
 
-def budget_of(settings: EngineSettings, page_tokens: int) -> Budget:
-    return Budget(
-        tokens_max=max(settings.step_tokens_max, settings.rows_max + page_tokens),
-        rows_max=settings.rows_max,
-        page_tokens=page_tokens,
-    )
-
-
 def limits_of(settings: EngineSettings, memory: Memory, *, mtp: bool = False) -> EngineLimits:
     page_tokens = memory.layout.page_tokens
     return EngineLimits(
@@ -278,7 +262,7 @@ def limits_of(settings: EngineSettings, memory: Memory, *, mtp: bool = False) ->
         ranks=settings.tensor_parallel_size,
         extents_min=memory.floor,
         checkpoint_strategy=settings.checkpoint_strategy,
-        checkpoint_interval=(settings.checkpoint_interval or page_tokens) // page_tokens,
+        checkpoint_interval=checkpoint_pages(settings, memory.layout),
         itl_target_s=settings.step_target_s,
         overlap=settings.overlap,
         drafts_max=settings.drafts_max,
@@ -330,59 +314,3 @@ def open_arena_io(settings: EngineSettings, layout: Layout, arena: Tensor, share
         layout.state_bytes // max(1, len(share.states)),
     )
     return StagingRing(store, arena, max(IN_FLIGHT_BYTES_MAX, object_bytes_max), object_bytes_max)
-
-
-def capacity_tokens(layout: Layout, num_extents: int, in_flight_tokens: int | None = None) -> int:
-    """Return the longest sequence that an arena of `num_extents` can hold when nothing else runs and steps
-    run at most `in_flight_tokens` of it (None: all); 0 if none fits."""
-    size = layout.page_tokens
-    pages = bisect_right(
-        range(max(0, num_extents) * layout.pages_per_extent + 1),
-        num_extents,
-        key=lambda pages: extents_for(layout, pages * size, in_flight_tokens),
-    )
-    return max(0, pages - 1) * size
-
-
-def extents_for(layout: Layout, num_tokens: int, in_flight_tokens: int | None = None) -> int:
-    """Return the smallest arena, in extents, whose `capacity_tokens` are at least `num_tokens`."""
-    in_flight = num_tokens if in_flight_tokens is None else in_flight_tokens
-    extents = -(-num_tokens // (layout.pages_per_extent * layout.page_tokens))
-    if layout.has_states:
-        extents += -(-STATES_PER_REQUEST_MAX // layout.states_per_extent)
-    if layout.has_windows:
-        extents += -(-layout.peak_windows(num_tokens, in_flight) // layout.windows_per_extent)
-    return extents
-
-
-def memory_of(settings: EngineSettings, layers: Sequence[LayerSpec], max_length: int) -> Memory:
-    """Return the division of the memory. `layers` are those of one rank. Raises ModelError and
-    SettingsError."""
-    ranks = settings.tensor_parallel_size
-    granules = {"granule_bytes": Kvcached.granule_bytes} if settings.backing_kind == "kvcached" else {}
-    try:
-        layout = layout_of(layers, settings.page_tokens, settings.page_dtype, **granules)
-    except ValueError as error:
-        raise ModelError(f"{settings.model_folder}: {error}") from error
-    num_extents = settings.memory_bytes // (layout.extent_bytes * ranks)
-    wanted = min(settings.max_model_len or max_length, max_length)
-    in_flight = budget_of(settings, layout.page_tokens).tokens_max * (2 if settings.overlap else 1)
-    max_model_len = min(wanted, capacity_tokens(layout, num_extents, in_flight))
-    if max_model_len <= layout.page_tokens and max_model_len < wanted:
-        num_extents = extents_for(layout, layout.page_tokens + 1, in_flight)
-        raise ModelError(
-            f"{settings.memory_bytes:,} bytes of memory cannot hold one request of this model: "
-            f"set --memory to {-(-num_extents * layout.extent_bytes * ranks // (1 << 20))}MiB or more"
-        )
-    floor = max(
-        extents_for(layout, max_model_len, in_flight),
-        -(-(settings.memory_floor_bytes or 0) // (layout.extent_bytes * ranks)),
-    )
-    if floor > num_extents:
-        raise SettingsError(
-            f"--memory-floor is {settings.memory_floor_bytes:,} bytes: set it to --memory or less"
-        )
-    if settings.on_cuda and settings.backing_kind == "fixed":  # all of it is allocated at the start
-        return Memory(layout, num_extents, floor, num_extents, max_model_len)
-    reserved = max(num_extents, (settings.memory_max_bytes or 0) // (layout.extent_bytes * ranks))
-    return Memory(layout, num_extents, floor, reserved, max_model_len)

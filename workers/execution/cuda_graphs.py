@@ -35,6 +35,8 @@ def shapes(rows_max: int, tokens_max: int) -> list[tuple[int, int, int]]:
     """Return steps that launch every kernel that other steps launch, each as the number of rows, the
     tokens of the first row, and the states that a row may keep.
 
+    Two of them need the most memory: a prompt of `tokens_max` alone, and one beside `rows_max` - 1 rows.
+
     Kernels are compiled for one token per row and for more, for few rows and for many, for one state per row
     and for more, and by the number of tokens per expert.
     """
@@ -42,8 +44,9 @@ def shapes(rows_max: int, tokens_max: int) -> list[tuple[int, int, int]]:
     one_each = [(rows, 1, 1) for rows in counts]
     many_each = [(rows, CHUNK, states) for rows in counts for states in (1, 2)]
     many_tokens = [(1, 1 << power, 1) for power in range(1, tokens_max.bit_length())]
-    found = dict.fromkeys([*one_each, *many_each, *many_tokens, (1, tokens_max, 1)])
-    return [shape for shape in found if shape[0] - 1 + shape[1] <= tokens_max]
+    largest = [(1, tokens_max, 1), (rows_max, tokens_max - rows_max + 1, 1)]
+    found = dict.fromkeys([*one_each, *many_each, *many_tokens, *largest])
+    return [shape for shape in found if shape[1] > 0 and shape[0] - 1 + shape[1] <= tokens_max]
 
 
 def padding(rows: int, table_width: int, first: int = 1, *, windows: bool = False, states: int = 1) -> Inputs:

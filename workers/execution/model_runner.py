@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from tidemill.kernels.dispatch import REFERENCE, Operators
+from tidemill.kvstore.memory.backing import Event
 from tidemill.workers.device import HOST
 from tidemill.workers.execution.cuda_graphs import Capture, Graphs, cuda_capture, padding, shapes
 from tidemill.workers.execution.logprobs import scores_of
@@ -22,6 +23,7 @@ from tidemill.workers.execution.mtp_drafter import MtpDrafter, ends_of
 from tidemill.workers.execution.sampler import Sampler, token_ids
 from tidemill.workers.execution.step import PENDING, Drawn, Row, Step
 from tidemill.workers.execution.step_tensors import inputs_of
+from tidemill.workers.execution.warm_up import filtered_rows
 from tidemill.workers.messages import TokenLogprob
 from tidemill.workers.models.architectures.registry import Model
 from tidemill.workers.models.inputs import Caches, Inputs, on_device
@@ -58,6 +60,7 @@ class TorchRunner:
         self._device = device
         self._guesser = guesser
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.newest_step: Event | None = None  # its end, after which nothing reads freed memory
         self._graphs: Graphs | None = None
         # The token that each row of the previous step drew; PENDING: it drew none.
         self._last: dict[str, int] = {}
@@ -160,6 +163,7 @@ class TorchRunner:
             try:
                 yield
             finally:
+                self.newest_step = self._stream.record_event()
                 self._stream.synchronize()
 
     def _warm_up(self, rows_max: int, tokens_max: int, table_width: int, drafts_max: int) -> None:
@@ -167,7 +171,9 @@ class TorchRunner:
             with torch.inference_mode(), self._on_stream():
                 inputs = padding(rows, table_width, first, windows=self._caches.has_windows, states=states)
                 hidden_TH = self._hidden(inputs)
-                self._model.logits(hidden_TH[: rows * (1 + drafts_max)])
+                logits_NV = self._model.logits(hidden_TH[: rows * (1 + drafts_max)])
+                if rows == rows_max:
+                    draw(logits_NV[:rows], filtered_rows(rows))
                 if self._guesser is not None:
                     self._guesser.warm_up(hidden_TH, inputs)
 

@@ -23,7 +23,7 @@ from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.kvstore.memory.prefix_index import PrefixIndex
 from tidemill.kvstore.memory.recompute_cost import Policy
 from tidemill.kvstore.stores.page_store import PageStore
-from tidemill.workers.engine.build import capacity_tokens
+from tidemill.workers.engine.memory_plan import capacity_tokens
 from tidemill.workers.execution.step import Drawn, Step
 from tidemill.workers.messages import (
     CrashedAlone,

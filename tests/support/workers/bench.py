@@ -31,7 +31,7 @@ from tidemill.kvstore.memory.prefix_index import PrefixIndex
 from tidemill.kvstore.memory.recompute_cost import Policy
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.page_store import PageStore
-from tidemill.workers.engine.build import capacity_tokens
+from tidemill.workers.engine.memory_plan import capacity_tokens
 from tidemill.workers.execution.step import Drawn, Runner, Step
 from tidemill.workers.messages import Delta, Provenance, Request, Sampling, TokenLogprob, WorkerGone
 from tidemill.workers.scheduling.limits import EngineLimits

@@ -2,17 +2,24 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from benchmarks.engine.released import RELEASED
 
+from tests.support.kvstore.fake_vmm import FakeVmm
 from tidemill import LLM
 from tidemill.kvstore.errors import OutOfMemory
+from tidemill.kvstore.layout import layout_of
 from tidemill.kvstore.memory.backing import Fixed, Kvcached, Mmap
 from tidemill.workers.device import device_of, granted, memory_name, open_backing
 from tidemill.workers.device_errors import is_sticky
-from tidemill.workers.engine.build import build_engine, check_settings, memory_of
-from tidemill.workers.models.architectures.registry import describe
+from tidemill.workers.engine.build import build_engine, check_settings
+from tidemill.workers.engine.memory_plan import checkpoint_pages, memory_of
+from tidemill.workers.models.architectures.registry import ARCHITECTURES, describe
 from tidemill.workers.models.bundled import bundled
 from tidemill.workers.settings import EngineSettings, SettingsError
 
@@ -100,7 +107,7 @@ def test_without_kvcached_the_other_backing_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setitem(sys.modules, "kvcached.vmm_ops", None)
     with pytest.raises(SettingsError, match=r"kvcached does not load .*--backing fixed"):
-        open_backing(settings_with(device="cuda"), Kvcached.granule_bytes)
+        open_backing(settings_with(device="cuda"), Kvcached.GRANULE_BYTES)
 
 
 def test_memory_that_is_not_granted_names_the_fix() -> None:
@@ -129,6 +136,37 @@ def test_sticky_errors_of_a_device(error: Exception, sticky: bool) -> None:  # n
     assert is_sticky(error) is sticky
 
 
+@pytest.mark.parametrize(
+    ("changes", "tokens"),
+    [
+        ({"device": "cuda"}, 3264),
+        ({"device": "cuda", "kv_dtype": "float32"}, 1664),
+        ({"device": "cuda", "checkpoint_interval": 128}, 128),
+        ({}, 64),
+    ],
+)
+def test_checkpoints_while_decoding_cost_what_their_pages_cost(
+    changes: dict[str, object], tokens: int
+) -> None:
+    """Qwen3-Next-80B-A3B has states of 75 MiB and pages of 1.5 MiB."""
+    settings = settings_with(**changes)
+    specs = ARCHITECTURES["Qwen3NextForCausalLM"].parse(RELEASED["Qwen3-Next-80B-A3B"]).specs
+    assert checkpoint_pages(settings, layout_of(specs, 64, settings.page_dtype)) * 64 == tokens
+
+
+def test_arena_of_a_device_waits_for_the_newest_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pieces divide the extent, and the end of the newest step is that of the runner."""
+    monkeypatch.setattr("tidemill.workers.device.device_of", Mock(return_value=torch.device("cpu")))
+    vmm = FakeVmm()
+    monkeypatch.setattr("tidemill.kvstore.memory.backing._installed_vmm_ops", lambda: vmm)
+    newest: Any = SimpleNamespace(query=lambda: False, synchronize=lambda: vmm.log.append("waited"))
+    backing = open_backing(settings_with(device="cuda"), 3 * (6 << 20), 6 << 20, lambda: newest)
+    assert vmm.page_bytes == 6 << 20
+    backing.map(0, 6 << 20)
+    backing.unmap(0, 6 << 20)
+    assert vmm.log == ["init", "map", "waited", "unmap"]
+
+
 @pytest.mark.parametrize("page_tokens", [1, 16, 48, 64])
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
 def test_extents_are_whole_granules_of_kvcached(page_tokens: int, kv_dtype: str) -> None:
@@ -137,7 +175,7 @@ def test_extents_are_whole_granules_of_kvcached(page_tokens: int, kv_dtype: str)
         device="cuda", page_tokens=page_tokens, kv_dtype=kv_dtype, memory_bytes=8 << 30, max_model_len=512
     )
     memory = memory_of(settings, layers, max_length)
-    assert not memory.layout.extent_bytes % Kvcached.granule_bytes
+    assert not memory.layout.extent_bytes % Kvcached.GRANULE_BYTES
     assert not memory.layout.extent_bytes % memory.layout.state_stride_bytes
     assert memory.max_model_len == 512
 

@@ -138,11 +138,22 @@ class ArenaAgainstDicts(RuleBasedStateMachine):
         states_per_extent=st.integers(1, 3),
         hybrid=st.booleans(),
         ahead=st.integers(0, 4),
+        kept=st.integers(0, 10),
     )
-    def build(self, num_extents: int, budget: int, states_per_extent: int, hybrid: bool, ahead: int) -> None:  # noqa: FBT001  drawn
+    def build(
+        self,
+        num_extents: int,
+        budget: int,
+        states_per_extent: int,
+        hybrid: bool,  # noqa: FBT001  drawn
+        ahead: int,
+        kept: int,
+    ) -> None:
         self.layout = a_layout(states_per_extent, hybrid=hybrid)
         self.backing = FakeBacking(self.layout.extent_bytes)
-        self.arena = Arena(self.layout, num_extents, self.backing, budget % num_extents + 1, ahead)
+        budget = budget % num_extents + 1
+        self.kept = min(kept, budget)
+        self.arena = Arena(self.layout, num_extents, self.backing, budget, ahead, self.kept)
         self.ahead = ahead
         self.pages: PoolModel[PageId] = PoolModel(self.arena.pages)
         self.states: PoolModel[StateId] = PoolModel(self.arena.states)
@@ -181,7 +192,7 @@ class ArenaAgainstDicts(RuleBasedStateMachine):
 
     @rule(budget=choices)
     def resize(self, budget: int) -> None:
-        budget_extents = budget % self.arena.num_extents + 1
+        budget_extents = max(self.kept, budget % self.arena.num_extents + 1)
         self.arena.resize(budget_extents)
         assert self.arena.budget_extents == budget_extents
 
@@ -202,13 +213,18 @@ class ArenaAgainstDicts(RuleBasedStateMachine):
         assert pages.keys().isdisjoint(states)
         used = {extent * self.layout.extent_bytes for extent in (*pages, *states)}
         assert used <= self.backing.mapped
-        assert len(self.backing.mapped - used) <= SPARE_EXTENTS_MAX
+        assert len(self.backing.mapped - used) <= max(SPARE_EXTENTS_MAX, self.kept)
+        assert len(self.backing.mapped) >= self.kept
+        assert 0 in self.backing.mapped or not self.kept, "kernels get addresses in extent 0"
         budget_extents = self.arena.budget_extents
         room = max(0, self.arena.budget_extents - len(self.backing.mapped))
         assert len(self.backing.ahead) <= min(self.ahead, room), "memory beyond the budget"
         assert self.arena.excess == max(0, len(self.backing.mapped) - budget_extents)
-        assert not self.arena.excess or used == self.backing.mapped, "an empty extent was not unmapped"
-        assert self.arena.num_empty == max(0, budget_extents - len(used))
+        if self.arena.excess:
+            always = {0} if self.kept else set[int]()
+            assert self.backing.mapped - used <= always, "an empty extent was not unmapped"
+        empty = len(self.backing.mapped - used)
+        assert self.arena.num_empty == empty + max(0, budget_extents - len(self.backing.mapped))
 
     @invariant()
     def usage_counts_extents_and_objects(self) -> None:
@@ -257,6 +273,22 @@ def test_arena_maps_the_next_extents_ahead_of_need() -> None:
     assert len(backing.ahead) == 2
     arena.resize(5)
     assert len(backing.ahead) == 1
+
+
+def test_arena_of_a_device_keeps_its_floor() -> None:
+    """More empty extents stay mapped than elsewhere, and the first is the first to be used."""
+    layout = a_layout(1)
+    backing = FakeBacking(layout.extent_bytes)
+    arena = Arena(layout, 14, backing, 14, kept_extents=11)
+    assert len(backing.mapped) == 11
+    states = [arena.states.take() for _ in range(13)]
+    assert arena.states.extent_of(states[0]) == 0
+    for state in states:
+        arena.states.free(state)
+    assert len(backing.mapped) == 11
+    arena.resize(11)
+    arena.check(([], []), ([], []))
+    assert 0 in backing.mapped
 
 
 def test_arena_reuses_an_extent_for_another_class_when_it_is_empty() -> None:

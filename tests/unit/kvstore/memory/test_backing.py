@@ -4,6 +4,7 @@ import errno
 import mmap
 import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from tidemill.kvstore.memory.backing import (
     Fixed,
     Kvcached,
     Mmap,
+    piece_bytes,
 )
 
 MIB = 1 << 20
@@ -217,7 +219,7 @@ EXTENT_GRANULES, EXTENTS = 3, 4
     toggled=st.lists(st.integers(0, EXTENTS - 1), max_size=12), pages=st.integers(1, 1 + 3 * EXTENT_GRANULES)
 )
 def test_kvcached_maps_a_range_whole_or_not_at_all(toggled: list[int], pages: int) -> None:
-    granule = Kvcached.granule_bytes
+    granule = Kvcached.GRANULE_BYTES
     extent_bytes = EXTENT_GRANULES * granule
     vmm = FakeVmm(physical_pages=pages)
     backing = Kvcached(EXTENTS * extent_bytes, "cpu", vmm)
@@ -294,7 +296,61 @@ def test_kvcached_waits_for_the_newest_step() -> None:
     backing.unmap(0, UNIT)
     newest[0] = Step(vmm.log, "step 4")
     backing.close()
-    assert vmm.log == ["init", "step 1", "map", "unmap", "map", "step 3", "unmap", "step 4", "shutdown"]
+    assert vmm.log == ["init", "map", "step 1", "unmap", "map", "step 3", "unmap", "step 4", "shutdown"]
+
+
+def test_kvcached_maps_pieces_that_divide_an_extent() -> None:
+    sizes = {2: 2, 64: 64, 66: 22, 128: 64, 306: 34, 2 * 37: 2}
+    assert {extent: piece_bytes(extent * MIB) // MIB for extent in sizes} == sizes
+    vmm = FakeVmm()
+    backing = Kvcached(3 * 66 * MIB, "cpu", vmm, extent_bytes=66 * MIB)
+    backing.map(66 * MIB, 66 * MIB)
+    assert vmm.mapped == {66 * MIB, 88 * MIB, 110 * MIB}
+
+
+class SlowVmm(FakeVmm):
+    """A device that grants nothing on a thread until the gate opens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+
+    def map_to_kv_tensors(self, offsets: list[int]) -> bool:
+        if threading.current_thread() is not threading.main_thread():
+            self.gate.wait(10)
+        return super().map_to_kv_tensors(offsets)
+
+
+def test_kvcached_maps_ahead_on_a_thread() -> None:
+    vmm = SlowVmm()
+    backing = Kvcached(4 * UNIT, "cpu", vmm)
+    backing.map_ahead(UNIT, UNIT)
+    backing.map(0, UNIT)
+    assert vmm.mapped == {0}, "the caller does not wait"
+    vmm.gate.set()
+    eventually(lambda: vmm.mapped == {0, UNIT})
+    backing.memory[UNIT : 2 * UNIT] = 7
+    backing.map(UNIT, UNIT)  # already there: its bytes stay
+    assert bool((backing.memory[UNIT : 2 * UNIT] == 7).all())
+    vmm.gate.clear()
+    backing.map_ahead(2 * UNIT, UNIT)
+    backing.map_ahead(3 * UNIT, UNIT)
+    threading.Timer(0.05, vmm.gate.set).start()
+    backing.unmap(3 * UNIT, UNIT)  # waits for the range before it
+    assert vmm.mapped == {0, UNIT, 2 * UNIT}
+    backing.close()
+    assert vmm.memory is None
+
+
+def test_kvcached_reports_a_refusal_when_the_range_is_needed() -> None:
+    vmm = FakeVmm(physical_pages=2)
+    backing = Kvcached(4 * UNIT, "cpu", vmm)
+    backing.map_ahead(0, UNIT)
+    backing.map_ahead(UNIT, UNIT)
+    eventually(lambda: vmm.mapped == {0})
+    backing.map(0, UNIT)
+    with pytest.raises(OutOfMemory, match="lower the memory of this worker"):
+        backing.map(UNIT, UNIT)
 
 
 class Faulted:

@@ -22,7 +22,7 @@ from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.layout import Layout
 from tidemill.kvstore.memory.allocation_sites import AllocationSite
 from tidemill.kvstore.memory.backing import Fixed
-from tidemill.workers.engine.build import extents_for
+from tidemill.workers.engine.memory_plan import extents_for
 from tidemill.workers.messages import Request
 from tidemill.workers.scheduling.admission import PREEMPTIONS_MAX
 from tidemill.workers.settings import CheckpointStrategy

@@ -24,7 +24,7 @@ from tests.support.workers.bench import (
     run,
 )
 from tidemill.kvstore.layout import Layout
-from tidemill.workers.engine.build import extents_for
+from tidemill.workers.engine.memory_plan import extents_for
 from tidemill.workers.messages import Request
 from tidemill.workers.scheduling.admission import PREEMPTIONS_MAX
 from tidemill.workers.settings import CheckpointStrategy

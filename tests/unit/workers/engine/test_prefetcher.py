@@ -23,7 +23,7 @@ from tidemill.kvstore.keys import Kind, ObjectKey, page_keys
 from tidemill.kvstore.layout import Layout
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.page_store import Got, Put
-from tidemill.workers.engine.build import extents_for
+from tidemill.workers.engine.memory_plan import extents_for
 from tidemill.workers.engine.prefetcher import AHEAD_PAGES_MAX, POLL_S_MAX
 from tidemill.workers.messages import Produced, Provenance
 

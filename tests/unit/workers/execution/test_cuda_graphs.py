@@ -16,7 +16,7 @@ from tests.support.parity.served import answer, serving
 from tests.support.workers.padded import CPU, ROWS_MAX, TABLE_WIDTH, Bed, again, check_padding
 from tidemill.kernels.dispatch import REFERENCE, operators
 from tidemill.workers.engine import build
-from tidemill.workers.engine.build import Memory
+from tidemill.workers.engine.memory_plan import Memory
 from tidemill.workers.execution.cuda_graphs import CHUNK, Graphs, Replay, buckets, pad, padding, shapes
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.messages import Request, Sampling

@@ -4,7 +4,7 @@ other."""
 import pytest
 
 from tests.support.sim.fold import fold_layout
-from tidemill.workers.engine.build import capacity_tokens, extents_for
+from tidemill.workers.engine.memory_plan import capacity_tokens, extents_for
 
 
 @pytest.mark.parametrize("hybrid", [True, False])
