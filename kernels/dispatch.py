@@ -71,7 +71,8 @@ class Operators:
     mamba2: Callable[[Tensor, Tensor, Tensor, Mamba2Heads, Tensor, Rows], Tensor]
     rope_angles: Callable[[Tensor, Tensor], Tensor]
     rope_store: RopeStore
-    attention: Callable[[Tensor, Tensor, Rows, int | None, Tensor | None], Tensor]
+    attention: attention_cpu.AttentionCall
+    gated_attention: attention_cpu.GatedAttentionCall
     route: RouteTokens
     moe_inner: Callable[[Tensor, Choice, Experts], Tensor]
     moe_outer: moe_cpu.MoeOuter
@@ -100,6 +101,7 @@ REFERENCE = Operators(
     rope_angles=rope_store_reference.rope_angles,
     rope_store=rope_store_reference.rope_store,
     attention=attention_reference.attention,
+    gated_attention=attention_reference.gated_attention,
     route=moe_reference.route,
     moe_inner=moe_reference.moe_inner,
     moe_outer=moe_reference.moe_outer,
@@ -120,6 +122,7 @@ FOLDERS = {  # of the operators that are not called like theirs
     "rms_norm_gated": "rms_norm",
     "silu_mul": "activation",
     "sigmoid_mul": "activation",
+    "gated_attention": "attention",
     "rope_angles": "rope_store",
     "route": "moe",
     "moe_inner": "moe",
@@ -150,6 +153,7 @@ def operators(variant: Variant, cache_dir: Path, compute_dtype: ComputeDtype = "
                 REFERENCE,
                 pack=partial(linear_reference.pack, compute_dtype=compute_dtype),
                 attention=partial(attention_reference.attention, compute_dtype=compute_dtype),
+                gated_attention=partial(attention_reference.gated_attention, compute_dtype=compute_dtype),
             )
         case "cpu":
             library = build(cache_dir)
@@ -171,6 +175,7 @@ def operators(variant: Variant, cache_dir: Path, compute_dtype: ComputeDtype = "
                 rope_angles=rope_store_cpu.bind_rope_angles(library),
                 rope_store=rope_store_cpu.bind_rope_store(library),
                 attention=attention_cpu.bind(library, compute_dtype),
+                gated_attention=attention_cpu.bind_gated(library, compute_dtype),
                 route=moe_cpu.bind_route(library),
                 moe_inner=moe_cpu.bind_moe_inner(library),
                 moe_outer=moe_cpu.bind_moe_outer(library),

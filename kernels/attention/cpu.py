@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from tidemill.kernels.activation.cpu import bind_sigmoid_mul
 from tidemill.kernels.shared.build import Library
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
 from tidemill.kernels.shared.pages import page_arguments
@@ -13,9 +14,13 @@ DIM_MAX = 1024  # of cpu.cpp
 UNBOUNDED = 1 << 62  # a window of more tokens than there are
 
 
-def bind(
-    library: Library, compute_dtype: ComputeDtype
-) -> Callable[[torch.Tensor, torch.Tensor, Rows, int | None, torch.Tensor | None], torch.Tensor]:
+AttentionCall = Callable[[torch.Tensor, torch.Tensor, Rows, int | None, torch.Tensor | None], torch.Tensor]
+GatedAttentionCall = Callable[
+    [torch.Tensor, torch.Tensor, Rows, int | None, torch.Tensor | None, torch.Tensor], torch.Tensor
+]
+
+
+def bind(library: Library, compute_dtype: ComputeDtype) -> AttentionCall:
     call = library.function("attention")
 
     def attention(
@@ -39,3 +44,20 @@ def bind(
         return o_THD
 
     return attention
+
+
+def bind_gated(library: Library, compute_dtype: ComputeDtype) -> GatedAttentionCall:
+    """The two operators one after the other."""
+    attention, sigmoid_mul = bind(library, compute_dtype), bind_sigmoid_mul(library)
+
+    def gated_attention(
+        q_THD: torch.Tensor,
+        cache: torch.Tensor,
+        rows: Rows,
+        window: int | None,
+        sinks_H: torch.Tensor | None,
+        gate_THD: torch.Tensor,
+    ) -> torch.Tensor:
+        return sigmoid_mul(attention(q_THD, cache, rows, window, sinks_H), gate_THD)
+
+    return gated_attention

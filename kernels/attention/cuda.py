@@ -7,7 +7,8 @@
 A row of one token is cut at fixed places into spans of keys, to which programs attend side by side and
 whose results are then added up (split-KV, as in Flash-Decoding). The tokens of a longer row are taken in
 tiles, each of which goes through its keys from the first to the last (FlashAttention-2, arXiv 2307.08691).
-What comes out for a token depends on its own sequence, and on whether its row has other tokens, not on the
+A row of up to SHORT_TOKENS tokens, such as guesses or the tail of a prompt, has both tiles and spans.
+What comes out for a token depends on its own sequence, and on the number of tokens of its row, not on the
 rest of the batch. A window leaves out the spans, and the keys of a tile, that lie wholly before it; a sink is
 one more score.
 
@@ -16,6 +17,7 @@ first elements, those over, are multiplied apart from the rest, and query heads 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -23,13 +25,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tidemill.kernels.activation.cuda import sigmoid_mul
 from tidemill.kernels.attention.inner import LOG2_E, LOWEST, attend, both, put
+from tidemill.kernels.attention.spans import add_short, add_spans, attend_span, short_spans, tile_in_row
+from tidemill.kernels.shared.row_of import ROWS_AT_ONCE
 from tidemill.kernels.shared.rows import Rows
 
 SPAN_TOKENS = 256  # of one program of `attend_span`, as long as SPANS_MAX of them cover the sequence
 SPANS_MAX = 64
 SPANS_AT_ONCE = 16  # of one round of `add_spans`
-ROWS_AT_ONCE = 128  # of one round of the search for a program's row
+SHORT_TOKENS = 64  # of a row, at most, whose keys are split
+SPANS_SHORT = 32  # of such a row, at most
+RESULTS_MAX = 1 << 20  # elements of a short row's results, at most, before they are added up
+TOKENS_AT_ONCE = 8  # of one program of `add_short`
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,123 +77,6 @@ def shared_by(group: int, dim: int) -> int:
 
 
 @triton.jit
-def spans_of(length, SPAN: tl.constexpr, SPANS: tl.constexpr, WINDOW: tl.constexpr):
-    """The first key that a sequence's last token sees, the tokens of a span, and the span of that key.
-
-    Spans lie at multiples of their tokens, and the keys that the token sees are in SPANS of them at most.
-    """
-    seen_from = 0
-    seen, spans = length, SPANS
-    if WINDOW is not None:
-        seen_from = tl.maximum(length - WINDOW, 0)
-        # A window may begin and end in the middle of a span.
-        seen, spans = tl.minimum(length, WINDOW), SPANS - 1
-    span_tokens = tl.maximum(SPAN * tl.cdiv(seen, SPAN * spans), 1)
-    return seen_from, span_tokens, seen_from // span_tokens
-
-
-@triton.jit(do_not_specialize=["pages_stride"])
-def attend_span(
-    q,  # [T, H, D]
-    cache,  # [pages, kv_heads, 2, P, D]
-    tiles, first_tiles,  # the same as descriptors of tiles: after R elements, and these; or None
-    cu, lens, pages,
-    sums,  # float32 [B, H, spans, D]
-    weights,  # float32 [B, H, spans]
-    tops,  # float32 [B, H, spans]
-    scale,
-    q_token_stride, q_head_stride, page_stride, head_stride, kv_stride, token_stride, pages_stride,
-    ONE_EACH: tl.constexpr,  # every row has one token
-    P: tl.constexpr, D: tl.constexpr,
-    R: tl.constexpr,  # elements apart from the rest
-    GROUP: tl.constexpr,  # query heads of a program
-    PARTS: tl.constexpr,  # programs of a kv head
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, FIRST: tl.constexpr, STAGES: tl.constexpr,
-    SPAN: tl.constexpr, SPANS: tl.constexpr, WINDOW: tl.constexpr, ALIKE: tl.constexpr,
-) -> None:  # fmt: skip
-    """Row i, part j % PARTS of kv head j // PARTS, span k of what the token sees, of a grid (i, j, k)."""
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    span = tl.program_id(2)
-    token = row
-    if not ONE_EACH:
-        token = tl.load(cu + row).to(tl.int64)
-        if tl.load(cu + row + 1) - token != 1:
-            return
-    length = tl.load(lens + row)
-    seen_from, span_tokens, first_span = spans_of(length, SPAN, SPANS, WINDOW)
-    start = (first_span + span) * span_tokens
-    if start >= length:
-        return
-    h_M = tl.arange(0, QUERIES)
-    q += token * q_token_stride + head * GROUP * q_head_stride
-    q_MD, q_MR = both(q, h_M * q_head_stride, h_M < GROUP, R, D, DIMS, FIRST)
-    position_M = tl.full([QUERIES], 0, tl.int32) + length - 1
-    end = tl.minimum(start + span_tokens, length)
-    all_from, all_to = start, start + (end - start) // KEYS * KEYS
-    if WINDOW is not None:
-        start = tl.maximum(start, seen_from)
-        all_from = tl.minimum(tl.cdiv(start, KEYS) * KEYS, all_to)
-    weight_M = tl.zeros([QUERIES], tl.float32)
-    top_M = tl.full([QUERIES], LOWEST, tl.float32)
-    sum_MD, sum_MR, weight_M, top_M = attend(
-        q_MD.to(cache.dtype.element_ty), q_MR.to(cache.dtype.element_ty),
-        position_M, weight_M, top_M, length, start, all_from, all_to, end,
-        cache, tiles, first_tiles, pages + row * pages_stride,
-        head // PARTS, scale, page_stride, head_stride, kv_stride, token_stride,
-        P, D, R, KEYS, STAGES, WINDOW, ALIKE,
-    )  # fmt: skip
-    heads = tl.num_programs(1) * GROUP
-    at_M = (row * heads + head * GROUP + h_M) * tl.num_programs(2) + span
-    put(sums, at_M * D, h_M < GROUP, sum_MD, sum_MR, R, D)
-    tl.store(weights + at_M, weight_M, mask=h_M < GROUP)
-    tl.store(tops + at_M, top_M, mask=h_M < GROUP)
-
-
-@triton.jit(do_not_specialize=["spans"])
-def add_spans(
-    sums, weights, tops,
-    sinks,  # float32 [H], or None
-    cu, lens,
-    out,  # [T, H, D]
-    spans,
-    ONE_EACH: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr,
-    SPAN: tl.constexpr, SPANS: tl.constexpr, WINDOW: tl.constexpr, AT_ONCE: tl.constexpr,
-) -> None:  # fmt: skip
-    """Row i, query head j of a grid (i, j). A row that is the padding of a batch gets zeros."""
-    row = tl.program_id(0).to(tl.int64)
-    token = row
-    if not ONE_EACH:
-        token = tl.load(cu + row).to(tl.int64)
-        if tl.load(cu + row + 1) - token != 1:
-            return
-    length = tl.load(lens + row)
-    _, span_tokens, first_span = spans_of(length, SPAN, SPANS, WINDOW)
-    used = tl.cdiv(length, span_tokens) - first_span
-    dim_D = tl.arange(0, DIMS)
-    first = (row * tl.num_programs(1) + tl.program_id(1)) * spans
-    at_S = first + tl.arange(0, SPANS)
-    top = tl.max(tl.load(tops + at_S, mask=at_S < first + used, other=float("-inf")), 0)
-    sum_D = tl.zeros([DIMS], tl.float32)
-    weight = 0.0
-    if sinks is not None:
-        sink = tl.maximum(tl.load(sinks + tl.program_id(1)) * LOG2_E, LOWEST)
-        top = tl.maximum(top, sink)
-        weight += tl.exp2(sink - top)
-    for start in range(0, used, AT_ONCE):
-        span_S = start + tl.arange(0, AT_ONCE)
-        mask_S = span_S < used
-        share_S = tl.exp2(tl.load(tops + first + span_S, mask=mask_S, other=float("-inf")) - top)
-        weight += tl.sum(share_S * tl.load(weights + first + span_S, mask=mask_S, other=0.0), 0)
-        at_SD = (first + span_S)[:, None] * D + dim_D[None, :]
-        sum_SD = tl.load(sums + at_SD, mask=mask_S[:, None] & (dim_D < D)[None, :], other=0.0)
-        sum_D += tl.sum(share_S[:, None] * sum_SD, 0)
-    sum_D /= tl.where(weight > 0, weight, 1.0)
-    at_D = (token * tl.num_programs(1) + tl.program_id(1)) * D + dim_D
-    tl.store(out + at_D, sum_D.to(out.dtype.element_ty), mask=dim_D < D)
-
-
-@triton.jit
 def keys_of(position_M, KEYS: tl.constexpr, WINDOW: tl.constexpr):
     """Return seen_from, all_from, all_to and end of a tile of queries, as `attend` takes them."""
     all_to = tl.maximum(tl.min(position_M, 0) + 1, 0) // KEYS * KEYS
@@ -206,35 +97,32 @@ def attend_rows(
     sinks,  # float32 [H], or None
     cu, lens, pages,
     out,  # [T, H, D]
+    sums, weights, tops,  # as of `add_short`, or None: keys are not cut, and results go to `out`
     scale, rows,
     q_token_stride, q_head_stride, page_stride, head_stride, kv_stride, token_stride, pages_stride,
     P: tl.constexpr, D: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, FIRST: tl.constexpr, STAGES: tl.constexpr,
-    ROWS: tl.constexpr, WINDOW: tl.constexpr, ALIKE: tl.constexpr,
+    LEAST: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
+    SPAN: tl.constexpr, SPANS: tl.constexpr, BUDGET: tl.constexpr,
+    WINDOW: tl.constexpr, ALIKE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Some tile of query vectors of one row, and kv head j of a grid (at least the tiles, j).
+    """Some tile of query vectors of one row of LEAST to MOST tokens, kv head j and span k of a grid (at least
+    the tiles, j, k).
 
     The vectors of a row are its tokens' query heads of kv head j, side by side: GROUP vectors of each token.
-    Row b has the tiles from cu[b] * GROUP // QUERIES + b on, which is room for as many as it can need.
     """
     # Later tokens have more keys: the longest go first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = tl.program_id(1)
-    row = -1
-    for first in range(0, rows, ROWS):
-        row_R = first + tl.arange(0, ROWS)
-        tile_R = tl.load(cu + row_R, mask=row_R < rows, other=0) * GROUP // QUERIES + row_R
-        row += tl.sum(((row_R < rows) & (tile_R <= tile)).to(tl.int32), 0)
+    head, span = tl.program_id(1), tl.program_id(2)
+    row, tile = tile_in_row(cu, rows, tile, GROUP, QUERIES, LEAST, MOST, ROWS)
+    if row >= rows:
+        return
     before = tl.load(cu + row)
     tokens = tl.load(cu + row + 1) - before
-    first = (tile - before * GROUP // QUERIES - row) * QUERIES
-    # A row of one token is that of `attend_span`.
-    if (tokens < 2) | (first >= tokens * GROUP):
-        return
     length = tl.load(lens + row)
     # From the tile's first token on: less for threads to keep.
-    token = first // GROUP
-    vector_M = first % GROUP + tl.arange(0, QUERIES)
+    token = tile * QUERIES // GROUP
+    vector_M = tile * QUERIES % GROUP + tl.arange(0, QUERIES)
     left = tokens - token
     position_M = length - left + tl.minimum(vector_M // GROUP, left - 1)
     mask_M = vector_M < left * GROUP
@@ -245,15 +133,29 @@ def attend_rows(
     seen_from, all_from, all_to, end = keys_of(position_M, KEYS, WINDOW)
     weight_M = tl.zeros([QUERIES], tl.float32)
     top_M = tl.full([QUERIES], LOWEST, tl.float32)
-    if sinks is not None:
+    if sums is not None:
+        spans, span_tokens, place = short_spans(cu, row, tokens, length, SPAN, SPANS, BUDGET)
+        seen_from = span * span_tokens
+        if seen_from >= length:
+            return
+        end = tl.minimum(end, seen_from + span_tokens)
+        all_from, all_to = seen_from, tl.maximum(tl.minimum(all_to, end // KEYS * KEYS), seen_from)
+    elif sinks is not None:
         sink_M = tl.load(sinks + head * GROUP + vector_M % GROUP) * LOG2_E
         weight_M, top_M = weight_M + 1.0, tl.maximum(top_M, sink_M)
-    sum_MD, sum_MR, weight_M, _ = attend(
+    sum_MD, sum_MR, weight_M, top_M = attend(
         q_MD.to(cache.dtype.element_ty), q_MR.to(cache.dtype.element_ty),
         position_M, weight_M, top_M, length, seen_from, all_from, all_to, end,
         cache, tiles, first_tiles, pages, head // PARTS, scale,
         page_stride, head_stride, kv_stride, token_stride, P, D, R, KEYS, STAGES, WINDOW, ALIKE,
     )  # fmt: skip
+    if sums is not None:
+        heads = tl.num_programs(1) * GROUP
+        at_M = (place + (token + vector_M // GROUP) * spans + span) * heads + head * GROUP + vector_M % GROUP
+        put(sums, at_M * D, mask_M, sum_MD, sum_MR, R, D)
+        tl.store(weights + at_M, weight_M, mask=mask_M)
+        tl.store(tops + at_M, top_M, mask=mask_M)
+        return
     whole_M1 = tl.where(weight_M > 0, weight_M, 1.0)[:, None]
     out_stride = tl.num_programs(1) * GROUP * D
     out += (before + token).to(tl.int64) * out_stride + head * GROUP * D
@@ -266,8 +168,31 @@ def attention(q_THD: Tensor, cache: Tensor, rows: Rows, window: int | None, sink
 
     Each window is compiled on its own: a model has few.
     """
-    tokens, q_heads, dim = q_THD.shape
-    kv_heads, page_tokens, num_rows = cache.shape[1], cache.shape[3], len(rows.lens_B)
+    return _attention(q_THD, cache, rows, window, sinks_H, None)
+
+
+def gated_attention(
+    q_THD: Tensor, cache: Tensor, rows: Rows, window: int | None, sinks_H: Tensor | None, gate_THD: Tensor
+) -> Tensor:
+    """Where no row is longer than short ones the gate takes no launch of its own, with the same bits."""
+    assert cache.shape[2] == 2, "latents have no gate"
+    assert gate_THD.shape == q_THD.shape
+    assert gate_THD.stride(2) == 1 or q_THD.shape[2] == 1
+    if len(q_THD) > max(_short(q_THD, window), len(rows.lens_B)):
+        return sigmoid_mul(_attention(q_THD, cache, rows, window, sinks_H, None), gate_THD)
+    return _attention(q_THD, cache, rows, window, sinks_H, gate_THD).flatten(1)
+
+
+def _attention(
+    q_THD: Tensor,
+    cache: Tensor,
+    rows: Rows,
+    window: int | None,
+    sinks_H: Tensor | None,
+    gate_THD: Tensor | None,
+) -> Tensor:
+    (tokens, q_heads, dim), num_rows = q_THD.shape, len(rows.lens_B)
+    kv_heads, page_tokens = cache.shape[1], cache.shape[3]
     assert {q_THD.dtype, cache.dtype} <= {torch.float32, torch.bfloat16}
     assert dim == 1 or q_THD.stride(2) == cache.stride(4) == 1
     assert rows.pages_BN.stride(1) == 1 or rows.pages_BN.shape[1] == 1
@@ -284,35 +209,105 @@ def attention(q_THD: Tensor, cache: Tensor, rows: Rows, window: int | None, sink
     group, one_each = q_heads // kv_heads // parts, tokens == num_rows
     shape = {
         "P": page_tokens, "D": dim, "R": first, "GROUP": group, "PARTS": parts, "DIMS": width,
-        "FIRST": max(16, triton.next_power_of_2(first)), "ALIKE": cache.shape[2] == 1,
+        "FIRST": max(16, triton.next_power_of_2(first)), "ALIKE": cache.shape[2] == 1, "WINDOW": window,
     }  # fmt: skip
-    strides = *q_THD.stride()[:2], *cache.stride()[:4], rows.pages_BN.stride(0)
-    of_rows = rows.cu_B1, rows.lens_B, rows.pages_BN
+    gate = (out_THD, gate_THD), (0, 0) if gate_THD is None else gate_THD.stride()[:2]
+    if one_each or num_rows > 1:  # else the one row is longer
+        _attend_singles(q_THD, cache, rows, sinks_H, shape, gate)
+    if not one_each:
+        budget, short = _budget(q_THD), _short(q_THD, window)
+        if short > 1 and (num_rows > 1 or tokens <= short):
+            _attend_several(q_THD, cache, rows, sinks_H, shape, gate, (2, short, budget))
+        if tokens > short:
+            _attend_several(q_THD, cache, rows, sinks_H, shape, gate, (short + 1, 1 << 30, None))
+    return out_THD
 
+
+def _budget(q_THD: Tensor) -> int:
+    """Return the results of a short row, before they are added up, at most."""
+    return min(RESULTS_MAX // q_THD[0].numel(), SHORT_TOKENS * SPANS_SHORT)
+
+
+def _short(q_THD: Tensor, window: int | None) -> int:
+    """Return the tokens of a row, at most, whose keys are split; 1: of one token alone."""
+    return 1 if window is not None else max(1, min(SHORT_TOKENS, _budget(q_THD) // 2))
+
+
+Gate = tuple[tuple[Tensor, Tensor | None], tuple[int, ...]]  # where results go, the gate, its strides
+
+
+def _attend_singles(
+    q_THD: Tensor, cache: Tensor, rows: Rows, sinks_H: Tensor | None, shape: dict[str, Any], gate: Gate
+) -> None:
+    """Attend for the rows of one token."""
+    (tokens, q_heads, dim), num_rows = q_THD.shape, len(rows.lens_B)
+    page_tokens, window = shape["P"], shape["WINDOW"]
     spans = min(SPANS_MAX, triton.cdiv(rows.pages_BN.shape[1] * page_tokens, SPAN_TOKENS))
     if window is not None:
         spans = min(spans, triton.cdiv(window - 1, SPAN_TOKENS) + 1)
     sums = q_THD.new_empty(num_rows, q_heads, spans, dim, dtype=torch.float32)
     weights, tops = q_THD.new_empty(2, num_rows, q_heads, spans, dtype=torch.float32)
-    cut = {"ONE_EACH": one_each, "SPAN": SPAN_TOKENS, "SPANS": SPANS_MAX, "WINDOW": window}
-    scale = dim**-0.5 * LOG2_E.value
-    tile = span_tile(group, width, cache.dtype)
-    attend_span[(num_rows, kv_heads * parts, spans)](
-        q_THD, cache, *_tiles(cache, tile.keys, first), *of_rows, sums, weights, tops, scale, *strides,
+    cut = {"ONE_EACH": tokens == num_rows, "SPAN": SPAN_TOKENS, "SPANS": SPANS_MAX}
+    tile = span_tile(shape["GROUP"], shape["DIMS"], cache.dtype)
+    attend_span[(num_rows, cache.shape[1] * shape["PARTS"], spans)](
+        q_THD, cache, *_tiles(cache, tile.keys, shape["R"]), *_ids(rows), sums, weights, tops,
+        dim**-0.5 * LOG2_E.value, *_strides(q_THD, cache, rows),
         **shape, **cut, QUERIES=tile.queries, KEYS=tile.keys, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     add_spans[(num_rows, q_heads)](
-        sums, weights, tops, sinks_H, *of_rows[:2], out_THD, spans,
-        **cut, D=dim, DIMS=triton.next_power_of_2(dim), AT_ONCE=SPANS_AT_ONCE, num_warps=4,
+        sums, weights, tops, sinks_H, *_ids(rows)[:2], *gate[0], spans, *gate[1],
+        **cut, WINDOW=window, D=dim, DIMS=triton.next_power_of_2(dim), AT_ONCE=SPANS_AT_ONCE, num_warps=4,
     )  # fmt: skip
-    if not one_each:
-        tile = row_tile(width, cache.dtype)
-        attend_rows[(tokens * group // tile.queries + num_rows, kv_heads * parts)](
-            q_THD, cache, *_tiles(cache, tile.keys, first), sinks_H, *of_rows, out_THD, scale, num_rows,
-            *strides, **shape, QUERIES=tile.queries, KEYS=tile.keys, STAGES=tile.stages, ROWS=ROWS_AT_ONCE,
-            WINDOW=window, num_warps=tile.warps,
+
+
+def _attend_several(
+    q_THD: Tensor,
+    cache: Tensor,
+    rows: Rows,
+    sinks_H: Tensor | None,
+    shape: dict[str, Any],
+    gate: Gate,
+    limits: tuple[int, int, int | None],
+) -> None:
+    """Attend for the rows whose tokens are within the limits, least and most. The third one is the number of
+    a row's results: its keys are split."""
+    (tokens, q_heads, dim), num_rows, (least, most, budget) = q_THD.shape, len(rows.lens_B), limits
+    tile, group = row_tile(shape["DIMS"], cache.dtype), shape["GROUP"]
+    longest = min(most, tokens)
+    spans, sums = 1, (None, None, None)
+    if budget is not None:
+        spans = min(SPANS_SHORT, triton.cdiv(rows.pages_BN.shape[1] * shape["P"], SPAN_TOKENS))
+        places = min(tokens * SPANS_SHORT, num_rows * budget)
+        weights, tops = q_THD.new_empty(2, places, q_heads, dtype=torch.float32)
+        sums = q_THD.new_empty(places, q_heads, dim, dtype=torch.float32), weights, tops
+    cut = {"SPAN": SPAN_TOKENS, "SPANS": SPANS_SHORT, "BUDGET": budget, "MOST": most, "ROWS": ROWS_AT_ONCE}
+
+    def grid(vectors: int, size: int, heads: int, spans: int) -> tuple[int, int, int]:
+        """Of tiles for every way in which tokens could be in rows."""
+        return (
+            min(tokens * vectors // size + num_rows, num_rows * -(-longest * vectors // size)),
+            heads,
+            spans,
+        )
+
+    attend_rows[grid(group, tile.queries, cache.shape[1] * shape["PARTS"], spans)](
+        q_THD, cache, *_tiles(cache, tile.keys, shape["R"]), sinks_H, *_ids(rows), gate[0][0], *sums,
+        dim**-0.5 * LOG2_E.value, num_rows, *_strides(q_THD, cache, rows), **shape, **cut,
+        QUERIES=tile.queries, KEYS=tile.keys, STAGES=tile.stages, LEAST=least, num_warps=tile.warps,
+    )  # fmt: skip
+    if budget is not None:
+        add_short[grid(1, TOKENS_AT_ONCE, q_heads, 1)](
+            *sums, sinks_H, *_ids(rows)[:2], *gate[0], num_rows, *gate[1], **cut,
+            D=dim, DIMS=triton.next_power_of_2(dim), TOKENS=TOKENS_AT_ONCE, num_warps=4,
         )  # fmt: skip
-    return out_THD
+
+
+def _ids(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    return rows.cu_B1, rows.lens_B, rows.pages_BN
+
+
+def _strides(q_THD: Tensor, cache: Tensor, rows: Rows) -> tuple[int, ...]:
+    return *q_THD.stride()[:2], *cache.stride()[:4], rows.pages_BN.stride(0)
 
 
 def _tiles(cache: Tensor, keys: int, first: int) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:

@@ -1,7 +1,8 @@
-"""The definition of `attention`: causal softmax attention over paged keys and values."""
+"""The definition of `attention` and `gated_attention`: causal softmax attention over paged memory."""
 
 import torch
 
+from tidemill.kernels.activation.reference import sigmoid_mul
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
 from tidemill.kernels.shared.rows import Rows, integers
 
@@ -57,3 +58,16 @@ def attention(
         weights_HNL = scores_HNL.softmax(-1)[..., :count]
         o_THD[starts[b] : starts[b + 1]] = torch.einsum("hnl,hld->nhd", rounded(weights_HNL), v_HLD)
     return o_THD
+
+
+def gated_attention(
+    q_THD: torch.Tensor,
+    cache: torch.Tensor,
+    rows: Rows,
+    window: int | None,
+    sinks_H: torch.Tensor | None,
+    gate_THD: torch.Tensor,
+    compute_dtype: ComputeDtype = "float32",
+) -> torch.Tensor:
+    """Return `sigmoid_mul` of `attention` and the gate, `[T, H D]`. The gate may be strided except in D."""
+    return sigmoid_mul(attention(q_THD, cache, rows, window, sinks_H, compute_dtype), gate_THD)

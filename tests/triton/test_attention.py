@@ -19,6 +19,7 @@ from tests.support.kernels.cases import (
     shuffled_pages,
     step,
 )
+from tidemill.kernels.activation.reference import sigmoid_mul
 from tidemill.kernels.attention import cuda, reference
 
 
@@ -154,6 +155,46 @@ def test_long_sequences_have_longer_spans(
 def test_rows_of_a_large_batch_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "ROWS_AT_ONCE", 2)
     check(Case(new=[3, 1, 40, 2, 17], before=[1, 0, 60, 5, 0], heads=(1, 1), dim=32))
+
+
+def check_short_rows(case: Case, device: str = "cpu") -> None:
+    """Rows after a long text, whose keys are split: the definition, the same bits alone, and a gate."""
+    layer = Layer(case, device)
+    together = layer.run()
+    assert relative_error(together, layer.wanted()) < LIMITS[case.dtype]
+    starts = [0, *torch.tensor(case.new).cumsum(0).tolist()]
+    for b, new in enumerate(case.new):
+        picked = torch.arange(starts[b], starts[b + 1])
+        rows = step([new], [case.before[b]], layer.pages[b : b + 1])
+        assert same_bits(layer.run(rows, picked), together[picked])
+    gate_THI = random(torch.Generator().manual_seed(1), sum(case.new), case.heads[0], 2 * case.dim).to(
+        case.dtype
+    )
+    gate_THD = gate_THI[..., case.dim :]
+    sinks_H = None if layer.sinks_H is None else layer.sinks_H.to(device)
+    found = cuda.gated_attention(
+        layer.q_THD.to(device), layer.cache, layer.rows.to(device), layer.window, sinks_H, gate_THD.to(device)
+    )
+    wanted = sigmoid_mul(layer.wanted(), gate_THD.double())
+    assert relative_error(found.cpu(), wanted) < LIMITS[case.dtype]
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("results", [1 << 20, 2048])
+def test_short_rows_split_their_keys(monkeypatch: pytest.MonkeyPatch, results: int, *, sinks: bool) -> None:
+    """Guesses, tails of up to 64 tokens and a longer one, with many and with few results of a row."""
+    monkeypatch.setattr(cuda, "SPAN_TOKENS", 64)
+    monkeypatch.setattr(cuda, "RESULTS_MAX", results)
+    check_short_rows(
+        Case(new=[4, 1, 64, 65, 2, 9], before=[700, 90, 500, 130, 3, 63], heads=(4, 2), dim=32, sinks=sinks)
+    )
+
+
+def test_split_of_keys_is_by_fixed_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short row of the longest text has programs for every span, and leaves none out."""
+    monkeypatch.setattr(cuda, "SPAN_TOKENS", 64)
+    monkeypatch.setattr(cuda, "SPANS_SHORT", 2)
+    check_short_rows(Case(new=[3, 3], before=[250, 100], page_tokens=16, heads=(2, 1), dim=16))
 
 
 def check_any_batch(heads: tuple[int, int], dim: int, window: int | None, device: str = "cpu") -> None:

@@ -115,7 +115,9 @@ def attend(
         q_THD = rope_store_cuda.rope_store(
             q_gate_THD[..., :dim], k_TKD, v_TKD, weight_D, weight_D, 1e-6, angles_T2R, cache, rows
         )
-        attention_cuda.attention(q_THD, cache, rows, window, torch.zeros(q_heads) if window else None)
+        sinks_H = torch.zeros(q_heads) if window else None
+        attention_cuda.attention(q_THD, cache, rows, window, sinks_H)
+        attention_cuda.gated_attention(q_THD, cache, rows, window, sinks_H, q_gate_THD[..., dim:])
 
     return run
 

@@ -124,6 +124,7 @@ class AttentionMixer:
         )
         if config.scale is not None:
             q_THD = q_THD * (config.scale * dim**0.5)
-        o_THD = ops.attention(q_THD, kv, rows, window, self.sinks_H)
-        o_TI = ops.sigmoid_mul(o_THD, q_THI[..., dim:]) if config.gated else o_THD.flatten(1)
-        return work.project_out(o_TI, self.out)
+        paged = (q_THD, kv, rows, window, self.sinks_H)
+        if config.gated:
+            return work.project_out(ops.gated_attention(*paged, q_THI[..., dim:]), self.out)
+        return work.project_out(ops.attention(*paged).flatten(1), self.out)
