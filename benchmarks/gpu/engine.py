@@ -27,7 +27,7 @@ from tidemill.kernels.dispatch import Operators, operators
 from tidemill.kvstore.layout import KvDtype, Layout, PageId, StateId, layout_of
 from tidemill.kvstore.memory.backing import Fixed
 from tidemill.kvstore.memory.lease import StateWrite
-from tidemill.workers.execution.cuda_graphs import Forward, Replay
+from tidemill.workers.execution.cuda_graphs import Forward, Replay, graph_shapes
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import Row, Step
@@ -248,7 +248,9 @@ def timed_steps(
     eager, graphed = (TorchRunner(bed.model, bed.caches, PAGE_TOKENS, 1, device) for _ in range(2))
     start = time.perf_counter()
     width = -(-(plan.context + PAGE_TOKENS) // PAGE_TOKENS)
-    graphed.use_graphs(max(plan.batches), width, None if device.type == "cuda" else recomputed)
+    graphed.use_graphs(
+        graph_shapes(max(plan.batches), 0, 0), width, None if device.type == "cuda" else recomputed
+    )
     print(f"graphs captured in {time.perf_counter() - start:.1f} s")
     print(f"{'step':36}{'ms':>10}{'tokens/s':>12}{'roofline ms':>13}{'share':>8}")
     jobs = [("prompt", eager, 1, 0, tokens) for tokens in plan.prompts]

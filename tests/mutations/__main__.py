@@ -81,12 +81,14 @@ def _is_caught(copy: Path, planted: Planted) -> bool:
     return found is not None
 
 
-def _failure(copy: Path, tests: Iterable[str], timeout_s: float | None) -> str:
+def _failure(copy: Path, tests: Collection[str], timeout_s: float | None) -> str:
     """Return the last lines of the output of tests that fail, and "" if they pass."""
     options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "tests.mutations.no_shrinking"]
     command = [sys.executable, "-B", "-m", "pytest", *options, *tests]
     paths = f"{copy}/src:{copy}"  # also for processes that the tests start
     environment = os.environ | {"SIM_RUNS": str(SIM_RUNS), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    if all(test.startswith("tests/triton") for test in tests):
+        environment["TRITON_INTERPRET"] = "1"
     try:
         done = subprocess.run(
             command, cwd=copy, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False

@@ -27,6 +27,7 @@ from tidemill.workers.device import device_of, granted, memory_name, open_backin
 from tidemill.workers.engine.engine import Engine
 from tidemill.workers.engine.kv_events import BatchQueue, EventForm, KvEvents
 from tidemill.workers.engine.memory_plan import Memory, budget_of, checkpoint_pages, memory_of
+from tidemill.workers.execution.cuda_graphs import graph_shapes
 from tidemill.workers.execution.grammar import Grammars
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.execution.mtp_drafter import MtpDrafter
@@ -293,7 +294,7 @@ def open_runner(
         runner.warm_up(settings.rows_max, tokens_max, table_width, settings.drafts_max)
     if not settings.enforce_eager:
         with granted(arena.device, "CUDA graphs: lower --memory or --max-num-seqs, or pass --enforce-eager"):
-            runner.use_graphs(settings.rows_max, table_width)
+            runner.use_graphs(graph_shapes(settings.rows_max, tokens_max, settings.drafts_max), table_width)
     return runner
 
 

@@ -1,13 +1,17 @@
-"""Decode steps as CUDA graphs: one for each of a few numbers of rows, to which smaller steps are padded.
+"""Steps as CUDA graphs: one for each of a few numbers of rows and tokens, to which smaller steps are padded.
 
-A step of one token per row is hundreds of short launches. Launching them takes the host longer than they take
-the device. A graph is launched in one call, but with the shapes and the addresses of its capture. So each
-graph has inputs of its own, and every step is written there: its rows, then rows of padding, which read and
-write nothing. Page tables have their maximum width.
+A step of few tokens is hundreds of short launches. Launching them takes the host longer than they take the
+device. A graph is launched in one call, but with the shapes and the addresses of its capture. So each graph
+has inputs of its own, and every step is written there: its rows, then rows of padding, which read and write
+nothing. Page tables have their maximum width.
+
+There are graphs for one token per row, for guesses of the same number in each row, and for steps with some
+tokens beyond one per row: tails of prompts, and parts of them beside decoding rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +20,7 @@ from tidemill.workers.models.inputs import Inputs, gathered, one_run
 
 FEW_ROWS = (1, 2, 4)
 BY_8_MAX = 64
+MIXED_TOKENS = (16, 64, 128, 256, 512)  # beyond one per row
 CHUNK = 64  # tokens of a prompt that run every prompt kernel
 
 Forward = Callable[[], torch.Tensor]
@@ -31,21 +36,57 @@ def buckets(rows_max: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < rows_max), rows_max)
 
 
+class Shape(NamedTuple):
+    """The rows of a graph, its tokens, and the states that a row may keep."""
+
+    rows: int
+    tokens: int
+    states: int = 1
+
+
+def graph_shapes(rows_max: int, tokens_max: int, drafts_max: int) -> tuple[Shape, ...]:
+    """Return the shapes of all graphs. Those of mixed steps have one more row than there can be, for the
+    tokens of their padding, and a row may keep the state after each of its tokens."""
+    sizes, each = buckets(rows_max), 1 + drafts_max
+    one_each = [Shape(rows, rows) for rows in sizes]
+    guesses = [Shape(rows, rows * each, each) for rows in sizes if drafts_max and rows * each <= tokens_max]
+    mixed = [
+        Shape(rows_max + 1, rows_max + more, 1 + more)
+        for more in MIXED_TOKENS
+        if rows_max + more <= tokens_max
+    ]
+    return *one_each, *guesses, *mixed
+
+
+def choose(shapes: Iterable[Shape], rows: int, tokens: int, states: int) -> Shape | None:
+    """Return the shape of the fewest tokens to which a step of `tokens` in `rows` can be padded, of these the
+    one of the fewest rows; None: there is none. Each row of padding has a token at least, and padding of
+    tokens alone has no row."""
+    fits = [
+        shape
+        for shape in shapes
+        if shape.states >= states
+        and (shape[:2] == (rows, tokens) or 0 < shape.rows - rows <= shape.tokens - tokens)
+    ]
+    return min(fits, key=lambda shape: (shape.tokens, shape.rows), default=None)
+
+
 def shapes(rows_max: int, tokens_max: int) -> list[tuple[int, int, int]]:
     """Return steps that launch every kernel that other steps launch, each as the number of rows, the
     tokens of the first row, and the states that a row may keep.
 
     Two of them need the most memory: a prompt of `tokens_max` alone, and one beside `rows_max` - 1 rows.
 
-    Kernels are compiled for one token per row and for more, for few rows and for many, for one state per row
-    and for more, and by the number of tokens per expert.
+    Kernels are compiled for one token per row, for few more and for many more, for few rows and for many,
+    for one state per row and for more, and by the number of tokens per expert.
     """
     counts = (1, *(1 << power for power in range(MANY_ROWS.bit_length(), rows_max.bit_length())), rows_max)
     one_each = [(rows, 1, 1) for rows in counts]
     many_each = [(rows, CHUNK, states) for rows in counts for states in (1, 2)]
     many_tokens = [(1, 1 << power, 1) for power in range(1, tokens_max.bit_length())]
+    short = [(2, 2, 1)] if rows_max > 1 else []
     largest = [(1, tokens_max, 1), (rows_max, tokens_max - rows_max + 1, 1)]
-    found = dict.fromkeys([*one_each, *many_each, *many_tokens, *largest])
+    found = dict.fromkeys([*one_each, *short, *many_each, *many_tokens, *largest])
     return [shape for shape in found if shape[1] > 0 and shape[0] - 1 + shape[1] <= tokens_max]
 
 
@@ -66,21 +107,27 @@ def padding(rows: int, table_width: int, first: int = 1, *, windows: bool = Fals
 
 
 def pad(step: Inputs, into: Inputs) -> None:
-    """Make the first rows of `into` those of `step`, which have one token each, and the others padding.
+    """Make the first rows of `into` those of `step`, and the others padding, of which the first has the
+    tokens that are left.
 
     Page tables beyond `lens` are not changed, because nothing reads them.
     """
-    rows, width = step.pages_BN.shape
-    width_of_windows = step.windows_BN.shape[1]
+    (rows, width), tokens = step.pages_BN.shape, len(step.tokens_T)
+    kept, width_of_windows = step.writes_BK.shape[1], step.windows_BN.shape[1]
     for whole, part, empty in (
         (into.tokens_T, step.tokens_T, 0),
         (into.positions_T, step.positions_T, 0),
         (into.lens_B, step.lens_B, 0),
         (into.read_B, step.read_B, -1),
-        (into.writes_BK, step.writes_BK, -1),
     ):
-        whole[:rows] = part
-        whole[rows:] = empty
+        whole[: len(part)] = part
+        whole[len(part) :] = empty
+    into.writes_BK.fill_(-1)
+    into.writes_BK[:rows, -kept:] = step.writes_BK
+    every, all_tokens = len(into.lens_B), len(into.tokens_T)
+    into.cu_B1[: rows + 1] = step.cu_B1
+    into.cu_B1[rows + 1 :] = torch.arange(all_tokens - (every - rows) + 1, all_tokens + 1)
+    assert tokens <= all_tokens
     into.pages_BN[:rows, :width] = step.pages_BN
     into.windows_BN[:rows, :width_of_windows] = step.windows_BN
 
@@ -94,16 +141,16 @@ class Graph:
     host_bytes: torch.Tensor
     device_bytes: torch.Tensor
     replay: Replay
-    hidden_BH: torch.Tensor
+    hidden_TH: torch.Tensor
 
 
 class Graphs:
-    """The graphs of a model for up to `rows_max` rows and tables of up to `table_width` pages."""
+    """The graphs of a model for tables of up to `table_width` pages."""
 
     def __init__(
         self,
         forward: Callable[[Inputs], torch.Tensor],
-        rows_max: int,
+        shapes: Iterable[Shape],
         table_width: int,
         device: torch.device,
         capture: Capture,
@@ -112,32 +159,28 @@ class Graphs:
     ) -> None:
         """Capture all graphs, the largest first: the others fit into its memory."""
         self._table_width = table_width
-        self._graphs: dict[int, Graph] = {}
-        for rows in reversed(buckets(rows_max)):
-            empty = padding(rows, table_width, windows=windows)
+        self._graphs: dict[Shape, Graph] = {}
+        for shape in sorted(shapes, key=lambda shape: shape.tokens, reverse=True):
+            first = shape.tokens - shape.rows + 1
+            empty = padding(shape.rows, table_width, first, windows=windows, states=shape.states)
             host_bytes, host = gathered(empty, pinned=device.type == "cuda")
             device_bytes, inputs = one_run(empty, device=device)
             device_bytes.copy_(host_bytes)
-            replay, hidden_BH = capture(lambda inputs=inputs: forward(inputs))
-            self._graphs[rows] = Graph(host, host_bytes, device_bytes, replay, hidden_BH)
+            replay, hidden_TH = capture(lambda inputs=inputs: forward(inputs))
+            self._graphs[shape] = Graph(host, host_bytes, device_bytes, replay, hidden_TH)
 
     def forward(self, step: Inputs) -> torch.Tensor | None:
-        """Return the hidden states `[T, hidden]` of a step in host memory, valid until the next one. None: a
-        row has more than one token, or there are too many rows. The step before has ended on the device."""
-        rows, width = step.pages_BN.shape
-        sizes = [size for size in self._graphs if size >= rows]
-        if (
-            not sizes
-            or len(step.tokens_T) != rows
-            or step.writes_BK.shape[1] > 1
-            or width > self._table_width
-        ):
+        """Return the hidden states `[T, hidden]` of a step in host memory, valid until the next one. None: it
+        fits into no graph. The step before has ended on the device."""
+        (rows, width), tokens = step.pages_BN.shape, len(step.tokens_T)
+        shape = choose(self._graphs, rows, tokens, step.writes_BK.shape[1])
+        if shape is None or width > self._table_width:
             return None
-        graph = self._graphs[min(sizes)]
+        graph = self._graphs[shape]
         pad(step, graph.host)
         graph.device_bytes.copy_(graph.host_bytes, non_blocking=True)
         graph.replay()
-        return graph.hidden_BH[:rows]
+        return graph.hidden_TH[:tokens]
 
 
 def cuda_capture(stream: torch.cuda.Stream) -> Capture:

@@ -7,7 +7,7 @@ complete when they are copied, and freed memory is no longer used.
 import asyncio
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -17,7 +17,7 @@ import torch
 from tidemill.kernels.dispatch import REFERENCE, Operators
 from tidemill.kvstore.memory.backing import Event
 from tidemill.workers.device import HOST
-from tidemill.workers.execution.cuda_graphs import Capture, Graphs, cuda_capture, padding, shapes
+from tidemill.workers.execution.cuda_graphs import Capture, Graphs, Shape, cuda_capture, padding, shapes
 from tidemill.workers.execution.logprobs import scores_of
 from tidemill.workers.execution.mtp_drafter import MtpDrafter, ends_of
 from tidemill.workers.execution.sampler import Sampler, token_ids
@@ -74,10 +74,10 @@ class TorchRunner:
         largest step, whose page tables have `table_width` pages."""
         self._thread.submit(self._warm_up, rows_max, tokens_max, table_width, drafts_max).result()
 
-    def use_graphs(self, rows_max: int, table_width: int, capture: Capture | None = None) -> None:
-        """Capture graphs for decode steps, before the first step; such steps use them from now on. `capture`
-        None: that of CUDA."""
-        self._thread.submit(self._capture, rows_max, table_width, capture).result()
+    def use_graphs(self, graphs: Iterable[Shape], table_width: int, capture: Capture | None = None) -> None:
+        """Capture graphs of these shapes, before the first step; steps that fit use them from now on.
+        `capture` None: that of CUDA."""
+        self._thread.submit(self._capture, graphs, table_width, capture).result()
 
     def run(self, step: Step) -> asyncio.Future[list[Drawn]]:
         return asyncio.get_running_loop().run_in_executor(self._thread, self.run_now, step)
@@ -177,14 +177,14 @@ class TorchRunner:
                 if self._guesser is not None:
                     self._guesser.warm_up(hidden_TH, inputs)
 
-    def _capture(self, rows_max: int, table_width: int, capture: Capture | None) -> None:
+    def _capture(self, graphs: Iterable[Shape], table_width: int, capture: Capture | None) -> None:
         if capture is None:
             assert self._stream is not None
             capture = cuda_capture(self._stream)
         with torch.inference_mode(), self._on_stream():
             self._graphs = Graphs(
                 lambda inputs: self._model.forward(inputs, self._caches),
-                rows_max,
+                graphs,
                 table_width,
                 self._device,
                 capture,

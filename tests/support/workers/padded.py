@@ -10,7 +10,7 @@ import torch
 from tests.support.parity.steps import Runner
 from tests.support.parity.steps import Sequence as Fed
 from tidemill.kernels.dispatch import Operators
-from tidemill.workers.execution.cuda_graphs import Forward, Graphs, Replay
+from tidemill.workers.execution.cuda_graphs import Forward, Graphs, Replay, graph_shapes
 from tidemill.workers.models.architectures.registry import load
 from tidemill.workers.models.inputs import Caches, Inputs
 
@@ -60,18 +60,24 @@ class Bed:
         for tensor, bits in zip((*caches.kv, *caches.conv, *caches.temporal), memory, strict=True):
             tensor.copy_(bits.view(torch.float32))
 
-    def decode(self, sequences: list[Fed]) -> Inputs:
-        width = -(-max(sequence.computed + 1 for sequence in sequences) // PAGE_TOKENS)
-        rows = len(sequences)
+    def following(self, sequences: list[Fed], new: Sequence[int]) -> Inputs:
+        """Return a step of these numbers of tokens after each of the sequences."""
+        ends = [sequence.computed + count for sequence, count in zip(sequences, new, strict=True)]
+        width = -(-max(ends) // PAGE_TOKENS)
+        positions = [
+            sequence.computed + i
+            for sequence, count in zip(sequences, new, strict=True)
+            for i in range(count)
+        ]
         return Inputs(
-            tokens_T=torch.arange(rows) + VOCABULARY - rows,
-            positions_T=torch.tensor([sequence.computed for sequence in sequences]),
-            cu_B1=torch.arange(rows + 1, dtype=torch.int32),
+            tokens_T=torch.arange(len(positions)) % VOCABULARY,
+            positions_T=torch.tensor(positions),
+            cu_B1=torch.tensor([0, *new]).cumsum(0).int(),
             pages_BN=torch.tensor(
                 [(*sequence.pages, *[0] * width)[:width] for sequence in sequences], dtype=torch.int32
             ),
-            windows_BN=torch.zeros(rows, 0, dtype=torch.int32),
-            lens_B=torch.tensor([sequence.computed + 1 for sequence in sequences], dtype=torch.int32),
+            windows_BN=torch.zeros(len(new), 0, dtype=torch.int32),
+            lens_B=torch.tensor(ends, dtype=torch.int32),
             read_B=torch.tensor([sequence.state for sequence in sequences], dtype=torch.int32),
             writes_BK=torch.tensor([[sequence.state] for sequence in sequences], dtype=torch.int32),
         )
@@ -91,11 +97,19 @@ def check_padding(
     with torch.inference_mode():
         before = bed.memory()
         graphs = Graphs(
-            lambda inputs: bed.model.forward(inputs, bed.caches), rows_max, TABLE_WIDTH, CPU, again
+            lambda inputs: bed.model.forward(inputs, bed.caches),
+            graph_shapes(rows_max, 30, 3),
+            TABLE_WIDTH,
+            CPU,
+            again,
         )
-        for some in chosen:
+        for some, more in [(some, more) for some in chosen for more in (0, 3, 5)]:
             sequences = [bed.sequences[index] for index in some]
-            step = bed.decode(sequences)
+            # One each, guesses in each row, or a tail in one of them.
+            new = [1 + more * (more == 3 or index == 0) for index in range(len(some))]
+            if sum(new) > rows_max + 16:
+                continue
+            step = bed.following(sequences, new)
             for bits, old in zip(bed.memory(), before, strict=True):
                 assert torch.equal(bits, old), "capturing wrote, or a step was not undone"
             wanted_TH = bed.model.forward(step, bed.caches)

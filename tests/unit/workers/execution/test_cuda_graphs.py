@@ -17,7 +17,18 @@ from tests.support.workers.padded import CPU, ROWS_MAX, TABLE_WIDTH, Bed, again,
 from tidemill.kernels.dispatch import REFERENCE, operators
 from tidemill.workers.engine import build
 from tidemill.workers.engine.memory_plan import Memory
-from tidemill.workers.execution.cuda_graphs import CHUNK, Graphs, Replay, buckets, pad, padding, shapes
+from tidemill.workers.execution.cuda_graphs import (
+    CHUNK,
+    Graphs,
+    Replay,
+    Shape,
+    buckets,
+    choose,
+    graph_shapes,
+    pad,
+    padding,
+    shapes,
+)
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.models.architectures.registry import LoadedModel
@@ -92,15 +103,41 @@ def test_other_steps_run_without_graphs() -> None:
         seen.append(len(inputs.tokens_T))
         return inputs.tokens_T[:, None].float()
 
-    graphs = Graphs(forward, 6, 4, CPU, again)
-    assert seen == [6, 4, 2, 1], "the largest first"
-    for step in (full(7, 1), full(2, 5), full(2, 1, tokens=2), full(2, 1, kept=2)):
+    graphs = Graphs(forward, graph_shapes(6, 22, 1), 4, CPU, again)
+    assert seen == [22, 12, 8, 6, 4, 4, 2, 2, 1], "the largest first"
+    for step in (full(7, 1), full(2, 5), full(2, 1, tokens=10), full(2, 1, kept=18)):
         assert graphs.forward(step) is None
-    assert seen == [6, 4, 2, 1]
-    hidden_TH = graphs.forward(full(3, 4))
-    assert hidden_TH is not None
-    assert hidden_TH.tolist() == [[5.0], [5.0], [5.0]]
-    assert seen[4:] == [4]
+    assert len(seen) == 9
+    for step, size in ((full(3, 4), 4), (full(2, 4, tokens=2, kept=2), 4), (full(2, 4, tokens=8), 22)):
+        hidden_TH = graphs.forward(step)
+        assert hidden_TH is not None
+        assert hidden_TH.tolist() == [[5.0]] * len(step.tokens_T)
+        assert seen[-1] == size
+
+
+@PROPERTY
+@given(rows=st.integers(1, 40), more=st.integers(0, 600), drafts_max=st.integers(0, 4), data=st.data())
+def test_chosen_graph_has_room_for_the_step(
+    rows: int, more: int, drafts_max: int, data: st.DataObject
+) -> None:
+    """Padding fills it: each padding row has a token, and there is a row for the tokens that are left."""
+    rows_max = data.draw(st.integers(rows, 64))
+    shapes = graph_shapes(rows_max, data.draw(st.integers(rows_max, 700)), drafts_max)
+    shape = choose(shapes, rows, rows + more, 1)
+    if shape is None:
+        assert more > max((size.tokens - rows_max for size in shapes if size.rows > rows_max), default=0)
+        return
+    assert (shape.rows == shape.tokens) == (more == 0), "one token per row has its own graphs"
+    step = full(rows, 1)
+    cu = torch.tensor([0, *range(1 + more, rows + more + 1)], dtype=torch.int32)
+    step = replace(step, tokens_T=torch.zeros(rows + more), positions_T=torch.zeros(rows + more), cu_B1=cu)
+    into = padding(shape.rows, 1, shape.tokens - shape.rows + 1, states=shape.states)
+    pad(step, into)
+    assert torch.equal(into.cu_B1[: rows + 1], cu)
+    assert int(into.cu_B1[-1]) == shape.tokens
+    assert bool((into.cu_B1.diff() > 0).all())
+    assert not into.lens_B[rows:].any()
+    assert bool((into.writes_BK[:, :-1] == -1).all())
 
 
 @PROPERTY
@@ -166,7 +203,7 @@ def test_engine_with_graphs_answers_the_same(
             return [tokens for tokens, _ in found]
 
     wanted = asyncio.run(answers())
-    replays: list[int] = []
+    replays: list[Shape] = []
 
     open_runner = build.open_runner
 
@@ -174,19 +211,20 @@ def test_engine_with_graphs_answers_the_same(
         settings: EngineSettings, loaded: LoadedModel, memory: Memory, arena: torch.Tensor, group: None
     ) -> TorchRunner:
         runner = open_runner(settings, loaded, memory, arena, group)
-        runner.use_graphs(ROWS_MAX, TABLE_WIDTH, again)
+        runner.use_graphs(graph_shapes(ROWS_MAX, 200, drafts_max), TABLE_WIDTH, again)
         graphs = runner._graphs
         assert graphs is not None
-        for rows, graph in graphs._graphs.items():
+        for shape, graph in graphs._graphs.items():
 
-            def counted(rows: int = rows, replay: Replay = graph.replay) -> None:
-                replays.append(rows)
+            def counted(shape: Shape = shape, replay: Replay = graph.replay) -> None:
+                replays.append(shape)
                 replay()
 
-            graphs._graphs[rows] = replace(graph, replay=counted)
+            graphs._graphs[shape] = replace(graph, replay=counted)
         return runner
 
     monkeypatch.setattr(build, "open_runner", with_graphs)
     assert asyncio.run(answers()) == wanted
     assert len(replays) > 6
     assert len(set(replays)) > 1
+    assert any(shape.tokens > shape.rows for shape in replays), "a tail or guesses"
