@@ -91,6 +91,7 @@ class EngineSettings:
     itl_target_s: float | None = None  # of a step beside streams; None: by the device, 0: no limit
     max_model_len: int | None = None
     overlap: bool = True  # launch the next step before the tokens of this one are read
+    async_scheduling: bool = False  # on CUDA: make the inputs of the next step while this one runs
     drafts_max: int = 0  # guessed tokens of a row; 0: no speculation
     speculative_method: SpeculativeMethod = "auto"
     tensor_parallel_size: int = 1  # ranks of this worker
@@ -160,6 +161,8 @@ class EngineSettings:
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise SettingsError(f"--device is {self.device}: set it to cpu, cuda, or cuda:1")
         named = f"--device {self.device}"
+        if self.async_scheduling and not self.on_cuda:
+            raise SettingsError("--async-scheduling is for CUDA devices: leave it out with --device cpu")
         if self.on_cuda and self.variant == "cpu":
             raise SettingsError(f"--kernels cpu computes in host memory: leave it out with {named}")
         if self.on_cuda and self.backing_kind == "mmap":

@@ -13,6 +13,7 @@ import asyncio
 import cProfile
 import gc
 import pstats
+import sys
 import time
 from collections.abc import Callable
 from contextlib import aclosing, suppress
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tidemill.cluster.rpc.codec import StreamItem, encode_worker_frame
+from tidemill.cluster.worker.worker_process import SWITCH_S, favour_steps
 from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.kvstore.layout import Attention, Linear, layout_of
 from tidemill.kvstore.memory.arena import Arena
@@ -213,9 +215,12 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--switch-interval", type=float, default=SWITCH_S, help="seconds; Python's is 0.005")
     parser.add_argument("--profile", action="store_true", help="of the event loop's thread")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    favour_steps()
+    sys.setswitchinterval(args.switch_interval)
     for rows in args.rows:
         shares: dict[str, list[float]] = {}
         for _ in range(args.turns):

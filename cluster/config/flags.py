@@ -128,7 +128,11 @@ FLAGS: tuple[Flag, ...] = (
     ),
     *_flags("workers", "group", {"threads": "N|auto"}),
     *_flags("device", "group", {"device": "NAME"}),
-    *_flags("device", "engine", {"kernels": None, "backing": None, "enforce_eager": None}),
+    *_flags(
+        "device",
+        "engine",
+        {"kernels": None, "backing": None, "enforce_eager": None, "async_scheduling": None},
+    ),
     *_flags("memory", "group", {"memory": "SIZE", "memory_floor": "SIZE"}),
     *_flags(
         "memory",

@@ -116,6 +116,7 @@ def engine_settings(
         itl_target_s=engine.itl_target,
         max_model_len=model.max_model_len,
         overlap=engine.overlap,
+        async_scheduling=engine.async_scheduling,
         drafts_max=engine.num_speculative_tokens,
         speculative_method=engine.speculative_method,
         tensor_parallel_size=group.tensor_parallel_size,

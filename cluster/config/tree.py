@@ -148,6 +148,8 @@ class EngineConfig(ConfigNode):
     (mmap; on CUDA kvcached)"""
     enforce_eager: bool = False
     """on CUDA: launch decode steps without CUDA graphs"""
+    async_scheduling: bool = False
+    """on CUDA: make the inputs of the next step while the current one runs; no device has run it yet"""
     memory_broker: bool = True
     """let workers on one device lend each other unused memory, also between models; without it, each keeps
     its own"""

@@ -31,6 +31,8 @@ from tidemill.workers.execution.cuda_graphs import graph_shapes
 from tidemill.workers.execution.grammar import Grammars
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.execution.mtp_drafter import MtpDrafter
+from tidemill.workers.execution.overlapped_runner import CudaStream, OverlappedRunner
+from tidemill.workers.execution.step_tensors import PageTables
 from tidemill.workers.messages import EngineInfo
 from tidemill.workers.models.architectures.registry import (
     LoadedModel,
@@ -285,10 +287,14 @@ def open_runner(
     guesser = guesser_of(settings, loaded, layout, caches)
     if group is not None:
         return GroupRunner(*running, group, loaded.vocab_size, guesser)
-    runner = TorchRunner(*running, arena.device, guesser)
+    table_width = -(-memory.max_model_len // layout.page_tokens)
+    if settings.async_scheduling:
+        tables = PageTables(settings.rows_max, table_width, windows=layout.has_windows)
+        runner = OverlappedRunner(*running, CudaStream(torch.cuda.Stream(arena.device)), guesser, tables)
+    else:
+        runner = TorchRunner(*running, arena.device, guesser)
     if not settings.on_cuda or settings.variant != "triton":
         return runner
-    table_width = -(-memory.max_model_len // layout.page_tokens)
     with granted(arena.device, "the largest step: lower --memory or --max-num-batched-tokens"):
         tokens_max = limits_of(settings, memory).budget.tokens_max
         runner.warm_up(settings.rows_max, tokens_max, table_width, settings.drafts_max)

@@ -135,11 +135,12 @@ def pad(step: Inputs, into: Inputs) -> None:
 @dataclass(frozen=True, slots=True)
 class Graph:
     """A captured graph. `host` are views of `host_bytes`, which is copied to `device_bytes`, which `replay`
-    reads."""
+    reads; `inputs` are views of those."""
 
     host: Inputs
     host_bytes: torch.Tensor
     device_bytes: torch.Tensor
+    inputs: Inputs
     replay: Replay
     hidden_TH: torch.Tensor
 
@@ -167,18 +168,20 @@ class Graphs:
             device_bytes, inputs = one_run(empty, device=device)
             device_bytes.copy_(host_bytes)
             replay, hidden_TH = capture(lambda inputs=inputs: forward(inputs))
-            self._graphs[shape] = Graph(host, host_bytes, device_bytes, replay, hidden_TH)
+            self._graphs[shape] = Graph(host, host_bytes, device_bytes, inputs, replay, hidden_TH)
 
-    def forward(self, step: Inputs) -> torch.Tensor | None:
-        """Return the hidden states `[T, hidden]` of a step in host memory, valid until the next one. None: it
-        fits into no graph. The step before has ended on the device."""
+    def forward(self, step: Inputs, *, on_device: bool = False) -> torch.Tensor | None:
+        """Return the hidden states `[T, hidden]` of a step, valid until the next one. None: it fits into no
+        graph. A step in host memory needs the step before to have ended on the device; one that is
+        `on_device` does not."""
         (rows, width), tokens = step.pages_BN.shape, len(step.tokens_T)
         shape = choose(self._graphs, rows, tokens, step.writes_BK.shape[1])
         if shape is None or width > self._table_width:
             return None
         graph = self._graphs[shape]
-        pad(step, graph.host)
-        graph.device_bytes.copy_(graph.host_bytes, non_blocking=True)
+        pad(step, graph.inputs if on_device else graph.host)
+        if not on_device:
+            graph.device_bytes.copy_(graph.host_bytes, non_blocking=True)
         graph.replay()
         return graph.hidden_TH[:tokens]
 

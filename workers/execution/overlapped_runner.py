@@ -244,18 +244,19 @@ class OverlappedRunner(TorchRunner):
             pages_BN, windows_BN = self._on_device.update(changes, prepared.width)
             drawn_S = self._on_device.drawn_S
             tokens_T[reads[0]] = drawn_S[reads[1]]
-            hidden_TH = self._hidden(
-                Inputs(
-                    tokens_T=tokens_T,
-                    positions_T=positions_T,
-                    cu_B1=cu_B1,
-                    pages_BN=pages_BN,
-                    windows_BN=windows_BN,
-                    lens_B=lens_B,
-                    read_B=read_B,
-                    writes_BK=writes_BK,
-                )
+            inputs = Inputs(
+                tokens_T=tokens_T,
+                positions_T=positions_T,
+                cu_B1=cu_B1,
+                pages_BN=pages_BN,
+                windows_BN=windows_BN,
+                lens_B=lens_B,
+                read_B=read_B,
+                writes_BK=writes_BK,
             )
+            hidden_TH = None if self._graphs is None else self._graphs.forward(inputs, on_device=True)
+            if hidden_TH is None:
+                hidden_TH = self._model.forward(inputs, self._caches)
             if not prepared.drawing:
                 return
             drawn_N = self._model.logits(hidden_TH[draws[0]]).argmax(dim=-1)

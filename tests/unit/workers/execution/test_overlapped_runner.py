@@ -13,6 +13,7 @@ import torch
 
 from tests.support.parity.served import answer, serving
 from tests.support.workers.late import LateStream
+from tests.support.workers.padded import again
 from tests.unit.workers.execution.test_model_runner import NO_CACHES, Echo, a_row, draws_at, noise
 from tidemill.kvstore.layout import PageId
 from tidemill.workers.engine import build
@@ -203,11 +204,13 @@ def test_unchanged_tables_change_nothing() -> None:
     assert tables.update((row._replace(pages=(*row.pages, PageId(8))),)).pages_D.tolist() == [8]
 
 
+@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("temperatures", [(0.0,), (0.0, 0.8)])
 def test_engine_on_a_late_device_answers_the_same(
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
     temperatures: tuple[float, ...],
+    graphs: bool,  # noqa: FBT001  a parameter of the test
 ) -> None:
     settings = EngineSettings(
         model_folder=bundled()["keeper"],
@@ -243,9 +246,12 @@ def test_engine_on_a_late_device_answers_the_same(
         streams.append(LateStream())
         tables = PageTables(settings.rows_max, 10, windows=False)
         caches = caches_of(memory.layout, arena)
-        return OverlappedRunner(
+        runner = OverlappedRunner(
             loaded.model, caches, memory.layout.page_tokens, settings.threads, streams[0], None, tables
         )
+        if graphs:
+            runner.use_graphs(settings.rows_max, 10, again)
+        return runner
 
     monkeypatch.setattr(build, "open_runner", late)
     assert asyncio.run(answers()) == wanted

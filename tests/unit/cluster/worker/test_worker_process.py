@@ -1,11 +1,23 @@
-"""Memory that a step frees stays with the process: the next step does not fault its pages in again."""
+"""The process of a worker: its interpreter disturbs no step, and memory that a step frees stays with it, so
+that the next step does not fault its pages in again."""
 
 import subprocess
 import sys
 
 import pytest
 
-SCRIPT = """
+INTERPRETER = """
+import gc, sys
+from tidemill.cluster.worker.worker_process import SWITCH_S, favour_steps
+favour_steps()
+assert abs(sys.getswitchinterval() - SWITCH_S) < 1e-6
+assert gc.isenabled() and gc.get_freeze_count() > 10_000
+youngest = gc.get_count()[0]
+made = [[] for _ in range(20_000)]
+assert gc.get_count()[0] >= youngest + 20_000, "a collection amid some steps"
+"""
+
+MALLOC = """
 import resource, torch
 from tidemill.workers.engine.malloc import keep_freed_memory
 if {keeps}:
@@ -21,6 +33,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.parametrize(("keeps", "is_kept"), [(True, True), (False, False)])
 def test_freed_memory_is_kept(keeps: bool, is_kept: bool) -> None:  # noqa: FBT001  a case
-    script = SCRIPT.format(keeps=keeps)
+    script = MALLOC.format(keeps=keeps)
     found = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert (int(found.stdout) < 2000) is is_kept
+
+
+def test_steps_are_not_disturbed() -> None:
+    subprocess.run([sys.executable, "-c", INTERPRETER], check=True)
