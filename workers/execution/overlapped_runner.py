@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from tidemill.kvstore.memory.ledger import FLIGHTS_MAX
+from tidemill.workers.device import settle
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.execution.mtp_drafter import MtpDrafter
 from tidemill.workers.execution.sampler import token_ids
@@ -155,6 +156,7 @@ class OverlappedRunner(TorchRunner):
         self._launches = stream
         self._tables = tables
         self._on_device = _DeviceTables.like(tables, stream.device)
+        settle(stream.device)  # it was made on another stream
         self._sets = deque(Buffers(stream.device, len(tables.pages_SN)) for _ in range(FLIGHTS_MAX))
         self._newest: LaunchedStep | None = None  # None: the step before ran alone
         self._landings: deque[Future[list[Drawn]]] = deque(maxlen=FLIGHTS_MAX)

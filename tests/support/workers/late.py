@@ -17,7 +17,7 @@ import torch
 from tests.support.sim.in_order import InOrder
 from tidemill.workers.execution.step import Drawn, Runner, Step
 
-NEXT_S_MAX = 0.002
+NEXT_S_MAX = 0.02
 """The time that a step of the stream waits for the launch of the next one."""
 
 

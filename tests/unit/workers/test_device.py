@@ -62,6 +62,7 @@ def test_defaults_of_a_device(
         ({"device": "cuda:"}, "set it to cpu, cuda, or cuda:1"),
         ({"device": "cuda:-1"}, "set it to cpu, cuda, or cuda:1"),
         ({"device": "cuda", "kernels": "cpu"}, "--kernels cpu .*leave it out"),
+        ({"async_scheduling": True}, "--async-scheduling is for CUDA devices"),
         ({"device": "cuda", "backing": "mmap"}, "--backing mmap .*use kvcached or fixed"),
         ({"backing": "kvcached"}, "--backing kvcached .*use mmap or fixed"),
         ({"device": "cuda", "tensor_parallel_size": 2}, "--tensor-parallel-size 2.*set it to 1"),
