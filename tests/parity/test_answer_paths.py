@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from tests.support.parity.served import answer, serving
+from tests.support.workers.drawing import draw
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.kvstore.layout import layout_of
 from tidemill.workers.engine import build
 from tidemill.workers.engine.build import BuiltEngine
 from tidemill.workers.execution import grammar, model_runner, sampler
-from tests.support.workers.drawing import draw
 from tidemill.workers.execution.step import Drawn, Row
 from tidemill.workers.messages import Grammar, Request, Sampling
 from tidemill.workers.models.architectures.registry import describe

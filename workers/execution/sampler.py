@@ -241,7 +241,9 @@ class Tables:
         for row, mask in zip(bits, self._masks, strict=True):
             packed = np.packbits(mask, bitorder="little")
             row[: len(packed)] = packed
-        moved = _moved(np.concatenate([*(part.ravel() for part in flat), bits.view(np.float64).ravel()]), device)
+        moved = _moved(
+            np.concatenate([*(part.ravel() for part in flat), bits.view(np.float64).ravel()]), device
+        )
         *tables, masks = moved.split([*(part.size for part in flat), bits.size // 8])
         tables = [table.view(part.shape) for table, part in zip(tables, flat, strict=True)]
         return [*tables, masks.view(torch.int32).view(len(self._masks), words)]

@@ -13,13 +13,12 @@ import pytest
 import torch
 from llguidance import LLMatcher, LLTokenizer
 
-from tests.support.workers.drawing import request_of, row_of
+from tests.support.workers.drawing import draw, request_of, row_of
 from tidemill.workers.execution import grammar as module
 from tidemill.workers.execution import sampler
 from tidemill.workers.execution.grammar import Grammars, LexerMemory, Mask, Matcher
 from tidemill.workers.execution.grammar_library import compile_grammar
 from tidemill.workers.execution.mask_pool import MaskPool
-from tests.support.workers.drawing import draw
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import Drawn
 from tidemill.workers.messages import Grammar, RequestError, Sampling

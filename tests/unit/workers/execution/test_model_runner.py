@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.workers.drawing import draw
 from tidemill.kvstore.layout import PageId, StateId, WindowId
 from tidemill.kvstore.memory.lease import StateWrite
 from tidemill.workers.execution.model_runner import TorchRunner
-from tests.support.workers.drawing import draw
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import PENDING, Drawn, Row, Step
 from tidemill.workers.execution.step_tensors import inputs_of

@@ -122,7 +122,9 @@ def test_draw_is_the_inverse_of_the_cumulative_distribution(
     for candidate, share in distribution(logits_V[0].tolist(), sampling).items():
         below, cumulative = cumulative, cumulative + share
         if candidate == token:
-            assert below - ROUNDING <= (0.0 if sampling.temperature == 0 else uniform) <= cumulative + ROUNDING
+            assert (
+                below - ROUNDING <= (0.0 if sampling.temperature == 0 else uniform) <= cumulative + ROUNDING
+            )
             return
     pytest.fail(f"{token} was filtered out")
 
@@ -173,7 +175,9 @@ def test_cut_beyond_the_likeliest_tokens_is_found_as_well(sampling: Sampling) ->
         cumulative[token] = before
         before += exact[token]
     for seed, token in enumerate(drawn):
-        assert cumulative[token] - ROUNDING <= uniform_of(seed, 3) <= cumulative[token] + exact[token] + ROUNDING
+        assert (
+            cumulative[token] - ROUNDING <= uniform_of(seed, 3) <= cumulative[token] + exact[token] + ROUNDING
+        )
     assert any(order.index(token) > CANDIDATES for token in drawn)
 
 
