@@ -1,0 +1,76 @@
+"""The cost of spare checkpoints for prompts that never come again.
+
+python -m benchmarks.engine.grid --model FOLDER [--memory 1GiB] [--turns 12]
+
+One engine computes unique prompts, in turns with the grid and without it.
+"""
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from itertools import count
+from pathlib import Path
+from random import Random
+
+from benchmarks.engine.run import running
+from tidemill.kvstore.memory.checkpoints import GRID_PAGES
+from tidemill.kvstore.sizes import parse_bytes
+from tidemill.workers.engine.build import BuiltEngine
+from tidemill.workers.messages import Request
+from tidemill.workers.scheduling import admission
+from tidemill.workers.settings import EngineSettings
+
+PROMPT_TOKENS = 2048
+WITHOUT_GRID = 1 << 20
+"""An interval in pages that no prompt reaches."""
+
+
+async def measure(settings: EngineSettings, turns: int) -> dict[int, list[float]]:
+    """Return the CPU seconds of each prompt by the interval of the grid in pages."""
+    rng, numbers = Random(1), count()
+    taken_s: dict[int, list[float]] = {GRID_PAGES: [], WITHOUT_GRID: []}
+    async with running(settings) as (built, _):
+        await _compute(built, rng, next(numbers))
+        for _ in range(turns):
+            for interval, seconds in taken_s.items():
+                admission.GRID_PAGES = interval
+                began_s = time.process_time()
+                await _compute(built, rng, next(numbers))
+                seconds.append(time.process_time() - began_s)
+    return taken_s
+
+
+async def _compute(built: BuiltEngine, rng: Random, number: int) -> None:
+    tokens = tuple(rng.randrange(5, built.info.vocab_size) for _ in range(PROMPT_TOKENS))
+    request = Request(request_id=str(number), tokens=tokens, max_new_tokens=1)
+    async with aclosing(built.engine.generate(request)) as deltas:
+        async for _ in deltas:
+            pass
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine.grid", description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder of a hybrid model")
+    parser.add_argument("--memory", type=parse_bytes, default=1 << 30, help="memory of the engine")
+    parser.add_argument("--turns", type=int, default=12, help="prompts with the grid, and as many without")
+    options = parser.parse_args(arguments)
+    settings = EngineSettings(
+        model_folder=options.model,
+        memory_bytes=options.memory,
+        store_url="memory:?size=0",
+        cache_folder=Path.home() / ".cache" / "tidemill",
+    )
+    taken_s = asyncio.run(measure(settings, options.turns))
+    best_s = {interval: min(seconds) for interval, seconds in taken_s.items()}
+    median_s = {interval: sorted(seconds)[len(seconds) // 2] for interval, seconds in taken_s.items()}
+    for name, each_s in ("best", best_s), ("median", median_s):
+        with_s, without_s = each_s[GRID_PAGES], each_s[WITHOUT_GRID]
+        print(f"{name} CPU s: {with_s:.3f} with the grid, {without_s:.3f} without: {with_s / without_s:.4f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
