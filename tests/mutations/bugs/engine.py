@@ -181,8 +181,8 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "a draw on the host does not wait for the steps before it",
         "workers/execution/overlapped_runner.py::OverlappedRunner._launch",
-        "wait($BEFORE)\n",
-        "pass\n",
+        "wait($BEFORE)",
+        "pass",
         "tests/unit/workers/execution/test_overlapped_runner.py",
     ),
     Planted(
