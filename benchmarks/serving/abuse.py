@@ -1,6 +1,6 @@
 """Measure what attacks do to a well-behaved client: the server on one core, the clients on another.
 
-python -m benchmarks.serving.abuse [--only WORD] [--tls]
+python -m benchmarks.serving.abuse [--only WORD] [--tls] [--grpc]
 
 Each attack of benchmarks.serving.attacks runs beside streams whose answers are known, a ping each 50 ms and a
 request for one token each 250 ms.
@@ -356,11 +356,12 @@ def main() -> None:
     parser.add_argument("--soak-s", type=float, default=0.0, help="attacks at random for this time instead")
     parser.add_argument("--seed", type=int, default=1, help="of the soak")
     parser.add_argument("--tls", action="store_true", help="all of it over TLS")
+    parser.add_argument("--grpc", action="store_true", help="attack the gRPC port instead")
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
     attacks = [
         attack
-        for attack in (*ATTACKS.values(), *GRPC_ATTACKS.values())
+        for attack in (GRPC_ATTACKS if options.grpc else ATTACKS).values()
         if options.only in f"{attack.kind} {attack.name}" and (options.tls or "TLS" not in attack.name)
     ]
     cores = sorted(os.sched_getaffinity(0))
