@@ -1,0 +1,137 @@
+"""Agents through one worker whose memory holds half of their sessions: eviction orders beside an oracle.
+
+    python -m benchmarks.memory.agents [--agents 16] [--blocks 2400] [--sessions 1] [--pace 0.5]
+
+The oracle runs in the same ledger and engine. It knows when each prompt continues, and evicts the checkpoint
+that is needed last, as Belady's rule does (A study of replacement algorithms, 1966). It evicts for each
+running request as any order does. So it shows what the order of eviction can gain, not what admission can.
+"""
+
+import argparse
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from random import Random
+from typing import Any, Literal
+from unittest.mock import patch
+
+from tidemill.cluster.simulate.agents import SYSTEM_BLOCKS, TOKEN_S, agents_trace
+from tidemill.cluster.simulate.engines import root_of
+from tidemill.cluster.simulate.setup import HintKind, Setup
+from tidemill.cluster.simulate.trace import TraceRequest, by_client, reusable_share, speed_up
+from tidemill.cluster.simulate.world import simulate
+from tidemill.kvstore.keys import PageKey, page_keys
+from tidemill.kvstore.layout import Layout
+from tidemill.kvstore.memory.entry import Checkpoint, Entry
+from tidemill.kvstore.memory.prefix_index import PrefixIndex
+
+HORIZON_S = 1e9
+"""A time after the end of every trace: the later the next use, the less a checkpoint is worth."""
+
+SHARED_S = 1e5
+"""The delay of a system prompt, which the next session uses: later than any turn."""
+
+UNBOUNDED_BLOCKS = 20_000
+STORE_BYTES = 1 << 30
+"""A store that holds no session, so that only the worker's memory counts."""
+
+Order = Literal["lru", "value", "oracle"]
+RUNS: tuple[tuple[Order, HintKind], ...] = (
+    ("lru", "none"),
+    ("value", "none"),
+    ("value", "breakpoints"),
+    ("value", "all"),
+    ("oracle", "breakpoints"),
+)
+
+
+class FutureIndex(PrefixIndex):
+    """An index that knows after what delay a request resumes at each key."""
+
+    def __init__(self, layout: Layout, delays_s: Mapping[PageKey, float]) -> None:
+        super().__init__(layout)
+        self._delays_s = delays_s
+        self._next_s: dict[PageKey, float] = {}
+        self._time = asyncio.get_running_loop().time
+
+    def keep_checkpoint(self, entry: Entry, checkpoint: Checkpoint, *, spare: bool = False) -> None:
+        if entry.key in self._delays_s:
+            self._next_s[entry.key] = self._time() + self._delays_s[entry.key]
+        super().keep_checkpoint(entry, checkpoint, spare=spare)
+
+    def rank(self, entry: Entry) -> tuple[float, int]:
+        next_s = self._next_s.get(entry.key)
+        return (0.0 if next_s is None else HORIZON_S - next_s, entry.last_use)
+
+    def credit(self, entry: Entry) -> float:
+        return self.rank(entry)[0]
+
+
+def delays_of(requests: list[TraceRequest], setup: Setup) -> dict[PageKey, float]:
+    """Return, by the key where each turn ends, the seconds until the next turn resumes there."""
+    size = setup.layout.page_tokens
+    delays_s: dict[PageKey, float] = {}
+    for chain in by_client(requests):
+        for (_, turn), (_, later) in pairwise(chain):
+            tokens = [block for block in turn.blocks for _ in range(size)]
+            keys = page_keys(root_of(""), tokens[: -(-turn.prompt_tokens // setup.grain) - 1], size)
+            delays_s[keys[SYSTEM_BLOCKS - 1]] = SHARED_S
+            if turn.hints.session == later.hints.session:
+                delays_s[keys[-1]] = turn.answer_tokens * TOKEN_S + later.pause_s
+    return delays_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The trace, and the memory of the worker in blocks. A `pace` of 2 halves the pauses."""
+
+    agents: int
+    blocks: int
+    sessions: int
+    pace: float
+
+    def run(self, order: Order, hints: HintKind, blocks: int) -> dict[str, Any]:
+        requests = speed_up(agents_trace(self.agents, self.sessions, Random(1)), self.pace)
+        setup = Setup(
+            prefill=0, decode=0, mixed=1, hybrid=True, blocks=blocks, store_bytes=STORE_BYTES,
+            eviction="lru" if order == "lru" else "value", hints=hints,
+        )  # fmt: skip
+        if order != "oracle":
+            return simulate(requests, setup).figures()
+        delays_s = delays_of(requests, setup)
+        with patch(
+            "tidemill.cluster.simulate.engines.PrefixIndex",
+            lambda layout, _: FutureIndex(layout, delays_s),  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+        ):
+            return simulate(requests, setup).figures()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--agents", type=int, default=16)
+    parser.add_argument("--blocks", type=int, default=2400)
+    parser.add_argument("--sessions", type=int, default=1)
+    parser.add_argument("--pace", type=float, default=0.5)
+    options = parser.parse_args()
+    work = Work(**vars(options))
+    requests = agents_trace(work.agents, work.sessions, Random(1))
+    print(f"{work}: {reusable_share(requests):.3f} of the prompt tokens can be found")
+    whole = work.run("value", "none", UNBOUNDED_BLOCKS)
+    first_s = whole["ttft_ms"]["mean"] / 1000
+    print(f"without a bound: {whole['hit_ratio']:.3f}, {first_s:.2f} s to the first token")
+    lru_s = 0.0
+    for order, hints in RUNS:
+        figures = work.run(order, hints, work.blocks)
+        first_s = figures["ttft_ms"]["mean"] / 1000
+        lru_s = lru_s or first_s  # the first of RUNS
+        hit, busy = figures["hit_ratio"], figures["utilisation"]["mixed"]
+        share, of_lru = hit / whole["hit_ratio"], first_s / lru_s
+        print(
+            f"| {order} | {hints} | {hit:.3f} | {share:.2f} | {first_s:.2f} | {of_lru:.2f} | {busy:.2f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""The oracle of the agents' benchmark knows when a prompt continues, and keeps what is needed first."""
+
+import asyncio
+from random import Random
+
+from benchmarks.memory.agents import FutureIndex, Work, delays_of
+
+from tidemill.cluster.simulate.agents import agents_trace
+from tidemill.cluster.simulate.setup import Setup
+from tidemill.kvstore.keys import PageKey
+from tidemill.kvstore.layout import PageId, StateId
+from tidemill.kvstore.memory.entry import Checkpoint
+
+
+def test_each_turn_but_the_last_has_a_delay() -> None:
+    requests = agents_trace(1, 1, Random(1))
+    delays_s = delays_of(requests, Setup(hybrid=True))
+    assert len(delays_s) == len(requests)  # the system prompt in place of the last turn
+
+
+def test_the_checkpoint_that_is_needed_last_goes_first() -> None:
+    async def main() -> None:
+        soon, late, never = (PageKey(name) for name in (b"soon", b"late", b"never"))
+        index = FutureIndex(Setup(hybrid=True).layout, {soon: 5.0, late: 50.0})
+        for number, key in enumerate((late, soon, never)):
+            entry, _ = index.insert(None, key, PageId(number))
+            index.keep_checkpoint(entry, Checkpoint(StateId(number)))
+        for expected in (never, late, soon):
+            found = index.cheapest_checkpoint()
+            assert found is not None
+            assert found.key == expected
+            index.drop_checkpoint(found)
+
+    asyncio.run(main())
+
+
+def test_the_oracle_finds_at_least_what_lru_finds() -> None:
+    work = Work(agents=2, blocks=600, sessions=1, pace=0.5)
+    found = {order: work.run(order, "breakpoints", 600)["hit_ratio"] for order in ("lru", "oracle")}
+    assert found["oracle"] > found["lru"]
