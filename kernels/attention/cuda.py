@@ -89,22 +89,54 @@ def keys_of(position_M, KEYS: tl.constexpr, WINDOW: tl.constexpr):
     return seen_from, all_from, all_to, end
 
 
+@triton.jit
+def keys_of_span(start, tokens, all_to, end, KEYS: tl.constexpr):
+    """Return all_from, all_to and end of a tile of queries in a span of keys."""
+    end = tl.minimum(end, start + tokens)
+    return start, tl.maximum(tl.minimum(all_to, end // KEYS * KEYS), start), end
+
+
+@triton.jit
+def put_short(
+    sums, weights, tops, sum_MD, sum_MR, weight_M, top_M, mask_M, vector_M, token, place, spans,
+    D: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr,
+) -> None:  # fmt: skip
+    """Store what `add_short` adds up: the results of this program's span."""
+    first = tl.program_id(1) * GROUP
+    at_M = (place + (token + vector_M // GROUP) * spans + tl.program_id(2)) * (tl.num_programs(1) * GROUP)
+    at_M += first + vector_M % GROUP
+    put(sums, at_M * D, mask_M, sum_MD, sum_MR, R, D)
+    tl.store(weights + at_M, weight_M, mask=mask_M)
+    tl.store(tops + at_M, top_M, mask=mask_M)
+
+
+@triton.jit
+def put_rows(
+    out, sum_MD, sum_MR, weight_M, mask_M, vector_M, token,
+    D: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr,
+) -> None:  # fmt: skip
+    """Store the results of a tile that has seen all keys; `token` is its first one."""
+    whole_M1 = tl.where(weight_M > 0, weight_M, 1.0)[:, None]
+    out_stride = tl.num_programs(1) * GROUP * D
+    out += token.to(tl.int64) * out_stride + tl.program_id(1) * GROUP * D
+    at_M = vector_M // GROUP * out_stride + vector_M % GROUP * D
+    put(out, at_M, mask_M, sum_MD / whole_M1, sum_MR / whole_M1, R, D)
+
+
 @triton.jit(do_not_specialize=["rows", "pages_stride"])
 def attend_rows(
     q,  # [T, H, D]
     cache,  # [pages, kv_heads, 2, P, D]
     tiles, first_tiles,  # as of `attend_span`
     sinks,  # float32 [H], or None
-    cu, lens, pages,
-    out,  # [T, H, D]
+    cu, lens, pages, out,
     sums, weights, tops,  # as of `add_short`, or None: keys are not cut, and results go to `out`
     scale, rows,
     q_token_stride, q_head_stride, page_stride, head_stride, kv_stride, token_stride, pages_stride,
     P: tl.constexpr, D: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, FIRST: tl.constexpr, STAGES: tl.constexpr,
-    LEAST: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
-    SPAN: tl.constexpr, SPANS: tl.constexpr, BUDGET: tl.constexpr,
-    WINDOW: tl.constexpr, ALIKE: tl.constexpr,
+    LEAST: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr,
+    BUDGET: tl.constexpr, WINDOW: tl.constexpr, ALIKE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Some tile of query vectors of one row of LEAST to MOST tokens, kv head j and span k of a grid (at least
     the tiles, j, k).
@@ -112,8 +144,7 @@ def attend_rows(
     The vectors of a row are its tokens' query heads of kv head j, side by side: GROUP vectors of each token.
     """
     # Later tokens have more keys: the longest go first.
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    head, span = tl.program_id(1), tl.program_id(2)
+    tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     row, tile = tile_in_row(cu, rows, tile, GROUP, QUERIES, LEAST, MOST, ROWS)
     if row >= rows:
         return
@@ -121,8 +152,7 @@ def attend_rows(
     tokens = tl.load(cu + row + 1) - before
     length = tl.load(lens + row)
     # From the tile's first token on: less for threads to keep.
-    token = tile * QUERIES // GROUP
-    vector_M = tile * QUERIES % GROUP + tl.arange(0, QUERIES)
+    token, vector_M = tile * QUERIES // GROUP, tile * QUERIES % GROUP + tl.arange(0, QUERIES)
     left = tokens - token
     position_M = length - left + tl.minimum(vector_M // GROUP, left - 1)
     mask_M = vector_M < left * GROUP
@@ -131,15 +161,13 @@ def attend_rows(
     q_MD, q_MR = both(q, at_M, mask_M, R, D, DIMS, FIRST)
     pages += row.to(tl.int64) * pages_stride
     seen_from, all_from, all_to, end = keys_of(position_M, KEYS, WINDOW)
-    weight_M = tl.zeros([QUERIES], tl.float32)
-    top_M = tl.full([QUERIES], LOWEST, tl.float32)
+    weight_M, top_M = tl.zeros([QUERIES], tl.float32), tl.full([QUERIES], LOWEST, tl.float32)
     if sums is not None:
         spans, span_tokens, place = short_spans(cu, row, tokens, length, SPAN, SPANS, BUDGET)
-        seen_from = span * span_tokens
+        seen_from = tl.program_id(2) * span_tokens
         if seen_from >= length:
             return
-        end = tl.minimum(end, seen_from + span_tokens)
-        all_from, all_to = seen_from, tl.maximum(tl.minimum(all_to, end // KEYS * KEYS), seen_from)
+        all_from, all_to, end = keys_of_span(seen_from, span_tokens, all_to, end, KEYS)
     elif sinks is not None:
         sink_M = tl.load(sinks + head * GROUP + vector_M % GROUP) * LOG2_E
         weight_M, top_M = weight_M + 1.0, tl.maximum(top_M, sink_M)
@@ -150,17 +178,12 @@ def attend_rows(
         page_stride, head_stride, kv_stride, token_stride, P, D, R, KEYS, STAGES, WINDOW, ALIKE,
     )  # fmt: skip
     if sums is not None:
-        heads = tl.num_programs(1) * GROUP
-        at_M = (place + (token + vector_M // GROUP) * spans + span) * heads + head * GROUP + vector_M % GROUP
-        put(sums, at_M * D, mask_M, sum_MD, sum_MR, R, D)
-        tl.store(weights + at_M, weight_M, mask=mask_M)
-        tl.store(tops + at_M, top_M, mask=mask_M)
+        put_short(
+            sums, weights, tops, sum_MD, sum_MR, weight_M, top_M, mask_M, vector_M, token, place, spans,
+            D, R, GROUP,
+        )  # fmt: skip
         return
-    whole_M1 = tl.where(weight_M > 0, weight_M, 1.0)[:, None]
-    out_stride = tl.num_programs(1) * GROUP * D
-    out += (before + token).to(tl.int64) * out_stride + head * GROUP * D
-    at_M = vector_M // GROUP * out_stride + vector_M % GROUP * D
-    put(out, at_M, mask_M, sum_MD / whole_M1, sum_MR / whole_M1, R, D)
+    put_rows(out, sum_MD, sum_MR, weight_M, mask_M, vector_M, before + token, D, R, GROUP)
 
 
 def attention(q_THD: Tensor, cache: Tensor, rows: Rows, window: int | None, sinks_H: Tensor | None) -> Tensor:
@@ -174,7 +197,7 @@ def attention(q_THD: Tensor, cache: Tensor, rows: Rows, window: int | None, sink
 def gated_attention(
     q_THD: Tensor, cache: Tensor, rows: Rows, window: int | None, sinks_H: Tensor | None, gate_THD: Tensor
 ) -> Tensor:
-    """Where no row is longer than short ones the gate takes no launch of its own, with the same bits."""
+    """Return the same times the gate, which takes a launch of its own where a row may be long."""
     assert cache.shape[2] == 2, "latents have no gate"
     assert gate_THD.shape == q_THD.shape
     assert gate_THD.stride(2) == 1 or q_THD.shape[2] == 1
@@ -283,7 +306,7 @@ def _attend_several(
     cut = {"SPAN": SPAN_TOKENS, "SPANS": SPANS_SHORT, "BUDGET": budget, "MOST": most, "ROWS": ROWS_AT_ONCE}
 
     def grid(vectors: int, size: int, heads: int, spans: int) -> tuple[int, int, int]:
-        """Of tiles for every way in which tokens could be in rows."""
+        """Return tiles for every way in which tokens could be in rows."""
         return (
             min(tokens * vectors // size + num_rows, num_rows * -(-longest * vectors // size)),
             heads,

@@ -36,7 +36,7 @@ def buckets(rows_max: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < rows_max), rows_max)
 
 
-class Shape(NamedTuple):
+class GraphShape(NamedTuple):
     """The rows of a graph, its tokens, and the states that a row may keep."""
 
     rows: int
@@ -44,21 +44,23 @@ class Shape(NamedTuple):
     states: int = 1
 
 
-def graph_shapes(rows_max: int, tokens_max: int, drafts_max: int) -> tuple[Shape, ...]:
+def graph_shapes(rows_max: int, tokens_max: int, drafts_max: int) -> tuple[GraphShape, ...]:
     """Return the shapes of all graphs. Those of mixed steps have one more row than there can be, for the
     tokens of their padding, and a row may keep the state after each of its tokens."""
     sizes, each = buckets(rows_max), 1 + drafts_max
-    one_each = [Shape(rows, rows) for rows in sizes]
-    guesses = [Shape(rows, rows * each, each) for rows in sizes if drafts_max and rows * each <= tokens_max]
+    one_each = [GraphShape(rows, rows) for rows in sizes]
+    guesses = [
+        GraphShape(rows, rows * each, each) for rows in sizes if drafts_max and rows * each <= tokens_max
+    ]
     mixed = [
-        Shape(rows_max + 1, rows_max + more, 1 + more)
+        GraphShape(rows_max + 1, rows_max + more, 1 + more)
         for more in MIXED_TOKENS
         if rows_max + more <= tokens_max
     ]
     return *one_each, *guesses, *mixed
 
 
-def choose(shapes: Iterable[Shape], rows: int, tokens: int, states: int) -> Shape | None:
+def choose(shapes: Iterable[GraphShape], rows: int, tokens: int, states: int) -> GraphShape | None:
     """Return the shape of the fewest tokens to which a step of `tokens` in `rows` can be padded, of these the
     one of the fewest rows; None: there is none. Each row of padding has a token at least, and padding of
     tokens alone has no row."""
@@ -151,7 +153,7 @@ class Graphs:
     def __init__(
         self,
         forward: Callable[[Inputs], torch.Tensor],
-        shapes: Iterable[Shape],
+        shapes: Iterable[GraphShape],
         table_width: int,
         device: torch.device,
         capture: Capture,
@@ -160,7 +162,7 @@ class Graphs:
     ) -> None:
         """Capture all graphs, the largest first: the others fit into its memory."""
         self._table_width = table_width
-        self._graphs: dict[Shape, Graph] = {}
+        self._graphs: dict[GraphShape, Graph] = {}
         for shape in sorted(shapes, key=lambda shape: shape.tokens, reverse=True):
             first = shape.tokens - shape.rows + 1
             empty = padding(shape.rows, table_width, first, windows=windows, states=shape.states)

@@ -17,7 +17,7 @@ import torch
 from tidemill.kernels.dispatch import REFERENCE, Operators
 from tidemill.kvstore.memory.backing import Event
 from tidemill.workers.device import HOST
-from tidemill.workers.execution.cuda_graphs import Capture, Graphs, Shape, cuda_capture, padding, shapes
+from tidemill.workers.execution.cuda_graphs import Capture, Graphs, GraphShape, cuda_capture, padding, shapes
 from tidemill.workers.execution.logprobs import scores_of
 from tidemill.workers.execution.mtp_drafter import MtpDrafter, ends_of
 from tidemill.workers.execution.sampler import Sampler, token_ids
@@ -74,7 +74,9 @@ class TorchRunner:
         largest step, whose page tables have `table_width` pages."""
         self._thread.submit(self._warm_up, rows_max, tokens_max, table_width, drafts_max).result()
 
-    def use_graphs(self, graphs: Iterable[Shape], table_width: int, capture: Capture | None = None) -> None:
+    def use_graphs(
+        self, graphs: Iterable[GraphShape], table_width: int, capture: Capture | None = None
+    ) -> None:
         """Capture graphs of these shapes, before the first step; steps that fit use them from now on.
         `capture` None: that of CUDA."""
         self._thread.submit(self._capture, graphs, table_width, capture).result()
@@ -177,7 +179,7 @@ class TorchRunner:
                 if self._guesser is not None:
                     self._guesser.warm_up(hidden_TH, inputs)
 
-    def _capture(self, graphs: Iterable[Shape], table_width: int, capture: Capture | None) -> None:
+    def _capture(self, graphs: Iterable[GraphShape], table_width: int, capture: Capture | None) -> None:
         if capture is None:
             assert self._stream is not None
             capture = cuda_capture(self._stream)

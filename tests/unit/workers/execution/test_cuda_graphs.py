@@ -20,8 +20,8 @@ from tidemill.workers.engine.memory_plan import Memory
 from tidemill.workers.execution.cuda_graphs import (
     CHUNK,
     Graphs,
+    GraphShape,
     Replay,
-    Shape,
     buckets,
     choose,
     graph_shapes,
@@ -203,7 +203,7 @@ def test_engine_with_graphs_answers_the_same(
             return [tokens for tokens, _ in found]
 
     wanted = asyncio.run(answers())
-    replays: list[Shape] = []
+    replays: list[GraphShape] = []
 
     open_runner = build.open_runner
 
@@ -216,7 +216,7 @@ def test_engine_with_graphs_answers_the_same(
         assert graphs is not None
         for shape, graph in graphs._graphs.items():
 
-            def counted(shape: Shape = shape, replay: Replay = graph.replay) -> None:
+            def counted(shape: GraphShape = shape, replay: Replay = graph.replay) -> None:
                 replays.append(shape)
                 replay()
 
