@@ -48,10 +48,10 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def logits(monkeypatch: pytest.MonkeyPatch) -> Logits:
     """Record the logits of every draw."""
     seen: Logits = {}
-    draw = runner.draw
+    draw = runner.Sampler.draw
 
-    def recorded(logits_NV: torch.Tensor, rows: list[Row]) -> list[Drawn]:
-        found = draw(logits_NV, rows)
+    def recorded(sampler: runner.Sampler, logits_NV: torch.Tensor, rows: list[Row]) -> list[Drawn]:
+        found = draw(sampler, logits_NV, rows)
         first = 0
         for row, drawn in zip(rows, found, strict=True):
             assert row.sampling_state is not None
@@ -61,7 +61,7 @@ def logits(monkeypatch: pytest.MonkeyPatch) -> Logits:
             first += row.drafts + 1
         return found
 
-    monkeypatch.setattr(runner, "draw", recorded)
+    monkeypatch.setattr(runner.Sampler, "draw", recorded)
     monkeypatch.setattr(build, "layout_of", partial(layout_of, extent_bytes_min=1, granule_bytes=1))
     return seen
 

@@ -1,4 +1,4 @@
-"""How often each token occurs in the answers that have penalties, on the device that draws."""
+"""The count of each token in the answers that have penalties, on the device that draws."""
 
 import weakref
 

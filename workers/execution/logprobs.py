@@ -32,7 +32,7 @@ def token_logprob(logprobs_V: torch.Tensor, token: int, alternatives: int) -> To
 
 
 class Logprobs(NamedTuple):
-    """What `start_logprobs` computes, still on the device."""
+    """The numbers that `start_logprobs` computes, still on the device."""
 
     logprobs_NV: torch.Tensor
     own_N: torch.Tensor

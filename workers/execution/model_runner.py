@@ -50,10 +50,9 @@ class TorchRunner:
         threads: int,
         device: torch.device = HOST,
         guesser: MtpDrafter | None = None,
-        ops: Operators = REFERENCE,
     ) -> None:
-        """Create a runner. Weights and caches lie on `device`; `ops` draw there."""
-        self._sampler = Sampler(ops, device)
+        """Create a runner. Weights and caches lie on `device`."""
+        self._sampler = Sampler(REFERENCE, device)
         self._model = model
         self._caches = caches
         self._page_tokens = page_tokens
@@ -68,6 +67,10 @@ class TorchRunner:
         # OpenMP keeps the number of threads per calling thread, so it is set where the steps run.
         self._thread = ThreadPoolExecutor(1, "step", torch.set_num_threads, (threads,))
         self._cpu_clock = self._thread.submit(_own_clock).result() if device.type == "cpu" else None
+
+    def draw_by(self, ops: Operators) -> None:
+        """Draw by these operators instead of by their definitions, from the first step on."""
+        self._sampler = Sampler(ops, self._device)
 
     def warm_up(self, rows_max: int, tokens_max: int, table_width: int = 1, drafts_max: int = 0) -> None:
         """Run steps of padding, before the first step. It compiles the kernels, and ensures memory for the

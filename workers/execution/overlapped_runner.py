@@ -22,7 +22,7 @@ from tidemill.kvstore.memory.ledger import FLIGHTS_MAX
 from tidemill.workers.device import settle
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.execution.mtp_drafter import MtpDrafter
-from tidemill.workers.execution.sampler import token_ids
+from tidemill.workers.execution.sampler import Wanted, token_ids
 from tidemill.workers.execution.step import PENDING, Drawn, Row, Step
 from tidemill.workers.execution.step_tensors import Ints, PageTables, writes_of
 from tidemill.workers.models.architectures.registry import Model
@@ -261,7 +261,12 @@ class OverlappedRunner(TorchRunner):
                 hidden_TH = self._model.forward(inputs, self._caches)
             if not prepared.drawing:
                 return
-            drawn_N = self._model.logits(hidden_TH[draws[0]]).argmax(dim=-1)
+            wanted = [
+                Wanted(place, place, row.end, state, ())
+                for place, row in enumerate(prepared.drawing)
+                if (state := row.sampling_state) is not None
+            ]
+            drawn_N = self._sampler.launch(self._model.logits(hidden_TH[draws[0]]), wanted).tokens_N
             drawn_S[draws[1]] = drawn_N
             buffers.drawn_N[: len(drawn_N)].copy_(drawn_N, non_blocking=True)
 
@@ -294,7 +299,7 @@ def _draws_on_device(row: Row) -> bool:
     """Return whether the row needs no answer of the host between its forward pass and the next step."""
     if row.scores is not None or row.drafts:
         return False
-    return row.sampling_state is None or row.sampling_state.greedy_at(row.end)
+    return row.sampling_state is None or row.sampling_state.bare_at(row.end)
 
 
 def _land(launched: "Future[LaunchedStep | list[Drawn]]") -> list[Drawn]:

@@ -41,16 +41,16 @@ MASKS_S_MAX = 0.02
 
 
 class Wanted(NamedTuple):
-    """One draw: of row `index` of the step, from row `source` of the logits, after the drafts `before`."""
+    """One draw: of row `row` of the step, from row `source` of the logits, after the drafts `before`."""
 
-    index: int
+    row: int
     source: int
     position: int
     state: SamplingState
     before: tuple[int, ...]
 
 
-class Batch(NamedTuple):
+class LaunchedDraws(NamedTuple):
     """Draws that were launched. `host_N` receives `tokens_N` when `copied` has happened."""
 
     wanted: list[Wanted]
@@ -86,7 +86,7 @@ class Sampler:
         row's last `drafts + 1` tokens."""
         return Drawing(self, logits_NV, rows)
 
-    def launch(self, logits_NV: torch.Tensor, wanted: list[Wanted]) -> Batch:
+    def launch(self, logits_NV: torch.Tensor, wanted: list[Wanted]) -> LaunchedDraws:
         tables = Tables(logits_NV.shape[1], self._counts)
         for draw in wanted:
             tables.add(draw)
@@ -104,7 +104,7 @@ class Sampler:
             host_N.copy_(tokens_N, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-        return Batch(wanted, tokens_N, host_N, copied, self._logprobs(logits_NV, wanted, tokens_N))
+        return LaunchedDraws(wanted, tokens_N, host_N, copied, self._logprobs(logits_NV, wanted, tokens_N))
 
     def _logprobs(
         self, logits_NV: torch.Tensor, wanted: list[Wanted], tokens_N: torch.Tensor
@@ -143,7 +143,7 @@ class Drawing:
         ]
         self._batch = sampler.launch(logits_NV, wanted)
         self.tokens_N = self._batch.tokens_N
-        self.first_draws = {draw.index: at for at, draw in enumerate(wanted) if not draw.before}
+        self.first_draws = {draw.row: at for at, draw in enumerate(wanted) if not draw.before}
 
     def result(self) -> list[Drawn]:
         """Return what each row draws, and advance the rows' sampling states.
@@ -165,19 +165,19 @@ class Drawing:
         _start_masks(rows)
         return [self._failed.get(index, row_drawn) for index, row_drawn in enumerate(drawn)]
 
-    def _take(self, batch: Batch, drawn: list[Drawn]) -> list[int]:
+    def _take(self, batch: LaunchedDraws, drawn: list[Drawn]) -> list[int]:
         """Add the draws that follow right guesses. Return the rows that have another guess to try."""
         tokens, logprobs = batch.read()
         for at, (draw, token) in enumerate(zip(batch.wanted, tokens, strict=True)):
-            have = drawn[draw.index]
+            have = drawn[draw.row]
             if have.tokens != draw.before:  # a guess before it was wrong
                 continue
             draw.state.push(token)
             reported = (logprobs[at],) if at in logprobs else ()
-            drawn[draw.index] = have._replace(
+            drawn[draw.row] = have._replace(
                 tokens=(*have.tokens, token), logprobs=(*have.logprobs, *reported)
             )
-        asked = dict.fromkeys(draw.index for draw in batch.wanted)
+        asked = dict.fromkeys(draw.row for draw in batch.wanted)
         return [index for index in asked if self._goes_on(index, drawn[index].tokens)]
 
     def _goes_on(self, index: int, tokens: tuple[int, ...]) -> bool:
@@ -244,9 +244,9 @@ class Tables:
         moved = _moved(
             np.concatenate([*(part.ravel() for part in flat), bits.view(np.float64).ravel()]), device
         )
-        *tables, masks = moved.split([*(part.size for part in flat), bits.size // 8])
-        tables = [table.view(part.shape) for table, part in zip(tables, flat, strict=True)]
-        return [*tables, masks.view(torch.int32).view(len(self._masks), words)]
+        ends = list(accumulate(part.size for part in flat))
+        tables = [moved[end - part.size : end].view(part.shape) for end, part in zip(ends, flat, strict=True)]
+        return [*tables, moved[ends[-1] :].view(torch.int32).view(len(self._masks), words)]
 
     def _adjust(self, draw: Wanted, barred: Iterable[int]) -> None:
         state, sampling = draw.state, draw.state.sampling

@@ -42,15 +42,10 @@ class SamplingState:
         """The position of the next draw."""
         return self._start + len(self._tokens)
 
-    @property
-    def greedy(self) -> bool:
-        """True if the next draw is the most likely token, and nothing else is requested."""
-        return self._bare and self.sampling.temperature <= 0 and not self.barred
-
-    def greedy_at(self, position: int) -> bool:
-        """Return whether a draw at `position`, now or later, is the most likely token."""
-        bars = bool(self._stop_ids) and position - self._start < self.sampling.min_tokens
-        return self._bare and self.sampling.temperature <= 0 and not bars
+    def bare_at(self, position: int) -> bool:
+        """Return whether a draw at `position`, now or later, depends on no token before it that was drawn,
+        except by the logits, and reports no logprobs."""
+        return self._bare and not self.barred_at(position)
 
     def drawn_at(self, position: int, token: int) -> int:
         """Record that `token` was drawn at `position`, and return it."""

@@ -13,7 +13,6 @@ from contextlib import ExitStack, closing, contextmanager
 
 import torch
 
-from tidemill.kernels.dispatch import REFERENCE, Operators
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.memory.backing import Backing
 from tidemill.kvstore.stores.page_store import finish
@@ -89,9 +88,8 @@ class GroupRunner(TorchRunner):
         group: RankGroup,
         vocab_size: int,
         guesser: MtpDrafter | None = None,
-        ops: Operators = REFERENCE,
     ) -> None:
-        super().__init__(model, caches, page_tokens, threads, guesser=guesser, ops=ops)
+        super().__init__(model, caches, page_tokens, threads, guesser=guesser)
         self._group = group
         self._vocab_size = vocab_size
 

@@ -187,9 +187,9 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "a draw ahead counts the tokens that have landed",
-        "workers/execution/sampling_state.py::SamplingState.greedy_at",
-        "and $POSITION - self.$START < self.",
-        "and $POSITION - self.$START < 0 * self.",
+        "workers/execution/sampling_state.py::SamplingState.bare_at",
+        "not self.$BARRED_AT($POSITION)",
+        "not self.$BARRED_AT(1 << 30)",
         "tests/unit/workers/execution/test_overlapped_runner.py",
     ),
     Planted(

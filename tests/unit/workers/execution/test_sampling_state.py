@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.workers.drawing import request_of
+from tidemill.kernels.draw.tables import PROMPT
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.messages import Sampling
 
@@ -18,12 +19,12 @@ tokens = st.integers(0, 6)
 
 
 def counts_of(sampling_state: SamplingState) -> tuple[set[int], Counter[int]]:
-    """(ids of the prompt, how often each token stands in the answer)"""
-    assert sampling_state.counts is not None
-    ids = list(sampling_state.counts.ids)
-    assert len(set(ids)) == len(ids)
-    times = Counter(dict(zip(ids, sampling_state.counts.counts, strict=True)))
-    return set(ids[: sampling_state.counts.num_prompt]), +times
+    """Return the ids of the prompt, and how often each token stands in the answer."""
+    counts = Counter[int]()
+    for token, by in sampling_state.changes:
+        counts[token] += by
+    times = Counter({token: count % PROMPT for token, count in counts.items()})
+    return {token for token, count in counts.items() if count >= PROMPT}, +times
 
 
 @PROPERTY
@@ -82,7 +83,6 @@ def test_answer_that_is_too_short_cannot_end() -> None:
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(),
         Sampling(temperature=0, presence_penalty=0.1),
         Sampling(temperature=0, frequency_penalty=-0.1),
         Sampling(temperature=0, repetition_penalty=1.1),
@@ -91,12 +91,13 @@ def test_answer_that_is_too_short_cannot_end() -> None:
         Sampling(temperature=0, min_tokens=1),
     ],
 )
-def test_only_plain_rows_take_the_short_way(sampling: Sampling) -> None:
-    assert not SamplingState(request_of(sampling, stop=(1,))).greedy
-    assert SamplingState(request_of(Sampling(temperature=0, seed=3, top_k=5, top_p=0.5), stop=(1,))).greedy
+def test_only_bare_rows_are_drawn_ahead_of_their_tokens(sampling: Sampling) -> None:
+    """A temperature and filters need no token before them."""
+    filtered = Sampling(temperature=0.5, seed=3, top_k=5, top_p=0.5)
+    assert not SamplingState(request_of(sampling, stop=(1,))).bare_at(3)
+    assert SamplingState(request_of(filtered, stop=(1,))).bare_at(3)
 
 
-def test_short_way_opens_when_the_answer_is_long_enough() -> None:
-    sampling_state = SamplingState(request_of(Sampling(temperature=0, min_tokens=1), stop=(1,)))
-    sampling_state.push(5)
-    assert sampling_state.greedy
+def test_rows_are_bare_when_the_answer_is_long_enough() -> None:
+    sampling_state = SamplingState(request_of(Sampling(temperature=0, min_tokens=1), (1, 2, 3), (1,)))
+    assert [sampling_state.bare_at(position) for position in (3, 4)] == [False, True]
