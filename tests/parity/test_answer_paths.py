@@ -16,10 +16,9 @@ import pytest
 import torch
 
 from tests.support.parity.served import answer, serving
-from tests.support.workers.drawing import draw
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.kvstore.layout import layout_of
-from tidemill.workers.engine import build
+from tidemill.workers.engine import memory_plan
 from tidemill.workers.engine.build import BuiltEngine
 from tidemill.workers.execution import grammar, model_runner, sampler
 from tidemill.workers.execution.step import Drawn, Row
@@ -62,7 +61,7 @@ DRAWN = {
 def settings(kernel_cache: Path, monkeypatch: pytest.MonkeyPatch) -> EngineSettings:
     """Extents of one state."""
     layers, _ = describe(bundled()["keeper"])
-    monkeypatch.setattr(build, "layout_of", partial(layout_of, extent_bytes_min=1, granule_bytes=1))
+    monkeypatch.setattr(memory_plan, "layout_of", partial(layout_of, extent_bytes_min=1, granule_bytes=1))
     layout = layout_of(layers, P, extent_bytes_min=1, granule_bytes=1)
     return EngineSettings(
         model_folder=bundled()["keeper"],
@@ -148,13 +147,15 @@ def test_rows_that_sit_out_for_their_masks_answer_the_same(
             time.sleep(0.02)
         return follow(matcher)
 
-    def counting(logits_NV: torch.Tensor, rows: list[Row]) -> list[Drawn]:
-        drawn = draw(logits_NV, rows)
+    draw = model_runner.Sampler.draw
+
+    def counting(self: model_runner.Sampler, logits_NV: torch.Tensor, rows: list[Row]) -> list[Drawn]:
+        drawn = draw(self, logits_NV, rows)
         late[0] += sum(row_drawn.late for row_drawn in drawn)
         return drawn
 
     monkeypatch.setattr(grammar.Matcher, "_next", slow)
-    monkeypatch.setattr(model_runner, "draw", counting)
+    monkeypatch.setattr(model_runner.Sampler, "draw", counting)
     for drafts_max in (0, 4):
         assert asyncio.run(answers(settings, asked, drafts_max=drafts_max)) == plain
         assert late[0] > 0

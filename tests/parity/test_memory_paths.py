@@ -18,7 +18,7 @@ from tests.support.parity.architectures import random_model, save
 from tests.support.parity.served import answer, generated, serving
 from tidemill.kvstore.layout import KvDtype, Layout, layout_of
 from tidemill.kvstore.memory.recompute_cost import Policy
-from tidemill.workers.engine import build
+from tidemill.workers.engine import memory_plan
 from tidemill.workers.engine.build import BuiltEngine
 from tidemill.workers.execution import model_runner as runner
 from tidemill.workers.execution.step import Drawn, Row
@@ -62,7 +62,7 @@ def logits(monkeypatch: pytest.MonkeyPatch) -> Logits:
         return found
 
     monkeypatch.setattr(runner.Sampler, "draw", recorded)
-    monkeypatch.setattr(build, "layout_of", partial(layout_of, extent_bytes_min=1, granule_bytes=1))
+    monkeypatch.setattr(memory_plan, "layout_of", partial(layout_of, extent_bytes_min=1, granule_bytes=1))
     return seen
 
 

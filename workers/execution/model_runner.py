@@ -178,7 +178,7 @@ class TorchRunner:
                 hidden_TH = self._hidden(inputs)
                 logits_NV = self._model.logits(hidden_TH[: rows * (1 + drafts_max)])
                 if rows == rows_max:
-                    self._sampler.draw(logits_NV[:rows], filtered_rows(rows))
+                    self._sampler.start(logits_NV[:rows], filtered_rows(rows))
                 if self._guesser is not None:
                     self._guesser.warm_up(hidden_TH, inputs)
 

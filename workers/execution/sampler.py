@@ -254,7 +254,8 @@ class Tables:
         slot = mask = -1
         if state.penalised:
             slot = self._slot(state)
-            for token in draw.before:
+            pushed = len(draw.before) - (draw.position - state.position)
+            for token in draw.before[pushed:]:
                 items[token] = (items.get(token, (0, 0.0))[0] + 1, 0.0)
         for token, bias in sampling.logit_bias:
             more, shift = items.get(token, (0, 0.0))

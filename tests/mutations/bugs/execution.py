@@ -89,10 +89,24 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "top-p drops the token that crosses the threshold",
-        "workers/execution/sampler.py::_sample_filtered",
-        "$CUMULATIVE_NC - $WEIGHTS_NC < $COLUMN",
-        "$CUMULATIVE_NC < $COLUMN",
-        "tests/unit/workers/execution/test_sampler.py",
+        "kernels/draw/reference.py::_draw",
+        "$SUMS_V - $WEIGHTS_V < ceil(",
+        "$SUMS_V < ceil(",
+        "tests/unit/kernels/test_draw.py",
+    ),
+    Planted(
+        "a guess that was right counts twice in penalties",
+        "workers/execution/sampler.py::Tables._adjust",
+        "$DRAW.before[$PUSHED:]",
+        "$DRAW.before",
+        "tests/unit/workers/execution/test_grammar.py",
+    ),
+    Planted(
+        "penalties do not count the guesses before a draw",
+        "workers/execution/sampler.py::Tables._adjust",
+        "$DRAW.before[$PUSHED:]",
+        "()",
+        "tests/unit/workers/execution/test_sampler.py tests/unit/workers/execution/test_grammar.py",
     ),
     Planted(
         "the window page table equals the page table",

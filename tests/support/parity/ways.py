@@ -13,7 +13,7 @@ from unittest import mock
 from tests.support.parity.served import answer, generated, serving
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
 from tidemill.kvstore.layout import Layout, layout_of, restorable_end
-from tidemill.workers.engine import build
+from tidemill.workers.engine import memory_plan
 from tidemill.workers.engine.build import BuiltEngine
 from tidemill.workers.messages import Provenance, Request, Sampling
 from tidemill.workers.models.architectures.registry import describe
@@ -176,5 +176,5 @@ WAYS: dict[str, Callable[[Journey], Coroutine[None, None, str]]] = {
 
 
 def take(way: str, journey: Journey) -> str:
-    with mock.patch.object(build, "layout_of", smallest_extents):
+    with mock.patch.object(memory_plan, "layout_of", smallest_extents):
         return asyncio.run(WAYS[way](journey))

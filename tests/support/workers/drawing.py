@@ -2,6 +2,7 @@
 # pyright: basic
 # torch's generators are untyped.
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -15,7 +16,12 @@ from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import Drawn, Row
 from tidemill.workers.messages import Request, Sampling, TokenLogprob
 
-draw = Sampler(REFERENCE).draw
+_samplers = defaultdict[int, Sampler](lambda: Sampler(REFERENCE))  # by the size of the vocabulary
+
+
+def draw(logits_NV: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
+    """Draw by the definitions of the operators."""
+    return _samplers[logits_NV.shape[1]].draw(logits_NV, rows)
 
 
 @dataclass(frozen=True)
