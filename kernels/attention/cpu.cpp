@@ -3,8 +3,6 @@
 // Keys are taken in blocks aligned at position 0 of the sequence and folded in by online softmax, block after block.
 // A query sees the same blocks in the same order whichever step, row or tile it is computed in, hence the same bits:
 // a block of which it sees nothing, which is there for others of its tile, changes nothing of it.
-#include <omp.h>
-
 #include "../shared/cpu.h"
 
 namespace {
@@ -44,12 +42,8 @@ struct Seen {  // by each query: `window` keys, and the sink of its head, or nul
 };
 
 struct Task {
-    int64_t begin, end;    // tokens [begin, end) of the batch
-    int64_t position;      // of token `begin` in its sequence
-    const int32_t* table;  // the pages of its row
-
-    int64_t first(int64_t window) const { return std::max<int64_t>(0, position - window + 1); }
-    int64_t last() const { return position + end - begin; }
+    int64_t row, begin, end;  // tokens [begin, end) of the batch
+    int64_t position;         // of token `begin` in its sequence
 };
 
 #if defined(__AVX2__)
@@ -181,10 +175,6 @@ struct Block {
     static constexpr int64_t SIZE = BLOCK<E>;
     const char* rows[SIZE];
     int64_t from = 0, to = 0;
-
-    // The first block that a task reads.
-    Block(const Cache& cache, const Task& task, int64_t head, int64_t window)
-        : Block(cache, task.table, head, task.first(window) / SIZE * SIZE, task.first(window), task.last()) {}
 
     Block(const Cache& cache, const int32_t* table, int64_t head, int64_t start, int64_t first, int64_t last)
         : from(std::max<int64_t>(0, first - start)), to(std::min(SIZE, last - start)) {
@@ -354,24 +344,14 @@ void fold_scores(const float* S, const Range* ranges, int64_t rows, int64_t begi
     store(total, load(total) * factor + trees(reduced, [](vec a, vec b) { return a + b; }));
 }
 
-// Asks for the keys and values of `next` from row `done` on: those before were asked for while others were read.
 template <typename E>
-void ask_rest(const Cache& cache, const Block<E>& next, int64_t done, int64_t dim) {
-    const int64_t bytes = dim * (cache.half_width ? 2 : 4);
-    for (int64_t j = std::max(done, next.from); j < next.to; j++)
-        for (int64_t at = 0; at < bytes; at += LINE) {
-            __builtin_prefetch(next.rows[j] + at, 0, 2);
-            __builtin_prefetch(next.rows[j] + cache.kv + at, 0, 2);
-        }
-}
-
-template <typename E>
-void attend(const Task& task, const Seen& seen, const float* q, const Cache& cache, float* out, int64_t head,
-            const Task& later, int64_t later_head, int64_t kv_heads, int64_t group, int64_t dim, float scale) {
+void attend(const Task& task, const Seen& seen, const float* q, const Cache& cache, const int32_t* table, float* out,
+            int64_t head, int64_t kv_heads, int64_t group, int64_t dim, float scale) {
     constexpr int64_t BLOCK = ::BLOCK<E>, BLOCK_WORDS = words_of<E>(BLOCK);
     const std::conditional_t<PAIRED<E>, FlushDenormals, Nothing> flushed;
     const int64_t queries = (task.end - task.begin) * group, panels = (dim + PANEL - 1) / PANEL, wide = panels * PANEL;
-    const int64_t first = task.first(seen.window), last = task.last(), depth = words_of<E>(dim);
+    const int64_t first = std::max<int64_t>(0, task.position - seen.window + 1), depth = words_of<E>(dim);
+    const int64_t last = task.position + task.end - task.begin;
     static thread_local std::vector<float> floats;
     static thread_local std::vector<E> elements;
     float* const sums = lined(floats, queries * wide + QUERY_ROWS<E> * BLOCK + dim + 2 * (queries + LANES));
@@ -398,12 +378,11 @@ void attend(const Task& task, const Seen& seen, const float* q, const Cache& cac
     if constexpr (PAIRED<E>)
         if (in_pages) to_columns(Q, queries, depth, columns);
 #endif
-    Block<E> block(cache, task, head, seen.window);
+    Block<E> block(cache, table, head, first / BLOCK * BLOCK, first, last);
     // What no query sees of the first block stays zero: its pages may belong to other rows.
     if (block.from > 0) std::fill(values, values + BLOCK_WORDS * wide, E{});
     for (int64_t start = first / BLOCK * BLOCK; start < last; start += BLOCK) {
-        const Block<E> next = start + BLOCK < last ? Block<E>(cache, task.table, head, start + BLOCK, first, last)
-                                                   : Block<E>(cache, later, later_head, seen.window);
+        const Block<E> next(cache, table, head, start + BLOCK, first, last);
         const int64_t count = block.to;
         if (!in_pages) gather_keys(cache, block, next, dim, keys, room);
 #if defined(AMX)
@@ -411,7 +390,6 @@ void attend(const Task& task, const Seen& seen, const float* q, const Cache& cac
             if (in_pages) score_in_pages(cache, block, next, queries, columns, depth, S);
 #endif
         gather_values(cache, block, next, dim, values);
-        ask_rest(cache, next, (count + LANES - 1) / LANES * LANES, dim);
         block = next;
         for (int64_t i = 0, rows; i < queries; i += rows) {
             rows = std::min(QUERY_ROWS<E>, queries - i);
@@ -468,16 +446,14 @@ extern "C" void attention(const float* q, const char* cache, int64_t page_stride
     int64_t keys = 0;
     for (int64_t b = 0; b < rows; b++) {
         for (int64_t t = cu[b]; t < cu[b + 1]; t += tile) {
-            tasks.push_back({t, std::min<int64_t>(t + tile, cu[b + 1]), lens[b] - (cu[b + 1] - t), table + b * table_row});
+            tasks.push_back({b, t, std::min<int64_t>(t + tile, cu[b + 1]), lens[b] - (cu[b + 1] - t)});
             keys += std::min(tasks.back().position + 1, window);
         }
     }
-    const int64_t count = tasks.size() * kv_heads;
-    const auto task_of = [&](int64_t n) { return tasks[tasks.size() - 1 - n / kv_heads]; };  // late tokens see the most
-#pragma omp parallel for schedule(dynamic) if (keys * kv_heads * dim >= 1 << 14)
-    for (int64_t n = 0; n < count; n++) {
-        const int64_t later = std::min(n + omp_get_num_threads(), count - 1);  // likely of this thread
-        (paired ? attend<uint32_t> : attend<float>)(task_of(n), {window, sinks}, q, pages, out, n % kv_heads, task_of(later),
-                                                    later % kv_heads, kv_heads, group, dim, scale);
-    }
+    const int64_t count = tasks.size();
+#pragma omp parallel for collapse(2) schedule(dynamic) if (keys * kv_heads * dim >= 1 << 14)
+    for (int64_t i = count - 1; i >= 0; i--)  // the longest first: late tokens see the most keys
+        for (int64_t h = 0; h < kv_heads; h++)
+            (paired ? attend<uint32_t> : attend<float>)(tasks[i], {window, sinks}, q, pages, table + tasks[i].row * table_row, out, h, kv_heads, group, dim,
+                   scale);
 }
