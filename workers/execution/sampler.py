@@ -87,6 +87,9 @@ class Sampler:
         return Drawing(self, logits_NV, rows)
 
     def launch(self, logits_NV: torch.Tensor, wanted: list[Wanted]) -> LaunchedDraws:
+        if not wanted:  # all rows are late
+            none = torch.zeros(0, dtype=torch.int64, device=self._device)
+            return LaunchedDraws([], none, none, None, [])
         tables = Tables(logits_NV.shape[1], self._counts)
         for draw in wanted:
             tables.add(draw)
