@@ -19,6 +19,7 @@ from tidemill.workers.models.bundled import bundled
 SERVE_OPTIONS = [
     "--api-key",
     "--api-keys-file",
+    "--async-scheduling",
     "--backing",
     "--chat-template",
     "--checkpoint-interval",
@@ -56,6 +57,7 @@ SERVE_OPTIONS = [
     "--mixed",
     "--mixed-max",
     "--model-config",
+    "--no-async-scheduling",
     "--no-enforce-eager",
     "--no-log-json",
     "--no-memory-broker",
