@@ -39,10 +39,12 @@ def main(arguments: Sequence[str]) -> int:
     words: list[str] = options.words
     chosen = [bug for bug in PLANTED if not words or any(word in f"{bug.bug} {bug.where}" for word in words)]
     with _copies(options.jobs) as copies:
-        failure = _failure(copies[0], sorted({test for bug in chosen for test in bug.tests.split()}), None)
-        if failure:
-            print(f"{failure}\nthe tests fail without any bug: see `make test`")  # noqa: T201  the answer
-            return 1
+        tests = sorted({test for bug in chosen for test in bug.tests.split()})
+        interpreted = [test for test in tests if test.startswith("tests/triton")]
+        for some in (interpreted, sorted({*tests} - {*interpreted})):
+            if some and (failure := _failure(copies[0], some, None)):
+                print(f"{failure}\nthe tests fail without any bug: see `make test`")  # noqa: T201  the answer
+                return 1
         survivors = [bug for bug, caught in zip(chosen, _run(chosen, copies), strict=True) if not caught]
     lines = [f"SURVIVED {bug.where}: {bug.bug}" for bug in survivors]
     print(*lines, f"{len(chosen) - len(survivors)} of {len(chosen)} caught", sep="\n")  # noqa: T201  the answer

@@ -4,6 +4,7 @@ import asyncio
 import os
 import resource
 import subprocess
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 from tests.support.e2e.faults import Run, run, wait_until_quiet
 from tests.support.e2e.history import Ask, Call, broken
 from tests.support.e2e.server import Server
+
+REMOUNTS_MAX = 500
 
 WORKERS = frozenset(("prefill-0", "decode-0"))
 
@@ -101,7 +104,11 @@ def mounted(folder: Path, size: str) -> Generator[Path]:
 def remount(folder: Path, mode: str) -> None:
     """Make a mounted file system `ro` or `rw`."""
     command = ["mount", "-o", f"remount,{mode}", str(folder)]
-    subprocess.run(command, check=True)
+    for _ in range(REMOUNTS_MAX):  # it is refused while a file is open for writing
+        if subprocess.run(command, check=False).returncode == 0:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{folder} is always busy")
 
 
 @contextmanager
