@@ -429,8 +429,10 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         elif kept and keep == "roll":
             assert lease.rolling is entry
             assert earlier is None or earlier.checkpoint is None or earlier.checkpoint_pins
-        else:
-            assert lease.rolling is earlier
+        elif lease.rolling is not earlier:  # its slot was the only one to be had
+            assert lease.rolling is None
+            assert earlier is not None
+            assert earlier.checkpoint is None
         self._scribble_spares(lease)
 
     def _scribble_spares(self, lease: Lease) -> None:
