@@ -299,7 +299,7 @@ def _draws_on_device(row: Row) -> bool:
     """Return whether the row needs no answer of the host between its forward pass and the next step."""
     if row.scores is not None or row.drafts:
         return False
-    return row.sampling_state is None or row.sampling_state.bare_at(row.end)
+    return row.sampling_state is None or row.sampling_state.bare
 
 
 def _land(launched: "Future[LaunchedStep | list[Drawn]]") -> list[Drawn]:

@@ -26,7 +26,8 @@ class SamplingState:
             self.changes += ((token, PROMPT) for token in set(request.tokens[: self._start]))
         # Without a limit on the first tokens, the draws are from the logits as they are.
         self.plain = not self.penalised and matcher is None and not sampling.logit_bias
-        self._bare = self.plain and sampling.logprobs is None
+        # The next draw needs no token before it, except by the logits.
+        self.bare = self.plain and sampling.logprobs is None
         for token in request.tokens[self._start :]:
             self.push(token)
         if matcher is not None:
@@ -41,11 +42,6 @@ class SamplingState:
     def position(self) -> int:
         """The position of the next draw."""
         return self._start + len(self._tokens)
-
-    def bare_at(self, position: int) -> bool:
-        """Return whether a draw at `position`, now or later, depends on no token before it that was drawn,
-        except by the logits, and reports no logprobs."""
-        return self._bare and not self.barred_at(position)
 
     def drawn_at(self, position: int, token: int) -> int:
         """Record that `token` was drawn at `position`, and return it."""

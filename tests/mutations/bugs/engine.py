@@ -186,13 +186,6 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/workers/execution/test_overlapped_runner.py",
     ),
     Planted(
-        "a draw ahead counts the tokens that have landed",
-        "workers/execution/sampling_state.py::SamplingState.bare_at",
-        "not self.$BARRED_AT($POSITION)",
-        "not self.$BARRED_AT(1 << 30)",
-        "tests/unit/workers/execution/test_overlapped_runner.py",
-    ),
-    Planted(
         "a page table that only grew is taken for the same",
         "workers/execution/step_tensors.py::PageTables.update",
         "if $ROW.pages is not $HELD.pages:",

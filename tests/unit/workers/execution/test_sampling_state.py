@@ -88,16 +88,10 @@ def test_answer_that_is_too_short_cannot_end() -> None:
         Sampling(temperature=0, repetition_penalty=1.1),
         Sampling(temperature=0, logit_bias=((1, 1.0),)),
         Sampling(temperature=0, logprobs=0),
-        Sampling(temperature=0, min_tokens=1),
     ],
 )
 def test_only_bare_rows_are_drawn_ahead_of_their_tokens(sampling: Sampling) -> None:
-    """A temperature and filters need no token before them."""
-    filtered = Sampling(temperature=0.5, seed=3, top_k=5, top_p=0.5)
-    assert not SamplingState(request_of(sampling, stop=(1,))).bare_at(3)
-    assert SamplingState(request_of(filtered, stop=(1,))).bare_at(3)
-
-
-def test_rows_are_bare_when_the_answer_is_long_enough() -> None:
-    sampling_state = SamplingState(request_of(Sampling(temperature=0, min_tokens=1), (1, 2, 3), (1,)))
-    assert [sampling_state.bare_at(position) for position in (3, 4)] == [False, True]
+    """A temperature, filters and `min_tokens` need no token before them."""
+    filtered = Sampling(temperature=0.5, seed=3, top_k=5, top_p=0.5, min_tokens=9)
+    assert not SamplingState(request_of(sampling, stop=(1,))).bare
+    assert SamplingState(request_of(filtered, stop=(1,))).bare
