@@ -3,6 +3,7 @@
 import asyncio
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
@@ -83,7 +84,10 @@ def rank(folder: Path, index: int) -> None:
 
 def rank_without_model(folder: Path, index: int) -> None:
     def build() -> RankParts:
+        (folder / f"building-{index}").touch()
         if index == 2:
+            while not (folder / "building-1").exists():  # rank 1 has come: the leader knows both
+                time.sleep(0.01)
             raise ModelError("the folder is empty: download the model")
         return RankParts(Memory(1), Store(folder, index), run_step)
 
