@@ -14,15 +14,18 @@ import cProfile
 import gc
 import pstats
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from tidemill.cluster.rpc.codec import StreamItem, encode_worker_frame
 from tidemill.cluster.worker.worker_process import SWITCH_S, favour_steps
+from tidemill.kernels.dispatch import operators
 from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.kvstore.layout import Attention, Linear, layout_of
 from tidemill.kvstore.memory.arena import Arena
@@ -101,6 +104,7 @@ class Clocked:
     has ended."""
 
     def __init__(self, clock: Clock, *, waits: bool) -> None:
+        self.ops = operators("cpu", Path(tempfile.gettempdir()) / "tidemill-kernels")
         self._clock = clock
         self._waits = waits
 

@@ -136,7 +136,7 @@ def _build(
     backing = own if group is None else group.backing(own)
 
     arena = open_arena(settings, memory, backing)
-    runner = open_runner(settings, loaded, memory, backing.memory, group, ops)
+    runner = open_runner(settings, loaded, memory, backing.memory, group)
     arena_io = open_arena_io(settings, layout, backing.memory, rank_share(shards, 0, ranks))
     cache = Cache(layout, arena, PrefixIndex(layout, settings.eviction, loaded.cost))
     ledger = Ledger(cache, settings.checkpoints_per_path)
@@ -279,7 +279,6 @@ def open_runner(
     memory: Memory,
     arena: torch.Tensor,
     group: RankGroup | None,
-    ops: Operators,
 ) -> TorchRunner:
     """Open the runner, of a group that of its leader. On a device it has compiled its kernels and captured
     its graphs. Raises OutOfMemory."""
@@ -287,16 +286,13 @@ def open_runner(
     running = (loaded.model, caches, layout.page_tokens, settings.threads)
     guesser = guesser_of(settings, loaded, layout, caches)
     if group is not None:
-        runner = GroupRunner(*running, group, loaded.vocab_size, guesser)
-        runner.draw_by(ops)
-        return runner
+        return GroupRunner(*running, group, loaded.vocab_size, guesser)
     table_width = -(-memory.max_model_len // layout.page_tokens)
     if settings.async_scheduling:
         tables = PageTables(settings.rows_max, table_width, windows=layout.has_windows)
         runner = OverlappedRunner(*running, CudaStream(torch.cuda.Stream(arena.device)), guesser, tables)
     else:
         runner = TorchRunner(*running, arena.device, guesser)
-    runner.draw_by(ops)
     if not settings.on_cuda or settings.variant != "triton":
         return runner
     with granted(arena.device, "the largest step: lower --memory or --max-num-batched-tokens"):

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 
-from tidemill.kernels.dispatch import REFERENCE, Operators
 from tidemill.kvstore.memory.backing import Event
 from tidemill.workers.device import HOST
 from tidemill.workers.execution.cuda_graphs import Capture, Graphs, GraphShape, cuda_capture, padding, shapes
@@ -52,7 +51,7 @@ class TorchRunner:
         guesser: MtpDrafter | None = None,
     ) -> None:
         """Create a runner. Weights and caches lie on `device`."""
-        self._sampler = Sampler(REFERENCE, device)
+        self._sampler = Sampler(model.ops, device)
         self._model = model
         self._caches = caches
         self._page_tokens = page_tokens
@@ -67,10 +66,6 @@ class TorchRunner:
         # OpenMP keeps the number of threads per calling thread, so it is set where the steps run.
         self._thread = ThreadPoolExecutor(1, "step", torch.set_num_threads, (threads,))
         self._cpu_clock = self._thread.submit(_own_clock).result() if device.type == "cpu" else None
-
-    def draw_by(self, ops: Operators) -> None:
-        """Draw by these operators instead of by their definitions, from the first step on."""
-        self._sampler = Sampler(ops, self._device)
 
     def warm_up(self, rows_max: int, tokens_max: int, table_width: int = 1, drafts_max: int = 0) -> None:
         """Run steps of padding, before the first step. It compiles the kernels, and ensures memory for the
@@ -152,10 +147,12 @@ class TorchRunner:
         """Compute what all ranks of a group compute together."""
         return outputs_of(self._model, self._hidden(inputs_of(step, tokens, self._page_tokens)), step)
 
-    def _hidden(self, inputs: Inputs) -> torch.Tensor:
-        hidden_TH = None if self._graphs is None else self._graphs.forward(inputs)
+    def _hidden(self, inputs: Inputs, *, is_there: bool = False) -> torch.Tensor:
+        """Return the hidden states of a step whose inputs are in host memory, or already on the device."""
+        hidden_TH = None if self._graphs is None else self._graphs.forward(inputs, on_device=is_there)
         if hidden_TH is None:
-            return self._model.forward(on_device(inputs, self._device), self._caches)
+            moved = inputs if is_there else on_device(inputs, self._device)
+            return self._model.forward(moved, self._caches)
         return hidden_TH
 
     @contextmanager

@@ -73,7 +73,7 @@ class Prepared(NamedTuple):
     """A step, and its integers in the order of `_run_on_device`. `width` is that of its page tables."""
 
     step: Step
-    drawing: list[Row]
+    wanted: list[Wanted]
     arrays: list[Ints]
     width: int
 
@@ -126,7 +126,7 @@ class LaunchedStep:
         if self.reads is not None and self.reads.drawn is None:
             raise RuntimeError("the tokens of the step before are lost")
         self.reads = None
-        tokens = iter(token_ids(self.drawn_N[: len(self.prepared.drawing)]))
+        tokens = iter(token_ids(self.drawn_N[: len(self.prepared.wanted)]))
         self.drawn = [
             Drawn()
             if row.sampling_state is None
@@ -199,7 +199,7 @@ class OverlappedRunner(TorchRunner):
             raise
         reads = any(PENDING in row.tokens and last[row.sequence_id] == ON_DEVICE for row in step)
         self._newest = LaunchedStep(prepared, buffers.drawn_N, event, before if reads else None)
-        self._last = dict.fromkeys((row.sequence_id for row in prepared.drawing), ON_DEVICE)
+        self._last = {row.sequence_id: ON_DEVICE for row in step if row.sampling_state is not None}
         return self._newest
 
     def _prepare(self, step: Step, last: Mapping[str, int]) -> Prepared:
@@ -209,6 +209,7 @@ class OverlappedRunner(TorchRunner):
         tokens: list[int] = []
         reads: list[tuple[int, int]] = []  # positions in `tokens`, and slots
         draws: list[tuple[int, int]] = []
+        wanted: list[Wanted] = []
         starts = [0]
         for row, slot in zip(step, slots, strict=True):
             known = row.tokens
@@ -222,6 +223,7 @@ class OverlappedRunner(TorchRunner):
             starts.append(len(tokens))
             if row.sampling_state is not None:
                 draws.append((len(tokens) - 1, slot))
+                wanted.append(Wanted(len(wanted), len(wanted), row.end, row.sampling_state, ()))
         lens_B = np.array([row.end for row in step], np.int32)
         cu_B1 = np.array(starts, np.int32)
         positions_T = np.arange(len(tokens)) + np.repeat(lens_B - cu_B1[1:], np.diff(cu_B1))
@@ -237,7 +239,7 @@ class OverlappedRunner(TorchRunner):
             *changes,
         ]
         width = -(-int(lens_B.max()) // self._page_tokens)
-        return Prepared(step, [row for row in step if row.sampling_state is not None], arrays, width)
+        return Prepared(step, wanted, arrays, width)
 
     def _run_on_device(self, prepared: Prepared, buffers: Buffers) -> None:
         """Launch the step's part of the device."""
@@ -256,17 +258,10 @@ class OverlappedRunner(TorchRunner):
                 read_B=read_B,
                 writes_BK=writes_BK,
             )
-            hidden_TH = None if self._graphs is None else self._graphs.forward(inputs, on_device=True)
-            if hidden_TH is None:
-                hidden_TH = self._model.forward(inputs, self._caches)
-            if not prepared.drawing:
+            hidden_TH = self._hidden(inputs, is_there=True)
+            if not prepared.wanted:
                 return
-            wanted = [
-                Wanted(place, place, row.end, state, ())
-                for place, row in enumerate(prepared.drawing)
-                if (state := row.sampling_state) is not None
-            ]
-            drawn_N = self._sampler.launch(self._model.logits(hidden_TH[draws[0]]), wanted).tokens_N
+            drawn_N = self._sampler.tokens(self._model.logits(hidden_TH[draws[0]]), prepared.wanted)
             drawn_S[draws[1]] = drawn_N
             buffers.drawn_N[: len(drawn_N)].copy_(drawn_N, non_blocking=True)
 

@@ -51,10 +51,9 @@ class Wanted(NamedTuple):
 
 
 class LaunchedDraws(NamedTuple):
-    """Draws that were launched. `host_N` receives `tokens_N` when `copied` has happened."""
+    """Draws that were launched. `host_N` has the tokens when `copied` has happened."""
 
     wanted: list[Wanted]
-    tokens_N: torch.Tensor
     host_N: torch.Tensor
     copied: torch.cuda.Event | None
     logprobs: list[tuple[list[int], Logprobs]]
@@ -86,10 +85,8 @@ class Sampler:
         row's last `drafts + 1` tokens."""
         return Drawing(self, logits_NV, rows)
 
-    def launch(self, logits_NV: torch.Tensor, wanted: list[Wanted]) -> LaunchedDraws:
-        if not wanted:  # all rows are late
-            none = torch.zeros(0, dtype=torch.int64, device=self._device)
-            return LaunchedDraws([], none, none, None, [])
+    def tokens(self, logits_NV: torch.Tensor, wanted: list[Wanted]) -> torch.Tensor:
+        """Launch the draws. Return the tokens `[N]` (int64) where the logits are."""
         tables = Tables(logits_NV.shape[1], self._counts)
         for draw in wanted:
             tables.add(draw)
@@ -100,14 +97,20 @@ class Sampler:
         tables.counted()
         if len(rows_MF):
             scores_MV = self._ops.adjust(logits_NV, counts_SV, masks_GW, rows_MF, items_IF)
-        tokens_N = self._ops.draw(logits_NV, scores_MV, draws_NF, tables.filtered)
+        return self._ops.draw(logits_NV, scores_MV, draws_NF, tables.filtered)
+
+    def launch(self, logits_NV: torch.Tensor, wanted: list[Wanted]) -> LaunchedDraws:
+        """Launch the draws, their logprobs and the copy to the host."""
+        if not wanted:  # all rows are late
+            return LaunchedDraws([], torch.zeros(0, dtype=torch.int64), None, [])
+        tokens_N = self.tokens(logits_NV, wanted)
         host_N, copied = tokens_N, None
         if tokens_N.is_cuda:
             host_N = torch.empty(len(wanted), dtype=torch.int64, pin_memory=True)
             host_N.copy_(tokens_N, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-        return LaunchedDraws(wanted, tokens_N, host_N, copied, self._logprobs(logits_NV, wanted, tokens_N))
+        return LaunchedDraws(wanted, host_N, copied, self._logprobs(logits_NV, wanted, tokens_N))
 
     def _logprobs(
         self, logits_NV: torch.Tensor, wanted: list[Wanted], tokens_N: torch.Tensor
@@ -125,8 +128,7 @@ class Sampler:
 
 
 class Drawing:
-    """The draws of a step after their launch. `tokens_N` are on the device; the first one of row i is
-    `tokens_N[first_draws[i]]`. A row whose mask is late has none."""
+    """The draws of a step after their launch."""
 
     def __init__(self, sampler: Sampler, logits_NV: torch.Tensor, rows: Sequence[Row]) -> None:
         """Launch. All positions of a row are drawn as if its guesses were right, except with a grammar."""
@@ -145,8 +147,6 @@ class Drawing:
             for ahead in range(1 if _sampling_state(rows[index]).matcher else rows[index].drafts + 1)
         ]
         self._batch = sampler.launch(logits_NV, wanted)
-        self.tokens_N = self._batch.tokens_N
-        self.first_draws = {draw.row: at for at, draw in enumerate(wanted) if not draw.before}
 
     def result(self) -> list[Drawn]:
         """Return what each row draws, and advance the rows' sampling states.
@@ -180,7 +180,7 @@ class Drawing:
             drawn[draw.row] = have._replace(
                 tokens=(*have.tokens, token), logprobs=(*have.logprobs, *reported)
             )
-        asked = dict.fromkeys(draw.row for draw in batch.wanted)
+        asked = dict.fromkeys(draw.row for draw in batch.wanted if self._rows[draw.row].drafts)
         return [index for index in asked if self._goes_on(index, drawn[index].tokens)]
 
     def _goes_on(self, index: int, tokens: tuple[int, ...]) -> bool:

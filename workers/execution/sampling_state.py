@@ -49,13 +49,9 @@ class SamplingState:
         self.push(token)
         return token
 
-    @property
-    def barred(self) -> tuple[int, ...]:
-        """The tokens that may not be next, because they would end the answer too early."""
-        return self.barred_at(self.position)
-
     def barred_at(self, position: int) -> tuple[int, ...]:
-        """The same for a draw at `position`, now or later."""
+        """Return the tokens that may not be drawn at `position`, now or later, because they would end the
+        answer too early."""
         return self._stop_ids if position - self._start < self.sampling.min_tokens else ()
 
     def push(self, token: int) -> None:

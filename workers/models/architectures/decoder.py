@@ -42,7 +42,7 @@ class Decoder:
 
     def __init__(self, config: ArchitectureConfig, read: Read, operators: Operators, ranks: Ranks) -> None:
         self._config = config
-        self._ops = operators
+        self.ops = operators
         self._ranks = ranks
         self._embedding_VH = read(f"{config.prefix}embed_tokens.weight")
         self._layers = tuple(
@@ -65,7 +65,7 @@ class Decoder:
         """Return the final hidden states `[T, hidden]`; write this step's keys, values and states into
         `caches`."""
         work = self.work(inputs)
-        ops, epsilon = self._ops, self._config.epsilon
+        ops, epsilon = self.ops, self._config.epsilon
         normed = Normed(*ops.add_norm(None, self.embed(inputs.tokens_T), self._layers[0].norm_H, epsilon))
         next_norms = [*(layer.norm_H for layer in self._layers[1:]), self._norm_H]
         paged, states = iter(caches.kv), iter(zip(caches.conv, caches.temporal, strict=True))
@@ -78,7 +78,7 @@ class Decoder:
         self, layer: Layer, normed: Normed, next_norm_H: torch.Tensor, work: Work, cache: Cache
     ) -> Normed:
         """Return the input of the next layer, whose norm has the weights `next_norm_H`."""
-        ops, epsilon = self._ops, self._config.epsilon
+        ops, epsilon = self.ops, self._config.epsilon
         mixed_TH = layer.mixer.run(normed.h_TH, work, cache)
         x_TH, h_TH = ops.add_norm(normed.x_TH, self._branch(mixed_TH), layer.mlp_norm_H, epsilon)
         if isinstance(layer.mlp, Moe) and self._ranks.size == 1 and self._config.residual_scale == 1:
@@ -88,7 +88,7 @@ class Decoder:
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         """Return logits `[N, vocabulary]` of these rows; `[N, 0]` on ranks other than the leader."""
-        own_NV = _scaled(self._ops.logits(hidden_NH, self._head), self._config.logits_scale)
+        own_NV = _scaled(self.ops.logits(hidden_NH, self._head), self._config.logits_scale)
         return self._ranks.gather_to_leader(own_NV, self._config.vocab_size)
 
     def work(self, inputs: Inputs) -> Work:
@@ -96,9 +96,9 @@ class Decoder:
         no_rotation = torch.empty(len(inputs.positions_T), 2, 0, device=inputs.positions_T.device)
         angles: dict[Rope | None, torch.Tensor] = {None: no_rotation}
         for rope, frequencies_R in self._frequencies.items():
-            angles[rope] = _scaled(self._ops.rope_angles(inputs.positions_T, frequencies_R), rope.scale)
+            angles[rope] = _scaled(self.ops.rope_angles(inputs.positions_T, frequencies_R), rope.scale)
         return Work(
-            ops=self._ops,
+            ops=self.ops,
             ranks=self._ranks,
             epsilon=self._config.epsilon,
             inputs=inputs,
@@ -114,7 +114,7 @@ class Decoder:
     def embed(self, tokens_T: torch.Tensor) -> torch.Tensor:
         """Look up the tokens. Each rank has some rows; of each token, the row of the rank that has it
         counts."""
-        ops, ranks, (rows, hidden) = self._ops, self._ranks, self._embedding_VH.shape
+        ops, ranks, (rows, hidden) = self.ops, self._ranks, self._embedding_VH.shape
         if ranks.size == 1:
             return _scaled(ops.embed(tokens_T, self._embedding_VH), self._config.embedding_scale)
         own_TH = ops.embed((tokens_T - ranks.index * rows).clamp(0, rows - 1), self._embedding_VH)

@@ -74,6 +74,11 @@ INV_FREQ = ".rotary_emb.inv_freq"
 class Model(Protocol):
     """The model that the engine runs."""
 
+    @property
+    def ops(self) -> Operators:
+        """The operators on its device, which also draw from its logits."""
+        ...
+
     def forward(self, inputs: Inputs, caches: Caches) -> torch.Tensor:
         """Return the hidden states `[T, hidden]` of the step's tokens; update `caches`."""
         ...

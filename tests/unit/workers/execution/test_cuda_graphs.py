@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.parity.architectures import random_model, save
 from tests.support.parity.served import answer, serving
 from tests.support.workers.padded import CPU, ROWS_MAX, TABLE_WIDTH, Bed, again, check_padding
-from tidemill.kernels.dispatch import REFERENCE, Operators, operators
+from tidemill.kernels.dispatch import REFERENCE, operators
 from tidemill.workers.engine import build
 from tidemill.workers.engine.memory_plan import Memory
 from tidemill.workers.execution.cuda_graphs import (
@@ -213,9 +213,8 @@ def test_engine_with_graphs_answers_the_same(
         memory: Memory,
         arena: torch.Tensor,
         group: None,
-        ops: Operators,
     ) -> TorchRunner:
-        runner = open_runner(settings, loaded, memory, arena, group, ops)
+        runner = open_runner(settings, loaded, memory, arena, group)
         runner.use_graphs(graph_shapes(ROWS_MAX, 200, drafts_max), TABLE_WIDTH, again)
         graphs = runner._graphs
         assert graphs is not None

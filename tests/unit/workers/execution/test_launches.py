@@ -181,7 +181,6 @@ def test_no_step_compiles(
     model, caches = model_of(name)
     monkeypatch.setattr(runner_module, "on_device", there)
     runner = TorchRunner(model, caches, PAGE_TOKENS, 1, META)
-    runner.draw_by(operators("triton", Path()))
     with launching(monkeypatch) as launches:
         runner.warm_up(ROWS_MAX, TOKENS_MAX, TABLE_WIDTH, DRAFTS_MAX)
         known = compiled(launches)

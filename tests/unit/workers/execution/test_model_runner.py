@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.workers.drawing import draw
+from tidemill.kernels.dispatch import REFERENCE
 from tidemill.kvstore.layout import PageId, StateId, WindowId
 from tidemill.kvstore.memory.lease import StateWrite
 from tidemill.workers.execution.model_runner import TorchRunner
@@ -69,6 +70,8 @@ def steps(draw_from: st.DrawFn) -> tuple[Step, int]:
 
 class Echo:
     """A model whose hidden states are (token, position), and whose logits are noise seeded by both."""
+
+    ops = REFERENCE
 
     def __init__(self) -> None:
         self.seen: list[Inputs] = []

@@ -15,7 +15,6 @@ from tests.support.parity.served import answer, serving
 from tests.support.workers.late import LateStream
 from tests.support.workers.padded import again
 from tests.unit.workers.execution.test_model_runner import NO_CACHES, Echo, a_row, draws_at, noise
-from tidemill.kernels.dispatch import Operators
 from tidemill.kvstore.layout import PageId
 from tidemill.workers.engine import build
 from tidemill.workers.engine.build import Memory
@@ -254,7 +253,6 @@ def test_engine_on_a_late_device_answers_the_same(
         memory: Memory,
         arena: torch.Tensor,
         _group: None,
-        ops: Operators,
     ) -> TorchRunner:
         streams.append(LateStream())
         tables = PageTables(settings.rows_max, 10, windows=False)
@@ -262,7 +260,6 @@ def test_engine_on_a_late_device_answers_the_same(
         runner = OverlappedRunner(
             loaded.model, caches, memory.layout.page_tokens, settings.threads, streams[0], None, tables
         )
-        runner.draw_by(ops)
         if graphs:
             runner.use_graphs(graph_shapes(settings.rows_max, 64, 0), 10, again)
         return runner

@@ -73,11 +73,11 @@ def test_tokens_not_drawn_yet_are_unknown(position: int) -> None:
 
 def test_answer_that_is_too_short_cannot_end() -> None:
     sampling_state = SamplingState(replace(request_of(Sampling(min_tokens=2), (1, 2, 3), (7, 8)), drawn=1))
-    assert sampling_state.barred == (7, 8)
+    assert sampling_state.barred_at(sampling_state.position) == (7, 8)
     sampling_state.push(4)
-    assert sampling_state.barred == ()
+    assert sampling_state.barred_at(sampling_state.position) == ()
     sampling_state.rewind(3)
-    assert sampling_state.barred == (7, 8)
+    assert sampling_state.barred_at(sampling_state.position) == (7, 8)
 
 
 @pytest.mark.parametrize(
