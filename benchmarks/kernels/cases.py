@@ -12,6 +12,7 @@ from torch.nn import functional
 from benchmarks.kernels.clock import Call
 from benchmarks.kernels.shapes import PAGE_TOKENS, step_inputs
 from tidemill.kernels.dispatch import Operators
+from tidemill.kernels.draw.tables import scale_of
 from tidemill.kernels.mamba2.heads import Heads
 from tidemill.kernels.moe.experts import Experts
 from tidemill.kernels.moe.routing import Routing
@@ -201,6 +202,41 @@ def rope(rows: int, heads: tuple[int, int], dim: int) -> Case:
     )
 
 
+def draw(rows: int, vocabulary: int, temperature: float, top_p: float) -> Case:
+    logits, uniform = 3 * torch.randn(rows, vocabulary), torch.rand(rows, 1)
+    filtered = rows if top_p < 1 else 0
+    entries = [
+        (row, scale_of(temperature), float(uniform[row]), row if filtered else -1, 0, top_p, 0)
+        for row in range(rows)
+    ]
+    draws = torch.tensor(entries, dtype=torch.float64)
+
+    def peer() -> Tensor:
+        if temperature == 0:
+            return logits.argmax(-1)
+        weights, ids = (logits / temperature).softmax(-1), None
+        if filtered:
+            weights, ids = weights.sort(-1, descending=True)
+            weights = weights * (weights.cumsum(-1) - weights < top_p)
+        sums = weights.cumsum(-1)
+        places = torch.searchsorted(sums, uniform * sums[:, -1:]).clamp(max=vocabulary - 1)
+        return places if ids is None else ids.gather(-1, places)
+
+    return Case(
+        operator="draw",
+        size={
+            "rows": rows,
+            "vocabulary": vocabulary,
+            "temperature": temperature > 0,
+            "top_p": filtered > 0,
+        },
+        num_bytes=size_of(logits),
+        flops=0.0,
+        run=lambda ops: lambda: ops.draw(logits, logits[:0], draws, filtered),
+        torch=peer,
+    )
+
+
 def cases() -> Iterator[Case]:
     """Yield the calls of a step of the hybrid, decode and prefill, and attention and experts of other
     sizes."""
@@ -218,3 +254,5 @@ def cases() -> Iterator[Case]:
         yield from elementwise(rows, 768)
         yield rope(rows, (8, 2), 128)
         yield moe(rows, 16, 4, 512, 256)
+    for temperature, top_p in ((0.0, 1.0), (0.8, 1.0), (0.8, 0.95)):
+        yield draw(128, 151_936, temperature, top_p)
