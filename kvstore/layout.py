@@ -7,7 +7,7 @@
     state        the recurrent state of one sequence, contiguous:
                  [head group][linear layer][conv | temporal]
                  conv      [conv_width - 1][channels of the group]         float32, oldest first.
-                 temporal  [value heads of the group][key_dim][value_dim]  float32.
+                 temporal  [value heads of the group][key_dim][value_dim]  state dtype, in whole words.
 
 A head group is one key head with the value heads that share it. Its channels are those of its q,
 its k and its v heads. Head (group) is the outermost dimension, so that the share of a
@@ -33,7 +33,7 @@ LAYOUT_VERSION = 1
 EXTENT_BYTES_MIN = 1 << 20
 GRANULE_BYTES = 4096
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-STATE_DTYPE_BYTES = 4
+WORD_BYTES = 4  # of an element of a convolution's state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +85,14 @@ class Linear:
         """The elements of the convolution state per head group."""
         return (self.conv_width - 1) * self.group_channels
 
-    @property
-    def temporal_elements(self) -> int:
-        """The elements of the temporal state per head group."""
-        return self.values_per_group * self.key_dim * self.value_dim
+    def temporal_bytes(self, dtype: KvDtype) -> int:
+        """Return the bytes of the temporal state per head group, whole words."""
+        num_bytes = self.values_per_group * self.key_dim * self.value_dim * DTYPE_BYTES[dtype]
+        return -(-num_bytes // WORD_BYTES) * WORD_BYTES
+
+    def group_bytes(self, dtype: KvDtype) -> int:
+        """Return the bytes of the whole state per head group."""
+        return self.conv_elements * WORD_BYTES + self.temporal_bytes(dtype)
 
 
 LayerSpec = Attention | Window | Latent | Linear
@@ -105,6 +109,7 @@ class Layout:
 
     page_tokens: int
     kv_dtype: KvDtype
+    state_dtype: KvDtype
     layers: tuple[LayerSpec, ...]
     page_bytes: int
     window_bytes: int
@@ -193,14 +198,16 @@ class Layout:
 
     def describe(self) -> str:
         """Return a text that identifies the layout. `Shards.describe` adds the cuts."""
+        states = str(self.linear) + ("" if self.state_dtype == "float32" else f"/{self.state_dtype}")
         others = "".join(f"/{specs}" for specs in (self.windows, self.latents) if specs)
-        return f"v{LAYOUT_VERSION}/p{self.page_tokens}/{self.kv_dtype}/{self.attention}/{self.linear}{others}"
+        return f"v{LAYOUT_VERSION}/p{self.page_tokens}/{self.kv_dtype}/{self.attention}/{states}{others}"
 
 
 def layout_of(
     layers: Sequence[LayerSpec],
     page_tokens: int,
     kv_dtype: KvDtype = "float32",
+    state_dtype: KvDtype = "float32",
     extent_bytes_min: int = EXTENT_BYTES_MIN,
     granule_bytes: int = GRANULE_BYTES,
 ) -> Layout:
@@ -211,7 +218,7 @@ def layout_of(
     """
     if page_tokens < 1:
         raise ValueError(f"page size is {page_tokens} tokens: set --page-size to 1 or more")
-    token_bytes, window_token_bytes, state_bytes = _sizes(layers, DTYPE_BYTES[kv_dtype])
+    token_bytes, window_token_bytes, state_bytes = _sizes(layers, DTYPE_BYTES[kv_dtype], state_dtype)
     page_bytes, window_bytes = token_bytes * page_tokens, window_token_bytes * page_tokens
     state_pages = -(-state_bytes // page_bytes)
     unit_bytes = lcm(max(state_pages, 1) * page_bytes, window_bytes or 1)
@@ -221,6 +228,7 @@ def layout_of(
     return Layout(
         page_tokens=page_tokens,
         kv_dtype=kv_dtype,
+        state_dtype=state_dtype,
         layers=tuple(layers),
         page_bytes=page_bytes,
         window_bytes=window_bytes,
@@ -231,7 +239,7 @@ def layout_of(
     )
 
 
-def _sizes(layers: Sequence[LayerSpec], dtype_bytes: int) -> tuple[int, int, int]:
+def _sizes(layers: Sequence[LayerSpec], dtype_bytes: int, state_dtype: KvDtype) -> tuple[int, int, int]:
     """Return the bytes of a token in a page and in a window page, and of a state, or raise."""
     paged, windowed, state_bytes = 0, 0, 0
     heads: dict[type[LayerSpec], set[int]] = {Attention: set(), Window: set(), Latent: set(), Linear: set()}
@@ -249,8 +257,7 @@ def _sizes(layers: Sequence[LayerSpec], dtype_bytes: int) -> tuple[int, int, int
                 paged += layer.width * dtype_bytes
                 heads[Latent].add(1)
             case Linear():
-                elements = layer.conv_elements + layer.temporal_elements
-                state_bytes += layer.key_heads * elements * STATE_DTYPE_BYTES
+                state_bytes += layer.key_heads * layer.group_bytes(state_dtype)
                 heads[Linear].add(layer.key_heads)
             case _:
                 assert_never(layer)

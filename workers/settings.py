@@ -72,6 +72,7 @@ class EngineSettings:
     page_tokens: int = 64
     compute_dtype: ComputeDtype | None = None  # of products; None: that of the weights
     kv_dtype: KvDtype | None = None  # of pages; None: compute_dtype, on CUDA bfloat16
+    state_dtype: KvDtype = "float32"  # of recurrent states
     device: str = "cpu"  # or cuda, or cuda:1
     backing: Literal["fixed", "mmap", "kvcached"] | None = None  # None: mmap, on CUDA kvcached
     memory_max_bytes: int | None = None  # address space to grow into; None: memory_bytes

@@ -118,6 +118,7 @@ FLAGS: tuple[Flag, ...] = (
             "page_size": "TOKENS",
             "compute_dtype": None,
             "kv_cache_dtype": None,
+            "state_dtype": None,
             "max_num_seqs": "N",
             "max_num_batched_tokens": "N",
             "itl_target": "TIME",

@@ -106,6 +106,7 @@ def engine_settings(
         page_tokens=engine.page_size,
         compute_dtype=engine.compute_dtype,
         kv_dtype=engine.kv_cache_dtype or ("bfloat16" if on_cuda else None),
+        state_dtype=engine.state_dtype,
         device=group.device,
         kernels=engine.kernels,
         backing=engine.backing,

@@ -126,6 +126,9 @@ class EngineConfig(ConfigNode):
     bfloat16)"""
     kv_cache_dtype: KvDtype | None = None
     """data type of pages (that of products; bfloat16 if workers of the model have a CUDA device)"""
+    state_dtype: KvDtype = "float32"
+    """data type of recurrent states of linear attention; bfloat16 halves them, in steps and checkpoints, and
+    rounds a state after each token"""
     max_num_seqs: Count = 64
     """maximum number of rows in a step"""
     max_num_batched_tokens: Count = 512

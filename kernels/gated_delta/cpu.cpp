@@ -38,23 +38,25 @@ struct Change {
     vec by[N];
     float decay;
 
+    template <typename T>
     void make(int64_t i, vec* s) const {
         const vec k_i = splat(k[i]);
-        for (int n = 0; n < N; n++) s[n] = fused(k_i, by[n], s[n] * decay);
+        for (int n = 0; n < N; n++) s[n] = rounded<T>(fused(k_i, by[n], s[n] * decay));
     }
 };
 
 // out <- q . (decay * state + k (outer) beta * (v - decay * k . state)). The change of the state is returned: the next
 // token makes it in the pass in which it reads, from `from` to `to` (PENDING), or `settle` does, with the same bits.
-template <bool PENDING, int N, bool WHOLE>
-Change<N> step(Strip<N, WHOLE> from, Strip<N, WHOLE> to, const Change<N> before, const float* keys, const float* v,
+// T: of the states in slots.
+template <bool PENDING, typename T, int N, bool WHOLE, typename F>
+Change<N> step(Strip<N, WHOLE, F> from, Strip<N, WHOLE, float> to, const Change<N> before, const float* keys, const float* v,
                float decay, float beta, float* out, int64_t key_dim) {
     const float *q = keys, *k = keys + key_dim;
     vec at_k[N] = {}, at_q[N] = {}, s[N];
     for (int64_t i = 0; i < key_dim; i++) {
         const vec k_i = splat(k[i]), q_i = splat(q[i]);
         from.get(i, s);
-        if constexpr (PENDING) before.make(i, s), to.put(i, s);
+        if constexpr (PENDING) before.template make<T>(i, s), to.put(i, s);
         for (int n = 0; n < N; n++) {
             at_k[n] = fused(k_i, s[n], at_k[n]);
             at_q[n] = fused(q_i, s[n], at_q[n]);
@@ -70,10 +72,10 @@ Change<N> step(Strip<N, WHOLE> from, Strip<N, WHOLE> to, const Change<N> before,
     return change;
 }
 
-template <int N, bool WHOLE>
-void settle(Strip<N, WHOLE> from, Strip<N, WHOLE> to, const Change<N> change, int64_t key_dim) {
+template <typename From, typename To, int N>
+void settle(From from, To to, const Change<N> change, int64_t key_dim) {
     vec s[N];
-    for (int64_t i = 0; i < key_dim; i++) from.get(i, s), change.make(i, s), to.put(i, s);
+    for (int64_t i = 0; i < key_dim; i++) from.get(i, s), change.template make<float>(i, s), to.put(i, s);
 }
 
 // The inputs of the tokens of one head, and its output; each with the distance between tokens.
@@ -85,26 +87,28 @@ struct Head {
 
 // A row of tokens over the columns from `start` on. A single token reads its slot twice, the second time from L2, and
 // writes a slot: neither copies.
-template <int N, bool WHOLE>
-__attribute__((noinline)) void run(const Row& row, const Head& head, Strip<N, WHOLE> from, int64_t start) {
-    const Strip<N, WHOLE> scratch = row.scratch<N, WHOLE>(start);
+template <int N, bool WHOLE, typename T>
+__attribute__((noinline)) void run(const Row<T>& row, const Head& head, Strip<N, WHOLE, T> from, int64_t start) {
+    const Strip<N, WHOLE, float> scratch = row.template scratch<N, WHOLE>(start);
+    bool apart = false;  // the state is in scratch, which `from` cannot say of another type
     Change<N> left;
     for (int64_t t = row.begin; t < row.end; t++) {
         const float *keys = head.keys + t * head.keys_token, *scale = head.scales + t * head.scales_token;
         const float* v = head.values + t * head.values_token + start;
         float* out = head.out + t * head.out_token + start;
         __builtin_prefetch(v + AHEAD_TOKENS * head.values_token);
-        if (left.k) {
-            left = step<true>(from, scratch, left, keys, v, scale[0], scale[1], out, row.key_dim);
-            from = scratch;
-        } else {
-            left = step<false>(from, scratch, left, keys, v, scale[0], scale[1], out, row.key_dim);
+        if (!left.k) left = step<false, T>(from, scratch, left, keys, v, scale[0], scale[1], out, row.key_dim);
+        else if (apart) left = step<true, T>(scratch, scratch, left, keys, v, scale[0], scale[1], out, row.key_dim);
+        else {
+            left = step<true, T>(from, scratch, left, keys, v, scale[0], scale[1], out, row.key_dim);
+            if constexpr (std::is_same_v<T, float>) from = scratch;
+            else apart = true;
         }
         const int32_t write = row.write(t);
         if (write < 0) continue;
-        const Strip<N, WHOLE> to = row.in_slot<N, WHOLE>(write, start);
-        settle(from, to, left, row.key_dim);
-        from = to;
+        const Strip<N, WHOLE, T> to = row.template in_slot<Strip<N, WHOLE, T>>(write, start);
+        apart ? settle(scratch, to, left, row.key_dim) : settle(from, to, left, row.key_dim);
+        from = to, apart = false;
         left.k = nullptr;
     }
 }
@@ -112,12 +116,12 @@ __attribute__((noinline)) void run(const Row& row, const Head& head, Strip<N, WH
 
 // mixed   [tokens][key_heads][q | k | value heads], packed
 // gates   [tokens][key_heads][b of its value heads | a of its value heads], tokens by stride
-// state   [slots][key_heads][values][key_dim][value_dim]
+// state   [slots][key_heads][values][key_dim][value_dim] of float, or of `halves` bfloat16
 // out     [tokens][key_heads][values][value_dim], packed
 // writes  [rows][kept]: slots for the states after the last `kept` tokens of a row, -1 for none
 extern "C" void gated_delta(const float* mixed, const float* gates, int64_t gates_token, const float* a_log,
-                            const float* dt_bias, float* state, int64_t state_slot, int64_t state_group, float* out,
-                            const int32_t* cu, const int32_t* read, const int32_t* writes, int64_t rows,
+                            const float* dt_bias, void* state, int64_t halves, int64_t state_slot, int64_t state_group,
+                            float* out, const int32_t* cu, const int32_t* read, const int32_t* writes, int64_t rows,
                             int64_t kept, int64_t key_heads, int64_t values, int64_t key_dim, int64_t value_dim) {
     const Sizes s{key_heads, values, key_dim, value_dim};
     const int64_t tokens = cu[rows], heads = key_heads * values;
@@ -131,17 +135,22 @@ extern "C" void gated_delta(const float* mixed, const float* gates, int64_t gate
         scales[2 * i] = exp_f32(-exp_f32(a_log[head]) * softplus(gate[values] + dt_bias[head]));
         scales[2 * i + 1] = sigmoid(gate[0]);
     }
+    const auto run_all = [&](auto* states) {
+        typedef Row<std::remove_pointer_t<decltype(states)>> StateRow;
 #pragma omp parallel for collapse(2) schedule(dynamic) if (tokens * heads * key_dim * value_dim >= 1 << 17)
-    for (int64_t b = 0; b < rows; b++) {
-        for (int64_t h = 0; h < heads; h++) {
-            const int64_t group = h / values, value = h % values;
-            const Row row{state + group * state_group + value * key_dim * value_dim,
-                          state_slot, key_dim, value_dim, cu[b], cu[b + 1], read[b], writes + b * kept, kept};
-            const Head head{keys + group * tokens * s.keys(),
-                            mixed + group * s.channels() + 2 * key_dim + value * value_dim,
-                            scales + 2 * h, out + h * value_dim,
-                            s.keys(), key_heads * s.channels(), 2 * heads, heads * value_dim};
-            each_strip<VECS, WIDE_VECS>(row, [&](auto from, int64_t start) { run(row, head, from, start); });
+        for (int64_t b = 0; b < rows; b++) {
+            for (int64_t h = 0; h < heads; h++) {
+                const int64_t group = h / values, value = h % values;
+                const StateRow row{states + group * state_group + value * key_dim * value_dim,
+                                   state_slot, key_dim, value_dim, cu[b], cu[b + 1], read[b], writes + b * kept, kept};
+                const Head head{keys + group * tokens * s.keys(),
+                                mixed + group * s.channels() + 2 * key_dim + value * value_dim,
+                                scales + 2 * h, out + h * value_dim,
+                                s.keys(), key_heads * s.channels(), 2 * heads, heads * value_dim};
+                each_strip<VECS, WIDE_VECS>(row, [&](auto from, int64_t start) { run(row, head, from, start); });
+            }
         }
-    }
+    };
+    if (halves) run_all((uint16_t*)state);
+    else run_all((float*)state);
 }

@@ -24,7 +24,8 @@ def bind(library: Library) -> GatedDelta:
         rows: Rows,
     ) -> torch.Tensor:
         _, groups, heads, key_dim, value_dim = state_SGRKV.shape
-        assert mixed_TGC.dtype == gates_TI.dtype == state_SGRKV.dtype == torch.float32
+        assert mixed_TGC.dtype == gates_TI.dtype == torch.float32
+        assert state_SGRKV.dtype in {torch.float32, torch.bfloat16}
         assert mixed_TGC.is_contiguous()
         assert gates_TI.stride(1) == 1
         assert state_SGRKV.stride()[2:] == (key_dim * value_dim, value_dim, 1)
@@ -33,7 +34,8 @@ def bind(library: Library) -> GatedDelta:
         call(
             mixed_TGC.data_ptr(), gates_TI.data_ptr(), gates_TI.stride(0),
             a_log_H.data_ptr(), dt_bias_H.data_ptr(),
-            state_SGRKV.data_ptr(), state_SGRKV.stride(0), state_SGRKV.stride(1), o_TGRV.data_ptr(),
+            state_SGRKV.data_ptr(), state_SGRKV.dtype == torch.bfloat16,
+            state_SGRKV.stride(0), state_SGRKV.stride(1), o_TGRV.data_ptr(),
             rows.cu_B1.data_ptr(), rows.read_B.data_ptr(), rows.writes_BK.data_ptr(),
             *rows.writes_BK.shape, groups, heads, key_dim, value_dim,
         )  # fmt: skip

@@ -165,7 +165,7 @@ def advance(
     at_KV = key_K[:, None] * V + column_V[None, :]
     state += head // HEADS * state_group + head % HEADS * K * V
     source = tl.load(read + row).to(tl.int64)
-    S_KV = tl.load(state + source * state_slot + at_KV, mask=in_KV & (source >= 0), other=0.0)
+    S_KV = tl.load(state + source * state_slot + at_KV, mask=in_KV & (source >= 0), other=0.0).to(tl.float32)
     before += ((start // CHUNK + row).to(tl.int64) * every + head) * K * V
     for chunk in range(tl.cdiv(chunked, CHUNK)):
         old_KV = S_KV.to(before.dtype.element_ty)
@@ -260,7 +260,7 @@ def recur(
     in_KV = in_K[:, None] & in_V[None, :]
     group, value = head // HEADS, head % HEADS
     state += group * state_group + value * K * V + key_K[:, None] * V + column_V[None, :]
-    S_KV = tl.load(state + source * state_slot, mask=in_KV & (source >= 0), other=0.0)
+    S_KV = tl.load(state + source * state_slot, mask=in_KV & (source >= 0), other=0.0).to(tl.float32)
     log_rate, bias = tl.load(a_log + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32)
     for t in range(done, n):
         token = (start + t).to(tl.int64)
@@ -280,6 +280,7 @@ def recur(
         S_KV += k_K[:, None] * change_V[None, :]
         o_V = asked_V + tl.sum(q_K * k_K) * change_V
         tl.store(out + (token * every + head) * V + column_V, o_V, mask=in_V)
+        S_KV = S_KV.to(state.dtype.element_ty).to(tl.float32)
         column = kept - (n - t)
         if column >= 0:
             to = tl.load(writes + column).to(tl.int64)
@@ -297,7 +298,7 @@ def gated_delta(
     _, groups, heads, key_dim, value_dim = state_SGRKV.shape
     tokens, batch, every = len(mixed_TGC), len(rows.read_B), groups * heads
     assert mixed_TGC.dtype in {torch.float32, torch.bfloat16}
-    assert state_SGRKV.dtype == torch.float32
+    assert state_SGRKV.dtype in {torch.float32, torch.bfloat16}
     assert state_SGRKV.stride()[2:] == (key_dim * value_dim, value_dim, 1)
     assert mixed_TGC.stride(2) == gates_TI.stride(1) == 1
     assert rows.writes_BK.is_contiguous()

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional
 
-from tidemill.kernels.shared.rows import Rows, integers, slots_after
+from tidemill.kernels.shared.rows import Rows, integers, slots_after, wide
 
 EPSILON = 1e-6
 
@@ -22,7 +22,8 @@ def gated_delta(
                  length 1, q is then scaled by K ** -0.5
     gates_TI     [T, G * 2 * R], of each key head b then a of its value heads: beta = sigmoid(b),
                  g = -exp(a_log) * softplus(a + dt_bias)
-    state_SGRKV  [states, G, R, K, V], read by `rows.read_B` (-1: zeros), written by `rows.writes_BK`
+    state_SGRKV  [states, G, R, K, V], float32 or bfloat16, to which it is rounded after each token;
+                 read by `rows.read_B` (-1: zeros), written by `rows.writes_BK`
     """
     _, groups, heads, key_dim, value_dim = state_SGRKV.shape
     q_TGK = _unit(mixed_TGC[..., :key_dim]) * key_dim**-0.5
@@ -34,13 +35,14 @@ def gated_delta(
     o_TGRV = torch.empty_like(v_TGRV, memory_format=torch.contiguous_format)
     starts, slots = integers(rows.cu_B1), slots_after(rows)
     for b, read in enumerate(integers(rows.read_B)):
-        state = state_SGRKV[read].clone() if read >= 0 else torch.zeros_like(state_SGRKV[0])
+        state = wide(state_SGRKV[read] if read >= 0 else torch.zeros_like(state_SGRKV[0]))
         for t in range(starts[b], starts[b + 1]):
             state = state * g_TGR[t, :, :, None, None].exp()
             known_GRV = torch.einsum("gk,grkv->grv", k_TGK[t], state)
             change_GRV = beta_TGR[t, :, :, None] * (v_TGRV[t] - known_GRV)
             state = state + torch.einsum("gk,grv->grkv", k_TGK[t], change_GRV)
             o_TGRV[t] = torch.einsum("gk,grkv->grv", q_TGK[t], state)
+            state = wide(state.to(state_SGRKV.dtype))
             if t in slots:
                 state_SGRKV[slots[t]] = state
     return o_TGRV

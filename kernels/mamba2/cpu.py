@@ -24,7 +24,8 @@ def bind(library: Library) -> Mamba2:
     ) -> torch.Tensor:
         _, groups, values, key_dim, value_dim = state_SGRKV.shape
         z_token, z_group, z_head, z_element = z_TGRV.stride()
-        assert mixed_TGC.dtype == z_TGRV.dtype == dt_TH.dtype == state_SGRKV.dtype == torch.float32
+        assert mixed_TGC.dtype == z_TGRV.dtype == dt_TH.dtype == torch.float32
+        assert state_SGRKV.dtype in {torch.float32, torch.bfloat16}
         assert mixed_TGC.is_contiguous()
         assert mixed_TGC.shape[2] == 2 * key_dim + values * value_dim
         assert z_TGRV.shape == (len(mixed_TGC), groups, values, value_dim)
@@ -37,7 +38,8 @@ def bind(library: Library) -> Mamba2:
             mixed_TGC.data_ptr(), z_TGRV.data_ptr(), z_token, z_group, dt_TH.data_ptr(), dt_TH.stride(0),
             heads.a_log_H.data_ptr(), heads.dt_bias_H.data_ptr(), heads.skip_H.data_ptr(),
             heads.dt_min, heads.dt_max,
-            state_SGRKV.data_ptr(), state_SGRKV.stride(0), state_SGRKV.stride(1), y_TGRV.data_ptr(),
+            state_SGRKV.data_ptr(), state_SGRKV.dtype == torch.bfloat16,
+            state_SGRKV.stride(0), state_SGRKV.stride(1), y_TGRV.data_ptr(),
             rows.cu_B1.data_ptr(), rows.read_B.data_ptr(), rows.writes_BK.data_ptr(),
             *rows.writes_BK.shape, groups, values, key_dim, value_dim,
         )  # fmt: skip

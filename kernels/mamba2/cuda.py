@@ -66,7 +66,7 @@ def advance(
     at_KV = key_K[:, None] * V + column_V[None, :]
     state += head // HEADS * state_group + head % HEADS * K * V
     source = tl.load(read + row).to(tl.int64)
-    S_KV = tl.load(state + source * state_slot + at_KV, mask=in_KV & (source >= 0), other=0.0)
+    S_KV = tl.load(state + source * state_slot + at_KV, mask=in_KV & (source >= 0), other=0.0).to(tl.float32)
     before += ((start // CHUNK + row).to(tl.int64) * every + head) * K * V
     for chunk in range(tl.cdiv(chunked, CHUNK)):
         tl.store(before + at_KV, S_KV, mask=in_KV)
@@ -159,7 +159,7 @@ def recur(
     in_KV = in_K[:, None] & in_V[None, :]
     group, value = head // HEADS, head % HEADS
     state += group * state_group + value * K * V + key_K[:, None] * V + column_V[None, :]
-    S_KV = tl.load(state + source * state_slot, mask=in_KV & (source >= 0), other=0.0)
+    S_KV = tl.load(state + source * state_slot, mask=in_KV & (source >= 0), other=0.0).to(tl.float32)
     rate, bias = -tl.exp(tl.load(a_log + head).to(tl.float32)), tl.load(dt_bias + head).to(tl.float32)
     straight = tl.load(skip + head).to(tl.float32)
     for t in range(done, n):
@@ -173,6 +173,7 @@ def recur(
         S_KV = S_KV * tl.exp(rate * now) + b_K[:, None] * (now * x_V)[None, :]
         y_V = (tl.sum(S_KV * c_K[:, None], 0) + straight * x_V) * silu(z_V.to(tl.float32))
         tl.store(out + (token * every + head) * V + column_V, y_V, mask=in_V)
+        S_KV = S_KV.to(state.dtype.element_ty).to(tl.float32)
         column = kept - (n - t)
         if column >= 0:
             to = tl.load(writes + column).to(tl.int64)
@@ -190,7 +191,7 @@ def mamba2(
     _, groups, values, key_dim, value_dim = state_SGRKV.shape
     tokens, batch, every = len(mixed_TGC), len(rows.read_B), groups * values
     assert mixed_TGC.dtype in {torch.float32, torch.bfloat16}
-    assert state_SGRKV.dtype == torch.float32
+    assert state_SGRKV.dtype in {torch.float32, torch.bfloat16}
     assert state_SGRKV.stride()[2:] == (key_dim * value_dim, value_dim, 1)
     assert z_TGRV.shape == (tokens, groups, values, value_dim)
     assert z_TGRV.stride()[2:] == (value_dim, 1)

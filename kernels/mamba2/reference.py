@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional
 
 from tidemill.kernels.mamba2.heads import Heads
-from tidemill.kernels.shared.rows import Rows, integers, slots_after
+from tidemill.kernels.shared.rows import Rows, integers, slots_after, wide
 
 
 def mamba2(
@@ -19,7 +19,8 @@ def mamba2(
 
     mixed_TGC    B, C and the x of R heads of each of G head groups: C = 2 K + R V
     dt_TH        [T, G R], dt = softplus(dt + dt_bias) within its bounds
-    state_SGRKV  [states, G, R, K, V], read by `rows.read_B` (-1: zeros), written by `rows.writes_BK`
+    state_SGRKV  [states, G, R, K, V], float32 or bfloat16, to which it is rounded after each token;
+                 read by `rows.read_B` (-1: zeros), written by `rows.writes_BK`
     """
     _, groups, values, key_dim, value_dim = state_SGRKV.shape
     b_TGK, c_TGK = mixed_TGC[..., :key_dim], mixed_TGC[..., key_dim : 2 * key_dim]
@@ -30,11 +31,12 @@ def mamba2(
     y_TGRV = heads.skip_H.view(groups, values, 1) * x_TGRV
     starts, slots = integers(rows.cu_B1), slots_after(rows)
     for b, read in enumerate(integers(rows.read_B)):
-        state = state_SGRKV[read].clone() if read >= 0 else torch.zeros_like(state_SGRKV[0])
+        state = wide(state_SGRKV[read] if read >= 0 else torch.zeros_like(state_SGRKV[0]))
         for t in range(starts[b], starts[b + 1]):
             state = state * decay_TGR[t, :, :, None, None]
             state = state + torch.einsum("gk,grv->grkv", b_TGK[t], added_TGRV[t])
             y_TGRV[t] += torch.einsum("gk,grkv->grv", c_TGK[t], state)
+            state = wide(state.to(state_SGRKV.dtype))
             if t in slots:
                 state_SGRKV[slots[t]] = state
     return y_TGRV * functional.silu(z_TGRV)

@@ -56,3 +56,8 @@ def slots_after(rows: Rows) -> dict[int, int]:
                 assert token >= starts[b], "a state from before the row"
                 slots[token] = slot
     return slots
+
+
+def wide(state: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a state in the type of sums."""
+    return state.to(torch.promote_types(state.dtype, torch.float32), copy=True)

@@ -94,6 +94,9 @@ class Bed:
         return (-(-num_pages // self.layout.pages_per_extent) + 5) * self.extent_bytes
 
 
+Beds = Callable[..., Bed]  # by the types of pages and states
+
+
 @pytest.fixture(scope="module")
 def colds(folder: Path) -> dict[str, Cold]:
     """Return the cold logits of this folder, by the request."""
@@ -102,10 +105,10 @@ def colds(folder: Path) -> dict[str, Cold]:
 
 
 @pytest.fixture
-def bed(folder: Path, kernel_cache: Path, logits: Logits, colds: dict[str, Cold]) -> Callable[[KvDtype], Bed]:
-    def make(kv_dtype: KvDtype) -> Bed:
+def bed(folder: Path, kernel_cache: Path, logits: Logits, colds: dict[str, Cold]) -> Beds:
+    def make(kv_dtype: KvDtype, state_dtype: KvDtype = "float32") -> Bed:
         layers, _ = describe(folder)
-        layout = layout_of(layers, P, kv_dtype, extent_bytes_min=1, granule_bytes=1)
+        layout = layout_of(layers, P, kv_dtype, state_dtype, extent_bytes_min=1, granule_bytes=1)
         settings = EngineSettings(
             model_folder=folder,
             memory_bytes=EXTENTS * layout.extent_bytes,
@@ -113,6 +116,7 @@ def bed(folder: Path, kernel_cache: Path, logits: Logits, colds: dict[str, Cold]
             cache_folder=kernel_cache,
             page_tokens=P,
             kv_dtype=kv_dtype,
+            state_dtype=state_dtype,
             backing="fixed",
             max_model_len=LONGEST,
         )
@@ -164,7 +168,7 @@ async def cold_of(bed: Bed, requests: list[Request]) -> Cold:
             for request in requests
         ]
 
-    asked = f"{bed.settings.kv_dtype} {requests}"
+    asked = f"{bed.settings.kv_dtype} {bed.settings.state_dtype} {requests}"
     if asked not in bed.colds:
         async with serving(bed.settings, step_tokens_max=4096) as built:
             first = await alone(built, requests)
@@ -200,7 +204,7 @@ def compare(bed: Bed, cold: Cold, kl_max: float) -> None:
     ],
 )
 def test_eviction_preemption_junctions_and_thinning(
-    bed: Callable[[KvDtype], Bed],
+    bed: Beds,
     strategy: CheckpointStrategy,
     policy: Policy,
     interval: int,
@@ -234,7 +238,7 @@ def test_eviction_preemption_junctions_and_thinning(
 
 @pytest.mark.parametrize("drafts_max", [0, 4])
 @pytest.mark.parametrize("strategy", ["none", "lazy"])
-def test_preemption(bed: Callable[[KvDtype], Bed], strategy: CheckpointStrategy, drafts_max: int) -> None:
+def test_preemption(bed: Beds, strategy: CheckpointStrategy, drafts_max: int) -> None:
     """Short prompts are admitted together; their answers do not fit together."""
     one = bed("float32")
     requests = [
@@ -258,9 +262,7 @@ def test_preemption(bed: Callable[[KvDtype], Bed], strategy: CheckpointStrategy,
 
 
 @pytest.mark.parametrize("strategy", ["double", "lazy"])
-def test_budget_goes_down_and_up_while_they_run(
-    bed: Callable[[KvDtype], Bed], strategy: CheckpointStrategy
-) -> None:
+def test_budget_goes_down_and_up_while_they_run(bed: Beds, strategy: CheckpointStrategy) -> None:
     one = bed("float32")
 
     async def main() -> None:
@@ -280,7 +282,7 @@ def test_budget_goes_down_and_up_while_they_run(
     asyncio.run(main())
 
 
-def test_bfloat16_pages(bed: Callable[[KvDtype], Bed]) -> None:
+def test_bfloat16_pages(bed: Beds) -> None:
     """They are equal bit by bit where both cut on the grid: first turns, and first turns from their
     checkpoints. A second turn resumes where its first one decoded token by token, and the cold one computed
     whole pages."""
@@ -294,5 +296,22 @@ def test_bfloat16_pages(bed: Callable[[KvDtype], Bed]) -> None:
             compare(one, cold, 0.0)
             assert await ask(built, next_turns(conversations(), cold.first)) == cold.second
             compare(one, cold, 1e-4)
+
+    asyncio.run(main())
+
+
+def test_bfloat16_states(bed: Beds) -> None:
+    """A state is rounded after each token, however it came there: every path has the same bits."""
+    one = bed("float32", "bfloat16")
+    if not one.layout.has_states:
+        pytest.skip("the model has no states")
+
+    async def main() -> None:
+        cold = await cold_of(one, conversations())
+        async with serving(one.settings, drafts_max=3, checkpoint_interval=16) as built:
+            for _ in range(2):
+                assert await ask(built, conversations()) == cold.first
+                assert await ask(built, next_turns(conversations(), cold.first)) == cold.second
+                compare(one, cold, 0.0)
 
     asyncio.run(main())

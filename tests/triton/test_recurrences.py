@@ -48,6 +48,7 @@ class Case:
     key_dim: int = 16
     value_dim: int = 16
     dtype: torch.dtype = torch.float32
+    state_dtype: torch.dtype = torch.float32
     spread: float = 1.0  # of gates and time steps
     same_keys: bool = False
     bounds: tuple[float, float] = (0.0, float("inf"))  # of time steps
@@ -79,9 +80,9 @@ class Layer:
         self.per_head = random(draw, 3, groups * heads).unbind()
         shape = (SLOTS, groups, heads, case.key_dim, case.value_dim)
         size = heads * case.key_dim * case.value_dim
-        self.arena = torch.full((1 + SLOTS, 2, groups, 5 + size), torch.nan)
+        self.arena = torch.full((1 + SLOTS, 2, groups, 5 + size), torch.nan, dtype=case.state_dtype)
         read = sorted({slot for slot in case.read if slot >= 0})
-        self.arena[1:][read] = random(draw, len(read), *self.arena.shape[1:])
+        self.arena[1:][read] = random(draw, len(read), *self.arena.shape[1:]).to(case.state_dtype)
         self.arena = self.arena.to(device)
         self.state = self.arena[1:, 1, :, 5:].view(shape)
         self.case = case
@@ -109,7 +110,8 @@ class Layer:
 
 
 def check(case: Case, device: str = "cpu") -> None:
-    layer, rows, limit = Layer(case, device), case.rows, LIMITS[case.dtype]
+    layer, rows = Layer(case, device), case.rows
+    limit = max(LIMITS[case.dtype], LIMITS[case.state_dtype])
     before, wanted_state = layer.arena.cpu().clone(), layer.state.cpu().double()
     exact = [part.double() for part in layer.inputs]
     if case.operator == "gated_delta":  # its parameters of heads have the dtype of the case
@@ -137,6 +139,14 @@ SHARED = {
     "decode bfloat16": Case(
         new=[1] * 3, read=[2, -1, 5], writes=[[3], [0], [-1]], value_dim=40, dtype=torch.bfloat16
     ),
+    "drafts on states in bfloat16": Case(
+        new=[4, 1, 3],
+        read=[0, 1, -1],
+        writes=[[3, 0, 4], [-1, -1, 5], [8, -1, 7]],
+        value_dim=33,
+        state_dtype=torch.bfloat16,
+    ),
+    "chunks on states in bfloat16": Case(**ODD, state_dtype=torch.bfloat16),
     "drafts": Case(
         new=[4, 1, 3], read=[0, 1, -1], writes=[[3, 0, 4], [-1, -1, 5], [8, -1, 7]], key_dim=24, value_dim=33
     ),
@@ -246,3 +256,12 @@ def test_states_far_into_the_arena(case_of: Callable[..., Case], tmp_path: Path,
     layer.state[skipped] = near[0]
     assert same_bits(layer.run(step(new, read=[skipped], writes=[[skipped + 1]])), wanted)
     assert same_bits(layer.state[skipped + 1], wanted_state)
+
+
+def test_tokens_one_after_the_other_round_states_as_steps_of_their_own(case_of: Callable[..., Case]) -> None:
+    case = case_of(new=[5], read=[0], writes=[[1]], key_dim=32, state_dtype=torch.bfloat16)
+    whole, cut = Layer(case), Layer(case)
+    together = whole.run()
+    found = [cut.run(step([1], read=[min(t, 1)], writes=[[1]]), slice(t, t + 1)) for t in range(5)]
+    assert same_bits(torch.cat(found), together)
+    assert same_bits(cut.state[1], whole.state[1])

@@ -238,7 +238,7 @@ def operators_of(settings: EngineSettings) -> Operators:
 def namespace_of(settings: EngineSettings, layers: Sequence[LayerSpec], shards: Shards) -> str:
     """Return the namespace of the store's objects, which determines the meaning of their bytes apart from the
     tokens. `layers` are those of the whole model. Raises StoreError."""
-    layout = layout_of(layers, settings.page_tokens, settings.page_dtype)
+    layout = layout_of(layers, settings.page_tokens, settings.page_dtype, settings.state_dtype)
     return f"{shards.describe(layout)}/{settings.compute_dtype}" + sealing_of(settings).describe()
 
 

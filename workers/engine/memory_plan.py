@@ -73,7 +73,8 @@ def memory_of(settings: EngineSettings, layers: Sequence[LayerSpec], max_length:
     ranks = settings.tensor_parallel_size
     granules = {"granule_bytes": Kvcached.GRANULE_BYTES} if settings.backing_kind == "kvcached" else {}
     try:
-        layout = layout_of(layers, settings.page_tokens, settings.page_dtype, **granules)
+        dtypes = settings.page_dtype, settings.state_dtype
+        layout = layout_of(layers, settings.page_tokens, *dtypes, **granules)
     except ValueError as error:
         raise ModelError(f"{settings.model_folder}: {error}") from error
     num_extents = settings.memory_bytes // (layout.extent_bytes * ranks)

@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
+from math import prod
 from typing import assert_never
 
 import torch
 
 from tidemill.kvstore.layout import (
     DTYPE_BYTES,
-    STATE_DTYPE_BYTES,
+    WORD_BYTES,
     Attention,
     Latent,
     Layout,
@@ -100,7 +102,7 @@ class Caches:
     kv          [pages or window pages, kv_heads, 2, P, head_dim]  kv dtype; index 2 is K, V
                 [pages, 1, 1, P, width]                            ... of a layer that keeps latents
     conv        [states, key_heads, conv_width - 1, channels]      float32
-    temporal    [states, key_heads, values_per_group, key_dim, value_dim]  float32
+    temporal    [states, key_heads, values_per_group, key_dim, value_dim]  state dtype
     """
 
     kv: tuple[torch.Tensor, ...]
@@ -119,8 +121,8 @@ def caches_of(layout: Layout, arena: torch.Tensor) -> Caches:
     temporal: list[torch.Tensor] = []
     pages = _Pages(layout, arena, layout.page_bytes, layout.attention)
     windows = _Pages(layout, arena, layout.window_bytes, layout.windows)
-    group_size = sum(layer.conv_elements + layer.temporal_elements for layer in layout.linear)
-    offset = 0
+    group_bytes = sum(layer.group_bytes(layout.state_dtype) for layer in layout.linear)
+    offset_bytes = 0
     for spec in layout.layers:
         match spec:
             case Attention():
@@ -130,20 +132,31 @@ def caches_of(layout: Layout, arena: torch.Tensor) -> Caches:
             case Latent():
                 kv.append(pages.next_latents(spec))
             case Linear():
-                states = arena.view(torch.float32)
-                stride = layout.state_stride_bytes // STATE_DTYPE_BYTES
-                num_states = arena.numel() // layout.state_stride_bytes
-                shape = (num_states, spec.key_heads, spec.conv_width - 1, spec.group_channels)
-                conv.append(states.as_strided(shape, (stride, group_size, spec.group_channels, 1), offset))
-                offset += spec.conv_elements
-                head = spec.key_dim * spec.value_dim
-                shape = (num_states, spec.key_heads, spec.values_per_group, spec.key_dim, spec.value_dim)
-                strides = (stride, group_size, head, spec.value_dim, 1)
-                temporal.append(states.as_strided(shape, strides, offset))
-                offset += spec.temporal_elements
+                states = partial(_states, layout, arena, spec.key_heads, group_bytes)
+                conv.append(states(offset_bytes, torch.float32, (spec.conv_width - 1, spec.group_channels)))
+                offset_bytes += spec.conv_elements * WORD_BYTES
+                shape = (spec.values_per_group, spec.key_dim, spec.value_dim)
+                temporal.append(states(offset_bytes, KV_DTYPES[layout.state_dtype], shape))
+                offset_bytes += spec.temporal_bytes(layout.state_dtype)
             case _:
                 assert_never(spec)
     return Caches(tuple(kv), tuple(conv), tuple(temporal), layout.has_windows)
+
+
+def _states(
+    layout: Layout,
+    arena: torch.Tensor,
+    groups: int,
+    group_bytes: int,
+    offset_bytes: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+) -> torch.Tensor:
+    """Return a view [states, groups, *shape] of a part of each state."""
+    strides = [layout.state_stride_bytes // dtype.itemsize, group_bytes // dtype.itemsize]
+    strides += [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    whole = (arena.numel() // layout.state_stride_bytes, groups, *shape)
+    return arena.view(dtype).as_strided(whole, strides, offset_bytes // dtype.itemsize)
 
 
 class _Pages:

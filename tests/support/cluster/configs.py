@@ -59,6 +59,7 @@ ENGINES = nodes(
     {},
     page_size=COUNTS,
     kv_cache_dtype=st.sampled_from([None, "float32", "bfloat16"]),
+    state_dtype=st.sampled_from(["float32", "bfloat16"]),
     max_num_seqs=COUNTS,
     num_speculative_tokens=st.integers(0, 16),
     speculative_method=st.sampled_from(["auto", "ngram"]),

@@ -25,6 +25,7 @@ class Shape:
     value_dim: int
     width: int
     biased: bool = False
+    halves: bool = False  # recurrent states in bfloat16
 
     @property
     def channels(self) -> int:
@@ -35,9 +36,11 @@ SHAPES = (
     Shape(groups=1, heads=1, key_dim=1, value_dim=1, width=1),
     Shape(groups=2, heads=1, key_dim=16, value_dim=16, width=4),
     Shape(groups=3, heads=2, key_dim=24, value_dim=33, width=3, biased=True),
+    Shape(groups=2, heads=2, key_dim=24, value_dim=80, width=3, halves=True),
     Shape(groups=1, heads=2, key_dim=40, value_dim=128, width=4, biased=True),
     Shape(groups=1, heads=4, key_dim=63, value_dim=65, width=2),
     Shape(groups=1, heads=1, key_dim=256, value_dim=127, width=5, biased=True),
+    Shape(groups=2, heads=1, key_dim=32, value_dim=129, width=2, halves=True),
 )
 
 
@@ -68,7 +71,8 @@ class Layer:
         self.arena = torch.full((1 + SLOTS, s.groups, conv + temporal), torch.nan)
         self.pool = pool = self.arena[1:]
         self.conv = pool[..., :conv].view(SLOTS, s.groups, s.width - 1, s.channels)
-        self.temporal = pool[..., conv:].view(SLOTS, s.groups, s.heads, s.key_dim, s.value_dim)
+        states = pool[..., conv:].view(torch.bfloat16)[..., :temporal] if s.halves else pool[..., conv:]
+        self.temporal = states.view(SLOTS, s.groups, s.heads, s.key_dim, s.value_dim)
 
     def convolve(self, ops: Operators, rows: Rows, span: slice, dtype: torch.dtype) -> Result:
         state = self.conv.to(dtype)
@@ -76,8 +80,12 @@ class Layer:
         bias = bias if bias is None else bias.to(dtype)
         return ops.causal_conv(self.x_TGC[span].to(dtype), weight, bias, state, rows), state
 
+    def states(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the recurrent states, those in bfloat16 as they are."""
+        return self.temporal if self.shape.halves else self.temporal.to(dtype)
+
     def recur(self, ops: Operators, rows: Rows, span: slice, dtype: torch.dtype) -> Result:
-        state = self.temporal.to(dtype)
+        state = self.states(dtype)
         inputs = [
             x.to(dtype) for x in (self.mixed_TGC[span], self.gates_TI[span], self.a_log_H, self.dt_bias_H)
         ]
@@ -85,7 +93,7 @@ class Layer:
         return ops.gated_delta(mixed, gates, a_log, dt_bias, state, rows), state
 
     def scan(self, ops: Operators, rows: Rows, span: slice, dtype: torch.dtype) -> Result:
-        state, dt_TH = self.temporal.to(dtype), self.gates_TI[span, : len(self.skip_H)].to(dtype)
+        state, dt_TH = self.states(dtype), self.gates_TI[span, : len(self.skip_H)].to(dtype)
         a_log, dt_bias, skip = (x.to(dtype) for x in (self.a_log_H, self.dt_bias_H, self.skip_H))
         heads = Heads(a_log, dt_bias, skip, dt_min=0.4, dt_max=1.3)
         mixed, z = self.mixed_TGC[span].to(dtype), self.z_TGRV[span].to(dtype)
@@ -114,19 +122,23 @@ def test_matches_the_definition(
     tried = [[-1] * (3 - n) + writes[max(0, 3 - n) :] for n, writes in zip(lengths, three, strict=True)]
     for rows in (empty, again, step(lengths, read=[8 - b for b in states], writes=tried)):
         before = layer.arena.clone()
-        wanted, wanted_state = run(layer, reference, rows, ALL, torch.float64)
+        # States in bfloat16 part where a sum is half way between two of them.
+        wide, most = (torch.float32, 5e-3) if shape.halves else (torch.float64, 1e-5)
+        wanted, wanted_state = run(layer, reference, rows, ALL, wide)
+        wanted_state = wanted_state.clone()
+        layer.arena.copy_(before)
         found, state = run(layer, cpu, rows, ALL, torch.float32)
-        assert relative_error(found, wanted) < 1e-5
+        assert relative_error(found, wanted) < most
         written = rows.writes_BK[rows.writes_BK >= 0].long()
         if state.numel():
-            assert relative_error(state[written], wanted_state[written]) < 1e-5
+            assert relative_error(state[written], wanted_state[written]) < most
         untouched = torch.ones(1 + SLOTS, dtype=torch.bool).index_fill(0, 1 + written, value=False)
         assert same_bits(layer.arena[untouched], before[untouched])
         assert torch.equal(state.isnan(), wanted_state.isnan())
 
 
 @settings(max_examples=25, deadline=None)
-@given(data=st.data(), shape=st.sampled_from(SHAPES[1:4]), run=st.sampled_from(RUNS))
+@given(data=st.data(), shape=st.sampled_from(SHAPES[1:5]), run=st.sampled_from(RUNS))
 def test_same_bits_however_a_sequence_is_cut(
     cpu: Operators, data: st.DataObject, shape: Shape, run: Run
 ) -> None:
@@ -148,10 +160,11 @@ def test_same_bits_however_a_sequence_is_cut(
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_same_bits_in_any_batch_and_with_any_threads(cpu: Operators, run: Run) -> None:
+@pytest.mark.parametrize("shape", SHAPES[2:4], ids=str)
+def test_same_bits_in_any_batch_and_with_any_threads(cpu: Operators, shape: Shape, run: Run) -> None:
     lengths = [40, 1, 33, 2]
     starts = [0, 40, 41, 74]
-    layer = Layer(SHAPES[2], 76)
+    layer = Layer(shape, 76)
     torch.set_num_threads(2)
     together, state = run(layer, cpu, step(lengths), ALL, torch.float32)
     state = state.clone()
@@ -164,7 +177,7 @@ def test_same_bits_in_any_batch_and_with_any_threads(cpu: Operators, run: Run) -
 
 
 @settings(max_examples=40, deadline=None)
-@given(data=st.data(), shape=st.sampled_from(SHAPES[1:4]), run=st.sampled_from(RUNS))
+@given(data=st.data(), shape=st.sampled_from(SHAPES[1:5]), run=st.sampled_from(RUNS))
 def test_kept_state_is_that_of_a_row_that_ends_there(
     cpu: Operators, data: st.DataObject, shape: Shape, run: Run
 ) -> None:
