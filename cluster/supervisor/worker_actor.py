@@ -19,7 +19,7 @@ from tidemill.cluster.observability.logs import start_logs
 from tidemill.cluster.rpc.router_client import FindRouter
 from tidemill.cluster.settings import RouterSettings, WorkerSettings
 from tidemill.cluster.worker.worker_process import Ready, State, WorkerProcess
-from tidemill.workers.engine.malloc import keep_freed_memory
+from tidemill.workers.malloc import keep_freed_memory
 from tidemill.workers.messages import WorkerGone
 from tidemill.workers.parallel.link import Ended
 from tidemill.workers.settings import EngineSettings

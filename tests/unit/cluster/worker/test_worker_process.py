@@ -19,7 +19,7 @@ assert gc.get_count()[0] >= youngest + 20_000, "a collection amid some steps"
 
 MALLOC = """
 import resource, torch
-from tidemill.workers.engine.malloc import keep_freed_memory
+from tidemill.workers.malloc import keep_freed_memory
 if {keeps}:
     assert keep_freed_memory()
 for _ in range(10):
