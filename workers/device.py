@@ -1,5 +1,6 @@
 """Find the device that an engine computes on, and the memory of its arena."""
 
+import gc
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,11 @@ def device_of(settings: EngineSettings) -> torch.device:
     return device
 
 
+def count_gpus() -> int:
+    """Return the number of CUDA devices that this process sees."""
+    return torch.cuda.device_count()
+
+
 def memory_name(device: torch.device) -> str:
     """Return the name of the memory that a device computes in. Workers of one node with the same name share
     it. A number would not do: a process may see only some of the devices."""
@@ -40,6 +46,27 @@ def memory_name(device: torch.device) -> str:
         return "cpu"
     found: Any = torch.cuda  # it leaves the type of properties open
     return f"cuda-{found.get_device_properties(device).uuid}"
+
+
+def memory_info(device: torch.device) -> tuple[int, int]:
+    """Return the free and the total memory of a device in bytes."""
+    return torch.cuda.mem_get_info(device)
+
+
+def total_memory(device: torch.device) -> int:
+    """Return the memory of a CUDA device in bytes, of which the answer takes none."""
+    found: Any = torch.cuda  # it leaves the type of properties open
+    return found.get_device_properties(device).total_memory
+
+
+def memory_in_use(device: torch.device, *, shared: bool) -> int:
+    """Return the bytes in use on a device, those that torch keeps for later steps included. On a device that
+    is `shared` they are those of this process: others start and grow meanwhile."""
+    gc.collect()
+    if shared:
+        return torch.cuda.memory_reserved(device)
+    free, total = memory_info(device)
+    return total - free
 
 
 def open_backing(
@@ -74,5 +101,6 @@ def granted(device: torch.device, what: str) -> Generator[None]:
 def settle(device: torch.device) -> None:
     """Wait for all work on the device, of every thread, and free what torch holds unused."""
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()

@@ -22,6 +22,12 @@ SpeculativeMethod = Literal["auto", "ngram", "mtp"]
 LoadFormat = Literal["auto", "dummy"]
 """The weights: those of the folder ("auto"), or random ones for its config.json ("dummy")."""
 
+MEMORY_BYTES = 1 << 30
+"""The default memory of pages and states on CPUs."""
+
+STEP, STEP_CUDA = (512, 64), (8192, 256)
+"""The default tokens and rows of a step, on CPUs and on CUDA devices."""
+
 ITL_TARGET_S, ITL_TARGET_CUDA_S = 0.1, 0.05
 """The default times of a step with prompts beside streams, on CPUs and on CUDA devices."""
 
@@ -64,7 +70,6 @@ class EngineSettings:
     """The settings of one engine. `step_tokens_max` is the token budget of a step, `rows_max` its rows."""
 
     model_folder: Path
-    memory_bytes: int
     cache_folder: Path  # for compiled kernels
     store_url: str
     store_secret_file: Path | None = None  # seals stored objects: all workers of a store have the same one
@@ -75,11 +80,14 @@ class EngineSettings:
     state_dtype: KvDtype = "float32"  # of recurrent states
     device: str = "cpu"  # or cuda, or cuda:1
     backing: Literal["fixed", "mmap", "kvcached"] | None = None  # None: mmap, on CUDA kvcached
+    memory_bytes: int | None = None  # None: MEMORY_BYTES, on CUDA what the device has left
     memory_max_bytes: int | None = None  # address space to grow into; None: memory_bytes
     memory_floor_bytes: int | None = (
         None  # the least budget; at least what one request of max_model_len needs
     )
     starts_at_floor: bool = False  # a memory broker assigns the rest
+    gpu_memory_utilization: float = 0.9  # of the worker's share of a CUDA device: weights and all else
+    device_share: float = 1.0  # the part of a CUDA device that this worker has; others have the rest
     eviction: Policy = "value"
     checkpoints_per_path: int = 16
     checkpoint_strategy: CheckpointStrategy = "lazy"
@@ -87,8 +95,8 @@ class EngineSettings:
     kernels: Literal["cpu", "triton", "reference"] | None = None  # None: cpu, on CUDA triton
     enforce_eager: bool = False  # on CUDA: decode steps without CUDA graphs
     threads: int = 1
-    step_tokens_max: int = 512
-    rows_max: int = 64
+    step_tokens_max: int | None = None  # None: by the device
+    rows_max: int | None = None  # None: by the device
     itl_target_s: float | None = None  # of a step beside streams; None: by the device, 0: no limit
     max_model_len: int | None = None
     overlap: bool = True  # launch the next step before the tokens of this one are read
@@ -143,6 +151,10 @@ class EngineSettings:
                 raise SettingsError(f"{flag} is {value}: set it to 1 or more")
         if self.step_target_s < 0:
             raise SettingsError(f"--itl-target is {self.itl_target_s} s: set it to 0 or more")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise SettingsError(
+                f"--gpu-memory-utilization is {self.gpu_memory_utilization}: set it above 0, to 1 or less"
+            )
         if not 0 <= self.drafts_max <= DRAFTS_MAX:
             raise SettingsError(f"--num-speculative-tokens is {self.drafts_max}: set it to 0 to {DRAFTS_MAX}")
         if self.speculative_method == "mtp" and not self.drafts_max:

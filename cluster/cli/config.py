@@ -10,13 +10,19 @@ from functools import partial
 from pathlib import Path
 
 from tidemill.cluster.cli.security import cluster_tls, security_of
+from tidemill.cluster.cli.serve import count_gpus
 from tidemill.cluster.config.flags import with_config_paths
-from tidemill.cluster.config.fleets import Surroundings, engine_settings, summary
+from tidemill.cluster.config.fleets import (
+    Surroundings,
+    engine_settings,
+    memory_bytes_of,
+    summary,
+    with_visible_gpus,
+)
 from tidemill.cluster.config.problems import ConfigError
 from tidemill.cluster.config.reading import dump, read_config
 from tidemill.cluster.config.tree import RootConfig
 from tidemill.kvstore.errors import TidemillError
-from tidemill.kvstore.sizes import parse_bytes
 from tidemill.kvstore.stores.secret import read_secret
 from tidemill.workers.settings import EngineSettings, SettingsError
 
@@ -43,12 +49,14 @@ def add_config_commands(config: argparse.ArgumentParser) -> None:
 def _check(options: argparse.Namespace) -> int:
     try:
         config = read_config(options.file)
+        config = config if options.offline else with_visible_gpus(config, count_gpus)
     except ConfigError as error:
         return _print_problems(options.file, error.problems)
     problems = list(local_problems(config, offline=options.offline))
     if problems:
         return _print_problems(options.file, problems)
-    sys.stdout.write(f"{options.file} is right: {_description(config)}\n")
+    weights = "" if options.offline else _weights(config)
+    sys.stdout.write(f"{options.file} is right: {_description(config)}{weights}\n")
     return 0
 
 
@@ -94,7 +102,7 @@ def _checks(config: RootConfig, *, offline: bool) -> Iterator[tuple[str, Callabl
     for index, model in enumerate(config.models):
         for number, group in enumerate(model.groups):
             engine = partial(engine_settings, config, model, group, surroundings)
-            check = engine if offline else partial(_check_engine, engine)
+            check = engine if offline else partial(_check_engine, config, engine)
             yield f"models[{index}].groups[{number}]", partial(_with_config_paths, check, index, number)
     if config.store.url is not None:
         yield "store.url", partial(_check_store, config.store.url, offline=offline)
@@ -117,10 +125,12 @@ def _with_config_paths(check: Callable[[], object], model: int, group: int) -> N
         raise ConfigError([message]) from error
 
 
-def _check_engine(engine: Callable[[], EngineSettings]) -> None:
+def _check_engine(config: RootConfig, engine: Callable[[], EngineSettings]) -> None:
     from tidemill.workers.engine.build import check_settings
 
-    check_settings(engine())
+    made, is_own = engine(), config.cluster.ray_address is None
+    # A file with GPUs may be checked on a machine without any.
+    check_settings(made, here=made.on_cuda and is_own and count_gpus() > 0)
 
 
 def _check_store(url: str, *, offline: bool) -> None:
@@ -138,7 +148,9 @@ def _description(config: RootConfig) -> str:
     """Describe what `tidemill serve` would start."""
     edge, cluster = config.edge, config.cluster
     groups = [group for model in config.models for group in model.groups]
-    memory_bytes = sum(group.replicas * parse_bytes(group.memory) for group in groups)
+    sizes = [(group.replicas, memory_bytes_of(group)) for group in groups]
+    memory_bytes = sum(count * size for count, size in sizes if size is not None)
+    rest = " and what their GPUs have left" if any(size is None for _, size in sizes) else ""
     processes = sum(group.replicas * group.tensor_parallel_size for group in groups)
     url = f"{'http' if edge.ssl_certfile is None else 'https'}://{edge.host}:{edge.port}"
     routers = sum(model.routers for model in config.models)
@@ -149,6 +161,19 @@ def _description(config: RootConfig) -> str:
     )
     return (
         f"{summary(config)}, at {url}\n"
-        f"{processes} worker processes with {memory_bytes / 2**30:.3g} GiB for pages and states, {routers} "
-        f"router(s), on {ray}, pages in {config.store.url or 'a folder of its own'}"
+        f"{processes} worker processes with {memory_bytes / 2**30:.3g} GiB{rest} for pages and states, "
+        f"{routers} router(s), on {ray}, pages in {config.store.url or 'a folder of its own'}"
     )
+
+
+def _weights(config: RootConfig) -> str:
+    """Describe the size of the weights that each worker of a model loads."""
+    from tidemill.workers.engine.build import weight_bytes
+
+    surroundings = Surroundings(store_url="", cache_folder=Path())
+    made = [engine_settings(config, model, model.groups[0], surroundings) for model in config.models]
+    sizes = [
+        f"{model.names[0]} {weight_bytes(settings) / 2**30:.3g} GiB"
+        for model, settings in zip(config.models, made, strict=True)
+    ]
+    return f"\nweights of each worker: {', '.join(sizes)}"

@@ -6,6 +6,7 @@ from typing import Any, Literal, cast, get_args, get_origin
 
 from tidemill.cluster.cli.security import KEY_VARIABLE
 from tidemill.cluster.config.flags import FLAGS, Flag
+from tidemill.cluster.config.fleets import with_visible_gpus
 from tidemill.cluster.config.overrides import GivenFlag
 from tidemill.cluster.config.paths import kind_of
 from tidemill.cluster.config.reading import load_config
@@ -42,10 +43,18 @@ def add_serving_options(serve: argparse.ArgumentParser) -> None:
 
 
 def config_of_options(options: argparse.Namespace) -> RootConfig:
-    """Return the configuration of the --config file, if there is one, and the flags. Raises ConfigError."""
+    """Return the configuration of the --config file, if there is one, and the flags, with a worker for each
+    GPU of this machine where it has no number. Raises ConfigError."""
     values = [GivenFlag(flag, getattr(options, MARK + flag.option)) for flag in FLAGS]
     given = [value for value in values if value.value is not None]
-    return load_config(options.config, options.model, given)
+    return with_visible_gpus(load_config(options.config, options.model, given), count_gpus)
+
+
+def count_gpus() -> int:
+    """Return the number of GPUs that this process sees."""
+    from tidemill.workers.device import count_gpus  # noqa: PLC0415 - torch, for CUDA alone
+
+    return count_gpus()
 
 
 def help_of(flag: Flag) -> str:

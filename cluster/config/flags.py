@@ -57,7 +57,8 @@ def _role_flags() -> Iterator[Flag]:
     texts = {
         "prefill": "number of workers that compute prompts, beside decode workers",
         "decode": "number of workers that generate, beside prefill workers",
-        "mixed": "number of workers that do both, instead of prefill and decode workers (1)",
+        "mixed": "number of workers that do both, instead of prefill and decode workers (1; on CUDA one "
+        "for each GPU of this machine)",
     }
     for role in ROLES:
         yield Flag(
@@ -128,7 +129,7 @@ FLAGS: tuple[Flag, ...] = (
         },
     ),
     *_flags("workers", "group", {"threads": "N|auto"}),
-    *_flags("device", "group", {"device": "NAME"}),
+    *_flags("device", "group", {"device": "NAME", "num_gpus": "N"}),
     *_flags(
         "device",
         "engine",
@@ -139,6 +140,7 @@ FLAGS: tuple[Flag, ...] = (
         "memory",
         "engine",
         {
+            "gpu_memory_utilization": "PART",
             "memory_broker": None,
             "checkpoint_strategy": None,
             "checkpoint_interval": "TOKENS",

@@ -1,7 +1,7 @@
 """Translate a configuration into the settings of the cluster that it describes. Pure."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -30,7 +30,7 @@ from tidemill.cluster.settings import (
 from tidemill.kvstore.sizes import parse_bytes
 from tidemill.workers.messages import Role
 from tidemill.workers.models.bundled import bundled
-from tidemill.workers.settings import EngineSettings, KvEventSettings, SettingsError
+from tidemill.workers.settings import MEMORY_BYTES, EngineSettings, KvEventSettings, SettingsError
 
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -91,10 +91,12 @@ def engine_settings(
     on_cuda = any(other.device != "cpu" for other in model.groups)
     return EngineSettings(
         model_folder=bundled().get(model.model) or Path(model.model),
-        memory_bytes=parse_bytes(group.memory),
+        memory_bytes=memory_bytes_of(group),
         memory_max_bytes=_memory_max_bytes(config, model, group),
         memory_floor_bytes=None if floor is None else parse_bytes(floor),
         starts_at_floor=engine.memory_broker,
+        gpu_memory_utilization=engine.gpu_memory_utilization,
+        device_share=min(1.0, group.gpus or 1.0),
         eviction=engine.eviction_policy,
         checkpoints_per_path=engine.checkpoints_per_path,
         checkpoint_strategy=engine.checkpoint_strategy,
@@ -144,19 +146,43 @@ def kv_events_of(config: RootConfig, index: int, role: Role) -> KvEventSettings 
     )
 
 
-def _memory_max_bytes(config: RootConfig, model: ModelConfig, group: GroupConfig) -> int:
+def with_visible_gpus(config: RootConfig, count_gpus: Callable[[], int]) -> RootConfig:
+    """Return the configuration with a worker for each GPU of this machine, if it has a single group whose
+    workers have a GPU each, and no number of workers, in a Ray cluster of its own."""
+    model, others = config.models[0], config.models[1:]
+    group, *more = model.groups
+    is_set = "replicas" in group.model_fields_set or group.replicas_max is not None
+    is_set = is_set or group.device != "cuda" or group.gpus != 1
+    if others or more or is_set or config.cluster.ray_address is not None:
+        return config
+    group = group.model_copy(update={"replicas": max(1, count_gpus())})
+    return config.model_copy(update={"models": (model.model_copy(update={"groups": (group,)}),)})
+
+
+def memory_bytes_of(group: GroupConfig) -> int | None:
+    """Return the memory of each worker; None: what its device has left."""
+    if group.memory is not None:
+        return parse_bytes(group.memory)
+    return MEMORY_BYTES if group.device == "cpu" else None
+
+
+def _memory_max_bytes(config: RootConfig, model: ModelConfig, group: GroupConfig) -> int | None:
     """Return the maximum budget of a worker. With the broker it is the memory of all workers, of any model,
     on the same kind of device, for they may share one. Without the broker an operator may set a budget up to
-    twice the worker's own memory."""
+    twice the worker's own memory. None: the worker decides by its device."""
     if not model.engine.memory_broker:
-        return 2 * parse_bytes(group.memory)
+        own_bytes = memory_bytes_of(group)
+        return None if own_bytes is None else 2 * own_bytes
     device_type = _device_type(group.device)
     lenders = [lender for other in config.models if other.engine.memory_broker for lender in other.groups]
-    return sum(
-        lender.replicas * parse_bytes(lender.memory)
-        for lender in lenders
-        if _device_type(lender.device) == device_type
-    )
+    total_bytes = 0
+    for lender in lenders:
+        if _device_type(lender.device) == device_type:
+            lent_bytes = memory_bytes_of(lender)
+            if lent_bytes is None:
+                return None
+            total_bytes += lender.replicas * lent_bytes
+    return total_bytes
 
 
 def _device_type(device: str) -> str:
@@ -178,7 +204,7 @@ def _fleet(config: RootConfig, index: int, surroundings: Surroundings, source: s
             role=group.role,
             engine=replace(engine, kv_events=kv_events_of(config, index, group.role)),
             num_cpus=group.num_cpus,
-            num_gpus=group.num_gpus,
+            num_gpus=group.gpus,
             resources=group.resources,
             labels=group.labels,
         )

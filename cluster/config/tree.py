@@ -4,6 +4,7 @@ The text below a key appears in the schema, in docs/configuration.md and in `tid
 """
 
 import re
+from collections import Counter
 from typing import Annotated, Literal, Self
 
 from pydantic import (
@@ -62,13 +63,14 @@ class GroupConfig(ConfigNode):
     role: Role
     """the role of its workers: prefill computes prompts, decode generates, mixed does both"""
     replicas: Count = 1
-    """number of workers"""
+    """number of workers (1; of a single group with device cuda, one for each GPU of the server's machine)"""
     replicas_max: Count | None = None
     """maximum number of workers under load; only in the first group of a role"""
     tensor_parallel_size: Count = 1
     """number of ranks of a worker: its processes, all on one node"""
-    memory: Size = "1GiB"
-    """memory of each worker for pages and states"""
+    memory: Size | None = None
+    """memory of each worker for pages and states (1GiB; on CUDA what its device has left beside weights,
+    steps and CUDA graphs)"""
     memory_floor: Size | None = None
     """minimum memory of each worker, never lent (the need of one request of max_model_len tokens)"""
     device: Annotated[str, Field(pattern=DEVICE)] = "cpu"
@@ -78,12 +80,18 @@ class GroupConfig(ConfigNode):
     (1 in a joined Ray cluster); 1 for a model of less than 32 MiB (auto)"""
     num_cpus: Amount = 0.0
     """CPUs that Ray reserves for each rank"""
-    num_gpus: Amount = 0.0
-    """GPUs that Ray reserves for each rank"""
+    num_gpus: Amount | None = None
+    """GPUs that Ray reserves for each rank; below 1, workers share a GPU and each has that part of its memory
+    (1 with device cuda, else 0)"""
     resources: dict[Text, Amount] = {}
     """custom resources that Ray reserves for each rank, by name"""
     labels: dict[Text, Text] = {}
     """labels in Ray that a worker's node must have, by name: `value`, `!value`, `in(a,b)` or `!in(a,b)`"""
+
+    @property
+    def gpus(self) -> float:
+        """The GPUs that Ray reserves for each rank. It hides all others, so `cuda:1` has none."""
+        return float(self.device == "cuda") if self.num_gpus is None else self.num_gpus
 
     @field_validator("replicas_max")
     @classmethod
@@ -129,10 +137,10 @@ class EngineConfig(ConfigNode):
     state_dtype: KvDtype = "float32"
     """data type of recurrent states of linear attention; bfloat16 halves them, in steps and checkpoints, and
     rounds a state after each token"""
-    max_num_seqs: Count = 64
-    """maximum number of rows in a step"""
-    max_num_batched_tokens: Count = 512
-    """maximum number of tokens in a step"""
+    max_num_seqs: Count | None = None
+    """maximum number of rows in a step (64; on CUDA 256)"""
+    max_num_batched_tokens: Count | None = None
+    """maximum number of tokens in a step (512; on CUDA 8192)"""
     itl_target: Duration | None = None
     """target for the time of a step with prompts beside streams, for example 50ms; at least twice a step
     without prompts; 0 for no limit (100ms; on CUDA 50ms)"""
@@ -153,6 +161,9 @@ class EngineConfig(ConfigNode):
     """on CUDA: launch decode steps without CUDA graphs"""
     async_scheduling: bool = False
     """on CUDA: make the inputs of the next step while the current one runs; no device has run it yet"""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """on CUDA: part of the device's memory, or of the worker's share of it, that a worker may take for
+    weights, steps, CUDA graphs, pages and states"""
     memory_broker: bool = True
     """let workers on one device lend each other unused memory, also between models; without it, each keeps
     its own"""
@@ -209,6 +220,23 @@ class ModelConfig(ConfigNode):
         for index, group in enumerate(groups):
             if group.replicas_max is not None and group.role in roles[:index]:
                 raise ValueError(f"only the first {group.role} group can grow: move replicas_max there")
+        return groups
+
+    @field_validator("groups")
+    @classmethod
+    def _check_devices(cls, groups: tuple[GroupConfig, ...]) -> tuple[GroupConfig, ...]:
+        """Refuse workers on one device that do not ask for a part of it."""
+        counts = Counter[str]()
+        for group in groups:
+            if group.device != "cpu" and not group.gpus:
+                device = "cuda:0" if group.device == "cuda" else group.device
+                counts[device] += group.replicas_max or group.replicas
+        for device, count in counts.items():
+            if count > 1:
+                raise ValueError(
+                    f"{count} workers would share {device}, each with its own weights: run one, or set "
+                    "device to cuda and num_gpus to 1, or to 0.5 for two workers on a GPU"
+                )
         return groups
 
     @property

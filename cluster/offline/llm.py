@@ -53,7 +53,6 @@ FLAGS = {
 }
 """Flags of `tidemill serve` that have another name among EngineSettings."""
 
-MEMORY = "1GiB"
 OWN_STORE = "memory:?size=0"
 """No other process exchanges pages, so cached entries stay in the engine's own memory."""
 
@@ -173,7 +172,7 @@ class LLM:
 
 def settings_of(model: str | Path, settings: dict[str, object]) -> EngineSettings:
     """Return the settings. Raises SettingsError."""
-    memory = settings.get("memory", settings.get("memory_bytes", MEMORY))
+    memory = settings.get("memory", settings.get("memory_bytes"))
     fields = {FLAGS.get(name, name): value for name, value in settings.items()}
     known = EngineSettings.__dataclass_fields__
     for name in settings:

@@ -72,7 +72,7 @@ def serve(
     """Start everything, serve until `work` returns or a signal comes, stop everything. Raises TidemillError
     when it cannot start; nothing is left running then."""
     for engine in {worker.engine for worker in settings.workers}:
-        check_settings(engine)  # report errors before anything is started
+        check_settings(engine, here=settings.ray_address is None)  # report errors before anything is started
     for fleet in settings.fleets:
         check_chat(fleet.chat)
     raise_file_limit(endpoint.limits.connections_max)

@@ -23,16 +23,29 @@ from tidemill.kvstore.shards import Shards, Share, rank_layers, rank_share, shar
 from tidemill.kvstore.stores.open_store import open_store
 from tidemill.kvstore.stores.seal import Sealing
 from tidemill.kvstore.stores.secret import read_secret
-from tidemill.workers.device import device_of, granted, memory_name, open_backing, settle
+from tidemill.workers.device import (
+    device_of,
+    granted,
+    memory_in_use,
+    memory_info,
+    memory_name,
+    open_backing,
+    settle,
+    total_memory,
+)
 from tidemill.workers.engine.engine import Engine
 from tidemill.workers.engine.kv_events import BatchQueue, EventForm, KvEvents
-from tidemill.workers.engine.memory_plan import Memory, budget_of, checkpoint_pages, memory_of
-from tidemill.workers.execution.cuda_graphs import graph_shapes
+from tidemill.workers.engine.memory_plan import (
+    DeviceMemory,
+    Memory,
+    arena_bytes,
+    budget_of,
+    checkpoint_pages,
+    least_memory,
+    memory_of,
+)
+from tidemill.workers.engine.runners import capture_graphs, open_runner, warm_up, with_device_memory
 from tidemill.workers.execution.grammar import Grammars
-from tidemill.workers.execution.model_runner import TorchRunner
-from tidemill.workers.execution.mtp_drafter import MtpDrafter
-from tidemill.workers.execution.overlapped_runner import CudaStream, OverlappedRunner
-from tidemill.workers.execution.step_tensors import PageTables
 from tidemill.workers.messages import EngineInfo
 from tidemill.workers.models.architectures.registry import (
     LoadedModel,
@@ -40,10 +53,10 @@ from tidemill.workers.models.architectures.registry import (
     describe,
     has_head,
     load,
+    weight_bytes_of,
 )
-from tidemill.workers.models.collectives import ALONE
-from tidemill.workers.models.inputs import Caches, caches_of
-from tidemill.workers.parallel.group import GroupRunner, RankGroup, open_group
+from tidemill.workers.models.collectives import ALONE, Ranks
+from tidemill.workers.parallel.group import RankGroup, open_group
 from tidemill.workers.parallel.link import StartRanks
 from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.settings import EngineSettings, KvEventSettings, SettingsError
@@ -77,17 +90,43 @@ class BuiltEngine:
     close: Callable[[], None]
 
 
-def check_settings(settings: EngineSettings) -> None:
+def check_settings(settings: EngineSettings, *, here: bool = False) -> None:
     """Raise the ModelError or SettingsError that `build_engine` would, as far as it can be known without
-    reading weights, also on a machine without the device."""
-    if not settings.on_cuda:
-        device_of(settings)
-    ranks = settings.tensor_parallel_size
+    reading weights. `here`: the worker will run on this machine; only then a CUDA device is looked at."""
+    device = device_of(settings) if here or not settings.on_cuda else None
+    settings, ranks = with_compute_dtype(settings), settings.tensor_parallel_size
     layers, max_length = describe(
         settings.model_folder, ranks, mtp=mtp_of(settings), load_format=settings.load_format
     )
-    settings = with_compute_dtype(settings)
-    memory_of(settings, rank_layers(layers, ranks), max_length)
+    if not settings.on_cuda or settings.memory_bytes is not None:
+        memory_of(settings, rank_layers(layers, ranks), max_length)
+    elif device is None:
+        least_memory(settings, layers, max_length)
+    if settings.on_cuda and device is not None:
+        total = total_memory(device)
+        check_device_memory(settings, device, total, total)
+
+
+def check_device_memory(settings: EngineSettings, device: torch.device, free: int, total: int) -> None:
+    """Check before anything loads that a device has memory for the weights and the smallest arena. Raises
+    SettingsError and ModelError."""
+    layers, max_length = describe(
+        settings.model_folder, mtp=mtp_of(settings), load_format=settings.load_format
+    )
+    least = least_memory(settings, layers, max_length)
+    weights = weight_bytes(settings)
+    before = DeviceMemory(name=str(device), total=total, free=free - weights, weights=weights)
+    arena_bytes(settings, before, least.reserved_bytes)
+
+
+def weight_bytes(settings: EngineSettings) -> int:
+    """Return the size of the weights on a device, of all ranks together. Raises ModelError."""
+    return weight_bytes_of(
+        settings.model_folder,
+        with_compute_dtype(settings).compute_dtype or "float32",
+        mtp=mtp_of(settings),
+        load_format=settings.load_format,
+    )
 
 
 def build_engine(
@@ -98,6 +137,8 @@ def build_engine(
     device = device_of(settings)
     settings = with_compute_dtype(settings)
     ops = operators_of(settings)
+    if settings.on_cuda:
+        check_device_memory(settings, device, *memory_info(device))
     if settings.tensor_parallel_size == 1:
         return _build(settings, progress, ops, device, None)
     if start_ranks is None:
@@ -115,19 +156,10 @@ def _build(
     device: torch.device,
     group: RankGroup | None,
 ) -> BuiltEngine:
-    with granted(device, "the weights of the model: serve a smaller one, or stop what else uses it"):
-        ranks_of_model = ALONE if group is None else group.ranks
-        loaded = load(
-            settings.model_folder,
-            ops,
-            progress,
-            ranks_of_model,
-            device,
-            mtp=mtp_of(settings),
-            compute_dtype=settings.compute_dtype,
-            load_format=settings.load_format,
-        )
-    settle(device)
+    used = memory_in_use(device, shared=settings.device_share < 1) if settings.on_cuda else 0
+    loaded = _load(settings, progress, ops, device, ALONE if group is None else group.ranks)
+    if settings.on_cuda:
+        settings = with_device_memory(settings, loaded, device, used)
     shards = shards_of(loaded.layers, settings.group_sizes)
     namespace = namespace_of(settings, loaded.layers, shards)
     memory = memory_of(settings, loaded.local_layers, loaded.max_length)
@@ -137,6 +169,8 @@ def _build(
 
     arena = open_arena(settings, memory, backing)
     runner = open_runner(settings, loaded, memory, backing.memory, group)
+    warm_up(settings, memory, runner, device)
+    capture_graphs(settings, memory, runner, device)
     arena_io = open_arena_io(settings, layout, backing.memory, rank_share(shards, 0, ranks))
     cache = Cache(layout, arena, PrefixIndex(layout, settings.eviction, loaded.cost))
     ledger = Ledger(cache, settings.checkpoints_per_path)
@@ -166,6 +200,24 @@ def _build(
         group=group,
         close=close,
     )
+
+
+def _load(
+    settings: EngineSettings, progress: Progress, ops: Operators, device: torch.device, ranks: Ranks
+) -> LoadedModel:
+    with granted(device, "the weights of the model: serve a smaller one, or stop what else uses it"):
+        loaded = load(
+            settings.model_folder,
+            ops,
+            progress,
+            ranks,
+            device,
+            mtp=mtp_of(settings),
+            compute_dtype=settings.compute_dtype,
+            load_format=settings.load_format,
+        )
+    settle(device)
+    return loaded
 
 
 def open_events(settings: EngineSettings, ledger: Ledger) -> Callable[[], None]:
@@ -249,14 +301,6 @@ def mtp_of(settings: EngineSettings) -> bool:
     return settings.speculative_method == "mtp" or has_head(settings.model_folder, settings.load_format)
 
 
-def guesser_of(
-    settings: EngineSettings, loaded: LoadedModel, layout: Layout, caches: Caches
-) -> MtpDrafter | None:
-    if loaded.head is None:
-        return None
-    return MtpDrafter(loaded.head, loaded.model.logits, caches, layout.page_tokens, settings.drafts_max)
-
-
 def limits_of(settings: EngineSettings, memory: Memory, *, mtp: bool = False) -> EngineLimits:
     page_tokens = memory.layout.page_tokens
     return EngineLimits(
@@ -271,37 +315,6 @@ def limits_of(settings: EngineSettings, memory: Memory, *, mtp: bool = False) ->
         drafts_max=settings.drafts_max,
         mtp=mtp,
     )
-
-
-def open_runner(
-    settings: EngineSettings,
-    loaded: LoadedModel,
-    memory: Memory,
-    arena: torch.Tensor,
-    group: RankGroup | None,
-) -> TorchRunner:
-    """Open the runner, of a group that of its leader. On a device it has compiled its kernels and captured
-    its graphs. Raises OutOfMemory."""
-    layout, caches = memory.layout, caches_of(memory.layout, arena)
-    running = (loaded.model, caches, layout.page_tokens, settings.threads)
-    guesser = guesser_of(settings, loaded, layout, caches)
-    if group is not None:
-        return GroupRunner(*running, group, loaded.vocab_size, guesser)
-    table_width = -(-memory.max_model_len // layout.page_tokens)
-    if settings.async_scheduling:
-        tables = PageTables(settings.rows_max, table_width, windows=layout.has_windows)
-        runner = OverlappedRunner(*running, CudaStream(torch.cuda.Stream(arena.device)), guesser, tables)
-    else:
-        runner = TorchRunner(*running, arena.device, guesser)
-    if not settings.on_cuda or settings.variant != "triton":
-        return runner
-    with granted(arena.device, "the largest step: lower --memory or --max-num-batched-tokens"):
-        tokens_max = limits_of(settings, memory).budget.tokens_max
-        runner.warm_up(settings.rows_max, tokens_max, table_width, settings.drafts_max)
-    if not settings.enforce_eager:
-        with granted(arena.device, "CUDA graphs: lower --memory or --max-num-seqs, or pass --enforce-eager"):
-            runner.use_graphs(graph_shapes(settings.rows_max, tokens_max, settings.drafts_max), table_width)
-    return runner
 
 
 def sealing_of(settings: EngineSettings) -> Sealing:

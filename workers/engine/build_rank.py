@@ -7,8 +7,9 @@ import torch
 
 from tidemill.kvstore.shards import rank_share, shards_of
 from tidemill.workers.device import open_backing
-from tidemill.workers.engine.build import guesser_of, mtp_of, open_arena_io, operators_of, with_compute_dtype
+from tidemill.workers.engine.build import mtp_of, open_arena_io, operators_of, with_compute_dtype
 from tidemill.workers.engine.memory_plan import memory_of
+from tidemill.workers.engine.runners import guesser_of
 from tidemill.workers.execution.model_runner import outputs_of
 from tidemill.workers.execution.mtp_drafter import DrawnEnd
 from tidemill.workers.execution.step import PENDING, Step

@@ -42,7 +42,7 @@ from tidemill.workers.messages import (
 )
 from tidemill.workers.parallel.link import StartRanks
 from tidemill.workers.scheduling.isolation import Notify
-from tidemill.workers.settings import EngineSettings
+from tidemill.workers.settings import STEP, EngineSettings
 
 KEEPER = Path(__file__).parents[3] / "workers" / "models" / "keeper"
 STEP_S = 0.02
@@ -236,7 +236,9 @@ def build(
         memory_floor_bytes=MEMORY_BYTES,
         memory_max_bytes=MEMORY_BYTES,
     )
-    return FakeBuilt(engine=PacedEngine(settings.step_tokens_max, settings.rows_max), info=facts)
+    tokens, rows = STEP
+    engine = PacedEngine(settings.step_tokens_max or tokens, settings.rows_max or rows)
+    return FakeBuilt(engine=engine, info=facts)
 
 
 def serve(options: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.config import fleets
 from tidemill.workers.engine import build as workers
+from tidemill.workers.engine import runners
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.execution.step import Drawn, Step
 from tidemill.workers.parallel.link import StartRanks
@@ -35,7 +36,7 @@ def is_marked(tokens: tuple[int, ...]) -> bool:
 def build(
     settings: EngineSettings, progress: Callable[[int, int], None], start_ranks: StartRanks
 ) -> workers.BuiltEngine:
-    workers.TorchRunner = DeadlyRunner
+    runners.TorchRunner = DeadlyRunner
     return workers.build_engine(settings, progress, start_ranks)
 
 

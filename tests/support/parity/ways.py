@@ -141,7 +141,7 @@ async def preempted(journey: Journey) -> str:
     twice = [
         replace(request, request_id=request.request_id + AGAIN, salt=AGAIN) for request in journey.requests
     ]
-    async with serving(journey.settings, memory_max_bytes=2 * journey.settings.memory_bytes) as built:
+    async with serving(journey.settings, memory_max_bytes=2 * (journey.settings.memory_bytes or 0)) as built:
         work = asyncio.create_task(journey.check(built, journey.requests + twice))
         for tokens, budget_bytes in ((24, 0), (60, built.info.memory_max_bytes), (90, 0)):
             await generated(built, tokens)

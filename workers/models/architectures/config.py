@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from math import prod
 
+from tidemill.kernels.shared.compute_dtype import ComputeDtype
 from tidemill.kvstore.layout import LayerSpec
 from tidemill.kvstore.memory.recompute_cost import RecomputeCost
 from tidemill.kvstore.shards import rank_layers
@@ -95,6 +97,12 @@ def weights_of(config: ArchitectureConfig) -> dict[str, Weight]:
         for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
             found[f"{DRAFT}{name}.weight"] = norm
     return found
+
+
+def weight_bytes(config: ArchitectureConfig, compute_dtype: ComputeDtype) -> int:
+    """Return the size of the weights on a device, as if vectors had the type of products, too."""
+    count = sum(prod(weight.shape) for weight in weights_of(config).values())
+    return count * (2 if compute_dtype == "bfloat16" else 4)
 
 
 def _layer_weights(layer: LayerConfig, prefix: str, hidden: int) -> dict[str, Weight]:

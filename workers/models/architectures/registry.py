@@ -19,6 +19,7 @@ from tidemill.workers.models.architectures.config import (
     LayerConfig,
     cost,
     local,
+    weight_bytes,
     weights_of,
 )
 from tidemill.workers.models.architectures.decoder import Decoder
@@ -183,6 +184,15 @@ def describe(
     _, config, _ = _open(folder, _no_progress, load_format, digests=False, mtp=mtp)
     local(config, tensor_parallel_size)
     return config.specs, config.max_length
+
+
+def weight_bytes_of(
+    folder: Path, compute_dtype: ComputeDtype, *, mtp: bool = False, load_format: LoadFormat = "auto"
+) -> int:
+    """Return the size of the weights that `load` puts on a device, without reading them. Raises
+    ModelError."""
+    _, config, _ = _open(folder, _no_progress, load_format, digests=False, mtp=mtp)
+    return weight_bytes(config, compute_dtype)
 
 
 def compute_dtype_of(folder: Path, load_format: LoadFormat = "auto") -> ComputeDtype:

@@ -9,7 +9,13 @@ from hypothesis import given
 from tests.support.cluster.configs import TREES, Tree
 from tidemill.cluster.cli.config import local_problems
 from tidemill.cluster.config.flags import with_config_paths
-from tidemill.cluster.config.fleets import Surroundings, cluster_settings, summary, telemetry_of
+from tidemill.cluster.config.fleets import (
+    Surroundings,
+    cluster_settings,
+    summary,
+    telemetry_of,
+    with_visible_gpus,
+)
 from tidemill.cluster.config.problems import ConfigError
 from tidemill.cluster.config.reading import parse_config
 from tidemill.cluster.config.tree import RootConfig
@@ -120,7 +126,7 @@ def test_memory_maximum_is_memory_of_all_workers_on_device_type() -> None:
         "{role: decode, memory: 1GiB, device: 'cuda:0'}, {role: decode, memory: 512MiB, device: cuda}"
     )
     engines = {worker.name: worker.engine for worker in fleet(groups).workers}
-    assert {name: engine.memory_bytes // MIB for name, engine in engines.items()} == {
+    assert {name: (engine.memory_bytes or 0) // MIB for name, engine in engines.items()} == {
         "prefill-0": 64,
         "prefill-1": 64,
         "decode-0": 32,
@@ -141,6 +147,67 @@ def test_memory_maximum_is_memory_of_all_workers_on_device_type() -> None:
     alone = {worker.name: worker.engine for worker in unlent.workers}
     assert (alone["prefill-0"].memory_max_bytes, alone["decode-0"].memory_max_bytes) == (128 * MIB, 64 * MIB)
     assert (engines["decode-0"].starts_at_floor, alone["decode-0"].starts_at_floor) == (True, False)
+
+
+def test_defaults_of_workers_on_gpus() -> None:
+    """Each has a GPU; its memory, also that it may borrow, follows from what the device has left."""
+    groups = "{role: prefill, device: cuda, memory: 1GiB}, {role: decode, device: cuda}, {role: decode}"
+    first, second, host = fleet(groups).workers
+    assert [worker.num_gpus for worker in (first, second, host)] == [1, 1, 0]
+    assert [worker.engine.memory_bytes for worker in (first, second, host)] == [1 << 30, None, 1 << 30]
+    assert [worker.engine.memory_max_bytes for worker in (first, second, host)] == [None, None, 1 << 30]
+    assert {worker.engine.device_share for worker in (first, second, host)} == {1.0}
+    assert {worker.engine.gpu_memory_utilization for worker in (first, second, host)} == {0.9}
+    (alone,) = fleet("{role: mixed, device: cuda}", ", engine: {memory_broker: false}").workers
+    assert alone.engine.memory_max_bytes is None
+
+
+def test_workers_share_a_gpu_when_they_ask_for_parts_of_it() -> None:
+    shares = "{role: prefill, device: cuda, num_gpus: 0.25}, {role: decode, device: cuda, num_gpus: 0.75}"
+    more = ", engine: {gpu_memory_utilization: 0.8}"
+    first, second = fleet(shares, more).workers
+    assert (first.num_gpus, first.engine.device_share) == (0.25, 0.25)
+    assert (second.num_gpus, second.engine.device_share) == (0.75, 0.75)
+    assert second.engine.gpu_memory_utilization == 0.8
+    (numbered,) = fleet("{role: mixed, device: 'cuda:1'}").workers
+    assert (numbered.num_gpus, numbered.engine.device_share) == (0, 1), "Ray would hide the others"
+
+
+@pytest.mark.parametrize(
+    ("groups", "shared"),
+    [
+        ("{role: mixed, replicas: 2, device: 'cuda:1'}", "2 workers would share cuda:1"),
+        ("{role: mixed, replicas_max: 3, device: 'cuda:1'}", "3 workers would share cuda:1"),
+        ("{role: prefill, device: 'cuda:0'}, {role: decode, device: cuda, num_gpus: 0}", "2 .* share cuda:0"),
+    ],
+)
+def test_workers_do_not_share_a_gpu_by_accident(groups: str, shared: str) -> None:
+    with pytest.raises(ConfigError, match=rf"groups: {shared}, each with its own weights.*num_gpus to 1"):
+        fleet(groups)
+    fleet("{role: prefill, device: 'cuda:0'}, {role: decode, device: 'cuda:1'}")
+
+
+@pytest.mark.parametrize(
+    ("groups", "more", "count"),
+    [
+        ("{role: mixed, device: cuda}", "", 4),
+        ("{role: mixed, device: cuda, replicas: 2}", "", 2),
+        ("{role: mixed, device: cuda, replicas_max: 2}", "", 1),
+        ("{role: mixed, device: cuda, num_gpus: 0.5}", "", 1),
+        ("{role: mixed, device: 'cuda:1'}", "", 1),
+        ("{role: mixed}", "", 1),
+        ("{role: prefill, device: cuda}, {role: decode, device: cuda}", "", 1),
+        ("{role: mixed, device: cuda}", "cluster: {ray_address: auto}", 1),
+    ],
+)
+def test_single_group_has_a_worker_for_each_gpu(groups: str, more: str, count: int) -> None:
+    config = parse_config(f"models: [{{model: keeper, groups: [{groups}]}}]\n{more}", "c.yaml")
+    chosen = with_visible_gpus(config, lambda: 4)
+    assert [group.replicas for group in chosen.models[0].groups] == [count] * len(config.models[0].groups)
+    without = with_visible_gpus(config, lambda: 0)
+    assert without.models[0].groups[0].replicas == config.models[0].groups[0].replicas, "the worker says why"
+    two = parse_config("models: [{model: a, groups: [{role: mixed, device: cuda}]}, {model: b}]", "c.yaml")
+    assert with_visible_gpus(two, lambda: 4) == two
 
 
 def test_models_with_broker_share_one_memory_router() -> None:

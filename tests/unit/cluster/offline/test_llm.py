@@ -309,7 +309,8 @@ def test_bad_messages_and_too_few_parameters_are_named(llm: LLM) -> None:
         ({"memory": "much"}, "memory"),
         ({"max_num_seqs": "many"}, "rows_max"),
         ({"max_num_seqs": 0}, "max-num-seqs"),
-        ({"gpu_memory_utilization": 0.9}, "gpu_memory_utilization"),
+        ({"gpu_memory_utilization": 0}, "gpu-memory-utilization"),
+        ({"swap_space": 4}, "swap_space"),
         ({"kernels": "fast"}, "kernels"),
     ],
 )

@@ -255,13 +255,14 @@ def test_engine_on_a_late_device_answers_the_same(
         _group: None,
     ) -> TorchRunner:
         streams.append(LateStream())
-        tables = PageTables(settings.rows_max, 10, windows=False)
+        rows_max = settings.rows_max or 64
+        tables = PageTables(rows_max, 10, windows=False)
         caches = caches_of(memory.layout, arena)
         runner = OverlappedRunner(
             loaded.model, caches, memory.layout.page_tokens, settings.threads, streams[0], None, tables
         )
         if graphs:
-            runner.use_graphs(graph_shapes(settings.rows_max, 64, 0), 10, again)
+            runner.use_graphs(graph_shapes(rows_max, 64, 0), 10, again)
         return runner
 
     monkeypatch.setattr(build, "open_runner", late)
