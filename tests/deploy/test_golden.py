@@ -14,6 +14,7 @@ import jsonschema
 import kubernetes_validate  # pyright: ignore[reportMissingTypeStubs]
 import pytest
 import yaml
+from benchmarks.engine.released import RELEASED
 from ray.autoscaler._private.kuberay import autoscaling_config
 
 from tests.deploy.renew import SCHEMA, golden_file, golden_text, schema_text
@@ -33,6 +34,10 @@ from tests.support.deploy.chart import (
     render,
     values_of,
 )
+from tidemill.workers.engine.memory_plan import DeviceMemory, arena_bytes
+from tidemill.workers.models.architectures.config import weight_bytes
+from tidemill.workers.models.architectures.registry import ARCHITECTURES
+from tidemill.workers.settings import EngineSettings
 
 CRDS = Path(os.environ.get("KUBERAY_CRDS", ROOT.parent / "shared" / "kuberay-crds"))
 KUBERNETES = ("1.30", "1.37")
@@ -168,6 +173,27 @@ def test_service_monitor_matches_service() -> None:
     assert set(endpoint) == {"port", "path", "interval", "scheme", "tlsConfig"}
     assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
     assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+
+
+DEVICE_BYTES = {"NVIDIA-H100-80GB-HBM3": int(79.1 * 2**30), "NVIDIA-H200": int(139.8 * 2**30)}
+"""The memory of devices by `nvidia.com/gpu.product`."""
+
+
+@pytest.mark.parametrize("name", ["one-gpu", "2p4d"])
+def test_examples_fit_the_gpus_that_they_name(name: str) -> None:
+    """Weights and an eighth of the device for steps, graphs, pages and states."""
+    [model] = values_of(next(example for example in SERVERS if example.stem == name))["models"]
+    raw = RELEASED[Path(model["model"]).name]
+    weights = weight_bytes(ARCHITECTURES[raw["architectures"][0]].parse(raw), "bfloat16")
+    for group in model["groups"]:
+        pod = group["pod"]
+        assert pod["resources"]["limits"]["nvidia.com/gpu"] == str(group["num_gpus"]) == "1"
+        total = DEVICE_BYTES[pod["nodeSelector"]["nvidia.com/gpu.product"]]
+        settings = EngineSettings(
+            model_folder=Path(model["model"]), cache_folder=Path(), store_url="", device=group["device"]
+        )
+        device = DeviceMemory(name=name, total=total, free=total - weights, weights=weights)
+        assert arena_bytes(settings, device, total // 8) > 0
 
 
 def test_ray_autoscaler_derives_node_types_of_groups() -> None:

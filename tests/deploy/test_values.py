@@ -68,7 +68,7 @@ def test_wrong_value_is_named_with_its_path(values: dict[str, Any], message: str
         ),
         ({"ray": {"tls": {"enabled": True}, "autoscaling": {"enabled": True}}}, "exclude each other"),
         (model(replicas_max=3), "set ray.autoscaling.enabled"),
-        (model(device="cuda"), "set its num_gpus to 1"),
+        (model(device="cuda"), "set nvidia.com/gpu in pod.resources.limits"),
         (model(name="frontend"), "give it another name"),
         ({"models": [{"model": name, "groups": [MIXED]} for name in "ab"]}, "two groups are called mixed"),
     ],

@@ -37,8 +37,8 @@
 {{- if and .replicas_max (not $values.ray.autoscaling.enabled) -}}
 {{- fail (printf "group %s has replicas_max: set ray.autoscaling.enabled, or its additional workers have no pods" .name) -}}
 {{- end -}}
-{{- if and (hasPrefix "cuda" (default "cpu" .device)) (not .num_gpus) -}}
-{{- fail (printf "group %s computes on %s: set its num_gpus to 1, and nvidia.com/gpu in pod.resources.limits" .name .device) -}}
+{{- if and (hasPrefix "cuda" (default "cpu" .device)) (not (contains "nvidia.com/" (toJson .pod.resources))) -}}
+{{- fail (printf "group %s computes on %s: set nvidia.com/gpu in pod.resources.limits" .name .device) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
