@@ -315,8 +315,8 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "a worker on a shared device takes all of it",
         "workers/engine/memory_plan.py::arena_bytes",
-        "* $SETTINGS.$DEVICE_SHARE)",
-        ")",
+        "* $SETTINGS.$UTILIZATION * $SETTINGS.$SHARE)",
+        "* $SETTINGS.$UTILIZATION)",
         "tests/unit/workers/test_device_memory.py",
     ),
     Planted(
