@@ -149,8 +149,8 @@ def _description(config: RootConfig) -> str:
     edge, cluster = config.edge, config.cluster
     groups = [group for model in config.models for group in model.groups]
     sizes = [(group.replicas, memory_bytes_of(group)) for group in groups]
-    memory_bytes = sum(count * size for count, size in sizes if size is not None)
-    rest = " and what their GPUs have left" if any(size is None for _, size in sizes) else ""
+    memory = [f"{sum(fixed) / 2**30:.3g} GiB"] if (fixed := [n * size for n, size in sizes if size]) else []
+    memory += ["what their GPUs have left"] if len(fixed) < len(sizes) else []
     processes = sum(group.replicas * group.tensor_parallel_size for group in groups)
     url = f"{'http' if edge.ssl_certfile is None else 'https'}://{edge.host}:{edge.port}"
     routers = sum(model.routers for model in config.models)
@@ -161,19 +161,20 @@ def _description(config: RootConfig) -> str:
     )
     return (
         f"{summary(config)}, at {url}\n"
-        f"{processes} worker processes with {memory_bytes / 2**30:.3g} GiB{rest} for pages and states, "
+        f"{processes} worker processes with {' and '.join(memory)} for pages and states, "
         f"{routers} router(s), on {ray}, pages in {config.store.url or 'a folder of its own'}"
     )
 
 
 def _weights(config: RootConfig) -> str:
     """Describe the size of the weights that each worker of a model loads."""
+    from tidemill.cluster.cli.status import human_bytes
     from tidemill.workers.engine.build import weight_bytes
 
     surroundings = Surroundings(store_url="", cache_folder=Path())
     made = [engine_settings(config, model, model.groups[0], surroundings) for model in config.models]
     sizes = [
-        f"{model.names[0]} {weight_bytes(settings) / 2**30:.3g} GiB"
+        f"{model.names[0]} {human_bytes(weight_bytes(settings))}"
         for model, settings in zip(config.models, made, strict=True)
     ]
     return f"\nweights of each worker: {', '.join(sizes)}"
