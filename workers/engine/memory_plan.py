@@ -55,10 +55,9 @@ def arena_bytes(settings: EngineSettings, device: DeviceMemory, least_bytes: int
     asked = settings.memory_bytes
     if max(least_bytes, asked or 0) <= left:
         return left if asked is None else asked
-    taken = (
-        f"{device.name} grants {_gib(granted)} of {_gib(device.total)}: weights take {_gib(device.weights)},"
-        f" steps {_gib(device.steps)}, CUDA graphs {_gib(device.graphs)}, and"
-    )
+    sizes = {"weights take": device.weights, "steps": device.steps, "CUDA graphs": device.graphs}
+    listed = ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items() if size)
+    taken = f"{device.name} grants {_gib(granted)} of {_gib(device.total)}: {listed}, and"
     if asked is not None and least_bytes <= left:
         raise SettingsError(f"{taken} --memory {_gib(asked)}: set it to {left >> 20}MiB or less")
     raise SettingsError(
