@@ -61,6 +61,8 @@ class StepCommitter:
         if sequence.produces and not done:  # its end waits for the checkpoint
             self._publisher.publish(sequence, len(lease.shared_entries), checkpoint=False)
         self._in_progress.advanced(sequence, flight.start)
+        if row.is_prompt:
+            self._admission_queue.memory_freed()
         if done:
             sequence.delivery.outbox.put_nowait(Delta(tokens=()))
         if finish is not None:

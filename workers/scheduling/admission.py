@@ -22,7 +22,7 @@ from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.kvstore.memory.prefix_index import Match
 from tidemill.kvstore.memory.windows import count_missing
 from tidemill.workers.messages import PagesMissing, Provenance
-from tidemill.workers.scheduling.admission_queue import AdmissionQueue
+from tidemill.workers.scheduling.admission_queue import AdmissionQueue, Seniority
 from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.prefix_dedup import InProgressPrefixes
 from tidemill.workers.scheduling.sequence import Sequence
@@ -64,7 +64,7 @@ class Admission:
         self.admission_queue = admission_queue
         self._sequences = sequences
         self._limits = limits
-        self.in_progress = InProgressPrefixes(ledger.index)
+        self.in_progress = InProgressPrefixes(ledger.index, sequences.precedence)
         self._serial = 0
 
     async def admit(self, sequence: Sequence) -> None:
@@ -120,22 +120,39 @@ class Admission:
         """Attach the pages that are here and reserve the rest. Return None when another request has begun to
         compute the prefix."""
         while True:
-            async with self.admission_queue.wait_until_first(sequence.seniority):
-                while not self.admission_queue.has_older(sequence.seniority):
+            while not self._may_come(
+                sequence
+            ):  # in the queue it would block the older ones that it waits for
+                self.admission_queue.forget_change()
+                await self.admission_queue.changed()
+            precedence = self._precedence(sequence, keys, depths)
+            async with self.admission_queue.wait_until_first(precedence):
+                while not self.admission_queue.has_older(precedence):
                     self.admission_queue.forget_change()
                     if self.in_progress.is_made(sequence):
                         return None
-                    taken = self._try_memory(sequence, keys, depths)
+                    now = self._precedence(sequence, keys, depths)
+                    if now > precedence or not self._may_come(sequence):
+                        break  # others may precede it: a part of its prefix was evicted, or an older one came
+                    taken = self._try_memory(sequence, keys, depths, now)
                     if taken is not None:
                         return taken
                     await self.admission_queue.changed()
 
-    def _try_memory(self, sequence: Sequence, keys: Seq[PageKey], depths: Seq[int]) -> _Taken | None:
-        """Take memory, or return None when it does not suffice."""
+    def _precedence(self, sequence: Sequence, keys: Seq[PageKey], depths: Seq[int]) -> Seniority:
+        """Return the precedence of a waiting sequence, by what worker and store can restore now."""
+        pages = max(self._ledger.index.match(keys).restorable_pages, *depths[-1:], 0)
+        return self._sequences.precedence(sequence, pages * sequence.page_tokens)
+
+    def _try_memory(
+        self, sequence: Sequence, keys: Seq[PageKey], depths: Seq[int], precedence: Seniority
+    ) -> _Taken | None:
+        """Take memory, or return None when it does not suffice, or when the next steps are full of prompts
+        that precede this one."""
         if (
             self._sequences.num_with_memory >= self._limits.budget.rows_max
             or self._ledger.excess
-            or not self._may_come(sequence)
+            or self._sequences.tokens_before(precedence) >= self._limits.in_flight_tokens
         ):
             return None
         match = self._ledger.index.match(keys)

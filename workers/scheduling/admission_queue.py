@@ -1,4 +1,4 @@
-"""The queue of requests that wait for memory: the oldest is first, whenever it joined."""
+"""The queue of requests that wait for memory: the smallest sort key is first, whenever it joined."""
 
 import asyncio
 import heapq
@@ -21,7 +21,7 @@ class AdmissionQueue:
 
     @asynccontextmanager
     async def wait_until_first(self, seniority: Seniority) -> AsyncGenerator[None]:
-        """Run the block when the request with this `seniority` is first: the smallest goes first."""
+        """Run the block when the request with this sort key is first: the smallest goes first."""
         entry = (seniority, asyncio.Event())
         heapq.heappush(self._waiting, entry)
         self._news.set()
@@ -41,10 +41,11 @@ class AdmissionQueue:
             self._leave()
 
     def has_older(self, seniority: Seniority) -> bool:
-        """Return whether an older request waits."""
+        """Return whether a request with a smaller sort key waits."""
         return bool(self._waiting) and self._waiting[0][0] < seniority
 
     def memory_freed(self) -> None:
+        """Wake the first request: memory was freed, or steps have room for prompts."""
         self._news.set()
 
     def forget_change(self) -> None:

@@ -11,15 +11,19 @@ restore it.
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Callable
 
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.memory.prefix_index import PrefixIndex
+from tidemill.workers.scheduling.admission_queue import Seniority
 from tidemill.workers.scheduling.sequence import Sequence
 
 
 class InProgressPrefixes:
-    def __init__(self, index: PrefixIndex) -> None:
+    def __init__(self, index: PrefixIndex, precedence: Callable[[Sequence, int], Seniority]) -> None:
+        """Create an empty registry. `precedence` is the sort key of a sequence that resumes at a depth."""
         self._index = index
+        self._precedence = precedence
         self._of: dict[
             PageKey, Sequence
         ] = {}  # the request that will compute this page; no entry once it is computed
@@ -34,9 +38,10 @@ class InProgressPrefixes:
             reached = asyncio.Event()
             self._followers[maker.id].append((depth, reached))
             await reached.wait()
+        depth = self._index.match(keys).restorable_pages * sequence.page_tokens
         for key in keys:
             maker = self._of.get(key)
-            if maker is None or (maker.lease is None and maker.seniority > sequence.seniority):
+            if maker is None or self._waits_behind(maker, sequence, depth):
                 self._of[key] = sequence
 
     def is_made(self, sequence: Sequence) -> bool:
@@ -79,9 +84,12 @@ class InProgressPrefixes:
         maker = self._of.get(keys[depth_pages]) if depth_pages < len(keys) else None
         if maker is None or maker is sequence:
             return None
+        if self._waits_behind(maker, sequence, depth_pages * sequence.page_tokens):
+            return None
         while depth_pages < len(keys) and self._of.get(keys[depth_pages]) is maker:
             depth_pages += 1
-        depth = depth_pages * sequence.page_tokens
-        if maker.seniority > sequence.seniority and maker.lease is None:  # it waits behind this one
-            return None
-        return maker, depth
+        return maker, depth_pages * sequence.page_tokens
+
+    def _waits_behind(self, maker: Sequence, sequence: Sequence, depth: int) -> bool:
+        """Return whether `maker` gets memory after `sequence`, where both resume at `depth`."""
+        return maker.lease is None and self._precedence(maker, depth) > self._precedence(sequence, depth)

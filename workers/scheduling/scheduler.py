@@ -11,7 +11,7 @@ from tidemill.workers.scheduling.isolation import IsolatedRuns
 from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.plan import Candidate, Planned, plan
 from tidemill.workers.scheduling.prefill_throttle import PrefillThrottle
-from tidemill.workers.scheduling.sequence import PRIORITY_AGE_S, Sequence
+from tidemill.workers.scheduling.sequence import Sequence
 from tidemill.workers.scheduling.sequences import Sequences
 
 
@@ -81,6 +81,9 @@ class Scheduler:
 
     def landed(self, step: Batch, seconds: float) -> None:
         """Record how long a step took on the runner."""
+        num_tokens = sum(len(planned.row.tokens) for planned in step.rows if planned.row.is_prompt)
+        if num_tokens:
+            self._sequences.computed_prompts(num_tokens, seconds)
         if step.prompt_tokens is not None:
             self._prefill_throttle.landed(seconds, step.prompt_tokens)
 
@@ -88,7 +91,7 @@ class Scheduler:
         """Return rows, the oldest first, and their prompt tokens beside streams (None: no streams)."""
         budget = self._limits.budget
         rows = self._isolated_runs.choose(
-            sorted(self._sequences.running.values(), key=_schedule_key), in_flight=in_flight
+            sorted(self._sequences.running.values(), key=self._sequences.precedence), in_flight=in_flight
         )
         self._guesses = {}
         self._guessing = False
@@ -216,10 +219,3 @@ def _has_mask(sequence: Sequence) -> bool:
     if matcher is None or sequence.produces:
         return True
     return matcher.may_launch(in_flight=sequence.lease is not None and bool(sequence.lease.flights))
-
-
-def _schedule_key(sequence: Sequence) -> tuple[float, int]:
-    """Order prompts by age. A tail overtakes long prompts as an urgent request would."""
-    since_s, number = sequence.seniority
-    is_long = sequence.target - sequence.launched > sequence.page_tokens
-    return (since_s + PRIORITY_AGE_S, number) if is_long else (since_s, number)

@@ -19,6 +19,9 @@ PRIORITY_AGE_S = 10.0
 """The advantage of a priority class in seconds: a request overtakes those of the next lower class that
 arrived up to this much earlier. So urgent requests go first, and no request waits forever."""
 
+STRETCH = 16.0
+"""A prompt is overtaken by shorter ones for at most this many times the time that it takes alone."""
+
 
 @dataclass(slots=True, eq=False)
 class StoredPrefix:
@@ -162,6 +165,12 @@ class Sequence:
     def streams(self) -> bool:
         """True if its answer has begun, or will begin when the steps in flight have landed."""
         return not self.produces and self.launched >= len(self.tokens) - 1
+
+    def precedence(self, depth: int, token_s: float) -> Seniority:
+        """Return the sort key of its prompt when the tokens before `depth` are there and each of the others
+        takes `token_s`: it is later by STRETCH times the time that they take alone."""
+        since_s, number = self.seniority
+        return since_s + STRETCH * max(0, self.target - depth) * token_s, number
 
     @property
     def is_suspect(self) -> bool:

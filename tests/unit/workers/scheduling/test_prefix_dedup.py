@@ -12,6 +12,7 @@ from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.messages import Request
 from tidemill.workers.scheduling.prefix_dedup import InProgressPrefixes
 from tidemill.workers.scheduling.sequence import Sequence
+from tidemill.workers.scheduling.sequences import Sequences
 
 ROOT = Namespace(model="m", layout="l").root()
 SHARED = (1, 2, 3, 4, 5, 6)
@@ -39,7 +40,7 @@ class Scene:
 
     def __init__(self) -> None:
         self.ledger: Ledger = a_ledger(40)
-        self.in_progress = InProgressPrefixes(self.ledger.index)
+        self.in_progress = InProgressPrefixes(self.ledger.index, Sequences().precedence)
 
     def running(self, arrival: int, tokens: tuple[int, ...]) -> Sequence:
         sequence = a_sequence(arrival, tokens)

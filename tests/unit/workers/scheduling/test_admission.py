@@ -1,0 +1,62 @@
+"""Admission: which waiting prompt gets memory next, and how much of it before its compute starts."""
+
+import asyncio
+from contextlib import aclosing
+
+from tests.support.workers.bench import ATTENTION_ONLY, HYBRID, Bench, a_request, bench, prompt, run
+
+P = HYBRID.page_tokens
+STEP_TOKENS = 16
+AHEAD_TOKENS = 2 * STEP_TOKENS
+"""Two steps may be in flight."""
+
+
+async def first_token(one: Bench, name: str, tokens: tuple[int, ...], order: list[str]) -> None:
+    async with aclosing(one.engine.generate(a_request(tokens, 1, request_id=name))) as deltas:
+        await anext(deltas)
+    order.append(name)
+
+
+def test_long_prompts_take_memory_one_after_the_other() -> None:
+    length = 50 * P
+
+    async def main() -> None:
+        async with bench(layout=ATTENTION_ONLY, num_extents=400, tokens_max=STEP_TOKENS) as one:
+            order: list[str] = []
+            tasks: list[asyncio.Task[None]] = []
+            for seed, name in enumerate(["first", "second", "third"]):
+                tasks.append(asyncio.create_task(first_token(one, name, prompt(length, seed), order)))
+                await asyncio.sleep(0.001)
+            looks = 0
+            while len(order) < len(tasks):
+                await asyncio.sleep(0.001)
+                load = one.engine.load()
+                left = load.queued_tokens - (2 - len(order)) * length
+                if (
+                    load.running_rows and left > 2 * AHEAD_TOKENS
+                ):  # of which the launched ones may still be counted
+                    looks += 1
+                    assert load.running_rows == 1
+            assert looks > 20
+            assert order == ["first", "second", "third"]
+
+    run(main())
+
+
+def test_prompt_whose_prefix_is_here_overtakes_those_that_are_computed_whole() -> None:
+    async def main() -> None:
+        async with bench(num_extents=400, tokens_max=STEP_TOKENS) as one:
+            known = prompt(50 * P)
+            await one.answer(a_request(known, request_id="known"))
+            order: list[str] = []
+            tasks: list[asyncio.Task[None]] = []
+            for seed in (1, 2):
+                tasks.append(
+                    asyncio.create_task(first_token(one, f"cold{seed}", prompt(50 * P, seed), order))
+                )
+                await one.until(lambda: one.engine.load().running_rows == 1)
+            tasks.append(asyncio.create_task(first_token(one, "known", (*known, 1, 2, 3), order)))
+            await asyncio.gather(*tasks)
+            assert order == ["known", "cold1", "cold2"]
+
+    run(main())
