@@ -13,6 +13,7 @@ from tidemill.kvstore.layout import Layout, PageId, StateId, WindowId
 from tidemill.kvstore.memory import eviction
 from tidemill.kvstore.memory.arena import Arena, Id, Pool
 from tidemill.kvstore.memory.entry import Checkpoint, Entry
+from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.memory.prefix_index import PrefixIndex
 from tidemill.kvstore.memory.retention import Retention
 from tidemill.kvstore.memory.windows import WindowCounts
@@ -31,6 +32,7 @@ class Cache:
         self.retention = Retention(index, layout, lambda: arena.budget_extents * layout.extent_bytes)
         self.counters: Counter[str] = Counter()
         self.windows = WindowCounts(arena.windows)
+        self.promised_pages = 0  # to leases that take them later; until then the cache may use their memory
 
     def take_page(self) -> PageId:
         """Allocate a pinned page, or evict for it. Raises OutOfMemory if all is pinned."""
@@ -53,13 +55,20 @@ class Cache:
         self.arena.states.free(state)
 
     def could_hold(self, pages: int, states: int, windows: int = 0) -> bool:
-        """Return whether these numbers of objects would fit after evicting all that is cached."""
+        """Return whether these numbers of objects would fit, beside the promised pages, after evicting all
+        that is cached."""
         left = self._reclaimable_extents()
         left -= _extents_for(self.arena.states, states) + _extents_for(self.arena.windows, windows)
         return (
             left >= 0
-            and pages <= _room_beside_pinned(self.arena.pages) + left * self.arena.pages.objects_per_extent
+            and pages + self.promised_pages
+            <= _room_beside_pinned(self.arena.pages) + left * self.arena.pages.objects_per_extent
         )
+
+    def promise(self, lease: Lease, num_pages: int) -> None:
+        """Promise `num_pages` more pages to `lease`; fewer when it takes them, or needs them no more."""
+        lease.promised_pages += num_pages
+        self.promised_pages += num_pages
 
     def clear(self) -> None:
         """Evict everything that is cached."""
@@ -69,8 +78,10 @@ class Cache:
             self.drop_checkpoint(entry, "clear")
 
     def state_is_free(self) -> bool:
-        """Return whether a state can be taken without eviction."""
-        return bool(self.arena.states.num_free or self.arena.num_empty)
+        """Return whether a state can be taken without eviction, now or for a promised page."""
+        pages = self.arena.pages
+        promised_extents = -(-max(0, self.promised_pages - pages.num_free) // pages.objects_per_extent)
+        return bool(self.arena.states.num_free) or self.arena.num_empty > promised_extents
 
     def resize(self, budget_extents: int) -> bool:
         """Change the budget of the arena and evict; return whether the budget is met."""

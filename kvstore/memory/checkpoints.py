@@ -98,7 +98,8 @@ class Checkpoints:
         of the checkpoint that the new one replaces is tried first, and then eviction."""
         if not lease.spare_slots and not self._cache.state_is_free():
             lease.spare_slots += self._drop_rolling(lease)
-        if not lease.spare_slots and not self._fail_allocation(AllocationSite.CHECKPOINT_STATE):
+        refused = not self._cache.could_hold(0, 1) or self._fail_allocation(AllocationSite.CHECKPOINT_STATE)
+        if not (lease.spare_slots or refused):
             with suppress(OutOfMemory):
                 lease.spare_slots.append(self._cache.take_state())
         return bool(lease.spare_slots)

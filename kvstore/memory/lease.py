@@ -79,6 +79,7 @@ class Lease:
     launched: int = 0  # where the next step starts
     states: dict[int, StateId] = field(default_factory=dict[int, StateId])
     spare_slots: list[StateId] = field(default_factory=list[StateId])
+    promised_pages: int = 0  # that no other lease may take
     source: Entry | None = None
     windows: list[WindowId] = field(default_factory=list[WindowId])
     first_window: int = 0

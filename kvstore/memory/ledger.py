@@ -5,10 +5,10 @@
                          +-------------------+  at most two steps in flight: the next one may be
                                                 launched before this one is committed
 
-All memory of requests is allocated and freed here. A checkpoint is made without a copy: the slot
-with the state at a page boundary goes to the index, and the next step reads it there and writes to
-another slot. A step also writes states at page boundaries inside it, to slots of their own. A lease
-that is released with steps in flight is freed when the last of them has completed.
+All memory of requests is allocated and freed here. A checkpoint is made without a copy: the slot with the
+state at a page boundary goes to the index, and the next step reads it there and writes to another slot. A
+step also writes states at page boundaries inside it, to slots of their own. A lease that is released with
+steps in flight is freed when the last of them has completed.
 """
 
 from collections import Counter
@@ -90,28 +90,33 @@ class Ledger:
     ) -> None:
         """Grow the lease to `num_tokens`, and to the state slots that its next step writes.
 
-        Those are one slot, and one more for each of `drafts` tokens that may be rejected.
-        Window pages are taken up to `windows_end` tokens (None: all); later steps take the rest.
-        All or nothing: raises OutOfMemory, also when `headroom` could not be had after that.
-        Before it fails without `drafts` and `headroom.pages`, it takes back memory that the lease
-        holds for its checkpoints.
+        Those are one slot, and one more for each of `drafts` tokens that may be rejected. Window pages are
+        taken up to `windows_end` tokens (None: all); later steps take the rest.
+        All or nothing: raises OutOfMemory, also when `headroom` could not be had after that. Before it fails
+        without `drafts` and `headroom.pages`, it takes back memory that the lease holds for its checkpoints.
         """
         assert not lease.ended, "memory for a request that has ended"
         need = self._demand(lease, num_tokens, drafts, windows_end)
         if need is NOTHING and headroom is NOTHING:
             return
-        while not self._could_grow(need, headroom):
+        while not self._could_grow(lease, need, headroom):
             if headroom.pages or drafts or not self._checkpoints.take_back_optional(lease):
                 wanted = f"{need.pages} pages, {need.windows} window pages and {len(need.slots)} states"
                 raise OutOfMemory(f"{wanted} are more than all that is not pinned")
             need = self._demand(lease, num_tokens, drafts, windows_end)
+        self._cache.promise(lease, -min(lease.promised_pages, need.pages))
         self._grow(lease, need)
+
+    def promise(self, lease: Lease, num_tokens: int) -> None:
+        """Let no other lease take the pages that `lease` lacks for `num_tokens`. Until it reserves them they
+        may be cached ones. The caller has just reserved with at least as many pages of headroom."""
+        self._cache.promise(lease, max(0, -(-(num_tokens - lease.allocated) // self.layout.page_tokens)))
 
     def reserve_fetched(self, lease: Lease, num_pages: int) -> None:
         """Take the missing window pages of a checkpoint after `num_pages`, for a fetch to fill.
 
-        Window pages before that checkpoint are freed, so the lease is useless if the fetch fails.
-        Raises OutOfMemory.
+        Window pages before that checkpoint are freed, so the lease is useless if the fetch fails. Raises
+        OutOfMemory.
         """
         positions = self.layout.last_window(num_pages)
         left = windows.pop_out_of_window(self.layout, lease, num_pages * self.layout.page_tokens)
@@ -136,12 +141,10 @@ class Ledger:
     ) -> StepInFlight:
         """Record a step that runs `[launched, end)`, whose last `drafts` tokens may be rejected.
 
-        With `keep`, the state at its start will become a checkpoint: the caller calls `keep_state`
-        when the previous step is committed. The step then overwrites that state only if no slot can
-        be had.
-
-        `inside` are page boundaries, ascending, before the first draft. Their states become checkpoints
-        when the step is committed; if not all of them get a slot, the deepest ones do.
+        With `keep`, the state at its start will become a checkpoint: the caller calls `keep_state` when the
+        previous step is committed. The step then overwrites that state only if no slot can be had.
+        `inside` are page boundaries, ascending, before the first draft. Their states become checkpoints when
+        the step is committed; if not all of them get a slot, the deepest ones do.
         Those at `spare` likewise, as far as slots are free or spare.
         """
         assert not lease.ended
@@ -175,11 +178,10 @@ class Ledger:
     def commit(self, lease: Lease, num_tokens: int, keys: Sequence[PageKey]) -> None:
         """Complete the oldest step in flight: `[0, num_tokens)` is written and accepted.
 
-        If the step ran further than that, the steps after it are void. If it started there, no
-        token of it counts and a state that it overwrote is lost, so the lease can only be released.
-
-        Pages that became full go to the index. If the index has such a page already, the lease
-        shares that one and frees its own. For a request that has ended nothing is committed.
+        If the step ran further than that, the steps after it are void. If it started there, no token of it
+        counts and a state that it overwrote is lost, so the lease can only be released.
+        Pages that became full go to the index. If the index has such a page already, the lease shares that
+        one and frees its own. For a request that has ended nothing is committed.
         """
         flight = lease.flights.popleft()
         if flight.source is not None:
@@ -202,8 +204,8 @@ class Ledger:
     def adopt(self, lease: Lease, num_tokens: int, keys: Sequence[PageKey]) -> None:
         """Commit fetched pages up to `num_tokens` and the fetched checkpoint there, as if computed.
 
-        The checkpoint was fetched into the window pages of `reserve_fetched` and into `fetch_slot`.
-        A lease that does not run has only pages.
+        The checkpoint was fetched into the window pages of `reserve_fetched` and into `fetch_slot`. A lease
+        that does not run has only pages.
         """
         assert not lease.flights
         if lease.source is not None:
@@ -232,6 +234,7 @@ class Ledger:
         """Free the lease, whatever ended the request. No other call returns all its memory."""
         lease = self._leases.pop(request_id)
         lease.ended = True
+        self._cache.promise(lease, -lease.promised_pages)
         if lease.flights:
             self._released.append(lease)
         else:
@@ -281,6 +284,7 @@ class Ledger:
             [state for lease in leases for state in lease.owned_states()],
             [window for lease in leases for window in lease.windows],
         )
+        assert self._cache.promised_pages == sum(lease.promised_pages for lease in leases)
         for lease in leases:
             lease.check()
             assert lease.ended == (lease in self._released)
@@ -318,11 +322,8 @@ class Ledger:
             self._checkpoints.return_slot(lease, lease.states.pop(depth))
 
     def _reject(self, lease: Lease, num_tokens: int) -> list[StateId]:
-        """Discard the tokens from `num_tokens` on and void the steps after the completed one.
-
-        Return the slots of the rejected states. If a step in flight still uses them, return none:
-        they are freed when it completes.
-        """
+        """Discard the tokens from `num_tokens` on and void the steps after the completed one. Return the
+        slots of the rejected states; none if a step in flight still uses them: it frees them."""
         slots = [lease.states.pop(depth) for depth in list(lease.states) if depth > num_tokens]
         lease.launched = num_tokens
         for flight in lease.flights:
@@ -339,15 +340,15 @@ class Ledger:
         num_windows = windows.count_missing(self.layout, lease, end)
         if num_tokens <= lease.allocated and not slots and not num_windows:
             return NOTHING
-        num_pages = -(-num_tokens // self.layout.page_tokens)
-        missing = num_pages - len(lease.shared_entries) - len(lease.private_pages)
+        missing = -(-(num_tokens - lease.allocated) // self.layout.page_tokens)
         return Demand(max(0, missing), num_windows, slots)
 
-    def _could_grow(self, need: Demand, headroom: Demand) -> bool:
+    def _could_grow(self, lease: Lease, need: Demand, headroom: Demand) -> bool:
         """Return whether eviction could make room. Raises OutOfMemory if a test wants that."""
         self._refuse(need)
         num_slots = len(need.slots) + len(headroom.slots)
-        return self._cache.could_hold(need.pages + headroom.pages, num_slots, need.windows + headroom.windows)
+        num_pages = need.pages + headroom.pages - min(lease.promised_pages, need.pages)
+        return self._cache.could_hold(num_pages, num_slots, need.windows + headroom.windows)
 
     def _refuse(self, need: Demand) -> None:
         if any(map(self._fail_allocation, need.sites())):

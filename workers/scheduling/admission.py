@@ -172,8 +172,9 @@ class Admission:
         return _Taken(attached, len(match.path), deeper)
 
     def _lease(self, sequence: Sequence, match: Match, attached: int, target: int | None) -> bool:
-        """Return whether the lease got memory for all known tokens, for the most window pages that they need
-        together, and for the window pages of the checkpoint at `target` pages.
+        """Return whether the lease got memory for its next steps, the promise of pages for all known tokens,
+        room for the most window pages that they need together, and the window pages of the checkpoint at
+        `target` pages.
 
         A page is left free for each running request. Otherwise its next page would preempt this request
         again.
@@ -190,14 +191,14 @@ class Admission:
                 self._ledger.reserve_fetched(lease, target)
                 start = target * sequence.page_tokens
             ahead = min(length, start + self._limits.in_flight_tokens)
+            later = max(
+                0, -(-length // lease.page_tokens) - max(-(-ahead // lease.page_tokens), len(lease.pages))
+            )
             at_once = self._windows(length) - len(lease.windows)
             at_once -= count_missing(self._ledger.layout, lease, ahead)
-            self._ledger.reserve(
-                lease,
-                length,
-                headroom=Demand(beside, max(0, at_once)),
-                windows_end=ahead,
-            )
+            headroom = Demand(beside + later, max(0, at_once))
+            self._ledger.reserve(lease, ahead, headroom=headroom, windows_end=ahead)
+            self._ledger.promise(lease, length)
         except OutOfMemory:
             self._ledger.release(sequence.id)
             return False

@@ -45,7 +45,7 @@ def free_extents(one: Bench) -> int:
     ("layout", "num_tokens", "num_extents"),
     [
         *[(HYBRID, 90, 33), (HYBRID, 250, 84), (TIGHT, 90, 124), (TIGHT, 250, 324)],
-        *[(LARGE, 90, 19), (LARGE, 250, 39), (WINDOWS, 90, 41), (WINDOWS, 250, 91)],
+        *[(LARGE, 90, 19), (LARGE, 250, 39), (WINDOWS, 90, 43), (WINDOWS, 250, 92)],
     ],
 )
 def test_prompts_that_do_not_come_again_push_out_nothing(
