@@ -45,6 +45,10 @@ COPY_BYTES = 4 << 30
 MATRIX = 8192
 SPARE_BYTES = 14 << 30  # for what a prompt of 8192 tokens computes, graphs, and one layer's experts twice
 ATTENTION_EVERY = 4
+GREEDY = Sampling(temperature=0.0)
+TOP_P = Sampling(temperature=0.8, top_p=0.95)
+GOALS = {1: 0.6, 32: 0.8, 128: 0.8}  # of the roofline, by rows that decode
+PROMPT_GOAL = 0.5  # of the product's FLOPs, for a prompt of 8,192 tokens
 LAYERS_MAX = 48
 
 LAYER: dict[str, Any] = {
@@ -72,12 +76,19 @@ class Plan:
     context: int = 4096
     kv_dtype: KvDtype = "bfloat16"
     copied_pages: int = 512
+    guessed: tuple[int, ...] = (1, 8)
+    drafts: int = 4
+    mixed: tuple[int, int] = (32, 64)  # rows that decode, and tokens of a prompt beside them
+    step_tokens: int = 1024
 
     def config(self, layers: int) -> ArchitectureConfig:
         return parse(self.layer | {"num_hidden_layers": layers})
 
 
-TINY = Plan(layer=TINY_LAYER, prompts=(70,), batches=(1, 3), context=70, copied_pages=4)
+TINY = Plan(
+    layer=TINY_LAYER, prompts=(70,), batches=(1, 3), context=70, copied_pages=4, guessed=(1,),
+    drafts=2, mixed=(2, 5), step_tokens=20,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,18 +194,20 @@ def bed_of(plan: Plan, layers: int, ops: Operators, device: torch.device) -> Bed
     return Bed(plan, config, layout, model, caches_of(layout, arena), arena, pages * layout.states_per_extent)
 
 
-def step_of(bed: Bed, rows: int, start: int, tokens: int) -> Step:
-    """Each row after `start` tokens of its own; those of one token draw."""
+def step_of(
+    bed: Bed, rows: int, start: int, tokens: int, *, drafts: int = 0, sampling: Sampling = GREEDY
+) -> Step:
+    """Each row after `start` tokens of its own; those of one known token draw."""
     width = -(-(start + tokens) // PAGE_TOKENS)
     vocabulary = bed.config.vocab_size
     found: list[Row] = []
     for row in range(rows):
-        state = StateId(bed.first_state + row)
+        states = [StateId(bed.first_state + row * (1 + drafts) + at) for at in range(1 + drafts)]
         asked = Request(
             request_id=str(row),
-            tokens=(1,) * (start + tokens),
+            tokens=(1,) * (start + tokens - drafts),
             max_new_tokens=1,
-            sampling=Sampling(temperature=0.0),
+            sampling=sampling,
         )
         found.append(
             Row(
@@ -202,9 +215,12 @@ def step_of(bed: Bed, rows: int, start: int, tokens: int) -> Step:
                 tokens=tuple((7919 * row + 31 * at) % vocabulary for at in range(tokens)),
                 start=start,
                 pages=tuple(map(PageId, range(row * width, (row + 1) * width))),
-                read=state if start else None,
-                writes=(StateWrite(start + tokens, state),),
-                sampling_state=SamplingState(asked) if tokens == 1 else None,
+                read=states[-1] if start else None,
+                writes=tuple(
+                    StateWrite(start + tokens - drafts + at, state) for at, state in enumerate(states)
+                ),
+                drafts=drafts,
+                sampling_state=SamplingState(asked) if tokens - drafts == 1 else None,
             )
         )
     return tuple(found)
@@ -240,39 +256,86 @@ def recomputed(run: Forward) -> tuple[Replay, torch.Tensor]:
     return replay, kept
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A step to time. Its bytes and FLOPs are those of `rows` of `tokens` after `before`, and of `beside`
+    prompt tokens in one more row."""
+
+    name: str
+    rows: int
+    before: int
+    tokens: int
+    drafts: int = 0
+    sampling: Sampling = GREEDY
+    beside: int = 0
+    eager: bool = False
+
+    def step(self, bed: Bed) -> Step:
+        found = step_of(bed, self.rows, self.before, self.tokens, drafts=self.drafts, sampling=self.sampling)
+        if self.beside:  # on the pages and the state of one row more, under its own name
+            last = step_of(bed, self.rows + 1, 0, self.beside)[-1]
+            found = (*found, last._replace(pages=found[-1].pages[: -(-self.beside // PAGE_TOKENS)]))
+        return found
+
+    def least(self, bed: Bed) -> tuple[float, float]:
+        sizes = (self.rows, self.before, self.tokens)
+        num_bytes, flops = step_bytes(bed, *sizes), step_flops(bed, *sizes)
+        return num_bytes, flops + (step_flops(bed, 1, 0, self.beside) if self.beside else 0.0)
+
+    def goal(self, bed: Bed) -> float | None:
+        if self.name == "prompt" and self.tokens == MATRIX:
+            return PROMPT_GOAL
+        decodes = not self.eager and self.tokens == 1 and not self.beside
+        return GOALS.get(self.rows) if decodes and self.before == bed.plan.context else None
+
+
+def jobs_of(plan: Plan) -> list[Job]:
+    jobs = [Job("prompt", 1, 0, tokens, eager=True) for tokens in plan.prompts]
+    for batch in plan.batches:
+        jobs += [
+            Job("decode, eager", batch, plan.context, 1, eager=True),
+            Job("decode, graphs", batch, plan.context, 1),
+            Job("decode, top-p", batch, plan.context, 1, sampling=TOP_P),
+        ]
+    jobs += [
+        Job(f"guesses of {plan.drafts},", rows, plan.context, 1 + plan.drafts, drafts=plan.drafts)
+        for rows in plan.guessed
+    ]
+    rows, tokens = plan.mixed
+    jobs.append(Job(f"prompt of {tokens} beside", rows, plan.context, 1, beside=tokens))
+    return jobs
+
+
 def timed_steps(
     bed: Bed, most: Roofline, device: torch.device, report: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Prompts eagerly, decode both ways."""
+    """Prompts eagerly, decode both ways, and what else a graph can hold."""
     plan = bed.plan
     eager, graphed = (TorchRunner(bed.model, bed.caches, PAGE_TOKENS, 1, device) for _ in range(2))
     start = time.perf_counter()
     width = -(-(plan.context + PAGE_TOKENS) // PAGE_TOKENS)
     graphed.use_graphs(
-        graph_shapes(max(plan.batches), 0, 0), width, None if device.type == "cuda" else recomputed
+        graph_shapes(max(plan.batches), plan.step_tokens, plan.drafts),
+        width,
+        None if device.type == "cuda" else recomputed,
     )
     print(f"graphs captured in {time.perf_counter() - start:.1f} s")
     print(f"{'step':36}{'ms':>10}{'tokens/s':>12}{'roofline ms':>13}{'share':>8}")
-    jobs = [("prompt", eager, 1, 0, tokens) for tokens in plan.prompts]
-    for batch in plan.batches:
-        jobs += [("decode, eager", eager, batch, plan.context, 1)]
-        jobs += [("decode, graphs", graphed, batch, plan.context, 1)]
-    for name, runner, rows, before, tokens in jobs:
-        step = step_of(bed, rows, before, tokens)
+    for job in jobs_of(plan):
+        runner, step = eager if job.eager else graphed, job.step(bed)
         took_s = seconds(device, lambda runner=runner, step=step: runner.run_now(step))
-        num_bytes, flops = (of(bed, rows, before, tokens) for of in (step_bytes, step_flops))
+        num_bytes, flops = job.least(bed)
         least_s = most.seconds(num_bytes, flops)
-        title = f"{name} {rows} x {tokens} after {before}"
+        title = f"{job.name} {job.rows} x {job.tokens} after {job.before}"
+        tokens_s = (job.rows * job.tokens + job.beside) / took_s
         print(
-            f"{title:36}{took_s * 1e3:10.2f}{rows * tokens / took_s:12.0f}"
-            f"{least_s * 1e3:13.2f}{least_s / took_s:8.0%}",
+            f"{title:36}{took_s * 1e3:10.2f}{tokens_s:12.0f}{least_s * 1e3:13.2f}{least_s / took_s:8.0%}",
             flush=True,
         )
         report(
             {
-                "name": title, "seconds": took_s, "tokens_per_s": rows * tokens / took_s,
-                "roofline_seconds": least_s, "share": least_s / took_s, "num_bytes": num_bytes,
-                "flops": flops,
+                "name": title, "seconds": took_s, "tokens_per_s": tokens_s, "roofline_seconds": least_s,
+                "share": least_s / took_s, "goal": job.goal(bed), "num_bytes": num_bytes, "flops": flops,
             }
         )  # fmt: skip
     for runner in (eager, graphed):

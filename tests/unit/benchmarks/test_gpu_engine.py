@@ -18,10 +18,15 @@ def test_command_leaves_its_figures(tmp_path: Path, capsys: pytest.CaptureFixtur
         "prompt 1 x 70 after 0",
         "decode, eager 1 x 1 after 70",
         "decode, graphs 1 x 1 after 70",
+        "decode, top-p 1 x 1 after 70",
         "decode, eager 3 x 1 after 70",
         "decode, graphs 3 x 1 after 70",
+        "decode, top-p 3 x 1 after 70",
+        "guesses of 2, 1 x 3 after 70",
+        "prompt of 5 beside 2 x 1 after 70",
     ]
     assert all(step["seconds"] > 0 for step in found["steps"])
+    assert [step["goal"] for step in found["steps"] if "1 x 1" in step["name"]] == [None, 0.6, 0.6]
     assert names[0] in capsys.readouterr().out
 
 
