@@ -72,6 +72,7 @@ class RouterSettings:
     expected: frozenset[str] = frozenset()  # names of workers
     memory_router: str | None = None
     ttft_s_max: float = math.inf  # the limit of the time to first token
+    cache_folder: Path | None = None  # for compiled placement; None: the definition places
     tls: MutualTls | None = None
     telemetry: Telemetry = QUIET
 

@@ -223,6 +223,7 @@ def _fleet(config: RootConfig, index: int, surroundings: Surroundings, source: s
             broker=model.engine.memory_broker,
             expected=frozenset(worker.name for worker in workers),
             ttft_s_max=math.inf if model.ttft_max is None else model.ttft_max,
+            cache_folder=surroundings.cache_folder,
         ),
         bounds=_bounds(model.groups),
         hysteresis=_hysteresis(model.autoscaling),

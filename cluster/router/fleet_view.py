@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from enum import IntEnum, auto, unique
 from hashlib import blake2b
 from math import exp
-from typing import assert_never
+from typing import Protocol, assert_never
 
 import numpy as np
 import numpy.typing as npt
 
-from tidemill.cluster.router.prefix_table import Chain, Prefixes, Slots, cut_keys
+from tidemill.cluster.router.prefix_table import Chain, Keys, Prefixes, Slots, cut_keys
 from tidemill.workers.messages import Heartbeat, WorkerId, WorkerInfo, WorkerLoad
 
 HELD_KEYS_MAX = 1 << 20
@@ -126,16 +126,31 @@ class RequestBooked:
 Event = HeartbeatArrived | WorkerLost | RequestBooked
 
 
+class PrefixTable(Protocol):
+    """The methods of `Prefixes` and of its compiled form."""
+
+    def num_held(self, slot: int) -> int: ...
+    def depths(self, chain: Chain, num_slots: int) -> Slots: ...
+    def add(self, slot: int, keys: Keys, keys_max: int) -> None: ...
+    def add_chain(self, slot: int, chain: Chain, keys_max: int) -> None: ...
+    def remove(self, slot: int, keys: Keys) -> None: ...
+    def clear(self, slot: int) -> None: ...
+    def held(self, slot: int) -> Keys: ...
+
+
 class Fleet:
     """The workers, changed only by events. Their order among workers affects nothing but slots."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefixes: PrefixTable | None = None) -> None:
+        """Create an empty fleet; `prefixes` is a compiled prefix table in place of the Python one."""
         self.members: dict[WorkerId, Member] = {}
         self.table: Table = _vacant(SLOTS_MIN)
         self._workers: list[WorkerId | None] = [None] * SLOTS_MIN  # of each slot
         self._by_name: dict[str, WorkerId] = {}
         self._bookings: dict[WorkerId, list[Booking]] = {}
-        self._prefixes = Prefixes()  # two sets per slot: announced keys, placed keys; and LOST
+        self.prefixes: PrefixTable = (
+            prefixes or Prefixes()
+        )  # two sets per slot: announced keys, placed keys; and LOST
         self._looked_up: tuple[tuple[bytes, ...], Slots] | None = None  # reset by each event
         self._chain: tuple[tuple[bytes, ...], Chain] | None = None  # of the last keys
         self._work_s = 0.0  # booked recently; it decays with RHO_TAU_S
@@ -164,9 +179,14 @@ class Fleet:
         assert worker is not None
         return self.members[worker]
 
+    @property
+    def table_address(self) -> int:
+        """The address of the table, for compiled code."""
+        return self.table.ctypes.data
+
     def num_held(self, member: Member) -> int:
         """Return the number of announced restorable depths that the router remembers."""
-        return self._prefixes.num_held(_announced(member.slot))
+        return self.prefixes.num_held(_announced(member.slot))
 
     def queued_tokens(self, worker: WorkerId) -> float:
         """Return the prompt tokens that wait on a worker; 0 for an unknown worker."""
@@ -193,8 +213,11 @@ class Fleet:
     def rho(self, now_s: float) -> float:
         """Return the recently booked work as a share of the capacity of the computing workers."""
         computing = np.count_nonzero(self.table[Column.PREFILLS] + self.table[Column.MIXED])
-        decayed_s = self._work_s * exp((self._work_at_s - now_s) / RHO_TAU_S)
-        return decayed_s / (RHO_TAU_S * computing) if computing else 0.0
+        return self.work_s(now_s) / (RHO_TAU_S * computing) if computing else 0.0
+
+    def work_s(self, now_s: float) -> float:
+        """Return the seconds of recently booked work, which decay with `RHO_TAU_S`."""
+        return self._work_s * exp((self._work_at_s - now_s) / RHO_TAU_S)
 
     def _apply_heartbeat(self, heartbeat: Heartbeat, now_s: float) -> None:
         info, announcement = heartbeat.info, heartbeat.announcement
@@ -219,13 +242,13 @@ class Fleet:
         ]
         self.table[:, slot] = _settle(self.table[:, slot], _column(member), self._bookings[info.worker])
         if announcement.full:
-            self._prefixes.clear(_announced(slot))
+            self.prefixes.clear(_announced(slot))
         if announcement.removed:
             removed = cut_keys(announcement.removed)
-            self._prefixes.remove(_announced(slot), removed)
+            self.prefixes.remove(_announced(slot), removed)
             if not info.state_bytes:  # a hybrid may keep the page when its checkpoint goes
-                self._prefixes.remove(_placed(slot), removed)
-        self._prefixes.add(_announced(slot), cut_keys(announcement.added), HELD_KEYS_MAX)
+                self.prefixes.remove(_placed(slot), removed)
+        self.prefixes.add(_announced(slot), cut_keys(announcement.added), HELD_KEYS_MAX)
 
     def _remove(self, worker: WorkerId) -> None:
         member = self.members.pop(worker, None)
@@ -235,9 +258,9 @@ class Fleet:
         del self._bookings[worker]
         self._workers[member.slot] = None
         self.table[:, [member.slot]] = _vacant(1)
-        self._prefixes.add(LOST, self._prefixes.held(_placed(member.slot)), PLACED_KEYS_MAX)
-        self._prefixes.clear(_announced(member.slot))
-        self._prefixes.clear(_placed(member.slot))
+        self.prefixes.add(LOST, self.prefixes.held(_placed(member.slot)), PLACED_KEYS_MAX)
+        self.prefixes.clear(_announced(member.slot))
+        self.prefixes.clear(_placed(member.slot))
 
     def _book(self, worker: WorkerId, booking: Booking) -> None:
         member = self.members.get(worker)
@@ -250,11 +273,10 @@ class Fleet:
         column[Column.ROWS] += booking.rows
         column[Column.TAKEN_BYTES] += booking.num_bytes
         pages = member.load.budget_bytes // (member.info.page_bytes or 1) or PLACED_KEYS_MAX
-        chain = self._chain_for(booking.keys)
-        self._prefixes.add_chain(_placed(member.slot), chain, min(pages, PLACED_KEYS_MAX))
+        chain = self.chain(booking.keys)
+        self.prefixes.add_chain(_placed(member.slot), chain, min(pages, PLACED_KEYS_MAX))
         if member.info.role != "decode":
-            decay = exp((self._work_at_s - booking.at_s) / RHO_TAU_S)
-            self._work_s = self._work_s * decay + booking.seconds
+            self._work_s = self.work_s(booking.at_s) + booking.seconds
             self._work_at_s = booking.at_s
 
     def _look_up(self, keys: tuple[bytes, ...]) -> Slots:
@@ -262,11 +284,11 @@ class Fleet:
         if self._looked_up is None or self._looked_up[0] is not keys:
             self._looked_up = (
                 keys,
-                self._prefixes.depths(self._chain_for(keys), _announced(len(self._workers))),
+                self.prefixes.depths(self.chain(keys), _announced(len(self._workers))),
             )
         return self._looked_up[1]
 
-    def _chain_for(self, keys: tuple[bytes, ...]) -> Chain:
+    def chain(self, keys: tuple[bytes, ...]) -> Chain:
         if self._chain is None or self._chain[0] is not keys:
             self._chain = keys, Chain(cut_keys(keys))
         return self._chain[1]

@@ -263,7 +263,8 @@ def _duplicate_work(view: _View, slots: Chosen, end: int) -> Vector:
     """Return the cost to later requests of computing `[0, end)` on each worker, beyond the least cost among
     `slots`, limited by the patience of this request."""
     rho = min(view.fleet.rho(view.now_s), RHO_MAX)
-    kappa = KAPPA * max(1.0, rho * (2 - rho) / (1 - rho) ** 2)
+    gap = 1 - rho
+    kappa = KAPPA * max(1.0, rho * (2 - rho) / (gap * gap))
     cost = kappa * view.costs.serving(view.resident, view.stored, end)
     second = 1.0 if view.costs.in_seconds else TOKENS_PER_S
     patience = PATIENCE_S * second + view.costs.wait[slots].min()

@@ -39,7 +39,7 @@ def cut_keys(keys: Sequence[bytes]) -> Keys:
     if not set(map(len, keys)) <= {8}:
         packed = b"".join(key[:8].ljust(8, b"\0") for key in keys)
     cut = np.frombuffer(packed, dtype=np.uint64)
-    return np.where(cut == FREE, ~FREE, cut)
+    return cut if cut.all() else np.where(cut == FREE, ~FREE, cut)
 
 
 @dataclass(slots=True, eq=False)
@@ -50,10 +50,11 @@ class Chain:
     keys: Keys
     positions: Positions = field(default_factory=lambda: np.zeros(0, np.int64))  # negative: missing
     version: int = -1  # of the table
-    repeats: bool = False  # a key occurs twice
+    address: int = 0  # of the keys, for compiled code
 
     def __post_init__(self) -> None:
-        self.repeats = len(set(self.keys.tolist())) < len(self.keys)
+        self.keys = np.ascontiguousarray(self.keys)
+        self.address = self.keys.ctypes.data
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +121,7 @@ class Prefixes:
 
     def add_chain(self, slot: int, chain: Chain, keys_max: int) -> None:
         """Add the keys of a prompt. The first page is forgotten last."""
-        if chain.repeats or not len(chain.keys):
+        if len(set(chain.keys.tolist())) < len(chain.keys) or not len(chain.keys):
             self.add(slot, chain.keys[::-1], keys_max)
             return
         self._grow(len(chain.keys))

@@ -8,15 +8,18 @@ second of one core.
 import asyncio
 import logging
 import os
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
 from tidemill.cluster.observability.logs import start_logs
+from tidemill.cluster.router.compiled import CompiledPlacement, load
 from tidemill.cluster.router.server import RouterService
 from tidemill.cluster.settings import RouterSettings
 from tidemill.cluster.supervisor.restart_backoff import Backoff
+from tidemill.kernels.shared.compiler import KernelUnavailable
 
 if TYPE_CHECKING:
     from tidemill.cluster.router.router import Router
@@ -39,6 +42,7 @@ class RouterActor:
             expected=settings.expected,
             ttft_s_max=settings.ttft_s_max,
             has_budgets=settings.memory_router is None,
+            compiled=_compiled(settings.cache_folder),
         )
         self._service = RouterService(router, settings.tls)
         self._backoff = Backoff()
@@ -54,6 +58,17 @@ class RouterActor:
     async def begin(self, name: str) -> float:
         """Record that an incarnation of this worker begins; return the seconds that it must wait first."""
         return self._backoff.begin(name, asyncio.get_running_loop().time())
+
+
+def _compiled(cache_folder: Path | None) -> CompiledPlacement | None:
+    """Return compiled placement. Without a compiler the definition makes the same choices, slower."""
+    if cache_folder is None:
+        return None
+    try:
+        return load(cache_folder)
+    except KernelUnavailable as error:
+        log.warning("placement is not compiled and takes about ten times as long: %s", error)
+        return None
 
 
 def _exit_on_error(task: asyncio.Task[Any]) -> None:

@@ -4,14 +4,15 @@ import ctypes
 import fcntl
 import platform
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from tidemill.kernels.shared.compiler import (
     FOLDER,
+    KERNELS,
     KernelUnavailable,
+    Program,
     compile_into,
     compiler_path,
     found_ahead,
@@ -30,8 +31,6 @@ class Library:
     """The loaded shared object; argument types are read off the C++ sources, the one place that has them."""
 
     def __init__(self, path: Path, made_of: list[Path]) -> None:
-        # The library binds to the OpenMP runtime that torch has loaded: one thread count rules both.
-        assert torch.get_num_threads() > 0
         self._library = ctypes.CDLL(str(path))
         self._prototypes = {
             name: (result, arguments)
@@ -56,20 +55,22 @@ def _argument_type(argument: str) -> type[ctypes.c_void_p | ctypes.c_int64 | cty
     return {"int64_t": ctypes.c_int64, "float": ctypes.c_float}[argument.split(maxsplit=1)[0]]
 
 
-def build(cache_dir: Path, compiler: str = "g++", ahead: Path = AHEAD) -> Library:
-    """The kernels for this machine: from `ahead` if they are there, else compiled into `cache_dir`, once.
-    Raises KernelUnavailable."""
-    made = found_ahead(ahead, platform.machine(), _cpuinfo())
+def build(cache_dir: Path, compiler: str = "g++", ahead: Path = AHEAD, program: Program = KERNELS) -> Library:
+    """A program for this machine: from `ahead` if it is there, else compiled into `cache_dir`, once. Raises
+    KernelUnavailable."""
+    # The kernels bind to the OpenMP runtime that torch has loaded: one thread count rules both.
+    assert "-fopenmp" not in program.flags or "torch" in sys.modules
+    made = found_ahead(ahead, platform.machine(), _cpuinfo(), program)
     if made is not None:
-        return Library(made, sources())
+        return Library(made, sources(program))
     path = compiler_path(compiler)
     cache_dir.mkdir(parents=True, exist_ok=True)
-    built = cache_dir / library_name(native_target(path))
+    built = cache_dir / library_name(native_target(path), program)
     with (cache_dir / "kernels.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not built.exists():
-            compile_into(built, ["-march=native"], path)
-    return Library(built, sources())
+            compile_into(built, ["-march=native"], path, program)
+    return Library(built, sources(program))
 
 
 def _cpuinfo() -> str:

@@ -1,10 +1,11 @@
-"""Compiles every cpu.cpp into one shared object: for this CPU, or ahead for each kind that there is."""
+"""Compiles C++ into shared objects: for this CPU, or ahead for each kind that there is."""
 
 import hashlib
 import platform
 import shutil
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 # Needs nothing but Python: setup.py runs this file before anything is installed.
@@ -12,9 +13,28 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parents[1]
 # No fast-math, and no contraction: a loop must have the same bits vectorised or not (see cpu.h).
 FLAGS = (
-    *("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared"),
-    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One shared object: the files that match `sources` under `FOLDER`, and further flags."""
+
+    name: str
+    sources: str
+    flags: tuple[str, ...] = ()
+
+
+KERNELS = Program("kernels", "*/cpu.cpp", ("-fopenmp",))
+PLACEMENT = Program("placement", "../cluster/router/*.cpp")
+PROGRAMS = (KERNELS, PLACEMENT)
 KINDS = {
     "x86_64": {
         "avx512_bf16": ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"),
@@ -31,43 +51,46 @@ class KernelUnavailable(Exception):
     """The requested variant of an operator cannot run here. The message names what to install or to pass."""
 
 
-def sources() -> list[Path]:
-    return sorted(FOLDER.glob("*/cpu.cpp"))
+def sources(program: Program = KERNELS) -> list[Path]:
+    return sorted(path.resolve() for path in FOLDER.glob(program.sources))
 
 
-def library_name(target: str) -> str:
+def library_name(target: str, program: Program = KERNELS) -> str:
     """Return the name of the shared object of these sources and flags for `target`."""
-    digest = hashlib.sha256("\0".join((*FLAGS, target)).encode())
-    for source in (*sorted(FOLDER.glob("shared/*.h")), *sources()):
+    digest = hashlib.sha256("\0".join((*FLAGS, *program.flags, target)).encode())
+    for source in (*sorted(FOLDER.glob("shared/*.h")), *sources(program)):
         digest.update(source.read_bytes())
-    return f"kernels-{digest.hexdigest()[:16]}.so"
+    return f"{program.name}-{digest.hexdigest()[:16]}.so"
 
 
 def kinds(machine: str) -> dict[str, tuple[str, ...]]:
     return KINDS.get(machine, {"any": ()})
 
 
-def ahead_name(machine: str, kind: str) -> str:
-    return f"{machine}-{kind}-{library_name(f'{machine} {kind}')}"
+def ahead_name(machine: str, kind: str, program: Program = KERNELS) -> str:
+    return f"{machine}-{kind}-{library_name(f'{machine} {kind}', program)}"
 
 
 def compile_ahead(folder: Path, compiler: str = "g++") -> list[Path]:
-    """One library for each kind of CPU of this machine's architecture. Raises KernelUnavailable."""
+    """One library of each program for each kind of CPU of this machine's architecture, the kernels first.
+    Raises KernelUnavailable."""
     machine = platform.machine()
     folder.mkdir(parents=True, exist_ok=True)
     made: list[Path] = []
-    for kind, has in kinds(machine).items():
-        made.append(folder / ahead_name(machine, kind))
-        compile_into(made[-1], ["-m" + feature.replace("_", "") for feature in has], compiler_path(compiler))
+    for program in PROGRAMS:
+        for kind, has in kinds(machine).items():
+            made.append(folder / ahead_name(machine, kind, program))
+            cpu = ["-m" + feature.replace("_", "") for feature in has]
+            compile_into(made[-1], cpu, compiler_path(compiler), program)
     return made
 
 
-def found_ahead(folder: Path, machine: str, cpuinfo: str) -> Path | None:
+def found_ahead(folder: Path, machine: str, cpuinfo: str, program: Program = KERNELS) -> Path | None:
     """The fastest library in `folder` that the CPU of `cpuinfo` runs and that was made of these sources."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
     has = {flag for name, _, flags in lines if name.strip() == "flags" for flag in flags.split()}
     for kind, needs in kinds(machine).items():
-        path = folder / ahead_name(machine, kind)
+        path = folder / ahead_name(machine, kind, program)
         if has.issuperset(needs) and path.exists():
             return path
     return None
@@ -88,13 +111,13 @@ def native_target(compiler: str) -> str:
     return _run([compiler, "-march=native", "-Q", "--help=target", "--version"])
 
 
-def compile_into(built: Path, cpu: list[str], compiler: str) -> None:
+def compile_into(built: Path, cpu: list[str], compiler: str, program: Program = KERNELS) -> None:
     """Compile the sources as one unit, which parses the shared header once. A crash leaves no incomplete
     library."""
-    unit = "".join(f'#include "{source}"\n' for source in sources())
+    unit = "".join(f'#include "{source}"\n' for source in sources(program))
     with tempfile.TemporaryDirectory(dir=built.parent) as folder:
         made = Path(folder) / built.name
-        _run([compiler, *FLAGS, *cpu, "-x", "c++", "-", "-o", str(made)], unit)
+        _run([compiler, *FLAGS, *program.flags, *cpu, "-x", "c++", "-", "-o", str(made)], unit)
         made.replace(built)
 
 

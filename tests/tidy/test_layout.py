@@ -41,12 +41,12 @@ MAY_IMPORT = {
     ),
     "cluster/edge/http": ("kvstore workers cluster cluster/edge/chat cluster/edge/requests cluster/metrics"),
     "cluster/edge/grpc_api": "kvstore workers cluster/edge/chat cluster/edge/requests cluster/rpc",
-    "cluster/router": "workers workers/scheduling cluster cluster/rpc",
+    "cluster/router": "kernels/shared workers workers/scheduling cluster cluster/rpc",
     "cluster/worker": (
         "kvstore workers workers/parallel workers/scheduling cluster cluster/observability cluster/rpc"
     ),
     "cluster/supervisor": (
-        "kvstore workers workers/engine workers/parallel cluster cluster/observability "
+        "kernels/shared kvstore workers workers/engine workers/parallel cluster cluster/observability "
         "cluster/router cluster/rpc cluster/worker"
     ),
     "cluster/server": (

@@ -4,6 +4,34 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
+        "compiled placement breaks ties by the first worker",
+        "cluster/router/placement.cpp",
+        "if ($MIXED > $HIGHEST) $HIGHEST = $MIXED, $BEST = $N;",
+        "",
+        "tests/unit/cluster/router/test_compiled.py",
+    ),
+    Planted(
+        "compiled placement sums in another order",
+        "cluster/router/placement.cpp",
+        "scores.push_back(first_token.back() + locality + crowding_penalty($W, slots[$N]));",
+        "scores.push_back(first_token.back() + (locality + 1.05 * crowding_penalty($W, slots[$N])));",
+        "tests/unit/cluster/router/test_compiled.py",
+    ),
+    Planted(
+        "compiled placement prices a fetch without the checkpoint",
+        "cluster/router/placement.cpp",
+        "$LATE * $W.page + ($LATE > 0 ? $W.state : 0.0)",
+        "$LATE * $W.page",
+        "tests/unit/cluster/router/test_compiled.py",
+    ),
+    Planted(
+        "the compiled prefix table forgets the newest keys",
+        "cluster/router/placement.cpp",
+        "std::reverse(kept.begin(), kept.end());",
+        "",
+        "tests/unit/cluster/router/test_compiled.py",
+    ),
+    Planted(
         "the client's deadline covers only the wait",
         "cluster/router/admission.py::LoadShedder.admit",
         "($WAIT_S if $ASK.$TTFT_S_MAX is None else $PREDICTED_S)",

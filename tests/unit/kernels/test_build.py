@@ -169,7 +169,7 @@ def test_every_kind_of_cpu_computes_the_same_bits(tmp_path: Path, kernel_cache: 
 
     wanted = run(build(kernel_cache))
     assert {bool(flushed) for flushed in (wanted[2] == 0).flatten()} == {False, True}
-    made = compile_ahead(tmp_path)
+    made = [path for path in compile_ahead(tmp_path) if "-kernels-" in path.name]
     runs = [path for path in made if _runs_here(path)]
     assert len(made) == len(kinds(platform.machine()))
     assert runs

@@ -1,0 +1,140 @@
+"""Compiled placement chooses, predicts and books what its definition does, bit for bit."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+
+from tests.support.cluster.heartbeats import heartbeat, placement_request
+from tidemill.cluster.messages import PlacementRequest
+from tidemill.cluster.router.compiled import CompiledPlacement, CompiledPrefixes, load
+from tidemill.cluster.router.fleet_view import Fleet, HeartbeatArrived, WorkerLost
+from tidemill.cluster.router.placement import bookings, place
+from tidemill.cluster.router.prefix_table import Chain, Prefixes
+from tidemill.workers.messages import Announcement, Heartbeat, MemoryUse, Role, Speed, WorkerId
+
+P = 64
+ROLES: tuple[Role, ...] = ("prefill", "decode", "mixed")
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> CompiledPlacement:
+    return load(tmp_path_factory.getbasetemp() / "kernels")
+
+
+def random_heartbeat(rng: Random, sequence: int, keys: Sequence[bytes], roles: Sequence[Role]) -> Heartbeat:
+    """Return a heartbeat of one of 12 workers, with numbers of which some are equal and some are odd."""
+    index = rng.randrange(12)
+    speed = rng.choice(
+        [
+            Speed(),
+            Speed(step_s=0.01, token_s=rng.choice([1e-4, 3e-5]), pair_s=rng.random() * 1e-9, row_s=1e-4),
+        ]
+    )
+    if rng.random() < 0.5:
+        speed = replace(speed, fetch_bytes_per_s=rng.choice([1e8, 1e10]))
+    page_bytes = rng.choice([0, 1 << 20])
+    removed = tuple(rng.sample(keys, rng.randrange(4)))
+    added = tuple(keys[: rng.randrange(len(keys))])
+    return heartbeat(
+        f"w{index}",
+        roles[index % len(roles)],
+        sequence=sequence,
+        announcement=Announcement(added=added, removed=removed, full=rng.random() < 0.3),
+        draining=rng.random() < 0.1,
+        layout=rng.choice(["a", "a", "b"]),
+        speed=speed,
+        page_tokens=P,
+        page_bytes=page_bytes,
+        state_bytes=rng.choice([0, 77_000_000]),
+        itl_target_s=rng.choice([0.0, 0.1]),
+        step_tokens_max=rng.choice([512, 8192]),
+        budget_bytes=rng.choice([0, 30 << 20, 80 << 30]),
+        queued_s=rng.choice([0.0, rng.random()]),
+        queued_tokens=rng.randrange(3000),
+        running_rows=rng.randrange(4),
+        waiting_rows=rng.randrange(2),
+        streams=rng.randrange(3),
+        memory=MemoryUse(pages_live=rng.randrange(30) << 20),
+    )
+
+
+def random_request(rng: Random, families: Sequence[Sequence[bytes]], number: int) -> PlacementRequest:
+    keys = tuple(rng.choice(families)[: rng.randrange(40)])
+    keys += tuple(rng.randbytes(8) for _ in range(rng.choice([0, 0, 5])))
+    return placement_request(
+        len(keys) * P + rng.randrange(1, P),
+        request_id=str(number),
+        keys=() if rng.random() < 0.05 else keys,
+        max_new_tokens=rng.choice([1, 100, 1000]),
+        avoid=frozenset(WorkerId(f"w{rng.randrange(14)}.1") for _ in range(rng.randrange(3))),
+        recompute_all=rng.random() < 0.05,
+    )
+
+
+@pytest.mark.parametrize("roles", [ROLES, ("mixed",), ("prefill", "decode"), ("decode",)])
+@pytest.mark.parametrize("seed", range(6))
+def test_compiled_placement_is_its_definition(
+    compiled: CompiledPlacement, seed: int, roles: Sequence[Role]
+) -> None:
+    """A fleet with the compiled prefix table and one with the Python one get the same events. Each request is
+    placed on the first by compiled code and by the definition, and on the second by the definition."""
+    rng = Random(seed)
+    families = [[rng.randbytes(8) for _ in range(40)] for _ in range(3)]
+    families[1][:7] = families[0][:7]
+    mine, theirs = compiled.new_fleet(), Fleet()
+    now_s = 0.0
+    for number in range(250):
+        now_s += rng.random() * 0.1
+        draw = rng.random()
+        if draw < 0.4:
+            event = HeartbeatArrived(random_heartbeat(rng, number, rng.choice(families), roles), now_s)
+        elif draw < 0.43:
+            event = WorkerLost(WorkerId(f"w{rng.randrange(12)}.1"))
+        else:
+            request = random_request(rng, families, number)
+            placed = compiled.place(mine, request, now_s)
+            route = place(theirs, request, now_s)
+            assert place(mine, request, now_s) == route
+            assert (placed and placed.route) == route
+            if route is not None:
+                assert placed is not None
+                assert placed.booked == bookings(theirs, request, route, now_s)
+                for booked in placed.booked:
+                    mine.apply(booked)
+                    theirs.apply(booked)
+            continue
+        mine.apply(event)
+        theirs.apply(event)
+        assert np.array_equal(mine.table, theirs.table)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_compiled_prefix_table_is_its_definition(compiled: CompiledPlacement, seed: int) -> None:
+    """It grows, compacts its logs, and forgets the same keys, some of which occur twice in a batch."""
+    rng = Random(seed)
+    space = np.array([rng.getrandbits(64) | 1 for _ in range(9000)], np.uint64)
+    mine, theirs = CompiledPrefixes(compiled), Prefixes()
+    for _ in range(120):
+        slot, most = rng.randrange(5), rng.choice([700, 1 << 20])
+        keys = space[rng.sample(range(len(space)), rng.randrange(900))]
+        keys = np.concatenate([keys, keys[: rng.randrange(3)]])
+        draw = rng.random()
+        for table in (mine, theirs):
+            if draw < 0.4:
+                table.add(slot, keys, most)
+            elif draw < 0.7:
+                table.add_chain(slot, Chain(keys), most)
+            elif draw < 0.95:
+                table.remove(slot, keys[::-1])
+            else:
+                table.clear(slot)
+        chain = Chain(space[rng.sample(range(len(space)), 300)])
+        assert mine.depths(chain, 6).tolist() == theirs.depths(chain, 6).tolist()
+        assert [mine.num_held(slot) for slot in range(6)] == [theirs.num_held(slot) for slot in range(6)]
+        assert mine.held(slot).tolist() == theirs.held(slot).tolist()
+    for slot in range(5):
+        mine.clear(slot)
+    assert not mine.depths(Chain(space), 6).any()
