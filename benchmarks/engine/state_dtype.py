@@ -1,4 +1,4 @@
-"""What recurrent states in bfloat16 change in a model's logprobs, by length.
+"""Differences of a model's logprobs, by length, with recurrent states in bfloat16.
 
     python -m benchmarks.engine.state_dtype MODEL [--tokens 16384]
 
