@@ -9,28 +9,28 @@ running request as any order does. So it shows what the order of eviction can ga
 
 import argparse
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
 from typing import Any, Literal
 from unittest.mock import patch
 
-from tidemill.cluster.simulate.agents import SYSTEM_BLOCKS, TOKEN_S, agents_trace
+from tidemill.cluster.simulate.agents import SYSTEM_BLOCKS, agents_trace
 from tidemill.cluster.simulate.engines import root_of
 from tidemill.cluster.simulate.setup import HintKind, Setup
 from tidemill.cluster.simulate.trace import TraceRequest, by_client, reusable_share, speed_up
 from tidemill.cluster.simulate.world import simulate
 from tidemill.kvstore.keys import PageKey, page_keys
 from tidemill.kvstore.layout import Layout
-from tidemill.kvstore.memory.entry import Checkpoint, Entry
+from tidemill.kvstore.memory.entry import Entry
 from tidemill.kvstore.memory.prefix_index import PrefixIndex
 
 HORIZON_S = 1e9
 """A time after the end of every trace: the later the next use, the less a checkpoint is worth."""
 
 SHARED_S = 1e5
-"""The delay of a system prompt, which the next session uses: later than any turn."""
+"""The pause of a system prompt, which the next session uses: later than any turn."""
 
 UNBOUNDED_BLOCKS = 20_000
 STORE_BYTES = 1 << 30
@@ -47,18 +47,24 @@ RUNS: tuple[tuple[Order, HintKind], ...] = (
 
 
 class FutureIndex(PrefixIndex):
-    """An index that knows after what delay a request resumes at each key."""
+    """An index that knows for how long each turn pauses after its answer, and which ones resume at a key."""
 
-    def __init__(self, layout: Layout, delays_s: Mapping[PageKey, float]) -> None:
+    def __init__(self, layout: Layout, pauses_s: Mapping[PageKey, float]) -> None:
         super().__init__(layout)
-        self._delays_s = delays_s
+        self._pauses_s = dict(pauses_s)
         self._next_s: dict[PageKey, float] = {}
         self._time = asyncio.get_running_loop().time
 
-    def keep_checkpoint(self, entry: Entry, checkpoint: Checkpoint, *, spare: bool = False) -> None:
-        if entry.key in self._delays_s:
-            self._next_s[entry.key] = self._time() + self._delays_s[entry.key]
-        super().keep_checkpoint(entry, checkpoint, spare=spare)
+    def use(self, path: Sequence[Entry]) -> None:
+        if path and self._pauses_s.get(path[-1].key) != SHARED_S:
+            self._pauses_s.pop(path[-1].key, None)  # the session has passed it
+            self._next_s.pop(path[-1].key, None)
+        super().use(path)
+
+    def unpin(self, entry: Entry) -> None:
+        if entry.key in self._pauses_s:  # the answer has ended
+            self._next_s[entry.key] = self._time() + self._pauses_s[entry.key]
+        super().unpin(entry)
 
     def rank(self, entry: Entry) -> tuple[float, int]:
         next_s = self._next_s.get(entry.key)
@@ -68,18 +74,19 @@ class FutureIndex(PrefixIndex):
         return self.rank(entry)[0]
 
 
-def delays_of(requests: list[TraceRequest], setup: Setup) -> dict[PageKey, float]:
-    """Return, by the key where each turn ends, the seconds until the next turn resumes there."""
+def pauses_of(requests: list[TraceRequest], setup: Setup) -> dict[PageKey, float]:
+    """Return, by the key where the prompt of each turn ends, the pause after which the next turn resumes
+    there."""
     size = setup.layout.page_tokens
-    delays_s: dict[PageKey, float] = {}
+    pauses_s: dict[PageKey, float] = {}
     for chain in by_client(requests):
         for (_, turn), (_, later) in pairwise(chain):
             tokens = [block for block in turn.blocks for _ in range(size)]
             keys = page_keys(root_of(""), tokens[: -(-turn.prompt_tokens // setup.grain) - 1], size)
-            delays_s[keys[SYSTEM_BLOCKS - 1]] = SHARED_S
+            pauses_s[keys[SYSTEM_BLOCKS - 1]] = SHARED_S
             if turn.hints.session == later.hints.session:
-                delays_s[keys[-1]] = turn.answer_tokens * TOKEN_S + later.pause_s
-    return delays_s
+                pauses_s[keys[-1]] = later.pause_s
+    return pauses_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +106,10 @@ class Work:
         )  # fmt: skip
         if order != "oracle":
             return simulate(requests, setup).figures()
-        delays_s = delays_of(requests, setup)
+        pauses_s = pauses_of(requests, setup)
         with patch(
             "tidemill.cluster.simulate.engines.PrefixIndex",
-            lambda layout, _: FutureIndex(layout, delays_s),  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+            lambda layout, _: FutureIndex(layout, pauses_s),  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
         ):
             return simulate(requests, setup).figures()
 
