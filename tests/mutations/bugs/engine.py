@@ -62,8 +62,8 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "an aborted sequence continues",
         "workers/engine/commit.py::StepCommitter.commit",
-        "if $LEASE.$ENDED:",
-        "if False:",
+        "if $LEASE.$ENDED: self.$VOID(",
+        "if False:\n            self.$VOID(",
         "tests/unit/workers/engine/test_engine.py tests/sim/test_serving.py",
     ),
     Planted(

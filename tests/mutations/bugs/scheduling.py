@@ -34,8 +34,8 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "admission leaves no page for running requests",
         "workers/scheduling/admission.py::Admission._lease",
-        "$DEMAND($BESIDE, max(0",
-        "$DEMAND(0, max(0",
+        "$DEMAND($BESIDE + $LATER, max(0",
+        "$DEMAND($LATER, max(0",
         "tests/unit/workers/engine/test_budget.py",
     ),
     Planted(
