@@ -91,5 +91,9 @@ class InProgressPrefixes:
         return maker, depth_pages * sequence.page_tokens
 
     def _waits_behind(self, maker: Sequence, sequence: Sequence, depth: int) -> bool:
-        """Return whether `maker` gets memory after `sequence`, where both resume at `depth`."""
-        return maker.lease is None and self._precedence(maker, depth) > self._precedence(sequence, depth)
+        """Return whether `maker` may get memory after `sequence`, where both resume at `depth`. One that was
+        preempted may wait for any older request, so no request waits for it."""
+        if maker.lease is not None:
+            return False
+        later = self._precedence(maker, depth) > self._precedence(sequence, depth)
+        return later or maker.restore.preemptions > 0
