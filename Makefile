@@ -8,7 +8,7 @@ export LD_LIBRARY_PATH := $(DEBIAN_LIBS)$(addprefix :,$(LD_LIBRARY_PATH))
 PYTHON ?= python3
 STAMP := $(VENV)/.ready
 
-.PHONY: setup demo test test-all abuse browser triton triton-3.6 nodes gpu check bench clients fuzz mutations soak soak-faults soak-nodes soak-overload stubs metrics-doc config-doc helm-golden wheel sbom clean
+.PHONY: setup demo test test-all abuse browser triton triton-3.6 nodes gpu gpu-parcel check bench clients fuzz mutations soak soak-faults soak-nodes soak-overload stubs metrics-doc config-doc helm-golden wheel sbom clean
 
 setup: $(STAMP)
 
@@ -75,6 +75,10 @@ GPU_OPERATORS := tests/gpu/test_operators.py tests/gpu/test_page_copy.py
 gpu: setup
 	python -m pytest -n 8 $(GPU_OPERATORS); operators=$$?; \
 	python -m pytest tests/gpu $(GPU_OPERATORS:%=--ignore=%) && exit $$operators
+
+# What a machine that has torch, Triton and transformers alone needs for benchmarks/gpu/minutes.py.
+gpu-parcel: setup
+	python -m benchmarks.gpu.parcel dist/gpu-parcel
 
 check: setup
 	ruff check .
