@@ -236,6 +236,22 @@ def moe(shape: Shape, ops: Operators, experts: Experts, tokens: int) -> Iterator
         2.0 * pairs * expert,
     )
 
+    def vllm() -> Call:
+        import fused_moe as library  # noqa: PLC0415 - in the folder of peers, where there is one
+
+        w1, w2 = experts.gate_up.data, experts.down.data
+        weights, ids = torch.softmax(logits.float(), -1).topk(shape.top_k)
+        weights = weights / weights.sum(-1, keepdim=True)
+        return lambda: library.fused_experts(x, w1, w2, weights, ids.int())
+
+    yield Work(
+        f"both products of {tokens}, {read} experts",
+        lambda: ops.moe_outer(ops.moe_inner(x, choice, experts), choice, experts, x, logits[:, :1]),
+        read * 6 * expert + size_of(x, x, hidden, hidden),
+        6.0 * pairs * expert,
+        {"vllm": vllm},
+    )
+
 
 def copied(shape: Shape, tokens: int) -> Work:
     """All layers of a prompt, into blocks of 16 tokens of another engine's cache."""

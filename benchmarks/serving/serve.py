@@ -19,7 +19,6 @@ import httpx
 import psutil
 from rich.console import Console
 
-from benchmarks.serving.plots import plot
 from benchmarks.serving.report import Run, Sample, summary, table_of
 from benchmarks.serving.workloads import WORKLOADS, Item, Workload
 
@@ -155,6 +154,8 @@ def main(arguments: Sequence[str]) -> int:
     else:
         Console().print(table_of(figures))
     if options.plot:
+        from benchmarks.serving.plots import plot  # noqa: PLC0415 - matplotlib is not everywhere
+
         plot(run, options.plot)
     return 0
 

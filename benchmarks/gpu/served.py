@@ -1,0 +1,144 @@
+# pyright: basic
+"""A whole server with Ray and HTTP on a device: streams through a killed worker, and the speed of a model.
+
+    python -m benchmarks.gpu.served kill --folder FOLDER [--device cpu]
+    python -m benchmarks.gpu.served speed --folder FOLDER [--device cpu]
+
+`kill` ends a worker of keeper with SIGKILL amid 16 streams and compares all answers. `speed` serves a random
+model of Qwen3-Next's layers (`--load-format dummy`), and samples the threads of its worker with py-spy.
+Both add rows to FOLDER/served.json.
+"""
+
+import argparse
+import asyncio
+import json
+import shutil
+import subprocess
+from dataclasses import asdict
+from pathlib import Path
+
+from tests.support.e2e.faults import Run as FaultRun
+from tests.support.e2e.faults import kill, strike
+from tests.support.e2e.server import Server
+
+from benchmarks.faults.scene import Load, names_of, serving, until_all_are_back
+from benchmarks.gpu.engine import LAYER, TINY_LAYER
+from benchmarks.gpu.minutes import Verdict
+from benchmarks.serving.report import summary
+from benchmarks.serving.serve import measure
+from tidemill.workers.models.bundled import bundled
+
+LAYERS = 8
+STREAMS = 16
+SETTLE_S = 1.0
+SPY_S = 15
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def killed(folder: Path, device: str) -> list[Verdict]:
+    """Kill a worker amid streams, and compare each stream with the same one in a calm."""
+    options = ["--mixed", "2", "--device", device, "--kv-cache-dtype", "float32"]
+    options += ["--backing", "fixed"] if device != "cpu" else []
+    with serving(options, folder / "kill-server.log") as server:
+        load = Load(server, STREAMS, max_tokens=120)
+        name = min(names_of(server))
+
+        async def work() -> None:
+            await asyncio.sleep(SETTLE_S)
+            await strike(server, kill(name), FaultRun([]))
+            await until_all_are_back(server, names_of(server), SETTLE_S)
+
+        run, _ = load.under("killed", work)
+        found = load.verdict(run.calls)
+    wrong = found["failed"] + found["changed"]
+    figure = f"{found['streams']} streams, {found['failed']} failed, {found['changed']} changed"
+    return [Verdict("kill -9 of a worker", figure, "0 wrong", "MISSED" if wrong else "reached")]
+
+
+def random_model(folder: Path, layer: dict[str, object]) -> Path:
+    """Return a folder of a configuration without weights, with keeper's tokenizer."""
+    target = folder / "random-model"
+    target.mkdir(exist_ok=True)
+    config = {
+        "model_type": "qwen3_next",
+        "architectures": ["Qwen3NextForCausalLM"],
+        "torch_dtype": "bfloat16",
+    }
+    (target / "config.json").write_text(json.dumps({**config, **layer, "num_hidden_layers": LAYERS}))
+    for name in TOKENIZER:
+        if (bundled()["keeper"] / name).exists():
+            shutil.copy(bundled()["keeper"] / name, target / name)
+    return target
+
+
+def spied(pid: int, folder: Path) -> Verdict:
+    """Sample the threads of a worker: the share of samples in which each holds the interpreter's lock."""
+    program = shutil.which("py-spy")
+    if program is None:
+        return Verdict("threads of the worker", "", "", "needs py-spy")
+    output = folder / "threads.txt"
+    command = [program, "record", "--gil", "--threads", "--nonblocking", "--format", "raw", "--duration"]
+    done = subprocess.run(  # noqa: S603
+        [*command, str(SPY_S), "--output", str(output), "--pid", str(pid)], capture_output=True, text=True,
+        check=False, timeout=4 * SPY_S,
+    )  # fmt: skip
+    if done.returncode:
+        return Verdict("threads of the worker", done.stderr.strip()[-60:], "", "FAILED")
+    counts: dict[str, int] = {}
+    for line in output.read_text().splitlines():
+        stack, _, count = line.rpartition(" ")
+        thread = stack.split(";")[0]
+        counts[thread] = counts.get(thread, 0) + int(count)
+    most = sorted(counts.items(), key=lambda pair: -pair[1])[:3]
+    figure = ", ".join(f"{thread[:24]} {count}" for thread, count in most)
+    return Verdict("samples with the lock, by thread", figure, "", "figure")
+
+
+def fast(folder: Path, device: str) -> list[Verdict]:
+    is_tiny = device == "cpu"
+    model = random_model(folder, TINY_LAYER | {"vocab_size": 2000} if is_tiny else LAYER)
+    options = [str(model), "--port", "0", "--mixed", "1", "--device", device, "--load-format", "dummy"]
+    options += ["--memory", "128MiB"] if is_tiny else ["--memory", "24GiB", "--backing", "fixed"]
+    options += ["--max-num-seqs", "128", "--max-model-len", "4096"]
+    found: list[Verdict] = []
+    server = Server(options, folder / "speed-server.log")
+    try:
+        for concurrency in (1, 4) if is_tiny else (1, 32, 128):
+            figures = summary(asyncio.run(measure(server.url, "unique", concurrency, seed=concurrency)))
+            ttft, itl = figures["ttft_ms"], figures["itl_ms"]
+            text = f"TTFT {ttft['p50']:.1f} ms, ITL {itl['p50']:.2f} ms, p99 {itl['p99']:.1f} ms"
+            found.append(Verdict(f"server, {concurrency} at a time", text, "", "figure"))
+        (row,) = server.workers()
+
+        async def under_load() -> Verdict:
+            load = asyncio.create_task(measure(server.url, "unique", 4 if is_tiny else 128, seed=7))
+            await asyncio.sleep(SETTLE_S)
+            verdict = await asyncio.to_thread(spied, row["info"]["pid"], folder)
+            await load
+            return verdict
+
+        found.append(asyncio.run(under_load()))
+    finally:
+        server.kill_everything()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", choices=("kill", "speed"))
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--device", default="cuda")
+    args = parser.parse_args()
+    path: Path = args.folder / "served.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    rows = (killed if args.part == "kill" else fast)(args.folder, args.device)
+    found[args.part] = [asdict(row) for row in rows]
+    path.write_text(json.dumps(found, indent=1))
+    for row in rows:
+        print(row)
+
+
+if __name__ == "__main__":
+    main()
