@@ -332,8 +332,10 @@ class View {
             w.page = w.page_tokens * constants_.fetched_share;
         }
         w.light = w.step + w.row * std::max(at(STREAMS, slot), 1.0);
-        w.slowdown_beside = in_seconds ? prompt_slowdown(w, at(ITL_TARGET_S, slot))
-                                       : constants_.light_steps / (constants_.light_steps - 1);
+        w.slowdown_beside = 1.0;  // nothing needs it without streams and rows
+        if (w.has_streams || w.has_rows)
+            w.slowdown_beside = in_seconds ? prompt_slowdown(w, at(ITL_TARGET_S, slot))
+                                           : constants_.light_steps / (constants_.light_steps - 1);
         w.slowdown = w.has_streams ? w.slowdown_beside : 1.0;
         return w;
     }
@@ -341,10 +343,12 @@ class View {
     // The workers for this work. Those where the request failed are better than none.
     std::vector<int64_t> eligible(Column column) const {
         std::vector<int64_t> all, others;
+        all.reserve(num_slots_);
         for (int64_t slot = 0; slot < num_slots_; slot++) {
             if (at(column, slot) == 0) continue;
             all.push_back(slot);
-            if (std::find(avoided_.begin(), avoided_.end(), slot) == avoided_.end()) others.push_back(slot);
+            if (!avoided_.empty() && std::find(avoided_.begin(), avoided_.end(), slot) == avoided_.end())
+                others.push_back(slot);
         }
         return others.empty() ? all : others;
     }
@@ -356,6 +360,7 @@ class View {
     // The excess cost to later requests of computing `[0, end)`, for each of the workers.
     std::vector<double> duplicate_work(const std::vector<Worker>& workers, double end) const {
         std::vector<double> cost;
+        cost.reserve(workers.size());
         double least = INFINITY, wait = INFINITY;
         for (const Worker& w : workers) {
             cost.push_back(kappa_ * w.serving(w.resident, stored_, end));
@@ -394,6 +399,8 @@ class View {
         if (slots.empty() || asked_.recompute_all) return best;
         std::vector<Worker> workers;
         std::vector<double> done;
+        workers.reserve(slots.size());
+        done.reserve(slots.size());
         for (const int64_t slot : slots) {
             workers.push_back(worker(slot));
             done.push_back(workers.back().wait + prefill_time(workers.back(), workers.back().restorable, boundary_));
@@ -440,12 +447,15 @@ class View {
         if (slots.empty()) return false;
         const Prefill prefill = best_prefill(eligible(PREFILLS));
         std::vector<Worker> workers, mixing;
+        workers.reserve(slots.size());
         for (const int64_t slot : slots) workers.push_back(worker(slot));
         for (int64_t slot = 0; slot < num_slots_; slot++)  // those that the request avoids as well
             if (at(MIXED, slot) > 0) mixing.push_back(worker(slot));
         const std::vector<double> penalty = duplicate_work(mixing, asked_.num_tokens);
         std::vector<double> scores, first_token;
         std::vector<char> alone;
+        scores.reserve(slots.size());
+        first_token.reserve(slots.size());
         size_t next = 0;  // in `mixing`, which has the same order
         for (size_t n = 0; n < slots.size(); n++) {
             const Worker& w = workers[n];

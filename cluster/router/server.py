@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import grpc
@@ -20,8 +20,10 @@ from tidemill.cluster.rpc.codec import (
     decode,
     decode_heartbeat,
     decode_placement_request,
+    decode_placement_requests,
     encode,
     encode_placement,
+    encode_placements,
 )
 from tidemill.workers.messages import (
     Ack,
@@ -49,6 +51,7 @@ class ServedRouter(Protocol):
     """The router behind the server."""
 
     async def place(self, request: PlacementRequest) -> Route: ...
+    def place_now(self, request: PlacementRequest) -> Route | None: ...
     def heartbeat(self, heartbeat: Heartbeat) -> Ack: ...
     def budget_for(self, heartbeat: Heartbeat) -> int | None: ...
     def budgets(self) -> Mapping[str, SetBudget]: ...
@@ -72,6 +75,7 @@ class RouterService:
         self._server = new_server(ROUTER_STREAMS_MAX)
         handlers: dict[str, Handler] = {
             "Place": grpc.unary_unary_rpc_method_handler(self._place),
+            "PlaceAll": grpc.unary_unary_rpc_method_handler(self._place_all),
             "Report": grpc.stream_stream_rpc_method_handler(self._report),
             "Memory": grpc.stream_stream_rpc_method_handler(self._memory),
             "Budgets": grpc.unary_unary_rpc_method_handler(self._budgets),
@@ -114,6 +118,38 @@ class RouterService:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         except Malformed as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    async def _place_all(self, data: bytes, context: "Context") -> bytes:
+        """Place the requests of a frame in their order. They wait together: a request waits only when no
+        worker at all can decode."""
+        try:
+            requests = decode_placement_requests(data)
+        except Malformed as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        return encode_placements(await self.place_all(requests))
+
+    async def place_all(
+        self, requests: Sequence[PlacementRequest]
+    ) -> list[Route | Overloaded | Poisonous | Unserved]:
+        """Return the route of each request, or why it has none."""
+
+        async def waited(request: PlacementRequest) -> Route | Overloaded | Poisonous | Unserved:
+            try:
+                return await self._router.place(request)
+            except (Overloaded, Poisonous, Unserved) as error:
+                return error
+
+        placed: list[Route | Overloaded | Poisonous | Unserved] = []
+        for index, request in enumerate(requests):
+            try:
+                route = self._router.place_now(request)
+            except (Overloaded, Poisonous) as error:
+                placed.append(error)
+            else:
+                if route is None:
+                    return placed + list(await asyncio.gather(*map(waited, requests[index:])))
+                placed.append(route)
+        return placed
 
     async def _report(self, frames: AsyncIterator[bytes], context: "Context") -> None:
         stream = object()

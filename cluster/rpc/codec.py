@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from numbers import Integral, Real
+from struct import iter_unpack
 from typing import Any, Literal, TypeVar, overload
 
 import msgspec
@@ -30,6 +31,7 @@ from tidemill.workers.messages import (
     Request,
     RequestError,
     Role,
+    Unserved,
     WorkerGone,
     WorkerId,
 )
@@ -303,7 +305,22 @@ def encode_placement_request(request: PlacementRequest) -> bytes:
 
 def decode_placement_request(data: bytes) -> PlacementRequest:
     """Raises Malformed."""
-    call = decode(_PlacementCall, data)
+    return _requested(decode(_PlacementCall, data))
+
+
+def encode_placement_requests(requests: Iterable[PlacementRequest]) -> bytes:
+    """Encode a frame of requests, which the router answers together."""
+    return encode(
+        [_PlacementCall(replace(request, keys=()), _pack_keys(request.keys)) for request in requests]
+    )
+
+
+def decode_placement_requests(data: bytes) -> list[PlacementRequest]:
+    """Raises Malformed."""
+    return [_requested(call) for call in decode(list[_PlacementCall], data)]
+
+
+def _requested(call: _PlacementCall) -> PlacementRequest:
     return replace(call.request, keys=_unpack_keys(call.keys))
 
 
@@ -317,22 +334,46 @@ class _Placement(msgspec.Struct, frozen=True, omit_defaults=True):
     route: Route | None = None
     overload: _Overload | None = None
     poisonous: str | None = None
+    unserved: str | None = None  # in frames of several; a single one is a status of gRPC
 
 
 def encode_placement(placement: Route | Overloaded | Poisonous) -> bytes:
     """Encode the router's answer to a PlacementRequest."""
+    return encode(_placement_to(placement))
+
+
+def encode_placements(placements: Iterable[Route | Overloaded | Poisonous | Unserved]) -> bytes:
+    """Encode the router's answers to a frame of requests, in their order."""
+    return encode([_placement_to(placement) for placement in placements])
+
+
+def decode_placements(data: bytes) -> list[Route | Overloaded | Poisonous | Unserved]:
+    """Raises Malformed."""
+    return [
+        Unserved(placement.unserved) if placement.unserved is not None else _placement_from(placement)
+        for placement in decode(list[_Placement], data)
+    ]
+
+
+def _placement_to(placement: Route | Overloaded | Poisonous | Unserved) -> _Placement:
     match placement:
         case Route():
-            return encode(_Placement(route=placement))
+            return _Placement(route=placement)
         case Overloaded(predicted_s=predicted_s, retry_after_s=retry_after_s):
-            return encode(_Placement(overload=_Overload(str(placement), predicted_s, retry_after_s)))
+            return _Placement(overload=_Overload(str(placement), predicted_s, retry_after_s))
         case Poisonous():
-            return encode(_Placement(poisonous=str(placement)))
+            return _Placement(poisonous=str(placement))
+        case Unserved():
+            return _Placement(unserved=str(placement))
 
 
 def decode_placement(data: bytes) -> Route | Overloaded | Poisonous:
     """Raises Malformed."""
-    match decode(_Placement, data):
+    return _placement_from(decode(_Placement, data))
+
+
+def _placement_from(placement: _Placement) -> Route | Overloaded | Poisonous:
+    match placement:
         case _Placement(route=Route() as route):
             return route
         case _Placement(overload=_Overload(message, predicted_s, retry_after_s)):
@@ -374,5 +415,4 @@ def _pack_keys(keys: Iterable[bytes]) -> bytes:
 def _unpack_keys(packed: bytes) -> tuple[bytes, ...]:
     if len(packed) % ANNOUNCED_KEY_BYTES:
         raise Malformed(f"{len(packed)} bytes of keys do not divide into {ANNOUNCED_KEY_BYTES}")
-    starts = range(0, len(packed), ANNOUNCED_KEY_BYTES)
-    return tuple(packed[start : start + ANNOUNCED_KEY_BYTES] for start in starts)
+    return tuple(key for (key,) in iter_unpack(f"{ANNOUNCED_KEY_BYTES}s", packed))

@@ -15,8 +15,8 @@ from tidemill.cluster.simulate.agents import agents_trace
 from tidemill.cluster.simulate.cost import SPEED, StepCost
 from tidemill.cluster.simulate.plot import new_figure, plot
 from tidemill.cluster.simulate.report import SHARES
-from tidemill.cluster.simulate.setup import NEVER_S, EngineKind, HintKind, Setup
-from tidemill.cluster.simulate.trace import TraceError, read_trace, reusable_share, speed_up, spread
+from tidemill.cluster.simulate.setup import NEVER_S, EngineKind, HintKind, Setup, SpreadKind
+from tidemill.cluster.simulate.trace import TraceError, copied, read_trace, reusable_share, speed_up, spread
 from tidemill.cluster.simulate.world import simulate
 from tidemill.kvstore.memory.recompute_cost import Policy
 from tidemill.workers.messages import Speed
@@ -40,6 +40,11 @@ class SimulateOptions:
     eviction: Policy
     hints: HintKind
     policy: str
+    routers: int
+    edges: int
+    spread: SpreadKind
+    heartbeat_s: float
+    copies: int
     speed_up: float
     requests: int | None
     hybrid: bool
@@ -62,7 +67,7 @@ def simulate_trace(options: SimulateOptions) -> int:
     if options.trace == AGENTS:
         requests = agents_trace(options.agents, SESSIONS, rng)
     else:
-        requests = spread(read_trace(options.trace), rng)
+        requests = spread(copied(read_trace(options.trace), options.copies), rng)
     requests = speed_up(requests, options.speed_up)[: options.requests]
     outcome = simulate(requests, _setup(options))
     figures = outcome.figures()
@@ -129,6 +134,10 @@ def _setup(options: SimulateOptions) -> Setup:
         eviction=options.eviction,
         hints=options.hints,
         policy=options.policy,
+        routers=options.routers,
+        edges=options.edges,
+        spread=options.spread,
+        heartbeat_s=options.heartbeat_s,
         engine=options.engine,
         hybrid=options.hybrid,
         blocks=options.blocks,

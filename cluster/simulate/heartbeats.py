@@ -28,8 +28,12 @@ class Reporting(Protocol):
 class SimHeartbeats:
     """The heartbeats of one worker. The first one is sent immediately."""
 
-    def __init__(self, worker: Reporting, report: Callable[[Heartbeat], Ack]) -> None:
+    def __init__(
+        self, worker: Reporting, report: Callable[[Heartbeat], Ack], interval_s: float = LOOK_S
+    ) -> None:
+        """Start heartbeats, at most one in `interval_s`."""
         self._worker = worker
+        self._interval_s = interval_s
         self._report = report
         self._loop = asyncio.get_running_loop()
         self._sequence = 0
@@ -48,7 +52,7 @@ class SimHeartbeats:
             self._soon = True
             self._idle_s = IDLE_S
             self._next.cancel()
-            self._next = self._loop.call_at(self._last_s + LOOK_S, self._send)
+            self._next = self._loop.call_at(self._last_s + self._interval_s, self._send)
 
     def _send(self) -> None:
         self._soon = False

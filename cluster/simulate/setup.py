@@ -3,7 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tidemill.cluster.router.compiled import CompiledPlacement
 from tidemill.cluster.simulate.cost import StepCost, layout_for
+from tidemill.cluster.simulate.heartbeats import LOOK_S
 from tidemill.cluster.simulate.policies import OURS
 from tidemill.kvstore.layout import Layout
 from tidemill.kvstore.memory.recompute_cost import Policy
@@ -14,6 +16,7 @@ NEVER_S = 1e9
 """A limit of the time to first token that no prediction exceeds."""
 
 EngineKind = Literal["real", "model"]
+SpreadKind = Literal["edge", "family"]
 HintKind = Literal["all", "breakpoints", "none"]
 
 
@@ -24,6 +27,10 @@ class Setup:
     `blocks` is the memory of a worker in blocks of the trace. With the real engine it includes the
     states of a hybrid. The model has `slots` for checkpoints in addition. With the real engine a
     token stands for `grain` tokens of the trace. `hints` are those of the trace that are used.
+
+    Each router gets the heartbeats of all workers, `heartbeat_s` after a change at the latest, and
+    knows no bookings of the others. A request goes to the router of its edge, or to that of its
+    prefix family. `compiled` makes the routers fast, and changes no choice.
     """
 
     prefill: int = 8
@@ -36,6 +43,11 @@ class Setup:
     hints: HintKind = "all"
     blocks: int = 2048
     slots: int = 256
+    routers: int = 1
+    edges: int = 1
+    spread: SpreadKind = "edge"
+    heartbeat_s: float = LOOK_S
+    compiled: CompiledPlacement | None = None
     cost: StepCost = field(default_factory=StepCost)
     ttft_s_max: float = NEVER_S
     grain: int = 8

@@ -98,6 +98,15 @@ def spread(requests: Sequence[TraceRequest], rng: Random) -> list[TraceRequest]:
     return sorted(moved, key=lambda request: request.at_s)
 
 
+def copied(requests: Sequence[TraceRequest], copies: int) -> list[TraceRequest]:
+    """Return the requests of several copies, which share no prefix, by arrival."""
+    return [
+        replace(request, blocks=tuple(block + (copy << 40) for block in request.blocks))
+        for request in requests
+        for copy in range(copies)
+    ]
+
+
 def speed_up(requests: Iterable[TraceRequest], factor: float) -> list[TraceRequest]:
     """Divide the arrival times and the pauses by `factor`."""
     return [

@@ -4,7 +4,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from random import Random
+from zlib import crc32
 
 from tidemill.cluster.edge import flow
 from tidemill.cluster.messages import PlacementRequest, Route
@@ -20,7 +22,9 @@ from tidemill.cluster.simulate.setup import Setup
 from tidemill.cluster.simulate.sized_store import SizeOnlyStore
 from tidemill.cluster.simulate.trace import TraceRequest, by_client
 from tidemill.workers.messages import (
+    Ack,
     Delta,
+    Heartbeat,
     Overloaded,
     Produced,
     Request,
@@ -72,29 +76,41 @@ async def _serve_in_turn(
 
 
 class _SimRouter:
-    """The router of the product with the heartbeats of the workers, or a policy."""
+    """Routers of the product with the heartbeats of the workers, or a policy."""
 
     def __init__(self, setup: Setup, workers: Sequence[EngineWorker | ModelWorker]) -> None:
         """Raises UnknownPolicy."""
         clock = asyncio.get_running_loop().time
         self._heartbeats: list[SimHeartbeats] = []
+        self._setup = setup
         if setup.policy == OURS:
-            self._router = Router(clock, broker=False)
-            self._heartbeats = [SimHeartbeats(worker, self._router.heartbeat) for worker in workers]
+            routers = [Router(clock, broker=False, compiled=setup.compiled) for _ in range(setup.routers)]
+            self._heartbeats = [
+                SimHeartbeats(worker, partial(_to_all, routers), setup.heartbeat_s) for worker in workers
+            ]
+            self._routers: Sequence[Router | PolicyRouter] = routers
         else:
             policy = make_policy(setup.policy, Random(setup.seed))  # noqa: S311  a policy's dice
-            self._router = PolicyRouter(policy, workers, clock)
+            self._routers = [PolicyRouter(policy, workers, clock)]
 
     def close(self) -> None:
         for heartbeats in self._heartbeats:
             heartbeats.stop()
 
     async def place(self, request: PlacementRequest) -> Route:
-        return await self._router.place(request)
+        family = request.keys[0] if request.keys and self._setup.spread == "family" else b""
+        edge = crc32(request.request_id.encode()) % self._setup.edges
+        index = crc32(family) if family else edge
+        return await self._routers[index % len(self._routers)].place(request)
 
     async def report_lost(self, worker: WorkerId, blamed: bytes = b"") -> None:
         del blamed
         raise AssertionError(f"{worker} was lost: nothing breaks in a simulation")
+
+
+def _to_all(routers: Sequence[Router], heartbeat: Heartbeat) -> Ack:
+    acks = [router.heartbeat(heartbeat) for router in routers]
+    return replace(acks[0], want_full=any(ack.want_full for ack in acks))
 
 
 class _ModelCluster:

@@ -12,16 +12,22 @@ import pytest
 
 from tests.support import grpc_loop
 from tests.support.cluster.heartbeats import heartbeat, placement_request, worker_info
-from tidemill.cluster.messages import FleetStatus
+from tidemill.cluster.messages import FleetStatus, PlacementRequest
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.router.server import RouterService
 from tidemill.cluster.rpc.channels import open_channel
-from tidemill.cluster.rpc.codec import encode, encode_heartbeat
+from tidemill.cluster.rpc.codec import (
+    decode_placements,
+    encode,
+    encode_heartbeat,
+    encode_placement_requests,
+)
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.worker.assignment import Assignment
 from tidemill.cluster.worker.heartbeats import Heartbeats, UnsentAnnouncements
 from tidemill.workers.messages import (
     Announcement,
+    Poisonous,
     RequestError,
     Unserved,
     WorkerGone,
@@ -471,5 +477,34 @@ def test_client_places_requests_with_the_second_router_when_the_first_is_lost() 
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+
+    run(main())
+
+
+def test_router_places_the_requests_of_a_frame_in_order() -> None:
+    """Those that cannot be placed have their own errors, and without a worker all of them wait."""
+
+    async def main() -> None:
+        async with cluster() as running, open_channel(running.address) as channel:
+            call = cast("Any", channel.unary_unary("/tidemill.Router/PlaceAll"))
+
+            async def place_all(*requests: PlacementRequest) -> list[Any]:
+                return decode_placements(await call(encode_placement_requests(requests)))
+
+            first, second = await place_all(
+                replace(REQUEST, wait_s_max=0.05), replace(REQUEST, wait_s_max=0.0)
+            )
+            assert [type(answer) for answer in (first, second)] == [Unserved, Unserved]
+            waiting = asyncio.create_task(place_all(REQUEST, replace(REQUEST, keys=(b"depth--1",))))
+            await asyncio.sleep(0.05)
+            running.router.heartbeat(heartbeat(INFO))
+            assert [route.decode for route in await waiting] == [INFO.worker] * 2
+            running.router.report_lost(WorkerId("other"), b"bad")
+            poisonous, route = await place_all(replace(REQUEST, content_hash=b"bad"), REQUEST)
+            assert isinstance(poisonous, Poisonous)
+            assert route.decode == INFO.worker
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await call(b"nonsense")
+            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
     run(main())

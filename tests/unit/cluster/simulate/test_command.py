@@ -88,3 +88,23 @@ def test_speed_file_overrides_the_measured_fields(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(TraceError, match="is not a speed file"):
             read_speed(path)
+
+
+def test_simulate_by_many_routers_serves_every_copy(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Eight views that are late duplicate families; requests of one family at one router do not."""
+    hits: dict[str, float] = {}
+    for spread in ("edge", "family"):
+        arguments = [
+            "--routers=8",
+            "--edges=8",
+            "--copies=3",
+            "--speed-up=20",
+            "--engine=model",
+            "--store-rate=0",
+            "--json",
+        ]
+        assert main(["simulate", str(trace), *arguments, f"--spread={spread}"]) == 0
+        figures = json.loads(capsys.readouterr().out)
+        assert (figures["requests"], figures["failed"]) == (60, 0)
+        hits[spread] = figures["hit_ratio"]
+    assert hits["edge"] < hits["family"]

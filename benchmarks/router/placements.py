@@ -1,0 +1,141 @@
+"""Placements per second and core in the process of a router: compiled beside the Python definition, in turns.
+
+python -m benchmarks.router.placements [--output benchmarks/results]
+
+A frame has 16 requests, prompts of 128 pages of which others have had three quarters. Everything from the
+bytes of a frame to the bytes of its answer counts, as CPU time of the thread; gRPC itself does not. The parts
+are timed one by one in a second pass.
+"""
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from benchmarks.router.router import FAMILIES, HOLDERS, PAGES, RESULTS, placement_requests, report
+from tidemill.cluster.messages import Route
+from tidemill.cluster.router.compiled import CompiledPlacement, load
+from tidemill.cluster.router.fleet_view import Fleet
+from tidemill.cluster.router.placement import bookings, place
+from tidemill.cluster.router.router import Router
+from tidemill.cluster.router.server import RouterService
+from tidemill.cluster.rpc.codec import (
+    decode_placement_requests,
+    encode_placement_requests,
+    encode_placements,
+)
+
+WORKERS = (16, 1024)
+FRAME = 16
+FRAMES = 30
+ROUNDS = 5
+
+
+def router_of(
+    num_workers: int, families: list[tuple[bytes, ...]], compiled: CompiledPlacement | None
+) -> Router:
+    router, rng = Router(time.monotonic, broker=False, compiled=compiled), Random(1)
+    held: list[list[bytes]] = [[] for _ in range(num_workers)]
+    for family in families:
+        for worker in rng.sample(range(num_workers), HOLDERS):
+            held[worker] += family[: rng.randrange(PAGES // 2, PAGES)]
+    for index, keys in enumerate(held):
+        router.heartbeat(report(index, 0, rng, tuple(dict.fromkeys(keys))))
+    return router
+
+
+async def whole(service: RouterService, frames: list[bytes]) -> float:
+    """Return the microseconds of one placement."""
+    began_s = time.thread_time()
+    for frame in frames:
+        encode_placements(await service.place_all(decode_placement_requests(frame)))
+    return 1e6 * (time.thread_time() - began_s) / (len(frames) * FRAME)
+
+
+def parts(router: Router, frames: list[bytes], compiled: CompiledPlacement | None) -> dict[str, float]:
+    """Return the microseconds of each part of one placement."""
+    fleet: Fleet = router._fleet  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - timed from inside
+    shedder = router._load_shedder  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    spent: dict[str, float] = {}
+    at_s = time.thread_time()
+
+    def end(name: str) -> None:
+        nonlocal at_s
+        now_s = time.thread_time()
+        spent[name] = spent.get(name, 0.0) + (now_s - at_s) * 1e6 / (len(frames) * FRAME)
+        at_s = time.thread_time()
+
+    for frame in frames:
+        requests = decode_placement_requests(frame)
+        end("decode")
+        routes: list[Route] = []
+        for request in requests:
+            now_s = time.monotonic()
+            fleet.chain(request.keys)
+            end("keys")
+            if compiled is None:
+                fleet.depths(request.keys)
+                end("look up")
+                route = place(fleet, request, now_s)
+                assert route is not None
+                end("score and pick")
+                booked = bookings(fleet, request, route, now_s)
+                end("bookings")
+            else:
+                placed = compiled.place(fleet, request, now_s)
+                assert placed is not None
+                route, booked = placed
+                end("look up, score, pick, bookings")
+            routes.append(shedder.admit(request, route, fleet, booked, now_s))
+            end("admit")
+            for event in booked:
+                fleet.apply(event)
+            end("book")
+        encode_placements(routes)
+        end("encode")
+    return spent
+
+
+def main() -> None:
+    command = argparse.ArgumentParser(description=__doc__)
+    command.add_argument("--output", type=Path, default=RESULTS)
+    options = command.parse_args()
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        ways = {"definition": None, "compiled": load(Path(folder))}
+        for workers in WORKERS:
+            rng = Random(workers)
+            families = [tuple(rng.randbytes(8) for _ in range(PAGES)) for _ in range(FAMILIES)]
+            routers = {name: router_of(workers, families, compiled) for name, compiled in ways.items()}
+            best = dict.fromkeys(ways, float("inf"))
+            for _ in range(ROUNDS):
+                requests = placement_requests(families, FRAME * FRAMES, rng)
+                frames = [
+                    encode_placement_requests(requests[start : start + FRAME])
+                    for start in range(0, len(requests), FRAME)
+                ]
+                for name, router in routers.items():
+                    best[name] = min(best[name], _run(router, frames))
+            for name, router in routers.items():
+                spent = parts(router, frames, ways[name])
+                found[f"{workers} workers, {name}"] = {"us": best[name], "per_s": 1e6 / best[name]} | spent
+                print(
+                    f"{workers} workers, {name}: {best[name]:.0f} us, {1e6 / best[name]:,.0f} a second;",
+                    ", ".join(f"{part} {us:.1f}" for part, us in spent.items()),
+                )
+    (options.output / "placements.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _run(router: Router, frames: list[bytes]) -> float:
+    async def run() -> float:
+        return await whole(RouterService(router), frames)
+
+    return asyncio.run(run())
+
+
+if __name__ == "__main__":
+    main()
