@@ -112,6 +112,7 @@ def main() -> None:
             families = [tuple(rng.randbytes(8) for _ in range(PAGES)) for _ in range(FAMILIES)]
             routers = {name: router_of(workers, families, compiled) for name, compiled in ways.items()}
             best = dict.fromkeys(ways, float("inf"))
+            frames: list[bytes] = []
             for _ in range(ROUNDS):
                 requests = placement_requests(families, FRAME * FRAMES, rng)
                 frames = [

@@ -182,7 +182,7 @@ class Fleet:
     @property
     def table_address(self) -> int:
         """The address of the table, for compiled code."""
-        return self.table.ctypes.data
+        return self.table.__array_interface__["data"][0]
 
     def num_held(self, member: Member) -> int:
         """Return the number of announced restorable depths that the router remembers."""

@@ -357,13 +357,17 @@ class View {
         return w.beside(w.serving(start, stored_, end), asked_.answer_tokens);
     }
 
-    // The excess cost to later requests of computing `[0, end)`, for each of the workers.
-    std::vector<double> duplicate_work(const std::vector<Worker>& workers, double end) const {
+    // The excess cost to later requests of computing `[0, end)`, for each of the workers. `served` has the cost
+    // of `[restorable, end)` if that is known.
+    std::vector<double> duplicate_work(const std::vector<Worker>& workers, double end,
+                                       const std::vector<double>* served = nullptr) const {
         std::vector<double> cost;
         cost.reserve(workers.size());
         double least = INFINITY, wait = INFINITY;
         for (const Worker& w : workers) {
-            cost.push_back(kappa_ * w.serving(w.resident, stored_, end));
+            cost.push_back(kappa_ * (served && w.resident == w.restorable
+                                         ? (*served)[cost.size()]
+                                         : w.serving(w.resident, stored_, end)));
             least = std::min(least, cost.back());
             wait = std::min(wait, w.wait);
         }
@@ -398,14 +402,17 @@ class View {
         Prefill best;
         if (slots.empty() || asked_.recompute_all) return best;
         std::vector<Worker> workers;
-        std::vector<double> done;
+        std::vector<double> done, served;
         workers.reserve(slots.size());
+        served.reserve(slots.size());
         done.reserve(slots.size());
         for (const int64_t slot : slots) {
             workers.push_back(worker(slot));
-            done.push_back(workers.back().wait + prefill_time(workers.back(), workers.back().restorable, boundary_));
+            const Worker& w = workers.back();
+            served.push_back(w.serving(w.restorable, stored_, boundary_));
+            done.push_back(w.wait + w.beside(served.back(), asked_.answer_tokens));
         }
-        std::vector<double> scores = duplicate_work(workers, boundary_);
+        std::vector<double> scores = duplicate_work(workers, boundary_, &served);
         for (size_t n = 0; n < scores.size(); n++) scores[n] = done[n] + scores[n];
         const int64_t n = pick(slots, workers, scores);
         return {slots[n], done[n], workers[n].resident};
@@ -466,10 +473,11 @@ class View {
             if (prefill.slot >= 0) {
                 const double pages = std::max(0.0, boundary_ - w.restorable) / w.page_tokens;
                 const double late = std::min(pages, std::ceil(w.step_tokens / w.page_tokens));
-                const double hop = in_seconds ? constants_.hop_s : constants_.hop_pages * w.page_tokens;
-                const double fetch = late * w.page + (late > 0 ? w.state : 0.0);
-                const double tail = w.computing(boundary_, asked_.num_tokens) * w.slowdown;
-                if (!alone.back()) served = prefill.done + hop + fetch + tail;
+                if (!alone.back()) {
+                    const double hop = in_seconds ? constants_.hop_s : constants_.hop_pages * w.page_tokens;
+                    const double fetch = late * w.page + (late > 0 ? w.state : 0.0);
+                    served = prefill.done + hop + fetch + w.computing(boundary_, asked_.num_tokens) * w.slowdown;
+                }
                 locality = (pages - late) * w.page;
             }
             if (w.mixed) {

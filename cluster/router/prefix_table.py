@@ -54,7 +54,7 @@ class Chain:
 
     def __post_init__(self) -> None:
         self.keys = np.ascontiguousarray(self.keys)
-        self.address = self.keys.ctypes.data
+        self.address = self.keys.__array_interface__["data"][0]
 
 
 @dataclass(slots=True, eq=False)

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from tidemill.cluster.messages import (
@@ -18,6 +18,7 @@ from tidemill.cluster.router.fleet_view import (
     Fleet,
     HeartbeatArrived,
     Member,
+    RequestBooked,
     WorkerLost,
     wants_full_announcement,
 )
@@ -64,6 +65,7 @@ class Router:
         self._load_shedder = LoadShedder(ttft_s_max)
         self._heartbeat_at_s: dict[WorkerId, float] = {}  # the latest, also of lost workers
         self._started_s = clock()
+        self.on_booked: Callable[[Sequence[RequestBooked]], object] = len  # shares it with other routers
         self._changed = asyncio.Event()
 
     async def place(self, request: PlacementRequest) -> Route:
@@ -97,9 +99,14 @@ class Router:
         else:
             return None
         route = self._load_shedder.admit(request, route, self._fleet, booked, now_s)
+        self.book(booked)
+        self.on_booked(booked)
+        return route
+
+    def book(self, booked: Sequence[RequestBooked]) -> None:
+        """Count load that this router or another one has placed."""
         for event in booked:
             self._fleet.apply(event)
-        return route
 
     def heartbeat(self, heartbeat: Heartbeat) -> Ack:
         """Apply a heartbeat. The answer requests a full announcement if the router missed some."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from numbers import Integral, Real
-from struct import iter_unpack
+from struct import unpack
 from typing import Any, Literal, TypeVar, overload
 
 import msgspec
@@ -415,4 +415,4 @@ def _pack_keys(keys: Iterable[bytes]) -> bytes:
 def _unpack_keys(packed: bytes) -> tuple[bytes, ...]:
     if len(packed) % ANNOUNCED_KEY_BYTES:
         raise Malformed(f"{len(packed)} bytes of keys do not divide into {ANNOUNCED_KEY_BYTES}")
-    return tuple(key for (key,) in iter_unpack(f"{ANNOUNCED_KEY_BYTES}s", packed))
+    return unpack(f"{ANNOUNCED_KEY_BYTES}s" * (len(packed) // ANNOUNCED_KEY_BYTES), packed)

@@ -44,6 +44,7 @@ class SimulateOptions:
     edges: int
     spread: SpreadKind
     heartbeat_s: float
+    share_s: float | None
     copies: int
     speed_up: float
     requests: int | None
@@ -138,6 +139,7 @@ def _setup(options: SimulateOptions) -> Setup:
         edges=options.edges,
         spread=options.spread,
         heartbeat_s=options.heartbeat_s,
+        share_s=options.share_s,
         engine=options.engine,
         hybrid=options.hybrid,
         blocks=options.blocks,

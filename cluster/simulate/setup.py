@@ -29,8 +29,9 @@ class Setup:
     token stands for `grain` tokens of the trace. `hints` are those of the trace that are used.
 
     Each router gets the heartbeats of all workers, `heartbeat_s` after a change at the latest, and
-    knows no bookings of the others. A request goes to the router of its edge, or to that of its
-    prefix family. `compiled` makes the routers fast, and changes no choice.
+    knows the bookings of the others after `share_s`, or never (None). A request goes to the router
+    of its edge, or to that of its prefix family. `compiled` makes the routers fast, and changes no
+    choice.
     """
 
     prefill: int = 8
@@ -47,6 +48,7 @@ class Setup:
     edges: int = 1
     spread: SpreadKind = "edge"
     heartbeat_s: float = LOOK_S
+    share_s: float | None = None
     compiled: CompiledPlacement | None = None
     cost: StepCost = field(default_factory=StepCost)
     ttft_s_max: float = NEVER_S

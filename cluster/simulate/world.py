@@ -10,6 +10,7 @@ from zlib import crc32
 
 from tidemill.cluster.edge import flow
 from tidemill.cluster.messages import PlacementRequest, Route
+from tidemill.cluster.router.fleet_view import RequestBooked
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.simulate.block_cache import BlockCache, Stored
 from tidemill.cluster.simulate.clock import run_virtual
@@ -89,6 +90,11 @@ class _SimRouter:
                 SimHeartbeats(worker, partial(_to_all, routers), setup.heartbeat_s) for worker in workers
             ]
             self._routers: Sequence[Router | PolicyRouter] = routers
+            if setup.share_s is not None:
+                for router in routers:
+                    router.on_booked = partial(
+                        _share, [other for other in routers if other is not router], setup.share_s
+                    )
         else:
             policy = make_policy(setup.policy, Random(setup.seed))  # noqa: S311  a policy's dice
             self._routers = [PolicyRouter(policy, workers, clock)]
@@ -106,6 +112,11 @@ class _SimRouter:
     async def report_lost(self, worker: WorkerId, blamed: bytes = b"") -> None:
         del blamed
         raise AssertionError(f"{worker} was lost: nothing breaks in a simulation")
+
+
+def _share(others: Sequence[Router], delay_s: float, booked: Sequence[RequestBooked]) -> None:
+    for other in others:
+        asyncio.get_running_loop().call_later(delay_s, other.book, booked)
 
 
 def _to_all(routers: Sequence[Router], heartbeat: Heartbeat) -> Ack:

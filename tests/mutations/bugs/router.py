@@ -4,6 +4,13 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
+        "requests of one family go to the router of their edge",
+        "cluster/simulate/world.py::_SimRouter.place",
+        "crc32($FAMILY) if $FAMILY else $EDGE",
+        "$EDGE",
+        "tests/unit/cluster/simulate/test_command.py",
+    ),
+    Planted(
         "compiled placement breaks ties by the first worker",
         "cluster/router/placement.cpp",
         "if ($MIXED > $HIGHEST) $HIGHEST = $MIXED, $BEST = $N;",

@@ -482,7 +482,7 @@ def test_client_places_requests_with_the_second_router_when_the_first_is_lost() 
 
 
 def test_router_places_the_requests_of_a_frame_in_order() -> None:
-    """Those that cannot be placed have their own errors, and without a worker all of them wait."""
+    """A request that cannot be placed has its own error, and without a worker all of them wait."""
 
     async def main() -> None:
         async with cluster() as running, open_channel(running.address) as channel:
