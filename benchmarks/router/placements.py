@@ -23,7 +23,7 @@ from tidemill.cluster.router.fleet_view import Fleet
 from tidemill.cluster.router.placement import bookings, place
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.router.server import RouterService
-from tidemill.cluster.rpc.codec import (
+from tidemill.cluster.rpc.placement_codec import (
     decode_placement_requests,
     encode_placement_requests,
     encode_placements,

@@ -19,9 +19,11 @@ from tidemill.cluster.rpc.codec import (
     RoleCommand,
     decode,
     decode_heartbeat,
+    encode,
+)
+from tidemill.cluster.rpc.placement_codec import (
     decode_placement_request,
     decode_placement_requests,
-    encode,
     encode_placement,
     encode_placements,
 )

@@ -17,21 +17,17 @@ from typing import Any, Literal, TypeVar, overload
 import msgspec
 import numpy as np
 
-from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import (
     ANNOUNCED_KEY_BYTES,
     Delta,
     HandedOver,
     Heartbeat,
-    Overloaded,
     PagesMissing,
-    Poisonous,
     Produced,
     Request,
     RequestError,
     Role,
-    Unserved,
     WorkerGone,
     WorkerId,
 )
@@ -294,96 +290,6 @@ class RoleCommand(msgspec.Struct, frozen=True):
     role: Role
 
 
-class _PlacementCall(msgspec.Struct, frozen=True, array_like=True):
-    request: PlacementRequest
-    keys: bytes
-
-
-def encode_placement_request(request: PlacementRequest) -> bytes:
-    return encode(_PlacementCall(replace(request, keys=()), _pack_keys(request.keys)))
-
-
-def decode_placement_request(data: bytes) -> PlacementRequest:
-    """Raises Malformed."""
-    return _requested(decode(_PlacementCall, data))
-
-
-def encode_placement_requests(requests: Iterable[PlacementRequest]) -> bytes:
-    """Encode a frame of requests, which the router answers together."""
-    return encode(
-        [_PlacementCall(replace(request, keys=()), _pack_keys(request.keys)) for request in requests]
-    )
-
-
-def decode_placement_requests(data: bytes) -> list[PlacementRequest]:
-    """Raises Malformed."""
-    return [_requested(call) for call in decode(list[_PlacementCall], data)]
-
-
-def _requested(call: _PlacementCall) -> PlacementRequest:
-    return replace(call.request, keys=_unpack_keys(call.keys))
-
-
-class _Overload(msgspec.Struct, frozen=True):
-    message: str
-    predicted_s: float
-    retry_after_s: float
-
-
-class _Placement(msgspec.Struct, frozen=True, omit_defaults=True):
-    route: Route | None = None
-    overload: _Overload | None = None
-    poisonous: str | None = None
-    unserved: str | None = None  # in frames of several; a single one is a status of gRPC
-
-
-def encode_placement(placement: Route | Overloaded | Poisonous) -> bytes:
-    """Encode the router's answer to a PlacementRequest."""
-    return encode(_placement_to(placement))
-
-
-def encode_placements(placements: Iterable[Route | Overloaded | Poisonous | Unserved]) -> bytes:
-    """Encode the router's answers to a frame of requests, in their order."""
-    return encode([_placement_to(placement) for placement in placements])
-
-
-def decode_placements(data: bytes) -> list[Route | Overloaded | Poisonous | Unserved]:
-    """Raises Malformed."""
-    return [
-        Unserved(placement.unserved) if placement.unserved is not None else _placement_from(placement)
-        for placement in decode(list[_Placement], data)
-    ]
-
-
-def _placement_to(placement: Route | Overloaded | Poisonous | Unserved) -> _Placement:
-    match placement:
-        case Route():
-            return _Placement(route=placement)
-        case Overloaded(predicted_s=predicted_s, retry_after_s=retry_after_s):
-            return _Placement(overload=_Overload(str(placement), predicted_s, retry_after_s))
-        case Poisonous():
-            return _Placement(poisonous=str(placement))
-        case Unserved():
-            return _Placement(unserved=str(placement))
-
-
-def decode_placement(data: bytes) -> Route | Overloaded | Poisonous:
-    """Raises Malformed."""
-    return _placement_from(decode(_Placement, data))
-
-
-def _placement_from(placement: _Placement) -> Route | Overloaded | Poisonous:
-    match placement:
-        case _Placement(route=Route() as route):
-            return route
-        case _Placement(overload=_Overload(message, predicted_s, retry_after_s)):
-            return Overloaded(message, predicted_s=predicted_s, retry_after_s=retry_after_s)
-        case _Placement(poisonous=str() as message):
-            return Poisonous(message)
-        case _:
-            raise Malformed("a placement has a route or a refusal")
-
-
 class _Report(msgspec.Struct, frozen=True, array_like=True):
     heartbeat: Heartbeat
     added: bytes
@@ -393,7 +299,7 @@ class _Report(msgspec.Struct, frozen=True, array_like=True):
 def encode_heartbeat(heartbeat: Heartbeat) -> bytes:
     announcement = heartbeat.announcement
     bare = replace(heartbeat, announcement=replace(announcement, added=(), removed=()))
-    return encode(_Report(bare, _pack_keys(announcement.added), _pack_keys(announcement.removed)))
+    return encode(_Report(bare, pack_keys(announcement.added), pack_keys(announcement.removed)))
 
 
 def decode_heartbeat(data: bytes) -> Heartbeat:
@@ -402,17 +308,17 @@ def decode_heartbeat(data: bytes) -> Heartbeat:
     info, announcement = report.heartbeat.info, report.heartbeat.announcement
     if not info.worker or info.page_tokens < 1 or info.step_tokens_max < 1:
         raise Malformed("a worker needs an id, a page size and a step size")
-    added, removed = _unpack_keys(report.added), _unpack_keys(report.removed)
+    added, removed = unpack_keys(report.added), unpack_keys(report.removed)
     return replace(report.heartbeat, announcement=replace(announcement, added=added, removed=removed))
 
 
-def _pack_keys(keys: Iterable[bytes]) -> bytes:
+def pack_keys(keys: Iterable[bytes]) -> bytes:
     packed = b"".join(keys)
     assert len(packed) % ANNOUNCED_KEY_BYTES == 0, "keys travel cut to ANNOUNCED_KEY_BYTES"
     return packed
 
 
-def _unpack_keys(packed: bytes) -> tuple[bytes, ...]:
+def unpack_keys(packed: bytes) -> tuple[bytes, ...]:
     if len(packed) % ANNOUNCED_KEY_BYTES:
         raise Malformed(f"{len(packed)} bytes of keys do not divide into {ANNOUNCED_KEY_BYTES}")
     return unpack(f"{ANNOUNCED_KEY_BYTES}s" * (len(packed) // ANNOUNCED_KEY_BYTES), packed)

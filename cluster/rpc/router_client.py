@@ -20,10 +20,9 @@ from tidemill.cluster.rpc.codec import (
     Malformed,
     RoleCommand,
     decode,
-    decode_placement,
     encode,
-    encode_placement_request,
 )
+from tidemill.cluster.rpc.placement_codec import decode_placement, encode_placement_request
 from tidemill.workers.messages import RequestError, Role, Unserved, WorkerGone, WorkerId
 
 if TYPE_CHECKING:  # generic only in the type stubs

@@ -16,12 +16,8 @@ from tidemill.cluster.messages import FleetStatus, PlacementRequest
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.router.server import RouterService
 from tidemill.cluster.rpc.channels import open_channel
-from tidemill.cluster.rpc.codec import (
-    decode_placements,
-    encode,
-    encode_heartbeat,
-    encode_placement_requests,
-)
+from tidemill.cluster.rpc.codec import encode, encode_heartbeat
+from tidemill.cluster.rpc.placement_codec import decode_placements, encode_placement_requests
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.worker.assignment import Assignment
 from tidemill.cluster.worker.heartbeats import Heartbeats, UnsentAnnouncements

@@ -12,7 +12,8 @@ from tests.support.cluster.heartbeats import heartbeat, placement_request
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.router.server import RouterService
 from tidemill.cluster.rpc.channels import bind, new_server, open_channel
-from tidemill.cluster.rpc.codec import decode_placement, encode_heartbeat, encode_placement_request
+from tidemill.cluster.rpc.codec import encode_heartbeat
+from tidemill.cluster.rpc.placement_codec import decode_placement, encode_placement_request
 
 WORKERS = 1100
 WAIT_S_MAX = 60.0

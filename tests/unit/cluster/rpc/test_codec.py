@@ -31,16 +31,18 @@ from tidemill.cluster.rpc.codec import (
     decode,
     decode_client_frame,
     decode_heartbeat,
-    decode_placement,
-    decode_placement_request,
     decode_worker_frame,
     encode,
     encode_client_frame,
     encode_heartbeat,
-    encode_placement,
-    encode_placement_request,
     encode_worker_frame,
     first_frame,
+)
+from tidemill.cluster.rpc.placement_codec import (
+    decode_placement,
+    decode_placement_request,
+    encode_placement,
+    encode_placement_request,
 )
 from tidemill.workers.messages import (
     Ack,

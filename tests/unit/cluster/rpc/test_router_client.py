@@ -11,7 +11,8 @@ from tests.support import grpc_loop
 from tests.support.cluster.heartbeats import placement_request
 from tidemill.cluster.messages import FleetStatus, Route
 from tidemill.cluster.rpc.channels import bind, new_server
-from tidemill.cluster.rpc.codec import encode, encode_placement
+from tidemill.cluster.rpc.codec import encode
+from tidemill.cluster.rpc.placement_codec import encode_placement
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.workers.messages import WorkerId
 
