@@ -19,9 +19,11 @@ KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 class CallShares(grpc.aio.ServerInterceptor):
     """Counts calls from their start, before any message, to their end."""
 
-    def __init__(self, calls_max: int, keys: ApiKeys) -> None:
+    def __init__(self, calls_max: int, keys: ApiKeys, address_of: Callable[[str], str]) -> None:
+        """`address_of` returns the address of a peer."""
         self.calls = InFlightLimit(calls_max, "calls")
         self._keys = keys
+        self._address_of = address_of
 
     async def intercept_service(
         self,
@@ -65,7 +67,7 @@ class CallShares(grpc.aio.ServerInterceptor):
             tenant = self._keys.tenant(headers_of(context))
         except RequestError:
             tenant = None
-        return client_of(tenant, address_of(context.peer()))
+        return client_of(tenant, self._address_of(context.peer()))
 
 
 def address_of(peer: str) -> str:

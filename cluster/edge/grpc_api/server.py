@@ -7,7 +7,8 @@ import grpc.aio
 from grpc_reflection.v1alpha import reflection
 
 from tidemill.cluster.edge.grpc_api import generation, health
-from tidemill.cluster.edge.grpc_api.call_shares import CallShares
+from tidemill.cluster.edge.grpc_api.call_shares import CallShares, address_of
+from tidemill.cluster.edge.grpc_api.frames import LOOPBACK, FrameGate
 from tidemill.cluster.edge.grpc_api.generation import Generation
 from tidemill.cluster.edge.grpc_api.health import Health
 from tidemill.cluster.edge.requests.context import EdgeContext
@@ -47,6 +48,9 @@ class PublicServer:
         """Raises OSError when the files of `tls` cannot be read."""
         self._shutdown_s_max = context.limits.shutdown_s_max
         self._credentials = None if tls is None else _credentials(tls)
+        # with TLS the library listens itself, and headers without end are not bounded
+        self._gate = FrameGate(context.limits.connections_max) if tls is None else None
+        address = address_of if self._gate is None else self._gate.address
         self._health = Health(context.models, [generation.SERVICE])
         self._server = grpc.aio.server(
             options=[
@@ -54,20 +58,28 @@ class PublicServer:
                 ("grpc.server.max_pending_requests", context.limits.requests_max),
                 ("grpc.max_allowed_incoming_connections", context.limits.connections_max),
             ],
-            interceptors=[CallShares(context.limits.requests_max, context.keys)],
+            interceptors=[CallShares(context.limits.requests_max, context.keys, address)],
             # those that are being refused count here
             maximum_concurrent_rpcs=2 * context.limits.requests_max,
         )
-        service = Generation(context)
+        service = Generation(context, address)
         self._server.add_generic_rpc_handlers((service.methods(), self._health.methods()))
         names = (generation.SERVICE, health.SERVICE, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
     async def start(self, host: str, port: int) -> str:
         """Listen (port 0: any free one) and return the address, host:port. Raises OSError."""
-        address = channels.bind(self._server, host, port, self._credentials)
+        if self._gate is None:
+            address = channels.bind(self._server, host, port, self._credentials)
+            await self._server.start()
+            return address
+        inner = channels.bind(self._server, LOOPBACK, 0, None)
         await self._server.start()
-        return address
+        try:
+            return await self._gate.start(host, port, int(inner.rpartition(":")[2]))
+        except OSError:
+            await self._server.stop(None)
+            raise
 
     async def run(self) -> None:
         """Serve until cancelled; then accept nothing more and let running calls finish."""
@@ -75,6 +87,8 @@ class PublicServer:
             await self._server.wait_for_termination()
         finally:
             self._health.end()
+            if self._gate is not None:
+                self._gate.close()
             await self._server.stop(self._shutdown_s_max)
 
 
