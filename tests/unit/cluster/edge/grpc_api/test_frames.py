@@ -86,7 +86,7 @@ def test_ends_of_calls_are_data() -> None:
 
 def test_client_beyond_the_bounds_is_cut_and_others_are_served() -> None:
     async def main() -> None:
-        async with serving(FakeService(saying("a"))) as client, asyncio.timeout(60):
+        async with serving(FakeService(saying("a"))) as client, asyncio.timeout(10):
             host, port = client.address.split(":")
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(HEADLESS + EMPTY * BLOCK_FRAMES_MAX)
