@@ -14,6 +14,7 @@ import asyncio
 import json
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def killed(folder: Path, device: str) -> list[Verdict]:
     return [Verdict("kill -9 of a worker", figure, "0 wrong", "MISSED" if wrong else "reached")]
 
 
-def random_model(folder: Path, layer: dict[str, object]) -> Path:
+def random_model(folder: Path, layer: Mapping[str, object]) -> Path:
     """Return a folder of a configuration without weights, with keeper's tokenizer."""
     target = folder / "random-model"
     target.mkdir(exist_ok=True)

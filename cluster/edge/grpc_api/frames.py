@@ -25,7 +25,7 @@ BLOCK_FRAMES_MAX = 16
 
 FRAMES_BURST = 2048
 FRAMES_PER_S = 1024
-"""Frames of a connection, besides data and windows. The burst lets 1,024 calls begin and end."""
+"""Frames of a connection, except data and windows. The burst lets 1,024 calls begin and end."""
 
 BACKLOG = 2048
 """Connections that wait for the event loop, as uvicorn has it."""

@@ -27,8 +27,8 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "a worker reserves addresses for its own share only",
         "cluster/config/fleets.py::_memory_max_bytes",
-        "sum($G.$REPLICAS * $PARSE_BYTES($G.$MEMORY) for $G in $ALL if $KIND($G.$DEVICE) == $OURS",
-        "$PARSE_BYTES(group.$MEMORY",
+        "$TOTAL_BYTES += $LENDER.$REPLICAS * $LENT_BYTES",
+        "$TOTAL_BYTES = $LENT_BYTES",
         "tests/unit/cluster/config/test_fleets.py",
     ),
     Planted(

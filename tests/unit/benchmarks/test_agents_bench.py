@@ -3,7 +3,7 @@
 import asyncio
 from random import Random
 
-from benchmarks.memory.agents import FutureIndex, Work, delays_of
+from benchmarks.memory.agents import FutureIndex, Work, pauses_of
 
 from tidemill.cluster.simulate.agents import agents_trace
 from tidemill.cluster.simulate.setup import Setup
@@ -12,10 +12,10 @@ from tidemill.kvstore.layout import PageId, StateId
 from tidemill.kvstore.memory.entry import Checkpoint
 
 
-def test_each_turn_but_the_last_has_a_delay() -> None:
+def test_each_turn_but_the_last_has_a_pause() -> None:
     requests = agents_trace(1, 1, Random(1))
-    delays_s = delays_of(requests, Setup(hybrid=True))
-    assert len(delays_s) == len(requests)  # the system prompt in place of the last turn
+    pauses_s = pauses_of(requests, Setup(hybrid=True))
+    assert len(pauses_s) == len(requests)  # the system prompt in place of the last turn
 
 
 def test_the_checkpoint_that_is_needed_last_goes_first() -> None:
@@ -25,6 +25,8 @@ def test_the_checkpoint_that_is_needed_last_goes_first() -> None:
         for number, key in enumerate((late, soon, never)):
             entry, _ = index.insert(None, key, PageId(number))
             index.keep_checkpoint(entry, Checkpoint(StateId(number)))
+            index.pin([entry])
+            index.unpin(entry)
         for expected in (never, late, soon):
             found = index.cheapest_checkpoint()
             assert found is not None
