@@ -86,7 +86,7 @@ class Side(asyncio.Protocol):
     """One end of a forwarded connection. What it receives is written to the other end."""
 
     transport: asyncio.Transport
-    other: "Side | None" = None  # once both ends are open
+    other: "Side | None" = None  # once it is open
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
@@ -117,6 +117,7 @@ class _ClientSide(Side):
         self._bounds = FrameBounds(asyncio.get_running_loop().time)
         self._address: str | None = None
         self._opening: asyncio.Task[None] | None = None
+        self._early = b""  # uvloop reads once before it pauses
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -131,12 +132,14 @@ class _ClientSide(Side):
         self._opening = asyncio.get_running_loop().create_task(self._open(address))
 
     def data_received(self, data: bytes) -> None:
-        if self._bounds.admit(data):
+        if not self._bounds.admit(data):
+            self.transport.abort()
+            if self.other is not None:
+                self.other.transport.abort()
+        elif self.other is None:
+            self._early += data
+        else:
             super().data_received(data)
-            return
-        self.transport.abort()
-        if self.other is not None:
-            self.other.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -155,21 +158,25 @@ class _ClientSide(Side):
         self._gate.addresses[port] = address
         try:
             await loop.sock_connect(inner, (LOOPBACK, self._gate.port))
-            side = _LibrarySide(self._gate, port)
+            side = _LibrarySide(self._gate, port, self)
             await loop.create_connection(lambda: side, sock=inner)
         except (OSError, asyncio.CancelledError):
             inner.close()
             self._gate.addresses.pop(port, None)
             self.transport.abort()
             return
-        self.other, side.other = side, self
+        self.other = side
+        side.transport.write(self._early)
+        self._early = b""
         self.transport.resume_reading()
 
 
 class _LibrarySide(Side):
     """The end of the library, which knows a client by the port of this end."""
 
-    def __init__(self, gate: "FrameGate", port: int) -> None:
+    def __init__(self, gate: "FrameGate", port: int, client: Side) -> None:
+        """`client` gets what the library says at once, before the client was read."""
+        self.other = client
         self._gate = gate
         self._port = port
 

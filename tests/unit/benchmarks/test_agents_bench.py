@@ -25,7 +25,7 @@ def test_the_checkpoint_that_is_needed_last_goes_first() -> None:
         for number, key in enumerate((late, soon, never)):
             entry, _ = index.insert(None, key, PageId(number))
             index.keep_checkpoint(entry, Checkpoint(StateId(number)))
-            index.pin([entry])
+            index.pin(entry)
             index.unpin(entry)
         for expected in (never, late, soon):
             found = index.cheapest_checkpoint()

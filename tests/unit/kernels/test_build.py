@@ -24,7 +24,7 @@ OPERATORS = len(dispatch.NAMES) + 1  # and page_copy
 def compiler(tmp_path: Path, kernel_cache: Path, cpu: Operators) -> Path:
     """Answers like g++ and hands out the library made before; every compilation adds a line to `log`."""
     assert cpu.linear
-    made = next(kernel_cache.glob("*.so"))
+    made = next(kernel_cache.glob("kernels-*.so"))
     script = tmp_path / "compiler"
     script.write_text(
         f"""#!/bin/sh
@@ -138,7 +138,7 @@ def test_prebuilt_library_needs_no_compiler_and_writes_nothing(
     assert cpu.linear
     folder = tmp_path / "ahead"
     folder.mkdir()
-    made = next(kernel_cache.glob("*.so"))
+    made = next(kernel_cache.glob("kernels-*.so"))
     for kind in kinds(platform.machine()):
         shutil.copy(made, folder / ahead_name(platform.machine(), kind))
     assert build(tmp_path / "cache", "no-such-compiler", folder).function("linear_panel")()

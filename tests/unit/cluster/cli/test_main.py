@@ -82,6 +82,7 @@ SERVE_OPTIONS = [
     "--ssl-ca-certs",
     "--ssl-certfile",
     "--ssl-keyfile",
+    "--state-dtype",
     "--store",
     "--store-secret-file",
     "--tensor-parallel-size",
