@@ -175,7 +175,7 @@ class _LibrarySide(Side):
     """The end of the library, which knows a client by the port of this end."""
 
     def __init__(self, gate: "FrameGate", port: int, client: Side) -> None:
-        """`client` gets what the library says at once, before the client was read."""
+        """`client` gets what the library sends first, its settings."""
         self.other = client
         self._gate = gate
         self._port = port
