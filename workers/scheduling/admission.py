@@ -120,9 +120,8 @@ class Admission:
         """Attach the pages that are here and reserve the rest. Return None when another request has begun to
         compute the prefix."""
         while True:
-            while not self._may_come(
-                sequence
-            ):  # in the queue it would block the older ones that it waits for
+            # In the queue it would block the older ones that it waits for.
+            while not self._may_come(sequence):
                 self.admission_queue.forget_change()
                 await self.admission_queue.changed()
             precedence = self._precedence(sequence, keys, depths)
