@@ -62,8 +62,8 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "headers without end are forwarded to the gRPC library",
         "cluster/edge/grpc_api/frames.py::_ClientSide.data_received",
-        "if self.$BOUNDS.admit($DATA):",
-        "if True:",
+        "if not self.$BOUNDS.admit($DATA):",
+        "if not self._bounds.admit(data) and False:",
         "tests/unit/cluster/edge/grpc_api/test_frames.py",
     ),
     Planted(
