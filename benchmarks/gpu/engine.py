@@ -32,7 +32,7 @@ from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import Row, Step
 from tidemill.workers.messages import Request, Sampling
-from tidemill.workers.models.architectures.config import ArchitectureConfig, cost, weights_of
+from tidemill.workers.models.architectures.config import ArchitectureConfig, cost, weight_bytes, weights_of
 from tidemill.workers.models.architectures.decoder import Decoder
 from tidemill.workers.models.architectures.qwen3_next import parse
 from tidemill.workers.models.collectives import ALONE
@@ -153,16 +153,15 @@ def memory_for(plan: Plan, config: ArchitectureConfig) -> tuple[Layout, int, int
     return layout, -(-pages // layout.pages_per_extent), -(-rows // layout.states_per_extent)
 
 
-def weight_bytes(config: ArchitectureConfig) -> int:
-    return 2 * sum(prod(weight.shape) for weight in weights_of(config).values())
-
-
 def layers_for(plan: Plan, free_bytes: int) -> int:
     """Return how many layers fit, in whole groups of three linear ones and one of attention."""
     for layers in range(LAYERS_MAX, 0, -ATTENTION_EVERY):
         config = plan.config(layers)
         layout, pages, states = memory_for(plan, config)
-        if weight_bytes(config) + (pages + states) * layout.extent_bytes + SPARE_BYTES <= free_bytes:
+        if (
+            weight_bytes(config, "bfloat16") + (pages + states) * layout.extent_bytes + SPARE_BYTES
+            <= free_bytes
+        ):
             return layers
     raise SystemExit(f"four layers do not fit into {free_bytes:,} bytes")
 
@@ -395,7 +394,7 @@ def main(arguments: list[str] | None = None) -> None:
     bed = bed_of(plan, layers, ops, device)
     found: dict[str, Any] = {
         "device": "none" if args.tiny else torch.cuda.get_device_name(device), "torch": torch.__version__,
-        "layers": layers, "weight_bytes": weight_bytes(bed.config), "plan": asdict(plan),
+        "layers": layers, "weight_bytes": weight_bytes(bed.config, "bfloat16"), "plan": asdict(plan),
         "copy_bytes_s": most.num_bytes, "matmul_flops_s": most.flops, "steps": [],
     }  # fmt: skip
     args.folder.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,6 @@ from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.cluster.router import placement as definition
 from tidemill.cluster.router.cost_model import ROW_TOKENS
 from tidemill.cluster.router.fleet_view import FETCHED_SHARE, RHO_TAU_S, Booking, Fleet, RequestBooked
-from tidemill.cluster.router.placement import GAP_PAGES_MAX
 from tidemill.cluster.router.prefix_table import Chain, Keys, Slots
 from tidemill.kernels.shared.build import Library, build
 from tidemill.kernels.shared.compiler import PLACEMENT
@@ -21,7 +20,7 @@ from tidemill.workers.scheduling.prefill_throttle import LIGHT_STEPS
 CONSTANTS = array(
     "d",
     (
-        *(GAP_PAGES_MAX, definition.GAP_TOKENS_MIN, definition.GAP_S_MAX, definition.HOME_SHARE),
+        *(definition.GAP_PAGES_MAX, definition.GAP_TOKENS_MIN, definition.GAP_S_MAX, definition.HOME_SHARE),
         *(definition.HOP_S, definition.HOP_PAGES, definition.KAPPA, definition.PATIENCE_S),
         *(definition.FULL_S, definition.OVERFULL_S, definition.FILLED_MAX, definition.TOKENS_PER_S),
         *(definition.RHO_MAX, definition.TIED, RHO_TAU_S, ROW_TOKENS, FETCHED_SHARE, LIGHT_STEPS),
@@ -83,15 +82,7 @@ def _placed(fleet: Fleet, request: PlacementRequest, now_s: float, made: "array[
     decode_slot, prefill_slot, predicted_s, shared, tokens, seconds, prompt_bytes, stream_bytes, due_s = made
     decode = fleet.at(int(decode_slot)).info
     hop = None if prefill_slot < 0 else fleet.at(int(prefill_slot)).info
-    route = Route(
-        decode=decode.worker,
-        decode_address=decode.address,
-        prefill=hop and hop.worker,
-        prefill_address=hop.address if hop else "",
-        gap_tokens_max=GAP_PAGES_MAX * decode.page_tokens if hop else None,
-        predicted_s=predicted_s,
-        shared_pages=int(shared),
-    )
+    route = definition.route_of(decode, hop, predicted_s, int(shared))
     prompt = Booking(
         tokens=int(tokens),
         rows=1,

@@ -148,9 +148,8 @@ class Fleet:
         self._workers: list[WorkerId | None] = [None] * SLOTS_MIN  # of each slot
         self._by_name: dict[str, WorkerId] = {}
         self._bookings: dict[WorkerId, list[Booking]] = {}
-        self.prefixes: PrefixTable = (
-            prefixes or Prefixes()
-        )  # two sets per slot: announced keys, placed keys; and LOST
+        # Two sets for each slot, announced and placed keys; and LOST.
+        self.prefixes: PrefixTable = prefixes or Prefixes()
         self._looked_up: tuple[tuple[bytes, ...], Slots] | None = None  # reset by each event
         self._chain: tuple[tuple[bytes, ...], Chain] | None = None  # of the last keys
         self._work_s = 0.0  # booked recently; it decays with RHO_TAU_S

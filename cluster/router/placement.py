@@ -21,6 +21,7 @@ from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.cluster.router.cost_model import Costs, Vector
 from tidemill.cluster.router.fleet_view import Booking, Column, Fleet, Member, RequestBooked
 from tidemill.cluster.router.prefix_table import cut_keys
+from tidemill.workers.messages import WorkerInfo
 from tidemill.workers.scheduling.limits import ANSWER_TOKENS
 
 GAP_PAGES_MAX = 2
@@ -86,14 +87,20 @@ def place(fleet: Fleet, request: PlacementRequest, now_s: float) -> Route | None
     best = _pick(view, decoding, score)
     decode = fleet.at(best).info
     hop = None if prefill is None or alone[best] else prefill.member.info
+    predicted_s = float(first_token[best]) if view.costs.in_seconds else 0.0
+    return route_of(decode, hop, predicted_s, shared_pages=fleet.shared_pages(request.keys))
+
+
+def route_of(decode: WorkerInfo, hop: WorkerInfo | None, predicted_s: float, shared_pages: int) -> Route:
+    """Return the route to a decode worker, over a prefill worker if there is a `hop`."""
     return Route(
         decode=decode.worker,
         decode_address=decode.address,
         prefill=hop and hop.worker,
         prefill_address=hop.address if hop else "",
         gap_tokens_max=GAP_PAGES_MAX * decode.page_tokens if hop else None,
-        predicted_s=float(first_token[best]) if view.costs.in_seconds else 0.0,
-        shared_pages=fleet.shared_pages(request.keys),
+        predicted_s=predicted_s,
+        shared_pages=shared_pages,
     )
 
 

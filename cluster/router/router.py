@@ -65,7 +65,7 @@ class Router:
         self._load_shedder = LoadShedder(ttft_s_max)
         self._heartbeat_at_s: dict[WorkerId, float] = {}  # the latest, also of lost workers
         self._started_s = clock()
-        self.on_booked: Callable[[Sequence[RequestBooked]], object] = len  # shares it with other routers
+        self.on_booked: Callable[[Sequence[RequestBooked]], None] | None = None  # for other routers
         self._changed = asyncio.Event()
 
     async def place(self, request: PlacementRequest) -> Route:
@@ -100,7 +100,8 @@ class Router:
             return None
         route = self._load_shedder.admit(request, route, self._fleet, booked, now_s)
         self.book(booked)
-        self.on_booked(booked)
+        if self.on_booked is not None:
+            self.on_booked(booked)
         return route
 
     def book(self, booked: Sequence[RequestBooked]) -> None:

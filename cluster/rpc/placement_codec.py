@@ -16,7 +16,7 @@ class _PlacementCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode_placement_request(request: PlacementRequest) -> bytes:
-    return encode(_PlacementCall(replace(request, keys=()), pack_keys(request.keys)))
+    return encode(_call(request))
 
 
 def decode_placement_request(data: bytes) -> PlacementRequest:
@@ -26,14 +26,16 @@ def decode_placement_request(data: bytes) -> PlacementRequest:
 
 def encode_placement_requests(requests: Iterable[PlacementRequest]) -> bytes:
     """Encode a frame of requests, which the router answers together."""
-    return encode(
-        [_PlacementCall(replace(request, keys=()), pack_keys(request.keys)) for request in requests]
-    )
+    return encode([_call(request) for request in requests])
 
 
 def decode_placement_requests(data: bytes) -> list[PlacementRequest]:
     """Raises Malformed."""
     return [_requested(call) for call in decode(list[_PlacementCall], data)]
+
+
+def _call(request: PlacementRequest) -> _PlacementCall:
+    return _PlacementCall(replace(request, keys=()), pack_keys(request.keys))
 
 
 def _requested(call: _PlacementCall) -> PlacementRequest:

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 from benchmarks.gpu import engine as gpu_engine
-from benchmarks.gpu.engine import LAYER, Plan, layers_for, main, memory_for, weight_bytes
+from benchmarks.gpu.engine import LAYER, Plan, layers_for, main, memory_for
+
+from tidemill.workers.models.architectures.config import weight_bytes
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +39,7 @@ def test_as_many_layers_as_fit(free_gib: int) -> None:
     assert 4 <= layers <= 48
     assert not layers % 4
     layout, pages, states = memory_for(plan, plan.config(layers))
-    taken = weight_bytes(plan.config(layers)) + (pages + states) * layout.extent_bytes
+    taken = weight_bytes(plan.config(layers), "bfloat16") + (pages + states) * layout.extent_bytes
     assert taken + gpu_engine.SPARE_BYTES <= free_gib << 30
     # what one of three linear layers and one of attention takes: 3.3 GB of weights each, and their memory
     assert layers == 48 or taken + gpu_engine.SPARE_BYTES + (20 << 30) > free_gib << 30
