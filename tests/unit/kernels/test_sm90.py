@@ -122,20 +122,29 @@ def attend(
     return run
 
 
-def recur(new: list[int], kept: int, key_heads: int, dim: int) -> Callable[[], None]:
+def slots_of(groups: int, past: int, temporal: int, states: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two slots of states as memory has them: columns of the convolution in float32, then `temporal`
+    elements."""
+    memory = torch.zeros(2, groups, 4 * past + temporal * states.itemsize, dtype=torch.uint8)
+    return memory[..., : 4 * past].view(torch.float32), memory[..., 4 * past :].view(states)
+
+
+def recur(
+    new: list[int], kept: int, key_heads: int, dim: int, states: torch.dtype = torch.float32
+) -> Callable[[], None]:
     """A linear layer like those of Qwen3-Next: two value heads for each key head."""
 
     def run() -> None:
         tokens, channels, past = sum(new), 4 * dim, 3 * 4 * dim
         rows = step(new, writes=[[*range(b * kept, (b + 1) * kept)] for b in range(len(new))])
-        slots = torch.zeros(2, key_heads, past + 2 * dim * dim)
+        columns, temporal = slots_of(key_heads, past, 2 * dim * dim, states)
         projected = torch.zeros(tokens, key_heads * 6 * dim + 4 * key_heads, dtype=torch.bfloat16)
         qkvz = projected[:, : -4 * key_heads].view(tokens, key_heads, 6 * dim)
         mixed = causal_conv_cuda.causal_conv(
             qkvz[..., :channels], projected.new_zeros(4, key_heads, channels), None,
-            slots[..., :past].view(2, key_heads, 3, channels), rows,
+            columns.view(2, key_heads, 3, channels), rows,
         )  # fmt: skip
-        per_head, temporal = projected.new_zeros(2 * key_heads), slots[..., past:]
+        per_head = projected.new_zeros(2 * key_heads)
         out = gated_delta_cuda.gated_delta(
             mixed, projected[:, -4 * key_heads :], per_head, per_head,
             temporal.view(2, key_heads, 2, dim, dim), rows,
@@ -146,25 +155,32 @@ def recur(new: list[int], kept: int, key_heads: int, dim: int) -> Callable[[], N
     return run
 
 
-def scan(new: list[int], kept: int, groups: int, heads: int, dims: tuple[int, int]) -> Callable[[], None]:
+def scan(
+    new: list[int],
+    kept: int,
+    groups: int,
+    heads: int,
+    dims: tuple[int, int],
+    states: torch.dtype = torch.float32,
+) -> Callable[[], None]:
     """A recurrent layer like those of Granite 4: `heads` in each head group."""
 
     def run() -> None:
         tokens, (key_dim, value_dim), every = sum(new), dims, groups * heads
         inner, past = every * value_dim, 3 * (2 * key_dim + heads * value_dim)
         rows = step(new, writes=[[*range(b * kept, (b + 1) * kept)] for b in range(len(new))])
-        slots = torch.zeros(2, groups, past + heads * key_dim * value_dim)
+        columns, temporal = slots_of(groups, past, heads * key_dim * value_dim, states)
         projected = torch.zeros(tokens, 2 * inner + 2 * key_dim + every, dtype=torch.bfloat16)
         x = projected.new_zeros(tokens, groups, past // 3)
         taps, bias = projected.new_zeros(4, groups, past // 3).float(), projected.new_zeros(groups, past // 3)
         mixed = causal_conv_cuda.causal_conv(
-            x, taps, bias.float(), slots[..., :past].view(2, groups, 3, past // 3), rows
+            x, taps, bias.float(), columns.view(2, groups, 3, past // 3), rows
         )
         per_head = taps.new_zeros(every)
         y = mamba2_cuda.mamba2(
             mixed, projected[:, :inner].view(tokens, groups, heads, value_dim), projected[:, -every:],
             Heads(per_head, per_head, per_head, 0.0, float("inf")),
-            slots[..., past:].view(2, groups, heads, key_dim, value_dim), rows,
+            temporal.view(2, groups, heads, key_dim, value_dim), rows,
         )  # fmt: skip
         rms_norm_cuda.rms_norm(y.flatten(1), taps.new_zeros(inner), 1e-6)
 
@@ -221,9 +237,18 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "linear layer, mixed, states of 2000 tokens": recur([1, 12, 2000], 2000, 16, 128),
     "linear layer, mixed, dim 64": recur([1, 12, 2000], 1, 16, 64),
     "linear layer, mixed, dim 256": recur([1, 12, 2000], 1, 4, 256),
+    "linear layer, decode, bfloat16 states": recur([1] * 64, 1, 16, 128, torch.bfloat16),
+    "linear layer, mixed, bfloat16 states": recur([1, 12, 2000], 1, 16, 128, torch.bfloat16),
+    "linear layer, mixed, bfloat16 states inside": recur([1, 12, 2000], 2000, 16, 128, torch.bfloat16),
     "mamba2, decode": scan([1] * 64, 1, 8, 6, (128, 64)),
     "mamba2, mixed": scan([1, 12, 2000], 1, 8, 6, (128, 64)),
     "mamba2, mixed, dims 256 and 80": scan([1, 12, 2000], 1, 1, 3, (256, 80)),
+    "mamba2, mixed, states of 12 tokens": scan([1, 12, 2000], 12, 8, 6, (128, 64)),
+    "mamba2, mixed, states of 2000 tokens": scan([1, 12, 2000], 2000, 8, 6, (128, 64)),
+    "mamba2, states of 2000 tokens, dims 256 and 80": scan([1, 12, 2000], 2000, 1, 3, (256, 80)),
+    "mamba2, decode, bfloat16 states": scan([1] * 64, 1, 8, 6, (128, 64), torch.bfloat16),
+    "mamba2, mixed, bfloat16 states": scan([1, 12, 2000], 1, 8, 6, (128, 64), torch.bfloat16),
+    "mamba2, mixed, bfloat16 states inside": scan([1, 12, 2000], 2000, 8, 6, (128, 64), torch.bfloat16),
     "page_copy": copy_pages,
     "moe of 32 tokens": run_experts(32),
     "moe of 64 tokens": run_experts(64),
