@@ -113,6 +113,20 @@ class Misses:
     late: int = 0
     refused: int = 0
 
+    def __add__(self, other: "Misses") -> "Misses":
+        return Misses(
+            answered=self.answered + other.answered,
+            late=self.late + other.late,
+            refused=self.refused + other.refused,
+        )
+
+    def __sub__(self, earlier: "Misses") -> "Misses":
+        return Misses(
+            answered=self.answered - earlier.answered,
+            late=self.late - earlier.late,
+            refused=self.refused - earlier.refused,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:

@@ -32,7 +32,7 @@ from tidemill.cluster.edge.requests.api_keys import KeysWatch
 from tidemill.cluster.edge.requests.context import EdgeContext, Sources, StopReason, open_context
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.edge.requests.security import tls_context
-from tidemill.cluster.edge.service import ServedModel
+from tidemill.cluster.edge.service import Scaling, ServedModel
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.observability.logs import LINES_KEPT, keeping
 from tidemill.cluster.observability.spans import tracing
@@ -44,7 +44,6 @@ from tidemill.cluster.settings import ClusterSettings, FleetSettings
 from tidemill.cluster.supervisor.launch import STOP_SIGNALS, Cluster, RayEnded, start_cluster
 from tidemill.cluster.supervisor.mooncake_service import running_store
 from tidemill.cluster.supervisor.private_folder import private_folder
-from tidemill.cluster.supervisor.scaler import Scaler
 from tidemill.cluster.supervisor.store_plan import check_shared, other_tiers
 from tidemill.kvstore.stores.open_store import open_store
 from tidemill.workers.engine.build import check_settings
@@ -111,10 +110,7 @@ async def _serve(
         endpoint.telemetry.metrics_alias,
     )
     routers = [cluster.router(fleet) for fleet in fleets]
-    scalers = [
-        Scaler(cluster, router, fleet, partial(metrics.misses, fleet.names[0]))
-        for router, fleet in zip(routers, fleets, strict=True)
-    ]
+    scalers = [cluster.scaling(fleet, partial(metrics.misses, fleet.names[0])) for fleet in fleets]
     services = [
         _service(cluster, fleet, router, scaler, sources)
         for fleet, router, scaler in zip(fleets, routers, scalers, strict=True)
@@ -202,7 +198,7 @@ def _http_server(endpoint: Endpoint, context: EdgeContext) -> "_Server":
 
 
 def _service(
-    cluster: Cluster, fleet: FleetSettings, router: RouterClient, scaler: Scaler, sources: Sources
+    cluster: Cluster, fleet: FleetSettings, router: RouterClient, scaler: Scaling, sources: Sources
 ) -> ClusterService:
     workers = cluster.workers(fleet)
     name, *aliases = fleet.names

@@ -2,36 +2,44 @@
 
 import asyncio
 import contextlib
+import secrets
 import signal
 import socket
 import time
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import psutil
 import ray
 import ray.exceptions
-from ray._private.state import available_resources_per_node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
+from tidemill.cluster.messages import Misses
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.rpc.worker_client import WorkerClients
-from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings, WorkerSettings
-from tidemill.cluster.supervisor.node_fit import Node, assign, demand_of, unschedulable_reason
+from tidemill.cluster.settings import ClusterSettings, FleetSettings, WorkerSettings
+from tidemill.cluster.supervisor.node_fit import demand_of, unschedulable_reason
 from tidemill.cluster.supervisor.private_folder import private_folder, writers
 from tidemill.cluster.supervisor.processes import children, end, has_ended, with_descendants
-from tidemill.cluster.supervisor.router_actor import RouterActor
 from tidemill.cluster.supervisor.start_progress import show_progress
-from tidemill.cluster.supervisor.worker_actor import WorkerActor, actor_options, find_router
+from tidemill.cluster.supervisor.supervisor import (
+    LASTING,
+    SUPERVISOR,
+    Actors,
+    FleetScaling,
+    Supervisor,
+    kill_actors,
+    nodes,
+    stop_plan,
+)
+from tidemill.cluster.supervisor.worker_actor import find_router
 from tidemill.cluster.worker.worker_process import Failed, Loading, Ready, State
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import WorkerInfo
 
 RAY: Any = ray  # much of it has no types
-
-RESTARTS = {"max_restarts": -1, "max_task_retries": 0}
 
 POLL_S = 0.1
 CHECK_S = 0.25
@@ -73,10 +81,7 @@ class Cluster:
         self._files = contextlib.ExitStack()
         self._processes: list[psutil.Process] = []  # of Ray, if we started it
         self._essential: dict[str, psutil.Process] = {}  # those of ESSENTIAL, by their names in messages
-        self._routers: list[Any] = []
-        self._actors: dict[str, Any] = {}
-        self._placement_groups: dict[str, Any] = {}  # by name of the worker
-        self._node_ids: dict[str, str] = {}  # by name of the worker
+        self._supervisor: Any = None
 
     def workers(self, fleet: FleetSettings) -> tuple[WorkerInfo, ...]:
         """Return the workers with which the fleet started."""
@@ -158,63 +163,39 @@ class Cluster:
             self.check()
             await asyncio.sleep(CHECK_S)
 
-    def unschedulable_reason(self, *workers: WorkerSettings) -> str | None:
-        """Explain in one line why Ray cannot schedule these workers beside all that runs now, None if it can.
-        May be called on another thread."""
-        return unschedulable_reason(map(demand_of, workers), _nodes())
+    def scaling(self, fleet: FleetSettings, misses: Callable[[], Misses]) -> FleetScaling:
+        """Return a new client of the fleet's scaler, for one event loop of this process. `misses` returns the
+        totals of this edge."""
+        return FleetScaling(self._supervisor, self._settings.fleets.index(fleet), fleet, misses)
 
-    def start_actors(self) -> None:
+    def unschedulable_reason(self, *workers: WorkerSettings) -> str | None:
+        """Explain in one line why Ray cannot schedule these workers beside all that runs now; None if it
+        can."""
+        return unschedulable_reason(map(demand_of, workers), nodes())
+
+    def start_supervisor(self) -> None:
+        """Start the supervisor, which starts the routers and workers. Raises LaunchError."""
         settings = self._settings
+        here = NodeAffinitySchedulingStrategy(RAY.get_runtime_context().get_node_id(), soft=True)
+        options = {**LASTING, "num_cpus": 0, "name": SUPERVISOR, "scheduling_strategy": here}
         try:
-            here = NodeAffinitySchedulingStrategy(RAY.get_runtime_context().get_node_id(), soft=False)
-            for fleet in settings.fleets:
-                for name in fleet.router.names:  # on the node of the edge, without which routers are useless
-                    options = {**RESTARTS, "num_cpus": 0, "name": name, "scheduling_strategy": here}
-                    self._routers.append(RAY.remote(RouterActor).options(**options).remote(fleet.router))
-                for worker in fleet.workers:
-                    self.add_worker(worker, fleet.router)
+            self._supervisor = (
+                RAY.remote(Supervisor)
+                .options(**options)
+                .remote(settings, secrets.token_hex(8), RAY.get_runtime_context().get_job_id())
+            )
         except ValueError as error:
             raise LaunchError(
-                f"the actors cannot be created in namespace {settings.namespace}: {error}"
+                f"a server runs in the namespace {settings.namespace} of this Ray cluster: end it, or give "
+                "this one another `namespace`; what a killed server has left there is gone after 10 s"
             ) from error
-
-    def add_worker(self, worker: WorkerSettings, routers: RouterSettings) -> None:
-        """Start a worker; it is ready with its first heartbeat to these routers. A worker that cannot be
-        scheduled waits for capacity. May be called on another thread. Raises ValueError if the name is
-        taken."""
-        demand = demand_of(worker)
-        existing: dict[str, list[str]] = {}
-        for name, node_id in self._node_ids.items():
-            existing.setdefault(name.rpartition("-")[0], []).append(node_id)
-        node_id = assign([demand], _nodes(), existing).node_ids.get(worker.name)
-        if node_id is not None:
-            self._node_ids[worker.name] = node_id
-        placement_group = self._placement_groups[worker.name] = RAY.util.placement_group(
-            [dict(demand.each)] * demand.ranks,
-            strategy="STRICT_PACK",
-            bundle_label_selector=[dict(demand.labels)] * demand.ranks,
-            _soft_target_node_id=node_id,
-        )
-        options = {**RESTARTS, **actor_options(worker, placement_group, 0)}
-        actor = RAY.remote(WorkerActor).options(**options, name=worker.name)
+        started = self._supervisor.started.remote()
+        while not RAY.wait([started], timeout=POLL_S)[0]:
+            self.check()
         try:
-            self._actors[worker.name] = actor.remote(
-                worker, routers, self._settings.namespace, placement_group
-            )
-        except ValueError:  # the name is taken
-            self.remove_worker(worker.name)
-            raise
-
-    def remove_worker(self, name: str) -> None:
-        """Stop a worker without a restart, if it exists; it should have been drained. May be called on
-        another thread."""
-        actor, placement_group = self._actors.pop(name, None), self._placement_groups.pop(name, None)
-        self._node_ids.pop(name, None)
-        with contextlib.suppress(ray.exceptions.RayError, ValueError):
-            if actor is not None:
-                RAY.kill(actor, no_restart=True)
-            if placement_group is not None:
-                RAY.util.remove_placement_group(placement_group)
+            RAY.get(started)
+        except ray.exceptions.RayError as error:
+            raise LaunchError(f"the supervisor cannot start the cluster: {_line(error)}") from error
 
     def wait_until_ready(
         self, show: Callable[[str, State], None], write: Callable[[str], None], clock: Callable[[], float]
@@ -224,13 +205,12 @@ class Cluster:
         start_s = reported_s = clock()
         ready: dict[str, WorkerInfo] = {}
         without_process = {worker.name: worker for worker in self._settings.workers}
+        actors = {name: RAY.get_actor(name, self._settings.namespace) for name in without_process}
         calls: dict[Any, str] = {}
-        while len(ready) < len(self._actors):
+        while len(ready) < len(actors):
             self.check()
             waited = set(calls.values()) | set(ready)
-            calls |= {
-                actor.state.remote(): name for name, actor in self._actors.items() if name not in waited
-            }
+            calls |= {actor.state.remote(): name for name, actor in actors.items() if name not in waited}
             answers, _ = RAY.wait(list(calls), num_returns=len(calls), timeout=POLL_S)
             for answer in answers:
                 name = calls.pop(answer)
@@ -257,7 +237,8 @@ class Cluster:
 
     def _is_scheduled(self, worker: WorkerSettings) -> bool:
         """Return whether Ray has reserved the worker's resources."""
-        return RAY.util.placement_group_table(self._placement_groups[worker.name])["state"] != "PENDING"
+        placement_group = RAY.util.get_placement_group(worker.name)
+        return RAY.util.placement_group_table(placement_group)["state"] != "PENDING"
 
     def stop(self) -> None:
         """End every process and remove every file of the cluster, or only our actors if Ray was joined. May
@@ -266,23 +247,31 @@ class Cluster:
         gcs = self._essential.get("GCS")
         if gcs is not None and has_ended(gcs):
             end(processes, 0.0)  # they would wait for it
-        for actor in [*self._actors.values(), *self._routers]:
+        elif self._supervisor is not None:
             with contextlib.suppress(ray.exceptions.RayError, ValueError):
-                RAY.kill(actor, no_restart=True)
-        # Our own Ray ends with its placement groups. Removing one would send its actors SIGTERM,
-        # which they log.
-        for placement_group in self._placement_groups.values() if self._temp_folder is None else ():
-            with contextlib.suppress(ray.exceptions.RayError, ValueError):
-                RAY.util.remove_placement_group(placement_group)
-        self._actors.clear()
-        self._placement_groups.clear()
-        self._routers.clear()
+                self._end_actors()
+        self._supervisor = None
         grace_s = GRACE_S if RAY.is_initialized() else 0.0
         RAY.shutdown()
         end(processes, grace_s)
         if self._temp_folder is not None:  # a dead raylet's children are not below this process
             end(writers(self._temp_folder), 0.0)
         self._files.close()
+
+    def _end_actors(self) -> None:
+        """Kill all actors. A joined Ray keeps a supervisor, which does the same, until all are gone."""
+        joined = self._temp_folder is None
+        actors = Actors(self._settings.namespace)
+        plan = stop_plan(self._settings.namespace)
+        actors.kill(SUPERVISOR, restart=joined)  # it creates nothing any more
+        if joined:
+            kill_actors(plan, actors)
+            actors.kill(SUPERVISOR)
+            return
+        # Our own Ray ends with its placement groups. Removing one would send its actors SIGTERM,
+        # which they log.
+        for name in (*plan.workers, *plan.routers):
+            actors.kill(name)
 
 
 @contextlib.contextmanager
@@ -320,7 +309,7 @@ def start_cluster(
                 if settings.ray_address is None:  # no node can join a Ray that we start
                     raise LaunchError(reason)
                 console.print(f"waiting up to {settings.schedule_timeout_s:g} s: {reason}", soft_wrap=True)
-            cluster.start_actors()
+            cluster.start_supervisor()
             cluster.wait_until_ready(show, console.print, clock)
     except BaseException:
         cluster.stop()
@@ -347,22 +336,6 @@ def _state(name: str, answer: object) -> State:
         return RAY.get(answer)
     except ray.exceptions.RayError as error:
         raise LaunchError(f"{name} crashed while it started: {_line(error)}") from error
-
-
-def _nodes() -> list[Node]:
-    """Return the nodes that are up."""
-    free = cast("dict[str, dict[str, float]]", available_resources_per_node())
-    return [
-        Node(
-            id=node["NodeID"],
-            address=node["NodeManagerAddress"],
-            total=node["Resources"],
-            free=free.get(node["NodeID"]) or node["Resources"],  # a new node has not reported yet
-            labels=node["Labels"],
-        )
-        for node in RAY.nodes()
-        if node["Alive"]
-    ]
 
 
 def _line(error: Exception) -> str:

@@ -10,13 +10,13 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 from itertools import count, islice
 from typing import Protocol, get_args
 
 from tidemill.cluster.messages import FleetStatus, Misses, RoleScale, WorkerStatus
 from tidemill.cluster.settings import FleetSettings, RouterSettings, WorkerSettings, worker_name
 from tidemill.cluster.supervisor.autoscaling import Change, Sample, decide, take_sample
+from tidemill.cluster.supervisor.journal import FleetPlan, Lifecycle, PlannedWorker
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError, Role, Unserved
 
@@ -28,25 +28,20 @@ log = logging.getLogger(__name__)
 
 
 class ScalableCluster(Protocol):
-    """The part of launch.Cluster that the scaler uses. All calls are made from threads."""
+    """The part of the supervisor that the scaler uses. All calls are made from threads."""
+
+    def save(self, plan: FleetPlan, /) -> None:
+        """Write the plan of the fleet to the journal. Raises Fenced."""
+        ...
 
     def unschedulable_reason(self, *workers: WorkerSettings) -> str | None: ...
-    def add_worker(self, worker: WorkerSettings, routers: RouterSettings) -> None: ...
-    def remove_worker(self, name: str) -> None: ...
+    def add_worker(self, worker: WorkerSettings, routers: RouterSettings, /) -> None: ...
+    def remove_worker(self, name: str, /) -> None: ...
 
 
 class DrainingRouter(Protocol):
     async def status(self) -> FleetStatus: ...
     async def drain(self, worker: str, *, drain: bool, force: bool = False) -> None: ...
-
-
-class Lifecycle(Enum):
-    """The state of a worker that was started and not yet removed."""
-
-    SERVING = auto()  # counts for its role, also while it starts or Ray restarts it
-    DRAINED = auto()  # an operator drained it
-    LEAVING = auto()  # the scaler wants it gone, and the router has not reported it draining yet
-    DRAINING = auto()  # the scaler wants it gone, and the router reports it draining
 
 
 _ON_DRAINING = {Lifecycle.SERVING: Lifecycle.DRAINED, Lifecycle.LEAVING: Lifecycle.DRAINING}
@@ -62,6 +57,7 @@ class _Worker:
     started_as: Role
     role: Role
     state: Lifecycle = Lifecycle.SERVING
+    created: bool = True
     drain_sent: bool = False  # to the router, for LEAVING and DRAINING
     idle_checks: int = 0
 
@@ -81,7 +77,7 @@ class _Worker:
 
 
 class Scaler:
-    """The scaler of one fleet, in the edge process that started the fleet."""
+    """The scaler of one fleet, in the supervisor. It writes to the journal before it acts."""
 
     def __init__(
         self,
@@ -89,25 +85,42 @@ class Scaler:
         router: DrainingRouter,
         fleet: FleetSettings,
         misses: Callable[[], Misses],
+        plan: FleetPlan,
     ) -> None:
-        """Scale a fleet whose workers have been started; a new worker copies the first one of its role. The
-        size of a role without bounds changes only by operator command."""
+        """Scale a fleet from its plan in the journal; a new worker copies the first one of its role. The size
+        of a role without bounds changes only by operator command."""
         self._cluster = cluster
         self._router = router
         self._fleet = fleet
         self._bounds = fleet.bounds
         self._misses = misses
         self._hysteresis = hysteresis = fleet.hysteresis
-        self._templates = {worker.role: worker for worker in reversed(fleet.workers)}
-        self._workers = {worker.name: _Worker(worker.role, worker.role) for worker in fleet.workers}
-        self._retired: set[str] = set()  # names of removed workers whose new role the router may remember
+        self._templates = templates(fleet)
+        self._plan = plan  # as of the journal
+        self._workers = {
+            name: _Worker(worker.started_as, worker.role, worker.state, worker.created)
+            for name, worker in plan.workers.items()
+        }
+        self._retired = set(plan.retired)  # names of removed workers whose new role the router may remember
         self._lock = asyncio.Lock()  # held by one check or one operator command at a time
         self._history = deque[Sample](maxlen=int(hysteresis.down_s / hysteresis.look_s) + 2)
         assert fleet.bounds.keys() <= self._templates.keys(), "every scaled role has a worker to copy"
 
+    async def start(self) -> None:
+        """Start the workers of the plan that may not have been created. Raises Unserved."""
+        async with self._lock:
+            for name, worker in self._workers.items():
+                if not worker.created:
+                    await self._create(new_worker(self._fleet, worker.started_as, name))
+            await self._save()
+
     async def run(self) -> None:
         """Adjust the fleet periodically until cancelled."""
         while True:
+            try:
+                await self.start()
+            except Unserved as error:
+                log.warning("%s", error)
             await self.adjust(asyncio.get_running_loop().time())
             await asyncio.sleep(self._hysteresis.look_s)
 
@@ -129,6 +142,7 @@ class Scaler:
             for change in decide(tuple(self._history), self._bounds, self._hysteresis):
                 log.info("%s workers: %+d, because %s", change.role, change.by, change.reason)
                 await self._apply(change, rows)
+            await self._save()
 
     async def scale(self, counts: Mapping[Role, int], *, pending: bool) -> str | None:
         """Set the number of workers per role, for an operator. New workers that the cluster cannot schedule
@@ -155,6 +169,7 @@ class Scaler:
             for role, by in deltas.items():
                 for name in self._least_loaded(self._names(role), rows)[: max(0, -by)]:
                     await self._retire(name, rows)
+            await self._save()
         return reason
 
     async def roles(self) -> tuple[RoleScale, ...]:
@@ -225,20 +240,49 @@ class Scaler:
             except (RequestError, Unserved) as error:  # it just crashed, or no other worker does its work
                 log.info("%s stays: %s", name, error)
 
+    async def _save(self, *, always: bool = False) -> None:
+        """Write the plan to the journal if it has changed, or `always`. Raises Fenced."""
+        workers = {
+            name: PlannedWorker(
+                started_as=worker.started_as, role=worker.role, state=worker.state, created=worker.created
+            )
+            for name, worker in self._workers.items()
+        }
+        plan = FleetPlan(workers=workers, retired=frozenset(self._retired))
+        if always or plan != self._plan:
+            await asyncio.to_thread(self._cluster.save, plan)
+            self._plan = plan
+
     async def _start(self, worker: WorkerSettings) -> None:
+        self._workers[worker.name] = _Worker(worker.role, worker.role, created=False)
+        await self._save()
+        try:
+            await self._create(worker)
+        except Unserved:
+            del self._workers[worker.name]
+            await self._save()
+            raise
+
+    async def _create(self, worker: WorkerSettings) -> None:
         try:
             await asyncio.to_thread(self._cluster.add_worker, worker, self._fleet.router)
         except (TidemillError, ValueError) as error:  # ValueError: Ray still has an actor of this name
             raise Unserved(f"{worker.name} cannot be started: {error}") from error
-        self._workers[worker.name] = _Worker(worker.role, worker.role)
+        self._workers[worker.name].created = True
 
     async def _retire(self, name: str, rows: Mapping[str, WorkerStatus]) -> None:
         """Order a worker to drain; it is removed when it is empty. A worker that the router does not know yet
         is drained as soon as the router reports it."""
-        if name in rows:
-            await self._router.drain(name, drain=True)
         worker = self._workers[name]
-        worker.state, worker.drain_sent = Lifecycle.LEAVING, name in rows
+        worker.state = Lifecycle.LEAVING
+        await self._save()
+        try:
+            if name in rows:
+                await self._router.drain(name, drain=True)
+        except (RequestError, Unserved):
+            worker.state = Lifecycle.SERVING
+            raise
+        worker.drain_sent = name in rows
 
     async def _send_drain(self, name: str) -> None:
         worker = self._workers[name]
@@ -250,10 +294,14 @@ class Scaler:
             worker.state = _ON_STAY[worker.state]
 
     async def _remove(self, name: str) -> None:
+        """Remove a worker that the plan has as leaving or gone, and then its entry: a supervisor that ends in
+        between repeats the removal when it is back."""
+        await self._save(always=True)
+        await asyncio.to_thread(self._cluster.remove_worker, name)
         worker = self._workers.pop(name)
         if worker.role != worker.started_as:
             self._retired.add(name)
-        await asyncio.to_thread(self._cluster.remove_worker, name)
+        await self._save()
 
     def _least_loaded(self, names: Sequence[str], rows: Mapping[str, WorkerStatus]) -> list[str]:
         """Sort workers that are not ready first, then by work to hand over, then the newest first."""
@@ -269,7 +317,26 @@ class Scaler:
         taken = self._workers.keys() | self._retired
         names = (worker_name(self._fleet.label, role, index) for index in count())
         free = islice((name for name in names if name not in taken), max(0, by))
-        return [replace(self._templates[role], name=name) for name in free]
+        return [new_worker(self._fleet, role, name) for name in free]
+
+
+def templates(fleet: FleetSettings) -> dict[Role, WorkerSettings]:
+    """Return the first worker of each role."""
+    return {worker.role: worker for worker in reversed(fleet.workers)}
+
+
+def new_worker(fleet: FleetSettings, role: Role, name: str) -> WorkerSettings:
+    """Return the settings of the fleet's worker of this name; a new one copies the first of its role."""
+    known = {worker.name: worker for worker in fleet.workers}
+    return known.get(name) or replace(templates(fleet)[role], name=name)
+
+
+def initial_plan(fleet: FleetSettings) -> FleetPlan:
+    """Return the plan of a fleet that has not been started."""
+    workers = {
+        worker.name: PlannedWorker(started_as=worker.role, role=worker.role) for worker in fleet.workers
+    }
+    return FleetPlan(workers=workers)
 
 
 def _is_idle(row: WorkerStatus | None) -> bool:

@@ -2,7 +2,7 @@
 
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.support.e2e.nodes import HEAD, NET, RAY, Nodes
-from tests.support.e2e.server import READY, eventually
+from tests.support.e2e.server import READY, command_of, eventually
 
 pytestmark = pytest.mark.slow
 
@@ -83,13 +83,33 @@ def test_ray_job_serves_until_it_is_stopped(nodes: Nodes, tmp_path: Path) -> Non
     assert stranger.returncode != 0
     stopped = nodes.run(sys.executable, "-c", CLIENT, nodes.url, "stop", job)
     assert stopped.stdout.strip() == "True", stopped.stderr
-    eventually(lambda: not nodes.actors())
+    eventually(lambda: not nodes.actors() and not supervisors(nodes))
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
     for host in (HEAD, SECOND):
         lines = [_line(process) for process in nodes.processes(host)]
         assert any("raylet" in line for line in lines), "the cluster belongs to another user"
     check_the_client(nodes, tmp_path)
+    check_the_lease(nodes, tmp_path, command)
+
+
+def supervisors(nodes: Nodes) -> list[psutil.Process]:
+    return [process for process in nodes.processes() if "ray::Supervisor" in command_of(process)]
+
+
+def check_the_lease(nodes: Nodes, folder: Path, command: Sequence[str]) -> None:
+    """Kill -9 of the server, then of its supervisor while that ends the cluster: the next one goes on."""
+    job = submitted(nodes, folder, *command)
+    with nodes.asks_jobs() as jobs:
+        eventually(lambda: READY in logged(jobs, job))
+    assert (len(nodes.actors()), len(supervisors(nodes))) == (3, 1)
+    for process in nodes.processes():
+        if "tidemill serve" in command_of(process) and "python" in command_of(process):
+            process.kill()
+    eventually(lambda: len(nodes.actors()) < 3)
+    for process in supervisors(nodes):
+        process.kill()
+    eventually(lambda: not nodes.actors() and not supervisors(nodes))
 
 
 def check_the_client(nodes: Nodes, folder: Path) -> None:

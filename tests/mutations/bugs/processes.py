@@ -102,4 +102,41 @@ BUGS: tuple[Planted, ...] = (
         "os.WEXITED | os.WNOHANG",
         "tests/unit/cluster/supervisor/test_processes.py",
     ),
+    Planted(
+        "a replaced supervisor acts under a number that is free again",
+        "cluster/supervisor/journal.py::Journal.write",
+        "if max($NUMBERS) > $NUMBER:",
+        "if False:",
+        "tests/unit/cluster/supervisor/test_journal.py",
+    ),
+    Planted(
+        "two supervisors write the same entry of the journal",
+        "cluster/supervisor/journal.py::Journal.open",
+        "self.write($PLAN)",
+        "pass",
+        "tests/unit/cluster/supervisor/test_journal.py",
+    ),
+    Planted(
+        "a worker is started before the journal has it",
+        "cluster/supervisor/scaler.py::Scaler._start",
+        "created=False)\n        await self._save()",
+        "created=False)",
+        "tests/unit/cluster/supervisor/test_journal.py",
+    ),
+    Planted(
+        "a worker is drained before the journal has it as leaving",
+        "cluster/supervisor/scaler.py::Scaler._retire",
+        "$WORKER.state = Lifecycle.LEAVING\n        await self._save()",
+        "$WORKER.state = Lifecycle.LEAVING",
+        "tests/unit/cluster/supervisor/test_journal.py",
+    ),
+    Planted(
+        "the entry of a worker is removed before the worker",
+        "cluster/supervisor/scaler.py::Scaler._remove",
+        "await self._save(always=True)\n        await asyncio.to_thread(self.$CLUSTER.remove_worker, $NAME)\n"
+        "        $WORKER = self.$WORKERS.pop($NAME)",
+        "$WORKER = self.$WORKERS.pop($NAME)\n        await self._save(always=True)\n"
+        "        await asyncio.to_thread(self.$CLUSTER.remove_worker, $NAME)",
+        "tests/unit/cluster/supervisor/test_journal.py",
+    ),
 )

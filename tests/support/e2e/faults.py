@@ -31,7 +31,8 @@ RANK = "ray::RankActor"
 GCS = "/gcs_server"
 RAYLET = "/raylet/raylet"
 REAPER = "tidemill.cluster.supervisor.reaper"
-PARTS = (MASTER, OWNER, ROUTER, RANK, GCS, RAYLET, REAPER)
+SUPERVISOR = "ray::Supervisor"
+PARTS = (MASTER, OWNER, ROUTER, RANK, GCS, RAYLET, REAPER, SUPERVISOR)
 
 LOOK_S = 0.05
 

@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings, WorkerSettings
+from tidemill.cluster.settings import ClusterSettings, FleetSettings, WorkerSettings
 from tidemill.cluster.supervisor import launch
 from tidemill.cluster.supervisor.launch import RAY_STARTS_MAX, RAY_WAS_SLOW, REPORT_S, Cluster, LaunchError
 from tidemill.cluster.supervisor.node_fit import Node
@@ -77,7 +77,7 @@ def test_cluster_waits_for_late_nodes_and_reports_once_a_minute(
     ray.util.placement_group_table.return_value = {"state": "PENDING"}
     monkeypatch.setattr(launch, "RAY", ray)
     monkeypatch.setattr(launch, "POLL_S", 0.0)
-    monkeypatch.setattr(launch, "_nodes", lambda: [Node(id="a", address="10.0.0.1", total={}, free={})])
+    monkeypatch.setattr(launch, "nodes", lambda: [Node(id="a", address="10.0.0.1", total={}, free={})])
     engine = EngineSettings(model_folder=tmp_path, memory_bytes=0, store_url="memory:", cache_folder=tmp_path)
     worker = WorkerSettings(name="decode-0", role="decode", engine=engine, num_gpus=1)
     settings = ClusterSettings(fleets=(FleetSettings(workers=(worker,)),), schedule_timeout_s=5.5 * REPORT_S)
@@ -85,7 +85,6 @@ def test_cluster_waits_for_late_nodes_and_reports_once_a_minute(
 
     def wait() -> None:
         cluster = Cluster(settings)
-        cluster.add_worker(worker, RouterSettings())
         seconds = count(0.0, 5.0)
         cluster.wait_until_ready(MagicMock(), messages.append, lambda: next(seconds))
 

@@ -22,7 +22,7 @@ from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.worker_commands import render_roles
 from tidemill.cluster.messages import Misses, RoleScale
 from tidemill.cluster.settings import FleetSettings, RouterSettings
-from tidemill.cluster.supervisor.scaler import IDLE_CHECKS, Scaler
+from tidemill.cluster.supervisor.scaler import IDLE_CHECKS, Scaler, initial_plan
 from tidemill.workers.messages import RequestError, Role, Unserved, WorkerLoad
 
 ROW: dict[str, Any] = {
@@ -42,7 +42,8 @@ class ManualCase(Case):
         workers = (worker_settings("prefill-0", "prefill"), worker_settings("decode-0", "decode"))
         for worker in workers:
             self.cluster.add_worker(worker, RouterSettings())
-        self.scaler = Scaler(self.cluster, self.cluster, FleetSettings(workers=workers), Misses)
+        fleet = FleetSettings(workers=workers)
+        self.scaler = Scaler(self.cluster, self.cluster, fleet, Misses, initial_plan(fleet))
 
     async def scale(self, *, pending: bool = False, **counts: int) -> str | None:
         roles: dict[str, Role] = {"prefill": "prefill", "decode": "decode", "mixed": "mixed"}

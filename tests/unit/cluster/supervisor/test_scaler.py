@@ -7,7 +7,8 @@ from pathlib import Path
 from tests.support.cluster.fake_service import worker_status
 from tidemill.cluster.messages import Bounds, FleetStatus, Hysteresis, Misses, WorkerStatus
 from tidemill.cluster.settings import FleetSettings, RouterSettings, WorkerSettings
-from tidemill.cluster.supervisor.scaler import IDLE_CHECKS, Scaler
+from tidemill.cluster.supervisor.journal import FleetPlan
+from tidemill.cluster.supervisor.scaler import IDLE_CHECKS, Scaler, initial_plan
 from tidemill.workers.messages import RequestError, Role, Unserved, WorkerLoad
 from tidemill.workers.settings import EngineSettings
 
@@ -35,6 +36,10 @@ class FakeCluster:
     is_full: bool = False
     free: int | None = None  # workers that can still be scheduled; None: any number
     refuses_drain: frozenset[str] = frozenset()
+    plan: FleetPlan = field(default_factory=FleetPlan)  # as saved last
+
+    def save(self, plan: FleetPlan) -> None:
+        self.plan = plan
 
     def add_worker(self, worker: WorkerSettings, routers: RouterSettings) -> None:
         assert routers == RouterSettings()
@@ -93,7 +98,7 @@ class Case:
             self.cluster.add_worker(worker, RouterSettings())
         bounds: dict[Role, Bounds] = {"prefill": Bounds(least=self.least, most=self.most)}
         fleet = FleetSettings(workers=tuple(workers), bounds=bounds, hysteresis=HYSTERESIS)
-        self.scaler = Scaler(self.cluster, self.cluster, fleet, Misses)
+        self.scaler = Scaler(self.cluster, self.cluster, fleet, Misses, initial_plan(fleet))
 
     async def advance(self, seconds: float) -> None:
         for _ in range(int(seconds / HYSTERESIS.look_s)):

@@ -1,0 +1,339 @@
+"""The supervisor: one detached Ray actor that starts, scales and stops the routers and workers.
+
+It is the only process that creates and removes them, and it finds them by their names after a
+restart. Its plan is in a journal in Ray's internal key-value store, beside Ray's own record of the
+actors. While it is away everything serves, and nothing scales.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from threading import Lock
+from typing import Any, cast
+
+import ray
+import ray.exceptions
+from ray._private.state import available_resources_per_node, jobs
+from ray.experimental.internal_kv import internal_kv_get_gcs_client
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from tidemill.cluster.messages import Misses, RoleScale
+from tidemill.cluster.observability.logs import start_logs
+from tidemill.cluster.rpc.router_client import RouterClient
+from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings, WorkerSettings
+from tidemill.cluster.supervisor.journal import ClusterPlan, FleetPlan, Journal
+from tidemill.cluster.supervisor.node_fit import Node, assign, demand_of, unschedulable_reason
+from tidemill.cluster.supervisor.router_actor import RouterActor
+from tidemill.cluster.supervisor.scaler import Scaler, initial_plan
+from tidemill.cluster.supervisor.worker_actor import WorkerActor, actor_options, find_router
+from tidemill.workers.messages import Role, Unserved
+
+RAY: Any = ray  # much of it has no types
+
+SUPERVISOR = "supervisor"
+"""The name of the actor; Ray has one of a name in a namespace."""
+
+KV_NAMESPACE = b"tidemill"
+
+LASTING = {"lifetime": "detached", "max_restarts": -1, "max_task_retries": 0}
+
+LEASE_S = 1.0
+"""The interval at which the supervisor asks Ray whether the process that it belongs to has ended."""
+
+ANSWER_S_MAX = 9.0
+"""The time for the supervisor to answer, which may wait for a router, or to be restarted."""
+
+RETRY_S = 0.1
+
+log = logging.getLogger(__name__)
+
+
+class RayStore:
+    """Ray's internal key-value store, which is part of GCS, as a JournalStore."""
+
+    def __init__(self) -> None:
+        self._gcs: Any = internal_kv_get_gcs_client()
+
+    def put_new(self, key: str, value: bytes) -> bool:
+        return self._gcs.internal_kv_put(key.encode(), value, overwrite=False, namespace=KV_NAMESPACE) == 1
+
+    def get(self, key: str) -> bytes | None:
+        return self._gcs.internal_kv_get(key.encode(), KV_NAMESPACE)
+
+    def delete(self, key: str) -> None:
+        self._gcs.internal_kv_del(key.encode(), del_by_prefix=False, namespace=KV_NAMESPACE)
+
+    def keys(self, prefix: str) -> list[str]:
+        return [key.decode() for key in self._gcs.internal_kv_keys(prefix.encode(), KV_NAMESPACE)]
+
+
+class Actors:
+    """The routers and workers of a Ray namespace, by name. Creating one that is there changes nothing."""
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+        self._node_ids: dict[str, str] = {}  # by name of the worker
+
+    def add_router(self, name: str, settings: RouterSettings) -> None:
+        """Start a router on the node of this process, without which it is useless."""
+        here = NodeAffinitySchedulingStrategy(RAY.get_runtime_context().get_node_id(), soft=False)
+        options = {**LASTING, "num_cpus": 0, "name": name, "namespace": self._namespace}
+        RAY.remote(RouterActor).options(**options, get_if_exists=True, scheduling_strategy=here).remote(
+            settings
+        )
+
+    def add_worker(self, worker: WorkerSettings, routers: RouterSettings) -> None:
+        """Start a worker; it is ready with its first heartbeat to these routers. A worker that cannot be
+        scheduled waits for capacity. May be called on another thread."""
+        demand = demand_of(worker)
+        try:
+            placement_group = RAY.util.get_placement_group(worker.name)
+        except ValueError:
+            existing: dict[str, list[str]] = {}
+            for name, node_id in self._node_ids.items():
+                existing.setdefault(name.rpartition("-")[0], []).append(node_id)
+            node_id = assign([demand], nodes(), existing).node_ids.get(worker.name)
+            if node_id is not None:
+                self._node_ids[worker.name] = node_id
+            placement_group = RAY.util.placement_group(
+                [dict(demand.each)] * demand.ranks,
+                strategy="STRICT_PACK",
+                name=worker.name,
+                lifetime="detached",
+                bundle_label_selector=[dict(demand.labels)] * demand.ranks,
+                _soft_target_node_id=node_id,
+            )
+        options = {**LASTING, **actor_options(worker, placement_group, 0)}
+        RAY.remote(WorkerActor).options(
+            **options, name=worker.name, namespace=self._namespace, get_if_exists=True
+        ).remote(worker, routers, self._namespace, placement_group)
+
+    def adopt(self, name: str) -> None:
+        """Note the node of a worker that was started before this process."""
+        with contextlib.suppress(ValueError):  # it was not, or has left
+            table = RAY.util.placement_group_table(RAY.util.get_placement_group(name))
+            if node_id := next(iter(table["bundles_to_node_id"].values()), ""):
+                self._node_ids[name] = node_id
+
+    def remove_worker(self, name: str) -> None:
+        """Stop a worker without a restart, if it exists; it should have been drained. May be called on
+        another thread."""
+        self._node_ids.pop(name, None)
+        self.kill(name)
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            RAY.util.remove_placement_group(RAY.util.get_placement_group(name))
+
+    def kill(self, name: str, *, restart: bool = False) -> None:
+        """Kill an actor, if it exists."""
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            RAY.kill(RAY.get_actor(name, self._namespace), no_restart=not restart)
+
+
+class Supervisor:
+    """The actor. Ray restarts its process whenever it ends."""
+
+    def __init__(self, settings: ClusterSettings, server: str, job_id: str | None) -> None:
+        """Start the cluster, or adopt it. `server` names this start of it. When the Ray job `job_id` ends,
+        so does the cluster; None: it lasts until it is stopped."""
+        start_logs(settings.fleets[0].router.telemetry)
+        # Ray warns of an actor that ends with its placement group: they are removed together.
+        logging.getLogger("ray.actor").setLevel(logging.ERROR)
+        self._settings = settings
+        self._server = server
+        self._job_id = job_id
+        self._journal = Journal(RayStore(), settings.namespace)
+        self._actors = Actors(settings.namespace)
+        self._plan = ClusterPlan()
+        self._writing = Lock()  # held by the thread of one scaler
+        self._scalers: list[Scaler] = []
+        self._misses = [Misses() for _ in settings.fleets]
+        loop = asyncio.get_running_loop()
+        self._start = loop.create_task(self._open())
+        self._tasks = [self._start, loop.create_task(self._hold_lease())]
+        for task in self._tasks:
+            task.add_done_callback(_exit_on_error)
+
+    async def started(self) -> None:
+        """Return when all routers and workers were created. Their processes may still start."""
+        await self._start
+
+    async def scale(self, fleet: int, counts: Mapping[Role, int], *, pending: bool) -> str | None:
+        """See Scaler.scale."""
+        await self._start
+        return await self._scalers[fleet].scale(counts, pending=pending)
+
+    async def roles(self, fleet: int) -> tuple[RoleScale, ...]:
+        """See Scaler.roles."""
+        await self._start
+        return await self._scalers[fleet].roles()
+
+    async def report(self, fleet: int, misses: Misses) -> None:
+        """Count what an edge has refused or answered since its last report."""
+        self._misses[fleet] += misses
+
+    async def _open(self) -> None:
+        fleets, namespace = self._settings.fleets, self._settings.namespace
+        plan = await asyncio.to_thread(self._journal.open)
+        if plan.server == self._server and plan.stopped:
+            await asyncio.to_thread(kill_actors, plan, self._actors)
+            await asyncio.to_thread(self._actors.kill, SUPERVISOR)  # this process
+        if plan.server != self._server:
+            if not plan.stopped:
+                log.warning("routers and workers that an earlier server left in %s are removed", namespace)
+                await asyncio.to_thread(kill_actors, plan, self._actors)
+            routers = tuple(name for fleet in fleets for name in fleet.router.names)
+            plans = tuple(map(initial_plan, fleets))
+            plan = ClusterPlan(server=self._server, stopped=False, routers=routers, fleets=plans)
+            await asyncio.to_thread(self._journal.write, plan)
+        self._plan = plan
+        for fleet in fleets:
+            for name in fleet.router.names:
+                await asyncio.to_thread(self._actors.add_router, name, fleet.router)
+        for index, fleet in enumerate(fleets):
+            for name in plan.fleets[index].workers:
+                await asyncio.to_thread(self._actors.adopt, name)
+            scaler = self._scaler(index, fleet, plan.fleets[index])
+            self._scalers.append(scaler)
+            await scaler.start()
+            self._tasks.append(task := asyncio.create_task(scaler.run()))
+            task.add_done_callback(_exit_on_error)
+
+    def _scaler(self, index: int, fleet: FleetSettings, plan: FleetPlan) -> Scaler:
+        finders = (find_router(name, self._settings.namespace) for name in fleet.router.names)
+        router = RouterClient(*finders, tls=fleet.router.tls)
+        part = _Fleet(partial(self._write, index), self._actors)
+        return Scaler(part, router, fleet, lambda: self._misses[index], plan)
+
+    def _write(self, index: int, fleet: FleetPlan) -> None:
+        """Write a changed plan of a fleet to the journal. Raises Fenced."""
+        with self._writing:
+            fleets = (*self._plan.fleets[:index], fleet, *self._plan.fleets[index + 1 :])
+            self._plan = replace(self._plan, fleets=fleets)
+            self._journal.write(self._plan)
+
+    async def _hold_lease(self) -> None:
+        """End the cluster when the process that it belongs to has ended: the next incarnation of this actor
+        finds a stopped plan."""
+        if self._job_id is None:
+            return
+        while not await asyncio.to_thread(_has_ended, self._job_id):  # noqa: ASYNC110 - Ray notes it
+            await asyncio.sleep(LEASE_S)
+        log.warning("the process that started this cluster has ended, and with it the cluster")
+        await asyncio.to_thread(stop_plan, self._settings.namespace)
+        os._exit(1)
+
+
+class _Fleet:
+    """A fleet's part of the journal, and its actors."""
+
+    def __init__(self, write: Callable[[FleetPlan], None], actors: Actors) -> None:
+        self.save = write
+        self.add_worker = actors.add_worker
+        self.remove_worker = actors.remove_worker
+
+    def unschedulable_reason(self, *workers: WorkerSettings) -> str | None:
+        return unschedulable_reason(map(demand_of, workers), nodes())
+
+
+class FleetScaling:
+    """The edge's client of the scaler of one fleet, in the supervisor. It belongs to one asyncio loop."""
+
+    def __init__(
+        self,
+        supervisor: Any,  # noqa: ANN401 - Ray's type
+        index: int,
+        fleet: FleetSettings,
+        misses: Callable[[], Misses],
+    ) -> None:
+        self._supervisor = supervisor
+        self._index = index
+        self._fleet = fleet
+        self._misses = misses
+        self._reported = Misses()
+
+    async def scale(self, counts: Mapping[Role, int], *, pending: bool) -> str | None:
+        """See Scaler.scale. Raises Unserved, too, while the supervisor is away."""
+        return await _answer(
+            lambda: self._supervisor.scale.remote(self._index, dict(counts), pending=pending)
+        )
+
+    async def roles(self) -> tuple[RoleScale, ...]:
+        """See Scaler.roles. Raises Unserved, too, while the supervisor is away."""
+        return await _answer(lambda: self._supervisor.roles.remote(self._index))
+
+    async def run(self) -> None:
+        """Report what this edge answers and refuses to the scaler, until cancelled."""
+        while True:
+            misses = self._misses()
+            new = misses - self._reported
+            with contextlib.suppress(ray.exceptions.RayError):  # the next report has it, too
+                await self._supervisor.report.remote(self._index, new)
+                self._reported = misses
+            await asyncio.sleep(self._fleet.hysteresis.look_s)
+
+
+async def _answer(call: Callable[[], Any]) -> Any:  # noqa: ANN401 - Ray's types
+    """Call the supervisor until it answers; a call may be carried out twice. Raises Unserved, or the error
+    that it answers."""
+    away = "it does not answer"
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(ANSWER_S_MAX):
+            while True:
+                try:
+                    return await call()
+                except ray.exceptions.RayTaskError as error:
+                    raise error.cause from None
+                except ray.exceptions.RayError as error:
+                    away = str(error).partition("\n")[0]
+                await asyncio.sleep(RETRY_S)
+    raise Unserved(f"the supervisor is away ({away}): ask again in some seconds")
+
+
+def stop_plan(namespace: str) -> ClusterPlan:
+    """Write to the journal that nothing of the plan should run, and return it. The supervisor can write, and
+    so act, no more."""
+    journal = Journal(RayStore(), namespace)
+    plan = replace(journal.open(), stopped=True)
+    journal.write(plan)
+    return plan
+
+
+def kill_actors(plan: ClusterPlan, actors: Actors) -> None:
+    """Kill the workers and routers of a plan, and give back what Ray has reserved for them."""
+    for name in plan.workers:
+        actors.remove_worker(name)
+    for name in plan.routers:
+        actors.kill(name)
+
+
+def nodes() -> list[Node]:
+    """Return the nodes of the Ray cluster that are up."""
+    free = cast("dict[str, dict[str, float]]", available_resources_per_node())
+    return [
+        Node(
+            id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            total=node["Resources"],
+            free=free.get(node["NodeID"]) or node["Resources"],  # a new node has not reported yet
+            labels=node["Labels"],
+        )
+        for node in RAY.nodes()
+        if node["Alive"]
+    ]
+
+
+def _has_ended(job_id: str) -> bool:
+    """Return whether Ray has seen the end of the process of this job. Ray watches its connection."""
+    known = cast("list[dict[str, Any]]", jobs())
+    return any(job["JobID"] == job_id and job["IsDead"] for job in known)
+
+
+def _exit_on_error(task: asyncio.Task[None]) -> None:
+    """End the process, because Ray starts the next one, which reads the journal."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("the supervisor broke", exc_info=error)
+        os._exit(1)
