@@ -1,12 +1,18 @@
 """Tables of draws, and rows of scores that are hard to draw from."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import exp
 
 import torch
 
 from tidemill.kernels.draw.tables import AdjustmentField, DrawField, least_of, scale_of
+from tidemill.workers.execution.sampler import uniform_of
+from tidemill.workers.messages import Sampling
+
+Draw = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -107,3 +113,53 @@ def every_adjustment(vocabulary: int) -> Iterator[torch.Tensor]:
     yield torch.tensor(rows, dtype=torch.float64)
     items = [(0, 0, 2.5), (last, 2, 0.0), (0, 1, -torch.inf), (last, 0, 0.1), (0, 3, 0.5), (last, 0, -100)]
     yield torch.tensor(items, dtype=torch.float64)
+
+
+def distribution(logits_V: list[float], sampling: Filters | Sampling) -> dict[int, float]:
+    """Return what may be drawn and its probability, in plain arithmetic: each filter looks at the whole
+    distribution. In the order of the cumulative distribution: by falling logit with filters, else by id."""
+    order = sorted(range(len(logits_V)), key=lambda token: (-logits_V[token], token))
+    best = logits_V[order[0]]
+    if sampling.temperature == 0:
+        return {order[0]: 1.0}
+    if not sampling.top_k and sampling.top_p == 1 and not sampling.min_p:
+        order.sort()
+    weights = [exp((logits_V[token] - best) / sampling.temperature) for token in order]
+    total, before = sum(weights), 0.0
+    kept: dict[int, float] = {}
+    for rank, (token, weight) in enumerate(zip(order, weights, strict=True)):
+        in_k = not sampling.top_k or rank < sampling.top_k
+        in_p = before < sampling.top_p * total or sampling.top_p == 1
+        if rank == 0 or (in_k and in_p and weight >= sampling.min_p):
+            kept[token] = weight
+        before += weight
+    return {token: weight / sum(kept.values()) for token, weight in kept.items()}
+
+
+def assert_distributed(drawn: Counter[int], exact: Mapping[int, float]) -> None:
+    """Pearson's chi-square; the bound is far out, the draws are fixed."""
+    count = drawn.total()
+    assert drawn.keys() <= exact.keys()
+    squares = [(drawn[token] - count * share) ** 2 / (count * share) for token, share in exact.items()]
+    freedom = len(exact) - 1
+    assert sum(squares) <= freedom + 4 * (2 * freedom) ** 0.5
+
+
+DISTRIBUTIONS = (
+    Filters(temperature=1.0),
+    Filters(temperature=1.7, top_k=5),
+    Filters(top_p=0.8),
+    Filters(temperature=1.3, min_p=0.2),
+    Filters(temperature=2.0, top_k=9, top_p=0.7, min_p=0.05),
+)
+
+
+def check_distribution(draw: Draw, filters: Filters, count: int) -> None:
+    """Draw `count` tokens of one row by a variant, half of them over seeds and half over positions."""
+    scores_V = 2 * torch.randn(12, generator=torch.Generator().manual_seed(3))
+    scores_V[7] = scores_V[4]
+    uniforms = [uniform_of(n, 7) if n % 2 else uniform_of(0, n) for n in range(count)]
+    tokens_N = draw(
+        scores_V[None], scores_V[None][:0], *draws_of([(0, uniform, filters) for uniform in uniforms])
+    )
+    assert_distributed(Counter(map(int, tokens_N)), distribution([*map(float, scores_V)], filters))

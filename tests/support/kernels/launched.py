@@ -23,6 +23,9 @@ META = torch.device("meta")
 capture."""
 
 
+VIEWS = {"_unsafe_view", "detach"}
+
+
 class Launch(NamedTuple):
     """`compiled` is what Triton compiles a kernel for: types, constants, and which numbers and addresses are
     multiples of 16."""
@@ -50,6 +53,32 @@ def launching(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         patch.setattr(triton.runtime.driver, "_active", Hopper())
         patch.setattr(JITFunction, "run", record)
         yield launches
+
+
+class Counted(TorchDispatchMode):
+    """Counts torch's operators that run on a device (not views, not memory), and the copies from and to the
+    host among them. A copy that the host waits for is refused, and so is a read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.to_device = self.to_host = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        kwargs, name = kwargs or {}, operator.overloadpacket.__name__
+        is_copy = name in {"_to_copy", "copy_"}
+        target, source = (
+            (kwargs.get("device") or args[0].device, args[name == "copy_"].device) if is_copy else (0, 0)
+        )
+        if target != source:
+            assert kwargs.get("non_blocking") or args[2:] == (True,), "a copy that the host waits for"
+            self.to_device += target == META
+            self.to_host += source == META
+            if source == META:  # which has no values
+                return args[0]
+        aliases = [argument.alias_info for argument in operator._schema.arguments if argument.alias_info]
+        is_view = any(not alias.is_write for alias in aliases)
+        self.count += not (is_view or "empty" in name or name in VIEWS)
+        return operator(*args, **kwargs)
 
 
 @contextmanager

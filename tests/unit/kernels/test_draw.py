@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from tests.support.kernels.cases import same_bits
-from tests.support.kernels.draws import Filters, draws_of, every_adjustment, every_draw
+from tests.support.kernels.draws import (
+    DISTRIBUTIONS,
+    Filters,
+    check_distribution,
+    draws_of,
+    every_adjustment,
+    every_draw,
+)
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.draw.reference import weights_of
 from tidemill.kernels.draw.tables import ONE, PROMPT
@@ -32,6 +39,15 @@ def test_flat_scores_of_a_large_vocabulary(cpu: Operators, reference: Operators)
     ]
     arguments = (scores_RV, scores_RV[:0], *draws_of(asked))
     assert torch.equal(cpu.draw(*arguments), reference.draw(*arguments))
+
+
+@pytest.mark.parametrize("variant", ["cpu", "reference"])
+@pytest.mark.parametrize("filters", DISTRIBUTIONS)
+def test_draws_follow_the_distribution(
+    request: pytest.FixtureRequest, variant: str, filters: Filters
+) -> None:
+    ops: Operators = request.getfixturevalue(variant)
+    check_distribution(ops.draw, filters, 6000)
 
 
 def test_weights_follow_the_exponential(reference: Operators) -> None:

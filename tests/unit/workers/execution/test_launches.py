@@ -10,17 +10,25 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.engine.released import RELEASED
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.kernels.launched import META, Launch, capturing, launching
+from tests.support.kernels.launched import META, Counted, Launch, capturing, launching
+from tests.unit.workers.execution.test_model_runner import a_row
 from tidemill.kernels.dispatch import operators
-from tidemill.kvstore.layout import layout_of
+from tidemill.kvstore.layout import PageId, layout_of
 from tidemill.workers.execution import model_runner as runner_module
 from tidemill.workers.execution.cuda_graphs import Forward, Graphs, Replay, graph_shapes, padding
+from tidemill.workers.execution.grammar import Grammars, Matcher
 from tidemill.workers.execution.model_runner import TorchRunner
+from tidemill.workers.execution.overlapped_runner import OverlappedRunner, StepEvent
+from tidemill.workers.execution.sampler import Sampler, Wanted
+from tidemill.workers.execution.sampling_state import SamplingState
+from tidemill.workers.execution.step import PENDING, Step
+from tidemill.workers.execution.step_tensors import PageTables
+from tidemill.workers.messages import Grammar, Request, Sampling
 from tidemill.workers.models.architectures.config import weights_of
 from tidemill.workers.models.architectures.decoder import Decoder
 from tidemill.workers.models.architectures.registry import ARCHITECTURES
+from tidemill.workers.models.bundled import bundled
 from tidemill.workers.models.collectives import ALONE
 from tidemill.workers.models.inputs import Caches, Inputs, caches_of, one_run
 
@@ -30,6 +38,7 @@ ROWS_MAX = 600
 TOKENS_MAX = 8192
 TABLE_WIDTH = 640
 DRAFTS_MAX = 5
+VOCABULARY = 151_936
 BOX_MAX = 256  # elements of one dimension of a tile, what cuTensorMapEncodeTiled takes
 STRIDE_BYTES_MAX = 1 << 40
 STEP_LAUNCHES = 9  # embedding, angles and the first norm, whatever the number of layers
@@ -128,21 +137,6 @@ def test_driver_accepts_all_launches(
                 assert tile.strides[at] >= tile.strides[at + 1] * tile.shape[at + 1], launch
 
 
-class Counted(TorchDispatchMode):
-    """Counts torch's operators that run on a device: not views, not memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        result = operator(*args, **(kwargs or {}))
-        is_view = any(argument.alias_info is not None for argument in operator._schema.arguments)
-        name = operator.overloadpacket.__name__
-        self.count += not (is_view or "empty" in name or name in {"_unsafe_view", "detach"})
-        return result
-
-
 LAUNCHES_PER_LAYER = {
     ("Qwen3-Next-80B-A3B", 1): 12,
     ("Qwen3-Next-80B-A3B", 32): 12,
@@ -195,3 +189,109 @@ def test_no_step_compiles(
 
 def compiled(launches: list[Launch]) -> set[tuple[str, str]]:
     return {(launch.kernel, launch.compiled) for launch in launches}
+
+
+class MetaStream:
+    """Launches the device's part of steps immediately."""
+
+    device = META
+
+    def launch(self, work: Callable[[], None]) -> StepEvent:
+        work()
+        return self
+
+    def synchronize(self) -> None:
+        raise AssertionError("the host waits for a step")
+
+
+SAMPLINGS = {
+    "greedy": Sampling(temperature=0.0),
+    "temperature": Sampling(temperature=0.8),
+    "filters": Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.01),
+    "penalties": Sampling(
+        temperature=0.8, top_p=0.9, repetition_penalty=1.1, presence_penalty=0.2, logit_bias=((3, 1.0),),
+        min_tokens=5,
+    ),
+}  # fmt: skip
+DRAW_KERNELS = {"draw_row", "adjust_part", "count_change"}
+OVERLAPPED_LAUNCHES = 12
+"""The launches of a step beside its forward pass: copies, changes of page tables, tokens, draws."""
+
+
+def drawing_state(sampling: Sampling, matcher: Matcher | None = None) -> SamplingState:
+    asked = Request(request_id="", tokens=(0,), max_new_tokens=9, sampling=sampling, stop_token_ids=(1,))
+    return SamplingState(asked, matcher)
+
+
+def drawn_on_meta(states: list[SamplingState]) -> tuple[list[str], Counted]:
+    """Draw for each state, twice. Return the kernels and the copies of the second time."""
+    sampler = Sampler(operators("triton", Path()), META)
+    logits_NV = torch.empty(len(states), VOCABULARY, device=META)
+    with pytest.MonkeyPatch.context() as patch, launching(patch) as launches:
+        for _ in range(2):
+            launches.clear()
+            wanted = [Wanted(n, n, state.position, state, ()) for n, state in enumerate(states)]
+            with Counted() as counted:
+                tokens_N = sampler.tokens(logits_NV, wanted)
+            for state in states:
+                state.push(7)
+        assert tokens_N.device == META
+    return [launch.kernel for launch in launches], counted
+
+
+@pytest.mark.parametrize("rows", [1, 128])
+@pytest.mark.parametrize("kind", SAMPLINGS)
+def test_draws_of_any_number_of_rows_are_one_copy_and_three_launches(kind: str, rows: int) -> None:
+    kernels, counted = drawn_on_meta([drawing_state(SAMPLINGS[kind]) for _ in range(rows)])
+    wanted = ["count_change", "adjust_part", "draw_row"] if kind == "penalties" else ["draw_row"]
+    assert kernels == wanted
+    assert (counted.to_device, counted.to_host) == (1, 0)
+    assert counted.count == counted.to_device
+
+
+def test_masks_of_grammars_travel_with_the_numbers_of_the_draws() -> None:
+    grammars = Grammars(bundled()["keeper"], VOCABULARY, (2,))
+    matchers = [grammars.matcher(Grammar(kind="regex", text="[a-z ]{9}")) for _ in range(16)]
+    kernels, counted = drawn_on_meta([drawing_state(SAMPLINGS["greedy"], matcher) for matcher in matchers])
+    grammars.close()
+    assert kernels == ["adjust_part", "draw_row"]
+    assert (counted.to_device, counted.to_host, counted.count) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "filters"])
+def test_overlapped_step_waits_for_nothing(
+    kind: str, model_of: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second step of streams and a prompt: all its integers in one copy, the numbers of its draws in
+    another, and its tokens back in a third."""
+    name, rows = "Qwen3-Next-80B-A3B", 32
+    model, caches = model_of(name)
+    tables = PageTables(rows + 1, TABLE_WIDTH, windows=caches.has_windows)
+    runner = OverlappedRunner(model, caches, PAGE_TOKENS, 1, MetaStream(), None, tables)
+    states = [drawing_state(SAMPLINGS[kind]) for _ in range(rows)]
+
+    def step(start: int, token: int) -> Step:
+        pages = tuple(map(PageId, range(1 + start // PAGE_TOKENS)))
+        streams = [
+            a_row(str(n), (token,), start, state)._replace(pages=pages) for n, state in enumerate(states)
+        ]
+        prompt = a_row("prompt", (5,) * 64, 64 * (start - 1))
+        return (*streams, prompt._replace(pages=tuple(map(PageId, range(start)))))
+
+    monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # in it, modes see composed operators
+    with launching(monkeypatch) as launches, Counted() as counted:
+        runner._launch_ahead(step(1, 5))
+        launches.clear()
+        counted.count = counted.to_device = counted.to_host = 0
+        runner._launch_ahead(step(2, PENDING))
+        overlapped = len(launches) + counted.count
+        assert [launch.kernel for launch in launches if launch.kernel in DRAW_KERNELS] == ["draw_row"]
+        assert (counted.to_device, counted.to_host) == (2, 1)
+        launches.clear()
+        counted.count = 0
+        inputs = padding(rows + 1, TABLE_WIDTH, 64, windows=caches.has_windows)
+        moved = there(inputs, META)
+        counted.count = 0
+        model.logits(model.forward(moved, caches)[:rows])
+    runner.close()
+    assert overlapped <= len(launches) + counted.count + OVERLAPPED_LAUNCHES

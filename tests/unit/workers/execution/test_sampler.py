@@ -3,7 +3,6 @@
 # torch's conversions to lists are untyped.
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from math import exp, inf, log
 from random import Random
@@ -13,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.kernels.draws import assert_distributed, distribution
 from tests.support.workers.drawing import (
     Noise,
     answer_of,
@@ -57,36 +57,6 @@ full_samplings = st.builds(
 
 def random_logits(rows: int, vocabulary: int, seed: int, scale: float = 2.0) -> torch.Tensor:
     return scale * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed))
-
-
-def distribution(logits_V: list[float], sampling: Sampling) -> dict[int, float]:
-    """Return what may be drawn and its probability, in plain arithmetic: each filter looks at the whole
-    distribution. In the order of the cumulative distribution: by falling logit with filters, else by id."""
-    order = sorted(range(len(logits_V)), key=lambda token: (-logits_V[token], token))
-    best = logits_V[order[0]]
-    if sampling.temperature == 0:
-        return {order[0]: 1.0}
-    if not sampling.top_k and sampling.top_p == 1 and not sampling.min_p:
-        order.sort()
-    weights = [exp((logits_V[token] - best) / sampling.temperature) for token in order]
-    total, before = sum(weights), 0.0
-    kept: dict[int, float] = {}
-    for rank, (token, weight) in enumerate(zip(order, weights, strict=True)):
-        in_k = not sampling.top_k or rank < sampling.top_k
-        in_p = before < sampling.top_p * total or sampling.top_p == 1
-        if rank == 0 or (in_k and in_p and weight >= sampling.min_p):
-            kept[token] = weight
-        before += weight
-    return {token: weight / sum(kept.values()) for token, weight in kept.items()}
-
-
-def assert_distributed(drawn: Counter[int], exact: Mapping[int, float]) -> None:
-    """Pearson's chi-square; the bound is far out, the draws are fixed."""
-    count = drawn.total()
-    assert drawn.keys() <= exact.keys()
-    squares = [(drawn[token] - count * share) ** 2 / (count * share) for token, share in exact.items()]
-    freedom = len(exact) - 1
-    assert sum(squares) <= freedom + 4 * (2 * freedom) ** 0.5
 
 
 @pytest.mark.parametrize(
