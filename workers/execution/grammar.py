@@ -21,8 +21,9 @@ from tidemill.workers.execution.grammar_trial import NICE, GrammarTrial
 from tidemill.workers.execution.mask_pool import MaskPool, lower_priority
 from tidemill.workers.messages import Grammar, RequestError
 
-Mask = npt.NDArray[np.bool_]
-"""The allowed tokens, `[V]`, with V the width of the model's logits."""
+Mask = npt.NDArray[np.int32]
+"""The allowed tokens, `[W]`: a bit for each, the lowest first, as the library and the kernels have them. An
+even number of words covers the model's logits, and no bit beyond those is set."""
 
 QUICK_S_MAX = 0.002
 """A mask below this is quick. The rows of answers with quick masks join a step before its masks are known."""
@@ -48,6 +49,17 @@ LIMIT_ERRORS = ("oo many", "max is", "fuel", "limit", "too big", "too large")
 
 CACHED_MAX = 32
 """The number of compiled grammars, and of refusals, that a worker keeps."""
+
+
+def mask_of(tokens: Collection[int], vocab_size: int) -> Mask:
+    """Return the mask of these tokens of a vocabulary."""
+    may_V = np.zeros(-(-vocab_size // 64) * 64, np.bool_)
+    may_V[list(tokens)] = True
+    return np.packbits(may_V, bitorder="little").view(np.int32)
+
+
+def has(mask_W: Mask, token: int) -> bool:
+    return bool(mask_W[token // 32] >> (token % 32) & 1)
 
 
 class LexerMemory:
@@ -124,9 +136,10 @@ class Matcher:
         self._pool = pool
         self._share = LexerShare(memory or LexerMemory())
         self._inner: LLMatcher | None = None
-        self._eos_ids = frozenset(eos_ids)
-        self._end_V = np.zeros(vocab_size, dtype=np.bool_)
-        self._end_V[list(eos_ids)] = True
+        self._end_W = mask_of(eos_ids, vocab_size)
+        self._room_W = np.full_like(self._end_W, -1)
+        if vocab_size % 64:
+            self._room_W[-2:] = mask_of(range(vocab_size % 64), 64)
         self._tokens: list[int] = []
         self._fed = 0  # tokens that the library has; the rest follows with the next mask
         self._ended = False  # the library cannot take the token at `_fed`: the answer had ended there
@@ -219,7 +232,7 @@ class Matcher:
 
     def _next(self) -> Mask:
         if self._closed:
-            return self._end_V
+            return self._end_W
         began_s = thread_time()
         try:
             return self._within_memory()
@@ -254,7 +267,7 @@ class Matcher:
             token = self._tokens[self._fed]
             if replaying:
                 inner.compute_bitmask()
-            if token not in self._eos_ids and inner.consume_token(token):
+            if not has(self._end_W, token) and inner.consume_token(token):
                 self._fed += 1
                 continue
             if inner.is_error() and not self._over(inner):
@@ -265,14 +278,14 @@ class Matcher:
                 return self._follow()
             self._ended = True
         if self._ended or inner.is_stopped():
-            return self._end_V.copy()
-        bits = np.unpackbits(np.frombuffer(inner.compute_bitmask(), np.uint8), bitorder="little")
+            return self._end_W
+        words = np.frombuffer(inner.compute_bitmask(), np.int32)
         if inner.is_error():
-            return self._end_V.copy() if self._over(inner) else None
-        may_V = np.zeros(len(self._end_V), dtype=np.bool_)
-        known = min(len(may_V), len(bits))  # the model may have more rows than its tokenizer has entries
-        may_V[:known] = bits[:known]
-        return may_V if may_V.any() else self._end_V.copy()
+            return self._end_W if self._over(inner) else None
+        mask_W = np.zeros_like(self._room_W)
+        known = min(len(mask_W), len(words))  # the model may have more rows than its tokenizer has entries
+        np.bitwise_and(words[:known], self._room_W[:known], out=mask_W[:known])
+        return mask_W if mask_W.any() else self._end_W
 
     def _over(self, inner: LLMatcher) -> bool:
         """Return True if the text cannot go on, and False if the lexer needs more states. Raises RequestError

@@ -30,7 +30,7 @@ from tidemill.kernels.draw.tables import (
 )
 from tidemill.workers.device import HOST
 from tidemill.workers.execution.count_table import CountTable
-from tidemill.workers.execution.grammar import Mask
+from tidemill.workers.execution.grammar import Mask, mask_of
 from tidemill.workers.execution.logprobs import Logprobs, start_logprobs
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import Drawn, Row
@@ -239,16 +239,11 @@ class Tables:
             (self._changes, len(ChangeField)),
         )
         flat = [np.array(rows, np.float64).reshape(len(rows), fields) for rows, fields in parts]
-        words = -(-self._vocabulary // 64) * 2
-        bits = np.zeros((len(self._masks), 4 * words), np.uint8)
-        for row, mask in zip(bits, self._masks, strict=True):
-            packed = np.packbits(mask, bitorder="little")
-            row[: len(packed)] = packed
-        moved = _moved(
-            np.concatenate([*(part.ravel() for part in flat), bits.view(np.float64).ravel()]), device
-        )
+        masks = [mask.view(np.float64) for mask in self._masks]
+        moved = _moved(np.concatenate([*(part.ravel() for part in flat), *masks]), device)
         ends = list(accumulate(part.size for part in flat))
         tables = [moved[end - part.size : end].view(part.shape) for end, part in zip(ends, flat, strict=True)]
+        words = -(-self._vocabulary // 64) * 2
         return [*tables, moved[ends[-1] :].view(torch.int32).view(len(self._masks), words)]
 
     def _adjust(self, draw: Wanted, barred: Iterable[int]) -> None:
@@ -263,11 +258,11 @@ class Tables:
         for token, bias in sampling.logit_bias:
             more, shift = items.get(token, (0, 0.0))
             items[token] = (more, shift + bias)
-        may_V = None
+        mask_W = None
         if state.matcher is not None:
-            mask, may_V = len(self._masks), state.matcher.mask()
-            self._masks.append(may_V)
-        for token in self._barred(barred, may_V):
+            mask, mask_W = len(self._masks), state.matcher.mask()
+            self._masks.append(mask_W)
+        for token in self._barred(barred, mask_W) if barred else ():
             items[token] = (0, -np.inf)
         begin = len(self._items)
         self._items += [(token, *what) for token, what in items.items() if token < self._vocabulary]
@@ -281,13 +276,12 @@ class Tables:
             self._changes += [(slot, token, by) for token, by in state.changes if token < self._vocabulary]
         return slot
 
-    def _barred(self, barred: Iterable[int], may_V: Mask | None) -> list[int]:
+    def _barred(self, barred: Iterable[int], mask_W: Mask | None) -> list[int]:
         """Return the tokens that would end the answer too early; none if nothing else may follow."""
         ids = [token for token in dict.fromkeys(barred) if token < self._vocabulary]
-        others = (self._vocabulary if may_V is None else int(may_V.sum())) - (
-            len(ids) if may_V is None else int(may_V[ids].sum())
-        )
-        return ids if others else []
+        if mask_W is None:
+            return ids if len(ids) < self._vocabulary else []
+        return ids if (mask_W & ~mask_of(ids, self._vocabulary)).any() else []
 
 
 def uniform_of(seed: int, position: int) -> float:

@@ -60,6 +60,13 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/workers/execution/test_mtp_drafter.py",
     ),
     Planted(
+        "a grammar allows tokens beyond the vocabulary of the model",
+        "workers/execution/grammar.py::Matcher.__init__",
+        "mask_of(range($VOCAB_SIZE % 64), 64)",
+        "-1",
+        "tests/unit/workers/execution/test_grammar.py",
+    ),
+    Planted(
         "a step waits for masks without a limit",
         "workers/execution/grammar.py::Matcher.ready_by",
         "self._mask.exception(max(0.0, $DEADLINE_S - monotonic()))",

@@ -12,6 +12,7 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
 from tests.support.workers.drawing import Noise, answer_of, request_of, troubled_answer_of
-from tidemill.workers.execution.grammar import Grammars, Mask, Matcher
+from tests.support.workers.masks import allowed
+from tidemill.workers.execution.grammar import Grammars, Matcher
 from tidemill.workers.messages import GRAMMAR_BYTES_MAX, Grammar, RequestError, Sampling
 from tidemill.workers.models.bundled import bundled
 
@@ -165,7 +167,9 @@ def test_rewound_matcher_is_as_new(kind: str) -> None:
     matcher, known = GRAMMARS.matcher(grammar), list[int]()
     for _ in range(40):
         for _ in range(rng.randrange(6)):
-            token = int(rng.choice(np.flatnonzero(matcher.mask()))) if rng.random() < 0.9 else VOCABULARY - 1
+            token = (
+                int(rng.choice(np.flatnonzero(allowed(matcher)))) if rng.random() < 0.9 else VOCABULARY - 1
+            )
             matcher.push(token)
             known.append(token)
         forgotten = rng.randrange(len(known) + 1)
@@ -174,8 +178,8 @@ def test_rewound_matcher_is_as_new(kind: str) -> None:
         straight = GRAMMARS.matcher(grammar)
         for token in known:
             straight.push(token)
-        mask = matcher.mask()
-        assert (mask == straight.mask()).all()
+        mask = allowed(matcher)
+        assert (mask == allowed(straight)).all()
         assert mask.any()
         assert not mask[TOKENIZER.get_vocab_size() :].any()
 
@@ -183,23 +187,24 @@ def test_rewound_matcher_is_as_new(kind: str) -> None:
 def test_only_the_end_comes_behind_a_complete_answer() -> None:
     matcher = GRAMMARS.matcher(Grammar(kind="choice", text='["a"]'))
     for _ in range(3):
-        matcher.push(int(np.flatnonzero(matcher.mask())[0]))
-    assert list(np.flatnonzero(matcher.mask())) == [EOS]
+        matcher.push(int(np.flatnonzero(allowed(matcher))[0]))
+    assert list(np.flatnonzero(allowed(matcher))) == [EOS]
     matcher.rewind(3)
-    assert text_of([int(np.flatnonzero(matcher.mask())[0])]) == "a"
+    assert text_of([int(np.flatnonzero(allowed(matcher))[0])]) == "a"
 
 
 @pytest.mark.parametrize("eos_ids", [(1,), (1, 3)])
 def test_each_end_of_sequence_token_may_end_an_answer(eos_ids: tuple[int, ...]) -> None:
     matcher = Grammars(FOLDER, VOCABULARY, eos_ids).matcher(Grammar(kind="regex", text="a?"))
-    assert [token for token in np.flatnonzero(matcher.mask()) if token < 5] == list(eos_ids)
+    assert [token for token in np.flatnonzero(allowed(matcher)) if token < 5] == list(eos_ids)
 
 
 @pytest.mark.parametrize("vocabulary", [700, 852, 896])
 def test_masks_are_as_wide_as_the_logits(vocabulary: int) -> None:
     """Narrower than the tokenizer, or wider: many models are padded."""
     matcher = Grammars(FOLDER, vocabulary, (EOS,)).matcher(Grammar(kind="regex", text=".*"))
-    assert matcher.mask().shape == (vocabulary,)
+    assert matcher.mask().shape == (2 * -(-vocabulary // 64),)
+    assert not allowed(matcher)[vocabulary:].any()
 
 
 def test_answer_that_is_complete_ends_also_when_it_is_too_short() -> None:
@@ -233,9 +238,9 @@ def test_blanks_come_to_an_end(kind: str) -> None:
 def test_json_may_be_compact_spaced_or_indented(text: str) -> None:
     matcher = GRAMMARS.matcher(Grammar(kind="json_object"))
     for token in TOKENIZER.encode(text, add_special_tokens=False).ids:
-        assert matcher.mask()[token], text_of([token])
+        assert allowed(matcher)[token], text_of([token])
         matcher.push(token)
-    assert matcher.mask()[EOS]
+    assert allowed(matcher)[EOS]
 
 
 @pytest.mark.parametrize(
@@ -273,7 +278,7 @@ def test_unsupported_grammars_are_refused_with_the_reason(grammar: Grammar, reas
 
 
 def test_schema_may_be_true() -> None:
-    assert GRAMMARS.matcher(Grammar(kind="json_schema", text="true")).mask().any()
+    assert allowed(GRAMMARS.matcher(Grammar(kind="json_schema", text="true"))).any()
 
 
 @pytest.mark.parametrize("content", [None, "{}"])
@@ -285,7 +290,7 @@ def test_model_without_a_tokenizer_refuses(tmp_path: Path, content: str | None) 
         with pytest.raises(RequestError, match=r"tokenizer\.json"):
             grammars.matcher(Grammar(kind="json_object"))
     shutil.copy(FOLDER / "tokenizer.json", tmp_path)
-    assert grammars.matcher(Grammar(kind="json_object")).mask().any()
+    assert allowed(grammars.matcher(Grammar(kind="json_object"))).any()
 
 
 def test_answer_fails_where_a_step_would_take_too_long() -> None:
@@ -296,15 +301,15 @@ def test_answer_fails_where_a_step_would_take_too_long() -> None:
     lark += '\ndeep: d0\nd60: "x"?'
     limits = LLParserLimits(step_max_items=2000, verbose_errors=False)
     matcher = Matcher(lambda _: LLMatcher(tokenizer, lark, log_level=0, limits=limits), VOCABULARY, (EOS,))
-    masks: list[Mask] = []
+    masks: list[npt.NDArray[np.bool_]] = []
     with suppress(RequestError):
         while len(masks) < 9:
-            masks.append(matcher.mask())
+            masks.append(allowed(matcher))
             matcher.push(int(np.flatnonzero(masks[-1])[-1]))
     assert 1 < len(masks) < 9
     matcher.rewind(len(masks))
     for mask in masks:
-        assert (matcher.mask() == mask).all()
+        assert (allowed(matcher) == mask).all()
         matcher.push(int(np.flatnonzero(mask)[-1]))
     with pytest.raises(RequestError, match=r"too complex after.*make some required"):
-        matcher.mask()
+        allowed(matcher)

@@ -9,11 +9,13 @@ from threading import Event
 from time import monotonic
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from llguidance import LLMatcher, LLTokenizer
 
 from tests.support.workers.drawing import draw, request_of, row_of
+from tests.support.workers.masks import allowed
 from tidemill.workers.execution import grammar as module
 from tidemill.workers.execution import sampler
 from tidemill.workers.execution.grammar import Grammars, LexerMemory, Mask, Matcher
@@ -43,11 +45,11 @@ def grammars() -> Grammars:
     return Grammars(FOLDER, VOCABULARY, (EOS,))
 
 
-def walk(matcher: Matcher, steps: int, seed: int = 1) -> list[Mask]:
+def walk(matcher: Matcher, steps: int, seed: int = 1) -> list[npt.NDArray[np.bool_]]:
     """The masks along a random answer."""
-    rng, masks = Random(seed), list[Mask]()
+    rng, masks = Random(seed), list[npt.NDArray[np.bool_]]()
     for _ in range(steps):
-        masks.append(matcher.mask())
+        masks.append(allowed(matcher))
         matcher.push(int(rng.choice([token for token in np.flatnonzero(masks[-1]) if token != EOS] or [EOS])))
     return masks
 
@@ -57,7 +59,7 @@ def test_grammar_that_compiles_for_minutes_is_refused_and_others_go_on() -> None
     for _ in range(2):  # the second time from memory
         with pytest.raises(RequestError, match="more than 1 s or 1 GiB to compile"):
             limited.matcher(ENDLESS)
-    assert limited.matcher(LETTERS).mask().any()
+    assert allowed(limited.matcher(LETTERS)).any()
     limited.close()
 
 
@@ -94,14 +96,16 @@ def test_masks_do_not_depend_on_the_states_that_a_lexer_may_have(monkeypatch: py
 def test_answer_that_moved_continues_where_replaying_its_tokens_takes_much_fuel() -> None:
     straight, known = grammars().matcher(PRIMES), list[int]()
     for step in range(60):
-        token = int(Random(step).choice([token for token in np.flatnonzero(straight.mask()) if token != EOS]))
+        token = int(
+            Random(step).choice([token for token in np.flatnonzero(allowed(straight)) if token != EOS])
+        )
         straight.push(token)
         known.append(token)
     moved = grammars().matcher(PRIMES)
     for token in known:
         moved.push(token)
-    assert (moved.mask() == straight.mask()).all()
-    assert moved.mask().sum() > 1
+    assert (allowed(moved) == allowed(straight)).all()
+    assert allowed(moved).sum() > 1
 
 
 def test_lexer_that_needs_more_than_the_last_limit_ends_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:

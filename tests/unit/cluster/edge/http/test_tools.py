@@ -15,6 +15,7 @@ from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolPara
 
 from tests.support.cluster.fake_service import EOS, KEEPER, FakeService, saying
 from tests.support.cluster.openai_talk import LOOK, converse
+from tests.support.workers.masks import allowed
 from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.workers.execution.grammar import Grammars
@@ -183,7 +184,7 @@ def test_forced_call_follows_a_grammar(
         tokens = [*tokenizer().encode(start + text), EOS]
         taken = 0
         for token in tokens:
-            if not matcher.mask()[token]:
+            if not allowed(matcher)[token]:
                 break
             matcher.push(token)
             taken += 1

@@ -9,6 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.support.cluster.fake_service import EOS, KEEPER, tokenizer
+from tests.support.workers.masks import allowed
 from tidemill.cluster.edge.chat.formats import CALL, CALLED, FORMS, THINKING
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat, OutputParser
 from tidemill.cluster.edge.chat.output.parts import Call, joined
@@ -145,7 +146,7 @@ def test_odd_schemas_break_nothing(schema: dict[str, Any]) -> None:
     manner = replace(XML, schemas={"f": schema})
     grammar = forced([Tool(type="function", function=Function(name="f", parameters=schema))], manner, {})
     try:
-        mask = Grammars(KEEPER, 896, {EOS}).matcher(grammar).mask()
+        mask = allowed(Grammars(KEEPER, 896, {EOS}).matcher(grammar))
     except RequestError:
         return
     assert mask.any()
@@ -179,7 +180,7 @@ def test_forced_call_is_one_that_is_understood(body: str, manner: OutputFormat, 
     tokens = [*tokenizer().encode(text), EOS]
     taken = 0
     for token in tokens:
-        if not matcher.mask()[token]:
+        if not allowed(matcher)[token]:
             break
         matcher.push(token)
         taken += 1

@@ -12,6 +12,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as RawTokenizer
 
 from tests.support.cluster.fake_service import EOS, KEEPER
+from tests.support.workers.masks import allowed
 from tidemill.cluster.edge.chat.formats import FORMS, THINKING, THOUGHT
 from tidemill.cluster.edge.chat.output.harmony import open_parser
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
@@ -82,7 +83,7 @@ def takes(manner: OutputFormat, text: str, *, as_tokens: bool) -> bool:
     added = {added_token.content: token for token, added_token in raw.get_added_tokens_decoder().items()}
     matcher = grammars.matcher(forced(TOOLS, manner, added))
     for token in [*raw.encode(text, add_special_tokens=False).ids, EOS]:
-        if not matcher.mask()[token]:
+        if not allowed(matcher)[token]:
             return False
         matcher.push(token)
     return True
@@ -149,6 +150,6 @@ def test_commas_of_keywords_that_may_be_left_out(arguments: str, *, good: bool) 
     matcher = grammars.matcher(forced(tools, OutputFormat(form=FORMS["pythonic"]), {}))
     taken = True
     for token in [*raw.encode(f"[f({arguments})]", add_special_tokens=False).ids, EOS]:
-        taken = taken and bool(matcher.mask()[token])
+        taken = taken and bool(allowed(matcher)[token])
         matcher.push(token)
     assert taken is good
