@@ -74,6 +74,7 @@ class Operators:
     attention: attention_cpu.AttentionCall
     gated_attention: attention_cpu.GatedAttentionCall
     route: RouteTokens
+    own_experts: Callable[[Choice, int, int], Choice]
     moe_inner: Callable[[Tensor, Choice, Experts], Tensor]
     moe_outer: moe_cpu.MoeOuter
     moe_outer_norm: moe_cpu.MoeOuterNorm
@@ -103,6 +104,7 @@ REFERENCE = Operators(
     attention=attention_reference.attention,
     gated_attention=attention_reference.gated_attention,
     route=moe_reference.route,
+    own_experts=moe_reference.own_experts,
     moe_inner=moe_reference.moe_inner,
     moe_outer=moe_reference.moe_outer,
     moe_outer_norm=moe_reference.moe_outer_norm,
@@ -125,6 +127,7 @@ FOLDERS = {  # of the operators that are not called like theirs
     "gated_attention": "attention",
     "rope_angles": "rope_store",
     "route": "moe",
+    "own_experts": "moe",
     "moe_inner": "moe",
     "moe_outer": "moe",
     "moe_outer_norm": "moe",
@@ -177,6 +180,7 @@ def operators(variant: Variant, cache_dir: Path, compute_dtype: ComputeDtype = "
                 attention=attention_cpu.bind(library, compute_dtype),
                 gated_attention=attention_cpu.bind_gated(library, compute_dtype),
                 route=moe_cpu.bind_route(library),
+                own_experts=moe_reference.own_experts,
                 moe_inner=moe_cpu.bind_moe_inner(library),
                 moe_outer=moe_cpu.bind_moe_outer(library),
                 moe_outer_norm=moe_cpu.bind_moe_outer_norm(library),

@@ -22,6 +22,11 @@ SpeculativeMethod = Literal["auto", "ngram", "mtp"]
 LoadFormat = Literal["auto", "dummy"]
 """The weights: those of the folder ("auto"), or random ones for its config.json ("dummy")."""
 
+Reduce = Literal["exact", "fast"]
+"""The exchange of the ranks of a group. "exact": all-gathers of whole columns, with the bits of one rank.
+"fast": one all-reduce of sums for each attention and each MLP; the last bits depend on the number of
+ranks."""
+
 MEMORY_BYTES = 1 << 30
 """The default memory of pages and states on CPUs."""
 
@@ -105,6 +110,9 @@ class EngineSettings:
     speculative_method: SpeculativeMethod = "auto"
     tensor_parallel_size: int = 1  # ranks of this worker
     tensor_parallel_sizes: tuple[int, ...] = ()  # of the other workers that use this store
+    tensor_parallel_reduce: Reduce | None = None  # None: exact, on CUDA fast
+    allow_inexact_groups: bool = False  # fast groups of different sizes read each other's pages
+    enable_expert_parallel: bool = False  # ranks have whole experts
     kv_events: KvEventSettings | None = None  # None: no events
 
     @property
@@ -135,6 +143,26 @@ class EngineSettings:
     def group_sizes(self) -> frozenset[int]:
         """The group sizes of all workers of this store: they decide how it cuts pages and states."""
         return frozenset((self.tensor_parallel_size, *self.tensor_parallel_sizes))
+
+    @property
+    def sums(self) -> bool:
+        """Return whether ranks add up terms: a group of one rank has nothing to add."""
+        default = "fast" if self.on_cuda else "exact"
+        return max(self.group_sizes) > 1 and (self.tensor_parallel_reduce or default) == "fast"
+
+    @property
+    def by_expert(self) -> bool:
+        """Return whether ranks have whole experts."""
+        return self.enable_expert_parallel and self.sums
+
+    @property
+    def sums_namespace(self) -> str:
+        """Return the part of a page's namespace for the order in which its ranks have added; empty for the
+        bits of one rank."""
+        if not self.sums:
+            return ""
+        ranks = "any" if self.allow_inexact_groups else self.tensor_parallel_size
+        return f"/fast {ranks}{' by expert' if self.by_expert else ''}"
 
     def __post_init__(self) -> None:
         """Raises SettingsError."""
@@ -168,6 +196,23 @@ class EngineSettings:
                 f" {self.page_tokens}"
             )
         self._check_device()
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        """Check the exchange of ranks."""
+        if max(self.group_sizes) == 1:
+            return
+        if self.enable_expert_parallel and not self.sums:
+            raise SettingsError(
+                "--enable-expert-parallel adds up what the experts of all ranks compute: add"
+                " --tensor-parallel-reduce fast"
+            )
+        if self.sums and len(self.group_sizes) > 1 and not self.allow_inexact_groups:
+            sizes = " and ".join(map(str, sorted(self.group_sizes)))
+            raise SettingsError(
+                f"--tensor-parallel-reduce fast: groups of {sizes} ranks round in different ways and share no"
+                " pages: set one size, or --tensor-parallel-reduce exact, or add --allow-inexact-groups"
+            )
 
     def _check_device(self) -> None:
         """Check settings against each other. For the presence of the device see workers/device.py."""

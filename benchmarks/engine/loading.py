@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from tidemill.kernels.dispatch import operators
 from tidemill.workers.models.architectures.config import weights_of
 from tidemill.workers.models.architectures.registry import ARCHITECTURES, load
-from tidemill.workers.models.collectives import LEADER
+from tidemill.workers.models.collectives import LEADER, Sharing
 
 RESULT = Path(__file__).parents[1] / "results" / "loading.json"
 SHARD_BYTES = 256 << 20
@@ -178,6 +178,9 @@ class Rank:
     def gather(self, x_TN: torch.Tensor, width: int) -> torch.Tensor:
         raise NotImplementedError
 
+    def reduce(self, x_TN: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
     def gather_to_leader(self, x_TN: torch.Tensor, width: int) -> torch.Tensor:
         raise NotImplementedError
 
@@ -196,7 +199,7 @@ def measure(folder: Path, rank: Rank, cache_dir: Path) -> dict[str, float]:
     memory: list[dict[str, int]] = []
     for _ in range(REPEATS):
         cpu_s, wall_s = time.process_time(), time.perf_counter()
-        model = load(folder, ops, lambda _done_bytes, _total_bytes: None, rank)
+        model = load(folder, ops, lambda _done_bytes, _total_bytes: None, Sharing(rank))
         times.append((time.process_time() - cpu_s, time.perf_counter() - wall_s))
         memory.append(_memory())
         assert bool(model.fingerprint) == (rank.index == LEADER)

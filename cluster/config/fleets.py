@@ -89,6 +89,7 @@ def engine_settings(
     """Return the engine settings of the workers of a group. Raises SettingsError."""
     engine, secret_file, floor = model.engine, config.store.secret_file, group.memory_floor
     on_cuda = any(other.device != "cpu" for other in model.groups)
+    on_gpus = any(other.device != "cpu" and other.tensor_parallel_size > 1 for other in model.groups)
     return EngineSettings(
         model_folder=bundled().get(model.model) or Path(model.model),
         memory_bytes=memory_bytes_of(group),
@@ -123,6 +124,9 @@ def engine_settings(
         drafts_max=engine.num_speculative_tokens,
         speculative_method=engine.speculative_method,
         tensor_parallel_size=group.tensor_parallel_size,
+        tensor_parallel_reduce=engine.tensor_parallel_reduce or ("fast" if on_gpus else "exact"),
+        allow_inexact_groups=engine.allow_inexact_groups,
+        enable_expert_parallel=engine.enable_expert_parallel,
         tensor_parallel_sizes=tuple(sorted({other.tensor_parallel_size for other in model.groups})),
     )
 

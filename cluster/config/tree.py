@@ -41,6 +41,7 @@ from tidemill.workers.settings import (
     CheckpointStrategy,
     ComputeDtype,
     LoadFormat,
+    Reduce,
     SpeculativeMethod,
 )
 
@@ -150,6 +151,14 @@ class EngineConfig(ConfigNode):
     speculative_method: SpeculativeMethod = "auto"
     """source of draft tokens: ngram searches the preceding text, mtp is the model's prediction head, auto is
     mtp if the model has that head"""
+    tensor_parallel_reduce: Reduce | None = None
+    """exchange between the ranks of a worker: exact gathers columns and has the bits of one rank; fast has
+    two all-reduces a layer, and its last bits depend on the number of ranks (exact; on CUDA fast)"""
+    allow_inexact_groups: bool = False
+    """with fast: let workers of different numbers of ranks read each other's pages, so that answers may
+    depend on the workers that computed a prompt"""
+    enable_expert_parallel: bool = False
+    """with fast: each rank has some experts whole, instead of columns of every expert"""
     overlap: bool = True
     """launch the next step before the tokens of the current one are read"""
     kernels: Literal["cpu", "triton", "reference"] | None = None

@@ -82,6 +82,12 @@ STATES = {
 
 COUNTERS = {
     "steps": _counter("Iterations of the step loop, with idle ones.", "iterations"),
+    "expert_pairs": _counter(
+        "Pairs of a token and one of its experts, by the rank that has the expert; with "
+        "--enable-expert-parallel.",
+        "pairs",
+        "rank",
+    ),
     "computed_tokens": _counter(
         "Known tokens that were computed: prompts, and answers after a loss.", "tokens"
     ),
@@ -147,6 +153,7 @@ edge."""
 SPLIT = {
     "evicted_pages": "_for_",
     "evicted_checkpoints": "_for_",
+    "expert_pairs": "_on_rank_",
     "store_puts": "_as_",
     "store_gets": "_as_",
     "spec_accepted_tokens_at": "_",

@@ -2,7 +2,9 @@
 #include "../shared/cpu.h"
 
 namespace {
-struct Picks {  // indices into chosen, by expert, then by token; those of expert e are [start[e], start[e + 1])
+// Indices into chosen, by expert, then by token; those of expert e are [start[e], start[e + 1]). Picks without an
+// expert (-1) are left out.
+struct Picks {
     std::vector<int64_t> start, index;
 
     // The products of all experts that have picks; rows and y are in the order of `index`.
@@ -18,11 +20,14 @@ struct Picks {  // indices into chosen, by expert, then by token; those of exper
 };
 
 Picks by_expert(const int32_t* chosen, int64_t count, int64_t experts) {
-    Picks picks{std::vector<int64_t>(experts + 1), std::vector<int64_t>(count)};
-    for (int64_t i = 0; i < count; i++) picks.start[chosen[i] + 1]++;
+    Picks picks{std::vector<int64_t>(experts + 1), {}};
+    for (int64_t i = 0; i < count; i++)
+        if (chosen[i] >= 0) picks.start[chosen[i] + 1]++;
     for (int64_t e = 0; e < experts; e++) picks.start[e + 1] += picks.start[e];
+    picks.index.resize(picks.start[experts]);
     std::vector<int64_t> next(picks.start);
-    for (int64_t i = 0; i < count; i++) picks.index[next[chosen[i]]++] = i;
+    for (int64_t i = 0; i < count; i++)
+        if (chosen[i] >= 0) picks.index[next[chosen[i]]++] = i;
     return picks;
 }
 
@@ -91,8 +96,9 @@ extern "C" void route(const float* logits, int64_t logits_stride, const float* b
 extern "C" void moe_inner(const float* x, const int32_t* chosen, const void* gate_up, int64_t gate_up_bytes,
                           int64_t kind, const float* bias, float* hidden, int64_t tokens, int64_t experts,
                           int64_t top_k, int64_t width, int64_t inner, int64_t is_clamped, float alpha, float limit) {
-    const int64_t count = tokens * top_k, words = row_words(kind, width), n = 2 * inner;
-    const Picks picks = by_expert(chosen, count, experts);
+    const int64_t words = row_words(kind, width), n = 2 * inner;
+    const Picks picks = by_expert(chosen, tokens * top_k, experts);
+    const int64_t count = picks.index.size();
     static thread_local std::vector<uint32_t> rows_room;
     static thread_local std::vector<float> projected_room;
     uint32_t *const rows = lined(rows_room, (count + tokens) * words), *const rounded = rows + count * words;
@@ -126,11 +132,12 @@ extern "C" void moe_outer(const float* hidden, const int32_t* chosen, const floa
                           int64_t down_bytes, int64_t kind, const float* bias, const float* shared,
                           const float* gate, int64_t gate_stride, float* y, int64_t tokens, int64_t experts,
                           int64_t top_k, int64_t width, int64_t inner) {
-    const int64_t count = tokens * top_k, words = row_words(kind, inner);
-    const Picks picks = by_expert(chosen, count, experts);
+    const int64_t words = row_words(kind, inner);
+    const Picks picks = by_expert(chosen, tokens * top_k, experts);
+    const int64_t count = picks.index.size();
     static thread_local std::vector<uint32_t> rows_room;
     static thread_local std::vector<float> out_room;
-    std::vector<const float*> out_of(count);  // of each pick
+    std::vector<const float*> out_of(tokens * top_k);  // of each pick, or null
     uint32_t* const rows = lined(rows_room, count * words);
     float* const out = lined(out_room, count * width);
     for (int64_t r = 0; r < count; r++) out_of[picks.index[r]] = out + r * width;
@@ -146,7 +153,7 @@ extern "C" void moe_outer(const float* hidden, const int32_t* chosen, const floa
             float* to = y + t * width;
             std::fill(to, to + width, 0.0f);
             for (int64_t pick = t * top_k; pick < (t + 1) * top_k; pick++)
-                for (int64_t i = 0; i < width; i++) to[i] = __builtin_fmaf(weights[pick], out_of[pick][i], to[i]);
+                for (int64_t i = 0; out_of[pick] && i < width; i++) to[i] = __builtin_fmaf(weights[pick], out_of[pick][i], to[i]);
             if (!shared) continue;
             const float scale = gate ? sigmoid(gate[t * gate_stride]) : 1.0f, *from = shared + t * width;
             for (int64_t i = 0; i < width; i++) to[i] += from[i] * scale;

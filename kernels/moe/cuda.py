@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tidemill.kernels.activation.cuda import sigmoid
 from tidemill.kernels.linear.packed import Packed
+from tidemill.kernels.moe import reference
 from tidemill.kernels.moe.choose import choose
 from tidemill.kernels.moe.experts import Experts
 from tidemill.kernels.moe.order import PAIRS_AT_ONCE, is_few, order_of, tile_of
@@ -242,6 +243,14 @@ def route(logits_TE: Tensor, routing: Routing, rows: Rows | None = None) -> Choi
     pairs = tokens * each
     few = is_few(pairs, every, tile_tokens(pairs, every))
     return Choice(chosen_TK, weights_TK, None if few else order_of(chosen_TK, every))
+
+
+def own_experts(choice: Choice, first: int, end: int) -> Choice:
+    """Choose as the reference does, and sort the pairs again."""
+    own = reference.own_experts(choice, first, end)
+    pairs, experts = own.experts_TK.numel(), end - first
+    few = is_few(pairs, experts, tile_tokens(pairs, experts))
+    return own if few or not pairs else own._replace(order=order_of(own.experts_TK, experts))
 
 
 def moe_inner(x_TH: Tensor, choice: Choice, experts: Experts) -> Tensor:

@@ -8,11 +8,10 @@ from tidemill.kernels.linear.packed import Packed
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """E experts of width I, or one rank's slices of them.
+    """E experts of width I, or one rank's slices of them, or the experts of one rank.
 
     gate_up     [E, 2 I, H] and its bias [E, 2 I], gate first; a slice has the same columns of gate and of up
-    down        [E, H, I] and its bias [E, H]; a slice has fewer rows, never fewer columns: no sum is split
-                over ranks
+    down        [E, H, I] and its bias [E, H]; a slice has fewer rows, or fewer columns where ranks add up
     activation  silu: silu(gate) * up; clamped: (up + 1) * gate * sigmoid(alpha * gate), gate cut off above
                 `limit`, and up at both sides (gpt-oss)
     """

@@ -1,5 +1,5 @@
-"""The definition of `route`, `moe_inner`, `moe_outer` and `moe_outer_norm`: the choice of experts and their
-weighted sum.
+"""The definition of `route`, `own_experts`, `moe_inner`, `moe_outer` and `moe_outer_norm`: the choice of
+experts and their weighted sum.
 
 The sum is in two halves, so that ranks that hold slices of the experts can exchange `hidden` between them.
 """
@@ -48,6 +48,15 @@ def route(logits_TE: torch.Tensor, routing: Routing, rows: Rows | None = None) -
         padding_T = torch.repeat_interleave(rows.lens_B == 0, rows.cu_B1.diff())
         chosen_TK[padding_T], weights_TK[padding_T] = -1, 0.0
     return Choice(chosen_TK, weights_TK)
+
+
+def own_experts(choice: Choice, first: int, end: int) -> Choice:
+    """Return the choice among the experts `[first, end)`, whose ids count from `first`: a token has none in
+    the place of the others."""
+    chosen_TK = choice.experts_TK
+    is_own_TK = (chosen_TK >= first) & (chosen_TK < end)
+    own_TK = torch.where(is_own_TK, chosen_TK - first, -1).int()
+    return Choice(own_TK, torch.where(is_own_TK, choice.weights_TK, 0.0))
 
 
 def moe_inner(x_TH: torch.Tensor, choice: Choice, experts: Experts) -> torch.Tensor:

@@ -23,7 +23,8 @@ class Order(NamedTuple):
 class Choice(NamedTuple):
     """The experts of each token, with their weights.
 
-    experts_TK  int32, ascending, packed; -1: a token of a batch's padding, which has none
+    experts_TK  int32, ascending, packed; -1: none. A token of a batch's padding has no expert, and in
+                `own_experts` other ranks have some of them
     weights_TK  float, packed; 0 without an expert
     order       what a variant computes once for both halves of the sum, if it needs to
     """

@@ -4,18 +4,32 @@
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from torch.nn import functional
 
 from tests.support.parity.architectures import random_model, save
-from tests.support.parity.sharded import WAIT_S_MAX, Found, check, run_rank, run_threads
+from tests.support.parity.sharded import (
+    PAGE_TOKENS,
+    WAIT_S_MAX,
+    Found,
+    check,
+    check_sums,
+    run_rank,
+    run_threads,
+)
+from tests.support.parity.steps import Runner
 from tidemill.kernels.dispatch import Operators
-from tidemill.workers.models.architectures.registry import describe
+from tidemill.workers.models.architectures.registry import describe, load
 from tidemill.workers.models.bundled import bundled
+from tidemill.workers.models.collectives import LEADER, Sharing
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.parallel.distributed import Distributed
+from tidemill.workers.parallel.shared_memory import SharedMemory
 
 ROOT = Path(__file__).parents[2]
 FOUR_WAYS = {"vocab_size": 9, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
@@ -27,6 +41,71 @@ def test_keeper_in_two_parts(cpu: Operators, tmp_path: Path) -> None:
     alone = run_rank(keeper, cpu)
     check(found, alone)
     assert [rank.fingerprint for rank in found] == [alone.fingerprint, ""]
+
+
+def test_keeper_in_two_parts_that_are_added_up(cpu: Operators, tmp_path: Path) -> None:
+    keeper = bundled()["keeper"]
+    found = run_threads(keeper, cpu, lambda index: SharedMemory(tmp_path, index, 2, WAIT_S_MAX), 2, sums=True)
+    alone = run_rank(keeper, cpu)
+    check_sums(found, alone)
+    assert torch.equal(found[0].logits_TV.argmax(-1), alone.logits_TV.argmax(-1))
+
+
+def test_experts_are_whole_only_where_ranks_divide_them(tmp_path: Path) -> None:
+    folder = save(random_model("granitemoehybrid/moe"), tmp_path / "model")
+    describe(folder, 2)
+    with pytest.raises(ModelError, match=r"2 ranks cannot divide 5 experts: leave out --enable-expert"):
+        describe(folder, 2, by_expert=True)
+    with pytest.raises(ModelError, match=r"has no experts: leave out --enable-expert-parallel$"):
+        describe(bundled()["keeper"], 2, by_expert=True)
+
+
+class Counted:
+    """The first of two ranks: it counts its exchanges, and goes on with zeros from the other."""
+
+    index, size = LEADER, 2
+
+    def __init__(self) -> None:
+        self.calls = Counter[str]()
+
+    def gather(self, x_TN: torch.Tensor, width: int) -> torch.Tensor:
+        self.calls["gather"] += 1
+        return functional.pad(x_TN, (0, width - x_TN.shape[1]))
+
+    def gather_to_leader(self, x_TN: torch.Tensor, width: int) -> torch.Tensor:
+        return functional.pad(x_TN, (0, width - x_TN.shape[1]))
+
+    def reduce(self, x_TN: torch.Tensor) -> torch.Tensor:
+        self.calls["reduce"] += 1
+        return x_TN
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        del x
+
+
+@pytest.mark.parametrize(
+    ("name", "shared", "mamba"),
+    [
+        ("llama", 0, 0),
+        ("qwen3_moe/all", 0, 0),
+        ("qwen3_next/dense-tied", 0, 0),
+        ("qwen3_5_moe", 3, 0),
+        ("gpt_oss", 0, 0),
+        ("granitemoehybrid/dense", 0, 2),
+        ("deepseek_v3/groups", 2, 0),
+    ],
+)
+def test_exchanges_of_a_layer(name: str, shared: int, mamba: int, cpu: Operators, tmp_path: Path) -> None:
+    """Four gathers, or two sums. Beside them a step has one for its embedding; without sums, a layer with a
+    shared expert has one for it; with sums, a Mamba-2 layer has one for its norm."""
+    folder = save(random_model(name), tmp_path / "model")
+    for sums in (False, True):
+        ranks = Counted()
+        loaded = load(folder, cpu, lambda _done, _total: None, Sharing(ranks, sums))
+        runner, num_layers = Runner(loaded, PAGE_TOKENS), len(loaded.layers)
+        runner.step([(runner.add([3, 4, 5]), 3)])
+        assert ranks.calls["reduce"] == (2 * num_layers if sums else 0)
+        assert ranks.calls["gather"] == 1 + (mamba if sums else 4 * num_layers + shared)
 
 
 def test_error_of_a_group_names_the_sizes_that_share_the_heads() -> None:

@@ -13,7 +13,15 @@ import triton.language as tl
 from tests.support.kernels.cases import int32, random, relative_error, same_bits, step
 from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.moe import reference
-from tidemill.kernels.moe.cuda import moe_inner, moe_outer, moe_outer_norm, route, tile_tokens, tiles
+from tidemill.kernels.moe.cuda import (
+    moe_inner,
+    moe_outer,
+    moe_outer_norm,
+    own_experts,
+    route,
+    tile_tokens,
+    tiles,
+)
 from tidemill.kernels.moe.experts import Experts
 from tidemill.kernels.moe.order import is_few, order_of, tile_of
 from tidemill.kernels.moe.routing import Choice, Routing
@@ -290,3 +298,20 @@ def test_hidden_of_another_width_than_down_is_refused() -> None:
     local = replace(layer, gate_up=layer.gate_up[:, 4:12].contiguous())
     with pytest.raises(AssertionError):
         moe(local, 2)
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_experts_of_ranks_add_up(tokens: int) -> None:
+    """Each rank runs its own experts: few pairs, which tiles search, and many, which are sorted again."""
+    layer = layer_of(tokens, 6, 40, 24)
+    choice, wanted, found = (
+        route(layer.logits_TE, Routing(3, renormalise=True)),
+        moe(layer, 3),
+        torch.zeros(tokens, 40),
+    )
+    for first in (0, 3):
+        own = slice(first, first + 3)
+        part = replace(layer, gate_up=layer.gate_up[own].clone(), down=layer.down[own].clone())
+        mine, experts = own_experts(choice, first, first + 3), part.experts()
+        found += moe_outer(moe_inner(part.x_TH, mine, experts), mine, experts, None, None)
+    assert relative_error(found, wanted) < TOLERANCES[torch.float32]

@@ -55,7 +55,7 @@ from tidemill.workers.models.architectures.registry import (
     load,
     weight_bytes_of,
 )
-from tidemill.workers.models.collectives import ALONE, Ranks
+from tidemill.workers.models.collectives import ALONE, Ranks, Sharing
 from tidemill.workers.parallel.group import RankGroup, open_group
 from tidemill.workers.parallel.link import StartRanks
 from tidemill.workers.scheduling.limits import EngineLimits
@@ -96,7 +96,11 @@ def check_settings(settings: EngineSettings, *, here: bool = False) -> None:
     device = device_of(settings) if here or not settings.on_cuda else None
     settings, ranks = with_compute_dtype(settings), settings.tensor_parallel_size
     layers, max_length = describe(
-        settings.model_folder, ranks, mtp=mtp_of(settings), load_format=settings.load_format
+        settings.model_folder,
+        ranks,
+        mtp=mtp_of(settings),
+        load_format=settings.load_format,
+        by_expert=settings.by_expert,
     )
     if not settings.on_cuda or settings.memory_bytes is not None:
         memory_of(settings, rank_layers(layers, ranks), max_length)
@@ -193,6 +197,7 @@ def _build(
         grammars,
         runner.cpu_s,
     )
+    engine.expert_pairs = partial(_expert_pairs, loaded)
     return BuiltEngine(
         engine=engine,
         info=_info(settings, loaded, memory, namespace, device),
@@ -210,7 +215,7 @@ def _load(
             settings.model_folder,
             ops,
             progress,
-            ranks,
+            Sharing(ranks, settings.sums, settings.by_expert),
             device,
             mtp=mtp_of(settings),
             compute_dtype=settings.compute_dtype,
@@ -272,6 +277,10 @@ def _root_of(model: str, layout: str, salt: str) -> PageKey:
     return Namespace(model=model, layout=layout, salt=salt).root()
 
 
+def _expert_pairs(loaded: LoadedModel) -> list[int]:
+    return [] if loaded.expert_pairs_R is None else loaded.expert_pairs_R.cpu().numpy().tolist()
+
+
 def with_compute_dtype(settings: EngineSettings) -> EngineSettings:
     """Return the settings with the type of products, by the weights where none is set. Raises ModelError."""
     if settings.compute_dtype is not None:
@@ -291,7 +300,8 @@ def namespace_of(settings: EngineSettings, layers: Sequence[LayerSpec], shards: 
     """Return the namespace of the store's objects, which determines the meaning of their bytes apart from the
     tokens. `layers` are those of the whole model. Raises StoreError."""
     layout = layout_of(layers, settings.page_tokens, settings.page_dtype, settings.state_dtype)
-    return f"{shards.describe(layout)}/{settings.compute_dtype}" + sealing_of(settings).describe()
+    numbers = f"{settings.compute_dtype}{settings.sums_namespace}"
+    return f"{shards.describe(layout)}/{numbers}" + sealing_of(settings).describe()
 
 
 def mtp_of(settings: EngineSettings) -> bool:

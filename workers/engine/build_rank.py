@@ -15,7 +15,7 @@ from tidemill.workers.execution.mtp_drafter import DrawnEnd
 from tidemill.workers.execution.step import PENDING, Step
 from tidemill.workers.execution.step_tensors import inputs_of
 from tidemill.workers.models.architectures.registry import load
-from tidemill.workers.models.collectives import Ranks
+from tidemill.workers.models.collectives import Ranks, Sharing
 from tidemill.workers.models.inputs import caches_of
 from tidemill.workers.parallel.frames import (
     NONE,
@@ -36,7 +36,7 @@ def build_rank(settings: EngineSettings, index: int, folder: Path) -> RankParts:
         settings.model_folder,
         operators_of(settings),
         _no_progress,
-        ranks,
+        Sharing(ranks, settings.sums, settings.by_expert),
         mtp=mtp_of(settings),
         compute_dtype=settings.compute_dtype,
         load_format=settings.load_format,

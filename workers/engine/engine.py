@@ -67,6 +67,7 @@ class Engine:
         """Create an engine. Without `grammars`, requests with a grammar are refused. `step_cpu_s` returns the
         CPU seconds that steps have used so far."""
         self.steps = 0  # iterations of the loop, with idle ones
+        self.expert_pairs: Callable[[], list[int]] = list  # returns the load of each rank's experts
         self._limits = limits
         self._ledger = ledger
         self._transfer = transfer
@@ -227,6 +228,7 @@ class Engine:
             self._pipeline.speedometer.speed,
             self._limits,
             self.steps,
+            self.expert_pairs(),
         )
 
     def take_announcement(self, *, full: bool) -> Announcement:

@@ -15,7 +15,7 @@ MATCHED_MAX = 64
 """The maximum number of waiting requests whose prefix is looked up. Later ones count as without a match."""
 
 
-def load_of(
+def load_of(  # noqa: PLR0913, PLR0917  each is a part of the worker
     ledger: Ledger,
     running: Seq[Sequence],
     waiting: Seq[Sequence],
@@ -23,8 +23,10 @@ def load_of(
     speed: Speed,
     limits: EngineLimits,
     steps: int,
+    expert_pairs: Seq[int] = (),
 ) -> WorkerLoad:
-    """Return the load. The ledger is that of one rank; all bytes are those of the group."""
+    """Return the load. The ledger is that of one rank; all bytes are those of the group. `expert_pairs` are
+    by rank."""
     layout, ranks = ledger.layout, limits.ranks
     starts = [_start(ledger, sequence) for sequence in waiting[:MATCHED_MAX]] + [0] * len(
         waiting[MATCHED_MAX:]
@@ -53,6 +55,7 @@ def load_of(
         counters={
             **ledger.counters,
             "steps": float(steps),
+            **{f"expert_pairs_on_rank_{rank}": float(pairs) for rank, pairs in enumerate(expert_pairs)},
             **{f"store_puts_as_{outcome.value}": stats.put.get(outcome, 0) for outcome in Put},
             **{f"store_gets_as_{outcome.value}": stats.got.get(outcome, 0) for outcome in Got},
             "store_put_bytes": stats.put_bytes,

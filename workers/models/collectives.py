@@ -1,10 +1,11 @@
 """The exchange between the ranks of a tensor-parallel group inside a forward pass, as its model sees it.
 
-No sum is split over ranks: each computes whole columns, which are concatenated. So a group has the same bits
-as one process. Every rank makes the same calls in the same order.
+Ranks exchange columns, which are concatenated: then no sum is split over ranks, and a group has the bits of
+one process. Or they add up terms, in fewer exchanges: then the last bits depend on the number of ranks
+(docs/decisions/0052). Every rank makes the same calls in the same order.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -27,6 +28,11 @@ class Ranks(Protocol):
         """
         ...
 
+    def reduce(self, x_TN: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the tensors of all ranks, which has the same bits on each of them. May overwrite
+        `x_TN`."""
+        ...
+
     def gather_to_leader(self, x_TN: torch.Tensor, width: int) -> torch.Tensor:
         """`gather` on the leader, `[T, 0]` on the other ranks."""
         ...
@@ -46,6 +52,9 @@ class Alone:
         assert x_TN.shape[1] == width
         return x_TN
 
+    def reduce(self, x_TN: torch.Tensor) -> torch.Tensor:
+        return x_TN
+
     def gather_to_leader(self, x_TN: torch.Tensor, width: int) -> torch.Tensor:
         assert x_TN.shape[1] == width
         return x_TN
@@ -55,3 +64,18 @@ class Alone:
 
 
 ALONE: Ranks = Alone()
+
+
+class Sharing(NamedTuple):
+    """The ranks that share a model, and the part of each.
+
+    sums        ranks add up terms; else they gather columns
+    by_expert   each rank has whole experts; it needs `sums`
+    """
+
+    ranks: Ranks = ALONE
+    sums: bool = False
+    by_expert: bool = False
+
+
+WHOLE = Sharing()

@@ -42,6 +42,11 @@ class Distributed:
         _met(lambda: self._group._allgather_base(all_RTN, x_TN.contiguous()).wait())  # noqa: SLF001
         return _side_by_side(all_RTN.view(self.size, tokens, columns), width)
 
+    def reduce(self, x_TN: torch.Tensor) -> torch.Tensor:
+        x_TN = x_TN.contiguous()
+        _met(lambda: self._group.allreduce([x_TN], distributed.AllreduceOptions()).wait())
+        return x_TN
+
     def gather_to_leader(self, x_TN: torch.Tensor, width: int) -> torch.Tensor:
         options = distributed.GatherOptions()
         options.rootRank = LEADER

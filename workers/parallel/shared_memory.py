@@ -77,6 +77,10 @@ class SharedMemory:
     def gather(self, x_TN: torch.Tensor, width: int) -> torch.Tensor:
         return _joined([_side_by_side(all_RTN, width) for all_RTN in self._rounds(x_TN)])
 
+    def reduce(self, x_TN: torch.Tensor) -> torch.Tensor:
+        """Add in the order of the ranks, from 0."""
+        return _joined([_added(all_RTN) for all_RTN in self._rounds(x_TN)])
+
     def gather_to_leader(self, x_TN: torch.Tensor, width: int) -> torch.Tensor:
         if self.index == LEADER:
             return self.gather(x_TN, width)
@@ -152,6 +156,13 @@ def _side_by_side(all_RTN: torch.Tensor, width: int) -> torch.Tensor:
     """Return a copy, whatever the strides: the memory is written again."""
     y_TRN = all_RTN.transpose(0, 1).clone(memory_format=torch.contiguous_format)
     return y_TRN.view(len(y_TRN), -1)[:, :width].contiguous()
+
+
+def _added(all_RTN: torch.Tensor) -> torch.Tensor:
+    sum_TN = all_RTN[0].clone()
+    for x_TN in all_RTN[1:]:
+        sum_TN += x_TN
+    return sum_TN
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -4,6 +4,34 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
+        "exact and fast groups share pages",
+        "workers/engine/build.py::namespace_of",
+        "{$SETTINGS.$COMPUTE_DTYPE}{$SETTINGS.$SUMS_NAMESPACE}",
+        "{$SETTINGS.$COMPUTE_DTYPE}",
+        "tests/unit/workers/parallel/test_group_settings.py",
+    ),
+    Planted(
+        "fast groups of different sizes share pages without the flag",
+        "workers/settings.py::EngineSettings.sums_namespace",
+        "if self.$ALLOW_INEXACT_GROUPS else self.$TENSOR_PARALLEL_SIZE",
+        'if self.$ALLOW_INEXACT_GROUPS else "any"',
+        "tests/unit/workers/parallel/test_group_settings.py",
+    ),
+    Planted(
+        "every rank adds the bias of a sum",
+        "workers/models/loading/sharding.py::part_of",
+        "if $POSITION * $SIZE // $COUNT == $INDEX:",
+        "if $POSITION * $SIZE // $COUNT <= $INDEX:",
+        "tests/unit/workers/models/loading/test_sharding.py",
+    ),
+    Planted(
+        "a rank runs the experts of lower ranks as its own",
+        "kernels/moe/reference.py::own_experts",
+        "($CHOSEN_TK >= $FIRST) & ($CHOSEN_TK < $END)",
+        "($CHOSEN_TK < $END)",
+        "tests/unit/kernels/test_moe.py",
+    ),
+    Planted(
         "ranks do not receive window pages",
         "workers/parallel/frames.py::_row",
         "), $WINDOWS=tuple(map($WINDOWID, $ISLICE($LEFT, $NUM_WINDOWS))), $DRAFTS=$DRAFTS",

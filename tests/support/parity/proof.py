@@ -16,11 +16,12 @@ import torch
 import transformers
 
 from tests.support.parity.architectures import save
-from tests.support.parity.sharded import WAIT_S_MAX, check, run_rank, run_threads, sizes_of
+from tests.support.parity.sharded import WAIT_S_MAX, check, check_sums, run_rank, run_threads, sizes_of
 from tests.support.parity.steps import Runner, check_memory
 from tidemill.kernels.dispatch import REFERENCE, Operators
 from tidemill.kvstore.layout import layout_of
 from tidemill.workers.models.architectures.registry import LoadedModel, load
+from tidemill.workers.parallel.distributed import Distributed
 from tidemill.workers.parallel.shared_memory import SharedMemory
 
 LENGTH = 150
@@ -187,6 +188,23 @@ def ranks(subject: Subject) -> str:
     return f"groups of {' or '.join(map(str, sizes)) or 'none'} have the bits of one process"
 
 
+def sums(subject: Subject) -> str:
+    """Ranks that add up terms, over both kinds of exchange, with columns of experts and with whole ones."""
+    alone, sizes, worst = run_rank(subject.folder, subject.ops), sizes_of(subject.folder), 0.0
+    fitting = sizes_of(subject.folder, by_expert=True)
+    for size in sizes:
+        for by_expert in (False, True) if size in fitting else (False,):
+            meeting = subject.scratch / f"sums of {size}, {by_expert}"
+            meeting.mkdir()
+            meet = functools.partial(MEETINGS[size % 2], meeting, size=size, wait_s_max=WAIT_S_MAX)
+            found = run_threads(subject.folder, subject.ops, meet, size, sums=True, by_expert=by_expert)
+            worst = max(worst, check_sums(found, alone))
+    return f"groups of {' or '.join(map(str, sizes)) or 'none'} are within {worst:.1e} of one process"
+
+
+MEETINGS = (functools.partial(Distributed, transport="gloo"), SharedMemory)
+
 CHECKS: dict[str, Callable[[Subject], str]] = {
-    logit.__name__: logit for logit in (logits, definitions, bfloat16, greedy, cuts, batches, memory, ranks)
+    logit.__name__: logit
+    for logit in (logits, definitions, bfloat16, greedy, cuts, batches, memory, ranks, sums)
 }

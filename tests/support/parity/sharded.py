@@ -17,12 +17,13 @@ from safetensors.torch import save_file
 from tests.support.parity.steps import Runner
 from tidemill.kernels.dispatch import Operators, operators
 from tidemill.workers.models.architectures.registry import describe, load
-from tidemill.workers.models.collectives import ALONE, Ranks
+from tidemill.workers.models.collectives import ALONE, Ranks, Sharing
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.parallel.distributed import Distributed
 from tidemill.workers.parallel.shared_memory import SharedMemory
 
 WAIT_S_MAX = 60.0
+SUMS_ERROR_MAX = 1e-5
 PAGE_TOKENS = 8
 SIZES = (2, 3, 4)
 LENGTHS = (37, 22)
@@ -41,8 +42,10 @@ class Found(NamedTuple):
 
 
 @torch.inference_mode()
-def run_rank(folder: Path, ops: Operators, ranks: Ranks = ALONE) -> Found:
-    loaded = load(folder, ops, lambda _done_bytes, _total_bytes: None, ranks)
+def run_rank(
+    folder: Path, ops: Operators, ranks: Ranks = ALONE, *, sums: bool = False, by_expert: bool = False
+) -> Found:
+    loaded = load(folder, ops, lambda _done_bytes, _total_bytes: None, Sharing(ranks, sums, by_expert))
     runner = Runner(loaded, PAGE_TOKENS)
     rng = Random(1)
     sequences = [runner.add([rng.randrange(loaded.vocab_size) for _ in range(n)]) for n in LENGTHS]
@@ -56,12 +59,20 @@ def run_rank(folder: Path, ops: Operators, ranks: Ranks = ALONE) -> Found:
     return Found(loaded.fingerprint, torch.cat(hidden), torch.cat(logits))
 
 
-def run_threads(folder: Path, ops: Operators, meet: Callable[[int], Met], size: int) -> list[Found]:
+def run_threads(
+    folder: Path,
+    ops: Operators,
+    meet: Callable[[int], Met],
+    size: int,
+    *,
+    sums: bool = False,
+    by_expert: bool = False,
+) -> list[Found]:
     """Return the results of every rank, each on a thread with its own weights and caches."""
 
     def run(index: int) -> Found:
         with closing(meet(index)) as ranks:
-            return run_rank(folder, ops, ranks)
+            return run_rank(folder, ops, ranks, sums=sums, by_expert=by_expert)
 
     with ThreadPoolExecutor(size, initializer=torch.set_num_threads, initargs=(1,)) as threads:
         return list(threads.map(run, range(size)))
@@ -77,12 +88,24 @@ def check(found: list[Found], alone: Found) -> None:
         assert rank.logits_TV.shape == (len(alone.logits_TV), 0)
 
 
-def sizes_of(folder: Path) -> list[int]:
-    """Return those of `SIZES` that can share the model."""
+def check_sums(found: list[Found], alone: Found) -> float:
+    """Check that all ranks have the same bits, which differ from those of one process by the rounding of
+    sums. Return the norm of the difference, as a part of that of the logits."""
+    for rank in found[1:]:
+        assert torch.equal(rank.hidden_TH, found[0].hidden_TH)
+    difference_TV = found[0].logits_TV - alone.logits_TV
+    error = float(difference_TV.square().sum().sqrt() / alone.logits_TV.square().sum().sqrt())
+    assert error < SUMS_ERROR_MAX, f"the error is {error:.1e} of the logits"
+    assert found[0].fingerprint != alone.fingerprint, "they would share pages"
+    return error
+
+
+def sizes_of(folder: Path, *, by_expert: bool = False) -> list[int]:
+    """Return those of `SIZES` that can share the model, its experts whole."""
 
     def fits(size: int) -> bool:
         try:
-            describe(folder, size)
+            describe(folder, size, by_expert=by_expert)
         except ModelError:
             return False
         return True

@@ -158,6 +158,26 @@ def test_shared_expert_comes_last(cpu: Operators, reference: Operators, tokens: 
         assert relative_error(found, wanted) < 1e-5
 
 
+@pytest.mark.parametrize("variant", ["cpu", "reference"])
+def test_experts_of_ranks_add_up(request: pytest.FixtureRequest, variant: str) -> None:
+    """Each rank runs its own experts, the shared one in parts; some tokens have none of a rank's."""
+    ops: Operators = request.getfixturevalue(variant)
+    layer = Layer(20, 6, 40, 24, 3)
+    wanted = layer.run(ops, layer.experts(ops, biases=True))
+    whole, found, pairs = layer.choice, torch.zeros(20, 40), 0
+    gate_up, down, biases = layer.gate_up, layer.down, layer.biases
+    for first in (0, 2, 4):
+        own = slice(first, first + 2)
+        layer.gate_up, layer.down = gate_up[own], down[own]
+        layer.biases = biases[0][own], biases[1][own]
+        layer.choice = ops.own_experts(whole, first, first + 2)
+        assert (layer.choice.experts_TK == -1).all(1).any()
+        pairs += int((layer.choice.experts_TK >= 0).sum())
+        found += layer.run(ops, layer.experts(ops, biases=True))
+    assert pairs == whole.experts_TK.numel()
+    assert relative_error(found, wanted) < 1e-5
+
+
 def test_hidden_of_another_width_than_down_is_refused(cpu: Operators) -> None:
     """A rank that forgot to gather would read beyond its rows."""
     layer = Layer(3, 5, 8, 8, 2)

@@ -9,9 +9,10 @@ from tidemill.kvstore.layout import LayerSpec
 from tidemill.kvstore.memory.recompute_cost import RecomputeCost
 from tidemill.kvstore.shards import rank_layers
 from tidemill.workers.models.errors import ModelError
+from tidemill.workers.models.layers.moe import MoeConfig
 from tidemill.workers.models.layers.work import MixerConfig, MlpConfig, matrix_flops
 from tidemill.workers.models.loading.config_json import Raw, number, size
-from tidemill.workers.models.loading.sharding import EvenRuns, Replicated
+from tidemill.workers.models.loading.sharding import EvenRuns, RankPart, Replicated
 from tidemill.workers.models.loading.weights import Weight
 
 DRAFT = "mtp."
@@ -82,7 +83,8 @@ def weights_of(config: ArchitectureConfig) -> dict[str, Weight]:
     """Return every tensor of the checkpoint by name: shape, and cut for tensor parallelism.
 
     Projections into heads and inner columns give a rank its heads and columns. Projections back into the
-    hidden width give it some of those columns, over the full input.
+    hidden width give it some of those columns, over the full input; or, where ranks add up, all of them, over
+    its own input.
     """
     rows = Weight((config.vocab_size, config.hidden), EvenRuns())
     norm = Weight((config.hidden,), Replicated())
@@ -119,11 +121,12 @@ def sizes(config: ArchitectureConfig) -> tuple[int, ...]:
     return tuple(size for size in range(1, most + 1) if _divides(config, size))
 
 
-def local(config: ArchitectureConfig, size: int) -> ArchitectureConfig:
-    """Return the config with the heads that one of `size` ranks has; all other widths are of the whole.
+def local(config: ArchitectureConfig, rank: RankPart) -> ArchitectureConfig:
+    """Return the config with the heads and the experts that a rank has; all other widths are of the whole.
 
     Raises ModelError that names the sizes that work.
     """
+    size = rank.size
     if not _divides(config, size):
         kinds = {kind: count for layer in config.every_layer for kind, count in layer.mixer.heads().items()}
         heads = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
@@ -131,9 +134,11 @@ def local(config: ArchitectureConfig, size: int) -> ArchitectureConfig:
             f"{size} ranks cannot divide the heads of this model ({heads}): "
             f"set --tensor-parallel-size to {' or '.join(map(str, sizes(config)))}"
         )
+    if rank.by_expert and not any(isinstance(layer.mlp, MoeConfig) for layer in config.every_layer):
+        raise ModelError("this model has no experts: leave out --enable-expert-parallel")
     specs, count = rank_layers(config.specs, size), len(config.layers)
     own = tuple(
-        replace(layer, mixer=layer.mixer.part(spec, size))
+        replace(layer, mixer=layer.mixer.part(spec, size), mlp=layer.mlp.part(rank))
         for layer, spec in zip(config.every_layer, specs, strict=True)
     )
     return replace(config, layers=own[:count], draft=None if config.draft is None else own[count])

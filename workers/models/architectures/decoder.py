@@ -37,11 +37,23 @@ class Decoder:
 
     A rank has some heads of every mixer, some inner columns of every MLP and some rows of the vocabulary. Of
     the projections back it computes some columns, over the whole of their input: ranks exchange columns,
-    which are concatenated, and never terms of a sum. `config` has the rank's heads, `read` its tensors.
+    which are concatenated. With `sums` it computes the terms of its own input, and ranks add them up.
+    `config` has the rank's heads, `read` its tensors.
     """
 
-    def __init__(self, config: ArchitectureConfig, read: Read, operators: Operators, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        config: ArchitectureConfig,
+        read: Read,
+        operators: Operators,
+        ranks: Ranks,
+        *,
+        sums: bool = False,
+        counts: bool = False,
+    ) -> None:
+        """Load the weights. `counts`: count the load of each rank's experts."""
         self._config = config
+        self._sums = sums
         self.ops = operators
         self._ranks = ranks
         self._embedding_VH = read(f"{config.prefix}embed_tokens.weight")
@@ -58,6 +70,9 @@ class Decoder:
         head_VH = self._embedding_VH if config.tied else read("lm_head.weight")
         self._head = operators.pack(head_VH, None)
         device = self._embedding_VH.device
+        self.expert_pairs_R: torch.Tensor | None = None
+        if counts:
+            self.expert_pairs_R = torch.zeros(ranks.size, dtype=torch.int64, device=device)
         ropes = dict.fromkeys(layer.mixer.rope for layer in config.every_layer)
         self._frequencies = {rope: rope.frequencies(device) for rope in ropes if rope is not None}
 
@@ -104,11 +119,16 @@ class Decoder:
             inputs=inputs,
             windows=inputs.of_windows,
             angles=angles,
+            sums=self._sums,
+            expert_pairs_R=self.expert_pairs_R,
         )
 
-    def _branch(self, columns_TH: torch.Tensor) -> torch.Tensor:
-        """Return the output of a layer from the columns of all ranks."""
-        whole_TH = self._ranks.gather(columns_TH, self._config.hidden)
+    def _branch(self, part_TH: torch.Tensor) -> torch.Tensor:
+        """Return the output of a layer from the terms or the columns of all ranks."""
+        if self._sums:
+            whole_TH = self._ranks.reduce(part_TH)
+        else:
+            whole_TH = self._ranks.gather(part_TH, self._config.hidden)
         return _scaled(whole_TH, self._config.residual_scale)
 
     def embed(self, tokens_T: torch.Tensor) -> torch.Tensor:

@@ -25,12 +25,13 @@ from tidemill.workers.models.architectures.config import (
 from tidemill.workers.models.architectures.decoder import Decoder
 from tidemill.workers.models.architectures.mtp import MtpHead
 from tidemill.workers.models.bundled import bundled
-from tidemill.workers.models.collectives import ALONE, LEADER, Ranks
+from tidemill.workers.models.collectives import LEADER, WHOLE, Sharing
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.inputs import Caches, Inputs
 from tidemill.workers.models.loading.checkpoint import Progress, WeightsFolder
 from tidemill.workers.models.loading.config_json import Raw
 from tidemill.workers.models.loading.dummy import DummyWeights, dummy_dtype
+from tidemill.workers.models.loading.sharding import RankPart
 from tidemill.workers.models.loading.tensor_files import DTYPES, TensorFiles, read_json
 from tidemill.workers.settings import LoadFormat
 
@@ -112,6 +113,8 @@ class LoadedModel:
     the
                     same in groups of every size, that of other ranks is empty
     cost            FLOPs of its forward pass
+    expert_pairs_R  int64, the pairs of a token and one of its experts so far, by the rank that has the
+                    expert; None: they are not counted
     """
 
     model: Model
@@ -123,13 +126,14 @@ class LoadedModel:
     eos_ids: frozenset[int]
     fingerprint: str
     cost: RecomputeCost
+    expert_pairs_R: torch.Tensor | None = None
 
 
 def load(  # noqa: PLR0913  each is a part of the worker or a setting
     folder: Path,
     operators: Operators,
     progress: Progress,
-    ranks: Ranks = ALONE,
+    sharing: Sharing = WHOLE,
     device: torch.device = HOST,
     *,
     mtp: bool = False,
@@ -143,26 +147,28 @@ def load(  # noqa: PLR0913  each is a part of the worker or a setting
     `progress(done_bytes, total_bytes)` is called per tensor. Tensors are moved one by one: host memory holds
     at most one of them for long.
 
-    `compute_dtype` is part of the fingerprint. With bfloat16, matrices are rounded to it; with float32, on a
+    `compute_dtype` and the way in which ranks sum are parts of the fingerprint. With bfloat16, matrices are rounded to it; with float32, on a
     CUDA device all weights become float32. Elsewhere `operators` decide on products.
 
     The leader reads all bytes, for the fingerprint, the other ranks just theirs. Raises ModelError, with one
     line that names the fix, when the folder cannot be served or the ranks cannot share the model.
     """
+    ranks, sums, by_expert = sharing
     is_leader = ranks.index == LEADER
     raw, config, checkpoint = _open(folder, progress, load_format, digests=is_leader, mtp=mtp)
-    own, weights = local(config, ranks.size), weights_of(config)
+    part = RankPart(ranks.index, ranks.size, sums, by_expert)
+    own, weights = local(config, part), weights_of(config)
 
     def read(name: str) -> torch.Tensor:
-        found = checkpoint.read(name, weights[name].part(ranks.index, ranks.size))
+        found = checkpoint.read(name, weights[name].part(part))
         if compute_dtype == "bfloat16" and found.dim() > 1:
             found = found.bfloat16()
         if compute_dtype == "float32" and device.type == "cuda":
             found = found.float()
         return found.to(device)
 
-    model = Decoder(own, read, operators, ranks)
-    identity = f"{_architecture(raw)} {config} {compute_dtype}"
+    model = Decoder(own, read, operators, ranks, sums=sums, counts=by_expert and is_leader)
+    identity = f"{_architecture(raw)} {config} {compute_dtype} {part}".rstrip()
     return LoadedModel(
         model=model,
         head=None if own.draft is None else MtpHead(own, own.draft, read, model, operators, ranks),
@@ -173,16 +179,22 @@ def load(  # noqa: PLR0913  each is a part of the worker or a setting
         eos_ids=_eos_ids(folder, raw),
         fingerprint=checkpoint.fingerprint(identity) if is_leader else "",
         cost=cost(config),
+        expert_pairs_R=model.expert_pairs_R,
     )
 
 
 def describe(
-    folder: Path, tensor_parallel_size: int = 1, *, mtp: bool = False, load_format: LoadFormat = "auto"
+    folder: Path,
+    tensor_parallel_size: int = 1,
+    *,
+    mtp: bool = False,
+    load_format: LoadFormat = "auto",
+    by_expert: bool = False,
 ) -> tuple[tuple[LayerSpec, ...], int]:
     """Return the layers of the whole model and its length limit, without reading its weights. Raises the
     ModelError that `load` would in a group of this size, as far as headers show."""
     _, config, _ = _open(folder, _no_progress, load_format, digests=False, mtp=mtp)
-    local(config, tensor_parallel_size)
+    local(config, RankPart(size=tensor_parallel_size, sums=by_expert, by_expert=by_expert))
     return config.specs, config.max_length
 
 

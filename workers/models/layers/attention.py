@@ -11,8 +11,8 @@ from tidemill.kernels.linear.packed import Packed
 from tidemill.kvstore.layout import Attention, LayerSpec, Window
 from tidemill.workers.models.layers.rope import Rope
 from tidemill.workers.models.layers.work import Cache, Read, Work, norm_weight
-from tidemill.workers.models.loading.sharding import ByHeads, EvenRuns, Replicated
-from tidemill.workers.models.loading.weights import Weight
+from tidemill.workers.models.loading.sharding import ByHeads, Replicated
+from tidemill.workers.models.loading.weights import Weight, bias_back, projection_back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class AttentionConfig:
             "self_attn.q_proj.weight": Weight((rows, hidden), query_cut),
             "self_attn.k_proj.weight": Weight((keys, hidden), key_cut),
             "self_attn.v_proj.weight": Weight((keys, hidden), key_cut),
-            "self_attn.o_proj.weight": Weight((hidden, queries), EvenRuns()),
+            "self_attn.o_proj.weight": projection_back(hidden, queries),
         }
         if self.bias:
             found |= {
@@ -58,7 +58,7 @@ class AttentionConfig:
                 "self_attn.v_proj.bias": Weight((keys,), key_cut),
             }
         if self.out_bias:
-            found["self_attn.o_proj.bias"] = Weight((hidden,), EvenRuns())
+            found["self_attn.o_proj.bias"] = bias_back(hidden)
         if self.normed:
             found["self_attn.q_norm.weight"] = Weight((self.spec.head_dim,), Replicated())
             found["self_attn.k_norm.weight"] = Weight((self.spec.head_dim,), Replicated())

@@ -9,8 +9,8 @@ from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.linear.packed import Packed
 from tidemill.kvstore.layout import LayerSpec, Linear
 from tidemill.workers.models.layers.work import Cache, Read, Work
-from tidemill.workers.models.loading.sharding import ByHeads, EvenRuns, Replicated
-from tidemill.workers.models.loading.weights import Weight
+from tidemill.workers.models.loading.sharding import ByHeads, Replicated
+from tidemill.workers.models.loading.weights import Weight, projection_back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class DeltaConfig:
             "linear_attn.A_log": by_key_head(spec.value_heads),
             "linear_attn.dt_bias": by_key_head(spec.value_heads),
             "linear_attn.norm.weight": Weight((spec.value_dim,), Replicated()),
-            "linear_attn.out_proj.weight": Weight((hidden, values), EvenRuns()),
+            "linear_attn.out_proj.weight": projection_back(hidden, values),
         }
 
     def context_flops(self) -> float:

@@ -17,8 +17,8 @@ from tidemill.kernels.linear.packed import Packed
 from tidemill.kvstore.layout import Latent, LayerSpec
 from tidemill.workers.models.layers.rope import Rope
 from tidemill.workers.models.layers.work import Cache, Read, Work
-from tidemill.workers.models.loading.sharding import ByHeads, EvenRuns, Replicated
-from tidemill.workers.models.loading.weights import Weight
+from tidemill.workers.models.loading.sharding import ByHeads, Replicated
+from tidemill.workers.models.loading.weights import Weight, bias_back, projection_back
 
 NORM_EPSILON = 1e-6
 
@@ -55,11 +55,11 @@ class LatentConfig:
             "self_attn.kv_a_proj_with_mqa.weight": Weight((self.spec.width, hidden), Replicated()),
             "self_attn.kv_a_layernorm.weight": Weight((self.compressed,), Replicated()),
             "self_attn.kv_b_proj.weight": Weight((values, self.compressed), ByHeads(heads, (values,))),
-            "self_attn.o_proj.weight": Weight((hidden, heads * self.value), EvenRuns()),
+            "self_attn.o_proj.weight": projection_back(hidden, heads * self.value),
         }
         if self.bias:
             found["self_attn.kv_a_proj_with_mqa.bias"] = Weight((self.spec.width,), Replicated())
-            found["self_attn.o_proj.bias"] = Weight((hidden,), EvenRuns())
+            found["self_attn.o_proj.bias"] = bias_back(hidden)
         if self.query_rank is None:
             return found | {"self_attn.q_proj.weight": Weight((queries, hidden), by_head)}
         if self.bias:

@@ -10,8 +10,8 @@ from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.mamba2.heads import Heads as HeadWeights
 from tidemill.kvstore.layout import LayerSpec, Linear
 from tidemill.workers.models.layers.work import Cache, Read, Work
-from tidemill.workers.models.loading.sharding import ByHeadRuns, ByHeads, EvenRuns, Replicated
-from tidemill.workers.models.loading.weights import Weight
+from tidemill.workers.models.loading.sharding import ByHeadRuns, ByHeads, Replicated
+from tidemill.workers.models.loading.weights import Weight, bias_back, projection_back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +58,13 @@ class Mamba2Config:
             "mamba.dt_bias": per_head,
             "mamba.D": per_head,
             "mamba.norm.weight": Weight((self.inner,), Replicated()),
-            "mamba.out_proj.weight": Weight((hidden, self.inner), EvenRuns()),
+            "mamba.out_proj.weight": projection_back(hidden, self.inner),
         }
         if self.conv_bias:
             found["mamba.conv1d.bias"] = Weight((channels,), conv)
         if self.bias:
             found["mamba.in_proj.bias"] = Weight((rows,), into)
-            found["mamba.out_proj.bias"] = Weight((hidden,), EvenRuns())
+            found["mamba.out_proj.bias"] = bias_back(hidden)
         return found
 
     def context_flops(self) -> float:
@@ -126,7 +126,8 @@ class Mamba2Mixer:
         dt_TH = projected_TI[:, -spec.value_heads :]
         y_TGRV = ops.mamba2(mixed_TGC, z_TGRV, dt_TH, self.heads, temporal, work.inputs)
         whole_TI = work.ranks.gather(y_TGRV.flatten(1), len(self.norm_I))
-        return ops.linear(self._norm(whole_TI, work), self.out)
+        normed_TI = self._norm(whole_TI, work)
+        return ops.linear(work.own_columns(normed_TI) if work.sums else normed_TI, self.out)
 
     def _norm(self, y_TI: torch.Tensor, work: Work) -> torch.Tensor:
         """Norm over the width of all ranks, which each of them computes."""

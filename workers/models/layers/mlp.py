@@ -1,14 +1,15 @@
 """A dense MLP: down(silu(gate(x)) * up(x))."""
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.linear.packed import Packed
 from tidemill.workers.models.layers.work import Read, Work, matrix_flops
-from tidemill.workers.models.loading.sharding import EvenRuns
-from tidemill.workers.models.loading.weights import Weight
+from tidemill.workers.models.loading.sharding import EvenRuns, RankPart
+from tidemill.workers.models.loading.weights import Weight, bias_back, projection_back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,14 +28,18 @@ class DenseConfig:
             into = {self.gate_up: Weight((2 * self.inner, hidden), EvenRuns(runs=2))}
         else:
             into = dict.fromkeys(("gate_proj", "up_proj"), Weight((self.inner, hidden), EvenRuns()))
-        found = into | {self.down: Weight((hidden, self.inner), EvenRuns())}
+        found = into | {self.down: projection_back(hidden, self.inner)}
         named = {f"{self.prefix}{name}.weight": weight for name, weight in found.items()}
         if self.bias:
-            named |= {
-                f"{self.prefix}{name}.bias": Weight(weight.shape[:1], weight.cut)
-                for name, weight in found.items()
-            }
+            biases = {name: Weight(weight.shape[:1], weight.cut) for name, weight in into.items()}
+            biases[self.down] = bias_back(hidden)
+            named |= {f"{self.prefix}{name}.bias": weight for name, weight in biases.items()}
         return named
+
+    def part(self, rank: RankPart) -> Self:
+        """Return the same: widths are those of the whole."""
+        del rank
+        return self
 
     def token_flops(self, hidden: int) -> float:
         return matrix_flops(self.weights(hidden))

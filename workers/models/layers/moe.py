@@ -1,7 +1,7 @@
 """A mixture of experts: each token runs a few of them, and perhaps one that all tokens share."""
 
-from dataclasses import dataclass
-from typing import Literal, TypeAlias, assert_never
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self, TypeAlias, assert_never
 
 import torch
 from torch.nn import functional
@@ -13,7 +13,7 @@ from tidemill.kernels.moe.routing import Choice, Routing
 from tidemill.workers.models.layers.mlp import Dense, DenseConfig
 from tidemill.workers.models.layers.work import Read, Work, matrix_flops
 from tidemill.workers.models.loading.config_json import require
-from tidemill.workers.models.loading.sharding import EvenRuns, Replicated
+from tidemill.workers.models.loading.sharding import EvenRuns, OneRank, RankPart, Replicated
 from tidemill.workers.models.loading.weights import Weight
 
 ROWS = 16
@@ -45,6 +45,8 @@ class MoeConfig:
                 stacked: `into` [E, 2 I, H], gate first, and `back` [E, H, I]
                 woven: `into` [E, H, 2 I], gate and up interleaved, and `back` [E, I, H], both with biases
     shared      an expert that all tokens run; `shared_gate` is the name of its gate, if it has one
+    own         the half-open range of the experts that this rank has whole; None: it has columns of each
+    joins       the shared expert may run among the others
     """
 
     router: RouterConfig
@@ -58,6 +60,8 @@ class MoeConfig:
     limit: float = 7.0
     shared: DenseConfig | None = None
     shared_gate: str | None = None
+    own: tuple[int, int] | None = field(default=None, repr=False)
+    joins: bool = field(default=True, repr=False)
 
     def __post_init__(self) -> None:
         """Raise ModelError for a choice that tokens cannot make."""
@@ -90,13 +94,24 @@ class MoeConfig:
             found[self.shared_gate] = Weight((1, hidden), Replicated())
         return found
 
+    def part(self, rank: RankPart) -> Self:
+        if rank.by_expert:
+            require(
+                self.count % rank.size == 0,
+                f"{rank.size} ranks cannot divide {self.count} experts: leave out --enable-expert-parallel",
+            )
+            share = self.count // rank.size
+            return replace(self, own=(rank.index * share, (rank.index + 1) * share), joins=False)
+        fits = rank.size == 1 or (rank.sums and self.inner % rank.size == 0)
+        return replace(self, joins=self.joins and fits)
+
     def load(self, read: Read, ops: Operators) -> "Moe":
         router = self.router
         names = [router.weight] if self.shared_gate is None else [router.weight, self.shared_gate]
         scores_SH = torch.cat([read(name) for name in names])
         bias_S = None if router.bias is None else read(router.bias)
         missing = -len(scores_SH) % ROWS
-        joined = self.joined if ops.joins_shared else 0
+        joined = self.joined if ops.joins_shared and self.joins else 0
         return Moe(
             config=self,
             scores=ops.pack(
@@ -132,21 +147,25 @@ class MoeConfig:
             case "separate":
                 one = DenseConfig(inner=self.inner, prefix="").weights(hidden)
                 return {
-                    f"{self.into}.{expert}.{name}": weight
+                    f"{self.into}.{expert}.{name}": replace(weight, by_expert=OneRank(expert, self.count))
                     for expert in range(self.count)
                     for name, weight in one.items()
                 }
             case "stacked":
+                into, back = (self.count, 2 * self.inner, hidden), (self.count, hidden, self.inner)
                 return {
-                    self.into: Weight((self.count, 2 * self.inner, hidden), EvenRuns(runs=2, dim=1)),
-                    self.back: Weight((self.count, hidden, self.inner), EvenRuns(dim=1)),
+                    self.into: Weight(into, EvenRuns(runs=2, dim=1), by_expert=EvenRuns()),
+                    self.back: Weight(back, EvenRuns(dim=1), EvenRuns(dim=2), EvenRuns()),
                 }
             case "woven":
+                into, back = (self.count, hidden, 2 * self.inner), (self.count, self.inner, hidden)
+                cut, bias = EvenRuns(dim=2, step=2), EvenRuns(dim=1, step=2)
+                once = OneRank(zeros=True)
                 return {
-                    self.into: Weight((self.count, hidden, 2 * self.inner), EvenRuns(dim=2, step=2)),
-                    f"{self.into}_bias": Weight((self.count, 2 * self.inner), EvenRuns(dim=1, step=2)),
-                    self.back: Weight((self.count, self.inner, hidden), EvenRuns(dim=2)),
-                    f"{self.back}_bias": Weight((self.count, hidden), EvenRuns(dim=1)),
+                    self.into: Weight(into, cut, by_expert=EvenRuns()),
+                    f"{self.into}_bias": Weight((into[0], into[2]), bias, by_expert=EvenRuns()),
+                    self.back: Weight(back, EvenRuns(dim=2), EvenRuns(dim=1), EvenRuns()),
+                    f"{self.back}_bias": Weight((self.count, hidden), EvenRuns(dim=1), once, EvenRuns()),
                 }
             case _:
                 assert_never(self.stored)
@@ -155,8 +174,10 @@ class MoeConfig:
         match self.stored:
             case "separate":
                 names = [f"{self.into}.{expert}." for expert in range(self.count)]
-                gate_up = torch.stack([_gate_up(name, read) for name in names])
-                down = torch.stack([read(f"{name}down_proj.weight") for name in names])
+                first, end = self.own or (0, self.count)
+                # All are read, since their bytes are in the fingerprint; of other ranks' experts none comes.
+                gate_up = torch.stack([_gate_up(name, read) for name in names][first:end])
+                down = torch.stack([read(f"{name}down_proj.weight") for name in names][first:end])
             case "stacked":
                 gate_up, down = read(self.into), read(self.back)
             case "woven":
@@ -205,13 +226,27 @@ class Moe:
         ops, experts, count = work.ops, self.experts, self.config.count
         scores_TS = ops.logits(h_TH, self.scores)
         choice = ops.route(scores_TS[:, : count + self.routing.gated], self.routing, work.inputs)
+        if self.config.own is not None:
+            choice = self._own(choice, self.config.own, work)
         hidden_TKI = ops.moe_inner(h_TH, choice, experts)
-        whole_NI = work.ranks.gather(hidden_TKI.flatten(0, 1), experts.down.in_features)
-        whole_TKI = whole_NI.view(*choice.experts_TK.shape, -1)
+        whole_TKI = hidden_TKI
+        if not work.sums:
+            whole_NI = work.ranks.gather(hidden_TKI.flatten(0, 1), experts.down.in_features)
+            whole_TKI = whole_NI.view(*choice.experts_TK.shape, -1)
         if self.shared is None:
             return whole_TKI, choice, experts, None, None
         gate_T1 = None if self.config.shared_gate is None else scores_TS[:, count : count + 1]
         return whole_TKI, choice, experts, self.shared.run(h_TH, work), gate_T1
+
+    @staticmethod
+    def _own(choice: Choice, own: tuple[int, int], work: Work) -> Choice:
+        """Count the load of all ranks, and return the choice among this rank's experts."""
+        first, end = own
+        if work.expert_pairs_R is not None:
+            ranks_R = torch.arange(work.ranks.size, device=choice.experts_TK.device)
+            of_ranks_TK = choice.experts_TK.div(end - first, rounding_mode="floor")
+            work.expert_pairs_R.add_((of_ranks_TK == ranks_R[:, None, None]).sum((1, 2)))
+        return work.ops.own_experts(choice, first, end)
 
 
 def _gate_up(name: str, read: Read) -> torch.Tensor:

@@ -12,6 +12,7 @@ from tidemill.kvstore.layout import Attention, Latent, LayerSpec, Linear, Window
 from tidemill.workers.models.collectives import Ranks
 from tidemill.workers.models.inputs import Inputs
 from tidemill.workers.models.layers.rope import Rope
+from tidemill.workers.models.loading.sharding import RankPart
 from tidemill.workers.models.loading.weights import Weight
 
 Read: TypeAlias = Callable[[str], torch.Tensor]
@@ -24,7 +25,12 @@ Cache: TypeAlias = tuple[torch.Tensor, ...]
 @dataclass(frozen=True, slots=True)
 class Work:
     """The data of a step that layers share. `windows` is the step as layers with a window see it; `angles`
-    are cos and sin of its positions."""
+    are cos and sin of its positions.
+
+    sums            a layer returns this rank's terms of its output, which ranks add up; else some columns
+    expert_pairs_R  int64, counts pairs of a token and one of its experts by the rank that has that expert;
+                    None: nothing is counted
+    """
 
     ops: Operators
     ranks: Ranks
@@ -32,17 +38,24 @@ class Work:
     inputs: Inputs
     windows: Inputs
     angles: Mapping[Rope | None, torch.Tensor]
+    sums: bool = False
+    expert_pairs_R: torch.Tensor | None = None
 
     def project_out(self, x_TI: torch.Tensor, out: Packed) -> torch.Tensor:
-        """Project the columns of all ranks to this rank's columns."""
-        return self.ops.linear(self.ranks.gather(x_TI, out.in_features), out)
+        """Project the columns of all ranks to this rank's columns, or its own columns to its terms."""
+        return self.ops.linear(x_TI if self.sums else self.ranks.gather(x_TI, out.in_features), out)
+
+    def own_columns(self, whole_TI: torch.Tensor) -> torch.Tensor:
+        """Return this rank's columns, packed, of those of all ranks, which share them evenly."""
+        return whole_TI.chunk(self.ranks.size, dim=1)[self.ranks.index].contiguous()
 
 
 class Mixer(Protocol):
     """Mixes the tokens of each sequence."""
 
     def run(self, h_TH: torch.Tensor, work: Work, cache: Cache) -> torch.Tensor:
-        """Return this rank's columns of the layer's output, `[T, hidden / ranks]`; update `cache`."""
+        """Return this rank's columns of the layer's output, `[T, hidden / ranks]`, or its terms, `[T,
+        hidden]`; update `cache`."""
         ...
 
 
@@ -50,7 +63,7 @@ class Mlp(Protocol):
     """Computes each token alone."""
 
     def run(self, h_TH: torch.Tensor, work: Work) -> torch.Tensor:
-        """Return this rank's columns of the layer's output, `[T, hidden / ranks]`."""
+        """Return this rank's columns of the layer's output, `[T, hidden / ranks]`, or its terms."""
         ...
 
 
@@ -87,6 +100,10 @@ class MlpConfig(Protocol):
     def weights(self, hidden: int) -> dict[str, Weight]: ...
 
     def token_flops(self, hidden: int) -> float: ...
+
+    def part(self, rank: RankPart) -> Self:
+        """Raises ModelError where ranks cannot share it."""
+        ...
 
     def load(self, read: Read, ops: Operators) -> Mlp: ...
 

@@ -6,6 +6,7 @@ Runs(((2, 4), (1, 2)))  | h0 | h1 | g0 |    rank 0 of 2: h0 g0; rank 1: h1 g0
 Even()                | 3 rows | 3 rows | 2 rows + 1 of zeros |        8 rows on 3 ranks
 Even(runs=2)          | gate | up |    rank 0 of 2: first half of gate, first half of up, end to end
 Even(step=2)          | g0 u0 | g1 u1 | g2 u2 |    pairs stay together: rank 0 of 2: g0 u0 g1 u1
+OneRank(3, 4)         the fourth of 4 experts: all of it on rank 1 of 2, nothing on rank 0
 """
 
 from collections.abc import Sequence
@@ -50,7 +51,37 @@ class EvenRuns:
     step: int = 1
 
 
-Cut = Replicated | ByHeads | ByHeadRuns | EvenRuns
+@dataclass(frozen=True, slots=True)
+class OneRank:
+    """The rank with tensor `position` of `count`, which ranks share evenly and in order, has all of it. The
+    others have nothing, or `zeros`: of a bias that is added once."""
+
+    position: int = 0
+    count: int = 1
+    zeros: bool = False
+    dim: ClassVar[int] = 0
+
+
+Cut = Replicated | ByHeads | ByHeadRuns | EvenRuns | OneRank
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """The part of a model that rank `index` of `size` has.
+
+    sums        of projections back into the hidden width a rank has the columns of its own inputs, and ranks
+                add up what they compute; else it has some of the outputs
+    by_expert   a rank has some experts whole; else columns of each expert. It needs `sums`
+    """
+
+    index: int = 0
+    size: int = 1
+    sums: bool = False
+    by_expert: bool = False
+
+    def __str__(self) -> str:
+        """Return the way in which groups of this kind add up, empty for that of one rank."""
+        return "" if not self.sums else "fast by expert" if self.by_expert else "fast"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +112,10 @@ def part_of(cut: Cut, rows: int, index: int, size: int) -> RankSlice:
             start, end = min(run_rows, index * share), min(run_rows, (index + 1) * share)
             ranges = ((run * run_rows + start, run * run_rows + end) for run in range(runs))
             return RankSlice(tuple(ranges), share - (end - start), dim)
+        case OneRank(position, count, zeros):
+            if position * size // count == index:
+                return RankSlice(((0, rows),))
+            return RankSlice(((0, 0),), rows if zeros else 0)
         case _:
             assert_never(cut)
 

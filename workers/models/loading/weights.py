@@ -2,16 +2,34 @@
 
 from dataclasses import dataclass
 
-from tidemill.workers.models.loading.sharding import Cut, RankSlice, part_of
+from tidemill.workers.models.loading.sharding import Cut, EvenRuns, OneRank, RankPart, RankSlice, part_of
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor as the model knows it, whole and not quantised, whatever its encoding in the folder."""
+    """A tensor as the model knows it, whole and not quantised, whatever its encoding in the folder.
+
+    terms       the cut where ranks add up; None: the same
+    by_expert   the cut where ranks have whole experts; None: as without
+    """
 
     shape: tuple[int, ...]
     cut: Cut
+    terms: Cut | None = None
+    by_expert: Cut | None = None
 
-    def part(self, index: int, size: int) -> RankSlice:
-        """Return the part of rank `index` of `size`."""
-        return part_of(self.cut, self.shape[self.cut.dim], index, size)
+    def part(self, rank: RankPart) -> RankSlice:
+        """Return the part of a rank."""
+        cut = self.terms if rank.sums and self.terms else self.cut
+        cut = self.by_expert if rank.by_expert and self.by_expert else cut
+        return part_of(cut, self.shape[cut.dim], rank.index, rank.size)
+
+
+def projection_back(hidden: int, inner: int) -> Weight:
+    """Return the weight of a projection back into the hidden width, whose inputs ranks share evenly."""
+    return Weight((hidden, inner), EvenRuns(), terms=EvenRuns(dim=1))
+
+
+def bias_back(hidden: int) -> Weight:
+    """Return its bias, which is added once."""
+    return Weight((hidden,), EvenRuns(), terms=OneRank(zeros=True))

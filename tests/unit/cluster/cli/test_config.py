@@ -80,6 +80,7 @@ def test_check_looks_at_models_memory_and_files(
         models:
         - model: /nowhere
         - model: keeper
+          engine: {{tensor_parallel_reduce: exact}}
           groups:
           - {{role: prefill, tensor_parallel_size: 7}}
           - {{role: decode, memory: 1MiB}}

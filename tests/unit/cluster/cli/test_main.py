@@ -17,6 +17,7 @@ from tidemill.workers.models.bundled import bundled
 
 # This list fails on every new option, because an option is a decision.
 SERVE_OPTIONS = [
+    "--allow-inexact-groups",
     "--api-key",
     "--api-keys-file",
     "--async-scheduling",
@@ -35,6 +36,7 @@ SERVE_OPTIONS = [
     "--decode-max",
     "--decode-tensor-parallel-size",
     "--device",
+    "--enable-expert-parallel",
     "--enforce-eager",
     "--eviction-policy",
     "--gpu-memory-utilization",
@@ -58,7 +60,9 @@ SERVE_OPTIONS = [
     "--mixed",
     "--mixed-max",
     "--model-config",
+    "--no-allow-inexact-groups",
     "--no-async-scheduling",
+    "--no-enable-expert-parallel",
     "--no-enforce-eager",
     "--no-log-json",
     "--no-memory-broker",
@@ -85,6 +89,7 @@ SERVE_OPTIONS = [
     "--state-dtype",
     "--store",
     "--store-secret-file",
+    "--tensor-parallel-reduce",
     "--tensor-parallel-size",
     "--threads",
     "--tool-call-parser",

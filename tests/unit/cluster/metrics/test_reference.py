@@ -26,7 +26,8 @@ def test_every_counter_of_workers_is_explained() -> None:
     counted = {name for text in sources for name in re.findall(r'counters\[f?"([a-z_]+)', text)}
     counted |= set(
         re.findall(
-            r'f?"([a-z_]+)(?:\{outcome.value\})?": ', (ROOT / "workers/engine/load_report.py").read_text()
+            r'f?"([a-z_]+)(?:\{outcome.value\}|\{rank\})?": ',
+            (ROOT / "workers/engine/load_report.py").read_text(),
         )
     )
     beginnings = {prefix + separator: prefix for prefix, separator in SPLIT.items()}

@@ -32,7 +32,7 @@ LATE_S = 0.2
 
 CALLS = st.lists(
     st.tuples(
-        st.sampled_from(["gather", "gather_to_leader", "broadcast"]),
+        st.sampled_from(["gather", "reduce", "gather_to_leader", "broadcast"]),
         st.integers(1, 9),
         st.integers(1, 8),
         st.sampled_from([torch.float32, torch.int64]),
@@ -77,6 +77,9 @@ def check_calls(meet: Meet, calls: list[tuple[str, int, int, torch.dtype]], size
                     found = ranks.gather(mine, width)
                     assert torch.equal(found, everything[:, :width])
                     assert found.is_contiguous()
+                case "reduce":
+                    terms = everything * (ranks.index + 1)
+                    assert torch.equal(ranks.reduce(terms), everything * (size * (size + 1) // 2))
                 case "gather_to_leader":
                     found = ranks.gather_to_leader(mine, width)
                     assert torch.equal(found, everything[:, : width if leads else 0])
@@ -105,6 +108,22 @@ def test_rank_may_be_ahead_of_the_others(meet: Meet) -> None:
             assert torch.equal(found, wanted.expand(2, 9))
 
     on_threads(meet, 3, run)
+
+
+def test_sum_has_the_same_bits_on_every_rank_and_of_every_part(meet: Meet) -> None:
+    """The terms are such that every order of adding has other bits."""
+    terms_RTN = torch.randn(3, 50, 8, generator=torch.Generator().manual_seed(1)).exp()
+
+    def run(ranks: Met) -> tuple[torch.Tensor, torch.Tensor]:
+        own_TN = terms_RTN[ranks.index]
+        return ranks.reduce(own_TN.clone()), ranks.reduce(own_TN[7:8].clone())
+
+    found = on_threads(meet, 3, run)
+    assert all(torch.equal(whole, found[0][0]) for whole, _ in found)
+    assert torch.allclose(found[0][0], terms_RTN.sum(0))
+    if meet is MEETINGS["shared memory"]:  # gloo adds in an order that depends on the position in the tensor
+        assert all(torch.equal(row, whole[7:8]) for whole, row in found)
+        assert torch.equal(found[0][0], terms_RTN[0] + terms_RTN[1] + terms_RTN[2])
 
 
 def test_end_of_a_rank_ends_the_wait_of_the_others(meet: Meet) -> None:
@@ -141,7 +160,7 @@ def test_silent_rank_ends_the_wait_of_the_others(meet: Meet) -> None:
 
 def test_one_alone_exchanges_nothing() -> None:
     x = torch.ones(2, 3)
-    assert ALONE.gather(x, 3) is ALONE.gather_to_leader(x, 3) is x
+    assert ALONE.gather(x, 3) is ALONE.gather_to_leader(x, 3) is ALONE.reduce(x) is x
     ALONE.broadcast(x)
     with pytest.raises(AssertionError):
         ALONE.gather(x, 2)

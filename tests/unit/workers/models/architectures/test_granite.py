@@ -13,7 +13,7 @@ from tidemill.workers.models.layers.attention import AttentionConfig
 from tidemill.workers.models.layers.mamba2 import Mamba2Config
 from tidemill.workers.models.layers.mlp import DenseConfig
 from tidemill.workers.models.layers.moe import MoeConfig
-from tidemill.workers.models.loading.sharding import RankSlice
+from tidemill.workers.models.loading.sharding import RankPart, RankSlice
 
 # From the folder of granite-4.0-h-tiny, with two layers.
 TINY: dict[str, Any] = json.loads(
@@ -74,7 +74,7 @@ def test_head_groups_are_runs_of_heads_that_share_b_and_c(heads: int, groups: in
     assert (config.spec.key_heads, config.bc_groups) == (runs, groups)
     for size in (size for size in range(1, runs + 1) if runs % size == 0):
         for weight in config.weights(480).values():
-            assert weight.part(size - 1, size).ranges
+            assert weight.part(RankPart(size - 1, size)).ranges
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_ranks_read_their_part_of_the_projection(
     """Its heads of z, x and dt, and the B and C that they use: of two groups, two ranks of four have each."""
     spec = Linear(key_heads=4, value_heads=4, key_dim=2, value_dim=3, conv_width=2)
     config = Mamba2Config(spec=spec, bc_groups=2, norm_groups=2)
-    assert config.weights(5)["mamba.in_proj.weight"].part(index, size) == RankSlice(ranges)
+    assert config.weights(5)["mamba.in_proj.weight"].part(RankPart(index, size)) == RankSlice(ranges)
 
 
 @pytest.mark.parametrize(

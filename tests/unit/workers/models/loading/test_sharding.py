@@ -21,6 +21,8 @@ from tidemill.workers.models.loading.sharding import (
     ByHeads,
     Cut,
     EvenRuns,
+    OneRank,
+    RankPart,
     RankSlice,
     Replicated,
     heads_fit,
@@ -127,7 +129,8 @@ def check_cover(cut: Cut, rows: int, size: int) -> None:
         assert len(copies) == 1, "some rows have more copies than others"
         start += run
     lengths = {len(rows_of(part)) + part.zeros * len(part.ranges) for part in parts}
-    assert len(lengths) == 1, "one part is larger than another"
+    whole_elsewhere = isinstance(cut, OneRank) and not cut.zeros and size > 1
+    assert len(lengths) == 1 + whole_elsewhere, "one part is larger than another"
 
 
 @given(st.integers(1, 12), st.lists(st.integers(1, 5), min_size=1, max_size=3), st.integers(1, 12))
@@ -165,8 +168,37 @@ def test_even_parts_run_by_run_are_the_tensor(count: int, step: int, runs: int, 
 def test_every_tensor_of_a_model_is_there_once_or_in_equal_copies(config: ArchitectureConfig) -> None:
     for size in sizes(config):
         for weight in weights_of(config).values():
-            check_cover(weight.cut, weight.shape[weight.cut.dim], size)
-            assert weight.part(size - 1, size).dim == weight.cut.dim
+            for cut in (weight.cut, weight.terms, weight.by_expert):
+                if cut is not None and not (isinstance(cut, OneRank) and cut.count % size):
+                    check_cover(cut, weight.shape[cut.dim], size)
+            assert weight.part(RankPart(size - 1, size)).dim == weight.cut.dim
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_inputs_of_a_projection_back_are_what_the_rank_has_computed(config: ArchitectureConfig) -> None:
+    """Compare a rank's columns of `down` with its rows of `gate`, where ranks add up."""
+    for size in sizes(config):
+        weights = weights_of(config)
+        for name, weight in weights.items():
+            into = name.replace("down_proj.", "gate_proj.")
+            for rank in (RankPart(index, size, sums=True) for index in range(size)):
+                part = weight.part(rank)
+                if "down_proj.weight" in name:
+                    rows = weights[into].part(rank)
+                    assert (part.ranges, part.zeros, part.dim) == (rows.ranges, rows.zeros, 1)
+                if "o_proj.bias" in name and size > 1:
+                    own = RankSlice(((0, 50),)) if rank.index == 0 else RankSlice(((0, 0),), zeros=50)
+                    assert part == own
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_whole_experts_are_shared_in_order(size: int) -> None:
+    owners = [
+        [index for index in range(size) if part_of(OneRank(expert, 8), 5, index, size).ranges == ((0, 5),)]
+        for expert in range(8)
+    ]
+    assert owners == [[expert * size // 8] for expert in range(8)]
+    assert all(part_of(OneRank(0, 8), 5, index, size).zeros == 0 for index in range(size))
 
 
 @pytest.mark.parametrize(("ending", "wanted"), CUTS.items(), ids=CUTS)
@@ -184,13 +216,13 @@ def test_query_heads_are_where_their_kv_head_is(kv_heads: int, group: int, size:
     if size not in sizes(config):
         assert query_heads % size or not heads_fit(kv_heads, size)
         return
-    mixer = local(config, size).layers[0].mixer
+    mixer = local(config, RankPart(size=size)).layers[0].mixer
     assert isinstance(mixer, AttentionConfig)
     assert (mixer.query_heads, mixer.spec.kv_heads) == (query_heads // size, max(1, kv_heads // size))
     head_dim, weights = mixer.spec.head_dim, weights_of(config)
     for index in range(size):
         (query_rows,), (key_rows,) = (
-            weights[f"model.layers.0.self_attn.{name}.weight"].part(index, size).ranges
+            weights[f"model.layers.0.self_attn.{name}.weight"].part(RankPart(index, size)).ranges
             for name in ("q_proj", "k_proj")
         )
         queries = {row // (2 * head_dim) for row in range(*query_rows)}
