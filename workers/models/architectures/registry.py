@@ -147,8 +147,9 @@ def load(  # noqa: PLR0913  each is a part of the worker or a setting
     `progress(done_bytes, total_bytes)` is called per tensor. Tensors are moved one by one: host memory holds
     at most one of them for long.
 
-    `compute_dtype` and the way in which ranks sum are parts of the fingerprint. With bfloat16, matrices are rounded to it; with float32, on a
-    CUDA device all weights become float32. Elsewhere `operators` decide on products.
+    `compute_dtype` and the way in which ranks sum are parts of the fingerprint. With bfloat16, matrices are
+    rounded to it; with float32, on a CUDA device all weights become float32. Elsewhere `operators` decide on
+    products.
 
     The leader reads all bytes, for the fingerprint, the other ranks just theirs. Raises ModelError, with one
     line that names the fix, when the folder cannot be served or the ranks cannot share the model.
