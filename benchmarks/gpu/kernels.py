@@ -2,12 +2,13 @@
 # Peers and Triton have no types.
 """Each Triton operator on a device: its share of the roofline, and its peers where they import.
 
-    python -m benchmarks.gpu.kernels --folder FOLDER [--tiny]
+    python -m benchmarks.gpu.kernels --folder FOLDER [--tiny] [--once]
 
 The roofline is measured in the same run: a copy of 4 GiB and a bfloat16 matrix product. An operator is timed
 as a CUDA graph, with a cold L2, the median of 20; the rows are those of `gpu_works.py`. What has a goal is
 listed once more at the end. `--tiny` goes through all of it on a machine without a device, in Triton's
-interpreter: its figures mean nothing.
+interpreter: its figures mean nothing, and none is compared with a goal. `--once` calls each operator and
+times nothing, for a profiler.
 """
 
 import argparse
@@ -154,6 +155,7 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, required=True, help="receives gpu_kernels.json")
     parser.add_argument("--tiny", action="store_true", help="to see that it runs, without a device")
+    parser.add_argument("--once", action="store_true", help="call each operator once, for a profiler")
     parser.add_argument("--limit-s", type=float, default=420.0, help="starts nothing after this time")
     args = parser.parse_args()
     if args.tiny:
@@ -164,7 +166,12 @@ def main() -> None:
     device = torch.device("cpu" if args.tiny else "cuda")
     torch.set_default_device(device)
     torch.manual_seed(0)
-    watch, ops = Stopwatch(device), operators("triton", args.folder)
+    ops = operators("triton", args.folder)
+    if args.once:
+        for work in works(shape, ops):
+            work.call()
+        return
+    watch = Stopwatch(device)
     bytes_s, flops_s = roofline(watch, 4096 if args.tiny else 1)
     found: dict[str, Any] = {
         "device": "none" if args.tiny else torch.cuda.get_device_name(),
@@ -180,7 +187,8 @@ def main() -> None:
         if time.monotonic() - begun > args.limit_s:
             print(f"stopped after {args.limit_s:.0f} s: what is missing was not begun")
             break
-    print(*goals(found["works"]), sep="\n")
+    if not args.tiny:  # nothing has a goal in an interpreter
+        print(*goals(found["works"]), sep="\n")
 
 
 if __name__ == "__main__":

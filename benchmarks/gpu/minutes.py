@@ -32,6 +32,15 @@ END_S = 5.0
 
 MARK = "TIDEMILL_MINUTES"
 PYTEST = (sys.executable, "-m", "pytest", "-o", "pythonpath=.", "-W", "default", "-p", "no:cacheprovider")
+PROFILED = "regex:gate_up_tile|down_tile|attend_span|attend_rows|recur|prepare|advance|draw_row"
+METRICS = ",".join(
+    f"{counter}.avg.pct_of_peak_sustained_{span}"
+    for counter, span in (
+        ("dram__throughput", "elapsed"),
+        ("sm__throughput", "elapsed"),
+        ("sm__warps_active", "active"),
+    )
+)
 PRINT_CHAT = """
 import sys
 from tidemill import LLM, SamplingParams
@@ -145,6 +154,14 @@ def pieces_of(call: int, folder: Path) -> list[Piece]:
                     "kernels", 200, module(kernels, "--folder", folder, "--limit-s", 180),
                     module(kernels, "--folder", folder, "--tiny", "--limit-s", 60), figures=kernel_verdicts,
                 ),
+                Piece(
+                    "use of memory and cores", 60,
+                    (
+                        "ncu", "--clock-control", "none", "--kernel-name", PROFILED, "--launch-count", "80",
+                        "--metrics", METRICS, "--csv", *module(kernels, "--folder", folder, "--once"),
+                    ),
+                    module(kernels, "--folder", folder, "--tiny", "--once"), needs="ncu",
+                ),
             ]  # fmt: skip
         case _:
             served = "benchmarks.gpu.served"
@@ -193,7 +210,7 @@ def verdicts_on(
     command = piece.on_cpu if cpu else piece.command
     if command is None:
         return [Verdict(piece.name, "", "", "needs a GPU")]
-    if piece.needs and shutil.which(piece.needs) is None:
+    if not cpu and piece.needs and shutil.which(piece.needs) is None:
         return [Verdict(piece.name, "", "", f"needs {piece.needs}")]
     if left_s <= 0:
         return [Verdict(piece.name, "", "", "TOO LATE")]
@@ -205,13 +222,10 @@ def verdicts_on(
 
 
 def environment_of(folder: Path, peers: Path | None, *, cpu: bool) -> dict[str, str]:
-    paths = [str(folder / "site"), str(ROOT), *([str(peers.resolve())] if peers else [])]
-    paths += filter(None, [os.environ.get("PYTHONPATH")])
+    paths = [folder / "site", ROOT, *([peers.resolve()] if peers else []), os.environ.get("PYTHONPATH")]
     found = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]).rstrip(
-            os.pathsep
-        ),
+        "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path),
         "PATH": os.pathsep.join([str(folder / "site/bin"), os.environ.get("PATH", "")]),
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "PYTHONUNBUFFERED": "1",

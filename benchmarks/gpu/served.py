@@ -26,11 +26,12 @@ from benchmarks.faults.scene import Load, names_of, serving, until_all_are_back
 from benchmarks.gpu.engine import LAYER, TINY_LAYER
 from benchmarks.gpu.minutes import Verdict
 from benchmarks.serving.report import summary
-from benchmarks.serving.serve import measure
+from benchmarks.serving.serve import GREEDY, measure
 from tidemill.workers.models.bundled import bundled
 
 LAYERS = 8
 STREAMS = 16
+TOP_P = {"temperature": 0.8, "top_p": 0.95}
 SETTLE_S = 1.0
 SPY_S = 15
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -39,7 +40,7 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 def killed(folder: Path, device: str) -> list[Verdict]:
     """Kill a worker amid streams, and compare each stream with the same one in a calm."""
     options = ["--mixed", "2", "--device", device, "--kv-cache-dtype", "float32"]
-    options += ["--backing", "fixed"] if device != "cpu" else []
+    options += ["--backing", "fixed", "--num-gpus", "0.5"] if device != "cpu" else []
     with serving(options, folder / "kill-server.log") as server:
         load = Load(server, STREAMS, max_tokens=120)
         name = min(names_of(server))
@@ -104,15 +105,20 @@ def fast(folder: Path, device: str) -> list[Verdict]:
     found: list[Verdict] = []
     server = Server(options, folder / "speed-server.log")
     try:
-        for concurrency in (1, 4) if is_tiny else (1, 32, 128):
-            figures = summary(asyncio.run(measure(server.url, "unique", concurrency, seed=concurrency)))
+        most = 4 if is_tiny else 128
+        for concurrency, name, sampling in [
+            *((concurrency, "greedy", GREEDY) for concurrency in ((1, most) if is_tiny else (1, 32, most))),
+            (most, "top-p", TOP_P),
+        ]:
+            run = asyncio.run(measure(server.url, "unique", concurrency, seed=concurrency, sampling=sampling))
+            figures = summary(run)
             ttft, itl = figures["ttft_ms"], figures["itl_ms"]
             text = f"TTFT {ttft['p50']:.1f} ms, ITL {itl['p50']:.2f} ms, p99 {itl['p99']:.1f} ms"
-            found.append(Verdict(f"server, {concurrency} at a time", text, "", "figure"))
+            found.append(Verdict(f"server, {concurrency} at a time, {name}", text, "", "figure"))
         (row,) = server.workers()
 
         async def under_load() -> Verdict:
-            load = asyncio.create_task(measure(server.url, "unique", 4 if is_tiny else 128, seed=7))
+            load = asyncio.create_task(measure(server.url, "unique", most, seed=7))
             await asyncio.sleep(SETTLE_S)
             verdict = await asyncio.to_thread(spied, row["info"]["pid"], folder)
             await load

@@ -20,6 +20,7 @@ from tidemill.workers.models.inputs import Inputs, caches_of
 
 Call = Callable[[], object]
 
+STREAMS_MAX = 512  # more tokens than these are a prompt's, whose products should reach half of the peak
 MANY = 32  # rows from which on a step should reach the memory's speed
 
 
@@ -206,13 +207,24 @@ def elementwise(shape: Shape, ops: Operators, tokens: int) -> Iterator[Work]:
     yield Work(f"sigmoid_mul {tokens}", lambda: ops.sigmoid_mul(heads, heads), 3 * size_of(heads))
 
 
+def product_goal(tokens: int) -> float | None:
+    """Return the share of the roofline that the weights' products of a step should reach."""
+    return 0.8 if MANY <= tokens <= STREAMS_MAX else 0.5 if tokens > STREAMS_MAX else None
+
+
 def linear(shape: Shape, ops: Operators, tokens: int) -> Work:
     out = shape.key_heads * (shape.channels + shape.value_heads // shape.key_heads * shape.key_dim)
     x, weight = normal(tokens, shape.hidden), normal(out, shape.hidden)
     packed = ops.pack(weight, None)
     num_bytes = size_of(x, weight) + 2 * tokens * out
     flops = 2.0 * tokens * out * shape.hidden
-    return Work(f"linear {tokens} -> {out}", lambda: ops.linear(x, packed), num_bytes, flops)
+    return Work(
+        f"linear {tokens} -> {out}",
+        lambda: ops.linear(x, packed),
+        num_bytes,
+        flops,
+        goal=product_goal(tokens),
+    )
 
 
 def moe(shape: Shape, ops: Operators, experts: Experts, tokens: int) -> Iterator[Work]:
@@ -250,6 +262,7 @@ def moe(shape: Shape, ops: Operators, experts: Experts, tokens: int) -> Iterator
         read * 6 * expert + size_of(x, x, hidden, hidden),
         6.0 * pairs * expert,
         {"vllm": vllm},
+        goal=product_goal(tokens),
     )
 
 

@@ -9,7 +9,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -23,6 +23,7 @@ from benchmarks.serving.report import Run, Sample, summary, table_of
 from benchmarks.serving.workloads import WORKLOADS, Item, Workload
 
 TIMEOUT_S = 600
+GREEDY: Mapping[str, object] = {"temperature": 0}
 
 
 async def run_workload(
@@ -33,8 +34,10 @@ async def run_workload(
     clock: Callable[[], float],
     *,
     hints: bool = False,
+    sampling: Mapping[str, object] = GREEDY,
 ) -> list[Sample]:
-    """Send every item, at most `concurrency` at a time, in order as far as they wait for no other."""
+    """Send every item, at most `concurrency` at a time, in order as far as they wait for no other. `sampling`
+    are fields of each request."""
     slots = asyncio.Semaphore(concurrency)
     answered = [asyncio.Event() for _ in workload.items]
 
@@ -44,7 +47,7 @@ async def run_workload(
         if item.pause_s:
             await asyncio.sleep(item.pause_s)
         async with slots:
-            sample = await _send(client, model, item, clock, hints=hints)
+            sample = await _send(client, model, item, clock, {**sampling, **(item.hints if hints else {})})
         answered[index].set()
         return sample
 
@@ -54,14 +57,17 @@ async def run_workload(
 
 
 async def _send(
-    client: httpx.AsyncClient, model: str, item: Item, clock: Callable[[], float], *, hints: bool
+    client: httpx.AsyncClient,
+    model: str,
+    item: Item,
+    clock: Callable[[], float],
+    fields: Mapping[str, object],
 ) -> Sample:
     body: dict[str, object] = {
-        **(item.hints if hints else {}),
+        **fields,
         "model": model,
         "prompt": item.tokens,
         "max_tokens": item.max_tokens,
-        "temperature": 0,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -103,7 +109,15 @@ def server_pss_mib(pids: Sequence[int]) -> float:
     return sum(psutil.Process(pid).memory_full_info().pss for pid in pids if psutil.pid_exists(pid)) / 2**20
 
 
-async def measure(url: str, name: str, concurrency: int, seed: int, *, hints: bool = False) -> Run:
+async def measure(
+    url: str,
+    name: str,
+    concurrency: int,
+    seed: int,
+    *,
+    hints: bool = False,
+    sampling: Mapping[str, object] = GREEDY,
+) -> Run:
     """One run of the workload `name`."""
     limits = httpx.Limits(max_connections=concurrency + 1)
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits, trust_env=False) as client:
@@ -113,7 +127,7 @@ async def measure(url: str, name: str, concurrency: int, seed: int, *, hints: bo
         workload = WORKLOADS[name](Random(seed), model["vocab_size"])
         cpu_s, start_s = server_cpu_s(pids), time.perf_counter()
         samples = await run_workload(
-            client, workload, model["id"], concurrency, time.perf_counter, hints=hints
+            client, workload, model["id"], concurrency, time.perf_counter, hints=hints, sampling=sampling
         )
         return Run(
             workload=name,
