@@ -16,12 +16,13 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from tidemill.cluster.edge.chat.request.hints import TTL_S, check_marks
 from tidemill.cluster.edge.chat.request.messages import ChatMessage
 from tidemill.cluster.edge.chat.request.params import SEED_BITS, SamplingParams, prompts_of
 from tidemill.cluster.edge.chat.request.request_builder import requests_of, terms_of
 from tidemill.cluster.edge.chat.request.structured import grammar_of
 from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
-from tidemill.cluster.edge.chat.text import MarkedPrompt, Message, marked_prompt
+from tidemill.cluster.edge.chat.text import MarkedPrompt, Rendering, marked_prompt
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.cluster.offline.calls import PromptJob, answer_all
 from tidemill.cluster.offline.engine_thread import EngineThread
@@ -119,10 +120,18 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, through the model's chat template. Raises RequestError."""
+        """Answer one conversation or several, through the model's chat template. Parts of messages may have
+        cache_control, as over HTTP. Raises RequestError."""
         chats = cast("Sequence[Chat]", [messages] if messages and isinstance(messages[0], dict) else messages)
-        prompts = [self._tokenizer.chat(_messages_of(chat)) for chat in chats]
-        params = _for_each(sampling_params, len(prompts))
+        turns = list(map(_turns_of, chats))
+        prompts = [
+            self._tokenizer.chat([turn.message() for turn in chat], Rendering(message_marks=_marks_in(chat)))
+            for chat in turns
+        ]
+        params = [
+            _retaining(chat_params, chat)
+            for chat_params, chat in zip(_for_each(sampling_params, len(turns)), turns, strict=True)
+        ]
         if any(chat_params.cache_breakpoints for chat_params in params):
             raise RequestError(
                 "conversations have breakpoints by themselves: leave cache_breakpoints out",
@@ -195,12 +204,23 @@ def settings_of(model: str | Path, settings: dict[str, object]) -> EngineSetting
         raise SettingsError(f"memory: {error}") from error
 
 
-def _messages_of(chat: Chat) -> list[Message]:
+def _turns_of(chat: Chat) -> list[ChatMessage]:
     try:
         turns = TypeAdapter(list[ChatMessage]).validate_python(chat)
     except ValidationError as error:
         raise request_error(problems_of(error, "messages")) from None
-    return [turn.message() for turn in turns]
+    check_marks([mark for turn in turns for mark in turn.marks])
+    return turns
+
+
+def _marks_in(chat: Sequence[ChatMessage]) -> list[tuple[int, int]]:
+    return [(index, mark.chars) for index, turn in enumerate(chat) for mark in turn.marks]
+
+
+def _retaining(params: SamplingParams, chat: Sequence[ChatMessage]) -> SamplingParams:
+    """Return the parameters with the longest time for which a mark or `retain` retains the prompt."""
+    times_s = [TTL_S[mark.control.ttl] for turn in chat for mark in turn.marks]
+    return params.model_copy(update={"retain": max([*times_s, params.retain or 0.0])}) if times_s else params
 
 
 def _for_each(params: Params, number: int) -> Sequence[SamplingParams]:

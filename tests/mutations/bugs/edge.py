@@ -311,4 +311,18 @@ BUGS: tuple[Planted, ...] = (
         'session_of("", "prefix", $NAME)',
         "tests/unit/cluster/edge/http/test_prefixes.py",
     ),
+    Planted(
+        "a part of an offline chat with cache_control is retained no longer than others",
+        "cluster/offline/llm.py::_retaining",
+        "if $TIMES_S else",
+        "if not $TIMES_S else",
+        "tests/unit/cluster/offline/test_llm.py",
+    ),
+    Planted(
+        "an offline chat resumes at no part with cache_control",
+        "cluster/offline/llm.py::_marks_in",
+        "for $MARK in $TURN.marks",
+        "for $MARK in ()",
+        "tests/unit/cluster/offline/test_llm.py",
+    ),
 )

@@ -95,11 +95,7 @@ class HintedParams(Params):
 
     def check_marks(self) -> None:
         """Check the number of marks. Raises RequestError."""
-        count = len(self.marks())
-        if count > BREAKPOINTS_MAX:
-            raise RequestError(
-                f"{count} blocks with cache_control: mark at most {BREAKPOINTS_MAX}", param="cache_control"
-            )
+        check_marks(self.marks())
 
     def salt(self) -> str | None:
         """Return the client's salt. Raises RequestError."""
@@ -144,6 +140,14 @@ class HintedParams(Params):
             yield "nvext.agent_hints.priority"
         if self.session_id is not None and self.prompt_cache_key is not None:
             yield "prompt_cache_key"
+
+
+def check_marks(marks: Sequence[Mark]) -> None:
+    """Check the number of marks. Raises RequestError."""
+    if len(marks) > BREAKPOINTS_MAX:
+        raise RequestError(
+            f"{len(marks)} blocks with cache_control: mark at most {BREAKPOINTS_MAX}", param="cache_control"
+        )
 
 
 def marks_of(content: object) -> tuple[Mark, ...]:

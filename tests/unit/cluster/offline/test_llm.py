@@ -67,6 +67,30 @@ def test_second_chat_of_a_family_finds_its_system_prompt(llm: LLM) -> None:
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, shared // 16 * 16)
 
 
+def marked_chat(shared: str, question: str, control: dict[str, str] | None) -> list[dict[str, Any]]:
+    """A message of two parts, the first one with cache_control or not."""
+    part: dict[str, Any] = {"type": "text", "text": shared}
+    parts = [
+        part | ({} if control is None else {"cache_control": control}),
+        {"type": "text", "text": question},
+    ]
+    return [{"role": "user", "content": parts}]
+
+
+def test_second_chat_resumes_at_a_part_with_cache_control(llm: LLM) -> None:
+    """Without it, the second one finds nothing: the parts have one text in the template."""
+    for control, text in (
+        (None, f"Nora sings. {FACTS} {FACTS} "),
+        ({"type": "ephemeral"}, f"Ben hides. {FACTS} {FACTS} "),
+    ):
+        chats = [marked_chat(text, question, control) for question in ("Where is it?", "What does Tom like?")]
+        (first,), (second,) = [llm.chat(chat, GREEDY) for chat in chats]
+        pairs = zip(first.prompt_token_ids, second.prompt_token_ids, strict=False)
+        shared = next(depth for depth, (left, right) in enumerate(pairs) if left != right)
+        assert shared > 32
+        assert second.num_cached_tokens == (0 if control is None else shared // 16 * 16)
+
+
 @pytest.mark.parametrize(
     ("hints", "found"), [({}, False), ({"retain": 60}, True), ({"session_id": "a"}, True)]
 )
@@ -86,6 +110,21 @@ def test_hints_change_what_is_kept_and_no_answer(
         (after,) = llm.generate([first], params)
     assert after.num_cached_tokens == (288 if found else 0)
     assert tokens_of([after]) == tokens_of([before])
+
+
+@pytest.mark.parametrize("control", [None, {"type": "ephemeral", "ttl": "1h"}])
+def test_chat_with_cache_control_is_retained(
+    settings: dict[str, Any], control: dict[str, str] | None
+) -> None:
+    """Eight other prompts do not fit the memory beside it."""
+    chat = marked_chat(" ".join([FACTS] * 8), "Where is it?", control)
+    small: dict[str, Any] = {**settings, "memory": "2MiB"}
+    with LLM("keeper", **small) as llm:
+        llm.chat(chat, GREEDY)
+        for number in range(8):
+            llm.generate([[5 + (number * place) % 890 for place in range(300)]], SamplingParams(max_tokens=1))
+        (after,) = llm.chat(chat, GREEDY)
+    assert (after.num_cached_tokens > 0) == (control is not None)
 
 
 @pytest.mark.parametrize(("breakpoints", "cached"), [([], 0), ([24], 16)])
@@ -299,6 +338,8 @@ def test_bad_messages_and_too_few_parameters_are_named(llm: LLM) -> None:
     assert refused.value.param == "messages[0].role"
     with pytest.raises(RequestError, match="by themselves"):
         llm.chat(CHAT, SamplingParams(cache_breakpoints=[1]))
+    with pytest.raises(RequestError, match="5 blocks with cache_control"):
+        llm.chat(marked_chat("a", "b", {"type": "ephemeral"}) * 5, GREEDY)
     with pytest.raises(RequestError, match="1 sampling_params for 2 prompts"):
         llm.generate(["a", "b"], [GREEDY])
 
