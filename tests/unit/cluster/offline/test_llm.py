@@ -78,16 +78,16 @@ def marked_chat(shared: str, question: str, control: dict[str, str] | None) -> l
 
 
 def test_second_chat_resumes_at_a_part_with_cache_control(llm: LLM) -> None:
-    """Without it, the second one finds nothing: the parts have one text in the template."""
+    """The second one finds nothing without it: a template shows parts as one text."""
     for control, text in (
         (None, f"Nora sings. {FACTS} {FACTS} "),
         ({"type": "ephemeral"}, f"Ben hides. {FACTS} {FACTS} "),
     ):
-        chats = [marked_chat(text, question, control) for question in ("Where is it?", "What does Tom like?")]
+        chats = [marked_chat(text, question * 6, control) for question in ("Where is it? ", "What is Tom? ")]
         (first,), (second,) = [llm.chat(chat, GREEDY) for chat in chats]
         pairs = zip(first.prompt_token_ids, second.prompt_token_ids, strict=False)
         shared = next(depth for depth, (left, right) in enumerate(pairs) if left != right)
-        assert shared > 32
+        assert 32 < shared < 64
         assert second.num_cached_tokens == (0 if control is None else shared // 16 * 16)
 
 
