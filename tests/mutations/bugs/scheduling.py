@@ -137,6 +137,13 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/workers/scheduling/test_prefix_dedup.py tests/unit/workers/engine/test_shared_prompts.py",
     ),
     Planted(
+        "a request waits for a maker that was preempted",
+        "workers/scheduling/prefix_dedup.py::InProgressPrefixes._waits_behind",
+        "or $MAKER.restore.preemptions > 0",
+        "",
+        "tests/unit/workers/scheduling/test_prefix_dedup.py",
+    ),
+    Planted(
         "requests that wait for a lost request's prefix wait forever",
         "workers/scheduling/prefix_dedup.py::InProgressPrefixes.left",
         "for $X, $REACHED in self.$FOLLOWERS.$POP($SEQUENCE.id, []): $REACHED.set()",

@@ -133,6 +133,26 @@ def test_request_does_not_wait_for_a_younger_one_behind_it() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("preemptions", [0, 1])
+def test_request_does_not_wait_for_one_that_was_preempted(preemptions: int) -> None:
+    """It may wait for memory that this one gets first, and then both would wait forever."""
+
+    async def main() -> None:
+        scene = Scene()
+        maker = a_sequence(0, (*SHARED, 7))
+        maker.restore.preemptions = preemptions
+        assert await scene.follows(maker) is None
+        second = await scene.follows(a_sequence(1, (*SHARED, 8)))
+        assert (second is None) == bool(preemptions)
+        third = await scene.follows(a_sequence(2, (*SHARED, 9)))
+        assert third is not None, "the second one makes the prefix instead"
+        scene.in_progress.left(maker)
+        await asyncio.sleep(1)
+        assert not third.done() or not preemptions
+
+    run(main())
+
+
 def test_follower_that_is_cancelled_leaves_the_others_waiting() -> None:
     async def main() -> None:
         scene = Scene()
