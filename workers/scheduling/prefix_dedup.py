@@ -79,16 +79,19 @@ class InProgressPrefixes:
                 del self._of[key]
 
     def _shared(self, sequence: Sequence, keys: list[PageKey]) -> tuple[Sequence, int] | None:
-        """Return the request that computes the pages after the restorable ones, and how deep they agree."""
-        depth_pages = self._index.match(keys).restorable_pages
-        maker = self._of.get(keys[depth_pages]) if depth_pages < len(keys) else None
+        """Return the request that computes pages after the restorable ones, and how deep they agree."""
+        match = self._index.match(keys)
+        # A maker may have left no checkpoint at its last pages yet: those are here, and it is beyond them.
+        ahead = range(match.restorable_pages, min(len(keys), len(match.path) + 1))
+        end_pages = next((pages for pages in ahead if keys[pages] in self._of), len(keys))
+        maker = self._of[keys[end_pages]] if end_pages < len(keys) else None
         if maker is None or maker is sequence:
             return None
-        if self._waits_behind(maker, sequence, depth_pages * sequence.page_tokens):
+        if self._waits_behind(maker, sequence, match.restorable_pages * sequence.page_tokens):
             return None
-        while depth_pages < len(keys) and self._of.get(keys[depth_pages]) is maker:
-            depth_pages += 1
-        return maker, depth_pages * sequence.page_tokens
+        while end_pages < len(keys) and self._of.get(keys[end_pages]) is maker:
+            end_pages += 1
+        return maker, end_pages * sequence.page_tokens
 
     def _waits_behind(self, maker: Sequence, sequence: Sequence, depth: int) -> bool:
         """Return whether `maker` may get memory after `sequence`, where both resume at `depth`. One that was

@@ -137,6 +137,13 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/workers/scheduling/test_prefix_dedup.py tests/unit/workers/engine/test_shared_prompts.py",
     ),
     Planted(
+        "a request does not wait for a maker that has left no checkpoint yet",
+        "workers/scheduling/prefix_dedup.py::InProgressPrefixes._shared",
+        "min(len($KEYS), len($MATCH.$PATH) + 1))",
+        "min(len($KEYS), $MATCH.restorable_pages + 1))",
+        "tests/unit/workers/scheduling/test_prefix_dedup.py",
+    ),
+    Planted(
         "a request waits for a maker that was preempted",
         "workers/scheduling/prefix_dedup.py::InProgressPrefixes._waits_behind",
         "or $MAKER.restore.preemptions > 0",

@@ -69,6 +69,25 @@ def test_concurrent_requests_compute_a_shared_prompt_once(num_shared: int, layou
 
 
 @layouts
+@pytest.mark.parametrize("arrival", range(8, 80, 8))
+def test_request_that_comes_amid_the_prompt_of_another_computes_its_own_part(
+    arrival: int, layout: Layout
+) -> None:
+    """Between two checkpoints of the grid it waits for the one where the prompts part."""
+    first, *others = sharing(LONG, 5)
+
+    async def main() -> None:
+        async with bench(layout=layout, num_extents=200, tokens_max=8, tuning=Tuning(rows_max=4)) as one:
+            maker = asyncio.create_task(one.answer(first))
+            await one.until(lambda: one.count("computed_tokens") >= arrival)
+            came_from = await one.answer_all(others)
+            await maker
+            assert [provenance.reused_tokens for provenance in came_from] == [96] * 4
+
+    run(main())
+
+
+@layouts
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("seed", range(3))
 def test_prompts_that_part_at_different_depths(seed: int, overlap: bool, layout: Layout) -> None:  # noqa: FBT001  a parameter

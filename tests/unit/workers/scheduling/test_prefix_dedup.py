@@ -47,11 +47,13 @@ class Scene:
         sequence.lease = self.ledger.open(sequence.id)
         return sequence
 
-    def compute(self, sequence: Sequence, num_tokens: int) -> None:
-        """Up to there, and leave a checkpoint."""
+    def compute(self, sequence: Sequence, num_tokens: int, *, keep: bool = True) -> None:
+        """Up to there, and leave a checkpoint if `keep`."""
         assert sequence.lease is not None
         before = sequence.computed
-        self.ledger.keep_state(grow(self.ledger, sequence.lease, num_tokens, sequence.keys))
+        lease = grow(self.ledger, sequence.lease, num_tokens, sequence.keys)
+        if keep:
+            self.ledger.keep_state(lease)
         self.in_progress.advanced(sequence, before)
 
     async def follows(self, sequence: Sequence) -> "asyncio.Task[None] | None":
@@ -75,6 +77,24 @@ def test_follower_waits_until_the_last_page_that_both_have_is_there(depth: int) 
             await asyncio.sleep(1)
             assert not waiting.done()
         scene.compute(maker, depth)
+        await waiting
+
+    run(main())
+
+
+def test_follower_waits_for_a_maker_that_has_left_no_checkpoint_yet() -> None:
+    """Pages before the maker are here, but nothing can resume at their end."""
+
+    async def main() -> None:
+        scene = Scene()
+        maker = scene.running(0, (*SHARED, 7, 8, 9))
+        assert await scene.follows(maker) is None
+        scene.compute(maker, 4, keep=False)
+        waiting = await scene.follows(a_sequence(1, (*SHARED, 90, 91)))
+        assert waiting is not None
+        assert maker.restore.junctions == {6}
+        assert await scene.follows(a_sequence(2, (*SHARED[:4], 90, 91))) is None, "it is beyond that"
+        scene.compute(maker, 6)
         await waiting
 
     run(main())
