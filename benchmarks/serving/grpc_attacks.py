@@ -29,7 +29,7 @@ from benchmarks.serving.attacks import (
 from tidemill.cluster.rpc.proto import generation_pb2 as pb
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST, SETTINGS, PING, GOAWAY, WINDOW, CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
+DATA, HEADERS, PRIORITY, RST, SETTINGS, PING, GOAWAY, WINDOW, CONTINUATION = 0, 1, 2, 3, 4, 6, 7, 8, 9
 END_STREAM, ACK, END_HEADERS = 1, 1, 4
 INITIAL_WINDOW = 4
 FRAME_BYTES = 16384
@@ -177,6 +177,7 @@ RESETS = OPENING + b"".join(
 )
 """The attack of 2023 on servers of HTTP/2: each call is reset by the frame after it."""
 
+WINDOWS = [INITIAL_WINDOW.to_bytes(2, "big") + num_bytes.to_bytes(4, "big") for num_bytes in (0, 0x7FFFFFFF)]
 HEADLESS = OPENING + frame(HEADERS, 0, 1, HEAD)
 BODIES: tuple[tuple[str, Callable[[], pb.GenerateRequest], int], ...] = (
     ("gRPC: text of 4 MiB", lambda: pb.GenerateRequest(text=text_of(BODY_BYTES)), 4),
@@ -211,6 +212,33 @@ FLOODS: tuple[tuple[str, Callable[[], Callable[[Target], Awaitable[Statuses]]]],
         "gRPC: headers without end",
         pouring(HEADLESS, frame(CONTINUATION, 0, 1, field("a", "b") * 2000), 50 * MIB, 8),
     ),
+    (
+        "gRPC: resets without end",
+        pouring(
+            OPENING,
+            b"".join(
+                opened(stream) + frame(RST, 0, stream, (8).to_bytes(4, "big"))
+                for stream in range(1, 80_001, 2)
+            ),
+            8 * MIB,
+            4,
+        ),
+    ),
+    (
+        "gRPC: window updates",
+        pouring(OPENING, frame(WINDOW, 0, 0, (1).to_bytes(4, "big")) * 1024, 8 * MIB, 4),
+    ),
+    ("gRPC: window updates of 0", pouring(OPENING, frame(WINDOW, 0, 0, bytes(4)) * 1024, 8 * MIB, 4)),
+    (
+        "gRPC: windows that change",
+        pouring(
+            OPENING + b"".join(opened(at) for at in range(1, 200, 2)),
+            b"".join(frame(SETTINGS, 0, 0, window) for window in WINDOWS) * 512,
+            8 * MIB,
+            4,
+        ),
+    ),
+    ("gRPC: priorities", pouring(OPENING + opened(1), frame(PRIORITY, 0, 1, bytes(5)) * 1024, 8 * MIB, 4)),
     ("gRPC: pings", pouring(OPENING, frame(PING, 0, 0, bytes(8)) * 1024, 8 * MIB, 4)),
     ("gRPC: settings", pouring(OPENING, frame(SETTINGS, 0, 0) * 1024, 8 * MIB, 4)),
     ("gRPC: empty frames", pouring(OPENING + opened(1), frame(DATA, 0, 1) * 1024, 8 * MIB, 4)),

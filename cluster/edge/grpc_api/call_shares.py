@@ -3,12 +3,12 @@
 import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
-from urllib.parse import unquote
 
 import grpc
 import grpc.aio
 
 from tidemill.cluster.edge.grpc_api.errors import refusal_of
+from tidemill.cluster.edge.grpc_api.frames import client_at
 from tidemill.cluster.edge.requests.api_keys import ApiKeys
 from tidemill.cluster.edge.requests.limits import InFlightLimit, client_of
 from tidemill.workers.messages import Overloaded, RequestError
@@ -19,11 +19,9 @@ KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 class CallShares(grpc.aio.ServerInterceptor):
     """Counts calls from their start, before any message, to their end."""
 
-    def __init__(self, calls_max: int, keys: ApiKeys, address_of: Callable[[str], str]) -> None:
-        """`address_of` returns the address of a peer."""
+    def __init__(self, calls_max: int, keys: ApiKeys) -> None:
         self.calls = InFlightLimit(calls_max, "calls")
         self._keys = keys
-        self._address_of = address_of
 
     async def intercept_service(
         self,
@@ -67,12 +65,7 @@ class CallShares(grpc.aio.ServerInterceptor):
             tenant = self._keys.tenant(headers_of(context))
         except RequestError:
             tenant = None
-        return client_of(tenant, self._address_of(context.peer()))
-
-
-def address_of(peer: str) -> str:
-    """Return the address of a peer like ipv6:%5B::1%5D:4711."""
-    return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
+        return client_of(tenant, client_at(context.peer()))
 
 
 def headers_of(context: Any) -> dict[str, str]:  # noqa: ANN401

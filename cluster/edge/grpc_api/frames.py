@@ -1,21 +1,28 @@
 """Bounds the frames of HTTP/2 (RFC 9113) in front of the gRPC library, which parses headers without end.
 
-client --> TCP --> FrameBounds --> loopback --> gRPC library
+client --> TCP --> TLS, if there is a certificate --> FrameBounds --> Unix socket --> gRPC library
 
 Only the 9-byte heads of frames are read. Bytes to clients are not looked at.
 """
 
 import asyncio
+import os
+import secrets
 import socket
+import tempfile
 from collections.abc import Callable
+from itertools import count
 from typing import cast
+from urllib.parse import unquote
 
-from tidemill.cluster.edge.requests.limits import InFlightLimit, client_of
-from tidemill.workers.messages import Overloaded
+import grpc.aio
 
-LOOPBACK = "127.0.0.1"
-PREFACE_BYTES = 24
+from tidemill.cluster.edge.requests.limits import InFlightLimit
+from tidemill.cluster.edge.requests.security import HANDSHAKES_MAX, Handshakes, Listener, Tls, tls_context
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEAD_BYTES = 9
+ALPN = "h2"
 DATA, HEADERS, WINDOW_UPDATE, CONTINUATION = 0, 1, 8, 9
 END_STREAM, END_HEADERS = 1, 4
 
@@ -33,6 +40,12 @@ BACKLOG = 2048
 CLOSE_S_MAX = 10.0
 """The time in which a client takes the last bytes of a connection."""
 
+OPEN_S_MAX = 10.0
+"""The time from the start of a connection until the library has taken it."""
+
+FULL_PAUSE_S = 0.01
+"""The pause of a connection while those that the library has not accepted yet are at their limit."""
+
 
 class FrameBounds:
     """The bounds of one connection. The frames may be split anywhere."""
@@ -40,7 +53,7 @@ class FrameBounds:
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` returns seconds."""
         self._clock = clock
-        self._skip = PREFACE_BYTES
+        self._skip = len(PREFACE)
         self._head = b""
         self._block_bytes = 0
         self._block_frames = 0
@@ -85,8 +98,8 @@ class FrameBounds:
 class Side(asyncio.Protocol):
     """One end of a forwarded connection. What it receives is written to the other end."""
 
-    transport: asyncio.Transport
-    other: "Side | None" = None  # once it is open
+    transport = cast("asyncio.Transport", None)  # until it is open
+    other: "Side | None" = None  # the same
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
@@ -110,104 +123,134 @@ class Side(asyncio.Protocol):
 
 
 class _ClientSide(Side):
-    """The end of a client: bounded, and counted for its address."""
+    """The end of a client: bounded, and counted for its address. The library gets it with its preface."""
+
+    place: str | None = None  # which the listener has taken
 
     def __init__(self, gate: "FrameGate") -> None:
         self._gate = gate
-        self._bounds = FrameBounds(asyncio.get_running_loop().time)
-        self._address: str | None = None
+        self._loop = asyncio.get_running_loop()
+        self._bounds = FrameBounds(self._loop.time)
         self._opening: asyncio.Task[None] | None = None
-        self._early = b""  # uvloop reads once before it pauses
+        self._due: asyncio.TimerHandle | None = None
+        self._early = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        address = transport.get_extra_info("peername")[0]
-        try:
-            self._gate.places.take(1, client_of(None, address))
-        except Overloaded:
+        self._due = self._loop.call_later(OPEN_S_MAX, self.transport.abort)
+        tls = transport.get_extra_info("ssl_object")
+        if tls is not None and tls.selected_alpn_protocol() != ALPN:
             self.transport.abort()
-            return
-        self._address = address
-        self.transport.pause_reading()
-        self._opening = asyncio.get_running_loop().create_task(self._open(address))
 
     def data_received(self, data: bytes) -> None:
         if not self._bounds.admit(data):
             self.transport.abort()
             if self.other is not None:
                 self.other.transport.abort()
-        elif self.other is None:
-            self._early += data
-        else:
+        elif self.other is not None:
             super().data_received(data)
+        else:
+            self._await_preface(data)
+
+    def _await_preface(self, data: bytes) -> None:
+        self._early += data
+        if not self._early.startswith(PREFACE[: len(self._early)]):
+            self.transport.abort()
+        elif self._opening is None and len(self._early) >= len(PREFACE):
+            self.transport.pause_reading()
+            self._opening = self._loop.create_task(self._open())
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         if self._opening is not None:
             self._opening.cancel()
-        if self._address is not None:
-            self._gate.places.give(1, client_of(None, self._address))
+        if self._due is not None:
+            self._due.cancel()
+        if self.place is not None:
+            self._gate.places.give(1, self.place)
+            self.place = None
 
-    async def _open(self, address: str) -> None:
+    async def _open(self) -> None:
         """Connect to the library, and read from the client from then on."""
-        loop = asyncio.get_running_loop()
-        inner = socket.socket()
+        inner = socket.socket(socket.AF_UNIX)
         inner.setblocking(False)  # noqa: FBT003 - its only argument
-        inner.bind((LOOPBACK, 0))
-        port = inner.getsockname()[1]
-        self._gate.addresses[port] = address
+        side = Side()
+        side.other = self
         try:
-            await loop.sock_connect(inner, (LOOPBACK, self._gate.port))
-            side = _LibrarySide(self._gate, port, self)
-            await loop.create_connection(lambda: side, sock=inner)
+            await self._gate.connect(inner, self.place or "")
+            await self._loop.create_unix_connection(lambda: side, sock=inner)
         except (OSError, asyncio.CancelledError):
             inner.close()
-            self._gate.addresses.pop(port, None)
             self.transport.abort()
             return
+        if self._due is not None:
+            self._due.cancel()
         self.other = side
         side.transport.write(self._early)
         self._early = b""
         self.transport.resume_reading()
 
 
-class _LibrarySide(Side):
-    """The end of the library, which knows a client by the port of this end."""
-
-    def __init__(self, gate: "FrameGate", port: int, client: Side) -> None:
-        """`client` gets what the library sends first, its settings."""
-        self.other = client
-        self._gate = gate
-        self._port = port
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._gate.addresses.pop(self._port, None)
-
-
 class FrameGate:
-    """Listens for clients, and forwards what is within the bounds to a server on loopback."""
+    """Listens for clients, and forwards what is within the bounds to a server on a Unix socket."""
 
-    def __init__(self, connections_max: int) -> None:
+    def __init__(self, connections_max: int, tls: Tls | None) -> None:
+        """Raises OSError when the files of `tls` cannot be read."""
         self.places = InFlightLimit(connections_max, "connections")
-        self.addresses: dict[int, str] = {}  # of clients, by the port from which the gate connects
-        self.port = 0  # of the server
-        self._server: asyncio.Server | None = None
+        self._tls = tls_context(tls)
+        if self._tls is not None:
+            self._tls.set_alpn_protocols([ALPN])
+        self._name = secrets.token_hex(8)
+        self._numbers = count()
+        self._library = -1
+        self._socket: socket.socket | None = None
+        self._listener: Listener | None = None
 
-    async def start(self, host: str, port: int, inner_port: int) -> str:
+    def bind(self, server: grpc.aio.Server) -> None:
+        """Have the server listen on a socket to which only this process can connect. Raises OSError.
+
+        Its name is gone afterwards, and with it the way for others to skip TLS and the bounds.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            path = f"{folder}/grpc"
+            try:
+                server.add_insecure_port(f"unix:{path}")
+            except RuntimeError as error:  # gRPC raises it for every reason
+                raise OSError(f"{path} cannot be bound: {error}") from error
+            self._library = os.open(path, os.O_PATH)
+
+    async def connect(self, inner: socket.socket, client: str) -> None:
+        """Connect to the server, which sees the client in the name of this end. Raises OSError."""
+        inner.bind(f"\0tidemill/{self._name}/{next(self._numbers)}/{client}")
+        while True:
+            try:
+                inner.connect(f"/proc/self/fd/{self._library}")
+            except BlockingIOError:
+                await asyncio.sleep(FULL_PAUSE_S)
+            else:
+                return
+
+    def listen(self, host: str, port: int) -> str:
         """Listen, and return the address. Raises OSError."""
-        self.port = inner_port
-        self._server = await asyncio.get_running_loop().create_server(
-            lambda: _ClientSide(self), host, port, backlog=BACKLOG
-        )
-        bound = self._server.sockets[0].getsockname()[1]
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        handshakes = Handshakes(HANDSHAKES_MAX)
+        self._listener = Listener(self._socket, self._tls, lambda: _ClientSide(self), self.places, handshakes)
+        bound = self._socket.getsockname()[1]
         return f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Accept no more."""
-        if self._server is not None:
-            self._server.close()
+        if self._listener is not None:
+            self._listener.close()
+            await self._listener.wait_closed()
+        if self._socket is not None:
+            self._socket.close()
+        if self._library >= 0:
+            os.close(self._library)
+            self._library = -1
 
-    def address(self, peer: str) -> str:
-        """Return the address of the client behind a peer of the library, like ipv4:127.0.0.1:4711."""
-        return self.addresses.get(int(peer.rpartition(":")[2]), "")
+
+def client_at(peer: str) -> str:
+    """Return the client behind a peer of the library, like unix-abstract:tidemill/5f1c/7/127.0.0.1."""
+    return unquote(peer).split("/", 3)[-1]

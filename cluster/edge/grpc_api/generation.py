@@ -15,6 +15,7 @@ import grpc.aio
 
 from tidemill.cluster.edge.grpc_api.call_shares import headers_of
 from tidemill.cluster.edge.grpc_api.errors import refusal_of
+from tidemill.cluster.edge.grpc_api.frames import client_at
 from tidemill.cluster.edge.grpc_api.messages import body_of, grow, parse, tokenize_body_of, usage_of
 from tidemill.cluster.edge.requests.caller import REQUEST_ID_HEADER, caller_of, request_id_of
 from tidemill.cluster.edge.requests.context import EdgeContext
@@ -54,10 +55,8 @@ class Generation:
     """The methods. They read messages themselves, after the key check, so that unauthorized clients send
     none."""
 
-    def __init__(self, edge: EdgeContext, address_of: Callable[[str], str]) -> None:
-        """`address_of` returns the address of a peer."""
+    def __init__(self, edge: EdgeContext) -> None:
         self._edge = edge
-        self._address_of = address_of
         self._num_bytes = InFlightLimit(edge.limits.body_bytes_max, "bytes of messages")
 
     def methods(self) -> grpc.GenericRpcHandler:
@@ -83,7 +82,7 @@ class Generation:
                 await context.send_initial_metadata(((REQUEST_ID_HEADER, request_id),))
                 self._edge.keys.admit(path, headers)
                 data = await self._read(frames)
-                client = client_of(self._edge.keys.tenant(headers), self._address_of(context.peer()))
+                client = client_of(self._edge.keys.tenant(headers), client_at(context.peer()))
                 with self._num_bytes.holding(len(data), client):
                     await work(
                         _RpcCall(

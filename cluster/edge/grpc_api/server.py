@@ -2,19 +2,17 @@
 
 from collections.abc import Sequence
 
-import grpc
 import grpc.aio
 from grpc_reflection.v1alpha import reflection
 
 from tidemill.cluster.edge.grpc_api import generation, health
-from tidemill.cluster.edge.grpc_api.call_shares import CallShares, address_of
-from tidemill.cluster.edge.grpc_api.frames import LOOPBACK, FrameGate
+from tidemill.cluster.edge.grpc_api.call_shares import CallShares
+from tidemill.cluster.edge.grpc_api.frames import FrameGate
 from tidemill.cluster.edge.grpc_api.generation import Generation
 from tidemill.cluster.edge.grpc_api.health import Health
 from tidemill.cluster.edge.requests.context import EdgeContext
 from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX
 from tidemill.cluster.edge.requests.security import Tls
-from tidemill.cluster.rpc import channels
 
 METADATA_BYTES_MAX = 16 << 10
 CONNECTION_STREAMS_MAX = 1024
@@ -37,7 +35,6 @@ _OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS_MAX),
     ("grpc.keepalive_time_ms", SILENCE_MS),
     ("grpc.keepalive_timeout_ms", SILENCE_ANSWER_MS),
-    ("grpc.so_reuseport", 0),
 )
 
 
@@ -47,38 +44,31 @@ class PublicServer:
     def __init__(self, context: EdgeContext, *, tls: Tls | None = None) -> None:
         """Raises OSError when the files of `tls` cannot be read."""
         self._shutdown_s_max = context.limits.shutdown_s_max
-        self._credentials = None if tls is None else _credentials(tls)
-        # with TLS the library listens itself, and headers without end are not bounded
-        self._gate = FrameGate(context.limits.connections_max) if tls is None else None
-        address = address_of if self._gate is None else self._gate.address
+        self._gate = FrameGate(context.limits.connections_max, tls)
         self._health = Health(context.models, [generation.SERVICE])
         self._server = grpc.aio.server(
             options=[
                 *_OPTIONS,
                 ("grpc.server.max_pending_requests", context.limits.requests_max),
-                ("grpc.max_allowed_incoming_connections", context.limits.connections_max),
             ],
-            interceptors=[CallShares(context.limits.requests_max, context.keys, address)],
+            interceptors=[CallShares(context.limits.requests_max, context.keys)],
             # those that are being refused count here
             maximum_concurrent_rpcs=2 * context.limits.requests_max,
         )
-        service = Generation(context, address)
+        service = Generation(context)
         self._server.add_generic_rpc_handlers((service.methods(), self._health.methods()))
         names = (generation.SERVICE, health.SERVICE, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
     async def start(self, host: str, port: int) -> str:
         """Listen (port 0: any free one) and return the address, host:port. Raises OSError."""
-        if self._gate is None:
-            address = channels.bind(self._server, host, port, self._credentials)
-            await self._server.start()
-            return address
-        inner = channels.bind(self._server, LOOPBACK, 0, None)
+        self._gate.bind(self._server)
         await self._server.start()
         try:
-            return await self._gate.start(host, port, int(inner.rpartition(":")[2]))
+            return self._gate.listen(host, port)
         except OSError:
             await self._server.stop(None)
+            await self._gate.close()
             raise
 
     async def run(self) -> None:
@@ -87,14 +77,5 @@ class PublicServer:
             await self._server.wait_for_termination()
         finally:
             self._health.end()
-            if self._gate is not None:
-                self._gate.close()
+            await self._gate.close()
             await self._server.stop(self._shutdown_s_max)
-
-
-def _credentials(tls: Tls) -> grpc.ServerCredentials:
-    return grpc.ssl_server_credentials(
-        [(tls.key.read_bytes(), tls.certificate.read_bytes())],
-        root_certificates=None if tls.client_ca is None else tls.client_ca.read_bytes(),
-        require_client_auth=tls.client_ca is not None,
-    )

@@ -1,7 +1,7 @@
 """One connection of a client: what it may send before it is answered, and how long it may take.
 
 middleware.py limits the body of a request, which can still be answered, and
-cluster/server/handshakes.py what comes before it over TLS.
+cluster/edge/requests/security.py what comes before it over TLS.
 """
 
 import asyncio

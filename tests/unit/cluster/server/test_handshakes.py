@@ -12,6 +12,7 @@ import trustme
 import uvloop
 
 from tests.support.cluster.fake_service import FakeService, app_over, saying, serving
+from tidemill.cluster.edge.requests import security
 from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.edge.requests.security import Tls
 from tidemill.cluster.server import handshakes
@@ -55,7 +56,7 @@ def test_handshakes_that_do_not_end_are_cut_and_leave_room(
     loop: Loops, files: tuple[Tls, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tls, known = files
-    monkeypatch.setattr(handshakes, "HANDSHAKE_S_MAX", 1.0)
+    monkeypatch.setattr(security, "HANDSHAKE_S_MAX", 1.0)
     monkeypatch.setattr(handshakes, "HANDSHAKES_MAX", 4)
 
     async def main() -> None:
@@ -127,7 +128,7 @@ def test_more_clients_than_handshakes_in_progress_are_all_served(
 
 def test_an_address_that_waits_delays_no_other() -> None:
     async def main() -> list[str]:
-        shared, begun = handshakes.Handshakes(8), list[str]()
+        shared, begun = security.Handshakes(8), list[str]()
 
         async def begin(client: str) -> None:
             await shared.begin(client)
@@ -150,7 +151,7 @@ def test_an_address_that_waits_delays_no_other() -> None:
 
 def test_a_handshake_that_is_given_up_as_it_begins_counts_no_longer() -> None:
     async def main() -> None:
-        shared = handshakes.Handshakes(2)
+        shared = security.Handshakes(2)
         await shared.begin("a")
         second = asyncio.create_task(shared.begin("a"))
         await asyncio.sleep(0)

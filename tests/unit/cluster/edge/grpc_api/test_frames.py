@@ -1,17 +1,28 @@
 """The bounds of HTTP/2 frames in front of the gRPC library."""
 
 import asyncio
-from contextlib import suppress
+import os
+import socket
+import ssl
+import tempfile
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from itertools import pairwise
+from pathlib import Path
 from random import Random
+from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
+import trustme
 from benchmarks.serving.grpc_attacks import (
     ACK,
     CONTINUATION,
     DATA,
     END_HEADERS,
     END_STREAM,
+    HEAD,
     HEADERS,
     HEADLESS,
     OPENING,
@@ -26,14 +37,21 @@ from benchmarks.serving.grpc_attacks import (
 from tests.support import grpc_loop
 from tests.support.cluster.fake_service import FakeService, saying
 from tests.support.cluster.grpc_edge import HELLO, serving
+from tidemill.cluster.edge.grpc_api import frames
 from tidemill.cluster.edge.grpc_api.frames import (
     BLOCK_BYTES_MAX,
     BLOCK_FRAMES_MAX,
     FRAMES_BURST,
     FRAMES_PER_S,
+    PREFACE,
     FrameBounds,
+    FrameGate,
+    client_at,
 )
+from tidemill.cluster.edge.requests.limits import EdgeLimits
+from tidemill.cluster.edge.requests.security import Tls
 
+WAIT_S_MAX = 60.0
 EMPTY = frame(CONTINUATION, 0, 1)
 
 
@@ -84,15 +102,173 @@ def test_ends_of_calls_are_data() -> None:
     assert admits(OPENING + frame(DATA, END_STREAM, 1) * 2 * FRAMES_BURST)
 
 
-def test_client_beyond_the_bounds_is_cut_and_others_are_served() -> None:
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tls, bytes]:
+    """The files of a server, and the authority that signed its certificate."""
+    folder, authority = tmp_path_factory.mktemp("tls"), trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    tls = Tls(certificate=folder / "certificate.pem", key=folder / "key.pem")
+    issued.cert_chain_pems[0].write_to_path(tls.certificate)
+    issued.private_key_pem.write_to_path(tls.key)
+    return tls, authority.cert_pem.bytes()
+
+
+def secure(files: tuple[Tls, bytes] | None) -> dict[str, Any]:
+    """The options of `serving` with these files."""
+    return {} if files is None else {"tls": files[0], "credentials": grpc.ssl_channel_credentials(files[1])}
+
+
+@asynccontextmanager
+async def connected(
+    address: str,
+    files: tuple[Tls, bytes] | None,
+    *,
+    protocols: Sequence[str] = ("h2",),
+    source: str = "127.0.0.1",
+) -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection of a client that writes its own frames."""
+    host, port = address.split(":")
+    context = None
+    if files is not None:
+        context = ssl.create_default_context(cadata=files[1].decode())
+        context.set_alpn_protocols(protocols)
+    reader, writer = await asyncio.open_connection(host, int(port), ssl=context, local_addr=(source, 0))
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+async def ended(reader: asyncio.StreamReader) -> bytes:
+    """Return what a server sends before it closes a connection."""
+    found = b""
+    with suppress(ConnectionError, ssl.SSLError):
+        while data := await reader.read(1 << 16):
+            found += data
+    return found
+
+
+@pytest.fixture(params=["plain", "TLS"])
+def way(request: pytest.FixtureRequest, files: tuple[Tls, bytes]) -> tuple[Tls, bytes] | None:
+    return files if request.param == "TLS" else None
+
+
+@pytest.mark.parametrize(
+    "data", [HEADLESS + EMPTY * BLOCK_FRAMES_MAX, b"GET / HTTP/1.1\r\n", frame(PING, 0, 0) * FRAMES_BURST]
+)
+def test_client_beyond_the_bounds_is_cut_and_others_are_served(
+    data: bytes, way: tuple[Tls, bytes] | None
+) -> None:
     async def main() -> None:
-        async with serving(FakeService(saying("a"))) as client, asyncio.timeout(10):
-            host, port = client.address.split(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(HEADLESS + EMPTY * BLOCK_FRAMES_MAX)
-            with suppress(ConnectionError):
-                await reader.read()
-            writer.close()
+        async with (
+            serving(FakeService(saying("a")), **secure(way)) as client,
+            asyncio.timeout(WAIT_S_MAX),
+            connected(client.address, way) as (reader, writer),
+        ):
+            writer.write(data)
+            await ended(reader)
             assert (await client.generate(HELLO)).choices[0].text == "a"
+
+    grpc_loop.run(main())
+
+
+def test_connection_without_a_preface_is_cut(
+    way: tuple[Tls, bytes] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames, "OPEN_S_MAX", 0.2)
+
+    async def main() -> None:
+        async with (
+            serving(FakeService(saying("a")), **secure(way)) as client,
+            asyncio.timeout(WAIT_S_MAX),
+            connected(client.address, way) as (silent, _),
+            connected(client.address, way) as (slow, writer),
+        ):
+            writer.write(PREFACE[:-1])
+            assert await ended(silent) == await ended(slow) == b""
+            assert (await client.generate(HELLO)).choices
+
+    grpc_loop.run(main())
+
+
+def test_client_of_tls_that_does_not_ask_for_http_2_is_cut(files: tuple[Tls, bytes]) -> None:
+    async def main() -> None:
+        async with (
+            serving(FakeService(saying("a")), **secure(files)) as client,
+            asyncio.timeout(WAIT_S_MAX),
+            connected(client.address, files, protocols=["http/1.1"]) as (reader, writer),
+        ):
+            writer.write(OPENING)
+            assert await ended(reader) == b""
+
+    grpc_loop.run(main())
+
+
+def test_addresses_share_connections_and_calls(way: tuple[Tls, bytes] | None) -> None:
+    limits = EdgeLimits(connections_max=8, requests_max=8)
+
+    async def main() -> None:
+        async with (
+            serving(FakeService(saying("a")), limits=limits, **secure(way)) as client,
+            asyncio.timeout(WAIT_S_MAX),
+            AsyncExitStack() as opened_connections,
+        ):
+            for _ in range(4):  # half of all, each with a call, which is half of all calls
+                connection = connected(client.address, way, source="127.0.0.2")
+                reader, writer = await opened_connections.enter_async_context(connection)
+                writer.write(OPENING + opened(1))
+                await reader.readexactly(9)  # the settings of the library
+            with suppress(ConnectionError):
+                async with connected(client.address, way, source="127.0.0.2") as (reader, _):
+                    assert await ended(reader) == b""
+            assert (await client.generate(HELLO)).choices
+
+    grpc_loop.run(main())
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "2001:db8::/64", "fe80::1%eth0-1"])
+def test_library_knows_the_client_of_a_connection(address: str) -> None:
+    async def main() -> list[str]:
+        peers: list[str] = []
+
+        async def answer(request: bytes, context: Any) -> bytes:  # noqa: ANN401 - generic in the stubs only
+            peers.append(context.peer())
+            return request
+
+        server = grpc.aio.server()
+        handler = grpc.unary_unary_rpc_method_handler(answer)  # type: ignore[arg-type]
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("a.B", {"C": handler}),))
+        gate = FrameGate(8, None)
+        gate.bind(server)
+        await server.start()
+        with socket.socket(socket.AF_UNIX) as inner:
+            inner.setblocking(False)  # noqa: FBT003 - its only argument
+            await gate.connect(inner, address)
+            reader, writer = await asyncio.open_unix_connection(sock=inner)
+            path = HEAD.replace(b"/tidemill.v1.Generation/GenerateStream", b"/a.B/C").replace(
+                b"\x05:path\x26", b"\x05:path\x06"
+            )
+            writer.write(
+                OPENING + frame(HEADERS, END_HEADERS, 1, path) + frame(DATA, END_STREAM, 1, bytes(5))
+            )
+            while not peers:
+                await reader.read(1 << 16)
+            writer.close()
+        await server.stop(None)
+        await gate.close()
+        return [client_at(peer) for peer in peers]
+
+    assert grpc_loop.run(main(), WAIT_S_MAX) == [address]
+
+
+def test_no_other_process_can_connect_to_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: tuple[Tls, bytes]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    async def main() -> None:
+        async with serving(FakeService(saying("a")), **secure(files)) as client:
+            assert (await client.generate(HELLO)).choices
+            assert not os.listdir(tmp_path)  # noqa: PTH208 - pathlib is not for coroutines
 
     grpc_loop.run(main())
