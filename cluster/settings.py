@@ -28,6 +28,10 @@ ToolParser = Literal[
 ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1", "deepseek_v3", "granite", "openai_gptoss"]
 
 
+OBJECT_STORE_BYTES = 80 * 2**20
+"""Ray's object store, which is nearly unused."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
     """The settings of one worker.
@@ -128,7 +132,8 @@ class ClusterSettings:
     ray_address: str | None = None
     namespace: str = "tidemill"  # Ray's namespace for the names of the actors
     temp_folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
-    object_store_bytes: int = 80 * 2**20  # Ray's object store, which is nearly unused
+    object_store_bytes: int = OBJECT_STORE_BYTES
+    detached_folder: Path | None = None  # of a server that lasts until `tidemill down`; it has joined a Ray
     schedule_timeout_s: float = 600.0  # for nodes with room for every worker; they may pull images
 
     @property

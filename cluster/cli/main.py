@@ -17,7 +17,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, TypeVar
@@ -29,8 +29,8 @@ from tidemill import __version__
 from tidemill.cluster.cli.arguments import UsageError, bytes_of
 from tidemill.cluster.cli.config import add_config_commands
 from tidemill.cluster.cli.fleet import CommandContext, add_fleet_commands, show
-from tidemill.cluster.cli.security import KEY_VARIABLE, add_key_options, security_of, with_cluster_security
-from tidemill.cluster.cli.serve import add_serving_options, config_of_options
+from tidemill.cluster.cli.security import KEY_VARIABLE, add_key_options, with_cluster_security
+from tidemill.cluster.cli.serve import add_serving_options, config_of_options, detach, endpoint_of, stop
 from tidemill.cluster.cli.simulate import add_simulate_options
 from tidemill.cluster.config.fleets import Surroundings, cluster_settings, summary, telemetry_of
 from tidemill.cluster.config.threads import arrangement, count_cores
@@ -111,6 +111,10 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_store_commands(commands.add_parser("store", help="inspect or benchmark a page store"))
 
+    down = commands.add_parser("down", help="end the server that `tidemill serve --detach` has started")
+    down.add_argument("--url", help="its address, if there are several")
+    down.set_defaults(run=stop)
+
     cleanup = commands.add_parser(
         "cleanup", help="remove what killed servers of this user have left: processes, folders, shared memory"
     )
@@ -159,13 +163,16 @@ def _add_store_commands(store: argparse.ArgumentParser) -> None:
 def _serve(options: argparse.Namespace) -> int:
     config = config_of_options(options)
     served = summary(config)
+    if options.detach:
+        return detach(config, options.api_key, os.environ, STORE_FOLDERS)
 
     async def work(url: str) -> None:
         sys.stdout.write(f"ready: {url}/v1 serves {served}\n")
         sys.stdout.flush()
         await asyncio.Event().wait()
 
-    return _run(config, options.api_key, work, "" if options.config is None else str(options.config))
+    source = "" if options.config is None else str(options.config)
+    return _run(config, options.api_key, work, source, options.detached_folder)
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -302,31 +309,33 @@ def _sealing(secret_file: Path | None) -> Sealing:
     return sealing
 
 
-def _run(config: "RootConfig", api_keys: Sequence[str] | None, work: "Work", source: str = "") -> int:
+def _run(
+    config: "RootConfig",
+    api_keys: Sequence[str] | None,
+    work: "Work",
+    source: str = "",
+    detached_folder: Path | None = None,
+) -> int:
     """Serve the cluster of `config` while `work` runs; return the exit status. `source` is the path of the
-    file, if there is one. Ray's environment is set before any module imports Ray."""
-    telemetry, edge, store = telemetry_of(config.telemetry), config.edge, config.store
+    file, if there is one. `detached_folder` is that of a detached server, whose endpoint this process
+    becomes. Ray's environment is set before any module imports Ray."""
+    telemetry, store = telemetry_of(config.telemetry), config.store
+    if detached_folder is not None:
+        _become_endpoint(detached_folder)
     joins = config.cluster.ray_address is not None
     os.environ.update(ray_environ(joins=joins, token=secrets.token_hex(32)))
     os.environ.update(telemetry.environ())
     for name, value in WORKER_ENVIRON.items():
         os.environ.setdefault(name, value)
     from tidemill.cluster.edge.requests.context import Sources
-    from tidemill.cluster.edge.requests.limits import EdgeLimits
     from tidemill.cluster.observability.logs import start_logs
-    from tidemill.cluster.server.endpoint import Endpoint
+    from tidemill.cluster.server.detached import remove_detached
     from tidemill.cluster.server.server import serve, shared_store
     from tidemill.cluster.supervisor.launch import RayEnded
+    from tidemill.cluster.supervisor.private_folder import read_record
     from tidemill.cluster.supervisor.reaper import reaping
 
-    endpoint = Endpoint(
-        host=edge.host,
-        port=edge.port,
-        grpc_port=edge.grpc_port,
-        security=security_of(edge, api_keys, os.environ),
-        telemetry=telemetry,
-        limits=EdgeLimits(send_s_max=edge.send_timeout, shutdown_s_max=edge.shutdown_timeout),
-    )
+    endpoint = endpoint_of(config, api_keys, os.environ)
     sources = Sources(
         clock_s=time.monotonic,
         unix_time_s=time.time,
@@ -344,6 +353,7 @@ def _run(config: "RootConfig", api_keys: Sequence[str] | None, work: "Work", sou
         surroundings = Surroundings(store_url=store_url, cache_folder=cache_folder, cores=cores)
         settings = cluster_settings(config, surroundings, source)
         settings = with_cluster_security(settings, config.cluster).with_telemetry(telemetry)
+        settings = replace(settings, detached_folder=detached_folder)
         start_logs(telemetry)
 
         async def announced(url: str) -> None:
@@ -356,7 +366,21 @@ def _run(config: "RootConfig", api_keys: Sequence[str] | None, work: "Work", sou
         except RayEnded as error:
             sys.stderr.write(f"tidemill: {error}\n")
             return EXIT_LOST
+    if detached_folder is not None and (server := read_record(detached_folder)) is not None:
+        remove_detached(server)  # a signal has ended this process, and so the server
     return 0
+
+
+def _become_endpoint(folder: Path) -> None:
+    """Become the endpoint of a detached server, started by its command or by an actor of Ray, which has set
+    variables for itself. Raises UsageError."""
+    from tidemill.cluster.supervisor.processes import lock_endpoint
+
+    if not lock_endpoint(folder):
+        raise UsageError(f"the endpoint of {folder} runs already")
+    ours = ray_environ(joins=False)
+    for name in [name for name in os.environ if name.startswith("RAY_") and name not in ours]:
+        del os.environ[name]
 
 
 def _folders() -> list[Path]:

@@ -4,9 +4,11 @@ import argparse
 import secrets
 import ssl
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tidemill.cluster.cli.arguments import UsageError
 from tidemill.cluster.cli.server_address import ServerAddress
@@ -16,7 +18,11 @@ from tidemill.cluster.edge.requests.security import Security, Tls
 from tidemill.cluster.mutual_tls import CLUSTER_NAME, MutualTls
 from tidemill.cluster.settings import ClusterSettings
 
+if TYPE_CHECKING:
+    from tidemill.cluster.supervisor.private_folder import DetachedServer
+
 KEY_VARIABLE = "TIDEMILL_API_KEY"
+SERVER_URL = "http://127.0.0.1:8000"
 TENANT_OF_OPTIONS = "operator"
 
 
@@ -39,12 +45,39 @@ def add_key_options(key: argparse.ArgumentParser) -> None:
 
 def add_server_options(command: argparse.ArgumentParser) -> None:
     """Add the options of a command that calls a running server."""
-    command.add_argument("--url", default="http://127.0.0.1:8000", help="the server (%(default)s)")
+    command.add_argument("--url", help=f"the server (a detached one of this machine, or {SERVER_URL})")
     command.add_argument("--api-key", metavar="KEY", help=f"an operator's API key (${KEY_VARIABLE})")
 
 
 def server_address(options: argparse.Namespace, environ: Mapping[str, str]) -> ServerAddress:
-    return ServerAddress(options.url, options.api_key or environ.get(KEY_VARIABLE, ""))
+    url = options.url
+    if url is None:
+        server = find_detached()
+        url = SERVER_URL if server is None else server.url
+    return ServerAddress(url, options.api_key or environ.get(KEY_VARIABLE, ""))
+
+
+def find_detached(url: str | None = None) -> "DetachedServer | None":
+    """Return the detached server of this user at `url`, or the only one, None without any. One whose Ray has
+    ended is removed. Raises UsageError if there are several."""
+    from tidemill.cluster.supervisor.private_folder import (  # noqa: PLC0415 - psutil
+        detached_servers,
+        remove_abandoned,
+    )
+
+    temp_folder = Path(tempfile.gettempdir())
+    known = [server for server in detached_servers(temp_folder) if url in {None, server.url}]
+    for server in known:
+        if not server.is_running():
+            sys.stderr.write(
+                f"tidemill: the detached server at {server.url} has ended: what it left is removed\n"
+            )
+            remove_abandoned({Path(folder).parent for folder in (server.root, server.store) if folder})
+    running = [server for server in known if server.is_running()]
+    if len(running) > 1:
+        urls = " and ".join(server.url for server in running)
+        raise UsageError(f"detached servers run at {urls}: give the --url of one")
+    return running[0] if running else None
 
 
 def _key(options: argparse.Namespace) -> int:

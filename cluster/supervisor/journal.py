@@ -52,10 +52,12 @@ class FleetPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan:
     """The desired state of a cluster. `server` identifies the start of `tidemill serve` that it belongs to.
-    With `stopped` nothing of it should run."""
+    With `stopped` nothing of it should run. Once it has `served`, an endpoint waits for one worker of each
+    fleet, before that for all."""
 
     server: str = ""
     stopped: bool = True
+    served: bool = False
     routers: tuple[str, ...] = ()
     fleets: tuple[FleetPlan, ...] = ()
 

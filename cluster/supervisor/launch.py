@@ -6,7 +6,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from tidemill.cluster.messages import Misses
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, WorkerSettings
+from tidemill.cluster.supervisor.journal import ClusterPlan
 from tidemill.cluster.supervisor.node_fit import demand_of, unschedulable_reason
 from tidemill.cluster.supervisor.private_folder import private_folder, writers
 from tidemill.cluster.supervisor.processes import children, end, has_ended, with_descendants
@@ -82,10 +83,12 @@ class Cluster:
         self._processes: list[psutil.Process] = []  # of Ray, if we started it
         self._essential: dict[str, psutil.Process] = {}  # those of ESSENTIAL, by their names in messages
         self._supervisor: Any = None
+        self._plan = ClusterPlan()
 
     def workers(self, fleet: FleetSettings) -> tuple[WorkerInfo, ...]:
-        """Return the workers with which the fleet started."""
-        return tuple(self._infos[worker.name] for worker in fleet.workers)
+        """Return the workers that were ready at the start, at least one."""
+        plan = self._plan.fleets[self._settings.fleets.index(fleet)]
+        return tuple(self._infos[name] for name in plan.workers if name in self._infos)
 
     def router(self, fleet: FleetSettings) -> RouterClient:
         """Return a new client of the fleet's routers, for one event loop of this process."""
@@ -148,7 +151,9 @@ class Cluster:
             for number, disposition in dispositions.items():  # Ray's would end the process without `stop`
                 signal.signal(number, disposition)
             self._processes = [process for process in children() if process not in before]
-        named = {process.name(): process for process in self._processes}
+        folder = self._settings.detached_folder
+        found = self._processes if folder is None else writers(folder)
+        named = {process.name(): process for process in found}
         self._essential = {ESSENTIAL[name]: named[name] for name in ESSENTIAL.keys() & named.keys()}
 
     def check(self) -> None:
@@ -178,11 +183,13 @@ class Cluster:
         settings = self._settings
         here = NodeAffinitySchedulingStrategy(RAY.get_runtime_context().get_node_id(), soft=True)
         options = {**LASTING, "num_cpus": 0, "name": SUPERVISOR, "scheduling_strategy": here}
+        lasts = settings.detached_folder is not None
+        job_id = None if lasts else RAY.get_runtime_context().get_job_id()
         try:
             self._supervisor = (
                 RAY.remote(Supervisor)
-                .options(**options)
-                .remote(settings, secrets.token_hex(8), RAY.get_runtime_context().get_job_id())
+                .options(**options, get_if_exists=lasts)
+                .remote(settings, secrets.token_hex(8), job_id)
             )
         except ValueError as error:
             raise LaunchError(
@@ -193,7 +200,7 @@ class Cluster:
         while not RAY.wait([started], timeout=POLL_S)[0]:
             self.check()
         try:
-            RAY.get(started)
+            self._plan = RAY.get(started)
         except ray.exceptions.RayError as error:
             raise LaunchError(f"the supervisor cannot start the cluster: {_line(error)}") from error
 
@@ -205,9 +212,9 @@ class Cluster:
         start_s = reported_s = clock()
         ready: dict[str, WorkerInfo] = {}
         without_process = {worker.name: worker for worker in self._settings.workers}
-        actors = {name: RAY.get_actor(name, self._settings.namespace) for name in without_process}
+        actors = self._find_actors()
         calls: dict[Any, str] = {}
-        while len(ready) < len(actors):
+        while not self._is_enough(ready):
             self.check()
             waited = set(calls.values()) | set(ready)
             calls |= {actor.state.remote(): name for name, actor in actors.items() if name not in waited}
@@ -234,6 +241,21 @@ class Cluster:
                 )
             time.sleep(POLL_S)
         self._infos = ready
+        self._supervisor.serves.remote()
+
+    def _find_actors(self) -> dict[str, Any]:
+        """Return the workers of the plan that exist."""
+        found: dict[str, Any] = {}
+        for name in self._plan.workers:
+            with contextlib.suppress(ValueError):  # it has left
+                found[name] = RAY.get_actor(name, self._settings.namespace)
+        return found
+
+    def _is_enough(self, ready: Collection[str]) -> bool:
+        """Return whether these workers can serve: all of them, or after the first start one of each fleet."""
+        if not self._plan.served:
+            return len(ready) == len(self._plan.workers)
+        return all(not fleet.workers.keys().isdisjoint(ready) for fleet in self._plan.fleets)
 
     def _is_scheduled(self, worker: WorkerSettings) -> bool:
         """Return whether Ray has reserved the worker's resources."""
@@ -247,7 +269,7 @@ class Cluster:
         gcs = self._essential.get("GCS")
         if gcs is not None and has_ended(gcs):
             end(processes, 0.0)  # they would wait for it
-        elif self._supervisor is not None:
+        elif self._supervisor is not None and self._settings.detached_folder is None:
             with contextlib.suppress(ray.exceptions.RayError, ValueError):
                 self._end_actors()
         self._supervisor = None

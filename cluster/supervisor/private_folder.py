@@ -6,9 +6,13 @@
 
 A folder with a free lock is abandoned: its process was killed. Processes that still have a file of
 it open for writing are those of the killed server, because all of Ray's write their logs there.
+
+A folder with a record belongs to a detached server. It is abandoned when no raylet writes below the
+root that the record names.
 """
 
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -16,6 +20,7 @@ import stat
 import tempfile
 from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +30,8 @@ from tidemill.cluster.supervisor.processes import end
 
 LOCK = ".lock"
 FILES = "files"
+RECORD = "server.json"
+RAYLET = "raylet"
 
 REMOVALS_MAX = 5
 """A process that was about to start may add a file while its folder is being removed."""
@@ -38,6 +45,54 @@ class Abandoned(NamedTuple):
     folder: Path
     num_bytes: int
     processes: list[psutil.Process]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetachedServer:
+    """A server that outlives the command that started it, as its folders record it."""
+
+    url: str
+    root: str  # its folder
+    store: str  # the folder of its store, if that is a private one
+    cwd: str  # for paths in its configuration
+    open_s_max: float  # that open answers may go on for at its end
+
+    def write(self, folder: str) -> None:
+        Path(folder, RECORD).write_text(json.dumps(asdict(self)))
+
+    def is_running(self) -> bool:
+        """Return whether its raylet runs, without which nothing serves for long."""
+        return any(process.name() == RAYLET for process in writers(Path(self.root)))
+
+
+def read_record(folder: Path) -> DetachedServer | None:
+    """Return the record in a folder of this user, if there is one."""
+    with suppress(OSError, ValueError, TypeError):
+        if folder.stat().st_uid == os.geteuid():
+            return DetachedServer(**json.loads((folder / RECORD).read_text()))
+    return None
+
+
+def detached_servers(parent: Path) -> list[DetachedServer]:
+    """Return the detached servers with folders below `parent`, also those whose Ray has ended."""
+    found = (read_record(folder) for folder in sorted(parent.glob("tidemill-*")))
+    return [server for server in found if server is not None and Path(server.root).parent == parent]
+
+
+@contextmanager
+def lasting_folder(prefix: str, parent: Path) -> Generator[Path]:
+    """Yield a new folder with an empty `FILES`, locked within the block. It is removed if the block raises,
+    with all processes that write there."""
+    remove_abandoned([parent])
+    folder, lock = _locked_folder(prefix, parent)
+    try:
+        (folder / FILES).mkdir(mode=0o700)
+        yield folder
+    except BaseException:
+        remove_folder(folder)
+        raise
+    finally:
+        os.close(lock)
 
 
 @contextmanager
@@ -65,7 +120,7 @@ def remove_abandoned(parents: Iterable[Path], *, dry_run: bool = False) -> list[
                     if _lock_abandoned(folder, stack):
                         found.append(Abandoned(folder, _size_of(folder), writers(folder)))
                         if not dry_run:
-                            _remove(folder)
+                            remove_folder(folder)
     return found
 
 
@@ -88,8 +143,9 @@ def _written(pid: int) -> Generator[str]:
                 yield os.readlink(entry.path)  # noqa: PTH115 - a Path costs more than the call
 
 
-def _remove(folder: Path) -> None:
-    """Remove a folder, its lock last: what is left of it after an error is still abandoned."""
+def remove_folder(folder: Path) -> None:
+    """End the other processes that write to a folder and remove it, its lock last: what is left of it after
+    an error is still abandoned."""
     for _ in range(REMOVALS_MAX):
         end(writers(folder), 0.0)
         shutil.rmtree(folder / FILES, ignore_errors=True)
@@ -134,5 +190,6 @@ def _lock_abandoned(folder: Path, stack: ExitStack) -> bool:
         found = os.fstat(lock)
         if found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if its process runs
-            return True
+            server = read_record(folder)
+            return server is None or not server.is_running()
     return False

@@ -1,12 +1,21 @@
-"""List the operating-system processes below this one, and end them reliably."""
+"""List the operating-system processes below this one, end them reliably, and start a detached one."""
 
 import contextlib
+import fcntl
 import os
-from collections.abc import Iterable
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import psutil
 
 KILL_S_MAX = 3.0
+
+CONFIG = "config.yaml"
+LOG = "files/server.log"
+ENDPOINT_LOCK = "endpoint.lock"
+"""Files in the folder of a detached server."""
 
 
 def children() -> list[psutil.Process]:
@@ -14,12 +23,15 @@ def children() -> list[psutil.Process]:
     return psutil.Process().children()
 
 
-def has_ended(child: psutil.Process) -> bool:
-    """Return whether a child of this process has ended. Opens no file, because none may be left to open."""
+def has_ended(process: psutil.Process) -> bool:
+    """Return whether a process has ended. Opens no file for a child of this process, because none may be left
+    to open."""
     try:
-        return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # its status has been read
-        return True
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # it is no child, or its status has been read
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            return process.status() == psutil.STATUS_ZOMBIE
+        return not psutil.pid_exists(process.pid)
 
 
 def with_descendants(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
@@ -42,3 +54,43 @@ def end(processes: list[psutil.Process], grace_s: float) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(doomed, timeout=KILL_S_MAX)
+
+
+def start_endpoint(root: Path, cwd: str, environ: Mapping[str, str] | None) -> "subprocess.Popen[bytes]":
+    """Start the process of the endpoint of the detached server in the folder `root`, in a session of its
+    own. Without `environ` it inherits that of this process."""
+    command = [sys.executable, "-m", "tidemill", "serve", "--config", str(root / CONFIG)]
+    with (root / LOG).open("ab") as log:
+        return subprocess.Popen(  # noqa: S603 - our own program
+            [*command, "--detached-folder", str(root)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd=cwd,
+            env=environ,
+            start_new_session=True,
+        )
+
+
+def lock_endpoint(root: Path) -> bool:
+    """Make this process the endpoint of the detached server in `root`, until it ends; return False if
+    another process is."""
+    lock = os.open(root / ENDPOINT_LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        return False
+    os.truncate(lock, 0)
+    os.write(lock, str(os.getpid()).encode())
+    return True
+
+
+def endpoint_pid(root: Path) -> int | None:
+    """Return the pid of the endpoint of the detached server in `root`, None if none runs."""
+    with contextlib.suppress(FileNotFoundError), (root / ENDPOINT_LOCK).open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return int(lock.read() or b"0") or None
+    return None

@@ -12,7 +12,8 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from threading import Lock
+from pathlib import Path
+from threading import RLock
 from typing import Any, cast
 
 import ray
@@ -24,9 +25,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tidemill.cluster.messages import Misses, RoleScale
 from tidemill.cluster.observability.logs import start_logs
 from tidemill.cluster.rpc.router_client import RouterClient
-from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings, WorkerSettings
+from tidemill.cluster.settings import (
+    ClusterSettings,
+    FleetSettings,
+    RouterSettings,
+    WorkerSettings,
+)
 from tidemill.cluster.supervisor.journal import ClusterPlan, FleetPlan, Journal
 from tidemill.cluster.supervisor.node_fit import Node, assign, demand_of, unschedulable_reason
+from tidemill.cluster.supervisor.private_folder import read_record
+from tidemill.cluster.supervisor.processes import endpoint_pid, start_endpoint
+from tidemill.cluster.supervisor.restart_backoff import Backoff
 from tidemill.cluster.supervisor.router_actor import RouterActor
 from tidemill.cluster.supervisor.scaler import Scaler, initial_plan
 from tidemill.cluster.supervisor.worker_actor import WorkerActor, actor_options, find_router
@@ -48,6 +57,7 @@ ANSWER_S_MAX = 9.0
 """The time for the supervisor to answer, which may wait for a router, or to be restarted."""
 
 RETRY_S = 0.1
+LOOK_S = 0.25
 
 log = logging.getLogger(__name__)
 
@@ -148,18 +158,26 @@ class Supervisor:
         self._journal = Journal(RayStore(), settings.namespace)
         self._actors = Actors(settings.namespace)
         self._plan = ClusterPlan()
-        self._writing = Lock()  # held by the thread of one scaler
+        self._writing = RLock()  # held by one thread that writes
         self._scalers: list[Scaler] = []
         self._misses = [Misses() for _ in settings.fleets]
         loop = asyncio.get_running_loop()
         self._start = loop.create_task(self._open())
         self._tasks = [self._start, loop.create_task(self._hold_lease())]
+        if settings.detached_folder is not None:
+            self._tasks.append(loop.create_task(self._keep_endpoint(settings.detached_folder)))
         for task in self._tasks:
             task.add_done_callback(_exit_on_error)
 
-    async def started(self) -> None:
-        """Return when all routers and workers were created. Their processes may still start."""
+    async def started(self) -> ClusterPlan:
+        """Return the plan when all routers and workers were created. Their processes may still start."""
         await self._start
+        return self._plan
+
+    async def serves(self) -> None:
+        """Note that an endpoint has found all workers ready."""
+        if not self._plan.served:
+            await asyncio.to_thread(self._write, served=True)
 
     async def scale(self, fleet: int, counts: Mapping[Role, int], *, pending: bool) -> str | None:
         """See Scaler.scale."""
@@ -205,15 +223,32 @@ class Supervisor:
     def _scaler(self, index: int, fleet: FleetSettings, plan: FleetPlan) -> Scaler:
         finders = (find_router(name, self._settings.namespace) for name in fleet.router.names)
         router = RouterClient(*finders, tls=fleet.router.tls)
-        part = _Fleet(partial(self._write, index), self._actors)
+        part = _Fleet(partial(self._write_fleet, index), self._actors)
         return Scaler(part, router, fleet, lambda: self._misses[index], plan)
 
-    def _write(self, index: int, fleet: FleetPlan) -> None:
+    def _write_fleet(self, index: int, fleet: FleetPlan) -> None:
         """Write a changed plan of a fleet to the journal. Raises Fenced."""
         with self._writing:
-            fleets = (*self._plan.fleets[:index], fleet, *self._plan.fleets[index + 1 :])
-            self._plan = replace(self._plan, fleets=fleets)
-            self._journal.write(self._plan)
+            self._write(fleets=(*self._plan.fleets[:index], fleet, *self._plan.fleets[index + 1 :]))
+
+    def _write(self, **changes: Any) -> None:  # noqa: ANN401 - fields of the plan
+        """Write a changed plan to the journal. Raises Fenced."""
+        with self._writing:
+            plan = replace(self._plan, **changes)
+            self._journal.write(plan)
+            self._plan = plan
+
+    async def _keep_endpoint(self, root: Path) -> None:
+        """Start the endpoint of a detached server whenever none runs."""
+        backoff, server = Backoff(), read_record(root)
+        assert server is not None, "it is written before Ray starts"
+        while True:
+            if endpoint_pid(root) is None:
+                await asyncio.sleep(backoff.begin("endpoint", asyncio.get_running_loop().time()))
+                log.warning("the endpoint has ended and is started again")
+                process = start_endpoint(root, server.cwd, None)
+                await asyncio.to_thread(process.wait)
+            await asyncio.sleep(LOOK_S)
 
     async def _hold_lease(self) -> None:
         """End the cluster when the process that it belongs to has ended: the next incarnation of this actor

@@ -90,7 +90,7 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "a folder whose files could not all be removed loses its lock",
-        "cluster/supervisor/private_folder.py::_remove",
+        "cluster/supervisor/private_folder.py::remove_folder",
         "if not ($FOLDER / FILES).exists():",
         "if True:",
         "tests/unit/cluster/supervisor/test_private_folder.py",
@@ -138,5 +138,12 @@ BUGS: tuple[Planted, ...] = (
         "$WORKER = self.$WORKERS.pop($NAME)\n        await self._save(always=True)\n"
         "        await asyncio.to_thread(self.$CLUSTER.remove_worker, $NAME)",
         "tests/unit/cluster/supervisor/test_journal.py",
+    ),
+    Planted(
+        "a server removes the folder of a detached one",
+        "cluster/supervisor/private_folder.py::_lock_abandoned",
+        "return $SERVER is None or not $SERVER.is_running()",
+        "return True",
+        "tests/unit/cluster/supervisor/test_private_folder.py",
     ),
 )

@@ -35,6 +35,8 @@ SERVE_OPTIONS = [
     "--decode",
     "--decode-max",
     "--decode-tensor-parallel-size",
+    "--detach",
+    "--detached-folder",
     "--device",
     "--enable-expert-parallel",
     "--enforce-eager",

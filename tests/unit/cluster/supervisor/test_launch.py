@@ -10,8 +10,10 @@ import pytest
 
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, WorkerSettings
 from tidemill.cluster.supervisor import launch
+from tidemill.cluster.supervisor.journal import ClusterPlan
 from tidemill.cluster.supervisor.launch import RAY_STARTS_MAX, RAY_WAS_SLOW, REPORT_S, Cluster, LaunchError
 from tidemill.cluster.supervisor.node_fit import Node
+from tidemill.cluster.supervisor.scaler import initial_plan
 from tidemill.workers.settings import EngineSettings
 
 
@@ -85,6 +87,8 @@ def test_cluster_waits_for_late_nodes_and_reports_once_a_minute(
 
     def wait() -> None:
         cluster = Cluster(settings)
+        plan = ClusterPlan(fleets=tuple(map(initial_plan, settings.fleets)))
+        monkeypatch.setattr(cluster, "_plan", plan)
         seconds = count(0.0, 5.0)
         cluster.wait_until_ready(MagicMock(), messages.append, lambda: next(seconds))
 

@@ -12,7 +12,15 @@ import psutil
 import pytest
 
 from tests.support.e2e.server import eventually, runs
-from tidemill.cluster.supervisor.private_folder import FILES, LOCK, private_folder, remove_abandoned
+from tidemill.cluster.supervisor.private_folder import (
+    FILES,
+    LOCK,
+    DetachedServer,
+    detached_servers,
+    lasting_folder,
+    private_folder,
+    remove_abandoned,
+)
 
 PREFIX = "tidemill-"
 HOLD = """
@@ -211,3 +219,39 @@ def test_folder_that_is_taken_for_abandoned_while_it_is_made_is_made_again(
     with private_folder(PREFIX, tmp_path) as files:
         assert files.exists()
         assert files.parent not in removed
+
+
+def test_folder_of_a_detached_server_is_kept_while_a_raylet_writes_there(tmp_path: Path) -> None:
+    """No process writes to the folder of its store, which is kept as well."""
+    parents = [tmp_path / "temp", tmp_path / "shm"]
+    for parent in parents:
+        parent.mkdir()
+    raylet = tmp_path / "raylet"
+    shutil.copy("/bin/sleep", raylet)
+    with (
+        lasting_folder("tidemill-", parents[0]) as root,
+        lasting_folder("tidemill-store-", parents[1]) as store,
+    ):
+        server = DetachedServer(url="http://a:1", root=str(root), store=str(store), cwd="/", open_s_max=5.0)
+        for folder in (root, store):
+            server.write(str(folder))
+        assert not remove_abandoned(parents), "they are locked while the server starts"
+        with (root / FILES / "log").open("w") as log:
+            process = subprocess.Popen([raylet, "600"], stdout=log)
+    try:
+        eventually(lambda: psutil.Process(process.pid).name() == "raylet")
+        assert not remove_abandoned(parents)
+        assert detached_servers(parents[0]) == [server]
+        assert detached_servers(parents[1]) == [], "the store is no server"
+        assert server.is_running()
+    finally:
+        process.kill()
+        process.wait()
+    assert [left.folder for left in remove_abandoned(parents)] == [root, store]
+    assert not detached_servers(parents[0])
+
+
+def test_start_that_fails_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), lasting_folder("tidemill-", tmp_path):
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
