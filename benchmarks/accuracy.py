@@ -31,6 +31,7 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import httpx
 from tests.support.parity.served import serving
 
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
@@ -217,8 +218,9 @@ def text_of(folder: Path) -> list[int]:
     return [token for page in pages for token in tokenizer.encode(page.read_text()[:20_000])]
 
 
-def lm_eval_command(folder: Path, url: str, limit: int | None, output: Path) -> list[str]:
-    model = {"model": folder.name, "base_url": f"{url}/v1/completions", "num_concurrent": 16}
+def lm_eval_command(folder: Path, name: str, url: str, limit: int | None, output: Path) -> list[str]:
+    """Return lm-eval's command for the model that is served as `name` and has its tokenizer in `folder`."""
+    model = {"model": name, "base_url": f"{url}/v1/completions", "num_concurrent": 16}
     model |= {"tokenizer_backend": "huggingface", "tokenizer": folder, "tokenized_requests": False}
     command = [sys.executable, "-m", "lm_eval", "--model", "local-completions", "--tasks", "gsm8k"]
     command += ["--model_args", ",".join(f"{name}={value}" for name, value in model.items())]
@@ -251,7 +253,8 @@ def gsm8k(folder: Path, options: Sequence[str], limit: int | None) -> dict[str, 
         output = Path(scratch)
         server = Server([str(folder), "--port", "0", *options], output / "server.log")
         try:
-            command = lm_eval_command(folder, server.url, limit, output / "lm-eval")
+            (served,) = httpx.get(f"{server.url}/v1/models", trust_env=False).json()["data"]
+            command = lm_eval_command(folder, served["id"], server.url, limit, output / "lm-eval")
             subprocess.run(command, check=True, env=os.environ | {"OPENAI_API_KEY": "none"})  # noqa: S603
         finally:
             server.kill_everything()

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from tidemill.kvstore.memory.backing import Event
 from tidemill.kvstore.memory.ledger import FLIGHTS_MAX
 from tidemill.workers.device import settle
 from tidemill.workers.execution.model_runner import TorchRunner
@@ -34,7 +35,7 @@ ON_DEVICE = -2
 DTYPES = {"int32": torch.int32, "int64": torch.int64}
 
 
-class StepEvent(Protocol):
+class StepEvent(Event, Protocol):
     def synchronize(self) -> None:
         """Wait for the step; raise what broke it."""
         ...
@@ -197,6 +198,7 @@ class OverlappedRunner(TorchRunner):
         except BaseException:
             self._tables.forget()
             raise
+        self.newest_step = event
         reads = any(PENDING in row.tokens and last[row.sequence_id] == ON_DEVICE for row in step)
         self._newest = LaunchedStep(prepared, buffers.drawn_N, event, before if reads else None)
         self._last = {row.sequence_id: ON_DEVICE for row in step if row.sampling_state is not None}

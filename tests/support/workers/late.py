@@ -29,6 +29,9 @@ class LateEvent:
     def __init__(self, ended: "Future[None]") -> None:
         self._ended = ended
 
+    def query(self) -> bool:
+        return self._ended.done()
+
     def synchronize(self) -> None:
         self._ended.result()
 

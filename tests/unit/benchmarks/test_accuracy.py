@@ -1,12 +1,16 @@
 """The benchmark of accuracy: paths of keeper do not differ, and a difference is seen."""
 
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from math import inf, log
+from pathlib import Path
+from threading import Thread
 
 import pytest
 from benchmarks import accuracy
 from benchmarks.accuracy import Drawn, compared, divergence, main, paths, prompts_of
 
+from tests.support.e2e import server
 from tidemill.cluster.offline.llm import settings_of
 from tidemill.workers.messages import TokenLogprob
 
@@ -63,3 +67,39 @@ def test_lm_eval_that_is_missing_is_named(
     with pytest.raises(SystemExit):
         main(["keeper", "--only", "gsm8k"])
     assert "pip install 'tidemill[accuracy]'" in capsys.readouterr().err
+
+
+class Named:
+    """A server that knows its model by another name than that of the folder."""
+
+    def __init__(self, _options: list[str], _log: Path) -> None:
+        class Answers(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(b'{"data": [{"id": "served"}]}')
+
+        self._http = HTTPServer(("127.0.0.1", 0), Answers)
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        Thread(target=self._http.serve_forever, daemon=True).start()
+
+    def kill_everything(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+
+def test_lm_eval_asks_for_the_model_by_its_served_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> None:
+        commands.append(command)
+        output = Path(command[command.index("--output_path") + 1])
+        output.mkdir()
+        (output / "results_now.json").write_text('{"results": {"gsm8k": {"score": 1}}}')
+
+    monkeypatch.setattr(accuracy, "check_gsm8k", lambda: None)
+    monkeypatch.setattr(accuracy.subprocess, "run", run)
+    monkeypatch.setattr(server, "Server", Named)
+    assert accuracy.gsm8k(Path("folder"), [], 3) == {"score": 1}
+    (command,) = commands
+    assert command[command.index("--model_args") + 1].startswith("model=served,base_url=http://127.0.0.1:")

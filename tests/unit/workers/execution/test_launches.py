@@ -200,6 +200,9 @@ class MetaStream:
         work()
         return self
 
+    def query(self) -> bool:
+        return False
+
     def synchronize(self) -> None:
         raise AssertionError("the host waits for a step")
 

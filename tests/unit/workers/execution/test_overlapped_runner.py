@@ -73,6 +73,26 @@ def test_pending_token_is_read_on_the_device() -> None:
     assert [len(drawn.tokens) for drawn in three] == [1, 1]
 
 
+def test_memory_is_unmapped_after_the_newest_launch() -> None:
+    """A step that is launched and has not landed may read memory that is free."""
+    with late_runner(Echo()) as (runner, _):
+
+        async def main() -> None:
+            seen = [runner.newest_step]
+            for at in range(3):
+                token = 3 if not at else PENDING
+                landing = runner.run((a_row("a", (token,), at, draws_at(at + 1, GREEDY)),))
+                await asyncio.to_thread(runner._thread.submit(int).result)  # it is launched
+                assert runner.newest_step not in seen
+                seen.append(runner.newest_step)
+                await landing
+                newest = runner.newest_step
+                assert newest is not None
+                assert newest.query()
+
+        asyncio.run(main())
+
+
 def test_step_that_draws_on_the_host_waits_for_those_before_it() -> None:
     random = Sampling(temperature=1.0, seed=3, repetition_penalty=1.1)
     model = Echo()
