@@ -34,6 +34,31 @@ def device_of(settings: EngineSettings) -> torch.device:
     return device
 
 
+def check_ranks(settings: EngineSettings) -> None:
+    """Raise SettingsError when this machine cannot run all ranks of a worker on its CUDA devices."""
+    size = settings.tensor_parallel_size
+    if size == 1 or not settings.on_cuda:
+        return
+    if settings.backend == "nccl" and not torch.distributed.is_nccl_available():
+        raise SettingsError(
+            f"--tensor-parallel-size {size}: this build of torch has no NCCL: install a CUDA build of torch"
+        )
+    count = count_gpus() - (torch.device(settings.device).index or 0)
+    if count < size * settings.device_share:
+        raise SettingsError(
+            f"--tensor-parallel-size {size} is more than the {count} CUDA devices here from"
+            f" --device {settings.device} on: set it to {max(1, count)} or less"
+        )
+
+
+def device_of_rank(settings: EngineSettings, rank: int) -> str:
+    """Return the device of a rank whose process sees all devices: each has the next one, or a part of it."""
+    if not settings.on_cuda:
+        return settings.device
+    first = torch.device(settings.device).index or 0
+    return f"cuda:{first + int(rank * settings.device_share)}"
+
+
 def count_gpus() -> int:
     """Return the number of CUDA devices that this process sees."""
     return torch.cuda.device_count()

@@ -27,6 +27,9 @@ Reduce = Literal["exact", "fast"]
 "fast": one all-reduce of sums for each attention and each MLP; the last bits depend on the number of
 ranks."""
 
+Backend = Literal["shared-memory", "gloo", "nccl"]
+"""The library of that exchange: host memory, torch's gloo through the host, or NCCL between GPUs."""
+
 MEMORY_BYTES = 1 << 30
 """The default memory of pages and states on CPUs."""
 
@@ -111,6 +114,7 @@ class EngineSettings:
     tensor_parallel_size: int = 1  # ranks of this worker
     tensor_parallel_sizes: tuple[int, ...] = ()  # of the other workers that use this store
     tensor_parallel_reduce: Reduce | None = None  # None: exact, on CUDA fast
+    tensor_parallel_backend: Backend | None = None  # None: shared-memory, on CUDA nccl
     allow_inexact_groups: bool = False  # fast groups of different sizes read each other's pages
     enable_expert_parallel: bool = False  # ranks have whole experts
     kv_events: KvEventSettings | None = None  # None: no events
@@ -143,6 +147,11 @@ class EngineSettings:
     def group_sizes(self) -> frozenset[int]:
         """The group sizes of all workers of this store: they decide how it cuts pages and states."""
         return frozenset((self.tensor_parallel_size, *self.tensor_parallel_sizes))
+
+    @property
+    def backend(self) -> Backend:
+        """The library of the exchange between ranks."""
+        return self.tensor_parallel_backend or ("nccl" if self.on_cuda else "shared-memory")
 
     @property
     def sums(self) -> bool:
@@ -227,8 +236,24 @@ class EngineSettings:
             raise SettingsError(f"--backing mmap is host memory: use kvcached or fixed with {named}")
         if not self.on_cuda and self.backing_kind == "kvcached":
             raise SettingsError(f"--backing kvcached is CUDA memory: use mmap or fixed with {named}")
-        if self.on_cuda and self.tensor_parallel_size > 1:
+        if self.tensor_parallel_size > 1:
+            self._check_backend(named)
+
+    def _check_backend(self, named: str) -> None:
+        """Check the exchange of several ranks on the device that is `named`."""
+        if self.async_scheduling:
+            raise SettingsError("--async-scheduling is for workers of one rank: leave it out")
+        if self.on_cuda != (self.backend == "nccl") and self.backend != "gloo":
             raise SettingsError(
-                f"--tensor-parallel-size {self.tensor_parallel_size}: ranks exchange through host memory,"
-                f" set it to 1 with {named}"
+                f"--tensor-parallel-backend {self.backend} does not go with {named}: leave it out"
+            )
+        if self.on_cuda and self.backend == "gloo" and not self.enforce_eager:
+            raise SettingsError(
+                "--tensor-parallel-backend gloo exchanges through the host, which no CUDA graph can:"
+                " add --enforce-eager, or leave it out"
+            )
+        if self.backend == "nccl" and self.device_share < 1:
+            raise SettingsError(
+                "NCCL takes one rank on a GPU: set --num-gpus to 1, or add --tensor-parallel-backend gloo"
+                " --enforce-eager"
             )

@@ -126,6 +126,7 @@ FLAGS: tuple[Flag, ...] = (
             "num_speculative_tokens": "N",
             "speculative_method": None,
             "tensor_parallel_reduce": None,
+            "tensor_parallel_backend": None,
             "allow_inexact_groups": None,
             "enable_expert_parallel": None,
             "overlap": None,

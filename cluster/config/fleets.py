@@ -89,6 +89,11 @@ def engine_settings(
     """Return the engine settings of the workers of a group. Raises SettingsError."""
     engine, secret_file, floor = model.engine, config.store.secret_file, group.memory_floor
     on_cuda = any(other.device != "cpu" for other in model.groups)
+    if group.device not in {"cpu", "cuda"} and group.tensor_parallel_size > 1:
+        raise SettingsError(
+            f"--device {group.device} is one device: set it to cuda for the"
+            f" {group.tensor_parallel_size} ranks of a worker"
+        )
     on_gpus = any(other.device != "cpu" and other.tensor_parallel_size > 1 for other in model.groups)
     return EngineSettings(
         model_folder=bundled().get(model.model) or Path(model.model),
@@ -125,6 +130,7 @@ def engine_settings(
         speculative_method=engine.speculative_method,
         tensor_parallel_size=group.tensor_parallel_size,
         tensor_parallel_reduce=engine.tensor_parallel_reduce or ("fast" if on_gpus else "exact"),
+        tensor_parallel_backend=engine.tensor_parallel_backend,
         allow_inexact_groups=engine.allow_inexact_groups,
         enable_expert_parallel=engine.enable_expert_parallel,
         tensor_parallel_sizes=tuple(sorted({other.tensor_parallel_size for other in model.groups})),
@@ -151,15 +157,15 @@ def kv_events_of(config: RootConfig, index: int, role: Role) -> KvEventSettings 
 
 
 def with_visible_gpus(config: RootConfig, count_gpus: Callable[[], int]) -> RootConfig:
-    """Return the configuration with a worker for each GPU of this machine, if it has a single group whose
-    workers have a GPU each, and no number of workers, in a Ray cluster of its own."""
+    """Return the configuration with as many workers as have GPUs on this machine, if it has a single group
+    whose ranks have a GPU each, and no number of workers, in a Ray cluster of its own."""
     model, others = config.models[0], config.models[1:]
     group, *more = model.groups
     is_set = "replicas" in group.model_fields_set or group.replicas_max is not None
     is_set = is_set or group.device != "cuda" or group.gpus != 1
     if others or more or is_set or config.cluster.ray_address is not None:
         return config
-    group = group.model_copy(update={"replicas": max(1, count_gpus())})
+    group = group.model_copy(update={"replicas": max(1, count_gpus() // group.tensor_parallel_size)})
     return config.model_copy(update={"models": (model.model_copy(update={"groups": (group,)}),)})
 
 

@@ -38,6 +38,7 @@ from tidemill.kvstore.memory.recompute_cost import Policy
 from tidemill.workers.messages import Role
 from tidemill.workers.settings import (
     DRAFTS_MAX,
+    Backend,
     CheckpointStrategy,
     ComputeDtype,
     LoadFormat,
@@ -64,7 +65,7 @@ class GroupConfig(ConfigNode):
     role: Role
     """the role of its workers: prefill computes prompts, decode generates, mixed does both"""
     replicas: Count = 1
-    """number of workers (1; of a single group with device cuda, one for each GPU of the server's machine)"""
+    """number of workers (1; of a single group with device cuda, as many as this machine has GPUs for)"""
     replicas_max: Count | None = None
     """maximum number of workers under load; only in the first group of a role"""
     tensor_parallel_size: Count = 1
@@ -131,8 +132,7 @@ class EngineConfig(ConfigNode):
     page_size: Count = 64
     """tokens per page"""
     compute_dtype: ComputeDtype | None = None
-    """data type of the factors of products; sums are float32 (float32 for weights in float32 or float16, else
-    bfloat16)"""
+    """data type of factors; sums are float32 (float32 for weights in float32 or float16, else bfloat16)"""
     kv_cache_dtype: KvDtype | None = None
     """data type of pages (that of products; bfloat16 if workers of the model have a CUDA device)"""
     state_dtype: KvDtype = "float32"
@@ -154,9 +154,10 @@ class EngineConfig(ConfigNode):
     tensor_parallel_reduce: Reduce | None = None
     """exchange between the ranks of a worker: exact gathers columns and has the bits of one rank; fast has
     two all-reduces a layer, and its last bits depend on the number of ranks (exact; on CUDA fast)"""
+    tensor_parallel_backend: Backend | None = None
+    """library of this exchange; gloo goes through the host (shared-memory; on CUDA nccl)"""
     allow_inexact_groups: bool = False
-    """with fast: let workers of different numbers of ranks read each other's pages, so that answers may
-    depend on the workers that computed a prompt"""
+    """with fast: workers of different numbers of ranks read each other's pages, and round differently"""
     enable_expert_parallel: bool = False
     """with fast: each rank has some experts whole, instead of columns of every expert"""
     overlap: bool = True
@@ -164,8 +165,7 @@ class EngineConfig(ConfigNode):
     kernels: Literal["cpu", "triton", "reference"] | None = None
     """variants of the operators (cpu; on CUDA triton)"""
     backing: Literal["fixed", "mmap", "kvcached"] | None = None
-    """allocation of the memory for pages and states: fixed takes all of it at the start, the others on demand
-    (mmap; on CUDA kvcached)"""
+    """allocation of pages and states: fixed at the start, the others on demand (mmap; on CUDA kvcached)"""
     enforce_eager: bool = False
     """on CUDA: launch decode steps without CUDA graphs"""
     async_scheduling: bool = False

@@ -5,14 +5,16 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import ray
 import ray.actor
 import ray.exceptions
+from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tidemill.cluster.observability.logs import start_logs
@@ -70,6 +72,23 @@ def actor_options(
     }
 
 
+def assigned_device(device: str, gpu_ids: Sequence[str], visible: Sequence[str] | None) -> str:
+    """Return the device of an actor for which Ray has reserved these GPUs. `visible` are those of
+    CUDA_VISIBLE_DEVICES, among which torch counts; None: all. Ray sets it to those of the actor, unless
+    RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set."""
+    if device != "cuda" or not gpu_ids:
+        return device
+    index = visible.index(gpu_ids[0]) if visible else int(gpu_ids[0])
+    return f"cuda:{index}"
+
+
+def on_assigned_device(engine: EngineSettings, device: str) -> EngineSettings:
+    """Return the settings with the device of this actor, where `device` is that of the configuration."""
+    gpu_ids: list[str] = RAY.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    visible = NvidiaGPUAcceleratorManager.get_current_process_visible_accelerator_ids()
+    return replace(engine, device=assigned_device(device, gpu_ids, visible))
+
+
 class WorkerActor:
     """The process of one worker, or of the leader of its rank group. When the worker fails, the process exits
     and Ray restarts it. On SIGTERM the worker hands its requests over and is not restarted."""
@@ -97,8 +116,9 @@ class WorkerActor:
         self._placement_group = placement_group
         self._ranks: list[Any] = []  # keeps the actors alive, Ray ends one without a reference
         self._loop = asyncio.get_running_loop()
+        own = replace(settings, engine=on_assigned_device(settings.engine, settings.engine.device))
         self._process = WorkerProcess(
-            settings, settings.host or node, secrets.token_hex(3), node, self._start_ranks
+            own, settings.host or node, secrets.token_hex(3), node, self._start_ranks
         )
         self._routers = [(name, namespace) for name in routers.names]
         self._memory = (
@@ -182,6 +202,7 @@ class RankActor:
 
         keep_freed_memory()
         start_logs(leader.telemetry, worker=leader.name)
+        engine = on_assigned_device(engine, leader.engine.device)
         self._name = f"rank {index} of {leader.name}"
         rendezvous = Path(folder)
         self._task = asyncio.get_running_loop().create_task(

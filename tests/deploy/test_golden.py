@@ -179,7 +179,7 @@ DEVICE_BYTES = {"NVIDIA-H100-80GB-HBM3": int(79.1 * 2**30), "NVIDIA-H200": int(1
 """The memory of devices by `nvidia.com/gpu.product`."""
 
 
-@pytest.mark.parametrize("name", ["one-gpu", "2p4d"])
+@pytest.mark.parametrize("name", ["one-gpu", "four-gpus", "2p4d"])
 def test_examples_fit_the_gpus_that_they_name(name: str) -> None:
     """Weights and an eighth of the device for steps, graphs, pages and states."""
     [model] = values_of(next(example for example in SERVERS if example.stem == name))["models"]
@@ -187,12 +187,19 @@ def test_examples_fit_the_gpus_that_they_name(name: str) -> None:
     weights = weight_bytes(ARCHITECTURES[raw["architectures"][0]].parse(raw), "bfloat16")
     for group in model["groups"]:
         pod = group["pod"]
-        assert pod["resources"]["limits"]["nvidia.com/gpu"] == str(group["num_gpus"]) == "1"
+        ranks = group.get("tensor_parallel_size", 1)
+        assert group["num_gpus"] == 1
+        assert pod["resources"]["limits"]["nvidia.com/gpu"] == str(ranks)
         total = DEVICE_BYTES[pod["nodeSelector"]["nvidia.com/gpu.product"]]
         settings = EngineSettings(
-            model_folder=Path(model["model"]), cache_folder=Path(), store_url="", device=group["device"]
+            model_folder=Path(model["model"]),
+            cache_folder=Path(),
+            store_url="",
+            device=group["device"],
+            tensor_parallel_size=ranks,
         )
-        device = DeviceMemory(name=name, total=total, free=total - weights, weights=weights)
+        own = weights // ranks
+        device = DeviceMemory(name=name, total=total, free=total - own, weights=own)
         assert arena_bytes(settings, device, total // 8) > 0
 
 

@@ -69,6 +69,12 @@ def test_wrong_value_is_named_with_its_path(values: dict[str, Any], message: str
         ({"ray": {"tls": {"enabled": True}, "autoscaling": {"enabled": True}}}, "exclude each other"),
         (model(replicas_max=3), "set ray.autoscaling.enabled"),
         (model(device="cuda"), "set nvidia.com/gpu in pod.resources.limits"),
+        (
+            model(
+                device="cuda", tensor_parallel_size=4, pod={"resources": {"limits": {"nvidia.com/gpu": "2"}}}
+            ),
+            "has 4 ranks on 2 GPUs: set nvidia.com/gpu",
+        ),
         (model(name="frontend"), "give it another name"),
         ({"models": [{"model": name, "groups": [MIXED]} for name in "ab"]}, "two groups are called mixed"),
     ],

@@ -24,6 +24,7 @@ from tidemill.kvstore.stores.open_store import open_store
 from tidemill.kvstore.stores.seal import Sealing
 from tidemill.kvstore.stores.secret import read_secret
 from tidemill.workers.device import (
+    check_ranks,
     device_of,
     granted,
     memory_in_use,
@@ -55,7 +56,8 @@ from tidemill.workers.models.architectures.registry import (
     load,
     weight_bytes_of,
 )
-from tidemill.workers.models.collectives import ALONE, Ranks, Sharing
+from tidemill.workers.models.collectives import ALONE, Sharing
+from tidemill.workers.parallel.exchange import Exchange
 from tidemill.workers.parallel.group import RankGroup, open_group
 from tidemill.workers.parallel.link import StartRanks
 from tidemill.workers.scheduling.limits import EngineLimits
@@ -105,20 +107,22 @@ def check_settings(settings: EngineSettings, *, here: bool = False) -> None:
     if not settings.on_cuda or settings.memory_bytes is not None:
         memory_of(settings, rank_layers(layers, ranks), max_length)
     elif device is None:
-        least_memory(settings, layers, max_length)
+        least_memory(settings, rank_layers(layers, ranks), max_length)
     if settings.on_cuda and device is not None:
+        check_ranks(settings)
         total = total_memory(device)
         check_device_memory(settings, device, total, total)
 
 
 def check_device_memory(settings: EngineSettings, device: torch.device, free: int, total: int) -> None:
-    """Check before anything loads that a device has memory for the weights and the smallest arena. Raises
-    SettingsError and ModelError."""
+    """Check before anything loads that a device has memory for the weights and the smallest arena, or for the
+    share of a rank. Raises SettingsError and ModelError."""
     layers, max_length = describe(
         settings.model_folder, mtp=mtp_of(settings), load_format=settings.load_format
     )
-    least = least_memory(settings, layers, max_length)
-    weights = weight_bytes(settings)
+    ranks = settings.tensor_parallel_size
+    least = least_memory(settings, rank_layers(layers, ranks), max_length)
+    weights = weight_bytes(settings) // ranks
     before = DeviceMemory(name=str(device), total=total, free=free - weights, weights=weights)
     arena_bytes(settings, before, least.reserved_bytes)
 
@@ -149,7 +153,7 @@ def build_engine(
         raise SettingsError(
             "--tensor-parallel-size above 1 needs a start for its ranks: LLM and serve have one"
         )
-    with open_group(settings, start_ranks) as group:
+    with open_group(settings, start_ranks, device) as group:
         return _build(settings, progress, ops, device, group)
 
 
@@ -161,9 +165,10 @@ def _build(
     group: RankGroup | None,
 ) -> BuiltEngine:
     used = memory_in_use(device, shared=settings.device_share < 1) if settings.on_cuda else 0
-    loaded = _load(settings, progress, ops, device, ALONE if group is None else group.ranks)
+    exchange = None if group is None else group.exchange
+    loaded = load_model(settings, progress, ops, device, exchange)
     if settings.on_cuda:
-        settings = with_device_memory(settings, loaded, device, used)
+        settings = with_device_memory(settings, loaded, device, used, exchange)
     shards = shards_of(loaded.layers, settings.group_sizes)
     namespace = namespace_of(settings, loaded.layers, shards)
     memory = memory_of(settings, loaded.local_layers, loaded.max_length)
@@ -171,10 +176,10 @@ def _build(
     own = open_backing(settings, memory.reserved_bytes, layout.extent_bytes, lambda: runner.newest_step)
     backing = own if group is None else group.backing(own)
 
-    arena = open_arena(settings, memory, backing)
     runner = open_runner(settings, loaded, memory, backing.memory, group)
     warm_up(settings, memory, runner, device)
     capture_graphs(settings, memory, runner, device)
+    arena = open_arena(settings, memory, backing)  # maps on all ranks, which have done the same by then
     arena_io = open_arena_io(settings, layout, backing.memory, rank_share(shards, 0, ranks))
     cache = Cache(layout, arena, PrefixIndex(layout, settings.eviction, loaded.cost))
     ledger = Ledger(cache, settings.checkpoints_per_path)
@@ -207,9 +212,15 @@ def _build(
     )
 
 
-def _load(
-    settings: EngineSettings, progress: Progress, ops: Operators, device: torch.device, ranks: Ranks
+def load_model(
+    settings: EngineSettings,
+    progress: Progress,
+    ops: Operators,
+    device: torch.device,
+    exchange: Exchange | None,
 ) -> LoadedModel:
+    """Load the model, or the part of a rank. Raises ModelError and OutOfMemory."""
+    ranks = ALONE if exchange is None else exchange.model
     with granted(device, "the weights of the model: serve a smaller one, or stop what else uses it"):
         loaded = load(
             settings.model_folder,

@@ -42,9 +42,9 @@ class DeviceMemory:
 
 
 def arena_bytes(settings: EngineSettings, device: DeviceMemory, least_bytes: int) -> int:
-    """Return the size of the arena of a worker on a device: that of the settings, or all that is left. It is
-    at least `least_bytes`. Raises SettingsError, with one line that names what takes the memory, when that is
-    more than is left.
+    """Return the size of the arena of a worker, or of one of its ranks, on a device: that of the settings, or
+    all that is left. It is at least `least_bytes`. Raises SettingsError, with one line that names what takes
+    the memory, when that is more than is left.
 
     What is free on a shared device does not count: other workers may have borrowed it, and give it back.
     """
@@ -52,14 +52,15 @@ def arena_bytes(settings: EngineSettings, device: DeviceMemory, least_bytes: int
     left = granted - device.weights - device.steps - device.graphs
     if settings.device_share == 1:
         left = min(left, int(device.free * settings.gpu_memory_utilization))
-    asked = settings.memory_bytes
+    asked = None if settings.memory_bytes is None else settings.memory_bytes // settings.tensor_parallel_size
     if max(least_bytes, asked or 0) <= left:
         return left if asked is None else asked
     sizes = {"weights take": device.weights, "steps": device.steps, "CUDA graphs": device.graphs}
     listed = ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items() if size)
     taken = f"{device.name} grants {_gib(granted)} of {_gib(device.total)}: {listed}, and"
     if asked is not None and least_bytes <= left:
-        raise SettingsError(f"{taken} --memory {_gib(asked)}: set it to {left >> 20}MiB or less")
+        most = left * settings.tensor_parallel_size >> 20
+        raise SettingsError(f"{taken} --memory {_gib(asked)}: set it to {most}MiB or less")
     raise SettingsError(
         f"{taken} the pages and states of one request {_gib(least_bytes)}, with {_gib(max(0, left))} left:"
         " stop what else uses the device, raise --gpu-memory-utilization, lower --max-num-batched-tokens,"

@@ -7,11 +7,13 @@ import asyncio
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
 from pydantic import TypeAdapter
 
+from tidemill.workers.device import check_ranks, device_of_rank
 from tidemill.workers.engine.build_rank import build_rank
 from tidemill.workers.parallel.link import Ended
 from tidemill.workers.parallel.rank import carry_out
@@ -21,14 +23,16 @@ SETTINGS = TypeAdapter(EngineSettings)
 
 
 def start_ranks(settings: EngineSettings, folder: Path) -> Ended:
-    """Start the ranks from 1 on, which meet in `folder`. They end with their leader."""
+    """Start the ranks from 1 on, which meet in `folder`. They end with their leader. Raises SettingsError."""
+    check_ranks(settings)
     ranks: list[subprocess.Popen[bytes]] = []
     for index in range(1, settings.tensor_parallel_size):
         command = [sys.executable, "-m", "tidemill.workers.engine.rank_processes", str(index), str(folder)]
         rank = subprocess.Popen(command, stdin=subprocess.PIPE)  # noqa: S603  our own command
         assert rank.stdin is not None
         with rank.stdin as pipe:
-            pipe.write(SETTINGS.dump_json(settings))
+            own = replace(settings, device=device_of_rank(settings, index))
+            pipe.write(SETTINGS.dump_json(own))
         Thread(target=rank.wait, name=f"rank-{index}-end", daemon=True).start()  # reaps it
         ranks.append(rank)
 

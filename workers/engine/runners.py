@@ -16,7 +16,9 @@ from tidemill.workers.execution.overlapped_runner import CudaStream, OverlappedR
 from tidemill.workers.execution.step_tensors import PageTables
 from tidemill.workers.models.architectures.registry import LoadedModel
 from tidemill.workers.models.inputs import Caches, caches_of
+from tidemill.workers.parallel.exchange import Exchange
 from tidemill.workers.parallel.group import GroupRunner, RankGroup
+from tidemill.workers.parallel.rank_runner import RankRunner
 from tidemill.workers.settings import EngineSettings
 
 log = logging.getLogger(__name__)
@@ -35,14 +37,16 @@ def open_runner(
     loaded: LoadedModel,
     memory: Memory,
     arena: torch.Tensor,
-    group: RankGroup | None,
+    group: RankGroup | Exchange | None,
 ) -> TorchRunner:
-    """Open the runner, of a group that of its leader."""
+    """Open the runner of a worker, of the leader of a group, or of another rank, which has an exchange."""
     layout, caches = memory.layout, caches_of(memory.layout, arena)
     running = (loaded.model, caches, layout.page_tokens, settings.threads)
     guesser = guesser_of(settings, loaded, layout, caches)
-    if group is not None:
+    if isinstance(group, RankGroup):
         return GroupRunner(*running, group, loaded.vocab_size, guesser)
+    if group is not None:
+        return RankRunner(*running, group.control, arena.device, guesser)
     if settings.async_scheduling:
         rows_max = budget_of(settings, layout.page_tokens).rows_max
         tables = PageTables(rows_max, table_width_of(memory), windows=layout.has_windows)
@@ -75,11 +79,21 @@ def table_width_of(memory: Memory) -> int:
 
 
 def with_device_memory(
-    settings: EngineSettings, loaded: LoadedModel, device: torch.device, used_before: int
+    settings: EngineSettings,
+    loaded: LoadedModel,
+    device: torch.device,
+    used_before: int,
+    exchange: Exchange | None = None,
 ) -> EngineSettings:
     """Return the settings with the size of the arena, from what the device has left beside the weights, the
     largest step and the graphs. These run in the smallest arena first, since the arena has to be there before
-    them. `used_before` is the memory in use before the weights. Raises OutOfMemory and SettingsError."""
+    them. `used_before` is the memory in use before the weights. Raises OutOfMemory and SettingsError.
+
+    The ranks of a group do this together, because a forward pass needs all of them. Their arenas are as large
+    as the smallest of them can be.
+    """
+    if exchange is not None:
+        exchange.least(0)  # all have loaded their weights
     is_shared = settings.device_share < 1
     least = least_memory(settings, loaded.local_layers, loaded.max_length)
     weights = memory_in_use(device, shared=is_shared) - used_before
@@ -103,9 +117,13 @@ def with_device_memory(
         steps=steps,
         graphs=graphs,
     )
-    num_bytes = arena_bytes(settings, found, least.reserved_bytes)
+    num_bytes, ranks = arena_bytes(settings, found, least.reserved_bytes), settings.tensor_parallel_size
+    if exchange is not None:
+        num_bytes = exchange.least(num_bytes)
     log.info("%s: %s for pages and states", found, f"{num_bytes:,}")
     del runner, arena
     settle(device)  # the runner's graphs and steps: those of the worker take their memory
-    max_bytes = int(total * settings.gpu_memory_utilization) if is_shared else None
-    return replace(settings, memory_bytes=num_bytes, memory_max_bytes=settings.memory_max_bytes or max_bytes)
+    max_bytes = int(total * settings.gpu_memory_utilization) * ranks if is_shared else None
+    return replace(
+        settings, memory_bytes=num_bytes * ranks, memory_max_bytes=settings.memory_max_bytes or max_bytes
+    )

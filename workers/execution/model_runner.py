@@ -174,7 +174,7 @@ class TorchRunner:
                 inputs = padding(rows, table_width, first, windows=self._caches.has_windows, states=states)
                 hidden_TH = self._hidden(inputs)
                 logits_NV = self._model.logits(hidden_TH[: rows * (1 + drafts_max)])
-                if rows == rows_max:
+                if rows == rows_max and logits_NV.shape[1]:  # the leader's
                     self._sampler.start(logits_NV[:rows], filtered_rows(rows))
                 if self._guesser is not None:
                     self._guesser.warm_up(hidden_TH, inputs)

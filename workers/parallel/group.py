@@ -23,22 +23,20 @@ from tidemill.workers.models.architectures.registry import Model
 from tidemill.workers.models.collectives import LEADER
 from tidemill.workers.models.inputs import Caches
 from tidemill.workers.parallel.errors import GroupBroken
+from tidemill.workers.parallel.exchange import Exchange, open_exchange
 from tidemill.workers.parallel.frames import NONE, Verb, encode, encode_objects, ints
 from tidemill.workers.parallel.link import RankLink, RankLinks, StartRanks, accept, meeting_place
-from tidemill.workers.parallel.shared_memory import SharedMemory
 from tidemill.workers.settings import EngineSettings
 from tidemill.workers.transfer.transfer import Moved
-
-WAIT_S_MAX = 60.0
-"""The time in seconds that one rank may delay the others inside a step, or while a group forms."""
 
 
 class RankGroup:
     """The leader's connection to the other ranks of its worker."""
 
-    def __init__(self, links: RankLinks, ranks: SharedMemory) -> None:
+    def __init__(self, links: RankLinks, exchange: Exchange, device: torch.device) -> None:
         self.links = links
-        self.ranks = ranks
+        self.exchange = exchange
+        self.device = device  # of the leader
 
     def mates(self) -> "tuple[RankMate, ...]":
         return tuple(map(RankMate, self.links))
@@ -57,7 +55,9 @@ class RankGroup:
 
 
 @contextmanager
-def open_group(settings: EngineSettings, start_ranks: StartRanks) -> Generator[RankGroup]:
+def open_group(
+    settings: EngineSettings, start_ranks: StartRanks, device: torch.device
+) -> Generator[RankGroup]:
     """Start the other ranks of this leader and connect to them. In the block the leader builds its own part;
     at its end all ranks are ready. Raises GroupBroken; then, and when the block fails, the ranks end."""
     size = settings.tensor_parallel_size
@@ -65,8 +65,8 @@ def open_group(settings: EngineSettings, start_ranks: StartRanks) -> Generator[R
         links = accept(listener, size, start_ranks(settings, folder))
         with ExitStack() as given_up:
             given_up.callback(links.end, "the leader does not start")
-            ranks = given_up.enter_context(closing(SharedMemory(folder, LEADER, size, WAIT_S_MAX)))
-            group = RankGroup(links, ranks)
+            exchange = given_up.enter_context(closing(open_exchange(settings, folder, LEADER, device)))
+            group = RankGroup(links, exchange, device)
             yield group
             group.wait_until_ready()
             given_up.pop_all()
@@ -89,7 +89,7 @@ class GroupRunner(TorchRunner):
         vocab_size: int,
         guesser: MtpDrafter | None = None,
     ) -> None:
-        super().__init__(model, caches, page_tokens, threads, guesser=guesser)
+        super().__init__(model, caches, page_tokens, threads, group.device, guesser)
         self._group = group
         self._vocab_size = vocab_size
 
@@ -107,14 +107,14 @@ class GroupRunner(TorchRunner):
         """Run a step; an empty one ends when all ranks have met."""
         if step:
             return super().run_now(step)
-        self._group.ranks.broadcast(torch.zeros(1))
+        self._group.exchange.control.broadcast(torch.zeros(1))
         return []
 
     def close(self) -> None:
         """End the other ranks, then the thread."""
         self._group.links.end("the engine was closed")
         super().close()
-        self._group.ranks.close()
+        self._group.exchange.close()
 
     def _outputs(self, step: Step, tokens: list[int]) -> Outputs:
         with self._together():
@@ -129,7 +129,7 @@ class GroupRunner(TorchRunner):
             drawn = super()._draw(step, logits_NV)
             ends_N2 = torch.tensor(ends_of(drawn))
         finally:
-            self._group.ranks.broadcast(ends_N2)
+            self._group.exchange.control.broadcast(ends_N2)
         return drawn
 
     def _guess(
@@ -140,7 +140,7 @@ class GroupRunner(TorchRunner):
 
     def _choose(self, logits_NV: torch.Tensor, rows: Step) -> list[int]:
         chosen = super()._choose(logits_NV, rows)
-        self._group.ranks.broadcast(torch.tensor(chosen))
+        self._group.exchange.control.broadcast(torch.tensor(chosen))
         return chosen
 
     @contextmanager
@@ -163,7 +163,7 @@ class GroupRunner(TorchRunner):
             tokens = super()._tokens(step, last)
             tokens_T = torch.tensor(tokens)
         finally:
-            self._group.ranks.broadcast(tokens_T)
+            self._group.exchange.control.broadcast(tokens_T)
         return tokens
 
 

@@ -44,6 +44,7 @@ class SharedMemory:
         self.index = index
         self.size = size
         self._share_bytes = place_bytes
+        self._wait_s_max = wait_s_max
         self._round = 0
         self._sockets: list[socket.socket] = []
         memory = [os.memfd_create("tidemill-group")] if index == LEADER else []
@@ -94,6 +95,12 @@ class SharedMemory:
         if self.index != LEADER:
             flat.copy_(_joined(sent))
 
+    def meet(self) -> None:
+        """Wait until every rank has called this, without a limit. Raises GroupBroken when one has ended."""
+        self._set_wait(0.0)  # for ever
+        self._signal()
+        self._set_wait(self._wait_s_max)
+
     def close(self) -> None:
         """End what the other ranks wait for."""
         for other in self._sockets:
@@ -116,6 +123,11 @@ class SharedMemory:
         )
         self._round += 1
         all_RTN[self.index].copy_(x_TN)
+        self._signal()
+        return all_RTN
+
+    def _signal(self) -> None:
+        """Send a byte to every other rank, and wait for theirs."""
         try:
             for other in self._sockets:
                 other.send(b"\0")
@@ -123,7 +135,10 @@ class SharedMemory:
                 raise GroupBroken("a rank is gone")
         except OSError as error:
             raise GroupBroken(f"a rank is gone, or does not come ({error})") from error
-        return all_RTN
+
+    def _set_wait(self, wait_s: float) -> None:
+        for other in self._sockets:
+            _wait_at_most(other, wait_s)
 
 
 def _address(folder: Path, rank: int) -> Path:
@@ -145,7 +160,8 @@ def _call(folder: Path, rank: int, wait_s_max: float) -> socket.socket:
 
 
 def _wait_at_most(connection: socket.socket, wait_s: float) -> None:
-    """Set a timeout in the kernel: with one of Python's own, each byte costs one more system call."""
+    """Set a timeout in the kernel, 0 for none: with one of Python's own, each byte costs one more system
+    call."""
     connection.setblocking(True)  # noqa: FBT003  the method's name explains the argument
     whole, part = divmod(wait_s, 1)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

@@ -47,7 +47,7 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "a rank runs a step that the leader cancelled",
-        "workers/engine/build_rank.py::_tokens",
+        "workers/parallel/rank_runner.py::RankRunner._known_tokens",
         "return None if $NONE in $TOLD else $TOLD",
         "return $TOLD",
         "tests/unit/workers/parallel/test_group.py",

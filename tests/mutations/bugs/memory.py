@@ -378,7 +378,7 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "one worker is started for all GPUs",
         "cluster/config/fleets.py::with_visible_gpus",
-        "max(1, $COUNT_GPUS())",
+        "max(1, $COUNT_GPUS() // $GROUP.$TENSOR_PARALLEL_SIZE)",
         "1",
         "tests/unit/cluster/config/test_fleets.py",
     ),

@@ -4,6 +4,27 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
+        "every rank of a worker takes the first GPU where Ray hides none",
+        "cluster/supervisor/worker_actor.py::assigned_device",
+        "if $VISIBLE else int($GPU_IDS[0])",
+        "if $VISIBLE else 0",
+        "tests/unit/cluster/supervisor/test_assigned_device.py",
+    ),
+    Planted(
+        "ranks that add up use their own terms alone",
+        "workers/models/architectures/decoder.py::Decoder._branch",
+        "self.$RANKS.$REDUCE($PART_TH)",
+        "$PART_TH",
+        "tests/parity/test_tp_model.py",
+    ),
+    Planted(
+        "more ranks than GPUs are started",
+        "workers/device.py::check_ranks",
+        "if $COUNT < $SIZE * $SETTINGS.$DEVICE_SHARE:",
+        "if $COUNT < 1:",
+        "tests/unit/workers/test_device.py",
+    ),
+    Planted(
         "exact and fast groups share pages",
         "workers/engine/build.py::namespace_of",
         "{$SETTINGS.$COMPUTE_DTYPE}{$SETTINGS.$SUMS_NAMESPACE}",
@@ -62,8 +83,8 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "ranks wait for a step that the leader cancelled",
         "workers/parallel/group.py::GroupRunner._tokens",
-        "self.$GROUP.$RANKS.$BROADCAST($TOLD_T)",
-        "pass\n        self.$GROUP.$RANKS.$BROADCAST($TOLD_T)",
+        "self.$GROUP.$EXCHANGE.$CONTROL.$BROADCAST($TOLD_T)",
+        "pass\n        self.$GROUP.$EXCHANGE.$CONTROL.$BROADCAST($TOLD_T)",
         "tests/unit/workers/parallel/test_group.py",
     ),
     Planted(

@@ -15,7 +15,14 @@ from tidemill import LLM
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.layout import layout_of
 from tidemill.kvstore.memory.backing import Fixed, Kvcached, Mmap
-from tidemill.workers.device import device_of, granted, memory_name, open_backing
+from tidemill.workers.device import (
+    check_ranks,
+    device_of,
+    device_of_rank,
+    granted,
+    memory_name,
+    open_backing,
+)
 from tidemill.workers.device_errors import is_sticky
 from tidemill.workers.engine.build import build_engine, check_settings
 from tidemill.workers.engine.memory_plan import checkpoint_pages, memory_of
@@ -65,7 +72,23 @@ def test_defaults_of_a_device(
         ({"async_scheduling": True}, "--async-scheduling is for CUDA devices"),
         ({"device": "cuda", "backing": "mmap"}, "--backing mmap .*use kvcached or fixed"),
         ({"backing": "kvcached"}, "--backing kvcached .*use mmap or fixed"),
-        ({"device": "cuda", "tensor_parallel_size": 2}, "--tensor-parallel-size 2.*set it to 1"),
+        (
+            {"device": "cuda", "tensor_parallel_size": 2, "async_scheduling": True},
+            "--async-scheduling is for workers of one rank",
+        ),
+        (
+            {"device": "cuda", "tensor_parallel_size": 2, "tensor_parallel_backend": "shared-memory"},
+            "shared-memory does not go with --device cuda",
+        ),
+        (
+            {"tensor_parallel_size": 2, "tensor_parallel_backend": "nccl"},
+            "nccl does not go with --device cpu",
+        ),
+        (
+            {"device": "cuda", "tensor_parallel_size": 2, "tensor_parallel_backend": "gloo"},
+            "no CUDA graph can: add --enforce-eager",
+        ),
+        ({"device": "cuda", "tensor_parallel_size": 2, "device_share": 0.5}, "one rank on a GPU: .*num-gpus"),
     ],
 )
 def test_incompatible_settings_are_refused(changes: dict[str, object], fix: str) -> None:
@@ -95,6 +118,45 @@ def test_device_beyond_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_of(settings_with(device="cuda:1")) == torch.device("cuda", 1)
     with pytest.raises(SettingsError, match="--device cuda:2: the last one here is cuda:1"):
         device_of(settings_with(device="cuda:2"))
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_ranks_have_a_device_each(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_with(device=device, tensor_parallel_size=4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    first = int(device == "cuda:1")
+    assert [device_of_rank(settings, rank) for rank in range(3)] == [f"cuda:{first + i}" for i in range(3)]
+    if first:
+        with pytest.raises(
+            SettingsError, match=r"-size 4 is more than the 3 CUDA devices .*set it to 3 or less"
+        ):
+            check_ranks(settings)
+    else:
+        check_ranks(settings)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    with pytest.raises(SettingsError, match="-size 4: this build of torch has no NCCL: install"):
+        check_ranks(settings)
+
+
+def test_ranks_share_a_device_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_with(
+        device="cuda",
+        tensor_parallel_size=2,
+        tensor_parallel_backend="gloo",
+        enforce_eager=True,
+        device_share=0.5,
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    check_ranks(settings)
+    assert [device_of_rank(settings, rank) for rank in range(2)] == ["cuda:0", "cuda:0"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_ranks_without_devices_do_not_start() -> None:
+    with pytest.raises(SettingsError, match=r"no CUDA device here: use --device cpu"):
+        LLM("keeper", device="cuda", tensor_parallel_size=2)
 
 
 def test_memory_of_a_host() -> None:

@@ -40,6 +40,11 @@
 {{- if and (hasPrefix "cuda" (default "cpu" .device)) (not (contains "nvidia.com/" (toJson .pod.resources))) -}}
 {{- fail (printf "group %s computes on %s: set nvidia.com/gpu in pod.resources.limits" .name .device) -}}
 {{- end -}}
+{{- $ranks := int64 (default 1 .tensor_parallel_size) -}}
+{{- $gpus := dig "resources" "limits" "nvidia.com/gpu" "" .pod | toString -}}
+{{- if and (eq (default "cpu" .device) "cuda") $gpus (gt (mulf $ranks (default 1 .num_gpus)) (float64 $gpus)) -}}
+{{- fail (printf "group %s has %d ranks on %s GPUs: set nvidia.com/gpu in pod.resources.limits to the GPUs of all ranks" .name $ranks $gpus) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -84,7 +84,7 @@ def test_check_looks_at_models_memory_and_files(
           groups:
           - {{role: prefill, tensor_parallel_size: 7}}
           - {{role: decode, memory: 1MiB}}
-          - {{role: decode, device: cuda, tensor_parallel_size: 2}}
+          - {{role: decode, device: "cuda:1", tensor_parallel_size: 2}}
         store: {{url: "memory:", secret_file: {tmp_path}/none}}
         edge: {{api_keys_file: {tmp_path}/none}}
         cluster: {{host: node, ssl_certfile: /nowhere, ssl_keyfile: /nowhere, ssl_ca_certs: /nowhere}}
@@ -94,7 +94,7 @@ def test_check_looks_at_models_memory_and_files(
         "models[0].groups[0]",
         "models[1].groups[0]",
         "models[1].groups[1]",
-        "models[1].groups[2].tensor_parallel_size (--tensor-parallel-size) 2",
+        "models[1].groups[2].device (--device) cuda:1 is one device",
         "store.url",
         "store.secret_file",
         "edge",
@@ -106,7 +106,7 @@ def test_check_looks_at_models_memory_and_files(
 
     left = check(file, text, capsys, "--offline")
     assert [line.split(": ", 1)[0] for line in left] == [
-        "models[1].groups[2].tensor_parallel_size (--tensor-parallel-size) 2",
+        "models[1].groups[2].device (--device) cuda:1 is one device",
         "store.url",
     ]
 

@@ -191,6 +191,7 @@ def test_workers_do_not_share_a_gpu_by_accident(groups: str, shared: str) -> Non
     ("groups", "more", "count"),
     [
         ("{role: mixed, device: cuda}", "", 4),
+        ("{role: mixed, device: cuda, tensor_parallel_size: 2}", "", 2),
         ("{role: mixed, device: cuda, replicas: 2}", "", 2),
         ("{role: mixed, device: cuda, replicas_max: 2}", "", 1),
         ("{role: mixed, device: cuda, num_gpus: 0.5}", "", 1),

@@ -79,13 +79,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
     )
 
 
-@pytest.fixture(params=["exact", "fast"])
+@pytest.fixture(params=[("exact", None), ("fast", None), ("fast", "gloo")], ids=str)
 def settings(alone: EngineSettings, tmp_path: Path, request: pytest.FixtureRequest) -> EngineSettings:
     """Return settings with an empty store that processes share. No token here depends on the way to sum."""
     return replace(
         alone,
         store_url=f"file://{tmp_path}?size=64MiB",
-        tensor_parallel_reduce=request.param,
+        tensor_parallel_reduce=request.param[0],
+        tensor_parallel_backend=request.param[1],
         allow_inexact_groups=True,
     )
 

@@ -1,0 +1,95 @@
+# pyright: basic
+# Settings are replaced by name.
+"""Every architecture on groups of 2, 3 and 4 processes that start as in the product, over gloo: the tokens of
+one process, with both ways to sum, and with prompts that a group of another size has computed."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.parity.architectures import MODELS, random_model, save
+from tests.support.parity.served import answer, serving
+from tests.support.parity.sharded import sizes_of
+from tidemill.workers.messages import Request, Sampling
+from tidemill.workers.models.bundled import bundled
+from tidemill.workers.settings import EngineSettings
+
+FOUR: dict[str, dict[str, int]] = {
+    "qwen3_next": {"linear_num_key_heads": 4, "linear_num_value_heads": 4},
+    "llama": {"hidden_size": 56, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 12},
+}
+"""The changes to the first shape of an architecture that let four ranks share it."""
+THREE = {"qwen3": "qwen3/stretched", "llama": "llama/odd", "gpt_oss": "gpt_oss/page-wide"}
+KEEPER = "keeper"
+QUICK = {KEEPER, "gpt_oss"}
+PROMPTS = tuple(tuple((7 * number + 3 * place) % 90 + 3 for place in range(40)) for number in (1, 2))
+NEW_TOKENS = 8
+
+
+def _case(name: str) -> object:
+    return pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
+
+
+def folders_of(name: str, scratch: Path) -> list[Path]:
+    if name == KEEPER:
+        return [bundled()[KEEPER]]
+    found = [save(random_model(name, **FOUR.get(name, {})), scratch / "two or four")]
+    if name in THREE:
+        found.append(save(random_model(THREE[name]), scratch / "three"))
+    return found
+
+
+def requests() -> list[Request]:
+    return [
+        Request(
+            request_id=str(number), tokens=tokens, max_new_tokens=NEW_TOKENS, sampling=Sampling(temperature=0)
+        )
+        for number, tokens in enumerate(PROMPTS)
+    ]
+
+
+async def answers(settings: EngineSettings, **changes: object) -> list[list[int]]:
+    async with serving(settings, **changes) as built:
+        return [(await answer(built, request))[0] for request in requests()]
+
+
+async def produced_and_continued(settings: EngineSettings, writers: int, readers: int) -> list[list[int]]:
+    """Produce the prompts on one group, and answer on another, which fetches them."""
+    async with serving(settings, tensor_parallel_size=writers) as built:
+        for request in requests():
+            await built.engine.produce(request)
+    async with serving(settings, tensor_parallel_size=readers) as built:
+        found = [await answer(built, replace(request, gap_tokens_max=0)) for request in requests()]
+        assert all(provenance.fetched_tokens for _, provenance in found)
+        return [tokens for tokens, _ in found]
+
+
+@pytest.mark.parametrize("reduce", ["exact", "fast"])
+@pytest.mark.parametrize("name", [_case(name) for name in (KEEPER, *MODELS)])
+def test_groups_answer_as_one_process(name: str, reduce: str, kernel_cache: Path, tmp_path: Path) -> None:
+    tried = set[int]()
+    for folder in folders_of(name, tmp_path):
+        alone = EngineSettings(
+            model_folder=folder,
+            memory_bytes=48 << 20,
+            store_url=f"file://{tmp_path}/store-{folder.name}?size=64MiB",
+            cache_folder=kernel_cache,
+            page_tokens=16,
+        )
+        wanted = asyncio.run(answers(alone, store_url="memory:?size=0"))
+        for size in set(sizes_of(folder)) - tried:
+            tried.add(size)
+            group = replace(
+                alone,
+                tensor_parallel_size=size,
+                tensor_parallel_sizes=(1, size),
+                tensor_parallel_reduce=reduce,
+                tensor_parallel_backend="gloo",
+                allow_inexact_groups=True,
+            )
+            assert asyncio.run(answers(group, store_url="memory:?size=0")) == wanted, f"{size} ranks"
+            assert asyncio.run(produced_and_continued(group, 1, size)) == wanted, f"1 rank to {size}"
+    assert tried

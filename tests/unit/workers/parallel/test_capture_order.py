@@ -1,0 +1,130 @@
+# pyright: basic
+# Triton has no types.
+"""The ranks of a group on CUDA devices, without one: all of them warm up and capture in the same order, and
+every exchange in it meets the same exchange on the other ranks."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.engine.released import RELEASED
+
+from tests.support.kernels.launched import META, capturing, launching
+from tidemill.kernels.dispatch import operators
+from tidemill.kvstore.layout import layout_of
+from tidemill.workers.execution import model_runner
+from tidemill.workers.execution.cuda_graphs import Forward, Replay, graph_shapes
+from tidemill.workers.execution.model_runner import TorchRunner
+from tidemill.workers.models.architectures.config import local, weights_of
+from tidemill.workers.models.architectures.decoder import Decoder
+from tidemill.workers.models.architectures.registry import ARCHITECTURES
+from tidemill.workers.models.inputs import Inputs, caches_of, one_run
+from tidemill.workers.models.loading.sharding import RankPart
+
+LAYERS = 6  # of every kind that the models have
+ROWS_MAX, TOKENS_MAX, TABLE_WIDTH, PAGE_TOKENS = 8, 600, 9, 64
+MODELS = {
+    "Qwen3-Next-80B-A3B": (2, 0, True),
+    "gpt-oss-120b": (4, 0, True),
+    "DeepSeek-V3": (4, 0, True),
+    "Qwen3-32B": (4, 0, False),
+    "granite-4.0-h-small": (4, 1, True),
+}
+"""The number of ranks, the exchanges of a recurrent layer beside its two sums, and whether it has experts."""
+
+
+@dataclass
+class Recorded:
+    """A rank whose exchanges have shapes and no values: it records what it would do on a device."""
+
+    index: int
+    size: int
+    did: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def gather(self, x_TN: torch.Tensor, width: int) -> torch.Tensor:
+        return self._recorded("gather", x_TN, width)
+
+    def gather_to_leader(self, x_TN: torch.Tensor, width: int) -> torch.Tensor:
+        found = self._recorded("gather to leader", x_TN, width)
+        return found if self.index == 0 else found[:, :0]
+
+    def reduce(self, x_TN: torch.Tensor) -> torch.Tensor:
+        return self._recorded("reduce", x_TN, x_TN.shape[1])
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        del x
+        raise AssertionError("a decision of the leader goes through host memory")
+
+    def _recorded(self, kind: str, x_TN: torch.Tensor, width: int) -> torch.Tensor:
+        assert x_TN.device == META
+        self.did.append((kind, tuple(x_TN.shape), width, x_TN.dtype))
+        return torch.empty(len(x_TN), width, dtype=x_TN.dtype, device=META)
+
+
+def there(inputs: Inputs, device: torch.device) -> Inputs:
+    """on_device, of memory that cannot be pinned."""
+    return one_run(inputs, device)[1]
+
+
+def order_of_rank(
+    name: str, index: int, monkeypatch: pytest.MonkeyPatch, *, by_expert: bool
+) -> list[tuple[Any, ...]]:
+    """Return what a rank does from its warm-up to its last graph: launches, exchanges, captures."""
+    size, _, _ = MODELS[name]
+    raw: dict[str, Any] = RELEASED[name] | {"num_hidden_layers": LAYERS}
+    if "layer_types" in raw:
+        raw["layer_types"] = raw["layer_types"][:LAYERS]
+    config = ARCHITECTURES[raw["architectures"][0]].parse(raw)
+    part, weights = RankPart(index, size, sums=True, by_expert=by_expert), weights_of(config)
+    ranks, own = Recorded(index, size), local(config, part)
+
+    def read(tensor: str) -> torch.Tensor:
+        weight = weights[tensor]
+        piece = weight.part(part)
+        shape = list(weight.shape)
+        shape[piece.dim] = sum(end - start + piece.zeros for start, end in piece.ranges)
+        return torch.empty(shape, dtype=torch.bfloat16, device=META)
+
+    model = Decoder(own, read, operators("triton", Path()), ranks, sums=True, counts=by_expert and not index)
+    layout = layout_of(own.specs, PAGE_TOKENS, "bfloat16")
+    caches = caches_of(layout, torch.empty(8 * layout.extent_bytes, dtype=torch.uint8, device=META))
+
+    def capture(run: Forward) -> tuple[Replay, torch.Tensor]:
+        run()
+        ranks.did.append(("capture begins",))
+        with capturing():
+            found = run()
+        ranks.did.append(("capture ends",))
+        return lambda: None, found
+
+    monkeypatch.setattr(model_runner, "on_device", there)
+    runner = TorchRunner(model, caches, PAGE_TOKENS, 1, META)
+    with launching(monkeypatch) as launches:
+        runner.warm_up(ROWS_MAX, TOKENS_MAX, TABLE_WIDTH)
+        warmed = len(ranks.did)
+        runner.use_graphs(graph_shapes(ROWS_MAX, TOKENS_MAX, 0), TABLE_WIDTH, capture)
+    runner.close()
+    assert len(launches) > LAYERS
+    assert 0 < warmed < len(ranks.did)
+    return ranks.did
+
+
+@pytest.mark.parametrize("by_expert", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_warm_up_and_capture_in_the_same_order(
+    name: str, monkeypatch: pytest.MonkeyPatch, *, by_expert: bool
+) -> None:
+    size, more, has_experts = MODELS[name]
+    if by_expert and not has_experts:
+        pytest.skip("it has no experts")
+    orders = [order_of_rank(name, index, monkeypatch, by_expert=by_expert) for index in range(size)]
+    assert all(order == orders[0] for order in orders[1:])
+    starts = [at for at, did in enumerate(orders[0]) if did[0] == "capture begins"]
+    ends = [at for at, did in enumerate(orders[0]) if did[0] == "capture ends"]
+    assert len(starts) == len(ends) == len(graph_shapes(ROWS_MAX, TOKENS_MAX, 0))
+    for start, end in zip(starts, ends, strict=True):
+        kinds = [did[0] for did in orders[0][start + 1 : end]]
+        assert kinds.count("reduce") == 2 * LAYERS
+        assert 0 <= kinds.count("gather") - 1 <= more * LAYERS, "the embedding, and norms of Mamba-2"

@@ -1,0 +1,71 @@
+"""A step on the ranks other than the leader: the same model calls in the same order, without draws.
+
+The leader's side is group.py. Each rank has a stream, graphs and a warm-up of its own.
+"""
+
+import torch
+
+from tidemill.workers.execution.model_runner import TorchRunner
+from tidemill.workers.execution.mtp_drafter import DrawnEnd, MtpDrafter
+from tidemill.workers.execution.step import PENDING, Drawn, Step
+from tidemill.workers.models.architectures.registry import Model
+from tidemill.workers.models.inputs import Caches
+from tidemill.workers.parallel.frames import NONE
+from tidemill.workers.parallel.shared_memory import SharedMemory
+
+
+class RankRunner(TorchRunner):
+    """Runs this rank's part of the leader's steps. Its methods block, on the caller's thread."""
+
+    def __init__(
+        self,
+        model: Model,
+        caches: Caches,
+        page_tokens: int,
+        threads: int,
+        control: SharedMemory,
+        device: torch.device,
+        guesser: MtpDrafter | None,
+    ) -> None:
+        super().__init__(model, caches, page_tokens, threads, device, guesser)
+        self._control = control
+
+    def run_now(self, step: Step) -> list[Drawn]:
+        """Run this rank's part; an empty step ends when all ranks have met. Nothing is drawn."""
+        if not step:
+            self._control.broadcast(torch.zeros(1))
+            return []
+        tokens = self._known_tokens(step)
+        if tokens is None:
+            return []
+        with torch.inference_mode(), self._on_stream():
+            outputs = self._outputs(step, tokens)
+            ends = None if self._guesser is None else self._ends(step)
+            if self._guesser is not None and ends is not None:
+                self._guesser.run(step, tokens, outputs.hidden_TH, ends, self._choose)
+        return []
+
+    def _known_tokens(self, step: Step) -> list[int] | None:
+        """Return the tokens of the step, including those that only the leader knows. None: the leader calls
+        the step off."""
+        tokens = [token for row in step for token in row.tokens]
+        if PENDING not in tokens:
+            return tokens
+        tokens_T = torch.tensor(tokens)
+        self._control.broadcast(tokens_T)
+        tokens: list[int] = tokens_T.numpy().tolist()
+        return None if NONE in tokens else tokens
+
+    def _ends(self, step: Step) -> list[DrawnEnd] | None:
+        """Return what the leader drew; None when that failed."""
+        ends_N2 = torch.zeros(len(step), len(DrawnEnd._fields), dtype=torch.int64)
+        self._control.broadcast(ends_N2)
+        ends = [DrawnEnd(*tokens) for tokens in ends_N2.numpy().tolist()]
+        return None if any(end.num_drawn == NONE for end in ends) else ends
+
+    def _choose(self, logits_NV: torch.Tensor, rows: Step) -> list[int]:
+        """Return the guess of the leader."""
+        del logits_NV
+        tokens_N = torch.zeros(len(rows), dtype=torch.int64)
+        self._control.broadcast(tokens_N)
+        return tokens_N.numpy().tolist()
