@@ -1,5 +1,5 @@
 """A worker of two ranks behind a prefill worker of one gives the tokens of one process, also when ranks
-crash."""
+crash, with both ways to sum."""
 
 import asyncio
 from collections.abc import Iterator
@@ -48,10 +48,11 @@ def wanted() -> list[Outcome]:
     return [(answer.text, answer.finish_reason, len(answer.token_ids)) for answer in answers]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(scope="module", params=["exact", "fast"])
+def server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Server]:
     """It must be stopped without leaving a process."""
-    server = Server(["keeper", "--port", "0", *GROUP], tmp_path_factory.mktemp("group") / "log")
+    way = ["--tensor-parallel-reduce", request.param, "--allow-inexact-groups"]
+    server = Server(["keeper", "--port", "0", *GROUP, *way], tmp_path_factory.mktemp("group") / "log")
     try:
         yield server
         assert server.stop() == 0
