@@ -19,6 +19,7 @@ import grpc.aio
 
 from tidemill.cluster.edge.requests.limits import InFlightLimit
 from tidemill.cluster.edge.requests.security import HANDSHAKES_MAX, Handshakes, Listener, Tls, tls_context
+from tidemill.kvstore.errors import TidemillError
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEAD_BYTES = 9
@@ -34,6 +35,16 @@ FRAMES_BURST = 2048
 FRAMES_PER_S = 1024
 """Frames of a connection, except data and windows. The burst lets 1,024 calls begin and end."""
 
+WINDOWS_BURST = 2048
+WINDOW_BYTES = 8
+"""Window updates of a connection: as many, and one more for each of these bytes that the library sent.
+An honest client sends at most two for a frame of data, which has more than 16 bytes."""
+
+CALLS_BURST = 64
+CALLS_PER_S = 1000
+"""Calls of one client on all its connections, the later ones of which wait: a call takes some 0.4 ms of the
+event loop before its first message."""
+
 BACKLOG = 2048
 """Connections that wait for the event loop, as uvicorn has it."""
 
@@ -47,6 +58,10 @@ FULL_PAUSE_S = 0.01
 """The pause of a connection while those that the library has not accepted yet are at their limit."""
 
 
+class Unbounded(TidemillError):
+    """A client sends more frames than it may."""
+
+
 class FrameBounds:
     """The bounds of one connection. The frames may be split anywhere."""
 
@@ -58,14 +73,21 @@ class FrameBounds:
         self._block_bytes = 0
         self._block_frames = 0
         self._left = float(FRAMES_BURST)
+        self._windows_left = WINDOWS_BURST * WINDOW_BYTES
         self._at_s = clock()
 
-    def admit(self, data: bytes) -> bool:
-        """Return whether these bytes are within the bounds, after all before them were."""
+    def count_sent(self, num_bytes: int) -> None:
+        """Let the client acknowledge what the library sends."""
+        self._windows_left += num_bytes
+
+    def admit(self, data: bytes, at: int) -> tuple[int, bool]:
+        """Return the end of the bytes from `at` on that may be forwarded, and whether a call begins there.
+
+        A call begins behind the head of its first frame. Raises Unbounded.
+        """
         now_s = self._clock()
         self._left = min(self._left + (now_s - self._at_s) * FRAMES_PER_S, FRAMES_BURST)
         self._at_s = now_s
-        at = 0
         while True:
             skipped = min(self._skip, len(data) - at)
             self._skip -= skipped
@@ -74,25 +96,28 @@ class FrameBounds:
             self._head += part
             at += len(part)
             if len(self._head) < HEAD_BYTES:
-                return True
+                return at, False
             self._skip = int.from_bytes(self._head[:3], "big")
             kind, flags = self._head[3:5]
             self._head = b""
-            if not self._admit_frame(kind, flags, self._skip):
-                return False
+            self._count_frame(kind, flags, self._skip)
+            if kind == HEADERS:
+                return at, True
 
-    def _admit_frame(self, kind: int, flags: int, num_bytes: int) -> bool:
+    def _count_frame(self, kind: int, flags: int, num_bytes: int) -> None:
         if kind in (HEADERS, CONTINUATION):
             self._block_bytes += num_bytes
             self._block_frames += 1
             if self._block_bytes > BLOCK_BYTES_MAX or self._block_frames > BLOCK_FRAMES_MAX:
-                return False
+                raise Unbounded
             if flags & END_HEADERS:
                 self._block_bytes = self._block_frames = 0
-        is_data = kind == DATA and (num_bytes > 0 or flags & END_STREAM)
-        if not is_data and kind != WINDOW_UPDATE:
+        if kind == WINDOW_UPDATE:
+            self._windows_left -= WINDOW_BYTES
+        elif kind != DATA or not (num_bytes > 0 or flags & END_STREAM):
             self._left -= 1
-        return self._left >= 0
+        if self._left < 0 or self._windows_left < 0:
+            raise Unbounded
 
 
 class Side(asyncio.Protocol):
@@ -100,6 +125,7 @@ class Side(asyncio.Protocol):
 
     transport = cast("asyncio.Transport", None)  # until it is open
     other: "Side | None" = None  # the same
+    is_full = False  # what is written waits for the peer
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
@@ -109,12 +135,19 @@ class Side(asyncio.Protocol):
             self.other.transport.write(data)
 
     def pause_writing(self) -> None:
+        self.is_full = True
         if self.other is not None:
             self.other.transport.pause_reading()
 
     def resume_writing(self) -> None:
-        if self.other is not None and not self.other.transport.is_closing():
-            self.other.transport.resume_reading()
+        self.is_full = False
+        if self.other is not None:
+            self.other.read_on()
+
+    def read_on(self) -> None:
+        """Read again, unless the other end still takes nothing."""
+        if not self.transport.is_closing() and self.other is not None and not self.other.is_full:
+            self.transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio names it
         if self.other is not None and not self.other.transport.is_closing():
@@ -133,7 +166,8 @@ class _ClientSide(Side):
         self._bounds = FrameBounds(self._loop.time)
         self._opening: asyncio.Task[None] | None = None
         self._due: asyncio.TimerHandle | None = None
-        self._early = b""
+        self._waiting = b""
+        self._next_call: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -143,29 +177,52 @@ class _ClientSide(Side):
             self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        if not self._bounds.admit(data):
-            self.transport.abort()
-            if self.other is not None:
-                self.other.transport.abort()
-        elif self.other is not None:
-            super().data_received(data)
-        else:
-            self._await_preface(data)
+        self._waiting += data
+        if self.other is None:
+            self._await_preface()
+        elif self._next_call is None:
+            self._forward()
 
-    def _await_preface(self, data: bytes) -> None:
-        self._early += data
-        if not self._early.startswith(PREFACE[: len(self._early)]):
+    def _await_preface(self) -> None:
+        if not self._waiting.startswith(PREFACE[: len(self._waiting)]):
             self.transport.abort()
-        elif self._opening is None and len(self._early) >= len(PREFACE):
+        elif self._opening is None and len(self._waiting) >= len(PREFACE):
             self.transport.pause_reading()
             self._opening = self._loop.create_task(self._open())
+
+    def read_on(self) -> None:
+        if self._next_call is None:
+            super().read_on()
+
+    def _forward(self) -> None:
+        """Forward what waits, up to the first call that has to wait."""
+        self._next_call = None
+        assert self.other is not None
+        library, data, end, pause_s = self.other.transport, self._waiting, 0, 0.0
+        try:
+            while end < len(data) and pause_s == 0:
+                end, begins_call = self._bounds.admit(data, end)
+                if begins_call:
+                    pause_s = self._gate.begin_call(self.place or "")
+        except Unbounded:
+            self.transport.abort()
+            library.abort()
+            return
+        library.write(data[:end])
+        self._waiting = data[end:]
+        if pause_s > 0:
+            self.transport.pause_reading()
+            self._next_call = self._loop.call_later(pause_s, self._forward)
+        else:
+            self.read_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         if self._opening is not None:
             self._opening.cancel()
-        if self._due is not None:
-            self._due.cancel()
+        for timer in (self._due, self._next_call):
+            if timer is not None:
+                timer.cancel()
         if self.place is not None:
             self._gate.places.give(1, self.place)
             self.place = None
@@ -174,8 +231,7 @@ class _ClientSide(Side):
         """Connect to the library, and read from the client from then on."""
         inner = socket.socket(socket.AF_UNIX)
         inner.setblocking(False)  # noqa: FBT003 - its only argument
-        side = Side()
-        side.other = self
+        side = _LibrarySide(self, self._bounds)
         try:
             await self._gate.connect(inner, self.place or "")
             await self._loop.create_unix_connection(lambda: side, sock=inner)
@@ -186,9 +242,19 @@ class _ClientSide(Side):
         if self._due is not None:
             self._due.cancel()
         self.other = side
-        side.transport.write(self._early)
-        self._early = b""
-        self.transport.resume_reading()
+        self._forward()
+
+
+class _LibrarySide(Side):
+    """The end of the library, whose bytes the client may acknowledge."""
+
+    def __init__(self, client: Side, bounds: FrameBounds) -> None:
+        self.other = client
+        self._bounds = bounds
+
+    def data_received(self, data: bytes) -> None:
+        self._bounds.count_sent(len(data))
+        super().data_received(data)
 
 
 class FrameGate:
@@ -202,6 +268,7 @@ class FrameGate:
             self._tls.set_alpn_protocols([ALPN])
         self._name = secrets.token_hex(8)
         self._numbers = count()
+        self._calls_s: dict[str, float] = {}  # by client: the time at which its calls are within CALLS_PER_S
         self._library = -1
         self._socket: socket.socket | None = None
         self._listener: Listener | None = None
@@ -229,6 +296,15 @@ class FrameGate:
                 await asyncio.sleep(FULL_PAUSE_S)
             else:
                 return
+
+    def begin_call(self, client: str) -> float:
+        """Return the seconds that a call has to wait."""
+        now_s = asyncio.get_running_loop().time()
+        if len(self._calls_s) > CALLS_PER_S:
+            self._calls_s = {client: at_s for client, at_s in self._calls_s.items() if at_s > now_s}
+        at_s = max(self._calls_s.get(client, 0.0), now_s) + 1 / CALLS_PER_S
+        self._calls_s[client] = at_s
+        return max(0.0, at_s - now_s - CALLS_BURST / CALLS_PER_S)
 
     def listen(self, host: str, port: int) -> str:
         """Listen, and return the address. Raises OSError."""

@@ -41,11 +41,15 @@ from tidemill.cluster.edge.grpc_api import frames
 from tidemill.cluster.edge.grpc_api.frames import (
     BLOCK_BYTES_MAX,
     BLOCK_FRAMES_MAX,
+    CALLS_PER_S,
     FRAMES_BURST,
     FRAMES_PER_S,
     PREFACE,
+    WINDOW_BYTES,
+    WINDOWS_BURST,
     FrameBounds,
     FrameGate,
+    Unbounded,
     client_at,
 )
 from tidemill.cluster.edge.requests.limits import EdgeLimits
@@ -59,12 +63,21 @@ def admits(data: bytes, cuts: int = 0) -> bool:
     bounds = FrameBounds(lambda: 0.0)
     rng = Random(cuts)
     at = [0, *sorted(rng.randrange(len(data)) for _ in range(cuts)), len(data)]
-    return all(bounds.admit(data[start:end]) for start, end in pairwise(at))
+    return all(is_admitted(bounds, data[start:end]) for start, end in pairwise(at))
+
+
+def is_admitted(bounds: FrameBounds, data: bytes) -> bool:
+    end = 0
+    with suppress(Unbounded):
+        while end < len(data):
+            end, _ = bounds.admit(data, end)
+        return True
+    return False
 
 
 @pytest.mark.parametrize("cuts", [0, 5, 500])
 def test_frames_are_counted_wherever_they_are_cut(cuts: int) -> None:
-    call = opened(1) + frame(DATA, 0, 1, bytes(16384)) * 20 + frame(WINDOW, 0, 0, bytes(4)) * 5000
+    call = opened(1) + frame(DATA, 0, 1, bytes(16384)) * 20 + frame(WINDOW, 0, 0, bytes(4)) * WINDOWS_BURST
     assert admits(OPENING + call, cuts)
     rest = frame(CONTINUATION, 0, 1, bytes(8000))
     assert admits(OPENING + frame(HEADERS, 0, 1, bytes(8000)) + rest * 3, cuts)
@@ -92,10 +105,59 @@ def test_a_block_of_headers_has_bounds_of_bytes_and_of_frames() -> None:
 def test_frames_without_data_have_a_rate(idle: bytes) -> None:
     now_s = 0.0
     bounds = FrameBounds(lambda: now_s)
-    assert bounds.admit(OPENING + idle * (FRAMES_BURST - 1))
+    assert is_admitted(bounds, OPENING + idle * (FRAMES_BURST - 1))
     now_s = 1.0
-    assert bounds.admit(idle * FRAMES_PER_S)
-    assert not bounds.admit(idle)
+    assert is_admitted(bounds, idle * FRAMES_PER_S)
+    assert not is_admitted(bounds, idle)
+
+
+def test_windows_are_for_what_the_library_has_sent() -> None:
+    bounds, window = FrameBounds(lambda: 0.0), frame(WINDOW, 0, 0, bytes(4))
+    assert is_admitted(bounds, OPENING + window * WINDOWS_BURST)
+    bounds.count_sent(1000 * WINDOW_BYTES)
+    assert is_admitted(bounds, window * 1000)
+    assert not is_admitted(bounds, window)
+
+
+@pytest.mark.parametrize("cuts", [0, 300])
+def test_each_call_is_found_wherever_it_is_cut(cuts: int) -> None:
+    bounds, rng = FrameBounds(lambda: 0.0), Random(cuts)
+    data = OPENING + b"".join(opened(at) + frame(DATA, END_STREAM, at, bytes(9)) for at in range(1, 200, 2))
+    at = [0, *sorted(rng.randrange(len(data)) for _ in range(cuts)), len(data)]
+    calls = 0
+    for start, stop in pairwise(at):
+        part, end = data[start:stop], 0
+        while end < len(part):
+            end, begins_call = bounds.admit(part, end)
+            calls += begins_call
+    assert calls == 100
+
+
+def test_calls_of_a_client_have_a_rate_and_do_not_delay_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "CALLS_BURST", 4)
+
+    async def main() -> None:
+        gate = FrameGate(8, None)
+        waits_s = [gate.begin_call("a") for _ in range(8)]
+        assert waits_s[:4] == [0.0] * 4
+        assert 0 < waits_s[4] < waits_s[7] < 5 / CALLS_PER_S
+        assert gate.begin_call("b") == 0.0
+
+    grpc_loop.run(main())
+
+
+def test_calls_that_wait_for_their_turn_are_all_answered(
+    way: tuple[Tls, bytes] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames, "CALLS_BURST", 1)
+    monkeypatch.setattr(frames, "CALLS_PER_S", 200)
+
+    async def main() -> None:
+        async with serving(FakeService(saying("a")), **secure(way)) as client, asyncio.timeout(WAIT_S_MAX):
+            answers = await asyncio.gather(*(client.generate(HELLO) for _ in range(40)))
+            assert [answer.choices[0].text for answer in answers] == ["a"] * 40
+
+    grpc_loop.run(main())
 
 
 def test_ends_of_calls_are_data() -> None:
