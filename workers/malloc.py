@@ -1,10 +1,12 @@
-"""Let glibc keep memory that a step frees, for the next step."""
+"""The settings of glibc's malloc: what a worker keeps for its next step, and in how many arenas."""
 
 import ctypes
 
 KEPT_BYTES = 1 << 30
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+ARENAS_MAX = 2
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 def keep_freed_memory() -> bool:
@@ -13,7 +15,18 @@ def keep_freed_memory() -> bool:
     Otherwise tensors of more than 32 MiB are mapped in each step, smaller ones until malloc has raised its
     thresholds by itself, and their pages fault in again.
     """
+    return all(_set(name, KEPT_BYTES) for name in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD))
+
+
+def share_arenas() -> bool:
+    """Let the threads of this process share a few arenas; return False where there is no glibc.
+
+    Each thread would otherwise keep what it has freed in an arena of its own.
+    To be called before threads start.
+    """
+    return _set(_M_ARENA_MAX, ARENAS_MAX)
+
+
+def _set(name: int, value: int) -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    return all(mallopt(name, KEPT_BYTES) for name in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD))
+    return mallopt is not None and bool(mallopt(name, value))

@@ -47,6 +47,7 @@ from tidemill.cluster.supervisor.private_folder import private_folder
 from tidemill.cluster.supervisor.store_plan import check_shared, other_tiers
 from tidemill.kvstore.stores.open_store import open_store
 from tidemill.workers.engine.build import check_settings
+from tidemill.workers.malloc import share_arenas
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ def serve(
     for fleet in settings.fleets:
         check_chat(fleet.chat)
     raise_file_limit(endpoint.limits.connections_max)
+    share_arenas()
     with (
         listening(endpoint) as listener,  # before the cluster starts, so that a port in use is reported early
         ThreadPoolExecutor(1) as executor,
