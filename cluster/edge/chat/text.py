@@ -117,7 +117,8 @@ def marked_prompt(
 
 def text_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     """Return the text of tokens, including special ones."""
-    return b"".join(map(tokenizer.piece, tokens)).decode(errors="replace")
+    pieces = {token: tokenizer.piece(token) for token in set(tokens)}
+    return b"".join(map(pieces.__getitem__, tokens)).decode(errors="replace")
 
 
 def growing(text: str, into: Sequence[str]) -> int:

@@ -19,7 +19,8 @@ def add_token_routes(app: FastAPI, models: EdgeModels) -> None:
         tokens = await model.intake.prompt_of(body)
 
         def strs() -> list[str]:
-            return [text_of(model.tokenizer, [token]) for token in tokens]
+            texts = {token: text_of(model.tokenizer, [token]) for token in set(tokens)}
+            return [texts[token] for token in tokens]
 
         return await large_json(
             {
