@@ -57,6 +57,7 @@ ANSWER_S_MAX = 9.0
 """The time for the supervisor to answer, which may wait for a router, or to be restarted."""
 
 RETRY_S = 0.1
+REPORT_S = 2.0
 LOOK_S = 0.25
 
 log = logging.getLogger(__name__)
@@ -166,7 +167,8 @@ class Supervisor:
         self._tasks = [self._start, loop.create_task(self._hold_lease())]
         if settings.detached_folder is not None:
             self._tasks.append(loop.create_task(self._keep_endpoint(settings.detached_folder)))
-        for task in self._tasks:
+        self._start.add_done_callback(partial(_exit_on_error, report_s=REPORT_S))
+        for task in self._tasks[1:]:
             task.add_done_callback(_exit_on_error)
 
     async def started(self) -> ClusterPlan:
@@ -198,7 +200,8 @@ class Supervisor:
         plan = await asyncio.to_thread(self._journal.open)
         if plan.server == self._server and plan.stopped:
             await asyncio.to_thread(kill_actors, plan, self._actors)
-            await asyncio.to_thread(self._actors.kill, SUPERVISOR)  # this process
+            await asyncio.to_thread(self._actors.kill, SUPERVISOR)
+            await asyncio.Event().wait()  # for the end of this process
         if plan.server != self._server:
             if not plan.stopped:
                 log.warning("routers and workers that an earlier server left in %s are removed", namespace)
@@ -216,7 +219,8 @@ class Supervisor:
                 await asyncio.to_thread(self._actors.adopt, name)
             scaler = self._scaler(index, fleet, plan.fleets[index])
             self._scalers.append(scaler)
-            await scaler.start()
+            if not plan.served:  # else it tries again and again while the cluster serves
+                await scaler.start()
             self._tasks.append(task := asyncio.create_task(scaler.run()))
             task.add_done_callback(_exit_on_error)
 
@@ -255,7 +259,7 @@ class Supervisor:
         finds a stopped plan."""
         if self._job_id is None:
             return
-        while not await asyncio.to_thread(_has_ended, self._job_id):  # noqa: ASYNC110 - Ray notes it
+        while not await asyncio.to_thread(job_has_ended, self._job_id):  # noqa: ASYNC110 - Ray notes it
             await asyncio.sleep(LEASE_S)
         log.warning("the process that started this cluster has ended, and with it the cluster")
         await asyncio.to_thread(stop_plan, self._settings.namespace)
@@ -361,14 +365,15 @@ def nodes() -> list[Node]:
     ]
 
 
-def _has_ended(job_id: str) -> bool:
+def job_has_ended(job_id: str) -> bool:
     """Return whether Ray has seen the end of the process of this job. Ray watches its connection."""
     known = cast("list[dict[str, Any]]", jobs())
     return any(job["JobID"] == job_id and job["IsDead"] for job in known)
 
 
-def _exit_on_error(task: asyncio.Task[None]) -> None:
-    """End the process, because Ray starts the next one, which reads the journal."""
+def _exit_on_error(task: asyncio.Task[None], *, report_s: float = 0.0) -> None:
+    """End the process after `report_s`, in which callers get the error. Ray starts the next one, which reads
+    the journal."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("the supervisor broke", exc_info=error)
-        os._exit(1)
+        task.get_loop().call_later(report_s, os._exit, 1)

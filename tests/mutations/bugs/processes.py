@@ -146,4 +146,18 @@ BUGS: tuple[Planted, ...] = (
         "return True",
         "tests/unit/cluster/supervisor/test_private_folder.py",
     ),
+    Planted(
+        "a cluster ends while the process that it belongs to runs",
+        "cluster/supervisor/supervisor.py::job_has_ended",
+        'and $JOB["IsDead"]',
+        "",
+        "tests/unit/cluster/supervisor/test_supervisor.py",
+    ),
+    Planted(
+        "a supervisor starts what was stopped",
+        "cluster/supervisor/supervisor.py::Supervisor._open",
+        "await asyncio.Event().wait() # for the end of this process",
+        "pass",
+        "tests/unit/cluster/supervisor/test_supervisor.py",
+    ),
 )

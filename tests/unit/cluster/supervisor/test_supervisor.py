@@ -1,0 +1,146 @@
+"""The supervisor starts, adopts or ends what its journal has; Ray is a record of the calls."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from tests.unit.cluster.supervisor.test_journal import Store, fleet
+from tidemill.cluster.settings import ClusterSettings, RouterSettings, WorkerSettings
+from tidemill.cluster.supervisor import supervisor as module
+from tidemill.cluster.supervisor.journal import ClusterPlan, Journal
+from tidemill.cluster.supervisor.supervisor import Supervisor, job_has_ended, stop_plan
+from tidemill.workers.messages import WorkerGone
+
+NAMES = ["router", "prefill-0", "decode-0"]
+
+
+@dataclass
+class Actors:
+    """The calls, in order."""
+
+    added: list[str] = field(default_factory=list[str])
+    adopted: list[str] = field(default_factory=list[str])
+    killed: list[str] = field(default_factory=list[str])
+
+    def add_router(self, name: str, settings: RouterSettings) -> None:
+        del settings
+        self.added.append(name)
+
+    def add_worker(self, worker: WorkerSettings, routers: RouterSettings) -> None:
+        del routers
+        self.added.append(worker.name)
+
+    def adopt(self, name: str) -> None:
+        self.adopted.append(name)
+
+    def kill(self, name: str) -> None:
+        self.killed.append(name)
+
+    remove_worker = kill
+
+
+class World:
+    """A Ray whose journal outlives supervisors."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store = Store()
+        self.actors = Actors()
+        self.settings = ClusterSettings(fleets=(fleet(),), namespace="space")
+
+        async def is_away() -> str:
+            raise WorkerGone("there is no router")
+
+        def find_router(name: str, namespace: str) -> Callable[[], Awaitable[str]]:
+            del name, namespace
+            return is_away
+
+        fakes: dict[str, Callable[..., object]] = {
+            "RayStore": lambda: self.store,
+            "Actors": lambda _: self.actors,  # pyright: ignore[reportUnknownLambdaType] - a namespace
+            "find_router": find_router,
+            "start_logs": lambda _: None,  # pyright: ignore[reportUnknownLambdaType] - telemetry
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(module, name, fake)
+
+    def run(self, server: str, until: Callable[[Supervisor], Awaitable[Any]]) -> None:
+        """Run a supervisor until `until` returns; then its process ends."""
+        self.actors.__init__()
+
+        async def main() -> None:
+            await until(Supervisor(self.settings, server, None))
+
+        asyncio.run(main())
+
+    def plan(self) -> ClusterPlan:
+        return Journal(self.store, "space").open()
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+def test_supervisor_starts_the_cluster_and_its_successor_adopts_it(world: World) -> None:
+    async def serves(supervisor: Supervisor) -> None:
+        assert not (await supervisor.started()).served
+        await supervisor.serves()
+
+    world.run("a", serves)
+    assert world.actors.added == NAMES
+    assert world.plan().server == "a"
+    assert all(worker.created for worker in world.plan().fleets[0].workers.values())
+
+    async def adopts(supervisor: Supervisor) -> None:
+        assert (await supervisor.started()).served
+
+    world.run("a", adopts)
+    assert world.actors.added == ["router"], "which is there, so that nothing changes"
+    assert world.actors.adopted == ["prefill-0", "decode-0"]
+    assert not world.actors.killed
+
+
+def test_supervisor_completes_a_start_that_was_interrupted(world: World) -> None:
+    world.run("a", lambda supervisor: supervisor.started())
+    plan = world.plan()
+    workers = {
+        name: replace(worker, created=name != "decode-0") for name, worker in plan.fleets[0].workers.items()
+    }
+    journal = Journal(world.store, "space")
+    journal.open()
+    journal.write(replace(plan, fleets=(replace(plan.fleets[0], workers=workers),)))
+    world.run("a", lambda supervisor: supervisor.started())
+    assert world.actors.added == ["router", "decode-0"]
+
+
+def test_supervisor_of_a_stopped_cluster_ends_it(world: World) -> None:
+    world.run("a", lambda supervisor: supervisor.started())
+    assert stop_plan("space").stopped
+
+    async def waits(supervisor: Supervisor) -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(supervisor.started(), 0.2)
+
+    world.run("a", waits)
+    assert world.actors.killed == ["prefill-0", "decode-0", "router", "supervisor"]
+    assert not world.actors.added
+    world.run("b", lambda supervisor: supervisor.started())
+    assert world.actors.added == NAMES, "the next server starts"
+    assert not world.actors.killed
+
+
+def test_next_server_removes_what_one_without_an_end_has_left(world: World) -> None:
+    world.run("a", lambda supervisor: supervisor.started())
+    world.run("b", lambda supervisor: supervisor.started())
+    assert world.actors.killed == ["prefill-0", "decode-0", "router"]
+    assert world.actors.added == NAMES
+    assert world.plan().server == "b"
+
+
+def test_lease_is_that_of_its_own_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"JobID": "01", "IsDead": True}, {"JobID": "02", "IsDead": False}]
+    monkeypatch.setattr(module, "jobs", lambda: rows)
+    assert [job_has_ended(job) for job in ("01", "02", "03")] == [True, False, False]
