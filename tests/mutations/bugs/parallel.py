@@ -18,6 +18,21 @@ BUGS: tuple[Planted, ...] = (
         "tests/parity/test_tp_model.py",
     ),
     Planted(
+        "the arena of a group is mapped while its ranks still build themselves",
+        "workers/engine/build.py::_build",
+        "$RUNNER = $OPEN_RUNNER($SETTINGS, $LOADED, $MEMORY, $BACKING.$MEMORY, $GROUP) $WARM_UP(",
+        "arena = open_arena(settings, memory, backing)\n"
+        "    runner = open_runner(settings, loaded, memory, backing.memory, group)\n    warm_up(",
+        "tests/unit/workers/parallel/test_device_group.py",
+    ),
+    Planted(
+        "ranks take different amounts of memory",
+        "workers/parallel/exchange.py::Exchange.least",
+        ".$MIN())",
+        "[0, self.control.index])",
+        "tests/unit/workers/parallel/test_device_group.py",
+    ),
+    Planted(
         "more ranks than GPUs are started",
         "workers/device.py::check_ranks",
         "if $COUNT < $SIZE * $SETTINGS.$DEVICE_SHARE:",

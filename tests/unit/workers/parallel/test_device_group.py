@@ -1,0 +1,152 @@
+# pyright: basic
+# Fakes stand in for a device.
+"""A group whose ranks believe that they have a CUDA device each: they build themselves in one order, agree on
+their memory, map it together, and answer as one process does."""
+
+import asyncio
+import gc
+import threading
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from tests.support.kvstore.fake_vmm import FakeVmm
+from tests.support.parity.served import answer
+from tidemill.kernels.dispatch import operators
+from tidemill.workers.engine.build import BuiltEngine, build_engine
+from tidemill.workers.engine.build_rank import build_rank
+from tidemill.workers.execution.model_runner import TorchRunner
+from tidemill.workers.messages import Request, Sampling
+from tidemill.workers.models.bundled import bundled
+from tidemill.workers.parallel.exchange import Exchange
+from tidemill.workers.parallel.link import Ended
+from tidemill.workers.parallel.rank import RankParts, carry_out
+from tidemill.workers.parallel.shared_memory import SharedMemory
+from tidemill.workers.settings import EngineSettings
+
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
+
+MIB = 1 << 20
+TOTAL = 256 * MIB
+FREE = {"leader": 200 * MIB, "rank 1": 150 * MIB}
+"""The free memory of each device, by thread."""
+
+RANKS: list[threading.Thread] = []
+
+WORKER = EngineSettings(
+    model_folder=bundled()["keeper"],
+    cache_folder=Path("nowhere"),
+    store_url="memory:?size=0",
+    device="cuda",
+    kv_dtype="float32",
+    rows_max=4,
+    step_tokens_max=80,
+    max_model_len=256,
+)
+GROUP = replace(WORKER, tensor_parallel_size=2, tensor_parallel_backend="gloo", enforce_eager=True)
+REQUEST = Request(
+    request_id="1", tokens=tuple(range(9, 80)), max_new_tokens=10, sampling=Sampling(temperature=0)
+)
+
+
+def free_memory(_device: object) -> tuple[int, int]:
+    return FREE.get(threading.current_thread().name, FREE["leader"]), TOTAL
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Devices on the host. Return the runners that warm up."""
+    done: list[str] = []
+    warm_up = TorchRunner._warm_up
+
+    def warming(runner: TorchRunner, *arguments: int) -> None:
+        done.append(type(runner).__name__)
+        warm_up(runner, *arguments)
+
+    host = Mock(return_value=torch.device("cpu"))
+    reference = Mock(return_value=operators("reference", Path("nowhere")))
+    for module in ("device", "engine.build", "engine.build_rank"):
+        monkeypatch.setattr(f"tidemill.workers.{module}.device_of", host)
+    for module in ("engine.build", "engine.build_rank"):
+        monkeypatch.setattr(f"tidemill.workers.{module}.operators_of", reference)
+        monkeypatch.setattr(f"tidemill.workers.{module}.memory_in_use", Mock(return_value=0))
+    for module in ("engine.build", "engine.runners"):
+        monkeypatch.setattr(f"tidemill.workers.{module}.memory_info", free_memory)
+    monkeypatch.setattr("tidemill.workers.engine.runners.memory_in_use", Mock(return_value=0))
+    monkeypatch.setattr("tidemill.workers.engine.build.memory_name", Mock(return_value="cuda-0"))
+    monkeypatch.setattr("tidemill.kvstore.memory.backing._installed_vmm_ops", FakeVmm)
+    monkeypatch.setattr(TorchRunner, "_warm_up", warming)
+    return done
+
+
+def start_rank(settings: EngineSettings, folder: Path) -> Ended:
+    def run() -> None:
+        with suppress(Exception):  # the leader reports it
+            asyncio.run(carry_out(folder, 1, lambda: building(settings, folder)))
+
+    RANKS.append(threading.Thread(target=run, daemon=True))
+    RANKS[-1].start()
+    return lambda: None
+
+
+def collect_rank() -> None:
+    """Collect what a rank leaves open, because its process ends; here it is a thread."""
+    RANKS.pop().join()
+    gc.collect()
+
+
+def building(settings: EngineSettings, folder: Path) -> RankParts:
+    threading.current_thread().name = "rank 1"
+    return build_rank(settings, 1, folder)
+
+
+async def tokens_of(built: BuiltEngine) -> list[int]:
+    loop = asyncio.create_task(built.engine.run())
+    try:
+        tokens, _ = await answer(built, REQUEST)
+        return tokens
+    finally:
+        loop.cancel()
+        with suppress(asyncio.CancelledError):
+            await loop
+
+
+def test_ranks_with_a_device_each_are_one_worker(devices: list[str]) -> None:
+    alone = build_engine(replace(WORKER, enforce_eager=True), lambda _done, _total: None)
+    wanted = asyncio.run(tokens_of(alone))
+    alone.close()
+    devices.clear()
+    group = build_engine(GROUP, lambda _done, _total: None, start_rank)
+    try:
+        tried, beside_arena = devices[:2], devices[2:]
+        assert tried == ["TorchRunner"] * 2, "both ranks try their largest step"
+        assert sorted(beside_arena) == ["GroupRunner", "RankRunner"]
+        least = 2 * int(FREE["rank 1"] * 0.9)  # without the arena of the trial
+        assert abs(group.info.memory_bytes - least) < 16 * MIB, "twice what the fuller device has left"
+        assert asyncio.run(tokens_of(group)) == wanted
+    finally:
+        group.close()
+        del group
+        collect_rank()
+
+
+def test_memory_of_ranks_is_the_least_however_late_one_comes(tmp_path: Path) -> None:
+    found: dict[int, int] = {}
+
+    def run(rank: int) -> None:
+        control = SharedMemory(tmp_path, rank, 3, 1.0)
+        if rank == 2:
+            threading.Event().wait(1.5)  # longer than a rank may delay a step
+        found[rank] = Exchange(control, control).least((50, 30, 70)[rank])
+        control.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {0: 30, 1: 30, 2: 30}
