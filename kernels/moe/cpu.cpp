@@ -152,8 +152,11 @@ extern "C" void moe_outer(const float* hidden, const int32_t* chosen, const floa
         for (int64_t t = 0; t < tokens; t++) {
             float* to = y + t * width;
             std::fill(to, to + width, 0.0f);
-            for (int64_t pick = t * top_k; pick < (t + 1) * top_k; pick++)
-                for (int64_t i = 0; out_of[pick] && i < width; i++) to[i] = __builtin_fmaf(weights[pick], out_of[pick][i], to[i]);
+            for (int64_t pick = t * top_k; pick < (t + 1) * top_k; pick++) {
+                const float* const part = out_of[pick];
+                if (!part) continue;
+                for (int64_t i = 0; i < width; i++) to[i] = __builtin_fmaf(weights[pick], part[i], to[i]);
+            }
             if (!shared) continue;
             const float scale = gate ? sigmoid(gate[t * gate_stride]) : 1.0f, *from = shared + t * width;
             for (int64_t i = 0; i < width; i++) to[i] += from[i] * scale;
