@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from tidemill.kvstore.stores.page_store import Got, PageStore, Put, finish
+from tidemill.workers.device_errors import is_sticky
+from tidemill.workers.messages import WorkerGone
 from tidemill.workers.settings import SettingsError
 from tidemill.workers.transfer.arena_io import StagedObject
 
@@ -57,14 +59,14 @@ class StagingRing:
 
     async def put(self, objects: Sequence[StagedObject]) -> list[Put]:
         pieces: list[asyncio.Task[list[Put]]] = []
-        async with asyncio.TaskGroup() as group:
+        async with _together() as group:
             for piece in self._pieces(objects):
                 before = pieces[-1] if pieces else None
                 pieces.append(group.create_task(self._put_piece(piece, before)))
         return [outcome for piece in pieces for outcome in piece.result()]
 
     async def get(self, wanted: Sequence[StagedObject]) -> list[Got]:
-        async with asyncio.TaskGroup() as group:
+        async with _together() as group:
             pieces = [group.create_task(self._get_piece(piece)) for piece in self._pieces(wanted)]
         return [outcome for piece in pieces for outcome in piece.result()]
 
@@ -196,6 +198,19 @@ class Lane:
                 into.copy_(source, non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()
+
+
+@asynccontextmanager
+async def _together() -> AsyncGenerator[asyncio.TaskGroup]:
+    """Raise the first error of the tasks, and WorkerGone if the device has failed."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except ExceptionGroup as errors:
+        (first, *_) = errors.exceptions
+        if is_sticky(first):
+            raise WorkerGone(f"the device failed in a copy: {first}") from first
+        raise first from None
 
 
 def _parts(piece: Sequence[StagedObject], start: int) -> list[slice]:

@@ -52,4 +52,11 @@ BUGS: tuple[Planted, ...] = (
         "$STORED = await self.$PUT($LAST + $PAGES)",
         "tests/unit/workers/transfer/test_transfer.py",
     ),
+    Planted(
+        "a device that fails in a copy is blamed on the request",
+        "workers/transfer/staging.py::_together",
+        "if is_sticky($FIRST):",
+        "if False:",
+        "tests/unit/workers/transfer/test_staging.py",
+    ),
 )

@@ -15,6 +15,7 @@ from tests.support.sim.faulty_store import FaultyStore
 from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.page_store import Got, Put, finish
+from tidemill.workers.messages import WorkerGone
 from tidemill.workers.settings import SettingsError
 from tidemill.workers.transfer.arena_io import DirectIO, StagedObject
 from tidemill.workers.transfer.staging import Lane, StagingRing
@@ -296,6 +297,33 @@ def test_call_cancelled_while_it_waits_lets_those_behind_it_go_on() -> None:
         await ring.close()
 
     run(main())
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (RuntimeError("CUDA error: an illegal memory access"), WorkerGone),
+        (ZeroDivisionError(), ZeroDivisionError),
+    ],
+)
+def test_device_that_fails_in_a_copy_is_a_lost_worker(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, wanted: type[Exception]
+) -> None:
+    def fails(_lane: Lane, _pairs: object) -> None:
+        raise error
+
+    async def main() -> None:
+        ring = StagingRing(MemoryStore(CAPACITY_BYTES), device(300, seed=1), 300, 100)
+        await ring.put(placed([100]))
+        monkeypatch.setattr(Lane, "_copy", fails)
+        with pytest.raises(wanted):
+            await ring.put(placed([100] * 3))
+        with pytest.raises(wanted):
+            await ring.get(placed([100]))
+        assert ring.used_bytes == 0
+        await ring.close()
+
+    asyncio.run(main())
 
 
 def test_object_that_does_not_pass_is_refused_before_anything_moves() -> None:
