@@ -1,7 +1,7 @@
 """The messages of a chat, as clients write them and as chat templates read them."""
 
 import json
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import (
     AfterValidator,
@@ -117,23 +117,22 @@ class ChatMessage(BaseModel):
     reasoning_content: Annotated[str, AfterValidator(valid_text)] | None = None
     content: Annotated[Content | None, AfterValidator(_not_none)] = Field(default=None, validate_default=True)
 
-    _marks: tuple[Mark, ...] = ()
+    marks: ClassVar[tuple[Mark, ...]] = ()
+    """The ends of parts with cache_control, which `content` does not show.
+
+    A message that has some has them in place of these, because a private attribute of pydantic takes
+    longer than the rest of a short message.
+    """
 
     _nulls = model_validator(mode="before")(absent_if_null)
 
     @model_validator(mode="wrap")
     @classmethod
     def _marked(cls, fields: object, check: ModelWrapValidatorHandler["ChatMessage"]) -> "ChatMessage":
-        return check(fields).with_marks(marks_of(_field(fields, "content")))
-
-    def with_marks(self, marks: tuple[Mark, ...]) -> "ChatMessage":
-        """Set the ends of its parts with cache_control, which `content` does not show."""
-        self._marks = marks
-        return self
-
-    @property
-    def marks(self) -> tuple[Mark, ...]:
-        return self._marks
+        message = check(fields)
+        if marks := marks_of(_field(fields, "content")):
+            vars(message)["marks"] = marks
+        return message
 
     def message(self) -> Message:
         # Arguments are passed as they are: a copy of large ones would take long.
