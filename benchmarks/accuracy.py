@@ -39,8 +39,8 @@ from tidemill.cluster.offline.llm import settings_of
 from tidemill.kvstore.layout import restorable_end
 from tidemill.workers.engine.build import BuiltEngine
 from tidemill.workers.messages import Request, Sampling, TokenLogprob
-from tidemill.workers.models.bundled import bundled
 from tidemill.workers.settings import EngineSettings
+from tidemill.workers.sources.names import bundled
 
 ROOT = Path(__file__).parents[1]
 FAMILY = 10

@@ -9,6 +9,7 @@ from tidemill.kernels.shared.compute_dtype import ComputeDtype
 from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.layout import KvDtype
 from tidemill.kvstore.memory.recompute_cost import Policy
+from tidemill.workers.sources.names import ModelSource
 
 CheckpointStrategy = Literal["none", "double", "lazy"]
 """The checkpoint at each boundary of the interval while decoding. "none": there is none, and a sequence holds
@@ -78,6 +79,7 @@ class EngineSettings:
     """The settings of one engine. `step_tokens_max` is the token budget of a step, `rows_max` its rows."""
 
     model_folder: Path
+    model_source: ModelSource | None = None  # of a model that each node downloads; None: the folder is there
     cache_folder: Path  # for compiled kernels
     store_url: str
     store_secret_file: Path | None = None  # seals stored objects: all workers of a store have the same one

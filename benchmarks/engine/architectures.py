@@ -25,7 +25,7 @@ from benchmarks.engine.released import bytes_by_architecture
 from benchmarks.kernels.__main__ import machine
 from benchmarks.kernels.models import Step, sides_of, turns
 from tidemill import LLM
-from tidemill.workers.models.bundled import bundled
+from tidemill.workers.sources.names import bundled
 
 RESULT = Path(__file__).parents[1] / "results" / "architectures.json"
 STEPS = (Step(16, 1, 32), Step(16, 8, 32), Step(512, 1, 0))

@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.engine.run import Load, Run, generate, measure, model_folder
-from tidemill.workers.models.bundled import bundled
 from tidemill.workers.settings import EngineSettings
+from tidemill.workers.sources.names import bundled
 
 RESULTS = Path(__file__).parents[1] / "results" / "engine.json"
 THREADS = 1

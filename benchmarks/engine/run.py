@@ -23,9 +23,9 @@ from tidemill.workers.engine.commit import StepCommitter
 from tidemill.workers.engine.rank_processes import start_ranks
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.messages import Request, Sampling
-from tidemill.workers.models.bundled import bundled
 from tidemill.workers.scheduling.scheduler import Scheduler
 from tidemill.workers.settings import EngineSettings
+from tidemill.workers.sources.names import bundled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from tidemill.kvstore.stores.open_store import open_store
 from tidemill.kvstore.stores.page_store import DAMAGED, Got, PageStore
 from tidemill.kvstore.stores.seal import SEAL_BYTES
 from tidemill.workers.models.architectures.registry import describe
-from tidemill.workers.models.bundled import bundled
+from tidemill.workers.sources.names import bundled
 
 BATCH = 40
 UNTOUCHED = 8

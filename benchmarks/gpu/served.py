@@ -27,7 +27,7 @@ from benchmarks.gpu.engine import LAYER, TINY_LAYER
 from benchmarks.gpu.minutes import Verdict
 from benchmarks.serving.report import summary
 from benchmarks.serving.serve import GREEDY, measure
-from tidemill.workers.models.bundled import bundled
+from tidemill.workers.sources.names import bundled
 
 LAYERS = 8
 STREAMS = 16

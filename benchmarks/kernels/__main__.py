@@ -25,7 +25,7 @@ from benchmarks.kernels import models, operators, shapes
 from benchmarks.kernels.clock import Roofline
 from benchmarks.kernels.peer import Peer, vllm_peer
 from tidemill.kernels.dispatch import operators as our_operators
-from tidemill.workers.models.bundled import bundled
+from tidemill.workers.sources.names import bundled
 
 RESULT = Path(__file__).parents[1] / "results" / "kernels.json"
 PARTS = ("operators", "models")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import transformers
 
-from tidemill.workers.models.bundled import bundled
 from tidemill.workers.models.inputs import Inputs
+from tidemill.workers.sources.names import bundled
 
 PAGE_TOKENS = 64
 HYBRID_77M: dict[str, Any] = {

@@ -25,7 +25,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from tidemill.workers.execution.grammar import Grammars
 from tidemill.workers.messages import Grammar
-from tidemill.workers.models.bundled import bundled
+from tidemill.workers.sources.names import bundled
 
 END = "<|end|>"
 TRAINING_BYTES = 110_000_000

@@ -39,10 +39,10 @@ from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.execution.step import Drawn, Runner, Step
 from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.models.architectures.registry import describe, load
-from tidemill.workers.models.bundled import bundled
 from tidemill.workers.models.inputs import caches_of
 from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.plan import Budget
+from tidemill.workers.sources.names import bundled
 from tidemill.workers.transfer.arena_io import DirectIO
 from tidemill.workers.transfer.transfer import Transfer
 

@@ -15,16 +15,19 @@ from tidemill.cluster.config.flags import with_config_paths
 from tidemill.cluster.config.fleets import (
     Surroundings,
     engine_settings,
+    folders_of,
     memory_bytes_of,
     summary,
     with_visible_gpus,
 )
 from tidemill.cluster.config.problems import ConfigError
 from tidemill.cluster.config.reading import dump, read_config
-from tidemill.cluster.config.tree import RootConfig
+from tidemill.cluster.config.tree import ModelConfig, RootConfig
 from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.stores.secret import read_secret
 from tidemill.workers.settings import EngineSettings, SettingsError
+from tidemill.workers.sources.download import download
+from tidemill.workers.sources.names import SourceError
 
 EXIT_REFUSED = 2
 
@@ -98,8 +101,12 @@ def local_problems(config: RootConfig, *, offline: bool) -> Iterator[str]:
 
 def _checks(config: RootConfig, *, offline: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield each check with the location in the file that it is about."""
-    surroundings = Surroundings(store_url="", cache_folder=Path())
     for index, model in enumerate(config.models):
+        try:
+            surroundings = surroundings_of(model)
+        except SourceError as error:
+            yield f"models[{index}].model", partial(_raise, error)
+            continue
         for number, group in enumerate(model.groups):
             engine = partial(engine_settings, config, model, group, surroundings)
             check = engine if offline else partial(_check_engine, config, engine)
@@ -112,6 +119,16 @@ def _checks(config: RootConfig, *, offline: bool) -> Iterator[tuple[str, Callabl
         yield "store.secret_file", partial(read_secret, Path(config.store.secret_file))
     yield "edge", partial(security_of, config.edge, None, {})
     yield "cluster", partial(cluster_tls, config.cluster)
+
+
+def surroundings_of(model: ModelConfig) -> Surroundings:
+    """Return the surroundings of a model that is on this machine already. Raises SourceError."""
+    folders = folders_of([model], partial(download, offline=True))
+    return Surroundings(store_url="", cache_folder=Path(), folders=folders)
+
+
+def _raise(error: SourceError) -> None:
+    raise error
 
 
 def _with_config_paths(check: Callable[[], object], model: int, group: int) -> None:
@@ -171,8 +188,9 @@ def _weights(config: RootConfig) -> str:
     from tidemill.cluster.cli.status import human_bytes
     from tidemill.workers.engine.build import weight_bytes
 
-    surroundings = Surroundings(store_url="", cache_folder=Path())
-    made = [engine_settings(config, model, model.groups[0], surroundings) for model in config.models]
+    made = [
+        engine_settings(config, model, model.groups[0], surroundings_of(model)) for model in config.models
+    ]
     sizes = [
         f"{model.names[0]} {human_bytes(weight_bytes(settings))}"
         for model, settings in zip(config.models, made, strict=True)

@@ -32,7 +32,13 @@ from tidemill.cluster.cli.fleet import CommandContext, add_fleet_commands, show
 from tidemill.cluster.cli.security import KEY_VARIABLE, add_key_options, with_cluster_security
 from tidemill.cluster.cli.serve import add_serving_options, config_of_options, detach, endpoint_of, stop
 from tidemill.cluster.cli.simulate import add_simulate_options
-from tidemill.cluster.config.fleets import Surroundings, cluster_settings, summary, telemetry_of
+from tidemill.cluster.config.fleets import (
+    Surroundings,
+    cluster_settings,
+    folders_of,
+    summary,
+    telemetry_of,
+)
 from tidemill.cluster.config.threads import arrangement, count_cores
 from tidemill.cluster.settings import WORKER_ENVIRON, ray_environ
 from tidemill.kvstore.errors import TidemillError
@@ -40,12 +46,14 @@ from tidemill.kvstore.keys import ObjectKey
 from tidemill.kvstore.stores.circuit_breaker import ABSENT
 from tidemill.kvstore.stores.seal import PLAIN, Sealing
 from tidemill.kvstore.stores.secret import is_public, read_secret
-from tidemill.workers.models.bundled import bundled
+from tidemill.workers.sources.download import download
+from tidemill.workers.sources.names import bundled
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from tidemill.cluster.config.tree import RootConfig
+    from tidemill.cluster.edge.requests.context import Sources
     from tidemill.cluster.server.server import Work
     from tidemill.kvstore.stores.page_store import PageStore
 
@@ -179,20 +187,8 @@ def _demo(options: argparse.Namespace) -> int:
     from tidemill.cluster.cli.demo import run_demo
 
     del options
-    arguments = [
-        "serve",
-        "keeper",
-        "--port",
-        "0",
-        "--prefill",
-        "1",
-        "--decode",
-        "1",
-        "--memory",
-        "64MiB",
-        "--log-level",
-        "warning",
-    ]
+    sizes = ("--prefill", "1", "--decode", "1", "--memory", "64MiB")
+    arguments = ["serve", "keeper", "--port", "0", *sizes, "--log-level", "warning"]
     config = config_of_options(parser().parse_args(arguments))
     is_right = False
 
@@ -327,7 +323,6 @@ def _run(
     os.environ.update(telemetry.environ())
     for name, value in WORKER_ENVIRON.items():
         os.environ.setdefault(name, value)
-    from tidemill.cluster.edge.requests.context import Sources
     from tidemill.cluster.observability.logs import start_logs
     from tidemill.cluster.server.detached import remove_detached
     from tidemill.cluster.server.server import serve, shared_store
@@ -336,12 +331,6 @@ def _run(
     from tidemill.cluster.supervisor.reaper import reaping
 
     endpoint = endpoint_of(config, api_keys, os.environ)
-    sources = Sources(
-        clock_s=time.monotonic,
-        unix_time_s=time.time,
-        new_id=lambda: uuid.uuid4().hex,
-        rng=Random(secrets.randbits(64)),  # noqa: S311 - seeds of sampling are no secrets
-    )
     os.environ.pop(KEY_VARIABLE, None)  # Ray's processes and the workers do not need it
     _sealing(None if store.secret_file is None else Path(store.secret_file))  # reports errors early
     cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill"
@@ -350,7 +339,10 @@ def _run(
         if store.url is not None and store_url != store.url:
             console.print(Text(f"store: {store_url}"))  # for `tidemill store`
         cores = count_cores(os.sched_getaffinity(0))
-        surroundings = Surroundings(store_url=store_url, cache_folder=cache_folder, cores=cores)
+        folders = folders_of(config.models, download)
+        surroundings = Surroundings(
+            store_url=store_url, cache_folder=cache_folder, cores=cores, folders=folders
+        )
         settings = cluster_settings(config, surroundings, source)
         settings = with_cluster_security(settings, config.cluster).with_telemetry(telemetry)
         settings = replace(settings, detached_folder=detached_folder)
@@ -362,13 +354,24 @@ def _run(
             await work(url)
 
         try:
-            serve(endpoint, settings, sources, console, announced)
+            serve(endpoint, settings, _sources(), console, announced)
         except RayEnded as error:
             sys.stderr.write(f"tidemill: {error}\n")
             return EXIT_LOST
     if detached_folder is not None and (server := read_record(detached_folder)) is not None:
         remove_detached(server)  # a signal has ended this process, and so the server
     return 0
+
+
+def _sources() -> "Sources":
+    from tidemill.cluster.edge.requests.context import Sources
+
+    return Sources(
+        clock_s=time.monotonic,
+        unix_time_s=time.time,
+        new_id=lambda: uuid.uuid4().hex,
+        rng=Random(secrets.randbits(64)),  # noqa: S311 - seeds of sampling are no secrets
+    )
 
 
 def _become_endpoint(folder: Path) -> None:

@@ -31,7 +31,11 @@ MARK = "flag "
 
 def add_serving_options(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
-        "model", nargs="?", metavar="MODEL", help="a Hugging Face folder, or a bundled model: keeper"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a Hugging Face folder, a repository of the hub (ORG/NAME), s3://, gs:// or https://, or a "
+        "bundled model: keeper",
     )
     serve.add_argument(
         "--config",

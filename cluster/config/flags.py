@@ -101,6 +101,8 @@ FLAGS: tuple[Flag, ...] = (
         "model",
         {
             "served_model_name": "NAME",
+            "revision": "REVISION",
+            "download_dir": "FOLDER",
             "max_model_len": "TOKENS",
             "chat_template": "FILE",
             "tool_call_parser": None,

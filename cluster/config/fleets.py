@@ -1,8 +1,8 @@
 """Translate a configuration into the settings of the cluster that it describes. Pure."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_args
 
@@ -29,20 +29,38 @@ from tidemill.cluster.settings import (
 )
 from tidemill.kvstore.sizes import parse_bytes
 from tidemill.workers.messages import Role
-from tidemill.workers.models.bundled import bundled
 from tidemill.workers.settings import MEMORY_BYTES, EngineSettings, KvEventSettings, SettingsError
+from tidemill.workers.sources.names import ModelSource, local_folder, source_of
 
 ROLES: tuple[Role, ...] = get_args(Role)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """The settings of engines that are not in the file: the running store, the folder of compiled kernels and
-    the cores of this machine."""
+    """The settings of engines that are not in the file: the running store, the folder of compiled kernels,
+    the cores of this machine and the folders of downloaded models."""
 
     store_url: str
     cache_folder: Path
     cores: int = 1
+    folders: Mapping[ModelSource, Path] = field(default_factory=dict[ModelSource, Path])
+
+    def folder_of(self, model: ModelConfig) -> Path:
+        """Return the model's folder on this machine. Raises SourceError."""
+        source = source_of_model(model)
+        return local_folder(model.model) if source is None else self.folders[source]
+
+
+def source_of_model(model: ModelConfig) -> ModelSource | None:
+    """Return the place to download the model from; None: its folder is here. Raises SourceError."""
+    folder = None if model.download_dir is None else Path(model.download_dir)
+    return source_of(model.model, model.revision, folder)
+
+
+def folders_of(models: Sequence[ModelConfig], find: Callable[[ModelSource], Path]) -> dict[ModelSource, Path]:
+    """Return the folders that `find` has for the models to download. Raises SourceError."""
+    sources = {source for model in models if (source := source_of_model(model)) is not None}
+    return {source: find(source) for source in sources}
 
 
 def cluster_settings(config: RootConfig, surroundings: Surroundings, source: str = "") -> ClusterSettings:
@@ -95,8 +113,10 @@ def engine_settings(
             f" {group.tensor_parallel_size} ranks of a worker"
         )
     on_gpus = any(other.device != "cpu" and other.tensor_parallel_size > 1 for other in model.groups)
+    folder, source = surroundings.folder_of(model), source_of_model(model)
     return EngineSettings(
-        model_folder=bundled().get(model.model) or Path(model.model),
+        model_folder=folder,
+        model_source=None if source is None else source.pinned(folder),
         memory_bytes=memory_bytes_of(group),
         memory_max_bytes=_memory_max_bytes(config, model, group),
         memory_floor_bytes=None if floor is None else parse_bytes(floor),
@@ -119,7 +139,7 @@ def engine_settings(
         kernels=engine.kernels,
         backing=engine.backing,
         enforce_eager=engine.enforce_eager,
-        threads=threads_of(config, model, group, surroundings.cores),
+        threads=threads_of(config, model, group, folder, surroundings.cores),
         step_tokens_max=engine.max_num_batched_tokens,
         rows_max=engine.max_num_seqs,
         itl_target_s=engine.itl_target,

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from tidemill.cluster.config.tree import GroupConfig, ModelConfig, RootConfig
 from tidemill.cluster.settings import FleetSettings, WorkerSettings
-from tidemill.workers.models.bundled import bundled
 
 SMALL_BYTES = 32 << 20
 """The size of a model below which one thread is the fastest: its parallel loops are shorter than the wait for
@@ -22,11 +21,12 @@ def count_cores(allowed: Collection[int], topology: Path = TOPOLOGY, quota: Path
     return max(1, min(len(cores), _quota(quota)))
 
 
-def threads_of(config: RootConfig, model: ModelConfig, group: GroupConfig, cores: int) -> int:
-    """Return the threads of each rank of a group, on a machine with this many cores."""
+def threads_of(config: RootConfig, model: ModelConfig, group: GroupConfig, folder: Path, cores: int) -> int:
+    """Return the threads of each rank of a group, on a machine with this many cores and the model in
+    `folder`."""
     if group.threads is not None:
         return group.threads
-    if group.device != "cpu" or 0 < _weights_bytes(model) < SMALL_BYTES:
+    if group.device != "cpu" or 0 < _weights_bytes(model, folder) < SMALL_BYTES:
         return 1
     if config.cluster.ray_address is not None:  # its nodes may have other cores
         return max(1, int(group.num_cpus))
@@ -58,11 +58,10 @@ def _described(workers: Sequence[WorkerSettings]) -> str:
     )
 
 
-def _weights_bytes(model: ModelConfig) -> int:
+def _weights_bytes(model: ModelConfig, folder: Path) -> int:
     """Return the size of the weights; 0 if there are none to read."""
     if model.engine.load_format == "dummy":
         return 0
-    folder = bundled().get(model.model) or Path(model.model)
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 

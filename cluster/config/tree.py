@@ -71,8 +71,7 @@ class GroupConfig(ConfigNode):
     tensor_parallel_size: Count = 1
     """number of ranks of a worker: its processes, all on one node"""
     memory: Size | None = None
-    """memory of each worker for pages and states (1GiB; on CUDA what its device has left beside weights,
-    steps and CUDA graphs)"""
+    """memory of each worker for pages and states (1GiB; on CUDA what weights, steps and graphs leave)"""
     memory_floor: Size | None = None
     """minimum memory of each worker, never lent (the need of one request of max_model_len tokens)"""
     device: Annotated[str, Field(pattern=DEVICE)] = "cpu"
@@ -83,8 +82,7 @@ class GroupConfig(ConfigNode):
     num_cpus: Amount = 0.0
     """CPUs that Ray reserves for each rank"""
     num_gpus: Amount | None = None
-    """GPUs that Ray reserves for each rank; below 1, workers share a GPU and each has that part of its memory
-    (1 with device cuda, else 0)"""
+    """GPUs that Ray reserves for each rank; below 1, workers share one and its memory (1 on CUDA, else 0)"""
     resources: dict[Text, Amount] = {}
     """custom resources that Ray reserves for each rank, by name"""
     labels: dict[Text, Text] = {}
@@ -127,8 +125,7 @@ class EngineConfig(ConfigNode):
     """The settings of all workers of a model."""
 
     load_format: LoadFormat = "auto"
-    """weights: auto reads those of the model folder; dummy draws random ones for its config.json, to test
-    speed and memory"""
+    """weights: auto reads them; dummy draws random ones for the config.json, to test speed and memory"""
     page_size: Count = 64
     """tokens per page"""
     compute_dtype: ComputeDtype | None = None
@@ -149,8 +146,7 @@ class EngineConfig(ConfigNode):
     """draft tokens per row and step; they are verified, so the answers stay the same (on CUDA but for the
     rounding of sums: docs/operations.md)"""
     speculative_method: SpeculativeMethod = "auto"
-    """source of draft tokens: ngram searches the preceding text, mtp is the model's prediction head, auto is
-    mtp if the model has that head"""
+    """source of draft tokens: ngram searches the text, mtp is the model's head, auto is mtp if it has one"""
     tensor_parallel_reduce: Reduce | None = None
     """exchange between the ranks of a worker: exact gathers columns and has the bits of one rank; fast has
     two all-reduces a layer, and its last bits depend on the number of ranks (exact; on CUDA fast)"""
@@ -192,9 +188,13 @@ class ModelConfig(ConfigNode):
     """A served model with its own workers and routers."""
 
     model: Text
-    """a Hugging Face folder, or a bundled model: keeper"""
+    """a folder, a repository of the hub (ORG/NAME), s3://, gs:// or https://, or a bundled model: keeper"""
     served_model_name: Names | None = None
     """names of the model in requests; replies and metrics have the first one (the value of `model`)"""
+    revision: Text | None = None
+    """branch, tag or commit of a repository of the hub (its main branch)"""
+    download_dir: Text | None = None
+    """folder for downloaded models (the cache of the hub)"""
     max_model_len: Count | None = None
     """maximum tokens of prompt and output together (as many as the model and the memory allow)"""
     chat_template: Text | None = None

@@ -31,8 +31,9 @@ from tidemill.kvstore.sizes import parse_bytes
 from tidemill.workers.engine.build import build_engine
 from tidemill.workers.engine.rank_processes import start_ranks
 from tidemill.workers.messages import RequestError, WorkerLoad
-from tidemill.workers.models.bundled import bundled
 from tidemill.workers.settings import EngineSettings, SettingsError
+from tidemill.workers.sources.download import download
+from tidemill.workers.sources.names import local_folder, source_of
 
 Prompt: TypeAlias = str | Sequence[int]
 Chat: TypeAlias = Sequence[dict[str, Any]]
@@ -63,11 +64,11 @@ class LLM:
     call. `close`, or the end of a with block, releases everything."""
 
     def __init__(self, model: str | Path, *, seed: int | None = 0, **settings: object) -> None:
-        """`model` is a Hugging Face folder or a bundled model; `seed` is for answers without a seed (None:
-        other draws in each run).
+        """`model` is a Hugging Face folder, a repository of the hub or another place to download from, or a
+        bundled model; `seed` is for answers without a seed (None: other draws in each run).
 
-        Settings are the flags of `tidemill serve` (memory="2GiB", max_num_seqs=8) and the fields of
-        EngineSettings. Raises ModelError and SettingsError.
+        Settings are the flags of `tidemill serve` (memory="2GiB", revision="main", max_num_seqs=8) and the
+        fields of EngineSettings. Raises ModelError, SettingsError and SourceError.
         """
         made = settings_of(model, settings)
         self._tokenizer = load_tokenizer(made.model_folder)
@@ -183,8 +184,14 @@ def settings_of(model: str | Path, settings: dict[str, object]) -> EngineSetting
     """Return the settings. Raises SettingsError."""
     memory = settings.get("memory", settings.get("memory_bytes"))
     fields = {FLAGS.get(name, name): value for name, value in settings.items()}
+    revision, download_dir = fields.pop("revision", None), fields.pop("download_dir", None)
+    source = source_of(
+        str(model),
+        None if revision is None else str(revision),
+        None if download_dir is None else Path(str(download_dir)),
+    )
     known = EngineSettings.__dataclass_fields__
-    for name in settings:
+    for name in settings.keys() - {"revision", "download_dir"}:
         if FLAGS.get(name, name) not in known:
             raise SettingsError(f"there is no setting {name}: use {', '.join(sorted({*FLAGS, *known}))}")
     try:
@@ -193,7 +200,7 @@ def settings_of(model: str | Path, settings: dict[str, object]) -> EngineSetting
                 "store_url": OWN_STORE,
                 "cache_folder": Path.home() / ".cache" / "tidemill",
                 **fields,
-                "model_folder": bundled().get(str(model)) or Path(model),
+                "model_folder": local_folder(str(model)) if source is None else download(source),
                 "memory_bytes": parse_bytes(memory) if isinstance(memory, str) else memory,
             }
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.clients.answers import lm_eval
 from tests.clients.loads import LOADS, Target
 from tests.support.e2e.server import Server
-from tidemill.workers.models.bundled import bundled
+from tidemill.workers.sources.names import bundled
 
 NAME = "keeper"
 

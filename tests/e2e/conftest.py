@@ -17,7 +17,7 @@ from tests.support.e2e.history import Ask, Call, broken
 from tests.support.e2e.server import EVENTUALLY_S_MAX, Server, command_of
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings
 from tidemill.cluster.supervisor.launch import Cluster, start_cluster
-from tidemill.workers.models.bundled import bundled
+from tidemill.workers.sources.names import bundled
 
 TEMPLATE = """{% for tool in tools or [] %}<|system|> {{ tool | tojson }}<|end|>
 {% endfor %}{% for m in messages %}

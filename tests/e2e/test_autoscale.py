@@ -19,7 +19,7 @@ from tests.support.e2e.load import Client, PacedServer, paced_server
 from tests.support.e2e.paced import answer
 from tests.support.e2e.server import EVENTUALLY_S_MAX, eventually, run_cli
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
-from tidemill.workers.models.bundled import bundled
+from tidemill.workers.sources.names import bundled
 
 pytestmark = pytest.mark.slow
 

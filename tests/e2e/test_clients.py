@@ -19,7 +19,7 @@ from pydantic import BaseModel, SecretStr
 
 from tests.support.cluster.openai_talk import LOOK
 from tests.support.e2e.server import Server
-from tidemill.workers.models.bundled import bundled
+from tidemill.workers.sources.names import bundled
 
 KEEPER = bundled()["keeper"]
 DEMO: dict[str, Any] = json.loads((KEEPER / "demo.json").read_text())

@@ -46,7 +46,7 @@ from tests.support.e2e.history import Ask, Call, Chunk, asks, broken, pauses_s, 
 from tests.support.e2e.poisoned import MARK
 from tests.support.e2e.server import Server, eventually, listening_of, run_cli
 from tests.support.e2e.streams import client_of, run_all, run_while
-from tidemill.workers.models.bundled import bundled
+from tidemill.workers.sources.names import bundled
 
 pytestmark = pytest.mark.slow
 

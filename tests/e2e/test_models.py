@@ -18,7 +18,7 @@ from tests.support.e2e.server import Server, eventually, run_cli
 from tests.support.e2e.streams import Stream, client_of, run_all
 from tests.support.parity.architectures import random_model, save
 from tidemill import LLM, SamplingParams
-from tidemill.workers.models.bundled import bundled
+from tidemill.workers.sources.names import bundled
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from tests.support.e2e.paced import answer
 from tests.support.e2e.server import NO_TLS, eventually
 from tests.support.sockets import connected
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
-from tidemill.workers.models.bundled import bundled
+from tidemill.workers.sources.names import bundled
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from tests.support.e2e.streams import Stream, client_of, run_all, run_while
 from tidemill.kvstore.layout import layout_of
 from tidemill.kvstore.memory.checkpoints import GRID_PAGES
 from tidemill.workers.models.architectures.registry import describe
-from tidemill.workers.models.bundled import bundled
+from tidemill.workers.sources.names import bundled
 
 KEEPER = bundled()["keeper"]
 FOLDER = "store"

@@ -25,9 +25,9 @@ from tidemill.kvstore.memory.backing import Kvcached
 from tidemill.workers.engine.build import BuiltEngine
 from tidemill.workers.execution.cuda_graphs import Graphs
 from tidemill.workers.messages import Provenance, Request, Sampling
-from tidemill.workers.models.bundled import bundled
 from tidemill.workers.models.inputs import Inputs
 from tidemill.workers.settings import EngineSettings
+from tidemill.workers.sources.names import bundled
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -17,8 +17,8 @@ from tidemill.kvstore.stores.file_store import FileStore
 from tidemill.kvstore.stores.page_store import Got, Put
 from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.models.architectures.registry import describe
-from tidemill.workers.models.bundled import bundled
 from tidemill.workers.settings import EngineSettings
+from tidemill.workers.sources.names import bundled
 
 P = 16
 END_TOKEN = 1

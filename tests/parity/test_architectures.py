@@ -16,7 +16,7 @@ from tests.support.parity.ways import WAYS, journey_of, take
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
 from tidemill.workers.models.architectures.registry import ARCHITECTURES, load
-from tidemill.workers.models.bundled import bundled
+from tidemill.workers.sources.names import bundled
 
 FIRST = {f"{architecture}/{next(iter(shapes))}" for architecture, shapes in MODELS.items()}
 NOTEBOOK = (

@@ -13,8 +13,8 @@ from tests.support.parity.architectures import MODELS, random_model, save
 from tests.support.parity.served import answer, serving
 from tests.support.parity.sharded import sizes_of
 from tidemill.workers.messages import Request, Sampling
-from tidemill.workers.models.bundled import bundled
 from tidemill.workers.settings import EngineSettings
+from tidemill.workers.sources.names import bundled
 
 FOUR: dict[str, dict[str, int]] = {
     "qwen3_next": {"linear_num_key_heads": 4, "linear_num_value_heads": 4},

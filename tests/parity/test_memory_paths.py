@@ -24,8 +24,8 @@ from tidemill.workers.execution import model_runner as runner
 from tidemill.workers.execution.step import Drawn, Row
 from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.models.architectures.registry import describe
-from tidemill.workers.models.bundled import bundled
 from tidemill.workers.settings import CheckpointStrategy, EngineSettings
+from tidemill.workers.sources.names import bundled
 
 P = 16
 NEW_TOKENS = 20

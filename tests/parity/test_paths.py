@@ -17,8 +17,8 @@ from tests.support.parity.served import answer, serving
 from tidemill.kvstore.layout import restorable_end
 from tidemill.workers.engine.build import BuiltEngine
 from tidemill.workers.messages import Provenance, Request, Sampling
-from tidemill.workers.models.bundled import bundled
 from tidemill.workers.settings import EngineSettings
+from tidemill.workers.sources.names import bundled
 
 MIB = 1 << 20
 NEW_TOKENS = 20

@@ -25,11 +25,11 @@ from tests.support.parity.sharded import (
 from tests.support.parity.steps import Runner
 from tidemill.kernels.dispatch import Operators
 from tidemill.workers.models.architectures.registry import describe, load
-from tidemill.workers.models.bundled import bundled
 from tidemill.workers.models.collectives import LEADER, Sharing
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.parallel.distributed import Distributed
 from tidemill.workers.parallel.shared_memory import SharedMemory
+from tidemill.workers.sources.names import bundled
 
 ROOT = Path(__file__).parents[2]
 FOUR_WAYS = {"vocab_size": 9, "linear_num_key_heads": 4, "linear_num_value_heads": 8}

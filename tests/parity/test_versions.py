@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tidemill import LLM, SamplingParams
 from tidemill.kvstore import layout
 from tidemill.kvstore.stores import seal
-from tidemill.workers.models.bundled import bundled
+from tidemill.workers.sources.names import bundled
 
 KEEPER = bundled()["keeper"]
 DRAWS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)

@@ -18,16 +18,17 @@ MAY_IMPORT = {
     "kvstore": "",
     "kvstore/memory": "kvstore",
     "kvstore/stores": "kvstore",
-    "workers": "kernels kvstore",
+    "workers/sources": "kvstore",
+    "workers": "kernels kvstore workers/sources",
     "workers/transfer": "kvstore workers",
     "workers/models": "kvstore",
     "workers/models/loading": "workers/models",
     "workers/models/layers": "kernels kvstore workers/models workers/models/loading",
-    "workers/models/architectures": "kernels kvstore workers workers/models",
+    "workers/models/architectures": "kernels kvstore workers workers/models workers/sources",
     "workers/execution": "kernels kvstore workers workers/models",
     "workers/scheduling": "kvstore workers workers/execution workers/transfer",
     "workers/parallel": "kvstore workers workers/execution workers/models workers/transfer",
-    "workers/engine": "kernels kvstore workers",
+    "workers/engine": "kernels kvstore workers workers/sources",
     "cluster": "workers cluster/observability",
     "cluster/observability": "kvstore workers",
     "cluster/rpc": "kvstore workers cluster",
@@ -53,8 +54,10 @@ MAY_IMPORT = {
         "kvstore workers workers/engine cluster cluster/edge cluster/metrics "
         "cluster/observability cluster/rpc cluster/supervisor"
     ),
-    "cluster/offline": "kvstore workers workers/engine workers/models cluster/edge/chat",
-    "cluster/config": ("kvstore workers workers/models cluster cluster/edge/chat cluster/observability"),
+    "cluster/offline": "kvstore workers workers/engine workers/models workers/sources cluster/edge/chat",
+    "cluster/config": (
+        "kvstore workers workers/models workers/sources cluster cluster/edge/chat cluster/observability"
+    ),
     "cluster/simulate": "kvstore workers cluster cluster/edge cluster/router",
     "cluster/cli": (
         "kvstore workers cluster cluster/config cluster/edge/requests cluster/metrics "

@@ -33,8 +33,8 @@ from transformers import Qwen3NextConfig
 
 from tidemill.workers.models.architectures.config import DRAFT, weights_of
 from tidemill.workers.models.architectures.qwen3_next import draft_of, parse
-from tidemill.workers.models.bundled import bundled
 from tidemill.workers.settings import EngineSettings
+from tidemill.workers.sources.names import bundled
 from tools.train_keeper.model import Disturbance, Keeper
 from tools.train_keeper.native import Kernels, compile_kernels
 from tools.train_keeper.stream import Mix, Writer, batch

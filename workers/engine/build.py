@@ -62,6 +62,7 @@ from tidemill.workers.parallel.group import RankGroup, open_group
 from tidemill.workers.parallel.link import StartRanks
 from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.settings import EngineSettings, KvEventSettings, SettingsError
+from tidemill.workers.sources.download import download
 from tidemill.workers.transfer.arena_io import ArenaIO, DirectIO
 from tidemill.workers.transfer.staging import StagingRing
 from tidemill.workers.transfer.transfer import IN_FLIGHT_BYTES_MAX, Transfer
@@ -142,6 +143,7 @@ def build_engine(
 ) -> BuiltEngine:
     """Load the model and reserve the memory, on all ranks of a group. Raises ModelError, StoreError,
     OutOfMemory, SettingsError or GroupBroken, each with one line that names the fix."""
+    settings = with_model_here(settings)
     device = device_of(settings)
     settings = with_compute_dtype(settings)
     ops = operators_of(settings)
@@ -155,6 +157,14 @@ def build_engine(
         )
     with open_group(settings, start_ranks, device) as group:
         return _build(settings, progress, ops, device, group)
+
+
+def with_model_here(settings: EngineSettings) -> EngineSettings:
+    """Return the settings with the model's folder on this machine, downloaded if need be. Raises
+    SourceError."""
+    if settings.model_source is None or settings.model_folder.exists():
+        return settings
+    return replace(settings, model_folder=download(settings.model_source))
 
 
 def _build(

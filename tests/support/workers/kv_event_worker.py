@@ -11,8 +11,8 @@ from random import Random
 
 from tests.support.parity.served import answer, serving
 from tidemill.workers.messages import Request, Sampling
-from tidemill.workers.models.bundled import bundled
 from tidemill.workers.settings import EngineSettings, KvEventSettings
+from tidemill.workers.sources.names import bundled
 
 
 async def main(folder: str, kernel_cache: str, buffer_steps: str) -> None:

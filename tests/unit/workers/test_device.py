@@ -27,8 +27,8 @@ from tidemill.workers.device_errors import is_sticky
 from tidemill.workers.engine.build import build_engine, check_settings
 from tidemill.workers.engine.memory_plan import checkpoint_pages, memory_of
 from tidemill.workers.models.architectures.registry import ARCHITECTURES, describe
-from tidemill.workers.models.bundled import bundled
 from tidemill.workers.settings import EngineSettings, SettingsError
+from tidemill.workers.sources.names import bundled
 
 CUDA = torch.device("cuda", 0)
 

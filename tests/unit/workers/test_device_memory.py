@@ -19,8 +19,8 @@ from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.messages import EngineInfo
 from tidemill.workers.models.architectures.config import weight_bytes
 from tidemill.workers.models.architectures.registry import ARCHITECTURES
-from tidemill.workers.models.bundled import bundled
 from tidemill.workers.settings import EngineSettings, SettingsError
+from tidemill.workers.sources.names import bundled
 
 MIB, GB = 1 << 20, 10**9
 H100, H200 = 85 * GB, 150 * GB

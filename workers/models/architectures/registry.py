@@ -24,7 +24,6 @@ from tidemill.workers.models.architectures.config import (
 )
 from tidemill.workers.models.architectures.decoder import Decoder
 from tidemill.workers.models.architectures.mtp import MtpHead
-from tidemill.workers.models.bundled import bundled
 from tidemill.workers.models.collectives import LEADER, WHOLE, Sharing
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.inputs import Caches, Inputs
@@ -34,6 +33,7 @@ from tidemill.workers.models.loading.dummy import DummyWeights, dummy_dtype
 from tidemill.workers.models.loading.sharding import RankPart
 from tidemill.workers.models.loading.tensor_files import DTYPES, TensorFiles, read_json
 from tidemill.workers.settings import LoadFormat
+from tidemill.workers.sources.names import bundled
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +271,8 @@ def _open(
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise ModelError(
-            f"there is no model folder {folder}: give a Hugging Face folder or one of {', '.join(bundled())}"
+            f"there is no model folder {folder}: give a Hugging Face folder, a repository of the hub like "
+            f"Qwen/Qwen3-0.6B, or one of {', '.join(bundled())}"
         )
 
 

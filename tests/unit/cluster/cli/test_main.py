@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.cluster.quiet import same_logs_afterwards
 from tidemill.cluster.cli import main as cli
-from tidemill.workers.models.bundled import bundled
+from tidemill.workers.sources.names import bundled
 
 # This list fails on every new option, because an option is a decision.
 SERVE_OPTIONS = [
@@ -38,6 +38,7 @@ SERVE_OPTIONS = [
     "--detach",
     "--detached-folder",
     "--device",
+    "--download-dir",
     "--enable-expert-parallel",
     "--enforce-eager",
     "--eviction-policy",
@@ -80,6 +81,7 @@ SERVE_OPTIONS = [
     "--prefill-tensor-parallel-size",
     "--ray-address",
     "--reasoning-parser",
+    "--revision",
     "--routers",
     "--send-timeout",
     "--served-model-name",

@@ -22,8 +22,8 @@ from tidemill.cluster.config.tree import RootConfig
 from tidemill.cluster.messages import Bounds
 from tidemill.cluster.observability.telemetry import Telemetry
 from tidemill.cluster.settings import ChatSettings, ClusterSettings, FleetSettings
-from tidemill.workers.models.bundled import bundled
 from tidemill.workers.settings import SettingsError
+from tidemill.workers.sources.names import bundled
 
 SURROUNDINGS = Surroundings(store_url="memory:", cache_folder=Path("cache"))
 MIB = 1 << 20

@@ -32,9 +32,9 @@ from tidemill.workers.execution.cuda_graphs import (
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.models.architectures.registry import LoadedModel
-from tidemill.workers.models.bundled import bundled
 from tidemill.workers.models.inputs import ALIGNED_BYTES, Inputs, one_run
 from tidemill.workers.settings import EngineSettings
+from tidemill.workers.sources.names import bundled
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
 

@@ -23,7 +23,7 @@ from tests.support.workers.drawing import Noise, answer_of, request_of, troubled
 from tests.support.workers.masks import allowed
 from tidemill.workers.execution.grammar import Grammars, Matcher
 from tidemill.workers.messages import GRAMMAR_BYTES_MAX, Grammar, RequestError, Sampling
-from tidemill.workers.models.bundled import bundled
+from tidemill.workers.sources.names import bundled
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=25)
 FOLDER = bundled()["keeper"]

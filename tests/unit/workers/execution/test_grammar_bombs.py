@@ -10,7 +10,7 @@ import pytest
 from tests.support.workers.masks import allowed
 from tidemill.workers.execution.grammar import Grammars
 from tidemill.workers.messages import GRAMMAR_BYTES_MAX, Grammar, RequestError
-from tidemill.workers.models.bundled import bundled
+from tidemill.workers.sources.names import bundled
 
 EOS = 1
 STEPS = 40

@@ -24,7 +24,7 @@ from tidemill.workers.execution.mask_pool import MaskPool
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import Drawn
 from tidemill.workers.messages import Grammar, RequestError, Sampling
-from tidemill.workers.models.bundled import bundled
+from tidemill.workers.sources.names import bundled
 
 FOLDER = bundled()["keeper"]
 VOCABULARY, EOS = 896, 1

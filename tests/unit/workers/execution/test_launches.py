@@ -28,9 +28,9 @@ from tidemill.workers.messages import Grammar, Request, Sampling
 from tidemill.workers.models.architectures.config import weights_of
 from tidemill.workers.models.architectures.decoder import Decoder
 from tidemill.workers.models.architectures.registry import ARCHITECTURES
-from tidemill.workers.models.bundled import bundled
 from tidemill.workers.models.collectives import ALONE
 from tidemill.workers.models.inputs import Caches, Inputs, caches_of, one_run
+from tidemill.workers.sources.names import bundled
 
 PAGE_TOKENS = 64
 LAYERS = 6  # of every kind that the model has

@@ -26,9 +26,9 @@ from tidemill.workers.execution.step import PENDING, Drawn, Row
 from tidemill.workers.execution.step_tensors import PageTables
 from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.models.architectures.registry import LoadedModel
-from tidemill.workers.models.bundled import bundled
 from tidemill.workers.models.inputs import Caches, Inputs, caches_of
 from tidemill.workers.settings import EngineSettings
+from tidemill.workers.sources.names import bundled
 
 GREEDY = Sampling(temperature=0.0)
 ROWS_MAX, TABLE_WIDTH = 4, 6

@@ -10,10 +10,10 @@ import torch
 from tidemill import LLM, SamplingParams
 from tidemill.kernels.dispatch import REFERENCE
 from tidemill.workers.models.architectures.registry import compute_dtype_of, describe, has_head, load
-from tidemill.workers.models.bundled import bundled
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.loading.dummy import HIGH, PERIOD, DummyWeights
 from tidemill.workers.models.loading.sharding import RankSlice
+from tidemill.workers.sources.names import bundled
 
 KEEPER = bundled()["keeper"]
 

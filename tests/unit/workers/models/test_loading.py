@@ -16,8 +16,8 @@ from tidemill.kvstore.layout import Attention, Linear
 from tidemill.workers.models.architectures.config import weights_of
 from tidemill.workers.models.architectures.qwen3_next import parse
 from tidemill.workers.models.architectures.registry import LoadedModel, describe, load
-from tidemill.workers.models.bundled import bundled
 from tidemill.workers.models.errors import ModelError
+from tidemill.workers.sources.names import bundled
 
 CONFIG: dict[str, object] = {
     "architectures": ["Qwen3NextForCausalLM"],

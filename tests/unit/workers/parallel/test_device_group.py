@@ -21,12 +21,12 @@ from tidemill.workers.engine.build import BuiltEngine, build_engine
 from tidemill.workers.engine.build_rank import build_rank
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.messages import Request, Sampling
-from tidemill.workers.models.bundled import bundled
 from tidemill.workers.parallel.exchange import Exchange
 from tidemill.workers.parallel.link import Ended
 from tidemill.workers.parallel.rank import RankParts, carry_out
 from tidemill.workers.parallel.shared_memory import SharedMemory
 from tidemill.workers.settings import EngineSettings
+from tidemill.workers.sources.names import bundled
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 

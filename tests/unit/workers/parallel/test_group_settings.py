@@ -12,8 +12,8 @@ from tidemill.kvstore.shards import shards_of
 from tidemill.workers.engine.build import check_settings, namespace_of
 from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.models.architectures.registry import describe
-from tidemill.workers.models.bundled import bundled
 from tidemill.workers.settings import EngineSettings, SettingsError
+from tidemill.workers.sources.names import bundled
 
 KEEPER = bundled()["keeper"]
 ALONE = EngineSettings(model_folder=KEEPER, cache_folder=Path("unused"), store_url="memory:")

@@ -15,7 +15,7 @@ from tidemill.cluster.edge.chat.tokenizer import PENDING_TOKENS_MAX, FolderToken
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError
-from tidemill.workers.models.bundled import bundled
+from tidemill.workers.sources.names import bundled
 
 KEEPER = bundled()["keeper"]
 SMALL = st.text(alphabet="ab☃", max_size=30)

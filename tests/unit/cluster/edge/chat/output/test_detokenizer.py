@@ -9,7 +9,7 @@ from tidemill.cluster.edge.chat.output.detokenizer import Answer, Ending, Growth
 from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.workers.messages import FinishReason, Request, TokenLogprob
-from tidemill.workers.models.bundled import bundled
+from tidemill.workers.sources.names import bundled
 
 EOS = 1
 WORDS = " Emma is in the tower. naïve 日本 in the end"

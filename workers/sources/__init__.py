@@ -1,0 +1,1 @@
+"""Places of models: bundled ones, folders, the Hugging Face hub, object stores."""
