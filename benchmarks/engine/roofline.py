@@ -4,11 +4,11 @@
 
     python -m benchmarks.engine.roofline FOLDER
 
-Steps decode 1, 8 and 32 rows after 128 tokens, and run a prompt of 512. Pages have the type of products, as
-those of a worker. All is CPU time of the thread, the best of several steps. A step's limit is the larger of
-two times: its bytes (weights, of experts the expected share; states, keys and values) by the bandwidth of a
-copy or a sum, whichever is faster, and its operations by the peak of torch's product of matrices in the
-model's type.
+Steps decode 1, 8, 32 and 128 rows after 128 tokens, and run a prompt of 512. Pages have the type of
+products, as those of a worker. All is CPU time of the thread, the best of several steps. A step's limit is
+the larger of two times: its bytes (weights, of experts the expected share; states, keys and values) by the
+bandwidth of a copy or a sum, whichever is faster, and its operations by the peak of torch's product of
+matrices in the model's type.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from tidemill.workers.models.architectures.registry import compute_dtype_of, loa
 from tidemill.workers.models.inputs import Caches, Inputs, caches_of
 
 BEFORE, TURNS, BUDGET_S = 128, 7, 0.15
-STEPS = (Step(BEFORE, 1, 1), Step(BEFORE, 8, 1), Step(BEFORE, 32, 1), Step(512, 1, 0))
+STEPS = (*(Step(BEFORE, rows, 1) for rows in (1, 8, 32, 128)), Step(512, 1, 0))
 
 
 def timed(plain: Operators, spent_s: dict[str, float]) -> Operators:

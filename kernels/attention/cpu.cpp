@@ -3,6 +3,8 @@
 // Keys are taken in blocks aligned at position 0 of the sequence and folded in by online softmax, block after block.
 // A query sees the same blocks in the same order whichever step, row or tile it is computed in, hence the same bits:
 // a block of which it sees nothing, which is there for others of its tile, changes nothing of it.
+#include <omp.h>
+
 #include "../shared/cpu.h"
 
 namespace {
@@ -44,6 +46,10 @@ struct Seen {  // by each query: `window` keys, and the sink of its head, or nul
 struct Task {
     int64_t row, begin, end;  // tokens [begin, end) of the batch
     int64_t position;         // of token `begin` in its sequence
+
+    // Of the keys that it sees.
+    int64_t first(const Seen& seen) const { return std::max<int64_t>(0, position - seen.window + 1); }
+    int64_t last() const { return position + end - begin; }
 };
 
 #if defined(__AVX2__)
@@ -152,7 +158,15 @@ inline __attribute__((always_inline)) halves panel_of(const char* value, bool ha
     return found;
 }
 
-// Two values, or one and null, as row `at` of panels [dim / PANEL][BLOCK / 2][PANEL] of words.
+inline halves whole_panel(const char* value, int64_t p) {
+    halves found;
+    std::memcpy(&found, value + 2 * p, sizeof found);
+    return found;
+}
+
+// Two values, or one and null, as row `at` of panels [dim / PANEL][BLOCK / 2][PANEL] of words. WHOLE: both are there, in
+// bfloat16 and whole panels.
+template <bool WHOLE>
 inline __attribute__((always_inline)) void put_values(const char* even, const char* odd, bool half_width, int64_t dim,
                                                       int64_t at, uint32_t* values) {
     halves first, second;
@@ -161,7 +175,8 @@ inline __attribute__((always_inline)) void put_values(const char* even, const ch
         second[l] = first[l] + PANEL / 2;
     }
     for (int64_t p = 0; p < dim; p += PANEL) {
-        const halves a = panel_of(even, half_width, dim, p), b = panel_of(odd, half_width, dim, p);
+        const halves a = WHOLE ? whole_panel(even, p) : panel_of(even, half_width, dim, p);
+        const halves b = WHOLE ? whole_panel(odd, p) : panel_of(odd, half_width, dim, p);
         uint32_t* to = values + p * (BLOCK<uint32_t> / 2) + at * PANEL;
         const halves low = __builtin_shuffle(a, b, first), high = __builtin_shuffle(a, b, second);
         std::memcpy(to, &low, sizeof low);
@@ -169,14 +184,16 @@ inline __attribute__((always_inline)) void put_values(const char* even, const ch
     }
 }
 
-// Where keys start + [from, to) of a head lie; beside them one of these is repeated.
+// Where keys start + [from, to) of a head lie. Before them one of these is repeated; behind them lie those of `after`, the
+// first block of another task, which may be read and are worth fetching.
 template <typename E>
 struct Block {
     static constexpr int64_t SIZE = BLOCK<E>;
     const char* rows[SIZE];
     int64_t from = 0, to = 0;
 
-    Block(const Cache& cache, const int32_t* table, int64_t head, int64_t start, int64_t first, int64_t last)
+    Block(const Cache& cache, const int32_t* table, int64_t head, int64_t start, int64_t first, int64_t last,
+          const Block* after)
         : from(std::max<int64_t>(0, first - start)), to(std::min(SIZE, last - start)) {
         int64_t page = (start + from) / cache.page_tokens, slot = (start + from) % cache.page_tokens;
         for (int64_t j = from; j < to; j++, slot++) {
@@ -185,11 +202,11 @@ struct Block {
         }
         const char* const any = from < to ? rows[from] : cache.data;
         std::fill(rows, rows + from, any);
-        std::fill(rows + std::max<int64_t>(0, to), rows + SIZE, any);
+        for (int64_t j = std::max<int64_t>(0, to); j < SIZE; j++) rows[j] = after ? after->rows[j] : any;
     }
 };
 
-// Keys as columns of panels [BLOCK / PANEL][words_of(dim)][PANEL]. Columns beside those of the block repeat a key: their
+// Keys as columns of panels [BLOCK / PANEL][words_of(dim)][PANEL]. Columns beside those of the block are of any keys: their
 // scores are not read. Prefetches what it reads in the block that is next.
 template <typename E>
 void gather_keys(const Cache& cache, const Block<E>& block, const Block<E>& next, int64_t dim, E* keys, E* room) {
@@ -216,9 +233,9 @@ void gather_values(const Cache& cache, const Block<E>& block, const Block<E>& ne
         for (int64_t j = from / 2 * 2; j < 2 * words_of<E>(to); j += 2) {
             ask_next(j), ask_next(j + 1);
             if (j >= from && j + 1 < to && cache.half_width && dim % PANEL == 0) {
-                put_values(value(j), value(j + 1), true, dim, j / 2, values);
+                put_values<true>(value(j), value(j + 1), true, dim, j / 2, values);
             } else {
-                put_values(value(j), value(j + 1), cache.half_width, dim, j / 2, values);
+                put_values<false>(value(j), value(j + 1), cache.half_width, dim, j / 2, values);
             }
         }
     }
@@ -239,30 +256,53 @@ void to_columns(const uint32_t* Q, int64_t queries, int64_t depth, uint32_t* col
         for (int64_t w = 0; w < depth; w++) columns[w * FEW_QUERIES + i] = Q[i * depth + w];
 }
 
+// The first columns, at most MOST, of a square become rows of S. What is not stored is not computed.
+template <int64_t MOST>
+void put_columns(const words* square, int64_t queries, float* S) {
+    words rows[LANES];
+    std::memcpy(rows, square, sizeof rows);
+    transpose(rows);
+    for (int64_t i = 0; i < MOST; i++)
+        if (i < queries) std::memcpy(S + i * BLOCK<uint32_t>, &rows[i], sizeof rows[i]);
+}
+
 // S [queries][SIZE] of keys where they lie: keys are the rows of the product and queries its columns. Factors commute, so
 // scores have the bits of packed keys. Those beside the block's are not read. Prefetches the block that is next.
 __attribute__((target("amx-tile,amx-bf16"))) void score_in_pages(
         const Cache& cache, const Block<uint32_t>& block, const Block<uint32_t>& next, int64_t queries,
         const uint32_t* columns, int64_t depth, float* S) {
-    AmxShapes shapes;  // register 0 is of scores, 1 of keys, 2 of queries; the others have a shape, too, as they must
+    AmxShapes shapes;  // registers 0 and 1 are of scores, 2 and 3 of keys, 4 of queries; all have a shape, as they must
     std::fill(shapes.rows, shapes.rows + 8, AMX_ROWS);
     _tile_loadconfig(&shapes);
-    for (int64_t j = block.from / AMX_ROWS * AMX_ROWS; j < block.to; j += AMX_ROWS) {
+    const int64_t begin = block.from / AMX_ROWS * AMX_ROWS;
+    words squares[BLOCK<uint32_t> / AMX_ROWS][LANES];  // of AMX_ROWS keys each: two at a time do not wait for each other
+    const auto keys_of = [&](int64_t j) {
         const int64_t known = std::max(j, block.from);
-        const char* const keys = block.rows[known] - (known - j) * cache.token;
+        return block.rows[known] - (known - j) * cache.token;
+    };
+    for (int64_t j = begin; j < block.to; j += 2 * AMX_ROWS) {
+        const bool two = j + AMX_ROWS < block.to;  // else one, twice
+        const char *const keys = keys_of(j), *const others = two ? keys_of(j + AMX_ROWS) : keys;
         _tile_zero(0);
+        _tile_zero(1);
         for (int64_t w = 0; w < depth; w += DEPTH_WORDS) {
-            for (int64_t i = j; i < j + AMX_ROWS; i++) __builtin_prefetch(next.rows[i] + w * WORD, 0, 2);
-            _tile_loadd(1, keys + w * WORD, cache.token);
-            _tile_loadd(2, columns + w * FEW_QUERIES, FEW_QUERIES * WORD);
-            _tile_dpbf16ps(0, 1, 2);
+            const int64_t asked = std::min(BLOCK<uint32_t>, j + 2 * AMX_ROWS);
+            for (int64_t i = j; i < asked; i++) __builtin_prefetch(next.rows[i] + w * WORD, 0, 2);
+            _tile_loadd(4, columns + w * FEW_QUERIES, FEW_QUERIES * WORD);
+            _tile_loadd(2, keys + w * WORD, cache.token);
+            _tile_loadd(3, others + w * WORD, cache.token);
+            _tile_dpbf16ps(0, 2, 4);
+            _tile_dpbf16ps(1, 3, 4);
         }
-        words square[LANES];
+        words* const square = squares[(j - begin) / AMX_ROWS];
         _tile_stored(0, square, sizeof square[0]);
-        transpose(square);
-        for (int64_t i = 0; i < queries; i++) std::memcpy(S + i * BLOCK<uint32_t> + j, &square[i], sizeof square[i]);
+        _tile_stored(1, square + LANES, sizeof square[0]);
     }
     _tile_release();
+    for (int64_t j = begin; j < block.to; j += AMX_ROWS) {
+        words* const square = squares[(j - begin) / AMX_ROWS];
+        queries <= 4 ? put_columns<4>(square, queries, S + j) : put_columns<LANES>(square, queries, S + j);
+    }
 }
 #endif
 
@@ -346,12 +386,11 @@ void fold_scores(const float* S, const Range* ranges, int64_t rows, int64_t begi
 
 template <typename E>
 void attend(const Task& task, const Seen& seen, const float* q, const Cache& cache, const int32_t* table, float* out,
-            int64_t head, int64_t kv_heads, int64_t group, int64_t dim, float scale) {
+            int64_t head, int64_t kv_heads, int64_t group, int64_t dim, float scale, const Block<E>& after) {
     constexpr int64_t BLOCK = ::BLOCK<E>, BLOCK_WORDS = words_of<E>(BLOCK);
     const std::conditional_t<PAIRED<E>, FlushDenormals, Nothing> flushed;
     const int64_t queries = (task.end - task.begin) * group, panels = (dim + PANEL - 1) / PANEL, wide = panels * PANEL;
-    const int64_t first = std::max<int64_t>(0, task.position - seen.window + 1), depth = words_of<E>(dim);
-    const int64_t last = task.position + task.end - task.begin;
+    const int64_t first = task.first(seen), last = task.last(), depth = words_of<E>(dim);
     static thread_local std::vector<float> floats;
     static thread_local std::vector<E> elements;
     float* const sums = lined(floats, queries * wide + QUERY_ROWS<E> * BLOCK + dim + 2 * (queries + LANES));
@@ -378,11 +417,11 @@ void attend(const Task& task, const Seen& seen, const float* q, const Cache& cac
     if constexpr (PAIRED<E>)
         if (in_pages) to_columns(Q, queries, depth, columns);
 #endif
-    Block<E> block(cache, table, head, first / BLOCK * BLOCK, first, last);
+    Block<E> block(cache, table, head, first / BLOCK * BLOCK, first, last, &after);
     // What no query sees of the first block stays zero: its pages may belong to other rows.
     if (block.from > 0) std::fill(values, values + BLOCK_WORDS * wide, E{});
     for (int64_t start = first / BLOCK * BLOCK; start < last; start += BLOCK) {
-        const Block<E> next(cache, table, head, start + BLOCK, first, last);
+        const Block<E> next(cache, table, head, start + BLOCK, first, last, &after);
         const int64_t count = block.to;
         if (!in_pages) gather_keys(cache, block, next, dim, keys, room);
 #if defined(AMX)
@@ -451,9 +490,22 @@ extern "C" void attention(const float* q, const char* cache, int64_t page_stride
         }
     }
     const int64_t count = tasks.size();
-#pragma omp parallel for collapse(2) schedule(dynamic) if (keys * kv_heads * dim >= 1 << 14)
-    for (int64_t i = count - 1; i >= 0; i--)  // the longest first: late tokens see the most keys
-        for (int64_t h = 0; h < kv_heads; h++)
-            (paired ? attend<uint32_t> : attend<float>)(tasks[i], {window, sinks}, q, pages, table + tasks[i].row * table_row, out, h, kv_heads, group, dim,
-                   scale);
+    const auto attend_all = [&](auto element) {
+        using E = decltype(element);
+        const Seen seen{window, sinks};
+        const auto table_of = [&](const Task& task) { return table + task.row * table_row; };
+#pragma omp parallel for schedule(dynamic) if (keys * kv_heads * dim >= 1 << 14)
+        for (int64_t at = 0; at < count * kv_heads; at++) {  // the longest first: late tokens see the most keys
+            const auto task_of = [&](int64_t at) -> const Task& { return tasks[count - 1 - at / kv_heads]; };
+            const Task& task = task_of(at);
+            // What this thread probably takes next; its first block is fetched meanwhile.
+            const int64_t later = std::min(at + omp_get_num_threads(), count * kv_heads - 1);
+            const Task& other = task_of(later);
+            const int64_t first = other.first(seen);
+            const Block<E> after(pages, table_of(other), later % kv_heads, first / BLOCK<E> * BLOCK<E>, first,
+                                 other.last(), nullptr);
+            attend<E>(task, seen, q, pages, table_of(task), out, at % kv_heads, kv_heads, group, dim, scale, after);
+        }
+    };
+    paired ? attend_all(uint32_t{}) : attend_all(float{});
 }

@@ -213,11 +213,16 @@ def test_same_bits_however_a_sequence_is_cut(
     assert same_bits(cut.cache, whole.cache)
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [(SHAPES[1], torch.float32), (IN_PAGES, torch.bfloat16)], ids=str
+)
 @pytest.mark.parametrize("window", [None, 70])
-def test_same_bits_in_any_batch_and_with_any_threads(cpu: Operators, window: int | None) -> None:
+def test_same_bits_in_any_batch_and_with_any_threads(
+    cpu: Operators, window: int | None, shape: Shape, dtype: torch.dtype
+) -> None:
     lens = [150, 1, 64, 90]
     pages = shuffled_pages(lens, 16, torch.Generator().manual_seed(2))
-    layer = Layer(SHAPES[1], sum(lens), 1 + int(pages.max()), 16, torch.float32)
+    layer = Layer(shape, sum(lens), 1 + int(pages.max()), 16, dtype)
     layer.see(window, sinks=window is not None)
     torch.set_num_threads(2)
     together = layer.run(cpu, step(lens, None, pages))
