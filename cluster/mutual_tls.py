@@ -1,5 +1,6 @@
 """The certificates of a cluster's processes, which authenticate them and encrypt their messages."""
 
+import socket
 import ssl
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,3 +35,52 @@ class MutualTls:
             with suppress(ssl.SSLWantReadError):
                 end.do_handshake()
         server.do_handshake()
+
+
+PROBE_S_MAX = 3.0
+FILES_ADVICE = "give --cluster-ssl-certfile, --cluster-ssl-keyfile and --cluster-ssl-ca-certs of the cluster"
+
+
+def refusal_of(address: str, tls: MutualTls | None) -> str | None:
+    """Return why a process of the cluster at host:port refuses our certificate, in one line; None if it does
+    not, or does not answer. gRPC reports no difference."""
+    host, _, port = address.rpartition(":")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_alpn_protocols(["h2"])
+    context.check_hostname = tls is not None
+    context.verify_mode = ssl.CERT_NONE if tls is None else ssl.CERT_REQUIRED
+    try:
+        if tls is not None:
+            context.load_cert_chain(tls.certificate, tls.key)
+            context.load_verify_locations(tls.ca)
+        plain = socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S_MAX)
+    except (OSError, ValueError):
+        return None
+    with plain:
+        try:
+            connection = context.wrap_socket(plain, server_hostname=CLUSTER_NAME)
+        except ssl.SSLError as error:
+            speaks_tls = error.reason != "WRONG_VERSION_NUMBER"
+            if tls is None:
+                return f"it takes certificates of the cluster alone: {FILES_ADVICE}" if speaks_tls else None
+            return f"{error}: {FILES_ADVICE}" if speaks_tls else "it has no certificate: give none, too"
+        except OSError:
+            return None
+        with connection:
+            if tls is None:
+                return f"it takes certificates of the cluster alone: {FILES_ADVICE}"
+            is_admitted = _is_admitted(connection)
+    return (
+        None if is_admitted else f"our certificate is not one of the cluster, or has expired: {FILES_ADVICE}"
+    )
+
+
+def _is_admitted(connection: ssl.SSLSocket) -> bool:
+    """Return whether the server accepts our certificate, which TLS 1.3 checks after the handshake. A process
+    that is admitted gets a frame of HTTP/2."""
+    try:
+        return bool(connection.recv(1))
+    except TimeoutError:
+        return True
+    except OSError:
+        return False

@@ -65,11 +65,13 @@ class RouterSettings:
     of every worker in `expected`. Each of the `replicas` receives the heartbeats of all workers. It
     places requests by these and by its own bookings. Only the first replica sends commands of
     operators and the broker. Fleets that lend each other memory share one broker. `memory_router`
-    names the router that runs it, if that belongs to another fleet; None is the first replica.
+    names the router that runs it, if that belongs to another fleet; None is the first replica. A
+    replica listens on its port of `ports`, also after a restart; without ports on any free one.
     """
 
     name: str = "router"
     replicas: int = 1
+    ports: tuple[int, ...] = ()
     build: str = "tidemill.cluster.router.router:Router"  # called with a clock and settings
     host: str | None = "127.0.0.1"
     broker: bool = True
@@ -83,6 +85,10 @@ class RouterSettings:
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name, *(f"{self.name}-{index}" for index in range(1, self.replicas)))
+
+    def port_of(self, name: str) -> int:
+        """Return the port of the replica of this name; 0 is any free one."""
+        return self.ports[self.names.index(name)] if self.ports else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

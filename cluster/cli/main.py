@@ -7,7 +7,6 @@ and Ray reads its environment when it is imported.
 # ruff: noqa: PLC0415 - see above
 
 import argparse
-import asyncio
 import logging
 import os
 import secrets
@@ -26,11 +25,21 @@ from rich.console import Console
 from rich.text import Text
 
 from tidemill import __version__
-from tidemill.cluster.cli.arguments import UsageError, bytes_of
+from tidemill.cluster.cli.arguments import UsageError, add_store_commands, bytes_of
 from tidemill.cluster.cli.config import add_config_commands
 from tidemill.cluster.cli.fleet import CommandContext, add_fleet_commands, show
 from tidemill.cluster.cli.security import KEY_VARIABLE, add_key_options, with_cluster_security
-from tidemill.cluster.cli.serve import add_serving_options, config_of_options, detach, endpoint_of, stop
+from tidemill.cluster.cli.serve import (
+    add_edge_options,
+    add_serving_options,
+    config_of_options,
+    detach,
+    endpoint_of,
+    joined_endpoint_of,
+    ready,
+    routers_of,
+    stop,
+)
 from tidemill.cluster.cli.simulate import add_simulate_options
 from tidemill.cluster.config.fleets import (
     Surroundings,
@@ -102,6 +111,10 @@ def parser() -> argparse.ArgumentParser:
     add_serving_options(serve)
     serve.set_defaults(run=_serve)
 
+    edge = commands.add_parser("edge", help="join a running cluster and serve it, too")
+    add_edge_options(edge)
+    edge.set_defaults(run=_edge)
+
     add_config_commands(commands.add_parser("config", help="check or show a configuration file"))
 
     add_key_options(commands.add_parser("key", help="make an API key for `tidemill serve --api-keys-file`"))
@@ -117,7 +130,10 @@ def parser() -> argparse.ArgumentParser:
     add_simulate_options(
         commands.add_parser("simulate", help="replay a request trace through a cluster in virtual time")
     )
-    _add_store_commands(commands.add_parser("store", help="inspect or benchmark a page store"))
+    add_store_commands(
+        commands.add_parser("store", help="inspect or benchmark a page store"),
+        {"ls": _store_ls, "stat": _store_stat, "get": _store_get, "rm": _store_rm, "bench": _store_bench},
+    )
 
     down = commands.add_parser("down", help="end the server that `tidemill serve --detach` has started")
     down.add_argument("--url", help="its address, if there are several")
@@ -131,64 +147,45 @@ def parser() -> argparse.ArgumentParser:
     return command
 
 
-def _add_store_commands(store: argparse.ArgumentParser) -> None:
-    actions = store.add_subparsers(dest="action", required=True, metavar="ACTION")
-    ls = actions.add_parser("ls", help="list the objects of the store, the least recently used last")
-    stat = actions.add_parser("stat", help="show whether the store answers, and its contents")
-    get = actions.add_parser("get", help="verify an object and write its body to a file")
-    get.add_argument("key", metavar="KEY", help="a key as `tidemill store ls` shows it")
-    get.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the file to write")
-    rm = actions.add_parser("rm", help="remove objects from the store")
-    rm.add_argument("keys", metavar="KEY", nargs="+", help="keys as `tidemill store ls` shows them")
-    bench = actions.add_parser("bench", help="measure the store with temporary objects")
-    bench.add_argument(
-        "--sizes", default="64KiB,1536KiB,75MiB", metavar="SIZES", help="object sizes (%(default)s)"
-    )
-    bench.add_argument(
-        "--batches", default="1,16,128", metavar="NUMBERS", help="objects per call (%(default)s)"
-    )
-    bench.add_argument(
-        "--bytes", default="256MiB", metavar="SIZE", help="maximum bytes that a line moves (%(default)s)"
-    )
-    for action, run in (
-        (ls, _store_ls),
-        (stat, _store_stat),
-        (get, _store_get),
-        (rm, _store_rm),
-        (bench, _store_bench),
-    ):
-        action.add_argument(
-            "--store", required=True, metavar="URL", help="the URL that `tidemill serve` prints"
-        )
-        action.add_argument(
-            "--store-secret-file", type=Path, metavar="PATH", help="the secret file of `tidemill serve`"
-        )
-        action.set_defaults(run=run)
-    for action in (ls, stat, bench):
-        action.add_argument("--json", action="store_true", help="print JSON")
-
-
 def _serve(options: argparse.Namespace) -> int:
     config = config_of_options(options)
-    served = summary(config)
     if options.detach:
         return detach(config, options.api_key, os.environ, STORE_FOLDERS)
-
-    async def work(url: str) -> None:
-        sys.stdout.write(f"ready: {url}/v1 serves {served}\n")
-        sys.stdout.flush()
-        await asyncio.Event().wait()
-
     source = "" if options.config is None else str(options.config)
-    return _run(config, options.api_key, work, source, options.detached_folder)
+    return _run(config, options.api_key, ready(f"serves {summary(config)}"), source, options.detached_folder)
+
+
+def _edge(options: argparse.Namespace) -> int:
+    routers, (endpoint, tls) = routers_of(options.join), joined_endpoint_of(options)
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    from tidemill.cluster.server.joined_edge import Join, run_edge
+
+    join = Join(routers=routers, tls=tls, cache_folder=_cache_folder())
+    run_edge(endpoint, join, _sources(), ready(f"is an edge of {', '.join(routers)}"))
+    return 0
+
+
+def _sources() -> "Sources":
+    from tidemill.cluster.edge.requests.context import Sources
+
+    return Sources(
+        clock_s=time.monotonic,
+        unix_time_s=time.time,
+        new_id=lambda: uuid.uuid4().hex,
+        rng=Random(secrets.randbits(64)),  # noqa: S311 - seeds of sampling are no secrets
+    )
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill"
 
 
 def _demo(options: argparse.Namespace) -> int:
     from tidemill.cluster.cli.demo import run_demo
 
     del options
-    sizes = ("--prefill", "1", "--decode", "1", "--memory", "64MiB")
-    arguments = ["serve", "keeper", "--port", "0", *sizes, "--log-level", "warning"]
+    sized = ["--prefill", "1", "--decode", "1", "--memory", "64MiB"]
+    arguments = ["serve", "keeper", "--port", "0", *sized, "--log-level", "warning"]
     config = config_of_options(parser().parse_args(arguments))
     is_right = False
 
@@ -333,7 +330,6 @@ def _run(
     endpoint = endpoint_of(config, api_keys, os.environ)
     os.environ.pop(KEY_VARIABLE, None)  # Ray's processes and the workers do not need it
     _sealing(None if store.secret_file is None else Path(store.secret_file))  # reports errors early
-    cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill"
     console = Console(stderr=True)
     with reaping(_folders()), shared_store(store.url, STORE_FOLDERS) as store_url:
         if store.url is not None and store_url != store.url:
@@ -341,7 +337,7 @@ def _run(
         cores = count_cores(os.sched_getaffinity(0))
         folders = folders_of(config.models, download)
         surroundings = Surroundings(
-            store_url=store_url, cache_folder=cache_folder, cores=cores, folders=folders
+            store_url=store_url, cache_folder=_cache_folder(), cores=cores, folders=folders
         )
         settings = cluster_settings(config, surroundings, source)
         settings = with_cluster_security(settings, config.cluster).with_telemetry(telemetry)
@@ -361,17 +357,6 @@ def _run(
     if detached_folder is not None and (server := read_record(detached_folder)) is not None:
         remove_detached(server)  # a signal has ended this process, and so the server
     return 0
-
-
-def _sources() -> "Sources":
-    from tidemill.cluster.edge.requests.context import Sources
-
-    return Sources(
-        clock_s=time.monotonic,
-        unix_time_s=time.time,
-        new_id=lambda: uuid.uuid4().hex,
-        rng=Random(secrets.randbits(64)),  # noqa: S311 - seeds of sampling are no secrets
-    )
 
 
 def _become_endpoint(folder: Path) -> None:

@@ -33,9 +33,9 @@ def security_of(edge: EdgeConfig, api_keys: Sequence[str] | None, environ: Mappi
         raise UsageError("--api-key is empty: give a long random text, like one of `tidemill key`")
     keys = [ApiKey(tenant=TENANT_OF_OPTIONS, sha256=digest_of(key), operator=True) for key in given]
     if edge.api_keys_file is None:
-        return Security(keys=tuple(keys), tls=_tls(edge))
+        return Security(keys=tuple(keys), tls=endpoint_tls(edge))
     keys_file = KeysFile(path=Path(edge.api_keys_file), others=tuple(keys))
-    return Security(keys=keys_file.read(), keys_file=keys_file, tls=_tls(edge))
+    return Security(keys=keys_file.read(), keys_file=keys_file, tls=endpoint_tls(edge))
 
 
 def add_key_options(key: argparse.ArgumentParser) -> None:
@@ -135,7 +135,8 @@ def cluster_tls(config: ClusterConfig) -> MutualTls | None:
     return tls
 
 
-def _tls(edge: EdgeConfig) -> Tls | None:
+def endpoint_tls(edge: EdgeConfig) -> Tls | None:
+    """Return the TLS settings of an endpoint. Raises UsageError."""
     if edge.ssl_certfile is None or edge.ssl_keyfile is None:
         return None
     certificate, key = Path(edge.ssl_certfile), Path(edge.ssl_keyfile)

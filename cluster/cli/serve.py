@@ -1,29 +1,48 @@
-"""The options of `tidemill serve`, which set keys of its configuration."""
+"""The options of `tidemill serve`, which set keys of its configuration, and those of `tidemill edge`."""
 
 import argparse
+import asyncio
 import secrets
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_origin
 
+from pydantic import ValidationError
+
 from tidemill.cluster.cli.arguments import UsageError
-from tidemill.cluster.cli.security import KEY_VARIABLE, find_detached, security_of
+from tidemill.cluster.cli.security import (
+    KEY_VARIABLE,
+    cluster_tls,
+    endpoint_tls,
+    find_detached,
+    security_of,
+)
 from tidemill.cluster.config.flags import FLAGS, Flag
 from tidemill.cluster.config.fleets import telemetry_of, with_visible_gpus
 from tidemill.cluster.config.overrides import GivenFlag
 from tidemill.cluster.config.paths import kind_of
 from tidemill.cluster.config.reading import dump, load_config
-from tidemill.cluster.config.tree import RootConfig
+from tidemill.cluster.config.tree import ClusterConfig, EdgeConfig, RootConfig, TelemetryConfig
 from tidemill.cluster.edge.requests.limits import EdgeLimits
+from tidemill.cluster.edge.requests.security import Security
+from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.server.endpoint import Endpoint
 from tidemill.cluster.settings import WORKER_ENVIRON, ray_environ
 from tidemill.cluster.supervisor.store_plan import plan_store
 
 TEXTS = {"TIME", "N|auto", "JSON"}
 """The metavars of flags whose values the configuration reads from text."""
+
+_EDGE_KEYS = {
+    "edge": ("host", "port", "grpc_port", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"),
+    "cluster": ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"),
+    "telemetry": ("log_level", "log_json"),
+}
+EDGE_FLAGS = tuple(flag for flag in FLAGS if flag.key in _EDGE_KEYS.get(flag.scope, ()))
+"""The flags of `tidemill serve` that an edge has, too."""
 
 MARK = "flag "
 """The prefix of the names under which argparse stores the values of flags."""
@@ -44,10 +63,7 @@ def add_serving_options(serve: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a YAML file that describes the cluster, see docs/configuration.md; other flags override it",
     )
-    titles = {title: serve.add_argument_group(title) for title in dict.fromkeys(flag.title for flag in FLAGS)}
-    for flag in FLAGS:
-        names = [flag.option] if flag.short is None else [flag.option, flag.short]
-        titles[flag.title].add_argument(*names, dest=MARK + flag.option, help=help_of(flag), **_shape(flag))
+    titles = add_flags(serve, FLAGS)
     titles["security"].add_argument(
         "--api-key",  # not a configuration key, because no file has a key in clear
         action="append",
@@ -60,6 +76,71 @@ def add_serving_options(serve: argparse.ArgumentParser) -> None:
         help="serve in the background until `tidemill down`; return when the server is ready",
     )
     serve.add_argument("--detached-folder", type=Path, help=argparse.SUPPRESS)  # of the endpoint's process
+
+
+def add_edge_options(edge: argparse.ArgumentParser) -> None:
+    edge.add_argument(
+        "--join",
+        required=True,
+        metavar="HOST:PORT[,HOST:PORT]",
+        help="addresses of the cluster's routers, see --router-port of `tidemill serve`",
+    )
+    add_flags(edge, EDGE_FLAGS)
+
+
+def joined_endpoint_of(options: argparse.Namespace) -> tuple[Endpoint, MutualTls | None]:
+    """Return the endpoint of an edge that joins, and its certificate of the cluster. All else comes from the
+    cluster. Raises UsageError."""
+
+    def given(scope: str) -> dict[str, object]:
+        values = {
+            flag.key: getattr(options, MARK + flag.option) for flag in EDGE_FLAGS if flag.scope == scope
+        }
+        return {key: value for key, value in values.items() if value is not None}
+
+    try:
+        edge = EdgeConfig.model_validate(given("edge"))
+        cluster = ClusterConfig.model_validate(given("cluster"))
+        telemetry = telemetry_of(TelemetryConfig.model_validate(given("telemetry")))
+    except ValidationError as error:
+        raise UsageError("; ".join(problem["msg"] for problem in error.errors())) from None
+    security = Security(tls=endpoint_tls(edge))
+    endpoint = Endpoint(
+        host=edge.host, port=edge.port, grpc_port=edge.grpc_port, security=security, telemetry=telemetry
+    )
+    return endpoint, cluster_tls(cluster)
+
+
+def ready(text: str) -> Callable[[str], Coroutine[Any, Any, None]]:
+    """Return the work of a server that serves until a signal. It prints one line, with `text`."""
+
+    async def work(url: str) -> None:
+        sys.stdout.write(f"ready: {url}/v1 {text}\n")
+        sys.stdout.flush()
+        await asyncio.Event().wait()
+
+    return work
+
+
+def routers_of(text: str) -> tuple[str, ...]:
+    """Return the addresses of --join. Raises UsageError."""
+    addresses = tuple(part.strip() for part in text.split(","))
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise UsageError(f"--join {text}: write addresses of routers, like 10.0.0.1:20000,10.0.0.1:20001")
+    return addresses
+
+
+def add_flags(command: argparse.ArgumentParser, flags: Sequence[Flag]) -> dict[str, Any]:
+    """Add the flags in groups by their titles, and return the groups."""
+    titles = {
+        title: command.add_argument_group(title) for title in dict.fromkeys(flag.title for flag in flags)
+    }
+    for flag in flags:
+        names = [flag.option] if flag.short is None else [flag.option, flag.short]
+        titles[flag.title].add_argument(*names, dest=MARK + flag.option, help=help_of(flag), **_shape(flag))
+    return titles
 
 
 def config_of_options(options: argparse.Namespace) -> RootConfig:

@@ -156,7 +156,7 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(title="cluster", option="--store", scope="store", key="url", metavar="URL"),
     *_flags("cluster", "store", {"secret_file": "PATH"}, "store-"),
-    *_flags("cluster", "cluster", {"ray_address": "ADDRESS"}),
+    *_flags("cluster", "cluster", {"ray_address": "ADDRESS", "router_port": "PORT"}),
     *_flags(
         "telemetry",
         "telemetry",

@@ -1,7 +1,7 @@
 """Translate a configuration into the settings of the cluster that it describes. Pure."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_args
@@ -68,7 +68,7 @@ def cluster_settings(config: RootConfig, surroundings: Surroundings, source: str
     ConfigError, which names keys of the file, or SettingsError without a file."""
     fleets = [_fleet(config, index, surroundings, source) for index in range(len(config.models))]
     return ClusterSettings(
-        fleets=tuple(_with_memory_router(fleets)),
+        fleets=tuple(_with_router_ports(_with_memory_router(fleets), config.cluster.router_port)),
         ray_address=config.cluster.ray_address,
         namespace=config.cluster.namespace,
     )
@@ -282,6 +282,14 @@ def _with_memory_router(fleets: Sequence[FleetSettings]) -> list[FleetSettings]:
         return replace(router, memory_router=lenders[0].name)
 
     return [replace(fleet, router=with_memory_router(fleet.router)) for fleet in fleets]
+
+
+def _with_router_ports(fleets: Sequence[FleetSettings], port: int) -> Iterator[FleetSettings]:
+    """Yield the fleets with a port for each router, from `port` on; 0 leaves them free."""
+    for fleet in fleets:
+        ports = tuple(range(port, port + fleet.router.replicas)) if port else ()
+        yield replace(fleet, router=replace(fleet.router, ports=ports))
+        port += len(ports)
 
 
 def _bounds(groups: Sequence[GroupConfig]) -> dict[Role, Bounds]:

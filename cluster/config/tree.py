@@ -300,9 +300,10 @@ class ClusterConfig(ConfigNode):
     """join this Ray cluster instead of starting one"""
     namespace: Text = "tidemill"
     """Ray namespace of the actors"""
+    router_port: Port = 0
+    """port of the first router, which edges join; others take the next ones. 0 is free ports"""
     host: ClusterHost = "loopback"
-    """listening address of routers and workers: loopback; the node's address, with the certificates below; or
-    the node's address in plain text, for isolated networks"""
+    """address of routers and workers: loopback, the node's with certificates, or the node's in plain text"""
     ssl_certfile: Text | None = None
     """certificate of every process on every node, for the DNS name tidemill"""
     ssl_keyfile: Text | None = None
@@ -312,13 +313,10 @@ class ClusterConfig(ConfigNode):
 
     @model_validator(mode="after")
     def _check_certificates(self) -> Self:
-        files = {name: getattr(self, name) for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")}
-        missing = [name for name, path in files.items() if path is None]
-        if missing and len(missing) < len(files):
-            raise ValueError(
-                f"{missing[0]} is missing: certificates between processes take all three of ssl_certfile, "
-                "ssl_keyfile and ssl_ca_certs"
-            )
+        names = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
+        missing = [name for name in names if getattr(self, name) is None]
+        if missing and len(missing) < len(names):
+            raise ValueError(f"{missing[0]} is missing: processes take all three of {', '.join(names)}")
         if missing and self.host == "node":
             raise ValueError(
                 "host node lets other machines reach routers and workers: give certificates with "

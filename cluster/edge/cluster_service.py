@@ -14,7 +14,7 @@ from tidemill.cluster.messages import FleetStatus, RoleScale
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.kvstore.keys import Namespace, PageKey
-from tidemill.workers.messages import Request, Role, StreamPiece, WorkerInfo
+from tidemill.workers.messages import EngineInfo, Request, Role, StreamPiece
 
 
 class ClusterService:
@@ -28,7 +28,7 @@ class ClusterService:
         router: RouterClient,
         peers: WorkerClients,
         scaler: Scaling,
-        info: WorkerInfo,
+        info: EngineInfo,
         *,
         memory: RouterClient | None = None,
         tracer: Tracer | None = None,
@@ -39,13 +39,13 @@ class ClusterService:
         self._router = router
         self._memory = memory
         self._peers = peers
-        self._info = info
-        self._resets = 0
+        self.info = info
+        self.resets = 0  # of the prefix cache
 
     def generate(self, request: Request) -> AsyncGenerator[StreamPiece]:
-        page_tokens = self._info.page_tokens
-        if self._resets:
-            request = replace(request, salt=f"{request.salt}/{self._resets}")
+        page_tokens = self.info.page_tokens
+        if self.resets:
+            request = replace(request, salt=f"{request.salt}/{self.resets}")
         if self._tracer is None or not request.trace_parent:
             return serve(request, self._router, self._peers, self._root_of, page_tokens)
         router = TracedRouter(self._router, self._tracer, request.trace_parent)
@@ -64,7 +64,7 @@ class ClusterService:
 
     def reset_prefix_cache(self) -> None:
         """Change all names; entries under the old names are evicted like anything unused."""
-        self._resets += 1
+        self.resets += 1
 
     async def set_budget(self, worker: str, budget_bytes: int | None) -> None:
         await (self._memory or self._router).set_budget(worker, budget_bytes)
@@ -92,4 +92,4 @@ class ClusterService:
             await self._memory.close()
 
     def _root_of(self, salt: str) -> PageKey:
-        return Namespace(model=self._info.fingerprint, layout=self._info.layout, salt=salt).root()
+        return Namespace(model=self.info.fingerprint, layout=self.info.layout, salt=salt).root()

@@ -10,6 +10,7 @@ import grpc.aio
 
 from tidemill.cluster.messages import FleetStatus, PlacementRequest, Route, SetBudget
 from tidemill.cluster.mutual_tls import MutualTls
+from tidemill.cluster.router.catalogue_server import CatalogueServer
 from tidemill.cluster.rpc.channels import ROUTER_STREAMS_MAX, bind, new_server, server_credentials
 from tidemill.cluster.rpc.codec import (
     BudgetCommand,
@@ -91,6 +92,7 @@ class RouterService:
                 DrainCommand, lambda order: router.drain(order.name, drain=order.drain, force=order.force)
             ),
             "SetRole": self._order(RoleCommand, lambda order: router.set_role(order.name, order.role)),
+            **CatalogueServer().handlers(),
         }
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler("tidemill.Router", handlers),)

@@ -31,6 +31,16 @@ if TYPE_CHECKING:  # generic only in the type stubs
 FindRouter = Callable[[], Awaitable[str]]
 """Returns the current address of the router. Raises WorkerGone while it is away."""
 
+
+def at(address: str) -> FindRouter:
+    """Return a function for a router that always has this address."""
+
+    async def find() -> str:
+        return address
+
+    return find
+
+
 STATUS_WAIT_S_MAX = 5.0
 ORDER_WAIT_S_MAX = 5.0
 OUT_WAIT_S_MAX = 0.5

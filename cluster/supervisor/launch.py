@@ -17,13 +17,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
 from tidemill.cluster.messages import Misses
+from tidemill.cluster.rpc.catalogue_client import CatalogueWriter
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, WorkerSettings
 from tidemill.cluster.supervisor.journal import ClusterPlan
 from tidemill.cluster.supervisor.node_fit import demand_of, unschedulable_reason
 from tidemill.cluster.supervisor.private_folder import private_folder, writers
-from tidemill.cluster.supervisor.processes import children, end, has_ended, with_descendants
+from tidemill.cluster.supervisor.processes import STOP_SIGNALS, children, end, has_ended, with_descendants
 from tidemill.cluster.supervisor.start_progress import show_progress
 from tidemill.cluster.supervisor.supervisor import (
     LASTING,
@@ -46,9 +47,6 @@ POLL_S = 0.1
 CHECK_S = 0.25
 REPORT_S = 60.0
 """The period of the messages about workers that have not started yet."""
-
-STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-"""SIGHUP comes when a terminal closes; a process that ignores it, as with nohup, goes on."""
 
 GRACE_S = 3.0
 CONNECT_S_MAX = 5.0
@@ -95,6 +93,15 @@ class Cluster:
         namespace = self._settings.namespace
         finders = (find_router(name, namespace) for name in fleet.router.names)
         return RouterClient(*finders, tls=fleet.router.tls)
+
+    def catalogue_writers(self) -> dict[str, CatalogueWriter]:
+        """Return new clients that publish the catalogue to each router, by name."""
+        namespace = self._settings.namespace
+        return {
+            name: CatalogueWriter(find_router(name, namespace), fleet.router.tls)
+            for fleet in self._settings.fleets
+            for name in fleet.router.names
+        }
 
     def memory(self, fleet: FleetSettings) -> RouterClient | None:
         """Return a new client of the router that assigns the fleet's memory budgets, if another fleet runs

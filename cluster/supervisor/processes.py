@@ -3,12 +3,16 @@
 import contextlib
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import psutil
+
+STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+"""SIGHUP comes when a terminal closes; a process that ignores it, as with nohup, goes on."""
 
 KILL_S_MAX = 3.0
 

@@ -32,8 +32,10 @@ log = logging.getLogger(__name__)
 class RouterActor:
     """The process of the router. After a restart the workers' next heartbeats restore its state."""
 
-    def __init__(self, settings: RouterSettings) -> None:
-        start_logs(settings.telemetry, router=settings.name)
+    def __init__(self, settings: RouterSettings, name: str | None = None) -> None:
+        """Start the replica of this name, the first without one."""
+        name = settings.name if name is None else name
+        start_logs(settings.telemetry, router=name)
         loop = asyncio.get_running_loop()
         build = cast("type[Router]", resolve_name(settings.build))
         router = build(
@@ -47,7 +49,7 @@ class RouterActor:
         self._service = RouterService(router, settings.tls)
         self._backoff = Backoff()
         host: str = settings.host or RAY.util.get_node_ip_address()
-        self._address = loop.create_task(self._service.start(host))
+        self._address = loop.create_task(self._service.start(host, settings.port_of(name)))
         self._ticks = loop.create_task(self._service.run())
         for task in (self._address, self._ticks):
             task.add_done_callback(_exit_on_error)

@@ -94,7 +94,7 @@ class Actors:
         here = NodeAffinitySchedulingStrategy(RAY.get_runtime_context().get_node_id(), soft=False)
         options = {**LASTING, "num_cpus": 0, "name": name, "namespace": self._namespace}
         RAY.remote(RouterActor).options(**options, get_if_exists=True, scheduling_strategy=here).remote(
-            settings
+            settings, name
         )
 
     def add_worker(self, worker: WorkerSettings, routers: RouterSettings) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
+from random import Random
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -24,6 +25,15 @@ async def connected(url: str, receive_bytes: int | None = None) -> AsyncGenerato
         writer.close()
         with suppress(ConnectionError):
             await writer.wait_closed()
+
+
+def free_port() -> int:
+    """Return a port for a server that starts later, outside the range of outgoing connections."""
+    for port in Random().sample(range(10_000, 20_000), 1_000):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 async def until_closed(reader: asyncio.StreamReader) -> bytes:

@@ -28,6 +28,14 @@ from tidemill.workers.messages import RequestError
 SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 """The special tokens, as tokenizer_config.json names them and templates see them."""
 
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "config.json",
+)
+
 ADDED_FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 
 
@@ -62,6 +70,13 @@ def load_tokenizer(folder: Path, chat: ChatSettings = AUTO) -> FolderTokenizer:
         )
 
     return FolderTokenizer(raw, Template(shown, render, shape_of(render)), style)
+
+
+def tokenizer_files(folder: Path) -> dict[str, Path]:
+    """Return the files of a model folder that `load_tokenizer` reads, by their names in it."""
+    paths = [folder / name for name in FILES]
+    paths += sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    return {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
 
 
 def _read_raw(path: Path) -> RawTokenizer:

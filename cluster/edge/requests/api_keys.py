@@ -67,6 +67,10 @@ class ApiKeys:
         }
 
     @property
+    def known(self) -> tuple[ApiKey, ...]:
+        return tuple(self._keys.values())
+
+    @property
     def are_needed(self) -> bool:
         return bool(self._keys)
 

@@ -53,11 +53,17 @@ class EdgeModels:
 
     def __init__(self, served: Sequence[ServedBackend], new_id: Callable[[], str], rng: Random) -> None:
         """Raises ValueError when two models have one name."""
+        self._new_id = new_id
+        self._rng = rng
+        self.replace(served)
+
+    def replace(self, served: Sequence[ServedBackend]) -> None:
+        """Serve these models from now on. Requests that have begun keep theirs. Raises ValueError."""
         self._models = [
             EdgeModel(
                 backend.service,
                 backend.tokenizer,
-                Intake(backend.service.model, backend.tokenizer, new_id, rng),
+                Intake(backend.service.model, backend.tokenizer, self._new_id, self._rng),
             )
             for backend in served
         ]

@@ -353,4 +353,32 @@ BUGS: tuple[Planted, ...] = (
         "for $MARK in ()",
         "tests/unit/cluster/offline/test_llm.py",
     ),
+    Planted(
+        "an edge serves a file of another digest",
+        "cluster/rpc/catalogue_client.py::CatalogueReader.file",
+        "!= $DIGEST",
+        "== ''",
+        "tests/unit/cluster/rpc/test_catalogue.py",
+    ),
+    Planted(
+        "a router serves a catalogue before its files",
+        "cluster/router/catalogue_server.py::CatalogueServer.publish",
+        "if not $MISSING:",
+        "if True:",
+        "tests/unit/cluster/rpc/test_catalogue.py",
+    ),
+    Planted(
+        "a changed catalogue wakes no edge",
+        "cluster/router/catalogue_server.py::CatalogueServer.publish",
+        "self.$CHANGED.set()",
+        "pass",
+        "tests/unit/cluster/rpc/test_catalogue.py",
+    ),
+    Planted(
+        "two routers get one port",
+        "cluster/settings.py::RouterSettings.port_of",
+        "self.names.index(name)",
+        "0",
+        "tests/unit/cluster/server/test_joining.py",
+    ),
 )

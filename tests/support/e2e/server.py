@@ -1,4 +1,5 @@
-"""A `tidemill serve` process under test: starts it, knows all its processes, proves that nothing is left."""
+"""The processes of `tidemill serve` and `tidemill edge` under test: starts them, knows all their processes,
+proves that nothing is left."""
 
 import os
 import shutil
@@ -164,6 +165,60 @@ class Server:
             self._process.wait()
         self._close()
         shutil.rmtree(self.temp_folder, ignore_errors=True)
+
+
+SHOWS_MODULES = """
+import sys
+from tidemill.cluster.cli.main import main
+status = main(sys.argv[1:])
+print("modules:", *sorted({name.partition(".")[0] for name in sys.modules}))
+sys.exit(status)
+"""
+"""The command, which prints the names of the packages that it has imported at its end."""
+
+
+class EdgeProcess:
+    """An edge, from its start on. Its tokenizers and its log are in `folder`."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        folder.mkdir()
+        self._out, self._log = folder / "out", folder / "log"
+        with self._out.open("w") as out, self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", SHOWS_MODULES, "edge", "--port", "0", *arguments],
+                stdout=out,
+                stderr=log,
+                env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")},
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def wait_until_ready(self) -> str:
+        """Return its URL."""
+        eventually(lambda: READY in self._out.read_text() or self._process.poll() is not None)
+        ready = [line for line in self._out.read_text().splitlines() if line.startswith(READY)]
+        assert ready, self.log()
+        return ready[0].removeprefix(READY).split("/v1 ")[0]
+
+    def kill(self) -> None:
+        """Kill it with -9, if it still runs."""
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> tuple[int, Sequence[str]]:
+        """Stop it by SIGTERM; return the status and the packages that it had imported."""
+        self._process.send_signal(signal.SIGTERM)
+        return self.wait()
+
+    def wait(self) -> tuple[int, Sequence[str]]:
+        """Wait for its end; see `stop`."""
+        status = self._process.wait(timeout=EVENTUALLY_S_MAX)
+        return status, self._out.read_text().rpartition("modules:")[2].split()
 
 
 def run_cli(

@@ -82,6 +82,7 @@ SERVE_OPTIONS = [
     "--ray-address",
     "--reasoning-parser",
     "--revision",
+    "--router-port",
     "--routers",
     "--send-timeout",
     "--served-model-name",

@@ -1,0 +1,306 @@
+"""The process of `tidemill edge`: it learns a cluster from its routers and serves it, without Ray and torch.
+
+It holds nothing that another edge needs. While no router answers it serves what it knows, and it
+follows changes of models and keys.
+"""
+
+import asyncio
+import logging
+import socket
+import sys
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from hashlib import sha256
+from pathlib import Path, PurePosixPath
+from tempfile import NamedTemporaryFile
+from typing import cast
+
+import uvloop
+
+from tidemill.cluster.catalogue import Catalogue, CatalogueModel
+from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
+from tidemill.cluster.edge.cluster_service import ClusterService
+from tidemill.cluster.edge.requests.api_keys import ApiKey
+from tidemill.cluster.edge.requests.context import EdgeContext, Sources, open_context
+from tidemill.cluster.edge.requests.limits import EdgeLimits
+from tidemill.cluster.edge.requests.models import ServedBackend
+from tidemill.cluster.edge.service import ServedModel
+from tidemill.cluster.messages import RoleScale
+from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
+from tidemill.cluster.mutual_tls import MutualTls, refusal_of
+from tidemill.cluster.observability.logs import LINES_KEPT, keeping, start_logs
+from tidemill.cluster.observability.redact import without_secrets
+from tidemill.cluster.observability.spans import tracing
+from tidemill.cluster.rpc.catalogue_client import CatalogueReader
+from tidemill.cluster.rpc.router_client import RouterClient, at
+from tidemill.cluster.rpc.worker_client import WorkerClients
+from tidemill.cluster.server.endpoint import Endpoint, listening, raise_file_limit
+from tidemill.cluster.server.run_endpoint import SWITCH_S, Work, run_endpoint, stop_signals, url_of
+from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.messages import RequestError, Role, Unserved
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.2
+REPORT_S = 10.0
+"""The period of the lines about a cluster that cannot be joined yet."""
+
+ELSEWHERE = 501
+"""The HTTP status of commands that only the server that started the cluster can carry out."""
+
+
+class JoinError(TidemillError):
+    """The cluster refuses this edge, or its catalogue cannot be used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """The addresses of routers, our certificate, and the folder in which tokenizers are kept."""
+
+    routers: tuple[str, ...]
+    tls: MutualTls | None
+    cache_folder: Path
+
+
+def run_edge(endpoint: Endpoint, join: Join, sources: Sources, work: Work) -> None:
+    """Join a cluster and serve it until `work` returns or a signal comes. Raises TidemillError when it cannot
+    start."""
+    start_logs(endpoint.telemetry)
+    raise_file_limit(endpoint.limits.connections_max)
+    with listening(endpoint) as listener:
+        sys.setswitchinterval(SWITCH_S)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_run(endpoint, join, sources, listener, work))
+
+
+async def _run(
+    endpoint: Endpoint,
+    join: Join,
+    sources: Sources,
+    listener: socket.socket,
+    work: Work,
+) -> None:
+    reader = CatalogueReader(join.routers, join.tls)
+    with stop_signals() as stop:
+        stopping = asyncio.create_task(stop.wait())
+        joining = asyncio.create_task(_first(reader, join))
+        try:
+            await asyncio.wait({stopping, joining}, return_when=asyncio.FIRST_COMPLETED)
+            if not joining.done():
+                return
+            catalogue = joining.result()
+        finally:
+            joining.cancel()
+            stopping.cancel()
+        lines = deque[str](maxlen=LINES_KEPT)
+        with tracing(catalogue.telemetry, "edge") as tracer, keeping(lines):
+            sources = replace(sources, tracer=tracer)
+            edge = _JoinedEdge(reader, join, sources, catalogue, lines)
+            try:
+                await edge.apply(catalogue)
+                await run_endpoint(
+                    endpoint, edge.context, listener, stop, [edge], work(url_of(endpoint, listener))
+                )
+            finally:
+                await edge.close()
+
+
+async def _first(reader: CatalogueReader, join: Join) -> Catalogue:
+    """Return the first catalogue. Raises JoinError when a router refuses our certificate."""
+    now_s = asyncio.get_running_loop().time
+    reported_s = -REPORT_S
+    while True:
+        address = reader.address
+        try:
+            catalogue = await reader.changed()
+        except Unserved as error:
+            if refusal := await asyncio.to_thread(refusal_of, address, join.tls):
+                raise JoinError(f"the router {address} refuses this edge: {refusal}") from error
+            if now_s() - reported_s >= REPORT_S:
+                log.warning("waiting for the cluster: %s", error)
+                reported_s = now_s()
+            await asyncio.sleep(RETRY_S)
+        else:
+            assert catalogue is not None, "a first catalogue is a change"
+            return catalogue
+
+
+class _JoinedEdge:
+    """The models of the cluster, as the last catalogue has them."""
+
+    def __init__(
+        self,
+        reader: CatalogueReader,
+        join: Join,
+        sources: Sources,
+        catalogue: Catalogue,
+        lines: deque[str],
+    ) -> None:
+        self._reader = reader
+        self._join = join
+        self._sources = sources
+        self._elsewhere = Elsewhere()
+        self._backends: dict[tuple[str, ...], tuple[CatalogueModel, ServedBackend]] = {}
+        self._tasks: dict[tuple[str, ...], asyncio.Task[None]] = {}
+        self._closed: list[ClusterService] = []  # of models that have changed; their streams go on
+        self._ttft_s_max: dict[str, float] = {}
+        metrics = EdgeMetrics(sources.clock_s, self._ttft_s_max, catalogue.telemetry.metrics_alias)
+        self.context: EdgeContext = open_context(
+            [],
+            sources,
+            metrics=metrics,
+            limits=limits_of(catalogue.limits),
+            keys=keys_of(catalogue),
+            parts={"logs": lambda: {"edge": without_secrets("\n".join(list(lines)))}},
+        )
+
+    async def run(self) -> None:
+        """Follow the catalogue until cancelled. What cannot be used is logged, and what was known stays."""
+        while True:
+            try:
+                catalogue = await self._reader.changed()
+                if catalogue is not None:
+                    await self.apply(catalogue)
+            except TidemillError as error:
+                log.info("this edge serves what it knows: %s", error)
+                await asyncio.sleep(RETRY_S)
+
+    async def apply(self, catalogue: Catalogue) -> None:
+        """Serve this catalogue from now on. Models that are as before keep their connections. Raises
+        TidemillError and changes nothing then, except the keys."""
+        self.context.keys.replace(keys_of(catalogue))
+        self._elsewhere.owner = catalogue.owner
+        try:
+            backends = {model.names: (model, await self._backend(model)) for model in catalogue.models}
+        except TidemillError:
+            self._reader.forget()
+            raise
+        for model in catalogue.models:
+            self._ttft_s_max[model.names[0]] = model.ttft_s_max
+            service = cast("ClusterService", backends[model.names][1].service)
+            service.resets = catalogue.resets.get(model.names[0], 0)
+        self.context.models.replace([backend for _, backend in backends.values()])
+        before, self._backends = self._backends, backends
+        for names, (_, backend) in before.items():
+            if names not in backends or backends[names][1] is not backend:
+                self._tasks.pop(names).cancel()
+                self._closed.append(cast("ClusterService", backend.service))
+        for names, (_, backend) in backends.items():
+            if names not in self._tasks:
+                service = cast("ClusterService", backend.service)
+                self._tasks[names] = asyncio.create_task(service.run())
+
+    async def _backend(self, model: CatalogueModel) -> ServedBackend:
+        known = self._backends.get(model.names)
+        if known is not None and known[0] == model:
+            return known[1]
+        folder = await self._folder(model.files)
+        tokenizer = await asyncio.to_thread(load_tokenizer, folder, model.chat)
+        tls = self._join.tls
+        name, *aliases = model.names
+        served = ServedModel(
+            name=name,
+            aliases=tuple(aliases),
+            folder=folder,
+            max_model_len=model.info.max_model_len,
+            vocab_size=model.info.vocab_size,
+            eos_token_ids=model.info.eos_token_ids,
+            created_s=model.created_s,
+        )
+        service = JoinedService(
+            served,
+            RouterClient(*map(at, model.routers), tls=tls),
+            WorkerClients(tls=tls),
+            self._elsewhere,
+            model.info,
+            memory=None if model.memory_router is None else RouterClient(at(model.memory_router), tls=tls),
+            tracer=self._sources.tracer,
+        )
+        service.elsewhere = self._elsewhere
+        return ServedBackend(service, tokenizer)
+
+    async def _folder(self, files: Mapping[str, str]) -> Path:
+        """Return a folder with these files, by their digests; those that are not there are fetched."""
+        name = sha256("\n".join(f"{name} {digest}" for name, digest in sorted(files.items())).encode())
+        folder = self._join.cache_folder / "tokenizers" / name.hexdigest()[:32]
+        for file, digest in files.items():
+            parts = PurePosixPath(file)
+            if parts.is_absolute() or ".." in parts.parts:
+                raise JoinError(f"the catalogue names a file {file!r}, which is not below a model's folder")
+            path = folder / parts
+            with suppress(OSError):
+                if sha256(path.read_bytes()).hexdigest() == digest:
+                    continue
+            body = await self._reader.file(digest)
+            try:
+                await asyncio.to_thread(_write, path, body)
+            except OSError as error:
+                raise JoinError(f"{path} cannot be written ({error.strerror}): set XDG_CACHE_HOME") from error
+        return folder
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        services = [cast("ClusterService", backend.service) for _, backend in self._backends.values()]
+        for service in (*services, *self._closed):
+            await service.close()
+        await self._reader.close()
+
+
+class Elsewhere:
+    """The Scaling of an edge that has joined: only the server that started the cluster changes it."""
+
+    def __init__(self) -> None:
+        self.owner = ""  # its URL
+
+    def refusal(self) -> RequestError:
+        return RequestError(
+            f"an edge that has joined cannot do this: ask the server that started the cluster, {self.owner}",
+            status=ELSEWHERE,
+            code="ask_the_server",
+        )
+
+    async def scale(self, counts: Mapping[Role, int], *, pending: bool) -> str | None:
+        del counts, pending
+        raise self.refusal()
+
+    async def roles(self) -> tuple[RoleScale, ...]:
+        raise self.refusal()
+
+
+class JoinedService(ClusterService):
+    """A service whose prefix cache is reset elsewhere, which reaches every edge with the catalogue."""
+
+    elsewhere = Elsewhere()
+
+    def reset_prefix_cache(self) -> None:
+        raise self.elsewhere.refusal()
+
+
+def _write(path: Path, body: bytes) -> None:
+    """Write a file whole or not at all, because other edges may read it. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile(dir=path.parent, delete=False) as written:
+        written.write(body)
+    Path(written.name).replace(path)
+
+
+def limits_of(limits: Mapping[str, int | float]) -> EdgeLimits:
+    """Return the limits of a catalogue, without those that this version does not know."""
+    known = {field.name for field in fields(EdgeLimits)}
+    return EdgeLimits(**cast("dict[str, int]", {name: limits[name] for name in known & limits.keys()}))
+
+
+def keys_of(catalogue: Catalogue) -> list[ApiKey]:
+    """Return the keys that the catalogue admits."""
+    return [
+        ApiKey(
+            tenant=key.tenant,
+            sha256=key.sha256,
+            requests_per_minute=key.requests_per_minute,
+            operator=key.operator,
+        )
+        for key in catalogue.keys
+    ]

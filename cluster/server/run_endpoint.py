@@ -1,0 +1,133 @@
+"""Run the HTTP and gRPC servers of an endpoint until a signal or an error ends them."""
+
+import asyncio
+import gc
+import logging
+import math
+import signal
+import socket
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import uvicorn
+
+from tidemill.cluster.edge.grpc_api.server import PublicServer
+from tidemill.cluster.edge.http.app import app_of
+from tidemill.cluster.edge.http.connection import with_limits
+from tidemill.cluster.edge.requests.context import EdgeContext
+from tidemill.cluster.edge.requests.security import tls_context
+from tidemill.cluster.server.endpoint import Endpoint, PortTaken
+from tidemill.cluster.server.handshakes import EdgeServer
+from tidemill.cluster.supervisor.processes import STOP_SIGNALS
+
+log = logging.getLogger(__name__)
+
+Work = Callable[[str], Coroutine[Any, Any, None]]
+"""The coroutine to run while the server is up, given its URL."""
+
+SWITCH_S = 0.001
+"""The time after which a thread yields the interpreter: the event loop waits that long for it, several times
+per token."""
+
+
+class Runs(Protocol):
+    async def run(self) -> None:
+        """Run until cancelled."""
+        ...
+
+
+@contextmanager
+def stop_signals() -> Generator[asyncio.Event]:
+    """Yield an event that a signal sets. Later signals are ignored, because the process stops already."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    handled = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    for number in handled:
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield stop
+    finally:
+        for number in handled:  # the end of the loop would make the next signal kill this process
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
+
+
+async def run_endpoint(
+    endpoint: Endpoint,
+    context: EdgeContext,
+    listener: socket.socket,
+    stop: asyncio.Event,
+    runs: Sequence[Runs],
+    *works: Coroutine[Any, Any, None],
+) -> None:
+    """Serve and run `runs` until one of `works` is done or `stop` is set; then end all of them. Raises what
+    `works` raise, and PortTaken for the gRPC port."""
+    try:
+        grpc_servers = await _start_grpc(endpoint, context)
+    except BaseException:
+        for work in works:
+            work.close()
+        raise
+    server = _http_server(endpoint, context)
+    others = [asyncio.create_task(run.run()) for run in (*runs, *grpc_servers)]
+    for task in others:
+        task.add_done_callback(_log_error)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    working = [asyncio.create_task(work) for work in works]
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({serving, *working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        server.should_exit = True
+        for task in (*working, stopping, *others):
+            task.cancel()
+        await asyncio.wait({serving, *working, stopping, *others})
+    for task in working:
+        if not task.cancelled():
+            task.result()
+
+
+def url_of(endpoint: Endpoint, listener: socket.socket) -> str:
+    """Return the root of the endpoint that listens here."""
+    return f"{endpoint.scheme}://{endpoint.host}:{listener.getsockname()[1]}"
+
+
+def _http_server(endpoint: Endpoint, context: EdgeContext) -> "_Server":
+    app = app_of(context)
+    app.openapi()  # builds the schema now, later it would delay streams
+    gc.freeze()  # so that collecting the objects of a large body does not visit all others
+    config = uvicorn.Config(
+        app,
+        http=with_limits(context.limits),
+        log_config=None,  # so that uvicorn uses our logging
+        access_log=False,
+        ws="none",
+        timeout_graceful_shutdown=math.ceil(context.limits.shutdown_s_max),
+    )
+    return _Server(config, tls_context(endpoint.security.tls))
+
+
+async def _start_grpc(endpoint: Endpoint, context: EdgeContext) -> list[PublicServer]:
+    """Start the gRPC server, if there is a port for one. Raises PortTaken."""
+    if endpoint.grpc_port is None:
+        return []
+    server = PublicServer(context, tls=endpoint.security.tls)
+    try:
+        address = await server.start(endpoint.host, endpoint.grpc_port)
+    except OSError as error:
+        raise PortTaken(f"{error}: give another --grpc-port") from error
+    log.info("gRPC on %s", address)
+    return [server]
+
+
+def _log_error(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("%s broke", task.get_coro(), exc_info=error)
+
+
+class _Server(EdgeServer):
+    """A server that leaves signals to us, because more must be stopped than it."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield

@@ -1,0 +1,193 @@
+"""Edges that join a cluster of real processes: any of them may die, and they outlive their routers."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+import trustme
+import yaml
+
+from tests.support.e2e.server import EVENTUALLY_S_MAX, NO_TLS, EdgeProcess, Server, command_of, eventually
+from tests.support.e2e.streams import Stream, client_of
+from tests.support.sockets import free_port
+from tests.unit.cluster.rpc.test_mutual_tls import issue
+from tidemill.cluster.edge.requests.api_keys import digest_of
+from tidemill.cluster.server.publisher import PUBLISH_S
+
+pytestmark = pytest.mark.slow
+
+KEY = "sk-the-key-of-an-operator"
+OTHER = "sk-the-key-of-another"
+PAGE_TOKENS = 16
+
+
+@dataclass
+class Joined:
+    """A cluster with two routers, and an edge that was started before it."""
+
+    server: Server
+    edge: EdgeProcess
+    url: str  # of the edge
+    keys_file: Path
+    arguments: list[str]  # of further edges
+
+    def routers(self) -> list[int]:
+        return [process.pid for process in self.server.processes() if "RouterActor" in command_of(process)]
+
+
+def write_keys(path: Path, *keys: str) -> None:
+    entries = [{"tenant": f"tenant-{key[-4:]}", "sha256": digest_of(key), "operator": True} for key in keys]
+    path.write_text(yaml.safe_dump({"keys": entries}))
+
+
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Joined]:
+    folder = tmp_path_factory.mktemp("joined")
+    tls = issue(folder / "tls", trustme.CA())
+    certificates = ["--cluster-ssl-certfile", str(tls.certificate), "--cluster-ssl-keyfile", str(tls.key)]
+    certificates += ["--cluster-ssl-ca-certs", str(tls.ca)]
+    port = free_port()
+    arguments = ["--join", f"127.0.0.1:{port}", *certificates]
+    edge = EdgeProcess(folder / "edge", *arguments)
+    keys_file = folder / "keys.yaml"
+    write_keys(keys_file, KEY)
+    sized = ["--prefill", "1", "--decode", "1", "--memory", "64MiB", "--page-size", str(PAGE_TOKENS)]
+    reached = ["--routers", "2", "--router-port", str(port), "--api-keys-file", str(keys_file)]
+    try:
+        eventually(lambda: "waiting for the cluster" in edge.log())
+        server = Server(["keeper", "--port", "0", *sized, *reached, *certificates], folder / "log")
+        try:
+            yield Joined(server, edge, edge.wait_until_ready(), keys_file, arguments)
+            status, packages = edge.stop()
+            assert status == 0, edge.log()
+            assert {"tidemill", "uvicorn"} <= set(packages)
+            assert {"ray", "torch", "transformers"}.isdisjoint(packages)
+            assert server.stop() == 0
+        finally:
+            server.kill_everything()
+    finally:
+        edge.kill()
+
+
+def bodies(count: int, seed: int) -> list[dict[str, Any]]:
+    rng = Random(seed)
+    return [
+        {
+            "model": "keeper",
+            "prompt": [rng.randrange(5, 800) for _ in range(200)],
+            "max_tokens": 300,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        for _ in range(count)
+    ]
+
+
+def client(url: str) -> httpx.AsyncClient:
+    opened = client_of(url)
+    opened.headers["authorization"] = f"Bearer {KEY}"
+    return opened
+
+
+async def run_all(url: str, streams: list[Stream]) -> list[Stream]:
+    async with client(url) as opened:
+        await asyncio.gather(*(stream.run(opened) for stream in streams))
+    return streams
+
+
+def status_of(url: str, key: str) -> int:
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.get(f"{url}/v1/models", headers=headers, timeout=EVENTUALLY_S_MAX, verify=NO_TLS).status_code
+
+
+def test_killed_edge_ends_its_own_streams_only(joined: Joined, tmp_path: Path) -> None:
+    other = EdgeProcess(tmp_path / "edge", *joined.arguments)
+    lost = [Stream(body) for body in bodies(3, seed=1)]
+    kept = [Stream(body) for body in bodies(3, seed=2)]
+
+    async def run(url: str) -> None:
+        async with client(url) as dying, client(joined.url) as living:
+            ended = [asyncio.create_task(stream.run(dying)) for stream in lost]
+            others = [asyncio.create_task(stream.run(living)) for stream in kept]
+            for stream in (*lost, *kept):
+                await stream.under_way.wait()
+            other.kill()
+            errors = await asyncio.gather(*ended, return_exceptions=True)
+            assert all(isinstance(error, httpx.TransportError) for error in errors), errors
+            assert not all(stream.finish_reason for stream in kept), "too late: make the streams longer"
+            await asyncio.gather(*others)
+
+    try:
+        asyncio.run(run(other.wait_until_ready()))
+    finally:
+        other.kill()
+    again = asyncio.run(run_all(joined.url, [Stream(stream.body) for stream in lost]))
+    for stream, first in zip(again, lost, strict=True):
+        assert stream.text.startswith(first.text)
+        assert stream.usage["prompt_tokens_details"]["cached_tokens"] >= 200 // PAGE_TOKENS * PAGE_TOKENS
+    for streams in (again, kept):
+        calm = asyncio.run(run_all(joined.server.url, [Stream(stream.body) for stream in streams]))
+        assert [stream.outcome for stream in streams] == [stream.outcome for stream in calm]
+
+
+def test_edge_outlives_its_routers_and_follows_keys(joined: Joined) -> None:
+    streams = [Stream(body) for body in bodies(3, seed=3)]
+
+    async def run() -> None:
+        async with client(joined.url) as opened:
+            running = [asyncio.create_task(stream.run(opened)) for stream in streams]
+            for stream in streams:
+                await stream.under_way.wait()
+            for router in joined.routers():
+                os.kill(router, signal.SIGKILL)
+            assert await asyncio.to_thread(status_of, joined.url, KEY) == 200, "it serves what it knows"
+            assert await asyncio.to_thread(status_of, joined.url, OTHER) == 401
+            await asyncio.gather(*running)
+
+    before = joined.routers()
+    assert len(before) == 2
+    asyncio.run(run())
+    asyncio.run(run_all(joined.url, [Stream(body) for body in bodies(2, seed=4)]))
+    eventually(lambda: len(joined.routers()) == 2)
+    assert set(before).isdisjoint(joined.routers())
+    calm = asyncio.run(run_all(joined.server.url, [Stream(stream.body) for stream in streams]))
+    assert [stream.outcome for stream in streams] == [stream.outcome for stream in calm]
+    write_keys(joined.keys_file, KEY, OTHER)
+    eventually(lambda: status_of(joined.url, OTHER) == 200)
+    write_keys(joined.keys_file, KEY)
+    eventually(lambda: status_of(joined.url, OTHER) == 401)
+    assert status_of(joined.url, KEY) == 200
+
+
+def test_server_alone_scales_and_resets(joined: Joined) -> None:
+    headers = {"authorization": f"Bearer {KEY}"}
+    answer = httpx.post(f"{joined.url}/reset_prefix_cache", headers=headers, verify=NO_TLS, timeout=60)
+    assert answer.status_code == 501
+    assert joined.server.url in answer.json()["error"]["message"]
+    asyncio.run(run_all(joined.url, [Stream(body) for body in bodies(1, seed=5)]))
+    [cached] = asyncio.run(run_all(joined.url, [Stream(body) for body in bodies(1, seed=5)]))
+    assert cached.usage["prompt_tokens_details"]["cached_tokens"]
+    answer = httpx.post(f"{joined.server.url}/reset_prefix_cache", headers=headers, verify=NO_TLS, timeout=60)
+    assert answer.is_success
+    time.sleep(3 * PUBLISH_S)
+    [fresh] = asyncio.run(run_all(joined.url, [Stream(body) for body in bodies(1, seed=5)]))
+    assert not fresh.usage["prompt_tokens_details"]["cached_tokens"]
+    assert fresh.outcome == cached.outcome
+
+
+def test_edge_without_a_certificate_is_refused(joined: Joined, tmp_path: Path) -> None:
+    edge = EdgeProcess(tmp_path / "edge", *joined.arguments[:2])
+    try:
+        assert edge.wait()[0] == 2
+    finally:
+        edge.kill()
+    assert "refuses this edge" in edge.log()
+    assert "--cluster-ssl-certfile" in edge.log()
