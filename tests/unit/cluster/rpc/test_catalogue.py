@@ -84,8 +84,23 @@ def test_reader_gets_catalogue_and_files() -> None:
     grpc_loop.run(check())
 
 
+def test_file_of_another_digest_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def send_nothing(*_: object) -> bytes:
+        return b""
+
+    monkeypatch.setattr(CatalogueServer, "_get_part", send_nothing)
+
+    async def check() -> None:
+        async with router() as address, reading(address) as reader:
+            await publish(address, WHOLE)
+            with pytest.raises(Unserved, match="another file"):
+                await reader.file(sha256(b"{}").hexdigest())
+
+    grpc_loop.run(check())
+
+
 def test_change_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogue_server, "CATALOGUE_WAIT_S", 5.0)
+    monkeypatch.setattr(catalogue_server, "CATALOGUE_WAIT_S", 600.0)
 
     async def check() -> None:
         async with router() as address, reading(address) as reader:
