@@ -1,0 +1,319 @@
+"""CPU time of the edge per streamed token and per request, from a worker's frames to the client's sockets.
+
+python -m benchmarks.serving.token_path [--streams 64] [--runs 3] [--profile FOLDER]
+
+The worker has a process of its own: the real server with an engine that only emits a token per step for each
+stream. The edge has another: the real HTTP server, flow and gRPC client, without Ray. Three scopes: gRPC in
+the clear, gRPC with mutual TLS, and deltas that the edge's own process makes, as if their frames were
+decoded. A token's cost is the difference between long and short answers, and a request's that of an answer of
+one token without the token. The router makes no decision. `--profile` runs the edge under cProfile,
+which makes it slower, and keeps a file per scope.
+"""
+
+import argparse
+import asyncio
+import cProfile
+import json
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncGenerator, Generator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+import trustme
+import uvicorn
+import uvloop
+from tests.support.cluster.fake_service import FakeService, app_over, tokenizer
+
+from benchmarks.serving.peers import cpu_name
+from tidemill.cluster.edge.flow import WorkerStreams, serve
+from tidemill.cluster.edge.http.connection import with_limits
+from tidemill.cluster.edge.requests.limits import EdgeLimits
+from tidemill.cluster.messages import PlacementRequest, Route
+from tidemill.cluster.mutual_tls import CLUSTER_NAME, MutualTls
+from tidemill.cluster.rpc.worker_client import WorkerClients
+from tidemill.cluster.server.handshakes import EdgeServer
+from tidemill.cluster.worker.server import WorkerServer
+from tidemill.kvstore.keys import PageKey
+from tidemill.workers.messages import Delta, Produced, Provenance, Request, StreamPiece, WorkerId
+from tidemill.workers.scheduling.isolation import Notify
+
+RESULT = Path(__file__).parents[1] / "results" / "token_path.json"
+WORKER = WorkerId("mixed-0.a")
+STEP_S = 0.02
+PAGE_TOKENS = 16
+PROMPT = "Emma is in the tower. The code of Tina is 6869. "
+SHORT_TOKENS, LONG_TOKENS = 10, 210
+REQUESTS_PER_STREAM = 10
+SCOPES = ("grpc", "grpc with mutual TLS", "decoded")
+
+
+class SteppedEngine:
+    """An engine without a model: every STEP_S each of its calls gets its next token. It is a worker's engine,
+    and the WorkerStreams of an edge whose frames are decoded already."""
+
+    def __init__(self) -> None:
+        self._tokens = tokenizer().encode(PROMPT)
+        self._calls: set[asyncio.Queue[int]] = set()
+
+    async def steps(self) -> None:
+        loop = asyncio.get_running_loop()
+        began_s, step = loop.time(), 0
+        while True:
+            step += 1
+            await asyncio.sleep(began_s + step * STEP_S - loop.time())
+            for call in self._calls:
+                call.put_nowait(self._tokens[step % len(self._tokens)])
+
+    async def _deltas(self, request: Request) -> AsyncGenerator[Delta]:
+        call: asyncio.Queue[int] = asyncio.Queue()
+        self._calls.add(call)
+        try:
+            for place in range(request.max_new_tokens):
+                token = await call.get()
+                yield Delta(
+                    tokens=(token,),
+                    finish="length" if place == request.max_new_tokens - 1 else None,
+                    provenance=None if place else Provenance(computed_tokens=len(request.tokens)),
+                )
+        finally:
+            self._calls.discard(call)
+
+    def generate(self, request: Request, notify: Notify | None = None) -> AsyncGenerator[Delta]:
+        del notify
+        return self._deltas(request)
+
+    async def produce(self, request: Request, notify: Notify | None = None) -> Produced:
+        raise NotImplementedError("the only worker is mixed")
+
+    async def prefetch(self, request: Request) -> Produced:
+        raise NotImplementedError("the only worker is mixed")
+
+    def release(self, tenant: str, name: str) -> None:
+        raise NotImplementedError("nothing is retained")
+
+
+class DecodedStreams:
+    """The engine as the workers of a fleet."""
+
+    def __init__(self, engine: SteppedEngine) -> None:
+        self._engine = engine
+
+    def generate(self, worker: WorkerId, address: str, request: Request) -> AsyncGenerator[Delta]:
+        del worker, address
+        return self._engine.generate(request)
+
+    async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced:
+        raise NotImplementedError("the only worker is mixed")
+
+    async def prefetch(self, worker: WorkerId, address: str, request: Request) -> None:
+        raise NotImplementedError("the only worker is mixed")
+
+
+class OneWorker:
+    """A router without a choice."""
+
+    def __init__(self, address: str) -> None:
+        self._route = Route(decode=WORKER, decode_address=address)
+
+    async def place(self, request: PlacementRequest) -> Route:
+        del request
+        return self._route
+
+    async def report_lost(self, worker: WorkerId, blamed: bytes = b"") -> None:
+        del blamed
+        raise SystemExit(f"the edge lost {worker}")
+
+
+class OneWorkerService(FakeService):
+    """The flow over one worker."""
+
+    def __init__(self, streams: WorkerStreams, address: str) -> None:
+        super().__init__(lambda _: [])
+        self.model = replace(self.model, max_model_len=1 << 16)
+        self._streams = streams
+        self._router = OneWorker(address)
+
+    def generate(self, request: Request) -> AsyncGenerator[StreamPiece]:
+        root = PageKey(bytes(32))
+        return serve(request, self._router, self._streams, lambda _: root, PAGE_TOKENS)
+
+
+def tls_in(folder: Path) -> MutualTls:
+    return MutualTls(certificate=folder / "cert.pem", key=folder / "key.pem", ca=folder / "ca.pem")
+
+
+def write_certificates(tls: MutualTls) -> None:
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(str(tls.ca))
+    issued = authority.issue_cert(CLUSTER_NAME)
+    issued.private_key_pem.write_to_path(str(tls.key))
+    issued.cert_chain_pems[0].write_to_path(str(tls.certificate))
+
+
+async def run_worker(tls: MutualTls | None) -> None:
+    engine = SteppedEngine()
+    server = WorkerServer(engine, WORKER, tls=tls)
+    print(await server.start("127.0.0.1"), flush=True)
+    await engine.steps()
+
+
+async def run_edge(listener: socket.socket, address: str, tls: MutualTls | None) -> None:
+    engine = SteppedEngine()
+    stepping = None if address else asyncio.create_task(engine.steps())
+    streams = WorkerClients(tls=tls) if address else DecodedStreams(engine)
+    app = app_over(OneWorkerService(streams, address))
+    config = uvicorn.Config(app, http=with_limits(EdgeLimits()), log_level="critical", lifespan="off")
+    try:
+        await EdgeServer(config, None).serve(sockets=[listener])
+    finally:
+        if stepping is not None:
+            stepping.cancel()
+
+
+@contextmanager
+def process(*words: str, **options: Any) -> Generator[subprocess.Popen[str]]:  # noqa: ANN401  of Popen
+    command = [sys.executable, "-m", "benchmarks.serving.token_path", *words]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options)  # noqa: S603  our own
+    try:
+        yield started
+    finally:
+        started.terminate()
+        started.wait()
+
+
+@contextmanager
+def edge_of(scope: str, folder: Path, profile: Path | None) -> Generator[tuple[int, psutil.Process]]:
+    """Start an edge, and its worker if it has one. Yield the edge's port and process."""
+    flags = ["--tls", str(folder)] if "TLS" in scope else []
+    with (
+        nullcontext() if scope == "decoded" else process("--role", "worker", *flags) as worker,
+        socket.create_server(("127.0.0.1", 0), backlog=1024) as listener,
+    ):
+        address = ""
+        if worker is not None:
+            assert worker.stdout is not None
+            address = worker.stdout.readline().strip()
+        number = listener.fileno()
+        flags += ["--listener", str(number), "--address", address]
+        if profile is not None:
+            flags += ["--profile", str(profile / f"{scope.replace(' ', '-')}.prof")]
+        with process("--role", "edge", *flags, pass_fds=[number]) as edge:
+            yield listener.getsockname()[1], psutil.Process(edge.pid)
+
+
+class Connection:
+    """A connection of a client that reads streams and looks at nothing but their end."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    async def stream(self, max_tokens: int) -> None:
+        asked = {"prompt": PROMPT, "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
+        body = json.dumps(asked).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(body)}\r\n"
+        self._writer.write(f"{head}content-type: application/json\r\n\r\n".encode() + body)
+        reply = await self._reader.readuntil(b"0\r\n\r\n")  # the last chunk
+        assert reply.startswith(b"HTTP/1.1 200"), reply[:500]
+        assert reply.count(b'"text":') == max_tokens, "an event for each token"
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def end(number: int, frame: FrameType | None) -> None:
+    del number, frame
+    sys.exit()
+
+
+def cpu_s(edge: psutil.Process) -> float:
+    times = edge.cpu_times()
+    return times.user + times.system
+
+
+async def measure(port: int, edge: psutil.Process, streams: int) -> dict[str, float]:
+    """Return CPU microseconds of a token and of a request."""
+    opened = [await asyncio.open_connection("127.0.0.1", port, limit=1 << 24) for _ in range(streams)]
+    connections = [Connection(*ends) for ends in opened]
+
+    async def spent_s(max_tokens: int, rounds: int = 1) -> float:
+        before_s = cpu_s(edge)
+        for _ in range(rounds):
+            await asyncio.gather(*(connection.stream(max_tokens) for connection in connections))
+        return cpu_s(edge) - before_s
+
+    await spent_s(SHORT_TOKENS)  # caches
+    short_s, long_s = await spent_s(SHORT_TOKENS), await spent_s(LONG_TOKENS)
+    requests_s = await spent_s(1, REQUESTS_PER_STREAM)
+    for connection in connections:
+        connection.close()
+    token_s = (long_s - short_s) / streams / (LONG_TOKENS - SHORT_TOKENS)
+    request_s = requests_s / streams / REQUESTS_PER_STREAM - token_s
+    return {"token_us": 1e6 * token_s, "request_us": 1e6 * request_s}
+
+
+def figures(streams: int, runs: int, profile: Path | None) -> dict[str, Any]:
+    """Return the median of the runs for each scope, and all runs."""
+    rows: dict[str, list[dict[str, float]]] = {scope: [] for scope in SCOPES}
+    with tempfile.TemporaryDirectory(prefix="token-path-") as scratch:
+        folder = Path(scratch)
+        write_certificates(tls_in(folder))
+        for _ in range(runs):
+            for scope in SCOPES:  # in turns, so that other load meets all
+                with edge_of(scope, folder, profile) as (port, edge):
+                    rows[scope].append(asyncio.run(measure(port, edge, streams)))
+                print(scope, rows[scope][-1], file=sys.stderr, flush=True)
+    return {
+        scope: {
+            **{name: round(statistics.median(run[name] for run in found), 1) for name in found[0]},
+            "runs": found,
+        }
+        for scope, found in rows.items()
+    }
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--streams", type=int, default=64)
+    options.add_argument("--runs", type=int, default=3)
+    options.add_argument("--profile", type=Path)
+    options.add_argument("--role", choices=["worker", "edge"], help=argparse.SUPPRESS)
+    options.add_argument("--listener", type=int, help=argparse.SUPPRESS)
+    options.add_argument("--address", help=argparse.SUPPRESS)
+    options.add_argument("--tls", type=Path, help=argparse.SUPPRESS)
+    chosen = options.parse_args()
+    if chosen.role is None:
+        found = {"cpu": cpu_name(), "streams": chosen.streams}
+        found |= figures(chosen.streams, chosen.runs, chosen.profile)
+        print(json.dumps(found, indent=2))
+        if chosen.profile is None:
+            RESULT.write_text(json.dumps(found, indent=2) + "\n")
+        return
+    tls = None if chosen.tls is None else tls_in(chosen.tls)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        if chosen.role == "worker":
+            runner.run(run_worker(tls))
+            return
+        signal.signal(signal.SIGTERM, end)  # uvicorn raises its signal again at its end
+        edge = run_edge(socket.socket(fileno=chosen.listener), chosen.address, tls)
+        if chosen.profile is None:
+            runner.run(edge)
+            return
+        profiler = cProfile.Profile()
+        try:
+            profiler.runcall(runner.run, edge)
+        finally:
+            profiler.dump_stats(chosen.profile)
+
+
+if __name__ == "__main__":
+    main()
