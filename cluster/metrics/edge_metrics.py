@@ -1,13 +1,16 @@
 """Measure answers at the edge, as they pass. Labels are from fixed sets: models, statuses."""
 
 import math
+from bisect import bisect_left
 from collections import Counter as Count
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 
 from tidemill.cluster.messages import Misses
 from tidemill.cluster.metrics import specs
@@ -37,13 +40,14 @@ class EdgeMetrics:
         self._histograms = {
             spec: Histogram(spec.full_name, spec.text, spec.labels, buckets=spec.buckets, registry=registry)
             for spec in EDGE
-            if spec.kind == "histogram"
+            if spec.kind == "histogram" and spec is not specs.ITL
         }
         self._counters = {
             spec: Counter(spec.full_name, spec.text, spec.labels, registry=registry)
             for spec in EDGE
-            if spec.kind == "counter"
+            if spec.kind == "counter" and spec is not specs.GENERATION_TOKENS
         }
+        registry.register(_PerToken(self._by_model))
 
     def misses(self, model: str) -> Misses:
         """Return totals since the start: the requests to this model, and those that were refused or late."""
@@ -91,8 +95,8 @@ class EdgeMetrics:
 
 
 class ModelMetrics:
-    """The instruments of one model. Its label is bound once, because some of them are used for every
-    token."""
+    """The instruments of one model, whose label is bound once, and plain numbers for what every token
+    changes."""
 
     def __init__(
         self, histograms: Mapping[Spec, Histogram], counters: Mapping[Spec, Counter], model: str
@@ -105,12 +109,44 @@ class ModelMetrics:
             for spec, counter in counters.items()
             if spec.labels == (MODEL,)
         }
+        self.num_tokens = 0
+        self.gaps = [0] * (len(specs.ITL.buckets) + 1)  # times between tokens by bucket, the last unbounded
+        self.gaps_s = 0.0  # their sum
+
+    def count_tokens(self, number: int, after_s: float | None) -> None:
+        """Count tokens that came together, `after_s` seconds after those before them. None: the first."""
+        self.num_tokens += number
+        if after_s is not None and number:
+            self.gaps[bisect_left(specs.ITL.buckets, after_s / number)] += number
+            self.gaps_s += after_s
 
     def observe(self, spec: Spec, value: float) -> None:
         self._histograms[spec].observe(value)
 
     def count(self, spec: Spec, number: float = 1) -> None:
         self._counters[spec].inc(number)
+
+
+class _PerToken:
+    """Makes samples of the plain numbers when they are scraped."""
+
+    def __init__(self, by_model: Mapping[str, ModelMetrics]) -> None:
+        self._by_model = by_model
+
+    def collect(self) -> Iterator[Metric]:
+        tokens = CounterMetricFamily(
+            specs.GENERATION_TOKENS.full_name,
+            specs.GENERATION_TOKENS.text,
+            labels=specs.GENERATION_TOKENS.labels,
+        )
+        gaps = HistogramMetricFamily(specs.ITL.full_name, specs.ITL.text, labels=specs.ITL.labels)
+        bounds = [*(str(float(bound)) for bound in specs.ITL.buckets), "+Inf"]
+        for model, counted in self._by_model.items():
+            tokens.add_metric([model], counted.num_tokens)
+            totals = list(zip(bounds, accumulate(counted.gaps), strict=True))
+            gaps.add_metric([model], totals, counted.gaps_s)
+        yield tokens
+        yield gaps
 
 
 class _Times:
@@ -145,15 +181,14 @@ class RequestMetrics:
         if times is None:
             queue_s = self._record_first(self._requests[choice], trace, now_s - self._start_s)
             times = self._times[choice] = _Times(now_s, trace, queue_s)
-        elif num_tokens:
-            for _ in range(num_tokens):
-                self._of_model.observe(specs.ITL, (now_s - times.last_s) / num_tokens)
+            self._of_model.count_tokens(num_tokens, None)
+        else:
+            self._of_model.count_tokens(num_tokens, now_s - times.last_s)
         if trace is not times.trace:
             self._record_route(trace)
             times.trace = trace
         times.last_s = now_s
         times.num_tokens += num_tokens
-        self._of_model.count(specs.GENERATION_TOKENS, num_tokens)
         if finish:
             self.unfinished -= 1
             self._metrics.count_end(self._model, finish)
