@@ -23,9 +23,9 @@ from tidemill.cluster.edge.http.memory import BudgetBody, memory_of
 from tidemill.cluster.edge.http.middleware import EdgeMiddleware
 from tidemill.cluster.edge.http.openapi import describe
 from tidemill.cluster.edge.http.replies import (
+    ChunkEvents,
     Kind,
     ReplyHead,
-    chunk_choice,
     large_json,
     opening_choice,
     whole_reply,
@@ -278,6 +278,7 @@ class Edge:
         been sent."""
         job, head = reply.job, reply.head
         tally = UsageCounter(job)
+        chunks = ChunkEvents(head, options, tally)
         started = False
         try:
             async with aclosing(self._answers(reply)) as increments:
@@ -287,12 +288,7 @@ class Edge:
                             yield event(head.chunk([opening_choice(index)]))
                             started = True
                     tally.record(increment)
-                    chunk = head.chunk([chunk_choice(head, increment)])
-                    if options.continuous_usage_stats:
-                        chunk["usage"] = tally.usage()
-                    elif options.include_usage:
-                        chunk["usage"] = None
-                    yield event(chunk)
+                    yield chunks.event(increment)
                     started = True
         except Exception as error:
             if not started:

@@ -4,18 +4,24 @@ import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii
 from typing import Literal, assert_never, cast
 
 from starlette.responses import Response
 
-from tidemill.cluster.edge.chat.output.detokenizer import Scored
+from tidemill.cluster.edge.chat.output.detokenizer import Growth, Scored
 from tidemill.cluster.edge.chat.output.parts import Call, Part, ReasoningText, Text, joined
+from tidemill.cluster.edge.http.stream import event
 from tidemill.cluster.edge.requests.answers import Increment
+from tidemill.cluster.edge.requests.bodies import StreamOptions
 from tidemill.cluster.edge.requests.intake import PreparedRequest
 from tidemill.cluster.edge.requests.logprobs import Piece, chat_logprobs, completion_logprobs, prompt_logprobs
-from tidemill.cluster.edge.requests.usage import Json
+from tidemill.cluster.edge.requests.usage import Json, UsageCounter
 
 Kind = Literal["chat", "text"]
+
+MARK = "\0"
+"""A text whose JSON occurs in no event behind the text."""
 
 SLICE_ITEMS = 1024
 """The items of a list that are written without a pause."""
@@ -74,6 +80,58 @@ def chunk_choice(head: ReplyHead, increment: Increment) -> Json:
             assert_never(head.kind)
     logprobs = head.logprobs(growth.scored) if growth.scored else None
     return {"index": increment.choice, **text, "logprobs": logprobs, "finish_reason": _finish(increment)}
+
+
+class ChunkEvents:
+    """Writes the increments of one reply, in order. Plain ones are the event of another text with their own
+    text in its place, so they have the bytes that `_built` returns."""
+
+    def __init__(self, head: ReplyHead, options: StreamOptions, tally: UsageCounter) -> None:
+        self._head = head
+        self._options = options
+        self._tally = tally
+        self._ready: dict[int, tuple[str, str]] = {}  # by choice: what is around the text
+
+    def event(self, increment: Increment) -> bytes:
+        text = None if self._options.continuous_usage_stats else self._plain_text(increment)
+        if text is None:
+            return self._built(increment)
+        around = self._ready.get(increment.choice)
+        if around is None:
+            around = self._ready[increment.choice] = self._around(increment)
+        return f"{around[0]}{encode_basestring_ascii(text)}{around[1]}".encode()
+
+    def _plain_text(self, increment: Increment) -> str | None:
+        """Return the text if the event has nothing else to tell, or None."""
+        if increment.growth.finish is not None or increment.growth.scored:
+            return None
+        if self._head.kind == "text":
+            return increment.growth.text
+        match increment.parts:
+            case []:
+                return ""
+            case [Text(text)]:
+                return text
+            case _:
+                return None
+
+    def _around(self, increment: Increment) -> tuple[str, str]:
+        marked = Increment(
+            choice=increment.choice,
+            growth=Growth(text=MARK, num_tokens=0),
+            trace=increment.trace,
+            parts=(Text(MARK),),
+        )
+        before, _, behind = self._built(marked).decode().rpartition(encode_basestring_ascii(MARK))
+        return before, behind
+
+    def _built(self, increment: Increment) -> bytes:
+        chunk = self._head.chunk([chunk_choice(self._head, increment)])
+        if self._options.continuous_usage_stats:
+            chunk["usage"] = self._tally.usage()
+        elif self._options.include_usage:
+            chunk["usage"] = None
+        return event(chunk)
 
 
 def whole_reply(

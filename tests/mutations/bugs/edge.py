@@ -333,6 +333,20 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/cluster/edge/http/test_hints.py",
     ),
     Planted(
+        "an event with logprobs is written as one with nothing but text",
+        "cluster/edge/http/replies.py::ChunkEvents._plain_text",
+        "or $INCREMENT.$GROWTH.$SCORED",
+        "",
+        "tests/unit/cluster/edge/http/test_stream.py",
+    ),
+    Planted(
+        "tokens that come together count as one time between tokens",
+        "cluster/metrics/edge_metrics.py::ModelMetrics.count_tokens",
+        "$AFTER_S / $NUMBER)] += $NUMBER",
+        "$AFTER_S / $NUMBER)] += 1",
+        "tests/unit/cluster/metrics/test_edge_metrics.py",
+    ),
+    Planted(
         "a deleted prefix is that of any tenant",
         "cluster/edge/http/app.py::Edge.release_prefix",
         'session_of($TENANT, "prefix", $NAME)',

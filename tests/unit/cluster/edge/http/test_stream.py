@@ -7,11 +7,24 @@ from httpx_sse import ServerSentEvent, aconnect_sse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.cluster.fake_service import FakeService, app_over, saying
-from tidemill.workers.messages import Unserved
+from tests.support.cluster.fake_service import TRACE, FakeService, app_over, saying, scored, tokenizer
+from tidemill.cluster.edge.chat.output.detokenizer import Answer, Ending
+from tidemill.cluster.edge.chat.output.parts import Call, Part, ReasoningText, Text
+from tidemill.cluster.edge.http.replies import ChunkEvents, Kind, ReplyHead, chunk_choice
+from tidemill.cluster.edge.http.stream import event
+from tidemill.cluster.edge.requests.answers import Increment
+from tidemill.cluster.edge.requests.bodies import StreamOptions
+from tidemill.cluster.edge.requests.intake import PreparedRequest
+from tidemill.cluster.edge.requests.usage import UsageCounter
+from tidemill.workers.messages import Request, Unserved
 
 TRAPS = ["\n", "\r\n", "\r", "\u2028", "\u0085", "data: [DONE]", "\n\n", ": ", "event: error", "\0"]
 TEXTS = st.lists(st.sampled_from(TRAPS) | st.text(min_size=1), min_size=1, max_size=8).map("".join)
+
+REQUEST = Request(request_id="r", tokens=(5, 6), max_new_tokens=64)
+VOCAB = 896
+LOGPROBS = 2
+NAMES = st.sampled_from(["keeper", 'with "quotes"', "\0", '"\\u0000"', "m\u00fchle"])
 
 
 def events(service: FakeService) -> list[ServerSentEvent]:
@@ -45,3 +58,48 @@ def test_any_error_comes_through(text: str) -> None:
     *_, last = events(service)
     assert last.event == "error"
     assert text in last.json()["error"]["message"]
+
+
+@st.composite
+def increments(draw: st.DrawFn, kind: Kind, choices: int) -> list[Increment]:
+    """Answers of random tokens: halves of characters, special tokens, stop strings, several in one delta."""
+    ending = Ending(stops=draw(st.sampled_from([(), ("e",), ("in the", "x")])))
+    answers = [Answer(REQUEST, tokenizer().decoder(()), ending) for _ in range(choices)]
+    running = set(range(choices))
+    found: list[Increment] = []
+    for _ in range(draw(st.integers(1, 12))):
+        if not running:
+            break
+        choice = draw(st.sampled_from(sorted(running)))
+        tokens = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4))
+        logprobs = [scored(token, LOGPROBS) for token in tokens] if draw(st.booleans()) else []
+        growth = answers[choice].push(tokens, logprobs, draw(st.sampled_from([None, None, None, "length"])))
+        if growth.finish is not None:
+            running.discard(choice)
+        parts: list[Part] = []
+        if kind == "chat":
+            others: list[Part] = [ReasoningText("why"), Call(0, "look", "{"), Text("\0")]
+            some = st.lists(st.sampled_from(others), max_size=3)
+            parts = [Text(growth.text)] if draw(st.booleans()) else draw(some)
+        found.append(Increment(choice=choice, growth=growth, trace=TRACE, tokens=tokens, parts=parts))
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), kind=st.sampled_from(["text", "chat"]), choices=st.integers(1, 3), model=NAMES)
+def test_both_ways_write_the_same_bytes(data: st.DataObject, kind: Kind, choices: int, model: str) -> None:
+    options = StreamOptions(
+        include_usage=data.draw(st.booleans()), continuous_usage_stats=data.draw(st.booleans())
+    )
+    head = ReplyHead(kind=kind, reply_id="cmpl-1", created_s=1, model=model, piece=tokenizer().piece)
+    job = PreparedRequest(requests=(REQUEST,) * choices, n=choices, ending=Ending(), logprobs=False)
+    tally = UsageCounter(job)
+    written = ChunkEvents(head, options, tally)
+    for increment in data.draw(increments(kind, choices)):
+        tally.record(increment)
+        chunk = head.chunk([chunk_choice(head, increment)])
+        if options.continuous_usage_stats:
+            chunk["usage"] = tally.usage()
+        elif options.include_usage:
+            chunk["usage"] = None
+        assert written.event(increment) == event(chunk)
