@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -165,24 +166,28 @@ class Listener:
             accepted.close()
             return
         accepted.setblocking(False)  # noqa: FBT003 - its only argument
-        task = self._loop.create_task(self._shake_hands(accepted, client))
-        self._beginning.add(task)
-        task.add_done_callback(self._beginning.discard)
-
-    async def _shake_hands(self, accepted: socket.socket, client: str) -> None:
         protocol = self._create()
         protocol.place = client
-        try:
-            with suppress(OSError, TimeoutError):
-                async with asyncio.timeout(HANDSHAKE_S_MAX):
-                    await self._handshakes.begin(client)
-                    try:
-                        await self._loop.connect_accepted_socket(
-                            lambda: cast("asyncio.BaseProtocol", protocol), accepted, ssl=self._context
-                        )
-                    finally:
-                        self._handshakes.end(client)
-        finally:
-            if protocol.transport is None:  # it never began, and will not end
-                self._places.give(1, client)
-                accepted.close()
+        task = self._loop.create_task(self._shake_hands(protocol, accepted, client))
+        self._beginning.add(task)
+        task.add_done_callback(partial(self._end, protocol, accepted, client))
+
+    async def _shake_hands(self, protocol: Accepted, accepted: socket.socket, client: str) -> None:
+        with suppress(OSError, TimeoutError):
+            async with asyncio.timeout(HANDSHAKE_S_MAX):
+                await self._handshakes.begin(client)
+                try:
+                    await self._loop.connect_accepted_socket(
+                        lambda: cast("asyncio.BaseProtocol", protocol), accepted, ssl=self._context
+                    )
+                finally:
+                    self._handshakes.end(client)
+
+    def _end(
+        self, protocol: Accepted, accepted: socket.socket, client: str, task: asyncio.Task[None]
+    ) -> None:
+        """Give back what a connection holds that never began, even if its task never ran."""
+        self._beginning.discard(task)
+        if protocol.transport is None:
+            self._places.give(1, client)
+            accepted.close()

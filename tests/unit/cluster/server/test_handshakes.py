@@ -1,10 +1,13 @@
 """TLS handshakes count from the start of a connection, and those that do not end delay no other."""
 
 import asyncio
+import socket
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import httpx
 import pytest
@@ -13,7 +16,7 @@ import uvloop
 
 from tests.support.cluster.fake_service import FakeService, app_over, saying, serving
 from tidemill.cluster.edge.requests import security
-from tidemill.cluster.edge.requests.limits import EdgeLimits
+from tidemill.cluster.edge.requests.limits import EdgeLimits, InFlightLimit
 from tidemill.cluster.edge.requests.security import Tls
 from tidemill.cluster.server import handshakes
 
@@ -159,5 +162,24 @@ def test_a_handshake_that_is_given_up_as_it_begins_counts_no_longer() -> None:
         second.cancel()
         await asyncio.wait([second])
         await asyncio.wait_for(shared.begin("a"), WAIT_S_MAX)
+
+    asyncio.run(main())
+
+
+def test_a_connection_that_was_just_accepted_ends_with_its_listener() -> None:
+    async def main() -> None:
+        places = InFlightLimit(8, "connections")
+        protocol = cast("security.Accepted", SimpleNamespace(transport=None, place=None))
+        with (
+            socket.create_server(("127.0.0.1", 0)) as opened,
+            socket.create_connection(opened.getsockname()) as client,
+        ):
+            listener = security.Listener(opened, None, lambda: protocol, places, security.Handshakes(8))
+            while places.held == 0:  # noqa: ASYNC110 - afterwards its task has not run yet
+                await asyncio.sleep(0)
+            listener.close()
+            await listener.wait_closed()
+            assert places.held == 0
+            assert client.recv(1) == b""
 
     asyncio.run(main())
