@@ -22,7 +22,7 @@ from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.kvstore.memory.prefix_index import Match
 from tidemill.kvstore.memory.windows import count_missing
 from tidemill.workers.messages import PagesMissing, Provenance
-from tidemill.workers.scheduling.admission_queue import AdmissionQueue, Seniority
+from tidemill.workers.scheduling.admission_queue import AdmissionQueue, Precedence
 from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.prefix_dedup import InProgressPrefixes
 from tidemill.workers.scheduling.sequence import Sequence
@@ -138,13 +138,13 @@ class Admission:
                         return taken
                     await self.admission_queue.changed()
 
-    def _precedence(self, sequence: Sequence, keys: Seq[PageKey], depths: Seq[int]) -> Seniority:
+    def _precedence(self, sequence: Sequence, keys: Seq[PageKey], depths: Seq[int]) -> Precedence:
         """Return the precedence of a waiting sequence, by what worker and store can restore now."""
         pages = max(self._ledger.index.match(keys).restorable_pages, *depths[-1:], 0)
         return self._sequences.precedence(sequence, pages * sequence.page_tokens)
 
     def _try_memory(
-        self, sequence: Sequence, keys: Seq[PageKey], depths: Seq[int], precedence: Seniority
+        self, sequence: Sequence, keys: Seq[PageKey], depths: Seq[int], precedence: Precedence
     ) -> _Taken | None:
         """Take memory, or return None when it does not suffice, or when the next steps are full of prompts
         that precede this one."""

@@ -9,20 +9,21 @@ RETRY_S = 0.25
 """The interval of retries. Another process on the device may free memory without notice."""
 
 
-Seniority = tuple[float, int]
-"""The arrival of a request in seconds, later for a lower class, then its unique number."""
+Precedence = tuple[float, int]
+"""A place in the order of requests, the smallest first: an arrival in seconds, later for a lower class and
+for a long rest of the prompt (docs/decisions/0043), then the unique number of the request."""
 
 
 class AdmissionQueue:
     def __init__(self) -> None:
-        self._waiting: list[tuple[Seniority, asyncio.Event]] = []
+        self._waiting: list[tuple[Precedence, asyncio.Event]] = []
         self._taken = False
         self._news = asyncio.Event()
 
     @asynccontextmanager
-    async def wait_until_first(self, seniority: Seniority) -> AsyncGenerator[None]:
+    async def wait_until_first(self, precedence: Precedence) -> AsyncGenerator[None]:
         """Run the block when the request with this sort key is first: the smallest goes first."""
-        entry = (seniority, asyncio.Event())
+        entry = (precedence, asyncio.Event())
         heapq.heappush(self._waiting, entry)
         self._news.set()
         self._call_next()
@@ -40,9 +41,9 @@ class AdmissionQueue:
         finally:
             self._leave()
 
-    def has_older(self, seniority: Seniority) -> bool:
+    def has_older(self, precedence: Precedence) -> bool:
         """Return whether a request with a smaller sort key waits."""
-        return bool(self._waiting) and self._waiting[0][0] < seniority
+        return bool(self._waiting) and self._waiting[0][0] < precedence
 
     def memory_freed(self) -> None:
         """Wake the first request: memory was freed, or steps have room for prompts."""

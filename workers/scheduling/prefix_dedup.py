@@ -15,12 +15,12 @@ from collections.abc import Callable
 
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.memory.prefix_index import PrefixIndex
-from tidemill.workers.scheduling.admission_queue import Seniority
+from tidemill.workers.scheduling.admission_queue import Precedence
 from tidemill.workers.scheduling.sequence import Sequence
 
 
 class InProgressPrefixes:
-    def __init__(self, index: PrefixIndex, precedence: Callable[[Sequence, int], Seniority]) -> None:
+    def __init__(self, index: PrefixIndex, precedence: Callable[[Sequence, int], Precedence]) -> None:
         """Create an empty registry. `precedence` is the sort key of a sequence that resumes at a depth."""
         self._index = index
         self._precedence = precedence

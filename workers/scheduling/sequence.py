@@ -13,7 +13,7 @@ from tidemill.workers.execution.ngram_drafter import Drafter
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import Scores
 from tidemill.workers.messages import Delta, FinishReason, Provenance, Request, Times
-from tidemill.workers.scheduling.admission_queue import Seniority
+from tidemill.workers.scheduling.admission_queue import Precedence
 
 PRIORITY_AGE_S = 10.0
 """The advantage of a priority class in seconds: a request overtakes those of the next lower class that
@@ -134,7 +134,7 @@ class Sequence:
     """
 
     id: str
-    seniority: Seniority  # the smaller goes first, also after a preemption
+    seniority: Precedence  # the smaller goes first, also after a preemption
     request: Request
     root: PageKey
     page_tokens: int
@@ -166,7 +166,7 @@ class Sequence:
         """True if its answer has begun, or will begin when the steps in flight have landed."""
         return not self.produces and self.launched >= len(self.tokens) - 1
 
-    def precedence(self, depth: int, token_s: float) -> Seniority:
+    def precedence(self, depth: int, token_s: float) -> Precedence:
         """Return the sort key of its prompt when the tokens before `depth` are there and each of the others
         takes `token_s`: it is later by STRETCH times the time that they take alone."""
         since_s, number = self.seniority

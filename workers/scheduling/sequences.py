@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tidemill.workers.scheduling.admission_queue import Seniority
+from tidemill.workers.scheduling.admission_queue import Precedence
 from tidemill.workers.scheduling.sequence import Sequence
 
 STEPS_AVERAGED = 16
@@ -36,11 +36,11 @@ class Sequences:
     def older_than(self, sequence: Sequence) -> list[Sequence]:
         return [other for other in self if other.seniority < sequence.seniority]
 
-    def precedence(self, sequence: Sequence, depth: int = 0) -> Seniority:
+    def precedence(self, sequence: Sequence, depth: int = 0) -> Precedence:
         """Return the sort key of a prompt that resumes at `depth` or further."""
         return sequence.precedence(max(depth, sequence.launched), self._token_s)
 
-    def tokens_before(self, precedence: Seniority) -> int:
+    def tokens_before(self, precedence: Precedence) -> int:
         """Return the prompt tokens that running sequences launch before a prompt of this precedence."""
         return sum(
             sequence.target - sequence.launched
