@@ -45,11 +45,6 @@ class Surroundings:
     cores: int = 1
     folders: Mapping[ModelSource, Path] = field(default_factory=dict[ModelSource, Path])
 
-    def folder_of(self, model: ModelConfig) -> Path:
-        """Return the model's folder on this machine. Raises SourceError."""
-        source = source_of_model(model)
-        return local_folder(model.model) if source is None else self.folders[source]
-
 
 def source_of_model(model: ModelConfig) -> ModelSource | None:
     """Return the place to download the model from; None: its folder is here. Raises SourceError."""
@@ -113,7 +108,8 @@ def engine_settings(
             f" {group.tensor_parallel_size} ranks of a worker"
         )
     on_gpus = any(other.device != "cpu" and other.tensor_parallel_size > 1 for other in model.groups)
-    folder, source = surroundings.folder_of(model), source_of_model(model)
+    source = source_of_model(model)
+    folder = local_folder(model.model) if source is None else surroundings.folders[source]
     return EngineSettings(
         model_folder=folder,
         model_source=None if source is None else source.pinned(folder),

@@ -34,6 +34,10 @@ def version_of(data: bytes) -> bytes:
     return sha256(data).digest()
 
 
+def _reason(error: Exception) -> object:
+    return error.details() if isinstance(error, grpc.aio.AioRpcError) else error
+
+
 class CatalogueWriter:
     """Publishes a catalogue to one router, whose address may change."""
 
@@ -68,8 +72,7 @@ class CatalogueWriter:
                 await publish(data, timeout=ANSWER_S_MAX)
         except (grpc.aio.AioRpcError, WorkerGone, Malformed, KeyError, OSError) as error:
             await self.close()
-            reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
-            raise Unserved(f"the router does not take the catalogue: {reason}") from error
+            raise Unserved(f"the router does not take the catalogue: {_reason(error)}") from error
 
     async def close(self) -> None:
         """Close the connection; the next call opens another."""
@@ -107,10 +110,9 @@ class CatalogueReader:
                 return None
             catalogue = decode(Catalogue, data)
         except (grpc.aio.AioRpcError, Malformed, OSError) as error:
-            reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
             failed = self.address
             await self._next()
-            raise Unserved(f"the router {failed} has no catalogue for us: {reason}") from error
+            raise Unserved(f"the router {failed} has no catalogue for us: {_reason(error)}") from error
         self._version = version_of(data)
         found = [address for model in catalogue.models for address in model.routers]
         self._addresses = tuple(dict.fromkeys((self.address, *found, *self._given)))
@@ -126,8 +128,7 @@ class CatalogueReader:
                 while part := await get(encode((digest, len(body))), timeout=ANSWER_S_MAX):
                     body += part
         except (grpc.aio.AioRpcError, TimeoutError, OSError) as error:
-            reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
-            raise Unserved(f"the router {self.address} does not send a file: {reason}") from error
+            raise Unserved(f"the router {self.address} does not send a file: {_reason(error)}") from error
         if sha256(body).hexdigest() != digest:
             raise Unserved(f"the router {self.address} sends another file than its catalogue names")
         return bytes(body)

@@ -7,7 +7,6 @@ follows changes of models and keys.
 import asyncio
 import logging
 import socket
-import sys
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,8 +17,10 @@ from tempfile import NamedTemporaryFile
 from typing import cast
 
 import uvloop
+from opentelemetry.trace import Tracer
 
 from tidemill.cluster.catalogue import Catalogue, CatalogueModel
+from tidemill.cluster.edge.chat.text import Tokenizer
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.cluster.edge.cluster_service import ClusterService
 from tidemill.cluster.edge.requests.api_keys import ApiKey
@@ -36,10 +37,10 @@ from tidemill.cluster.observability.spans import tracing
 from tidemill.cluster.rpc.catalogue_client import CatalogueReader
 from tidemill.cluster.rpc.router_client import RouterClient, at
 from tidemill.cluster.rpc.worker_client import WorkerClients
-from tidemill.cluster.server.endpoint import Endpoint, listening, raise_file_limit
-from tidemill.cluster.server.run_endpoint import SWITCH_S, Work, run_endpoint, stop_signals, url_of
+from tidemill.cluster.server.endpoint import Endpoint, listening
+from tidemill.cluster.server.run_endpoint import Work, prepare_process, run_endpoint, stop_signals, url_of
 from tidemill.kvstore.errors import TidemillError
-from tidemill.workers.messages import RequestError, Role, Unserved
+from tidemill.workers.messages import EngineInfo, RequestError, Role, Unserved
 
 log = logging.getLogger(__name__)
 
@@ -68,11 +69,9 @@ def run_edge(endpoint: Endpoint, join: Join, sources: Sources, work: Work) -> No
     """Join a cluster and serve it until `work` returns or a signal comes. Raises TidemillError when it cannot
     start."""
     start_logs(endpoint.telemetry)
-    raise_file_limit(endpoint.limits.connections_max)
-    with listening(endpoint) as listener:
-        sys.setswitchinterval(SWITCH_S)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_run(endpoint, join, sources, listener, work))
+    prepare_process(endpoint)
+    with listening(endpoint) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_run(endpoint, join, sources, listener, work))
 
 
 async def _run(
@@ -142,9 +141,8 @@ class _JoinedEdge:
         self._join = join
         self._sources = sources
         self._elsewhere = Elsewhere()
-        self._backends: dict[tuple[str, ...], tuple[CatalogueModel, ServedBackend]] = {}
-        self._tasks: dict[tuple[str, ...], asyncio.Task[None]] = {}
-        self._closed: list[ClusterService] = []  # of models that have changed; their streams go on
+        self._served: dict[tuple[str, ...], _Served] = {}
+        self._changed: list[_Served] = []  # models that have changed; their streams go on
         self._ttft_s_max: dict[str, float] = {}
         metrics = EdgeMetrics(sources.clock_s, self._ttft_s_max, catalogue.telemetry.metrics_alias)
         self.context: EdgeContext = open_context(
@@ -173,29 +171,29 @@ class _JoinedEdge:
         self.context.keys.replace(keys_of(catalogue))
         self._elsewhere.owner = catalogue.owner
         try:
-            backends = {model.names: (model, await self._backend(model)) for model in catalogue.models}
+            served = {model.names: await self._serve(model) for model in catalogue.models}
         except TidemillError:
             self._reader.forget()
             raise
-        for model in catalogue.models:
-            self._ttft_s_max[model.names[0]] = model.ttft_s_max
-            service = cast("ClusterService", backends[model.names][1].service)
-            service.resets = catalogue.resets.get(model.names[0], 0)
-        self.context.models.replace([backend for _, backend in backends.values()])
-        before, self._backends = self._backends, backends
-        for names, (_, backend) in before.items():
-            if names not in backends or backends[names][1] is not backend:
-                self._tasks.pop(names).cancel()
-                self._closed.append(cast("ClusterService", backend.service))
-        for names, (_, backend) in backends.items():
-            if names not in self._tasks:
-                service = cast("ClusterService", backend.service)
-                self._tasks[names] = asyncio.create_task(service.run())
+        for (name, *_), entry in served.items():
+            self._ttft_s_max[name] = entry.model.ttft_s_max
+            entry.service.resets = catalogue.resets.get(name, 0)
+        self.context.models.replace(
+            [ServedBackend(entry.service, entry.tokenizer) for entry in served.values()]
+        )
+        before, self._served = self._served, served
+        for names, entry in before.items():
+            if served.get(names) is not entry:
+                entry.stop_watching()
+                self._changed.append(entry)
+        for entry in served.values():
+            entry.watch = entry.watch or asyncio.create_task(entry.service.run())
 
-    async def _backend(self, model: CatalogueModel) -> ServedBackend:
-        known = self._backends.get(model.names)
-        if known is not None and known[0] == model:
-            return known[1]
+    async def _serve(self, model: CatalogueModel) -> "_Served":
+        """Return the model as it is served already, or with connections of its own if it has changed."""
+        known = self._served.get(model.names)
+        if known is not None and known.model == model:
+            return known
         folder = await self._folder(model.files)
         tokenizer = await asyncio.to_thread(load_tokenizer, folder, model.chat)
         tls = self._join.tls
@@ -218,8 +216,7 @@ class _JoinedEdge:
             memory=None if model.memory_router is None else RouterClient(at(model.memory_router), tls=tls),
             tracer=self._sources.tracer,
         )
-        service.elsewhere = self._elsewhere
-        return ServedBackend(service, tokenizer)
+        return _Served(model, service, tokenizer)
 
     async def _folder(self, files: Mapping[str, str]) -> Path:
         """Return a folder with these files, by their digests; those that are not there are fetched."""
@@ -241,11 +238,9 @@ class _JoinedEdge:
         return folder
 
     async def close(self) -> None:
-        for task in self._tasks.values():
-            task.cancel()
-        services = [cast("ClusterService", backend.service) for _, backend in self._backends.values()]
-        for service in (*services, *self._closed):
-            await service.close()
+        for entry in (*self._served.values(), *self._changed):
+            entry.stop_watching()
+            await entry.service.close()
         await self._reader.close()
 
 
@@ -273,10 +268,36 @@ class Elsewhere:
 class JoinedService(ClusterService):
     """A service whose prefix cache is reset elsewhere, which reaches every edge with the catalogue."""
 
-    elsewhere = Elsewhere()
+    def __init__(
+        self,
+        model: ServedModel,
+        router: RouterClient,
+        peers: WorkerClients,
+        elsewhere: Elsewhere,
+        info: EngineInfo,
+        *,
+        memory: RouterClient | None,
+        tracer: Tracer | None,
+    ) -> None:
+        super().__init__(model, router, peers, elsewhere, info, memory=memory, tracer=tracer)
+        self._elsewhere = elsewhere
 
     def reset_prefix_cache(self) -> None:
-        raise self.elsewhere.refusal()
+        raise self._elsewhere.refusal()
+
+
+@dataclass(slots=True)
+class _Served:
+    """A model of the catalogue as this edge serves it."""
+
+    model: CatalogueModel
+    service: JoinedService
+    tokenizer: Tokenizer
+    watch: asyncio.Task[None] | None = None  # gives up lost workers
+
+    def stop_watching(self) -> None:
+        if self.watch is not None:
+            self.watch.cancel()
 
 
 def _write(path: Path, body: bytes) -> None:

@@ -6,6 +6,7 @@ import logging
 import math
 import signal
 import socket
+import sys
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -17,9 +18,10 @@ from tidemill.cluster.edge.http.app import app_of
 from tidemill.cluster.edge.http.connection import with_limits
 from tidemill.cluster.edge.requests.context import EdgeContext
 from tidemill.cluster.edge.requests.security import tls_context
-from tidemill.cluster.server.endpoint import Endpoint, PortTaken
+from tidemill.cluster.server.endpoint import Endpoint, PortTaken, raise_file_limit
 from tidemill.cluster.server.handshakes import EdgeServer
 from tidemill.cluster.supervisor.processes import STOP_SIGNALS
+from tidemill.workers.malloc import share_arenas
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +31,13 @@ Work = Callable[[str], Coroutine[Any, Any, None]]
 SWITCH_S = 0.001
 """The time after which a thread yields the interpreter: the event loop waits that long for it, several times
 per token."""
+
+
+def prepare_process(endpoint: Endpoint) -> None:
+    """Let this process hold many connections, and few arenas of malloc. To be called before threads start."""
+    raise_file_limit(endpoint.limits.connections_max)
+    share_arenas()
+    sys.setswitchinterval(SWITCH_S)
 
 
 class Runs(Protocol):

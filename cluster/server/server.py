@@ -4,7 +4,6 @@ import asyncio
 import logging
 import signal
 import socket
-import sys
 import tempfile
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -29,9 +28,9 @@ from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.observability.logs import LINES_KEPT, keeping
 from tidemill.cluster.observability.spans import tracing
 from tidemill.cluster.rpc.router_client import RouterClient
-from tidemill.cluster.server.endpoint import Endpoint, listening, raise_file_limit, with_router_ports
+from tidemill.cluster.server.endpoint import Endpoint, listening, with_router_ports
 from tidemill.cluster.server.publisher import CataloguePublisher, PublishedFleet
-from tidemill.cluster.server.run_endpoint import SWITCH_S, Work, run_endpoint, stop_signals, url_of
+from tidemill.cluster.server.run_endpoint import Work, prepare_process, run_endpoint, stop_signals, url_of
 from tidemill.cluster.server.support_info import support_parts
 from tidemill.cluster.settings import ClusterSettings, FleetSettings
 from tidemill.cluster.supervisor.launch import Cluster, RayEnded, start_cluster
@@ -41,7 +40,6 @@ from tidemill.cluster.supervisor.processes import STOP_SIGNALS
 from tidemill.cluster.supervisor.store_plan import check_shared, other_tiers
 from tidemill.kvstore.stores.open_store import open_store
 from tidemill.workers.engine.build import check_settings
-from tidemill.workers.malloc import share_arenas
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +53,7 @@ def serve(
         check_settings(engine, here=settings.ray_address is None)  # report errors before anything is started
     for fleet in settings.fleets:
         check_chat(fleet.chat)
-    raise_file_limit(endpoint.limits.connections_max)
-    share_arenas()
+    prepare_process(endpoint)
     settings = with_router_ports(settings)
     with (
         listening(endpoint) as listener,  # before the cluster starts, so that a port in use is reported early
@@ -68,7 +65,6 @@ def serve(
         tokenizers = executor.map(load_tokenizer, folders, chats)  # takes as long as starting the cluster
         cluster = start_cluster(settings, console)
         try:
-            sys.setswitchinterval(SWITCH_S)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(_serve(endpoint, settings, cluster, list(tokenizers), sources, listener, work))
         finally:
