@@ -43,7 +43,8 @@ def main(arguments: Sequence[str]) -> int:
         tests = sorted({test for bug in chosen for test in bug.tests.split()})
         interpreted = [test for test in tests if test.startswith("tests/triton")]
         for some in (interpreted, sorted({*tests} - {*interpreted})):
-            if some and (failure := _failure(copies[0], some, None)):
+            together = ["-n", str(options.jobs), "--dist", "loadfile"]
+            if some and (failure := _failure(copies[0], some, None, together)):
                 print(f"{failure}\nthe tests fail without any bug: see `make test`")  # noqa: T201  the answer
                 return 1
         survivors = [bug for bug, caught in zip(chosen, _run(chosen, copies), strict=True) if not caught]
@@ -84,10 +85,13 @@ def _is_caught(copy: Path, planted: Planted) -> bool:
     return found is not None
 
 
-def _failure(copy: Path, tests: Collection[str], timeout_s: float | None) -> str:
-    """Return the last lines of the output of tests that fail, and "" if they pass."""
+def _failure(
+    copy: Path, tests: Collection[str], timeout_s: float | None, together: Collection[str] = ()
+) -> str:
+    """Return the last lines of the output of tests that fail, and "" if they pass. `together` are options
+    for several processes of pytest."""
     options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "tests.mutations.no_shrinking"]
-    command = [sys.executable, "-B", "-m", "pytest", *options, *tests]
+    command = [sys.executable, "-B", "-m", "pytest", *options, *together, *tests]
     paths = f"{copy}/src:{copy}"  # also for processes that the tests start
     environment = os.environ | {"SIM_RUNS": str(SIM_RUNS), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     if all(test.startswith("tests/triton") for test in tests):
