@@ -190,19 +190,22 @@ template <typename E>
 struct Block {
     static constexpr int64_t SIZE = BLOCK<E>;
     const char* rows[SIZE];
-    int64_t from = 0, to = 0;
+    int64_t from, to;
 
-    Block(const Cache& cache, const int32_t* table, int64_t head, int64_t start, int64_t first, int64_t last,
-          const Block* after)
-        : from(std::max<int64_t>(0, first - start)), to(std::min(SIZE, last - start)) {
-        int64_t page = (start + from) / cache.page_tokens, slot = (start + from) % cache.page_tokens;
-        for (int64_t j = from; j < to; j++, slot++) {
-            if (slot == cache.page_tokens) page++, slot = 0;
-            rows[j] = cache.data + table[page] * cache.page + head * cache.head + slot * cache.token;
+    void find(const Cache& cache, const int32_t* table, int64_t head, int64_t start, int64_t first, int64_t last,
+              const Block* after) {
+        from = std::max<int64_t>(0, first - start), to = std::min(SIZE, last - start);
+        for (int64_t j = from; j < to;) {
+            const int64_t page = (start + j) / cache.page_tokens, slot = (start + j) % cache.page_tokens;
+            const char* at = cache.data + table[page] * cache.page + head * cache.head + slot * cache.token;
+            const int64_t end = std::min(to, j + cache.page_tokens - slot);
+            for (; j < end; j++, at += cache.token) rows[j] = at;
         }
         const char* const any = from < to ? rows[from] : cache.data;
+        const int64_t behind = std::max<int64_t>(0, to);
         std::fill(rows, rows + from, any);
-        for (int64_t j = std::max<int64_t>(0, to); j < SIZE; j++) rows[j] = after ? after->rows[j] : any;
+        if (after) std::copy(after->rows + behind, after->rows + SIZE, rows + behind);
+        else std::fill(rows + behind, rows + SIZE, any);
     }
 };
 
@@ -239,6 +242,97 @@ void gather_values(const Cache& cache, const Block<E>& block, const Block<E>& ne
             }
         }
     }
+}
+
+// For so few queries values are multiplied where they lie in pages: packing them takes longer.
+constexpr int64_t MOST_WEIGHED = LANES == 16 ? 7 : 3;  // four sums of each fit the registers
+constexpr int64_t FEW_KEYS = 64;  // of a block: AMX takes longer for them
+
+// The floats of the lower halves of words, and those of the upper ones.
+inline void to_halves(const uint32_t* pairs, int64_t count, float* low, float* high) {
+    for (int64_t i = 0; i < count; i++) {
+        low[i] = __builtin_bit_cast(float, pairs[i] << 16);
+        high[i] = __builtin_bit_cast(float, pairs[i] & 0xffff0000u);
+    }
+}
+
+// sums[ROWS][dim] += P V of keys [begin, end) of a block of bfloat16, begin a multiple of STEP, in the order of `multiply`.
+// Prefetches the values of the block that is next.
+template <int ROWS>
+void weigh_values(const Block<uint32_t>& block, const Block<uint32_t>& next, int64_t kv, int64_t dim, const uint32_t* P,
+                  int64_t begin, int64_t end, float* sums) {
+    constexpr int64_t PAIRS_OF_BLOCK = BLOCK<uint32_t> / 2;
+    float weights[2][ROWS][PAIRS_OF_BLOCK];  // of even keys and of odd ones
+    for (int r = 0; r < ROWS; r++)
+        to_halves(P + r * PAIRS_OF_BLOCK + begin / 2, (end + 1) / 2 - begin / 2, weights[0][r] + begin / 2,
+                  weights[1][r] + begin / 2);
+    ints natural[2];  // from columns of even index and those of odd index
+    for (int l = 0; l < LANES; l++)
+        for (int i = 0; i < 2; i++) natural[i][l] = (l + i * LANES) / 2 + (l % 2) * LANES;
+    for (int64_t start = begin; start < end; start += STEP) {
+        const int64_t from = std::max(start, block.from), to = std::min(start + STEP, end);
+        for (int64_t p = 0; p < dim; p += PANEL) {
+            vec chains[2][ROWS][2] = {};
+            const auto add = [&](int parity, int64_t j) __attribute__((always_inline)) {
+                __builtin_prefetch(next.rows[j] + kv + 2 * p, 0, 2);
+                const words value = load((const uint32_t*)(block.rows[j] + kv + 2 * p));
+                const vec columns[2] = {lower(value), upper(value)};
+                for (int r = 0; r < ROWS; r++) {
+                    const vec weight = splat(weights[parity][r][j / 2]);
+                    for (int n = 0; n < 2; n++) chains[parity][r][n] = fused(weight, columns[n], chains[parity][r][n]);
+                }
+            };
+            int64_t j = from;
+            if (j % 2) add(1, j++);
+            for (; j + 1 < to; j += 2) add(0, j), add(1, j + 1);
+            if (j < to) add(0, j);
+            for (int r = 0; r < ROWS; r++) {
+                float* const to_row = sums + r * dim + p;
+                const vec even = chains[0][r][0] + chains[1][r][0], odd = chains[0][r][1] + chains[1][r][1];
+                for (int i = 0; i < 2; i++) {
+                    float* const at = to_row + i * LANES;
+                    store(at, load(at) + __builtin_shuffle(even, odd, natural[i]));
+                }
+            }
+        }
+    }
+}
+
+// S [ROWS][SIZE] of keys [begin, end) of a block of bfloat16 where they lie, in the order of `multiply`. `factors` of a query
+// are the floats of its words' lower halves, then of their upper ones. Scores beside those are not read. Prefetches the
+// keys of the block that is next.
+template <int ROWS>
+void score_keys(const Block<uint32_t>& block, const Block<uint32_t>& next, int64_t depth, const float* factors,
+                int64_t begin, int64_t end, float* S) {
+    for (int64_t j = begin / LANES * LANES; j < end; j += LANES) {
+        vec sums[ROWS] = {};
+        for (int64_t start = 0; start < depth; start += DEPTH_WORDS) {
+            for (int64_t i = j; i < j + LANES; i++) __builtin_prefetch(next.rows[i] + start * 4, 0, 2);
+            vec even[ROWS] = {}, odd[ROWS] = {};
+            for (int64_t w = start; w < start + DEPTH_WORDS; w += LANES) {
+                words square[LANES];
+                for (int l = 0; l < LANES; l++) square[l] = load((const uint32_t*)block.rows[j + l] + w);
+                transpose(square);
+                for (int i = 0; i < LANES; i++)
+                    for (int r = 0; r < ROWS; r++) {
+                        const float* const factor = factors + r * 2 * depth + w + i;
+                        even[r] = fused(splat(factor[0]), lower(square[i]), even[r]);
+                        odd[r] = fused(splat(factor[depth]), upper(square[i]), odd[r]);
+                    }
+            }
+            for (int r = 0; r < ROWS; r++) sums[r] += even[r] + odd[r];
+        }
+        for (int r = 0; r < ROWS; r++) store(S + r * BLOCK<uint32_t> + j, sums[r]);
+    }
+}
+
+// Calls run(constant) for a number that is at most MOST.
+template <int MOST, typename Run>
+void with_constant(int64_t number, Run run) {
+    if constexpr (MOST > 1) {
+        if (number < MOST) return with_constant<MOST - 1>(number, run);
+    }
+    run(std::integral_constant<int, MOST>{});
 }
 
 #if defined(AMX)
@@ -393,9 +487,9 @@ void attend(const Task& task, const Seen& seen, const float* q, const Cache& cac
     const int64_t first = task.first(seen), last = task.last(), depth = words_of<E>(dim);
     static thread_local std::vector<float> floats;
     static thread_local std::vector<E> elements;
-    float* const sums = lined(floats, queries * wide + QUERY_ROWS<E> * BLOCK + dim + 2 * (queries + LANES));
+    float* const sums = lined(floats, queries * (wide + 2 * depth) + QUERY_ROWS<E> * BLOCK + dim + 2 * (queries + LANES));
     float *const S = sums + queries * wide, *const scaled = S + QUERY_ROWS<E> * BLOCK;
-    float *const highest = scaled + dim, *const total = highest + queries + LANES;
+    float *const highest = scaled + dim, *const total = highest + queries + LANES, *const factors = total + queries + LANES;
     E* const values = lined(elements, BLOCK_WORDS * (wide + QUERY_ROWS<E>) + (BLOCK + 2 * LANES + queries) * depth);
     E *const P = values + BLOCK_WORDS * wide, *const keys = P + BLOCK_WORDS * QUERY_ROWS<E>;
     E *const room = keys + BLOCK * depth, *const columns = room + LANES * depth, *const Q = columns + LANES * depth;
@@ -417,19 +511,32 @@ void attend(const Task& task, const Seen& seen, const float* q, const Cache& cac
     if constexpr (PAIRED<E>)
         if (in_pages) to_columns(Q, queries, depth, columns);
 #endif
-    Block<E> block(cache, table, head, first / BLOCK * BLOCK, first, last, &after);
+    // Whether values, and keys, are multiplied where they lie, without packing.
+    const bool weighs = PAIRED<E> && queries <= MOST_WEIGHED && cache.half_width && dim % PANEL == 0;
+    const bool scores = weighs && dim == 2 * depth;
+    if constexpr (PAIRED<E>)
+        for (int64_t i = 0; scores && i < queries; i++)
+            to_halves(Q + i * depth, depth, factors + i * 2 * depth, factors + (i * 2 + 1) * depth);
+    Block<E> blocks[2], *now = blocks, *later = blocks + 1;
+    now->find(cache, table, head, first / BLOCK * BLOCK, first, last, &after);
     // What no query sees of the first block stays zero: its pages may belong to other rows.
-    if (block.from > 0) std::fill(values, values + BLOCK_WORDS * wide, E{});
-    for (int64_t start = first / BLOCK * BLOCK; start < last; start += BLOCK) {
-        const Block<E> next(cache, table, head, start + BLOCK, first, last, &after);
+    if (now->from > 0) std::fill(values, values + BLOCK_WORDS * wide, E{});
+    for (int64_t start = first / BLOCK * BLOCK; start < last; start += BLOCK, std::swap(now, later)) {
+        if (start + BLOCK < last) later->find(cache, table, head, start + BLOCK, first, last, &after);
+        const Block<E>&block = *now, &next = start + BLOCK < last ? *later : after;
         const int64_t count = block.to;
-        if (!in_pages) gather_keys(cache, block, next, dim, keys, room);
+        const bool few = scores && (!in_pages || count - block.from <= FEW_KEYS);
+        if constexpr (PAIRED<E>)
+            if (few)
+                with_constant<MOST_WEIGHED>(queries, [&](auto number) {
+                    score_keys<number>(block, next, depth, factors, block.from, count, S);
+                });
+        if (!in_pages && !few) gather_keys(cache, block, next, dim, keys, room);
 #if defined(AMX)
         if constexpr (PAIRED<E>)
-            if (in_pages) score_in_pages(cache, block, next, queries, columns, depth, S);
+            if (in_pages && !few) score_in_pages(cache, block, next, queries, columns, depth, S);
 #endif
-        gather_values(cache, block, next, dim, values);
-        block = next;
+        if (!weighs) gather_values(cache, block, next, dim, values);
         for (int64_t i = 0, rows; i < queries; i += rows) {
             rows = std::min(QUERY_ROWS<E>, queries - i);
             // Keys that some of these queries see; the others of the block would add 0.
@@ -438,7 +545,7 @@ void attend(const Task& task, const Seen& seen, const float* q, const Cache& cac
             const int64_t begin = std::max<int64_t>(0, end_of(i) - seen.window) / STEP * STEP;
             if (begin >= seen_end) continue;
             const int64_t end = std::min(BLOCK, (seen_end + STEP - 1) / STEP * STEP);
-            if (!in_pages)
+            if (!in_pages && !few)
                 multiply<false>(rows, (end - begin) / PANEL, Q + i * depth, depth, keys + begin * depth, depth * PANEL,
                                 depth, S + begin, BLOCK, ZEROS);
             for (int64_t r = 0; r < rows; r += LANES) {
@@ -456,6 +563,14 @@ void attend(const Task& task, const Seen& seen, const float* q, const Cache& cac
                     if (shrink[l] == 1.0f) continue;
                     float* const sum = sums + (i + r + l) * wide;
                     for (int64_t e = 0; e < wide; e++) sum[e] *= shrink[l];
+                }
+            }
+            if constexpr (PAIRED<E>) {
+                if (weighs) {
+                    with_constant<MOST_WEIGHED>(queries, [&](auto number) {
+                        weigh_values<number>(block, next, cache.kv, dim, P, begin, std::min(count, end), sums);
+                    });
+                    continue;
                 }
             }
             multiply<false>(rows, panels, P + words_of<E>(begin), BLOCK_WORDS, values + words_of<E>(begin) * PANEL,
@@ -502,8 +617,9 @@ extern "C" void attention(const float* q, const char* cache, int64_t page_stride
             const int64_t later = std::min(at + omp_get_num_threads(), count * kv_heads - 1);
             const Task& other = task_of(later);
             const int64_t first = other.first(seen);
-            const Block<E> after(pages, table_of(other), later % kv_heads, first / BLOCK<E> * BLOCK<E>, first,
-                                 other.last(), nullptr);
+            Block<E> after;
+            after.find(pages, table_of(other), later % kv_heads, first / BLOCK<E> * BLOCK<E>, first, other.last(),
+                       nullptr);
             attend<E>(task, seen, q, pages, table_of(task), out, at % kv_heads, kv_heads, group, dim, scale, after);
         }
     };

@@ -156,6 +156,8 @@ def test_every_kind_of_cpu_computes_the_same_bits(tmp_path: Path, kernel_cache: 
     cache = (random(draw, 3, 2, 2, 64, 72) * 1e-38).bfloat16()
     rows = step([65], [100], torch.tensor([[2, 0, 1]], dtype=torch.int32))
     q = random(draw, 65, 4, 72)
+    last = step([1], [130], torch.tensor([[2, 0, 1]], dtype=torch.int32))
+    in_pages = random(draw, 1, 4, 64), (random(draw, 3, 2, 2, 64, 64) * 1e-38).bfloat16()
 
     def run(library: Library) -> list[torch.Tensor]:
         linear = bind_linear(library)
@@ -165,6 +167,7 @@ def test_every_kind_of_cpu_computes_the_same_bits(tmp_path: Path, kernel_cache: 
             linear(x, paired(weight.bfloat16(), bias)),
             linear(small[0], paired(half, None)),
             *(bind_attention(library, dtype)(q, cache, rows, None, None) for dtype in COMPUTE_DTYPES),
+            bind_attention(library, "bfloat16")(*in_pages, last, None, None),
         ]
 
     wanted = run(build(kernel_cache))

@@ -48,7 +48,8 @@ SHAPES = (
     Shape(q_heads=4, kv_heads=2, dim=24, rotary=24, normed=False),
     Shape(q_heads=7, kv_heads=1, dim=72, rotary=8, normed=False, latent=True),
 )
-IN_PAGES = SHAPES[5]  # whose keys AMX reads where they lie, in bfloat16, for few queries
+IN_PAGES = SHAPES[5]  # whose keys and values are read where they lie, in bfloat16, for few queries
+SEVEN_IN_PAGES = Shape(q_heads=7, kv_heads=1, dim=96, rotary=0, normed=False)
 LATENT = SHAPES[-1]
 FIRST, SECOND = [65, 1, 127, 2, 64], [1, 1, 40, 63, 1]
 LENS = [first + second for first, second in zip(FIRST, SECOND, strict=True)]
@@ -166,17 +167,33 @@ def test_windows_and_sinks_match_the_definition(
     check(cpu, reference, layer.see(window, sinks=sinks), pages, limit)
 
 
-@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 127, 300])
-def test_one_token_after_any_length(cpu: Operators, reference: Operators, length: int, limit: float) -> None:
-    shape, pages = SHAPES[2], shuffled_pages([length], 16, torch.Generator().manual_seed(length))
-    layer = Layer(shape, length, 1 + int(pages.max()), 16, torch.float32)
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [(SHAPES[2], torch.float32), (IN_PAGES, torch.bfloat16), (SEVEN_IN_PAGES, torch.bfloat16)],
+    ids=str,
+)
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 127, 128, 160, 193, 300])
+def test_one_token_after_any_length(
+    cpu: Operators,
+    reference: Operators,
+    *,
+    length: int,
+    shape: Shape,
+    dtype: torch.dtype,
+    window: int | None,
+    limit: float,
+) -> None:
+    pages = shuffled_pages([length], 16, torch.Generator().manual_seed(length))
+    layer = Layer(shape, length, 1 + int(pages.max()), 16, dtype).see(window, sinks=False)
     whole = layer.run(cpu, step([length], [0], pages))
-    last = layer.run(cpu, step([1], [length - 1], pages), slice(length - 1, length))
+    table = released(pages, [length - 1], window, 16)
+    last = layer.run(cpu, step([1], [length - 1], table), slice(length - 1, length))
     assert same_bits(last, whole[-1:])
     truth = torch.full_like(layer.cache, torch.nan)
     rows = step([length], [0], pages)
     wanted = layer.attend(reference, layer.store(reference, truth, rows, slice(None)), truth, rows)
-    assert relative_error(whole, wanted) < limit
+    assert relative_error(whole, wanted) < max(limit, LIMITS[dtype])
 
 
 @settings(max_examples=30, deadline=None)
