@@ -48,4 +48,3 @@ class Catalogue:
     limits: Mapping[str, int | float] = field(default_factory=dict[str, int | float])
     telemetry: Telemetry = QUIET
     resets: Mapping[str, int] = field(default_factory=dict[str, int])
-    owner: str = ""  # the URL of the server that started the cluster

@@ -2,19 +2,23 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from opentelemetry.trace import Tracer
 
 from tidemill.cluster.edge.failure_detector import watch
 from tidemill.cluster.edge.flow import serve
-from tidemill.cluster.edge.service import Scaling, ServedModel
+from tidemill.cluster.edge.service import ReportingEdge, ServedModel
 from tidemill.cluster.edge.tracing import TracedPeers, TracedRouter
-from tidemill.cluster.messages import FleetStatus, RoleScale
+from tidemill.cluster.messages import FleetStatus, Misses, RoleScale
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.kvstore.keys import Namespace, PageKey
-from tidemill.workers.messages import EngineInfo, Request, Role, StreamPiece
+from tidemill.workers.messages import EngineInfo, Request, Role, StreamPiece, Unserved
+
+REPORT_S = 1.0
+"""The period of an edge's reports to the supervisor."""
 
 
 class ClusterService:
@@ -27,14 +31,14 @@ class ClusterService:
         model: ServedModel,
         router: RouterClient,
         peers: WorkerClients,
-        scaler: Scaling,
         info: EngineInfo,
         *,
+        edge: ReportingEdge,
         memory: RouterClient | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self.model = model
-        self._scaler = scaler
+        self._edge = edge
         self._tracer = tracer
         self._router = router
         self._memory = memory
@@ -62,9 +66,9 @@ class ClusterService:
         for worker in (await self._router.status()).workers:
             self._peers.release(worker.info.worker, worker.info.address, tenant, session)
 
-    def reset_prefix_cache(self) -> None:
+    async def reset_prefix_cache(self) -> None:
         """Change all names; entries under the old names are evicted like anything unused."""
-        self.resets += 1
+        self.resets = max(self.resets, await self._router.reset(self._edge.id))
 
     async def set_budget(self, worker: str, budget_bytes: int | None) -> None:
         await (self._memory or self._router).set_budget(worker, budget_bytes)
@@ -76,14 +80,28 @@ class ClusterService:
         await self._router.set_role(worker, role)
 
     async def scale(self, counts: Mapping[Role, int], *, pending: bool = False) -> str | None:
-        return await self._scaler.scale(counts, pending=pending)
+        return await self._router.scale(counts, pending=pending)
 
     async def roles(self) -> tuple[RoleScale, ...]:
-        return await self._scaler.roles()
+        return await self._router.roles()
 
     async def run(self) -> None:
-        """Give up workers that are lost, until cancelled."""
-        await watch(self._peers, self._router)
+        """Give up workers that are lost, and report to the supervisor, until cancelled."""
+        async with asyncio.TaskGroup() as both:
+            both.create_task(watch(self._peers, self._router))
+            both.create_task(self._report())
+
+    async def _report(self) -> None:
+        """Report what this edge answers and refuses, and learn of resets."""
+        reported = Misses()
+        while True:
+            misses, known = self._edge.misses(), self.resets
+            with suppress(Unserved):  # the next report has it, too
+                resets = await self._router.report(self._edge.id, misses - reported, known)
+                self.resets = max(self.resets, resets)  # one may have been ordered here meanwhile
+                reported = misses
+            if self.resets == known:  # else the supervisor waits for the next report
+                await asyncio.sleep(REPORT_S)
 
     async def close(self) -> None:
         await self._peers.close()

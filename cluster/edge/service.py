@@ -1,11 +1,11 @@
 """The edge's interface to the cluster: one served model, its streams, and the state of the fleet."""
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from tidemill.cluster.messages import FleetStatus, RoleScale
+from tidemill.cluster.messages import FleetStatus, Misses, RoleScale
 from tidemill.workers.messages import Request, Role, StreamPiece
 
 
@@ -27,16 +27,12 @@ class ServedModel:
         return (self.name, *self.aliases)
 
 
-class Scaling(Protocol):
-    """The part of the supervisor that adds and removes workers of one fleet."""
+@dataclass(frozen=True, slots=True)
+class ReportingEdge:
+    """An edge as the supervisor knows it. `misses` returns its totals for one model, for the autoscaler."""
 
-    async def scale(self, counts: Mapping[Role, int], *, pending: bool) -> str | None:
-        """See Service.scale."""
-        ...
-
-    async def roles(self) -> tuple[RoleScale, ...]:
-        """Raises Unserved."""
-        ...
+    id: str
+    misses: Callable[[], Misses]
 
 
 class Service(Protocol):
@@ -53,8 +49,8 @@ class Service(Protocol):
         """Let all workers drop what `tenant` retains under a session. Raises Unserved."""
         ...
 
-    def reset_prefix_cache(self) -> None:
-        """Make new requests find nothing cached before."""
+    async def reset_prefix_cache(self) -> None:
+        """Make new requests find nothing cached before, at every edge. Raises Unserved."""
         ...
 
     async def set_budget(self, worker: str, budget_bytes: int | None) -> None:

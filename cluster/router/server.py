@@ -2,22 +2,25 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import grpc
 import grpc.aio
 
-from tidemill.cluster.messages import FleetStatus, PlacementRequest, Route, SetBudget
+from tidemill.cluster.messages import FleetStatus, Misses, PlacementRequest, RoleScale, Route, SetBudget
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.router.catalogue_server import CatalogueServer
 from tidemill.cluster.rpc.channels import ROUTER_STREAMS_MAX, bind, new_server, server_credentials
 from tidemill.cluster.rpc.codec import (
     BudgetCommand,
     DrainCommand,
+    EdgeReport,
     LossReport,
     Malformed,
     RoleCommand,
+    ScaleAnswer,
+    ScaleCommand,
     decode,
     decode_heartbeat,
     encode,
@@ -67,11 +70,26 @@ class ServedRouter(Protocol):
     def set_role(self, name: str, role: Role) -> None: ...
 
 
+class FleetSupervisor(Protocol):
+    """The part of the supervisor that edges reach through a router. All of it raises Unserved."""
+
+    async def scale(self, counts: Mapping[Role, int], *, pending: bool) -> str | None: ...
+    async def roles(self) -> tuple[RoleScale, ...]: ...
+    async def report(self, edge: str, misses: Misses, resets: int) -> int: ...
+    async def reset(self, edge: str) -> int: ...
+
+
 class RouterService:
     """Serves a router. A worker whose stream of heartbeats breaks is lost immediately, a silent one at the
     next tick of the router."""
 
-    def __init__(self, router: ServedRouter, tls: MutualTls | None = None) -> None:
+    def __init__(
+        self,
+        router: ServedRouter,
+        tls: MutualTls | None = None,
+        supervisor: FleetSupervisor | None = None,
+    ) -> None:
+        """Refuse what the supervisor alone can do if there is none."""
         self._router = router
         self._tls = tls
         self._streams: dict[WorkerId, object] = {}  # the latest stream of each worker
@@ -93,6 +111,7 @@ class RouterService:
             ),
             "SetRole": self._order(RoleCommand, lambda order: router.set_role(order.name, order.role)),
             **CatalogueServer().handlers(),
+            **({} if supervisor is None else _supervised(supervisor)),
         }
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler("tidemill.Router", handlers),)
@@ -216,6 +235,37 @@ class RouterService:
             return b""
 
         return grpc.unary_unary_rpc_method_handler(call)
+
+
+def _supervised(supervisor: FleetSupervisor) -> "dict[str, Handler]":
+    """Return the gRPC methods that the supervisor answers."""
+
+    async def scale(order: ScaleCommand) -> ScaleAnswer:
+        try:
+            return ScaleAnswer(lacks=await supervisor.scale(order.counts, pending=order.pending))
+        except RequestError as error:
+            return ScaleAnswer(refusal=(str(error), error.param, error.status, error.code))
+
+    async def report(sent: EdgeReport) -> int:
+        return await supervisor.report(sent.edge, sent.misses, sent.resets)
+
+    def method(kind: Any, carry_out: Callable[[Any], Awaitable[object]]) -> "Handler":  # noqa: ANN401
+        async def call(data: bytes, context: "Context") -> bytes:
+            try:
+                return encode(await carry_out(decode(kind, data) if data else None))
+            except Unserved as error:
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+            except Malformed as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+        return grpc.unary_unary_rpc_method_handler(call)
+
+    return {
+        "Scale": method(ScaleCommand, scale),
+        "Roles": method(None, lambda _: supervisor.roles()),
+        "Missed": method(EdgeReport, report),
+        "Reset": method(str, supervisor.reset),
+    }
 
 
 _CODES = {404: grpc.StatusCode.NOT_FOUND, 409: grpc.StatusCode.FAILED_PRECONDITION}

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar, overload
 import msgspec
 import numpy as np
 
+from tidemill.cluster.messages import Misses
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import (
     ANNOUNCED_KEY_BYTES,
@@ -288,6 +289,28 @@ class DrainCommand(msgspec.Struct, frozen=True):
 class RoleCommand(msgspec.Struct, frozen=True):
     name: str
     role: Role
+
+
+class ScaleCommand(msgspec.Struct, frozen=True):
+    """An operator's number of workers by role; see Scaler.scale."""
+
+    counts: dict[Role, int]
+    pending: bool = False
+
+
+class ScaleAnswer(msgspec.Struct, frozen=True):
+    """The capacity that is lacking, or why the order was refused: the parts of a RequestError."""
+
+    lacks: str | None = None
+    refusal: tuple[str, str | None, int, str | None] | None = None  # message, param, status, code
+
+
+class EdgeReport(msgspec.Struct, frozen=True):
+    """The answers and refusals of an edge since its last report, and the number of resets that it knows."""
+
+    edge: str
+    misses: Misses
+    resets: int
 
 
 class _Report(msgspec.Struct, frozen=True, array_like=True):

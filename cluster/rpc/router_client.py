@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 
-from tidemill.cluster.messages import FleetStatus, PlacementRequest, Route, SetBudget
+from tidemill.cluster.messages import FleetStatus, Misses, PlacementRequest, RoleScale, Route, SetBudget
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.rpc.channels import open_channel
 from tidemill.cluster.rpc.codec import (
     BudgetCommand,
     DrainCommand,
+    EdgeReport,
     LossReport,
     Malformed,
     RoleCommand,
+    ScaleAnswer,
+    ScaleCommand,
     decode,
     encode,
 )
@@ -46,6 +49,9 @@ ORDER_WAIT_S_MAX = 5.0
 OUT_WAIT_S_MAX = 0.5
 BUDGETS_WAIT_S_MAX = 0.5
 LOST_WAIT_S_MAX = 1.0
+SUPERVISOR_WAIT_S_MAX = 10.0
+"""Longer than a router waits for the supervisor."""
+
 RETRY_S = 0.1
 ANSWER_S_MAX = 1.0
 """The time that an answer may take beyond the time that the router was asked to wait."""
@@ -115,6 +121,30 @@ class RouterClient:
         """Give a worker another role. Raises RequestError, Unserved."""
         order = encode(RoleCommand(worker, role))
         await self._call("SetRole", lambda: order, ORDER_WAIT_S_MAX, first=True)
+
+    async def scale(self, counts: Mapping[Role, int], *, pending: bool) -> str | None:
+        """See Service.scale."""
+        order = encode(ScaleCommand(dict(counts), pending))
+        answer = decode(ScaleAnswer, await self._call("Scale", lambda: order, SUPERVISOR_WAIT_S_MAX))
+        if answer.refusal is not None:
+            message, param, status, code = answer.refusal
+            raise RequestError(message, param=param, status=status, code=code)
+        return answer.lacks
+
+    async def roles(self) -> tuple[RoleScale, ...]:
+        """See Service.roles."""
+        return decode(tuple[RoleScale, ...], await self._call("Roles", lambda: b"", SUPERVISOR_WAIT_S_MAX))
+
+    async def report(self, edge: str, misses: Misses, resets: int) -> int:
+        """Report what the edge of this id has answered and refused since its last report, and the number of
+        resets of the prefix cache that it knows. Return the present number. Raises Unserved."""
+        report = encode(EdgeReport(edge, misses, resets))
+        return decode(int, await self._call("Missed", lambda: report, SUPERVISOR_WAIT_S_MAX))
+
+    async def reset(self, edge: str) -> int:
+        """Reset the prefix cache, and return the number of resets when all other edges know it. Raises
+        Unserved."""
+        return decode(int, await self._call("Reset", lambda: encode(edge), SUPERVISOR_WAIT_S_MAX))
 
     async def close(self) -> None:
         for way in self._links:

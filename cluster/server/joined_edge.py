@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from tempfile import NamedTemporaryFile
 from typing import cast
 
 import uvloop
-from opentelemetry.trace import Tracer
 
 from tidemill.cluster.catalogue import Catalogue, CatalogueModel
 from tidemill.cluster.edge.chat.text import Tokenizer
@@ -27,8 +27,7 @@ from tidemill.cluster.edge.requests.api_keys import ApiKey
 from tidemill.cluster.edge.requests.context import EdgeContext, Sources, open_context
 from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.edge.requests.models import ServedBackend
-from tidemill.cluster.edge.service import ServedModel
-from tidemill.cluster.messages import RoleScale
+from tidemill.cluster.edge.service import ReportingEdge, ServedModel
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.mutual_tls import MutualTls, refusal_of
 from tidemill.cluster.observability.logs import LINES_KEPT, keeping, start_logs
@@ -40,16 +39,13 @@ from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.cluster.server.endpoint import Endpoint, listening
 from tidemill.cluster.server.run_endpoint import Work, prepare_process, run_endpoint, stop_signals, url_of
 from tidemill.kvstore.errors import TidemillError
-from tidemill.workers.messages import EngineInfo, RequestError, Role, Unserved
+from tidemill.workers.messages import Unserved
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.2
 REPORT_S = 10.0
 """The period of the lines about a cluster that cannot be joined yet."""
-
-ELSEWHERE = 501
-"""The HTTP status of commands that only the server that started the cluster can carry out."""
 
 
 class JoinError(TidemillError):
@@ -140,7 +136,7 @@ class _JoinedEdge:
         self._reader = reader
         self._join = join
         self._sources = sources
-        self._elsewhere = Elsewhere()
+        self._edge = sources.new_id()
         self._served: dict[tuple[str, ...], _Served] = {}
         self._changed: list[_Served] = []  # models that have changed; their streams go on
         self._ttft_s_max: dict[str, float] = {}
@@ -169,7 +165,6 @@ class _JoinedEdge:
         """Serve this catalogue from now on. Models that are as before keep their connections. Raises
         TidemillError and changes nothing then, except the keys."""
         self.context.keys.replace(keys_of(catalogue))
-        self._elsewhere.owner = catalogue.owner
         try:
             served = {model.names: await self._serve(model) for model in catalogue.models}
         except TidemillError:
@@ -177,7 +172,7 @@ class _JoinedEdge:
             raise
         for (name, *_), entry in served.items():
             self._ttft_s_max[name] = entry.model.ttft_s_max
-            entry.service.resets = catalogue.resets.get(name, 0)
+            entry.service.resets = max(entry.service.resets, catalogue.resets.get(name, 0))
         self.context.models.replace(
             [ServedBackend(entry.service, entry.tokenizer) for entry in served.values()]
         )
@@ -207,12 +202,12 @@ class _JoinedEdge:
             eos_token_ids=model.info.eos_token_ids,
             created_s=model.created_s,
         )
-        service = JoinedService(
+        service = ClusterService(
             served,
             RouterClient(*map(at, model.routers), tls=tls),
             WorkerClients(tls=tls),
-            self._elsewhere,
             model.info,
+            edge=ReportingEdge(self._edge, partial(self.context.metrics.misses, name)),
             memory=None if model.memory_router is None else RouterClient(at(model.memory_router), tls=tls),
             tracer=self._sources.tracer,
         )
@@ -244,54 +239,12 @@ class _JoinedEdge:
         await self._reader.close()
 
 
-class Elsewhere:
-    """The Scaling of an edge that has joined: only the server that started the cluster changes it."""
-
-    def __init__(self) -> None:
-        self.owner = ""  # its URL
-
-    def refusal(self) -> RequestError:
-        return RequestError(
-            f"an edge that has joined cannot do this: ask the server that started the cluster, {self.owner}",
-            status=ELSEWHERE,
-            code="ask_the_server",
-        )
-
-    async def scale(self, counts: Mapping[Role, int], *, pending: bool) -> str | None:
-        del counts, pending
-        raise self.refusal()
-
-    async def roles(self) -> tuple[RoleScale, ...]:
-        raise self.refusal()
-
-
-class JoinedService(ClusterService):
-    """A service whose prefix cache is reset elsewhere, which reaches every edge with the catalogue."""
-
-    def __init__(
-        self,
-        model: ServedModel,
-        router: RouterClient,
-        peers: WorkerClients,
-        elsewhere: Elsewhere,
-        info: EngineInfo,
-        *,
-        memory: RouterClient | None,
-        tracer: Tracer | None,
-    ) -> None:
-        super().__init__(model, router, peers, elsewhere, info, memory=memory, tracer=tracer)
-        self._elsewhere = elsewhere
-
-    def reset_prefix_cache(self) -> None:
-        raise self._elsewhere.refusal()
-
-
 @dataclass(slots=True)
 class _Served:
     """A model of the catalogue as this edge serves it."""
 
     model: CatalogueModel
-    service: JoinedService
+    service: ClusterService
     tokenizer: Tokenizer
     watch: asyncio.Task[None] | None = None  # gives up lost workers
 

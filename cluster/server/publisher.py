@@ -62,14 +62,12 @@ class CataloguePublisher:
         writers: Mapping[str, CatalogueWriter],
         context: EdgeContext,
         telemetry: Telemetry,
-        owner: str,
     ) -> None:
-        """`writers` are by name of the router, and `owner` is the URL of this server."""
+        """`writers` are by name of the router."""
         self._fleets = fleets
         self._writers = writers
         self._context = context
         self._telemetry = telemetry
-        self._owner = owner
         self._files = {digest: body for fleet in fleets for digest, body in fleet.files.items()}
         self._away: set[str] = set()
 
@@ -82,7 +80,6 @@ class CataloguePublisher:
             limits=asdict(self._context.limits),
             telemetry=self._telemetry,
             resets={fleet.service.model.name: fleet.service.resets for fleet in self._fleets},
-            owner=self._owner,
         )
 
     async def run(self) -> None:

@@ -23,7 +23,7 @@ from tidemill.cluster.edge.cluster_service import ClusterService
 from tidemill.cluster.edge.requests.api_keys import KeysWatch
 from tidemill.cluster.edge.requests.context import Sources, StopReason, open_context
 from tidemill.cluster.edge.requests.models import ServedBackend
-from tidemill.cluster.edge.service import Scaling, ServedModel
+from tidemill.cluster.edge.service import ReportingEdge, ServedModel
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.observability.logs import LINES_KEPT, keeping
 from tidemill.cluster.observability.spans import tracing
@@ -89,10 +89,12 @@ async def _serve(
         endpoint.telemetry.metrics_alias,
     )
     routers = [cluster.router(fleet) for fleet in fleets]
-    scalers = [cluster.scaling(fleet, partial(metrics.misses, fleet.names[0])) for fleet in fleets]
+    edge = sources.new_id()
     services = [
-        _service(cluster, fleet, router, scaler, sources)
-        for fleet, router, scaler in zip(fleets, routers, scalers, strict=True)
+        _service(
+            cluster, fleet, router, sources, ReportingEdge(edge, partial(metrics.misses, fleet.names[0]))
+        )
+        for fleet, router in zip(fleets, routers, strict=True)
     ]
     lines = deque[str](maxlen=LINES_KEPT)
     context = open_context(
@@ -107,12 +109,10 @@ async def _serve(
     watches = [] if keys_file is None else [KeysWatch(context.keys, keys_file)]
     url = url_of(endpoint, listener)
     published = [PublishedFleet(*pair) for pair in zip(fleets, services, strict=True)]
-    publisher = CataloguePublisher(
-        published, cluster.catalogue_writers(), context, endpoint.telemetry, owner=url
-    )
+    publisher = CataloguePublisher(published, cluster.catalogue_writers(), context, endpoint.telemetry)
     try:
         with keeping(lines), stop_signals() as stop:
-            runs = [*services, *scalers, *watches, publisher]
+            runs = [*services, *watches, publisher]
             watch = _watch(cluster, context.stop_reason)
             await run_endpoint(endpoint, context, listener, stop, runs, work(url), watch)
     finally:
@@ -131,7 +131,11 @@ async def _watch(cluster: Cluster, stop_reason: StopReason) -> None:
 
 
 def _service(
-    cluster: Cluster, fleet: FleetSettings, router: RouterClient, scaler: Scaling, sources: Sources
+    cluster: Cluster,
+    fleet: FleetSettings,
+    router: RouterClient,
+    sources: Sources,
+    edge: ReportingEdge,
 ) -> ClusterService:
     workers = cluster.workers(fleet)
     name, *aliases = fleet.names
@@ -148,8 +152,8 @@ def _service(
         model,
         router,
         cluster.peers(fleet),
-        scaler,
         workers[0],
+        edge=edge,
         memory=cluster.memory(fleet),
         tracer=sources.tracer,
     )

@@ -53,13 +53,14 @@ class FleetPlan:
 class ClusterPlan:
     """The desired state of a cluster. `server` identifies the start of `tidemill serve` that it belongs to.
     With `stopped` nothing of it should run. Once it has `served`, an endpoint waits for one worker of each
-    fleet, before that for all."""
+    fleet, before that for all. `resets` counts those of the prefix cache, by the fleet's first router."""
 
     server: str = ""
     stopped: bool = True
     served: bool = False
     routers: tuple[str, ...] = ()
     fleets: tuple[FleetPlan, ...] = ()
+    resets: dict[str, int] = field(default_factory=dict[str, int])
 
     @property
     def workers(self) -> list[str]:

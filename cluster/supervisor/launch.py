@@ -16,7 +16,6 @@ import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
-from tidemill.cluster.messages import Misses
 from tidemill.cluster.rpc.catalogue_client import CatalogueWriter
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.rpc.worker_client import WorkerClients
@@ -28,14 +27,13 @@ from tidemill.cluster.supervisor.processes import STOP_SIGNALS, children, end, h
 from tidemill.cluster.supervisor.start_progress import show_progress
 from tidemill.cluster.supervisor.supervisor import (
     LASTING,
-    SUPERVISOR,
     Actors,
-    FleetScaling,
     Supervisor,
     kill_actors,
     nodes,
     stop_plan,
 )
+from tidemill.cluster.supervisor.supervisor_client import SUPERVISOR
 from tidemill.cluster.supervisor.worker_actor import find_router
 from tidemill.cluster.worker.worker_process import Failed, Loading, Ready, State
 from tidemill.kvstore.errors import TidemillError
@@ -174,11 +172,6 @@ class Cluster:
         while True:
             self.check()
             await asyncio.sleep(CHECK_S)
-
-    def scaling(self, fleet: FleetSettings, misses: Callable[[], Misses]) -> FleetScaling:
-        """Return a new client of the fleet's scaler, for one event loop of this process. `misses` returns the
-        totals of this edge."""
-        return FleetScaling(self._supervisor, self._settings.fleets.index(fleet), fleet, misses)
 
     def unschedulable_reason(self, *workers: WorkerSettings) -> str | None:
         """Explain in one line why Ray cannot schedule these workers beside all that runs now; None if it

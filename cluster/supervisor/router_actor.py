@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, cast
 import ray
 
 from tidemill.cluster.observability.logs import start_logs
+from tidemill.cluster.restart_backoff import Backoff
 from tidemill.cluster.router.compiled import CompiledPlacement, load
 from tidemill.cluster.router.server import RouterService
 from tidemill.cluster.settings import RouterSettings
-from tidemill.cluster.supervisor.restart_backoff import Backoff
+from tidemill.cluster.supervisor.supervisor_client import SupervisorClient
 from tidemill.kernels.shared.compiler import KernelUnavailable
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ class RouterActor:
             has_budgets=settings.memory_router is None,
             compiled=_compiled(settings.cache_folder),
         )
-        self._service = RouterService(router, settings.tls)
+        supervisor = SupervisorClient(settings.name, RAY.get_runtime_context().namespace)
+        self._service = RouterService(router, settings.tls, supervisor)
         self._backoff = Backoff()
         host: str = settings.host or RAY.util.get_node_ip_address()
         self._address = loop.create_task(self._service.start(host, settings.port_of(name)))

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tidemill.cluster.messages import Misses, RoleScale
 from tidemill.cluster.observability.logs import start_logs
+from tidemill.cluster.restart_backoff import Backoff
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.settings import (
     ClusterSettings,
@@ -35,16 +37,13 @@ from tidemill.cluster.supervisor.journal import ClusterPlan, FleetPlan, Journal
 from tidemill.cluster.supervisor.node_fit import Node, assign, demand_of, unschedulable_reason
 from tidemill.cluster.supervisor.private_folder import read_record
 from tidemill.cluster.supervisor.processes import endpoint_pid, start_endpoint
-from tidemill.cluster.supervisor.restart_backoff import Backoff
 from tidemill.cluster.supervisor.router_actor import RouterActor
 from tidemill.cluster.supervisor.scaler import Scaler, initial_plan
+from tidemill.cluster.supervisor.supervisor_client import SUPERVISOR
 from tidemill.cluster.supervisor.worker_actor import WorkerActor, actor_options, find_router
-from tidemill.workers.messages import Role, Unserved
+from tidemill.workers.messages import Role
 
 RAY: Any = ray  # much of it has no types
-
-SUPERVISOR = "supervisor"
-"""The name of the actor; Ray has one of a name in a namespace."""
 
 KV_NAMESPACE = b"tidemill"
 
@@ -53,12 +52,13 @@ LASTING = {"lifetime": "detached", "max_restarts": -1, "max_task_retries": 0}
 LEASE_S = 1.0
 """The interval at which the supervisor asks Ray whether the process that it belongs to has ended."""
 
-ANSWER_S_MAX = 9.0
-"""The time for the supervisor to answer, which may wait for a router, or to be restarted."""
-
-RETRY_S = 0.1
 REPORT_S = 2.0
 LOOK_S = 0.25
+
+EDGE_SILENT_S_MAX = 3.0
+"""The time after which an edge that has not reported is gone."""
+
+ASK_S = 0.05
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +161,9 @@ class Supervisor:
         self._plan = ClusterPlan()
         self._writing = RLock()  # held by one thread that writes
         self._scalers: list[Scaler] = []
+        self._index = {fleet.router.name: index for index, fleet in enumerate(settings.fleets)}
         self._misses = [Misses() for _ in settings.fleets]
+        self._edges = defaultdict[str, dict[str, tuple[float, int]]](dict)  # last report, by fleet and edge
         loop = asyncio.get_running_loop()
         self._start = loop.create_task(self._open())
         self._tasks = [self._start, loop.create_task(self._hold_lease())]
@@ -181,19 +183,44 @@ class Supervisor:
         if not self._plan.served:
             await asyncio.to_thread(self._write, served=True)
 
-    async def scale(self, fleet: int, counts: Mapping[Role, int], *, pending: bool) -> str | None:
-        """See Scaler.scale."""
+    async def scale(self, fleet: str, counts: Mapping[Role, int], *, pending: bool) -> str | None:
+        """See Scaler.scale. `fleet` is the name of its first router."""
         await self._start
-        return await self._scalers[fleet].scale(counts, pending=pending)
+        return await self._scalers[self._index[fleet]].scale(counts, pending=pending)
 
-    async def roles(self, fleet: int) -> tuple[RoleScale, ...]:
+    async def roles(self, fleet: str) -> tuple[RoleScale, ...]:
         """See Scaler.roles."""
         await self._start
-        return await self._scalers[fleet].roles()
+        return await self._scalers[self._index[fleet]].roles()
 
-    async def report(self, fleet: int, misses: Misses) -> None:
-        """Count what an edge has refused or answered since its last report."""
-        self._misses[fleet] += misses
+    async def report(self, fleet: str, edge: str, misses: Misses, resets: int) -> int:
+        """Count what an edge has refused or answered since its last report, and note how many `resets` of the
+        prefix cache it knows. Return their number."""
+        await self._start
+        self._misses[self._index[fleet]] += misses
+        now_s = asyncio.get_running_loop().time()
+        alive = {known: at for known, at in self._edges[fleet].items() if at[0] > now_s - EDGE_SILENT_S_MAX}
+        self._edges[fleet] = {**alive, edge: (now_s, resets)}
+        return self._plan.resets.get(fleet, 0)
+
+    def misses(self, fleet: str) -> Misses:
+        """Return the totals of all reports."""
+        return self._misses[self._index[fleet]]
+
+    async def reset(self, fleet: str, edge: str) -> int:
+        """Count a reset of the prefix cache, ordered at `edge`; return their number when all other edges that
+        run know it."""
+        await self._start
+        resets = await asyncio.to_thread(self._write_reset, fleet)
+        while self._lags(fleet, edge, resets):  # noqa: ASYNC110 - edges may also fall silent
+            await asyncio.sleep(ASK_S)
+        return resets
+
+    def _lags(self, fleet: str, edge: str, resets: int) -> bool:
+        """Return whether an edge other than `edge` runs and knows fewer resets."""
+        since_s = asyncio.get_running_loop().time() - EDGE_SILENT_S_MAX
+        edges = self._edges[fleet].items()
+        return any(at_s > since_s and known < resets for other, (at_s, known) in edges if other != edge)
 
     async def _open(self) -> None:
         fleets, namespace = self._settings.fleets, self._settings.namespace
@@ -228,12 +255,19 @@ class Supervisor:
         finders = (find_router(name, self._settings.namespace) for name in fleet.router.names)
         router = RouterClient(*finders, tls=fleet.router.tls)
         part = _Fleet(partial(self._write_fleet, index), self._actors)
-        return Scaler(part, router, fleet, lambda: self._misses[index], plan)
+        return Scaler(part, router, fleet, partial(self.misses, fleet.router.name), plan)
 
     def _write_fleet(self, index: int, fleet: FleetPlan) -> None:
         """Write a changed plan of a fleet to the journal. Raises Fenced."""
         with self._writing:
             self._write(fleets=(*self._plan.fleets[:index], fleet, *self._plan.fleets[index + 1 :]))
+
+    def _write_reset(self, fleet: str) -> int:
+        """Write one more reset of a fleet's prefix cache to the journal. Raises Fenced."""
+        with self._writing:
+            resets = self._plan.resets.get(fleet, 0) + 1
+            self._write(resets={**self._plan.resets, fleet: resets})
+            return resets
 
     def _write(self, **changes: Any) -> None:  # noqa: ANN401 - fields of the plan
         """Write a changed plan to the journal. Raises Fenced."""
@@ -276,60 +310,6 @@ class _Fleet:
 
     def unschedulable_reason(self, *workers: WorkerSettings) -> str | None:
         return unschedulable_reason(map(demand_of, workers), nodes())
-
-
-class FleetScaling:
-    """The edge's client of the scaler of one fleet, in the supervisor. It belongs to one asyncio loop."""
-
-    def __init__(
-        self,
-        supervisor: Any,  # noqa: ANN401 - Ray's type
-        index: int,
-        fleet: FleetSettings,
-        misses: Callable[[], Misses],
-    ) -> None:
-        self._supervisor = supervisor
-        self._index = index
-        self._fleet = fleet
-        self._misses = misses
-        self._reported = Misses()
-
-    async def scale(self, counts: Mapping[Role, int], *, pending: bool) -> str | None:
-        """See Scaler.scale. Raises Unserved, too, while the supervisor is away."""
-        return await _answer(
-            lambda: self._supervisor.scale.remote(self._index, dict(counts), pending=pending)
-        )
-
-    async def roles(self) -> tuple[RoleScale, ...]:
-        """See Scaler.roles. Raises Unserved, too, while the supervisor is away."""
-        return await _answer(lambda: self._supervisor.roles.remote(self._index))
-
-    async def run(self) -> None:
-        """Report what this edge answers and refuses to the scaler, until cancelled."""
-        while True:
-            misses = self._misses()
-            new = misses - self._reported
-            with contextlib.suppress(ray.exceptions.RayError):  # the next report has it, too
-                await self._supervisor.report.remote(self._index, new)
-                self._reported = misses
-            await asyncio.sleep(self._fleet.hysteresis.look_s)
-
-
-async def _answer(call: Callable[[], Any]) -> Any:  # noqa: ANN401 - Ray's types
-    """Call the supervisor until it answers; a call may be carried out twice. Raises Unserved, or the error
-    that it answers."""
-    away = "it does not answer"
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(ANSWER_S_MAX):
-            while True:
-                try:
-                    return await call()
-                except ray.exceptions.RayTaskError as error:
-                    raise error.cause from None
-                except ray.exceptions.RayError as error:
-                    away = str(error).partition("\n")[0]
-                await asyncio.sleep(RETRY_S)
-    raise Unserved(f"the supervisor is away ({away}): ask again in some seconds")
 
 
 def stop_plan(namespace: str) -> ClusterPlan:

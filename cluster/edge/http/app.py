@@ -212,8 +212,7 @@ class Edge:
 
     async def reset_prefix_cache(self) -> Json:
         """Make new requests find no cached prefix of any model, for measurements."""
-        for model in self._models:
-            model.service.reset_prefix_cache()
+        await asyncio.gather(*(model.service.reset_prefix_cache() for model in self._models))
         return {"status": "ok"}
 
     async def version(self) -> Json:

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ from tests.support.e2e.streams import Stream, client_of
 from tests.support.sockets import free_port
 from tests.unit.cluster.rpc.test_mutual_tls import issue
 from tidemill.cluster.edge.requests.api_keys import digest_of
-from tidemill.cluster.server.publisher import PUBLISH_S
 
 pytestmark = pytest.mark.slow
 
@@ -167,20 +165,27 @@ def test_edge_outlives_its_routers_and_follows_keys(joined: Joined) -> None:
     assert status_of(joined.url, KEY) == 200
 
 
-def test_server_alone_scales_and_resets(joined: Joined) -> None:
+def test_orders_work_at_any_edge(joined: Joined) -> None:
     headers = {"authorization": f"Bearer {KEY}"}
-    answer = httpx.post(f"{joined.url}/reset_prefix_cache", headers=headers, verify=NO_TLS, timeout=60)
-    assert answer.status_code == 501
-    assert joined.server.url in answer.json()["error"]["message"]
-    asyncio.run(run_all(joined.url, [Stream(body) for body in bodies(1, seed=5)]))
-    [cached] = asyncio.run(run_all(joined.url, [Stream(body) for body in bodies(1, seed=5)]))
+    stream = bodies(1, seed=5)
+    asyncio.run(run_all(joined.url, list(map(Stream, stream))))
+    [cached] = asyncio.run(run_all(joined.url, list(map(Stream, stream))))
     assert cached.usage["prompt_tokens_details"]["cached_tokens"]
-    answer = httpx.post(f"{joined.server.url}/reset_prefix_cache", headers=headers, verify=NO_TLS, timeout=60)
-    assert answer.is_success
-    time.sleep(3 * PUBLISH_S)
-    [fresh] = asyncio.run(run_all(joined.url, [Stream(body) for body in bodies(1, seed=5)]))
-    assert not fresh.usage["prompt_tokens_details"]["cached_tokens"]
-    assert fresh.outcome == cached.outcome
+    for asked, other in ((joined.url, joined.server.url), (joined.server.url, joined.url)):
+        answer = httpx.post(f"{asked}/reset_prefix_cache", headers=headers, verify=NO_TLS, timeout=60)
+        assert answer.is_success, answer.text
+        [fresh] = asyncio.run(run_all(other, list(map(Stream, stream))))
+        assert not fresh.usage["prompt_tokens_details"]["cached_tokens"], "every edge knows of the reset"
+        assert fresh.outcome == cached.outcome
+    with httpx.Client(headers=headers, verify=NO_TLS, timeout=60) as opened:
+        answer = opened.post(f"{joined.url}/cluster/scale", json={"workers": {"decode": 0}})
+        assert answer.status_code == 400, answer.text
+        assert "has to stay" in answer.json()["error"]["message"]
+        answer = opened.post(f"{joined.url}/cluster/scale", json={"workers": {"decode": 1}})
+        assert answer.is_success, answer.text
+        for url in (joined.url, joined.server.url):
+            roles = opened.get(f"{url}/cluster/scale").json()["roles"]
+            assert [(role["role"], role["workers"]) for role in roles] == [("prefill", 1), ("decode", 1)]
 
 
 def test_edge_without_a_certificate_is_refused(joined: Joined, tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ class FakeService:
     async def release(self, tenant: str, session: str) -> None:
         self.orders.append((tenant, session))
 
-    def reset_prefix_cache(self) -> None:
+    async def reset_prefix_cache(self) -> None:
         self.resets += 1
 
     async def set_budget(self, worker: str, budget_bytes: int | None) -> None:

@@ -66,7 +66,6 @@ def test_catalogue_has_digests_and_no_secret(tmp_path: Path) -> None:
         writers,
         open_context([], sources, keys=[key]),
         Telemetry(),
-        "http://a",
     )
     data = encode(publisher.catalogue())
     for secret in (KEY, "secret of", "k.pem", str(FOLDER)):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.unit.cluster.supervisor.test_journal import Store, fleet
+from tidemill.cluster.messages import Misses
 from tidemill.cluster.settings import ClusterSettings, RouterSettings, WorkerSettings
 from tidemill.cluster.supervisor import supervisor as module
 from tidemill.cluster.supervisor.journal import ClusterPlan, Journal
@@ -144,3 +145,44 @@ def test_lease_is_that_of_its_own_job(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"JobID": "01", "IsDead": True}, {"JobID": "02", "IsDead": False}]
     monkeypatch.setattr(module, "jobs", lambda: rows)
     assert [job_has_ended(job) for job in ("01", "02", "03")] == [True, False, False]
+
+
+def test_reports_of_all_edges_reach_the_autoscaler(world: World) -> None:
+    async def reports(supervisor: Supervisor) -> None:
+        await supervisor.report("router", "a", Misses(answered=3, late=1), 0)
+        await supervisor.report("router", "b", Misses(answered=2, refused=4), 0)
+        assert supervisor.misses("router") == Misses(answered=5, late=1, refused=4)
+
+    world.run("a", reports)
+
+
+def test_reset_is_done_when_every_edge_knows_it_and_outlives_the_supervisor(world: World) -> None:
+    async def resets(supervisor: Supervisor) -> None:
+        await supervisor.report("router", "a", Misses(), 0)
+        await supervisor.report("router", "b", Misses(), 0)
+        reset = asyncio.create_task(supervisor.reset("router", "a"))
+        while await supervisor.report("router", "a", Misses(), 0) == 0:  # noqa: ASYNC110 - a thread writes
+            await asyncio.sleep(0.01)
+        assert not reset.done(), "b does not know it yet"
+        assert await supervisor.report("router", "b", Misses(), 0) == 1
+        assert not reset.done()
+        assert await supervisor.report("router", "b", Misses(), 1) == 1
+        assert await reset == 1
+
+    world.run("a", resets)
+
+    async def still_counts(supervisor: Supervisor) -> None:
+        assert await supervisor.report("router", "a", Misses(), 1) == 1
+        assert await supervisor.reset("router", "a") == 2
+
+    world.run("a", still_counts)
+
+
+def test_reset_does_not_wait_for_an_edge_that_is_gone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "EDGE_SILENT_S_MAX", 0.2)
+
+    async def resets(supervisor: Supervisor) -> None:
+        await supervisor.report("router", "gone", Misses(), 0)
+        assert await supervisor.reset("router", "a") == 1
+
+    world.run("a", resets)

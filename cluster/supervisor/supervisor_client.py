@@ -1,0 +1,63 @@
+"""The client of the supervisor for one fleet. Routers use it, because edges have no connection to Ray."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from tidemill.cluster.messages import Misses, RoleScale
+from tidemill.workers.messages import Role, Unserved
+
+RAY: Any = ray  # much of it has no types
+
+SUPERVISOR = "supervisor"
+"""The name of the actor; Ray has one of a name in a namespace."""
+
+ANSWER_S_MAX = 9.0
+"""The time for the supervisor to answer, which may wait for a router, or to be restarted."""
+
+RETRY_S = 0.1
+
+
+class SupervisorClient:
+    """The client of the supervisor in a Ray namespace, for the fleet whose first router is `fleet`. Each call
+    may be carried out twice, and raises Unserved while the supervisor is away, or the error that it answers.
+    """
+
+    def __init__(self, fleet: str, namespace: str) -> None:
+        self._fleet = fleet
+        self._namespace = namespace
+
+    async def scale(self, counts: Mapping[Role, int], *, pending: bool) -> str | None:
+        """See Scaler.scale."""
+        return await self._call(lambda actor: actor.scale.remote(self._fleet, dict(counts), pending=pending))
+
+    async def roles(self) -> tuple[RoleScale, ...]:
+        """See Scaler.roles."""
+        return await self._call(lambda actor: actor.roles.remote(self._fleet))
+
+    async def report(self, edge: str, misses: Misses, resets: int) -> int:
+        """See Supervisor.report."""
+        return await self._call(lambda actor: actor.report.remote(self._fleet, edge, misses, resets))
+
+    async def reset(self, edge: str) -> int:
+        """See Supervisor.reset."""
+        return await self._call(lambda actor: actor.reset.remote(self._fleet, edge))
+
+    async def _call(self, call: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - Ray's types
+        away = "it does not answer"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER_S_MAX):
+                while True:
+                    try:
+                        actor = await asyncio.to_thread(RAY.get_actor, SUPERVISOR, self._namespace)
+                        return await call(actor)
+                    except ray.exceptions.RayTaskError as error:
+                        raise error.cause from None
+                    except (ray.exceptions.RayError, ValueError) as error:
+                        away = str(error).partition("\n")[0]
+                    await asyncio.sleep(RETRY_S)
+        raise Unserved(f"the supervisor is away ({away}): ask again in some seconds")
