@@ -2,7 +2,7 @@
 #include "../shared/recurrence.h"
 
 namespace {
-constexpr int VECS = 32 / LANES;                   // of a strip: in scratch it stays in L1
+constexpr int VECS = 4;  // of a strip: in scratch it stays in L1, and its sums in registers
 constexpr int WIDE_VECS = LANES == 16 ? 8 : VECS;  // of a single token: as many as there are registers for
 constexpr int64_t AHEAD_TOKENS = 4;  // whose values are asked for: they lie too far apart for the CPU to foresee
 
