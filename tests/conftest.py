@@ -3,6 +3,7 @@
 import os
 import secrets
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -35,3 +36,12 @@ class ByServer(LoadFileScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByServer | None:
     return ByServer(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.fixture(scope="session")
+def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of compiled kernels: one for all processes of a run, which compile each source once, or that
+    of `python -m tests.mutations` for all its runs."""
+    base = tmp_path_factory.getbasetemp()
+    of_run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    return Path(os.environ.get("KERNEL_CACHE", of_run / "kernels"))

@@ -42,15 +42,13 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(params=CHANGES)
-def settings(
-    request: pytest.FixtureRequest, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> EngineSettings:
+def settings(request: pytest.FixtureRequest, tmp_path: Path, kernel_cache: Path) -> EngineSettings:
     model = random_model(request.param, **CHANGES[request.param]).bfloat16()
     return EngineSettings(
         model_folder=save(model, tmp_path / "model"),
         memory_bytes=64 * MIB,
         store_url="memory:?size=0",
-        cache_folder=tmp_path_factory.getbasetemp() / "kernels",
+        cache_folder=kernel_cache,
         kv_dtype="bfloat16",
         rows_max=4,
         step_tokens_max=128,

@@ -49,13 +49,13 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def settings(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
+def settings(folder: Path, kernel_cache: Path) -> EngineSettings:
     return EngineSettings(
         model_folder=folder,
         memory_bytes=256 * MIB,
         memory_max_bytes=512 * MIB,
         store_url="memory:?size=0",
-        cache_folder=tmp_path_factory.getbasetemp() / "kernels",
+        cache_folder=kernel_cache,
         page_tokens=PAGE_TOKENS,
         kv_dtype="float32",
         backing="fixed",
@@ -217,7 +217,7 @@ def test_fetched_prompt_answers_as_a_cold_one(
         assert provenance.fetched_tokens == (len(request.tokens) - 1) // PAGE_TOKENS * PAGE_TOKENS
 
 
-def test_questions_of_the_bundled_model(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_questions_of_the_bundled_model(kernel_cache: Path) -> None:
     """All right, and token by token those of the CPU."""
     demo = json.loads((bundled()["keeper"] / "demo.json").read_text())
     chats = [
@@ -225,7 +225,7 @@ def test_questions_of_the_bundled_model(tmp_path_factory: pytest.TempPathFactory
     ]
     greedy = SamplingParams(temperature=0, max_tokens=48)
     common: dict[str, Any] = {"memory": "256MiB", "kv_cache_dtype": "float32"}
-    common["cache_folder"] = tmp_path_factory.getbasetemp() / "kernels"
+    common["cache_folder"] = kernel_cache
     on_device: dict[str, Any] = common | ON_DEVICE | {"backing": "fixed"}
     found: list[list[list[int]]] = []
     for settings in (common, on_device):

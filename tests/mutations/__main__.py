@@ -94,6 +94,7 @@ def _failure(
     command = [sys.executable, "-B", "-m", "pytest", *options, *together, *tests]
     paths = f"{copy}/src:{copy}"  # also for processes that the tests start
     environment = os.environ | {"SIM_RUNS": str(SIM_RUNS), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    environment["KERNEL_CACHE"] = str(copy.parent / "kernels")  # named by their sources
     if all(test.startswith("tests/triton") for test in tests):
         environment["TRITON_INTERPRET"] = "1"
     try:

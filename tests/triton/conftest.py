@@ -3,9 +3,9 @@ run."""
 
 import os
 
-from tests.unit.kernels.conftest import kernel_cache, poisoned
+from tests.unit.kernels.conftest import poisoned
 
-__all__ = ["kernel_cache", "poisoned"]
+__all__ = ["poisoned"]
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.support.triton import interpreter

@@ -10,11 +10,6 @@ from tidemill.kernels.dispatch import REFERENCE, Operators, operators
 
 
 @pytest.fixture(scope="session")
-def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp() / "kernels"
-
-
-@pytest.fixture(scope="session")
 def cpu(kernel_cache: Path) -> Operators:
     return operators("cpu", kernel_cache)
 

@@ -41,8 +41,8 @@ WARM = SamplingParams(temperature=1.5, max_tokens=12, seed=7, n=3, ignore_eos=Tr
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return {"memory": "16MiB", "page_size": 16, "cache_folder": tmp_path_factory.getbasetemp() / "kernels"}
+def settings(kernel_cache: Path) -> dict[str, Any]:
+    return {"memory": "16MiB", "page_size": 16, "cache_folder": kernel_cache}
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -20,8 +21,8 @@ ROLES: tuple[Role, ...] = ("prefill", "decode", "mixed")
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> CompiledPlacement:
-    return load(tmp_path_factory.getbasetemp() / "kernels")
+def compiled(kernel_cache: Path) -> CompiledPlacement:
+    return load(kernel_cache)
 
 
 def random_heartbeat(rng: Random, sequence: int, keys: Sequence[bytes], roles: Sequence[Role]) -> Heartbeat:

@@ -169,18 +169,18 @@ def test_padding_with_the_definitions(folder: Path) -> None:
     check_padding(folder, REFERENCE, close_to)
 
 
-def test_padding_changes_no_bit_on_cpu(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    check_padding(folder, operators("cpu", tmp_path_factory.getbasetemp() / "kernels"), torch.equal)
+def test_padding_changes_no_bit_on_cpu(folder: Path, kernel_cache: Path) -> None:
+    check_padding(folder, operators("cpu", kernel_cache), torch.equal)
 
 
 @pytest.mark.parametrize("drafts_max", [0, 3])
 def test_engine_with_graphs_answers_the_same(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, drafts_max: int
+    kernel_cache: Path, monkeypatch: pytest.MonkeyPatch, drafts_max: int
 ) -> None:
     made = EngineSettings(
         model_folder=bundled()["keeper"],
         memory_bytes=64 << 20,
-        cache_folder=tmp_path_factory.getbasetemp() / "kernels",
+        cache_folder=kernel_cache,
         store_url="memory:?size=0",
         page_tokens=16,
         rows_max=ROWS_MAX,

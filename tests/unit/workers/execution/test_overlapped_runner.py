@@ -5,6 +5,7 @@
 import asyncio
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -229,7 +230,7 @@ def test_unchanged_tables_change_nothing() -> None:
 @pytest.mark.parametrize("temperatures", [(0.0,), (0.0, 0.8)])
 @pytest.mark.parametrize("penalties", [(1.0,), (1.0, 1.5)])
 def test_engine_on_a_late_device_answers_the_same(
-    tmp_path_factory: pytest.TempPathFactory,
+    kernel_cache: Path,
     monkeypatch: pytest.MonkeyPatch,
     temperatures: tuple[float, ...],
     penalties: tuple[float, ...],
@@ -238,7 +239,7 @@ def test_engine_on_a_late_device_answers_the_same(
     settings = EngineSettings(
         model_folder=bundled()["keeper"],
         memory_bytes=64 << 20,
-        cache_folder=tmp_path_factory.getbasetemp() / "kernels",
+        cache_folder=kernel_cache,
         store_url="memory:?size=0",
         page_tokens=16,
         rows_max=ROWS_MAX,

@@ -87,10 +87,9 @@ def test_dummy_model_has_a_prediction_head_on_request(folder: Path) -> None:
     assert load(folder, REFERENCE, no_progress, mtp=True, load_format="dummy").head is not None
 
 
-def test_dummy_model_generates_tokens(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    kernels = tmp_path_factory.getbasetemp() / "kernels"
+def test_dummy_model_generates_tokens(folder: Path, kernel_cache: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    with LLM(folder, memory="16MiB", load_format="dummy", cache_folder=kernels) as llm:
+    with LLM(folder, memory="16MiB", load_format="dummy", cache_folder=kernel_cache) as llm:
         (first,), (again,) = (llm.generate(["Hello"], params) for _ in range(2))
     assert first.outputs[0].token_ids == again.outputs[0].token_ids
     assert len(first.outputs[0].token_ids) == 8

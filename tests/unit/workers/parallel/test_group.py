@@ -65,14 +65,14 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
+def alone(tmp_path_factory: pytest.TempPathFactory, kernel_cache: Path) -> EngineSettings:
     """The model has a prediction head, which is often right; it is loaded where there are guesses."""
     folder = tmp_path_factory.mktemp("models") / "model"
     return EngineSettings(
         model_folder=folder_with_head(folder, agrees=True, **SIX_HEADS),
         memory_bytes=24 << 20,
         store_url="memory:?size=0",
-        cache_folder=tmp_path_factory.getbasetemp() / "kernels",
+        cache_folder=kernel_cache,
         page_tokens=P,
         tensor_parallel_sizes=(1, 2, 3),
         step_tokens_max=64,

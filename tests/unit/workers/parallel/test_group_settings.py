@@ -60,14 +60,14 @@ def test_whole_experts_need_ranks_that_add_up() -> None:
         check_settings(replace(FAST, enable_expert_parallel=True))
 
 
-def test_load_of_each_ranks_experts_is_counted(tmp_path: Path) -> None:
+def test_load_of_each_ranks_experts_is_counted(tmp_path: Path, kernel_cache: Path) -> None:
     """Two ranks with whole experts give the tokens of one, and each pair of a token and an expert counts."""
     folder = save(random_model("qwen3_moe/all", num_attention_heads=4), tmp_path / "model")
     alone = EngineSettings(
         model_folder=folder,
         memory_bytes=16 << 20,
         store_url="memory:?size=0",
-        cache_folder=tmp_path / "kernels",
+        cache_folder=kernel_cache,
     )
     request = Request(request_id="1", tokens=PROMPT, max_new_tokens=12, sampling=Sampling(temperature=0))
 
