@@ -142,14 +142,18 @@ void with_rows(std::vector<Product> products, bool halves, int64_t kind, int64_t
 }  // namespace
 
 void multiply_all(const std::vector<Product>& products, int64_t kind, int64_t n, int64_t k) {
-    std::vector<std::pair<const Product*, int64_t>> blocks;
+    struct Task {
+        const Product* product;
+        int64_t row, column;
+    };
+    std::vector<Task> tasks;  // a product's weights are read once for all its rows, from end to end
     for (const Product& product : products)
-        for (int64_t row = 0; row < product.m; row += ROW_BLOCK) blocks.emplace_back(&product, row);
-    const int64_t count = blocks.size();
-#pragma omp for collapse(2) schedule(dynamic)  // columns first: their weights are read once for all rows
-    for (int64_t column = 0; column < n; column += GROUP)
-        for (int64_t i = 0; i < count; i++)
-            times_of(kind)(*blocks[i].first, blocks[i].second, column, n, row_words(kind, k));
+        for (int64_t column = 0; column < n; column += GROUP)
+            for (int64_t row = 0; row < product.m; row += ROW_BLOCK) tasks.push_back({&product, row, column});
+    const int64_t count = tasks.size();
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < count; i++)
+        times_of(kind)(*tasks[i].product, tasks[i].row, tasks[i].column, n, row_words(kind, k));
 }
 
 extern "C" int64_t linear_panel() { return PANEL; }
