@@ -87,23 +87,45 @@ auto times_of(int64_t kind) {
     return kind == FLOATS ? apply<float, float> : kind == WIDENED ? apply<float, uint16_t> : apply<uint32_t, uint32_t>;
 }
 
-// Of products y = silu(gate) * up, columns of one task. Gate and up, the halves of a packed row, stay in the cache.
-// y is float, or of `halves` bfloat16.
-void apply_silu(const Product& product, bool halves, int64_t kind, int64_t row, int64_t column, int64_t inner, int64_t k) {
-    const int64_t rows = std::min(ROW_BLOCK, product.m - row), columns = std::min(GROUP, inner - column);
+float clamped(float gate, float up, float alpha, float limit) {
+    gate = at_most(gate, limit), up = std::max(-limit, at_most(up, limit));
+    return (up + 1.0f) * (gate * sigmoid(alpha * gate));
+}
+
+// Columns of a task of `apply_gated`: up begins amid a panel where inner is no multiple of it.
+int64_t gated_columns(int64_t inner) { return inner % PANEL ? GROUP - PANEL : GROUP; }
+
+// Of products of `gate_all`, columns of one task. Gate and up stay in the cache.
+void apply_gated(const Product& product, const Gate& join, bool halves, int64_t kind, int64_t row, int64_t column,
+                 int64_t inner, int64_t k) {
+    const int64_t rows = std::min(ROW_BLOCK, product.m - row), columns = std::min(gated_columns(inner), inner - column);
     const int64_t words = row_words(kind, k), element = kind == WIDENED ? sizeof(uint16_t) : sizeof(float);
     static thread_local std::vector<float> room;
-    float *const gate = lined(room, 2 * rows * GROUP), *const up = gate + rows * GROUP;
-    for (int64_t from : {column, inner + column})
+    float *const gate = lined(room, 2 * rows * GROUP + LANES), *const ups = gate + rows * GROUP;
+    const int64_t up_panel = (inner + column) / PANEL * PANEL, behind = inner + column - up_panel;
+    const auto multiply = [&](int64_t from, int64_t count, float* y) {
         times_of(kind)({product.rows + row * product.stride, product.stride, rows,
                         (const char*)product.packed + from * words * element,
-                        product.bias ? product.bias + from : nullptr, from == column ? gate : up, GROUP},
-                       0, 0, columns, words);
+                        product.bias ? product.bias + from : nullptr, y, GROUP},
+                       0, 0, count, words);
+    };
+    multiply(column, columns, gate);
+    multiply(up_panel, behind + columns, ups);
     for (int64_t r = 0; r < rows; r++) {
-        const int64_t at = (row + r) * product.y_stride + column;
-        float *const g = gate + r * GROUP, *const u = up + r * GROUP, *const y = halves ? g : product.y + at;
-        for (int64_t i = 0; i < columns; i += LANES) store(y + i, silu(load(g + i)) * load(u + i));
-        if (halves) to_pairs(y, columns, (uint32_t*)((uint16_t*)product.y + at));
+        float *const g = gate + r * GROUP, *const u = ups + r * GROUP + behind;
+        if (join.is_clamped) {
+            for (int64_t i = 0; i < columns; i++) g[i] = clamped(g[i], u[i], join.alpha, join.limit);
+        } else {
+            for (int64_t i = 0; i < columns; i += LANES) store(g + i, silu(load(g + i)) * load(u + i));
+        }
+        const int64_t at = (product.at ? product.at[row + r] : row + r) * product.y_stride + column;
+        if (halves) {
+            uint32_t pairs[GROUP / 2];
+            to_pairs(g, columns, pairs);
+            std::memcpy((uint16_t*)product.y + at, pairs, columns * sizeof(uint16_t));
+        } else {
+            std::memcpy(product.y + at, g, columns * sizeof(float));
+        }
     }
 }
 
@@ -139,21 +161,35 @@ void with_rows(std::vector<Product> products, bool halves, int64_t kind, int64_t
         times(products);
     }
 }
-}  // namespace
 
-void multiply_all(const std::vector<Product>& products, int64_t kind, int64_t n, int64_t k) {
-    struct Task {
+// Calls run(product, row, column) for blocks of rows and of columns. A product's weights are read once for all its rows,
+// from end to end.
+template <typename Run>
+void each_block(const std::vector<Product>& products, int64_t n, int64_t columns, Run run) {
+    struct Block {
         const Product* product;
         int64_t row, column;
     };
-    std::vector<Task> tasks;  // a product's weights are read once for all its rows, from end to end
+    std::vector<Block> blocks;
     for (const Product& product : products)
-        for (int64_t column = 0; column < n; column += GROUP)
-            for (int64_t row = 0; row < product.m; row += ROW_BLOCK) tasks.push_back({&product, row, column});
-    const int64_t count = tasks.size();
+        for (int64_t column = 0; column < n; column += columns)
+            for (int64_t row = 0; row < product.m; row += ROW_BLOCK) blocks.push_back({&product, row, column});
+    const int64_t count = blocks.size();
 #pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < count; i++)
-        times_of(kind)(*tasks[i].product, tasks[i].row, tasks[i].column, n, row_words(kind, k));
+    for (int64_t i = 0; i < count; i++) run(*blocks[i].product, blocks[i].row, blocks[i].column);
+}
+}  // namespace
+
+void multiply_all(const std::vector<Product>& products, int64_t kind, int64_t n, int64_t k) {
+    each_block(products, n, GROUP, [&](const Product& product, int64_t row, int64_t column) {
+        times_of(kind)(product, row, column, n, row_words(kind, k));
+    });
+}
+
+void gate_all(const std::vector<Product>& products, const Gate& join, bool halves, int64_t kind, int64_t inner, int64_t k) {
+    each_block(products, inner, gated_columns(inner), [&](const Product& product, int64_t row, int64_t column) {
+        apply_gated(product, join, halves, kind, row, column, inner, k);
+    });
 }
 
 extern "C" int64_t linear_panel() { return PANEL; }
@@ -170,17 +206,11 @@ extern "C" void linear(const void* x, int64_t x_stride, int64_t halves, const vo
               [&](const auto& products) { multiply_all(products, kind, n, k); });
 }
 
-// y [m][inner] = silu(gate) * up, packed as [gate, up][inner], inner a multiple of PANEL; y is float, or of `halves`
-// bfloat16.
+// y [m][inner] = silu(gate) * up, packed as [gate, up][inner]; y is float, or of `halves` bfloat16.
 extern "C" void linear_silu(const float* x, int64_t x_stride, const void* packed, int64_t kind, const float* bias,
                             void* y, int64_t y_stride, int64_t halves, int64_t m, int64_t inner, int64_t k) {
     with_rows({{(const uint32_t*)x, x_stride, m, packed, bias, (float*)y, y_stride}}, false, kind, 2 * inner, k,
-              [&](const auto& products) {
-#pragma omp for collapse(2) schedule(dynamic)
-                  for (int64_t column = 0; column < inner; column += GROUP)
-                      for (int64_t row = 0; row < m; row += ROW_BLOCK)
-                          apply_silu(products[0], halves, kind, row, column, inner, k);
-              });
+              [&](const auto& products) { gate_all(products, Gate{}, halves, kind, inner, k); });
 }
 
 // y [m][heads][n] of x [m][heads][k] by strides; packed weights of head h start at h * head_bytes.

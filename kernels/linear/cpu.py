@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import torch
 
-from tidemill.kernels.activation.cpu import bind_silu_mul
 from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.shared.build import Library
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
@@ -15,6 +14,11 @@ BLOCK = 32  # elements of depth that PAIRS are padded to
 
 def kind_of(weight: Packed) -> int:
     return FLOATS if weight.data.dtype == torch.float32 else PAIRS if weight.rounds else WIDENED
+
+
+def type_into(weight: Packed) -> torch.dtype:
+    """Return the type that a product takes without another copy of its rows."""
+    return torch.bfloat16 if weight.rounds and weight.in_features % BLOCK == 0 else torch.float32
 
 
 def bind_pack(
@@ -71,22 +75,19 @@ def bind_linear(library: Library) -> Callable[[torch.Tensor, Packed], torch.Tens
 
 def bind_linear_silu(library: Library) -> Callable[[torch.Tensor, Packed, Packed], torch.Tensor]:
     call = library.function("linear_silu")
-    linear, silu_mul = bind_linear(library), bind_silu_mul(library)
 
     def linear_silu(x_MK: torch.Tensor, gate_up: Packed, into: Packed) -> torch.Tensor:
         (m, k), inner = x_MK.shape, gate_up.out_features // 2
-        if inner % BLOCK:  # the halves share a panel
-            return silu_mul(linear(x_MK, gate_up))
         assert k == gate_up.in_features
         assert x_MK.dtype == torch.float32
         assert x_MK.stride(1) == 1
-        dtype = torch.bfloat16 if into.rounds else torch.float32
+        dtype = type_into(into)
         # Rows a power of 2 apart would share few sets of L1.
         y_MI = x_MK.new_empty(m, inner + BLOCK, dtype=dtype)[:, :inner]
         call(
             x_MK.data_ptr(), x_MK.stride(0), gate_up.data.data_ptr(), kind_of(gate_up),
             None if gate_up.bias_N is None else gate_up.bias_N.data_ptr(),
-            y_MI.data_ptr(), y_MI.stride(0), into.rounds, m, inner, k,
+            y_MI.data_ptr(), y_MI.stride(0), dtype == torch.bfloat16, m, inner, k,
         )  # fmt: skip
         return y_MI
 

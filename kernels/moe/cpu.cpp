@@ -7,14 +7,16 @@ namespace {
 struct Picks {
     std::vector<int64_t> start, index;
 
-    // The products of all experts that have picks; rows and y are in the order of `index`.
+    // The products of all experts that have picks, of n outputs; rows are in the order of `index`, as is y without `to_picks`.
     std::vector<Product> products(const uint32_t* rows, int64_t words, const void* packed, int64_t bytes,
-                                  const float* bias, float* y, int64_t n) const {
+                                  const float* bias, int64_t n, float* y, int64_t y_stride, bool to_picks) const {
         std::vector<Product> found;
         for (size_t e = 0; e + 1 < start.size(); e++)
             if (start[e] < start[e + 1])
                 found.push_back({rows + start[e] * words, words, start[e + 1] - start[e],
-                                 (const char*)packed + e * bytes, bias ? bias + e * n : nullptr, y + start[e] * n, n});
+                                 (const char*)packed + e * bytes, bias ? bias + e * n : nullptr,
+                                 to_picks ? y : y + start[e] * y_stride, y_stride,
+                                 to_picks ? index.data() + start[e] : nullptr});
         return found;
     }
 };
@@ -29,11 +31,6 @@ Picks by_expert(const int32_t* chosen, int64_t count, int64_t experts) {
     for (int64_t i = 0; i < count; i++)
         if (chosen[i] >= 0) picks.index[next[chosen[i]]++] = i;
     return picks;
-}
-
-float clamped(float gate, float up, float alpha, float limit) {
-    gate = at_most(gate, limit), up = std::max(-limit, at_most(up, limit));
-    return (up + 1.0f) * (gate * sigmoid(alpha * gate));
 }
 
 // Leaves the experts of the `kept` groups whose two best have the highest sums; ties go to the lower group.
@@ -91,44 +88,34 @@ extern "C" void route(const float* logits, int64_t logits_stride, const float* b
     }
 }
 
-// hidden[t][i] = silu(gate) * up, or `clamped`, of the expert chosen[t][i]. Packed weights of expert e start
-// at e * gate_up_bytes, of that kind; bias [experts][2 * inner], or null.
+// hidden[t][i] = silu(gate) * up, or `clamped`, of the expert chosen[t][i]; float, or of `halves` bfloat16. Packed weights
+// of expert e start at e * gate_up_bytes, of that kind; bias [experts][2 * inner], or null.
 extern "C" void moe_inner(const float* x, const int32_t* chosen, const void* gate_up, int64_t gate_up_bytes,
-                          int64_t kind, const float* bias, float* hidden, int64_t tokens, int64_t experts,
-                          int64_t top_k, int64_t width, int64_t inner, int64_t is_clamped, float alpha, float limit) {
-    const int64_t words = row_words(kind, width), n = 2 * inner;
+                          int64_t kind, const float* bias, void* hidden, int64_t halves, int64_t tokens,
+                          int64_t experts, int64_t top_k, int64_t width, int64_t inner, int64_t is_clamped,
+                          float alpha, float limit) {
+    const int64_t words = row_words(kind, width);
     const Picks picks = by_expert(chosen, tokens * top_k, experts);
     const int64_t count = picks.index.size();
     static thread_local std::vector<uint32_t> rows_room;
-    static thread_local std::vector<float> projected_room;
     uint32_t *const rows = lined(rows_room, (count + tokens) * words), *const rounded = rows + count * words;
-    float* const projected = lined(projected_room, count * n);
-    const auto products = picks.products(rows, words, gate_up, gate_up_bytes, bias, projected, n);
-#pragma omp parallel if (count * n * width >= SERIAL_BELOW)
+    const auto products =
+        picks.products(rows, words, gate_up, gate_up_bytes, bias, 2 * inner, (float*)hidden, inner, true);
+#pragma omp parallel if (count * 2 * inner * width >= SERIAL_BELOW)
     {
 #pragma omp for
         for (int64_t t = 0; t < tokens; t++) copy_row(kind, x + t * width, width, rounded + t * words);
 #pragma omp for
         for (int64_t r = 0; r < count; r++)
             std::memcpy(rows + r * words, rounded + picks.index[r] / top_k * words, words * sizeof(uint32_t));
-        multiply_all(products, kind, n, width);
-#pragma omp for
-        for (int64_t r = 0; r < count; r++) {
-            const float *gate = projected + r * n, *up = gate + inner;
-            float* out = hidden + picks.index[r] * inner;
-            if (is_clamped) {
-                for (int64_t i = 0; i < inner; i++) out[i] = clamped(gate[i], up[i], alpha, limit);
-            } else {
-                for (int64_t i = 0; i < inner; i++) out[i] = silu(gate[i]) * up[i];
-            }
-        }
+        gate_all(products, {is_clamped != 0, alpha, limit}, halves, kind, inner, width);
     }
 }
 
 // y[t] = sum over its experts, in ascending order, of weight * down(hidden), then + shared[t] unless that is null, times
 // sigmoid(gate[t]) unless that is. Packed weights of expert e start at e * down_bytes, of that kind; bias [experts][width],
-// or null.
-extern "C" void moe_outer(const float* hidden, const int32_t* chosen, const float* weights, const void* down,
+// or null. hidden is float, or of `halves` bfloat16 in whole blocks of depth.
+extern "C" void moe_outer(const void* hidden, int64_t halves, const int32_t* chosen, const float* weights, const void* down,
                           int64_t down_bytes, int64_t kind, const float* bias, const float* shared,
                           const float* gate, int64_t gate_stride, float* y, int64_t tokens, int64_t experts,
                           int64_t top_k, int64_t width, int64_t inner) {
@@ -141,12 +128,15 @@ extern "C" void moe_outer(const float* hidden, const int32_t* chosen, const floa
     uint32_t* const rows = lined(rows_room, count * words);
     float* const out = lined(out_room, count * width);
     for (int64_t r = 0; r < count; r++) out_of[picks.index[r]] = out + r * width;
-    const auto products = picks.products(rows, words, down, down_bytes, bias, out, width);
+    const auto products = picks.products(rows, words, down, down_bytes, bias, width, out, width, false);
 #pragma omp parallel if (count * inner * width >= SERIAL_BELOW)
     {
 #pragma omp for
-        for (int64_t r = 0; r < count; r++)
-            copy_row(kind, hidden + picks.index[r] * inner, inner, rows + r * words);
+        for (int64_t r = 0; r < count; r++) {
+            const int64_t at = picks.index[r] * inner;
+            if (halves) std::memcpy(rows + r * words, (const uint16_t*)hidden + at, inner * sizeof(uint16_t));
+            else copy_row(kind, (const float*)hidden + at, inner, rows + r * words);
+        }
         multiply_all(products, kind, width, inner);
 #pragma omp for
         for (int64_t t = 0; t < tokens; t++) {

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tidemill.kernels.linear.cpu import kind_of
+from tidemill.kernels.linear.cpu import kind_of, type_into
 from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.moe.experts import Experts
 from tidemill.kernels.moe.routing import Choice, RouteTokens, Routing
@@ -50,10 +50,10 @@ def bind_moe_inner(library: Library) -> Callable[[Tensor, Choice, Experts], Tens
         assert x_TH.shape == (tokens, width)
         assert x_TH.is_contiguous()
         assert chosen_TK.is_contiguous()
-        hidden_TKI = x_TH.new_empty(tokens, top_k, inner)
+        hidden_TKI = x_TH.new_empty(tokens, top_k, inner, dtype=type_into(experts.down))
         call(
             x_TH.data_ptr(), chosen_TK.data_ptr(), *_weights(experts.gate_up), hidden_TKI.data_ptr(),
-            tokens, len(experts.gate_up.data), top_k, width, inner,
+            hidden_TKI.dtype == torch.bfloat16, tokens, len(experts.gate_up.data), top_k, width, inner,
             experts.activation == "clamped", experts.alpha, experts.limit,
         )  # fmt: skip
         return hidden_TKI
@@ -80,7 +80,8 @@ def bind_moe_outer(library: Library) -> MoeOuter:
         chosen_TK, weights_TK, _ = choice
         tokens, top_k, inner = hidden_TKI.shape
         down, width = experts.down, experts.down.out_features
-        assert hidden_TKI.dtype == weights_TK.dtype == torch.float32
+        assert hidden_TKI.dtype in {torch.float32, type_into(down)}
+        assert weights_TK.dtype == torch.float32
         assert chosen_TK.dtype == torch.int32
         assert hidden_TKI.is_contiguous()
         assert chosen_TK.is_contiguous()
@@ -97,9 +98,10 @@ def bind_moe_outer(library: Library) -> MoeOuter:
             assert gate_T1.dtype == torch.float32
             assert gate_T1.shape == (tokens, 1)
             gate, gate_stride = gate_T1.data_ptr(), gate_T1.stride(0)
-        y_TH = hidden_TKI.new_empty(tokens, width)
+        y_TH = weights_TK.new_empty(tokens, width)
         call(
-            hidden_TKI.data_ptr(), chosen_TK.data_ptr(), weights_TK.data_ptr(), *_weights(down),
+            hidden_TKI.data_ptr(), hidden_TKI.dtype == torch.bfloat16,
+            chosen_TK.data_ptr(), weights_TK.data_ptr(), *_weights(down),
             shared, gate, gate_stride, y_TH.data_ptr(), tokens, len(down.data), top_k, width, inner,
         )  # fmt: skip
         return y_TH

@@ -60,14 +60,14 @@ def own_experts(choice: Choice, first: int, end: int) -> Choice:
 
 
 def moe_inner(x_TH: torch.Tensor, choice: Choice, experts: Experts) -> torch.Tensor:
-    """The activation of gate and up of x, for the K experts of each token, `[T, K, I]`. It is undefined where
-    a token has none."""
+    """The activation of gate and up of x, for the K experts of each token, `[T, K, I]`. It is for `moe_outer`
+    alone, and may be rounded as that takes it, and have that type. It is undefined where a token has none."""
     chosen_TK = choice.experts_TK
     hidden_TKI = x_TH.new_empty(*chosen_TK.shape, experts.gate_up.out_features // 2)
     for expert in range(len(experts.gate_up.data)):
         token, pick = torch.where(chosen_TK == expert)
         gate, up = _of_expert(x_TH[token], experts.gate_up, expert).chunk(2, dim=-1)
-        hidden_TKI[token, pick] = _activated(gate, up, experts)
+        hidden_TKI[token, pick] = experts.down.rounded(_activated(gate, up, experts))
     return hidden_TKI
 
 

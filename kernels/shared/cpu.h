@@ -500,9 +500,19 @@ struct Product {
     const float* bias;
     float* y;
     int64_t y_stride;
+    const int64_t* at = nullptr;  // of `gate_all`: the row of y of each row, or null for their own order
+};
+
+// What joins the halves of a row: silu(gate) * up, or of `clamped` ones (up + 1) * gate * sigmoid(alpha * gate).
+struct Gate {
+    bool is_clamped = false;
+    float alpha = 0, limit = 0;
 };
 
 constexpr int64_t SERIAL_BELOW = 1 << 20;  // multiply-adds worth less than waking a thread
 
 // All threads of a parallel region call it together, or one thread outside. Defined in linear/cpu.cpp.
 void multiply_all(const std::vector<Product>& products, int64_t kind, int64_t n, int64_t k);
+
+// The same of products packed as [gate, up][inner], whose halves are joined; y is float, or of `halves` bfloat16.
+void gate_all(const std::vector<Product>& products, const Gate& join, bool halves, int64_t kind, int64_t inner, int64_t k);

@@ -25,6 +25,13 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/kernels/test_pages.py",
     ),
     Planted(
+        "up is read from the start of the panel that it shares with gate",
+        "kernels/linear/cpu.cpp",
+        "$BEHIND = inner + column - $FIRST;",
+        "$BEHIND = inner + column - inner - column;",
+        "tests/unit/kernels/test_moe.py",
+    ),
+    Planted(
         "the copy engine receives a stride of zero",
         "kernels/attention/cuda.py::_tiles",
         "if $SHAPE[$AT] == 1:",
