@@ -158,9 +158,12 @@ def _serve(options: argparse.Namespace) -> int:
 def _edge(options: argparse.Namespace) -> int:
     routers, (endpoint, tls) = routers_of(options.join), joined_endpoint_of(options)
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    from tidemill.cluster.server.joined_edge import Join, run_edge
+    from tidemill.cluster.server.joined_edge import Join, run_edge, run_frontend
 
     join = Join(routers=routers, tls=tls, cache_folder=_cache_folder())
+    if options.inherited is not None:
+        run_frontend(endpoint, join, _sources(), options.inherited)
+        return 0
     run_edge(endpoint, join, _sources(), ready(f"is an edge of {', '.join(routers)}"))
     return 0
 

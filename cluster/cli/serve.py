@@ -86,6 +86,7 @@ def add_edge_options(edge: argparse.ArgumentParser) -> None:
         help="addresses of the cluster's routers, see --router-port of `tidemill serve`",
     )
     add_flags(edge, EDGE_FLAGS)
+    edge.add_argument("--inherited", help=argparse.SUPPRESS)  # of an edge process of a server
 
 
 def joined_endpoint_of(options: argparse.Namespace) -> tuple[Endpoint, MutualTls | None]:
@@ -217,6 +218,7 @@ def endpoint_of(config: RootConfig, api_keys: Sequence[str] | None, environ: Map
         host=edge.host,
         port=edge.port,
         grpc_port=edge.grpc_port,
+        frontends=edge.frontends,
         security=security_of(edge, api_keys, environ),
         telemetry=telemetry_of(config.telemetry),
         limits=EdgeLimits(send_s_max=edge.send_timeout, shutdown_s_max=edge.shutdown_timeout),

@@ -92,6 +92,7 @@ FLAGS: tuple[Flag, ...] = (
             "host": "ADDRESS",
             "port": "PORT",
             "grpc_port": "PORT",
+            "frontends": "N",
             "send_timeout": "SECONDS",
             "shutdown_timeout": "SECONDS",
         },

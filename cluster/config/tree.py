@@ -8,30 +8,25 @@ from collections import Counter
 from typing import Annotated, Literal, Self
 
 from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
     Field,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
+from tidemill.cluster.config.telemetry import ConfigNode, TelemetryConfig
 from tidemill.cluster.config.values import (
     DEVICE,
     Amount,
     Count,
     Duration,
-    Endpoint,
     Names,
     Port,
     Seconds,
     Size,
     Text,
     Threads,
-    parse_object,
 )
-from tidemill.cluster.observability.telemetry import LogLevel, MetricsAlias
 from tidemill.cluster.settings import ReasoningParser, ToolParser
 from tidemill.kvstore.layout import KvDtype
 from tidemill.kvstore.memory.recompute_cost import Policy
@@ -49,14 +44,6 @@ from tidemill.workers.settings import (
 MODELS_MAX = 64
 
 ClusterHost = Literal["loopback", "node", "node-plain"]
-
-
-class ConfigNode(BaseModel):
-    """A mapping of the file; unknown keys are errors."""
-
-    model_config = ConfigDict(
-        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 class GroupConfig(ConfigNode):
@@ -83,9 +70,9 @@ class GroupConfig(ConfigNode):
     """CPUs that Ray reserves for each rank"""
     num_gpus: Amount | None = None
     """GPUs that Ray reserves for each rank; below 1, workers share one and its memory (1 on CUDA, else 0)"""
-    resources: dict[Text, Amount] = {}
+    resources: dict[Text, Amount] = {}  # noqa: RUF012 - pydantic copies it
     """custom resources that Ray reserves for each rank, by name"""
-    labels: dict[Text, Text] = {}
+    labels: dict[Text, Text] = {}  # noqa: RUF012 - pydantic copies it
     """labels in Ray that a worker's node must have, by name: `value`, `!value`, `in(a,b)` or `!in(a,b)`"""
 
     @property
@@ -272,6 +259,8 @@ class EdgeConfig(ConfigNode):
     """port of HTTP; 0 is any free port"""
     grpc_port: Port | None = None
     """port of gRPC, served only if set; 0 is any free port"""
+    frontends: Annotated[int, Field(ge=1, le=64)] = 1
+    """number of processes that answer clients at these ports; one is the server itself"""
     send_timeout: Seconds = 30.0
     """end a stream if the client reads nothing for this many seconds"""
     shutdown_timeout: Seconds = 5.0
@@ -324,45 +313,6 @@ class ClusterConfig(ConfigNode):
                 "if no other machine can reach that network"
             )
         return self
-
-
-class KvEventsConfig(ConfigNode):
-    """The KV events of every worker, for routers outside the cluster: docs/kv_events.md."""
-
-    enable_kv_cache_events: bool = False
-    """publish which pages and checkpoints each worker holds; needs the extra `events`"""
-    publisher: Literal["null", "zmq"] = "zmq"
-    """null publishes nothing"""
-    endpoint: Endpoint = "tcp://127.0.0.1:5557"
-    """address of the first worker: `tcp://*:5557` listens at all addresses of its machine, and the address of
-    another machine is connected to"""
-    replay_endpoint: Endpoint | None = None
-    """address where the first worker listens for requests for past batches"""
-    buffer_steps: Count = 10_000
-    """maximum number of past batches that a worker keeps for replays"""
-    hwm: Count = 100_000
-    """maximum number of batches that wait for one slow subscriber"""
-    max_queue_size: Count = 100_000
-    """maximum number of batches that wait to be sent; when there are more, all are dropped, and the next one
-    has everything that the worker holds"""
-    topic: str = ""
-    """topic of the messages"""
-
-
-class TelemetryConfig(ConfigNode):
-    """The logs, traces and metrics of all processes."""
-
-    log_level: LogLevel = "info"
-    """level of every process; info has a line for each request"""
-    log_json: bool = False
-    """write log lines as JSON objects"""
-    otlp_traces_endpoint: Text | None = None
-    """send a trace of each request to this collector: grpc://host:4317, or http://host:4318/v1/traces; needs
-    the extra `otel`"""
-    metrics_alias: MetricsAlias | None = None
-    """add the core series of /metrics under this engine's names"""
-    kv_events: Annotated[KvEventsConfig, BeforeValidator(parse_object)] = KvEventsConfig()
-    """KV events of every worker; the flag takes the keys below as a JSON object"""
 
 
 class RootConfig(ConfigNode):

@@ -9,6 +9,7 @@ from prometheus_client.metrics_core import Metric
 from tidemill.cluster.messages import FleetStatus
 from tidemill.cluster.metrics import specs
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
+from tidemill.cluster.metrics.edge_samples import EdgeSamples, with_samples
 from tidemill.cluster.metrics.specs import PREFIX
 from tidemill.cluster.metrics.worker_metrics import COUNTERS, FleetCollector
 from tidemill.cluster.observability.telemetry import MetricsAlias
@@ -29,20 +30,29 @@ ALIASES: dict[MetricsAlias, frozenset[str]] = {
 """The metrics that tools of another engine read, under its prefix. They have the same meaning here."""
 
 
-def exposition(metrics: EdgeMetrics, fleets: Mapping[str, FleetStatus]) -> bytes:
-    """Return the text. `fleets` has, by model, the status of each fleet whose router answers."""
+def exposition(
+    metrics: EdgeMetrics, fleets: Mapping[str, FleetStatus], summed: EdgeSamples | None = None
+) -> bytes:
+    """Return the text. `fleets` has, by model, the status of each fleet whose router answers. `summed` are
+    the sums of several edges, instead of the values of `metrics`."""
     shown = CollectorRegistry(auto_describe=False)
-    shown.register(_All(metrics, fleets))
+    shown.register(_All(metrics, fleets, summed))
     return generate_latest(shown)
 
 
 class _All:
-    def __init__(self, metrics: EdgeMetrics, fleets: Mapping[str, FleetStatus]) -> None:
+    def __init__(
+        self, metrics: EdgeMetrics, fleets: Mapping[str, FleetStatus], samples: EdgeSamples | None
+    ) -> None:
         self._metrics = metrics
-        self._reports = FleetCollector(fleets, metrics.under_way)
+        self._samples = samples
+        self._reports = FleetCollector(fleets, metrics.under_way if samples is None else samples.under_way)
 
     def collect(self) -> Iterator[Metric]:
-        families = [*self._metrics.registry.collect(), *self._reports.collect()]
+        own = self._metrics.registry.collect()
+        if self._samples is not None:
+            own = with_samples(own, self._samples)
+        families = [*own, *self._reports.collect()]
         yield from families
         if self._metrics.alias is not None:
             yield from _aliased(families, self._metrics.alias)

@@ -81,8 +81,8 @@ def start_detached(
     for known in detached_servers(temp_folder):
         if known.url.rpartition(":")[2] == str(endpoint.port) and known.is_running():
             raise DetachError(f"a detached server has {known.url} already: end it with `tidemill down`")
-    with listening(endpoint) as listener:
-        port: int = listener.getsockname()[1]
+    with listening(endpoint) as sockets:
+        port: int = sockets.http.getsockname()[1]
     with ExitStack() as stack:
         root = stack.enter_context(lasting_folder("tidemill-", temp_folder))
         store = None

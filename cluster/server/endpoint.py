@@ -6,6 +6,7 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any, NamedTuple
 
 from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.edge.requests.security import OPEN, Security
@@ -20,6 +21,8 @@ read."""
 OTHER_FILES_MAX = 4096
 """The files that the edge may open in addition to client connections."""
 
+
+BACKLOG = 2048
 
 ROUTER_PORTS = range(20_000, 30_000)
 """The ports for routers. Systems take the ports of outgoing connections from higher ones."""
@@ -36,6 +39,7 @@ class Endpoint:
     host: str
     port: int
     grpc_port: int | None = None  # None: no gRPC
+    frontends: int = 1  # edge processes; one is the server itself
     security: Security = OPEN
     telemetry: Telemetry = QUIET
     limits: EdgeLimits = field(default_factory=EdgeLimits)
@@ -54,21 +58,56 @@ def raise_file_limit(connections_max: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
+class Sockets(NamedTuple):
+    """The listening sockets of an endpoint."""
+
+    http: socket.socket
+    grpc: socket.socket | None = None
+
+
 @contextmanager
-def listening(endpoint: Endpoint) -> Generator[socket.socket]:
-    """Yield the listening HTTP socket. Raises PortTaken, also for the gRPC port."""
-    family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Connections inherit the size of the send buffer.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES_MAX)
-        _bind(listener, endpoint.host, endpoint.port, "--port")
-        if endpoint.grpc_port is not None:
-            with socket.socket(family, socket.SOCK_STREAM) as probe:  # gRPC opens its own socket
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                _bind(probe, endpoint.host, endpoint.grpc_port, "--grpc-port")
-        listener.listen(2048)
-        yield listener
+def listening(endpoint: Endpoint) -> Generator[Sockets]:
+    """Yield the listening sockets. Raises PortTaken."""
+    with ExitStack() as sockets:
+
+        def listener(port: int, option: str) -> socket.socket:
+            family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
+            bound = sockets.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Connections inherit the size of the send buffer.
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES_MAX)
+            _bind(bound, endpoint.host, port, option)
+            return bound
+
+        http = listener(endpoint.port, "--port")
+        grpc = None if endpoint.grpc_port is None else listener(endpoint.grpc_port, "--grpc-port")
+        for bound in filter(None, (http, grpc)):
+            bound.listen(BACKLOG)
+        yield Sockets(http, grpc)
+
+
+class HandedSocket(socket.socket):
+    """One end of a pair of Unix sockets, through which a server hands on the connections that it accepts."""
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Return the next connection and the client's address, as a listening socket does. Raises OSError."""
+        _, descriptors, _, _ = socket.recv_fds(self, 1, 1)
+        if not descriptors:
+            raise OSError("the server has ended")
+        accepted = socket.socket(fileno=descriptors[0])
+        try:
+            return accepted, accepted.getpeername()
+        except OSError as error:  # the client has closed it
+            accepted.close()
+            raise ConnectionAbortedError from error
+
+
+def inherited(numbers: str) -> tuple[Sockets, socket.socket]:
+    """Return the sockets of an edge process of a server, and its end of the link to that server, from the
+    numbers of their descriptors: HTTP,LINK or HTTP,LINK,GRPC."""
+    http, link, *grpc = map(int, numbers.split(","))
+    handed = [HandedSocket(fileno=number) for number in grpc]
+    return Sockets(HandedSocket(fileno=http), *handed), socket.socket(fileno=link)
 
 
 def with_router_ports(settings: ClusterSettings) -> ClusterSettings:

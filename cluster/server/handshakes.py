@@ -14,13 +14,17 @@ from tidemill.cluster.edge.requests.security import HANDSHAKES_MAX, Handshakes, 
 class EdgeServer(uvicorn.Server):
     """A uvicorn server whose TLS handshakes are limited. Its protocol is a Connection."""
 
-    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None = None) -> None:
-        """`tls` is in place of uvicorn's own settings."""
+    def __init__(
+        self, config: uvicorn.Config, tls: ssl.SSLContext | None = None, *, handed: bool = False
+    ) -> None:
+        """`tls` is in place of uvicorn's own settings. Connections of `handed` sockets are those that the
+        server process has accepted."""
         super().__init__(config)
         self._tls = tls
+        self._handed = handed
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._tls is None:
+        if self._tls is None and not self._handed:
             await super().startup(sockets)
             return
         await super().startup([])

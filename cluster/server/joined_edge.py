@@ -6,7 +6,6 @@ follows changes of models and keys.
 
 import asyncio
 import logging
-import socket
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -36,7 +35,8 @@ from tidemill.cluster.observability.spans import tracing
 from tidemill.cluster.rpc.catalogue_client import CatalogueReader
 from tidemill.cluster.rpc.router_client import RouterClient, at
 from tidemill.cluster.rpc.worker_client import WorkerClients
-from tidemill.cluster.server.endpoint import Endpoint, listening
+from tidemill.cluster.server.edge_group import LinkedGroup
+from tidemill.cluster.server.endpoint import Endpoint, Sockets, inherited, listening
 from tidemill.cluster.server.run_endpoint import Work, prepare_process, run_endpoint, stop_signals, url_of
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Unserved
@@ -66,16 +66,26 @@ def run_edge(endpoint: Endpoint, join: Join, sources: Sources, work: Work) -> No
     start."""
     start_logs(endpoint.telemetry)
     prepare_process(endpoint)
-    with listening(endpoint) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_run(endpoint, join, sources, listener, work))
+    with listening(endpoint) as sockets, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_run(endpoint, join, sources, sockets, work))
+
+
+def run_frontend(endpoint: Endpoint, join: Join, sources: Sources, numbers: str) -> None:
+    """Be an edge process of a server, with inherited sockets, until that ends or a signal comes."""
+    start_logs(endpoint.telemetry)
+    prepare_process(endpoint)
+    sockets, link = inherited(numbers)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_run(endpoint, join, sources, sockets, None, LinkedGroup(link)))
 
 
 async def _run(
     endpoint: Endpoint,
     join: Join,
     sources: Sources,
-    listener: socket.socket,
-    work: Work,
+    sockets: Sockets,
+    work: Work | None,
+    group: LinkedGroup | None = None,
 ) -> None:
     reader = CatalogueReader(join.routers, join.tls)
     with stop_signals() as stop:
@@ -92,12 +102,15 @@ async def _run(
         lines = deque[str](maxlen=LINES_KEPT)
         with tracing(catalogue.telemetry, "edge") as tracer, keeping(lines):
             sources = replace(sources, tracer=tracer)
-            edge = _JoinedEdge(reader, join, sources, catalogue, lines)
+            edge = _JoinedEdge(reader, join, sources, catalogue, lines, group)
             try:
                 await edge.apply(catalogue)
-                await run_endpoint(
-                    endpoint, edge.context, listener, stop, [edge], work(url_of(endpoint, listener))
-                )
+                if group is not None:
+                    working = group.run(edge.context, lines)
+                else:
+                    assert work is not None
+                    working = work(url_of(endpoint, sockets))
+                await run_endpoint(endpoint, edge.context, sockets, stop, [edge], working)
             finally:
                 await edge.close()
 
@@ -132,6 +145,7 @@ class _JoinedEdge:
         sources: Sources,
         catalogue: Catalogue,
         lines: deque[str],
+        group: LinkedGroup | None,
     ) -> None:
         self._reader = reader
         self._join = join
@@ -147,7 +161,10 @@ class _JoinedEdge:
             metrics=metrics,
             limits=limits_of(catalogue.limits),
             keys=keys_of(catalogue),
-            parts={"logs": lambda: {"edge": without_secrets("\n".join(list(lines)))}},
+            parts={"logs": lambda: {"edge": without_secrets("\n".join(list(lines)))}}
+            if group is None
+            else group.parts(),
+            group=group,
         )
 
     async def run(self) -> None:

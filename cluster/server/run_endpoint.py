@@ -18,7 +18,7 @@ from tidemill.cluster.edge.http.app import app_of
 from tidemill.cluster.edge.http.connection import with_limits
 from tidemill.cluster.edge.requests.context import EdgeContext
 from tidemill.cluster.edge.requests.security import tls_context
-from tidemill.cluster.server.endpoint import Endpoint, PortTaken, raise_file_limit
+from tidemill.cluster.server.endpoint import Endpoint, PortTaken, Sockets, raise_file_limit
 from tidemill.cluster.server.handshakes import EdgeServer
 from tidemill.cluster.supervisor.processes import STOP_SIGNALS
 from tidemill.workers.malloc import share_arenas
@@ -64,7 +64,7 @@ def stop_signals() -> Generator[asyncio.Event]:
 async def run_endpoint(
     endpoint: Endpoint,
     context: EdgeContext,
-    listener: socket.socket,
+    sockets: Sockets,
     stop: asyncio.Event,
     runs: Sequence[Runs],
     *works: Coroutine[Any, Any, None],
@@ -72,33 +72,49 @@ async def run_endpoint(
     """Serve and run `runs` until one of `works` is done or `stop` is set; then end all of them. Raises what
     `works` raise, and PortTaken for the gRPC port."""
     try:
-        grpc_servers = await _start_grpc(endpoint, context)
+        grpc_servers = await _start_grpc(endpoint, context, sockets.grpc)
     except BaseException:
         for work in works:
             work.close()
         raise
     server = _http_server(endpoint, context)
-    others = [asyncio.create_task(run.run()) for run in (*runs, *grpc_servers)]
+
+    def end() -> None:
+        server.should_exit = True
+
+    await run_serving(server.serve(sockets=[sockets.http]), end, stop, [*runs, *grpc_servers], *works)
+
+
+async def run_serving(
+    serve: Coroutine[Any, Any, None],
+    end: Callable[[], None],
+    stop: asyncio.Event,
+    runs: Sequence[Runs],
+    *works: Coroutine[Any, Any, None],
+) -> None:
+    """Run `serve`, which returns some time after `end`, and `runs`, until it or one of `works` is done or
+    `stop` is set; then end all of them. Raises what `serve` and `works` raise."""
+    others = [asyncio.create_task(run.run()) for run in runs]
     for task in others:
         task.add_done_callback(_log_error)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    serving = asyncio.create_task(serve)
     working = [asyncio.create_task(work) for work in works]
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({serving, *working, stopping}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        server.should_exit = True
+        end()
         for task in (*working, stopping, *others):
             task.cancel()
         await asyncio.wait({serving, *working, stopping, *others})
-    for task in working:
+    for task in (*working, serving):
         if not task.cancelled():
             task.result()
 
 
-def url_of(endpoint: Endpoint, listener: socket.socket) -> str:
+def url_of(endpoint: Endpoint, sockets: Sockets) -> str:
     """Return the root of the endpoint that listens here."""
-    return f"{endpoint.scheme}://{endpoint.host}:{listener.getsockname()[1]}"
+    return f"{endpoint.scheme}://{endpoint.host}:{sockets.http.getsockname()[1]}"
 
 
 def _http_server(endpoint: Endpoint, context: EdgeContext) -> "_Server":
@@ -113,16 +129,18 @@ def _http_server(endpoint: Endpoint, context: EdgeContext) -> "_Server":
         ws="none",
         timeout_graceful_shutdown=math.ceil(context.limits.shutdown_s_max),
     )
-    return _Server(config, tls_context(endpoint.security.tls))
+    return _Server(config, tls_context(endpoint.security.tls), handed=context.group is not None)
 
 
-async def _start_grpc(endpoint: Endpoint, context: EdgeContext) -> list[PublicServer]:
+async def _start_grpc(
+    endpoint: Endpoint, context: EdgeContext, listener: socket.socket | None
+) -> list[PublicServer]:
     """Start the gRPC server, if there is a port for one. Raises PortTaken."""
     if endpoint.grpc_port is None:
         return []
     server = PublicServer(context, tls=endpoint.security.tls)
     try:
-        address = await server.start(endpoint.host, endpoint.grpc_port)
+        address = await server.start(endpoint.host, endpoint.grpc_port, listener)
     except OSError as error:
         raise PortTaken(f"{error}: give another --grpc-port") from error
     log.info("gRPC on %s", address)

@@ -3,15 +3,15 @@
 import asyncio
 import logging
 import signal
-import socket
 import tempfile
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Coroutine, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import uvloop
 from rich.console import Console
@@ -28,9 +28,17 @@ from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.observability.logs import LINES_KEPT, keeping
 from tidemill.cluster.observability.spans import tracing
 from tidemill.cluster.rpc.router_client import RouterClient
-from tidemill.cluster.server.endpoint import Endpoint, listening, with_router_ports
+from tidemill.cluster.server.endpoint import Endpoint, Sockets, listening, with_router_ports
+from tidemill.cluster.server.frontends import Frontends, edge_arguments
 from tidemill.cluster.server.publisher import CataloguePublisher, PublishedFleet
-from tidemill.cluster.server.run_endpoint import Work, prepare_process, run_endpoint, stop_signals, url_of
+from tidemill.cluster.server.run_endpoint import (
+    Work,
+    prepare_process,
+    run_endpoint,
+    run_serving,
+    stop_signals,
+    url_of,
+)
 from tidemill.cluster.server.support_info import support_parts
 from tidemill.cluster.settings import ClusterSettings, FleetSettings
 from tidemill.cluster.supervisor.launch import Cluster, RayEnded, start_cluster
@@ -40,8 +48,11 @@ from tidemill.cluster.supervisor.processes import STOP_SIGNALS
 from tidemill.cluster.supervisor.store_plan import check_shared, other_tiers
 from tidemill.kvstore.stores.open_store import open_store
 from tidemill.workers.engine.build import check_settings
+from tidemill.workers.messages import WorkerGone
 
 log = logging.getLogger(__name__)
+
+RETRY_S = 0.2
 
 
 def serve(
@@ -56,7 +67,7 @@ def serve(
     prepare_process(endpoint)
     settings = with_router_ports(settings)
     with (
-        listening(endpoint) as listener,  # before the cluster starts, so that a port in use is reported early
+        listening(endpoint) as sockets,  # before the cluster starts, so that a port in use is reported early
         ThreadPoolExecutor(1) as executor,
         tracing(endpoint.telemetry, "frontend") as tracer,
     ):
@@ -66,7 +77,7 @@ def serve(
         cluster = start_cluster(settings, console)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(_serve(endpoint, settings, cluster, list(tokenizers), sources, listener, work))
+                runner.run(_serve(endpoint, settings, cluster, list(tokenizers), sources, sockets, work))
         finally:
             for number in STOP_SIGNALS:  # a second one must not interrupt the stop
                 signal.signal(number, signal.SIG_IGN)
@@ -79,7 +90,7 @@ async def _serve(
     cluster: Cluster,
     tokenizers: Sequence[Tokenizer],
     sources: Sources,
-    listener: socket.socket,
+    sockets: Sockets,
     work: Work,
 ) -> None:
     fleets = settings.fleets
@@ -107,17 +118,51 @@ async def _serve(
     )
     keys_file = endpoint.security.keys_file
     watches = [] if keys_file is None else [KeysWatch(context.keys, keys_file)]
-    url = url_of(endpoint, listener)
+    url = url_of(endpoint, sockets)
     published = [PublishedFleet(*pair) for pair in zip(fleets, services, strict=True)]
     publisher = CataloguePublisher(published, cluster.catalogue_writers(), context, endpoint.telemetry)
     try:
         with keeping(lines), stop_signals() as stop:
             runs = [*services, *watches, publisher]
             watch = _watch(cluster, context.stop_reason)
-            await run_endpoint(endpoint, context, listener, stop, runs, work(url), watch)
+            if endpoint.frontends == 1:
+                await run_endpoint(endpoint, context, sockets, stop, runs, work(url), watch)
+            else:
+                join = await _join_arguments(endpoint, settings, cluster, sockets)
+                frontends = Frontends(endpoint, sockets, join, context.parts)
+                serving = frontends.run(), frontends.stop
+                await run_serving(*serving, stop, runs, _announced(frontends, work(url)), watch)
     finally:
         for service in services:
             await service.close()
+
+
+async def _join_arguments(
+    endpoint: Endpoint, settings: ClusterSettings, cluster: Cluster, sockets: Sockets
+) -> list[str]:
+    """Return the arguments of `tidemill edge` for this server's edge processes."""
+    writers = cluster.catalogue_writers()
+    addresses: list[str] = []
+    while not addresses:
+        for name, writer in writers.items():
+            try:
+                addresses.append(await writer.connect())
+            except (WorkerGone, OSError) as error:
+                log.info("%s: %s", name, error)
+                await asyncio.sleep(RETRY_S)
+            finally:
+                await writer.close()
+    return edge_arguments(endpoint, sockets.http.getsockname()[1], addresses, settings.fleets[0].router.tls)
+
+
+async def _announced(frontends: Frontends, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` when all edge processes serve."""
+    try:
+        await frontends.ready()
+    except BaseException:
+        work.close()
+        raise
+    await work
 
 
 async def _watch(cluster: Cluster, stop_reason: StopReason) -> None:

@@ -306,10 +306,10 @@ class FrameGate:
         self._calls_s[client] = at_s
         return max(0.0, at_s - now_s - CALLS_BURST / CALLS_PER_S)
 
-    def listen(self, host: str, port: int) -> str:
-        """Listen, and return the address. Raises OSError."""
+    def listen(self, host: str, port: int, listener: socket.socket | None = None) -> str:
+        """Accept from `listener`, or else listen; return the address. Raises OSError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        self._socket = listener or socket.create_server((host, port), family=family, backlog=BACKLOG)
         handshakes = Handshakes(HANDSHAKES_MAX)
         self._listener = Listener(self._socket, self._tls, lambda: _ClientSide(self), self.places, handshakes)
         bound = self._socket.getsockname()[1]

@@ -1,5 +1,6 @@
 """The public gRPC server: its limits, certificates and services."""
 
+import socket
 from collections.abc import Sequence
 
 import grpc.aio
@@ -60,12 +61,13 @@ class PublicServer:
         names = (generation.SERVICE, health.SERVICE, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
-    async def start(self, host: str, port: int) -> str:
-        """Listen (port 0: any free one) and return the address, host:port. Raises OSError."""
+    async def start(self, host: str, port: int, listener: socket.socket | None = None) -> str:
+        """Accept from `listener`, or else listen (port 0: any free one). Return the address, host:port.
+        Raises OSError."""
         self._gate.bind(self._server)
         await self._server.start()
         try:
-            return self._gate.listen(host, port)
+            return self._gate.listen(host, port, listener)
         except OSError:
             await self._server.stop(None)
             await self._gate.close()

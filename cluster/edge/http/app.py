@@ -82,7 +82,7 @@ def app_of(context: EdgeContext) -> FastAPI:
     app.add_api_route("/cluster/memory", edge.memory)
     app.add_api_route("/cluster/memory", edge.set_budget, methods=["POST"])
     add_worker_routes(app, context.models)
-    add_recent_routes(app, context.recent)
+    add_recent_routes(app, context.recent.rows if context.group is None else context.group.rows)
     add_support_routes(app, context.parts)
     add_page_routes(app)
     app.add_api_route("/version", edge.version)
@@ -184,8 +184,11 @@ class Edge:
         return {"status": "ok"}
 
     async def load(self) -> Json:
-        """Return the number of answers in progress on this edge."""
-        return {"server_load": self._context.open_answers.held}
+        """Return the number of answers in progress at this port."""
+        group = self._context.group
+        return {
+            "server_load": self._context.open_answers.held if group is None else await group.open_answers()
+        }
 
     async def cluster(self) -> Json:
         """Return every worker: its facts, its load, its memory."""
@@ -225,7 +228,9 @@ class Edge:
             fleets = await self._models.fleets()
         except TidemillError:
             fleets = {}  # the edge's own metrics matter most when no router answers
-        return Response(exposition(self._context.metrics, fleets), media_type=CONTENT_TYPE)
+        group = self._context.group
+        summed = None if group is None else await group.samples()
+        return Response(exposition(self._context.metrics, fleets, summed), media_type=CONTENT_TYPE)
 
     async def _reply(
         self,

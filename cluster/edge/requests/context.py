@@ -5,6 +5,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from random import Random
 from types import MappingProxyType
+from typing import Protocol
 
 from opentelemetry.trace import Tracer
 
@@ -17,6 +18,7 @@ from tidemill.cluster.edge.requests.recent_requests import RecentRequests, Reque
 from tidemill.cluster.edge.requests.request_span import traced
 from tidemill.cluster.edge.requests.usage import Json
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
+from tidemill.cluster.metrics.edge_samples import EdgeSamples
 from tidemill.cluster.observability.logs import log_request
 
 Parts = Mapping[str, Callable[[], object]]
@@ -45,9 +47,25 @@ class StopReason:
     text: str = "this server stops"
 
 
+class EdgeGroup(Protocol):
+    """The edges behind one port, of which this is one. All of it raises Unserved."""
+
+    async def samples(self) -> EdgeSamples:
+        """Return the sums of all edges' own metrics, also of those that have ended."""
+        ...
+
+    async def rows(self) -> list[Json]:
+        """Return the latest requests of all edges, the newest first."""
+        ...
+
+    async def open_answers(self) -> int:
+        """Return the number of answers in progress on all edges."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeContext:
-    """The shared state of one edge's HTTP and gRPC servers."""
+    """The shared state of one edge's HTTP and gRPC servers. `group` is None where one edge has the port."""
 
     models: EdgeModels
     keys: ApiKeys
@@ -58,6 +76,7 @@ class EdgeContext:
     sources: Sources
     parts: Parts
     stop_reason: StopReason = field(default_factory=StopReason)
+    group: EdgeGroup | None = None
 
     async def answers(
         self, model: EdgeModel, job: PreparedRequest, identity: RequestIdentity
@@ -91,6 +110,7 @@ def open_context(
     limits: EdgeLimits | None = None,
     keys: Sequence[ApiKey] = (),
     parts: Parts = MappingProxyType({}),
+    group: EdgeGroup | None = None,
 ) -> EdgeContext:
     """Return the context of an edge. With `keys`, only clients with a key are admitted. `parts` are those of
     support bundles."""
@@ -104,6 +124,7 @@ def open_context(
         open_answers=InFlightLimit(limits.answers_max, "answers"),
         sources=sources,
         parts=parts,
+        group=group,
     )
 
 

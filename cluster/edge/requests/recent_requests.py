@@ -1,7 +1,7 @@
 """The latest requests of this edge and their routes: a bounded ring without any text."""
 
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Annotated
@@ -61,10 +61,9 @@ class RecentRequests:
             if self._on_end is not None:
                 self._on_end(row, job)
 
-    def rows(self, count: int = RECENT_MAX) -> list[Json]:
+    def rows(self) -> list[Json]:
         """Return the rows, newest first."""
-        entries = list(self._ring)[:count]
-        return [entry.row() if isinstance(entry, RequestRecord) else entry for entry in entries]
+        return [entry.row() if isinstance(entry, RequestRecord) else entry for entry in self._ring]
 
 
 class RequestRecord:
@@ -146,12 +145,16 @@ class RequestRecord:
         return (completion_tokens - self._first_tokens) / (self._last_s - self._first_s)
 
 
-def add_recent_routes(app: FastAPI, recent: RecentRequests) -> None:
-    """Add GET /cluster/requests."""
+Rows = Callable[[], list[Json]] | Callable[[], Awaitable[list[Json]]]
+
+
+def add_recent_routes(app: FastAPI, rows: Rows) -> None:
+    """Add GET /cluster/requests. `rows` returns the latest ones, newest first."""
 
     async def requests(limit: Annotated[int, Query(ge=1, le=RECENT_MAX)] = RECENT_MAX) -> Json:
-        """Return the latest requests of this edge, newest first: workers, origin of the prompt's tokens,
+        """Return the latest requests at this port, newest first: workers, origin of the prompt's tokens,
         speed, end. No text."""
-        return {"requests": recent.rows(limit)}
+        found = rows()
+        return {"requests": (found if isinstance(found, list) else await found)[:limit]}
 
     app.add_api_route("/cluster/requests", requests)

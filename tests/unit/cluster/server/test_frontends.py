@@ -1,0 +1,137 @@
+"""The link of a server and its edge processes, and the connections that it hands on."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from tidemill.cluster.cli import main as cli
+from tidemill.cluster.edge.requests.security import Security, Tls
+from tidemill.cluster.mutual_tls import MutualTls
+from tidemill.cluster.observability.telemetry import Telemetry
+from tidemill.cluster.server import link as module
+from tidemill.cluster.server.endpoint import Endpoint, HandedSocket
+from tidemill.cluster.server.frontends import edge_arguments
+from tidemill.cluster.server.link import Link
+from tidemill.workers.messages import Unserved
+
+
+def linked(check: Callable[[Link, Link], Awaitable[None]]) -> None:
+    """Run `check` over both ends of a link; each adds its name to what it is asked."""
+
+    async def main() -> None:
+        ends = socket.socketpair()
+
+        def functions(name: bytes) -> dict[str, Callable[[bytes], Awaitable[bytes]]]:
+            async def add(body: bytes) -> bytes:
+                await asyncio.sleep(0.05 if body == b"slow" else 0)
+                return body + name
+
+            async def never(_: bytes) -> bytes:
+                await asyncio.Event().wait()
+                raise AssertionError
+
+            return {"add": add, "never": never}
+
+        links = [await Link.open(end, functions(name)) for end, name in zip(ends, (b"1", b"2"), strict=True)]
+        runs = [asyncio.create_task(link.run()) for link in links]
+        await check(*links)
+        runs[0].cancel()
+        await asyncio.wait(runs)
+        assert not runs[1].cancelled(), "it ends with the other end"
+
+    asyncio.run(main())
+
+
+def test_both_ends_call_and_answers_find_their_calls() -> None:
+    async def check(first: Link, second: Link) -> None:
+        calls = [first.call("add", b"slow"), first.call("add", b"b"), second.call("add", b"c" * 300_000)]
+        assert await asyncio.gather(*calls) == [b"slow2", b"b2", b"c" * 300_000 + b"1"]
+
+    linked(check)
+
+
+def test_call_without_an_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ANSWER_S_MAX", 0.1)
+
+    async def check(first: Link, _: Link) -> None:
+        with pytest.raises(Unserved, match="never"):
+            await first.call("never")
+
+    linked(check)
+
+
+def test_call_ends_with_the_other_process() -> None:
+    async def check(first: Link, second: Link) -> None:
+        call = asyncio.create_task(first.call("never"))
+        await asyncio.sleep(0.05)
+        second._writer.close()  # pyright: ignore[reportPrivateUsage] - its process ends
+        with pytest.raises(Unserved, match="has ended"):
+            await call
+        with pytest.raises(Unserved, match="has ended"):
+            await first.call("add")
+
+    linked(check)
+
+
+def test_handed_connection_is_that_of_the_client() -> None:
+    ours, theirs = socket.socketpair()
+    with (
+        ours,
+        HandedSocket(fileno=theirs.detach()) as handed,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as client,
+    ):
+        accepted, _ = listener.accept()
+        with accepted:
+            socket.send_fds(ours, [b"."], [accepted.fileno()])
+        connection, address = handed.accept()
+        with connection:
+            assert address == client.getsockname()
+            connection.sendall(b"hello")
+            assert client.recv(5) == b"hello"
+        handed.setblocking(False)  # noqa: FBT003 - its only argument
+        with pytest.raises(BlockingIOError):
+            handed.accept()
+        ours.close()
+        with pytest.raises(OSError, match="has ended"):
+            handed.accept()
+
+
+def test_arguments_of_an_edge_process_are_those_of_the_server(tmp_path: Path) -> None:
+    """The parser of the command reads them, and its endpoint is that of the server."""
+    security = Security(tls=Tls(certificate=tmp_path / "c", key=tmp_path / "k", client_ca=tmp_path / "a"))
+    endpoint = Endpoint(
+        host="::1",
+        port=0,
+        grpc_port=8001,
+        security=security,
+        telemetry=Telemetry(log_level="debug", log_json=True),
+    )
+    tls = MutualTls(certificate=tmp_path / "1", key=tmp_path / "2", ca=tmp_path / "3")
+    arguments = edge_arguments(endpoint, 8000, ["10.0.0.1:1", "10.0.0.2:1"], tls)
+    options = vars(cli.parser().parse_args(["edge", *arguments]))
+    assert options["join"] == "10.0.0.1:1,10.0.0.2:1"
+    given = {
+        name.removeprefix("flag --"): value for name, value in options.items() if name.startswith("flag")
+    }
+    assert given == {
+        "host": "::1",
+        "port": 8000,
+        "grpc-port": 8001,
+        "ssl-certfile": str(tmp_path / "c"),
+        "ssl-keyfile": str(tmp_path / "k"),
+        "ssl-ca-certs": str(tmp_path / "a"),
+        "cluster-ssl-certfile": str(tmp_path / "1"),
+        "cluster-ssl-keyfile": str(tmp_path / "2"),
+        "cluster-ssl-ca-certs": str(tmp_path / "3"),
+        "log-level": "debug",
+        "log-json": True,
+    }
+    assert not [
+        argument
+        for argument in edge_arguments(Endpoint(host="a", port=1), 1, ["b:1"], None)
+        if "ssl" in argument
+    ]
