@@ -17,6 +17,10 @@ from tidemill.cluster.edge.requests.security import Tls
 
 METADATA_BYTES_MAX = 16 << 10
 CONNECTION_STREAMS_MAX = 1024
+CONNECTIONS_MAX = 2048
+"""The most connections, of which one client alone gets half. Each takes some 46 KiB with its first call, and
+a client of HTTP/2 needs few."""
+
 HANDSHAKE_MS_MAX = 10_000
 IDLE_MS_MAX = 600_000
 """An idle connection is closed after this time; clients open another when they need one."""
@@ -45,7 +49,7 @@ class PublicServer:
     def __init__(self, context: EdgeContext, *, tls: Tls | None = None) -> None:
         """Raises OSError when the files of `tls` cannot be read."""
         self._shutdown_s_max = context.limits.shutdown_s_max
-        self._gate = FrameGate(context.limits.connections_max, tls)
+        self._gate = FrameGate(min(context.limits.connections_max, CONNECTIONS_MAX), tls)
         self._health = Health(context.models, [generation.SERVICE])
         self._server = grpc.aio.server(
             options=[

@@ -4,8 +4,9 @@ It also ends replies that are open when the server stops.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager, nullcontext
+from math import inf
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -35,9 +36,15 @@ ORDERS = frozenset({"POST", "DELETE"})
 IGNORED_HEADER = "x-tidemill-ignored"
 """The header of a reply that names the fields of the request without an effect."""
 
-PACED_BYTES_MIN = 128 << 10
-PAUSE_S = 0.01
-"""Larger bodies are checked and parsed one by one, with a pause before each, in which streams go on."""
+PACED_BYTES_MIN = 8 << 10
+"""Larger bodies are checked and parsed one by one."""
+
+PAUSE_S_MAX = 0.01
+PAUSED_BYTES_PER_S = 12 << 20
+"""Streams go on in a pause between two such bodies, which is as long as the second one takes to parse."""
+
+RECENT_S = 0.1
+"""A body that comes this long after another such body has no pause before it."""
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/metrics"}) | PAGE_PATHS
 """Probes and scrapers bring no keys; the page asks for one."""
@@ -64,7 +71,7 @@ class EdgeMiddleware:
         self._requests = InFlightLimit(limits.requests_max, "requests")
         self._bytes = InFlightLimit(limits.body_bytes_max, "bytes of bodies")
         self._body_s_max = limits.body_s_max
-        self._large_bodies = asyncio.Lock()
+        self._pace = _Pace()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -86,7 +93,7 @@ class EdgeMiddleware:
         try:
             client = self._admit(scope, headers)
             scope["state"]["client"] = client
-            body = reading = _Body(self._bytes, client, self._body_s_max, self._large_bodies)
+            body = reading = _Body(self._bytes, client, self._body_s_max, self._pace)
             if not await body.read(headers, receive):
                 return
 
@@ -148,13 +155,32 @@ def _own_headers(state: Mapping[str, Any]) -> dict[str, str]:
     )
 
 
+class _Pace:
+    """Has larger bodies checked and parsed one by one: together they would hold the loop for their sum."""
+
+    def __init__(self) -> None:
+        self._one = asyncio.Lock()
+        self._last_s = -inf
+
+    @asynccontextmanager
+    async def checking(self, num_bytes: int) -> AsyncGenerator[None]:
+        """Check a body within the block; it is parsed right behind it, before the next one gets here."""
+        time_s = asyncio.get_running_loop().time
+        async with self._one:
+            if time_s() < self._last_s + RECENT_S:
+                await asyncio.sleep(min(PAUSE_S_MAX, num_bytes / PAUSED_BYTES_PER_S))
+            try:
+                yield
+            finally:
+                self._last_s = time_s()
+
+
 class _Body:
     """The body of one request, counted against the bound on all bodies until it is dropped."""
 
-    def __init__(self, bound: InFlightLimit, client: str, s_max: float, large_bodies: asyncio.Lock) -> None:
-        """Large bodies are checked one by one, each with `large_bodies`."""
+    def __init__(self, bound: InFlightLimit, client: str, s_max: float, pace: _Pace) -> None:
         self._bound = bound
-        self._large_bodies = large_bodies
+        self._pace = pace
         self._client = client
         self._s_max = s_max
         self._num_bytes = 0
@@ -196,11 +222,8 @@ class _Body:
                 code="body_too_slow",
             ) from error
         self._whole = b"".join(parts)
-        if self._num_bytes > PACED_BYTES_MIN:
-            async with self._large_bodies:
-                await asyncio.sleep(PAUSE_S)
-                await check_json_body(self._whole)
-        else:
+        is_paced = self._num_bytes > PACED_BYTES_MIN
+        async with self._pace.checking(self._num_bytes) if is_paced else nullcontext():
             await check_json_body(self._whole)
         return True
 

@@ -97,9 +97,30 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "large bodies are checked together",
         "cluster/edge/http/middleware.py::_Body.read",
-        "if self.$NUM_BYTES > $PACED: async",
-        "if False:\n            async",
+        "$PACED = self.$NUM_BYTES > $MIN",
+        "is_paced = False",
         "tests/unit/cluster/edge/http/test_tokenize.py",
+    ),
+    Planted(
+        "larger bodies are checked without a pause between them",
+        "cluster/edge/http/middleware.py::_Pace.checking",
+        "if time_s() < self.$LAST_S + $RECENT_S:",
+        "if False:",
+        "tests/unit/cluster/edge/http/test_tokenize.py",
+    ),
+    Planted(
+        "commas in arguments are not counted",
+        "cluster/edge/chat/request/messages.py::bounded_arguments",
+        '$COMMAS += $TEXT.count(",")',
+        "pass",
+        "tests/unit/cluster/edge/requests/test_json_body.py",
+    ),
+    Planted(
+        "gRPC has as many connections as HTTP",
+        "cluster/edge/grpc_api/server.py::PublicServer.__init__",
+        "min($CONTEXT.limits.connections_max, $MAX)",
+        "context.limits.connections_max",
+        "tests/unit/cluster/edge/grpc_api/test_frames.py",
     ),
     Planted(
         "an echo omits the stop token behind it",

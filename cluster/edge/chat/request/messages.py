@@ -20,8 +20,9 @@ from tidemill.cluster.edge.chat.text import Message
 
 CALLS_MAX = 128
 ARGUMENTS_BRACKETS_MAX = 1 << 17
-"""The most opening brackets in the arguments of all calls of a chat, which hold the interpreter while they
-are parsed."""
+ARGUMENTS_COMMAS_MAX = 1 << 18
+"""The most opening brackets and commas in the arguments of all calls of a chat, which hold the interpreter
+while they are parsed: each limit alone takes some 10 ms."""
 
 
 def _content(value: object) -> object:
@@ -65,14 +66,19 @@ def _field(value: object, name: str) -> object:
 
 def bounded_arguments(messages: object) -> object:
     """Return the messages of a chat before they are checked. Raises ValueError."""
-    found = 0
+    brackets = commas = 0
     for message in _items(messages):
         for call in _items(_field(message, "tool_calls")):
             text = _field(_field(call, "function"), "arguments")
             if isinstance(text, str):
-                found += text.count("{") + text.count("[")
-    if found > ARGUMENTS_BRACKETS_MAX:
-        raise ValueError(f"{found:,} objects and lists in arguments: send at most {ARGUMENTS_BRACKETS_MAX:,}")
+                brackets += text.count("{") + text.count("[")
+                commas += text.count(",")
+    if brackets > ARGUMENTS_BRACKETS_MAX:
+        raise ValueError(
+            f"{brackets:,} objects and lists in arguments: send at most {ARGUMENTS_BRACKETS_MAX:,}"
+        )
+    if commas > ARGUMENTS_COMMAS_MAX:
+        raise ValueError(f"{commas:,} commas in arguments: send at most {ARGUMENTS_COMMAS_MAX:,}")
     return messages
 
 

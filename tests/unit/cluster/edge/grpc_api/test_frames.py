@@ -37,7 +37,7 @@ from benchmarks.serving.grpc_attacks import (
 from tests.support import grpc_loop
 from tests.support.cluster.fake_service import FakeService, saying
 from tests.support.cluster.grpc_edge import HELLO, serving
-from tidemill.cluster.edge.grpc_api import frames
+from tidemill.cluster.edge.grpc_api import frames, server
 from tidemill.cluster.edge.grpc_api.frames import (
     BLOCK_BYTES_MAX,
     BLOCK_FRAMES_MAX,
@@ -266,8 +266,12 @@ def test_client_of_tls_that_does_not_ask_for_http_2_is_cut(files: tuple[Tls, byt
     grpc_loop.run(main())
 
 
-def test_addresses_share_connections_and_calls(way: tuple[Tls, bytes] | None) -> None:
-    limits = EdgeLimits(connections_max=8, requests_max=8)
+@pytest.mark.parametrize(("of_edge", "of_grpc"), [(8, 2048), (8192, 8)])
+def test_addresses_share_connections_and_calls(
+    way: tuple[Tls, bytes] | None, of_edge: int, of_grpc: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = EdgeLimits(connections_max=of_edge, requests_max=8)
+    monkeypatch.setattr(server, "CONNECTIONS_MAX", of_grpc)
 
     async def main() -> None:
         async with (

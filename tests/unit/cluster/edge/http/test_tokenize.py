@@ -168,18 +168,23 @@ def test_large_replies_are_those_of_starlette(count: int) -> None:
     assert asyncio.run(large_json(body)).body == JSONResponse(body).body
 
 
-def test_large_bodies_are_checked_one_by_one_with_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_larger_bodies_are_checked_one_by_one_with_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several in one iteration of the loop would delay streams by their sum."""
     checked: list[str] = []
+    ended_s: list[float] = []
 
     async def check(body: bytes) -> None:
         del body
+        time_s = asyncio.get_running_loop().time
+        if ended_s:
+            assert time_s() - ended_s[-1] >= 0.9 * middleware.PAUSE_S_MAX
         checked.append("begin")
         await asyncio.sleep(0.02)
         checked.append("end")
+        ended_s.append(time_s())
 
     monkeypatch.setattr(middleware, "check_json_body", check)
-    body = {"prompt": "a" * (middleware.PACED_BYTES_MIN + 1)}
+    body = {"prompt": "a" * int(middleware.PAUSED_BYTES_PER_S * middleware.PAUSE_S_MAX)}
 
     async def main() -> None:
         async with serving(APP) as url, httpx.AsyncClient(base_url=url) as client:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.cluster.fake_service import FakeService, app_over, call, saying
-from tidemill.cluster.edge.chat.request.messages import ARGUMENTS_BRACKETS_MAX
+from tidemill.cluster.edge.chat.request.messages import ARGUMENTS_BRACKETS_MAX, ARGUMENTS_COMMAS_MAX
 from tidemill.cluster.edge.requests.bodies import ChatBody
 from tidemill.cluster.edge.requests.json_body import (
     CONTAINERS_MAX,
@@ -88,14 +88,17 @@ def test_complex_bodies_are_refused_everywhere(path: str, field: str) -> None:
     assert (status, error["code"]) == (400, "body_too_complex")
 
 
-def test_arguments_of_all_calls_are_bounded_together() -> None:
+@pytest.mark.parametrize(
+    ("item", "most"), [([], ARGUMENTS_BRACKETS_MAX // 8 - 2), (1, ARGUMENTS_COMMAS_MAX // 8 + 1)]
+)
+def test_arguments_of_all_calls_are_bounded_together(item: object, most: int) -> None:
     """They are texts of the body, so their structure is not counted with its own."""
 
-    def chat(lists: int) -> dict[str, Any]:
-        text = json.dumps({"a": [[]] * (lists - 2)})
+    def chat(items: int) -> dict[str, Any]:
+        text = json.dumps({"a": [item] * items})
         call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": text}}
         return {"messages": [{"role": "assistant", "tool_calls": [call, call]}] * 4}
 
-    assert ChatBody.model_validate(chat(ARGUMENTS_BRACKETS_MAX // 8))
-    status, error = posted("/v1/chat/completions", json.dumps(chat(ARGUMENTS_BRACKETS_MAX // 8 + 1)).encode())
+    assert ChatBody.model_validate(chat(most))
+    status, error = posted("/v1/chat/completions", json.dumps(chat(most + 1)).encode())
     assert (status, error["param"]) == (400, "messages")
