@@ -46,8 +46,8 @@ test-all: setup triton triton-3.6
 	$(SUITE)
 	python -m tests.mutations
 
-# Everything that abuses a server, with a table of verdicts, in less than 25 minutes.
-# ABUSE_SOAK_S is the length of the soak in seconds (180).
+# Everything that abuses a server, with a table of verdicts, in at most 20 minutes.
+# ABUSE_SOAK_S is the length of the soak in seconds (60).
 abuse: export OMP_NUM_THREADS := 1
 abuse: setup
 	python -m tests.abuse

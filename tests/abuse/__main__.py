@@ -1,7 +1,8 @@
 """Run everything that abuses a server, and print a table of verdicts: `make abuse`.
 
-ABUSE_SOAK_S is the length of the soak in seconds (180), ABUSE_ROUNDS the rounds of each measured attack (1).
-Arguments are words of the parts to run. The exit status is the number of parts that missed.
+ABUSE_SOAK_S is the length of the soak in seconds (60), ABUSE_ROUNDS the most rounds of a measured attack (3).
+Arguments are words of the parts to run.
+The exit status is the number of parts that are neither good nor just not judged.
 """
 
 import os
@@ -9,72 +10,89 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
+from benchmarks.serving.verdicts import GOOD, MISSED, NOT_JUDGED, STATUSES
 
-ROUNDS = int(os.environ.get("ABUSE_ROUNDS", "1"))
-SOAK_S = int(os.environ.get("ABUSE_SOAK_S", "180"))
-ALL_S_MAX = 1320.0 * ROUNDS + SOAK_S
-"""The time of all parts together. Those that have not run by then are too late."""
-
+ROUNDS = os.environ.get("ABUSE_ROUNDS", "3")
+SOAK_S = int(os.environ.get("ABUSE_SOAK_S", "60"))
 END_S_MAX = 30.0
 """The time in which a part that was interrupted must stop its servers."""
+
+STOP_S_MAX = 15.0
+"""The time that a measurement takes after its last attack."""
+
+ALL_S_MAX = 1200.0
+"""The sum of all shares with a soak of 60 s."""
+
+SERVER_S_MAX = 30.0
+"""The time in which a server starts and ends."""
+
+TOO_LONG = "too long"
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A module with its arguments. It misses with a status other than 0, or after `s_max` seconds."""
+    """A module with its arguments. It takes `share_s` seconds, and what earlier parts have left of theirs.
+
+    A part that `takes_time` has an option for it, and lists what it had no time for.
+    """
 
     arguments: Sequence[str]
-    s_max: float
+    share_s: float
+    takes_time: bool = False
 
 
-def tests(*paths: str, s_max: float = 120.0) -> Part:
-    return Part(("pytest", "-q", *paths), s_max)
+def tests(*paths: str, share_s: float) -> Part:
+    return Part(("pytest", "-q", "-n", "2", "--dist", "loadfile", *paths), share_s)
 
 
-def attacks(*options: str, s_max: float) -> Part:
-    rounds = ("--rounds", str(ROUNDS), "--output", os.devnull)
-    return Part(("benchmarks.serving.abuse", *rounds, *options), s_max * ROUNDS)
+def attacks(*options: str, share_s: float) -> Part:
+    rounds = ("--rounds", ROUNDS, "--output", os.devnull)
+    return Part(("benchmarks.serving.abuse", *rounds, *options), share_s, takes_time=True)
 
 
 EDGE, CLI = "tests/unit/cluster/edge", "tests/unit/cluster/cli"
-CROWDS = ("--rounds", "0", "--bomb-rounds", "0", "--crowd-rounds", str(ROUNDS), "--output", os.devnull)
-PARTS: dict[str, Part] = {
+CROWDS = ("--rounds", "0", "--bomb-rounds", "0", "--crowd-rounds", "1", "--output", os.devnull)
+PARTS: Mapping[str, Part] = {
     "limits of connections, bodies and clients": tests(
         f"{EDGE}/http/test_connection.py",
         f"{EDGE}/http/test_tokenize.py",
         f"{EDGE}/requests/test_limits.py",
         f"{EDGE}/requests/test_json_body.py",
         f"{EDGE}/grpc_api/test_edges.py",
+        f"{EDGE}/grpc_api/test_frames.py",
+        "tests/unit/cluster/server/test_handshakes.py",
+        share_s=60.0,
     ),
     "keys, TLS, rules of security": tests(
         f"{CLI}/test_security.py",
         f"{CLI}/test_security_rules.py",
         f"{EDGE}/requests/test_api_keys.py",
         "tests/tidy/test_security.py",
+        share_s=45.0,
     ),
-    "control tokens in chats": tests(f"{EDGE}/chat/test_control_tokens.py"),
-    "grammars": tests("tests/unit/workers/execution/test_grammar_bombs.py"),
-    "faults of the machine": tests("tests/e2e/machine", s_max=420.0),
-    "crowds with grammars": Part(("benchmarks.serving.strangers", *CROWDS), 120.0 * ROUNDS),
-    "bodies": attacks("--only", "body", s_max=300.0),
-    "floods": attacks("--only", "flood", s_max=360.0),
-    "a flood of handshakes": attacks("--tls", "--only", "handshake", s_max=60.0),
-    "attacks over gRPC": attacks("--grpc", s_max=330.0),
-    "soak": Part(("benchmarks.serving.abuse", "--soak-s", str(SOAK_S)), SOAK_S + 90.0),
+    "control tokens in chats": tests(f"{EDGE}/chat/test_control_tokens.py", share_s=30.0),
+    "grammars": tests("tests/unit/workers/execution/test_grammar_bombs.py", share_s=30.0),
+    "faults of the machine": tests("tests/e2e/machine", share_s=260.0),
+    "crowds with grammars": Part(("benchmarks.serving.strangers", *CROWDS), 75.0),
+    "bodies": attacks("--kind", "body", share_s=200.0),
+    "floods": attacks("--kind", "flood", share_s=200.0),
+    "a flood of handshakes": attacks("--tls", "--only", "handshake", share_s=45.0),
+    "attacks over gRPC": attacks("--grpc", share_s=165.0),
+    "soak": Part(("benchmarks.serving.abuse", "--soak-s", str(SOAK_S)), SOAK_S + SERVER_S_MAX),
 }
+assert sum(part.share_s for part in PARTS.values()) <= ALL_S_MAX - 60.0 + SOAK_S
 
 
 def run(part: Part, left_s: float) -> str:
     """Return the verdict on a part, which takes at most `left_s`. Nothing that it started remains."""
-    if left_s <= 0:
-        return "TOO LATE"
-    process = subprocess.Popen([sys.executable, "-m", *part.arguments])
+    more = ("--s-max", f"{left_s - STOP_S_MAX:.0f}") if part.takes_time else ()
+    process = subprocess.Popen([sys.executable, "-m", *part.arguments, *more])
     try:
-        return "MISSED" if process.wait(min(part.s_max, left_s)) else "good"
+        status = process.wait(left_s)
     except subprocess.TimeoutExpired:
         started = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
@@ -82,22 +100,25 @@ def run(part: Part, left_s: float) -> str:
         for left in remaining:
             left.kill()
         process.wait()
-        return "TOO LONG"
+        return TOO_LONG
+    return {number: verdict for verdict, number in STATUSES.items()}.get(status, MISSED)
 
 
 def main(words: Sequence[str]) -> int:
     chosen = {name: part for name, part in PARTS.items() if not words or any(word in name for word in words)}
-    rows: list[tuple[str, str, float]] = []
-    end_s = time.monotonic() + ALL_S_MAX
+    rows: list[tuple[str, str, float, float]] = []
+    end_s = time.monotonic()
     for name, part in chosen.items():
         sys.stdout.write(f"== {name}\n")
         sys.stdout.flush()
         began_s = time.monotonic()
-        rows.append((name, run(part, end_s - began_s), time.monotonic() - began_s))
-    sys.stdout.write(f"\n{'part':44} {'verdict':8} {'seconds':>8}\n")
-    for name, verdict, seconds in rows:
-        sys.stdout.write(f"{name:44} {verdict:8} {seconds:8.0f}\n")
-    return sum(verdict != "good" for _, verdict, _ in rows)
+        end_s += part.share_s
+        verdict = run(part, end_s - began_s)
+        rows.append((name, verdict, time.monotonic() - began_s, part.share_s))
+    sys.stdout.write(f"\n{'part':44} {'seconds':>8} {'share':>8}  verdict\n")
+    for name, verdict, seconds, share_s in rows:
+        sys.stdout.write(f"{name:44} {seconds:8.0f} {share_s:8.0f}  {verdict}\n")
+    return sum(verdict not in (GOOD, NOT_JUDGED) for _, verdict, _, _ in rows)
 
 
 if __name__ == "__main__":
