@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from benchmarks.kernels import HYBRID_77M
-from benchmarks.serving.report import mean, percentile
+from tidemill.cluster.bench.report import mean, percentile
 from tidemill.workers.engine.build import BuiltEngine, build_engine
 from tidemill.workers.engine.commit import StepCommitter
 from tidemill.workers.engine.rank_processes import start_ranks

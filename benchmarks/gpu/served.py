@@ -25,8 +25,8 @@ from tests.support.e2e.server import Server
 from benchmarks.faults.scene import Load, names_of, serving, until_all_are_back
 from benchmarks.gpu.engine import LAYER, TINY_LAYER
 from benchmarks.gpu.minutes import Verdict
-from benchmarks.serving.report import summary
 from benchmarks.serving.serve import GREEDY, measure
+from tidemill.cluster.bench.report import figures_of
 from tidemill.workers.sources.names import bundled
 
 LAYERS = 8
@@ -111,9 +111,9 @@ def fast(folder: Path, device: str) -> list[Verdict]:
             (most, "top-p", TOP_P),
         ]:
             run = asyncio.run(measure(server.url, "unique", concurrency, seed=concurrency, sampling=sampling))
-            figures = summary(run)
-            ttft, itl = figures["ttft_ms"], figures["itl_ms"]
-            text = f"TTFT {ttft['p50']:.1f} ms, ITL {itl['p50']:.2f} ms, p99 {itl['p99']:.1f} ms"
+            figures = figures_of(run)
+            text = f"TTFT {figures['median_ttft_ms']:.1f} ms, ITL {figures['median_itl_ms']:.2f} ms, "
+            text += f"p99 {figures['p99_itl_ms']:.1f} ms"
             found.append(Verdict(f"server, {concurrency} at a time, {name}", text, "", "figure"))
         (row,) = server.workers()
 

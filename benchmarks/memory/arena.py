@@ -22,7 +22,7 @@ from benchmarks.memory import workloads
 from benchmarks.memory.figures import Outcome
 from benchmarks.memory.plots import plot_series, plot_splits
 from benchmarks.memory.run import Setup, serve
-from benchmarks.serving.workloads import Workload
+from tidemill.cluster.bench.workloads import Workload
 from tidemill.kvstore.memory.recompute_cost import Policy
 from tidemill.workers.settings import CheckpointStrategy
 

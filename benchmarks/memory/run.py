@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from benchmarks.memory.figures import Outcome, Sample
 from benchmarks.memory.served_model import COST, Device, ModelRunner, NoBytes, NoStore, qwen_layout
 from benchmarks.memory.static_split import StaticArena, StaticCache
-from benchmarks.serving.workloads import Item, Workload
+from tidemill.cluster.bench.workloads import Item, Workload
 from tidemill.cluster.simulate.clock import run_virtual
 from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.kvstore.memory.arena import Arena

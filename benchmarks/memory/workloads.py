@@ -6,7 +6,7 @@ from dataclasses import replace
 from random import Random
 
 from benchmarks.memory.served_model import FIRST_TOKEN, VOCABULARY, answer_token
-from benchmarks.serving.workloads import Item, Workload
+from tidemill.cluster.bench.workloads import Item, Workload
 
 BLOCK_TOKENS = 512
 

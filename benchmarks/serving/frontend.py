@@ -18,7 +18,7 @@ from typing import Any
 
 from tests.support.e2e.load import Client, Outcome, PacedServer, at_rate, in_turns, paced_server
 
-from benchmarks.serving.report import percentile
+from tidemill.cluster.bench.report import percentile
 
 RESULT = Path(__file__).parents[1] / "results" / "frontend.json"
 WORKERS = {"mixed-0": "mixed", "mixed-1": "mixed"}

@@ -34,8 +34,10 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.kernels import HYBRID_77M
-from benchmarks.serving.serve import run_workload
-from benchmarks.serving.workloads import Item, Workload
+from tidemill.cluster.bench.client import LoadClient
+from tidemill.cluster.bench.command import open_http
+from tidemill.cluster.bench.load import run_load
+from tidemill.cluster.bench.workloads import Item, Workload, from_prompts
 
 RESULTS = Path(__file__).parents[1] / "results" / "peers.json"
 VLLM = "0.32.0"
@@ -119,10 +121,7 @@ def drawn(rng: Random, length: int) -> tuple[int, ...]:
 
 
 def items_of(prompts: Sequence[tuple[int, ...]], max_tokens: int) -> tuple[Item, ...]:
-    return tuple(
-        Item(tokens=prompt, max_tokens=max_tokens, group=index, position=0, shared_tokens=0)
-        for index, prompt in enumerate(prompts)
-    )
+    return from_prompts("", prompts, max_tokens).items
 
 
 def conversations(rng: Random, count: int, turns: int) -> tuple[Item, ...]:
@@ -296,13 +295,17 @@ def used(root: psutil.Process) -> tuple[float, float]:
 
 
 async def measure(url: str, model: str, root: psutil.Process, work: Work) -> dict[str, Any]:
-    limits = httpx.Limits(max_connections=work.concurrency + 1)
-    async with httpx.AsyncClient(base_url=url, timeout=3600, limits=limits, trust_env=False) as client:
+    """Send a work and return its figures. Raises SystemExit when a request fails."""
+    async with open_http(url) as http:
+        fields = {"temperature": 0, "ignore_eos": True}
+        client = LoadClient(http=http, clock_s=time.perf_counter, model=model, fields=fields)
         before_s, _ = used(root)
         start_s = time.perf_counter()
-        workload = Workload(work.name, work.items)
-        samples = await run_workload(client, workload, model, work.concurrency, time.perf_counter)
+        samples = await run_load(client, Workload(work.name, work.items), work.concurrency)
         wall_s = time.perf_counter() - start_s
+    for sample in samples:
+        if sample.error:
+            raise SystemExit(sample.error)
     cpu_s, pss_mib = used(root)
     return {
         "work": work.name,

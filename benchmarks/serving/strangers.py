@@ -31,8 +31,8 @@ import httpx
 import yaml
 from tests.support.e2e.server import Server
 
-from benchmarks.serving.report import percentile
 from benchmarks.serving.verdicts import STATUSES, gap_verdict, worst
+from tidemill.cluster.bench.report import percentile
 
 RESULT = Path(__file__).parents[1] / "results" / "strangers.json"
 TENANTS = ("first", "second")

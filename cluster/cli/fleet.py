@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, TypeVar, cast, get_args
 from rich.console import Console
 from rich.text import Text
 
-from tidemill.cluster.cli.arguments import UsageError, bytes_of
+from tidemill.cluster.cli.options.arguments import UsageError, bytes_of
+from tidemill.cluster.cli.options.server_address import ServerAddress
 from tidemill.cluster.cli.security import add_server_options, server_address
-from tidemill.cluster.cli.server_address import ServerAddress
 from tidemill.workers.messages import Role, Unserved
 
 if TYPE_CHECKING:

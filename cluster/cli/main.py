@@ -25,9 +25,11 @@ from rich.console import Console
 from rich.text import Text
 
 from tidemill import __version__
-from tidemill.cluster.cli.arguments import UsageError, add_store_commands, bytes_of
+from tidemill.cluster.cli.bench import add_bench_options
 from tidemill.cluster.cli.config import add_config_commands
 from tidemill.cluster.cli.fleet import CommandContext, add_fleet_commands, show
+from tidemill.cluster.cli.options.arguments import UsageError, add_store_commands, bytes_of
+from tidemill.cluster.cli.options.simulate import add_simulate_options
 from tidemill.cluster.cli.security import KEY_VARIABLE, add_key_options, with_cluster_security
 from tidemill.cluster.cli.serve import (
     add_edge_options,
@@ -40,7 +42,6 @@ from tidemill.cluster.cli.serve import (
     routers_of,
     stop,
 )
-from tidemill.cluster.cli.simulate import add_simulate_options
 from tidemill.cluster.config.fleets import (
     Surroundings,
     cluster_settings,
@@ -127,6 +128,11 @@ def parser() -> argparse.ArgumentParser:
 
     context = CommandContext(os.environ, time.monotonic, time.time, time.sleep)
     add_fleet_commands(commands.add_parser, context)
+    add_bench_options(
+        commands.add_parser("bench", help="measure an OpenAI-compatible server under load"),
+        context.environ,
+        time.perf_counter,
+    )
     add_simulate_options(
         commands.add_parser("simulate", help="replay a request trace through a cluster in virtual time")
     )

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidemill.cluster.cli.arguments import UsageError
-from tidemill.cluster.cli.server_address import ServerAddress
+from tidemill.cluster.cli.options.arguments import UsageError
+from tidemill.cluster.cli.options.server_address import ServerAddress
 from tidemill.cluster.config.tree import ClusterConfig, EdgeConfig
 from tidemill.cluster.edge.requests.api_keys import ApiKey, KeysFile, digest_of
 from tidemill.cluster.edge.requests.security import Security, Tls

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast, get_args, get_origin
 
 from pydantic import ValidationError
 
-from tidemill.cluster.cli.arguments import UsageError
+from tidemill.cluster.cli.options.arguments import UsageError
 from tidemill.cluster.cli.security import (
     KEY_VARIABLE,
     cluster_tls,

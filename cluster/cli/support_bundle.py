@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tidemill import __version__
-from tidemill.cluster.cli.server_address import ServerAddress
+from tidemill.cluster.cli.options.server_address import ServerAddress
 from tidemill.cluster.cli.status import ask_server, ask_text
 from tidemill.cluster.observability.redact import without_secrets
 from tidemill.kvstore.errors import TidemillError

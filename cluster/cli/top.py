@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from tidemill.cluster.cli.server_address import ServerAddress
+from tidemill.cluster.cli.options.server_address import ServerAddress
 from tidemill.cluster.cli.status import STATE_STYLES, ask_text, fetch_status, human_bytes, table
 from tidemill.cluster.metrics import specs
 from tidemill.cluster.metrics.scrape import Scraped, scraped

@@ -7,7 +7,7 @@ from urllib.parse import quote, urlencode
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from tidemill.cluster.cli.server_address import ServerAddress
+from tidemill.cluster.cli.options.server_address import ServerAddress
 from tidemill.cluster.cli.status import ask_server, table
 from tidemill.workers.messages import Role
 

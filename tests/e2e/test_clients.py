@@ -1,4 +1,4 @@
-"""Clients that people use, unmodified, on a real server: the `openai` SDK and `langchain-openai`."""
+"""Clients that people use, unmodified, on a real server: `openai`, `langchain-openai`, `tidemill bench`."""
 # pyright: basic
 # langchain is typed in part only.
 
@@ -19,6 +19,7 @@ from pydantic import BaseModel, SecretStr
 
 from tests.support.cluster.openai_talk import LOOK
 from tests.support.e2e.server import Server
+from tidemill.cluster.cli.main import main
 from tidemill.workers.sources.names import bundled
 
 KEEPER = bundled()["keeper"]
@@ -229,3 +230,36 @@ def test_langchain_legacy_chain(server: Server) -> None:
         base_url=f"{server.url}/v1", api_key=SecretStr("none"), model=NAME, temperature=0, max_tokens=6
     )
     assert model.invoke("Emma is") == "".join(model.stream("Emma is"))
+
+
+def bench(server: Server, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
+    status = main(["bench", "--base-url", f"{server.url}/v1", "--ignore-eos", "--json", *words])
+    figures = json.loads(capsys.readouterr().out)
+    assert (status, figures["failed"], figures["errors"]) == (0, 0, {})
+    return figures
+
+
+def test_shared_prefixes_are_found(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ("--gsp-num-groups", "2", "--gsp-prompts-per-group", "4", "--gsp-output-len", "8")
+    lengths = ("--gsp-system-prompt-len", "320", "--gsp-question-len", "20", "--gsp-ordered")
+    words = ("--dataset-name", "gsp", *shape, *lengths, "--max-concurrency", "1", "--seed", "77")
+    figures = bench(server, capsys, *words, "--goodput", "ttft:60000", "itl:60000")
+    assert figures["total_input_tokens"] == 8 * 340
+    assert figures["total_output_tokens"] == 8 * 8
+    assert figures["request_goodput"] == figures["request_throughput"]
+    places = figures["by_position"]
+    assert isinstance(places, dict)
+    assert places["rest"]["shared_tokens_computed_max"] < 64
+    assert places["first"]["shared_tokens_computed_max"] == 0
+    again = bench(server, capsys, *words)
+    assert isinstance(again["cached_token_ratio"], float)
+    assert again["cached_token_ratio"] > 0.9
+
+
+def test_chats_of_several_turns_at_a_rate(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ("--multi-turn-num-conversations", "3", "--multi-turn-num-turns", "2")
+    lengths = ("--multi-turn-system-prompt-len", "20", "--multi-turn-question-len", "9")
+    words = ("--dataset-name", "multi-turn", *shape, *lengths, "--backend", "openai-chat")
+    figures = bench(server, capsys, *words, "--request-rate", "20", "--multi-turn-output-len", "6")
+    assert figures["completed"] == 6
+    assert figures["total_output_tokens"] == 36

@@ -59,10 +59,12 @@ MAY_IMPORT = {
         "kvstore workers workers/models workers/sources cluster cluster/edge/chat cluster/observability"
     ),
     "cluster/simulate": "kvstore workers cluster cluster/edge cluster/router",
+    "cluster/bench": "kvstore cluster/simulate",
     "cluster/cli": (
-        "kvstore workers cluster cluster/config cluster/edge/requests cluster/metrics "
-        "cluster/observability cluster/server cluster/simulate cluster/supervisor"
+        "kvstore workers cluster cluster/bench cluster/cli/options cluster/config cluster/edge/requests "
+        "cluster/metrics cluster/observability cluster/server cluster/simulate cluster/supervisor"
     ),
+    "cluster/cli/options": "kvstore cluster/simulate",
 }
 """The folders that the modules of a folder may import from, in addition to their own.
 

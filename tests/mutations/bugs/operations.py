@@ -4,6 +4,34 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
+        "goodput forgets the gaps between tokens",
+        "cluster/bench/report.py::is_good",
+        '"itl": max($RESULT.$GAPS, default=0.0)',
+        '"itl": min($RESULT.$GAPS, default=0.0)',
+        "tests/unit/cluster/bench/test_command.py",
+    ),
+    Planted(
+        "a stream that ends early is a whole answer",
+        "cluster/bench/client.py::LoadClient._read",
+        "if not $IS_WHOLE:",
+        "if False:",
+        "tests/unit/cluster/bench/test_command.py",
+    ),
+    Planted(
+        "a rate is a bound: requests wait for answers",
+        "cluster/bench/load.py::run_load",
+        "free = asyncio.Semaphore($CONCURRENCY or max(1, len($WORKLOAD.$ITEMS)))",
+        "free = asyncio.Semaphore($CONCURRENCY or 1)",
+        "tests/unit/cluster/bench/test_command.py",
+    ),
+    Planted(
+        "turns of a conversation do not wait for answers",
+        "cluster/bench/load.py::run_load",
+        "await $ANSWERED[$ITEM.$AFTER].wait()",
+        "pass",
+        "tests/unit/cluster/bench/test_command.py",
+    ),
+    Planted(
         "processes listen on all interfaces by default",
         "cluster/cli/security.py::with_cluster_security",
         '"127.0.0.1" if $CONFIG.$HOST == "loopback" else None',

@@ -7,7 +7,8 @@ from random import Random
 import pytest
 from benchmarks.memory import workloads
 from benchmarks.memory.served_model import answer_token
-from benchmarks.serving.workloads import Workload
+
+from tidemill.cluster.bench.workloads import Workload
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,9 @@ from fastapi import FastAPI
 
 from tests.support.cluster.fake_service import FakeService, build_app, saying, serving, sources, tokenizer
 from tidemill.cluster.cli import main as cli
+from tidemill.cluster.cli.options.server_address import ServerAddress
 from tidemill.cluster.cli.security import KEY_VARIABLE, security_of
 from tidemill.cluster.cli.serve import config_of_options
-from tidemill.cluster.cli.server_address import ServerAddress
 from tidemill.cluster.cli.status import fetch_status
 from tidemill.cluster.edge.requests.api_keys import digest_of
 from tidemill.cluster.edge.requests.models import ServedBackend

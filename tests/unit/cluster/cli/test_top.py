@@ -20,7 +20,7 @@ from tests.support.cluster.fake_service import (
 from tests.support.cluster.served import with_server
 from tests.unit.cluster.edge.requests.test_reading import drawn
 from tidemill.cluster.cli import main as cli
-from tidemill.cluster.cli.server_address import ServerAddress
+from tidemill.cluster.cli.options.server_address import ServerAddress
 from tidemill.cluster.cli.top import Snapshot, WorkerRow, compare, render_top, take_snapshot
 from tidemill.cluster.metrics import specs
 from tidemill.cluster.metrics.scrape import HistogramSnapshot, Scraped, scraped

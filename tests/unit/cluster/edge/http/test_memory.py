@@ -11,7 +11,7 @@ from tests.support.cluster.fake_service import FakeService, app_over, call, sayi
 from tests.unit.cluster.edge.requests.test_reading import drawn
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.memory import fetch_memory, render_memory
-from tidemill.cluster.cli.server_address import ServerAddress
+from tidemill.cluster.cli.options.server_address import ServerAddress
 from tidemill.workers.messages import RequestError
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.support.cluster.fake_service import FakeService, call, saying, serving, sources, tokenizer
 from tests.unit.cluster.supervisor.test_scaler import worker_settings
 from tidemill.cluster.cli import main as cli
-from tidemill.cluster.cli.server_address import ServerAddress
+from tidemill.cluster.cli.options.server_address import ServerAddress
 from tidemill.cluster.cli.support_bundle import collect
 from tidemill.cluster.edge.http.app import app_of
 from tidemill.cluster.edge.requests.api_keys import ApiKey, digest_of

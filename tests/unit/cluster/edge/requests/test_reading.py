@@ -19,7 +19,7 @@ from tests.support.cluster.fake_service import (
     worker_status,
 )
 from tidemill.cluster.cli.demo import run_demo
-from tidemill.cluster.cli.server_address import ServerAddress
+from tidemill.cluster.cli.options.server_address import ServerAddress
 from tidemill.cluster.cli.status import fetch_status, human_bytes, render
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Request, Unserved

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tidemill.cluster.cli.arguments import UsageError, bytes_of
+from tidemill.cluster.cli.options.arguments import UsageError, bytes_of
 
 POLICIES = "ours, random, round-robin, least-load, prefix-affinity, min-ttft, formula"
 

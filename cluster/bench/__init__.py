@@ -1,0 +1,1 @@
+"""`tidemill bench`: load on an OpenAI-compatible endpoint, and what its clients would have seen."""

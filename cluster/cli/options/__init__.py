@@ -1,0 +1,1 @@
+"""The options of commands that need no configuration, and their refusals."""

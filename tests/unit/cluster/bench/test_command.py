@@ -1,0 +1,367 @@
+"""`tidemill bench` over HTTP: figures that add up, goodput, errors of the server, and its own refusals."""
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import count, pairwise
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from benchmarks.serving import serve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.cluster.fake_service import MODEL, TRACE, FakeService, app_over, serving
+from tidemill.cluster.bench.client import LoadClient, RequestResult
+from tidemill.cluster.bench.command import bench, measure, open_http
+from tidemill.cluster.bench.load import run_load, timed
+from tidemill.cluster.bench.report import BenchRun, figures_of, is_good, percentile
+from tidemill.cluster.bench.workloads import Item, MultiTurnShape, Workload, generated
+from tidemill.cluster.cli.bench import bench_options_of
+from tidemill.cluster.cli.main import EXIT_REFUSED, main, parser
+
+CHUNK = 'data: {"choices": [{"text": "a", "finish_reason": null}]}\n\n'
+END = 'data: {"choices": [{"text": "a", "finish_reason": "length"}]}\n\ndata: [DONE]\n\n'
+Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def item(position: int = 0) -> Item:
+    return Item(
+        tokens=(20,) * 1100, max_tokens=4, group=0, position=position, shared_tokens=1024 * bool(position)
+    )
+
+
+def result(position: int, ttft_s: float, cached: int, *, gap_s: float = 0.01) -> RequestResult:
+    gaps_s = (gap_s, 3 * gap_s)
+    return RequestResult(
+        item=item(position),
+        start_s=float(position),
+        ttft_s=ttft_s,
+        gaps_s=gaps_s,
+        e2e_s=ttft_s + sum(gaps_s),
+        prompt_tokens=1100,
+        output_tokens=3,
+        details={"cached_tokens": cached, "prefilled_tokens": 1100 - cached, "replayed_tokens": 0,
+                 "fetched_tokens": 0, "reused_tokens": cached},
+    )  # fmt: skip
+
+
+RUN = BenchRun(
+    results=(
+        result(0, 1.0, 0),
+        result(1, 0.9, 0),
+        result(2, 0.2, 1024),
+        result(3, 0.3, 960, gap_s=0.02),
+        RequestResult(item=item(4), start_s=4.0, error="HTTP 429: wait"),
+    ),
+    wall_s=2.0,
+    goodput_ms={"ttft": 950, "itl": 40},
+)
+
+
+def test_figures_of_a_known_run() -> None:
+    figures = figures_of(RUN)
+    assert (figures["completed"], figures["failed"], figures["errors"]) == (4, 1, {"HTTP 429: wait": 1})
+    assert (figures["request_throughput"], figures["output_throughput"]) == (2, 6)
+    assert figures["total_token_throughput"] == (4400 + 12) / 2
+    assert figures["mean_ttft_ms"] == pytest.approx(600)
+    assert figures["median_ttft_ms"] == pytest.approx(600)
+    assert figures["p90_ttft_ms"] == pytest.approx(1000 * np.percentile([1.0, 0.9, 0.2, 0.3], 90))
+    assert figures["p99_itl_ms"] == pytest.approx(1000 * np.percentile([0.01, 0.03] * 3 + [0.02, 0.06], 99))
+    assert figures["mean_tpot_ms"] == pytest.approx((3 * 20 + 40) / 4)
+    assert figures["cached_token_ratio"] == pytest.approx((1024 + 960) / 4400)
+    assert figures["cached_to_shared"] == pytest.approx((1024 + 960) / (3 * 1024))
+    assert figures["tokens_per_request"]["prefilled"] == (1100 + 1100 + 76 + 140) / 4
+    places = figures["by_position"]
+    assert places["second"]["shared_tokens_computed_mean"] == 1024
+    assert places["rest"]["shared_tokens_computed_max"] == 64
+    assert [places[name]["ttft_to_first"] for name in places] == pytest.approx([1.0, 0.9, 0.25])
+    assert figures["request_goodput"] == 1.0  # the second and the third
+    json.dumps(figures)
+
+
+@pytest.mark.parametrize(
+    ("targets", "good"),
+    [
+        ({}, [True] * 4 + [False]),
+        ({"ttft": 900}, [False, True, True, True, False]),
+        ({"itl": 59}, [True, True, True, False, False]),
+        ({"tpot": 20.001}, [True, True, True, False, False]),
+        ({"e2el": 300}, [False, False, True, False, False]),
+        ({"ttft": 900, "e2el": 400}, [False, False, True, True, False]),
+    ],
+)
+def test_goodput_counts_requests_that_met_every_target(targets: dict[str, float], good: list[bool]) -> None:
+    assert [is_good(answered, targets) for answered in RUN.results] == good
+
+
+@given(values=st.lists(st.floats(0, 10), min_size=1))
+def test_percentiles_lie_between_the_least_and_the_most(values: list[float]) -> None:
+    assert percentile(values, 0) == min(values)
+    assert percentile(values, 100) == max(values)
+    assert min(values) <= percentile(values, 50) <= max(values)
+    assert percentile([], 50) == 0.0
+
+
+def bench_command(url: str, *words: str) -> int:
+    return main(["bench", "--base-url", url, "--disable-tqdm", *words])
+
+
+async def measured(url: str, *words: str) -> BenchRun:
+    options = parser().parse_args(["bench", "--base-url", url, *words])
+    times = count()
+    return await measure(bench_options_of(options, {}), lambda: float(next(times)))
+
+
+def ours(*words: str, service: FakeService | None = None) -> tuple[BenchRun, FakeService]:
+    """Return a run against our own edge with a scripted engine."""
+    service = service or FakeService(lambda _: [5] * 100, model=replace(MODEL, max_model_len=4096))
+
+    async def run() -> BenchRun:
+        async with serving(app_over(service)) as url:
+            return await measured(f"{url}/v1", *words)
+
+    return asyncio.run(run()), service
+
+
+def test_conversations_over_http() -> None:
+    words = ("--dataset-name", "multi-turn", "--max-concurrency", "3", "--ignore-eos", "--temperature", "0")
+    run, service = ours(*words)
+    items = generated(Random(0), MODEL.vocab_size, MultiTurnShape()).items
+    assert [answered.item for answered in run.results] == list(items)
+    for answered in run.results:
+        assert not answered.error
+        assert answered.prompt_tokens == len(answered.item.tokens)
+        assert answered.output_tokens == answered.item.max_tokens == len(answered.gaps_s) + 1
+        assert answered.details["cached_tokens"] == TRACE.cached_tokens(answered.prompt_tokens)
+    sent = [request.tokens for request in service.requests]
+    for asked in items:
+        if asked.after is not None:
+            assert sent.index(items[asked.after].tokens) < sent.index(asked.tokens)
+    assert {request.sampling.temperature for request in service.requests} == {0}
+
+
+def test_chat_over_http() -> None:
+    run, service = ours(
+        "--backend", "openai-chat", "--num-prompts", "3", "--input-len", "9", "--output-len", "7"
+    )
+    assert [answered.error for answered in run.results] == [""] * 3
+    assert {answered.output_tokens for answered in run.results} == {7}
+    assert all(answered.ttft_s < answered.e2e_s for answered in run.results)
+    assert len(service.requests) == 3
+
+
+@pytest.mark.parametrize("hinted", [True, False])
+def test_hints_of_agents_are_sent_on_demand(hinted: bool) -> None:  # noqa: FBT001  a parameter
+    shape = ("--agents-num-sessions", "1", "--agents-num-turns", "1", "--agents-num-strangers", "0")
+    words = ("--dataset-name", "agents", *shape, "--agents-system-prompt-len", "256")
+    _, service = ours(*words, *(["--hints"] if hinted else []))
+    assert [request.breakpoints for request in service.requests] == [(256,) if hinted else ()] * 2
+    assert len({request.session for request in service.requests}) == (2 if hinted else 1)
+
+
+def test_warmups_are_not_measured() -> None:
+    run, service = ours("--num-prompts", "4", "--num-warmups", "3", "--input-len", "9", "--output-len", "2")
+    assert len(run.results) == 4
+    assert len(service.requests) == 7
+
+
+def test_benchmark_adds_what_the_server_used() -> None:
+    service = FakeService(lambda _: [5] * 100, model=replace(MODEL, max_model_len=4096))
+
+    async def run() -> BenchRun:
+        async with serving(app_over(service)) as url:
+            return await serve.measure(url, "multi-turn", 3, 0)
+
+    figures = figures_of(asyncio.run(run()))
+    assert figures["completed"] == 40
+    assert figures["server_pss_mib"] > 0
+    assert figures["server_cpu_ms_per_output_token"] >= 0
+
+
+@asynccontextmanager
+async def stub(answer: Answer) -> AsyncGenerator[str]:
+    """Serve `answer` on every connection, of any kind of server."""
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+def scripted(*answers: str) -> Answer:
+    """Answer the requests in turn: the text as it is, then the connection ends. The last text repeats."""
+    numbers = count()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = [line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")]
+        await reader.readexactly(int(length[0].split(b":")[1]) if length else 0)
+        text = answers[min(next(numbers), len(answers) - 1)]
+        status = "" if text.startswith("HTTP/") else "HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n"
+        writer.write(f"{status}{text}".encode())
+        await writer.drain()
+        writer.close()
+
+    return answer
+
+
+BROKEN = {
+    "HTTP 503": "HTTP/1.1 503 Busy\r\nconnection: close\r\n\r\nno workers",
+    "the stream ended before its answer": CHUNK,
+    "peer closed connection": f"HTTP/1.1 200 OK\r\ncontent-length: 999\r\n\r\n{CHUNK}",
+    "the stream failed": 'data: {"error": {"message": "a worker is lost"}}\n\n',
+    "not JSON in the stream": "data: {\n\n",
+    "the stream had no tokens": "data: [DONE]\n\n",
+    "Server disconnected": "HTTP/",
+}
+
+
+@pytest.mark.parametrize("error", BROKEN)
+def test_requests_that_fail_are_counted_and_the_others_measured(error: str) -> None:
+    async def run() -> BenchRun:
+        async with stub(scripted(CHUNK + END, BROKEN[error], CHUNK + END)) as url:
+            words = ("--model", "any", "--vocab-size", "99", "--num-prompts", "3", "--max-concurrency", "1")
+            return await measured(url, *words)
+
+    results = asyncio.run(run()).results
+    assert [bool(answered.error) for answered in results] == [False, True, False]
+    assert error in results[1].error
+    figures = figures_of(BenchRun(results=results, wall_s=1.0))
+    assert (figures["completed"], figures["failed"], figures["total_output_tokens"]) == (2, 1, 4)
+
+
+def test_server_that_dies_midway(capsys: pytest.CaptureFixture[str]) -> None:
+    """The rest of the requests fail, the first ones are reported, and the command returns 1."""
+    url, answered = "", Counter[str]()
+    closed = asyncio.Event()
+
+    async def run() -> list[RequestResult]:
+        nonlocal url
+        server = await asyncio.start_server(scripted(CHUNK + END), "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+        def count_answer(done: RequestResult) -> None:
+            answered["failed" if done.error else "whole"] += 1
+            if answered["whole"] == 3:
+                server.close()
+                closed.set()
+
+        async with open_http(url) as http:
+            client = LoadClient(http=http, clock_s=asyncio.get_running_loop().time, model="any")
+            return await run_load(client, Workload("w", (item(),) * 8), 1, count_answer)
+
+    results = asyncio.run(run())
+    assert closed.is_set()
+    assert answered == {"whole": 3, "failed": 5}
+    assert all("connect" in failed.error.lower() for failed in results if failed.error)
+    assert bench_command(url, "--model", "any", "--num-prompts", "2", "--json") == 1
+    assert json.loads(capsys.readouterr().out)["failed"] == 2
+
+
+def test_open_loop_does_not_wait_for_answers() -> None:
+    """Requests are sent at their times though none is answered; with a bound they wait."""
+    sent_s: list[float] = []
+
+    async def run(concurrency: int | None) -> list[float]:
+        loop = asyncio.get_running_loop()
+        sent_s.clear()
+        most = open_now = 0
+
+        async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal most, open_now
+            sent_s.append(loop.time())
+            open_now += 1
+            most = max(most, open_now)
+            await asyncio.sleep(0.3)
+            open_now -= 1
+            await scripted(CHUNK + END)(reader, writer)
+
+        async with stub(slow) as url, open_http(url) as http:
+            client = LoadClient(http=http, clock_s=loop.time, model="any")
+            workload = timed(Workload("w", (item(),) * 6), Random(0), rate=60.0)
+            results = await run_load(client, workload, concurrency)
+        assert not [failed.error for failed in results if failed.error]
+        return [float(most), *(after - before for before, after in pairwise(sorted(sent_s)))]
+
+    assert asyncio.run(run(None))[0] == 6
+    assert asyncio.run(run(2))[0] == 2
+
+
+def test_command_prints_writes_and_plots(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    async def run() -> tuple[int, str]:
+        async with stub(scripted(CHUNK + END)) as url:
+            words = ("--model", "any", "--num-prompts", "4", "--goodput", "ttft:60000", "itl:60000")
+            files = ("--result-filename", str(tmp_path / "run.json"), "--plot", str(tmp_path / "run.png"))
+            options = parser().parse_args(["bench", "--base-url", url, *words, *files])
+            status = await asyncio.to_thread(bench, bench_options_of(options, {}), time.perf_counter)
+            return status, capsys.readouterr().out
+
+    status, printed = asyncio.run(run())
+    assert status == 0
+    assert "4 requests answered" in printed
+    assert "requests per second within ttft 60000 ms, itl 60000 ms" in printed
+    written = json.loads((tmp_path / "run.json").read_text())
+    assert written["request_goodput"] == written["request_throughput"] > 0
+    assert len(written["requests"]) == 4
+    assert written["requests"][0]["output_tokens"] == 2
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_api_key_is_sent_to_the_server() -> None:
+    heads: list[bytes] = []
+
+    async def run() -> BenchRun:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            heads.append(await reader.readuntil(b"\r\n\r\n"))
+            writer.write(f"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n{CHUNK}{END}".encode())
+            await writer.drain()
+            writer.close()
+
+        async with stub(answer) as url:
+            return await measured(
+                url, "--model", "any", "--vocab-size", "99", "--num-prompts", "1", "--api-key", "k"
+            )
+
+    asyncio.run(run())
+    assert b"authorization: bearer k\r\n" in heads[0].lower()
+
+
+REFUSED = {
+    "--num-prompts 0": "set it above 0",
+    "--max-concurrency -1": "set it above 0",
+    "--request-rate 0": "set it above 0",
+    "--burstiness nan": "set it above 0",
+    "--num-warmups -1": "set it to 0 or more",
+    "--vocab-size 16": "set it above 16",
+    "--goodput ttft": "write it like ttft:500",
+    "--goodput tftt:500": "write it like ttft:500",
+    "--goodput itl:-1": "write it like ttft:500",
+    "--metric-percentiles 50,101": "write them like 50,90,99.9",
+    "--extra-body [1]": "give a JSON object",
+    "--extra-body {": "give a JSON object",
+    "--dataset-name sharegpt": "give --dataset-path",
+    "--dataset-name trace --dataset-path /nowhere/trace.jsonl": "cannot be read",
+    "--dataset-path /nowhere": "give --dataset-path",
+    "--dataset-name gsp --gsp-num-groups 0": "--gsp-num-groups 0: set it to 1 or more",
+    "--random-range-ratio 1.5": "set it to 1 or less",
+    "--backend openai-chat --hints": "use them with --backend openai",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_wrong_arguments_are_refused_in_a_line(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    url = "http://127.0.0.1:9"
+    assert bench_command(url, "--model", "any", *words.split()) == EXIT_REFUSED
+    error = capsys.readouterr().err
+    assert REFUSED[words] in error
+    assert error.count("\n") == 1
+
+
+def test_server_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_command("http://127.0.0.1:9") == EXIT_REFUSED
+    assert "http://127.0.0.1:9/v1/models" in capsys.readouterr().err
