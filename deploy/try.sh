@@ -12,13 +12,13 @@ Installs KubeRay and the chart in a namespace of its own, asks six questions, de
 pod in the middle of a stream, upgrades, uninstalls, and prints one verdict per step. It needs
 helm, curl, and kubectl with a current context.
   --kind     make a cluster with kind, build and load the image, and delete the cluster at the end
-  --image    the image that the nodes can pull (tidemill:0.1.0)
+  --image    the image that the nodes can pull (tidemill:0.2.0)
   --values   the values of the release (deploy/helm/examples/cpu-only.yaml)
   --keep     leave the release, and the cluster of kind, as they are at the end
 TEXT
 }
 
-image=tidemill:0.1.0 values=deploy/helm/examples/cpu-only.yaml kind='' keep=''
+image=tidemill:0.2.0 values=deploy/helm/examples/cpu-only.yaml kind='' keep=''
 while (($#)); do
   case $1 in
     --kind) kind=yes ;;

@@ -22,6 +22,9 @@ FLAGS = (
     "-fno-trapping-math",
 )
 
+AHEAD_FLAGS = ("-include", str(FOLDER / "shared/older_runtime.h"))
+"""Flags of libraries that are compiled ahead: other machines may have an older runtime of C++."""
+
 
 @dataclass(frozen=True, slots=True)
 class Program:
@@ -81,7 +84,7 @@ def compile_ahead(folder: Path, compiler: str = "g++") -> list[Path]:
         for kind, has in kinds(machine).items():
             made.append(folder / ahead_name(machine, kind, program))
             cpu = ["-m" + feature.replace("_", "") for feature in has]
-            compile_into(made[-1], cpu, compiler_path(compiler), program)
+            compile_into(made[-1], [*cpu, *AHEAD_FLAGS], compiler_path(compiler), program)
     return made
 
 

@@ -3,13 +3,14 @@
 `LLM` and `SamplingParams` answer prompts offline; they are imported when they are used, and torch with them.
 """
 
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tidemill.cluster.edge.chat.request.params import SamplingParams
     from tidemill.cluster.offline.llm import LLM
 
-__version__ = "0.1.0"
+__version__ = metadata.version("tidemill")
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 

@@ -3,7 +3,6 @@
 import base64
 import json
 import os
-import tomllib
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -95,12 +94,6 @@ def test_chart_package_contains_dashboard(tmp_path: Path) -> None:
 
 def _text(data: str) -> str:
     return data if data.lstrip().startswith("{") else base64.b64decode(data).decode()
-
-
-def test_charts_have_version_of_project() -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    for chart in (CHART, TRAFFIC):
-        assert yaml.safe_load((chart / "Chart.yaml").read_text())["appVersion"] == version
 
 
 def test_chart_has_tested_version_of_ray() -> None:

@@ -120,8 +120,15 @@ def test_build_context_has_only_sources_of_wheel() -> None:
     }
 
 
-def test_images_have_version_of_project() -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+def test_files_name_the_newest_release() -> None:
+    """A release is made from the tag of this version: tools/release.py."""
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    version = re.findall(r"^## (\d\S*)", changelog, re.MULTILINE)[0]
     assert any(instruction == "ARG" and f"VERSION={version}" in text for instruction, text in steps())
-    for file in ("deploy/docker/Dockerfile", "deploy/compose.yaml", "docs/install.md"):
+    assert f'LAST_RELEASE = "{version}"\n' in (ROOT / "setup.py").read_text()
+    for chart in sorted((ROOT / "deploy/helm").glob("*/Chart.yaml")):
+        lines = chart.read_text().splitlines()
+        assert f"version: {version}" in lines
+        assert f'appVersion: "{version}"' in lines
+    for file in ("deploy/docker/Dockerfile", "deploy/compose.yaml", "deploy/try.sh", "docs/install.md"):
         assert set(re.findall(r"\btidemill:(\d[\d.]*\d)", (ROOT / file).read_text())) == {version}

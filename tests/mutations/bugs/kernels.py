@@ -123,6 +123,13 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/kernels/test_build.py",
     ),
     Planted(
+        "kernels prebuilt in a wheel want the C++ runtime of the machine that made them",
+        "kernels/shared/compiler.py::compile_ahead",
+        "[*$CPU, *AHEAD_FLAGS]",
+        "$CPU",
+        "tests/unit/kernels/test_build.py",
+    ),
+    Planted(
         "a CPU loads kernels built for instructions it lacks",
         "kernels/shared/compiler.py::found_ahead",
         "if $HAS.$ISSUPERSET($NEEDS) and $PATH.$EXISTS():",

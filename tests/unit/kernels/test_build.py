@@ -1,6 +1,7 @@
 """The compiled library: made ahead, or once and never half, and a clear error where it cannot be made."""
 
 import platform
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -176,9 +177,17 @@ def test_every_kind_of_cpu_computes_the_same_bits(tmp_path: Path, kernel_cache: 
     runs = [path for path in made if _runs_here(path)]
     assert len(made) == len(kinds(platform.machine()))
     assert runs
+    for path in made:  # the runtime of manylinux_2_28
+        assert max(versions_wanted(path, b"GLIBC_2.")) <= 28
+        assert max(versions_wanted(path, b"GLIBCXX_3.4.")) <= 24
     for path in runs:
         for found, expected in zip(run(Library(path, sources())), wanted, strict=True):
             assert same_bits(found, expected), path.name
+
+
+def versions_wanted(path: Path, prefix: bytes) -> set[int]:
+    """Return the last numbers of the symbol versions that a library wants of its runtime."""
+    return {0} | {int(number) for number in re.findall(re.escape(prefix) + rb"(\d+)", path.read_bytes())}
 
 
 def _runs_here(path: Path) -> bool:
