@@ -134,6 +134,8 @@ metrics-doc: setup
 
 config-doc: setup
 	python -m tidemill.cluster.config.reference > docs/configuration.md
+	python -m tidemill.cluster.config.compatibility > docs/compatibility.md
+	python -m tools.cli_reference > docs/cli.md
 	tidemill config schema > deploy/config.schema.json
 
 # Test the status page in BROWSER, or in the headless Chromium that apt installs.

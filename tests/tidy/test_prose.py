@@ -42,7 +42,7 @@ JSON_FIELDS = {"heard_ago_s"}
 """Names that clients see keep their spelling."""
 
 COLUMNS = 100
-GENERATED = {"docs/metrics.md", "docs/configuration.md"}
+GENERATED = {"docs/cli.md", "docs/compatibility.md", "docs/configuration.md", "docs/metrics.md"}
 PAGES = sorted(
     page
     for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md")
