@@ -67,10 +67,19 @@ def test_frontend_policy_opens_listening_ports(found: list[Document]) -> None:
     assert {(port["containerPort"],) * 2 for port in container["ports"]} == for_clients
 
     policy = find_one(found, "NetworkPolicy", "-frontend")["spec"]
-    clients, ray = policy["ingress"]
+    clients, ray, *edges = policy["ingress"]
     assert policy["policyTypes"] == ["Ingress"]
     assert opened([clients]) == for_clients
-    assert opened([ray]) == ray_node_ports(ray_start(start)) | ephemeral_ports(frontend)
+    routers = opened([ray]) - (ray_node_ports(ray_start(start)) | ephemeral_ports(frontend))
+    assert opened([ray]) >= ray_node_ports(ray_start(start)) | ephemeral_ports(frontend)
+    [(first, last)] = routers
+    config = parse_config(find_one(found, "ConfigMap", "-config")["data"]["cluster.yaml"], "cluster.yaml")
+    assert first == config.cluster.router_port
+    assert first + sum(model.routers for model in config.models) <= last + 1
+    assert bool(edges) is ("edge" in pods(found))
+    for rule in edges:
+        assert opened([rule]) == routers
+        assert [allows(peer, pods(found)["edge"], {}) for peer in rule["from"]] == [True]
     assert ray["from"] == [{"podSelector": {"matchLabels": {"ray.io/cluster": "chat-tidemill"}}}]
 
 
@@ -87,10 +96,22 @@ def test_ray_policy_opens_ports_for_frontend(found: list[Document]) -> None:
         asked = ray_node_ports({**flags, **dict.fromkeys(agents, flags["node_manager_port"])})
         pod = pods(found)[f"worker/{group['groupName']}"]
         assert opened(policy["worker"]["ingressRules"]) == asked | ephemeral_ports(pod)
-    for rules in (policy["head"]["ingressRules"], policy["worker"]["ingressRules"]):
+    for rules in (policy["head"]["ingressRules"], policy["worker"]["ingressRules"][:1]):
         [peer] = [peer for rule in rules for peer in rule["from"]]
         assert allows(peer, pods(found)["frontend"], {})
         assert not allows(peer, pods(found)["head"], {})
+    edges = policy["worker"]["ingressRules"][1:]
+    assert bool(edges) is ("edge" in pods(found))
+    for rule in edges:
+        assert opened([rule]) == ephemeral_ports(pods(found)["frontend"]), "the gRPC of workers alone"
+        assert [allows(peer, pods(found)["edge"], {}) for peer in rule["from"]] == [True]
+
+
+def test_edge_policy_opens_listening_ports(found: list[Document]) -> None:
+    if "edge" in pods(found):
+        [container] = pods(found)["edge"]["spec"]["containers"]
+        [rule] = find_one(found, "NetworkPolicy", "-edge")["spec"]["ingress"]
+        assert opened([rule]) == {(port["containerPort"],) * 2 for port in container["ports"]}
 
 
 def test_store_policies_admit_only_users_of_store(found: list[Document]) -> None:
@@ -169,7 +190,9 @@ def test_services_target_existing_ports(found: list[Document]) -> None:
             if service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
         ]
         named = {port["name"] for container in containers(pod) for port in container.get("ports", [])}
-        assert {port["targetPort"] for port in service["spec"]["ports"]} <= named
+        config = parse_config(find_one(found, "ConfigMap", "-config")["data"]["cluster.yaml"], "cluster.yaml")
+        targets = {port["targetPort"] for port in service["spec"]["ports"]}
+        assert targets <= named | {config.cluster.router_port}
 
 
 def test_only_leading_master_is_ready() -> None:

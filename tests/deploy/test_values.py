@@ -24,6 +24,7 @@ def model(**group: object) -> dict[str, Any]:
         ({"frontend": {"drainSeconds": 3}}, "at '/frontend/drainSeconds': minimum: got 3, want 6"),
         ({"image": {"pullPolicy": "Never!"}}, "at '/image/pullPolicy': value must be one of 'Always'"),
         ({"service": {"port": "http"}}, "at '/service/port': got string, want integer"),
+        ({"edges": {"replicas": 0}}, "at '/edges/replicas': minimum: got 0, want 1"),
         ({"podSecurity": {"runAsUser": 0}}, "at '/podSecurity/runAsUser': minimum: got 0, want 1"),
         ({"models": []}, "at '/models': minItems: got 0, want 1"),
         (
@@ -52,6 +53,10 @@ def test_wrong_value_is_named_with_its_path(values: dict[str, Any], message: str
         ({"clusterTls": {}}, "clusterTls.existingSecret is empty: name a Secret"),
         ({"clusterTls": {"plain": True, "existingSecret": "a"}}, "exclude each other: leave one"),
         ({"apiKeys": {"existingSecret": "a", "keys": [{"tenant": "a", "sha256": "0" * 64}]}}, "exclude each"),
+        (
+            {"edges": {"autoscaling": {"enabled": True, "minReplicas": 9}}},
+            "edges.autoscaling.minReplicas is more than maxReplicas",
+        ),
         ({"edgeTls": {"clientCa": True}}, "edgeTls.clientCa needs edgeTls.existingSecret"),
         ({"ingress": {"enabled": True, "tlsSecret": "a"}}, "ingress.tlsSecret needs ingress.host"),
         ({"mooncake": {"ha": {"enabled": True}}}, "mooncake.ha.etcdEndpoints is empty"),

@@ -15,6 +15,11 @@
 {{- if and .Values.ingress.tlsSecret (not .Values.ingress.host) -}}
 {{- fail "ingress.tlsSecret needs ingress.host, the name in that certificate" -}}
 {{- end -}}
+{{- with .Values.edges.autoscaling -}}
+{{- if and .enabled (gt (int64 .minReplicas) (int64 .maxReplicas)) -}}
+{{- fail "edges.autoscaling.minReplicas is more than maxReplicas: set it to maxReplicas or less" -}}
+{{- end -}}
+{{- end -}}
 {{- include "tidemill.checkGroups" . -}}
 {{- include "tidemill.checkStore" . -}}
 {{- if and .Values.ray.tls.enabled .Values.ray.autoscaling.enabled -}}
@@ -31,7 +36,7 @@
 {{- fail (printf "two groups are called %s: the names of Ray's worker groups must be unique over all models" .name) -}}
 {{- end -}}
 {{- $names = append $names .name -}}
-{{- if has .name (list "head" "headgroup" "frontend" "mooncake" "store-memory") -}}
+{{- if has .name (list "head" "headgroup" "frontend" "edge" "routers" "mooncake" "store-memory") -}}
 {{- fail (printf "a group is called %s, like other pods of a release: give it another name" .name) -}}
 {{- end -}}
 {{- if and .replicas_max (not $values.ray.autoscaling.enabled) -}}

@@ -57,6 +57,7 @@ edge:
   {{- end }}
 cluster:
   ray_address: auto
+  router_port: {{ index $ports.routers 0 | int64 }}
   {{- if .Values.clusterTls.plain }}
   host: node-plain
   {{- else }}

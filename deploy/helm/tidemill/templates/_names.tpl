@@ -43,12 +43,23 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{ .Values.ray.authSecretName | default (include "tidemill.fullname" .) }}
 {{- end -}}
 
+{{- /* The address at which edges find routers. The first one knows the others. */ -}}
+{{- define "tidemill.routers" -}}
+{{- $ports := fromYaml (include "tidemill.ports" .) -}}
+{{ include "tidemill.fullname" . }}-routers:{{ index $ports.routers 0 | int64 }}
+{{- end -}}
+
+{{- /* The component that answers clients. */ -}}
+{{- define "tidemill.answers" -}}
+{{- ternary "edge" "frontend" .Values.edges.enabled -}}
+{{- end -}}
+
 {{- define "tidemill.master" -}}
 {{ include "tidemill.fullname" . }}-mooncake
 {{- end -}}
 
 {{- /* The listening ports of our pods. They are fixed, for a policy must name them and Ray would take any free port.
-`ours` is the range of the kernel's ephemeral ports in these pods, also for the gRPC of routers and workers. */ -}}
+`ours` is the range of the kernel's ephemeral ports in these pods, also for the gRPC of workers. */ -}}
 {{- define "tidemill.ports" -}}
 http: 8000
 grpc: 8001
@@ -61,6 +72,7 @@ dashboardAgent: 52365
 rayMetrics: 8080
 workers: [10002, 10999]
 ours: [40000, 49999]
+routers: [20000, 20255]
 master: 50051
 masterAdmin: 9003
 lent: [15000, 17000]

@@ -26,6 +26,9 @@ networkPolicy:
   worker:
     ingressRules:
       {{- include "tidemill.fromFrontend" (dict "root" . "names" (list "nodeManager" "objectManager" "workers" "ours")) | nindent 6 }}
+      {{- if .Values.edges.enabled }}
+      {{- include "tidemill.fromComponent" (dict "root" . "component" "edge" "names" (list "ours")) | nindent 6 }}
+      {{- end }}
 {{- end }}
 {{- if .Values.ray.autoscaling.enabled }}
 enableInTreeAutoscaling: true
@@ -46,10 +49,14 @@ autoscalerOptions:
 {{- end -}}
 
 {{- define "tidemill.fromFrontend" -}}
+{{- include "tidemill.fromComponent" (merge (dict "component" "frontend") .) -}}
+{{- end -}}
+
+{{- define "tidemill.fromComponent" -}}
 - from:
     - podSelector:
         matchLabels:
-          {{- include "tidemill.selector" (dict "root" .root "component" "frontend") | nindent 10 }}
+          {{- include "tidemill.selector" . | nindent 10 }}
   ports:
     {{- include "tidemill.policyPorts" . | trim | nindent 4 }}
 {{- end -}}
