@@ -20,17 +20,31 @@ class MutualTls:
     key: Path
     ca: Path
 
+    @property
+    def name(self) -> str:
+        return CLUSTER_NAME
+
+    def client(self) -> ssl.SSLContext:
+        """Return the context of a process that connects. Raises ssl.SSLError and OSError."""
+        return self._context(ssl.PROTOCOL_TLS_CLIENT)
+
+    def server(self) -> ssl.SSLContext:
+        """Return the context of a process that listens. Raises ssl.SSLError and OSError."""
+        return self._context(ssl.PROTOCOL_TLS_SERVER)
+
+    def _context(self, protocol: int) -> ssl.SSLContext:
+        context = ssl.SSLContext(protocol)
+        context.load_cert_chain(self.certificate, self.key)
+        context.load_verify_locations(self.ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
     def check(self) -> None:
         """Test that two processes with these files accept each other, by a handshake without a socket. Raises
         ssl.SSLError and OSError."""
-        sides = (ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
-        for side in sides:
-            side.load_cert_chain(self.certificate, self.key)
-            side.load_verify_locations(self.ca)
-            side.verify_mode = ssl.CERT_REQUIRED
         to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
-        client = sides[0].wrap_bio(to_client, to_server, server_hostname=CLUSTER_NAME)
-        server = sides[1].wrap_bio(to_server, to_client, server_side=True)
+        client = self.client().wrap_bio(to_client, to_server, server_hostname=CLUSTER_NAME)
+        server = self.server().wrap_bio(to_server, to_client, server_side=True)
         for end in (client, server, client, server):
             with suppress(ssl.SSLWantReadError):
                 end.do_handshake()

@@ -38,7 +38,7 @@ class WorkerSettings:
 
     Ray reserves `num_cpus`, `num_gpus` and `resources` (custom resources of Ray) for each of its
     ranks. `labels` is Ray's label selector for its node, with the values `a`, `!a`, `in(a,b)` or
-    `!in(a,b)`. The ranks of a group run on one node.
+    `!in(a,b)`. The ranks of a group run on one node, or on up to `tensor_parallel_nodes` of them.
 
     The gRPC server of the worker binds to `host`. None binds to the node's address in the Ray
     cluster.

@@ -39,15 +39,21 @@ def check_ranks(settings: EngineSettings) -> None:
     size = settings.tensor_parallel_size
     if size == 1 or not settings.on_cuda:
         return
-    if settings.backend == "nccl" and not torch.distributed.is_nccl_available():
-        raise SettingsError(
-            f"--tensor-parallel-size {size}: this build of torch has no NCCL: install a CUDA build of torch"
-        )
+    check_nccl(settings)
     count = count_gpus() - (torch.device(settings.device).index or 0)
     if count < size * settings.device_share:
         raise SettingsError(
             f"--tensor-parallel-size {size} is more than the {count} CUDA devices here from"
             f" --device {settings.device} on: set it to {max(1, count)} or less"
+        )
+
+
+def check_nccl(settings: EngineSettings) -> None:
+    """Raise SettingsError when the ranks of a worker need NCCL, and torch has none here."""
+    size = settings.tensor_parallel_size
+    if size > 1 and settings.backend == "nccl" and not torch.distributed.is_nccl_available():
+        raise SettingsError(
+            f"--tensor-parallel-size {size}: this build of torch has no NCCL: install a CUDA build of torch"
         )
 
 

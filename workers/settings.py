@@ -114,9 +114,11 @@ class EngineSettings:
     drafts_max: int = 0  # guessed tokens of a row; 0: no speculation
     speculative_method: SpeculativeMethod = "auto"
     tensor_parallel_size: int = 1  # ranks of this worker
+    tensor_parallel_nodes: int = 1  # that its ranks may be spread over, evenly
     tensor_parallel_sizes: tuple[int, ...] = ()  # of the other workers that use this store
     tensor_parallel_reduce: Reduce | None = None  # None: exact, on CUDA fast
-    tensor_parallel_backend: Backend | None = None  # None: shared-memory, on CUDA nccl
+    tensor_parallel_backend: Backend | None = None  # None: shared-memory, over nodes gloo, on CUDA nccl
+    tensor_parallel_interface: str | None = None  # of it between nodes; None: that of the node's address
     allow_inexact_groups: bool = False  # fast groups of different sizes read each other's pages
     enable_expert_parallel: bool = False  # ranks have whole experts
     kv_events: KvEventSettings | None = None  # None: no events
@@ -153,7 +155,12 @@ class EngineSettings:
     @property
     def backend(self) -> Backend:
         """The library of the exchange between ranks."""
-        return self.tensor_parallel_backend or ("nccl" if self.on_cuda else "shared-memory")
+        on_host = "shared-memory" if self.tensor_parallel_nodes == 1 else "gloo"
+        return self.tensor_parallel_backend or ("nccl" if self.on_cuda else on_host)
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.tensor_parallel_size // self.tensor_parallel_nodes
 
     @property
     def sums(self) -> bool:
@@ -185,6 +192,7 @@ class EngineSettings:
             ("--max-model-len", self.max_model_len),
             ("--checkpoints-per-path", self.checkpoints_per_path),
             ("--tensor-parallel-size", self.tensor_parallel_size),
+            ("--tensor-parallel-nodes", self.tensor_parallel_nodes),
         ):
             if value is not None and value < 1:
                 raise SettingsError(f"{flag} is {value}: set it to 1 or more")
@@ -210,7 +218,13 @@ class EngineSettings:
         self._check_groups()
 
     def _check_groups(self) -> None:
-        """Check the exchange of ranks."""
+        """Check the nodes of ranks, and their exchange."""
+        nodes, size = self.tensor_parallel_nodes, self.tensor_parallel_size
+        if size % nodes:
+            raise SettingsError(
+                f"--tensor-parallel-nodes is {nodes}: each has as many of the {size} ranks as the others, so"
+                f" set it to a divisor of --tensor-parallel-size"
+            )
         if max(self.group_sizes) == 1:
             return
         if self.enable_expert_parallel and not self.sums:
@@ -245,6 +259,11 @@ class EngineSettings:
         """Check the exchange of several ranks on the device that is `named`."""
         if self.async_scheduling:
             raise SettingsError("--async-scheduling is for workers of one rank: leave it out")
+        if self.backend == "shared-memory" and self.tensor_parallel_nodes > 1:
+            raise SettingsError(
+                "--tensor-parallel-backend shared-memory is for ranks on one node: leave it out with"
+                " --tensor-parallel-nodes"
+            )
         if self.on_cuda != (self.backend == "nccl") and self.backend != "gloo":
             raise SettingsError(
                 f"--tensor-parallel-backend {self.backend} does not go with {named}: leave it out"

@@ -76,6 +76,7 @@ def _rank_flags() -> Iterator[Flag]:
     yield Flag(
         title="workers", option="--tensor-parallel-size", scope="group", key=key, metavar="N", short="-tp"
     )
+    yield from _flags("workers", "group", {"tensor_parallel_nodes": "N"})
     for role in ROLES[:2]:
         option, text = f"--{role}-tensor-parallel-size", f"number of ranks of a {role} worker"
         yield Flag(title="workers", option=option, scope=role, key=key, metavar="N", text=text)
@@ -130,6 +131,7 @@ FLAGS: tuple[Flag, ...] = (
             "speculative_method": None,
             "tensor_parallel_reduce": None,
             "tensor_parallel_backend": None,
+            "tensor_parallel_interface": "NAME",
             "allow_inexact_groups": None,
             "enable_expert_parallel": None,
             "overlap": None,

@@ -107,6 +107,7 @@ def engine_settings(
             f"--device {group.device} is one device: set it to cuda for the"
             f" {group.tensor_parallel_size} ranks of a worker"
         )
+    _check_nodes(config, group)
     on_gpus = any(other.device != "cpu" and other.tensor_parallel_size > 1 for other in model.groups)
     source = source_of_model(model)
     folder = local_folder(model.model) if source is None else surroundings.folders[source]
@@ -145,12 +146,28 @@ def engine_settings(
         drafts_max=engine.num_speculative_tokens,
         speculative_method=engine.speculative_method,
         tensor_parallel_size=group.tensor_parallel_size,
+        tensor_parallel_nodes=group.tensor_parallel_nodes,
+        tensor_parallel_interface=engine.tensor_parallel_interface,
         tensor_parallel_reduce=engine.tensor_parallel_reduce or ("fast" if on_gpus else "exact"),
         tensor_parallel_backend=engine.tensor_parallel_backend,
         allow_inexact_groups=engine.allow_inexact_groups,
         enable_expert_parallel=engine.enable_expert_parallel,
         tensor_parallel_sizes=tuple(sorted({other.tensor_parallel_size for other in model.groups})),
     )
+
+
+def _check_nodes(config: RootConfig, group: GroupConfig) -> None:
+    """Check that ranks on several nodes can reach each other. Raises SettingsError."""
+    named = f"--tensor-parallel-nodes {group.tensor_parallel_nodes}"
+    if group.tensor_parallel_nodes > 1 and config.cluster.ray_address is None:
+        raise SettingsError(
+            f"{named} needs a Ray cluster of several nodes: set --ray-address, or leave it out"
+        )
+    if group.tensor_parallel_nodes > 1 and config.cluster.host == "loopback":
+        raise SettingsError(
+            f"{named}: ranks reach a worker at the address of its node: set --cluster-host to node, with"
+            " certificates, or to node-plain if no other machine can reach that network"
+        )
 
 
 def kv_events_of(config: RootConfig, index: int, role: Role) -> KvEventSettings | None:

@@ -56,7 +56,9 @@ class GroupConfig(ConfigNode):
     replicas_max: Count | None = None
     """maximum number of workers under load; only in the first group of a role"""
     tensor_parallel_size: Count = 1
-    """number of ranks of a worker: its processes, all on one node"""
+    """number of ranks of a worker: its processes, on one node"""
+    tensor_parallel_nodes: Count = 1
+    """number of equal parts of these ranks, each on one node, so the maximum number of nodes of a worker"""
     memory: Size | None = None
     """memory of each worker for pages and states (1GiB; on CUDA what weights, steps and graphs leave)"""
     memory_floor: Size | None = None
@@ -138,7 +140,9 @@ class EngineConfig(ConfigNode):
     """exchange between the ranks of a worker: exact gathers columns and has the bits of one rank; fast has
     two all-reduces a layer, and its last bits depend on the number of ranks (exact; on CUDA fast)"""
     tensor_parallel_backend: Backend | None = None
-    """library of this exchange; gloo goes through the host (shared-memory; on CUDA nccl)"""
+    """library of this exchange; gloo goes through the host (shared-memory; over nodes gloo; on CUDA nccl)"""
+    tensor_parallel_interface: Text | None = None
+    """network interface of this exchange between nodes (that of the node's address in Ray)"""
     allow_inexact_groups: bool = False
     """with fast: workers of different numbers of ranks read each other's pages, and round differently"""
     enable_expert_parallel: bool = False
@@ -157,11 +161,9 @@ class EngineConfig(ConfigNode):
     """on CUDA: part of the device's memory, or of the worker's share of it, that a worker may take for
     weights, steps, CUDA graphs, pages and states"""
     memory_broker: bool = True
-    """let workers on one device lend each other unused memory, also between models; without it, each keeps
-    its own"""
+    """let workers on one device lend each other unused memory, also between models, instead of keeping it"""
     checkpoint_strategy: CheckpointStrategy = "lazy"
-    """checkpoints during decoding: none, double (two more states per row), or lazy (one more state, only at a
-    checkpoint)"""
+    """checkpoints during decoding: none, double (two more states per row), or lazy (one, at a checkpoint)"""
     checkpoint_interval: Count | None = None
     """tokens between checkpoints during decoding, a multiple of the page size (the page size; on CUDA the
     tokens whose pages are as large as a checkpoint)"""

@@ -19,23 +19,31 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerDemand:
-    """The demand of a worker: one node with these labels, and these resources there for each of its ranks."""
+    """The demand of a worker: up to `nodes` nodes with these labels, and these resources there for each of
+    its ranks. A bundle is the part of the ranks that is always on one node: there are `nodes` of them."""
 
     name: str
     kind: str = ""  # replicas of one kind are spread over nodes
     ranks: int = 1
+    nodes: int = 1
     each: Mapping[str, float] = field(default_factory=dict[str, float])
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
-    def all(self) -> dict[str, float]:
-        return {name: amount * self.ranks for name, amount in self.each.items()}
+    def bundles(self) -> list[dict[str, float]]:
+        """Return Ray's bundles: ranks that are all on one node have one each."""
+        return [dict(self.each)] * self.ranks if self.nodes == 1 else [self.bundle] * self.nodes
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        return {name: amount * (self.ranks // self.nodes) for name, amount in self.each.items()}
 
     def __str__(self) -> str:
         amounts = [f"{name}: {amount:g}" for name, amount in self.each.items()]
         labels = [f"label {name}={value}" for name, value in self.labels.items()]
         ranks = f" for each of its {self.ranks} ranks" if self.ranks > 1 and amounts else ""
-        return f"{self.name} needs {{{', '.join([*amounts, *labels])}}}{ranks} on one node"
+        nodes = "one node" if self.nodes == 1 else f"up to {self.nodes} nodes"
+        return f"{self.name} needs {{{', '.join([*amounts, *labels])}}}{ranks} on {nodes}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +60,14 @@ class Node:
         return all(selects(wanted, self.labels.get(name)) for name, wanted in demand.labels.items())
 
     def holds(self, demand: WorkerDemand) -> bool:
+        """Return whether this node has room for a bundle of the demand."""
         return self.has_labels_of(demand) and all(
-            self.free.get(name, 0.0) + ROUNDING >= amount for name, amount in demand.all.items()
+            self.free.get(name, 0.0) + ROUNDING >= amount for name, amount in demand.bundle.items()
         )
 
     def without(self, demand: WorkerDemand) -> "Node":
-        """Return this node with the demand taken from its free resources."""
-        taken = {name: self.free.get(name, 0.0) - amount for name, amount in demand.all.items()}
+        """Return this node with a bundle of the demand taken from its free resources."""
+        taken = {name: self.free.get(name, 0.0) - amount for name, amount in demand.bundle.items()}
         return replace(self, free={**self.free, **taken})
 
     def describe(self, demand: WorkerDemand) -> str:
@@ -86,6 +95,7 @@ def demand_of(worker: WorkerSettings) -> WorkerDemand:
         name=worker.name,
         kind=worker.name.rpartition("-")[0],
         ranks=worker.engine.tensor_parallel_size,
+        nodes=worker.engine.tensor_parallel_nodes,
         each=each or {"CPU": CPUS_MIN},
         labels=dict(worker.labels),
     )
@@ -102,9 +112,9 @@ def selects(wanted: str, value: str | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NodeAssignment:
-    """The result of assigning demands to nodes one after the other. `node_ids` has the node of each demand
-    that fits, by the demand's name. `remaining` has the nodes with the resources that are left. `unassigned`
-    has the demands that fit on no node."""
+    """The result of assigning demands to nodes one after the other. `node_ids` has the first node of each
+    demand that fits, by the demand's name. `remaining` has the nodes with the resources that are left.
+    `unassigned` has the demands that fit on no node."""
 
     node_ids: dict[str, str]
     remaining: tuple[Node, ...]
@@ -114,24 +124,37 @@ class NodeAssignment:
 def assign(
     demands: Iterable[WorkerDemand], nodes: Sequence[Node], existing: Mapping[str, Iterable[str]]
 ) -> NodeAssignment:
-    """Assign each demand to the node with the fewest workers of its kind, then with the fewest of all.
-    `existing` has, by kind, the node id of each worker that is already assigned."""
+    """Assign each demand to the node with the fewest workers of its kind, then with the fewest of all, and
+    what has no room there to others by the same rule. `existing` has, by kind, the first node id of each
+    worker that is already assigned."""
     remaining = {node.id: node for node in nodes}
     counts = {kind: Counter(ids) for kind, ids in existing.items()}
     node_ids: dict[str, str] = {}
     unassigned: list[WorkerDemand] = []
     for demand in demands:
         same = counts.setdefault(demand.kind, Counter())
-        fitting = [node for node in remaining.values() if node.holds(demand)]
-        if not fitting:
+        total = sum(counts.values(), Counter[str]())
+        preferred = sorted(remaining, key=lambda name: (same[name], total[name]))
+        taken = _bundles_on(demand, [remaining[name] for name in preferred])
+        if len(taken) < demand.nodes:
             unassigned.append(demand)
             continue
-        total = sum(counts.values(), Counter[str]())
-        node = min(fitting, key=lambda node: (same[node.id], total[node.id]))
-        remaining[node.id] = node.without(demand)
-        same[node.id] += 1
-        node_ids[demand.name] = node.id
+        for name in taken:
+            remaining[name] = remaining[name].without(demand)
+        same[taken[0]] += 1
+        node_ids[demand.name] = taken[0]
     return NodeAssignment(node_ids, tuple(remaining.values()), tuple(unassigned))
+
+
+def _bundles_on(demand: WorkerDemand, nodes: Sequence[Node]) -> list[str]:
+    """Return the node ids of the bundles that fit, which fill one of `nodes` after the other."""
+    ids: list[str] = []
+    for node in nodes:
+        left = node
+        while len(ids) < demand.nodes and left.holds(demand):
+            left = left.without(demand)
+            ids.append(node.id)
+    return ids
 
 
 def unschedulable_reason(demands: Iterable[WorkerDemand], nodes: Sequence[Node]) -> str | None:
@@ -142,8 +165,9 @@ def unschedulable_reason(demands: Iterable[WorkerDemand], nodes: Sequence[Node])
         return None
     first, *others = assignment.unassigned
     more = f" (and {len(others)} more with it)" if others else ""
+    fits = "no node of the Ray cluster fits" if first.nodes == 1 else "no nodes of the Ray cluster fit"
     return (
-        f"{first}{more}, and no node of the Ray cluster fits: {_describe(first, assignment.remaining)}. "
+        f"{first}{more}, and {fits}: {_describe(first, assignment.remaining)}. "
         "Add a node, or lower what these workers ask for"
     )
 

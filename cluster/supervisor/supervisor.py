@@ -110,13 +110,13 @@ class Actors:
             node_id = assign([demand], nodes(), existing).node_ids.get(worker.name)
             if node_id is not None:
                 self._node_ids[worker.name] = node_id
+            packed: dict[str, Any] = {"strategy": "STRICT_PACK", "_soft_target_node_id": node_id}
             placement_group = RAY.util.placement_group(
-                [dict(demand.each)] * demand.ranks,
-                strategy="STRICT_PACK",
+                demand.bundles,
                 name=worker.name,
                 lifetime="detached",
-                bundle_label_selector=[dict(demand.labels)] * demand.ranks,
-                _soft_target_node_id=node_id,
+                bundle_label_selector=[dict(demand.labels)] * len(demand.bundles),
+                **(packed if demand.nodes == 1 else {"strategy": "PACK"}),
             )
         options = {**LASTING, **actor_options(worker, placement_group, 0)}
         RAY.remote(WorkerActor).options(

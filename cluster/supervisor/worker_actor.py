@@ -5,10 +5,9 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import ray
@@ -23,7 +22,8 @@ from tidemill.cluster.settings import RouterSettings, WorkerSettings
 from tidemill.cluster.worker.worker_process import Ready, State, WorkerProcess
 from tidemill.workers.malloc import keep_freed_memory
 from tidemill.workers.messages import WorkerGone
-from tidemill.workers.parallel.link import Ended
+from tidemill.workers.parallel.link import Ended, StartRanks
+from tidemill.workers.parallel.network import Meeting, Network
 from tidemill.workers.settings import EngineSettings
 
 _Answer = TypeVar("_Answer")
@@ -61,13 +61,15 @@ def actor_options(
     placement_group: Any,  # noqa: ANN401 - Ray's types
     index: int,
 ) -> dict[str, Any]:
-    """Return Ray's options for rank `index` of a worker; the placement group has a bundle for each rank."""
+    """Return Ray's options for rank `index` of a worker, whose placement group has WorkerDemand.bundles."""
+    engine = settings.engine
+    bundle = index if engine.tensor_parallel_nodes == 1 else index // engine.ranks_per_node
     return {
         "num_cpus": settings.num_cpus,
         "num_gpus": settings.num_gpus,
         "resources": dict(settings.resources),
         "scheduling_strategy": PlacementGroupSchedulingStrategy(
-            placement_group, placement_group_bundle_index=index
+            placement_group, placement_group_bundle_index=bundle
         ),
     }
 
@@ -89,6 +91,19 @@ def on_assigned_device(engine: EngineSettings, device: str) -> EngineSettings:
     return replace(engine, device=assigned_device(device, gpu_ids, visible))
 
 
+def on_reserved_nodes(engine: EngineSettings, node_ids: Collection[str]) -> EngineSettings:
+    """Return the settings for the nodes of the bundles: on a single one, ranks meet as on any one node."""
+    return replace(engine, tensor_parallel_nodes=1) if len(set(node_ids)) == 1 else engine
+
+
+def network_of(settings: WorkerSettings, engine: EngineSettings, node: str) -> Network | None:
+    """Return the network of a rank on the node with this address; None if all ranks are on one node."""
+    if engine.tensor_parallel_nodes == 1:
+        return None
+    host = settings.host or node
+    return Network(host=host, interface=engine.tensor_parallel_interface, certificates=settings.tls)
+
+
 class WorkerActor:
     """The process of one worker, or of the leader of its rank group. When the worker fails, the process exits
     and Ray restarts it. On SIGTERM the worker hands its requests over and is not restarted."""
@@ -107,7 +122,7 @@ class WorkerActor:
         settings: WorkerSettings,
         routers: RouterSettings,
         namespace: str,
-        placement_group: Any,  # noqa: ANN401 - Ray's type; it has a bundle for each rank, at least one
+        placement_group: Any,  # noqa: ANN401 - Ray's type
     ) -> None:
         keep_freed_memory()
         start_logs(settings.telemetry, worker=settings.name)
@@ -116,9 +131,15 @@ class WorkerActor:
         self._placement_group = placement_group
         self._ranks: list[Any] = []  # keeps the actors alive, Ray ends one without a reference
         self._loop = asyncio.get_running_loop()
-        own = replace(settings, engine=on_assigned_device(settings.engine, settings.engine.device))
+        engine = on_assigned_device(settings.engine, settings.engine.device)
+        table = RAY.util.placement_group_table(placement_group)
+        engine = on_reserved_nodes(engine, table["bundles_to_node_id"].values())
         self._process = WorkerProcess(
-            own, settings.host or node, secrets.token_hex(3), node, self._start_ranks
+            replace(settings, engine=engine),
+            settings.host or node,
+            secrets.token_hex(3),
+            node,
+            StartRanks(self._start_ranks, network_of(settings, engine, node)),
         )
         self._routers = [(name, namespace) for name in routers.names]
         self._memory = (
@@ -150,12 +171,12 @@ class WorkerActor:
     async def state(self) -> State:
         return self._process.state
 
-    def _start_ranks(self, engine: EngineSettings, folder: Path) -> Ended:
+    def _start_ranks(self, engine: EngineSettings, meeting: Meeting) -> Ended:
         """Start the ranks except the leader; called on the thread that builds the engine."""
         for index in range(1, engine.tensor_parallel_size):
             options = actor_options(self._settings, self._placement_group, index)
             actor = RAY.remote(RankActor).options(max_restarts=0, **options)
-            self._ranks.append(actor.remote(self._settings, engine, index, str(folder)))
+            self._ranks.append(actor.remote(self._settings, engine, index, meeting))
         return lambda: asyncio.run_coroutine_threadsafe(self._rank_failure(), self._loop).result()
 
     async def _rank_failure(self) -> str | None:
@@ -196,7 +217,7 @@ class WorkerActor:
 class RankActor:
     """The process of a rank other than the leader; it exits with its leader and on any error."""
 
-    def __init__(self, leader: WorkerSettings, engine: EngineSettings, index: int, folder: str) -> None:
+    def __init__(self, leader: WorkerSettings, engine: EngineSettings, index: int, meeting: Meeting) -> None:
         from tidemill.workers.engine.build_rank import build_rank  # noqa: PLC0415 - torch
         from tidemill.workers.parallel.rank import carry_out  # noqa: PLC0415 - torch
 
@@ -204,9 +225,9 @@ class RankActor:
         start_logs(leader.telemetry, worker=leader.name)
         engine = on_assigned_device(engine, leader.engine.device)
         self._name = f"rank {index} of {leader.name}"
-        rendezvous = Path(folder)
+        network = network_of(leader, engine, RAY.util.get_node_ip_address())
         self._task = asyncio.get_running_loop().create_task(
-            carry_out(rendezvous, index, lambda: build_rank(engine, index, rendezvous))
+            carry_out(meeting, index, lambda: build_rank(engine, index, meeting, network), network)
         )
         self._task.add_done_callback(self._on_end)
 

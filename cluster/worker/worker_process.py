@@ -187,7 +187,7 @@ class WorkerProcess:
         self.state = Ready(info)
 
     def _info(self, engine: EngineInfo, address: str) -> WorkerInfo:
-        engine = replace(engine, device=f"{self._node}/{engine.device}")
+        engine = replace(engine, device=device_of(self._settings, self._node, engine.device))
         return WorkerInfo(
             **asdict(engine),
             worker=self._worker,
@@ -197,6 +197,13 @@ class WorkerProcess:
             pid=os.getpid(),
             node=self._node,
         )
+
+
+def device_of(worker: WorkerSettings, node: str, device: str) -> str:
+    """Return the name in the cluster of the `device` of a node. Routers lend memory within a device, so a
+    worker whose ranks are on several nodes has one of its own."""
+    own = f"/{worker.name}" if worker.engine.tensor_parallel_nodes > 1 else ""
+    return f"{node}/{device}{own}"
 
 
 async def _handed_over(engine: RunningEngine, plane: WorkerServer) -> None:

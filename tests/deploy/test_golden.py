@@ -172,7 +172,7 @@ DEVICE_BYTES = {"NVIDIA-H100-80GB-HBM3": int(79.1 * 2**30), "NVIDIA-H200": int(1
 """The memory of devices by `nvidia.com/gpu.product`."""
 
 
-@pytest.mark.parametrize("name", ["one-gpu", "four-gpus", "2p4d"])
+@pytest.mark.parametrize("name", ["one-gpu", "four-gpus", "two-nodes", "2p4d"])
 def test_examples_fit_the_gpus_that_they_name(name: str) -> None:
     """Weights and an eighth of the device for steps, graphs, pages and states."""
     [model] = values_of(next(example for example in SERVERS if example.stem == name))["models"]
@@ -182,7 +182,8 @@ def test_examples_fit_the_gpus_that_they_name(name: str) -> None:
         pod = group["pod"]
         ranks = group.get("tensor_parallel_size", 1)
         assert group["num_gpus"] == 1
-        assert pod["resources"]["limits"]["nvidia.com/gpu"] == str(ranks)
+        nodes = group.get("tensor_parallel_nodes", 1)
+        assert pod["resources"]["limits"]["nvidia.com/gpu"] == str(ranks // nodes)
         total = DEVICE_BYTES[pod["nodeSelector"]["nvidia.com/gpu.product"]]
         settings = EngineSettings(
             model_folder=Path(model["model"]),

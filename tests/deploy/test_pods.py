@@ -129,7 +129,7 @@ def test_files_named_in_configuration_are_mounted(found: list[Document]) -> None
                 assert Path(path).parent in mounts, f"{name} reads {path}"
 
 
-def test_each_pod_of_group_fits_one_worker(found: list[Document]) -> None:
+def test_each_pod_of_group_fits_one_worker_or_its_part_of_one(found: list[Document]) -> None:
     groups = {
         group["groupName"]: group for group in find_one(found, "RayCluster")["spec"]["workerGroupSpecs"]
     }
@@ -138,7 +138,9 @@ def test_each_pod_of_group_fits_one_worker(found: list[Document]) -> None:
         offers = groups.pop(wanted.labels["tidemill-group"])
         assert wanted.labels == offers["labels"]
         [(resource, for_each_rank)] = wanted.resources.items()
-        assert float(offers["resources"][resource]) == for_each_rank * wanted.tensor_parallel_size
+        nodes = wanted.tensor_parallel_nodes
+        assert float(offers["resources"][resource]) == for_each_rank * wanted.tensor_parallel_size / nodes
+        assert offers.get("numOfHosts", 1) == nodes
         assert offers["replicas"] == offers["minReplicas"] == wanted.replicas
         assert offers["maxReplicas"] == (wanted.replicas_max or wanted.replicas)
         assert not resource.endswith("gpu"), "KubeRay would count it as GPUs"
@@ -320,7 +322,7 @@ def test_disruption_budgets_protect_single_pods(found: list[Document], example: 
     assert budgets["chat-tidemill-head"]["minAvailable"] == int(stays)
     for group in find_one(found, "RayCluster")["spec"]["workerGroupSpecs"]:
         budget = budgets[f"chat-tidemill-{group['groupName']}"]
-        assert budget["minAvailable"] == group["replicas"] - 1
+        assert budget["minAvailable"] == group["replicas"] * group.get("numOfHosts", 1) - 1
         assert budget["selector"]["matchLabels"] == {
             "ray.io/cluster": "chat-tidemill",
             "ray.io/group": group["groupName"],

@@ -80,6 +80,16 @@ def test_wrong_value_is_named_with_its_path(values: dict[str, Any], message: str
             ),
             "has 4 ranks on 2 GPUs: set nvidia.com/gpu",
         ),
+        (
+            model(
+                device="cuda",
+                tensor_parallel_size=8,
+                tensor_parallel_nodes=2,
+                pod={"resources": {"limits": {"nvidia.com/gpu": "2"}}},
+            ),
+            "has 4 ranks on 2 GPUs: set nvidia.com/gpu",
+        ),
+        (model(tensor_parallel_size=4, tensor_parallel_nodes=3), "4 ranks on 3 nodes, not as many on each"),
         (model(name="frontend"), "give it another name"),
         ({"models": [{"model": name, "groups": [MIXED]} for name in "ab"]}, "two groups are called mixed"),
     ],

@@ -1,5 +1,5 @@
 """Several nodes: prefill on one and decode on the others, one lost and one added under load, a bad line, two
-versions side by side.
+versions side by side, a worker whose ranks are on two nodes.
 
 `LINE_RUNS=50 pytest tests/e2e/test_nodes.py -k line` is a soak of the bad line.
 """
@@ -387,6 +387,76 @@ def test_cluster_works_over_a_link_that_loses_packets(line: Callable[[Loss], Non
                 eventually(lambda: lives(server) == before)
         finally:
             nodes.kill()
+
+
+def rank_nodes(nodes: Nodes, hosts: list[str]) -> list[str]:
+    """Return the nodes with a rank other than a leader."""
+    return [
+        host
+        for host in hosts
+        for process in nodes.processes(host)
+        if "ray::RankActor" in " ".join(process.cmdline()[:1])
+    ]
+
+
+def test_group_over_two_nodes_survives_the_loss_of_one(alone: Alone) -> None:
+    """Two ranks on two nodes with certificates, behind a prefill worker of one rank. The node of the rank is
+    lost amid streams: they continue on another worker, and the group on the node that is left and a new
+    one."""
+    head, *far = (f"{NET}.{end}" for end in (12, 13, 14, 15))
+    with tempfile.TemporaryDirectory(prefix="group-") as short:
+        folder = Path(short)
+        (folder / "store").mkdir()
+        tls = issue(folder / "tls", trustme.CA())
+        names = {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.key, "ssl_ca_certs": tls.ca}
+        cluster = {"host": "node", **{name: str(path) for name, path in names.items()}}
+        groups: list[Body] = [
+            {"role": "prefill", "labels": {"side": "near"}},
+            {"role": "decode", "labels": {"side": "near"}},
+            {
+                "role": "decode",
+                "labels": {"side": "far"},
+                "num_cpus": 1,  # all that a node has
+                "tensor_parallel_size": 2,
+                "tensor_parallel_nodes": 2,
+            },
+        ]
+        nodes = Nodes(folder, labels="side=near", head=head)
+        try:
+            for host in far[:2]:
+                nodes.add(host, "side=far")
+            store = f"file://{folder}/store?size=256MiB"
+            with serving(nodes, folder, "group", store, groups, "tidemill", cluster) as server:
+                eventually(lambda: set(homes(server)) == {"prefill-0", "decode-0", "decode-1"})
+                assert outcomes(server, bodies(60)) == alone(bodies(60))
+                wait_until_fetched(server, "decode-1", seed=61)
+                (lost,) = rank_nodes(nodes, far)
+                (kept,) = (host for host in far[:2] if host != lost)
+                assert homes(server)["decode-1"] == kept
+
+                def lose() -> None:
+                    eventually(lambda: running_rows(server, "decode-1") > 0)
+                    nodes.kill(lost)
+
+                asked = bodies(62, max_tokens=600)
+                streams = run_while(server.url, asked, lose)
+                assert [stream.outcome for stream in streams] == alone(asked)
+                nodes.add(far[2], "side=far")
+                eventually(lambda: rank_nodes(nodes, far) == [far[2]] and "decode-1" in homes(server))
+
+                def is_used() -> bool:
+                    streams = run_while(server.url, bodies(63), lambda: None)
+                    assert [stream.outcome for stream in streams] == alone(bodies(63))
+                    rows = {row["info"]["name"]: row["load"]["counters"] for row in server.workers()}
+                    return rows.get("decode-1", {}).get("generated_tokens", 0) > 0
+
+                eventually(is_used)
+        finally:
+            nodes.kill()
+
+
+def running_rows(server: Server, name: str) -> int:
+    return sum(row["load"]["running_rows"] for row in server.workers() if row["info"]["name"] == name)
 
 
 def test_resources_that_no_node_has_are_reported(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from tidemill.kernels.dispatch import Operators
 from tidemill.workers.models.architectures.registry import describe, load
 from tidemill.workers.models.collectives import LEADER, Sharing
 from tidemill.workers.models.errors import ModelError
-from tidemill.workers.parallel.distributed import Distributed
+from tidemill.workers.parallel.distributed import Distributed, folder_store
 from tidemill.workers.parallel.shared_memory import SharedMemory
 from tidemill.workers.sources.names import bundled
 
@@ -37,7 +37,11 @@ FOUR_WAYS = {"vocab_size": 9, "linear_num_key_heads": 4, "linear_num_value_heads
 
 def test_keeper_in_two_parts(cpu: Operators, tmp_path: Path) -> None:
     keeper = bundled()["keeper"]
-    found = run_threads(keeper, cpu, lambda index: Distributed(tmp_path, index, 2, "gloo", WAIT_S_MAX), 2)
+
+    def meet(index: int) -> Distributed:
+        return Distributed(folder_store(tmp_path, 2), index, 2, "gloo", WAIT_S_MAX)
+
+    found = run_threads(keeper, cpu, meet, 2)
     alone = run_rank(keeper, cpu)
     check(found, alone)
     assert [rank.fingerprint for rank in found] == [alone.fingerprint, ""]

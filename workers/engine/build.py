@@ -24,6 +24,7 @@ from tidemill.kvstore.stores.open_store import open_store
 from tidemill.kvstore.stores.seal import Sealing
 from tidemill.kvstore.stores.secret import read_secret
 from tidemill.workers.device import (
+    check_nccl,
     check_ranks,
     device_of,
     granted,
@@ -142,11 +143,12 @@ def build_engine(
     settings: EngineSettings, progress: Progress, start_ranks: StartRanks | None = None
 ) -> BuiltEngine:
     """Load the model and reserve the memory, on all ranks of a group. Raises ModelError, StoreError,
-    OutOfMemory, SettingsError or GroupBroken, each with one line that names the fix."""
+    OutOfMemory, SettingsError, OSError or GroupBroken, each with one line that names the fix."""
     settings = with_model_here(settings)
     device = device_of(settings)
     settings = with_compute_dtype(settings)
     ops = operators_of(settings)
+    check_nccl(settings)
     if settings.on_cuda:
         check_device_memory(settings, device, *memory_info(device))
     if settings.tensor_parallel_size == 1:

@@ -1,24 +1,33 @@
 """Build one of the other ranks of a group: its weights, its memory, its part of each step."""
 
-from pathlib import Path
-
 from tidemill.kvstore.shards import rank_share, shards_of
 from tidemill.workers.device import device_of, memory_in_use, open_backing
-from tidemill.workers.engine.build import load_model, open_arena_io, operators_of, with_compute_dtype
+from tidemill.workers.engine.build import (
+    load_model,
+    open_arena_io,
+    operators_of,
+    with_compute_dtype,
+    with_model_here,
+)
 from tidemill.workers.engine.memory_plan import memory_of
 from tidemill.workers.engine.runners import capture_graphs, open_runner, warm_up, with_device_memory
 from tidemill.workers.execution.step import Step
 from tidemill.workers.parallel.exchange import open_exchange
+from tidemill.workers.parallel.network import Meeting, Network
 from tidemill.workers.parallel.rank import RankParts
 from tidemill.workers.settings import EngineSettings
 from tidemill.workers.transfer.transfer import RankTransfer
 
 
-def build_rank(settings: EngineSettings, index: int, folder: Path) -> RankParts:
-    """Meet the other ranks in `folder`, then load this rank's weights and reserve its memory, in the order of
-    `build_engine`: the exchanges of ranks meet in it. Raises the errors of `build_engine`."""
+def build_rank(
+    settings: EngineSettings, index: int, meeting: Meeting, network: Network | None = None
+) -> RankParts:
+    """Meet the other ranks, then load this rank's weights and reserve its memory, in the order of
+    `build_engine`: the exchanges of ranks meet in it. `network` is that of this rank, in a group over several
+    nodes. Raises the errors of `build_engine`."""
+    settings = with_model_here(settings)
     device, settings = device_of(settings), with_compute_dtype(settings)
-    exchange = open_exchange(settings, folder, index, device)
+    exchange = open_exchange(settings, meeting, index, device, network)
     used = memory_in_use(device, shared=settings.device_share < 1) if settings.on_cuda else 0
     loaded = load_model(settings, _no_progress, operators_of(settings), device, exchange)
     if settings.on_cuda:

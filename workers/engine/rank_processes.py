@@ -15,14 +15,15 @@ from pydantic import TypeAdapter
 
 from tidemill.workers.device import check_ranks, device_of_rank
 from tidemill.workers.engine.build_rank import build_rank
-from tidemill.workers.parallel.link import Ended
+from tidemill.workers.parallel.link import Ended, StartRanks
+from tidemill.workers.parallel.network import Meeting
 from tidemill.workers.parallel.rank import carry_out
 from tidemill.workers.settings import EngineSettings
 
 SETTINGS = TypeAdapter(EngineSettings)
 
 
-def start_ranks(settings: EngineSettings, folder: Path) -> Ended:
+def _start_ranks(settings: EngineSettings, folder: Meeting) -> Ended:
     """Start the ranks from 1 on, which meet in `folder`. They end with their leader. Raises SettingsError."""
     check_ranks(settings)
     ranks: list[subprocess.Popen[bytes]] = []
@@ -43,6 +44,10 @@ def start_ranks(settings: EngineSettings, folder: Path) -> Ended:
         )
 
     return ended
+
+
+start_ranks = StartRanks(_start_ranks)
+"""The start of ranks on this machine."""
 
 
 def main(index: int, folder: Path) -> None:

@@ -5,44 +5,62 @@
 A group is an object here, and not registered with torch: a process may have several, or lose one.
 """
 
+import os
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 from torch import distributed
 
 from tidemill.workers.models.collectives import LEADER
 from tidemill.workers.parallel.errors import GroupBroken
+from tidemill.workers.parallel.network import Network, Ports
+from tidemill.workers.parallel.shared_memory import added
 
 Transport = Literal["gloo", "nccl"]
 LOOPBACK = "127.0.0.1"
 STORE = "collectives"
+FOREVER = timedelta(days=365)
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+"""The interface of NCCL, which it reads from the environment alone."""
 
 
 class Distributed:
-    """The ranks of one machine. The constructor blocks until all have joined.
+    """The ranks of a group. The constructor blocks until all have joined.
 
-    folder      one for the group, new, accessible to this user only: the ranks find each other through a
-    file in
-                it, because torch's TCP store would listen on every interface
+    store       the ranks find each other through it: see `folder_store` and `port_stores`
     wait_s_max  the time that a rank may delay the others, here and in each call; then GroupBroken is raised
+    network     of this rank; None: all ranks are on this machine
     """
 
-    def __init__(self, folder: Path, index: int, size: int, transport: Transport, wait_s_max: float) -> None:
+    def __init__(
+        self,
+        store: distributed.Store,
+        index: int,
+        size: int,
+        transport: Transport,
+        wait_s_max: float,
+        network: Network | None = None,
+    ) -> None:
         self.index = index
         self.size = size
-        self._group = _met(lambda: _group(folder, index, size, transport, timedelta(seconds=wait_s_max)))
+        self._transport = transport
+        timeout = timedelta(seconds=wait_s_max)
+        store.set_timeout(timeout)
+        self._group = _met(lambda: _group(store, index, size, transport, timeout, network))
 
     def gather(self, x_TN: torch.Tensor, width: int) -> torch.Tensor:
-        tokens, columns = x_TN.shape
-        all_RTN = x_TN.new_empty(self.size * tokens, columns)
-        # The public call accepts only registered groups.
-        _met(lambda: self._group._allgather_base(all_RTN, x_TN.contiguous()).wait())  # noqa: SLF001
-        return _side_by_side(all_RTN.view(self.size, tokens, columns), width)
+        return _side_by_side(self._of_all(x_TN), width)
 
     def reduce(self, x_TN: torch.Tensor) -> torch.Tensor:
+        """Add, over gloo in the order of the ranks, from 0: its own order depends on the place in the
+        tensor."""
+        if self._transport == "gloo":
+            return added(self._of_all(x_TN))
         x_TN = x_TN.contiguous()
         _met(lambda: self._group.allreduce([x_TN], distributed.AllreduceOptions()).wait())
         return x_TN
@@ -59,24 +77,85 @@ class Distributed:
         assert x.is_contiguous()
         _met(lambda: self._group.broadcast(x, LEADER).wait())
 
+    def meet(self) -> None:
+        """Wait until every rank has called this, without a limit. Raises GroupBroken when one has ended."""
+        options = distributed.AllreduceOptions()
+        options.timeout = FOREVER
+        _met(lambda: self._group.allreduce([torch.zeros(1)], options).wait())
+
     def close(self) -> None:
         """End what the other ranks wait for."""
         self._group.shutdown()
 
+    def _of_all(self, x_TN: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, `[R, T, N]`."""
+        tokens, columns = x_TN.shape
+        all_RTN = x_TN.new_empty(self.size * tokens, columns)
+        # The public call accepts only registered groups.
+        _met(lambda: self._group._allgather_base(all_RTN, x_TN.contiguous()).wait())  # noqa: SLF001
+        return all_RTN.view(self.size, tokens, columns)
 
-def _group(folder: Path, index: int, size: int, transport: Transport, timeout: timedelta) -> Any:  # noqa: ANN401  one of two classes of torch
-    store = distributed.FileStore(str(folder / STORE), size)
-    store.set_timeout(timeout)
+
+def folder_store(folder: Path, size: int) -> distributed.Store:
+    """Return the store of ranks on one machine: a file in a folder that is new and accessible to this user
+    only."""
+    return distributed.FileStore(str(folder / STORE), size)
+
+
+def port_stores(
+    ports: Ports, listener: socket.socket | None, wait_s_max: float
+) -> tuple[distributed.Store, distributed.Store]:
+    """Return stores for two groups of the same ranks on several nodes. The leader passes the socket that
+    listens at `ports.store`, because torch's own would listen on every interface. Raises GroupBroken."""
+    leads = {} if listener is None else {"is_master": True, "master_listen_fd": listener.detach()}
+    timeout = timedelta(seconds=wait_s_max)
+    store = _met(
+        lambda: distributed.TCPStore(
+            ports.host, ports.store, timeout=timeout, wait_for_workers=False, **leads
+        )
+    )
+    return distributed.PrefixStore("0", store), distributed.PrefixStore("1", store)
+
+
+def _group(
+    store: distributed.Store,
+    index: int,
+    size: int,
+    transport: Transport,
+    timeout: timedelta,
+    network: Network | None,
+) -> Any:  # noqa: ANN401  one of two classes of torch
     match transport:
         case "nccl":
+            if network is not None:
+                _name_interface(network)
             kind: Any = distributed.ProcessGroupNCCL
             options = kind.Options()
         case "gloo":
+            host = LOOPBACK if network is None else network.host
+            named = None if network is None else network.interface
             kind = distributed.ProcessGroupGloo
             options = kind._Options()  # noqa: SLF001  there is no public name
-            options._devices = [kind.create_device(hostname=LOOPBACK)]  # noqa: SLF001
+            devices = {"interface": named} if named else {"hostname": host}
+            options._devices = [kind.create_device(**devices)]  # noqa: SLF001
     options._timeout = timeout  # noqa: SLF001
     return kind(store, index, size, options)
+
+
+def _name_interface(network: Network) -> None:
+    """Tell NCCL the interface, unless the environment does and the configuration does not."""
+    if network.interface is not None:
+        os.environ[NCCL_INTERFACE] = f"={network.interface}"
+    elif (found := interface_of(network.host)) is not None:
+        os.environ.setdefault(NCCL_INTERFACE, f"={found}")
+
+
+def interface_of(host: str) -> str | None:
+    """Return the name of this node's interface with the address `host`, None without one."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == host for address in addresses):
+            return name
+    return None
 
 
 def _met(call: Callable[[], Any]) -> Any:  # noqa: ANN401  what the call returns

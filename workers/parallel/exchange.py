@@ -1,11 +1,12 @@
 """The exchanges of one rank with the others: of what the leader decides, and inside the model."""
 
-from pathlib import Path
+import socket
 from typing import NamedTuple
 
 import torch
 
-from tidemill.workers.parallel.distributed import Distributed
+from tidemill.workers.parallel.distributed import Distributed, folder_store, port_stores
+from tidemill.workers.parallel.network import Meeting, Network, Ports
 from tidemill.workers.parallel.shared_memory import SharedMemory
 from tidemill.workers.settings import EngineSettings
 
@@ -24,7 +25,7 @@ class Exchange(NamedTuple):
     model    the exchange inside a forward pass, of tensors on the device
     """
 
-    control: SharedMemory
+    control: SharedMemory | Distributed
     model: SharedMemory | Distributed
 
     def least(self, value: int) -> int:
@@ -40,16 +41,31 @@ class Exchange(NamedTuple):
             self.model.close()
 
 
-def open_exchange(settings: EngineSettings, folder: Path, index: int, device: torch.device) -> Exchange:
-    """Meet the other ranks in `folder`; block until all have come. Raises GroupBroken."""
+def open_exchange(
+    settings: EngineSettings,
+    meeting: Meeting,
+    index: int,
+    device: torch.device,
+    network: Network | None = None,
+    listener: socket.socket | None = None,
+) -> Exchange:
+    """Meet the other ranks; block until all have come. Over several nodes `network` is that of this rank, and
+    the leader passes the socket at `meeting.store`. Raises GroupBroken."""
     size, backend = settings.tensor_parallel_size, settings.backend
-    control = SharedMemory(folder, index, size, WAIT_S_MAX)
-    if backend == "shared-memory":
-        return Exchange(control, control)
+    wait_s_max = WARM_UP_S_MAX if device.type == "cuda" else WAIT_S_MAX
+    if isinstance(meeting, Ports):
+        own, store = port_stores(meeting, listener, WAIT_S_MAX)
+        control = Distributed(own, index, size, "gloo", WAIT_S_MAX, network)
+        if device.type == "cpu":
+            return Exchange(control, control)
+    else:
+        control = SharedMemory(meeting, index, size, WAIT_S_MAX)
+        if backend == "shared-memory":
+            return Exchange(control, control)
+        store = folder_store(meeting, size)
     try:
-        model = Distributed(
-            folder, index, size, backend, WARM_UP_S_MAX if device.type == "cuda" else WAIT_S_MAX
-        )
+        assert backend != "shared-memory", "see EngineSettings"
+        model = Distributed(store, index, size, backend, wait_s_max, network)
         model.reduce(torch.zeros(1, 1, device=device))  # NCCL connects now, while the folder is there
     except BaseException:
         control.close()

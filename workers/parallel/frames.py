@@ -4,7 +4,7 @@
     STEP      rows | per row: its ROW_INTS | all tokens, pages, writes, window pages
     PUT, GET  per object: kind, 16 bytes of key, id in the memory
 
-Both ends are processes of one machine and of one release. An answer has the number of its call.
+Both ends have one byte order and one release. An answer has the number of its call.
 """
 
 import struct
@@ -40,7 +40,7 @@ KINDS = tuple(Kind)
 
 
 class Verb(IntEnum):
-    """The kind of a frame. A rank sends HELLO with its index, then READY; the leader starts everything
+    """The kind of a frame. A rank sends HELLO (see link.py), then READY; the leader starts everything
     else."""
 
     HELLO = 1

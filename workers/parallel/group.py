@@ -26,7 +26,7 @@ from tidemill.workers.parallel.errors import GroupBroken
 from tidemill.workers.parallel.exchange import Exchange, open_exchange
 from tidemill.workers.parallel.frames import NONE, Verb, encode, encode_objects, ints
 from tidemill.workers.parallel.link import RankLink, RankLinks, StartRanks, accept, meeting_place
-from tidemill.workers.settings import EngineSettings
+from tidemill.workers.settings import EngineSettings, SettingsError
 from tidemill.workers.transfer.transfer import Moved
 
 
@@ -59,13 +59,20 @@ def open_group(
     settings: EngineSettings, start_ranks: StartRanks, device: torch.device
 ) -> Generator[RankGroup]:
     """Start the other ranks of this leader and connect to them. In the block the leader builds its own part;
-    at its end all ranks are ready. Raises GroupBroken; then, and when the block fails, the ranks end."""
-    size = settings.tensor_parallel_size
-    with meeting_place() as (folder, listener):
-        links = accept(listener, size, start_ranks(settings, folder))
+    at its end all ranks are ready. Raises GroupBroken and OSError; then, and when the block fails, the ranks
+    end."""
+    network = start_ranks.network
+    if settings.tensor_parallel_nodes == 1:
+        network = None
+    elif network is None:
+        raise SettingsError("--tensor-parallel-nodes is for a Ray cluster: leave it out, or run `serve`")
+    with meeting_place(network) as place:
+        ended = start_ranks.start(settings, place.meeting)
+        links = accept(place, settings.tensor_parallel_size, ended, network)
         with ExitStack() as given_up:
             given_up.callback(links.end, "the leader does not start")
-            exchange = given_up.enter_context(closing(open_exchange(settings, folder, LEADER, device)))
+            exchange = open_exchange(settings, place.meeting, LEADER, device, network, place.store)
+            given_up.enter_context(closing(exchange))
             group = RankGroup(links, exchange, device)
             yield group
             group.wait_until_ready()

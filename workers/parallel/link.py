@@ -1,11 +1,14 @@
-"""The leader's end of its links to the other ranks: sockets that only processes of this user can open.
+"""The leader's end of its links to the other ranks.
 
-    folder/leader    every rank connects here, and sends its index first
+    folder/leader    on one machine: a socket that only processes of this user can open
+    host:port        over several nodes: TLS, with a certificate of the cluster at both ends
 
+Every rank connects there, and sends its index first, over several nodes with the secret of the group.
 Frames are in order. One thread of the leader sends; a thread per link reads. So a caller that waits for an
 answer may also block the sending thread, and the end of a rank is noticed whatever the others do.
 """
 
+import secrets
 import shutil
 import socket
 import struct
@@ -13,10 +16,14 @@ import tempfile
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from hmac import compare_digest
 from itertools import count
 from pathlib import Path
 from threading import Thread
-from typing import Any, BinaryIO, Never
+from typing import Any, BinaryIO, NamedTuple, Never, TypeAlias
+
+import numpy as np
 
 from tidemill.workers.parallel.errors import GroupBroken
 from tidemill.workers.parallel.frames import (
@@ -27,20 +34,43 @@ from tidemill.workers.parallel.frames import (
     Verb,
     decode_text,
     frame_of,
+    ints,
     to_bytes,
+)
+from tidemill.workers.parallel.network import (
+    SOCKET,
+    Meeting,
+    Network,
+    Ports,
+    TlsConnection,
+    end_with_node,
+    listen,
 )
 from tidemill.workers.settings import EngineSettings
 
-SOCKET = "leader"
+LEADER = 0
 LOOK_S = 0.2
+HELLO_S_MAX = 5.0
+"""The time in seconds that a caller on another node may take to show that it is a rank of this group."""
+
+SECRET_BYTES = 16
 SEND_S_MAX = 10
 """The time in seconds after which a rank that reads nothing, with a full socket buffer, counts as gone."""
 
 Ended = Callable[[], str | None]
 """Returns why one of the started ranks has ended, or None while all run."""
 
-StartRanks = Callable[[EngineSettings, Path], Ended]
-"""Starts the ranks from 1 on, each with these settings, to meet in this folder."""
+Connection: TypeAlias = socket.socket | TlsConnection
+
+
+@dataclass(frozen=True, slots=True)
+class StartRanks:
+    """The start of the ranks from 1 on. `start` takes the settings of each and where they meet. `network` is
+    that of the leader, for ranks on other nodes."""
+
+    start: Callable[[EngineSettings, Meeting], Ended]
+    network: Network | None = None
+
 
 Lost = Callable[[str], None]
 """Called on the reading thread when a rank is gone, with the reason."""
@@ -49,7 +79,7 @@ Lost = Callable[[str], None]
 class RankLink:
     """The link to one rank."""
 
-    def __init__(self, stream: BinaryIO, connection: socket.socket, index: int, lost: Lost) -> None:
+    def __init__(self, stream: BinaryIO, connection: Connection, index: int, lost: Lost) -> None:
         """Create a link. `stream` reads from `connection`, after its first frame."""
         self.index = index
         self.ready: Future[Ints] = _pledge()
@@ -58,7 +88,6 @@ class RankLink:
         self._asked = {0: self.ready}
         self._numbers = count(1)
         self._reason = ""
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", SEND_S_MAX, 0))
         Thread(target=self._read, args=(stream,), name=f"rank-{index}", daemon=True).start()
 
     def send(self, verb: Verb, body: Ints) -> None:
@@ -109,7 +138,7 @@ class RankLink:
 class RankLinks:
     """The links to all other ranks of a group. When one is lost all are closed, which ends the ranks."""
 
-    def __init__(self, accepted: Sequence[tuple[BinaryIO, socket.socket]]) -> None:
+    def __init__(self, accepted: Sequence[tuple[BinaryIO, Connection]]) -> None:
         """Create the links. `accepted` are the connections of the ranks from 1 on."""
         self._broken: Future[Never] = _pledge()
         self._all: tuple[RankLink, ...] = ()
@@ -156,36 +185,74 @@ class RankLinks:
             link.close()
 
 
+class MeetingPlace(NamedTuple):
+    """The sockets of the leader at which the ranks find it and, over several nodes, each other."""
+
+    meeting: Meeting
+    listener: socket.socket
+    store: socket.socket | None = None
+
+
 @contextmanager
-def meeting_place() -> Generator[tuple[Path, socket.socket]]:
-    """Create a folder that only this user can open, and in it the socket that listens for the ranks. Delete
-    the folder at the end."""
+def meeting_place(network: Network | None = None) -> Generator[MeetingPlace]:
+    """Listen for the ranks: in a new folder that only this user can open, or on ports of `network`. Close
+    and delete all of it at the end. Raises OSError."""
+    if network is not None:
+        with listen(network.host) as listener, listen(network.host) as store:
+            listener.settimeout(LOOK_S)
+            ports = (listener.getsockname()[1], store.getsockname()[1])
+            secret = secrets.token_bytes(SECRET_BYTES)
+            meeting = Ports(host=network.host, link=ports[0], store=ports[1], secret=secret)
+            yield MeetingPlace(meeting, listener, store)
+        return
     folder = Path(tempfile.mkdtemp(prefix="tidemill-group-"))
     try:
         with closing(socket.socket(socket.AF_UNIX)) as listener:
             listener.bind(str(folder / SOCKET))
             listener.listen()
             listener.settimeout(LOOK_S)
-            yield folder, listener
+            yield MeetingPlace(folder, listener)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def accept(listener: socket.socket, size: int, ended: Ended) -> RankLinks:
-    """Wait for the ranks 1 to `size - 1`. Raises GroupBroken when one of them has ended instead."""
-    accepted: dict[int, tuple[BinaryIO, socket.socket]] = {}
+def accept(place: MeetingPlace, size: int, ended: Ended, network: Network | None = None) -> RankLinks:
+    """Wait for the ranks 1 to `size - 1`; drop callers that are none. Raises GroupBroken when a rank has
+    ended instead."""
+    accepted: dict[int, tuple[BinaryIO, Connection]] = {}
     with ExitStack() as given_up:
         while len(accepted) < size - 1:
             if (reason := ended()) is not None:
                 raise GroupBroken(f"a rank does not start: {reason}")
-            with suppress(TimeoutError):
-                connection = given_up.enter_context(listener.accept()[0])
-                connection.settimeout(None)
-                stream = given_up.enter_context(connection.makefile("rb"))
-                accepted[_index(stream)] = (stream, connection)
+            with suppress(OSError), ExitStack() as refused:
+                plain = refused.enter_context(place.listener.accept()[0])
+                plain.settimeout(None if network is None else HELLO_S_MAX)
+                connection = _secured(plain, network)
+                stream = refused.enter_context(connection.makefile("rb"))
+                accepted[_index(stream, place.meeting)] = (stream, connection)
+                plain.settimeout(None)
+                seconds = struct.pack("@ll", SEND_S_MAX, 0)
+                plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+                given_up.push(refused.pop_all())
         given_up.pop_all()
     assert sorted(accepted) == list(range(1, size))
     return RankLinks([accepted[index] for index in range(1, size)])
+
+
+def _secured(plain: socket.socket, network: Network | None) -> Connection:
+    """Return the connection to a rank. Raises OSError when the caller has no certificate of the cluster."""
+    if network is None:
+        return plain
+    end_with_node(plain)
+    if network.certificates is None:
+        return plain
+    return TlsConnection(plain, network.certificates.server())
+
+
+def hello(index: int, meeting: Meeting) -> bytes:
+    """Return the first frame of a rank."""
+    secret = meeting.secret if isinstance(meeting, Ports) else b""
+    return to_bytes(Verb.HELLO, 0, np.frombuffer(ints((index,)).tobytes() + secret, np.int64))
 
 
 def read_frame(stream: BinaryIO) -> Frame | None:
@@ -201,12 +268,17 @@ def read_frame(stream: BinaryIO) -> Frame | None:
     return frame_of(head, body) if len(body) == size_bytes else None
 
 
-def _index(stream: BinaryIO) -> int:
-    frame = read_frame(stream)
-    if frame is None:
-        raise GroupBroken("a rank ended before it had sent its index")
-    assert frame.verb is Verb.HELLO
-    return int(frame.body[0])
+def _index(stream: BinaryIO, meeting: Meeting) -> int:
+    """Return the index of a rank. Raises GroupBroken, or PermissionError when a caller from another node is
+    not of this group."""
+    size_bytes = len(hello(LEADER, meeting))
+    data = stream.read(size_bytes)
+    index = int(np.frombuffer(data, np.int64, 1, HEAD.size)[0]) if len(data) == size_bytes else LEADER
+    if compare_digest(data, hello(index, meeting)):
+        return index
+    if isinstance(meeting, Ports):
+        raise PermissionError("a caller does not know the group")
+    raise GroupBroken("a rank ended before it had sent its index")
 
 
 def _pledge() -> Future[Any]:

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Never, Protocol
 
 import torch
@@ -25,7 +24,8 @@ from tidemill.workers.parallel.frames import (
     ints,
     to_bytes,
 )
-from tidemill.workers.parallel.link import SOCKET
+from tidemill.workers.parallel.link import hello
+from tidemill.workers.parallel.network import Meeting, Network, connect
 from tidemill.workers.transfer.transfer import Moved
 
 
@@ -47,16 +47,17 @@ class RankParts:
     threads: int = 1
 
 
-async def carry_out(folder: Path, index: int, build: Callable[[], RankParts]) -> None:
-    """Connect to the leader in `folder`, build this rank's part, and carry out calls until the leader is
-    gone.
+async def carry_out(
+    meeting: Meeting, index: int, build: Callable[[], RankParts], network: Network | None = None
+) -> None:
+    """Connect to the leader, build this rank's part, and carry out calls until the leader is gone.
 
     Raises what broke here, after it was reported to the leader. In any case the process must then end by
     `os._exit`: a thread of it may hang in a step whose other ranks are gone, or be busy with `build`.
     """
-    reader, writer = await asyncio.open_unix_connection(folder / SOCKET)
+    reader, writer = await connect(meeting, network)
     try:
-        writer.write(to_bytes(Verb.HELLO, 0, ints((index,))))
+        writer.write(hello(index, meeting))
         building = asyncio.ensure_future(asyncio.to_thread(build))
         first = asyncio.ensure_future(_read(reader))
         await asyncio.wait({building, first}, return_when=asyncio.FIRST_COMPLETED)
@@ -144,7 +145,7 @@ async def _read(reader: asyncio.StreamReader) -> Frame | None:
     try:
         head = await reader.readexactly(HEAD.size)
         return frame_of(head, await reader.readexactly(HEAD.unpack(head)[0] * INT_BYTES))
-    except (asyncio.IncompleteReadError, ConnectionError):
+    except (asyncio.IncompleteReadError, OSError):
         return None
 
 

@@ -10,6 +10,7 @@ from tidemill.workers.execution.mtp_drafter import DrawnEnd, MtpDrafter
 from tidemill.workers.execution.step import PENDING, Drawn, Step
 from tidemill.workers.models.architectures.registry import Model
 from tidemill.workers.models.inputs import Caches
+from tidemill.workers.parallel.distributed import Distributed
 from tidemill.workers.parallel.frames import NONE
 from tidemill.workers.parallel.shared_memory import SharedMemory
 
@@ -23,7 +24,7 @@ class RankRunner(TorchRunner):
         caches: Caches,
         page_tokens: int,
         threads: int,
-        control: SharedMemory,
+        control: SharedMemory | Distributed,
         device: torch.device,
         guesser: MtpDrafter | None,
     ) -> None:

@@ -80,7 +80,7 @@ class SharedMemory:
 
     def reduce(self, x_TN: torch.Tensor) -> torch.Tensor:
         """Add in the order of the ranks, from 0."""
-        return _joined([_added(all_RTN) for all_RTN in self._rounds(x_TN)])
+        return _joined([added(all_RTN) for all_RTN in self._rounds(x_TN)])
 
     def gather_to_leader(self, x_TN: torch.Tensor, width: int) -> torch.Tensor:
         if self.index == LEADER:
@@ -174,7 +174,8 @@ def _side_by_side(all_RTN: torch.Tensor, width: int) -> torch.Tensor:
     return y_TRN.view(len(y_TRN), -1)[:, :width].contiguous()
 
 
-def _added(all_RTN: torch.Tensor) -> torch.Tensor:
+def added(all_RTN: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the ranks, in their order, `[T, N]`."""
     sum_TN = all_RTN[0].clone()
     for x_TN in all_RTN[1:]:
         sum_TN += x_TN

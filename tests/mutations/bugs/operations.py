@@ -104,8 +104,8 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "a pod requests resources for one rank of a group",
         "deploy/helm/tidemill/templates/_ray.tpl",
-        "{ $DEFAULT 1 $$GROUP.$TENSOR_PARALLEL_SIZE |",
-        "{ 1 |",
+        "($DEFAULT 1 $$GROUP.$TENSOR_PARALLEL_SIZE |",
+        "(1 |",
         "tests/deploy/test_pods.py",
     ),
     Planted(

@@ -49,8 +49,8 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "replicas of a role share one node",
         "cluster/supervisor/node_fit.py::assign",
-        "($SAME[$NODE.id], $TOTAL[$NODE.id])",
-        "$TOTAL[$NODE.id]",
+        "($SAME[$NAME], $TOTAL[$NAME])",
+        "$TOTAL[$NAME]",
         "tests/unit/cluster/supervisor/test_node_fit.py",
     ),
     Planted(

@@ -31,6 +31,7 @@ def groups(role: str) -> st.SearchStrategy[Tree]:
         {"role": st.just(role)},
         replicas=COUNTS,
         tensor_parallel_size=COUNTS,
+        tensor_parallel_nodes=COUNTS,
         memory=SIZES,
         memory_floor=SIZES | st.none(),
         device=st.sampled_from(["cpu", "cuda"]),

@@ -15,7 +15,9 @@ EXAMPLES = tuple(sorted((HELM / "examples").glob("*.yaml")))
 TRAFFIC_EXAMPLE = HELM / "examples" / "traffic.yaml"
 SERVERS = tuple(example for example in EXAMPLES if example != TRAFFIC_EXAMPLE)
 GOLDEN = Path(__file__).parents[2] / "deploy/golden"
-WITH_GOLDEN_FILE = tuple(example for example in EXAMPLES if example.stem in {"2p4d", "encrypted", "traffic"})
+WITH_GOLDEN_FILE = tuple(
+    example for example in EXAMPLES if example.stem in {"2p4d", "encrypted", "traffic", "two-nodes"}
+)
 """Together these examples use every template."""
 
 RELEASE, NAMESPACE = "chat", "llm"

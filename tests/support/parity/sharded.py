@@ -19,7 +19,7 @@ from tidemill.kernels.dispatch import Operators, operators
 from tidemill.workers.models.architectures.registry import describe, load
 from tidemill.workers.models.collectives import ALONE, Ranks, Sharing
 from tidemill.workers.models.errors import ModelError
-from tidemill.workers.parallel.distributed import Distributed
+from tidemill.workers.parallel.distributed import Distributed, folder_store
 from tidemill.workers.parallel.shared_memory import SharedMemory
 
 WAIT_S_MAX = 60.0
@@ -124,7 +124,8 @@ def main() -> None:
     given = parser.parse_args(sys.argv[1:])
     torch.set_num_threads(1)
     if given.collectives == "gloo":
-        ranks = Distributed(given.meeting, given.index, given.size, "gloo", WAIT_S_MAX)
+        store = folder_store(given.meeting, given.size)
+        ranks = Distributed(store, given.index, given.size, "gloo", WAIT_S_MAX)
     else:
         ranks = SharedMemory(given.meeting, given.index, given.size, WAIT_S_MAX)
     with closing(ranks):

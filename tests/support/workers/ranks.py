@@ -8,14 +8,17 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Event
+from typing import NamedTuple
 
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.memory.backing import Mmap
 from tidemill.workers.engine.build_rank import build_rank
 from tidemill.workers.execution.step import Step
 from tidemill.workers.models.errors import ModelError
-from tidemill.workers.parallel.link import Ended, RankLinks, accept, meeting_place
+from tidemill.workers.parallel.link import LEADER, Ended, RankLinks, accept, meeting_place
+from tidemill.workers.parallel.network import Certificates, Meeting, Network, Ports
 from tidemill.workers.parallel.rank import RankParts, carry_out
 from tidemill.workers.settings import EngineSettings
 from tidemill.workers.transfer.transfer import Moved
@@ -31,7 +34,26 @@ SLOW = 7
 RANKS = multiprocessing.get_context("forkserver")
 RANKS.set_forkserver_preload([__name__])  # torch is imported once for all ranks
 
-Run = Callable[[Path, int], None]
+TLS_HOSTS = "127.0.78"
+"""Each rank listens and connects at an address of its own, as if it had a node of its own."""
+
+
+class Around(NamedTuple):
+    """The surroundings of a rank: a folder for files of the test, and where its leader is."""
+
+    folder: Path
+    meeting: Meeting
+    certificates: Certificates | None
+
+    def network(self, index: int) -> Network | None:
+        return network_of(self.certificates, index) if isinstance(self.meeting, Ports) else None
+
+
+def network_of(certificates: Certificates | None, index: int) -> Network:
+    return Network(host=f"{TLS_HOSTS}.{index + 2}", certificates=certificates)
+
+
+Run = Callable[[Around, int], None]
 
 
 class Memory(Mmap):
@@ -76,39 +98,45 @@ def run_step(step: Step) -> None:
         Event().wait()
 
 
-def rank(folder: Path, index: int) -> None:
+def rank(around: Around, index: int) -> None:
     """Run a rank. Rank i is granted memory such that rank 2 is refused first."""
-    part = RankParts(Memory(EXTENTS - index), Store(folder, index), run_step)
-    _end_with(carry_out(folder, index, lambda: part))
+    part = RankParts(Memory(EXTENTS - index), Store(around.folder, index), run_step)
+    _run(around, index, lambda: part)
 
 
-def rank_without_model(folder: Path, index: int) -> None:
+def rank_without_model(around: Around, index: int) -> None:
     def build() -> RankParts:
-        (folder / f"building-{index}").touch()
+        (around.folder / f"building-{index}").touch()
         if index == 2:
-            while not (folder / "building-1").exists():  # rank 1 has come: the leader knows both
+            while not (around.folder / "building-1").exists():  # rank 1 has come: the leader knows both
                 time.sleep(0.01)
             raise ModelError("the folder is empty: download the model")
-        return RankParts(Memory(1), Store(folder, index), run_step)
+        return RankParts(Memory(1), Store(around.folder, index), run_step)
 
-    _end_with(carry_out(folder, index, build))
-
-
-def rank_that_never_comes(folder: Path, index: int) -> None:
-    del folder, index
+    _run(around, index, build)
 
 
-def rank_that_builds_for_ever(folder: Path, index: int) -> None:
+def rank_that_never_comes(around: Around, index: int) -> None:
+    del around, index
+
+
+def rank_that_builds_for_ever(around: Around, index: int) -> None:
     def build() -> RankParts:
-        (folder / f"building-{index}").touch()
+        (around.folder / f"building-{index}").touch()
         Event().wait()
         raise AssertionError
 
-    _end_with(carry_out(folder, index, build))
+    _run(around, index, build)
 
 
-def rank_of_a_model(settings: EngineSettings, folder: Path, index: int) -> None:
-    _end_with(carry_out(folder, index, lambda: build_rank(settings, index, folder)))
+def _run(around: Around, index: int, build: Callable[[], RankParts]) -> None:
+    _end_with(carry_out(around.meeting, index, build, around.network(index)))
+
+
+def rank_of_a_model(
+    settings: EngineSettings, meeting: Meeting, index: int, network: Network | None = None
+) -> None:
+    _end_with(carry_out(meeting, index, lambda: build_rank(settings, index, meeting, network), network))
 
 
 def started(ranks: Sequence[BaseProcess]) -> Ended:
@@ -133,20 +161,24 @@ def end(ranks: Sequence[BaseProcess]) -> None:
 
 
 @contextmanager
-def processes(size: int, run: Run) -> Generator[tuple[Path, Sequence[BaseProcess], Callable[[], RankLinks]]]:
-    """Ranks 1 to `size - 1`; the folder they meet in, and a call that accepts them. All must end when their
-    links do."""
-    with meeting_place() as (folder, listener):
-        ranks = [RANKS.Process(target=run, args=(folder, index)) for index in range(1, size)]
+def processes(
+    size: int, run: Run, certificates: Certificates | None = None, *, over_nodes: bool = False
+) -> Generator[tuple[Path, Sequence[BaseProcess], Callable[[], RankLinks]]]:
+    """Ranks 1 to `size - 1`; a folder for files, and a call that accepts them. All must end when their links
+    do."""
+    network = network_of(certificates, LEADER) if over_nodes else None
+    with meeting_place(network) as place, TemporaryDirectory() as folder:
+        around = Around(Path(folder), place.meeting, certificates)
+        ranks = [RANKS.Process(target=run, args=(around, index)) for index in range(1, size)]
         ended = started(ranks)
         links: list[RankLinks] = []
 
         def accepted() -> RankLinks:
-            links.append(accept(listener, size, ended))
+            links.append(accept(place, size, ended, network))
             return links[0]
 
         try:
-            yield folder, ranks, accepted
+            yield around.folder, ranks, accepted
         finally:
             for group in links:
                 group.end("the test is over")

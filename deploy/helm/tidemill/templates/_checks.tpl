@@ -46,9 +46,14 @@
 {{- fail (printf "group %s computes on %s: set nvidia.com/gpu in pod.resources.limits" .name .device) -}}
 {{- end -}}
 {{- $ranks := int64 (default 1 .tensor_parallel_size) -}}
+{{- $nodes := int64 (default 1 .tensor_parallel_nodes) -}}
+{{- if mod $ranks $nodes -}}
+{{- fail (printf "group %s has %d ranks on %d nodes, not as many on each: set tensor_parallel_nodes to a divisor of tensor_parallel_size" .name $ranks $nodes) -}}
+{{- end -}}
+{{- $ranks = div $ranks $nodes -}}
 {{- $gpus := dig "resources" "limits" "nvidia.com/gpu" "" .pod | toString -}}
 {{- if and (eq (default "cpu" .device) "cuda") $gpus (gt (mulf $ranks (default 1 .num_gpus)) (float64 $gpus)) -}}
-{{- fail (printf "group %s has %d ranks on %s GPUs: set nvidia.com/gpu in pod.resources.limits to the GPUs of all ranks" .name $ranks $gpus) -}}
+{{- fail (printf "group %s has %d ranks on %s GPUs: set nvidia.com/gpu in pod.resources.limits to the GPUs of all ranks of a pod" .name $ranks $gpus) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -71,7 +76,7 @@
 {{- if and $store.folder.size (not .Values.mooncake.enabled) (hasKey $store.folder.volume "emptyDir") -}}
 {{- $workers := 0 -}}
 {{- range .Values.models -}}{{- range .groups -}}
-{{- $workers = add $workers (max (int64 (default 1 .replicas)) (int64 (default 1 .replicas_max))) -}}
+{{- $workers = add $workers (mul (default 1 .tensor_parallel_nodes) (max (int64 (default 1 .replicas)) (int64 (default 1 .replicas_max)))) -}}
 {{- end -}}{{- end -}}
 {{- if gt $workers 1 -}}
 {{- fail "store.folder is an emptyDir, which pods do not share: use a volume that all worker pods share, or set mooncake.enabled" -}}

@@ -61,19 +61,24 @@ autoscalerOptions:
     {{- include "tidemill.policyPorts" . | trim | nindent 4 }}
 {{- end -}}
 
-{{- /* One worker per pod: a pod offers as many units of its custom resource as the worker has ranks. */ -}}
+{{- /* One worker per pod, or per so many pods as it has nodes: a pod offers as many units of its custom
+resource as it has ranks. */ -}}
 {{- define "tidemill.workerGroup" -}}
 {{- $root := .root -}}
 {{- $group := .group -}}
 {{- $replicas := default 1 $group.replicas | int64 -}}
+{{- $nodes := default 1 $group.tensor_parallel_nodes | int64 -}}
 - groupName: {{ $group.name }}
   replicas: {{ $replicas }}
   minReplicas: {{ $replicas }}
   maxReplicas: {{ default $replicas $group.replicas_max | int64 }}
+  {{- if gt $nodes 1 }}
+  numOfHosts: {{ $nodes }}
+  {{- end }}
   labels:
     tidemill-group: {{ $group.name }}
   resources:
-    tidemill-{{ $group.name }}-ranks: {{ default 1 $group.tensor_parallel_size | int64 | quote }}
+    tidemill-{{ $group.name }}-ranks: {{ div (default 1 $group.tensor_parallel_size | int64) $nodes | quote }}
   rayStartParams:
     {{- include "tidemill.rayStart" $root | nindent 4 }}
   template:

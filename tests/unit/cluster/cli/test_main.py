@@ -95,6 +95,8 @@ SERVE_OPTIONS = [
     "--store",
     "--store-secret-file",
     "--tensor-parallel-backend",
+    "--tensor-parallel-interface",
+    "--tensor-parallel-nodes",
     "--tensor-parallel-reduce",
     "--tensor-parallel-size",
     "--threads",

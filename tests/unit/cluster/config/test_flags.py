@@ -32,6 +32,7 @@ VALUES = {
     "--threads": 7,
     "--device": "cuda",
     "--tensor-parallel-size": 7,
+    "--tensor-parallel-nodes": 7,
 }
 """Values of flags that every configuration accepts."""
 

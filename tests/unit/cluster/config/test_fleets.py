@@ -119,6 +119,17 @@ def test_groups_of_role_differ_and_share_numbering() -> None:
     assert {worker.engine.tensor_parallel_sizes for worker in cluster.workers} == {(1, 2)}
 
 
+def test_ranks_over_nodes_need_a_ray_cluster_and_an_address_that_others_reach() -> None:
+    groups = "{role: mixed, tensor_parallel_size: 4, tensor_parallel_nodes: 2}"
+    with pytest.raises(SettingsError, match=r"nodes 2 needs a Ray cluster of several .*--ray-address"):
+        fleet(groups)
+    with pytest.raises(SettingsError, match=r"nodes 2: .* set --cluster-host to node, with certificates"):
+        settings(f"models: [{{model: keeper, groups: [{groups}]}}]\ncluster: {{ray_address: auto}}")
+    over = "cluster: {ray_address: auto, host: node-plain}"
+    (worker,) = settings(f"models: [{{model: keeper, groups: [{groups}]}}]\n{over}").workers
+    assert (worker.engine.tensor_parallel_nodes, worker.engine.backend) == (2, "gloo")
+
+
 def test_memory_maximum_is_memory_of_all_workers_on_device_type() -> None:
     groups = (
         "{role: prefill, memory: 64MiB, replicas: 2, memory_floor: 8MiB},"

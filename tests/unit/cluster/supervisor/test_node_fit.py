@@ -45,7 +45,7 @@ def test_demand_has_resources_per_rank_and_labels() -> None:
         labels={"side": "far"},
     )
     wanted = demand_of(group)
-    assert wanted.all == {"GPU": 2, "fast": 1}
+    assert wanted.bundle == {"GPU": 2, "fast": 1}
     assert wanted.labels == {"side": "far"}
 
 
@@ -89,6 +89,34 @@ def test_assign_keeps_ranks_of_worker_on_one_node() -> None:
     assert assign([demand("decode-0", ranks=5, GPU=1)], nodes, {}).node_ids == {}
 
 
+def over(name: str, ranks: int, nodes: int, **each: float) -> WorkerDemand:
+    return replace(demand(name, ranks, None, **each), nodes=nodes)
+
+
+def test_assign_spreads_ranks_over_nodes_where_one_has_no_room() -> None:
+    nodes = [node("a", GPU=3), node("b", GPU=4), node("c", GPU=3)]
+    eight = over("decode-0", 8, 4, GPU=1)
+    assert eight.bundles == [{"GPU": 2}] * 4, "Ray gets a bundle for each part that stays together"
+    assert assign([eight], nodes, {}).node_ids == {"decode-0": "a"}
+    assert [left.free["GPU"] for left in assign([eight], nodes, {}).remaining] == [1, 0, 1]
+    assert assign([over("decode-0", 8, 2, GPU=1)], nodes, {}).node_ids == {}, "two parts of four"
+    both = assign([eight, over("decode-1", 2, 2, GPU=1)], nodes, {})
+    assert both.node_ids == {"decode-0": "a", "decode-1": "c"}, "the least used first"
+    assert demand("decode-0", ranks=2, GPU=0.5).bundles == [{"GPU": 0.5}] * 2, "ranks on one node"
+
+
+def test_ranks_over_nodes_stay_on_one_that_has_room() -> None:
+    nodes = [node("a", GPU=1), node("b", GPU=4)]
+    assert [left.free["GPU"] for left in assign([over("d-0", 4, 2, GPU=1)], nodes, {}).remaining] == [1, 0]
+
+
+def test_reason_describes_ranks_over_nodes() -> None:
+    assert unschedulable_reason([over("mixed-0", 8, 2, GPU=1)], [node("10.0.0.4", GPU=7)]) == (
+        "mixed-0 needs {GPU: 1} for each of its 8 ranks on up to 2 nodes, and no nodes of the Ray cluster "
+        "fit: 10.0.0.4 has GPU: 7 of 7 free. Add a node, or lower what these workers ask for"
+    )
+
+
 def test_reason_describes_missing_resources_and_labels() -> None:
     nodes = [
         node("10.0.0.4", {"role": "prefill"}, CPU=8, GPU=2),
@@ -128,7 +156,7 @@ def test_assign_never_exceeds_node_resources(wanted: list[tuple[int, str, int]],
     assignment = assign(demands, nodes, {})
     remaining = {left.id: left for left in assignment.remaining}
     for host in nodes:
-        taken = sum(at.all["GPU"] for at in demands if assignment.node_ids.get(at.name) == host.id)
+        taken = sum(at.bundle["GPU"] for at in demands if assignment.node_ids.get(at.name) == host.id)
         assert 0 <= remaining[host.id].free["GPU"] == host.total["GPU"] - taken
     for worker in assignment.unassigned:
         assert not any(left.holds(worker) for left in remaining.values())

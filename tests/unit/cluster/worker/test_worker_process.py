@@ -1,10 +1,16 @@
 """The process of a worker: its interpreter disturbs no step, and memory that a step frees stays with it, so
-that the next step does not fault its pages in again."""
+that the next step does not fault its pages in again. Its device is named for the cluster."""
 
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+
+from tidemill.cluster.settings import WorkerSettings
+from tidemill.cluster.worker.worker_process import device_of
+from tidemill.workers.settings import EngineSettings
 
 INTERPRETER = """
 import gc, sys
@@ -40,3 +46,14 @@ def test_freed_memory_is_kept(keeps: bool, is_kept: bool) -> None:  # noqa: FBT0
 
 def test_steps_are_not_disturbed() -> None:
     subprocess.run([sys.executable, "-c", INTERPRETER], check=True)
+
+
+def test_worker_on_several_nodes_shares_its_device_with_no_other() -> None:
+    """The broker would lend memory of one node that is freed on another."""
+    engine = EngineSettings(
+        model_folder=Path("none"), store_url="memory:", cache_folder=Path("none"), tensor_parallel_size=2
+    )
+    worker = WorkerSettings(name="decode-1", role="decode", engine=engine)
+    assert device_of(worker, "10.0.0.4", "cpu") == "10.0.0.4/cpu"
+    apart = replace(worker, engine=replace(engine, tensor_parallel_nodes=2))
+    assert device_of(apart, "10.0.0.4", "cpu") == "10.0.0.4/cpu/decode-1"

@@ -22,7 +22,8 @@ from tidemill.workers.engine.build_rank import build_rank
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.parallel.exchange import Exchange
-from tidemill.workers.parallel.link import Ended
+from tidemill.workers.parallel.link import Ended, StartRanks
+from tidemill.workers.parallel.network import Meeting
 from tidemill.workers.parallel.rank import RankParts, carry_out
 from tidemill.workers.parallel.shared_memory import SharedMemory
 from tidemill.workers.settings import EngineSettings
@@ -83,7 +84,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-def start_rank(settings: EngineSettings, folder: Path) -> Ended:
+def start_rank(settings: EngineSettings, folder: Meeting) -> Ended:
     def run() -> None:
         with suppress(Exception):  # the leader reports it
             asyncio.run(carry_out(folder, 1, lambda: building(settings, folder)))
@@ -99,7 +100,7 @@ def collect_rank() -> None:
     gc.collect()
 
 
-def building(settings: EngineSettings, folder: Path) -> RankParts:
+def building(settings: EngineSettings, folder: Meeting) -> RankParts:
     threading.current_thread().name = "rank 1"
     return build_rank(settings, 1, folder)
 
@@ -120,7 +121,7 @@ def test_ranks_with_a_device_each_are_one_worker(devices: list[str]) -> None:
     wanted = asyncio.run(tokens_of(alone))
     alone.close()
     devices.clear()
-    group = build_engine(GROUP, lambda _done, _total: None, start_rank)
+    group = build_engine(GROUP, lambda _done, _total: None, StartRanks(start_rank))
     try:
         tried, beside_arena = devices[:2], devices[2:]
         assert tried == ["TorchRunner"] * 2, "both ranks try their largest step"

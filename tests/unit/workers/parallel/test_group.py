@@ -5,6 +5,7 @@
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -16,9 +17,12 @@ from random import Random
 
 import pytest
 import torch
+import trustme
 
 from tests.support.parity.heads import folder_with_head
-from tests.support.workers.ranks import RANKS, end, rank_of_a_model, started
+from tests.support.workers.ranks import RANKS, end, network_of, rank_of_a_model, started
+from tests.unit.cluster.rpc.test_mutual_tls import issue
+from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.workers.engine.build import BuiltEngine, build_engine
 from tidemill.workers.execution import model_runner as runner
 from tidemill.workers.execution.model_runner import TorchRunner
@@ -33,7 +37,8 @@ from tidemill.workers.messages import (
     WorkerGone,
 )
 from tidemill.workers.parallel.errors import GroupBroken
-from tidemill.workers.parallel.link import Ended
+from tidemill.workers.parallel.link import Ended, StartRanks
+from tidemill.workers.parallel.network import Meeting
 from tidemill.workers.settings import EngineSettings
 
 P = 16
@@ -79,9 +84,30 @@ def alone(tmp_path_factory: pytest.TempPathFactory, kernel_cache: Path) -> Engin
     )
 
 
-@pytest.fixture(params=[("exact", None), ("fast", None), ("fast", "gloo")], ids=str)
-def settings(alone: EngineSettings, tmp_path: Path, request: pytest.FixtureRequest) -> EngineSettings:
+over_nodes: MutualTls | None = None
+"""The certificates of ranks that have a node each; None: they are on one."""
+
+
+@pytest.fixture(
+    params=[
+        ("exact", None, False),
+        ("fast", None, False),
+        ("fast", "gloo", False),
+        ("exact", None, True),
+        ("fast", None, True),
+    ],
+    ids=str,
+)
+def settings(
+    alone: EngineSettings,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> EngineSettings:
     """Return settings with an empty store that processes share. No token here depends on the way to sum."""
+    if request.param[2]:
+        tls = issue(tmp_path / "tls", trustme.CA())
+        monkeypatch.setattr(sys.modules[__name__], "over_nodes", tls)
     return replace(
         alone,
         store_url=f"file://{tmp_path}?size=64MiB",
@@ -102,13 +128,18 @@ class Worker:
 async def worker(settings: EngineSettings, **changes: object) -> AsyncGenerator[Worker]:
     """A group whose step loop runs. At the end no process of it is left."""
     ranks: list[BaseProcess] = []
+    networks = [None if over_nodes is None else network_of(over_nodes, index) for index in range(3)]
+    if over_nodes is not None:
+        changes |= {"tensor_parallel_nodes": changes.get("tensor_parallel_size", 1)}
 
-    def start_ranks(settings: EngineSettings, folder: Path) -> Ended:
-        indices = range(1, settings.tensor_parallel_size)
-        ranks.extend(RANKS.Process(target=rank_of_a_model, args=(settings, folder, i)) for i in indices)
+    def start_ranks(settings: EngineSettings, meeting: Meeting) -> Ended:
+        for index in range(1, settings.tensor_parallel_size):
+            given = (settings, meeting, index, networks[index])
+            ranks.append(RANKS.Process(target=rank_of_a_model, args=given))
         return started(ranks)
 
-    built = build_engine(replace(settings, **changes), lambda _done, _total: None, start_ranks)
+    starting = StartRanks(start_ranks, networks[0])
+    built = build_engine(replace(settings, **changes), lambda _done, _total: None, starting)
     running = asyncio.create_task(built.engine.run())
     try:
         yield Worker(built, ranks, running)

@@ -2,9 +2,15 @@
 
 import asyncio
 import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
+import trustme
 
+from tests.support.workers import ranks as support
 from tests.support.workers.ranks import (
     BREAKS,
     EXTENTS,
@@ -13,12 +19,12 @@ from tests.support.workers.ranks import (
     SLOW,
     WAIT_S_MAX,
     Memory,
-    processes,
     rank,
     rank_that_builds_for_ever,
     rank_that_never_comes,
     rank_without_model,
 )
+from tests.unit.cluster.rpc.test_mutual_tls import issue
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import DIGEST_BYTES, Kind, PageKey
 from tidemill.workers.execution.step import Row
@@ -27,6 +33,15 @@ from tidemill.workers.parallel.frames import Ints, Verb, encode
 from tidemill.workers.parallel.group import GroupBacking, RankMate
 from tidemill.workers.parallel.link import RankLinks
 from tidemill.workers.transfer.transfer import Moved
+
+Processes = Callable[..., Any]
+
+
+@pytest.fixture(params=["one machine", "TLS", "plain TCP"])
+def processes(request: pytest.FixtureRequest, tmp_path: Path) -> Processes:
+    """Return `support.processes` on one machine, or as if each rank had a node of its own."""
+    certificates = issue(tmp_path / "tls", trustme.CA()) if request.param == "TLS" else None
+    return partial(support.processes, certificates=certificates, over_nodes=request.param != "one machine")
 
 
 def step(token: int) -> Ints:
@@ -50,7 +65,7 @@ def ends(links: RankLinks) -> str:
     return str(broken.value)
 
 
-def test_every_rank_moves_its_part() -> None:
+def test_every_rank_moves_its_part(processes: Processes) -> None:
     with processes(3, rank) as (_, _, accepted):
         mates = [RankMate(link) for link in is_ready(accepted())]
 
@@ -61,7 +76,7 @@ def test_every_rank_moves_its_part() -> None:
         asyncio.run(main())
 
 
-def test_cancelled_transfer_ends_when_the_rank_has_let_go_of_its_memory() -> None:
+def test_cancelled_transfer_ends_when_the_rank_has_let_go_of_its_memory(processes: Processes) -> None:
     with processes(2, rank) as (folder, _, accepted):
         (link,) = is_ready(accepted())
         mate = RankMate(link)
@@ -79,7 +94,7 @@ def test_cancelled_transfer_ends_when_the_rank_has_let_go_of_its_memory() -> Non
         asyncio.run(main())
 
 
-def test_extent_is_mapped_on_all_ranks_or_on_none() -> None:
+def test_extent_is_mapped_on_all_ranks_or_on_none(processes: Processes) -> None:
     with processes(3, rank) as (_, _, accepted):
         own = Memory(EXTENTS)
         backing = GroupBacking(own, is_ready(accepted()))
@@ -101,7 +116,7 @@ def test_extent_is_mapped_on_all_ranks_or_on_none() -> None:
 
 
 @pytest.mark.parametrize("token", [0, HANGS])
-def test_killed_rank_ends_all_of_them(token: int) -> None:
+def test_killed_rank_ends_all_of_them(processes: Processes, token: int) -> None:
     with processes(4, rank) as (_, ranks, accepted):
         links = is_ready(accepted())
         links.send_all(Verb.STEP, step(token))
@@ -114,7 +129,7 @@ def test_killed_rank_ends_all_of_them(token: int) -> None:
             links.send_all(Verb.STEP, step(0))
 
 
-def test_pending_calls_of_a_broken_group_are_answered() -> None:
+def test_pending_calls_of_a_broken_group_are_answered(processes: Processes) -> None:
     with processes(2, rank) as (_, ranks, accepted):
         links = is_ready(accepted())
         (link,) = links
@@ -129,7 +144,7 @@ def test_pending_calls_of_a_broken_group_are_answered() -> None:
             GroupBacking(Memory(1), links).map(0, GRANULE)
 
 
-def test_rank_whose_step_raises_reports_it_and_ends() -> None:
+def test_rank_whose_step_raises_reports_it_and_ends(processes: Processes) -> None:
     with processes(3, rank) as (_, ranks, accepted):
         links = is_ready(accepted())
         next(iter(links)).send(Verb.STEP, step(BREAKS))
@@ -138,7 +153,7 @@ def test_rank_whose_step_raises_reports_it_and_ends() -> None:
             process.join(WAIT_S_MAX)
 
 
-def test_rank_that_cannot_be_built_reports_why() -> None:
+def test_rank_that_cannot_be_built_reports_why(processes: Processes) -> None:
     with processes(3, rank_without_model) as (_, _, accepted):
         links = accepted()
         assert ends(links) == "rank 2 broke: the folder is empty: download the model"
@@ -146,14 +161,14 @@ def test_rank_that_cannot_be_built_reports_why() -> None:
             is_ready(links)
 
 
-def test_rank_that_is_being_built_ends_with_its_leader() -> None:
+def test_rank_that_is_being_built_ends_with_its_leader(processes: Processes) -> None:
     with processes(2, rank_that_builds_for_ever) as (folder, _, accepted):
         accepted()
         while not (folder / "building-1").exists():
             time.sleep(0.01)
 
 
-def test_rank_that_never_comes() -> None:
+def test_rank_that_never_comes(processes: Processes) -> None:
     why = pytest.raises(GroupBroken, match="a rank does not start: exit status 0")
     with processes(2, rank_that_never_comes) as (_, _, accepted), why:
         accepted()
