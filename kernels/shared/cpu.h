@@ -139,28 +139,40 @@ static inline float tree(vec lanes, Combine combine) {
     }
 }
 
-static inline float fold(const float* lanes) {
-    vec whole = load(lanes);
-    for (int l = LANES; l < LANES_SUM; l += LANES) whole += load(lanes + l);
-    return tree(whole, [](vec a, vec b) { return a + b; });
+// The fold of LANES_SUM sums: add(lane, i) adds element i to its lane, a float or a vec of them.
+template <typename Add>
+static inline float in_lanes(int64_t n, Add add) {
+    constexpr int PARTS = LANES_SUM / LANES;
+    vec lanes[PARTS] = {};
+    int64_t i = 0;
+    for (; i + LANES_SUM <= n; i += LANES_SUM)
+        for (int p = 0; p < PARTS; p++) add(lanes[p], i + p * LANES);
+    if (i < n) {
+        float rest[LANES_SUM];
+        std::memcpy(rest, lanes, sizeof rest);
+        for (int l = 0; i + l < n; l++) add(rest[l], i + l);
+        std::memcpy(lanes, rest, sizeof rest);
+    }
+    for (int p = 1; p < PARTS; p++) lanes[0] += lanes[p];
+    return tree(lanes[0], [](vec a, vec b) { return a + b; });
+}
+
+template <typename T>
+static inline T load_as(const float* p) {
+    T t;
+    std::memcpy(&t, p, sizeof t);
+    return t;
 }
 
 static inline float sum(const float* x, int64_t n) {
-    float lanes[LANES_SUM] = {};
-    int64_t i = 0;
-    for (; i + LANES_SUM <= n; i += LANES_SUM)
-        for (int l = 0; l < LANES_SUM; l++) lanes[l] += x[i + l];
-    for (int l = 0; i + l < n; l++) lanes[l] += x[i + l];
-    return fold(lanes);
+    return in_lanes(n, [x](auto& lane, int64_t i) { lane += load_as<std::decay_t<decltype(lane)>>(x + i); });
 }
 
 static inline float dot(const float* x, const float* y, int64_t n) {
-    float lanes[LANES_SUM] = {};
-    int64_t i = 0;
-    for (; i + LANES_SUM <= n; i += LANES_SUM)
-        for (int l = 0; l < LANES_SUM; l++) lanes[l] = __builtin_fmaf(x[i + l], y[i + l], lanes[l]);
-    for (int l = 0; i + l < n; l++) lanes[l] = __builtin_fmaf(x[i + l], y[i + l], lanes[l]);
-    return fold(lanes);
+    return in_lanes(n, [x, y](auto& lane, int64_t i) {
+        typedef std::decay_t<decltype(lane)> T;
+        lane = fused(load_as<T>(x + i), load_as<T>(y + i), lane);
+    });
 }
 
 typedef uint32_t words __attribute__((vector_size(LANES * 4)));
