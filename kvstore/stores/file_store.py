@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import ObjectKey
 from tidemill.kvstore.stores.object_folder import ObjectFolder
 from tidemill.kvstore.stores.page_store import (
+    READ_THREADS,
     Got,
     Objects,
     Put,
@@ -21,12 +21,9 @@ from tidemill.kvstore.stores.page_store import (
     StoreStats,
     finish,
     run_on,
+    shares_of,
 )
 from tidemill.kvstore.stores.seal import PLAIN, Sealing
-
-READ_THREADS = 4
-SHARE_BYTES_MIN = 4 << 20
-"""Fewer bytes are read faster than another thread wakes up."""
 
 
 class FileStore:
@@ -55,7 +52,7 @@ class FileStore:
         return await run_on(self._writer, lambda: self._put(objects))
 
     async def get(self, wanted: Objects) -> list[Got]:
-        shares = [run_on(self._readers, partial(self._get, share)) for share in _shares(wanted)]
+        shares = [run_on(self._readers, partial(self._get, wanted[share])) for share in shares_of(wanted)]
         return [outcome for outcomes in await finish(asyncio.gather(*shares)) for outcome in outcomes]
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
@@ -95,13 +92,3 @@ class FileStore:
         outcomes = self._folder.get(wanted)
         self._counters.add_get(wanted, outcomes)
         return outcomes
-
-
-def _shares(
-    wanted: Objects,
-) -> list[Objects]:
-    """Split `wanted` into runs, one for each thread that its bytes are worth."""
-    total_bytes = sum(view.nbytes for _, view in wanted)
-    num_shares = max(1, min(READ_THREADS, len(wanted), total_bytes // SHARE_BYTES_MIN))
-    cuts = [len(wanted) * share // num_shares for share in range(num_shares + 1)]
-    return [wanted[start:end] for start, end in pairwise(cuts)]

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tidemill.kvstore.stores.page_store import run_on
+from tidemill.kvstore.stores.page_store import READ_THREADS, run_on
 from tidemill.kvstore.stores.remote_store import Parts
 
 GET_THREADS = 2
@@ -58,7 +58,7 @@ class MooncakeClient:
         self._putting = ThreadPoolExecutor(1, thread_name_prefix="mooncake-put")
         self._getting = ThreadPoolExecutor(GET_THREADS, thread_name_prefix="mooncake-get")
         self._querying = ThreadPoolExecutor(1, thread_name_prefix="mooncake-query")
-        self.readers = ThreadPoolExecutor(GET_THREADS, thread_name_prefix="mooncake-read")
+        self.readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="mooncake-read")
 
     async def put(self, names: Sequence[str], objects: Sequence[Parts]) -> list[int]:
         return await run_on(self._putting, lambda: self._put(names, objects))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 from threading import Lock
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -15,6 +16,10 @@ _Result = TypeVar("_Result")
 
 Objects = Sequence[tuple[ObjectKey, memoryview]]
 """Objects of a call: the key of each one, and the view of its body."""
+
+READ_THREADS = 4  # of a store: one hashes slower than a network delivers
+SHARE_BYTES_MIN = 4 << 20
+"""Fewer bytes are read faster than another thread wakes up."""
 
 
 class Put(Enum):
@@ -176,6 +181,14 @@ async def finish(transfer: asyncio.Future[_Result]) -> _Result:
 async def run_on(pool: Executor, work: Callable[[], _Result]) -> _Result:
     """Return the result of `work` on a thread of `pool`. Cancellation waits until it has ended."""
     return await finish(asyncio.wrap_future(pool.submit(work)))
+
+
+def shares_of(objects: Objects) -> list[slice]:
+    """Return runs of `objects`, one for each thread that reading their bytes is worth."""
+    total_bytes = sum(view.nbytes for _, view in objects)
+    count = max(1, min(READ_THREADS, len(objects), total_bytes // SHARE_BYTES_MIN))
+    cuts = [len(objects) * share // count for share in range(count + 1)]
+    return [slice(start, end) for start, end in pairwise(cuts)]
 
 
 def count_fitting(sizes: Sequence[int], capacity_bytes: int) -> int:

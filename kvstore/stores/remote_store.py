@@ -5,6 +5,7 @@ import math
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 from tidemill.kvstore.errors import StoreError
@@ -18,7 +19,9 @@ from tidemill.kvstore.stores.page_store import (
     StoreCounters,
     StoredObject,
     StoreStats,
+    finish,
     run_on,
+    shares_of,
 )
 from tidemill.kvstore.stores.seal import PLAIN, SEAL_BYTES, Sealing
 
@@ -247,11 +250,11 @@ class RemoteStore:
     async def _verify(self, batch: Objects, parts: Sequence[Parts], found: Sequence[Got | int]) -> list[Got]:
         """Return the outcomes of a batch, and remove damaged objects."""
 
-        def verify() -> list[Got]:
-            arrived = zip(batch, parts, found, strict=True)
+        def verify(share: slice) -> list[Got]:
+            arrived = zip(batch[share], parts[share], found[share], strict=True)
             return [self._outcome(key, view, seal, got) for (key, view), (seal, _), got in arrived]
 
-        outcomes = await self._read(batch, verify)
+        outcomes = [got for share in await self._read(batch, verify) for got in share]
         damaged = [key for (key, _), got in zip(batch, outcomes, strict=True) if got in DAMAGED]
         await self.remove(damaged)
         return outcomes
@@ -264,18 +267,19 @@ class RemoteStore:
     async def _seal(self, offers: Objects, block: memoryview) -> list[Parts]:
         parts = _parts(offers, block)
 
-        def seal() -> None:
-            for (key, body), (view, _) in zip(offers, parts, strict=True):
+        def seal(share: slice) -> None:
+            for (key, body), (view, _) in zip(offers[share], parts[share], strict=True):
                 view[:] = self._sealing.seal(key, body)
 
         await self._read(offers, seal)
         return parts
 
-    async def _read(self, offers: Objects, work: Callable[[], _Result]) -> _Result:
-        """Run `work`, which reads all bytes of `offers`, without blocking the event loop."""
+    async def _read(self, offers: Objects, work: Callable[[slice], _Result]) -> list[_Result]:
+        """Run `work`, which reads all bytes of some offers, on threads, without blocking the event loop."""
         if self._executor is None or sum(body.nbytes for _, body in offers) <= INLINE_BYTES_MAX:
-            return work()
-        return await run_on(self._executor, work)
+            return [work(slice(len(offers)))]
+        shares = [run_on(self._executor, partial(work, share)) for share in shares_of(offers)]
+        return await finish(asyncio.gather(*shares))
 
     def _batches(self, objects: Objects) -> Iterator[slice]:
         """Split into runs of one kind with distinct keys, each within half a lease if possible."""

@@ -4,6 +4,13 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
+        "one thread seals a whole batch",
+        "kvstore/stores/remote_store.py::RemoteStore._read",
+        "for $SHARE in shares_of($OFFERS)",
+        "for $SHARE in [slice(len($OFFERS))]",
+        "tests/unit/kvstore/stores/test_remote_store.py",
+    ),
+    Planted(
         "a page's key does not depend on the pages before it",
         "kvstore/keys.py::chain",
         'return $DIGEST($PARENT, $PACK(f"<{len(page)}I", *$PAGE))',
@@ -61,9 +68,9 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "a large batch of files returns in another order",
-        "kvstore/stores/file_store.py::_shares",
-        "return [$WANTED[$START:$END] for $START, $END in $PAIRWISE($CUTS)]",
-        "return [$WANTED[$START:$END] for $START, $END in [*$PAIRWISE($CUTS)][::-1]]",
+        "kvstore/stores/page_store.py::shares_of",
+        "return [slice($START, $END) for $START, $END in $PAIRWISE($CUTS)]",
+        "return [slice($START, $END) for $START, $END in [*$PAIRWISE($CUTS)][::-1]]",
         "tests/unit/kvstore/stores/test_file_store.py tests/unit/kvstore/stores/test_file_store_faults.py",
     ),
     Planted(

@@ -20,7 +20,7 @@ from tests.support.kvstore.folders import (
 )
 from tests.support.kvstore.objects import page
 from tests.support.kvstore.store_process import body
-from tidemill.kvstore.stores import file_store, folder_bound
+from tidemill.kvstore.stores import folder_bound, page_store
 from tidemill.kvstore.stores.file_store import FileStore
 from tidemill.kvstore.stores.object_folder import TOUCH_S, ObjectFolder
 from tidemill.kvstore.stores.page_store import Got, Put
@@ -220,7 +220,7 @@ def test_file_store_close_waits_for_running_transfers(
 def test_file_store_reads_a_large_batch_on_several_threads_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    monkeypatch.setattr(file_store, "SHARE_BYTES_MIN", 2 * BODY_BYTES)
+    monkeypatch.setattr(page_store, "SHARE_BYTES_MIN", 2 * BODY_BYTES)
     put(ObjectFolder(tmp_path, AMPLE_BYTES), *range(0, count, 2))
     views = [memoryview(bytearray(BODY_BYTES)) for _ in range(count)]
 

@@ -1,7 +1,9 @@
 """The remote store with a scripted client: outcomes for codes, batches and confirmation."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -11,9 +13,9 @@ from tests.support.kvstore.objects import page, random_body
 from tests.support.sim.loop import simulate
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import Kind, ObjectKey
-from tidemill.kvstore.stores.page_store import Got, Put, StoredObject
+from tidemill.kvstore.stores.page_store import SHARE_BYTES_MIN, Got, Put, StoredObject
 from tidemill.kvstore.stores.remote_store import BATCH_OBJECTS_MAX, Listing, Parts, RemoteStore
-from tidemill.kvstore.stores.seal import SEAL_BYTES
+from tidemill.kvstore.stores.seal import SEAL_BYTES, Sealing
 
 BODY_BYTES = 100
 
@@ -355,3 +357,29 @@ def test_remote_store_reports_only_confirmed_objects(
                 )
 
     run(scenario)
+
+
+TOGETHER = threading.Barrier(2)
+
+
+class TogetherSealing(Sealing):
+    """Seals only while another thread seals too."""
+
+    def seal(self, key: ObjectKey, body: memoryview) -> bytes:
+        TOGETHER.wait(30)
+        return super().seal(key, body)
+
+
+def test_threads_share_the_seals_of_a_large_batch() -> None:
+    bodies = [memoryview(bytearray([number]) * SHARE_BYTES_MIN) for number in range(2)]
+    views = [memoryview(bytearray(SHARE_BYTES_MIN)) for _ in bodies]
+
+    async def main() -> None:
+        with ThreadPoolExecutor(2) as threads:
+            store = RemoteStore(ScriptedClient(), sealing=TogetherSealing(), executor=threads)
+            assert await store.put([(page(n), body) for n, body in enumerate(bodies)]) == [Put.STORED] * 2
+            assert await store.get([(page(n), view) for n, view in enumerate(views)]) == [Got.HIT] * 2
+            await store.close()
+
+    asyncio.run(main())
+    assert views == bodies
