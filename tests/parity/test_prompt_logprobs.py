@@ -13,9 +13,9 @@ import torch
 from tests.support.parity.architectures import random_model, save
 from tests.support.parity.served import answer, serving
 from tests.support.parity.steps import Runner
+from tests.support.workers.logprobs import token_logprob
 from tidemill.kernels.dispatch import Operators
 from tidemill.workers.engine.build import BuiltEngine
-from tidemill.workers.execution.logprobs import token_logprob
 from tidemill.workers.messages import Request, Sampling, TokenLogprob
 from tidemill.workers.models.architectures.registry import load
 from tidemill.workers.settings import EngineSettings

@@ -4,11 +4,12 @@ They are of the model's own distribution, in float64 and row by row: a row's bit
 rows.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
 
+from tidemill.workers.device import HOST
 from tidemill.workers.execution.step import Step
 from tidemill.workers.messages import TokenLogprob
 
@@ -17,93 +18,81 @@ CHUNK_TOKENS = 32
 take gigabytes."""
 
 
-def token_logprob(logprobs_V: torch.Tensor, token: int, alternatives: int) -> TokenLogprob:
-    """Return the logprob of `token` and those of the most likely tokens, by falling logprob and then by id.
-    `logprobs_V` is float64."""
-    logprobs_V = logprobs_V.cpu()  # the following reads single numbers
-    most = min(alternatives, len(logprobs_V))
-    top: tuple[tuple[int, float], ...] = ()
-    if most:
-        least = logprobs_V.topk(most).values[-1]
-        ids = (logprobs_V >= least).nonzero().squeeze(1)  # more than `most` when some are equal
-        order = logprobs_V[ids].argsort(descending=True, stable=True)[:most]
-        top = tuple((int(token), float(logprobs_V[token])) for token in ids[order])
-    return TokenLogprob(float(logprobs_V[token]), top)
-
-
 class Logprobs(NamedTuple):
-    """The numbers that `start_logprobs` computes, still on the device."""
+    """The numbers that `start_logprobs` computes, still on the device: the logprob of the token, those of the
+    most likely tokens, and their ids."""
 
-    logprobs_NV: torch.Tensor
-    own_N: torch.Tensor
-    values_NK: torch.Tensor
-    ids_NK: torch.Tensor
-    equal_N: torch.Tensor
-    most: int
+    numbers_NC: torch.Tensor
 
-    def read(self, tokens: Sequence[int]) -> list[TokenLogprob]:
-        """Wait for it, and return `token_logprob` of each row: all in one operation, except rows in which
-        equal numbers leave a choice."""
-        most = self.most
-        parts = (self.own_N, self.values_NK, self.ids_NK, self.equal_N)
-        rows = zip(*map(_numbers, parts), strict=True)
+    def read(self) -> list[TokenLogprob]:
+        """Wait for it. The most likely tokens come by falling logprob and then by id."""
+        most = self.numbers_NC.shape[1] // 2
+        numbers: list[list[float]] = cast("Any", self.numbers_NC).tolist()  # torch leaves the type open
         return [
-            token_logprob(self.logprobs_NV[index], tokens[index], most)
-            if equal and most
-            else TokenLogprob(logprob, tuple(zip(ids[:most], values[:most], strict=True)))
-            for index, (logprob, values, ids, equal) in enumerate(rows)
+            TokenLogprob(own, tuple(zip(map(int, rest[most:]), rest[:most], strict=True)))
+            for own, *rest in numbers
         ]
 
 
 def start_logprobs(logprobs_NV: torch.Tensor, tokens_N: torch.Tensor, alternatives: int) -> Logprobs:
     """Compute the logprobs of tokens (int64) and of the most likely tokens. The host waits for nothing."""
-    most = min(alternatives, logprobs_NV.shape[1])
-    own_N = logprobs_NV.gather(1, tokens_N.unsqueeze(1)).squeeze(1)
-    top = logprobs_NV.topk(min(most + 1, logprobs_NV.shape[1]))
-    equal_N = (top.values[:, 1:] == top.values[:, :-1]).any(dim=-1)
-    return Logprobs(logprobs_NV, own_N, top.values, top.indices, equal_N, most)
+    vocabulary = logprobs_NV.shape[1]
+    most = min(alternatives, vocabulary)
+    own_N1 = logprobs_NV.gather(1, tokens_N.unsqueeze(1))
+    if not most:
+        return Logprobs(own_N1)
+    top_NK = logprobs_NV.topk(min(most + 1, vocabulary))
+    values_NK, ids_NK = top_NK.values[:, :most], top_NK.indices[:, :most]
+    if logprobs_NV.device != HOST or bool((top_NK.values[:, 1:] == top_NK.values[:, :-1]).any()):
+        # Equal numbers come by their ids. Asking a device whether there are any would wait for it.
+        least_N1 = values_NK[:, -1:]
+        rank_NV = (logprobs_NV >= least_N1).long() + (logprobs_NV > least_N1)
+        rank_NV = rank_NV * vocabulary - torch.arange(vocabulary, device=logprobs_NV.device)
+        ids_NK = -rank_NV.topk(most).values % vocabulary
+        values_NK, order_NK = logprobs_NV.gather(1, ids_NK).sort(dim=1, descending=True, stable=True)
+        ids_NK = ids_NK.gather(1, order_NK)
+    return Logprobs(torch.cat([own_N1, values_NK, ids_NK.double()], dim=1))
 
 
-def token_logprobs(logprobs_NV: torch.Tensor, tokens: Sequence[int], alternatives: int) -> list[TokenLogprob]:
-    """Return `token_logprob` of each row."""
-    tokens_N = torch.tensor(tokens, device=logprobs_NV.device)
-    return start_logprobs(logprobs_NV, tokens_N, alternatives).read(tokens)
+def start_scores(
+    logits: Callable[[torch.Tensor], torch.Tensor], hidden_TH: torch.Tensor, step: Step
+) -> list[list[Logprobs]]:
+    """Launch the logprobs that `scores` of each row requests, from the hidden states of the step. `logits`
+    computes those of the model. The host waits for nothing.
 
-
-def _numbers(numbers: torch.Tensor) -> list[Any]:
-    found: list[Any] = cast("Any", numbers).tolist()  # torch leaves the type open
+    All ranks of a group do this together; only the leader gets a result.
+    """
+    found: list[list[Logprobs]] = [[] for _ in step]
+    targets = [target for row in step if row.scores is not None for target in row.scores.targets]
+    targets_N = torch.tensor(targets, pin_memory=hidden_TH.is_cuda).to(hidden_TH.device, non_blocking=True)
+    begin = 0
+    for index, alternatives, hidden_NH in _chunks(hidden_TH, step):
+        end = begin + len(hidden_NH)
+        logits_NV = logits(hidden_NH)
+        if logits_NV.shape[1]:
+            logprobs_NV = logits_NV.double().log_softmax(dim=-1)
+            found[index].append(start_logprobs(logprobs_NV, targets_N[begin:end], alternatives))
+        begin = end
     return found
 
 
 def scores_of(
     logits: Callable[[torch.Tensor], torch.Tensor], hidden_TH: torch.Tensor, step: Step
 ) -> list[tuple[TokenLogprob, ...]]:
-    """Return the logprobs that `scores` of each row requests, from the hidden states of the step; an empty
-    list when no row requests any. `logits` computes those of the model.
-
-    All ranks of a group do this together; only the leader gets a result.
-    """
+    """Return what `start_scores` launches; an empty list when no row requests any. Only its end waits."""
     if not any(row.scores for row in step):
         return []
-    found: list[list[TokenLogprob]] = [[] for _ in step]
-    for index, targets, hidden_NH in _chunks(hidden_TH, step):
-        logits_NV = logits(hidden_NH)
-        scores = step[index].scores
-        if logits_NV.shape[1] == 0 or scores is None:
-            continue
-        logprobs_NV = logits_NV.double().log_softmax(dim=-1)
-        found[index] += token_logprobs(logprobs_NV, targets, scores.alternatives)
-    return [tuple(scores) for scores in found]
+    launched = start_scores(logits, hidden_TH, step)
+    return [tuple(score for chunk in chunks for score in chunk.read()) for chunks in launched]
 
 
-def _chunks(hidden_TH: torch.Tensor, step: Step) -> Iterator[tuple[int, tuple[int, ...], torch.Tensor]]:
-    """Yield (row, some of its targets, the hidden states that score them)."""
+def _chunks(hidden_TH: torch.Tensor, step: Step) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Yield (row, alternatives, the hidden states of some of its targets), in the order of targets."""
     begin = 0
     for index, row in enumerate(step):
         if row.scores is not None:
-            offset, targets, _ = row.scores
+            offset, targets, alternatives = row.scores
             for start in range(0, len(targets), CHUNK_TOKENS):
-                some = targets[start : start + CHUNK_TOKENS]
                 first = begin + offset + start
-                yield index, some, hidden_TH[first : first + len(some)]
+                yield index, alternatives, hidden_TH[first : first + min(CHUNK_TOKENS, len(targets) - start)]
         begin += len(row.tokens)

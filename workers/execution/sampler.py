@@ -64,8 +64,7 @@ class LaunchedDraws(NamedTuple):
             self.copied.synchronize()
         tokens, found = token_ids(self.host_N), dict[int, TokenLogprob]()
         for draws, logprobs in self.logprobs:
-            reported = logprobs.read([tokens[draw] for draw in draws])
-            found.update(zip(draws, reported, strict=True))
+            found.update(zip(draws, logprobs.read(), strict=True))
         return tokens, found
 
 

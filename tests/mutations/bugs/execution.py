@@ -4,6 +4,20 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
+        "of equal logprobs any are reported",
+        "workers/execution/logprobs.py::start_logprobs",
+        "if $LOGPROBS.device != HOST or",
+        "if $LOGPROBS.device != HOST and",
+        "tests/unit/workers/engine/test_prompt_logprobs.py",
+    ),
+    Planted(
+        "prompt logprobs wait for the copy of their targets",
+        "workers/execution/logprobs.py::start_scores",
+        "non_blocking=True",
+        "non_blocking=False",
+        "tests/unit/workers/engine/test_prompt_logprobs.py",
+    ),
+    Planted(
         "padding keeps the previous content of its row",
         "workers/execution/cuda_graphs.py::pad",
         "whole[len(part) :] = empty",

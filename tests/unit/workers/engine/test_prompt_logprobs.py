@@ -9,10 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.kernels.launched import META, Counted
 from tests.support.sim.fold import expected_scores
 from tests.support.workers.bench import ATTENTION_ONLY, HYBRID, Bench, Tuning, a_request, bench, prompt, run
+from tests.support.workers.logprobs import token_logprob
 from tidemill.kvstore.layout import Layout
-from tidemill.workers.execution.logprobs import CHUNK_TOKENS, scores_of, token_logprob, token_logprobs
+from tidemill.workers.execution.logprobs import CHUNK_TOKENS, scores_of, start_logprobs, start_scores
 from tidemill.workers.execution.step import Row, Scores
 from tidemill.workers.messages import Request, Sampling, TokenLogprob
 
@@ -156,7 +158,7 @@ def test_concurrent_requests_get_what_each_gets_alone(
     alone = [
         token_logprob(row_V, token, alternatives) for row_V, token in zip(logprobs_NV, tokens, strict=True)
     ]
-    assert token_logprobs(logprobs_NV, tokens, alternatives) == alone
+    assert start_logprobs(logprobs_NV, torch.tensor(tokens), alternatives).read() == alone
 
 
 def test_equal_alternatives_come_by_their_ids() -> None:
@@ -164,3 +166,11 @@ def test_equal_alternatives_come_by_their_ids() -> None:
     assert token_logprob(logprobs_V, 3, 2) == TokenLogprob(-2.0, ((1, -0.5), (2, -0.5)))
     assert token_logprob(logprobs_V, 3, 0) == TokenLogprob(-2.0)
     assert len(token_logprob(logprobs_V, 3, 20).top) == 5
+
+
+def test_host_waits_for_no_part_of_a_prompt() -> None:
+    step = (Row("", (0,) * 200, 0, (), None, (), scores=Scores(0, (1,) * 200, 3)),)
+    with Counted() as counted:
+        (launched,) = start_scores(lambda hidden_NV: hidden_NV, torch.empty(200, 50, device=META), step)
+    assert [chunk.numbers_NC.shape for chunk in launched] == [(32, 7)] * 6 + [(8, 7)]
+    assert (counted.to_device, counted.to_host) == (1, 0)
