@@ -34,6 +34,7 @@ from tidemill.kernels.shared.rows import Rows
 SPAN_TOKENS = 256  # of one program of `attend_span`, as long as SPANS_MAX of them cover the sequence
 SPANS_MAX = 64
 SPANS_AT_ONCE = 16  # of one round of `add_spans`
+WRAP, SMALL_BYTES = 1 << 32, 128 << 10  # of `described`
 SHORT_TOKENS = 64  # of a row, at most, whose keys are split
 SPANS_SHORT = 32  # of such a row, at most
 RESULTS_MAX = 1 << 20  # elements of a short row's results, at most, before they are added up
@@ -333,6 +334,20 @@ def _strides(q_THD: Tensor, cache: Tensor, rows: Rows) -> tuple[int, ...]:
     return *q_THD.stride()[:2], *cache.stride()[:4], rows.pages_BN.stride(0)
 
 
+def described(pages: int, page_bytes: int, last_bytes: int) -> int:
+    """Return the pages of a descriptor, at least `pages`: no kernel reads those that do not exist.
+    `last_bytes` is the offset of the last element of a page.
+
+    Triton 3.7 adds up the offset of the last element of all in 32 bits, and encodes a tensor as a small one
+    if the sum is less than 128 KiB (`driver.c`, for drivers up to 13.1).
+    """
+    last = (pages - 1) * page_bytes + last_bytes
+    found = last % WRAP
+    if last < WRAP // 2 or SMALL_BYTES <= found < WRAP // 2:
+        return pages
+    return pages + -(-((SMALL_BYTES - found) % WRAP) // page_bytes)
+
+
 def _tiles(cache: Tensor, keys: int, first: int) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
     """The elements after the first ones, and these, for the copy engine (TMA): it takes whole tiles of pages,
     aligned, of powers of two.
@@ -349,5 +364,7 @@ def _tiles(cache: Tensor, keys: int, first: int) -> tuple[TensorDescriptor | Non
     for at in (2, 1):  # a dimension of 1 has any stride, which the driver looks at nevertheless
         if shape[at] == 1:
             strides[at] = strides[at + 1] * shape[at + 1]
+    last_bytes = sum((size - 1) * stride for size, stride in zip(shape[1:], strides[1:], strict=True))
+    shape[0] = described(shape[0], bytes_apart[1], last_bytes * cache.element_size())
     tiles = [TensorDescriptor(cache, shape, strides, [1, 1, 1, keys, n]) for n in widths]
     return tiles[0], tiles[1] if first else None

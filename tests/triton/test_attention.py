@@ -1,6 +1,7 @@
 # pyright: basic
 """Paged attention in Triton: its definition over odd sizes, NaN in unused memory, equal bits."""
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -295,3 +296,16 @@ def test_large_scores_do_not_overflow() -> None:
     layer = Layer(Case(new=[1, 20], before=[40, 30], heads=(1, 1), dtype=torch.float32, dim=16))
     layer.q_THD *= 1000
     assert relative_error(layer.run(), layer.wanted()) < 1e-4
+
+
+@pytest.mark.parametrize("gib", [0.001, 1, 2, 3, 4, 6, 8, 12, 40, 128])
+def test_no_large_arena_is_taken_for_a_small_tensor(gib: float) -> None:
+    """The sum is that of `driver.c` of Triton 3.7, in an int."""
+    page_bytes, last_bytes = 12 * (128 << 10), (128 << 10) - 2  # twelve layers, of two heads of 256
+    for more in range(40):
+        pages = int(gib * (1 << 30)) // page_bytes + 1 + 71 * more
+        found = cuda.described(pages, page_bytes, last_bytes)
+        assert pages <= found <= pages + (1 << 31) // page_bytes + 1
+        if (pages - 1) * page_bytes + last_bytes >= 128 << 10:
+            assert ctypes.c_int32((found - 1) * page_bytes + last_bytes).value + 1 >= 128 << 10
+    assert cuda.described(1, page_bytes, last_bytes) == 1

@@ -4,6 +4,13 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
+        "a large arena is described as a small tensor",
+        "kernels/attention/cuda.py::described",
+        "if $LAST < WRAP // 2 or",
+        "if $LAST < WRAP or",
+        "tests/triton/test_attention.py",
+    ),
+    Planted(
         "half-width keys lose every second element",
         "kernels/attention/cpu.cpp",
         "uint16_t $BITS; std::memcpy(&$BITS, $FROM + 2 * $E,",
