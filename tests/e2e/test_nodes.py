@@ -7,6 +7,7 @@ versions side by side, a worker whose ranks are on two nodes.
 import asyncio
 import json
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -33,8 +34,13 @@ from tests.support.e2e.nodes import HEAD, NET, Nodes
 from tests.support.e2e.server import EVENTUALLY_S_MAX, Server, eventually, run_cli
 from tests.support.e2e.streams import Stream, client_of, run_all, run_while
 from tests.support.e2e.tun import Loss
+from tests.support.workers.ranks import ENDED, GRANULE, Around
 from tests.unit.cluster.rpc.test_mutual_tls import issue
 from tidemill import LLM, SamplingParams
+from tidemill.workers.parallel.errors import GroupBroken
+from tidemill.workers.parallel.frames import Verb, ints
+from tidemill.workers.parallel.link import accept, meeting_place
+from tidemill.workers.parallel.network import Network
 
 pytestmark = pytest.mark.slow
 
@@ -457,6 +463,37 @@ def test_group_over_two_nodes_survives_the_loss_of_one(alone: Alone) -> None:
 
 def running_rows(server: Server, name: str) -> int:
     return sum(row["load"]["running_rows"] for row in server.workers() if row["info"]["name"] == name)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root makes networks")
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_both_ends_of_a_group_notice_that_their_line_is_cut(
+    line: Callable[[Loss], None], tmp_path: Path, *, is_idle: bool
+) -> None:
+    """The leader ends the group, and the rank ends itself, though neither kernel learns of an end."""
+    tls = issue(tmp_path / "tls", trustme.CA())
+    network = Network(host=LINE_NEAR, certificates=tls)
+    run = "import pickle, sys; from tests.support.workers import ranks; "
+    run += "ranks.rank(pickle.load(sys.stdin.buffer), 1)"
+    with meeting_place(network) as place:
+        command = ["ip", "netns", "exec", APART, sys.executable, "-c", run]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        try:
+            assert process.stdin is not None
+            with process.stdin as pipe:
+                pickle.dump(Around(tmp_path, place.meeting, tls), pipe)
+            links = accept(place, 2, lambda: None, network)
+            (link,) = links
+            link.ready.result(EVENTUALLY_S_MAX)
+            line(Loss(lost_share=1.0))
+            if not is_idle:
+                links.send_all(Verb.UNMAP, ints((0, GRANULE)))
+            with pytest.raises(GroupBroken, match="rank 1 is gone"):
+                links.broken.result(EVENTUALLY_S_MAX)
+            assert process.wait(EVENTUALLY_S_MAX) == ENDED
+        finally:
+            process.kill()
+            process.wait()
 
 
 def test_resources_that_no_node_has_are_reported(tmp_path: Path) -> None:

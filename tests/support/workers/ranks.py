@@ -28,6 +28,9 @@ GRANULE = Mmap.granule_bytes
 EXTENTS = 4
 BREAKS, HANGS = 1, 2
 """Tokens that do this to a step."""
+ENDED = 3
+"""The exit status of a rank."""
+
 SLOW = 7
 """The place of an object that a rank moves only after the file `go` is there."""
 
@@ -190,6 +193,6 @@ def _end_with(carrying_out: Coroutine[None, None, None]) -> None:
         try:
             await carrying_out
         finally:
-            os._exit(3)
+            os._exit(ENDED)
 
     asyncio.run(main())
