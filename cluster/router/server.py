@@ -10,6 +10,7 @@ import grpc.aio
 
 from tidemill.cluster.messages import FleetStatus, Misses, PlacementRequest, RoleScale, Route, SetBudget
 from tidemill.cluster.mutual_tls import MutualTls
+from tidemill.cluster.rates import Rates
 from tidemill.cluster.router.catalogue_server import CatalogueServer
 from tidemill.cluster.rpc.channels import ROUTER_STREAMS_MAX, bind, new_server, server_credentials
 from tidemill.cluster.rpc.codec import (
@@ -18,6 +19,7 @@ from tidemill.cluster.rpc.codec import (
     EdgeReport,
     LossReport,
     Malformed,
+    RateCount,
     RoleCommand,
     ScaleAnswer,
     ScaleCommand,
@@ -92,6 +94,7 @@ class RouterService:
         """Refuse what the supervisor alone can do if there is none."""
         self._router = router
         self._tls = tls
+        self._rates = Rates()
         self._streams: dict[WorkerId, object] = {}  # the latest stream of each worker
         self._server = new_server(ROUTER_STREAMS_MAX)
         handlers: dict[str, Handler] = {
@@ -103,6 +106,7 @@ class RouterService:
             "Lost": grpc.unary_unary_rpc_method_handler(self._lost),
             "Status": grpc.unary_unary_rpc_method_handler(self._status),
             "Out": grpc.unary_unary_rpc_method_handler(self._out),
+            "Count": grpc.unary_unary_rpc_method_handler(self._count),
             "SetBudget": self._order(
                 BudgetCommand, lambda order: router.set_budget(order.name, order.budget_bytes)
             ),
@@ -221,6 +225,14 @@ class RouterService:
             return encode(self._router.silent_workers(decode(frozenset[WorkerId], data)))
         except Malformed as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    async def _count(self, data: bytes, context: "Context") -> bytes:
+        try:
+            asked = decode(RateCount, data)
+        except Malformed as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        now_s = asyncio.get_running_loop().time()
+        return encode(self._rates.count(asked.name, max(1, asked.per_minute), now_s, asked.ahead_s))
 
     def _order(self, kind: type[OrderT], carry_out: Callable[[OrderT], None]) -> "Handler":
         """Return the gRPC method for a command of an operator, which the router may refuse."""

@@ -305,6 +305,14 @@ class ScaleAnswer(msgspec.Struct, frozen=True):
     refusal: tuple[str, str | None, int, str | None] | None = None  # message, param, status, code
 
 
+class RateCount(msgspec.Struct, frozen=True):
+    """A request of the key with this digest; see Rates.count."""
+
+    name: str
+    per_minute: int
+    ahead_s: float
+
+
 class EdgeReport(msgspec.Struct, frozen=True):
     """The answers and refusals of an edge since its last report, and the number of resets that it knows."""
 

@@ -33,6 +33,7 @@ from tidemill.cluster.observability.logs import LINES_KEPT, keeping, start_logs
 from tidemill.cluster.observability.redact import without_secrets
 from tidemill.cluster.observability.spans import tracing
 from tidemill.cluster.rpc.catalogue_client import CatalogueReader
+from tidemill.cluster.rpc.rate_client import RouterRates
 from tidemill.cluster.rpc.router_client import RouterClient, at
 from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.cluster.server.edge_group import LinkedGroup
@@ -167,6 +168,12 @@ class _JoinedEdge:
             group=group,
         )
 
+        self._rates = RouterRates(self._routers, join.tls)
+        self.context.keys.shared = self._rates
+
+    def _routers(self) -> list[str]:
+        return [address for entry in self._served.values() for address in entry.model.routers]
+
     async def run(self) -> None:
         """Follow the catalogue until cancelled. What cannot be used is logged, and what was known stays."""
         while True:
@@ -253,6 +260,7 @@ class _JoinedEdge:
         for entry in (*self._served.values(), *self._changed):
             entry.stop_watching()
             await entry.service.close()
+        await self._rates.close()
         await self._reader.close()
 
 

@@ -27,6 +27,7 @@ from tidemill.cluster.edge.service import ReportingEdge, ServedModel
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.observability.logs import LINES_KEPT, keeping
 from tidemill.cluster.observability.spans import tracing
+from tidemill.cluster.rpc.rate_client import RouterRates
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.server.endpoint import Endpoint, Sockets, listening, with_router_ports
 from tidemill.cluster.server.frontends import Frontends, edge_arguments
@@ -120,7 +121,13 @@ async def _serve(
     watches = [] if keys_file is None else [KeysWatch(context.keys, keys_file)]
     url = url_of(endpoint, sockets)
     published = [PublishedFleet(*pair) for pair in zip(fleets, services, strict=True)]
-    publisher = CataloguePublisher(published, cluster.catalogue_writers(), context, endpoint.telemetry)
+    writers = cluster.catalogue_writers()
+    publisher = CataloguePublisher(published, writers, context, endpoint.telemetry)
+    rates = RouterRates(
+        lambda: [writer.address for writer in writers.values() if writer.address],
+        settings.fleets[0].router.tls,
+    )
+    context.keys.shared = rates
     try:
         with keeping(lines), stop_signals() as stop:
             runs = [*services, *watches, publisher]
@@ -133,6 +140,7 @@ async def _serve(
                 serving = frontends.run(), frontends.stop
                 await run_serving(*serving, stop, runs, _announced(frontends, work(url)), watch)
     finally:
+        await rates.close()
         for service in services:
             await service.close()
 

@@ -80,7 +80,7 @@ class Generation:
             request_id = request_id_of(headers.get(REQUEST_ID_HEADER)) or self._edge.sources.new_id()
             try:
                 await context.send_initial_metadata(((REQUEST_ID_HEADER, request_id),))
-                self._edge.keys.admit(path, headers)
+                await self._edge.keys.admit(path, headers)
                 data = await self._read(frames)
                 client = client_of(self._edge.keys.tenant(headers), client_at(context.peer()))
                 with self._num_bytes.holding(len(data), client):

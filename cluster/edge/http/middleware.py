@@ -91,7 +91,7 @@ class EdgeMiddleware:
 
         body: _Body | None = None
         try:
-            client = self._admit(scope, headers)
+            client = await self._admit(scope, headers)
             scope["state"]["client"] = client
             body = reading = _Body(self._bytes, client, self._body_s_max, self._pace)
             if not await body.read(headers, receive):
@@ -112,11 +112,11 @@ class EdgeMiddleware:
             if body is not None:
                 body.drop()
 
-    def _admit(self, scope: Scope, headers: Headers) -> str:
+    async def _admit(self, scope: Scope, headers: Headers) -> str:
         """Admit a request and return the client that shares limits. Raises RequestError and Overloaded."""
         tenant: str | None = None
         if scope["path"] not in OPEN_PATHS:
-            self._keys.admit(scope["path"], headers)
+            await self._keys.admit(scope["path"], headers)
             tenant = self._keys.tenant(headers)
         if not self._keys.are_needed:
             server = scope.get("server") or ("",)

@@ -15,12 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
+from tidemill.cluster.rates import Counted, Rates
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Overloaded, RequestError
 
@@ -51,20 +52,27 @@ class _File(BaseModel):
     keys: Annotated[list[ApiKey], Field(min_length=1)]
 
 
+class SharedRates(Protocol):
+    """Counts that all edges share."""
+
+    async def count(self, name: str, per_minute: int, ahead_s: float) -> Counted | None:
+        """Count a request of a name; see Rates. Return None when no counter answers."""
+        ...
+
+
 class ApiKeys:
-    """The known keys. Without any, every client is admitted."""
+    """The known keys. Without any, every client is admitted. With `shared` a rate is one over all edges, and
+    this edge counts by itself only while no router answers."""
 
     def __init__(self, keys: Sequence[ApiKey] = (), clock_s: Callable[[], float] = lambda: 0.0) -> None:
         self._keys = {key.sha256: key for key in keys}
         self._clock_s = clock_s
-        self._paid_until_s: dict[str, float] = {}  # by digest
+        self._rates = Rates()  # by digest, as this edge knows them
+        self.shared: SharedRates | None = None
 
     def replace(self, keys: Sequence[ApiKey]) -> None:
         """Admit these keys from now on; those that stay keep what they have counted."""
         self._keys = {key.sha256: key for key in keys}
-        self._paid_until_s = {
-            digest: paid_s for digest, paid_s in self._paid_until_s.items() if digest in self._keys
-        }
 
     @property
     def known(self) -> tuple[ApiKey, ...]:
@@ -74,7 +82,7 @@ class ApiKeys:
     def are_needed(self) -> bool:
         return bool(self._keys)
 
-    def admit(self, path: str, headers: Mapping[str, str]) -> None:
+    async def admit(self, path: str, headers: Mapping[str, str]) -> None:
         """Admit a request and count it. Raises RequestError (401, 403) and Overloaded."""
         if not self._keys:
             return
@@ -87,7 +95,7 @@ class ApiKeys:
                     code="not_an_operator",
                 )
         elif key.requests_per_minute is not None:  # operators are not limited
-            self._count(key, key.requests_per_minute)
+            await self._count(key, key.requests_per_minute)
 
     def tenant(self, headers: Mapping[str, str]) -> str | None:
         """Return the tenant; None where there are no keys. Raises RequestError."""
@@ -103,19 +111,22 @@ class ApiKeys:
             )
         return key
 
-    def _count(self, key: ApiKey, per_minute: int) -> None:
-        """Apply the generic cell rate algorithm (ITU-T I.371): each request pays for its share of a minute,
-        and may pay for a minute ahead."""
-        now_s, cost_s = self._clock_s(), 60 / per_minute
-        paid_until_s = max(now_s, self._paid_until_s.get(key.sha256, 0.0)) + cost_s
-        wait_s = paid_until_s - now_s - 60
-        if wait_s > 1e-9:
+    async def _count(self, key: ApiKey, per_minute: int) -> None:
+        """Count a request. Raises Overloaded."""
+        ahead_s = self._rates.ahead_s(key.sha256, self._clock_s())
+        counted: Counted | None = None
+        if self.shared is not None:
+            counted = await self.shared.count(key.sha256, per_minute, ahead_s)
+        if counted is None:
+            counted = self._rates.count(key.sha256, per_minute, self._clock_s())
+        else:  # for the next router, if that one ends
+            self._rates.note(key.sha256, self._clock_s(), counted.ahead_s)
+        if counted.wait_s:
             raise Overloaded(
                 f"tenant {key.tenant} asks more than {per_minute} times a minute",
                 predicted_s=0.0,
-                retry_after_s=wait_s,
+                retry_after_s=counted.wait_s,
             )
-        self._paid_until_s[key.sha256] = paid_until_s
 
 
 def bearer(headers: Mapping[str, str]) -> str:

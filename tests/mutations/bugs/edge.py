@@ -209,7 +209,7 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "gRPC accepts requests without a key",
         "cluster/edge/grpc_api/generation.py::Generation._method.serve",
-        ") self.$DESK.$KEYS.$ADMIT($PATH, $HEADERS) $DATA",
+        ") await self.$DESK.$KEYS.$ADMIT($PATH, $HEADERS) $DATA",
         ")\n                $DATA",
         "tests/unit/cluster/edge/grpc_api/test_edges.py",
     ),
@@ -408,6 +408,13 @@ BUGS: tuple[Planted, ...] = (
         "min($KNOWN, $VALUE) if $NAME.endswith($CREATED) else",
         "",
         "tests/unit/cluster/metrics/test_edge_samples.py",
+    ),
+    Planted(
+        "the next router forgets the rate of a key",
+        "cluster/rates.py::Rates.count",
+        "max(ahead_s, $SELF.$AHEAD_S(name, now_s))",
+        "$SELF.$AHEAD_S(name, now_s)",
+        "tests/unit/cluster/rpc/test_rates.py",
     ),
     Planted(
         "a router serves a catalogue before its files",

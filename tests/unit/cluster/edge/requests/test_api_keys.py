@@ -117,22 +117,22 @@ def test_client_over_its_rate_waits() -> None:
     now_s = [100.0]
     keys = ApiKeys(KEYS, lambda: now_s[0])
     headers = {"authorization": "Bearer sk-shop"}
-    keys.admit(CHAT, headers)
-    keys.admit(CHAT, headers)
+    asyncio.run(keys.admit(CHAT, headers))
+    asyncio.run(keys.admit(CHAT, headers))
     with pytest.raises(Overloaded) as refused:
-        keys.admit(CHAT, headers)
+        asyncio.run(keys.admit(CHAT, headers))
     assert refused.value.retry_after_s == pytest.approx(30)
     now_s[0] += 29.9
     with pytest.raises(Overloaded):
-        keys.admit(CHAT, headers)
+        asyncio.run(keys.admit(CHAT, headers))
     now_s[0] += 0.1
-    keys.admit(CHAT, headers)
+    asyncio.run(keys.admit(CHAT, headers))
     now_s[0] += 1000
     for _ in range(2):
-        keys.admit(CHAT, headers)
+        asyncio.run(keys.admit(CHAT, headers))
     with pytest.raises(Overloaded, match="shop asks more than 2 times a minute"):
-        keys.admit(CHAT, headers)
-    keys.admit(CHAT, {"authorization": "Bearer sk-one"})
+        asyncio.run(keys.admit(CHAT, headers))
+    asyncio.run(keys.admit(CHAT, {"authorization": "Bearer sk-one"}))
 
 
 def test_too_often_is_a_429_with_a_time() -> None:
@@ -197,11 +197,11 @@ def test_changed_file_takes_effect_and_a_broken_one_changes_nothing(
         return found
 
     assert valid() == {"old", "both", "fixed"}
-    keys.admit(CHAT, {"authorization": "Bearer both"})
+    asyncio.run(keys.admit(CHAT, {"authorization": "Bearer both"}))
     write_keys(path, "both", "new")
     assert valid() == {"both", "new", "fixed"}
     with pytest.raises(Overloaded):
-        keys.admit(CHAT, {"authorization": "Bearer both"})
+        asyncio.run(keys.admit(CHAT, {"authorization": "Bearer both"}))
     for broken in ("keys: []", "keys: [", None):
         if broken is None:
             path.unlink()
