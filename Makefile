@@ -8,7 +8,7 @@ export LD_LIBRARY_PATH := $(DEBIAN_LIBS)$(addprefix :,$(LD_LIBRARY_PATH))
 PYTHON ?= python3
 STAMP := $(VENV)/.ready
 
-.PHONY: setup demo test test-all abuse browser triton triton-3.6 nodes gpu gpu-parcel check bench clients fuzz mutations soak soak-faults soak-nodes soak-overload stubs metrics-doc config-doc helm-golden wheel release push sbom clean
+.PHONY: setup demo test test-all abuse browser triton triton-3.6 nodes gpu gpu-parcel check bench clients fuzz mutations soak soak-faults soak-nodes soak-overload stubs metrics-doc config-doc helm-golden wheel release push docs sbom clean
 
 setup: $(STAMP)
 
@@ -165,6 +165,13 @@ release: setup sbom
 # The only step of a release that needs a network: make push REGISTRY=registry.example.com/acme
 push:
 	$(RELEASE)/bin/python -m tools.release push $(REGISTRY)
+
+# The documentation as a site in dist/site, without anything from another host. Links are checked.
+DOCS := $(CURDIR)/$(VENV)/docs
+docs: setup
+	test -x $(DOCS)/bin/mkdocs || { $(PYTHON) -m venv $(DOCS) \
+	  && uv pip install --quiet --python $(DOCS)/bin/python -c constraints.txt mkdocs-material; }
+	$(DOCS)/bin/python -m tools.docs_site
 
 # CycloneDX's list of installed packages, made by a program in a separate environment.
 SBOM := $(CURDIR)/$(VENV)/sbom
