@@ -23,6 +23,26 @@ def pages(root: Path) -> list[Path]:
     return sorted(page for pattern in patterns for page in root.glob(pattern))
 
 
+def with_blank_lines(text: str) -> str:
+    """Return a page with a blank line before each list and table, which Python-Markdown needs and GitHub does
+    not."""
+
+    def block(line: str) -> str:
+        if re.match(r"- |\d+\. |  ", line):
+            return "list"
+        return "table" if line.startswith("|") else ""
+
+    lines: list[str] = []
+    in_code = False
+    for line in text.splitlines():
+        last = lines[-1] if lines else ""
+        if not in_code and last and block(line) not in {"", block(last)} and not line.startswith("  "):
+            lines.append("")
+        in_code ^= line.lstrip().startswith("```")
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
 def stage(root: Path, folder: Path) -> None:
     """Copy the pages, and the files that they link to, under the paths of the repository."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -32,7 +52,10 @@ def stage(root: Path, folder: Path) -> None:
             target = folder / source.relative_to(root)
             if source.is_file() and not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(source, target)
+                if source.suffix == ".md":
+                    target.write_text(with_blank_lines(source.read_text()))
+                else:
+                    shutil.copy(source, target)
 
 
 def loaded_from_elsewhere(text: str) -> list[str]:

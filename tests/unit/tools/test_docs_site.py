@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import yaml
-from tools.docs_site import loaded_from_elsewhere, pages, stage
+from tools.docs_site import loaded_from_elsewhere, pages, stage, with_blank_lines
 
 from tidemill.cluster.cli.main import parser
 
@@ -101,6 +101,14 @@ def test_site_has_files_that_pages_link_to(tmp_path: Path) -> None:
     stage(ROOT, tmp_path)
     assert (tmp_path / "docs/images/request.svg").is_file()
     assert (tmp_path / "deploy/compose.yaml").is_file()
+
+
+def test_lists_and_tables_follow_a_blank_line() -> None:
+    code = "```\n- in code\n| in code\n```\n"
+    assert with_blank_lines(code) == code
+    text = "Text:\n- a\n  more\n- b\n| x |\n|---|\n1. c\n"
+    assert with_blank_lines(text) == "Text:\n\n- a\n  more\n- b\n\n| x |\n|---|\n\n1. c\n"
+    assert with_blank_lines(f"{code}- d\n") == f"{code}\n- d\n"
 
 
 def test_assets_of_other_hosts_are_found() -> None:
