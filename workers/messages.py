@@ -61,6 +61,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the answer never has
     min_tokens: int = 0  # tokens of the answer before any stop token can be drawn
     logprobs: int | None = None  # alternatives reported with each token, 0: only the token; None: no logprobs
     prompt_logprobs: int | None = None  # the same for the prompt's tokens after the first

@@ -170,6 +170,7 @@ class LLM:
         terms = terms_of(
             params,
             self._built.info,
+            self._tokenizer.encode_inside,
             seed=self._rng.getrandbits(SEED_BITS),
             logprobs=params.logprobs,
             grammar=grammar_of(params.response_format, params.structured_outputs),

@@ -188,7 +188,8 @@ def decode_client_frame(data: bytes) -> ClientFrame:
 def _check(request: Request) -> None:
     sampling = request.sampling
     counts = [sampling.logprobs or 0, sampling.prompt_logprobs or 0, sampling.min_tokens]
-    if min(*counts, *(token for token, _ in sampling.logit_bias)) < 0:
+    words = (token for word in sampling.bad_words for token in word)
+    if min(*counts, *(token for token, _ in sampling.logit_bias), *words) < 0:
         raise ValueError("a count and a token id are 0 or more")
     if not -(2**63) <= sampling.seed < 2**63:
         raise ValueError("a seed has at most 64 bits")

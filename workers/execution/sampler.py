@@ -210,7 +210,7 @@ class Tables:
     def add(self, draw: Wanted) -> None:
         state, sampling = draw.state, draw.state.sampling
         source = draw.source
-        barred = state.barred_at(draw.position)
+        barred = state.barred_at(draw.position, draw.before)
         if not state.plain or barred:
             source = -1 - len(self._rows)
             self._adjust(draw, barred)
@@ -276,7 +276,7 @@ class Tables:
         return slot
 
     def _barred(self, barred: Iterable[int], mask_W: Mask | None) -> list[int]:
-        """Return the tokens that would end the answer too early; none if nothing else may follow."""
+        """Return the tokens that may not be drawn; none if nothing else may follow."""
         ids = [token for token in dict.fromkeys(barred) if token < self._vocabulary]
         if mask_W is None:
             return ids if len(ids) < self._vocabulary else []

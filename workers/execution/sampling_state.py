@@ -1,5 +1,7 @@
 """The inputs of an answer's draws except logits: its sampling, and the tokens before them."""
 
+from collections.abc import Sequence
+
 from tidemill.kernels.draw.tables import PROMPT
 from tidemill.workers.execution.grammar import Matcher
 from tidemill.workers.messages import Request
@@ -25,7 +27,8 @@ class SamplingState:
         if repetition:
             self.changes += ((token, PROMPT) for token in set(request.tokens[: self._start]))
         # Without a limit on the first tokens, the draws are from the logits as they are.
-        self.plain = not self.penalised and matcher is None and not sampling.logit_bias
+        adjusted = self.penalised or sampling.logit_bias or sampling.bad_words
+        self.plain = not adjusted and matcher is None
         # The next draw needs no token before it, except by the logits.
         self.bare = self.plain and sampling.logprobs is None
         for token in request.tokens[self._start :]:
@@ -49,10 +52,19 @@ class SamplingState:
         self.push(token)
         return token
 
-    def barred_at(self, position: int) -> tuple[int, ...]:
-        """Return the tokens that may not be drawn at `position`, now or later, because they would end the
-        answer too early."""
-        return self._stop_ids if position - self._start < self.sampling.min_tokens else ()
+    def barred_at(self, position: int, before: Sequence[int] = ()) -> tuple[int, ...]:
+        """Return the tokens that may not be drawn at `position`, now or later: they would end the answer too
+        early, or complete a bad word. `before` are tokens of the answer up to there that count as drawn."""
+        barred = self._stop_ids if position - self._start < self.sampling.min_tokens else ()
+        if not self.sampling.bad_words:
+            return barred
+        known = position - self._start - len(before)
+        answer = (*self._tokens[:known], *before)
+        return barred + tuple(
+            word[-1]
+            for word in self.sampling.bad_words
+            if len(word) <= len(answer) + 1 and answer[len(answer) + 1 - len(word) :] == word[:-1]
+        )
 
     def push(self, token: int) -> None:
         """Record that `token` was drawn."""

@@ -50,6 +50,13 @@ class MarkedPrompt(NamedTuple):
     tokens: list[int]
     breakpoints: tuple[int, ...] = ()
 
+    def cut(self, most: int, *, at_start: bool) -> "MarkedPrompt":
+        """Return the last `most` tokens if it is cut at the start, else the first ones."""
+        begin = max(0, len(self.tokens) - most) if at_start else 0
+        tokens = self.tokens[begin : begin + most]
+        shifted = (depth - begin for depth in self.breakpoints)
+        return MarkedPrompt(tokens, tuple(depth for depth in shifted if 0 < depth <= len(tokens)))
+
 
 class TokenDecoder(Protocol):
     """The text of one stream of tokens, as far as its characters are complete."""
@@ -64,6 +71,10 @@ class Tokenizer(Protocol):
     """A tokenizer; several threads may call it concurrently, and other threads run while it encodes."""
 
     def encode(self, text: str) -> list[int]: ...
+
+    def encode_inside(self, text: str) -> list[int]:
+        """Return the tokens of a text without those that begin or end every prompt."""
+        ...
 
     def encode_marked(self, text: str, ends: Collection[int]) -> MarkedPrompt:
         """Return the tokens of a text, with breakpoints at the last tokens that end within its first `ends`

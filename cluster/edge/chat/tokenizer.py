@@ -70,6 +70,9 @@ class FolderTokenizer:
     def encode(self, text: str) -> list[int]:
         return self.encode_marked(text, ()).tokens
 
+    def encode_inside(self, text: str) -> list[int]:
+        return self._encoding(text, offsets=False, add_special_tokens=False).ids
+
     def encode_marked(self, text: str, ends: Collection[int]) -> MarkedPrompt:
         text = text.replace(MARK, f"{MARK[0]}{MARK}{MARK[1]}")  # it would be dropped
         return _marked(self._encoding(text, offsets=bool(ends), add_special_tokens=True), ends)

@@ -5,7 +5,7 @@ cluster/edge/chat/request/params.py has what offline calls use as well; the limi
 HTTP request.
 """
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -100,6 +100,15 @@ class Body(HintedParams):
         BeforeValidator(one_or_many),
     ] = Field(default=[], description="a text or a list of texts that end the answer and are not part of it")
     stop_token_ids: Annotated[list[int], FailFast(), Field(max_length=STOP_TOKENS_MAX)] = Field(default=[])
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        Field(
+            ge=-1, le=1 << 31, description="number of tokens of the prompt that are kept; -1: as many as fit"
+        ),
+    ] = None
+    truncation_side: Annotated[
+        Literal["left", "right"] | None, Field(description="where the prompt is cut: at its start if not set")
+    ] = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
@@ -246,7 +255,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "add_special_tokens": (True,),
     "allowed_token_ids": ([],),
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
     "documents": ([],),
@@ -264,7 +272,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "session_params": (),
     "skip_special_tokens": (True,),
     "suffix": ("",),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
 """Fields that change the answer and are not supported, with the values that change nothing."""

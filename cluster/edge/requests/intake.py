@@ -87,7 +87,8 @@ class Intake:
         self._check(body)
         tools = offered(body.tools, body.tool_choice)
         grammar = grammar_of(body.response_format, body.structured_outputs, body.guided())
-        prompt = await self._rendered(body, tools, self._opening(body, grammar))
+        max_tokens = body.max_completion_tokens or body.max_tokens
+        prompt = self._cut(await self._rendered(body, tools, self._opening(body, grammar)), body, max_tokens)
         output_format = self._output_format(body, tools, prompt.tokens, grammar)
         if body.tool_choice not in ("auto", "none"):
             if grammar is not None:
@@ -96,7 +97,6 @@ class Intake:
                     param="tool_choice",
                 )
             grammar = forced(tools, output_format, self._tokenizer.added)
-        max_tokens = body.max_completion_tokens or body.max_tokens
         terms = self._terms(body, 1, max_tokens, body.num_logprobs(), grammar)
         if output_format.channels and not body.ignore_eos:
             ends = (self._tokenizer.added.get(tag) for tag in (RETURN, CALL_END))
@@ -192,7 +192,8 @@ class Intake:
     async def completion(self, body: CompletionBody, caller: Caller) -> PreparedRequest:
         """Prepare a completion. Raises RequestError."""
         self._check(body)
-        prompts = [await self._encoded(prompt, body.cache_breakpoints) for prompt in body.prompt]
+        whole = [await self._encoded(prompt, body.cache_breakpoints) for prompt in body.prompt]
+        prompts = [self._cut(prompt, body, body.max_tokens) for prompt in whole]
         grammar = grammar_of(body.response_format, body.structured_outputs, body.guided())
         num_drawn = body.num_drawn()
         logprobs = 0 if body.logprobs is None and num_drawn > body.n else body.logprobs
@@ -212,7 +213,9 @@ class Intake:
     def _echoes(self, body: CompletionBody, prompts: list[MarkedPrompt]) -> tuple[Prompt, ...]:
         return tuple(
             Prompt(
-                text=given if isinstance(given, str) else text_of(self._tokenizer, prompt.tokens),
+                text=given
+                if isinstance(given, str) and body.truncate_prompt_tokens is None
+                else text_of(self._tokenizer, prompt.tokens),
                 tokens=prompt.tokens,
                 alternatives=body.logprobs,
                 alone=body.max_tokens == 0,
@@ -226,6 +229,19 @@ class Intake:
             if len(prompt) > INLINE_CHARS_MAX:
                 return await self.in_thread(marked_prompt, self._tokenizer, prompt, breakpoints)
         return marked_prompt(self._tokenizer, prompt, breakpoints)
+
+    def _cut(self, prompt: MarkedPrompt, body: Body, max_tokens: int | None) -> MarkedPrompt:
+        """Return the part of the prompt that truncate_prompt_tokens leaves. Raises RequestError."""
+        most = body.truncate_prompt_tokens
+        room = self._model.max_model_len - (max_tokens or 1)
+        if most is None:
+            return prompt
+        if most > room:
+            raise RequestError(
+                f"truncate_prompt_tokens {most} leaves no room for the answer: set it to {room} or less",
+                param="truncate_prompt_tokens",
+            )
+        return prompt.cut(max(0, room) if most < 0 else most, at_start=body.truncation_side != "right")
 
     async def in_thread(
         self, work: Callable[_Args, _Result], *args: _Args.args, **options: _Args.kwargs
@@ -275,7 +291,14 @@ class Intake:
             )
         seed = self._rng.getrandbits(SEED_BITS)
         return replace(
-            terms_of(body, self._model, seed=seed, logprobs=logprobs, grammar=grammar),
+            terms_of(
+                body,
+                self._model,
+                self._tokenizer.encode_inside,
+                seed=seed,
+                logprobs=logprobs,
+                grammar=grammar,
+            ),
             max_tokens=max_tokens,
             priority=body.sort_class(),
         )

@@ -4,6 +4,13 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
+        "a prompt is cut at its end without a truncation_side",
+        "cluster/edge/requests/intake.py::Intake._cut",
+        'at_start=$BODY.$SIDE != "right"',
+        'at_start=$BODY.$SIDE == "left"',
+        "tests/unit/cluster/edge/requests/test_intake.py",
+    ),
+    Planted(
         "hints of offline answers have no effect",
         "cluster/offline/llm.py::LLM._job",
         '$RETAIN_S, $SESSION = $PARAMS.$RETAIN_S(), $PARAMS.$SESSION("")',

@@ -18,6 +18,20 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/workers/engine/test_prompt_logprobs.py",
     ),
     Planted(
+        "a bad word is barred only at its first token",
+        "workers/execution/sampling_state.py::SamplingState.barred_at",
+        "$WORD[-1] for $WORD in self.$SAMPLING.$BAD_WORDS",
+        "$WORD[0] for $WORD in self.$SAMPLING.$BAD_WORDS",
+        "tests/unit/workers/execution/test_sampling_state.py",
+    ),
+    Planted(
+        "drafts are no beginning of a bad word",
+        "workers/execution/sampling_state.py::SamplingState.barred_at",
+        "$ANSWER = (*self.$TOKENS[:$KNOWN], *$BEFORE)",
+        "$ANSWER = (*self.$TOKENS[:$KNOWN],)",
+        "tests/unit/workers/execution/test_sampler.py",
+    ),
+    Planted(
         "padding keeps the previous content of its row",
         "workers/execution/cuda_graphs.py::pad",
         "whole[len(part) :] = empty",

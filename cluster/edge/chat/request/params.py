@@ -32,6 +32,8 @@ SESSION_BYTES = 16
 SEED_BITS = 63
 LOGPROBS_MAX = 20
 LOGIT_BIAS_MAX = 100.0
+BAD_WORDS_MAX = 128
+BAD_WORD_CHARS_MAX = 256
 LOGIT_BIASES_MAX = 1024
 DEFAULT_MAX_TOKENS = 16
 """The default of offline answers, as in vLLM."""
@@ -147,6 +149,11 @@ class Params(BaseModel):
     frequency_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0  # below it, logits may overflow
     logit_bias: LogitBias = {}
+    bad_words: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=BAD_WORD_CHARS_MAX), AfterValidator(valid_text)]],
+        FailFast(),
+        Field(max_length=BAD_WORDS_MAX, description="texts that the answer never has, as tokens"),
+    ] = []
     seed: Annotated[int, Field(ge=-(1 << SEED_BITS), lt=1 << SEED_BITS)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
     n: Annotated[int, Field(ge=1)] = 1

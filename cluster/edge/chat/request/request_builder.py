@@ -6,7 +6,7 @@ from hashlib import blake2b
 from typing import Protocol
 
 from tidemill.cluster.edge.chat.output.detokenizer import Ending
-from tidemill.cluster.edge.chat.request.params import SEED_BITS, Params
+from tidemill.cluster.edge.chat.request.params import BAD_WORDS_MAX, SEED_BITS, Params
 from tidemill.cluster.edge.chat.text import MarkedPrompt
 from tidemill.workers.messages import Grammar, Request, RequestError, Sampling
 
@@ -37,9 +37,18 @@ class GenerationTerms:
 
 
 def terms_of(
-    params: Params, model: ModelLimits, *, seed: int, logprobs: int | None, grammar: Grammar | None
+    params: Params,
+    model: ModelLimits,
+    encode: Callable[[str], list[int]],
+    *,
+    seed: int,
+    logprobs: int | None,
+    grammar: Grammar | None,
 ) -> GenerationTerms:
-    """Return the terms; `seed` is used when the client gave none. Raises RequestError."""
+    """Return the terms; `seed` is used when the client gave none. `encode` is Tokenizer.encode_inside.
+    Raises RequestError."""
+    bad_words = bad_words_of(params.bad_words, encode)
+    check_tokens([token for word in bad_words for token in word], "bad_words", model)
     check_tokens(params.stop_token_ids, "stop_token_ids", model)
     check_tokens(list(params.logit_bias), "logit_bias", model)
     eos = () if params.ignore_eos else model.eos_token_ids
@@ -60,6 +69,7 @@ def terms_of(
             frequency_penalty=params.frequency_penalty,
             repetition_penalty=params.repetition_penalty,
             logit_bias=tuple(sorted(params.logit_bias.items())),
+            bad_words=bad_words,
             min_tokens=params.min_tokens,
             logprobs=logprobs,
             prompt_logprobs=params.prompt_logprobs,
@@ -75,6 +85,25 @@ def terms_of(
         max_tokens=params.max_tokens,
         n=params.n,
     )
+
+
+def bad_words_of(words: Sequence[str], encode: Callable[[str], list[int]]) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences of words as vLLM has them: at the start of a text, and behind a space where
+    that makes as many tokens and another first one. Raises RequestError."""
+    found: list[tuple[int, ...]] = []
+    for word in dict.fromkeys(words):
+        bare, spaced = tuple(encode(word.lstrip())), tuple(encode(f" {word.lstrip()}"))
+        if not bare:
+            raise RequestError(f"bad_words: {word!r} has no tokens: leave it out", param="bad_words")
+        found.append(bare)
+        if spaced and spaced[0] != bare[0] and len(spaced) == len(bare):
+            found.append(spaced)
+    if len(found) > BAD_WORDS_MAX:
+        raise RequestError(
+            f"bad_words are {len(found)} sequences of tokens: send fewer than {BAD_WORDS_MAX // 2} words",
+            param="bad_words",
+        )
+    return tuple(found)
 
 
 def requests_of(

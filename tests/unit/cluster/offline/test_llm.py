@@ -233,6 +233,17 @@ def test_stop_strings_and_tokens(llm: LLM) -> None:
     assert llm.load().running_rows == 0
 
 
+def test_answer_never_has_a_bad_word(llm: LLM) -> None:
+    """The last word of the answer is barred, and another one is drawn each time."""
+    (free,) = llm.generate([QUESTION], GREEDY)
+    word = free.outputs[0].text.split()[-1].strip(".")
+    barred = GREEDY.model_copy(update={"bad_words": [word]})
+    (other,) = llm.generate([QUESTION], barred)
+    assert word in free.outputs[0].text
+    assert word not in other.outputs[0].text
+    assert tokens_of(llm.generate([QUESTION], barred)) == tokens_of([other])
+
+
 def test_speculation_changes_no_answer(llm: LLM, settings: dict[str, Any]) -> None:
     """Several tokens come together, also around the end of an answer."""
     asked = [GREEDY.model_copy(update={"stop": [" I" * count]}) for count in range(1, 9)]

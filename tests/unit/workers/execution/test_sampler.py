@@ -290,6 +290,21 @@ def test_ids_beyond_the_vocabulary_are_passed_over() -> None:
     assert drawn.tokens == (0,)
 
 
+def test_bad_words_are_never_drawn_with_drafts_or_without() -> None:
+    """A token that completes a word is not drawn but the next best, and a draft of the word is wrong."""
+    sampling = Sampling(temperature=0, bad_words=((3, 4), (6,)))
+    best = torch.zeros(3, 8)
+    best[0, 3], best[1, 4], best[1, 5], best[2, 6], best[2, 7] = 2.0, 2.0, 1.0, 2.0, 1.0
+    state = SamplingState(request_of(sampling))
+    for logits_V, token in zip(best, (3, 5, 7), strict=True):
+        (drawn,) = draw(logits_V[None], [row_of(state)])
+        assert drawn.tokens == (token,)
+    right = [row_of(SamplingState(request_of(sampling)), (3, 5))]
+    assert draw(best, right)[0].tokens == (3, 5, 7)
+    wrong = [row_of(SamplingState(request_of(sampling)), (3, 4))]
+    assert draw(best, wrong)[0].tokens == (3, 5)
+
+
 @PROPERTY
 @given(seeds, st.integers(0, 2**40))
 def test_uniform_numbers_are_in_range_and_belong_to_seed_and_position(seed: int, position: int) -> None:

@@ -80,6 +80,25 @@ def test_answer_that_is_too_short_cannot_end() -> None:
     assert sampling_state.barred_at(sampling_state.position) == (7, 8)
 
 
+def test_bad_words_are_barred_where_the_answer_has_their_beginning() -> None:
+    """The prompt does not count; tokens drawn before a loss and drafts do."""
+    words = Sampling(bad_words=((9,), (4, 5), (4, 4, 6)))
+    sampling_state = SamplingState(replace(request_of(words, (1, 4)), drawn=0))
+    assert sampling_state.barred_at(2) == (9,)
+    assert sampling_state.barred_at(3, (4,)) == (9, 5)
+    assert sampling_state.barred_at(4, (4, 4)) == (9, 5, 6)
+    sampling_state.push(4)
+    assert sampling_state.barred_at(3) == (9, 5)
+    assert sampling_state.barred_at(4, (7,)) == (9,)
+    assert sampling_state.barred_at(3, (7,)) == (9,), "the draft stands for the token that was drawn"
+    sampling_state.push(4)
+    assert sampling_state.barred_at(4) == (9, 5, 6)
+    sampling_state.rewind(2)
+    assert sampling_state.barred_at(2) == (9,)
+    resumed = SamplingState(replace(request_of(words, (1, 4, 4)), drawn=2))
+    assert resumed.barred_at(3) == (9, 5, 6)
+
+
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -87,6 +106,7 @@ def test_answer_that_is_too_short_cannot_end() -> None:
         Sampling(temperature=0, frequency_penalty=-0.1),
         Sampling(temperature=0, repetition_penalty=1.1),
         Sampling(temperature=0, logit_bias=((1, 1.0),)),
+        Sampling(temperature=0, bad_words=((1,),)),
         Sampling(temperature=0, logprobs=0),
     ],
 )

@@ -1,0 +1,91 @@
+"""Fields of a body that change its prompt or its draws: truncate_prompt_tokens and bad_words, as in vLLM."""
+
+from typing import Any
+
+import pytest
+
+from tests.support.cluster.fake_service import FakeService, app_over, call, chat, complete, saying, tokenizer
+from tidemill.cluster.edge.chat.request.request_builder import bad_words_of
+from tidemill.cluster.edge.chat.text import MarkedPrompt
+from tidemill.workers.messages import RequestError
+
+IDS = list(range(20, 60))
+
+
+def sent(**body: object) -> Any:  # noqa: ANN401  a request
+    service = FakeService(saying(" ok"))
+    complete(app_over(service), **body)
+    return service.requests[-1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"truncate_prompt_tokens": 7}, IDS[-7:]),
+        ({"truncate_prompt_tokens": 7, "truncation_side": "left"}, IDS[-7:]),
+        ({"truncate_prompt_tokens": 7, "truncation_side": "right"}, IDS[:7]),
+        ({"truncate_prompt_tokens": 40}, IDS),
+        ({"truncate_prompt_tokens": 400}, IDS),
+        ({"truncate_prompt_tokens": -1}, IDS),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 500}, IDS[-12:]),
+        ({"truncation_side": "right"}, IDS),
+    ],
+)
+def test_prompt_is_cut(fields: dict[str, object], kept: list[int]) -> None:
+    assert list(sent(prompt=IDS, **fields).tokens) == kept
+
+
+def test_chat_and_text_are_cut_after_they_are_tokenized() -> None:
+    service = FakeService(saying(" ok"))
+    app = app_over(service)
+    chat(app)
+    chat(app, truncate_prompt_tokens=5)
+    whole, cut = (request.tokens for request in service.requests)
+    assert cut == whole[-5:]
+    text = "Alice keeps the key in the harbor."
+    tokens = tuple(tokenizer().encode(text))
+    assert sent(prompt=text, truncate_prompt_tokens=3).tokens == tokens[-3:]
+    shown = complete(
+        app, prompt=text, truncate_prompt_tokens=3, truncation_side="right", echo=True, max_tokens=0
+    )
+    assert shown["choices"][0]["text"] == "".join(tokenizer().piece(token).decode() for token in tokens[:3])
+    assert shown["usage"]["prompt_tokens"] == 3
+
+
+def test_breakpoints_move_with_the_cut() -> None:
+    prompt = MarkedPrompt(IDS, (5, 30, 40))
+    assert prompt.cut(20, at_start=True) == MarkedPrompt(IDS[20:], (10, 20))
+    assert prompt.cut(30, at_start=False) == MarkedPrompt(IDS[:30], (5, 30))
+    assert prompt.cut(0, at_start=True) == MarkedPrompt([], ())
+
+
+WORDS = {"a": [1], " a": [2], "ab": [1, 3], " ab": [2, 4], "c": [5], " c": [5, 6], "d": [7], " d": [7]}
+
+
+def test_bad_words_have_the_tokens_that_vllm_gives_them() -> None:
+    """A word behind a space counts if it has as many tokens and another first one."""
+    assert bad_words_of(["a", "ab", " a", "c", "d", "a"], WORDS.__getitem__) == (
+        *((1,), (2,), (1, 3), (2, 4)),
+        *((1,), (2,)),  # " a" is "a"
+        *((5,), (7,)),
+    )
+    with pytest.raises(RequestError, match="has no tokens"):
+        bad_words_of([" "], lambda _: [])
+    with pytest.raises(RequestError, match="send fewer than 64 words"):
+        bad_words_of([str(number) for number in range(65)], lambda text: [ord(text[0]), len(text)])
+
+
+def test_bad_words_reach_the_draws() -> None:
+    found = sent(prompt="a", bad_words=["harbor"]).sampling.bad_words
+    encode = tokenizer().encode_inside
+    assert tuple(encode("harbor")) in found
+    assert all(
+        "".join(tokenizer().piece(token).decode() for token in word).strip() == "harbor" for word in found
+    )
+    response = call(
+        app_over(FakeService(saying(" ok"))),
+        "POST",
+        "/v1/completions",
+        json={"prompt": "a", "bad_words": ["  "]},
+    )
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "bad_words")
