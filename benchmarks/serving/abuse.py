@@ -68,13 +68,16 @@ def on_cores(cores: Sequence[int]) -> Generator[None]:
 
 
 async def begun(server: Server, attack: Attack) -> asyncio.subprocess.Process:
-    """Start the process of an attacker, which attacks when it gets a line."""
+    """Start the process of an attacker, which attacks when it gets a line.
+
+    It shares a core with the good client and must not delay it, so it has a lower priority.
+    """
     name = "grpc_attacks" if attack.name in GRPC_ATTACKS else "attacks"
     url = server.url
     if attack.name in GRPC_ATTACKS:
         url = f"{url.split(':')[0]}://{GRPC_ADDRESS.findall(server.log())[0]}"
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", f"benchmarks.serving.{name}", url, attack.name),
+        *("nice", "-n", "5", sys.executable, "-m", f"benchmarks.serving.{name}", url, attack.name),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

@@ -103,7 +103,7 @@ def test_cleanup_removes_what_is_left_and_touches_no_running_server(server: Serv
         assert not running(left)
         assert server.wait(before) == -signal.SIGKILL
         assert len(other.workers()) == 2
-        assert other.stop() == 0
+        assert other.stop(signal.SIGHUP) == 0  # as when a terminal is closed
     finally:
         other.kill_everything()
 

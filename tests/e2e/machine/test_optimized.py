@@ -1,6 +1,6 @@
 """A server under `python -O`, which drops assertions, refuses the same bodies with the same words.
 
-Its workers log that they check no owners of memory.
+Its workers log that they check no owners of memory. No child has the API key in its environment.
 """
 
 from pathlib import Path
@@ -41,12 +41,14 @@ BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/tokenize", {}),
     ("/detokenize", {"tokens": [-1]}),
 )
+KEY = "sk-of-the-operator"
 UNCHECKED = "this worker does not check the owners of its memory"
 ASKED = {"model": "keeper", "prompt": "Emma is in the", "max_tokens": 24, "temperature": 0}
 
 
 def answers(server: Server) -> list[tuple[int, Any]]:
-    with httpx.Client(base_url=server.url, timeout=60, verify=NO_TLS) as client:
+    bearer = {"authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=server.url, timeout=60, verify=NO_TLS, headers=bearer) as client:
         refused = [client.post(path, json={"model": "keeper", **body}) for path, body in BODIES]
         known = client.post(COMPLETIONS, json=ASKED)
     assert known.status_code == 200, known.text
@@ -59,6 +61,7 @@ def answers(server: Server) -> list[tuple[int, Any]]:
 @pytest.mark.slow
 def test_server_without_assertions_refuses_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # each process would compile all of torch
+    monkeypatch.setenv("TIDEMILL_API_KEY", KEY)
     found: list[list[tuple[int, Any]]] = []
     for level in ("", "1"):
         monkeypatch.setenv("PYTHONOPTIMIZE", level)
@@ -66,6 +69,9 @@ def test_server_without_assertions_refuses_alike(tmp_path: Path, monkeypatch: py
         server = Server(["keeper", "--port", "0", "--memory", "64MiB"], log_file)
         try:
             found.append(answers(server))
+            frontend, *children = server.processes()
+            assert KEY in frontend.environ().values()
+            assert not [child for child in children if KEY in child.environ().values()]
             assert server.stop() == 0
         finally:
             server.kill_everything()

@@ -437,6 +437,27 @@ def test_too_large_head_is_answered() -> None:
     assert json.loads(body)["error"]["code"] == "headers_too_large"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_answer_to_http_1_0_ends_with_its_connection(*, stream: bool) -> None:
+    """Such a client may leave out the host. Streams come in chunks, which uvicorn does not leave out."""
+    body = {"model": "keeper", "prompt": "a", "stream": stream}
+    request = post(body).replace(b" HTTP/1.1\r\nhost: localhost\r\n", b" HTTP/1.0\r\n")
+    assert b"host" not in request
+
+    async def main() -> bytes:
+        app = app_over(FakeService(saying(" a b")))
+        async with asyncio.timeout(CUT_S), serving(app) as url, connected(url) as (reader, writer):
+            writer.write(request)
+            return await until_closed(reader)
+
+    head, _, answer = asyncio.run(main()).partition(b"\r\n\r\n")
+    assert head.split(b" ")[1] == b"200"
+    if stream:
+        assert answer.count(b"data: [DONE]") == 1
+    else:
+        assert json.loads(answer)["choices"][0]["text"] == " a b"
+
+
 def test_trailers_are_not_taken_for_headers() -> None:
     scene = Scene()
     scene.protocol.data_received(CHUNKED + b"0\r\nauthorization: Bearer other\r\n\r\n")
