@@ -37,6 +37,7 @@ class Seen:
 
     gap_s: float  # the longest between two chunks of a stream
     wait_s: float  # the longest for a ping or for a request of one token
+    lag_s: float  # the longest time for which this client itself was late, on its own core
     hold_s: float  # the longest hold of the event loop of the edge, in CPU time
     process_hold_s: float  # the same of all its threads
     edge_mib: float  # the most memory of the edge
@@ -53,6 +54,7 @@ class _Log:
     waits: list[Span] = field(default_factory=list[Span])
     calls: list[Call] = field(default_factory=list[Call])
     edge_mib: list[float] = field(default_factory=list[float])
+    lag_s: float = 0.0
     streams: int = 0
     refused: int = 0
     broken: list[str] = field(default_factory=list[str])
@@ -159,6 +161,7 @@ class GoodClient:
         return Seen(
             gap_s=gap_s,
             wait_s=wait_s,
+            lag_s=log.lag_s,
             hold_s=hold_s,
             process_hold_s=process_hold_s,
             edge_mib=max(log.edge_mib),
@@ -208,7 +211,9 @@ class GoodClient:
     async def _look(self) -> None:
         while True:
             self._log.edge_mib.append(self._edge_mib())
+            due_s = time.monotonic() + LOOK_S
             await asyncio.sleep(LOOK_S)
+            self._log.lag_s = max(self._log.lag_s, time.monotonic() - due_s)
 
     def _edge_mib(self) -> float:
         return self._edge.memory_info().rss / 2**20

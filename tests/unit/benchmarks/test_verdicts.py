@@ -36,6 +36,8 @@ def test_calm_gaps_excuse_a_gap_but_not_a_hold(
 ) -> None:
     assert gap_verdict(gap_ms, calm_ms, BODY, hold_ms) == expected
     assert verdict(gap_ms=gap_ms, run_calm_gap_ms=calm_ms, hold_ms=hold_ms).verdict == expected
+    late = verdict(gap_ms=gap_ms, run_calm_gap_ms=0.0, lag_ms=calm_ms, hold_ms=hold_ms)
+    assert late.verdict == expected
 
 
 @pytest.mark.parametrize(
