@@ -40,7 +40,7 @@ from tidemill.workers.settings import EngineSettings
 
 CRDS = Path(os.environ.get("KUBERAY_CRDS", ROOT.parent / "shared" / "kuberay-crds"))
 KUBERNETES = ("1.30", "1.37")
-CUSTOM_KINDS = {"RayCluster", "ServiceMonitor"}
+CUSTOM_KINDS = {"RayCluster", "ServiceMonitor", "PrometheusRule"}
 
 WARNING = 2  # a severity of Helm
 
