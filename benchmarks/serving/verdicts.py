@@ -116,7 +116,8 @@ class Verdict:
         words = f"{self.verdict} {' '.join(self.misses)}" if self.misses else self.verdict
         return (
             f"{self.name:36} {self.kind:6} {self.gap_ms:8.0f} {self.calm_gap_ms:8.0f} "
-            f"{self.lag_ms:6.0f} {self.ratio:6.1f} {self.wait_ms:8.0f} {self.hold_ms:5.0f} {self.process_hold_ms:5.0f} {self.growth_mib:7.0f} "
+            f"{self.lag_ms:6.0f} {self.ratio:6.1f} {self.wait_ms:8.0f} "
+            f"{self.hold_ms:5.0f} {self.process_hold_ms:5.0f} {self.growth_mib:7.0f} "
             f"{self.refused:5} {self.broken:5}  {words:12} {json.dumps(self.statuses)}"
         )
 

@@ -1,5 +1,6 @@
 """The parts of `make abuse`: each has an end, and a verdict whatever happens to it."""
 
+import subprocess
 import time
 from pathlib import Path
 
@@ -9,12 +10,15 @@ from benchmarks.serving.verdicts import GOOD, MISSED, NOT_JUDGED, NOT_RUN, STATU
 
 from tests.abuse import __main__ as abuse
 from tests.abuse.__main__ import PARTS, TOO_LONG, Part, main, run
+from tests.support.e2e.server import eventually, runs
 
 STUBBORN = """
-import signal, subprocess, sys, time
+import os, signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print(child.pid, flush=True)
+with open(sys.argv[1] + ".new", "w") as file:
+    file.write(str(child.pid))
+os.rename(sys.argv[1] + ".new", sys.argv[1])
 time.sleep(600)
 """
 
@@ -39,14 +43,25 @@ def test_verdict_follows_the_exit_status(
 
 
 def test_part_that_is_over_time_ends_with_all_its_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "stubborn.py").write_text(STUBBORN)
+    child_file = tmp_path / "child"
+    waits = subprocess.Popen[bytes].wait
+
+    def wait(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        """Let the time be over as soon as the part has its child."""
+        if timeout is None:
+            return waits(process)
+        eventually(child_file.exists)
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(abuse, "END_S_MAX", 0.1)
-    assert run(Part(("stubborn",), 5.0), 5.0) == TOO_LONG
-    child = int(capfd.readouterr().out)
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    monkeypatch.setattr(subprocess.Popen, "wait", wait)
+    assert run(Part(("stubborn", str(child_file)), 5.0), 5.0) == TOO_LONG
+    child = int(child_file.read_text())
+    eventually(lambda: not psutil.pid_exists(child) or not runs(psutil.Process(child)))
 
 
 def test_part_gets_what_earlier_ones_have_left(
