@@ -37,8 +37,9 @@ from benchmarks.serving.peers import cpu_name
 from tidemill.cluster.edge.flow import WorkerStreams, serve
 from tidemill.cluster.edge.http.connection import with_limits
 from tidemill.cluster.edge.requests.limits import EdgeLimits
-from tidemill.cluster.messages import PlacementRequest, Route
+from tidemill.cluster.messages import PlacementRequest, Route, TokenSink
 from tidemill.cluster.mutual_tls import CLUSTER_NAME, MutualTls
+from tidemill.cluster.rpc.inbox import Inbox
 from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.cluster.server.handshakes import EdgeServer
 from tidemill.cluster.worker.server import WorkerServer
@@ -57,12 +58,11 @@ SCOPES = ("grpc", "grpc with mutual TLS", "decoded")
 
 
 class SteppedEngine:
-    """An engine without a model: every STEP_S each of its calls gets its next token. It is a worker's engine,
-    and the WorkerStreams of an edge whose frames are decoded already."""
+    """An engine without a model: every STEP_S each of its calls gets its next token."""
 
     def __init__(self) -> None:
         self._tokens = tokenizer().encode(PROMPT)
-        self._calls: set[asyncio.Queue[int]] = set()
+        self._calls = dict[Inbox, tuple[bool, int]]()  # before its first token, tokens left
 
     async def steps(self) -> None:
         loop = asyncio.get_running_loop()
@@ -70,26 +70,40 @@ class SteppedEngine:
         while True:
             step += 1
             await asyncio.sleep(began_s + step * STEP_S - loop.time())
-            for call in self._calls:
-                call.put_nowait(self._tokens[step % len(self._tokens)])
+            token = self._tokens[step % len(self._tokens)]
+            for call in list(self._calls):
+                self._give(call, token)
 
-    async def _deltas(self, request: Request) -> AsyncGenerator[Delta]:
-        call: asyncio.Queue[int] = asyncio.Queue()
-        self._calls.add(call)
-        try:
-            for place in range(request.max_new_tokens):
-                token = await call.get()
-                yield Delta(
+    def _give(self, call: Inbox, token: int) -> None:
+        is_first, left = self._calls[call]
+        self._calls[call] = (False, left - 1)
+        if is_first or left == 1 or not call.take(token):
+            call.put(
+                Delta(
                     tokens=(token,),
-                    finish="length" if place == request.max_new_tokens - 1 else None,
-                    provenance=None if place else Provenance(computed_tokens=len(request.tokens)),
+                    finish="length" if left == 1 else None,
+                    provenance=Provenance() if is_first else None,
                 )
+            )
+        if left == 1:
+            del self._calls[call]
+
+    async def deltas(self, request: Request, sink: TokenSink | None) -> AsyncGenerator[Delta]:
+        call = Inbox(sink)
+        self._calls[call] = (True, request.max_new_tokens)
+        try:
+            while True:
+                delta = await call.get()
+                assert isinstance(delta, Delta)
+                yield delta
+                if delta.finish is not None:
+                    return
         finally:
-            self._calls.discard(call)
+            self._calls.pop(call, None)
 
     def generate(self, request: Request, notify: Notify | None = None) -> AsyncGenerator[Delta]:
         del notify
-        return self._deltas(request)
+        return self.deltas(request, None)
 
     async def produce(self, request: Request, notify: Notify | None = None) -> Produced:
         raise NotImplementedError("the only worker is mixed")
@@ -107,9 +121,11 @@ class DecodedStreams:
     def __init__(self, engine: SteppedEngine) -> None:
         self._engine = engine
 
-    def generate(self, worker: WorkerId, address: str, request: Request) -> AsyncGenerator[Delta]:
+    def generate(
+        self, worker: WorkerId, address: str, request: Request, sink: TokenSink | None = None
+    ) -> AsyncGenerator[Delta]:
         del worker, address
-        return self._engine.generate(request)
+        return self._engine.deltas(request, sink)
 
     async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced:
         raise NotImplementedError("the only worker is mixed")
@@ -142,9 +158,9 @@ class OneWorkerService(FakeService):
         self._streams = streams
         self._router = OneWorker(address)
 
-    def generate(self, request: Request) -> AsyncGenerator[StreamPiece]:
+    def generate(self, request: Request, sink: TokenSink | None = None) -> AsyncGenerator[StreamPiece]:
         root = PageKey(bytes(32))
-        return serve(request, self._router, self._streams, lambda _: root, PAGE_TOKENS)
+        return serve(request, self._router, self._streams, lambda _: root, PAGE_TOKENS, sink)
 
 
 def tls_in(folder: Path) -> MutualTls:

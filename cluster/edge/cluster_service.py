@@ -11,7 +11,7 @@ from tidemill.cluster.edge.failure_detector import watch
 from tidemill.cluster.edge.flow import serve
 from tidemill.cluster.edge.service import ReportingEdge, ServedModel
 from tidemill.cluster.edge.tracing import TracedPeers, TracedRouter
-from tidemill.cluster.messages import FleetStatus, Misses, RoleScale
+from tidemill.cluster.messages import FleetStatus, Misses, RoleScale, TokenSink
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.kvstore.keys import Namespace, PageKey
@@ -46,12 +46,12 @@ class ClusterService:
         self.info = info
         self.resets = 0  # of the prefix cache
 
-    def generate(self, request: Request) -> AsyncGenerator[StreamPiece]:
+    def generate(self, request: Request, sink: TokenSink | None = None) -> AsyncGenerator[StreamPiece]:
         page_tokens = self.info.page_tokens
         if self.resets:
             request = replace(request, salt=f"{request.salt}/{self.resets}")
         if self._tracer is None or not request.trace_parent:
-            return serve(request, self._router, self._peers, self._root_of, page_tokens)
+            return serve(request, self._router, self._peers, self._root_of, page_tokens, sink)
         router = TracedRouter(self._router, self._tracer, request.trace_parent)
         peers = TracedPeers(self._peers, self._tracer, page_tokens)
         return serve(request, router, peers, self._root_of, page_tokens)

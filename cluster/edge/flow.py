@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Protocol
 
-from tidemill.cluster.messages import PlacementRequest, Route
+from tidemill.cluster.messages import PlacementRequest, Route, TokenSink
 from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.keys import PageKey, page_keys
 from tidemill.kvstore.layout import restorable_end
@@ -56,7 +56,9 @@ class WorkerStreams(Protocol):
 
     async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced: ...
     async def prefetch(self, worker: WorkerId, address: str, request: Request) -> None: ...
-    def generate(self, worker: WorkerId, address: str, request: Request) -> AsyncGenerator[Delta]: ...
+    def generate(
+        self, worker: WorkerId, address: str, request: Request, sink: TokenSink | None = None
+    ) -> AsyncGenerator[Delta]: ...
 
 
 async def serve(
@@ -65,8 +67,10 @@ async def serve(
     peers: WorkerStreams,
     root_of: Callable[[str], PageKey],
     page_tokens: int,
+    sink: TokenSink | None = None,
 ) -> AsyncGenerator[StreamPiece]:
-    """Stream the tokens of `request`, placing it again whenever a worker or a page is lost.
+    """Stream the tokens of `request` without those that `sink` takes, placing it again whenever a worker or a
+    page is lost.
 
     Pages are named by their tokens and a draw is a function of (seed, position). A retry is therefore an
     ordinary request whose prompt includes what was already streamed. After a loss it runs in isolation,
@@ -74,6 +78,7 @@ async def serve(
     Overloaded, Poisonous.
     """
     progress = RequestProgress(request, content_hash_of(request))
+    counted = None if sink is None else progress.counting(sink)
     while progress.attempt <= ATTEMPTS_MAX and progress.hand_overs <= HAND_OVERS_MAX:
         rest = progress.remaining_request()
         began_s = asyncio.get_running_loop().time()
@@ -95,7 +100,7 @@ async def serve(
             patient = progress.attempt <= PATIENT_ATTEMPTS and _is_stored(produced, rest, page_tokens)
             sent = replace(rest, gap_tokens_max=route.gap_tokens_max if patient else None)
             trace: Trace | None = None
-            async with aclosing(peers.generate(route.decode, route.decode_address, sent)) as deltas:
+            async with aclosing(peers.generate(route.decode, route.decode_address, sent, counted)) as deltas:
                 async for delta in deltas:
                     if delta.provenance is not None:
                         trace = progress.trace(route, produced, delta)
@@ -170,6 +175,17 @@ class RequestProgress:
             finish=delta.finish,
             trace=trace,
         )
+
+    def counting(self, sink: TokenSink) -> TokenSink:
+        """Return the sink with a record of each token that it takes, which is not asked for again."""
+
+        def take(token: int) -> bool:
+            taken = sink(token)
+            if taken:
+                self.streamed.append(token)
+            return taken
+
+        return take
 
     def trace(self, route: Route, produced: Produced | None, first: Delta) -> Trace:
         assert first.provenance is not None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from tidemill.cluster.messages import FleetStatus, Misses, RoleScale
+from tidemill.cluster.messages import FleetStatus, Misses, RoleScale, TokenSink
 from tidemill.workers.messages import Request, Role, StreamPiece
 
 
@@ -38,9 +38,9 @@ class ReportingEdge:
 class Service(Protocol):
     model: ServedModel
 
-    def generate(self, request: Request) -> AsyncGenerator[StreamPiece]:
-        """Yield the tokens of one request until its finish; closing the generator cancels it. Raises
-        Unserved."""
+    def generate(self, request: Request, sink: TokenSink | None = None) -> AsyncGenerator[StreamPiece]:
+        """Yield the tokens of one request until its finish, without those that `sink` takes. Closing the
+        generator cancels it. Raises Unserved."""
         ...
 
     async def status(self) -> FleetStatus: ...

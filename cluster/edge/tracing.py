@@ -7,7 +7,7 @@ from dataclasses import replace
 from opentelemetry.trace import Tracer
 
 from tidemill.cluster.edge.flow import RequestRouter, WorkerStreams
-from tidemill.cluster.messages import PlacementRequest, Route
+from tidemill.cluster.messages import PlacementRequest, Route, TokenSink
 from tidemill.cluster.observability.spans import provenance_attributes, span, traceparent
 from tidemill.workers.messages import Delta, Produced, Request, WorkerId
 
@@ -53,7 +53,10 @@ class TracedPeers:
             request = replace(request, trace_parent=traceparent(fetching))
             await self._peers.prefetch(worker, address, request)
 
-    async def generate(self, worker: WorkerId, address: str, request: Request) -> AsyncGenerator[Delta]:
+    async def generate(
+        self, worker: WorkerId, address: str, request: Request, sink: TokenSink | None = None
+    ) -> AsyncGenerator[Delta]:
+        del sink  # so that its span counts all tokens
         attributes = {"tidemill.worker": worker, "tidemill.replayed_answer_tokens": request.drawn}
         num_tokens = 0
         with span(self._tracer, "decode", request.trace_parent, attributes) as decoding:

@@ -136,8 +136,8 @@ class _Failed(_Tagged, frozen=True):
     code: str | None = None
 
 
-class _Item(msgspec.Struct, frozen=True, array_like=True):
-    """An int is a Delta of this one token and nothing else."""
+class WireItem(msgspec.Struct, frozen=True, array_like=True):
+    """A StreamItem on the wire. An int is a plain token: a Delta of this token and nothing else."""
 
     call: int
     body: int | Delta | Produced | Trial | _Failed
@@ -225,12 +225,21 @@ def first_frame(items: Sequence[StreamItem], most: int) -> Sequence[StreamItem]:
 
 def encode_worker_frame(items: Iterable[StreamItem]) -> bytes:
     """Encode what one engine step produced for one edge."""
-    return encode([_Item(item.call, _body_to(item.body)) for item in items])
+    return encode([WireItem(item.call, _body_to(item.body)) for item in items])
+
+
+def wire_items(data: bytes) -> list[WireItem]:
+    """Return the items of a worker's frame, plain tokens as numbers. Raises Malformed."""
+    return decode(list[WireItem], data)
+
+
+def item_of(wire: WireItem) -> StreamItem:
+    return StreamItem(wire.call, _body_from(wire.body))
 
 
 def decode_worker_frame(data: bytes) -> list[StreamItem]:
     """Raises Malformed."""
-    return [StreamItem(item.call, _body_from(item.body)) for item in decode(list[_Item], data)]
+    return [item_of(wire) for wire in wire_items(data)]
 
 
 def _body_to(body: Delta | Produced | Trial | Failure) -> int | Delta | Produced | Trial | _Failed:

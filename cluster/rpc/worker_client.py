@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import grpc.aio
 
+from tidemill.cluster.messages import TokenSink
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.rpc.channels import FRAME_BYTES_MAX, open_channel
 from tidemill.cluster.rpc.codec import (
     Cancel,
-    Failure,
     Generate,
     Hello,
     Malformed,
@@ -20,9 +20,11 @@ from tidemill.cluster.rpc.codec import (
     Produce,
     StreamItem,
     Trial,
-    decode_worker_frame,
     encode_client_frame,
+    item_of,
+    wire_items,
 )
+from tidemill.cluster.rpc.inbox import Inbox
 from tidemill.workers.messages import (
     CrashedAlone,
     Delta,
@@ -52,8 +54,6 @@ PING_TIMEOUT = "ping timeout"
 """The text of gRPC for a peer that does not answer pings, in contrast to one that has closed the
 connection."""
 
-Inbox = asyncio.Queue[Delta | Produced | Trial | Failure]
-
 
 class WorkerClients:
     """The workers over gRPC: the `Peers` of cluster/edge/flow.py. It belongs to one asyncio loop."""
@@ -73,13 +73,15 @@ class WorkerClients:
         call. Raises as `produce` does."""
         await self._produced(worker, address, Prefetch, request)
 
-    async def generate(self, worker: WorkerId, address: str, request: Request) -> AsyncGenerator[Delta]:
-        """Yield the answer. Closing the generator cancels the request on the worker. Raises as `produce`
-        does."""
+    async def generate(
+        self, worker: WorkerId, address: str, request: Request, sink: TokenSink | None = None
+    ) -> AsyncGenerator[Delta]:
+        """Yield the answer without the tokens that `sink` takes. Closing the generator cancels the request on
+        the worker. Raises as `produce` does."""
         stream = self._stream(worker, address)
-        with stream.call(Generate(stream.new_call(), request)) as inbox:
+        with stream.call(Generate(stream.new_call(), request), sink) as inbox:
             while True:
-                match await _answer(inbox):
+                match await inbox.get():
                     case Delta() as delta:
                         yield delta
                         if delta.finish is not None:
@@ -96,7 +98,7 @@ class WorkerClients:
     ) -> Produced:
         stream = self._stream(worker, address)
         with stream.call(kind(stream.new_call(), request)) as inbox:
-            match await _answer(inbox):
+            match await inbox.get():
                 case Produced() as produced:
                     return produced
                 case Delta():
@@ -167,9 +169,9 @@ class _WorkerCall:
             self._frames.put_nowait(encode_client_frame(frame))
 
     @contextmanager
-    def call(self, frame: Generate | Produce | Prefetch) -> Generator[Inbox]:
-        """Send `frame`. In the block, the inbox receives the worker's items for it. Leaving early cancels the
-        call."""
+    def call(self, frame: Generate | Produce | Prefetch, sink: TokenSink | None = None) -> Generator[Inbox]:
+        """Send `frame`. In the block, the inbox receives the worker's items for it, but not the tokens that
+        `sink` takes. Leaving early cancels the call."""
         data = encode_client_frame(frame)
         if len(data) > FRAME_BYTES_MAX:
             raise RequestError(
@@ -179,7 +181,7 @@ class _WorkerCall:
             raise self._gone()
         if not self._inboxes:  # it owes nothing yet
             self._last_frame_s = asyncio.get_running_loop().time()
-        inbox = self._inboxes[frame.call] = Inbox()
+        inbox = self._inboxes[frame.call] = Inbox(sink)
         self._frames.put_nowait(data)
         try:
             yield inbox
@@ -206,8 +208,12 @@ class _WorkerCall:
                 async for data in self._open(channel, self._sent()):
                     self._last_frame_s = asyncio.get_running_loop().time()
                     has_answered = True
-                    for item in decode_worker_frame(data):
-                        self._deliver(item)
+                    for wire in wire_items(data):
+                        inbox = self._inboxes.get(wire.call)
+                        if inbox is None:  # cancelled while this was on its way
+                            continue
+                        if not isinstance(wire.body, int) or not inbox.take(wire.body):
+                            self._deliver(item_of(wire), inbox)
         except grpc.aio.AioRpcError as error:
             self._reason = error.details() or error.code().name
             self._died = PING_TIMEOUT not in self._reason
@@ -236,15 +242,12 @@ class _WorkerCall:
         method: StreamMethod = channel.stream_stream("/tidemill.Worker/Stream")
         return method(frames)
 
-    def _deliver(self, item: StreamItem) -> None:
-        inbox = self._inboxes.get(item.call)
-        if inbox is None:  # cancelled while this was on its way
-            return
-        if inbox.qsize() >= self._unread_items_max:
-            inbox.put_nowait(PagesMissing("the stream is not read: its pages are given up until it is"))
+    def _deliver(self, item: StreamItem, inbox: Inbox) -> None:
+        if len(inbox) >= self._unread_items_max:
+            inbox.put(PagesMissing("the stream is not read: its pages are given up until it is"))
             self._cancel(item.call)
             return
-        inbox.put_nowait(item.body)
+        inbox.put(item.body)
         if isinstance(item.body, Trial) and item.body.alone:
             self._alone.add(item.call)
         elif isinstance(item.body, Trial) or item.last:
@@ -257,7 +260,7 @@ class _WorkerCall:
         self._frames.put_nowait(None)
         alone = CrashedAlone if self._died else LostAlone
         for call, inbox in self._inboxes.items():
-            inbox.put_nowait(self._gone(alone if call in self._alone else WorkerGone))
+            inbox.put(self._gone(alone if call in self._alone else WorkerGone))
         self._inboxes.clear()
 
     def _gone(self, kind: type[WorkerGone] = WorkerGone) -> WorkerGone | PagesMissing:
@@ -266,12 +269,3 @@ class _WorkerCall:
         if self._is_cut:
             return PagesMissing(f"the connection to {self._worker} broke, and it still runs: {self.broken}")
         return kind(f"{self._worker} at {self._address}: {self.broken}")
-
-
-async def _answer(inbox: Inbox) -> Delta | Produced:
-    """Return the next item. Raises the failure of the call."""
-    while isinstance(item := await inbox.get(), Trial):
-        pass
-    if isinstance(item, Delta | Produced):
-        return item
-    raise item

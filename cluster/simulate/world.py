@@ -9,7 +9,7 @@ from random import Random
 from zlib import crc32
 
 from tidemill.cluster.edge import flow
-from tidemill.cluster.messages import PlacementRequest, Route
+from tidemill.cluster.messages import PlacementRequest, Route, TokenSink
 from tidemill.cluster.router.fleet_view import RequestBooked
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.simulate.block_cache import BlockCache, Stored
@@ -195,8 +195,10 @@ class _EngineCluster:
         del address
         await self.workers[worker].prefetch(request)
 
-    def generate(self, worker: WorkerId, address: str, request: Request) -> AsyncGenerator[Delta]:
-        del address
+    def generate(
+        self, worker: WorkerId, address: str, request: Request, sink: TokenSink | None = None
+    ) -> AsyncGenerator[Delta]:
+        del address, sink
         self._sent_at_s[request.request_id] = asyncio.get_running_loop().time()
         return self.workers[worker].generate(request)
 

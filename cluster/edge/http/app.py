@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from tidemill import __version__
 from tidemill.cluster.edge.chat.request.hints import SALT_FORM
 from tidemill.cluster.edge.chat.request.params import session_of
+from tidemill.cluster.edge.http.connection import BodyWriter, body_writer_of
 from tidemill.cluster.edge.http.dashboard import add_page_routes
 from tidemill.cluster.edge.http.errors import add_error_replies
 from tidemill.cluster.edge.http.memory import BudgetBody, memory_of
@@ -35,7 +36,7 @@ from tidemill.cluster.edge.http.stream import CLIENT_CLOSED_REQUEST, DONE, Event
 from tidemill.cluster.edge.http.support import add_support_routes
 from tidemill.cluster.edge.http.tokenize import add_token_routes
 from tidemill.cluster.edge.http.workers import add_worker_routes
-from tidemill.cluster.edge.requests.answers import Increment
+from tidemill.cluster.edge.requests.answers import Increment, IncrementSink
 from tidemill.cluster.edge.requests.bodies import ChatBody, CompletionBody, PrefixBody, StreamOptions
 from tidemill.cluster.edge.requests.caller import caller_of
 from tidemill.cluster.edge.requests.context import EdgeContext
@@ -258,12 +259,14 @@ class Edge:
         )
         reply = _CompletionReply(model, job, head, identity)
         if stream is not None:
-            return EventStream(self._chunks(reply, stream))
+            return EventStream(self._chunks(reply, stream, body_writer_of(request.scope)))
         whole = await while_connected(request.receive, self._whole(reply))
         return Response(status_code=CLIENT_CLOSED_REQUEST) if whole is None else whole
 
-    def _answers(self, reply: _CompletionReply) -> AsyncGenerator[Increment]:
-        return self._context.answers(reply.model, reply.job, reply.identity)
+    def _answers(
+        self, reply: _CompletionReply, sink: IncrementSink | None = None
+    ) -> AsyncGenerator[Increment]:
+        return self._context.answers(reply.model, reply.job, reply.identity, sink)
 
     async def _whole(self, reply: _CompletionReply) -> Response:
         job, head = reply.job, reply.head
@@ -277,15 +280,25 @@ class Edge:
             return JSONResponse(whole_reply(head, job, choices, tally.usage()))
         return await large_json(await asyncio.to_thread(whole_reply, head, job, choices, tally.usage()))
 
-    async def _chunks(self, reply: _CompletionReply, options: StreamOptions) -> AsyncGenerator[bytes]:
-        """Yield server-sent events. After the first, an error is an event too, because the status line has
-        been sent."""
+    async def _chunks(
+        self, reply: _CompletionReply, options: StreamOptions, writer: BodyWriter | None
+    ) -> AsyncGenerator[bytes]:
+        """Yield server-sent events but those that `writer` writes itself. After the first, an error is an
+        event too, because the status line has been sent."""
         job, head = reply.job, reply.head
         tally = UsageCounter(job)
         chunks = ChunkEvents(head, options, tally)
         started = False
+
+        def write(increment: Increment) -> bool:
+            if writer is None or not writer.can_write():
+                return False
+            tally.record(increment)
+            writer.write(chunks.event(increment))
+            return True
+
         try:
-            async with aclosing(self._answers(reply)) as increments:
+            async with aclosing(self._answers(reply, None if writer is None else write)) as increments:
                 async for increment in increments:
                     if head.kind == "chat" and not started:
                         for index in range(len(job.requests)):  # in order, which the openai SDK relies on

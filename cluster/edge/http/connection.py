@@ -7,8 +7,9 @@ cluster/edge/requests/security.py what comes before it over TLS.
 import asyncio
 import json
 
+from starlette.types import Scope
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from tidemill.cluster.edge.requests.errors import error_body
 from tidemill.cluster.edge.requests.limits import EdgeLimits, InFlightLimit, client_of
@@ -25,6 +26,32 @@ WAITING_MAX = 16
 
 TAKEN_BYTES_MIN = 16 << 10
 """A client that takes less of what waits for it in one period of `send_s_max` reads too slowly."""
+
+
+BODY_WRITER = "tidemill.body_writer"
+"""The extension of an ASGI scope that holds the `writer` of its reply."""
+
+
+class BodyWriter:
+    """Writes chunks of a reply's body past the layers of ASGI, with the bytes that they would have."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    def can_write(self) -> bool:
+        """Return whether the body has begun and has not ended, and the client reads fast enough."""
+        cycle = self._cycle
+        is_open = cycle.chunked_encoding is True and not (cycle.response_complete or cycle.disconnected)
+        return is_open and not cycle.flow.write_paused
+
+    def write(self, chunk: bytes) -> None:
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+
+
+def body_writer_of(scope: Scope) -> BodyWriter | None:
+    """Return the writer of this request's reply, or None if another server than ours has it."""
+    writer: BodyWriter | None = scope.get("extensions", {}).get(BODY_WRITER, {}).get("writer")
+    return writer
 
 
 class Connection(HttpToolsProtocol):
@@ -94,6 +121,8 @@ class Connection(HttpToolsProtocol):
         if not self.flow.write_paused:  # a client that sends again has read what came before
             self._forget_reader()
         super().on_headers_complete()
+        if getattr(self.cycle, "scope", None) is self.scope:  # else it is no request of HTTP
+            self.scope["extensions"] = {BODY_WRITER: {"writer": BodyWriter(self.cycle)}}
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0

@@ -1,7 +1,7 @@
 """The growing answers of one request: a stream of the service per choice, all merged."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from tidemill.cluster.edge.chat.text import Tokenizer
 from tidemill.cluster.edge.requests.echo import Echo
 from tidemill.cluster.edge.requests.intake import PreparedRequest
 from tidemill.cluster.edge.service import Service
-from tidemill.workers.messages import StreamPiece, TokenLogprob, Trace, Unserved
+from tidemill.workers.messages import FinishReason, Request, TokenLogprob, Trace, Unserved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +28,15 @@ class Increment:
     calls: int = 0  # of tools, so far
 
 
-async def answers(service: Service, tokenizer: Tokenizer, job: PreparedRequest) -> AsyncGenerator[Increment]:
-    """Yield all choices of `job` until each has finished. Closing it cancels the running ones. Raises
-    Unserved and RequestError.
+IncrementSink = Callable[[Increment], bool]
+"""Takes an increment in place of its reader, or returns False and leaves everything as it was."""
+
+
+async def answers(
+    service: Service, tokenizer: Tokenizer, job: PreparedRequest, sink: IncrementSink | None = None
+) -> AsyncGenerator[Increment]:
+    """Yield all choices of `job` until each has finished, without what `sink` takes. Closing it cancels the
+    running ones. Raises Unserved and RequestError.
 
     Every stream of the service is opened and closed here. The reader pulls, so at most one increment of
     each choice waits.
@@ -39,10 +45,13 @@ async def answers(service: Service, tokenizer: Tokenizer, job: PreparedRequest) 
         streams: list[AsyncGenerator[Increment]] = []
         for index, request in enumerate(job.requests):
             shown = () if job.output_format is None else job.output_format.tags
-            answer = Answer(request, tokenizer.decoder(shown), job.ending)
-            speech = None if job.output_format is None else open_parser(job.output_format)
-            echo = None if job.echoes is None else Echo(job.echoes[index // job.n], tokenizer.piece)
-            streams.append(_read(service.generate(request), answer, speech, echo, index))
+            choice = _Choice(
+                index,
+                Answer(request, tokenizer.decoder(shown), job.ending),
+                None if job.output_format is None else open_parser(job.output_format),
+                None if job.echoes is None else Echo(job.echoes[index // job.n], tokenizer.piece),
+            )
+            streams.append(choice.read(service, request, sink))
             stack.push_async_callback(streams[-1].aclose)
         if len(streams) == 1:  # the usual case needs no task per increment
             async for increment in streams[0]:
@@ -53,32 +62,70 @@ async def answers(service: Service, tokenizer: Tokenizer, job: PreparedRequest) 
                 yield increment
 
 
-async def _read(
-    pieces: AsyncGenerator[StreamPiece], answer: Answer, speech: Parser | None, echo: Echo | None, choice: int
-) -> AsyncGenerator[Increment]:
-    scores: list[TokenLogprob] = []
-    async with aclosing(pieces):
-        async for piece in pieces:
-            scores += piece.prompt_logprobs
-            if piece.prompt_logprobs and not piece.tokens:
-                continue
-            growth = answer.push(piece.tokens, piece.logprobs, piece.finish)
-            if echo is not None:
-                growth = echo.add(growth, scores)
-            parts = () if speech is None else speech.push(growth.text, last=growth.finish is not None)
-            yield Increment(
-                choice=choice,
-                growth=growth,
-                trace=piece.trace,
-                tokens=piece.tokens[: growth.num_tokens],
-                prompt_logprobs=scores,
-                parts=parts,
-                calls=0 if speech is None else speech.num_calls,
-            )
-            scores = []
-            if growth.finish:
-                return
-    raise Unserved("the stream of tokens ended before the answer was complete")
+class _Choice:
+    """One growing choice."""
+
+    def __init__(self, index: int, answer: Answer, speech: Parser | None, echo: Echo | None) -> None:
+        self._index = index
+        self._answer = answer
+        self._speech = speech
+        self._echo = echo
+        self._scores: list[TokenLogprob] = []  # of the prompt, not passed on yet
+
+    async def read(
+        self, service: Service, request: Request, sink: IncrementSink | None
+    ) -> AsyncGenerator[Increment]:
+        trace: Trace | None = None
+        untaken: Increment | None = None  # of the token that the stream brings next
+
+        def take(token: int) -> bool:
+            """Pass on a token now: a TokenSink. One that ends the answer stays to the stream."""
+            nonlocal untaken
+            if sink is None or trace is None:
+                return False
+            increment = self._add((token,), (), None, trace)
+            if increment.growth.finish is None and sink(increment):
+                return True
+            untaken = increment
+            return False
+
+        pieces = service.generate(request) if sink is None else service.generate(request, take)
+        async with aclosing(pieces):
+            async for piece in pieces:
+                trace = piece.trace
+                self._scores += piece.prompt_logprobs
+                if piece.prompt_logprobs and not piece.tokens:
+                    continue
+                increment, untaken = untaken, None
+                if increment is None:
+                    increment = self._add(piece.tokens, piece.logprobs, piece.finish, trace)
+                assert increment.growth.num_tokens <= len(piece.tokens), "an increment is of its own piece"
+                yield increment
+                if increment.growth.finish:
+                    return
+        raise Unserved("the stream of tokens ended before the answer was complete")
+
+    def _add(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprob],
+        finish: FinishReason | None,
+        trace: Trace,
+    ) -> Increment:
+        scores, self._scores = self._scores, []
+        growth = self._answer.push(tokens, logprobs, finish)
+        if self._echo is not None:
+            growth = self._echo.add(growth, scores)
+        speech = self._speech
+        return Increment(
+            choice=self._index,
+            growth=growth,
+            trace=trace,
+            tokens=tokens[: growth.num_tokens],
+            prompt_logprobs=scores,
+            parts=() if speech is None else speech.push(growth.text, last=growth.finish is not None),
+            calls=0 if speech is None else speech.num_calls,
+        )
 
 
 async def _merged(streams: Sequence[AsyncGenerator[Increment]]) -> AsyncGenerator[Increment]:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from opentelemetry.trace import Tracer
 
-from tidemill.cluster.edge.requests.answers import Increment, answers
+from tidemill.cluster.edge.requests.answers import Increment, IncrementSink, answers
 from tidemill.cluster.edge.requests.api_keys import ApiKey, ApiKeys
 from tidemill.cluster.edge.requests.intake import PreparedRequest
 from tidemill.cluster.edge.requests.limits import EdgeLimits, InFlightLimit
@@ -79,10 +79,14 @@ class EdgeContext:
     group: EdgeGroup | None = None
 
     async def answers(
-        self, model: EdgeModel, job: PreparedRequest, identity: RequestIdentity
+        self,
+        model: EdgeModel,
+        job: PreparedRequest,
+        identity: RequestIdentity,
+        sink: IncrementSink | None = None,
     ) -> AsyncGenerator[Increment]:
-        """Yield all choices of `job` as they grow, with metrics. Closing it cancels the running ones. Raises
-        Overloaded, Unserved, RequestError."""
+        """Yield all choices of `job` as they grow, with metrics, without what `sink` takes. Closing it
+        cancels the running ones. Raises Overloaded, Unserved, RequestError."""
         job = _named(job, identity)
         with (
             self.open_answers.holding(len(job.requests), identity.client),
@@ -90,15 +94,26 @@ class EdgeContext:
             self.recent.watch(identity, job) as entry,
             traced(self.sources.tracer, identity, job, entry) as going,
         ):
-            async with aclosing(answers(model.service, model.tokenizer, going)) as increments:
+
+            def record(increment: Increment) -> None:
+                watch.record(
+                    increment.choice,
+                    num_tokens=increment.growth.num_tokens,
+                    finish=increment.growth.finish,
+                    trace=increment.trace,
+                )
+                entry.record(increment)
+
+            def take(increment: Increment) -> bool:
+                taken = sink is not None and sink(increment)
+                if taken:
+                    record(increment)
+                return taken
+
+            recorded = None if sink is None else take
+            async with aclosing(answers(model.service, model.tokenizer, going, recorded)) as increments:
                 async for increment in increments:
-                    watch.record(
-                        increment.choice,
-                        num_tokens=increment.growth.num_tokens,
-                        finish=increment.growth.finish,
-                        trace=increment.trace,
-                    )
-                    entry.record(increment)
+                    record(increment)
                     yield increment
 
 

@@ -186,6 +186,27 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/cluster/edge/test_failure_detector.py",
     ),
     Planted(
+        "tokens that went past the stream are asked for again",
+        "cluster/edge/flow.py::RequestProgress.counting",
+        "self.$STREAMED.append($TOKEN)",
+        "pass",
+        "tests/unit/cluster/edge/test_flow.py",
+    ),
+    Planted(
+        "a token that ends an answer is decoded twice",
+        "cluster/edge/requests/answers.py::_Choice.read",
+        "$INCREMENT, $UNTAKEN = $UNTAKEN, None",
+        "$INCREMENT, $UNTAKEN = None, None",
+        "tests/unit/cluster/edge/http/test_stream.py",
+    ),
+    Planted(
+        "a slow reader of plain chunks is not waited for",
+        "cluster/edge/http/connection.py::BodyWriter.can_write",
+        "$IS_OPEN and not $CYCLE.$FLOW.$WRITE_PAUSED",
+        "$IS_OPEN",
+        "tests/unit/cluster/edge/http/test_connection.py",
+    ),
+    Planted(
         "prompt logprobs are repeated after a worker is lost",
         "cluster/edge/flow.py::RequestProgress.piece",
         "$TOKENS self.$SCORED += len($DELTA.$PROMPT_LOGPROBS) return",
@@ -320,9 +341,9 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "token ids behind a stop string are returned",
-        "cluster/edge/requests/answers.py::_read",
-        "$TOKENS=$PIECE.$TOKENS[: $GROWTH.$NUM_TOKENS],",
-        "$TOKENS=$PIECE.$TOKENS,",
+        "cluster/edge/requests/answers.py::_Choice._add",
+        "$TOKENS=$TOKENS[: $GROWTH.$NUM_TOKENS],",
+        "$TOKENS=$TOKENS,",
         "tests/unit/cluster/edge/grpc_api/test_generation.py",
     ),
     Planted(

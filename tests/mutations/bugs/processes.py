@@ -26,6 +26,20 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/cluster/edge/test_isolation_between_workers.py",
     ),
     Planted(
+        "a plain token overtakes those that wait for a reader",
+        "cluster/rpc/inbox.py::Inbox.take",
+        "if self.$SINK is None or self.$READER is None or self.$READER.done():",
+        "if self._sink is None:",
+        "tests/unit/cluster/rpc/test_inbox.py",
+    ),
+    Planted(
+        "an error in one stream ends all streams of its worker",
+        "cluster/rpc/inbox.py::Inbox.take",
+        "except Exception as $ERROR:",
+        "except AssertionError as $ERROR:",
+        "tests/unit/cluster/rpc/test_inbox.py",
+    ),
+    Planted(
         "a malformed frame counts as a lost worker",
         "cluster/rpc/worker_client.py::_WorkerCall._read",
         "self.$IS_CUT = await self.$LIVES()",

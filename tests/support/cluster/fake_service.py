@@ -26,7 +26,7 @@ from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.edge.requests.security import Tls, tls_context
 from tidemill.cluster.edge.service import ServedModel
-from tidemill.cluster.messages import FleetStatus, RoleScale, WorkerStatus
+from tidemill.cluster.messages import FleetStatus, RoleScale, TokenSink, WorkerStatus
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.server.handshakes import EdgeServer
 from tidemill.kvstore.errors import TidemillError
@@ -138,10 +138,11 @@ class FakeService:
     open_streams: int = 0
     resets: int = 0
     pieces: int = 0
+    sunk: int = 0  # of the pieces, those that went past the stream
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     stalled: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def generate(self, request: Request) -> AsyncGenerator[StreamPiece]:
+    async def generate(self, request: Request, sink: TokenSink | None = None) -> AsyncGenerator[StreamPiece]:
         self.requests.append(request)
         self.open_streams += 1
         self.idle.clear()
@@ -167,6 +168,10 @@ class FakeService:
                 self.pieces += 1
                 new = tuple(tokens[start : start + self.per_piece])
                 asked = request.sampling.logprobs
+                plain = index > 0 and not last and len(new) == 1 and asked is None
+                if plain and sink is not None and sink(new[0]):
+                    self.sunk += 1
+                    continue
                 yield StreamPiece(
                     tokens=new,
                     logprobs=() if asked is None else tuple(scored(token, asked) for token in new),

@@ -1,13 +1,13 @@
 """A router and workers that follow the script of a test, for the flow of one request."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from tidemill.cluster.edge.flow import serve
-from tidemill.cluster.messages import PlacementRequest, Route
+from tidemill.cluster.messages import PlacementRequest, Route, TokenSink
 from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.workers.messages import (
     Delta,
@@ -122,7 +122,9 @@ class Script:
         finally:
             self.prefetching -= 1
 
-    async def generate(self, worker: WorkerId, address: str, request: Request) -> AsyncGenerator[Delta]:
+    async def generate(
+        self, worker: WorkerId, address: str, request: Request, sink: TokenSink | None = None
+    ) -> AsyncGenerator[Delta]:
         assert (worker, address) == (f"d.{len(self.asks)}", "at:d")
         assert self.prefetching == 0, "the pages are being fetched for a request that could fetch them"
         self.calls.append(("generate", request))
@@ -145,6 +147,9 @@ class Script:
                 last = min(start + act.per_delta, stop)
                 finish: FinishReason | None = "length" if last == end else None
                 tokens = tuple(map(nth_token, range(start, last)))
+                is_plain = len(tokens) == 1 and finish is None and provenance is None
+                if is_plain and sink is not None and sink(tokens[0]):
+                    continue
                 yield Delta(tokens=tokens, finish=finish, provenance=provenance)
                 provenance = None
             if act.end is not None:
@@ -175,10 +180,26 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(bounded())
 
 
-def pieces_of(script: Script, request: Request) -> list[StreamPiece]:
+def pieces_of(
+    script: Script, request: Request, may_take: Callable[[], bool] | None = None
+) -> list[StreamPiece]:
+    """Return all pieces. With `may_take` a sink takes the plain tokens for which it is true, and they are
+    pieces here as well."""
+    found: list[StreamPiece] = []
+
+    def sink(token: int) -> bool:
+        assert may_take is not None
+        taken = may_take()
+        if taken:
+            found.append(StreamPiece(tokens=(token,), trace=found[-1].trace))
+        return taken
+
     async def main() -> list[StreamPiece]:
-        async with aclosing(serve(request, script, script, root_of, P)) as pieces:
-            return [piece async for piece in pieces]
+        taking = None if may_take is None else sink
+        async with aclosing(serve(request, script, script, root_of, P, taking)) as pieces:
+            async for piece in pieces:
+                found.append(piece)  # noqa: PERF401  the sink appends between them
+        return found
 
     return run(main())
 

@@ -10,7 +10,7 @@ from tests.support.sim.calls import EdgeCalls, Work
 from tests.support.sim.fold import VOCABULARY, Broke, FoldRunner
 from tests.support.sim.watched import WatchedEngine
 from tidemill.cluster.edge.failure_detector import watch
-from tidemill.cluster.messages import PlacementRequest, Route
+from tidemill.cluster.messages import PlacementRequest, Route, TokenSink
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.worker.assignment import Assignment
 from tidemill.cluster.worker.worker_process import LEAVE_S_MAX
@@ -358,7 +358,10 @@ class World:
         async with self._calling(peer, work) as answer:
             await answer()
 
-    async def generate(self, worker: WorkerId, address: str, request: Request) -> AsyncGenerator[Delta]:
+    async def generate(
+        self, worker: WorkerId, address: str, request: Request, sink: TokenSink | None = None
+    ) -> AsyncGenerator[Delta]:
+        del sink
         peer = self._at(worker, address)
 
         async def work(put: Callable[[Delta], None], notify: Notify) -> None:

@@ -2,6 +2,7 @@
 
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 from hypothesis import given, settings
@@ -62,13 +63,20 @@ acts = st.builds(
 
 
 @settings(deadline=None, derandomize=True, max_examples=150)
-@given(st.lists(acts, max_size=ATTEMPTS_MAX - 1), st.integers(1, 12), st.sampled_from([None, None, 0, 2]))
+@given(
+    st.lists(acts, max_size=ATTEMPTS_MAX - 1),
+    st.integers(1, 12),
+    st.sampled_from([None, None, 0, 2]),
+    st.none() | st.lists(st.booleans(), min_size=1, max_size=5),
+)
 def test_whatever_is_lost_each_token_arrives_once(
-    losses: list[Act], max_new_tokens: int, prompt_logprobs: int | None
+    losses: list[Act], max_new_tokens: int, prompt_logprobs: int | None, taken: list[bool] | None
 ) -> None:
+    """The tokens come by the stream, or a sink takes some of them."""
     request = a_request(max_new_tokens, prompt_logprobs)
     script = Script(*losses, Act())
-    check_answer(pieces_of(script, request), request)
+    may_take = None if taken is None else cycle(taken).__next__
+    check_answer(pieces_of(script, request, may_take), request)
     generated = [sent for kind, sent in script.calls if kind == "generate"]
     assert script.closed == len(generated), "every stream is closed"
     assert script.prefetching == 0

@@ -16,6 +16,7 @@ from opentelemetry.trace import SpanContext, StatusCode, Tracer
 from tests.support.cluster.fake_service import TRACE, FakeService, build_app, call, saying, sources, tokenizer
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.edge.tracing import TracedPeers
+from tidemill.cluster.messages import TokenSink
 from tidemill.cluster.observability.spans import NoTracing, open_tracer, parent_of, span
 from tidemill.cluster.observability.telemetry import QUIET, Telemetry
 from tidemill.cluster.worker.tracing import TracedEngine
@@ -141,8 +142,10 @@ class FakePeers:
         del worker, address
         await self._engine.prefetch(request)
 
-    def generate(self, worker: WorkerId, address: str, request: Request) -> AsyncGenerator[Delta]:
-        del worker, address
+    def generate(
+        self, worker: WorkerId, address: str, request: Request, sink: TokenSink | None = None
+    ) -> AsyncGenerator[Delta]:
+        del worker, address, sink
         return self._engine.generate(request)
 
 

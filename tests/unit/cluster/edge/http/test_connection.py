@@ -194,12 +194,13 @@ def test_waiting_bodies_of_one_client_leave_room_for_the_others() -> None:
     asyncio.run(main())
 
 
-def test_client_that_does_not_read_is_cut_and_the_others_get_all() -> None:
+@pytest.mark.parametrize("logprobs", [None, 5])  # None: chunks are written past ASGI
+def test_client_that_does_not_read_is_cut_and_the_others_get_all(logprobs: int | None) -> None:
     """The service is pulled no further than the buffers go."""
     service = FakeService(lambda _: [5] * LONG)
     service.model = replace(service.model, max_model_len=2 * LONG)
     app = app_over(service)
-    body = {"prompt": "a", "max_tokens": LONG, "stream": True, "ignore_eos": True, "logprobs": 5}
+    body = {"prompt": "a", "max_tokens": LONG, "stream": True, "ignore_eos": True, "logprobs": logprobs}
 
     async def main() -> int:
         async with (
@@ -221,7 +222,31 @@ def test_client_that_does_not_read_is_cut_and_the_others_get_all() -> None:
     pulled = asyncio.run(main())
     assert len(service.requests) == 2
     assert service.open_streams == 0
+    assert (service.sunk > LONG / 2) == (logprobs is None)
     assert pulled < 2 * LONG, "one of the two was not read to its end"
+
+
+def test_stream_waits_for_its_reader_and_is_read_to_its_end() -> None:
+    service = FakeService(lambda _: [5] * LONG)
+    service.model = replace(service.model, max_model_len=2 * LONG)
+    body = {"prompt": "a", "max_tokens": LONG, "stream": True, "ignore_eos": True}
+
+    async def main() -> bytes:
+        async with (
+            asyncio.timeout(CUT_S),
+            serving(app_over(service)) as url,
+            connected(url, receive_bytes=4096) as (reader, writer),
+        ):
+            writer.write(post(body, connection="close"))
+            for _ in range(5 * LONG):  # the service makes at most one token in each
+                await asyncio.sleep(0)
+            assert service.sunk > 0
+            assert service.pieces < LONG, "it is made no faster than it is read"
+            return await until_closed(reader)
+
+    received = asyncio.run(main())
+    assert received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert received.count(b'"text":') == LONG
 
 
 LIMITS = EdgeLimits()

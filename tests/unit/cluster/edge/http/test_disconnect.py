@@ -13,6 +13,7 @@ from fastapi import FastAPI
 
 from tests.support.cluster.fake_service import EOS, FakeService, app_over, call, saying, serving
 from tidemill.cluster.edge.http.stream import while_connected
+from tidemill.cluster.messages import TokenSink
 from tidemill.workers.messages import Request, StreamPiece
 
 PATH = "/v1/completions"
@@ -161,8 +162,10 @@ def test_stream_is_made_only_as_fast_as_it_is_read() -> None:
 
 def test_bug_in_mid_stream_is_reported_to_the_client_and_in_the_log() -> None:
     class Broken(FakeService):
-        async def generate(self, request: Request) -> AsyncGenerator[StreamPiece]:
-            async with aclosing(super().generate(request)) as pieces:
+        async def generate(
+            self, request: Request, sink: TokenSink | None = None
+        ) -> AsyncGenerator[StreamPiece]:
+            async with aclosing(super().generate(request, sink)) as pieces:
                 yield await anext(pieces)
                 raise KeyError("secret")
 

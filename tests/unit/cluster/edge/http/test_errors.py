@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.support.cluster.fake_service import FakeService, app_over, call, chat, events_of, saying
 from tidemill.cluster.edge.requests.bodies import UNSUPPORTED, ChatBody, CompletionBody
 from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX
+from tidemill.cluster.messages import TokenSink
 from tidemill.workers.messages import Request, RequestError, StreamPiece
 
 SERVICE = FakeService(saying(" ok"))
@@ -291,8 +292,10 @@ def test_refusal_of_a_worker_in_mid_stream_keeps_its_param(choices: int) -> None
 
 def test_answer_that_just_ends_is_a_failure() -> None:
     class Short(FakeService):
-        async def generate(self, request: Request) -> AsyncGenerator[StreamPiece]:
-            async with aclosing(super().generate(request)) as pieces:
+        async def generate(
+            self, request: Request, sink: TokenSink | None = None
+        ) -> AsyncGenerator[StreamPiece]:
+            async with aclosing(super().generate(request, sink)) as pieces:
                 yield await anext(pieces)
 
     app = app_over(Short(saying(" Emma is here")))

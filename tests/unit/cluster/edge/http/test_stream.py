@@ -1,13 +1,25 @@
 """Streams read by a parser that is not ours: whatever an answer holds, its events carry it unharmed."""
 
 import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping
 
 import httpx
 from httpx_sse import ServerSentEvent, aconnect_sse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.cluster.fake_service import TRACE, FakeService, app_over, saying, scored, tokenizer
+from tests.support.cluster.fake_service import (
+    EOS,
+    TRACE,
+    FakeService,
+    app_over,
+    saying,
+    scored,
+    serving,
+    tokenizer,
+)
+from tests.support.sockets import connected, until_closed
 from tidemill.cluster.edge.chat.output.detokenizer import Answer, Ending
 from tidemill.cluster.edge.chat.output.parts import Call, Part, ReasoningText, Text
 from tidemill.cluster.edge.http.replies import ChunkEvents, Kind, ReplyHead, chunk_choice
@@ -16,7 +28,8 @@ from tidemill.cluster.edge.requests.answers import Increment
 from tidemill.cluster.edge.requests.bodies import StreamOptions
 from tidemill.cluster.edge.requests.intake import PreparedRequest
 from tidemill.cluster.edge.requests.usage import UsageCounter
-from tidemill.workers.messages import Request, Unserved
+from tidemill.cluster.messages import TokenSink
+from tidemill.workers.messages import Request, StreamPiece, Unserved
 
 TRAPS = ["\n", "\r\n", "\r", "\u2028", "\u0085", "data: [DONE]", "\n\n", ": ", "event: error", "\0"]
 TEXTS = st.lists(st.sampled_from(TRAPS) | st.text(min_size=1), min_size=1, max_size=8).map("".join)
@@ -58,6 +71,76 @@ def test_any_error_comes_through(text: str) -> None:
     *_, last = events(service)
     assert last.event == "error"
     assert text in last.json()["error"]["message"]
+
+
+class ByTheStream(FakeService):
+    """A service that leaves no token to a sink."""
+
+    def generate(self, request: Request, sink: TokenSink | None = None) -> AsyncGenerator[StreamPiece]:
+        del sink
+        return super().generate(request)
+
+
+def received(service: FakeService, path: str, body: Mapping[str, object]) -> bytes:
+    """Return the body of a reply as it comes over a socket, with the heads of its chunks."""
+
+    async def main() -> bytes:
+        data = json.dumps({**body, "stream": True}).encode()
+        about = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
+        async with serving(app_over(service)) as url, connected(url) as (reader, writer):
+            writer.write(f"POST {path} HTTP/1.1\r\n{about}\r\nconnection: close\r\n\r\n".encode() + data)
+            head, _, rest = (await until_closed(reader)).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200"), head + rest
+            return rest
+
+    return asyncio.run(main())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=60),
+    per_piece=st.sampled_from([1, 1, 1, 2]),
+    is_chat=st.booleans(),
+    stop=st.sampled_from([[], ["e"], ["in the", "x"]]),
+    counts=st.booleans(),
+    echo=st.booleans(),
+    fail_at=st.sampled_from([None, None, 3]),
+)
+def test_tokens_that_a_sink_takes_are_the_same_bytes(
+    tokens: list[int],
+    per_piece: int,
+    is_chat: bool,  # noqa: FBT001
+    stop: list[str],
+    counts: bool,  # noqa: FBT001
+    echo: bool,  # noqa: FBT001
+    fail_at: int | None,
+) -> None:
+    path = "/v1/chat/completions" if is_chat else "/v1/completions"
+    asked = {"messages": [{"role": "user", "content": "Hello"}]} if is_chat else {"prompt": "Hello"}
+    options = {"include_usage": True, "continuous_usage_stats": counts}
+    body = {**asked, "max_tokens": len(tokens), "stop": stop, "stream_options": options}
+    if echo and not is_chat:
+        body["echo"] = True
+    sinking, streaming = (
+        kind(lambda _: tokens, per_piece=per_piece, fail_at=fail_at) for kind in (FakeService, ByTheStream)
+    )
+    assert received(sinking, path, body) == received(streaming, path, body)
+    assert streaming.sunk == 0
+    plain = range(1, (fail_at or len(tokens)) - 1)
+    ends = EOS in tokens or bool(stop) or fail_at is not None
+    assert ends or per_piece > 1 or sinking.sunk == len(plain)
+
+
+def test_choices_whose_tokens_a_sink_takes_are_the_same() -> None:
+    def of_choices(service: FakeService) -> list[list[str]]:
+        text = received(service, "/v1/completions", {"prompt": "a", "n": 3, "max_tokens": 20}).decode()
+        lines = [line for line in text.splitlines() if line.startswith("data: {")]
+        return [[line for line in lines if f'"index":{choice},' in line] for choice in range(3)]
+
+    script = saying(" Emma is in the tower. The code of Tina is 6869.", eos=False)
+    sinking, streaming = FakeService(script), ByTheStream(script)
+    assert of_choices(sinking) == of_choices(streaming)
+    assert sinking.sunk > 0
 
 
 @st.composite
