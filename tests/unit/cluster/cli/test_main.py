@@ -42,6 +42,7 @@ SERVE_OPTIONS = [
     "--enable-expert-parallel",
     "--enforce-eager",
     "--eviction-policy",
+    "--frontends",
     "--gpu-memory-utilization",
     "--grpc-port",
     "--help",
