@@ -44,7 +44,7 @@ test: setup
 
 test-all: setup triton triton-3.6
 	$(SUITE)
-	python -m tests.mutations
+	python -m tests.mutations --after-tests
 
 # Everything that abuses a server, with a table of verdicts, in at most 20 minutes.
 # ABUSE_SOAK_S is the length of the soak in seconds (60).

@@ -285,8 +285,9 @@ def test_addresses_share_connections_and_calls(
                 writer.write(OPENING + opened(1))
                 await reader.readexactly(9)  # the settings of the library
             with suppress(ConnectionError):
-                async with connected(client.address, way, source="127.0.0.2") as (reader, _):
-                    assert await ended(reader) == b""
+                async with connected(client.address, way, source="127.0.0.2") as (reader, writer):
+                    writer.write(OPENING)
+                    assert await reader.read(1) == b"", "the library answers"
             assert (await client.generate(HELLO)).choices
 
     grpc_loop.run(main())
