@@ -38,7 +38,7 @@ class Stream:
             assert response.status_code == 200, await response.aread()
             ended = False
             async for line in response.aiter_lines():
-                if not line:
+                if not line or line == "event: error":  # the error itself is in the next line
                     continue
                 assert not ended, f"a line after the end: {line}"
                 data = line.removeprefix("data: ")
