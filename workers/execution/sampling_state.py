@@ -59,11 +59,12 @@ class SamplingState:
         if not self.sampling.bad_words:
             return barred
         known = position - self._start - len(before)
-        answer = (*self._tokens[:known], *before)
+        reach = max(map(len, self.sampling.bad_words)) - 1
+        last = (*self._tokens[max(0, known - reach) : known], *before)
         return barred + tuple(
             word[-1]
             for word in self.sampling.bad_words
-            if len(word) <= len(answer) + 1 and answer[len(answer) + 1 - len(word) :] == word[:-1]
+            if len(word) <= len(last) + 1 and last[len(last) + 1 - len(word) :] == word[:-1]
         )
 
     def push(self, token: int) -> None:

@@ -27,8 +27,8 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "drafts are no beginning of a bad word",
         "workers/execution/sampling_state.py::SamplingState.barred_at",
-        "$ANSWER = (*self.$TOKENS[:$KNOWN], *$BEFORE)",
-        "$ANSWER = (*self.$TOKENS[:$KNOWN],)",
+        "$LAST = (*self.$TOKENS[max(0, $KNOWN - $REACH) : $KNOWN], *$BEFORE)",
+        "$LAST = (*self.$TOKENS[max(0, $KNOWN - $REACH) : $KNOWN],)",
         "tests/unit/workers/execution/test_sampler.py",
     ),
     Planted(
