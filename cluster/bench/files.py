@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, cast
 
-from tidemill.cluster.bench.workloads import FIRST_TOKEN, Item, Workload
+from tidemill.cluster.bench.workloads import Item, Workload, drawn_tokens
 from tidemill.cluster.simulate.trace import BLOCK_TOKENS, TraceRequest, read_trace
 from tidemill.kvstore.errors import TidemillError
 
@@ -109,5 +109,5 @@ def _tokens_of(request: TraceRequest, number: int, vocab_size: int, seed: int) -
     tokens: list[int] = []
     for name in names[: -(-request.prompt_tokens // BLOCK_TOKENS)]:
         rng = Random(f"{seed}/{name}")  # noqa: S311  a seeded workload
-        tokens += (rng.randrange(FIRST_TOKEN, vocab_size) for _ in range(BLOCK_TOKENS))
+        tokens += drawn_tokens(rng, vocab_size, BLOCK_TOKENS)
     return tuple(tokens[: request.prompt_tokens])

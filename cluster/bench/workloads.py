@@ -102,12 +102,12 @@ def random_prompts(rng: Random, vocab_size: int, shape: RandomShape) -> Workload
             max(1, int(middle * (1 - shape.range_ratio))), max(1, ceil(middle * (1 + shape.range_ratio)))
         )
 
-    prefix = _tokens(rng, vocab_size, shape.prefix_len)
+    prefix = drawn_tokens(rng, vocab_size, shape.prefix_len)
     return Workload(
         "random",
         tuple(
             Item(
-                tokens=prefix + _tokens(rng, vocab_size, length(shape.input_len)),
+                tokens=prefix + drawn_tokens(rng, vocab_size, length(shape.input_len)),
                 max_tokens=length(shape.output_len),
                 group=0 if prefix else number,
                 position=number if prefix else 0,
@@ -127,7 +127,9 @@ def gsp(rng: Random, vocab_size: int, shape: GspShape) -> Workload:
     def length(most: int) -> int:
         return rng.randint(max(1, int(most * shape.range_ratio)), most)
 
-    systems = [_tokens(rng, vocab_size, length(shape.system_prompt_len)) for _ in range(shape.num_groups)]
+    systems = [
+        drawn_tokens(rng, vocab_size, length(shape.system_prompt_len)) for _ in range(shape.num_groups)
+    ]
     groups = [group for group in range(shape.num_groups) for _ in range(shape.prompts_per_group)]
     if not shape.ordered:
         rng.shuffle(groups)
@@ -136,7 +138,7 @@ def gsp(rng: Random, vocab_size: int, shape: GspShape) -> Workload:
     for group in groups:
         items.append(
             Item(
-                tokens=systems[group] + _tokens(rng, vocab_size, length(shape.question_len)),
+                tokens=systems[group] + drawn_tokens(rng, vocab_size, length(shape.question_len)),
                 max_tokens=length(shape.output_len),
                 group=group,
                 position=sent[group],
@@ -154,12 +156,12 @@ def multi_turn(rng: Random, vocab_size: int, shape: MultiTurnShape) -> Workload:
     not the model's own: each run sends the same tokens.
     """
     items: list[Item] = []
-    system = _tokens(rng, vocab_size, shape.system_prompt_len)
+    system = drawn_tokens(rng, vocab_size, shape.system_prompt_len)
     for conversation in range(shape.num_conversations):
         history, cuts = system, tuple[int, ...]()
         for turn in range(shape.num_turns):
             asked = rng.randint(max(1, shape.question_len // 3), max(1, shape.question_len * 5 // 3))
-            history += _tokens(rng, vocab_size, asked)
+            history += drawn_tokens(rng, vocab_size, asked)
             items.append(
                 Item(
                     tokens=history,
@@ -171,7 +173,7 @@ def multi_turn(rng: Random, vocab_size: int, shape: MultiTurnShape) -> Workload:
                     cuts=cuts,
                 )
             )
-            answered = history + _tokens(rng, vocab_size, shape.output_len)
+            answered = history + drawn_tokens(rng, vocab_size, shape.output_len)
             cuts += (len(history), len(answered))
             history = answered
     return Workload("multi-turn", tuple(items))
@@ -187,12 +189,12 @@ def agents(rng: Random, vocab_size: int, shape: AgentsShape) -> Workload:
     items: list[Item] = []
     group = 0
     for _ in range(shape.num_families):
-        system = _tokens(rng, vocab_size, shape.system_prompt_len)
+        system = drawn_tokens(rng, vocab_size, shape.system_prompt_len)
         ends = [shape.system_prompt_len]
         for _ in range(shape.num_sessions):
             history = system
             for turn in range(shape.num_turns):
-                history += _tokens(rng, vocab_size, rng.randrange(64, 192))
+                history += drawn_tokens(rng, vocab_size, rng.randrange(64, 192))
                 items.append(
                     Item(
                         tokens=history,
@@ -208,7 +210,7 @@ def agents(rng: Random, vocab_size: int, shape: AgentsShape) -> Workload:
             group += 1
     items += [
         Item(
-            tokens=_tokens(rng, vocab_size, shape.system_prompt_len),
+            tokens=drawn_tokens(rng, vocab_size, shape.system_prompt_len),
             max_tokens=shape.output_len,
             group=group + stranger,
             position=0,
@@ -231,7 +233,7 @@ def from_prompts(name: str, prompts: Sequence[tuple[int, ...]], max_tokens: int)
     )
 
 
-def _tokens(rng: Random, vocab_size: int, count: int) -> tuple[int, ...]:
+def drawn_tokens(rng: Random, vocab_size: int, count: int) -> tuple[int, ...]:
     return tuple(rng.randrange(FIRST_TOKEN, vocab_size) for _ in range(count))
 
 
