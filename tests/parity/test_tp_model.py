@@ -19,6 +19,7 @@ from tests.support.parity.sharded import (
     Found,
     check,
     check_sums,
+    over_gloo,
     run_rank,
     run_threads,
 )
@@ -27,7 +28,7 @@ from tidemill.kernels.dispatch import Operators
 from tidemill.workers.models.architectures.registry import describe, load
 from tidemill.workers.models.collectives import LEADER, Sharing
 from tidemill.workers.models.errors import ModelError
-from tidemill.workers.parallel.distributed import Distributed, folder_store
+from tidemill.workers.parallel.distributed import Distributed
 from tidemill.workers.parallel.shared_memory import SharedMemory
 from tidemill.workers.sources.names import bundled
 
@@ -39,7 +40,7 @@ def test_keeper_in_two_parts(cpu: Operators, tmp_path: Path) -> None:
     keeper = bundled()["keeper"]
 
     def meet(index: int) -> Distributed:
-        return Distributed(folder_store(tmp_path, 2), index, 2, "gloo", WAIT_S_MAX)
+        return over_gloo(tmp_path, index, 2, WAIT_S_MAX)
 
     found = run_threads(keeper, cpu, meet, 2)
     alone = run_rank(keeper, cpu)

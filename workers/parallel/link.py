@@ -48,7 +48,6 @@ from tidemill.workers.parallel.network import (
 )
 from tidemill.workers.settings import EngineSettings
 
-LEADER = 0
 LOOK_S = 0.2
 HELLO_S_MAX = 5.0
 """The time in seconds that a caller on another node may take to show that it is a rank of this group."""
@@ -271,9 +270,9 @@ def read_frame(stream: BinaryIO) -> Frame | None:
 def _index(stream: BinaryIO, meeting: Meeting) -> int:
     """Return the index of a rank. Raises GroupBroken, or PermissionError when a caller from another node is
     not of this group."""
-    size_bytes = len(hello(LEADER, meeting))
+    size_bytes = len(hello(0, meeting))  # of any rank
     data = stream.read(size_bytes)
-    index = int(np.frombuffer(data, np.int64, 1, HEAD.size)[0]) if len(data) == size_bytes else LEADER
+    index = int(np.frombuffer(data, np.int64, 1, HEAD.size)[0]) if len(data) == size_bytes else 0
     if compare_digest(data, hello(index, meeting)):
         return index
     if isinstance(meeting, Ports):

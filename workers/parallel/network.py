@@ -150,9 +150,8 @@ class TlsConnection(RawIOBase):
             except ssl.SSLWantReadError:
                 pass
             finally:
-                if (
-                    not self._is_open
-                ):  # later a reader has nothing to send that cannot wait for the next frame
+                # Later a reader has nothing to send that cannot wait for the next frame.
+                if not self._is_open:
                     self._flush()
             data = self._plain.recv(RECEIVE_BYTES)
             if not data:

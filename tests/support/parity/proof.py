@@ -16,12 +16,19 @@ import torch
 import transformers
 
 from tests.support.parity.architectures import save
-from tests.support.parity.sharded import WAIT_S_MAX, check, check_sums, run_rank, run_threads, sizes_of
+from tests.support.parity.sharded import (
+    WAIT_S_MAX,
+    check,
+    check_sums,
+    over_gloo,
+    run_rank,
+    run_threads,
+    sizes_of,
+)
 from tests.support.parity.steps import Runner, check_memory
 from tidemill.kernels.dispatch import REFERENCE, Operators
 from tidemill.kvstore.layout import layout_of
 from tidemill.workers.models.architectures.registry import LoadedModel, load
-from tidemill.workers.parallel.distributed import Distributed, folder_store
 from tidemill.workers.parallel.shared_memory import SharedMemory
 
 LENGTH = 150
@@ -202,11 +209,7 @@ def sums(subject: Subject) -> str:
     return f"groups of {' or '.join(map(str, sizes)) or 'none'} are within {worst:.1e} of one process"
 
 
-def _over_gloo(folder: Path, index: int, size: int, wait_s_max: float) -> Distributed:
-    return Distributed(folder_store(folder, size), index, size, "gloo", wait_s_max)
-
-
-MEETINGS = (_over_gloo, SharedMemory)
+MEETINGS = (over_gloo, SharedMemory)
 
 CHECKS: dict[str, Callable[[Subject], str]] = {
     logit.__name__: logit

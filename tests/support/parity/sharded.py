@@ -41,6 +41,11 @@ class Found(NamedTuple):
     logits_TV: torch.Tensor
 
 
+def over_gloo(folder: Path, index: int, size: int, wait_s_max: float) -> Distributed:
+    """Meet the other ranks of this machine in a folder."""
+    return Distributed(folder_store(folder, size), index, size, "gloo", wait_s_max)
+
+
 @torch.inference_mode()
 def run_rank(
     folder: Path, ops: Operators, ranks: Ranks = ALONE, *, sums: bool = False, by_expert: bool = False
@@ -123,12 +128,8 @@ def main() -> None:
         parser.add_argument(folder, type=Path)
     given = parser.parse_args(sys.argv[1:])
     torch.set_num_threads(1)
-    if given.collectives == "gloo":
-        store = folder_store(given.meeting, given.size)
-        ranks = Distributed(store, given.index, given.size, "gloo", WAIT_S_MAX)
-    else:
-        ranks = SharedMemory(given.meeting, given.index, given.size, WAIT_S_MAX)
-    with closing(ranks):
+    meet = over_gloo if given.collectives == "gloo" else SharedMemory
+    with closing(meet(given.meeting, given.index, given.size, WAIT_S_MAX)) as ranks:
         _, hidden, logits = run_rank(given.model, operators("cpu", given.kernels), ranks)
     save_file({"hidden": hidden, "logits": logits}, given.meeting / f"found-{given.index}.safetensors")
 

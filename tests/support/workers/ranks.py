@@ -16,8 +16,9 @@ from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.memory.backing import Mmap
 from tidemill.workers.engine.build_rank import build_rank
 from tidemill.workers.execution.step import Step
+from tidemill.workers.models.collectives import LEADER
 from tidemill.workers.models.errors import ModelError
-from tidemill.workers.parallel.link import LEADER, Ended, RankLinks, accept, meeting_place
+from tidemill.workers.parallel.link import Ended, RankLinks, accept, meeting_place
 from tidemill.workers.parallel.network import Certificates, Meeting, Network, Ports
 from tidemill.workers.parallel.rank import RankParts, carry_out
 from tidemill.workers.settings import EngineSettings

@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.parity.sharded import over_gloo
 from tidemill.workers.models.collectives import ALONE, LEADER
-from tidemill.workers.parallel.distributed import Distributed, folder_store
+from tidemill.workers.parallel.distributed import Distributed
 from tidemill.workers.parallel.errors import GroupBroken
 from tidemill.workers.parallel.shared_memory import SharedMemory
 
@@ -22,9 +23,7 @@ Met = Distributed | SharedMemory
 Meet = Callable[[Path, int, int, float], Met]
 Result = TypeVar("Result")
 MEETINGS: dict[str, Meet] = {
-    "gloo": lambda folder, index, size, wait_s: Distributed(
-        folder_store(folder, size), index, size, "gloo", wait_s
-    ),
+    "gloo": over_gloo,
     "shared memory": lambda folder, index, size, wait_s: SharedMemory(
         folder, index, size, wait_s, place_bytes=256
     ),

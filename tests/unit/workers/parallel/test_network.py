@@ -22,11 +22,11 @@ from tests.support.workers.ranks import network_of
 from tests.unit.cluster.rpc.test_mutual_tls import issue
 from tidemill.cluster.mutual_tls import CLUSTER_NAME, MutualTls
 from tidemill.workers.engine.build import build_engine
+from tidemill.workers.models.collectives import LEADER
 from tidemill.workers.parallel import distributed, link
 from tidemill.workers.parallel.exchange import Exchange, open_exchange
 from tidemill.workers.parallel.frames import Ints, Verb, ints, to_bytes
 from tidemill.workers.parallel.link import (
-    LEADER,
     MeetingPlace,
     RankLinks,
     StartRanks,
