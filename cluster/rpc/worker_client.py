@@ -48,7 +48,13 @@ SILENCE_S_MAX = 1.0
 """The time after which the router is asked about a silent worker that owes answers."""
 
 LIVES_S_MAX = 2.0
-"""The time limit for an answer on a new connection, after one broke."""
+"""The time limit for an answer on new connections, after one broke."""
+
+LIVES_PAUSE_S = 0.05
+"""The pause between two of them."""
+
+REFUSED = "Connection refused"
+"""The text of gRPC for a host where nothing listens at the address."""
 
 PING_TIMEOUT = "ping timeout"
 """The text of gRPC for a peer that does not answer pings, in contrast to one that has closed the
@@ -202,12 +208,10 @@ class _WorkerCall:
             yield frame
 
     async def _read(self) -> None:
-        has_answered = False
         try:
             async with open_channel(self._address, self._tls) as channel:
                 async for data in self._open(channel, self._sent()):
                     self._last_frame_s = asyncio.get_running_loop().time()
-                    has_answered = True
                     for wire in wire_items(data):
                         inbox = self._inboxes.get(wire.call)
                         if inbox is None:  # cancelled while this was on its way
@@ -217,7 +221,7 @@ class _WorkerCall:
         except grpc.aio.AioRpcError as error:
             self._reason = error.details() or error.code().name
             self._died = PING_TIMEOUT not in self._reason
-            if has_answered and self._died and error.code() is grpc.StatusCode.UNAVAILABLE:
+            if self._died and error.code() is grpc.StatusCode.UNAVAILABLE:
                 self._is_cut = await self._still_runs()
         except (Malformed, OSError) as error:
             self._reason = str(error)
@@ -226,16 +230,26 @@ class _WorkerCall:
 
     async def _still_runs(self) -> bool:
         """Return whether the same incarnation still runs. Then only the connection broke, and no request has
-        crashed the worker. The host of a killed process refuses immediately."""
+        crashed the worker. The host of a killed process refuses immediately, and another incarnation refuses
+        the name. A connection that breaks as well only means that the line is bad: another one is opened."""
 
         async def hello() -> AsyncIterator[bytes]:
             yield encode_client_frame(Hello(self._worker))
 
-        with suppress(grpc.aio.AioRpcError, OSError, TimeoutError):
-            async with asyncio.timeout(LIVES_S_MAX), open_channel(self._address, self._tls) as channel:
-                async for _ in self._open(channel, hello()):
-                    pass
-            return True
+        with suppress(OSError, TimeoutError):
+            async with asyncio.timeout(LIVES_S_MAX):
+                while True:
+                    try:
+                        async with open_channel(self._address, self._tls) as channel:
+                            async for _ in self._open(channel, hello()):
+                                pass
+                    except grpc.aio.AioRpcError as error:
+                        is_refused = REFUSED in (error.details() or "")
+                        if is_refused or error.code() is not grpc.StatusCode.UNAVAILABLE:
+                            return False
+                    else:
+                        return True
+                    await asyncio.sleep(LIVES_PAUSE_S)
         return False
 
     def _open(self, channel: grpc.aio.Channel, frames: AsyncIterator[bytes]) -> AsyncIterable[bytes]:

@@ -40,10 +40,17 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/cluster/rpc/test_inbox.py",
     ),
     Planted(
-        "a malformed frame counts as a lost worker",
+        "a connection that broke counts as a lost worker",
         "cluster/rpc/worker_client.py::_WorkerCall._read",
         "self.$IS_CUT = await self.$LIVES()",
         "self.$IS_CUT = False",
+        "tests/unit/cluster/rpc/test_worker_client.py",
+    ),
+    Planted(
+        "two connections that broke count as a lost worker",
+        "cluster/rpc/worker_client.py::_WorkerCall._still_runs",
+        "if $REFUSED or $ERROR.code() is not grpc.StatusCode.UNAVAILABLE:",
+        "if True:",
         "tests/unit/cluster/rpc/test_worker_client.py",
     ),
     Planted(

@@ -48,18 +48,32 @@ async def line() -> AsyncGenerator[tuple[Line, WorkerClients, str]]:
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_worker_that_still_runs_is_called_again(*, alone: bool) -> None:
+@pytest.mark.parametrize("num_resets", [1, 3])
+def test_worker_that_still_runs_is_called_again(num_resets: int, *, alone: bool) -> None:
+    """The connections that ask whether it still runs may break as well."""
     async def main() -> None:
         async with line() as (here, peers, address):
             async with aclosing(peers.generate(WORKER, address, request("a"))) as deltas:
                 await here.first(anext(deltas), "a", alone=alone)
-                here.storms.append(Weather(reset_share=1.0))
+                here.storms += [Weather(reset_share=1.0)] * num_resets
                 here.engine.step(("a", FIRST))
                 assert "still runs" in await fails(anext(deltas), PagesMissing)
-            assert here.link.num_resets == 1
+            assert not here.storms
+            assert 1 <= here.link.num_resets <= num_resets
             await here.engine.until(lambda engine: not engine.calls)
             async with aclosing(peers.generate(WORKER, address, request("b"))) as deltas:
                 await here.first(anext(deltas), "b")
+
+    run(main())
+
+
+def test_connection_that_breaks_before_its_first_answer_is_no_loss() -> None:
+    async def main() -> None:
+        async with line() as (here, peers, address):
+            here.storms.append(Weather(reset_share=1.0))
+            async with aclosing(peers.generate(WORKER, address, request("a"))) as deltas:
+                assert "still runs" in await fails(anext(deltas), PagesMissing)
+            assert here.link.num_resets == 1
 
     run(main())
 
