@@ -51,6 +51,7 @@ async def line() -> AsyncGenerator[tuple[Line, WorkerClients, str]]:
 @pytest.mark.parametrize("num_resets", [1, 3])
 def test_worker_that_still_runs_is_called_again(num_resets: int, *, alone: bool) -> None:
     """The connections that ask whether it still runs may break as well."""
+
     async def main() -> None:
         async with line() as (here, peers, address):
             async with aclosing(peers.generate(WORKER, address, request("a"))) as deltas:
