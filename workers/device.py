@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from tidemill.kernels.shared.interpreter import interprets
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.memory.backing import Backing, BackingUnavailable, Event, Fixed, Kvcached, Mmap
+from tidemill.workers.numa import SYSFS, NumaNode, node_of_gpu, node_of_rank
 from tidemill.workers.settings import EngineSettings, SettingsError
 
 HOST = torch.device("cpu")
@@ -68,6 +70,26 @@ def device_of_rank(settings: EngineSettings, rank: int) -> str:
 def count_gpus() -> int:
     """Return the number of CUDA devices that this process sees."""
     return torch.cuda.device_count()
+
+
+def numa_node_of(
+    settings: EngineSettings, rank: int, device: torch.device, sysfs: Path = SYSFS
+) -> NumaNode | None:
+    """Return the NUMA node of a rank: that of its GPU, or on CPUs its part of the nodes. None: it is not
+    bound, because that is not wanted or there is nothing to choose from."""
+    if not settings.numa_bind:
+        return None
+    if device.type == "cuda":
+        return node_of_gpu(pci_address(device), sysfs)
+    ranks = settings.ranks_per_node
+    return node_of_rank(rank % ranks, ranks, sysfs) if settings.tensor_parallel_size > 1 else None
+
+
+def pci_address(device: torch.device) -> str:
+    """Return the PCI address of a CUDA device, as sysfs names it."""
+    found: Any = torch.cuda  # it leaves the type of properties open
+    gpu = found.get_device_properties(device)
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
 def memory_name(device: torch.device) -> str:

@@ -111,6 +111,7 @@ class EngineSettings:
     max_model_len: int | None = None
     overlap: bool = True  # launch the next step before the tokens of this one are read
     async_scheduling: bool = False  # on CUDA: make the inputs of the next step while this one runs
+    numa_bind: bool = False  # keep each rank on the NUMA node of its GPU, ranks on CPUs on one each
     drafts_max: int = 0  # guessed tokens of a row; 0: no speculation
     speculative_method: SpeculativeMethod = "auto"
     tensor_parallel_size: int = 1  # ranks of this worker
@@ -246,6 +247,11 @@ class EngineSettings:
         named = f"--device {self.device}"
         if self.async_scheduling and not self.on_cuda:
             raise SettingsError("--async-scheduling is for CUDA devices: leave it out with --device cpu")
+        if self.numa_bind and not self.on_cuda and max(self.group_sizes) == 1:
+            raise SettingsError(
+                "--numa-bind is for CUDA devices and for ranks on CPUs: leave it out, or run the server under"
+                " numactl"
+            )
         if self.on_cuda and self.variant == "cpu":
             raise SettingsError(f"--kernels cpu computes in host memory: leave it out with {named}")
         if self.on_cuda and self.backing_kind == "mmap":

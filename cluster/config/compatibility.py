@@ -58,6 +58,7 @@ FEATURES: tuple[Flags, ...] = (
     {"--num-gpus": 0.5},
     {"--device": "cuda:1"},
     {"--async-scheduling": True},
+    {"--numa-bind": True},
     {"--overlap": False},
     {"--enforce-eager": True},
     {"--kernels": "cpu"},

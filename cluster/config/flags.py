@@ -142,7 +142,13 @@ FLAGS: tuple[Flag, ...] = (
     *_flags(
         "device",
         "engine",
-        {"kernels": None, "backing": None, "enforce_eager": None, "async_scheduling": None},
+        {
+            "kernels": None,
+            "backing": None,
+            "enforce_eager": None,
+            "async_scheduling": None,
+            "numa_bind": None,
+        },
     ),
     *_flags("memory", "group", {"memory": "SIZE", "memory_floor": "SIZE"}),
     *_flags(

@@ -143,6 +143,7 @@ def engine_settings(
         max_model_len=model.max_model_len,
         overlap=engine.overlap,
         async_scheduling=engine.async_scheduling,
+        numa_bind=engine.numa_bind,
         drafts_max=engine.num_speculative_tokens,
         speculative_method=engine.speculative_method,
         tensor_parallel_size=group.tensor_parallel_size,

@@ -157,6 +157,9 @@ class EngineConfig(ConfigNode):
     """on CUDA: launch decode steps without CUDA graphs"""
     async_scheduling: bool = False
     """on CUDA: make the inputs of the next step while the current one runs; no device has run it yet"""
+    numa_bind: bool = False
+    """keep each rank on the NUMA node of its GPU, threads and memory; the ranks of a worker on CPUs share out
+    the nodes; no device has run it yet"""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """on CUDA: part of the device's memory, or of the worker's share of it, that a worker may take for
     weights, steps, CUDA graphs, pages and states"""

@@ -31,6 +31,7 @@ from tidemill.workers.device import (
     memory_in_use,
     memory_info,
     memory_name,
+    numa_node_of,
     open_backing,
     settle,
     total_memory,
@@ -57,7 +58,8 @@ from tidemill.workers.models.architectures.registry import (
     load,
     weight_bytes_of,
 )
-from tidemill.workers.models.collectives import ALONE, Sharing
+from tidemill.workers.models.collectives import ALONE, LEADER, Sharing
+from tidemill.workers.numa import keep_on
 from tidemill.workers.parallel.exchange import Exchange
 from tidemill.workers.parallel.group import RankGroup, open_group
 from tidemill.workers.parallel.link import StartRanks
@@ -176,6 +178,7 @@ def _build(
     device: torch.device,
     group: RankGroup | None,
 ) -> BuiltEngine:
+    bind(settings, LEADER, device)
     used = memory_in_use(device, shared=settings.device_share < 1) if settings.on_cuda else 0
     exchange = None if group is None else group.exchange
     loaded = load_model(settings, progress, ops, device, exchange)
@@ -222,6 +225,12 @@ def _build(
         group=group,
         close=close,
     )
+
+
+def bind(settings: EngineSettings, rank: int, device: torch.device) -> None:
+    """Keep this process on the NUMA node of its rank, if that is wanted, before it takes memory."""
+    if (node := numa_node_of(settings, rank, device)) is not None:
+        keep_on(node)
 
 
 def load_model(

@@ -3,6 +3,7 @@
 from tidemill.kvstore.shards import rank_share, shards_of
 from tidemill.workers.device import device_of, memory_in_use, open_backing
 from tidemill.workers.engine.build import (
+    bind,
     load_model,
     open_arena_io,
     operators_of,
@@ -27,6 +28,7 @@ def build_rank(
     nodes. Raises the errors of `build_engine`."""
     settings = with_model_here(settings)
     device, settings = device_of(settings), with_compute_dtype(settings)
+    bind(settings, index, device)
     exchange = open_exchange(settings, meeting, index, device, network)
     used = memory_in_use(device, shared=settings.device_share < 1) if settings.on_cuda else 0
     loaded = load_model(settings, _no_progress, operators_of(settings), device, exchange)

@@ -4,6 +4,20 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
+        "ranks on the second machine of a worker are bound as if they were on the first",
+        "workers/device.py::numa_node_of",
+        "$NODE_OF_RANK($RANK % $RANKS, $RANKS, $SYSFS)",
+        "node_of_rank(min(rank, ranks - 1), ranks, sysfs)",
+        "tests/unit/workers/test_numa.py",
+    ),
+    Planted(
+        "threads from before stay where they are when a process is bound to a NUMA node",
+        "workers/numa.py::keep_on",
+        "$OS.$SCHED_SETAFFINITY(int($TASK.$NAME), $CPUS)",
+        "os.sched_setaffinity(0, cpus)",
+        "tests/unit/workers/test_numa.py",
+    ),
+    Planted(
         "every rank of a worker takes the first GPU where Ray hides none",
         "cluster/supervisor/worker_actor.py::assigned_device",
         "if $VISIBLE else int($GPU_IDS[0])",
