@@ -120,6 +120,7 @@ class EngineSettings:
     tensor_parallel_reduce: Reduce | None = None  # None: exact, on CUDA fast
     tensor_parallel_backend: Backend | None = None  # None: shared-memory, over nodes gloo, on CUDA nccl
     tensor_parallel_interface: str | None = None  # of it between nodes; None: that of the node's address
+    one_shot_bytes: int = 0  # of the largest sum that GPUs of one node add up without NCCL
     allow_inexact_groups: bool = False  # fast groups of different sizes read each other's pages
     enable_expert_parallel: bool = False  # ranks have whole experts
     kv_events: KvEventSettings | None = None  # None: no events
@@ -225,6 +226,11 @@ class EngineSettings:
             raise SettingsError(
                 f"--tensor-parallel-nodes is {nodes}: each has as many of the {size} ranks as the others, so"
                 f" set it to a divisor of --tensor-parallel-size"
+            )
+        if self.one_shot_bytes and not (self.sums and self.backend == "nccl" and nodes == 1):
+            raise SettingsError(
+                "--tensor-parallel-one-shot is for ranks on the GPUs of one node that sum fast over NCCL:"
+                " leave it out"
             )
         if max(self.group_sizes) == 1:
             return

@@ -57,6 +57,7 @@ FEATURES: tuple[Flags, ...] = (
     {"--tensor-parallel-backend": "nccl"},
     {"--num-gpus": 0.5},
     {"--device": "cuda:1"},
+    {"--tensor-parallel-one-shot": "256KiB"},
     {"--async-scheduling": True},
     {"--numa-bind": True},
     {"--overlap": False},

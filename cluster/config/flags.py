@@ -131,6 +131,7 @@ FLAGS: tuple[Flag, ...] = (
             "speculative_method": None,
             "tensor_parallel_reduce": None,
             "tensor_parallel_backend": None,
+            "tensor_parallel_one_shot": "SIZE",
             "tensor_parallel_interface": "NAME",
             "allow_inexact_groups": None,
             "enable_expert_parallel": None,

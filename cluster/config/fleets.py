@@ -151,6 +151,7 @@ def engine_settings(
         tensor_parallel_interface=engine.tensor_parallel_interface,
         tensor_parallel_reduce=engine.tensor_parallel_reduce or ("fast" if on_gpus else "exact"),
         tensor_parallel_backend=engine.tensor_parallel_backend,
+        one_shot_bytes=parse_bytes(engine.tensor_parallel_one_shot or "0"),
         allow_inexact_groups=engine.allow_inexact_groups,
         enable_expert_parallel=engine.enable_expert_parallel,
         tensor_parallel_sizes=tuple(sorted({other.tensor_parallel_size for other in model.groups})),

@@ -141,6 +141,9 @@ class EngineConfig(ConfigNode):
     two all-reduces a layer, and its last bits depend on the number of ranks (exact; on CUDA fast)"""
     tensor_parallel_backend: Backend | None = None
     """library of this exchange; gloo goes through the host (shared-memory; over nodes gloo; on CUDA nccl)"""
+    tensor_parallel_one_shot: Size | None = None
+    """with fast, over NCCL on one node: sums of up to this size are one launch over memory that the GPUs map
+    from each other, for example 256KiB; no device has run it yet (0)"""
     tensor_parallel_interface: Text | None = None
     """network interface of this exchange between nodes (that of the node's address in Ray)"""
     allow_inexact_groups: bool = False

@@ -52,8 +52,12 @@ FLAGS = {
     "num_speculative_tokens": "drafts_max",
     "eviction_policy": "eviction",
     "store": "store_url",
+    "tensor_parallel_one_shot": "one_shot_bytes",
 }
 """Flags of `tidemill serve` that have another name among EngineSettings."""
+
+SIZES = ("memory_bytes", "one_shot_bytes")
+"""Fields that may be written as `2GiB`."""
 
 OWN_STORE = "memory:?size=0"
 """No other process exchanges pages, so cached entries stay in the engine's own memory."""
@@ -183,7 +187,6 @@ class LLM:
 
 def settings_of(model: str | Path, settings: dict[str, object]) -> EngineSettings:
     """Return the settings. Raises SettingsError."""
-    memory = settings.get("memory", settings.get("memory_bytes"))
     fields = {FLAGS.get(name, name): value for name, value in settings.items()}
     revision, download_dir = fields.pop("revision", None), fields.pop("download_dir", None)
     source = source_of(
@@ -202,7 +205,7 @@ def settings_of(model: str | Path, settings: dict[str, object]) -> EngineSetting
                 "cache_folder": Path.home() / ".cache" / "tidemill",
                 **fields,
                 "model_folder": local_folder(str(model)) if source is None else download(source),
-                "memory_bytes": parse_bytes(memory) if isinstance(memory, str) else memory,
+                **{name: parse_bytes(size) for name in SIZES if isinstance(size := fields.get(name), str)},
             }
         )
     except ValidationError as error:

@@ -19,6 +19,7 @@ from torch import distributed
 from tidemill.workers.models.collectives import LEADER
 from tidemill.workers.parallel.errors import GroupBroken
 from tidemill.workers.parallel.network import Network, Ports
+from tidemill.workers.parallel.one_shot import OneShot
 from tidemill.workers.parallel.shared_memory import added
 
 Transport = Literal["gloo", "nccl"]
@@ -35,6 +36,7 @@ class Distributed:
     store       the ranks find each other through it: see `folder_store` and `port_stores`
     wait_s_max  the time that a rank may delay the others, here and in each call; then GroupBroken is raised
     network     of this rank; None: all ranks are on this machine
+    one_shot    sums small tensors in place of the transport
     """
 
     def __init__(
@@ -45,10 +47,12 @@ class Distributed:
         transport: Transport,
         wait_s_max: float,
         network: Network | None = None,
+        one_shot: OneShot | None = None,
     ) -> None:
         self.index = index
         self.size = size
         self._transport = transport
+        self._one_shot = one_shot
         timeout = timedelta(seconds=wait_s_max)
         store.set_timeout(timeout)
         self._group = _met(lambda: _group(store, index, size, transport, timeout, network))
@@ -59,6 +63,8 @@ class Distributed:
     def reduce(self, x_TN: torch.Tensor) -> torch.Tensor:
         """Add, over gloo in the order of the ranks, from 0: its own order depends on the place in the
         tensor."""
+        if self._one_shot is not None and self._one_shot.takes(x_TN):
+            return self._one_shot.reduce(x_TN)
         if self._transport == "gloo":
             return added(self._of_all(x_TN))
         x_TN = x_TN.contiguous()
@@ -102,6 +108,11 @@ def folder_store(folder: Path, size: int) -> distributed.Store:
     return distributed.FileStore(str(folder / STORE), size)
 
 
+def part_of(store: distributed.Store, name: str) -> distributed.Store:
+    """Return a store for another exchange of the same ranks, whose keys do not meet those of `store`."""
+    return distributed.PrefixStore(name, store)
+
+
 def port_stores(
     ports: Ports, listener: socket.socket | None, wait_s_max: float
 ) -> tuple[distributed.Store, distributed.Store]:
@@ -114,7 +125,7 @@ def port_stores(
             ports.host, ports.store, timeout=timeout, wait_for_workers=False, **leads
         )
     )
-    return distributed.PrefixStore("0", store), distributed.PrefixStore("1", store)
+    return part_of(store, "0"), part_of(store, "1")
 
 
 def _group(

@@ -4,6 +4,13 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
+        "sums that are larger than the mapped memory go through it",
+        "workers/parallel/one_shot.py::OneShot.takes",
+        "$X_TN.$NBYTES <= self.$BYTES_MAX",
+        "x_TN.numel() <= self._bytes_max",
+        "tests/unit/workers/parallel/test_one_shot.py",
+    ),
+    Planted(
         "ranks on the second machine of a worker are bound as if they were on the first",
         "workers/device.py::numa_node_of",
         "$NODE_OF_RANK($RANK % $RANKS, $RANKS, $SYSFS)",

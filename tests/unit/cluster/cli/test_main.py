@@ -100,6 +100,7 @@ SERVE_OPTIONS = [
     "--tensor-parallel-backend",
     "--tensor-parallel-interface",
     "--tensor-parallel-nodes",
+    "--tensor-parallel-one-shot",
     "--tensor-parallel-reduce",
     "--tensor-parallel-size",
     "--threads",

@@ -1,0 +1,154 @@
+# pyright: basic
+# A fake stands in for torch's symmetric memory.
+"""Sums in one launch over memory that GPUs map from each other: which sums go this way, and their order."""
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from threading import Barrier
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.workers.test_device import settings_with
+from tidemill.workers.parallel import one_shot
+from tidemill.workers.parallel.distributed import Distributed, folder_store
+from tidemill.workers.parallel.one_shot import NAME, OneShot
+from tidemill.workers.settings import SettingsError
+
+CPU = torch.device("cpu")
+SIZE, BYTES_MAX = 3, 96
+WAIT_S_MAX = 60.0
+
+
+class DictStore(dict[str, str]):
+    """A store, through which ranks would find each other."""
+
+    set = dict.__setitem__
+
+
+class FakeSymmetricMemory:
+    """Ranks on threads that read each other's tensors, as the kernel of torch does."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[int, torch.Tensor] = {}
+        self.calls: list[tuple[int, ...]] = []
+        self._ranks: dict[int, int] = {}
+        self._barrier = Barrier(SIZE)
+
+    def rank(self, index: int) -> SimpleNamespace:
+        """Return the class as one rank sees it."""
+
+        def rendezvous(buffer: torch.Tensor, name: str) -> None:
+            assert name == NAME
+            self.buffers[index] = buffer
+            self._ranks[buffer.data_ptr()] = index
+
+        return SimpleNamespace(
+            set_group_info=lambda name, rank, size, store: store.set(name, f"{rank} of {size}"),
+            empty_strided_p2p=lambda size, stride, dtype, device: torch.empty_strided(
+                size, stride, dtype=dtype, device=device
+            ),
+            rendezvous=rendezvous,
+        )
+
+    def one_shot_all_reduce_copy(
+        self, own: torch.Tensor, terms: torch.Tensor, kind: str, name: str
+    ) -> torch.Tensor:
+        assert (kind, name, own.shape, own.dtype) == ("sum", NAME, terms.shape, terms.dtype)
+        own.copy_(terms)
+        self._barrier.wait()
+        found = torch.zeros_like(terms)
+        for index in range(SIZE):
+            found += self.buffers[index][: own.nbytes].view(own.dtype)
+        self._barrier.wait()
+        if self._ranks[own.data_ptr()] == 0:
+            self.calls.append(tuple(terms.shape))
+        return found
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> FakeSymmetricMemory:
+    fake = FakeSymmetricMemory()
+    monkeypatch.setattr(torch.ops, "symm_mem", fake, raising=False)
+    return fake
+
+
+def sums(
+    memory: FakeSymmetricMemory,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    terms: list[list[torch.Tensor]],
+) -> list[list[torch.Tensor]]:
+    """Return the sums of each rank, of its terms."""
+    opened = []
+    for index in range(SIZE):
+        monkeypatch.setattr(one_shot, "_symmetric_memory", lambda index=index: memory.rank(index))
+        opened.append(OneShot(DictStore(), index, SIZE, CPU, BYTES_MAX))
+
+    def run(index: int) -> list[torch.Tensor]:
+        store = folder_store(folder, SIZE)
+        ranks = Distributed(store, index, SIZE, "gloo", WAIT_S_MAX, None, opened[index])
+        with closing(ranks):
+            return [ranks.reduce(term) for term in terms[index]]
+
+    with ThreadPoolExecutor(SIZE) as threads:
+        return list(threads.map(run, range(SIZE)))
+
+
+def test_small_sums_of_floats_go_through_mapped_memory_and_all_others_do_not(
+    memory: FakeSymmetricMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes: list[tuple[tuple[int, ...], Any]] = [
+        ((3, 8), torch.float32),  # exactly the maximum
+        ((3, 9), torch.float32),  # beyond it
+        ((6, 8), torch.bfloat16),
+        ((1, 1), torch.float32),  # of no whole load
+        ((2, 2), torch.float64),  # of another type
+        ((2, 2), torch.float32),
+    ]
+    terms = [
+        [torch.full(shape, float(index + 1), dtype=dtype) for shape, dtype in shapes] for index in range(SIZE)
+    ]
+    found = sums(memory, tmp_path, monkeypatch, terms)
+    assert memory.calls == [(24,), (48,), (4,)]
+    for every in found:
+        for total, (shape, dtype) in zip(every, shapes, strict=True):
+            assert torch.equal(total, torch.full(shape, 6.0, dtype=dtype))
+
+
+def test_a_sum_has_the_same_bits_on_every_rank_and_both_ways(
+    memory: FakeSymmetricMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fake adds in the order of the ranks, as torch does: the terms have other bits in every order. A
+    tensor that does not lie in one run is summed too."""
+    terms = torch.randn(SIZE, 8, 3, generator=torch.Generator().manual_seed(1)).exp().transpose(1, 2)
+    found = sums(memory, tmp_path, monkeypatch, [[own] for own in terms])
+    assert memory.calls == [(24,)]
+    assert all(torch.equal(total, terms[0] + terms[1] + terms[2]) for (total,) in found)
+
+
+def test_gpus_that_cannot_map_each_other_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("peer access is not supported\nC++ stack")
+
+    fake = SimpleNamespace(set_group_info=refuse)
+    monkeypatch.setattr(one_shot, "_symmetric_memory", lambda: fake)
+    with pytest.raises(SettingsError, match=r"map each other's memory \(peer access .* leave it out$"):
+        OneShot(DictStore(), 0, 2, CPU, BYTES_MAX)
+
+
+def test_where_it_cannot_work_it_is_refused() -> None:
+    group: dict[str, Any] = {"device": "cuda", "tensor_parallel_size": 2, "one_shot_bytes": 1 << 18}
+    assert settings_with(**group).one_shot_bytes == 1 << 18
+    for changes in (
+        {"tensor_parallel_reduce": "exact"},
+        {"tensor_parallel_backend": "gloo", "enforce_eager": True},
+        {"tensor_parallel_nodes": 2},
+        {"tensor_parallel_size": 1},
+        {"device": "cpu", "tensor_parallel_reduce": "fast"},
+    ):
+        with pytest.raises(SettingsError, match=r"^--tensor-parallel-one-shot is for .*: leave it out$"):
+            settings_with(**{**group, **changes})
