@@ -28,7 +28,7 @@ from tidemill.cluster.edge.http.replies import (
     Kind,
     ReplyHead,
     large_json,
-    opening_choice,
+    opening_chunk,
     whole_reply,
 )
 from tidemill.cluster.edge.http.responses import add_responses_routes
@@ -249,6 +249,7 @@ class Edge:
             created_s=int(sources.unix_time_s()),
             model=model.name,
             piece=model.tokenizer.piece,
+            prompts=[sent.tokens for sent in job.requests] if job.token_ids else None,
         )
         identity = RequestIdentity(
             request_id=request.state.request_id,
@@ -276,7 +277,7 @@ class Edge:
             async for increment in increments:
                 tally.record(increment)
                 choices[increment.choice].append(increment)
-        if not (job.logprobs or job.prompt_logprobs):
+        if not (job.logprobs or job.prompt_logprobs or job.token_ids):
             return JSONResponse(whole_reply(head, job, choices, tally.usage()))
         return await large_json(await asyncio.to_thread(whole_reply, head, job, choices, tally.usage()))
 
@@ -302,7 +303,7 @@ class Edge:
                 async for increment in increments:
                     if head.kind == "chat" and not started:
                         for index in range(len(job.requests)):  # in order, which the openai SDK relies on
-                            yield event(head.chunk([opening_choice(index)]))
+                            yield event(opening_chunk(head, index))
                             started = True
                     tally.record(increment)
                     yield chunks.event(increment)

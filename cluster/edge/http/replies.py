@@ -38,6 +38,7 @@ class ReplyHead:
     created_s: int  # unix time
     model: str
     piece: Piece  # returns the bytes of a token
+    prompts: Sequence[Sequence[int]] | None = None  # of each choice, if the reply has token ids
 
     def logprobs(self, scored: Sequence[Scored]) -> Json:
         write = chat_logprobs if self.kind == "chat" else completion_logprobs
@@ -63,10 +64,11 @@ class ReplyHead:
         }
 
 
-def opening_choice(index: int) -> Json:
+def opening_chunk(head: ReplyHead, index: int) -> Json:
     """Return what precedes the text of a chat's choice."""
     delta = {"role": "assistant", "content": ""}
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+    chunk = head.chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+    return chunk if head.prompts is None else {**chunk, "prompt_token_ids": head.prompts[index]}
 
 
 def chunk_choice(head: ReplyHead, increment: Increment) -> Json:
@@ -79,7 +81,8 @@ def chunk_choice(head: ReplyHead, increment: Increment) -> Json:
         case _:
             assert_never(head.kind)
     logprobs = head.logprobs(growth.scored) if growth.scored else None
-    return {"index": increment.choice, **text, "logprobs": logprobs, "finish_reason": _finish(increment)}
+    choice = {"index": increment.choice, **text, "logprobs": logprobs, "finish_reason": _finish(increment)}
+    return choice if head.prompts is None else {**choice, "token_ids": increment.tokens}
 
 
 class ChunkEvents:
@@ -91,9 +94,11 @@ class ChunkEvents:
         self._options = options
         self._tally = tally
         self._ready: dict[int, tuple[str, str]] = {}  # by choice: what is around the text
+        self._begun: set[int] = set()  # the choices of a completion whose prompts have been sent
 
     def event(self, increment: Increment) -> bytes:
-        text = None if self._options.continuous_usage_stats else self._plain_text(increment)
+        plain = self._head.prompts is None and not self._options.continuous_usage_stats
+        text = self._plain_text(increment) if plain else None
         if text is None:
             return self._built(increment)
         around = self._ready.get(increment.choice)
@@ -126,7 +131,15 @@ class ChunkEvents:
         return before, behind
 
     def _built(self, increment: Increment) -> bytes:
-        chunk = self._head.chunk([chunk_choice(self._head, increment)])
+        choice = chunk_choice(self._head, increment)
+        if (
+            self._head.prompts is not None
+            and self._head.kind == "text"
+            and increment.choice not in self._begun
+        ):
+            self._begun.add(increment.choice)
+            choice["prompt_token_ids"] = self._head.prompts[increment.choice]
+        chunk = self._head.chunk([choice])
         if self._options.continuous_usage_stats:
             chunk["usage"] = self._tally.usage()
         elif self._options.include_usage:
@@ -144,6 +157,13 @@ def whole_reply(
         for index, choice in enumerate(returned)
     ]
     body = {**head.whole(whole), "usage": usage}
+    if head.prompts is not None:  # as in vLLM
+        for row, choice in zip(whole, returned, strict=True):
+            row["token_ids"] = [token for increment in choices[choice] for token in increment.tokens]
+            if head.kind == "text":
+                row["prompt_token_ids"] = head.prompts[choice]
+        if head.kind == "chat":
+            body["prompt_token_ids"] = head.prompts[0]
     if job.prompt_logprobs is None:
         return body
     scores = [

@@ -34,7 +34,10 @@ CHOICE_FORMS = 'give none, auto, required, or {"type": "function", "name": ...}'
 
 NEED_A_SERVER_WITH_MEMORY = ("previous_response_id", "conversation", "prompt", "background")
 NOT_PASSED_ON = frozenset(
-    {"messages", "n", "logprobs", "top_logprobs", "max_tokens", "prompt_logprobs", "response_format"}
+    (
+        *("messages", "n", "logprobs", "top_logprobs", "max_tokens", "prompt_logprobs", "response_format"),
+        "return_token_ids",
+    )
 )
 """Chat fields that a response has in another form, or not at all."""
 

@@ -109,6 +109,9 @@ class Body(HintedParams):
     truncation_side: Annotated[
         Literal["left", "right"] | None, Field(description="where the prompt is cut: at its start if not set")
     ] = None
+    return_token_ids: Annotated[bool, Field(description="whether the reply has the ids of all tokens")] = (
+        False
+    )
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
@@ -267,7 +270,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "logits_processors": ([],),
     "modalities": (["text"],),
     "prompt_embeds": (),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "session_params": (),
     "skip_special_tokens": (True,),

@@ -67,6 +67,7 @@ class PreparedRequest:
     prompt_logprobs: int | None = None  # alternatives per token in a separate list
     output_format: OutputFormat | None = None
     echoes: tuple[Prompt, ...] | None = None
+    token_ids: bool = False  # whether the reply has them
     ignored: tuple[str, ...] = ()  # fields without an effect
 
 
@@ -337,5 +338,6 @@ class Intake:
             ending=terms.ending,
             logprobs=terms.sampling.logprobs is not None,
             prompt_logprobs=body.prompt_logprobs,
+            token_ids=body.return_token_ids,
             ignored=body.ignored(UNSUPPORTED),
         )

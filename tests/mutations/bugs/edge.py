@@ -4,6 +4,13 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
+        "every chunk of a completion repeats the ids of its prompt",
+        "cluster/edge/http/replies.py::ChunkEvents._built",
+        "self.$BEGUN.add($INCREMENT.choice)",
+        "pass",
+        "tests/unit/cluster/edge/requests/test_token_ids.py",
+    ),
+    Planted(
         "a prompt is cut at its end without a truncation_side",
         "cluster/edge/requests/intake.py::Intake._cut",
         'at_start=$BODY.$SIDE != "right"',

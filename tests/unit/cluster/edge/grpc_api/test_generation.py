@@ -121,6 +121,7 @@ FIELDS: dict[str, Any] = {
     "stop_token_ids": [5],
     "include_stop_str_in_output": True,
     "ignore_eos": True,
+    "bad_words": ["tower", "harbor"],
 }
 REST: dict[str, Any] = {
     "logprobs": 3,
@@ -129,6 +130,8 @@ REST: dict[str, Any] = {
     "cache_breakpoints": [2, 1],
     "retain": 60.0,
     "session_id": "agent-7",
+    "truncate_prompt_tokens": 2,
+    "truncation_side": "right",
     "model": "keeper",
 }
 FORMS: list[dict[str, Any]] = [
@@ -177,6 +180,8 @@ def test_service_gets_the_same_request_as_from_http() -> None:
     assert sent[:2] == sent[2:]
     assert (sent[0].breakpoints, sent[0].retain_s) == ((1, 2), 60)
     assert sent[0].session
+    assert sent[0].tokens == (5, 6), "the prompt is cut at its end"
+    assert sent[0].sampling.bad_words
 
 
 def test_every_sampling_field_is_tested() -> None:
