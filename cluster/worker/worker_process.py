@@ -12,6 +12,7 @@ from pkgutil import resolve_name
 from typing import Protocol, cast
 
 from tidemill.cluster.observability.spans import open_tracer
+from tidemill.cluster.observability.worker_line import WorkerLine
 from tidemill.cluster.rpc.router_client import FindRouter
 from tidemill.cluster.settings import WorkerSettings
 from tidemill.cluster.worker import heartbeats
@@ -143,7 +144,8 @@ class WorkerProcess:
                 heartbeats.append(Heartbeats(built.engine, duties, memory, None, tls))
             self._engine = built.engine
             async with asyncio.TaskGroup() as tasks:
-                works = [tasks.create_task(work.run()) for work in (built.engine, *heartbeats)]
+                line = WorkerLine(self._settings.name, built.engine.load)
+                works = [tasks.create_task(work.run()) for work in (built.engine, line, *heartbeats)]
                 if built.group is not None:
                     works.append(tasks.create_task(built.group.watch()))
                 await self._stop_requested.wait()

@@ -1,0 +1,69 @@
+"""One log line per worker and ten seconds, in the words of vLLM's."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from tidemill.workers.messages import MemoryUse, WorkerLoad
+
+LINE_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+def line_of(before: WorkerLoad, now: WorkerLoad, over_s: float) -> str | None:
+    """Return the line for a load and the one `over_s` seconds before; None: an idle worker did not change."""
+    steps = {"steps": now.counters.get("steps", 0.0)}  # the idle ones count as well
+    same = replace(before, counters=before.counters | steps) == now
+    if same and not (now.running_rows or now.waiting_rows):
+        return None
+
+    def grown(name: str) -> float:
+        return max(0.0, now.counters.get(name, 0.0) - before.counters.get(name, 0.0))
+
+    queried = grown("prefix_queried_tokens")
+    hits = f"{grown('prefix_resumed_tokens') / queried:.1%}" if queried else "-"
+    return (
+        f"prompt throughput: {grown('computed_tokens') / over_s:.1f} tokens/s,"
+        f" generation throughput: {grown('generated_tokens') / over_s:.1f} tokens/s,"
+        f" running: {now.running_rows} reqs, waiting: {now.waiting_rows} reqs,"
+        f" memory: {_memory(now.memory)} of {_mib(now.budget_bytes)} MiB, prefix cache hit rate: {hits}"
+    )
+
+
+def _memory(use: MemoryUse) -> str:
+    classes = {
+        "pages": (use.pages_live, use.pages_cached),
+        "states": (use.states_live, use.states_cached),
+        "windows": (use.windows_live, use.windows_cached),
+    }
+    return ", ".join(
+        f"{name} {_mib(live)} live + {_mib(cached)} cached"
+        for name, (live, cached) in classes.items()
+        if live or cached or name == "pages"
+    )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):.1f}"
+
+
+class WorkerLine:
+    """Logs the line of one worker."""
+
+    def __init__(self, name: str, load: Callable[[], WorkerLoad]) -> None:
+        self._name = name
+        self._load = load
+
+    async def run(self) -> None:
+        """Log until cancelled."""
+        now_s = asyncio.get_running_loop().time
+        before, before_s = self._load(), now_s()
+        while True:
+            await asyncio.sleep(LINE_S)
+            load, at_s = self._load(), now_s()
+            line = line_of(before, load, at_s - before_s)
+            if line is not None:
+                log.info("%s: %s", self._name, line)
+            before, before_s = load, at_s
