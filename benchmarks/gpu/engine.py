@@ -22,11 +22,13 @@ from statistics import median
 from typing import Any
 
 import torch
+from xxhash import xxh3_128_digest
 
 from tidemill.kernels.dispatch import Operators, operators
 from tidemill.kvstore.layout import KvDtype, Layout, PageId, StateId, layout_of
 from tidemill.kvstore.memory.backing import Fixed
 from tidemill.kvstore.memory.lease import StateWrite
+from tidemill.workers.device import HOST
 from tidemill.workers.execution.cuda_graphs import Forward, Replay, graph_shapes
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.execution.sampling_state import SamplingState
@@ -342,14 +344,18 @@ def timed_steps(
 
 
 def timed_copies(bed: Bed, device: torch.device) -> dict[str, float]:
-    """Bytes per second of pages to pinned host memory and back, as transfers copy them, and of one copy."""
+    """Bytes per second of pages to pinned host memory and back, as transfers copy them, of one copy, and of
+    seals on one thread."""
     page_bytes, count = bed.layout.page_bytes, bed.plan.copied_pages
     ring = torch.empty(count * page_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     order = torch.randperm(count).tolist()
     near = [ring[at * page_bytes : (at + 1) * page_bytes] for at in range(count)]
     far = [bed.arena[at * page_bytes : (at + 1) * page_bytes] for at in order]
     whole = bed.arena[: ring.numel()]
-    found: dict[str, float] = {}
+    body = ring.numpy().data
+    sealed_s = seconds(HOST, lambda: xxh3_128_digest(body))
+    found: dict[str, float] = {"sealed_bytes_s": ring.numel() / sealed_s}
+    print(f"seals of one thread: {ring.numel() / sealed_s / 1e9:.1f} GB/s")
     for way, into, source, blocks in (
         ("out", near, far, lambda: ring.copy_(whole)),
         ("in", far, near, lambda: whole.copy_(ring)),

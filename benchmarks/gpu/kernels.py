@@ -30,6 +30,7 @@ ROUNDS = 20
 ROUNDS_LEAST = 3
 ROUNDS_S = 0.5
 CALLS = 5  # of one graph
+SHORT_CALLS, SHORT_S = 40, 50e-6  # and of one below this time, which is small beside the reads
 LEAST_S = 1e-6  # shorter times cannot be distinguished from the reads
 HOST_CYCLES = 4_000_000  # about 2 ms
 COPY_BYTES = 4 << 30
@@ -40,13 +41,13 @@ MATRIX = 8192
 class Stopwatch:
     """A stopwatch of a device, for calls in a graph. A read of unrelated memory precedes each call, so that
     nothing of the call's data is in the L2 and nothing there must be written. The time of the reads is
-    subtracted. Data that a call leaves to be written counts."""
+    subtracted, measured in turn. Data that a call leaves to be written counts."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         if self._is_cuda:
             self._other, self._sum = torch.ones(FLUSH_BYTES // 4), torch.empty(1)
-            self._flush_s = self._median(self._graph(self._flush) or self._flush)
+            self._reads = {calls: self._graph(self._flush, calls) for calls in (CALLS, SHORT_CALLS)}
 
     def seconds(self, call: Call, *, captured: bool = True) -> float:
         """Not `captured`: timed alone, with what lies between its launches on the device."""
@@ -56,20 +57,33 @@ class Stopwatch:
             call()
             return time.perf_counter() - start
         call()
-        run = self._graph(lambda: (self._flush(), call())) if captured else None
-        if run is None:
-            return self._median(call, alone=True)
-        return max(self._median(run) - self._flush_s, LEAST_S) / CALLS
+        found_s = self._difference(call, CALLS) if captured else None
+        if found_s is not None and found_s < SHORT_S:
+            found_s = self._difference(call, SHORT_CALLS)
+        return self._median(call, alone=True) if found_s is None else max(found_s, LEAST_S)
+
+    def _difference(self, call: Call, calls: int) -> float | None:
+        """Return the median of differences between a graph with the call and one without it, each right after
+        the other, so that a change of clocks meets both. None: the call cannot be captured."""
+        reads, both = self._reads[calls], self._graph(lambda: (self._flush(), call()), calls)
+        if reads is None or both is None:
+            return None
+        began_s, found_s = time.monotonic(), list[float]()
+        while len(found_s) < ROUNDS_LEAST or (
+            len(found_s) < ROUNDS and time.monotonic() - began_s < ROUNDS_S
+        ):
+            found_s.append(self._once(both) - self._once(reads))
+        return median(found_s) / calls
 
     def _flush(self) -> None:
         torch.sum(self._other, dim=0, keepdim=True, out=self._sum)
 
-    def _graph(self, call: Call) -> Call | None:
-        """CALLS of them; None of what cannot be captured."""
+    def _graph(self, call: Call, calls: int) -> Call | None:
+        """`calls` of them; None of what cannot be captured."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph):
-                for _ in range(CALLS):
+                for _ in range(calls):
                     call()
         except RuntimeError as error:
             print(f"not captured: {str(error).splitlines()[0]}")
@@ -81,16 +95,19 @@ class Stopwatch:
     def _median(self, run: Call, *, alone: bool = False) -> float:
         times: list[float] = []
         while len(times) < ROUNDS and (len(times) < ROUNDS_LEAST or sum(times) < ROUNDS_S):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            if alone:
-                self._flush()
-                torch.cuda._sleep(HOST_CYCLES)  # noqa: SLF001 - meanwhile the host launches
-            start.record()
-            run()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
+            times.append(self._once(run, alone=alone))
         return median(times)
+
+    def _once(self, run: Call, *, alone: bool = False) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if alone:
+            self._flush()
+            torch.cuda._sleep(HOST_CYCLES)  # noqa: SLF001 - meanwhile the host launches
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1e3
 
 
 def roofline(watch: Stopwatch, scale: int) -> tuple[float, float]:

@@ -1,8 +1,9 @@
-"""Spend the first thirty minutes on a GPU: three calls, each with one table of verdicts.
+"""Spend the first thirty minutes on a GPU: four calls, each with one table of verdicts.
 
     python benchmarks/gpu/minutes.py 1 --folder FOLDER --parcel dist/gpu-parcel     is it right
     python benchmarks/gpu/minutes.py 2 --folder FOLDER [--peers PEERS]              kernels, and engine steps
     python benchmarks/gpu/minutes.py 3 --folder FOLDER                              the whole server
+    python benchmarks/gpu/minutes.py 4 --folder FOLDER                              several ranks of a worker
 
 It runs from the root of a checkout and needs the standard library alone. `--parcel` is installed into
 FOLDER first (`make gpu-parcel` collects it), without a network. FOLDER keeps Triton's cache, the output of
@@ -33,18 +34,15 @@ END_S = 5.0
 MARK = "TIDEMILL_MINUTES"
 PYTEST = (sys.executable, "-m", "pytest", "-o", "pythonpath=.", "-W", "default", "-p", "no:cacheprovider")
 PROFILED = "regex:gate_up_tile|down_tile|attend_span|attend_rows|recur|prepare|advance|draw_row"
-METRICS = ",".join(
-    f"{counter}.avg.pct_of_peak_sustained_{span}"
-    for counter, span in (
-        ("dram__throughput", "elapsed"),
-        ("sm__throughput", "elapsed"),
-        ("sm__warps_active", "active"),
-    )
+METRICS = (
+    "launch__registers_per_thread,dram__throughput.avg.pct_of_peak_sustained_elapsed,"
+    "sm__throughput.avg.pct_of_peak_sustained_elapsed,sm__warps_active.avg.pct_of_peak_sustained_active"
 )
 PRINT_CHAT = """
 import sys
 from tidemill import LLM, SamplingParams
-with LLM("keeper", device=sys.argv[1], backing="fixed", memory="256MiB", kv_cache_dtype="float32") as llm:
+more = {"memory": "256MiB", "kv_cache_dtype": "float32"} | {name: True for name in sys.argv[2:]}
+with LLM("keeper", device=sys.argv[1], backing="fixed", **more) as llm:
     asked = [{"role": "user", "content": "Hello"}]
     (found,) = llm.chat(asked, SamplingParams(temperature=0, max_tokens=12), progress=False)
     print(found.outputs[0].text)
@@ -65,13 +63,15 @@ class Verdict:
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A process with a bound. `on_cpu` replaces the command there (None: it needs a GPU). `needs` is a
-    program without which it does not run. `figures` reads what it left in FOLDER, if it left anything."""
+    program without which it does not run, `gpus` the number that it takes. `figures` reads what it left in
+    FOLDER, if it left anything."""
 
     name: str
     s_max: float
     command: Command
     on_cpu: Command | None = None
     needs: str = ""
+    gpus: int = 1
     figures: Callable[[Path], list[Verdict]] | None = None
 
 
@@ -163,14 +163,29 @@ def pieces_of(call: int, folder: Path) -> list[Piece]:
                     module(kernels, "--folder", folder, "--tiny", "--once"), needs="ncu",
                 ),
             ]  # fmt: skip
-        case _:
+        case 3:
             served = "benchmarks.gpu.served"
             return [
                 Piece(
                     f"server: {name}", s_max, module(served, name, "--folder", folder),
                     module(served, name, "--folder", folder, "--device", "cpu"), figures=served_verdicts,
                 )
-                for name, s_max in (("kill", 180), ("speed", 330))
+                for name, s_max in (("kill", 170), ("speed", 350))
+            ]  # fmt: skip
+        case _:
+            ranks, served = "benchmarks.gpu.ranks", "benchmarks.gpu.served"
+            return [
+                Piece(
+                    "two ranks on one GPU, gloo", 90, module(ranks, "gloo"),
+                    module(ranks, "gloo", "--device", "cpu"),
+                ),
+                Piece(
+                    "server: ranks", 180, module(served, "ranks", "--folder", folder),
+                    module(served, "ranks", "--folder", folder, "--device", "cpu"), figures=served_verdicts,
+                ),
+                Piece("chat on a NUMA node", 50, (*chat, "cuda", "numa_bind")),
+                Piece("ranks over NCCL", 90, module(ranks, "nccl"), gpus=2),
+                Piece("sums in one launch", 90, module(ranks, "one-shot"), gpus=2),
             ]  # fmt: skip
 
 
@@ -199,6 +214,12 @@ def run(command: Command, s_max: float, log: Path, environment: Mapping[str, str
             process.wait()
 
 
+def count_gpus() -> int:
+    """Return the number of GPUs that the driver lists."""
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)  # noqa: S607
+    return len(listed.stdout.splitlines())
+
+
 def last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1][:60] if lines else ""
@@ -212,6 +233,8 @@ def verdicts_on(
         return [Verdict(piece.name, "", "", "needs a GPU")]
     if not cpu and piece.needs and shutil.which(piece.needs) is None:
         return [Verdict(piece.name, "", "", f"needs {piece.needs}")]
+    if not cpu and piece.gpus > 1 and count_gpus() < piece.gpus:
+        return [Verdict(piece.name, "", "", f"needs {piece.gpus} GPUs")]
     if left_s <= 0:
         return [Verdict(piece.name, "", "", "TOO LATE")]
     log = folder / f"{piece.name.replace(' ', '-').replace(',', '').replace(':', '')}.log"
@@ -242,7 +265,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("call", type=int, choices=(1, 2, 3))
+    parser.add_argument("call", type=int, choices=(1, 2, 3, 4))
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--parcel", type=Path, help="wheels to install first")
     parser.add_argument("--peers", type=Path)

@@ -2,11 +2,13 @@
 """A whole server with Ray and HTTP on a device: streams through a killed worker, and the speed of a model.
 
     python -m benchmarks.gpu.served kill --folder FOLDER [--device cpu]
+    python -m benchmarks.gpu.served ranks --folder FOLDER [--device cpu]
     python -m benchmarks.gpu.served speed --folder FOLDER [--device cpu]
 
-`kill` ends a worker of keeper with SIGKILL amid 16 streams and compares all answers. `speed` serves a random
-model of Qwen3-Next's layers (`--load-format dummy`), and samples the threads of its worker with py-spy.
-Both add rows to FOLDER/served.json.
+`kill` ends a worker of keeper with SIGKILL amid 16 streams and compares all answers. `ranks` does it where
+each worker has two ranks: all four on one GPU, over gloo. `speed` serves a random model of Qwen3-Next's
+layers (`--load-format dummy`), and samples the threads of its worker with py-spy. All add rows to
+FOLDER/served.json.
 """
 
 import argparse
@@ -14,10 +16,13 @@ import asyncio
 import json
 import shutil
 import subprocess
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
+import httpx
 from tests.support.e2e.faults import Run as FaultRun
 from tests.support.e2e.faults import kill, strike
 from tests.support.e2e.server import Server
@@ -34,14 +39,19 @@ STREAMS = 16
 TOP_P = {"temperature": 0.8, "top_p": 0.95}
 SETTLE_S = 1.0
 SPY_S = 15
+NONE: Mapping[str, object] = {}
+SCORED_S_MAX = 60.0
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
-def killed(folder: Path, device: str) -> list[Verdict]:
+def killed(folder: Path, device: str, ranks: int = 1) -> list[Verdict]:
     """Kill a worker amid streams, and compare each stream with the same one in a calm."""
     options = ["--mixed", "2", "--device", device, "--kv-cache-dtype", "float32"]
-    options += ["--backing", "fixed", "--num-gpus", "0.5"] if device != "cpu" else []
-    with serving(options, folder / "kill-server.log") as server:
+    options += ["--backing", "fixed", "--num-gpus", str(0.5 / ranks)] if device != "cpu" else []
+    if ranks > 1:
+        options += ["--tensor-parallel-size", str(ranks), "--tensor-parallel-reduce", "fast"]
+        options += ["--tensor-parallel-backend", "gloo", "--enforce-eager"]
+    with serving(options, folder / f"kill-server-{ranks}.log") as server:
         load = Load(server, STREAMS, max_tokens=120)
         name = min(names_of(server))
 
@@ -54,7 +64,11 @@ def killed(folder: Path, device: str) -> list[Verdict]:
         found = load.verdict(run.calls)
     wrong = found["failed"] + found["changed"]
     figure = f"{found['streams']} streams, {found['failed']} failed, {found['changed']} changed"
-    return [Verdict("kill -9 of a worker", figure, "0 wrong", "MISSED" if wrong else "reached")]
+    return [
+        Verdict(
+            f"kill -9 of a worker, {ranks} ranks each", figure, "0 wrong", "MISSED" if wrong else "reached"
+        )
+    ]
 
 
 def random_model(folder: Path, layer: Mapping[str, object]) -> Path:
@@ -96,6 +110,21 @@ def spied(pid: int, folder: Path) -> Verdict:
     return Verdict("samples with the lock, by thread", figure, "", "figure")
 
 
+def scored(url: str, tokens: int) -> list[Verdict]:
+    """Time a prompt without logprobs, and another one with them."""
+    with httpx.Client(base_url=url, timeout=SCORED_S_MAX) as client:
+        model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+        took_s: list[float] = []
+        for salt, more in enumerate((NONE, {"prompt_logprobs": 0}) * 2):
+            prompt = [(7919 * salt + 31 * at) % 880 + 3 for at in range(tokens - 2)]
+            start_s = time.perf_counter()
+            asked = {"model": model, "prompt": prompt, "max_tokens": 1, **more}
+            client.post("/v1/completions", json=asked).raise_for_status()
+            took_s.append(time.perf_counter() - start_s)
+    text = f"{took_s[2]:.2f} s, with logprobs of the prompt {took_s[3]:.2f} s"
+    return [Verdict(f"a prompt of {tokens} tokens", text, "", "figure")]
+
+
 def fast(folder: Path, device: str) -> list[Verdict]:
     is_tiny = device == "cpu"
     model = random_model(folder, TINY_LAYER | {"vocab_size": 2000} if is_tiny else LAYER)
@@ -113,8 +142,10 @@ def fast(folder: Path, device: str) -> list[Verdict]:
             run = asyncio.run(measure(server.url, "unique", concurrency, seed=concurrency, sampling=sampling))
             figures = figures_of(run)
             text = f"TTFT {figures['median_ttft_ms']:.1f} ms, ITL {figures['median_itl_ms']:.2f} ms, "
-            text += f"p99 {figures['p99_itl_ms']:.1f} ms"
+            text += f"p99 {figures['p99_itl_ms']:.1f} ms, "
+            text += f"longest {1e3 * max(gap_s for answer in run.answered for gap_s in answer.gaps_s):.0f} ms"
             found.append(Verdict(f"server, {concurrency} at a time, {name}", text, "", "figure"))
+        found += scored(server.url, 2000 if is_tiny else 4000)
         (row,) = server.workers()
 
         async def under_load() -> Verdict:
@@ -130,17 +161,24 @@ def fast(folder: Path, device: str) -> list[Verdict]:
     return found
 
 
+PARTS: Mapping[str, Callable[[Path, str], list[Verdict]]] = {
+    "kill": killed,
+    "ranks": partial(killed, ranks=2),
+    "speed": fast,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=("kill", "speed"))
+    parser.add_argument("part", choices=PARTS)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     path: Path = args.folder / "served.json"
     found = json.loads(path.read_text()) if path.exists() else {}
-    rows = (killed if args.part == "kill" else fast)(args.folder, args.device)
+    rows = PARTS[args.part](args.folder, args.device)
     found[args.part] = [asdict(row) for row in rows]
     path.write_text(json.dumps(found, indent=1))
     for row in rows:

@@ -3,9 +3,10 @@
 """The cases of `gpu_kernels`: each operator at the sizes of a layer of Qwen3-Next-80B-A3B, and its peers."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
+from unittest import mock
 
 import torch
 from torch.nn import functional
@@ -42,6 +43,7 @@ class Shape:
     batches: tuple[int, ...] = (1, 8, 32, 64, 256)
     context: int = 4096
     prompts: tuple[int, ...] = (2048, 8192)
+    tiled: tuple[int, ...] = (3264, 8192)  # 64 and 160 pairs for each expert
 
     @property
     def channels(self) -> int:
@@ -50,7 +52,7 @@ class Shape:
 
 TINY = Shape(
     hidden=64, q_heads=4, head_dim=32, layers=2, key_heads=2, value_heads=4, key_dim=16, experts=4, top_k=2,
-    inner=32, batches=(2,), context=70, prompts=(70,),
+    inner=32, batches=(2,), context=70, prompts=(70,), tiled=(70,),
 )  # fmt: skip
 
 
@@ -266,6 +268,18 @@ def moe(shape: Shape, ops: Operators, experts: Experts, tokens: int) -> Iterator
     )
 
 
+def tiles_of_experts(shape: Shape, ops: Operators, experts: Experts, tokens: int) -> Iterator[Work]:
+    """The products with tiles of 64 tokens and of 128, which are often half empty at these sizes."""
+    *_, both = moe(shape, ops, experts, tokens)
+    for size in (64, 128):
+
+        def call(size: int = size) -> object:
+            with mock.patch("tidemill.kernels.moe.cuda.TILES", ((size, None),)):
+                return both.call()
+
+        yield replace(both, name=f"{both.name}, tiles of {size}", call=call, peers={}, goal=None)
+
+
 def copied(shape: Shape, tokens: int) -> Work:
     """All layers of a prompt, into blocks of 16 tokens of another engine's cache."""
     rows, kv_heads, dim = step_inputs([tokens], [0]), shape.kv_heads, shape.head_dim
@@ -309,6 +323,8 @@ def works(shape: Shape, ops: Operators) -> Iterator[Work]:
         yield linear(shape, ops, tokens)
         yield copied(shape, tokens)
         yield from elementwise(shape, ops, tokens)
+    for tokens in shape.tiled:
+        yield from tiles_of_experts(shape, ops, experts, tokens)
     yield attention(shape, ops, shape.prompts[0] // 4, shape.context, 4)
     for batch in (shape.batches[0], shape.batches[-1]):
         yield causal_conv(shape, ops, 1, batch)

@@ -36,15 +36,22 @@ def test_status_and_last_line_are_the_verdict(tmp_path: Path) -> None:
         assert (found.verdict, found.figure.endswith("said")) == (verdict, True)
 
 
-def test_pieces_that_cannot_run_say_why(tmp_path: Path) -> None:
+def test_pieces_that_cannot_run_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     piece = Piece("a piece", 30, ("never",))
     absent = replace(piece, needs="a-program-that-is-not-here")
-    for given, left_s, cpu in ((piece, 30, True), (absent, 30, False), (piece, 0, False)):
+    two = replace(piece, gpus=2)
+    monkeypatch.setattr(minutes, "count_gpus", lambda: 1)
+    for given, left_s, cpu, wanted in (
+        (piece, 30, True, "needs a GPU"),
+        (absent, 30, False, "needs a-program-that-is-not-here"),
+        (two, 30, False, "needs 2 GPUs"),
+        (piece, 0, False, "TOO LATE"),
+    ):
         (found,) = verdicts_on(given, left_s, tmp_path, os.environ, cpu=cpu)
-        assert found.verdict in {"needs a GPU", "needs a-program-that-is-not-here", "TOO LATE"}
+        assert found.verdict == wanted
 
 
-@pytest.mark.parametrize("call", [1, 2, 3])
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
 def test_the_bounds_of_a_call_are_within_its_time(call: int, tmp_path: Path) -> None:
     pieces, install_s = pieces_of(call, tmp_path), 60 if call == 1 else 0
     assert sum(piece.s_max for piece in pieces) + install_s <= CALL_S_MAX - END_S
