@@ -26,6 +26,7 @@ class CatalogueModel:
     chat: ChatSettings = AUTO
     memory_router: str | None = None
     ttft_s_max: float
+    prefix_caching: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

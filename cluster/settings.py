@@ -114,6 +114,7 @@ class FleetSettings:
     hysteresis: Hysteresis = field(default_factory=Hysteresis)
     label: str = ""  # the prefix of its workers' names; empty in a single fleet
     chat: ChatSettings = AUTO
+    prefix_caching: bool = True  # requests use pages of earlier ones
 
     @property
     def model_folder(self) -> Path:

@@ -110,6 +110,7 @@ FLAGS: tuple[Flag, ...] = (
             "tool_call_parser": None,
             "reasoning_parser": None,
             "ttft_max": "SECONDS",
+            "enable_prefix_caching": None,
             "routers": "N",
         },
     ),

@@ -272,6 +272,7 @@ def _fleet(config: RootConfig, index: int, surroundings: Surroundings, source: s
         ),
         bounds=_bounds(model.groups),
         hysteresis=_hysteresis(model.autoscaling),
+        prefix_caching=model.enable_prefix_caching,
         chat=ChatSettings(
             template=model.chat_template,
             tool_parser=model.tool_call_parser,

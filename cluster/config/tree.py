@@ -201,6 +201,9 @@ class ModelConfig(ConfigNode):
     ttft_max: Seconds | None = None
     """refuse a request immediately (429) if it would wait longer than this many seconds for others before its
     first token (no limit)"""
+    enable_prefix_caching: bool = True
+    """let requests use the pages of earlier ones; without it each request has keys of its own, so that only
+    its own workers find its pages"""
     routers: Count = 1
     """number of routers; requests continue when one is lost"""
     groups: Annotated[tuple[GroupConfig, ...], Field(strict=False, min_length=1)] = (

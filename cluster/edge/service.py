@@ -21,6 +21,7 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     created_s: int  # unix time
     aliases: tuple[str, ...] = ()  # other names for clients
+    prefix_caching: bool = True  # false: no request uses the pages of another
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -225,6 +225,7 @@ class _JoinedEdge:
             vocab_size=model.info.vocab_size,
             eos_token_ids=model.info.eos_token_ids,
             created_s=model.created_s,
+            prefix_caching=model.prefix_caching,
         )
         service = ClusterService(
             served,

@@ -44,6 +44,7 @@ class PublishedFleet:
             files=names,
             chat=chat,
             ttft_s_max=fleet.router.ttft_s_max,
+            prefix_caching=fleet.prefix_caching,
         )
 
     def model(self, addresses: Mapping[str, str]) -> CatalogueModel:

@@ -200,6 +200,7 @@ def _service(
         vocab_size=workers[0].vocab_size,
         eos_token_ids=workers[0].eos_token_ids,
         created_s=int(sources.unix_time_s()),
+        prefix_caching=fleet.prefix_caching,
     )
     return ClusterService(
         model,

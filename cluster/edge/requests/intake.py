@@ -110,6 +110,8 @@ class Intake:
         """Prepare a prompt that is retained and whose answer, one token, no client sees; return also its id.
         Raises RequestError."""
         self._check(body)
+        if not self._model.prefix_caching:
+            raise RequestError("this model keeps no prefixes: serve it without --no-enable-prefix-caching")
         if body.prompt is not None:
             prompt = await self._encoded(body.prompt, body.cache_breakpoints)
         else:
@@ -322,6 +324,10 @@ class Intake:
             for prompt in prompts
             for request in requests_of(terms, self._model, prompt, param, self._new_id)
         )
+        if not self._model.prefix_caching:
+            requests = tuple(
+                replace(request, salt=f"{request.salt}/{request.request_id}") for request in requests
+            )
         numbers = sum(
             request.to_score * (1 + (request.sampling.prompt_logprobs or 0)) for request in requests
         )

@@ -4,6 +4,13 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
+        "requests share pages without prefix caching",
+        "cluster/edge/requests/intake.py::Intake._job",
+        "if not self.$MODEL.prefix_caching:",
+        "if False:",
+        "tests/unit/cluster/edge/requests/test_intake.py",
+    ),
+    Planted(
         "every chunk of a completion repeats the ids of its prompt",
         "cluster/edge/http/replies.py::ChunkEvents._built",
         "self.$BEGUN.add($INCREMENT.choice)",

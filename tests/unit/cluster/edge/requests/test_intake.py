@@ -1,10 +1,21 @@
-"""Fields of a body that change its prompt or its draws: truncate_prompt_tokens and bad_words, as in vLLM."""
+"""The fields that change a prompt or its draws: truncate_prompt_tokens and bad_words, as in vLLM, and a model
+without prefix caching."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.support.cluster.fake_service import FakeService, app_over, call, chat, complete, saying, tokenizer
+from tests.support.cluster.fake_service import (
+    MODEL,
+    FakeService,
+    app_over,
+    call,
+    chat,
+    complete,
+    saying,
+    tokenizer,
+)
 from tidemill.cluster.edge.chat.request.request_builder import bad_words_of
 from tidemill.cluster.edge.chat.text import MarkedPrompt
 from tidemill.workers.messages import RequestError
@@ -89,3 +100,23 @@ def test_bad_words_reach_the_draws() -> None:
         json={"prompt": "a", "bad_words": ["  "]},
     )
     assert (response.status_code, response.json()["error"]["param"]) == (400, "bad_words")
+
+
+def test_requests_of_a_model_without_prefix_caching_share_no_keys() -> None:
+    service = FakeService(saying(" ok"), model=replace(MODEL, prefix_caching=False))
+    app = app_over(service)
+    for _ in range(2):
+        complete(app, prompt=["Hello", "Hello"], n=2, cache_salt="team")
+        chat(app)
+    salts = [request.salt for request in service.requests]
+    assert len(set(salts)) == len(salts) == 10
+    assert len({request.tenant for request in service.requests}) == 2, "tenants are not split"
+    refused = call(app, "POST", "/v1/prefixes", json={"prompt": "Hello"})
+    assert refused.status_code == 400
+    assert "--no-enable-prefix-caching" in refused.json()["error"]["message"]
+
+
+def test_requests_share_keys_otherwise() -> None:
+    service = FakeService(saying(" ok"))
+    complete(app_over(service), prompt=["Hello", "Hello"], n=2, cache_salt="team")
+    assert len({request.salt for request in service.requests}) == 1
