@@ -266,3 +266,17 @@ def test_looking_again_moves_nothing_and_keeps_the_focus(pages: Pages) -> None:
                 pass
         expect(button).to_be_focused()
         assert page.evaluate(PLACES) == before
+
+
+def test_reference_of_the_api_loads_nothing_from_elsewhere(pages: Pages) -> None:
+    """`Pages` fails on what the policy refuses, and the policy has nothing but this server."""
+    with pages.over(over([FakeService(saying("a"))], KEYS)) as url:
+        page = pages.open(f"{url}/docs")
+        page.locator("#key").fill("sk-shop")
+        page.locator("#key").press("Enter")
+        completions = page.locator("section").filter(has=page.get_by_text("POST /v1/completions", exact=True))
+        expect(completions).to_have_count(1)
+        expect(completions.locator("tr").filter(has_text="prompt (required)")).to_have_count(1)
+        expect(completions.locator("tr").filter(has_text="truncate_prompt_tokens")).to_contain_text("integer")
+        expect(page.locator("#docs-error")).to_be_hidden()
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

@@ -54,7 +54,7 @@ def app_of(context: EdgeContext) -> FastAPI:
     """Return the OpenAI API over the models of a context, with /tokenize, /health, /metrics, /cluster,
     /version and /docs."""
     edge = Edge(context)
-    app = FastAPI(title="Tidemill", version=__version__, redoc_url=None)
+    app = FastAPI(title="Tidemill", version=__version__, docs_url=None, redoc_url=None)
     app.add_middleware(
         EdgeMiddleware,
         new_id=context.sources.new_id,
@@ -84,7 +84,7 @@ def app_of(context: EdgeContext) -> FastAPI:
     app.add_api_route("/cluster/memory", edge.set_budget, methods=["POST"])
     add_worker_routes(app, context.models)
     add_recent_routes(app, context.recent.rows if context.group is None else context.group.rows)
-    add_support_routes(app, context.parts)
+    add_support_routes(app, context)
     add_page_routes(app)
     app.add_api_route("/version", edge.version)
     app.add_api_route("/metrics", edge.metrics)

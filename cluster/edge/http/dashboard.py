@@ -1,4 +1,4 @@
-"""The files of the status page at `/`, which need no key."""
+"""The files of the status page at `/` and of the API's reference at `/docs`, which need no key."""
 
 from pathlib import Path
 
@@ -6,8 +6,10 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 FOLDER = Path(__file__).resolve().parents[2] / "dashboard"
-INDEX = "index.html"
 PREFIX = "/page/"
+PATHS = {"index.html": "/", "docs.html": "/docs"}
+"""The paths of pages; other files are below PREFIX."""
+
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -15,7 +17,7 @@ MEDIA_TYPES = {
     ".svg": "image/svg+xml",
 }
 FILES = tuple(sorted(path.name for path in FOLDER.iterdir() if path.suffix in MEDIA_TYPES))
-PAGE_PATHS = frozenset({"/", *(PREFIX + name for name in FILES if name != INDEX)})
+PAGE_PATHS = frozenset(PATHS.get(name, PREFIX + name) for name in FILES)
 """The files hold no data of the fleet: the page fetches it with the key that a user enters."""
 
 CONTENT_SECURITY_POLICY = (
@@ -31,9 +33,9 @@ HEADERS = {
 
 
 def add_page_routes(app: FastAPI) -> None:
-    """Serve `/` and the files below /page/."""
+    """Serve `/`, `/docs` and the files below /page/."""
     for name in FILES:
-        _add_file(app, "/" if name == INDEX else PREFIX + name, FOLDER / name)
+        _add_file(app, PATHS.get(name, PREFIX + name), FOLDER / name)
 
 
 def _add_file(app: FastAPI, path: str, file: Path) -> None:

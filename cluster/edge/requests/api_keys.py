@@ -30,7 +30,7 @@ LOOK_S = 2.0
 
 log = logging.getLogger(__name__)
 
-OPERATORS_PATHS = ("/cluster", "/reset_prefix_cache", "/flush_cache")
+OPERATORS_PATHS = ("/cluster", "/reset_prefix_cache", "/flush_cache", "/server_info", "/get_server_info")
 """The paths for operators, with all below them."""
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster.fake_service import FakeService, app_over, call, saying
-from tidemill.cluster.edge.http.dashboard import CONTENT_SECURITY_POLICY, FILES, FOLDER, PAGE_PATHS
+from tidemill.cluster.edge.http.dashboard import CONTENT_SECURITY_POLICY, FILES, FOLDER, PAGE_PATHS, PATHS
 
-HTML = (FOLDER / "index.html").read_text()
+PAGES = {name: (FOLDER / name).read_text() for name in PATHS}
+HTML = "\n".join(PAGES.values())
 SCRIPTS = {name: (FOLDER / name).read_text() for name in FILES if name.endswith(".js")}
 PYPROJECT = (Path(__file__).parents[5] / "pyproject.toml").read_text()
 get = partial(call, app_over(FakeService(saying("a"))))
@@ -19,7 +20,8 @@ get = partial(call, app_over(FakeService(saying("a"))))
 def test_every_file_comes_with_the_policy(path: str) -> None:
     reply = get("GET", path)
     assert reply.status_code == 200
-    assert reply.content == (FOLDER / (path.removeprefix("/page/").strip("/") or "index.html")).read_bytes()
+    names = {path: name for name, path in PATHS.items()}
+    assert reply.content == (FOLDER / names.get(path, path.removeprefix("/page/"))).read_bytes()
     assert reply.headers["content-security-policy"] == CONTENT_SECURITY_POLICY
     assert reply.headers["x-content-type-options"] == "nosniff"
     head = get("HEAD", path)
@@ -61,8 +63,10 @@ def test_imports_of_a_script_exist(name: str) -> None:
 
 
 def test_every_id_and_part_that_a_script_looks_for_is_on_the_page() -> None:
+    for page in PAGES.values():
+        own = re.findall(r'\bid="([^"]+)"', page)
+        assert len(own) == len(set(own))
     ids = re.findall(r'\bid="([^"]+)"', HTML)
-    assert len(ids) == len(set(ids))
     script = "\n".join(SCRIPTS.values())
     wanted = set(re.findall(r'(?:byId|copyOf)\("([^"]+)"\)', script))
     wanted |= set(re.findall(r'"((?:flow|ask|figure)-[a-z-]+)"', script))

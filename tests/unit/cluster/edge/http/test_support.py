@@ -265,3 +265,20 @@ def test_unknown_part_is_named() -> None:
     assert reply.status_code == 404
     assert "config, software, nodes, logs" in reply.json()["error"]["message"]
     assert call(app, "GET", "/cluster/support/nodes").status_code == 503
+
+
+def test_server_info_is_that_of_sglang_with_settings_without_secrets() -> None:
+    parts: Parts = {"config": lambda: {"endpoint": {"port": 8000}}}
+    served = [ServedBackend(FakeService(saying("a")), tokenizer())]
+    keys = (ApiKey(tenant="shop", sha256=digest_of("sk-shop")),)
+    for path in ("/server_info", "/get_server_info"):
+        found = call(app_of(open_context(served, sources(), parts=parts)), "GET", path).json()
+        assert found["version"]
+        assert (found["served_model_name"], found["context_length"]) == ("keeper", 512)
+        assert found["settings"] == {"endpoint": {"port": 8000}}
+        assert [state["worker"] for state in found["internal_states"]] == ["prefill-0", "decode-0"]
+        assert found["internal_states"][0]["avg_spec_accept_length"] == 1 + 3 / 4
+        assert found["internal_states"][0]["memory_usage"]["budget"] == 4 << 20
+        headers = {"authorization": "Bearer sk-shop"}
+        guarded = app_of(open_context(served, sources(), parts=parts, keys=keys))
+        assert call(guarded, "GET", path, headers=headers).status_code == 403
