@@ -69,6 +69,8 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 
+COMPLETED_SHELLS = ("bash", "zsh")
+
 EXIT_WRONG_ANSWER = 1
 EXIT_NOT_THERE = 1
 EXIT_REFUSED = 2
@@ -141,6 +143,10 @@ def parser() -> argparse.ArgumentParser:
         {"ls": _store_ls, "stat": _store_stat, "get": _store_get, "rm": _store_rm, "bench": _store_bench},
     )
 
+    completion = commands.add_parser("completion", help="print the completions of a shell for `tidemill`")
+    completion.add_argument("shell", choices=COMPLETED_SHELLS)
+    completion.set_defaults(run=_completion)
+
     down = commands.add_parser("down", help="end the server that `tidemill serve --detach` has started")
     down.add_argument("--url", help="its address, if there are several")
     down.set_defaults(run=stop)
@@ -210,6 +216,13 @@ def _models(options: argparse.Namespace) -> int:
     del options
     for name, folder in bundled().items():
         sys.stdout.write(f"{name}\t{folder}\n")
+    return 0
+
+
+def _completion(options: argparse.Namespace) -> int:
+    import shtab
+
+    sys.stdout.write(shtab.complete(parser(), options.shell))
     return 0
 
 

@@ -5,6 +5,7 @@ import json
 import shutil
 import signal
 import socket
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,7 @@ SERVE_OPTIONS = [
     "--device",
     "--download-dir",
     "--enable-expert-parallel",
+    "--enable-prefix-caching",
     "--enforce-eager",
     "--eviction-policy",
     "--frontends",
@@ -67,6 +69,7 @@ SERVE_OPTIONS = [
     "--no-allow-inexact-groups",
     "--no-async-scheduling",
     "--no-enable-expert-parallel",
+    "--no-enable-prefix-caching",
     "--no-enforce-eager",
     "--no-log-json",
     "--no-memory-broker",
@@ -292,3 +295,25 @@ def test_cleanup_lists_and_removes_folders_of_killed_servers(
     assert not any(folder.exists() for folder in left)
     assert cli.main(["cleanup"]) == 0
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_knows_commands_and_options(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(
+        word in script for word in ("serve", "simulate", "--no-enable-prefix-caching", "--gsp-num-groups")
+    )
+
+
+def test_bash_completes_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", "bash"]) == 0
+    script = tmp_path / "completion"
+    script.write_text(capsys.readouterr().out)
+    words = (
+        'COMP_WORDS=(tidemill serve keeper --max-mod); COMP_CWORD=3; _shtab_tidemill; echo "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(
+        ["bash", "-c", f"source {script}; {words}"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["--max-model-len"]
