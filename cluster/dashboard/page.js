@@ -5,17 +5,21 @@ import { byId, keyed, setText, show } from "./dom.js";
 import { startDrains } from "./drain.js";
 import { drawFigures, drawFlow } from "./flow.js";
 import { clockTime } from "./format.js";
+import { drawHistory } from "./history.js";
 import { offerModels, startPlayground } from "./playground.js";
 import { Rates } from "./rates.js";
 import { drawRequests } from "./requests.js";
 import { drawWorkers, forgetGone } from "./workers.js";
 
 const POLL_MS = 1_000;
+const HISTORY_MS = 5_000;
 const REQUESTS_SHOWN = 40;
 const ALL = "all models";
 
 const rates = new Rates();
 let answeredAt_s = null; // Unix time of the last answer
+let history = null; // as the server returned it last
+let historyAt_ms = -Infinity;
 let next = null; // the timer of the next request, null while one is running
 let looking = false;
 
@@ -39,6 +43,13 @@ function draw({ models, frontend, workers }, requests) {
   drawRequests(asked, several);
 }
 
+// Fetches the history when the last one is old.
+async function refreshHistory() {
+  if (performance.now() - historyAt_ms < HISTORY_MS) return;
+  history = await ask("cluster/history");
+  historyAt_ms = performance.now();
+}
+
 async function refresh() {
   if (looking) return;
   clearTimeout(next);
@@ -47,10 +58,12 @@ async function refresh() {
     const [fleet, { requests }] = await Promise.all([
       ask("cluster"),
       ask(`cluster/requests?limit=${REQUESTS_SHOWN}`),
+      refreshHistory(),
     ]);
-    draw(fleet, requests);
-    showAnswered(`live, ${fleet.workers.length === 1 ? "1 worker" : `${fleet.workers.length} workers`}`);
     showParts({ fleet: true });
+    draw(fleet, requests);
+    drawHistory(history, byId("view").value === ALL ? "" : byId("view").value);
+    showAnswered(`live, ${fleet.workers.length === 1 ? "1 worker" : `${fleet.workers.length} workers`}`);
   } catch (error) {
     await failed(error);
   } finally {

@@ -20,6 +20,7 @@ from tidemill.cluster.edge.requests.context import EdgeContext
 from tidemill.cluster.edge.requests.security import tls_context
 from tidemill.cluster.server.endpoint import Endpoint, PortTaken, Sockets, raise_file_limit
 from tidemill.cluster.server.handshakes import EdgeServer
+from tidemill.cluster.server.history_recorder import HistoryRecorder
 from tidemill.cluster.supervisor.processes import STOP_SIGNALS
 from tidemill.workers.malloc import share_arenas
 
@@ -82,7 +83,8 @@ async def run_endpoint(
     def end() -> None:
         server.should_exit = True
 
-    await run_serving(server.serve(sockets=[sockets.http]), end, stop, [*runs, *grpc_servers], *works)
+    all_runs = [*runs, *grpc_servers, HistoryRecorder(context)]
+    await run_serving(server.serve(sockets=[sockets.http]), end, stop, all_runs, *works)
 
 
 async def run_serving(

@@ -20,8 +20,13 @@ from tests.support.cluster.fake_service import (
     tokenizer,
     worker_status,
 )
+from tidemill.cluster.edge.http.app import app_of
 from tidemill.cluster.edge.requests.api_keys import ApiKey, digest_of
+from tidemill.cluster.edge.requests.context import open_context
 from tidemill.cluster.edge.requests.models import ServedBackend
+from tidemill.cluster.messages import FleetStatus
+from tidemill.cluster.metrics import specs
+from tidemill.cluster.metrics.edge_samples import samples_of
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 KEYS = (
@@ -32,6 +37,19 @@ PLACES = "[...document.querySelectorAll('section, dd')].map((one) => one.getBoun
 HIDE = """(hidden) => {
   Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
   document.dispatchEvent(new Event("visibilitychange"));
+}"""
+COLORS = """() => {
+  globalThis.hexOf = (name) => {
+    const canvas = document.createElement("canvas").getContext("2d");
+    canvas.fillStyle = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+    canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data].join();
+  };
+  const canvas = document.querySelector("#history figure:last-child canvas");
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  const found = new Set();
+  for (let at = 0; at < data.length; at += 4) found.add([...data.slice(at, at + 4)].join());
+  return [...found];
 }"""
 CONTRAST = (Path(__file__).parent / "contrast.js").read_text()
 
@@ -247,6 +265,7 @@ def test_it_fits_and_can_be_read(
     )
     with pages.over(app_over(FakeService(saying("word " * 100), workers=workers))) as url:
         page = pages.open(url, size, scheme)
+        expect(page.locator(".worker")).to_have_count(2)
         ask(page, "word" * 40)
         expect(page.locator("#route li")).to_have_count(3)
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
@@ -279,4 +298,39 @@ def test_reference_of_the_api_loads_nothing_from_elsewhere(pages: Pages) -> None
         expect(completions.locator("tr").filter(has_text="prompt (required)")).to_have_count(1)
         expect(completions.locator("tr").filter(has_text="truncate_prompt_tokens")).to_contain_text("integer")
         expect(page.locator("#docs-error")).to_be_hidden()
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_history_is_drawn_with_marks_and_the_values_under_the_cursor(pages: Pages) -> None:
+    """A column of the drawing has the color of each class of memory that its row has, and marks are lines."""
+    service = FakeService(saying("a"))
+    context = open_context([ServedBackend(service, tokenizer())], sources())
+    metrics = context.metrics.of_model("keeper")
+    whole = FleetStatus(workers=(worker_status("decode-0"), worker_status("prefill-0", "prefill")))
+    for period in range(180):
+        metrics.count_tokens(500, 0.05)
+        metrics.observe(specs.TTFT, 0.3)
+        metrics.count(specs.QUERIES, 100)
+        metrics.count(specs.HITS, 25)
+        fleet = whole if period != 90 else FleetStatus(workers=whole.workers[:1])
+        context.history.add(1_700_000_000 + 5 * period, samples_of(context.metrics), {"keeper": fleet})
+    with pages.over(app_of(context)) as url:
+        page = pages.open(url)
+        figures = page.locator("#history figure")
+        expect(figures).to_have_count(5)
+        expect(page.locator("#history-marks")).to_contain_text("1 starts and 1 ends")
+        page.evaluate("document.querySelector('#history').scrollIntoView()")
+        figures.first.locator(".u-over").hover()
+        expect(figures.first.locator(".u-legend")).to_contain_text("100")
+        figures.nth(1).locator(".u-over").hover()
+        expect(figures.nth(1).locator(".u-legend")).to_contain_text("25 %")
+        figures.nth(2).locator(".u-over").hover()
+        expect(figures.nth(2).locator(".u-legend")).to_contain_text("ms")
+        figures.last.locator(".u-over").hover(position={"x": 40, "y": 40})
+        expect(figures.last.locator(".u-legend")).to_contain_text("2.00 MiB")
+        colors = page.evaluate(COLORS)
+        wanted = {
+            name: page.evaluate(f"hexOf('{name}')") for name in ("--pages-live", "--free", "--bad", "--good")
+        }
+        assert {name for name, color in wanted.items() if color not in colors} == set()
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

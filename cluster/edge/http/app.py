@@ -80,6 +80,7 @@ def app_of(context: EdgeContext) -> FastAPI:
         app.add_api_route(path, edge.alive)
     app.add_api_route("/load", edge.load)
     app.add_api_route("/cluster", edge.cluster)
+    app.add_api_route("/cluster/history", edge.history)
     app.add_api_route("/cluster/memory", edge.memory)
     app.add_api_route("/cluster/memory", edge.set_budget, methods=["POST"])
     add_worker_routes(app, context.models)
@@ -203,6 +204,11 @@ class Edge:
                 for worker in status.workers
             ],
         }
+
+    async def history(self) -> Json:
+        """Return the last fifteen minutes of each model, and of all of them under the empty name: tokens per
+        second, hit ratio, percentiles of latencies, memory by class, starts and ends of workers."""
+        return self._context.history.json()
 
     async def memory(self) -> Json:
         """Return the memory of every worker: its budget, who set it, and its use."""

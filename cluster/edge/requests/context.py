@@ -19,6 +19,7 @@ from tidemill.cluster.edge.requests.request_span import traced
 from tidemill.cluster.edge.requests.usage import Json
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.metrics.edge_samples import EdgeSamples
+from tidemill.cluster.metrics.history import History
 from tidemill.cluster.observability.logs import log_request
 
 Parts = Mapping[str, Callable[[], object]]
@@ -76,6 +77,7 @@ class EdgeContext:
     sources: Sources
     parts: Parts
     stop_reason: StopReason = field(default_factory=StopReason)
+    history: History = field(default_factory=History)
     group: EdgeGroup | None = None
 
     async def answers(

@@ -4,6 +4,13 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
+        "the history of all models is that of the last one",
+        "cluster/metrics/history.py::added_up",
+        "$SUMS[key] + $VALUE if key in $SUMS else $VALUE",
+        "$VALUE",
+        "tests/unit/cluster/metrics/test_history.py",
+    ),
+    Planted(
         "goodput forgets the gaps between tokens",
         "cluster/bench/report.py::is_good",
         '"itl": max($RESULT.$GAPS, default=0.0)',

@@ -314,6 +314,6 @@ def test_bash_completes_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[st
         'COMP_WORDS=(tidemill serve keeper --max-mod); COMP_CWORD=3; _shtab_tidemill; echo "${COMPREPLY[@]}"'
     )
     done = subprocess.run(
-        ["bash", "-c", f"source {script}; {words}"], capture_output=True, text=True, check=True
+        ["/bin/bash", "-c", f"source {script}; {words}"], capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["--max-model-len"]

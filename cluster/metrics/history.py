@@ -1,0 +1,168 @@
+"""The last fifteen minutes of a server: a ring of rows, made from the samples that /metrics would show."""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TypeVar
+
+from tidemill.cluster.messages import FleetStatus
+from tidemill.cluster.metrics import specs
+from tidemill.cluster.metrics.edge_samples import EdgeSamples
+from tidemill.cluster.metrics.specs import MODEL, Spec
+
+K = TypeVar("K")
+N = TypeVar("N", int, float)
+
+PERIOD_S = 5.0
+ROWS = 180
+"""The number of rows of a model: fifteen minutes."""
+
+MARKS = 500
+"""The number of starts and ends of workers that are kept."""
+
+QUANTILES = (0.5, 0.99)
+
+ALL = ""
+"""The name of the rows of all models together."""
+
+Values = dict[tuple[str, str], float]
+"""Counters by name and, for those of a histogram, the bound of the bucket."""
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryRow:
+    """One model over one period; `at_s` is the unix time of its end. A value without events is None.
+
+    `ttft_s` and `itl_s` are the percentiles QUANTILES in seconds. `memory` has bytes by class, over all
+    workers.
+    """
+
+    at_s: float
+    tokens_per_s: float
+    hit_ratio: float | None
+    ttft_s: tuple[float | None, ...]
+    itl_s: tuple[float | None, ...]
+    memory: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMark:
+    """The start or the end of one incarnation of a worker, as the reports of its fleet showed it."""
+
+    at_s: float
+    model: str
+    worker: str
+    kind: str  # "start" or "end"
+
+
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    """The counters of one model at a time."""
+
+    at_s: float
+    values: Values
+
+    def grown(self, before: "_Totals", spec: Spec, suffix: str = "_total") -> float:
+        key = (spec.full_name + suffix, "")
+        return max(0.0, self.values.get(key, 0.0) - before.values.get(key, 0.0))
+
+    def buckets(self, before: "_Totals", spec: Spec) -> list[tuple[float, float]]:
+        """Return the upper bounds of a histogram with the number of observations up to each."""
+        name = f"{spec.full_name}_bucket"
+        return sorted(
+            (float(bound), value - before.values.get((name, bound), 0.0))
+            for (of, bound), value in self.values.items()
+            if of == name
+        )
+
+
+def quantile(buckets: list[tuple[float, float]], share: float) -> float | None:
+    """Return the quantile of a share above 0, of a histogram with cumulative buckets, as Prometheus
+    interpolates it; None without observations."""
+    total = buckets[-1][1] if buckets else 0.0
+    if total <= 0:
+        return None
+    low, below = 0.0, 0.0
+    for bound, count in buckets:
+        if count >= share * total:
+            if bound == float("inf"):
+                return low
+            return low + (bound - low) * (share * total - below) / (count - below)
+        low, below = bound, count
+    return low
+
+
+@dataclass(slots=True)
+class History:
+    """The rows of each model, and the marks of its workers."""
+
+    rows: dict[str, deque[HistoryRow]] = field(default_factory=dict[str, deque[HistoryRow]])
+    marks: deque[WorkerMark] = field(default_factory=lambda: deque[WorkerMark](maxlen=MARKS))
+    _before: dict[str, _Totals] = field(default_factory=dict[str, _Totals])
+    _workers: dict[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
+
+    def add(self, at_s: float, samples: EdgeSamples, fleets: Mapping[str, FleetStatus]) -> None:
+        """Add a period that ends now. A fleet whose router does not answer is missing in `fleets`."""
+        memory = {model: _memory_of(status) for model, status in fleets.items()}
+        memory[ALL] = added_up(memory.values())
+        for model, values in _values_of(samples, memory).items():
+            totals = _Totals(at_s, values)
+            before = self._before.get(model)
+            self._before[model] = totals
+            if before is not None and totals.at_s > before.at_s:
+                row = _row(before, totals, memory.get(model, {}))
+                self.rows.setdefault(model, deque(maxlen=ROWS)).append(row)
+        for model, status in fleets.items():
+            workers = frozenset(worker.info.worker for worker in status.workers)
+            known = self._workers.get(model)
+            self._workers[model] = workers
+            if known is not None:
+                self.marks.extend(WorkerMark(at_s, model, name, "start") for name in sorted(workers - known))
+                self.marks.extend(WorkerMark(at_s, model, name, "end") for name in sorted(known - workers))
+
+    def json(self) -> dict[str, object]:
+        """Return everything as JSON data."""
+        return {
+            "period_s": PERIOD_S,
+            "quantiles": QUANTILES,
+            "models": {model: [asdict(row) for row in rows] for model, rows in self.rows.items()},
+            "marks": [asdict(mark) for mark in self.marks],
+        }
+
+
+def _values_of(samples: EdgeSamples, models: Iterable[str]) -> dict[str, Values]:
+    """Return the counters of these models and of all that have had a request, and their sums as ALL."""
+    values: dict[str, Values] = {model: {} for model in (*samples.under_way, *models)}
+    for family in samples.families.values():
+        for name, labels, value in family:
+            known = dict(labels)
+            if known.get(MODEL) in values and set(known) <= {MODEL, "le"}:
+                values[known[MODEL]][name, known.get("le", "")] = value
+    values[ALL] = added_up(values.values())
+    return values
+
+
+def added_up(parts: Iterable[Mapping[K, N]]) -> dict[K, N]:
+    """Return the sums by key."""
+    sums: dict[K, N] = {}
+    for part in parts:
+        for key, value in part.items():
+            sums[key] = sums[key] + value if key in sums else value
+    return sums
+
+
+def _row(before: _Totals, now: _Totals, memory: Mapping[str, int]) -> HistoryRow:
+    queries = now.grown(before, specs.QUERIES)
+    ttft, itl = now.buckets(before, specs.TTFT), now.buckets(before, specs.ITL)
+    return HistoryRow(
+        at_s=now.at_s,
+        tokens_per_s=now.grown(before, specs.GENERATION_TOKENS) / (now.at_s - before.at_s),
+        hit_ratio=now.grown(before, specs.HITS) / queries if queries else None,
+        ttft_s=tuple(quantile(ttft, share) for share in QUANTILES),
+        itl_s=tuple(quantile(itl, share) for share in QUANTILES),
+        memory=memory,
+    )
+
+
+def _memory_of(status: FleetStatus) -> dict[str, int]:
+    return added_up(asdict(worker.load.memory) for worker in status.workers)

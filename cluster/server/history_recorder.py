@@ -1,0 +1,37 @@
+"""Records the history of an edge; with several edges behind a port each has their sums, as in /metrics."""
+
+import asyncio
+import logging
+
+from tidemill.cluster.edge.requests.context import EdgeContext
+from tidemill.cluster.metrics.edge_samples import samples_of
+from tidemill.cluster.metrics.history import PERIOD_S
+from tidemill.kvstore.errors import TidemillError
+
+log = logging.getLogger(__name__)
+
+
+class HistoryRecorder:
+    def __init__(self, context: EdgeContext) -> None:
+        self._context = context
+
+    async def run(self) -> None:
+        """Record every PERIOD_S seconds until cancelled."""
+        while True:
+            await self.record()
+            await asyncio.sleep(PERIOD_S)
+
+    async def record(self) -> None:
+        """Add the period that ends now. Without a router its memory is empty; without the other edges the
+        period is left out, and the next one is longer."""
+        context = self._context
+        try:
+            samples = samples_of(context.metrics) if context.group is None else await context.group.samples()
+        except TidemillError as error:
+            log.info("a period is missing in the history: %s", error)
+            return
+        try:
+            fleets = await context.models.fleets()
+        except TidemillError:
+            fleets = {}
+        context.history.add(context.sources.unix_time_s(), samples, fleets)
