@@ -14,14 +14,12 @@ from random import Random
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from tidemill.workers.sources.names import bundled
 from tools.train_keeper.words import COLORS, FOODS, NAMES, OBJECTS, PLACES
 from tools.train_keeper.world import SMALL_TALK, Split, conversation, render
 
 SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] | trim }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+CHAT_TEMPLATE = (bundled()["keeper"] / "chat_template.jinja").read_text()
 CONVERSATIONS = 2000
 CONVERSATION_TOKENS = 300
 SEED = 5

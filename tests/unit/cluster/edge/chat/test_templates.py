@@ -1,5 +1,6 @@
 """Chat templates as families write them: how they take earlier calls and reasoning, and whose they are."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any, cast
@@ -199,3 +200,16 @@ def test_breakpoint_inside_of_a_token_is_at_its_start(folder: Path) -> None:
         assert text[:end].startswith(text_of(tokenizer, tokens[:depth]))
         assert depth == len(tokens) or not text[:end].startswith(text_of(tokenizer, tokens[: depth + 1]))
     assert tokenizer.encode_marked(text, range(1, len(text))).breakpoints[0] == 1
+
+
+def test_bundled_model_shows_tools_and_calls() -> None:
+    """A chat without tools is what the model was trained on."""
+    tokenizer = load_tokenizer(KEEPER, ChatSettings())
+    assert rendered(tokenizer, Message("system", "a"), Message("user", " b ")) == (
+        "<|system|> a<|end|>\n<|user|> b<|end|>\n<|assistant|>"
+    )
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    shown = rendered(tokenizer, *CALLED, how=Rendering(tools=[tool]))
+    assert f"Tools: {json.dumps(tool)} Call one as <tool_call>" in shown
+    assert '<tool_call>\n{"name": "look", "arguments": {"at": "the harbor"}}\n</tool_call><|end|>' in shown
+    assert tokenizer.style.form is FORMS["hermes"]

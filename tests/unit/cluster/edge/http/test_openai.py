@@ -155,11 +155,13 @@ def test_errors_become_the_sdks_own() -> None:
         with pytest.raises(openai.BadRequestError) as long:
             await client.completions.create(model="keeper", prompt="a", max_tokens=10_000)
         assert long.value.code == "context_length_exceeded"
-        with pytest.raises(openai.BadRequestError, match="chat template shows no tools"):
+        with pytest.raises(openai.BadRequestError, match="forces a call"):
             await client.chat.completions.create(
                 model="keeper",
                 messages=[{"role": "user", "content": "a"}],
                 tools=[{"type": "function", "function": {"name": "f"}}],
+                tool_choice="required",
+                response_format={"type": "json_object"},
             )
 
     converse(FakeService(saying(ANSWER)), talk)
