@@ -33,7 +33,7 @@ class DemoAnswer:
 
 async def run_demo(base_url: str, model: str, folder: Path, console: Console) -> bool:
     """Ask the questions of `folder`/demo.json; return whether all answers are right. Raises TidemillError."""
-    demo = _read(folder / "demo.json")
+    demo = read_demo(folder / "demo.json")
     notebook: str = demo["notebook"]
     console.print(Text(notebook, style="dim"), "\n")
     answers: list[DemoAnswer] = []
@@ -96,7 +96,8 @@ def _print_verdict(console: Console, answer: DemoAnswer) -> None:
     console.print(Text(f"   expected: {answer.expected}", style="dim"), verdict)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_demo(path: Path) -> dict[str, Any]:
+    """Return the notebook and the questions of the bundled model. Raises TidemillError."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -105,7 +106,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 async def _page_tokens(client: httpx.AsyncClient) -> int:
     response = await client.get("/cluster")
-    _check(response)
+    check(response)
     return response.json()["workers"][0]["info"]["page_tokens"]
 
 
@@ -113,7 +114,7 @@ async def _ask(
     client: httpx.AsyncClient, body: dict[str, Any], console: Console
 ) -> tuple[str, dict[str, Any]]:
     response = await client.post("/v1/chat/completions", json=body)
-    _check(response)
+    check(response)
     reply = response.json()
     answer = reply["choices"][0]["message"]["content"]
     console.print(Text(answer), end="")
@@ -128,7 +129,7 @@ async def _ask_streaming(
     async with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.is_error:
             await response.aread()
-        _check(response)
+        check(response)
         async for line in response.aiter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
@@ -143,6 +144,7 @@ async def _ask_streaming(
     return answer, usage
 
 
-def _check(response: httpx.Response) -> None:
+def check(response: httpx.Response) -> None:
+    """Raises Unserved for an error reply."""
     if response.is_error:
         raise Unserved(f"{response.request.url} answered HTTP {response.status_code}: {response.text[:500]}")

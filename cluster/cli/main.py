@@ -69,8 +69,6 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 
-COMPLETED_SHELLS = ("bash", "zsh")
-
 EXIT_WRONG_ANSWER = 1
 EXIT_NOT_THERE = 1
 EXIT_REFUSED = 2
@@ -123,6 +121,7 @@ def parser() -> argparse.ArgumentParser:
     add_key_options(commands.add_parser("key", help="make an API key for `tidemill serve --api-keys-file`"))
 
     demo = commands.add_parser("demo", help="serve the bundled model, ask it questions, check the answers")
+    demo.add_argument("--kill", action="store_true", help="kill -9 a worker in mid-answer, show the diff")
     demo.set_defaults(run=_demo)
 
     models = commands.add_parser("models", help="list the bundled models with the paths of their folders")
@@ -144,7 +143,7 @@ def parser() -> argparse.ArgumentParser:
     )
 
     completion = commands.add_parser("completion", help="print the completions of a shell for `tidemill`")
-    completion.add_argument("shell", choices=COMPLETED_SHELLS)
+    completion.add_argument("shell", choices=("bash", "zsh"))
     completion.set_defaults(run=_completion)
 
     down = commands.add_parser("down", help="end the server that `tidemill serve --detach` has started")
@@ -197,16 +196,18 @@ def _cache_folder() -> Path:
 
 def _demo(options: argparse.Namespace) -> int:
     from tidemill.cluster.cli.demo import run_demo
+    from tidemill.cluster.cli.demo_kill import run_kill
 
-    del options
-    sized = ["--prefill", "1", "--decode", "1", "--memory", "64MiB"]
+    sized = ["--prefill", "1", "--decode", "2" if options.kill else "1", "--memory", "64MiB"]
     arguments = ["serve", "keeper", "--port", "0", *sized, "--log-level", "warning"]
     config = config_of_options(parser().parse_args(arguments))
     is_right = False
 
     async def work(url: str) -> None:
         nonlocal is_right
-        is_right = await run_demo(url, "keeper", bundled()["keeper"], Console())
+        is_right = await (run_kill if options.kill else run_demo)(
+            url, "keeper", bundled()["keeper"], Console()
+        )
 
     status = _run(config, None, work)
     return status if is_right else EXIT_WRONG_ANSWER

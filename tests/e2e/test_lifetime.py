@@ -70,3 +70,11 @@ def test_planted_leak_ends_its_worker(tmp_path: Path) -> None:
         assert server.stop() == 0
     finally:
         server.kill_everything()
+
+
+def test_killed_answer_of_the_demo_is_the_calm_one() -> None:
+    ended, left = run_cli("demo", "--kill")
+    assert ended.returncode == 0, ended.stderr
+    assert "kill -9 " in ended.stdout
+    assert ended.stdout.endswith("diff: none\n600 tokens, all equal; 2 workers\n")
+    assert not left
