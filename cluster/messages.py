@@ -111,6 +111,58 @@ class RoleScale:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemberOrder:
+    """An order about the edges that join by a token: list them, make a token for an edge of this `name`, or
+    revoke what `name` is: an edge, or the serial of a certificate. A token lasts for `life_s`."""
+
+    kind: Literal["list", "token", "revoke"]
+    name: str = ""
+    life_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberStatus:
+    """An edge with a token, or a revoked certificate without one (an empty name)."""
+
+    name: str
+    state: Literal["waits", "joined", "expired", "revoked"]
+    serials: Mapping[str, float]  # the ends of its certificates in unix time
+    token_until_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MembersAnswer:
+    """All edges that may join or have joined, and the new token with the addresses to join at, if one was
+    ordered."""
+
+    edges: tuple[MemberStatus, ...]
+    token: str = ""
+    join: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinRequest:
+    """A signing request in PEM, with the parts of a token; without them it renews the certificate of the
+    caller."""
+
+    request: bytes = b""
+    token: str = ""
+    secret: str = ""
+    serial: str = ""  # of the caller's certificate, as the process that took the connection found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinAnswer:
+    """The certificate of the authority, and for a request a certificate and the addresses of routers, or the
+    reason for the refusal."""
+
+    ca: bytes = b""
+    certificate: bytes = b""
+    routers: tuple[str, ...] = ()
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Misses:
     """Totals: answers started, those of them started too late, and requests refused."""
 

@@ -52,7 +52,10 @@ class MutualTls:
 
 
 PROBE_S_MAX = 3.0
-FILES_ADVICE = "give --cluster-ssl-certfile, --cluster-ssl-keyfile and --cluster-ssl-ca-certs of the cluster"
+FILES_ADVICE = (
+    "give --cluster-ssl-certfile, --cluster-ssl-keyfile and --cluster-ssl-ca-certs of the cluster, or a "
+    "--token of `tidemill join-token`"
+)
 
 
 def refusal_of(address: str, tls: MutualTls | None) -> str | None:

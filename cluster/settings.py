@@ -78,6 +78,7 @@ class RouterSettings:
     expected: frozenset[str] = frozenset()  # names of workers
     memory_router: str | None = None
     ttft_s_max: float = math.inf  # the limit of the time to first token
+    join_port: int | None = None  # of the first replica, for edges with tokens; None: they cannot join
     cache_folder: Path | None = None  # for compiled placement; None: the definition places
     tls: MutualTls | None = None
     telemetry: Telemetry = QUIET
@@ -141,6 +142,7 @@ class ClusterSettings:
     temp_folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
     object_store_bytes: int = OBJECT_STORE_BYTES
     detached_folder: Path | None = None  # of a server that lasts until `tidemill down`; it has joined a Ray
+    authority_key: Path | None = None  # signs certificates of edges that join by a token
     schedule_timeout_s: float = 600.0  # for nodes with room for every worker; they may pull images
 
     @property

@@ -293,6 +293,7 @@ class Ack:
     budget_bytes: int | None = None  # of the worker's memory from now on; None: unchanged
     drain: bool = False  # take no more work, and hand over the running work
     role: Role | None = None  # from now on; None: unchanged
+    revoked: frozenset[str] = frozenset()  # serials of certificates that the worker must refuse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

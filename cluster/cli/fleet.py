@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast, get_args
 
@@ -47,17 +48,30 @@ class CommandContext:
 Run = Callable[[argparse.Namespace, ServerAddress, CommandContext], int]
 
 
-def add_fleet_commands(add_parser: Callable[..., argparse.ArgumentParser], context: CommandContext) -> None:
-    def add(name: str, run: Run, text: str, *, as_json: bool = True) -> argparse.ArgumentParser:
-        def run_command(options: argparse.Namespace) -> int:
-            return run(options, server_address(options, context.environ), context)
+def add_server_command(
+    add_parser: Callable[..., argparse.ArgumentParser],
+    context: CommandContext,
+    name: str,
+    run: Run,
+    text: str,
+    *,
+    as_json: bool = True,
+) -> argparse.ArgumentParser:
+    """Add a command that calls a running server."""
 
-        command = add_parser(name, help=text)
-        add_server_options(command)
-        if as_json:
-            command.add_argument("--json", action="store_true", help="print JSON")
-        command.set_defaults(run=run_command)
-        return command
+    def run_command(options: argparse.Namespace) -> int:
+        return run(options, server_address(options, context.environ), context)
+
+    command = add_parser(name, help=text)
+    add_server_options(command)
+    if as_json:
+        command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(run=run_command)
+    return command
+
+
+def add_fleet_commands(add_parser: Callable[..., argparse.ArgumentParser], context: CommandContext) -> None:
+    add = partial(add_server_command, add_parser, context)
 
     _add_status_options(add("status", _status, "show the workers of a running server"))
     _add_top_options(add("top", _top, "show the current load of a running server, the busiest workers first"))

@@ -28,6 +28,7 @@ from tidemill import __version__
 from tidemill.cluster.cli.bench import add_bench_options
 from tidemill.cluster.cli.config import add_config_commands
 from tidemill.cluster.cli.fleet import CommandContext, add_fleet_commands, show
+from tidemill.cluster.cli.joining import TOKEN_VARIABLE, add_joining_commands, credentials_of
 from tidemill.cluster.cli.options.arguments import UsageError, add_store_commands, bytes_of
 from tidemill.cluster.cli.options.simulate import add_simulate_options
 from tidemill.cluster.cli.security import KEY_VARIABLE, add_key_options, with_cluster_security
@@ -129,6 +130,7 @@ def parser() -> argparse.ArgumentParser:
 
     context = CommandContext(os.environ, time.monotonic, time.time, time.sleep)
     add_fleet_commands(commands.add_parser, context)
+    add_joining_commands(commands.add_parser, context)
     add_bench_options(
         commands.add_parser("bench", help="measure an OpenAI-compatible server under load"),
         context.environ,
@@ -171,7 +173,9 @@ def _edge(options: argparse.Namespace) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     from tidemill.cluster.server.joined_edge import Join, run_edge, run_frontend
 
-    join = Join(routers=routers, tls=tls, cache_folder=_cache_folder())
+    token = options.token or os.environ.pop(TOKEN_VARIABLE, None)
+    credentials = None if token is None else credentials_of(routers, token, tls, _cache_folder(), time.time)
+    join = Join(routers=routers, tls=tls, cache_folder=_cache_folder(), credentials=credentials)
     if options.inherited is not None:
         run_frontend(endpoint, join, _sources(), options.inherited)
         return 0

@@ -96,6 +96,8 @@ def with_cluster_security(settings: ClusterSettings, config: ClusterConfig) -> C
     """Return the settings with the listening address and certificates of `config`. Raises UsageError."""
     tls = cluster_tls(config)
     host = "127.0.0.1" if config.host == "loopback" else None
+    if config.ssl_ca_keyfile is not None and tls is not None:
+        settings = _with_authority(settings, Path(config.ssl_ca_keyfile).absolute(), tls.ca)
     return replace(
         settings,
         fleets=tuple(
@@ -107,6 +109,18 @@ def with_cluster_security(settings: ClusterSettings, config: ClusterConfig) -> C
             for fleet in settings.fleets
         ),
     )
+
+
+def _with_authority(settings: ClusterSettings, key: Path, ca: Path) -> ClusterSettings:
+    """Return the settings with the key that signs for edges, and a port for them after those of the routers.
+    Raises AuthorityError."""
+    from tidemill.cluster.joining.authority import Authority  # noqa: PLC0415 - cryptography
+
+    Authority(key, ca)
+    ports = [port for fleet in settings.fleets for port in fleet.router.ports]
+    first, *others = settings.fleets
+    first = replace(first, router=replace(first.router, join_port=max(ports, default=-1) + 1))
+    return replace(settings, fleets=(first, *others), authority_key=key)
 
 
 def cluster_tls(config: ClusterConfig) -> MutualTls | None:

@@ -12,6 +12,7 @@ from typing import Any, Literal, cast, get_args, get_origin
 
 from pydantic import ValidationError
 
+from tidemill.cluster.cli.joining import TOKEN_VARIABLE
 from tidemill.cluster.cli.options.arguments import UsageError
 from tidemill.cluster.cli.security import (
     KEY_VARIABLE,
@@ -83,7 +84,13 @@ def add_edge_options(edge: argparse.ArgumentParser) -> None:
         "--join",
         required=True,
         metavar="HOST:PORT[,HOST:PORT]",
-        help="addresses of the cluster's routers, see --router-port of `tidemill serve`",
+        help="addresses of the cluster's routers, see --router-port of `tidemill serve`; with --token the "
+        "address that `tidemill join-token` printed",
+    )
+    edge.add_argument(
+        "--token",
+        metavar="TOKEN",
+        help=f"get a certificate of the cluster by this one-time token (${TOKEN_VARIABLE})",
     )
     add_flags(edge, EDGE_FLAGS)
     edge.add_argument("--inherited", help=argparse.SUPPRESS)  # of an edge process of a server

@@ -183,7 +183,7 @@ FLAGS: tuple[Flag, ...] = (
         "docs/configuration.md, as vLLM has it (off)",
     ),
     *_flags("security", "edge", {"api_keys_file": "PATH", **_PEM}),
-    *_flags(_INSIDE, "cluster", {"host": None, **_PEM}, "cluster-"),
+    *_flags(_INSIDE, "cluster", {"host": None, **_PEM, "ssl_ca_keyfile": "PATH"}, "cluster-"),
 )
 _BY_OPTION = {flag.option: flag for flag in FLAGS}
 

@@ -28,6 +28,7 @@ RENAMED = {"prefill": "models[].groups[]", "decode": "models[].groups[]", "mixed
     "cluster_ssl_certfile": "cluster.ssl_certfile",
     "cluster_ssl_keyfile": "cluster.ssl_keyfile",
     "cluster_ssl_ca_certs": "cluster.ssl_ca_certs",
+    "cluster_ssl_ca_keyfile": "cluster.ssl_ca_keyfile",
 }
 """Names of flags whose keys have another name, and the paths of these keys."""
 

@@ -310,6 +310,8 @@ class ClusterConfig(ConfigNode):
     """private key of the certificate"""
     ssl_ca_certs: Text | None = None
     """authorities that sign the certificates of the cluster's processes"""
+    ssl_ca_keyfile: Text | None = None
+    """private key of the authority, with which `tidemill join-token` admits edges"""
 
     @model_validator(mode="after")
     def _check_certificates(self) -> Self:
@@ -317,6 +319,10 @@ class ClusterConfig(ConfigNode):
         missing = [name for name in names if getattr(self, name) is None]
         if missing and len(missing) < len(names):
             raise ValueError(f"{missing[0]} is missing: processes take all three of {', '.join(names)}")
+        if missing and self.ssl_ca_keyfile is not None:
+            raise ValueError(
+                f"ssl_ca_keyfile signs for processes with certificates: give {', '.join(names)}, too"
+            )
         if missing and self.host == "node":
             raise ValueError(
                 "host node lets other machines reach routers and workers: give certificates with "

@@ -11,7 +11,14 @@ from tidemill.cluster.edge.failure_detector import watch
 from tidemill.cluster.edge.flow import serve
 from tidemill.cluster.edge.service import ReportingEdge, ServedModel
 from tidemill.cluster.edge.tracing import TracedPeers, TracedRouter
-from tidemill.cluster.messages import FleetStatus, Misses, RoleScale, TokenSink
+from tidemill.cluster.messages import (
+    FleetStatus,
+    MemberOrder,
+    MembersAnswer,
+    Misses,
+    RoleScale,
+    TokenSink,
+)
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.kvstore.keys import Namespace, PageKey
@@ -84,6 +91,9 @@ class ClusterService:
 
     async def roles(self) -> tuple[RoleScale, ...]:
         return await self._router.roles()
+
+    async def members(self, order: MemberOrder) -> MembersAnswer:
+        return await self._router.members(order)
 
     async def run(self) -> None:
         """Give up workers that are lost, and report to the supervisor, until cancelled."""

@@ -5,7 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from tidemill.cluster.messages import FleetStatus, Misses, RoleScale, TokenSink
+from tidemill.cluster.messages import (
+    FleetStatus,
+    MemberOrder,
+    MembersAnswer,
+    Misses,
+    RoleScale,
+    TokenSink,
+)
 from tidemill.workers.messages import Request, Role, StreamPiece
 
 
@@ -74,4 +81,8 @@ class Service(Protocol):
 
     async def roles(self) -> tuple[RoleScale, ...]:
         """Return the state of each role. Raises Unserved."""
+        ...
+
+    async def members(self, order: MemberOrder) -> MembersAnswer:
+        """Carry out an order about edges that join by a token. Raises RequestError, Unserved."""
         ...

@@ -2,13 +2,23 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import grpc
 import grpc.aio
 
-from tidemill.cluster.messages import FleetStatus, Misses, PlacementRequest, RoleScale, Route, SetBudget
+from tidemill.cluster.messages import (
+    FleetStatus,
+    MemberOrder,
+    MembersAnswer,
+    Misses,
+    PlacementRequest,
+    RoleScale,
+    Route,
+    SetBudget,
+)
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.rates import Rates
 from tidemill.cluster.router.catalogue_server import CatalogueServer
@@ -19,6 +29,7 @@ from tidemill.cluster.rpc.codec import (
     EdgeReport,
     LossReport,
     Malformed,
+    MembersReply,
     RateCount,
     RoleCommand,
     ScaleAnswer,
@@ -27,6 +38,7 @@ from tidemill.cluster.rpc.codec import (
     decode_heartbeat,
     encode,
 )
+from tidemill.cluster.rpc.guard import Guard
 from tidemill.cluster.rpc.placement_codec import (
     decode_placement_request,
     decode_placement_requests,
@@ -49,6 +61,9 @@ if TYPE_CHECKING:  # generic in the type stubs alone
     Handler = grpc.RpcMethodHandler[bytes, bytes]
 
 OrderT = TypeVar("OrderT", BudgetCommand, DrainCommand, RoleCommand)
+
+NOT_FOR_EDGES = frozenset(("Report", "Memory", "Publish", "PutPart", "Members"))
+"""The methods for workers, the server and its operators: an edge that joined by a token may not call them."""
 
 TICK_S = 0.25
 
@@ -79,6 +94,7 @@ class FleetSupervisor(Protocol):
     async def roles(self) -> tuple[RoleScale, ...]: ...
     async def report(self, edge: str, misses: Misses, resets: int) -> int: ...
     async def reset(self, edge: str) -> int: ...
+    async def members(self, order: MemberOrder) -> MembersAnswer: ...
 
 
 class RouterService:
@@ -94,6 +110,7 @@ class RouterService:
         """Refuse what the supervisor alone can do if there is none."""
         self._router = router
         self._tls = tls
+        self._guard = None if tls is None else Guard(NOT_FOR_EDGES)
         self._rates = Rates()
         self._streams: dict[WorkerId, object] = {}  # the latest stream of each worker
         self._server = new_server(ROUTER_STREAMS_MAX)
@@ -117,9 +134,17 @@ class RouterService:
             **CatalogueServer().handlers(),
             **({} if supervisor is None else _supervised(supervisor)),
         }
+        if self._guard is not None:
+            handlers = {name: self._guard.guarded(name, method) for name, method in handlers.items()}
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler("tidemill.Router", handlers),)
         )
+
+    def revoke(self, serials: Collection[str]) -> None:
+        """Refuse the certificates of these serials, too, and end their streams; workers do so with their next
+        heartbeats."""
+        if self._guard is not None:
+            self._guard.revoke(serials)
 
     async def start(self, host: str, port: int = 0) -> str:
         """Listen, and return the address as host:port. Raises OSError."""
@@ -189,7 +214,10 @@ class RouterService:
                     self._streams[worker] = stream
                 elif heartbeat.info.worker != worker:
                     raise Malformed(f"{worker} reports for {heartbeat.info.worker}")
-                await context.write(encode(self._router.heartbeat(heartbeat)))
+                ack = self._router.heartbeat(heartbeat)
+                if self._guard is not None and self._guard.revoked:
+                    ack = replace(ack, revoked=self._guard.revoked)
+                await context.write(encode(ack))
         except Malformed as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
@@ -261,6 +289,12 @@ def _supervised(supervisor: FleetSupervisor) -> "dict[str, Handler]":
     async def report(sent: EdgeReport) -> int:
         return await supervisor.report(sent.edge, sent.misses, sent.resets)
 
+    async def members(order: MemberOrder) -> MembersReply:
+        try:
+            return MembersReply(answer=await supervisor.members(order))
+        except RequestError as error:
+            return MembersReply(refusal=(str(error), error.param, error.status, error.code))
+
     def method(kind: Any, carry_out: Callable[[Any], Awaitable[object]]) -> "Handler":  # noqa: ANN401
         async def call(data: bytes, context: "Context") -> bytes:
             try:
@@ -277,6 +311,7 @@ def _supervised(supervisor: FleetSupervisor) -> "dict[str, Handler]":
         "Roles": method(None, lambda _: supervisor.roles()),
         "Missed": method(EdgeReport, report),
         "Reset": method(str, supervisor.reset),
+        "Members": method(MemberOrder, members),
     }
 
 

@@ -14,6 +14,7 @@ from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.rpc.channels import open_channel
 from tidemill.cluster.rpc.codec import Malformed, decode, encode
 from tidemill.cluster.rpc.router_client import FindRouter
+from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Unserved, WorkerGone
 
 if TYPE_CHECKING:  # generic only in the type stubs
@@ -27,6 +28,10 @@ CATALOGUE_WAIT_S = 5.0
 
 ANSWER_S_MAX = 3.0
 FILE_S_MAX = 60.0
+
+
+class Expelled(TidemillError):
+    """The cluster has revoked our certificate."""
 
 
 def version_of(data: bytes) -> bytes:
@@ -99,7 +104,7 @@ class CatalogueReader:
 
     async def changed(self) -> Catalogue | None:
         """Return the catalogue once it differs from the last one, None when it has not changed for a while.
-        Raises Unserved, and the next call asks the next router."""
+        Raises Unserved, and the next call asks the next router, and Expelled."""
         try:
             channel = self._open()
             watch: UnaryMethod = channel.unary_unary("/tidemill.Router/Catalogue")
@@ -112,6 +117,8 @@ class CatalogueReader:
         except (grpc.aio.AioRpcError, Malformed, OSError) as error:
             failed = self.address
             await self._next()
+            if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                raise Expelled(f"the router {failed} refuses this edge: {_reason(error)}") from error
             raise Unserved(f"the router {failed} has no catalogue for us: {_reason(error)}") from error
         self._version = version_of(data)
         found = [address for model in catalogue.models for address in model.routers]

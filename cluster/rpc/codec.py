@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, overload
 import msgspec
 import numpy as np
 
-from tidemill.cluster.messages import Misses
+from tidemill.cluster.messages import MembersAnswer, Misses
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import (
     ANNOUNCED_KEY_BYTES,
@@ -313,6 +313,13 @@ class ScaleAnswer(msgspec.Struct, frozen=True):
 
     lacks: str | None = None
     refusal: tuple[str, str | None, int, str | None] | None = None  # message, param, status, code
+
+
+class MembersReply(msgspec.Struct, frozen=True):
+    """The answer to a MemberOrder, or why it was refused, as in ScaleAnswer."""
+
+    answer: MembersAnswer | None = None
+    refusal: tuple[str, str | None, int, str | None] | None = None
 
 
 class RateCount(msgspec.Struct, frozen=True):

@@ -40,7 +40,11 @@ class RouterRates:
                     self._channels[address] = open_channel(address, self._tls)
                 method: UnaryMethod = self._channels[address].unary_unary("/tidemill.Router/Count")
                 return decode(Counted, await method(asked, timeout=COUNT_S_MAX))
-            except (grpc.aio.AioRpcError, Malformed, OSError):
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNAVAILABLE and address in self._channels:
+                    # The next one reads our certificate again.
+                    await self._channels.pop(address).close(COUNT_S_MAX)
+            except (Malformed, OSError):
                 continue
         return None
 

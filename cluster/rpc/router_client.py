@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 
-from tidemill.cluster.messages import FleetStatus, Misses, PlacementRequest, RoleScale, Route, SetBudget
+from tidemill.cluster.messages import (
+    FleetStatus,
+    MemberOrder,
+    MembersAnswer,
+    Misses,
+    PlacementRequest,
+    RoleScale,
+    Route,
+    SetBudget,
+)
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.rpc.channels import open_channel
 from tidemill.cluster.rpc.codec import (
@@ -19,6 +28,7 @@ from tidemill.cluster.rpc.codec import (
     EdgeReport,
     LossReport,
     Malformed,
+    MembersReply,
     RoleCommand,
     ScaleAnswer,
     ScaleCommand,
@@ -126,9 +136,7 @@ class RouterClient:
         """See Service.scale."""
         order = encode(ScaleCommand(dict(counts), pending))
         answer = decode(ScaleAnswer, await self._call("Scale", lambda: order, SUPERVISOR_WAIT_S_MAX))
-        if answer.refusal is not None:
-            message, param, status, code = answer.refusal
-            raise RequestError(message, param=param, status=status, code=code)
+        _raise_refused(answer.refusal)
         return answer.lacks
 
     async def roles(self) -> tuple[RoleScale, ...]:
@@ -145,6 +153,14 @@ class RouterClient:
         """Reset the prefix cache, and return the number of resets when all other edges know it. Raises
         Unserved."""
         return decode(int, await self._call("Reset", lambda: encode(edge), SUPERVISOR_WAIT_S_MAX))
+
+    async def members(self, order: MemberOrder) -> MembersAnswer:
+        """See Service.members."""
+        data = encode(order)
+        reply = decode(MembersReply, await self._call("Members", lambda: data, SUPERVISOR_WAIT_S_MAX))
+        _raise_refused(reply.refusal)
+        assert reply.answer is not None, "a reply has an answer or a refusal"
+        return reply.answer
 
     async def close(self) -> None:
         for way in self._links:
@@ -209,12 +225,21 @@ class _RouterConnection:
                 await channel.close()
 
 
+def _raise_refused(refusal: tuple[str, str | None, int, str | None] | None) -> None:
+    """Raise the RequestError of these parts, if the supervisor has refused an order."""
+    if refusal is not None:
+        message, param, status, code = refusal
+        raise RequestError(message, param=param, status=status, code=code)
+
+
 def _raise_refusal(error: grpc.aio.AioRpcError) -> None:
     """Raise an error that the router means permanently: a retry would get the same."""
     details = error.details() or "the router refuses"
     match error.code():
-        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+        case grpc.StatusCode.RESOURCE_EXHAUSTED | grpc.StatusCode.UNAUTHENTICATED:
             raise Unserved(details) from None
+        case grpc.StatusCode.PERMISSION_DENIED:
+            raise RequestError(details, status=403) from None
         case grpc.StatusCode.NOT_FOUND:
             raise RequestError(details, param="worker", status=404) from None
         case grpc.StatusCode.FAILED_PRECONDITION:

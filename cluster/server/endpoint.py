@@ -134,7 +134,9 @@ def with_router_ports(settings: ClusterSettings) -> ClusterSettings:
         def with_ports(router: RouterSettings) -> RouterSettings:
             ports = router.ports or (0,) * router.replicas
             host = router.host or ""  # Ray knows the node's address, so test all of them
-            return replace(router, ports=tuple(free_port(port, host) for port in ports))
+            join_port = None if router.join_port is None else free_port(router.join_port, host)
+            opened = tuple(free_port(port, host) for port in ports)
+            return replace(router, ports=opened, join_port=join_port)
 
         fleets = tuple(replace(fleet, router=with_ports(fleet.router)) for fleet in settings.fleets)
     return replace(settings, fleets=fleets)

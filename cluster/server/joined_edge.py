@@ -14,7 +14,7 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from tempfile import NamedTemporaryFile
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import uvloop
 
@@ -32,7 +32,7 @@ from tidemill.cluster.mutual_tls import MutualTls, refusal_of
 from tidemill.cluster.observability.logs import LINES_KEPT, keeping, start_logs
 from tidemill.cluster.observability.redact import without_secrets
 from tidemill.cluster.observability.spans import tracing
-from tidemill.cluster.rpc.catalogue_client import CatalogueReader
+from tidemill.cluster.rpc.catalogue_client import CatalogueReader, Expelled
 from tidemill.cluster.rpc.rate_client import RouterRates
 from tidemill.cluster.rpc.router_client import RouterClient, at
 from tidemill.cluster.rpc.worker_client import WorkerClients
@@ -41,6 +41,9 @@ from tidemill.cluster.server.endpoint import Endpoint, Sockets, inherited, liste
 from tidemill.cluster.server.run_endpoint import Work, prepare_process, run_endpoint, stop_signals, url_of
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Unserved
+
+if TYPE_CHECKING:
+    from tidemill.cluster.joining.credentials import Credentials  # cryptography
 
 log = logging.getLogger(__name__)
 
@@ -55,11 +58,13 @@ class JoinError(TidemillError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """The addresses of routers, our certificate, and the folder in which tokenizers are kept."""
+    """The addresses of routers, our certificate, and the folder in which tokenizers are kept. With
+    `credentials` both come by a token."""
 
     routers: tuple[str, ...]
     tls: MutualTls | None
     cache_folder: Path
+    credentials: "Credentials | None" = None
 
 
 def run_edge(endpoint: Endpoint, join: Join, sources: Sources, work: Work) -> None:
@@ -88,15 +93,14 @@ async def _run(
     work: Work | None,
     group: LinkedGroup | None = None,
 ) -> None:
-    reader = CatalogueReader(join.routers, join.tls)
     with stop_signals() as stop:
         stopping = asyncio.create_task(stop.wait())
-        joining = asyncio.create_task(_first(reader, join))
+        joining = asyncio.create_task(_enter(join))
         try:
             await asyncio.wait({stopping, joining}, return_when=asyncio.FIRST_COMPLETED)
             if not joining.done():
                 return
-            catalogue = joining.result()
+            join, reader, catalogue = joining.result()
         finally:
             joining.cancel()
             stopping.cancel()
@@ -111,13 +115,26 @@ async def _run(
                 else:
                     assert work is not None
                     working = work(url_of(endpoint, sockets))
-                await run_endpoint(endpoint, edge.context, sockets, stop, [edge], working)
+                works = [working, edge.run()]
+                if join.credentials is not None:
+                    works.append(join.credentials.renew())
+                await run_endpoint(endpoint, edge.context, sockets, stop, [], *works)
             finally:
                 await edge.close()
 
 
+async def _enter(join: Join) -> tuple[Join, CatalogueReader, Catalogue]:
+    """Get a certificate if there is a token, and the first catalogue. Raises JoinRefused, and JoinError and
+    Expelled when a router refuses our certificate."""
+    if join.credentials is not None:
+        await join.credentials.join()
+        join = replace(join, tls=join.credentials.tls, routers=join.credentials.routers)
+    reader = CatalogueReader(join.routers, join.tls)
+    return join, reader, await _first(reader, join)
+
+
 async def _first(reader: CatalogueReader, join: Join) -> Catalogue:
-    """Return the first catalogue. Raises JoinError when a router refuses our certificate."""
+    """Return the first catalogue. Raises JoinError and Expelled when a router refuses our certificate."""
     now_s = asyncio.get_running_loop().time
     reported_s = -REPORT_S
     while True:
@@ -175,12 +192,15 @@ class _JoinedEdge:
         return [address for entry in self._served.values() for address in entry.model.routers]
 
     async def run(self) -> None:
-        """Follow the catalogue until cancelled. What cannot be used is logged, and what was known stays."""
+        """Follow the catalogue until cancelled. What cannot be used is logged, and what was known stays.
+        Raises Expelled."""
         while True:
             try:
                 catalogue = await self._reader.changed()
                 if catalogue is not None:
                     await self.apply(catalogue)
+            except Expelled:
+                raise
             except TidemillError as error:
                 log.info("this edge serves what it knows: %s", error)
                 await asyncio.sleep(RETRY_S)

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import msgspec
 
+from tidemill.cluster.joining.members import Members
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Role
 
@@ -61,6 +62,7 @@ class ClusterPlan:
     routers: tuple[str, ...] = ()
     fleets: tuple[FleetPlan, ...] = ()
     resets: dict[str, int] = field(default_factory=dict[str, int])
+    members: Members = field(default_factory=Members)
 
     @property
     def workers(self) -> list[str]:
@@ -90,16 +92,22 @@ class Journal:
     def open(self) -> ClusterPlan:
         """Take the journal over: fence every process that wrote to it before. Return the newest plan."""
         while True:
-            self._number = newest = max(self._numbers(), default=0)
-            data = self._store.get(self._key(newest)) if newest else None
-            if newest and data is None:
-                continue  # a later one was written meanwhile
-            plan = ClusterPlan() if data is None else msgspec.json.decode(data, type=ClusterPlan)
+            plan = self.read()
             try:
                 self.write(plan)
             except Fenced:
                 continue
             return plan
+
+    def read(self) -> ClusterPlan:
+        """Return the newest plan, and write nothing."""
+        while True:
+            self._number = newest = max(self._numbers(), default=0)
+            data = self._store.get(self._key(newest)) if newest else None
+            if data is not None:
+                return msgspec.json.decode(data, type=ClusterPlan)
+            if not newest:
+                return ClusterPlan()  # else a later one was written meanwhile
 
     def write(self, plan: ClusterPlan) -> None:
         """Store the plan. The caller may act on it when this returns. Raises Fenced."""

@@ -8,18 +8,21 @@ second of one core.
 import asyncio
 import logging
 import os
+from collections.abc import Collection
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
+from tidemill.cluster.joining.exchange import JoinServer
 from tidemill.cluster.observability.logs import start_logs
 from tidemill.cluster.restart_backoff import Backoff
 from tidemill.cluster.router.compiled import CompiledPlacement, load
 from tidemill.cluster.router.server import RouterService
 from tidemill.cluster.settings import RouterSettings
-from tidemill.cluster.supervisor.supervisor_client import SupervisorClient
+from tidemill.cluster.supervisor.journal import Journal
+from tidemill.cluster.supervisor.supervisor_client import RayStore, SupervisorClient
 from tidemill.kernels.shared.compiler import KernelUnavailable
 
 if TYPE_CHECKING:
@@ -47,17 +50,39 @@ class RouterActor:
             has_budgets=settings.memory_router is None,
             compiled=_compiled(settings.cache_folder),
         )
-        supervisor = SupervisorClient(settings.name, RAY.get_runtime_context().namespace)
+        self._namespace: str = RAY.get_runtime_context().namespace
+        supervisor = SupervisorClient(settings.name, self._namespace)
         self._service = RouterService(router, settings.tls, supervisor)
         self._backoff = Backoff()
         host: str = settings.host or RAY.util.get_node_ip_address()
-        self._address = loop.create_task(self._service.start(host, settings.port_of(name)))
+        self._join: JoinServer | None = None
+        if settings.tls is not None and settings.join_port is not None and name == settings.name:
+            self._join = JoinServer(supervisor.join, settings.tls)
+        self._address = loop.create_task(self._open(settings, host, settings.port_of(name)))
         self._ticks = loop.create_task(self._service.run())
         for task in (self._address, self._ticks):
             task.add_done_callback(_exit_on_error)
 
     async def address(self) -> str:
         return await self._address
+
+    async def join_address(self) -> str:
+        """Return the address at which edges join by tokens; empty: not here."""
+        await self._address
+        return "" if self._join is None else self._join.address
+
+    async def revoke(self, serials: Collection[str]) -> None:
+        """Refuse the certificates of these serials, too."""
+        self._service.revoke(serials)
+
+    async def _open(self, settings: RouterSettings, host: str, port: int) -> str:
+        """Listen when the revoked certificates of the journal are known."""
+        if settings.tls is not None:
+            journal = Journal(RayStore(), self._namespace)
+            self._service.revoke((await asyncio.to_thread(journal.read)).members.revoked)
+        if self._join is not None:
+            await self._join.start(host, settings.join_port or 0)
+        return await self._service.start(host, port)
 
     async def begin(self, name: str) -> float:
         """Record that an incarnation of this worker begins; return the seconds that it must wait first."""

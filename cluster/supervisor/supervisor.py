@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,10 +21,12 @@ from typing import Any, cast
 import ray
 import ray.exceptions
 from ray._private.state import available_resources_per_node, jobs
-from ray.experimental.internal_kv import internal_kv_get_gcs_client
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tidemill.cluster.messages import Misses, RoleScale
+from tidemill.cluster.joining.authority import Authority
+from tidemill.cluster.joining.members import Members
+from tidemill.cluster.joining.registry import Registry
+from tidemill.cluster.messages import JoinAnswer, JoinRequest, MemberOrder, MembersAnswer, Misses, RoleScale
 from tidemill.cluster.observability.logs import start_logs
 from tidemill.cluster.restart_backoff import Backoff
 from tidemill.cluster.rpc.router_client import RouterClient
@@ -39,13 +42,11 @@ from tidemill.cluster.supervisor.private_folder import read_record
 from tidemill.cluster.supervisor.processes import endpoint_pid, start_endpoint
 from tidemill.cluster.supervisor.router_actor import RouterActor
 from tidemill.cluster.supervisor.scaler import Scaler, initial_plan
-from tidemill.cluster.supervisor.supervisor_client import SUPERVISOR
-from tidemill.cluster.supervisor.worker_actor import WorkerActor, actor_options, find_router
-from tidemill.workers.messages import Role
+from tidemill.cluster.supervisor.supervisor_client import SUPERVISOR, RayStore
+from tidemill.cluster.supervisor.worker_actor import WorkerActor, actor_options, call_router, find_router
+from tidemill.workers.messages import Role, WorkerGone
 
 RAY: Any = ray  # much of it has no types
-
-KV_NAMESPACE = b"tidemill"
 
 LASTING = {"lifetime": "detached", "max_restarts": -1, "max_task_retries": 0}
 
@@ -60,26 +61,10 @@ EDGE_SILENT_S_MAX = 3.0
 
 ASK_S = 0.05
 
+REVOKE_S_MAX = 6.0
+"""The time for a router that restarts to learn of a revocation."""
+
 log = logging.getLogger(__name__)
-
-
-class RayStore:
-    """Ray's internal key-value store, which is part of GCS, as a JournalStore."""
-
-    def __init__(self) -> None:
-        self._gcs: Any = internal_kv_get_gcs_client()
-
-    def put_new(self, key: str, value: bytes) -> bool:
-        return self._gcs.internal_kv_put(key.encode(), value, overwrite=False, namespace=KV_NAMESPACE) == 1
-
-    def get(self, key: str) -> bytes | None:
-        return self._gcs.internal_kv_get(key.encode(), KV_NAMESPACE)
-
-    def delete(self, key: str) -> None:
-        self._gcs.internal_kv_del(key.encode(), del_by_prefix=False, namespace=KV_NAMESPACE)
-
-    def keys(self, prefix: str) -> list[str]:
-        return [key.decode() for key in self._gcs.internal_kv_keys(prefix.encode(), KV_NAMESPACE)]
 
 
 class Actors:
@@ -164,6 +149,9 @@ class Supervisor:
         self._index = {fleet.router.name: index for index, fleet in enumerate(settings.fleets)}
         self._misses = [Misses() for _ in settings.fleets]
         self._edges = defaultdict[str, dict[str, tuple[float, int]]](dict)  # last report, by fleet and edge
+        self._registry = Registry(
+            self._write_members, self._authority, time.time, self._join_address, self._router_addresses
+        )
         loop = asyncio.get_running_loop()
         self._start = loop.create_task(self._open())
         self._tasks = [self._start, loop.create_task(self._hold_lease())]
@@ -222,6 +210,45 @@ class Supervisor:
         edges = self._edges[fleet].items()
         return any(at_s > since_s and known < resets for other, (at_s, known) in edges if other != edge)
 
+    async def members(self, order: MemberOrder) -> MembersAnswer:
+        """Carry out an order about edges that join by a token. A revocation is known to all routers that run
+        then; one that starts reads it from the journal."""
+        await self._start
+        answer = await self._registry.carry_out(order)
+        if order.kind == "revoke":
+            await asyncio.gather(*map(self._send_revoked, self._plan.routers))
+        return answer
+
+    async def join(self, request: JoinRequest) -> JoinAnswer:
+        """See Registry.join."""
+        await self._start
+        return await self._registry.join(request)
+
+    async def _send_revoked(self, router: str) -> None:
+        """Send a router the revoked certificates. One that has been away reads them when it starts."""
+        serials = frozenset(self._plan.members.revoked)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REVOKE_S_MAX):
+                while True:
+                    with contextlib.suppress(WorkerGone):
+                        return await self._call(router, lambda actor: actor.revoke.remote(serials))
+                    await asyncio.sleep(ASK_S)
+
+    async def _join_address(self) -> str:
+        return await self._call(self._plan.routers[0], lambda actor: actor.join_address.remote())
+
+    async def _router_addresses(self) -> tuple[str, ...]:
+        calls = (self._call(name, lambda actor: actor.address.remote()) for name in self._plan.routers)
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        return tuple(address for address in found if isinstance(address, str))
+
+    async def _call(self, router: str, call: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - Ray's types
+        return await call_router((router, self._settings.namespace), call)
+
+    def _authority(self) -> Authority | None:
+        key, tls = self._settings.authority_key, self._settings.fleets[0].router.tls
+        return None if key is None or tls is None else Authority(key, tls.ca)
+
     async def _open(self) -> None:
         fleets, namespace = self._settings.fleets, self._settings.namespace
         plan = await asyncio.to_thread(self._journal.open)
@@ -235,7 +262,9 @@ class Supervisor:
                 await asyncio.to_thread(kill_actors, plan, self._actors)
             routers = tuple(name for fleet in fleets for name in fleet.router.names)
             plans = tuple(map(initial_plan, fleets))
-            plan = ClusterPlan(server=self._server, stopped=False, routers=routers, fleets=plans)
+            plan = ClusterPlan(
+                server=self._server, stopped=False, routers=routers, fleets=plans, members=plan.members
+            )
             await asyncio.to_thread(self._journal.write, plan)
         self._plan = plan
         for fleet in fleets:
@@ -268,6 +297,13 @@ class Supervisor:
             resets = self._plan.resets.get(fleet, 0) + 1
             self._write(resets={**self._plan.resets, fleet: resets})
             return resets
+
+    def _write_members(self, change: Callable[[Members], Members]) -> Members:
+        """Write changed members to the journal. Raises what `change` raises, and Fenced."""
+        with self._writing:
+            if (members := change(self._plan.members)) != self._plan.members:
+                self._write(members=members)
+            return members
 
     def _write(self, **changes: Any) -> None:  # noqa: ANN401 - fields of the plan
         """Write a changed plan to the journal. Raises Fenced."""

@@ -1,4 +1,4 @@
-"""The client of the supervisor for one fleet. Routers use it, because edges have no connection to Ray."""
+"""The client of the supervisor for one fleet, for routers, and the store of its journal, which they read."""
 
 import asyncio
 import contextlib
@@ -7,11 +7,14 @@ from typing import Any
 
 import ray
 import ray.exceptions
+from ray.experimental.internal_kv import internal_kv_get_gcs_client
 
-from tidemill.cluster.messages import Misses, RoleScale
+from tidemill.cluster.messages import JoinAnswer, JoinRequest, MemberOrder, MembersAnswer, Misses, RoleScale
 from tidemill.workers.messages import Role, Unserved
 
 RAY: Any = ray  # much of it has no types
+
+KV_NAMESPACE = b"tidemill"
 
 SUPERVISOR = "supervisor"
 """The name of the actor; Ray has one of a name in a namespace."""
@@ -20,6 +23,25 @@ ANSWER_S_MAX = 9.0
 """The time for the supervisor to answer, which may wait for a router, or to be restarted."""
 
 RETRY_S = 0.1
+
+
+class RayStore:
+    """Ray's internal key-value store, which is part of GCS, as a JournalStore."""
+
+    def __init__(self) -> None:
+        self._gcs: Any = internal_kv_get_gcs_client()
+
+    def put_new(self, key: str, value: bytes) -> bool:
+        return self._gcs.internal_kv_put(key.encode(), value, overwrite=False, namespace=KV_NAMESPACE) == 1
+
+    def get(self, key: str) -> bytes | None:
+        return self._gcs.internal_kv_get(key.encode(), KV_NAMESPACE)
+
+    def delete(self, key: str) -> None:
+        self._gcs.internal_kv_del(key.encode(), del_by_prefix=False, namespace=KV_NAMESPACE)
+
+    def keys(self, prefix: str) -> list[str]:
+        return [key.decode() for key in self._gcs.internal_kv_keys(prefix.encode(), KV_NAMESPACE)]
 
 
 class SupervisorClient:
@@ -46,6 +68,14 @@ class SupervisorClient:
     async def reset(self, edge: str) -> int:
         """See Supervisor.reset."""
         return await self._call(lambda actor: actor.reset.remote(self._fleet, edge))
+
+    async def members(self, order: MemberOrder) -> MembersAnswer:
+        """See Supervisor.members. A token that is ordered twice is refused the second time."""
+        return await self._call(lambda actor: actor.members.remote(order))
+
+    async def join(self, request: JoinRequest) -> JoinAnswer:
+        """See Registry.join."""
+        return await self._call(lambda actor: actor.join.remote(request))
 
     async def _call(self, call: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - Ray's types
         away = "it does not answer"

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -83,12 +83,15 @@ class Heartbeats:
         find_router: FindRouter,
         unsent: UnsentAnnouncements | None,
         tls: MutualTls | None = None,
+        revoke: Callable[[Collection[str]], None] | None = None,
     ) -> None:
+        """`revoke` gets the serials of certificates that the router has revoked."""
         self._engine = engine
         self._duties = duties
         self._find_router = find_router
         self._unsent = unsent
         self._tls = tls
+        self._revoke = revoke
         self._on_answer: Callable[[], None] | None = None
         self._takes_budgets = unsent is None
         self._sequence = 0
@@ -142,6 +145,8 @@ class Heartbeats:
                     return
                 ack = decode(Ack, answer)
                 full = ack.want_full
+                if ack.revoked and self._revoke is not None:
+                    self._revoke(ack.revoked)
                 if self._takes_budgets:
                     self._take_budget(ack.budget_bytes, load)
                 if self._on_answer is not None:

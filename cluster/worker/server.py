@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -27,6 +27,7 @@ from tidemill.cluster.rpc.codec import (
     encode_worker_frame,
     first_frame,
 )
+from tidemill.cluster.rpc.guard import Guard
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import (
     Delta,
@@ -41,6 +42,7 @@ from tidemill.workers.scheduling.isolation import Notify
 
 if TYPE_CHECKING:  # generic only in the type stubs
     Context = grpc.aio.ServicerContext[bytes, bytes]
+    Handler = grpc.RpcMethodHandler[bytes, bytes]
 
 log = logging.getLogger(__name__)
 
@@ -83,14 +85,14 @@ class WorkerServer:
         self._worker = worker
         self._limits = ServerLimits() if limits is None else limits
         self._tls = tls
+        self._guard = None if tls is None else Guard()
         self._streams: set[_ServedCall] = set()
         self._server = new_server()
+        method: Handler = grpc.stream_stream_rpc_method_handler(self._serve)
+        if self._guard is not None:
+            method = self._guard.guarded("Stream", method)
         self._server.add_generic_rpc_handlers(
-            (
-                grpc.method_handlers_generic_handler(
-                    "tidemill.Worker", {"Stream": grpc.stream_stream_rpc_method_handler(self._serve)}
-                ),
-            )
+            (grpc.method_handlers_generic_handler("tidemill.Worker", {"Stream": method}),)
         )
 
     async def start(self, host: str, port: int = 0) -> str:
@@ -98,6 +100,11 @@ class WorkerServer:
         address = bind(self._server, host, port, server_credentials(self._tls))
         await self._server.start()
         return address
+
+    def revoke(self, serials: Collection[str]) -> None:
+        """Refuse the certificates of these serials, too, and end their streams."""
+        if self._guard is not None:
+            self._guard.revoke(serials)
 
     async def stop(self) -> None:
         """End every stream, and with it every call."""

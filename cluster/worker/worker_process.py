@@ -138,7 +138,9 @@ class WorkerProcess:
         try:
             duties = Assignment(built.engine, self._info(built.info, await plane.start(self._host)))
             unsent = UnsentAnnouncements(built.engine)
-            heartbeats = [Heartbeats(built.engine, duties, find, unsent, tls) for find in routers]
+            heartbeats = [
+                Heartbeats(built.engine, duties, find, unsent, tls, plane.revoke) for find in routers
+            ]
             heartbeats[0].follow(lambda: self._router_answered(duties.info), budgets=memory is None)
             if memory is not None:
                 heartbeats.append(Heartbeats(built.engine, duties, memory, None, tls))

@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "cluster": "workers cluster/observability",
     "cluster/observability": "kvstore workers",
     "cluster/rpc": "kvstore workers cluster",
+    "cluster/joining": "kvstore workers cluster cluster/rpc",
     "cluster/metrics": "workers cluster cluster/observability",
     "cluster/edge": "kvstore workers cluster cluster/observability cluster/rpc",
     "cluster/edge/chat": "kvstore workers cluster",
@@ -48,10 +49,10 @@ MAY_IMPORT = {
     ),
     "cluster/supervisor": (
         "kernels/shared kvstore workers workers/engine workers/parallel cluster cluster/observability "
-        "cluster/router cluster/rpc cluster/worker"
+        "cluster/joining cluster/router cluster/rpc cluster/worker"
     ),
     "cluster/server": (
-        "kvstore workers workers/engine cluster cluster/edge cluster/metrics "
+        "kvstore workers workers/engine cluster cluster/edge cluster/joining cluster/metrics "
         "cluster/observability cluster/rpc cluster/supervisor"
     ),
     "cluster/offline": "kvstore workers workers/engine workers/models workers/sources cluster/edge/chat",
@@ -62,7 +63,8 @@ MAY_IMPORT = {
     "cluster/bench": "kvstore cluster/simulate",
     "cluster/cli": (
         "kvstore workers cluster cluster/bench cluster/cli/options cluster/config cluster/edge/requests "
-        "cluster/metrics cluster/observability cluster/server cluster/simulate cluster/supervisor"
+        "cluster/joining cluster/metrics cluster/observability cluster/server cluster/simulate "
+        "cluster/supervisor"
     ),
     "cluster/cli/options": "kvstore cluster/simulate",
 }

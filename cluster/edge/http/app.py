@@ -35,7 +35,7 @@ from tidemill.cluster.edge.http.responses import add_responses_routes
 from tidemill.cluster.edge.http.stream import CLIENT_CLOSED_REQUEST, DONE, EventStream, event, while_connected
 from tidemill.cluster.edge.http.support import add_support_routes
 from tidemill.cluster.edge.http.tokenize import add_token_routes
-from tidemill.cluster.edge.http.workers import add_worker_routes
+from tidemill.cluster.edge.http.workers import add_member_routes, add_worker_routes
 from tidemill.cluster.edge.requests.answers import Increment, IncrementSink
 from tidemill.cluster.edge.requests.bodies import ChatBody, CompletionBody, PrefixBody, StreamOptions
 from tidemill.cluster.edge.requests.caller import caller_of
@@ -84,6 +84,7 @@ def app_of(context: EdgeContext) -> FastAPI:
     app.add_api_route("/cluster/memory", edge.memory)
     app.add_api_route("/cluster/memory", edge.set_budget, methods=["POST"])
     add_worker_routes(app, context.models)
+    add_member_routes(app, context.models)
     add_recent_routes(app, context.recent.rows if context.group is None else context.group.rows)
     add_support_routes(app, context)
     add_page_routes(app)

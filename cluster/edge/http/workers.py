@@ -1,4 +1,4 @@
-"""Operator commands over HTTP: drain a worker, change its role, scale a role."""
+"""Operator commands over HTTP: drain workers, change and scale roles, admit and revoke edges."""
 
 from dataclasses import asdict
 from typing import Annotated
@@ -9,10 +9,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tidemill.cluster.edge.requests.models import EdgeModels
 from tidemill.cluster.edge.requests.usage import Json
+from tidemill.cluster.messages import MemberOrder
 from tidemill.workers.messages import Role
 
 WORKERS_MAX = 1024
 """The most workers of a role; a larger number is a mistake."""
+
+TOKEN_S_MAX = 7 * 86_400
 
 Count = Annotated[int, Field(ge=0, le=WORKERS_MAX)]
 Name = Annotated[str, InPath(max_length=256)]
@@ -45,6 +48,23 @@ class ScaleBody(BaseModel):
     workers: Annotated[dict[Role, Count], Field(min_length=1)]
     model: str | None = None
     pending: bool = False
+
+
+class TokenBody(BaseModel):
+    """A token for an edge of this `name`, which lasts for `life_s` seconds."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    name: Annotated[str, Field(max_length=63)]
+    life_s: Annotated[float, Field(gt=0, le=TOKEN_S_MAX)]
+
+
+class RevokeBody(BaseModel):
+    """The `name` of an edge, or the serial of a certificate in hexadecimal digits."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    name: Annotated[str, Field(min_length=1, max_length=128)]
 
 
 def add_worker_routes(app: FastAPI, models: EdgeModels) -> None:
@@ -81,3 +101,24 @@ def add_worker_routes(app: FastAPI, models: EdgeModels) -> None:
     app.add_api_route("/cluster/scale", scale, methods=["POST"])
     app.add_api_route("/cluster/workers/{name}/drain", drain, methods=["POST"])
     app.add_api_route("/cluster/workers/{name}/role", set_role, methods=["POST"])
+
+
+def add_member_routes(app: FastAPI, models: EdgeModels) -> None:
+    async def carry_out(order: MemberOrder) -> Json:
+        return asdict(await models.find(next(iter(models)).name).service.members(order))
+
+    async def members() -> Json:
+        """Return the edges that may join by a token or have joined, and the revoked certificates."""
+        return await carry_out(MemberOrder(kind="list"))
+
+    async def make_token(body: TokenBody) -> Json:
+        """Make a token, with which one edge gets a certificate, and return it with the address to join at."""
+        return await carry_out(MemberOrder(kind="token", name=body.name, life_s=body.life_s))
+
+    async def revoke(body: RevokeBody) -> Json:
+        """Revoke the token and the certificates of an edge, or a certificate. Routers know it immediately."""
+        return await carry_out(MemberOrder(kind="revoke", name=body.name))
+
+    app.add_api_route("/cluster/edges", members)
+    app.add_api_route("/cluster/edges", make_token, methods=["POST"])
+    app.add_api_route("/cluster/edges/revoke", revoke, methods=["POST"])

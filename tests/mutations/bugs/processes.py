@@ -4,6 +4,41 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
+        "a token admits any number of edges",
+        "cluster/joining/members.py::Members.admitted",
+        'if $MEMBER.key_sha256 not in {"", $KEY}:',
+        "if False:",
+        "tests/unit/cluster/joining/test_members.py",
+    ),
+    Planted(
+        "a token is sent to whoever answers",
+        "cluster/joining/credentials.py::Credentials._by_token",
+        "$PINNED.load_verify_locations(cadata=$AUTHORITY.decode())",
+        "pinned.check_hostname, pinned.verify_mode = False, ssl.CERT_NONE",
+        "tests/unit/cluster/joining/test_joining.py",
+    ),
+    Planted(
+        "a revoked certificate is renewed",
+        "cluster/joining/members.py::Members.renewing",
+        "if $SERIAL in self.revoked:",
+        "if False:",
+        "tests/unit/cluster/joining/test_members.py",
+    ),
+    Planted(
+        "the open streams of a revoked certificate go on",
+        "cluster/rpc/guard.py::Guard.revoke",
+        "$STREAM.cancel()",
+        "pass",
+        "tests/unit/cluster/joining/test_joining.py",
+    ),
+    Planted(
+        "an edge that joined by a token publishes a catalogue",
+        "cluster/router/server.py",
+        '"Publish", "PutPart",',
+        '"PutPart",',
+        "tests/unit/cluster/joining/test_joining.py",
+    ),
+    Planted(
         "a restarted router drops a thousand heartbeats",
         "cluster/rpc/channels.py::new_server",
         '("grpc.server.max_pending_requests", $STREAMS_MAX), '

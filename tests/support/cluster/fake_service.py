@@ -26,7 +26,14 @@ from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.edge.requests.security import Tls, tls_context
 from tidemill.cluster.edge.service import ServedModel
-from tidemill.cluster.messages import FleetStatus, RoleScale, TokenSink, WorkerStatus
+from tidemill.cluster.messages import (
+    FleetStatus,
+    MemberOrder,
+    MembersAnswer,
+    RoleScale,
+    TokenSink,
+    WorkerStatus,
+)
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.server.handshakes import EdgeServer
 from tidemill.kvstore.errors import TidemillError
@@ -214,6 +221,10 @@ class FakeService:
 
     async def roles(self) -> tuple[RoleScale, ...]:
         return (self.scaled,)
+
+    async def members(self, order: MemberOrder) -> MembersAnswer:
+        self.orders.append((order.kind, order.name, order.life_s))
+        return MembersAnswer(edges=(), join="10.0.0.1:20002")
 
 
 def scored(token: int, count: int) -> TokenLogprob:

@@ -29,6 +29,7 @@ SERVE_OPTIONS = [
     "--checkpoints-per-path",
     "--cluster-host",
     "--cluster-ssl-ca-certs",
+    "--cluster-ssl-ca-keyfile",
     "--cluster-ssl-certfile",
     "--cluster-ssl-keyfile",
     "--compute-dtype",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import pytest
 
 from tests.support import grpc_loop
-from tidemill.cluster.messages import Misses, RoleScale
+from tidemill.cluster.messages import MemberOrder, MembersAnswer, Misses, RoleScale
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.router.server import RouterService
 from tidemill.cluster.rpc.router_client import RouterClient, at
@@ -41,6 +41,12 @@ class FakeSupervisor:
         self.calls.append(edge)
         return 6
 
+    async def members(self, order: MemberOrder) -> MembersAnswer:
+        if order.kind == "revoke":
+            raise RequestError("no such edge", param="name", status=404)
+        self.calls.append(order)
+        return MembersAnswer(edges=(), join="10.0.0.1:20002")
+
 
 def test_supervisor_gets_orders_and_edges_its_answers() -> None:
     supervisor = FakeSupervisor()
@@ -58,6 +64,10 @@ def test_supervisor_gets_orders_and_edges_its_answers() -> None:
                 await client.scale({"decode": 9}, pending=False)
             error = refused.value
             assert (error.param, error.status, error.code) == (REFUSAL.param, REFUSAL.status, REFUSAL.code)
+            assert (await client.members(MemberOrder(kind="token", name="web-1"))).join == "10.0.0.1:20002"
+            with pytest.raises(RequestError, match="no such edge") as refused:
+                await client.members(MemberOrder(kind="revoke", name="web-2"))
+            assert refused.value.status == 404
             with pytest.raises(Unserved, match="is away"):
                 await client.scale({"decode": 8}, pending=False)
         finally:
@@ -70,4 +80,5 @@ def test_supervisor_gets_orders_and_edges_its_answers() -> None:
         ({"prefill": 1, "decode": 3}, True),
         ("edge-a", Misses(answered=7, late=2, refused=1), 4),
         "edge-a",
+        MemberOrder(kind="token", name="web-1"),
     ]
