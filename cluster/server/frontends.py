@@ -40,6 +40,10 @@ STOP_MARGIN_S = 5.0
 FULL_PAUSE_S = 1.0
 """The pause after the system has refused a connection, as asyncio has it."""
 
+MISSES_MAX = 2
+"""The polls without an answer, each for 5 s, after which an edge stands still and is replaced. One of them may
+be due to a pause of this process."""
+
 DIES_WITH_US = "tidemill.cluster.supervisor.die_with_parent"
 
 
@@ -55,6 +59,8 @@ class _Edge:
     link: Link
     handed: list[socket.socket]  # our ends, one for each listener
     serves: bool = False  # it is ready, and has answered the last call
+    has_served: bool = False
+    misses: int = 0  # consecutive polls without an answer
     samples: EdgeSamples = field(default_factory=EdgeSamples)  # the last
 
 
@@ -138,6 +144,7 @@ class Frontends:
 
     def _set_serves(self, edge: _Edge, *, serves: bool) -> None:
         edge.serves = serves
+        edge.has_served |= serves
         self._listen()
 
     def _listen(self, after_s: float = 0.0) -> None:
@@ -182,10 +189,16 @@ class Frontends:
             await process.wait()
 
     async def _poll(self) -> None:
-        """Keep the counts of each edge, for they remain when it is killed."""
+        """Keep the counts of each edge, for they remain when it is killed, and kill one that stands still."""
         while True:
             await asyncio.sleep(POLL_S)
             await self._refresh()
+            for index, edge in self._edges.items():
+                edge.misses = edge.misses + 1 if edge.has_served and not edge.serves else 0
+                if edge.misses == MISSES_MAX:
+                    log.warning("edge process %d does not answer and is killed", index)
+                    with suppress(ProcessLookupError):
+                        edge.process.kill()
 
     async def _refresh(self) -> None:
         async def refresh(edge: _Edge) -> None:

@@ -116,6 +116,38 @@ def test_killed_edge_breaks_its_own_streams_and_returns(server: Server) -> None:
     assert server.stop() == 0
 
 
+def test_edge_that_stands_still_is_replaced(server: Server) -> None:
+    """SIGSTOP: its client gets a reset instead of waiting, and others notice nothing."""
+    before = edges(server)
+    lost, kept = Stream(body(3, max_tokens=2500)), Stream(body(4, max_tokens=2500))
+
+    async def run() -> None:
+        victim = edge_of(server)
+        frozen, living = await connected_to(server, {victim}), await connected_to(server, before - {victim})
+        try:
+            ended = asyncio.create_task(lost.run(frozen))
+            other = asyncio.create_task(kept.run(living))
+            for stream in (lost, kept):
+                await stream.under_way.wait()
+            os.kill(victim, signal.SIGSTOP)
+            assert not lost.finish_reason, "too late: make the stream longer"
+            with pytest.raises(httpx.TransportError):
+                await ended
+            await other
+        finally:
+            await frozen.aclose()
+            await living.aclose()
+
+    asyncio.run(run())
+    assert "does not answer and is killed" in server.log()
+    eventually(lambda: len(edges(server)) == EDGES)
+    assert len(edges(server) & before) == EDGES - 1
+    again = asyncio.run(run_all(server, [Stream(lost.body), Stream(kept.body)]))
+    assert again[0].text.startswith(lost.text)
+    assert again[1].outcome == kept.outcome
+    assert server.stop() == 0
+
+
 def test_edges_answer_as_one(server: Server) -> None:
     asyncio.run(run_all(server, [Stream(body(seed, max_tokens=8)) for seed in range(12)]))
     for _ in range(20):
