@@ -112,6 +112,7 @@ class RouterService:
         self._tls = tls
         self._guard = None if tls is None else Guard(NOT_FOR_EDGES)
         self._rates = Rates()
+        self._fence = 0
         self._streams: dict[WorkerId, object] = {}  # the latest stream of each worker
         self._server = new_server(ROUTER_STREAMS_MAX)
         handlers: dict[str, Handler] = {
@@ -139,6 +140,10 @@ class RouterService:
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler("tidemill.Router", handlers),)
         )
+
+    def fence(self, number: int) -> None:
+        """Refuse orders of supervisors with a lower number: they were replaced."""
+        self._fence = max(self._fence, number)
 
     def revoke(self, serials: Collection[str]) -> None:
         """Refuse the certificates of these serials, too, and end their streams; workers do so with their next
@@ -267,7 +272,12 @@ class RouterService:
 
         async def call(data: bytes, context: "Context") -> bytes:
             try:
-                carry_out(decode(kind, data))
+                order = decode(kind, data)
+                if order.fence and order.fence < self._fence:
+                    refusal = f"the supervisor {order.fence} was replaced by {self._fence}"
+                    await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, refusal)
+                self.fence(order.fence)
+                carry_out(order)
             except RequestError as error:
                 await context.abort(_CODES.get(error.status, grpc.StatusCode.OUT_OF_RANGE), str(error))
             except Malformed as error:

@@ -286,6 +286,7 @@ class BudgetCommand(msgspec.Struct, frozen=True):
 
     name: str
     budget_bytes: int | None = None
+    fence: int = 0  # of the supervisor that orders it; 0: an operator
 
 
 class DrainCommand(msgspec.Struct, frozen=True):
@@ -294,11 +295,13 @@ class DrainCommand(msgspec.Struct, frozen=True):
     name: str
     drain: bool = True
     force: bool = False
+    fence: int = 0
 
 
 class RoleCommand(msgspec.Struct, frozen=True):
     name: str
     role: Role
+    fence: int = 0
 
 
 class ScaleCommand(msgspec.Struct, frozen=True):

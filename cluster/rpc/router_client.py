@@ -72,7 +72,14 @@ class RouterClient:
     any of several routers can answer go to one until it is away, then to the next. Operators' commands go to
     the first."""
 
-    def __init__(self, *routers: FindRouter, tls: MutualTls | None = None) -> None:
+    def __init__(
+        self,
+        *routers: FindRouter,
+        tls: MutualTls | None = None,
+        fence: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`fence` returns the number of the supervisor that uses this client; 0: not a supervisor."""
+        self._fence = fence
         self._links = [_RouterConnection(find, tls) for find in routers]
         self._at = 0  # the index of the current router
 
@@ -124,12 +131,12 @@ class RouterClient:
 
     async def drain(self, worker: str, *, drain: bool, force: bool = False) -> None:
         """Order a worker to hand over its work, or to take work again. Raises RequestError, Unserved."""
-        order = encode(DrainCommand(worker, drain, force))
+        order = encode(DrainCommand(worker, drain, force, self._fence()))
         await self._call("Drain", lambda: order, ORDER_WAIT_S_MAX, first=True)
 
     async def set_role(self, worker: str, role: Role) -> None:
         """Give a worker another role. Raises RequestError, Unserved."""
-        order = encode(RoleCommand(worker, role))
+        order = encode(RoleCommand(worker, role, self._fence()))
         await self._call("SetRole", lambda: order, ORDER_WAIT_S_MAX, first=True)
 
     async def scale(self, counts: Mapping[Role, int], *, pending: bool) -> str | None:

@@ -41,8 +41,8 @@ FULL_PAUSE_S = 1.0
 """The pause after the system has refused a connection, as asyncio has it."""
 
 MISSES_MAX = 2
-"""The polls without an answer, each for 5 s, after which an edge stands still and is replaced. One of them may
-be due to a pause of this process."""
+"""The polls without an answer, each for 5 s, after which an edge stands still and is replaced. One of them
+may be due to a pause of this process."""
 
 DIES_WITH_US = "tidemill.cluster.supervisor.die_with_parent"
 

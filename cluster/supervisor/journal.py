@@ -39,6 +39,7 @@ class PlannedWorker:
     role: Role  # as the router reported it last
     state: Lifecycle = Lifecycle.SERVING
     created: bool = False
+    worker: str = ""  # its process, as the router reported it last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +99,11 @@ class Journal:
             except Fenced:
                 continue
             return plan
+
+    @property
+    def number(self) -> int:
+        """The number of the newest entry that this process has read or written."""
+        return self._number
 
     def read(self) -> ClusterPlan:
         """Return the newest plan, and write nothing."""

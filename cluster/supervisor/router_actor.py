@@ -76,10 +76,10 @@ class RouterActor:
         self._service.revoke(serials)
 
     async def _open(self, settings: RouterSettings, host: str, port: int) -> str:
-        """Listen when the revoked certificates of the journal are known."""
-        if settings.tls is not None:
-            journal = Journal(RayStore(), self._namespace)
-            self._service.revoke((await asyncio.to_thread(journal.read)).members.revoked)
+        """Listen when the revoked certificates and the fencing number of the journal are known."""
+        journal = Journal(RayStore(), self._namespace)
+        self._service.revoke((await asyncio.to_thread(journal.read)).members.revoked)
+        self._service.fence(journal.number)
         if self._join is not None:
             await self._join.start(host, settings.join_port or 0)
         return await self._service.start(host, port)

@@ -42,6 +42,7 @@ class ScalableCluster(Protocol):
 class DrainingRouter(Protocol):
     async def status(self) -> FleetStatus: ...
     async def drain(self, worker: str, *, drain: bool, force: bool = False) -> None: ...
+    async def set_role(self, worker: str, role: Role) -> None: ...
 
 
 _ON_DRAINING = {Lifecycle.SERVING: Lifecycle.DRAINED, Lifecycle.LEAVING: Lifecycle.DRAINING}
@@ -58,7 +59,9 @@ class _Worker:
     role: Role
     state: Lifecycle = Lifecycle.SERVING
     created: bool = True
+    process: str = ""  # as the router reported it last
     drain_sent: bool = False  # to the router, for LEAVING and DRAINING
+    role_lost: bool = False  # its new process has the role of the start again
     idle_checks: int = 0
 
     @property
@@ -68,12 +71,26 @@ class _Worker:
     def observe(self, row: WorkerStatus | None, *, keeps_drained: bool) -> None:
         """Apply the router's report; `row` is None when the router does not know the worker. `keeps_drained`:
         a worker that an operator drained is kept also when it is gone, for it may come back."""
-        if row is not None:
+        if row is not None and self._is_new_process(row):
+            self.drain_sent = False
+            self.role_lost = row.info.role == self.started_as != self.role
+            if not self.is_leaving:  # the drain of an operator has ended
+                self.state = Lifecycle.SERVING
+            if not self.role_lost:
+                self.role = row.info.role
+        elif row is not None and not (self.role_lost and row.info.role == self.started_as):
+            self.role_lost = False
             transitions = _ON_DRAINING if row.state == "draining" else _ON_NOT_DRAINING
             self.state = transitions.get(self.state, self.state)
             self.role = row.info.role
         is_gone = row is None and self.state is Lifecycle.DRAINED and not keeps_drained
         self.idle_checks = self.idle_checks + 1 if (self.is_leaving or is_gone) and _is_idle(row) else 0
+
+    def _is_new_process(self, row: WorkerStatus) -> bool:
+        """Return whether the process is another one than that of the last report, which this notes. It knows
+        no order that the one before had."""
+        before, self.process = self.process, row.info.worker
+        return before not in {"", self.process}
 
 
 class Scaler:
@@ -98,7 +115,7 @@ class Scaler:
         self._templates = templates(fleet)
         self._plan = plan  # as of the journal
         self._workers = {
-            name: _Worker(worker.started_as, worker.role, worker.state, worker.created)
+            name: _Worker(worker.started_as, worker.role, worker.state, worker.created, worker.worker)
             for name, worker in plan.workers.items()
         }
         self._retired = set(plan.retired)  # names of removed workers whose new role the router may remember
@@ -137,6 +154,8 @@ class Scaler:
                     await self._remove(name)
                 elif worker.is_leaving and name in rows and not worker.drain_sent:
                     await self._send_drain(name)
+                elif worker.role_lost:
+                    await self._send_role(name)
             wanted: dict[Role, int] = {role: len(self._names(role)) for role in self._bounds}
             self._history.append(take_sample(status, wanted, self._misses(), now_s))
             for change in decide(tuple(self._history), self._bounds, self._hysteresis):
@@ -244,7 +263,11 @@ class Scaler:
         """Write the plan to the journal if it has changed, or `always`. Raises Fenced."""
         workers = {
             name: PlannedWorker(
-                started_as=worker.started_as, role=worker.role, state=worker.state, created=worker.created
+                started_as=worker.started_as,
+                role=worker.role,
+                state=worker.state,
+                created=worker.created,
+                worker=worker.process,
             )
             for name, worker in self._workers.items()
         }
@@ -292,6 +315,15 @@ class Scaler:
         except (RequestError, Unserved) as error:
             log.info("%s stays: %s", name, error)
             worker.state = _ON_STAY[worker.state]
+
+    async def _send_role(self, name: str) -> None:
+        """Give a worker that has restarted the role that it had; its router may have restarted, too."""
+        worker = self._workers[name]
+        try:
+            await self._router.set_role(name, worker.role)
+        except (RequestError, Unserved) as error:
+            log.info("%s stays a %s worker: %s", name, worker.started_as, error)
+            worker.role, worker.role_lost = worker.started_as, False
 
     async def _remove(self, name: str) -> None:
         """Remove a worker that the plan has as leaving or gone, and then its entry: a supervisor that ends in

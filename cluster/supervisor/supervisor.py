@@ -282,7 +282,7 @@ class Supervisor:
 
     def _scaler(self, index: int, fleet: FleetSettings, plan: FleetPlan) -> Scaler:
         finders = (find_router(name, self._settings.namespace) for name in fleet.router.names)
-        router = RouterClient(*finders, tls=fleet.router.tls)
+        router = RouterClient(*finders, tls=fleet.router.tls, fence=lambda: self._journal.number)
         part = _Fleet(partial(self._write_fleet, index), self._actors)
         return Scaler(part, router, fleet, partial(self.misses, fleet.router.name), plan)
 

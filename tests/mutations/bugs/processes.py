@@ -4,6 +4,20 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
+        "a router carries out orders of a supervisor that was replaced",
+        "cluster/router/server.py::RouterService._order",
+        "if $ORDER.fence and $ORDER.fence < self._fence:",
+        "if False:",
+        "tests/unit/cluster/router/test_server.py",
+    ),
+    Planted(
+        "a leaving worker that restarts stays",
+        "cluster/supervisor/scaler.py::_Worker.observe",
+        "self.drain_sent = False",
+        "pass",
+        "tests/unit/cluster/supervisor/test_scaler.py",
+    ),
+    Planted(
         "a token admits any number of edges",
         "cluster/joining/members.py::Members.admitted",
         'if $MEMBER.key_sha256 not in {"", $KEY}:',

@@ -477,6 +477,34 @@ def test_client_places_requests_with_the_second_router_when_the_first_is_lost() 
     run(main())
 
 
+def test_orders_of_a_supervisor_that_was_replaced_are_refused() -> None:
+    """Operators have no number, and a router that starts takes that of the journal."""
+
+    async def main() -> None:
+        async with cluster() as running, open_channel(running.address) as channel:
+            stream = cast("Any", channel.stream_stream("/tidemill.Router/Report"))()
+            await stream.write(encode_heartbeat(heartbeat(INFO)))
+            await stream.read()
+            running.service.fence(7)
+            old, new, operator = (
+                RouterClient(running.find, fence=lambda number=number: number) for number in (6, 7, 0)
+            )
+            with pytest.raises(Unserved, match="the supervisor 6 was replaced by 7"):
+                await old.drain(INFO.name, drain=True, force=True)
+            with pytest.raises(Unserved, match="was replaced"):
+                await old.set_role(INFO.name, "mixed")
+            for allowed in (new, operator):
+                await allowed.drain(INFO.name, drain=True, force=True)
+            newer = RouterClient(running.find, fence=lambda: 9)
+            await newer.set_role(INFO.name, "mixed")
+            with pytest.raises(Unserved, match="the supervisor 7 was replaced by 9"):
+                await new.drain(INFO.name, drain=False)
+            for client in (old, new, operator, newer):
+                await client.close()
+
+    run(main())
+
+
 def test_router_places_the_requests_of_a_frame_in_order() -> None:
     """A request that cannot be placed has its own error, and without a worker all of them wait."""
 

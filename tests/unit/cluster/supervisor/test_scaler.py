@@ -9,7 +9,7 @@ from tidemill.cluster.messages import Bounds, FleetStatus, Hysteresis, Misses, W
 from tidemill.cluster.settings import FleetSettings, RouterSettings, WorkerSettings
 from tidemill.cluster.supervisor.journal import FleetPlan
 from tidemill.cluster.supervisor.scaler import IDLE_CHECKS, Scaler, initial_plan
-from tidemill.workers.messages import RequestError, Role, Unserved, WorkerLoad
+from tidemill.workers.messages import RequestError, Role, Unserved, WorkerId, WorkerLoad
 from tidemill.workers.settings import EngineSettings
 
 ENGINE = EngineSettings(
@@ -32,6 +32,7 @@ class FakeCluster:
     drained: list[str] = field(default_factory=list[str])
     removed: list[str] = field(default_factory=list[str])
     forgotten: list[str] = field(default_factory=list[str])  # removed after they had gone
+    roles: list[tuple[str, Role]] = field(default_factory=list[tuple[str, Role]])
     is_away: bool = False
     is_full: bool = False
     free: int | None = None  # workers that can still be scheduled; None: any number
@@ -74,6 +75,16 @@ class FakeCluster:
         self.drained.append(worker)
         self.workers[worker] = replace(self.workers[worker], state="draining")
 
+    async def set_role(self, worker: str, role: Role) -> None:
+        self.roles.append((worker, role))
+        self.change(worker, role)
+
+    def restart(self, name: str, role: Role) -> None:
+        """Let a new process take the place of a worker; it has the role of its start."""
+        row = self.workers[name]
+        info = replace(row.info, worker=WorkerId(f"{row.info.worker}x"), role=role)
+        self.workers[name] = replace(row, info=info, state="ready")
+
     def change(self, name: str, role: Role | None = None, state: str = "ready") -> None:
         """Apply an operator command to a worker, as the router reports it."""
         worker = self.workers[name]
@@ -98,7 +109,11 @@ class Case:
             self.cluster.add_worker(worker, RouterSettings())
         bounds: dict[Role, Bounds] = {"prefill": Bounds(least=self.least, most=self.most)}
         fleet = FleetSettings(workers=tuple(workers), bounds=bounds, hysteresis=HYSTERESIS)
+        self.fleet = fleet
         self.scaler = Scaler(self.cluster, self.cluster, fleet, Misses, initial_plan(fleet))
+
+    def restart_supervisor(self) -> None:
+        self.scaler = Scaler(self.cluster, self.cluster, self.fleet, Misses, self.cluster.plan)
 
     async def advance(self, seconds: float) -> None:
         for _ in range(int(seconds / HYSTERESIS.look_s)):
@@ -269,5 +284,47 @@ def test_scaler_keeps_worker_whose_drain_an_operator_takes_back() -> None:
         assert len(case.names()) == count
         assert name in case.names()
         assert not case.cluster.removed
+
+    asyncio.run(main())
+
+
+def test_new_process_gets_the_role_and_the_drain_of_the_one_before() -> None:
+    """Its router has restarted meanwhile, and knows neither; and so has the supervisor."""
+
+    async def main() -> None:
+        case = Case(most=3)
+        case.cluster.set_load(BUSY)
+        await case.advance(120)
+        case.cluster.change("prefill-2", role="mixed")
+        await case.advance(10)
+        assert case.cluster.plan.workers["prefill-2"].role == "mixed"
+        case.cluster.restart("prefill-2", "prefill")
+        case.restart_supervisor()
+        await case.advance(10)
+        assert case.cluster.roles == [("prefill-2", "mixed")]
+        assert case.cluster.plan.workers["prefill-2"].role == "mixed"
+        case.cluster.change("prefill-2", role="prefill")  # an operator takes it back
+        await case.advance(10)
+        assert case.cluster.roles == [("prefill-2", "mixed")]
+        assert case.cluster.plan.workers["prefill-2"].role == "prefill"
+
+    asyncio.run(main())
+
+
+def test_leaving_worker_that_restarts_leaves_nevertheless() -> None:
+    async def main() -> None:
+        case = Case()
+        case.cluster.set_load(BUSY)
+        await case.advance(60)
+        case.cluster.set_load(WorkerLoad(running_rows=1))
+        while not case.cluster.drained:
+            await case.advance(10)
+        [name] = case.cluster.drained
+        case.cluster.restart(name, "prefill")
+        await case.advance(10)
+        assert case.cluster.drained == [name, name]
+        case.cluster.set_load(IDLE)
+        await case.advance(20)
+        assert case.cluster.removed[0] == name
 
     asyncio.run(main())
