@@ -8,7 +8,7 @@ export LD_LIBRARY_PATH := $(DEBIAN_LIBS)$(addprefix :,$(LD_LIBRARY_PATH))
 PYTHON ?= python3
 STAMP := $(VENV)/.ready
 
-.PHONY: setup demo test test-all abuse browser triton triton-3.6 nodes gpu gpu-parcel check bench clients fuzz mutations soak soak-faults soak-nodes soak-overload stubs metrics-doc config-doc helm-golden wheel release push docs sbom clean
+.PHONY: setup demo test test-all abuse browser triton triton-3.6 nodes gpu gpu-parcel check bench clients fuzz mutations soak soak-faults soak-nodes soak-overload upgrade-test stubs metrics-doc config-doc helm-golden wheel release push docs sbom clean
 
 setup: $(STAMP)
 
@@ -120,6 +120,11 @@ soak-nodes: setup
 
 soak-overload: setup
 	FLOOD_S=60 python -m pytest tests/e2e/test_overload.py -s -k flood
+
+# From the commit before to this tree, under load, in a few minutes.
+upgrade-test: export UPGRADE_FROM ?= HEAD~1
+upgrade-test: setup
+	python -m pytest tests/e2e/test_upgrade.py -s
 
 stubs: setup
 	cd src && python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. tidemill/cluster/rpc/proto/*.proto
