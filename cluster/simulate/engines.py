@@ -26,10 +26,11 @@ from tidemill.workers.execution.step import Drawn, Row, Step
 from tidemill.workers.messages import Announcement, Delta, Produced, Request, WorkerInfo, WorkerLoad
 from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.plan import Budget
+from tidemill.workers.settings import STEP_CUDA
 from tidemill.workers.transfer.arena_io import DirectIO
 from tidemill.workers.transfer.transfer import Transfer
 
-ROWS_MAX = 256
+ROWS_MAX = STEP_CUDA[1]
 IDLE_INTERVAL_S = 1.0
 """The interval between turns of an idle engine. A thousand idle workers must cost little. A row may wait this
 long for memory that is freed without a step."""
@@ -99,6 +100,8 @@ class EngineWorker:
         cost: StepCost,
         store: SizeOnlyStore,
         eviction: Policy = "value",
+        *,
+        rows_max: int = ROWS_MAX,
     ) -> None:
         self.info = info
         self._cost = cost
@@ -115,8 +118,8 @@ class EngineWorker:
             self._runner,
             EngineLimits(
                 budget=Budget(
-                    tokens_max=max(info.step_tokens_max, ROWS_MAX + layout.page_tokens),
-                    rows_max=ROWS_MAX,
+                    tokens_max=max(info.step_tokens_max, rows_max + layout.page_tokens),
+                    rows_max=rows_max,
                     page_tokens=layout.page_tokens,
                 ),
                 capacity_tokens=capacity_tokens(layout, num_extents),

@@ -5,6 +5,7 @@ from typing import Literal
 
 from tidemill.cluster.router.compiled import CompiledPlacement
 from tidemill.cluster.simulate.cost import StepCost, layout_for
+from tidemill.cluster.simulate.engines import ROWS_MAX
 from tidemill.cluster.simulate.heartbeats import LOOK_S
 from tidemill.cluster.simulate.policies import OURS
 from tidemill.kvstore.layout import Layout
@@ -24,8 +25,10 @@ HintKind = Literal["all", "breakpoints", "none"]
 class Setup:
     """A cluster and its placement policy.
 
-    `blocks` is the memory of a worker in blocks of the trace. With the real engine it includes the
-    states of a hybrid. The model has `slots` for checkpoints in addition. With the real engine a
+    `blocks` is the memory of a worker in blocks of the trace, or of one rank of it. With the real engine it
+    includes the states of a hybrid. `model_layout` is the layout of a certain model, or of one of its ranks,
+    and needs a grain of 1; then `memory_bytes` replaces `blocks`. A request reaches the router `request_s`
+    after its arrival. The model has `slots` for checkpoints in addition. With the real engine a
     token stands for `grain` tokens of the trace. `hints` are those of the trace that are used.
 
     Each router gets the heartbeats of all workers, `heartbeat_s` after a change at the latest, and
@@ -44,6 +47,11 @@ class Setup:
     hints: HintKind = "all"
     blocks: int = 2048
     slots: int = 256
+    model_layout: Layout | None = None
+    memory_bytes: int | None = None
+    rows_max: int = ROWS_MAX
+    itl_target_s: float = ITL_TARGET_CUDA_S
+    request_s: float = 0.0
     routers: int = 1
     edges: int = 1
     spread: SpreadKind = "edge"
@@ -63,6 +71,9 @@ class Setup:
 
     @property
     def layout(self) -> Layout:
+        if self.model_layout is not None:
+            assert self.grain == 1, "a page of a model has whole tokens"
+            return self.model_layout
         return layout_for(hybrid=self.hybrid, grain=self.trace_tokens_per_token)
 
     def infos(self) -> list[WorkerInfo]:
@@ -82,8 +93,8 @@ class Setup:
                 page_bytes=layout.page_bytes,
                 state_bytes=layout.state_bytes,
                 step_tokens_max=self.cost.step_tokens // self.trace_tokens_per_token,
-                itl_target_s=ITL_TARGET_CUDA_S,
-                memory_bytes=self.blocks * layout.page_bytes,
+                itl_target_s=self.itl_target_s,
+                memory_bytes=self.memory_bytes or self.blocks * layout.page_bytes,
             )
             for role, count in counts.items()
             for index in range(count)

@@ -21,7 +21,7 @@ from tidemill.cluster.simulate.policies import OURS, PolicyRouter, make_policy
 from tidemill.cluster.simulate.report import Outcome, SimulatedRequest
 from tidemill.cluster.simulate.setup import Setup
 from tidemill.cluster.simulate.sized_store import SizeOnlyStore
-from tidemill.cluster.simulate.trace import TraceRequest, by_client
+from tidemill.cluster.simulate.trace import BLOCK_TOKENS, TraceRequest, by_client
 from tidemill.workers.messages import (
     Ack,
     Delta,
@@ -182,7 +182,9 @@ class _EngineCluster:
         self._layout = setup.layout
         store = SizeOnlyStore(self._layout, setup.store_bytes)
         self.workers = {
-            info.worker: EngineWorker(info, self._layout, setup.cost, store, setup.eviction)
+            info.worker: EngineWorker(
+                info, self._layout, setup.cost, store, setup.eviction, rows_max=setup.rows_max
+            )
             for info in setup.infos()
         }
         self._sent_at_s: dict[str, float] = {}  # to the decode worker, by request
@@ -205,6 +207,7 @@ class _EngineCluster:
     async def serve(self, request: TraceRequest, number: int, router: _SimRouter) -> None:
         clock, outcome, grain = asyncio.get_running_loop().time, self.outcome, self._setup.grain
         last_s = 0.0
+        await asyncio.sleep(self._setup.request_s)
         pieces = flow.serve(
             self._engine_request(request, number), router, self, root_of, self._layout.page_tokens
         )
@@ -234,7 +237,7 @@ class _EngineCluster:
 
     def _engine_request(self, request: TraceRequest, number: int) -> Request:
         """Use the names of blocks as tokens, so that equal names are equal prefixes."""
-        grain, size = self._setup.grain, self._layout.page_tokens
+        grain, size = self._setup.grain, BLOCK_TOKENS // self._setup.grain
         marked, hinted = self._setup.hints != "none", self._setup.hints == "all"
         tokens = [block for block in request.blocks for _ in range(size)]
         return Request(

@@ -61,12 +61,13 @@ MAY_IMPORT = {
     ),
     "cluster/simulate": "kvstore workers cluster cluster/edge cluster/router",
     "cluster/bench": "kvstore cluster/simulate",
+    "cluster/plan": "kvstore workers cluster/bench cluster/config cluster/simulate",
     "cluster/cli": (
         "kvstore workers cluster cluster/bench cluster/cli/options cluster/config cluster/edge/requests "
         "cluster/joining cluster/metrics cluster/observability cluster/server cluster/simulate "
         "cluster/supervisor"
     ),
-    "cluster/cli/options": "kvstore cluster/simulate",
+    "cluster/cli/options": "kvstore cluster/bench cluster/config cluster/plan cluster/simulate",
 }
 """The folders that the modules of a folder may import from, in addition to their own.
 

@@ -129,4 +129,25 @@ BUGS: tuple[Planted, ...] = (
         "asyncio.create_task($CLUSTER.serve($REQUEST, $NUMBER, $ROUTER))",
         "tests/unit/cluster/simulate/test_agents.py",
     ),
+    Planted(
+        "a plan does not count the time of a request outside of steps",
+        "cluster/simulate/world.py::_EngineCluster.serve",
+        "await asyncio.sleep(self.$SETUP.$REQUEST_S)",
+        "await asyncio.sleep(0)",
+        "tests/unit/cluster/plan/test_sizing.py",
+    ),
+    Planted(
+        "a plan skips arrangements that cost little",
+        "cluster/plan/search.py::levels",
+        "$COST + 1 if $COST < $LEVELS",
+        "2 * $COST if $COST < $LEVELS",
+        "tests/unit/cluster/plan/test_search.py",
+    ),
+    Planted(
+        "a plan drops what meets the targets, because it counts the prompts that may be late",
+        "cluster/plan/sizing.py::bound",
+        "$WORK_S <= $COMPUTING *",
+        "2 * $WORK_S <= $COMPUTING *",
+        "tests/unit/cluster/plan/test_sizing.py",
+    ),
 )

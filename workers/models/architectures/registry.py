@@ -129,6 +129,18 @@ class LoadedModel:
     expert_pairs_R: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """The numbers that decide how much memory and time a model takes. `weight_bytes` are those of all ranks
+    together on their devices."""
+
+    layers: tuple[LayerSpec, ...]
+    max_length: int
+    vocab_size: int
+    weight_bytes: int
+    cost: RecomputeCost
+
+
 def load(  # noqa: PLR0913  each is a part of the worker or a setting
     folder: Path,
     operators: Operators,
@@ -206,6 +218,18 @@ def weight_bytes_of(
     ModelError."""
     _, config, _ = _open(folder, _no_progress, load_format, digests=False, mtp=mtp)
     return weight_bytes(config, compute_dtype)
+
+
+def sizes_of(folder: Path, compute_dtype: ComputeDtype, *, load_format: LoadFormat = "auto") -> ModelSizes:
+    """Return the sizes of the model, without reading its weights. Raises ModelError."""
+    _, config, _ = _open(folder, _no_progress, load_format, digests=False, mtp=False)
+    return ModelSizes(
+        layers=config.specs,
+        max_length=config.max_length,
+        vocab_size=config.vocab_size,
+        weight_bytes=weight_bytes(config, compute_dtype),
+        cost=cost(config),
+    )
 
 
 def compute_dtype_of(folder: Path, load_format: LoadFormat = "auto") -> ComputeDtype:
