@@ -26,10 +26,11 @@ from rich.text import Text
 
 from tidemill import __version__
 from tidemill.cluster.cli.bench import add_bench_options
-from tidemill.cluster.cli.config import add_config_commands
+from tidemill.cluster.cli.config import add_config_commands, local_problems
 from tidemill.cluster.cli.fleet import CommandContext, add_fleet_commands, show
 from tidemill.cluster.cli.joining import TOKEN_VARIABLE, add_joining_commands, credentials_of
 from tidemill.cluster.cli.options.arguments import UsageError, add_store_commands, bytes_of
+from tidemill.cluster.cli.options.plan import add_plan_options
 from tidemill.cluster.cli.options.simulate import add_simulate_options
 from tidemill.cluster.cli.security import KEY_VARIABLE, add_key_options, with_cluster_security
 from tidemill.cluster.cli.serve import (
@@ -138,6 +139,12 @@ def parser() -> argparse.ArgumentParser:
     )
     add_simulate_options(
         commands.add_parser("simulate", help="replay a request trace through a cluster in virtual time")
+    )
+    add_plan_options(
+        commands.add_parser("plan", help="find the cheapest cluster for a model, a load and targets"),
+        lambda: count_cores(os.sched_getaffinity(0)),
+        lambda config, work: _run(config, None, work),
+        lambda config: list(local_problems(config, offline=False)),
     )
     add_store_commands(
         commands.add_parser("store", help="inspect or benchmark a page store"),
