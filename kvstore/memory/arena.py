@@ -270,10 +270,11 @@ class Arena:
         return extent
 
     def _map_ahead(self) -> None:
-        """Let the backing map the extents that will be opened next, within the budget, and return others."""
-        if not self._ahead_extents:
-            return
+        """Let the backing map the extents that will be opened next, within the budget, and return others.
+        It begins when half of them are left: starting its thread costs more than this walk."""
         count = min(self._ahead_extents, max(0, self.budget_extents - self._mapped))
+        if count < 2 * len(self._ahead) <= 2 * count:
+            return
         wanted = set(self._unmapped[len(self._unmapped) - count :])
         for extent in self._ahead - wanted:
             self._backing.unmap(extent * self._extent_bytes, self._extent_bytes)

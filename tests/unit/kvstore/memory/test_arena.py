@@ -275,6 +275,20 @@ def test_arena_maps_the_next_extents_ahead_of_need() -> None:
     assert len(backing.ahead) == 1
 
 
+def test_arena_maps_ahead_again_when_half_is_left() -> None:
+    layout = a_layout(1)
+    backing = FakeBacking(layout.extent_bytes)
+    arena = Arena(layout, 16, backing, 16, ahead_extents=4)
+    arena.states.take()
+    left: list[int] = []
+    for _ in range(8):
+        left.append(len(backing.ahead))
+        arena.states.take()
+    assert left == [4, 3, 4, 3, 4, 3, 4, 3]
+    arena.resize(11)  # two of those that were ahead are beyond it
+    assert len(backing.ahead) == 2
+
+
 def test_arena_of_a_device_keeps_its_floor() -> None:
     """More empty extents stay mapped than elsewhere, and the first is the first to be used."""
     layout = a_layout(1)

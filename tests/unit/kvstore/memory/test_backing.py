@@ -192,6 +192,20 @@ def test_mmap_touches_pages_when_the_kernel_cannot_populate(monkeypatch: pytest.
     assert all(resident[16 * MIB // PAGE_BYTES : 48 * MIB // PAGE_BYTES])
 
 
+def test_mmap_walks_once_over_memory_that_is_there_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    backing = failing_mmap(monkeypatch, errno.EIO, pieces=2)  # any further walk of `map` raises
+    for offset_bytes in (0, 16 * MIB):
+        backing.map_ahead(offset_bytes, 16 * MIB)
+    eventually(lambda: all(resident_pages(backing.memory)[: 32 * MIB // PAGE_BYTES]))
+    eventually(lambda: not any(thread.name == "map-ahead" for thread in threading.enumerate()))
+    backing.map(0, 16 * MIB)
+    backing.unmap(0, 16 * MIB)
+    backing.unmap(16 * MIB, 16 * MIB)
+    for offset_bytes in (0, 16 * MIB, 32 * MIB):
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            backing.map(offset_bytes, 16 * MIB)
+
+
 @pytest.mark.parametrize("make", [Mmap, kvcached])
 @pytest.mark.parametrize("units", [(0.5, 1), (0, 0.5), (0, 0), (4, 1), (-1, 1), (3, 2)])
 def test_backing_asserts_ranges_in_whole_granules(
