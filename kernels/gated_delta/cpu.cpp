@@ -78,6 +78,16 @@ void settle(From from, To to, const Change<N> change, int64_t key_dim) {
     for (int64_t i = 0; i < key_dim; i++) from.get(i, s), change.template make<float>(i, s), to.put(i, s);
 }
 
+// A strip in scratch, and a slot that takes the same past the caches: the next token of the row reads scratch.
+template <int N>
+struct Both {
+    Strip<N, true, float> scratch, slot;
+    void put(int64_t i, const vec* s) const {
+        scratch.put(i, s);
+        for (int n = 0; n < N; n++) stream(slot.first + i * slot.row + n * LANES, s[n]);
+    }
+};
+
 // The inputs of the tokens of one head, and its output; each with the distance between tokens.
 struct Head {
     const float *keys, *values, *scales;
@@ -107,6 +117,14 @@ __attribute__((noinline)) void run(const Row<T>& row, const Head& head, Strip<N,
         const int32_t write = row.write(t);
         if (write < 0) continue;
         const Strip<N, WHOLE, T> to = row.template in_slot<Strip<N, WHOLE, T>>(write, start);
+        if constexpr (WHOLE && std::is_same_v<T, float>) {
+            if (t + 1 < row.end && !((uintptr_t)to.first % LINE) && !(to.row % LANES)) {
+                settle(from, Both<N>{scratch, to}, left, row.key_dim);
+                after_streams();
+                from = scratch, left = {};
+                continue;
+            }
+        }
         apart ? settle(scratch, to, left, row.key_dim) : settle(from, to, left, row.key_dim);
         from = to, apart = false;
         left.k = nullptr;

@@ -43,6 +43,23 @@ static inline void store(float* p, vec v) { std::memcpy(p, &v, sizeof v); }
 
 constexpr uintptr_t LINE = 64;  // bytes of a cache line
 
+// Store past the caches, what is not read soon; `p` is at the start of a vector. `after_streams` orders it.
+static inline void stream(float* p, vec v) {
+#if defined(__AVX512F__)
+    _mm512_stream_ps(p, (__m512)v);
+#elif defined(__AVX__)
+    _mm256_stream_ps(p, (__m256)v);
+#else
+    store(p, v);
+#endif
+}
+
+static inline void after_streams() {
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+}
+
 // The first `count` elements of `room` from a cache line on: a vector that lies on two costs twice.
 template <typename T>
 static inline T* lined(std::vector<T>& room, int64_t count) {
