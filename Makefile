@@ -124,7 +124,7 @@ soak-overload: setup
 # From the commit before to this tree, under load, in a few minutes.
 upgrade-test: export UPGRADE_FROM ?= HEAD~1
 upgrade-test: setup
-	python -m pytest tests/e2e/test_upgrade.py -s
+	python -m pytest tests/e2e/lifecycle/test_upgrade.py -s
 
 stubs: setup
 	cd src && python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. tidemill/cluster/rpc/proto/*.proto

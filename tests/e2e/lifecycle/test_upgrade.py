@@ -28,7 +28,7 @@ from tests.support.e2e.streams import client_of
 from tests.support.sockets import free_port
 
 BEFORE = os.environ.get("UPGRADE_FROM")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 WIDTH = 4
 SIZES = ("--mixed", "2", "--memory", "64MiB", "--routers", "2")
 
