@@ -5,7 +5,8 @@
 The device is a clock. A step that is launched occupies it for a given time, after the steps before it, and
 who waits for a step sleeps until then. Engine, scheduler, ledger, commit and the host part of the runner are
 the real ones. As many readers as rows take the tokens in the same interpreter, and their frames are encoded.
-A turn's share is the time between steps over all time; the figure is that of the best turn.
+A turn's share is the time between steps over all time; the figure is that of the best turn. The CPU time of a
+step, of all threads, depends less on what else the machine does.
 """
 
 import argparse
@@ -71,6 +72,8 @@ class Clock:
     idle_s: float = 0.0
     began_s: float = 0.0
     steps: int = 0
+    cpu_began_s: float = 0.0
+    cpu_ended_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list[float])
 
     def launch(self, *, decodes: bool) -> float:
@@ -82,15 +85,21 @@ class Clock:
             return self.free_at_s
         self.steps += 1
         if self.steps == WARM_STEPS:
-            self.began_s = self.free_at_s
+            self.began_s, self.cpu_began_s = self.free_at_s, time.process_time()
             self.gaps_s.clear()
         elif self.steps > WARM_STEPS:
             self.gaps_s.append(gap_s)
+            self.cpu_ended_s = time.process_time()
         return self.free_at_s
 
     @property
     def idle_share(self) -> float:
         return sum(self.gaps_s) / (self.free_at_s - self.began_s)
+
+    @property
+    def cpu_step_s(self) -> float:
+        """Return the CPU time of one step, of all threads."""
+        return (self.cpu_ended_s - self.cpu_began_s) / len(self.gaps_s)
 
 
 def sleep_until(end_s: float) -> None:
@@ -226,17 +235,19 @@ def main() -> None:
     favour_steps()
     sys.setswitchinterval(args.switch_interval)
     for rows in args.rows:
-        shares: dict[str, list[float]] = {}
+        clocks: dict[str, list[Clock]] = {}
         for _ in range(args.turns):
             for name in args.modes:
                 gc.collect()
                 profile = cProfile.Profile(time.thread_time) if args.profile else None
                 clock = asyncio.run(turn(rows, args.steps, profile, overlapped=name == "overlapped"))
-                shares.setdefault(name, []).append(clock.idle_share)
+                clocks.setdefault(name, []).append(clock)
                 if profile is not None:
                     pstats.Stats(profile).sort_stats("tottime").print_stats(40)
-        for name, found in shares.items():
-            print(f"{rows} rows, {name}:", " ".join(f"{share:.1%}" for share in sorted(found)))
+        for name, found in clocks.items():
+            shares = " ".join(f"{share:.1%}" for share in sorted(clock.idle_share for clock in found))
+            cpu_ms = 1e3 * min(clock.cpu_step_s for clock in found)
+            print(f"{rows} rows, {name}: {shares}; {cpu_ms:.2f} ms of CPU time a step")
 
 
 if __name__ == "__main__":
