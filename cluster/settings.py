@@ -2,10 +2,10 @@
 
 import math
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 from tidemill.cluster.messages import Bounds, Hysteresis
 from tidemill.cluster.mutual_tls import MutualTls
@@ -57,6 +57,16 @@ class WorkerSettings:
     telemetry: Telemetry = QUIET
 
 
+def _set_state(self: object, state: Sequence[object]) -> None:
+    """Restore a pickled dataclass, also one of an earlier version, which Ray keeps for a restart. New fields
+    are the last ones, and have defaults."""
+    known = fields(cast("Any", self))
+    for field_, value in zip(known, state, strict=False):
+        object.__setattr__(self, field_.name, value)
+    for field_ in known[len(state) :]:
+        object.__setattr__(self, field_.name, field_.default)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
     """The settings of the routers of one fleet.
@@ -78,10 +88,12 @@ class RouterSettings:
     expected: frozenset[str] = frozenset()  # names of workers
     memory_router: str | None = None
     ttft_s_max: float = math.inf  # the limit of the time to first token
-    join_port: int | None = None  # of the first replica, for edges with tokens; None: they cannot join
     cache_folder: Path | None = None  # for compiled placement; None: the definition places
     tls: MutualTls | None = None
     telemetry: Telemetry = QUIET
+    join_port: int | None = None  # of the first replica, for edges with tokens; None: they cannot join
+
+    __setstate__ = _set_state
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -142,8 +154,10 @@ class ClusterSettings:
     temp_folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
     object_store_bytes: int = OBJECT_STORE_BYTES
     detached_folder: Path | None = None  # of a server that lasts until `tidemill down`; it has joined a Ray
-    authority_key: Path | None = None  # signs certificates of edges that join by a token
     schedule_timeout_s: float = 600.0  # for nodes with room for every worker; they may pull images
+    authority_key: Path | None = None  # signs certificates of edges that join by a token
+
+    __setstate__ = _set_state
 
     @property
     def workers(self) -> tuple[WorkerSettings, ...]:
