@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from tidemill.workers.messages import Role, WorkerId, WorkerInfo, WorkerLoad
+from tidemill.workers.pickled_by_name import PickledByName
 
 TokenSink = Callable[[int], bool]
 """Takes the next token of a stream, a Delta of this token and nothing else, in place of the stream's reader.
@@ -186,7 +187,7 @@ class Misses:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class Bounds(PickledByName):
     """The least and the largest number of workers of a role."""
 
     least: int
@@ -194,7 +195,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hysteresis:
+class Hysteresis(PickledByName):
     """The times that the autoscaler waits before it changes a fleet."""
 
     look_s: float = 2.0  # between two samples of the load

@@ -6,12 +6,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tidemill.workers.pickled_by_name import PickledByName
+
 CLUSTER_NAME = "tidemill"
 """The DNS name in the certificate of every process, on every node, because addresses change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MutualTls:
+class MutualTls(PickledByName):
     """PEM files, under these paths on every node. A process with a certificate by `ca` belongs to the
     cluster, so `ca` must sign nothing else. The files are read whenever a process connects or starts to
     listen."""

@@ -2,15 +2,16 @@
 
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal
 
 from tidemill.cluster.messages import Bounds, Hysteresis
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.observability.telemetry import QUIET, Telemetry
 from tidemill.workers.messages import Role
+from tidemill.workers.pickled_by_name import PickledByName
 from tidemill.workers.settings import EngineSettings
 
 ToolParser = Literal[
@@ -33,7 +34,7 @@ OBJECT_STORE_BYTES = 80 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSettings:
+class WorkerSettings(PickledByName):
     """The settings of one worker.
 
     Ray reserves `num_cpus`, `num_gpus` and `resources` (custom resources of Ray) for each of its
@@ -57,18 +58,8 @@ class WorkerSettings:
     telemetry: Telemetry = QUIET
 
 
-def _set_state(self: object, state: Sequence[object]) -> None:
-    """Restore a pickled dataclass, also one of an earlier version, which Ray keeps for a restart. New fields
-    are the last ones, and have defaults."""
-    known = fields(cast("Any", self))
-    for field_, value in zip(known, state, strict=False):
-        object.__setattr__(self, field_.name, value)
-    for field_ in known[len(state) :]:
-        object.__setattr__(self, field_.name, field_.default)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterSettings:
+class RouterSettings(PickledByName):
     """The settings of the routers of one fleet.
 
     With `broker` the router moves memory between the workers of a device, after the first heartbeat
@@ -88,12 +79,10 @@ class RouterSettings:
     expected: frozenset[str] = frozenset()  # names of workers
     memory_router: str | None = None
     ttft_s_max: float = math.inf  # the limit of the time to first token
+    join_port: int | None = None  # of the first replica, for edges with tokens; None: they cannot join
     cache_folder: Path | None = None  # for compiled placement; None: the definition places
     tls: MutualTls | None = None
     telemetry: Telemetry = QUIET
-    join_port: int | None = None  # of the first replica, for edges with tokens; None: they cannot join
-
-    __setstate__ = _set_state
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -105,7 +94,7 @@ class RouterSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatSettings:
+class ChatSettings(PickledByName):
     """The chat settings of a model. `template` is a path or a text; None: the model's own."""
 
     template: str | None = None
@@ -117,7 +106,7 @@ AUTO = ChatSettings()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FleetSettings:
+class FleetSettings(PickledByName):
     """The workers and routers of one model. Clients use any of the `names`."""
 
     workers: tuple[WorkerSettings, ...]
@@ -140,7 +129,7 @@ def worker_name(label: str, role: Role, index: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterSettings:
+class ClusterSettings(PickledByName):
     """The settings of a cluster of one or more fleets. Names of workers and routers are unique.
 
     With `ray_address` the supervisor joins a running Ray cluster. With None it starts one on this
@@ -154,10 +143,8 @@ class ClusterSettings:
     temp_folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
     object_store_bytes: int = OBJECT_STORE_BYTES
     detached_folder: Path | None = None  # of a server that lasts until `tidemill down`; it has joined a Ray
-    schedule_timeout_s: float = 600.0  # for nodes with room for every worker; they may pull images
     authority_key: Path | None = None  # signs certificates of edges that join by a token
-
-    __setstate__ = _set_state
+    schedule_timeout_s: float = 600.0  # for nodes with room for every worker; they may pull images
 
     @property
     def workers(self) -> tuple[WorkerSettings, ...]:

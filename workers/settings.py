@@ -9,6 +9,7 @@ from tidemill.kernels.shared.compute_dtype import ComputeDtype
 from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.layout import KvDtype
 from tidemill.kvstore.memory.recompute_cost import Policy
+from tidemill.workers.pickled_by_name import PickledByName
 from tidemill.workers.sources.names import ModelSource
 
 CheckpointStrategy = Literal["none", "double", "lazy"]
@@ -53,7 +54,7 @@ KV_EVENT_ENDPOINT = r"(tcp://[^\s/]+:[0-9]{1,5}|ipc://\S+)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KvEventSettings:
+class KvEventSettings(PickledByName):
     """The publication of KV events over ZMQ, in vLLM's terms.
 
     `rank` is a number of the worker, which no other worker of the cluster has: it is added to the ports
@@ -75,7 +76,7 @@ class KvEventSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
+class EngineSettings(PickledByName):
     """The settings of one engine. `step_tokens_max` is the token budget of a step, `rows_max` its rows."""
 
     model_folder: Path

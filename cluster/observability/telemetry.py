@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from tidemill.workers.pickled_by_name import PickledByName
+
 LogLevel = Literal["debug", "info", "warning", "error"]
 LOG_LEVELS: tuple[LogLevel, ...] = get_args(LogLevel)
 
@@ -11,7 +13,7 @@ METRICS_ALIASES: tuple[MetricsAlias, ...] = get_args(MetricsAlias)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Telemetry:
+class Telemetry(PickledByName):
     """The settings. `traces_url` is that of an OTLP collector; None: nothing is traced, and nothing is
     imported for it. `metrics_alias` is the engine whose names /metrics has in addition for the core
     series."""
