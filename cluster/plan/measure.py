@@ -25,8 +25,13 @@ from tidemill.cluster.plan.calibration import (
 PROMPT_SHARES = (0.25, 1.0, 2.0)
 """The lengths of the prompts that are measured, as parts of the length of the load."""
 
-ROWS = (1, 4, 16)
-TURNS = 5
+ROWS = {1: 8, 2: 6, 4: 4, 16: 1}
+"""The numbers of streams, and how often each is measured."""
+
+TURNS = 9
+PAUSE_S = 0.05
+"""The pause before a prompt: a worker in service is idle now and then, and slower after it."""
+
 ANSWER_TOKENS = 48
 SEED_BITS = 32
 
@@ -75,11 +80,20 @@ async def _ask(url: str, prompt_tokens: int) -> tuple[list[PromptTime], list[Str
 
         await ask(max(ROWS), prompt_tokens, ANSWER_TOKENS)  # the first steps of a worker are slow
         lengths = sorted({max(2, round(share * prompt_tokens)) for share in PROMPT_SHARES})
+
+        async def first_s(length: int) -> float:
+            await asyncio.sleep(PAUSE_S)
+            return (await ask(1, length, 2))[0].ttft_s
+
         prompts = [
-            PromptTime(length, median([(await ask(1, length, 2))[0].ttft_s for _ in range(TURNS)]))
-            for length in lengths
+            PromptTime(length, median([await first_s(length) for _ in range(TURNS)])) for length in lengths
         ]
-        streams = [StreamTime(rows, _gap_s(await ask(rows, prompt_tokens, ANSWER_TOKENS))) for rows in ROWS]
+        streams = [
+            StreamTime(
+                rows, median([_gap_s(await ask(rows, prompt_tokens, ANSWER_TOKENS)) for _ in range(turns)])
+            )
+            for rows, turns in ROWS.items()
+        ]
     return prompts, streams
 
 
