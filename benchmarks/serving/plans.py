@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.plans [--repeats 3] [--models keeper hybrid]
 
-Each repeat measures step times anew, plans, serves the file that was written, and sends the load of the plan:
+Each repeat measures step times, plans, serves the file that was written, and sends the load of the plan:
 all within a minute or two, because other work on the machine changes its speed. `hybrid` is a random
 Qwen3-Next of 76M parameters.
 """
