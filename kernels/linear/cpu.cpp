@@ -32,44 +32,19 @@ void pack(const W* weight, W* packed, int64_t kind, int64_t n, int64_t k) {
     }
 }
 
-#if defined(AMX)
-constexpr int64_t AMX_DEPTH = 192;  // words of depth of a tile of rows, which stay in L1 while panels pass by
-
-// `apply` of pairs, a tile of rows after the other: its sums and its factors stay in L1, the panels in L2.
-void apply_amx(const Product& product, int64_t row, int64_t column, int64_t n, int64_t k) {
-    const int64_t rows = std::min(ROW_BLOCK, product.m - row), stride = product.stride;
-    const int64_t columns = std::min(PANEL_GROUP * PANEL, n - column), panels = (columns + PANEL - 1) / PANEL;
-    const uint32_t *const a = product.rows + row * stride, *const b = (const uint32_t*)product.packed + column * k;
-    alignas(LINE) float bias[PANEL_GROUP * PANEL] = {}, sums[2 * AMX_ROWS][PANEL_GROUP * PANEL];
-    if (product.bias) std::memcpy(bias, product.bias + column, columns * sizeof(float));
-    for (int64_t first = 0; first < rows; first += 2 * AMX_ROWS) {
-        const int64_t height = std::min(2 * AMX_ROWS, rows - first);
-        const int64_t most = rows > 2 * AMX_ROWS ? AMX_DEPTH : k;
-        const auto times = first ? multiply<false, uint32_t, uint32_t> : multiply<true, uint32_t, uint32_t>;
-        for (int64_t start = 0; start < k; start += most)
-            times(height, panels, a + first * stride + start, stride, b + start * PANEL, k * PANEL,
-                  std::min(most, k - start), sums[0], PANEL_GROUP * PANEL, start ? nullptr : bias);
-        for (int64_t r = 0; r < height; r++)
-            std::memcpy(product.y + (row + first + r) * product.y_stride + column, sums[r], columns * sizeof(float));
-    }
-}
-#endif
-
 // Columns of one task of a product, for at most ROW_BLOCK rows from `row` on. Of PAIRS, k counts words.
 template <typename A, typename W>
 void apply(const Product& product, int64_t row, int64_t column, int64_t n, int64_t k) {
     const std::conditional_t<std::is_same_v<A, uint32_t>, FlushDenormals, Nothing> flushed;
     const int64_t rows = std::min(ROW_BLOCK, product.m - row), stride = product.stride, y_stride = product.y_stride;
-#if defined(AMX)
-    if (HAS_AMX && std::is_same_v<A, uint32_t> && rows >= AMX_FROM) return apply_amx(product, row, column, n, k);
-#endif
     const int64_t columns = std::min(PANEL_GROUP * PANEL, n - column), whole = columns / PANEL, rest = columns % PANEL;
     float *const y = product.y + row * y_stride + column, *const edge = y + whole * PANEL;
     float bias[PANEL_GROUP * PANEL] = {}, last[ROW_BLOCK * PANEL];  // a panel that is wider than what is left of y
     if (product.bias) std::memcpy(bias, product.bias + column, columns * sizeof(float));
-    const bool few = rows <= FEW_ROWS;
-    const auto times = few ? multiply<true, A, W> : multiply<false, A, W>;
-    const int64_t most = few ? k : DEPTH_BLOCK;
+    // AMX takes the whole depth too: its sums stay in registers and go to y once.
+    const bool whole_depth = rows <= FEW_ROWS || (HAS_AMX && std::is_same_v<A, uint32_t>);
+    const auto times = whole_depth ? multiply<true, A, W> : multiply<false, A, W>;
+    const int64_t most = whole_depth ? k : DEPTH_BLOCK;
     for (int64_t start = 0; start < k; start += most) {
         const int64_t depth = std::min(most, k - start);
         const A* a = (const A*)product.rows + row * stride + start;

@@ -414,17 +414,21 @@ struct AmxShapes {
 
 constexpr int64_t WORD = 4;  // bytes
 
-// c[rows][panels * PANEL] = a b + the row `start`, or + c if it is null, for at most two registers of rows, in the order of
-// `tile` of pairs. FETCH: b lies in memory, and its lines are asked for before they are read.
+// Registers 0 to 3 are of c, 4 and 5 of a, 6 and 7 of b, for at most two registers of rows. Setting them takes long.
+static inline __attribute__((target("amx-tile"))) void shape_amx(int64_t rows) {
+    AmxShapes shapes;
+    for (int i : {0, 1, 4}) shapes.rows[i] = std::min(AMX_ROWS, rows);
+    for (int i : {2, 3, 5}) shapes.rows[i] = rows > AMX_ROWS ? rows - AMX_ROWS : AMX_ROWS;
+    for (int i : {6, 7}) shapes.rows[i] = DEPTH_WORDS;
+    _tile_loadconfig(&shapes);
+}
+
+// c[rows][panels * PANEL] = a b + the row `start`, or + c if it is null, for rows that `shape_amx` was called with, in the
+// order of `tile` of pairs. FETCH: b lies in memory, and its lines are asked for before they are read.
 template <bool TWO, bool FETCH>
 static __attribute__((target("amx-tile,amx-bf16"))) void amx_tile(
         int64_t rows, int64_t panels, const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride,
         int64_t depth, float* c, int64_t c_stride, const float* start) {
-    AmxShapes shapes;  // registers 0 to 3 are of c, 4 and 5 of a, 6 and 7 of b
-    for (int i : {0, 1, 4}) shapes.rows[i] = std::min(AMX_ROWS, rows);
-    for (int i : {2, 3, 5}) shapes.rows[i] = TWO ? rows - AMX_ROWS : AMX_ROWS;
-    for (int i : {6, 7}) shapes.rows[i] = DEPTH_WORDS;
-    _tile_loadconfig(&shapes);
     const int64_t from_stride = start ? 0 : c_stride * WORD;
     const float* from = start ? start : c;
     for (int64_t p = 0; p < panels; p++, b += b_stride, c += PANEL, from += PANEL) {
@@ -452,8 +456,9 @@ static __attribute__((target("amx-tile,amx-bf16"))) void amx_tile(
         if (TWO) _tile_stored(2, second, c_stride * WORD);
         if (TWO) _tile_stored(3, second + LANES, c_stride * WORD);
     }
-    _tile_release();
 }
+
+static inline __attribute__((target("amx-tile"))) void release_amx() { _tile_release(); }
 #else
 constexpr bool HAS_AMX = false;
 #endif
@@ -492,11 +497,13 @@ static __attribute__((noinline)) void multiply(int64_t rows, int64_t panels, con
         if (HAS_AMX && rows >= AMX_FROM) {
             for (int64_t r = 0; r < rows; r += 2 * AMX_ROWS) {
                 const int64_t height = std::min(2 * AMX_ROWS, rows - r);
+                if (r == 0 || height < 2 * AMX_ROWS) shape_amx(height);
                 const bool two = height > AMX_ROWS, fetch = FEW && r == 0;
                 const auto times = two ? (fetch ? amx_tile<true, true> : amx_tile<true, false>)
                                        : (fetch ? amx_tile<false, true> : amx_tile<false, false>);
                 times(height, panels, a + r * a_stride, a_stride, b, b_stride, depth, c + r * c_stride, c_stride, start);
             }
+            release_amx();
             return;
         }
     }
