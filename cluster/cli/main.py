@@ -16,10 +16,10 @@ import tempfile
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -27,11 +27,12 @@ from rich.text import Text
 from tidemill import __version__
 from tidemill.cluster.cli.bench import add_bench_options
 from tidemill.cluster.cli.config import add_config_commands, local_problems
-from tidemill.cluster.cli.fleet import CommandContext, add_fleet_commands, show
+from tidemill.cluster.cli.fleet import CommandContext, add_fleet_commands
 from tidemill.cluster.cli.joining import TOKEN_VARIABLE, add_joining_commands, credentials_of
-from tidemill.cluster.cli.options.arguments import UsageError, add_store_commands, bytes_of
+from tidemill.cluster.cli.options.arguments import UsageError
 from tidemill.cluster.cli.options.plan import add_plan_options
 from tidemill.cluster.cli.options.simulate import add_simulate_options
+from tidemill.cluster.cli.options.store import add_store_commands, sealing_of
 from tidemill.cluster.cli.security import KEY_VARIABLE, add_key_options, with_cluster_security
 from tidemill.cluster.cli.serve import (
     add_edge_options,
@@ -54,25 +55,15 @@ from tidemill.cluster.config.fleets import (
 from tidemill.cluster.config.threads import arrangement, count_cores
 from tidemill.cluster.settings import WORKER_ENVIRON, ray_environ
 from tidemill.kvstore.errors import TidemillError
-from tidemill.kvstore.keys import ObjectKey
-from tidemill.kvstore.stores.circuit_breaker import ABSENT
-from tidemill.kvstore.stores.seal import PLAIN, Sealing
-from tidemill.kvstore.stores.secret import is_public, read_secret
 from tidemill.workers.sources.download import download
 from tidemill.workers.sources.names import bundled
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from tidemill.cluster.config.tree import RootConfig
     from tidemill.cluster.edge.requests.context import Sources
     from tidemill.cluster.server.server import Work
-    from tidemill.kvstore.stores.page_store import PageStore
-
-_Result = TypeVar("_Result")
 
 EXIT_WRONG_ANSWER = 1
-EXIT_NOT_THERE = 1
 EXIT_REFUSED = 2
 EXIT_LOST = os.EX_TEMPFAIL  # 75, of sysexits.h: try again
 EXIT_INTERRUPTED = 130
@@ -147,10 +138,8 @@ def parser() -> argparse.ArgumentParser:
         lambda config: list(local_problems(config, offline=False)),
     )
     add_store_commands(
-        commands.add_parser("store", help="inspect or benchmark a page store"),
-        {"ls": _store_ls, "stat": _store_stat, "get": _store_get, "rm": _store_rm, "bench": _store_bench},
+        commands.add_parser("store", help="inspect or benchmark a page store"), time.perf_counter, _new_rng
     )
-
     completion = commands.add_parser("completion", help="print the completions of a shell for `tidemill`")
     completion.add_argument("shell", choices=("bash", "zsh"))
     completion.set_defaults(run=_completion)
@@ -197,8 +186,12 @@ def _sources() -> "Sources":
         clock_s=time.monotonic,
         unix_time_s=time.time,
         new_id=lambda: uuid.uuid4().hex,
-        rng=Random(secrets.randbits(64)),  # noqa: S311 - seeds of sampling are no secrets
+        rng=_new_rng(),
     )
+
+
+def _new_rng() -> Random:
+    return Random(secrets.randbits(64))  # noqa: S311 - of sampling and of temporary objects, no secrets
 
 
 def _cache_folder() -> Path:
@@ -249,93 +242,6 @@ def _cleanup(options: argparse.Namespace) -> int:
     return 0
 
 
-def _store_ls(options: argparse.Namespace) -> int:
-    from tidemill.cluster.cli.store import list_objects, objects_json, objects_table
-
-    objects = _run_on_store(options, list_objects)
-    show(options, objects_json(objects), objects_table(objects))
-    return 0
-
-
-def _store_stat(options: argparse.Namespace) -> int:
-    from tidemill.cluster.cli.store import read_state, state_table
-
-    state = _run_on_store(options, lambda store: read_state(store, time.perf_counter))
-    show(options, asdict(state), state_table(state))
-    return 0 if state.is_reachable else EXIT_NOT_THERE
-
-
-def _store_get(options: argparse.Namespace) -> int:
-    from tidemill.cluster.cli.store import fetch
-    from tidemill.kvstore.stores.page_store import Got
-
-    [key] = _keys([options.key])
-    outcome, body = _run_on_store(options, lambda store: fetch(store, key))
-    if outcome is not Got.HIT:
-        sys.stdout.write(f"{outcome.value}\n")
-        return EXIT_NOT_THERE
-    try:
-        options.output.write_bytes(body)
-    except OSError as error:
-        raise UsageError(f"--output {options.output}: {error.strerror}") from error
-    sys.stdout.write(f"{outcome.value}: {len(body)} bytes in {options.output}\n")
-    return 0
-
-
-def _store_rm(options: argparse.Namespace) -> int:
-    from tidemill.cluster.cli.store import remove
-
-    keys = _keys(options.keys)
-    removed = _run_on_store(options, lambda store: remove(store, keys))
-    sys.stdout.write(f"{removed} of {len(keys)} removed\n")
-    return 0 if removed == len(keys) else EXIT_NOT_THERE
-
-
-def _store_bench(options: argparse.Namespace) -> int:
-    from tidemill.cluster.cli.store import Bench, measure, measurements_json, measurements_table
-
-    batches = options.batches.split(",")
-    if not all(batch.isdecimal() and int(batch) for batch in batches):
-        raise UsageError(f"--batches {options.batches}: write them like 1,16,128")
-    bench = Bench(
-        sizes=tuple(bytes_of(size, "--sizes") for size in options.sizes.split(",")),
-        batches=tuple(map(int, batches)),
-        bytes_max=bytes_of(options.bytes, "--bytes"),
-    )
-    if not all(bench.sizes):
-        raise UsageError(f"--sizes {options.sizes}: an object has at least one byte")
-    rng = Random(secrets.randbits(64))  # noqa: S311 - names and bodies of temporary objects
-    measurements = _run_on_store(options, lambda store: measure(store, bench, rng, time.perf_counter))
-    show(options, measurements_json(measurements), measurements_table(measurements))
-    return 0
-
-
-def _run_on_store(
-    options: argparse.Namespace, work: "Callable[[PageStore], Awaitable[_Result]]"
-) -> "_Result":
-    from tidemill.cluster.cli.store import with_store
-
-    return with_store(options.store, _sealing(options.store_secret_file), work)
-
-
-def _keys(texts: Sequence[str]) -> list[ObjectKey]:
-    try:
-        return [ObjectKey.parse(text) for text in texts]
-    except ValueError as error:
-        raise UsageError(
-            f"{' '.join(texts)}: write keys as `tidemill store ls` shows them, like {ABSENT}"
-        ) from error
-
-
-def _sealing(secret_file: Path | None) -> Sealing:
-    if secret_file is None:
-        return PLAIN
-    sealing = Sealing(read_secret(secret_file))
-    if is_public(secret_file):
-        sys.stderr.write(f"tidemill: every user can read {secret_file}: chmod 600 {secret_file}\n")
-    return sealing
-
-
 def _run(
     config: "RootConfig",
     api_keys: Sequence[str] | None,
@@ -363,7 +269,7 @@ def _run(
 
     endpoint = endpoint_of(config, api_keys, os.environ)
     os.environ.pop(KEY_VARIABLE, None)  # Ray's processes and the workers do not need it
-    _sealing(None if store.secret_file is None else Path(store.secret_file))  # reports errors early
+    sealing_of(None if store.secret_file is None else Path(store.secret_file))  # reports errors early
     console = Console(stderr=True)
     with reaping(_folders()), shared_store(store.url, STORE_FOLDERS) as store_url:
         if store.url is not None and store_url != store.url:

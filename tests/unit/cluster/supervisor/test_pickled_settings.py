@@ -44,7 +44,7 @@ def test_field_of_a_later_version_is_left_out() -> None:
 
 @pytest.mark.parametrize("module", [cluster_settings, worker_settings])
 def test_every_class_of_settings_is_pickled_so(module: ModuleType) -> None:
-    own = [kind for kind in vars(module).values() if getattr(kind, "__module__", "") == module.__name__]
-    classes = [kind for kind in own if is_dataclass(kind)]
-    assert classes
-    assert all(issubclass(cast("type", kind), PickledByName) for kind in classes)
+    classes = [kind for kind in vars(module).values() if isinstance(kind, type) and is_dataclass(kind)]
+    own = [kind for kind in classes if kind.__module__ == module.__name__]
+    assert own
+    assert all(issubclass(kind, PickledByName) for kind in own)
