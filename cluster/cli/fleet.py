@@ -232,7 +232,7 @@ def _show_repeatedly(
 
 
 def _memory(options: argparse.Namespace, server: ServerAddress, _: CommandContext) -> int:
-    from tidemill.cluster.cli.memory import fetch_memory, render_memory, set_budget
+    from tidemill.cluster.cli.worker_commands import fetch_memory, render_memory, set_budget
 
     if (options.worker is None) != (options.budget is None):
         raise UsageError("--worker and --budget go together: give a worker and its new budget")

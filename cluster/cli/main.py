@@ -32,7 +32,6 @@ from tidemill.cluster.cli.joining import TOKEN_VARIABLE, add_joining_commands, c
 from tidemill.cluster.cli.options.arguments import UsageError
 from tidemill.cluster.cli.options.plan import add_plan_options
 from tidemill.cluster.cli.options.simulate import add_simulate_options
-from tidemill.cluster.cli.options.store import add_store_commands, sealing_of
 from tidemill.cluster.cli.security import KEY_VARIABLE, add_key_options, with_cluster_security
 from tidemill.cluster.cli.serve import (
     add_edge_options,
@@ -45,6 +44,7 @@ from tidemill.cluster.cli.serve import (
     routers_of,
     stop,
 )
+from tidemill.cluster.cli.store_commands import add_store_commands, sealing_of
 from tidemill.cluster.config.fleets import (
     Surroundings,
     cluster_settings,

@@ -1,4 +1,4 @@
-"""`tidemill drain`, `tidemill role` and `tidemill scale`: change the workers of a running server."""
+"""Operators' commands about workers of a running server: memory budgets, drains, roles and their number."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,9 +8,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from tidemill.cluster.cli.options.server_address import ServerAddress
-from tidemill.cluster.cli.status import ask_server, table
+from tidemill.cluster.cli.status import ask_server, human_bytes, memory_table, table
 from tidemill.workers.messages import Role
 
+SIZES = {"budget_bytes": "budget", "set_bytes": "set to", "floor_bytes": "floor", "max_bytes": "max"}
 ROLES = ("role", "workers", "starting", "leaving", "by load")
 
 
@@ -62,3 +63,27 @@ def render_roles(answer: Mapping[str, Any]) -> RenderableType:
 
 def _path(worker: str, command: str) -> str:
     return f"/cluster/workers/{quote(worker, safe='')}/{command}"
+
+
+def fetch_memory(server: ServerAddress) -> dict[str, Any]:
+    """Return the answer of GET /cluster/memory. Raises Unserved with one line that names the fix."""
+    return ask_server(server, "GET", "/cluster/memory", answer="workers")
+
+
+def set_budget(server: ServerAddress, worker: str, budget: str | None) -> dict[str, Any]:
+    """Give a worker a budget like `4GiB`; None leaves it to the broker. Return the memory of all workers.
+    Raises Unserved, or RequestError with the reason for which the server refuses."""
+    body = {"worker": worker, "budget": budget}
+    return ask_server(server, "POST", "/cluster/memory", answer="workers", body=body)
+
+
+def render_memory(memory: dict[str, Any]) -> RenderableType:
+    """Render each worker's budget, its origin and the memory in use within 80 columns."""
+    workers = sorted(memory["workers"], key=lambda worker: worker["name"])
+    if not workers:
+        return Text("no worker is alive", style="red")
+    budgets = table(("worker", "role", "set by", *SIZES.values()), num_left=3)
+    for worker in workers:
+        cells = (Text(str(worker[name])) for name in ("name", "role", "set_by"))  # Text has no markup
+        budgets.add_row(*cells, *(human_bytes(worker[name]) for name in SIZES))
+    return Group(budgets, "", memory_table((worker["name"], worker["memory"]) for worker in workers))

@@ -10,8 +10,8 @@ import pytest
 from tests.support.cluster.fake_service import FakeService, app_over, call, saying, serving, worker_status
 from tests.unit.cluster.edge.requests.test_reading import drawn
 from tidemill.cluster.cli import main as cli
-from tidemill.cluster.cli.memory import fetch_memory, render_memory
 from tidemill.cluster.cli.options.server_address import ServerAddress
+from tidemill.cluster.cli.worker_commands import fetch_memory, render_memory
 from tidemill.workers.messages import RequestError
 
 T = TypeVar("T")
