@@ -19,6 +19,7 @@ from tests.unit.cluster.supervisor.test_scaler import (
     worker_settings,
 )
 from tidemill.cluster.cli import main as cli
+from tidemill.cluster.cli.fleet import EXIT_NOT_ALL
 from tidemill.cluster.cli.worker_commands import render_roles
 from tidemill.cluster.messages import Misses, RoleScale
 from tidemill.cluster.settings import FleetSettings, RouterSettings
@@ -267,7 +268,7 @@ def test_scale_command_orders_and_waits(capsys: pytest.CaptureFixture[str]) -> N
         assert json.loads(out)["lacks"] == "decode-1 needs a GPU"
         assert scale(url, "decode=2", "--wait")[0] == 0
         service.scaled = replace(service.scaled, starting=("decode-1",))
-        assert scale(url, "--wait", "0.1", "--model", "keeper")[0] == cli.EXIT_NOT_THERE
+        assert scale(url, "--wait", "0.1", "--model", "keeper")[0] == EXIT_NOT_ALL
         with pytest.raises(RequestError, match="there was no mixed worker"):
             scale(url, "mixed=1")
 

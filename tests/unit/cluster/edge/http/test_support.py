@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.support.cluster.fake_service import FakeService, call, saying, serving, sources, tokenizer
 from tests.unit.cluster.supervisor.test_scaler import worker_settings
 from tidemill.cluster.cli import main as cli
+from tidemill.cluster.cli.fleet import EXIT_NOT_ALL
 from tidemill.cluster.cli.options.server_address import ServerAddress
 from tidemill.cluster.cli.support_bundle import collect
 from tidemill.cluster.edge.http.app import app_of
@@ -199,7 +200,7 @@ def test_bundle_has_all_that_is_available_and_no_secrets(
 ) -> None:
     path = tmp_path / "bundle.tar.gz"
     path.write_text("an old one")
-    assert against(lambda url: bundle(url, path, "--api-key", KEY)) == cli.EXIT_NOT_THERE
+    assert against(lambda url: bundle(url, path, "--api-key", KEY)) == EXIT_NOT_ALL
     out, err = capsys.readouterr()
     assert "11 of 12 parts" in out
     assert "without nodes.json" in err
@@ -231,7 +232,7 @@ def test_bundle_has_all_that_is_available_and_no_secrets(
 
 def test_index_names_a_missing_server_or_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bundle.tar.gz"
-    assert bundle("http://127.0.0.1:9", path) == cli.EXIT_NOT_THERE
+    assert bundle("http://127.0.0.1:9", path) == EXIT_NOT_ALL
     index = json.loads(files_of(path)["tidemill-support/index.json"])
     assert index["parts"].pop("client.json") == "ok"
     assert all("--url" in error for error in index["parts"].values())
