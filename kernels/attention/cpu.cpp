@@ -367,7 +367,7 @@ __attribute__((target("amx-tile,amx-bf16"))) void score_in_pages(
         const uint32_t* columns, int64_t depth, float* S) {
     AmxShapes shapes;  // registers 0 and 1 are of scores, 2 and 3 of keys, 4 of queries; all have a shape, as they must
     std::fill(shapes.rows, shapes.rows + 8, AMX_ROWS);
-    _tile_loadconfig(&shapes);
+    shapes.set();
     const int64_t begin = block.from / AMX_ROWS * AMX_ROWS;
     words squares[BLOCK<uint32_t> / AMX_ROWS][LANES];  // of AMX_ROWS keys each: two at a time do not wait for each other
     const auto keys_of = [&](int64_t j) {

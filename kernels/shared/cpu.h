@@ -410,6 +410,12 @@ struct AmxShapes {
     uint8_t palette = 1, start = 0, unused[14] = {};
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {};
+
+    // The intrinsic names 8 of the 64 bytes as its input, so the compiler may leave out what the others should be.
+    __attribute__((target("amx-tile"), always_inline)) inline void set() const {
+        asm volatile("" : : "m"(*this));
+        _tile_loadconfig(this);
+    }
 };
 
 constexpr int64_t WORD = 4;  // bytes
@@ -420,7 +426,7 @@ static inline __attribute__((target("amx-tile"))) void shape_amx(int64_t rows) {
     for (int i : {0, 1, 4}) shapes.rows[i] = std::min(AMX_ROWS, rows);
     for (int i : {2, 3, 5}) shapes.rows[i] = rows > AMX_ROWS ? rows - AMX_ROWS : AMX_ROWS;
     for (int i : {6, 7}) shapes.rows[i] = DEPTH_WORDS;
-    _tile_loadconfig(&shapes);
+    shapes.set();
 }
 
 // c[rows][panels * PANEL] = a b + the row `start`, or + c if it is null, for rows that `shape_amx` was called with, in the
