@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -177,36 +177,17 @@ class RouterService:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     async def _place_all(self, data: bytes, context: "Context") -> bytes:
-        """Place the requests of a frame in their order. They wait together: a request waits only when no
-        worker at all can decode."""
         try:
-            requests = decode_placement_requests(data)
+            return encode_placements(map(self.place_now, decode_placement_requests(data)))
         except Malformed as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        return encode_placements(await self.place_all(requests))
 
-    async def place_all(
-        self, requests: Sequence[PlacementRequest]
-    ) -> list[Route | Overloaded | Poisonous | Unserved]:
-        """Return the route of each request, or why it has none."""
-
-        async def waited(request: PlacementRequest) -> Route | Overloaded | Poisonous | Unserved:
-            try:
-                return await self._router.place(request)
-            except (Overloaded, Poisonous, Unserved) as error:
-                return error
-
-        placed: list[Route | Overloaded | Poisonous | Unserved] = []
-        for index, request in enumerate(requests):
-            try:
-                route = self._router.place_now(request)
-            except (Overloaded, Poisonous) as error:
-                placed.append(error)
-            else:
-                if route is None:
-                    return placed + list(await asyncio.gather(*map(waited, requests[index:])))
-                placed.append(route)
-        return placed
+    def place_now(self, request: PlacementRequest) -> Route | Overloaded | Poisonous | Unserved:
+        """Return the route of a request in a frame, or why it has none. A frame waits for no worker."""
+        try:
+            return self._router.place_now(request) or Unserved("no worker can decode now")
+        except (Overloaded, Poisonous) as error:
+            return error
 
     async def _report(self, frames: AsyncIterator[bytes], context: "Context") -> None:
         stream = object()

@@ -1,7 +1,7 @@
 """The edge's client of the routers, each of which may restart under another address at any time."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -35,11 +35,26 @@ from tidemill.cluster.rpc.codec import (
     decode,
     encode,
 )
-from tidemill.cluster.rpc.placement_codec import decode_placement, encode_placement_request
-from tidemill.workers.messages import RequestError, Role, Unserved, WorkerGone, WorkerId
+from tidemill.cluster.rpc.placement_codec import (
+    decode_placement,
+    decode_placements,
+    encode_placement_request,
+    encode_placement_requests,
+)
+from tidemill.workers.messages import (
+    Overloaded,
+    Poisonous,
+    RequestError,
+    Role,
+    Unserved,
+    WorkerGone,
+    WorkerId,
+)
 
 if TYPE_CHECKING:  # generic only in the type stubs
     UnaryMethod = grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+
+Placement = Route | Overloaded | Poisonous | Unserved
 
 FindRouter = Callable[[], Awaitable[str]]
 """Returns the current address of the router. Raises WorkerGone while it is away."""
@@ -62,6 +77,10 @@ LOST_WAIT_S_MAX = 1.0
 SUPERVISOR_WAIT_S_MAX = 10.0
 """Longer than a router waits for the supervisor."""
 
+FRAME_REQUESTS_MAX = 64
+FRAME_KEYS_MAX = 1 << 19
+"""The limits of a frame of placements: 4 MiB of keys, but at least one request."""
+
 RETRY_S = 0.1
 ANSWER_S_MAX = 1.0
 """The time that an answer may take beyond the time that the router was asked to wait."""
@@ -70,7 +89,11 @@ ANSWER_S_MAX = 1.0
 class RouterClient:
     """The `RequestRouter` of cluster/edge/flow.py, over gRPC. It belongs to one asyncio loop. Requests that
     any of several routers can answer go to one until it is away, then to the next. Operators' commands go to
-    the first."""
+    the first.
+
+    A request has a call of its own if no other waits for a placement. The others go in frames, each of which
+    leaves when the one before it is answered, with all requests since then.
+    """
 
     def __init__(
         self,
@@ -82,6 +105,9 @@ class RouterClient:
         self._fence = fence
         self._links = [_RouterConnection(find, tls) for find in routers]
         self._at = 0  # the index of the current router
+        self._unsent = deque[tuple[PlacementRequest, asyncio.Future[Placement | None]]]()
+        self._frames: asyncio.Task[None] | None = None
+        self._num_own = 0  # requests with a call of their own
 
     async def place(self, request: PlacementRequest) -> Route:
         """Place a request. Wait up to `request.wait_s_max` for the router and for a worker. Raises Unserved,
@@ -89,13 +115,63 @@ class RouterClient:
         now_s = asyncio.get_running_loop().time
         give_up_s = now_s() + request.wait_s_max
 
-        def asking() -> bytes:
-            return encode_placement_request(replace(request, wait_s_max=max(0.0, give_up_s - now_s())))
+        def left_s() -> float:
+            return max(0.0, give_up_s - now_s())
 
-        placed = decode_placement(await self._call("Place", asking, request.wait_s_max))
+        def asking() -> bytes:
+            return encode_placement_request(replace(request, wait_s_max=left_s()))
+
+        placed: Placement | None = None
+        if self._num_own or self._frames is not None:
+            try:
+                async with asyncio.timeout(request.wait_s_max + ANSWER_S_MAX):
+                    placed = await self._place_in_frame(request)
+            except TimeoutError:
+                raise _unanswered(request.wait_s_max, "it does not answer") from None
+        if not isinstance(placed, Route | Overloaded | Poisonous):  # only a call of its own waits
+            self._num_own += 1
+            try:
+                placed = decode_placement(await self._call("Place", asking, left_s()))
+            finally:
+                self._num_own -= 1
         if isinstance(placed, Route):
             return placed
         raise placed
+
+    async def _place_in_frame(self, request: PlacementRequest) -> Placement | None:
+        """Return the answer of the current router; None if it has none."""
+        answer = asyncio.get_running_loop().create_future()
+        self._unsent.append((request, answer))
+        if self._frames is None:
+            self._frames = asyncio.create_task(self._send_frames())
+        return await answer
+
+    async def _send_frames(self) -> None:
+        """Send frames until all requests are answered."""
+        try:
+            while frame := self._next_frame():
+                placed: list[Placement] | list[None] = [None] * len(frame)
+                with suppress(WorkerGone, Unserved, RequestError, Malformed):
+                    data = encode_placement_requests([request for request, _ in frame])
+                    placed = decode_placements(await self._ask(self._at, "PlaceAll", data))
+                for (_, answer), each in zip(frame, placed, strict=True):
+                    if not answer.done():
+                        answer.set_result(each)
+        finally:
+            self._frames = None
+
+    def _next_frame(self) -> list[tuple[PlacementRequest, "asyncio.Future[Placement | None]"]]:
+        frame: list[tuple[PlacementRequest, asyncio.Future[Placement | None]]] = []
+        num_keys = 0
+        while self._unsent and len(frame) < FRAME_REQUESTS_MAX:
+            request, answer = self._unsent[0]
+            num_keys += len(request.keys)
+            if frame and num_keys > FRAME_KEYS_MAX:
+                break
+            self._unsent.popleft()
+            if not answer.done():  # its client has not left
+                frame.append((request, answer))
+        return frame
 
     async def report_lost(self, worker: WorkerId, blamed: bytes = b"") -> None:
         """Report to the router that a worker is gone, and the content that crashed it, if known. The router
@@ -170,6 +246,8 @@ class RouterClient:
         return reply.answer
 
     async def close(self) -> None:
+        if self._frames is not None:
+            self._frames.cancel()
         for way in self._links:
             await way.close()
 
@@ -181,18 +259,29 @@ class RouterClient:
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s_max + ANSWER_S_MAX):
                 while True:
-                    at = 0 if first else self._at
                     try:
-                        return await self._links[at].call(name, data())
-                    except grpc.aio.AioRpcError as error:
-                        _raise_refusal(error)
-                        reason = error.details() or error.code().name
-                    except (WorkerGone, Malformed, OSError) as error:
+                        return await self._ask(0 if first else self._at, name, data())
+                    except WorkerGone as error:
                         reason = str(error)
-                    if at == self._at:  # no concurrent call has moved on
-                        self._at = (at + 1) % len(self._links)
                     await asyncio.sleep(RETRY_S)
-        raise Unserved(f"no answer from the router within {wait_s_max:g} s: {reason}")
+        raise _unanswered(wait_s_max, reason)
+
+    async def _ask(self, at: int, name: str, data: bytes) -> bytes:
+        """Call one router. Raises what it refuses, and WorkerGone if it is away; then the next is current."""
+        try:
+            return await self._links[at].call(name, data)
+        except grpc.aio.AioRpcError as error:
+            _raise_refusal(error)
+            reason = error.details() or error.code().name
+        except (WorkerGone, Malformed, OSError) as error:
+            reason = str(error)
+        if at == self._at:  # no concurrent call has moved on
+            self._at = (at + 1) % len(self._links)
+        raise WorkerGone(reason)
+
+
+def _unanswered(wait_s_max: float, reason: str) -> Unserved:
+    return Unserved(f"no answer from the router within {wait_s_max:g} s: {reason}")
 
 
 class _RouterConnection:

@@ -4,6 +4,20 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
+        "a frame of placements has the requests of clients that have left",
+        "cluster/rpc/router_client.py::RouterClient._next_frame",
+        "not $ANSWER.done()",
+        "True",
+        "tests/unit/cluster/rpc/test_router_client.py",
+    ),
+    Planted(
+        "a refusal in a frame is asked again",
+        "cluster/rpc/router_client.py::RouterClient.place",
+        "Route | Overloaded | Poisonous",
+        "Route | Poisonous",
+        "tests/unit/cluster/rpc/test_router_client.py",
+    ),
+    Planted(
         "requests of one family go to the router of their edge",
         "cluster/simulate/world.py::_SimRouter.place",
         "crc32($FAMILY) if $FAMILY else $EDGE",

@@ -2,19 +2,25 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
+import pytest
 
 from tests.support import grpc_loop
 from tests.support.cluster.heartbeats import placement_request
 from tidemill.cluster.messages import FleetStatus, Route
 from tidemill.cluster.rpc.channels import bind, new_server
 from tidemill.cluster.rpc.codec import encode
-from tidemill.cluster.rpc.placement_codec import encode_placement
-from tidemill.cluster.rpc.router_client import RouterClient
-from tidemill.workers.messages import WorkerId
+from tidemill.cluster.rpc.placement_codec import (
+    decode_placement_requests,
+    encode_placement,
+    encode_placements,
+)
+from tidemill.cluster.rpc.router_client import FRAME_REQUESTS_MAX, RouterClient, at
+from tidemill.workers.messages import Overloaded, Unserved, WorkerId
 
 if TYPE_CHECKING:  # generic in the type stubs alone
     Handler = grpc.RpcMethodHandler[bytes, bytes]
@@ -22,6 +28,88 @@ if TYPE_CHECKING:  # generic in the type stubs alone
 WAIT_S_MAX = 20.0
 ASK = placement_request(wait_s_max=WAIT_S_MAX)
 ROUTE = Route(decode=WorkerId("decode-0.1"), decode_address="127.0.0.1:1")
+
+
+async def serve(methods: dict[str, Callable[..., Awaitable[bytes]]]) -> tuple[grpc.aio.Server, str]:
+    server = new_server()
+    handlers: dict[str, Handler] = {
+        name: grpc.unary_unary_rpc_method_handler(method) for name, method in methods.items()
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("tidemill.Router", handlers),))
+    address = bind(server, "127.0.0.1", 0)
+    await server.start()
+    return server, address
+
+
+def test_requests_that_come_meanwhile_share_a_frame() -> None:
+    """A single request has a call of its own. Each of the others gets its own answer, in any order of
+    waiting, and one whose client has left is not placed."""
+    frames: list[list[str]] = []
+    arrived, answer = asyncio.Event(), asyncio.Event()
+
+    async def place_one(_: bytes, __: object) -> bytes:
+        arrived.set()
+        await answer.wait()
+        return encode_placement(ROUTE)
+
+    async def place_all(data: bytes, _: object) -> bytes:
+        requests = decode_placement_requests(data)
+        frames.append([request.request_id for request in requests])
+        await answer.wait()
+        return encode_placements(
+            Overloaded("later", predicted_s=1.0, retry_after_s=2.0)
+            if request.tenant == "greedy"
+            else replace(ROUTE, decode=WorkerId(request.request_id))
+            for request in requests
+        )
+
+    async def main() -> None:
+        server, address = await serve({"Place": place_one, "PlaceAll": place_all})
+        client = RouterClient(at(address))
+
+        def place(name: str, tenant: str = "") -> asyncio.Task[Route]:
+            return asyncio.create_task(client.place(replace(ASK, request_id=name, tenant=tenant)))
+
+        async with asyncio.timeout(WAIT_S_MAX):
+            first = place("first")
+            await arrived.wait()
+            later = [place(str(number)) for number in range(FRAME_REQUESTS_MAX)]
+            left, refused = place("left"), place("refused", "greedy")
+            await asyncio.sleep(0)
+            left.cancel()
+            await asyncio.sleep(0)
+            answer.set()
+            assert await first == ROUTE
+            routes = await asyncio.gather(*later)
+            assert [route.decode for route in routes] == [str(number) for number in range(FRAME_REQUESTS_MAX)]
+            with pytest.raises(Overloaded):
+                await refused
+        assert frames == [[str(number) for number in range(FRAME_REQUESTS_MAX)], ["refused"]]
+        await client.close()
+        await server.stop(grace=None)
+
+    grpc_loop.run(main())
+
+
+def test_request_without_a_worker_waits_in_a_call_of_its_own() -> None:
+    framed: list[bytes] = []
+
+    async def place_all(data: bytes, _: object) -> bytes:
+        framed.append(data)
+        return encode_placements(Unserved("no worker") for _ in decode_placement_requests(data))
+
+    async def place(_: bytes, __: object) -> bytes:
+        return encode_placement(ROUTE)
+
+    async def main() -> None:
+        server, address = await serve({"PlaceAll": place_all, "Place": place})
+        client = RouterClient(at(address))
+        assert await asyncio.gather(client.place(ASK), client.place(ASK)) == [ROUTE] * 2
+        assert len(framed) == 1, "the other one had a call of its own from the start"
+        await client.close()
+        await server.stop(grace=None)
+
+    grpc_loop.run(main())
 
 
 def test_call_that_finds_the_router_away_leaves_those_that_wait_alone() -> None:
@@ -41,19 +129,8 @@ def test_call_that_finds_the_router_away_leaves_those_that_wait_alone() -> None:
         return encode(FleetStatus(workers=()))
 
     async def main() -> None:
-        server = new_server()
-        methods: dict[str, Callable[..., Awaitable[bytes]]] = {"Place": place, "Status": status}
-        handlers: dict[str, Handler] = {
-            name: grpc.unary_unary_rpc_method_handler(method) for name, method in methods.items()
-        }
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("tidemill.Router", handlers),))
-        address = bind(server, "127.0.0.1", 0)
-        await server.start()
-
-        async def find() -> str:
-            return address
-
-        client = RouterClient(find)
+        server, address = await serve({"Place": place, "Status": status})
+        client = RouterClient(at(address))
         async with asyncio.timeout(WAIT_S_MAX):
             placing = asyncio.create_task(client.place(ASK))
             await asked.wait()
