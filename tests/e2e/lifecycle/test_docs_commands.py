@@ -25,6 +25,8 @@ NOT_RUN = {
     r"tidemill serve keeper": "starts another server of the kind that runs here",
     r"tidemill serve --config": "starts another server; its file is checked here",
     r"tidemill edge --join": "needs a running cluster at these addresses: tests/e2e/lifecycle",
+    r"tidemill join-token": "needs certificates: tests/e2e/lifecycle/test_join_tokens.py",
+    r"tidemill plan MODEL": "needs your model and cards: tests/unit/cluster/plan/test_command.py",
     r"tidemill store get KEY": "needs a key of your store: tests/unit/cluster/cli/test_store.py",
     r"tidemill status --watch": "runs until it is interrupted: tests/unit/cluster/cli/test_watch_screen.py",
 }

@@ -38,13 +38,13 @@ class Cluster:
         return EdgeProcess(self.folder / name, *arguments)
 
     def refused(self, name: str, *arguments: str) -> str:
-        """The one line of an edge that may not join."""
+        """The last line of an edge that may not join; others say that it waits for a router."""
         edge = self.edge(name, *arguments)
         try:
             assert edge.wait()[0] == 2
         finally:
             edge.kill()
-        [line] = edge.log().splitlines()
+        *_, line = edge.log().splitlines()
         return line
 
 
