@@ -85,8 +85,8 @@ def test_edge_joins_by_a_token_and_is_revoked_amid_a_stream(cluster: Cluster) ->
         assert "was used by another edge" in cluster.refused("second", *arguments)
 
         process_of(cluster.server, SUPERVISOR).kill()  # the next one reads the journal
-        lost = Stream({**bodies(1, seed=2)[0], "max_tokens": 2000})
-        kept = Stream({**bodies(1, seed=3)[0], "max_tokens": 2000})
+        lost = Stream({**bodies(1, seed=2)[0], "max_tokens": 6000})
+        kept = Stream({**bodies(1, seed=3)[0], "max_tokens": 6000})
 
         async def run() -> None:
             async with client_of(url) as dying, client_of(cluster.server.url) as living:
