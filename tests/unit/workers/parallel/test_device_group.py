@@ -6,6 +6,7 @@ their memory, map it together, and answer as one process does."""
 import asyncio
 import gc
 import threading
+import traceback
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -86,8 +87,10 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def start_rank(settings: EngineSettings, folder: Meeting) -> Ended:
     def run() -> None:
-        with suppress(Exception):  # the leader reports it
+        try:
             asyncio.run(carry_out(folder, 1, lambda: building(settings, folder)))
+        except Exception:  # the leader reports that it is gone, and this why
+            traceback.print_exc()
 
     RANKS.append(threading.Thread(target=run, daemon=True))
     RANKS[-1].start()
