@@ -89,7 +89,7 @@ def start_rank(settings: EngineSettings, folder: Meeting) -> Ended:
     def run() -> None:
         try:
             asyncio.run(carry_out(folder, 1, lambda: building(settings, folder)))
-        except Exception:  # the leader reports that it is gone, and this why
+        except Exception:  # noqa: BLE001 - the leader reports that it is gone, and this why
             traceback.print_exc()
 
     RANKS.append(threading.Thread(target=run, daemon=True))
