@@ -1,6 +1,7 @@
 """`tidemill demo`: ask the bundled questions, check the answers, show where prompt tokens came from."""
 
 import json
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,20 @@ async def _ask_streaming(
 ) -> tuple[str, dict[str, Any]]:
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     answer, usage = "", dict[str, Any]()
-    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+    async for chunk in chunks(client, "/v1/chat/completions", body):
+        usage = chunk.get("usage") or usage
+        for choice in chunk["choices"]:
+            answer += choice["delta"]["content"]
+            console.print(Text(choice["delta"]["content"]), end="")
+    console.print(Text(" (streamed)", style="dim"), end="")
+    return answer, usage
+
+
+async def chunks(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], headers: dict[str, str] | None = None
+) -> AsyncIterator[dict[str, Any]]:
+    """Yield the chunks of a streamed answer. Raises Unserved."""
+    async with client.stream("POST", path, json=body, headers=headers) as response:
         if response.is_error:
             await response.aread()
         check(response)
@@ -136,12 +150,7 @@ async def _ask_streaming(
             chunk = json.loads(line.removeprefix("data: "))
             if "error" in chunk:
                 raise Unserved(chunk["error"]["message"])
-            usage = chunk.get("usage") or usage
-            for choice in chunk["choices"]:
-                answer += choice["delta"]["content"]
-                console.print(Text(choice["delta"]["content"]), end="")
-    console.print(Text(" (streamed)", style="dim"), end="")
-    return answer, usage
+            yield chunk
 
 
 def check(response: httpx.Response) -> None:

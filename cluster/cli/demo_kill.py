@@ -1,7 +1,6 @@
 """`tidemill demo --kill`: one answer twice, the second time with `kill -9` of its worker in the middle."""
 
 import asyncio
-import json
 import os
 import signal
 from collections.abc import Awaitable, Callable
@@ -14,9 +13,8 @@ import httpx
 from rich.console import Console
 from rich.text import Text
 
-from tidemill.cluster.cli.demo import TIMEOUT_S, check, read_demo
+from tidemill.cluster.cli.demo import TIMEOUT_S, check, chunks, read_demo
 from tidemill.kvstore.errors import TidemillError
-from tidemill.workers.messages import Unserved
 
 NUM_TOKENS = 600
 KILL_AFTER_TOKENS = 150
@@ -81,22 +79,12 @@ async def _stream(
         "stream": True,
         "return_token_ids": True,
     }
-    headers = {"x-request-id": name}
-    async with client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
-        if response.is_error:
-            await response.aread()
-        check(response)
-        async for line in response.aiter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            chunk = json.loads(line.removeprefix("data: "))
-            if "error" in chunk:
-                raise Unserved(chunk["error"]["message"])
-            found.text += chunk["choices"][0]["text"]
-            found.tokens += chunk["choices"][0]["token_ids"]
-            if kill is not None and found.killed_at is None and len(found.tokens) >= KILL_AFTER_TOKENS:
-                found.killed_at = len(found.text)
-                await kill()
+    async for chunk in chunks(client, "/v1/completions", body, {"x-request-id": name}):
+        found.text += chunk["choices"][0]["text"]
+        found.tokens += chunk["choices"][0]["token_ids"]
+        if kill is not None and found.killed_at is None and len(found.tokens) >= KILL_AFTER_TOKENS:
+            found.killed_at = len(found.text)
+            await kill()
     return found
 
 
