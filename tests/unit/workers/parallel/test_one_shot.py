@@ -103,7 +103,7 @@ def test_small_sums_of_floats_go_through_mapped_memory_and_all_others_do_not(
 ) -> None:
     shapes: list[tuple[tuple[int, ...], Any]] = [
         ((3, 8), torch.float32),  # exactly the maximum
-        ((3, 9), torch.float32),  # beyond it
+        ((4, 8), torch.float32),  # beyond it
         ((6, 8), torch.bfloat16),
         ((1, 1), torch.float32),  # of no whole load
         ((2, 2), torch.float64),  # of another type

@@ -102,3 +102,4 @@ def test_arguments_of_all_calls_are_bounded_together(item: object, most: int) ->
     assert ChatBody.model_validate(chat(most))
     status, error = posted("/v1/chat/completions", json.dumps(chat(most + 1)).encode())
     assert (status, error["param"]) == (400, "messages")
+    assert " in arguments: send at most " in error["message"], "a long prompt is refused, too"
