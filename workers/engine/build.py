@@ -56,7 +56,7 @@ from tidemill.workers.models.architectures.registry import (
     describe,
     has_head,
     load,
-    weight_bytes_of,
+    sizes_of,
 )
 from tidemill.workers.models.collectives import ALONE, LEADER, Sharing
 from tidemill.workers.numa import keep_on
@@ -133,12 +133,12 @@ def check_device_memory(settings: EngineSettings, device: torch.device, free: in
 
 def weight_bytes(settings: EngineSettings) -> int:
     """Return the size of the weights on a device, of all ranks together. Raises ModelError."""
-    return weight_bytes_of(
+    return sizes_of(
         settings.model_folder,
         with_compute_dtype(settings).compute_dtype or "float32",
         mtp=mtp_of(settings),
         load_format=settings.load_format,
-    )
+    ).weight_bytes
 
 
 def build_engine(

@@ -131,8 +131,8 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """The numbers that decide how much memory and time a model takes. `weight_bytes` are those of all ranks
-    together on their devices."""
+    """The numbers that decide how much memory and time a model takes. `weight_bytes` are those that `load`
+    puts on the devices of all ranks together."""
 
     layers: tuple[LayerSpec, ...]
     max_length: int
@@ -211,18 +211,11 @@ def describe(
     return config.specs, config.max_length
 
 
-def weight_bytes_of(
+def sizes_of(
     folder: Path, compute_dtype: ComputeDtype, *, mtp: bool = False, load_format: LoadFormat = "auto"
-) -> int:
-    """Return the size of the weights that `load` puts on a device, without reading them. Raises
-    ModelError."""
-    _, config, _ = _open(folder, _no_progress, load_format, digests=False, mtp=mtp)
-    return weight_bytes(config, compute_dtype)
-
-
-def sizes_of(folder: Path, compute_dtype: ComputeDtype, *, load_format: LoadFormat = "auto") -> ModelSizes:
+) -> ModelSizes:
     """Return the sizes of the model, without reading its weights. Raises ModelError."""
-    _, config, _ = _open(folder, _no_progress, load_format, digests=False, mtp=False)
+    _, config, _ = _open(folder, _no_progress, load_format, digests=False, mtp=mtp)
     return ModelSizes(
         layers=config.specs,
         max_length=config.max_length,
