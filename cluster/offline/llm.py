@@ -187,7 +187,7 @@ class LLM:
 
 def settings_of(model: str | Path, settings: dict[str, object]) -> EngineSettings:
     """Return the settings. Raises SettingsError."""
-    fields = {FLAGS.get(name, name): value for name, value in settings.items()}
+    fields = {FLAGS.get(name, name): _parsed(name, value) for name, value in settings.items()}
     revision, download_dir = fields.pop("revision", None), fields.pop("download_dir", None)
     source = source_of(
         str(model),
@@ -205,14 +205,21 @@ def settings_of(model: str | Path, settings: dict[str, object]) -> EngineSetting
                 "cache_folder": Path.home() / ".cache" / "tidemill",
                 **fields,
                 "model_folder": local_folder(str(model)) if source is None else download(source),
-                **{name: parse_bytes(size) for name in SIZES if isinstance(size := fields.get(name), str)},
             }
         )
     except ValidationError as error:
         problem = request_error(problems_of(error))
         raise SettingsError(f"LLM does not take this setting: {problem}") from None
+
+
+def _parsed(name: str, value: object) -> object:
+    """Return the bytes of a size that is a text, and any other value as it is. Raises SettingsError."""
+    if not isinstance(value, str) or FLAGS.get(name, name) not in SIZES:
+        return value
+    try:
+        return parse_bytes(value)
     except ValueError as error:
-        raise SettingsError(f"memory: {error}") from error
+        raise SettingsError(f"{name}: {error}") from error
 
 
 def _turns_of(chat: Chat) -> list[ChatMessage]:

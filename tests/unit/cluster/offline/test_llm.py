@@ -358,7 +358,8 @@ def test_bad_messages_and_too_few_parameters_are_named(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ({"memory": "much"}, "memory"),
+        ({"memory": "much"}, "^memory: "),
+        ({"tensor_parallel_one_shot": "much"}, "^tensor_parallel_one_shot: "),
         ({"max_num_seqs": "many"}, "rows_max"),
         ({"max_num_seqs": 0}, "max-num-seqs"),
         ({"gpu_memory_utilization": 0}, "gpu-memory-utilization"),
