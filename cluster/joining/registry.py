@@ -46,11 +46,12 @@ class Registry:
             made = Token.new(authority.fingerprint)
             digest = sha256(made.secret.encode()).hexdigest()
             member = JoiningEdge(token=made.name, secret_sha256=digest, until_s=now_s + order.life_s)
-            await self._changed(lambda members: members.with_token(order.name, member, now_s))
+            members = await self._changed(lambda members: members.with_token(order.name, member, now_s))
             token = str(made)
         elif order.kind == "revoke":
-            await self._changed(lambda members: members.without(order.name, now_s))
-        members = await self._changed(lambda members: members)
+            members = await self._changed(lambda members: members.without(order.name, now_s))
+        else:
+            members = await self._changed(lambda members: members)
         join = await self._join_address() if token else ""
         return MembersAnswer(edges=statuses(members, now_s), token=token, join=join)
 
