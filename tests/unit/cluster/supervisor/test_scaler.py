@@ -120,6 +120,14 @@ class Case:
             await self.scaler.adjust(self.now_s)
             self.now_s += HYSTERESIS.look_s
 
+    async def until_drained(self) -> str:
+        """Let the load end until a worker is drained, which still has a request; return its name."""
+        self.cluster.set_load(WorkerLoad(running_rows=1))
+        while not self.cluster.drained:
+            await self.advance(HYSTERESIS.look_s)
+        [name] = self.cluster.drained
+        return name
+
     def names(self, state: str = "ready") -> list[str]:
         workers = self.cluster.workers.values()
         return sorted(at.info.name for at in workers if at.info.role == "prefill" and at.state == state)
@@ -151,11 +159,9 @@ def test_scaler_removes_drained_worker_once_it_is_idle() -> None:
         case.cluster.set_load(BUSY)
         await case.advance(60)
         count = len(case.names())
-        case.cluster.set_load(WorkerLoad(running_rows=1))
-        while not case.cluster.drained:
-            await case.advance(HYSTERESIS.look_s)
+        name = await case.until_drained()
         await case.advance(50)
-        (name,) = case.cluster.drained
+        assert case.cluster.drained == [name]
         assert case.names("draining") == [name], "it still has a stream"
         assert not case.cluster.removed
         case.cluster.workers[name] = replace(case.cluster.workers[name], load=IDLE)
@@ -271,10 +277,7 @@ def test_scaler_keeps_worker_whose_drain_an_operator_takes_back() -> None:
         case = Case()
         case.cluster.set_load(BUSY)
         await case.advance(60)
-        case.cluster.set_load(WorkerLoad(running_rows=1))
-        while not case.cluster.drained:
-            await case.advance(HYSTERESIS.look_s)
-        (name,) = case.cluster.drained
+        name = await case.until_drained()
         await case.advance(HYSTERESIS.look_s)
         assert name not in case.names()
         case.cluster.change(name)
@@ -316,10 +319,7 @@ def test_leaving_worker_that_restarts_leaves_nevertheless() -> None:
         case = Case()
         case.cluster.set_load(BUSY)
         await case.advance(60)
-        case.cluster.set_load(WorkerLoad(running_rows=1))
-        while not case.cluster.drained:
-            await case.advance(10)
-        [name] = case.cluster.drained
+        name = await case.until_drained()
         case.cluster.restart(name, "prefill")
         await case.advance(10)
         assert case.cluster.drained == [name, name]
