@@ -35,7 +35,7 @@ Backend = Literal["shared-memory", "gloo", "nccl"]
 MEMORY_BYTES = 1 << 30
 """The default memory of pages and states on CPUs."""
 
-STEP, STEP_CUDA = (512, 64), (8192, 256)
+STEP, STEP_CUDA = (512, 128), (8192, 256)
 """The default tokens and rows of a step, on CPUs and on CUDA devices."""
 
 ITL_TARGET_S, ITL_TARGET_CUDA_S = 0.1, 0.05

@@ -125,7 +125,7 @@ class EngineConfig(ConfigNode):
     """data type of recurrent states of linear attention; bfloat16 halves them, in steps and checkpoints, and
     rounds a state after each token"""
     max_num_seqs: Count | None = None
-    """maximum number of rows in a step (64; on CUDA 256)"""
+    """maximum number of rows in a step (128; on CUDA 256)"""
     max_num_batched_tokens: Count | None = None
     """maximum number of tokens in a step (512; on CUDA 8192)"""
     itl_target: Duration | None = None

@@ -98,7 +98,7 @@ def test_released_models_on_one_device(model: str, total: int, *, fits: bool) ->
         arena_bytes(settings, device, GB)
 
 
-@pytest.mark.parametrize(("device", "tokens", "rows"), [("cpu", 512, 64), ("cuda", 8192, 256)])
+@pytest.mark.parametrize(("device", "tokens", "rows"), [("cpu", 512, 128), ("cuda", 8192, 256)])
 def test_steps_are_larger_on_a_device(device: str, tokens: int, rows: int) -> None:
     budget = budget_of(settings_with(device=device), 64)
     assert (budget.tokens_max, budget.rows_max) == (tokens, rows)
