@@ -90,3 +90,49 @@ def test_autoscaler_has_the_number_of_edges(scaled: bool) -> None:  # noqa: FBT0
         autoscaler = find_one(found, "HorizontalPodAutoscaler", "-edge")["spec"]
         assert autoscaler["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
         assert (autoscaler["minReplicas"], autoscaler["maxReplicas"]) == (2, 5)
+
+
+def test_edges_elsewhere_join_by_tokens() -> None:
+    """The frontend has the authority's key, and the policies admit the peers to routers and workers alone."""
+    peers = [{"ipBlock": {"cidr": "10.1.0.0/16"}}]
+    models = [
+        {
+            "model": "keeper",
+            "routers": 2,
+            "groups": [{"name": "a", "role": "mixed", "pod": {"resources": {}}}],
+        }
+    ]
+    values = SECRET | {"joining": {"existingSecret": "authority", "peers": peers}, "models": models}
+    found = documents(CHART, values)
+    config = parse_config(find_one(found, "ConfigMap", "-config")["data"]["cluster.yaml"], "cluster.yaml")
+    key = config.cluster.ssl_ca_keyfile
+    assert key is not None
+    folder, _, name = key.rpartition("/")
+    assert name == "ca.key"
+    [container] = pods(found)["frontend"]["spec"]["containers"]
+    [mount] = [mount for mount in container["volumeMounts"] if mount["mountPath"] == folder]
+    for pod_name, pod in pods(found).items():
+        secrets = [volume for volume in pod["spec"]["volumes"] if volume["name"] == mount["name"]]
+        assert bool(secrets) is (pod_name == "frontend"), pod_name
+        assert [volume["secret"]["secretName"] for volume in secrets] in ([], ["authority"])
+    ports = {port["name"]: port["port"] for port in find_one(found, "Service", "-routers")["spec"]["ports"]}
+    assert ports == {"router": config.cluster.router_port, "join": config.cluster.router_port + 2}
+    policies = {
+        "frontend": find_one(found, "NetworkPolicy", "-frontend")["spec"]["ingress"],
+        "worker": find_one(found, "RayCluster")["spec"]["networkPolicy"]["worker"]["ingressRules"],
+    }
+    admitted = {
+        name: [rule["ports"] for rule in rules if rule.get("from") == peers]
+        for name, rules in policies.items()
+    }
+    [[routers]], [[workers]] = admitted["frontend"], admitted["worker"]
+    assert routers["port"] <= ports["join"] <= routers["endPort"]
+    [setting] = pods(found)["worker/a"]["spec"]["securityContext"]["sysctls"]
+    assert setting["value"] == f"{workers['port']} {workers['endPort']}", "the gRPC of workers"
+
+
+def test_release_without_the_key_of_the_authority_admits_no_edges_elsewhere() -> None:
+    found = documents(CHART, ON)
+    assert [port["name"] for port in find_one(found, "Service", "-routers")["spec"]["ports"]] == ["router"]
+    config = parse_config(find_one(found, "ConfigMap", "-config")["data"]["cluster.yaml"], "cluster.yaml")
+    assert config.cluster.ssl_ca_keyfile is None

@@ -26,6 +26,9 @@ LENT: Ports = {(15000, 17000)}
 """The range in which Mooncake's transfer engine picks two ports."""
 
 
+JOINING: list[Document] = [{"ipBlock": {"cidr": "10.1.0.0/16"}}]
+
+
 @pytest.fixture(params=SERVERS, ids=lambda example: example.stem)
 def found(request: pytest.FixtureRequest) -> list[Document]:
     return documents_of(request.param)
@@ -53,6 +56,11 @@ def ephemeral_ports(pod: Document) -> Ports:
     return {(first, last)}
 
 
+def without_joining(rules: list[Document]) -> list[Document]:
+    """Return the rules without that for edges outside of the release."""
+    return [rule for rule in rules if rule.get("from") != JOINING]
+
+
 def allows(policy: Document, pod: Document, more: dict[str, str]) -> bool:
     wanted: dict[str, str] = policy["podSelector"]["matchLabels"]
     return wanted.items() <= {**pod["metadata"]["labels"], **more}.items()
@@ -67,7 +75,7 @@ def test_frontend_policy_opens_listening_ports(found: list[Document]) -> None:
     assert {(port["containerPort"],) * 2 for port in container["ports"]} == for_clients
 
     policy = find_one(found, "NetworkPolicy", "-frontend")["spec"]
-    clients, ray, *edges = policy["ingress"]
+    clients, ray, *edges = without_joining(policy["ingress"])
     assert policy["policyTypes"] == ["Ingress"]
     assert opened([clients]) == for_clients
     routers = opened([ray]) - (ray_node_ports(ray_start(start)) | ephemeral_ports(frontend))
@@ -90,7 +98,7 @@ def test_ray_policy_opens_ports_for_frontend(found: list[Document]) -> None:
     agents = {"dashboard_agent_grpc_port", "dashboard_agent_listen_port", "metrics_export_port"}
     head = ray_start(["--head", *start_options(spec["headGroupSpec"])])
     asked = ray_node_ports({**head, **dict.fromkeys(agents, head["node_manager_port"])})
-    assert opened(policy["head"]["ingressRules"]) == asked | {(6379, 6379)}
+    assert opened(policy["head"]["ingressRules"]) == asked | {(6379, 6379)}, "and not for edges elsewhere"
     for group in spec["workerGroupSpecs"]:
         flags = ray_start(["--address=head:6379", *start_options(group)])
         asked = ray_node_ports({**flags, **dict.fromkeys(agents, flags["node_manager_port"])})
@@ -100,7 +108,7 @@ def test_ray_policy_opens_ports_for_frontend(found: list[Document]) -> None:
         [peer] = [peer for rule in rules for peer in rule["from"]]
         assert allows(peer, pods(found)["frontend"], {})
         assert not allows(peer, pods(found)["head"], {})
-    edges = policy["worker"]["ingressRules"][1:]
+    edges = without_joining(policy["worker"]["ingressRules"][1:])
     assert bool(edges) is ("edge" in pods(found))
     for rule in edges:
         assert opened([rule]) == ephemeral_ports(pods(found)["frontend"]), "the gRPC of workers alone"
@@ -192,7 +200,9 @@ def test_services_target_existing_ports(found: list[Document]) -> None:
         named = {port["name"] for container in containers(pod) for port in container.get("ports", [])}
         config = parse_config(find_one(found, "ConfigMap", "-config")["data"]["cluster.yaml"], "cluster.yaml")
         targets = {port["targetPort"] for port in service["spec"]["ports"]}
-        assert targets <= named | {config.cluster.router_port}
+        first = config.cluster.router_port
+        joins = {first + len(config.models)} if config.cluster.ssl_ca_keyfile else set[int]()
+        assert targets <= named | {first} | joins
 
 
 def test_only_leading_master_is_ready() -> None:

@@ -57,6 +57,11 @@ def test_wrong_value_is_named_with_its_path(values: dict[str, Any], message: str
             {"edges": {"autoscaling": {"enabled": True, "minReplicas": 9}}},
             "edges.autoscaling.minReplicas is more than maxReplicas",
         ),
+        ({"joining": {"existingSecret": "a"}}, "name them in clusterTls.existingSecret"),
+        (
+            {"clusterTls": {"existingSecret": "a"}, "joining": {"existingSecret": "b"}},
+            "joining.peers is empty",
+        ),
         ({"edgeTls": {"clientCa": True}}, "edgeTls.clientCa needs edgeTls.existingSecret"),
         ({"ingress": {"enabled": True, "tlsSecret": "a"}}, "ingress.tlsSecret needs ingress.host"),
         ({"mooncake": {"ha": {"enabled": True}}}, "mooncake.ha.etcdEndpoints is empty"),

@@ -6,6 +6,12 @@
 {{- if and .Values.clusterTls.existingSecret .Values.clusterTls.plain -}}
 {{- fail "clusterTls.existingSecret and clusterTls.plain exclude each other: leave one" -}}
 {{- end -}}
+{{- if and .Values.joining.existingSecret .Values.clusterTls.plain -}}
+{{- fail "joining.existingSecret signs for pods with certificates: name them in clusterTls.existingSecret" -}}
+{{- end -}}
+{{- if and .Values.joining.existingSecret .Values.networkPolicy.enabled (not .Values.joining.peers) -}}
+{{- fail "joining.peers is empty: name the peers of a NetworkPolicy that may connect to routers and workers, like {ipBlock: {cidr: 10.1.0.0/16}}" -}}
+{{- end -}}
 {{- if and .Values.apiKeys.existingSecret .Values.apiKeys.keys -}}
 {{- fail "apiKeys.existingSecret and apiKeys.keys exclude each other: leave one" -}}
 {{- end -}}

@@ -65,6 +65,9 @@ cluster:
   ssl_certfile: /etc/tidemill/cluster-tls/tls.crt
   ssl_keyfile: /etc/tidemill/cluster-tls/tls.key
   ssl_ca_certs: /etc/tidemill/cluster-tls/ca.crt
+  {{- if .Values.joining.existingSecret }}
+  ssl_ca_keyfile: /etc/tidemill/authority/ca.key
+  {{- end }}
   {{- end }}
 telemetry:
   {{- toYaml .Values.telemetry | nindent 2 }}

@@ -49,6 +49,16 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{ include "tidemill.fullname" . }}-routers:{{ index $ports.routers 0 | int64 }}
 {{- end -}}
 
+{{- /* The port at which edges join by tokens: the one after those of all routers. */ -}}
+{{- define "tidemill.joinPort" -}}
+{{- $ports := fromYaml (include "tidemill.ports" .) -}}
+{{- $port := index $ports.routers 0 | int64 -}}
+{{- range .Values.models -}}
+{{- $port = add $port (default 1 .routers | int64) -}}
+{{- end -}}
+{{- $port -}}
+{{- end -}}
+
 {{- /* The component that answers clients. */ -}}
 {{- define "tidemill.answers" -}}
 {{- ternary "edge" "frontend" .Values.edges.enabled -}}

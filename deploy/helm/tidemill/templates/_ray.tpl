@@ -29,6 +29,12 @@ networkPolicy:
       {{- if .Values.edges.enabled }}
       {{- include "tidemill.fromComponent" (dict "root" . "component" "edge" "names" (list "ours")) | nindent 6 }}
       {{- end }}
+      {{- if .Values.joining.existingSecret }}
+      - from:
+          {{- toYaml .Values.joining.peers | nindent 10 }}
+        ports:
+          {{- include "tidemill.policyPorts" (dict "names" (list "ours")) | trim | nindent 10 }}
+      {{- end }}
 {{- end }}
 {{- if .Values.ray.autoscaling.enabled }}
 enableInTreeAutoscaling: true
