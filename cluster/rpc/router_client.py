@@ -82,14 +82,19 @@ FRAME_KEYS_MAX = 1 << 19
 """The limits of a frame of placements: 4 MiB of keys, but at least one request."""
 
 RETRY_S = 0.1
+RETURN_S = 5.0
+"""The period of the questions to an earlier router than the current one. When it has answered two of them, it
+has a heartbeat of every worker."""
+
 ANSWER_S_MAX = 1.0
 """The time that an answer may take beyond the time that the router was asked to wait."""
 
 
 class RouterClient:
     """The `RequestRouter` of cluster/edge/flow.py, over gRPC. It belongs to one asyncio loop. Requests that
-    any of several routers can answer go to one until it is away, then to the next. Operators' commands go to
-    the first.
+    any of several routers can answer go to one until it is away, then to the next; all clients return to the
+    first when it is back, because each router knows its own placements earlier than those of the others
+    (decision 45). Operators' commands go to the first.
 
     A request has a call of its own if no other waits for a placement. The others go in frames, each of which
     leaves when the one before it is answered, with all requests since then.
@@ -107,6 +112,7 @@ class RouterClient:
         self._at = 0  # the index of the current router
         self._unsent = deque[tuple[PlacementRequest, asyncio.Future[Placement | None]]]()
         self._frames: asyncio.Task[None] | None = None
+        self._returning: asyncio.Task[None] | None = None
         self._num_own = 0  # requests with a call of their own
 
     async def place(self, request: PlacementRequest) -> Route:
@@ -246,8 +252,8 @@ class RouterClient:
         return reply.answer
 
     async def close(self) -> None:
-        if self._frames is not None:
-            self._frames.cancel()
+        for task in filter(None, (self._frames, self._returning)):
+            task.cancel()
         for way in self._links:
             await way.close()
 
@@ -277,7 +283,27 @@ class RouterClient:
             reason = str(error)
         if at == self._at:  # no concurrent call has moved on
             self._at = (at + 1) % len(self._links)
+            if self._at and self._returning is None:
+                self._returning = asyncio.create_task(self._return())
         raise WorkerGone(reason)
+
+    async def _return(self) -> None:
+        """Make the first router that answers twice in turn the current one, until it is the first of all."""
+        try:
+            answered = list[int]()
+            while self._at:
+                await asyncio.sleep(RETURN_S)
+                before, answered = answered, [at for at in range(self._at) if await self._answers(at)]
+                self._at = min({*before} & {*answered}, default=self._at)
+        finally:
+            self._returning = None
+
+    async def _answers(self, at: int) -> bool:
+        with suppress(grpc.aio.AioRpcError, WorkerGone, OSError, TimeoutError):
+            async with asyncio.timeout(OUT_WAIT_S_MAX):
+                await self._links[at].call("Out", encode([]))
+                return True
+        return False
 
 
 def _unanswered(wait_s_max: float, reason: str) -> Unserved:

@@ -94,15 +94,18 @@ def test_autoscaler_has_the_number_of_edges(scaled: bool) -> None:  # noqa: FBT0
 
 def test_edges_elsewhere_join_by_tokens() -> None:
     """The frontend has the authority's key, and the policies admit the peers to routers and workers alone."""
-    peers = [{"ipBlock": {"cidr": "10.1.0.0/16"}}]
-    models = [
+    peers: list[dict[str, Any]] = [{"ipBlock": {"cidr": "10.1.0.0/16"}}]
+    models: list[dict[str, Any]] = [
         {
             "model": "keeper",
             "routers": 2,
             "groups": [{"name": "a", "role": "mixed", "pod": {"resources": {}}}],
         }
     ]
-    values = SECRET | {"joining": {"existingSecret": "authority", "peers": peers}, "models": models}
+    values: dict[str, Any] = SECRET | {
+        "joining": {"existingSecret": "authority", "peers": peers},
+        "models": models,
+    }
     found = documents(CHART, values)
     config = parse_config(find_one(found, "ConfigMap", "-config")["data"]["cluster.yaml"], "cluster.yaml")
     key = config.cluster.ssl_ca_keyfile

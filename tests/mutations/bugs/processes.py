@@ -237,4 +237,18 @@ BUGS: tuple[Planted, ...] = (
         "pass",
         "tests/unit/cluster/supervisor/test_supervisor.py",
     ),
+    Planted(
+        "clients stay with a router that stood in for the first",
+        "cluster/rpc/router_client.py::RouterClient._ask",
+        "if self._at and self._returning is None:",
+        "if False:",
+        "tests/unit/cluster/rpc/test_router_client.py",
+    ),
+    Planted(
+        "clients return to a router that lacks heartbeats",
+        "cluster/rpc/router_client.py::RouterClient._return",
+        "min({*$BEFORE} & {*$ANSWERED}, default=self._at)",
+        "min({*$ANSWERED}, default=self._at)",
+        "tests/unit/cluster/rpc/test_router_client.py",
+    ),
 )

@@ -12,6 +12,7 @@ import pytest
 from tests.support import grpc_loop
 from tests.support.cluster.heartbeats import placement_request
 from tidemill.cluster.messages import FleetStatus, Route
+from tidemill.cluster.rpc import router_client
 from tidemill.cluster.rpc.channels import bind, new_server
 from tidemill.cluster.rpc.codec import encode
 from tidemill.cluster.rpc.placement_codec import (
@@ -30,13 +31,15 @@ ASK = placement_request(wait_s_max=WAIT_S_MAX)
 ROUTE = Route(decode=WorkerId("decode-0.1"), decode_address="127.0.0.1:1")
 
 
-async def serve(methods: dict[str, Callable[..., Awaitable[bytes]]]) -> tuple[grpc.aio.Server, str]:
+async def serve(
+    methods: dict[str, Callable[..., Awaitable[bytes]]], port: int = 0
+) -> tuple[grpc.aio.Server, str]:
     server = new_server()
     handlers: dict[str, Handler] = {
         name: grpc.unary_unary_rpc_method_handler(method) for name, method in methods.items()
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("tidemill.Router", handlers),))
-    address = bind(server, "127.0.0.1", 0)
+    address = bind(server, "127.0.0.1", port)
     await server.start()
     return server, address
 
@@ -140,5 +143,47 @@ def test_call_that_finds_the_router_away_leaves_those_that_wait_alone() -> None:
             assert await placing == ROUTE
         await client.close()
         await server.stop(grace=None)
+
+    grpc_loop.run(main())
+
+
+def test_clients_return_to_the_first_router_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One router places for all clients while it runs. Another one does it meanwhile, and until the first has
+    answered twice."""
+    monkeypatch.setattr(router_client, "RETURN_S", 0.1)
+    questions: list[bytes] = []
+
+    def methods(name: str) -> dict[str, Callable[..., Awaitable[bytes]]]:
+        async def place(_: bytes, __: object) -> bytes:
+            return encode_placement(replace(ROUTE, decode=WorkerId(name)))
+
+        async def out(data: bytes, _: object) -> bytes:
+            questions.append(data)
+            return encode(frozenset[WorkerId]())
+
+        return {"Place": place, "Out": out}
+
+    async def main() -> None:
+        first, address = await serve(methods("first"))
+        second, other = await serve(methods("second"))
+        client = RouterClient(at(address), at(other))
+
+        async def placed_by() -> str:
+            return (await client.place(ASK)).decode
+
+        async with asyncio.timeout(WAIT_S_MAX):
+            assert await placed_by() == "first"
+            await first.stop(grace=None)
+            assert await placed_by() == "second"
+            await asyncio.sleep(0.3)
+            assert await placed_by() == "second", "it is still away"
+            first, _ = await serve(methods("first"), int(address.rpartition(":")[2]))
+            while await placed_by() != "first":  # noqa: ASYNC110 - it sends no event
+                await asyncio.sleep(0.02)
+            assert len(questions) == 2
+            await second.stop(grace=None)
+            assert await placed_by() == "first"
+        await client.close()
+        await first.stop(grace=None)
 
     grpc_loop.run(main())
