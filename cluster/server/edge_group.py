@@ -1,8 +1,10 @@
 """An edge process of a server with several: it answers for all of them, by asking their server."""
 
 import asyncio
+import os
 import socket
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from functools import partial
 
 from tidemill.cluster.edge.requests.context import EdgeContext, Parts
@@ -16,6 +18,10 @@ from tidemill.workers.messages import Unserved
 PARTS = ("config", "software", "nodes", "logs")
 """The parts of a support bundle, which the server collects."""
 
+LOOK_S = 0.05
+ENDING_S_MAX = 2.0
+"""The time in which a killed server's process ends after its sockets."""
+
 
 class LinkedGroup:
     """The edges of a server, from one of them; see EdgeGroup."""
@@ -23,11 +29,13 @@ class LinkedGroup:
     def __init__(self, end: socket.socket) -> None:
         """Use this end of the link to the server."""
         self._end = end
+        self._server_pid = os.getppid()
         self._link: Link | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def run(self, context: EdgeContext, lines: Iterable[str]) -> None:
-        """Answer the server about this edge until the server ends. `lines` are those of our log."""
+        """Answer the server about this edge until the server ends. Open answers have any time then, if it was
+        killed. `lines` are those of our log."""
 
         def answering(value: Callable[[], object]) -> Callable[[bytes], Awaitable[bytes]]:
             async def answer(_: bytes) -> bytes:
@@ -46,6 +54,11 @@ class LinkedGroup:
         ready = asyncio.create_task(self._link.call("ready"))
         await self._link.run()
         ready.cancel()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ENDING_S_MAX):
+                while os.getppid() == self._server_pid:  # noqa: ASYNC110 - the kernel sends no event
+                    await asyncio.sleep(LOOK_S)
+                context.stop_reason.is_patient = True
 
     async def samples(self) -> EdgeSamples:
         return decode(EdgeSamples, await self._ask("samples"))

@@ -2,7 +2,8 @@
 
 Each is a `tidemill edge` that gets connections over a Unix socket instead of a port, and has a link to
 the server. The server starts one again when it ends, and adds up what they count. When the server
-ends, for any reason, so do they.
+ends, for any reason, so do they: those of a killed detached server after their open answers, because
+its workers go on.
 """
 
 import asyncio
@@ -67,12 +68,16 @@ class _Edge:
 class Frontends:
     """The edge processes of this server."""
 
-    def __init__(self, endpoint: Endpoint, sockets: Sockets, join: Sequence[str], parts: Parts) -> None:
-        """`join` are the arguments of `tidemill edge`. `parts` are those of a support bundle."""
+    def __init__(
+        self, endpoint: Endpoint, sockets: Sockets, join: Sequence[str], parts: Parts, *, detached: bool
+    ) -> None:
+        """`join` are the arguments of `tidemill edge`. `parts` are those of a support bundle. The edges of a
+        `detached` server complete their answers if it is killed."""
         self._endpoint = endpoint
         self._listeners = [listener for listener in sockets if listener is not None]
         self._turns = cycle(range(endpoint.frontends))
         self._join = join
+        self._prefix = () if detached else ("-m", DIES_WITH_US, str(os.getpid()))
         self._parts = parts
         self._edges: dict[int, _Edge] = {}  # by index
         self._ready: set[int] = set()  # the indices of those that have served
@@ -164,8 +169,8 @@ class Frontends:
         theirs = [end for _, end in pairs]
         http, link, *grpc = [end.fileno() for end in (theirs[0], theirs[-1], *theirs[1:-1])]
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", DIES_WITH_US, str(os.getpid()), "-m", "tidemill", "edge"),
-            *(*self._join, "--inherited", ",".join(map(str, (http, link, *grpc)))),
+            *(sys.executable, *self._prefix, "-m", "tidemill", "edge", *self._join),
+            *("--inherited", ",".join(map(str, (http, link, *grpc)))),
             pass_fds=(http, link, *grpc),
             stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,  # a terminal's Ctrl-C is for the server, which ends them

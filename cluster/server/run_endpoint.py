@@ -81,6 +81,7 @@ async def run_endpoint(
     server = _http_server(endpoint, context)
 
     def end() -> None:
+        server.config.timeout_graceful_shutdown = math.ceil(context.shutdown_s_max())
         server.should_exit = True
 
     all_runs = [*runs, *grpc_servers, HistoryRecorder(context)]
@@ -129,7 +130,6 @@ def _http_server(endpoint: Endpoint, context: EdgeContext) -> "_Server":
         log_config=None,  # so that uvicorn uses our logging
         access_log=False,
         ws="none",
-        timeout_graceful_shutdown=math.ceil(context.limits.shutdown_s_max),
     )
     return _Server(config, tls_context(endpoint.security.tls), handed=context.group is not None)
 

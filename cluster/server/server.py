@@ -136,7 +136,8 @@ async def _serve(
                 await run_endpoint(endpoint, context, sockets, stop, runs, work(url), watch)
             else:
                 join = await _join_arguments(endpoint, settings, cluster, sockets)
-                frontends = Frontends(endpoint, sockets, join, context.parts)
+                detached = settings.detached_folder is not None
+                frontends = Frontends(endpoint, sockets, join, context.parts, detached=detached)
                 serving = frontends.run(), frontends.stop
                 await run_serving(*serving, stop, runs, _announced(frontends, work(url)), watch)
     finally:

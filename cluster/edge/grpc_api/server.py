@@ -48,7 +48,7 @@ class PublicServer:
 
     def __init__(self, context: EdgeContext, *, tls: Tls | None = None) -> None:
         """Raises OSError when the files of `tls` cannot be read."""
-        self._shutdown_s_max = context.limits.shutdown_s_max
+        self._context = context
         self._gate = FrameGate(min(context.limits.connections_max, CONNECTIONS_MAX), tls)
         self._health = Health(context.models, [generation.SERVICE])
         self._server = grpc.aio.server(
@@ -84,4 +84,4 @@ class PublicServer:
         finally:
             self._health.end()
             await self._gate.close()
-            await self._server.stop(self._shutdown_s_max)
+            await self._server.stop(self._context.shutdown_s_max())

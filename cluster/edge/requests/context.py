@@ -26,6 +26,8 @@ Parts = Mapping[str, Callable[[], object]]
 """The parts of a support bundle by name. Each is called on a thread, returns JSON data, and may raise
 TidemillError."""
 
+PATIENT_S_MAX = 86_400.0
+
 ID_CHARS = 12
 """The characters of a random id: enough to tell requests of one name apart."""
 
@@ -43,9 +45,10 @@ class Sources:
 
 @dataclass(slots=True)
 class StopReason:
-    """The reason that open answers get when the server stops."""
+    """The reason that open answers get when the server stops. `is_patient`: they have any time to end."""
 
     text: str = "this server stops"
+    is_patient: bool = False
 
 
 class EdgeGroup(Protocol):
@@ -79,6 +82,10 @@ class EdgeContext:
     stop_reason: StopReason = field(default_factory=StopReason)
     history: History = field(default_factory=History)
     group: EdgeGroup | None = None
+
+    def shutdown_s_max(self) -> float:
+        """Return the time that open answers have when the server stops now."""
+        return PATIENT_S_MAX if self.stop_reason.is_patient else self.limits.shutdown_s_max
 
     async def answers(
         self,

@@ -76,9 +76,12 @@ class Detached:
         assert pid is not None
         return pid
 
+    def worker_rows(self) -> list[dict[str, Any]]:
+        """Return the workers, as `tidemill status` has them."""
+        return httpx.get(f"{self.url}/cluster", timeout=300).json()["workers"]
+
     def workers(self) -> set[str]:
-        rows = httpx.get(f"{self.url}/cluster", timeout=300).json()["workers"]
-        return {row["info"]["worker"] for row in rows}
+        return {row["info"]["worker"] for row in self.worker_rows()}
 
     def serves(self) -> bool:
         with suppress(httpx.HTTPError):

@@ -251,4 +251,25 @@ BUGS: tuple[Planted, ...] = (
         "min({*$ANSWERED}, default=self._at)",
         "tests/unit/cluster/rpc/test_router_client.py",
     ),
+    Planted(
+        "an edge that stands still is kept",
+        "cluster/server/frontends.py::Frontends._poll",
+        "if $EDGE.misses == MISSES_MAX:",
+        "if False:",
+        "tests/unit/cluster/server/test_frontends.py",
+    ),
+    Planted(
+        "an edge is killed for pauses that do not follow each other",
+        "cluster/server/frontends.py::Frontends._poll",
+        "if $EDGE.has_served and not $EDGE.serves else 0",
+        "if $EDGE.has_served and not $EDGE.serves else $EDGE.misses",
+        "tests/unit/cluster/server/test_frontends.py",
+    ),
+    Planted(
+        "an edge whose server was killed cuts its answers",
+        "cluster/server/edge_group.py::LinkedGroup.run",
+        "$CONTEXT.stop_reason.is_patient = True",
+        "pass",
+        "tests/unit/cluster/server/test_frontends.py",
+    ),
 )

@@ -1,19 +1,32 @@
 """The link of a server and its edge processes, and the connections that it hands on."""
 
 import asyncio
+import os
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from tests.support.cluster.fake_service import sources
 from tidemill.cluster.cli import main as cli
+from tidemill.cluster.edge.requests.context import PATIENT_S_MAX, open_context
 from tidemill.cluster.edge.requests.security import Security, Tls
+from tidemill.cluster.metrics.edge_samples import EdgeSamples
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.observability.telemetry import Telemetry
+from tidemill.cluster.rpc.codec import encode
+from tidemill.cluster.server import edge_group, frontends
 from tidemill.cluster.server import link as module
-from tidemill.cluster.server.endpoint import Endpoint, HandedSocket
-from tidemill.cluster.server.frontends import edge_arguments
+from tidemill.cluster.server.edge_group import LinkedGroup
+from tidemill.cluster.server.endpoint import Endpoint, HandedSocket, Sockets
+from tidemill.cluster.server.frontends import (
+    MISSES_MAX,
+    Frontends,
+    _Edge,  # pyright: ignore[reportPrivateUsage]
+    edge_arguments,
+)
 from tidemill.cluster.server.link import Link
 from tidemill.workers.messages import Unserved
 
@@ -135,3 +148,82 @@ def test_arguments_of_an_edge_process_are_those_of_the_server(tmp_path: Path) ->
         for argument in edge_arguments(Endpoint(host="a", port=1), 1, ["b:1"], None)
         if "ssl" in argument
     ]
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_answers_of_an_edge_have_any_time_if_its_server_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+    is_killed: bool,  # noqa: FBT001 - a parameter of the test
+) -> None:
+    """A server that lives has closed the link because it stops, and its signal follows."""
+    monkeypatch.setattr(edge_group, "ENDING_S_MAX", 0.2)
+    context = open_context([], sources())
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        group = LinkedGroup(theirs)
+        running = asyncio.create_task(group.run(context, []))
+        await asyncio.sleep(0.05)
+        assert context.shutdown_s_max() == context.limits.shutdown_s_max
+        ours.close()
+        if is_killed:
+            monkeypatch.setattr(os, "getppid", lambda: 1)
+        await running
+
+    asyncio.run(main())
+    assert (context.shutdown_s_max() == PATIENT_S_MAX) is is_killed
+
+
+class ScriptedEdge:
+    """An edge process and its link: it answers or misses each poll, by a script that begins again."""
+
+    def __init__(self, answers: str) -> None:
+        self._answers = answers
+        self.polls = 0
+        self.killed_at: list[int] = []
+
+    def kill(self) -> None:
+        self.killed_at.append(self.polls)
+
+    async def call(self, name: str) -> bytes:
+        assert name == "samples"
+        self.polls += 1
+        if self._answers[(self.polls - 1) % len(self._answers)] == "-":
+            raise Unserved("the other process does not answer samples")
+        return encode(EdgeSamples())
+
+
+@pytest.mark.parametrize(
+    ("answers", "has_served", "killed_at"),
+    [
+        ("-", True, [MISSES_MAX]),
+        ("-", False, []),
+        ("+-", True, []),
+        ("+--", True, [3, 6]),
+    ],
+    ids=["frozen", "starting", "slow", "frozen later"],
+)
+def test_edge_that_misses_polls_in_a_row_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+    answers: str,
+    has_served: bool,  # noqa: FBT001 - a parameter of the test
+    killed_at: list[int],
+) -> None:
+    """Once, and not while it starts."""
+    monkeypatch.setattr(frontends, "POLL_S", 0.0)
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            endpoint = Endpoint(host="127.0.0.1", port=0)
+            served = Frontends(endpoint, Sockets(listener), [], {}, detached=False)
+            edge = ScriptedEdge(answers)
+            run = _Edge(cast("Any", edge), cast("Any", edge), [], has_served=has_served)
+            served._edges[0] = run  # pyright: ignore[reportPrivateUsage]
+            polling = asyncio.create_task(served._poll())  # pyright: ignore[reportPrivateUsage]
+            while edge.polls < 7:  # noqa: ASYNC110 - a line of ours
+                await asyncio.sleep(0)
+            polling.cancel()
+            await asyncio.wait([polling])
+            assert edge.killed_at == killed_at
+
+    asyncio.run(main())

@@ -1,0 +1,105 @@
+"""Edges of a killed detached endpoint complete their answers and end, unless `tidemill down` ends them."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.lifecycle.test_detached import Detached
+from tests.support.e2e.server import command_of, eventually
+from tests.support.e2e.streams import Stream, client_of
+from tidemill.cluster.supervisor.processes import endpoint_pid
+
+pytestmark = pytest.mark.slow
+
+EDGES = 2
+SIZES = ("--decode", "1", "--prefill", "1", "--memory", "64MiB")
+OPTIONS = (*SIZES, "--frontends", str(EDGES), "--shutdown-timeout", "1")
+"""Answers take longer than the time that a server has for its end."""
+
+
+@pytest.fixture
+def detached() -> Iterator[Detached]:
+    detached = Detached()
+    try:
+        status, out, err = detached.run("serve", "keeper", "--port", "0", *OPTIONS, "--detach")
+        assert status == 0, out + err
+        yield detached
+    finally:
+        for process in detached.processes():
+            with suppress(psutil.Error):
+                process.kill()
+
+
+def edges(detached: Detached) -> set[int]:
+    return {process.pid for process in detached.processes() if "--inherited" in command_of(process)}
+
+
+def body(seed: int, max_tokens: int) -> dict[str, Any]:
+    sampling = {"temperature": 0, "ignore_eos": True}
+    return {"model": "keeper", "prompt": [5 + seed] * 100, "max_tokens": max_tokens, **sampling}
+
+
+async def kill_endpoint_under(
+    detached: Detached, streams: list[Stream], then: Callable[[], None] | None = None
+) -> None:
+    """kill -9 of the endpoint when all streams are under way, each on a connection of its own. Return at
+    their ends, or after `then` if that is given."""
+
+    async def run(stream: Stream) -> None:
+        async with client_of(detached.url) as client:
+            await stream.run(client)
+
+    running = [asyncio.create_task(run(stream)) for stream in streams]
+    for stream in streams:
+        await stream.under_way.wait()
+    psutil.Process(detached.endpoint()).kill()
+    if then is None:
+        await asyncio.gather(*running)
+        return
+    await asyncio.to_thread(then)
+    await asyncio.gather(*running, return_exceptions=True)
+
+
+def test_edges_of_a_killed_endpoint_complete_their_answers_and_end(detached: Detached) -> None:
+    before = edges(detached)
+    assert len(before) == EDGES
+    kept = [Stream(body(seed, max_tokens=600)) for seed in range(2 * EDGES)]
+    asyncio.run(kill_endpoint_under(detached, kept))
+    eventually(detached.serves)
+    eventually(lambda: edges(detached).isdisjoint(before) and len(edges(detached)) == EDGES)
+
+    async def again() -> list[Stream]:
+        streams = [Stream(stream.body) for stream in kept]
+        async with client_of(detached.url) as client:
+            await asyncio.gather(*(stream.run(client) for stream in streams))
+        return streams
+
+    assert [stream.outcome for stream in asyncio.run(again())] == [stream.outcome for stream in kept]
+    assert detached.run("down")[0] == 0
+    eventually(detached.nothing_is_left)
+
+
+def test_down_ends_edges_of_a_killed_endpoint(detached: Detached) -> None:
+    """Their answers are still in progress, because the worker stands still, and another endpoint has begun to
+    start."""
+    before, killed = edges(detached), detached.endpoint()
+    [worker] = [row["info"]["pid"] for row in detached.worker_rows() if row["info"]["role"] == "decode"]
+    cut = [Stream(body(seed, max_tokens=1500)) for seed in range(EDGES)]
+
+    def down() -> None:
+        psutil.Process(worker).suspend()
+        root = Path(detached.record.root)
+        eventually(lambda: endpoint_pid(root) not in (None, killed))
+        assert not any(stream.finish_reason for stream in cut), "too late: make the streams longer"
+        assert edges(detached) >= before
+        status, _, err = detached.run("down")
+        assert status == 0, err
+
+    asyncio.run(kill_endpoint_under(detached, cut, down))
+    assert not any(stream.finish_reason for stream in cut)
+    eventually(detached.nothing_is_left)
