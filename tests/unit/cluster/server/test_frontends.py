@@ -155,7 +155,7 @@ def test_answers_of_an_edge_have_any_time_if_its_server_is_killed(
     monkeypatch: pytest.MonkeyPatch,
     is_killed: bool,  # noqa: FBT001 - a parameter of the test
 ) -> None:
-    """A server that lives has closed the link because it stops, and its signal follows."""
+    """A running server closes the link when it stops, and its signal follows."""
     monkeypatch.setattr(edge_group, "ENDING_S_MAX", 0.2)
     context = open_context([], sources())
 
