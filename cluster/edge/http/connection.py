@@ -7,7 +7,7 @@ cluster/edge/requests/security.py what comes before it over TLS.
 import asyncio
 import json
 
-from starlette.types import Scope
+from starlette.types import Message, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -122,6 +122,8 @@ class Connection(HttpToolsProtocol):
             self._forget_reader()
         super().on_headers_complete()
         if getattr(self.cycle, "scope", None) is self.scope:  # else it is no request of HTTP
+            if self.scope["http_version"] == "1.0":
+                _leave_out_chunks(self.cycle)
             self.scope["extensions"] = {BODY_WRITER: {"writer": BodyWriter(self.cycle)}}
 
     def on_body(self, body: bytes) -> None:
@@ -213,6 +215,22 @@ class Connection(HttpToolsProtocol):
         if self._send_due is not None:
             self._send_due.cancel()
             self._send_due = None
+
+
+def _leave_out_chunks(cycle: RequestResponseCycle) -> None:
+    """Have a reply end with its connection, before it begins: HTTP/1.0 knows no chunks.
+
+    uvicorn writes chunks wherever a reply states no length, and checks the length of one without chunks.
+    """
+    cycle.chunked_encoding = False
+    send: Send = cycle.send  # type: ignore[assignment]  # a Message, as uvicorn has it
+
+    async def send_plainly(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_plainly  # type: ignore[method-assign]
 
 
 class _Turns(FlowControl):

@@ -464,23 +464,39 @@ def test_too_large_head_is_answered() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_answer_to_http_1_0_ends_with_its_connection(*, stream: bool) -> None:
-    """Such a client may leave out the host. Streams come in chunks, which uvicorn does not leave out."""
-    body = {"model": "keeper", "prompt": "a", "stream": stream}
+    """Such a client may leave out the host, and knows no chunks."""
+    body = {"model": "keeper", "prompt": "a", "stream": stream, "max_tokens": 9}
     request = post(body).replace(b" HTTP/1.1\r\nhost: localhost\r\n", b" HTTP/1.0\r\n")
     assert b"host" not in request
 
+    async def main() -> tuple[bytes, bytes]:
+        service = FakeService(saying(" a b c d e"))
+        async with asyncio.timeout(CUT_S), serving(app_over(service)) as url, connected(url) as ends:
+            ends[1].write(request)
+            found = await until_closed(ends[0])
+        async with serving(app_over(service)) as url, httpx.AsyncClient(base_url=url) as client:
+            return found, (await client.post(PATH, json=body)).content
+
+    answer, expected = asyncio.run(main())
+    head, _, text = answer.partition(b"\r\n\r\n")
+    assert head.split(b" ")[1] == b"200"
+    assert b"transfer-encoding" not in head.lower()
+    assert text == expected
+    assert b" d" in text
+
+
+def test_error_in_a_stream_to_http_1_0_is_its_last_event() -> None:
+    body = {"model": "keeper", "prompt": "a", "stream": True}
+    request = post(body).replace(b" HTTP/1.1\r\n", b" HTTP/1.0\r\n")
+
     async def main() -> bytes:
-        app = app_over(FakeService(saying(" a b")))
+        app = app_over(FakeService(saying(" a b c"), fail_at=2))
         async with asyncio.timeout(CUT_S), serving(app) as url, connected(url) as (reader, writer):
             writer.write(request)
             return await until_closed(reader)
 
-    head, _, answer = asyncio.run(main()).partition(b"\r\n\r\n")
-    assert head.split(b" ")[1] == b"200"
-    if stream:
-        assert answer.count(b"data: [DONE]") == 1
-    else:
-        assert json.loads(answer)["choices"][0]["text"] == " a b"
+    events = asyncio.run(main()).partition(b"\r\n\r\n")[2].removesuffix(b"\n\n").split(b"\n\n")
+    assert [event.partition(b":")[0] for event in events] == [b"data", b"data", b"event"]
 
 
 def test_trailers_are_not_taken_for_headers() -> None:
