@@ -261,6 +261,14 @@ BODIES: tuple[tuple[str, str, Callable[[], object], int], ...] = (
     ("schema of 1.9 MB", CHATS, lambda: chat([user("a")], response_format=schema(32_000)), 2),
     ("40,000 tools", CHATS, lambda: chat([user("a")], tools=[tool(at) for at in range(40_000)]), 1),
     (
+        "a tool of 4 MiB, 4 times",
+        CHATS,
+        lambda: chat(
+            [user("a")], tools=[{"type": "function", "function": {"name": "f", "description": LONG_TEXT()}}]
+        ),
+        4,
+    ),
+    (
         "arguments of 3 MB",
         CHATS,
         lambda: chat(
@@ -352,6 +360,7 @@ FLOODS: tuple[Attack, ...] = (
         "flood",
         lambda: partial(trickled, opening=SILENT.replace(b": 10", b": 999"), piece=b" ", connections=300),
     ),
+    Attack("1,000 bodies of 9 KiB", "flood", body(COMPLETIONS, lambda: completion(prompt=[70] * 3000), 1000)),
     Attack("half a TLS handshake", "flood", lambda: partial(half_shaken, connections=1500)),
     Attack(
         "requests of HTTP/1.0",

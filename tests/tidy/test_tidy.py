@@ -16,6 +16,7 @@ FUNCTION_LINES_MAX = 60
 PARAMETERS_MAX = 7
 ATTRIBUTES_MAX = 15
 HOUSE_WORDS_NOT_USED = ("manager", "handler", "helper", "util", "utils", "mixin", "misc")
+OVERRIDDEN = ("get_route_handler",)  # methods of libraries, which name them
 
 # One home for each outside library; everything else sees it through our own type.
 HOMES = {
@@ -152,6 +153,8 @@ def test_house_words(path: Path) -> None:
     """STYLE: words that say nothing, or that the field uses for something else."""
     for node in nodes(path):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if node.name in OVERRIDDEN:
+                continue
             for word in HOUSE_WORDS_NOT_USED:
                 assert word not in node.name.lower().split("_"), node.name
                 assert not (isinstance(node, ast.ClassDef) and node.name.lower().endswith(word)), node.name

@@ -27,6 +27,7 @@ class Rendering:
     continues  it ends inside of the last message, which the model continues
     options    variables of the template
     begun      the start of the answer, behind all that
+    chars_max  a longer chat is refused before it is tokenized
 
     Clients mark where later chats will leave this one: behind some characters of a message, or behind
     the first tools.
@@ -37,11 +38,14 @@ class Rendering:
     continues: bool = False
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     begun: str = ""
+    chars_max: int | None = None
     message_marks: Sequence[tuple[int, int]] = ()  # (index of the message, characters)
     tool_marks: Sequence[int] = ()
 
 
 PLAIN = Rendering()
+
+SLICE_TOKENS = 1 << 14
 
 
 class MarkedPrompt(NamedTuple):
@@ -126,10 +130,23 @@ def marked_prompt(
     return tokenizer.encode_marked(prompt, breakpoints)
 
 
+def check_chars(chars: int, most: int, param: str) -> None:
+    """Refuse a text that is too long whatever its tokens are. Raises RequestError."""
+    if chars > most:
+        raise RequestError(
+            f"{chars:,} characters have more tokens than this model takes, because none has more than "
+            f"{most:,} in all: shorten the {param}",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
 def text_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """Return the text of tokens, including special ones."""
+    """Return the text of tokens, including special ones. Other threads run between slices of it."""
     pieces = {token: tokenizer.piece(token) for token in set(tokens)}
-    return b"".join(map(pieces.__getitem__, tokens)).decode(errors="replace")
+    slices = (tokens[start : start + SLICE_TOKENS] for start in range(0, len(tokens), SLICE_TOKENS))
+    written = [b"".join(map(pieces.__getitem__, part)) for part in slices]
+    return b"".join(written).decode(errors="replace")
 
 
 def growing(text: str, into: Sequence[str]) -> int:

@@ -21,7 +21,7 @@ from tidemill.cluster.edge.chat.templates import (
     shared_ends,
     tried,
 )
-from tidemill.cluster.edge.chat.text import PLAIN, MarkedPrompt, Message, Rendering
+from tidemill.cluster.edge.chat.text import PLAIN, MarkedPrompt, Message, Rendering, check_chars
 from tidemill.workers.messages import RequestError
 
 PENDING_TOKENS_MAX = 8
@@ -100,6 +100,8 @@ class FolderTokenizer:
             )
         messages, how = self._control.marked(messages, how)
         text = template.render(template.shape.turns(messages), how)
+        if how.chars_max is not None:
+            check_chars(len(text), how.chars_max, "tools" if how.tools else "messages")
         ends = shared_ends(template.render, template.shape, messages, how, text)
         text += how.begun
         has_marks = MARK in text

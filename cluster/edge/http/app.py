@@ -21,7 +21,7 @@ from tidemill.cluster.edge.http.connection import BodyWriter, body_writer_of
 from tidemill.cluster.edge.http.dashboard import add_page_routes
 from tidemill.cluster.edge.http.errors import add_error_replies
 from tidemill.cluster.edge.http.memory import BudgetBody, memory_of
-from tidemill.cluster.edge.http.middleware import EdgeMiddleware
+from tidemill.cluster.edge.http.middleware import EdgeMiddleware, JsonRoute
 from tidemill.cluster.edge.http.openapi import describe
 from tidemill.cluster.edge.http.replies import (
     ChunkEvents,
@@ -55,6 +55,7 @@ def app_of(context: EdgeContext) -> FastAPI:
     /version and /docs."""
     edge = Edge(context)
     app = FastAPI(title="Tidemill", version=__version__, docs_url=None, redoc_url=None)
+    app.router.route_class = JsonRoute
     app.add_middleware(
         EdgeMiddleware,
         new_id=context.sources.new_id,

@@ -4,15 +4,19 @@ It also ends replies that are open when the server stops.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from math import inf
 from typing import Any
+from weakref import WeakValueDictionary
 
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tidemill.cluster.edge.chat.request.json_text import parse_json
 from tidemill.cluster.edge.http.dashboard import PAGE_PATHS
 from tidemill.cluster.edge.http.same_origin import check_site
 from tidemill.cluster.edge.http.stream import EventStream, event
@@ -147,6 +151,23 @@ class EdgeMiddleware:
         return status, reply
 
 
+class _JsonRequest(Request):
+    async def json(self) -> object:
+        return parse_json(await self.body())
+
+
+class JsonRoute(APIRoute):
+    """A route whose body is parsed faster than by starlette, with the same result."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_parsed(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return handle_parsed
+
+
 def _own_headers(state: Mapping[str, Any]) -> dict[str, str]:
     """Return the headers of every reply: the id, and the fields of the request without an effect."""
     ignored = state.get("ignored")
@@ -156,17 +177,23 @@ def _own_headers(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 class _Pace:
-    """Has larger bodies checked and parsed one by one: together they would hold the loop for their sum."""
+    """Has larger bodies checked and parsed one by one: together they would hold the loop for their sum.
+
+    A flood of one client does not delay the bodies of others: one of its bodies at a time waits for the
+    lock of all.
+    """
 
     def __init__(self) -> None:
         self._one = asyncio.Lock()
+        self._one_of = WeakValueDictionary[str, asyncio.Lock]()  # by client
         self._last_s = -inf
 
     @asynccontextmanager
-    async def checking(self, num_bytes: int) -> AsyncGenerator[None]:
+    async def checking(self, num_bytes: int, client: str) -> AsyncGenerator[None]:
         """Check a body within the block; it is parsed right behind it, before the next one gets here."""
         time_s = asyncio.get_running_loop().time
-        async with self._one:
+        own = self._one_of.setdefault(client, asyncio.Lock())
+        async with own, self._one:
             if time_s() < self._last_s + RECENT_S:
                 await asyncio.sleep(min(PAUSE_S_MAX, num_bytes / PAUSED_BYTES_PER_S))
             try:
@@ -222,8 +249,9 @@ class _Body:
                 code="body_too_slow",
             ) from error
         self._whole = b"".join(parts)
+        parts.clear()  # bodies that wait for their check are there once
         is_paced = self._num_bytes > PACED_BYTES_MIN
-        async with self._pace.checking(self._num_bytes) if is_paced else nullcontext():
+        async with self._pace.checking(self._num_bytes, self._client) if is_paced else nullcontext():
             await check_json_body(self._whole)
         return True
 

@@ -280,10 +280,11 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 
 
 def unsupported_field(extra: dict[str, object]) -> str | None:
-    """Return the first field of `extra` that asks for something unsupported."""
-    for name, value in extra.items():
-        harmless = UNSUPPORTED.get(name)
+    """Return a field of `extra` that asks for something unsupported."""
+    for name, harmless in UNSUPPORTED.items():
         # compared with its type, because `echo: 0` does not mean false
-        if harmless is not None and not any(type(value) is type(same) and value == same for same in harmless):
+        if name in extra and not any(
+            type(extra[name]) is type(same) and extra[name] == same for same in harmless
+        ):
             return name
     return None

@@ -15,7 +15,14 @@ from tidemill.cluster.edge.chat.request.request_builder import GenerationTerms, 
 from tidemill.cluster.edge.chat.request.structured import grammar_of
 from tidemill.cluster.edge.chat.request.tool_grammar import forced
 from tidemill.cluster.edge.chat.request.tools import Tool, offered
-from tidemill.cluster.edge.chat.text import MarkedPrompt, Rendering, Tokenizer, marked_prompt, text_of
+from tidemill.cluster.edge.chat.text import (
+    MarkedPrompt,
+    Rendering,
+    Tokenizer,
+    check_chars,
+    marked_prompt,
+    text_of,
+)
 from tidemill.cluster.edge.flow import content_hash_of
 from tidemill.cluster.edge.requests.bodies import (
     UNSUPPORTED,
@@ -157,6 +164,7 @@ class Intake:
             continues=continues,
             options={**body.effort(), **body.chat_template_kwargs},
             begun=begun,
+            chars_max=self._chars_max,
             message_marks=[
                 (index, chars) for index, turn in enumerate(body.messages) for chars, _ in turn.marks
             ],
@@ -168,7 +176,7 @@ class Intake:
                 param="continue_final_message",
             )
         chars = sum(len(message.content) for message in messages)
-        self._check_chars(chars, "messages")
+        check_chars(chars, self._chars_max, "messages")
         is_plain = not (
             tools or how.options or how.message_marks or any(message.more for message in messages)
         )
@@ -228,7 +236,7 @@ class Intake:
 
     async def _encoded(self, prompt: str | list[int], breakpoints: Sequence[int] = ()) -> MarkedPrompt:
         if isinstance(prompt, str):
-            self._check_chars(len(prompt), "prompt")
+            check_chars(len(prompt), self._chars_max, "prompt")
             if len(prompt) > INLINE_CHARS_MAX:
                 return await self.in_thread(marked_prompt, self._tokenizer, prompt, breakpoints)
         return marked_prompt(self._tokenizer, prompt, breakpoints)
@@ -254,16 +262,10 @@ class Intake:
         async with self._threads:
             return await asyncio.to_thread(work, *args, **options)
 
-    def _check_chars(self, chars: int, param: str) -> None:
-        """Refuse a text that is too long whatever its tokens are. Raises RequestError."""
-        most = self._model.max_model_len * self._tokenizer.token_chars_max
-        if chars > most:
-            raise RequestError(
-                f"{chars:,} characters exceed the {self._model.max_model_len} tokens that this model takes: "
-                f"shorten the {param}",
-                param=param,
-                code="context_length_exceeded",
-            )
+    @property
+    def _chars_max(self) -> int:
+        """Return the characters of the longest text that the model may take."""
+        return self._model.max_model_len * self._tokenizer.token_chars_max
 
     def _check(self, body: Body) -> None:
         body.check_marks()

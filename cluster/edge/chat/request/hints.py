@@ -5,6 +5,7 @@ The names are those of Anthropic (cache_control), OpenAI (prompt_cache_key, prom
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Annotated, Any, Literal, NamedTuple, cast
 from urllib.parse import quote
 
@@ -129,7 +130,7 @@ class HintedParams(Params):
     def ignored(self, harmless: Mapping[str, object]) -> tuple[str, ...]:
         """Return the fields that have no effect, as a header names them. `harmless` asks for what is so
         anyway."""
-        return tuple(map(_printable, self._ignored(harmless)))[:IGNORED_NAMES_MAX]
+        return tuple(map(_printable, islice(self._ignored(harmless), IGNORED_NAMES_MAX)))
 
     def _ignored(self, harmless: Mapping[str, object]) -> Iterator[str]:
         yield from (name for name in self.model_extra or {} if name not in harmless)

@@ -1,6 +1,5 @@
 """The messages of a chat, as clients write them and as chat templates read them."""
 
-import json
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import (
@@ -15,6 +14,7 @@ from pydantic import (
 )
 
 from tidemill.cluster.edge.chat.request.hints import Mark, marks_of
+from tidemill.cluster.edge.chat.request.json_text import parse_json
 from tidemill.cluster.edge.chat.request.params import absent_if_null, valid_text
 from tidemill.cluster.edge.chat.text import Message
 
@@ -48,7 +48,7 @@ def _arguments(value: object) -> dict[str, Any]:
     """Parse the arguments: clients send a text, templates want an object."""
     if isinstance(value, str):
         try:
-            value = json.loads(value or "{}")
+            value = parse_json(value or "{}")
         except (ValueError, RecursionError):
             raise ValueError("give the text of a JSON object, as it came") from None
     if not isinstance(value, dict):

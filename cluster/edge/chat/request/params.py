@@ -79,7 +79,7 @@ def one_prompt(value: object) -> str | list[int]:
     if isinstance(value, str):
         return valid_text(value)
     tokens = list(cast("Sequence[object]", value)) if isinstance(value, list | tuple) else [None]
-    if any(type(token) is not int for token in tokens):
+    if not {*map(type, tokens)} <= {int}:
         raise ValueError(PROMPT_FORMS)
     return cast("list[int]", tokens)
 

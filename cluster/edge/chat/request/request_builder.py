@@ -111,8 +111,8 @@ def requests_of(
 ) -> list[Request]:
     """Return the `n` requests for one prompt, which came in the field `param`. Raises RequestError."""
     tokens = tuple(prompt.tokens)
-    check_tokens(tokens, param, model)
     allowance = _allowance(len(tokens), param, terms.max_tokens, model)
+    check_tokens(tokens, param, model)
     if terms.sampling.min_tokens > allowance:
         raise RequestError(
             f"min_tokens {terms.sampling.min_tokens} is more than the {allowance} tokens that may come: "

@@ -19,6 +19,7 @@ from tests.support.cluster.fake_service import (
     saying,
     sources,
 )
+from tidemill.cluster.edge.chat.request import hints as hints_module
 from tidemill.cluster.edge.chat.text import text_of
 from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
@@ -243,3 +244,18 @@ def test_urgency_of_dynamo_is_a_priority_class() -> None:
         assert request is not None
         assert request.priority == priority
         assert ignored == (["nvext.agent_hints.priority"] if "priority" in hints else [])
+
+
+def test_as_many_ignored_fields_are_written_as_the_header_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body of 32,000 unknown fields holds the loop for those in the header alone."""
+    written: list[str] = []
+
+    def printable(name: str) -> str:
+        written.append(name)
+        return name
+
+    monkeypatch.setattr(hints_module, "_printable", printable)
+    fields = {f"x{number}": 1 for number in range(4 * hints_module.IGNORED_NAMES_MAX)}
+    status, _, _, ignored = sent("/v1/completions", {"prompt": TEXT, **fields})
+    assert (status, ignored) == (200, written)
+    assert len(written) == hints_module.IGNORED_NAMES_MAX

@@ -3,11 +3,14 @@
 import asyncio
 import threading
 import time
+import tracemalloc
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from starlette.responses import JSONResponse
 
 from tests.support.cluster.fake_service import (
@@ -20,13 +23,15 @@ from tests.support.cluster.fake_service import (
     tokenizer,
     worker_status,
 )
-from tidemill.cluster.edge.chat.text import MarkedPrompt
+from tidemill.cluster.edge.chat.text import SLICE_TOKENS, MarkedPrompt, text_of
 from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
 from tidemill.cluster.edge.http import middleware
+from tidemill.cluster.edge.http.middleware import PACED_BYTES_MIN
 from tidemill.cluster.edge.http.replies import SLICE_ITEMS, large_json
 from tidemill.cluster.edge.requests.bodies import MESSAGES_MAX
 from tidemill.cluster.edge.requests.intake import INLINE_CHARS_MAX
 
+PIECE_BYTES = 1 << 14
 APP = app_over(FakeService(saying("a")))
 
 
@@ -43,6 +48,13 @@ def test_text_and_back(text: str) -> None:
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
     assert found["max_model_len"] == MODEL.max_model_len
     assert post("/detokenize", tokens=found["tokens"]) == (200, {"prompt": text})
+
+
+def test_long_text_of_tokens_is_that_of_its_slices() -> None:
+    """A character of several tokens may begin in one slice and end in the next."""
+    tokens = tokenizer().encode("na\u00efve \u65e5\u672c")
+    many = tokens * (2 * SLICE_TOKENS // len(tokens) + 3)
+    assert text_of(tokenizer(), many) == "na\u00efve \u65e5\u672c" * (len(many) // len(tokens))
 
 
 def test_chat_as_the_template_writes_it() -> None:
@@ -110,6 +122,26 @@ def test_text_beyond_any_tokens_of_the_model_is_not_tokenized(
     for path, body in bodies:
         status, error = post(path, **body)
         assert (status, error["error"]["code"]) == (400, "context_length_exceeded")
+
+
+LONG = "a" * (MODEL.max_model_len * 20)
+TOOL = {"type": "function", "function": {"name": "f", "description": LONG}}
+CALL = {"type": "function", "function": {"name": "f", "arguments": f'{{"a": "{LONG}"}}'}}
+
+
+@pytest.mark.parametrize("more", [{"tools": [TOOL]}, {"tool_calls": [CALL]}], ids=["tools", "calls"])
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
+def test_chat_is_not_tokenized_if_tools_or_calls_make_it_too_long(
+    path: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encoding(*_: object, **options: object) -> None:
+        raise AssertionError(options)
+
+    monkeypatch.setattr(FolderTokenizer, "_encoding", encoding)
+    message = {"role": "assistant", "content": "a", **{k: v for k, v in more.items() if k != "tools"}}
+    tools = {"tools": more["tools"]} if "tools" in more else {}
+    status, error = post(path, messages=[message], **tools)
+    assert (status, error["error"]["code"]) == (400, "context_length_exceeded")
 
 
 def test_messages_are_bounded() -> None:
@@ -193,6 +225,73 @@ def test_larger_bodies_are_checked_one_by_one_with_pauses(monkeypatch: pytest.Mo
 
     asyncio.run(main())
     assert checked == ["begin", "end"] * 3
+
+
+def test_clients_with_larger_bodies_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another client's body waits for one or two of a flood, not for all of it."""
+    checked: list[bytes] = []
+    begun = asyncio.Event()
+
+    async def check(body: bytes) -> None:
+        checked.append(body[11:12])
+        begun.set()
+
+    monkeypatch.setattr(middleware, "check_json_body", check)
+
+    async def post(app: FastAPI, address: str, letter: str) -> int:
+        transport = httpx.ASGITransport(app, client=(address, 1))
+        body = {"prompt": letter * (2 * PACED_BYTES_MIN)}
+        async with httpx.AsyncClient(transport=transport, base_url="http://edge") as client:
+            return (await client.post("/tokenize", json=body)).status_code
+
+    async def main() -> None:
+        app = app_over(FakeService(saying("a"), model=replace(MODEL, max_model_len=1 << 16)))
+        flood = [asyncio.create_task(post(app, "10.0.0.1", "a")) for _ in range(20)]
+        await begun.wait()
+        others = [post(app, f"10.0.1.{client}", "b") for client in range(2)]
+        assert {*await asyncio.gather(*flood, *others)} == {200}
+
+    asyncio.run(main())
+    assert len(checked) == 22
+    assert checked.index(b"b") <= 3
+    assert checked[:8].count(b"b") == 2
+
+
+def test_bodies_that_wait_are_in_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, waiting, checks = asyncio.Event(), asyncio.Event(), 0
+    pieces, bodies = 32, 4
+
+    async def check(body: bytes) -> None:
+        nonlocal checks
+        checks += 1
+        assert len(body) == pieces * PIECE_BYTES
+        begun.set()
+        await waiting.wait()
+
+    monkeypatch.setattr(middleware, "check_json_body", check)
+
+    async def body() -> AsyncGenerator[bytes]:
+        for _ in range(pieces):
+            yield bytes(PIECE_BYTES)
+
+    async def main() -> int:
+        transport = httpx.ASGITransport(APP)
+        async with httpx.AsyncClient(transport=transport, base_url="http://edge") as client:
+            tracemalloc.start()
+            try:
+                posts = [asyncio.create_task(client.post("/tokenize", content=body())) for _ in range(bodies)]
+                await begun.wait()
+                for _ in range(20 * pieces):
+                    await asyncio.sleep(0)
+                held_bytes, _ = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+            waiting.set()
+            await asyncio.gather(*posts)
+        return held_bytes
+
+    assert asyncio.run(main()) < 1.5 * bodies * pieces * PIECE_BYTES
+    assert checks == bodies
 
 
 def test_few_long_texts_are_tokenized_concurrently(monkeypatch: pytest.MonkeyPatch) -> None:

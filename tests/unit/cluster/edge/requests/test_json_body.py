@@ -1,6 +1,7 @@
-"""The structure of a body is bounded before it is parsed, and strings may hold anything."""
+"""The structure of a body is bounded before it is parsed, as Python's parser does it."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.cluster.fake_service import FakeService, app_over, call, saying
+from tidemill.cluster.edge.chat.request.json_text import parse_json
 from tidemill.cluster.edge.chat.request.messages import ARGUMENTS_BRACKETS_MAX, ARGUMENTS_COMMAS_MAX
+from tidemill.cluster.edge.http import middleware
 from tidemill.cluster.edge.requests.bodies import ChatBody
 from tidemill.cluster.edge.requests.json_body import (
     CONTAINERS_MAX,
@@ -18,6 +21,8 @@ from tidemill.cluster.edge.requests.json_body import (
     check_json,
 )
 from tidemill.workers.messages import RequestError
+
+SURROGATES = ["\ud83d", "a\udc00b", "\ud83d\ude00"]
 
 
 def nested(depth: int) -> str:
@@ -64,6 +69,46 @@ def test_ordinary_json_is_allowed(value: object) -> None:
 
 def test_text_of_brackets_and_quotes_is_allowed() -> None:
     check_json(json.dumps({"prompt": '[{"a\\": [' * 300_000}).encode())
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(SURROGATES),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+def outcome(parse: Callable[[bytes], object], text: bytes) -> str:
+    try:
+        return repr(parse(text))
+    except ValueError as error:
+        return repr(error)
+
+
+@given(JSON, st.booleans(), st.sampled_from(["", "\ufeff", " \n"]), st.sampled_from(["", "}", ",", "\x00"]))
+def test_parser_does_what_pythons_does(value: object, is_ascii: bool, before: str, behind: str) -> None:  # noqa: FBT001
+    text = f"{before}{json.dumps(value, ensure_ascii=is_ascii)}{behind}".encode(errors="surrogatepass")
+    assert outcome(parse_json, text) == outcome(json.loads, text)
+
+
+@pytest.mark.parametrize("text", [b"9" * 4301, b'{"a":1,"a":2}', b"[1e400,-0,-0.0,1E5]", b"[01]", b"[1.]"])
+def test_parser_does_what_pythons_does_with_odd_numbers_and_names(text: bytes) -> None:
+    assert outcome(parse_json, text) == outcome(json.loads, text)
+
+
+def test_routes_use_the_faster_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[bytes] = []
+
+    def parse(text: bytes) -> object:
+        parsed.append(text)
+        return json.loads(text)
+
+    monkeypatch.setattr(middleware, "parse_json", parse)
+    body = b'{"prompt": "a"}'
+    app = app_over(FakeService(saying(" a")))
+    for path in ("/v1/completions", "/tokenize"):
+        reply = call(app, "POST", path, content=body, headers={"content-type": "application/json"})
+        assert reply.status_code == 200
+    assert parsed == [body, body]
 
 
 def posted(path: str, body: bytes) -> tuple[int, Any]:
