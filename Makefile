@@ -8,7 +8,7 @@ export LD_LIBRARY_PATH := $(DEBIAN_LIBS)$(addprefix :,$(LD_LIBRARY_PATH))
 PYTHON ?= python3
 STAMP := $(VENV)/.ready
 
-.PHONY: setup demo test test-all abuse browser triton triton-3.6 nodes gpu gpu-parcel check bench clients fuzz mutations soak soak-faults soak-nodes soak-overload upgrade-test stubs metrics-doc config-doc helm-golden wheel release push docs sbom clean
+.PHONY: setup demo test test-all abuse browser triton triton-3.6 nodes gpu gpu-parcel check bench clients fuzz mutations soak soak-faults soak-nodes soak-overload storm upgrade-test stubs metrics-doc config-doc helm-golden wheel release push docs sbom clean
 
 setup: $(STAMP)
 
@@ -117,6 +117,11 @@ soak-faults: setup
 
 soak-nodes: setup
 	LINE_RUNS=50 python -m pytest tests/e2e/test_nodes.py -k line
+
+# Random kills of every kind of process under 16 streams, each when the last victim is back.
+storm: export STORM_KILLS ?= 200
+storm: setup
+	python -m pytest tests/e2e/lifecycle/test_storm.py -s
 
 soak-overload: setup
 	FLOOD_S=60 python -m pytest tests/e2e/test_overload.py -s -k flood

@@ -32,7 +32,8 @@ GCS = "/gcs_server"
 RAYLET = "/raylet/raylet"
 REAPER = "tidemill.cluster.supervisor.reaper"
 SUPERVISOR = "ray::Supervisor"
-PARTS = (MASTER, OWNER, ROUTER, RANK, GCS, RAYLET, REAPER, SUPERVISOR)
+EDGE = "--inherited"
+PARTS = (MASTER, OWNER, ROUTER, RANK, GCS, RAYLET, REAPER, SUPERVISOR, EDGE)
 
 LOOK_S = 0.05
 
@@ -207,15 +208,21 @@ def rows_of(server: Server, wait_s_max: float = 60.0) -> Rows | None:
 
 def process_of(server: Server, name: str) -> psutil.Process:
     """The present process of that name, awaited if it is being restarted."""
+    return processes_of(server, name, 1)[0]
+
+
+def processes_of(server: Server, name: str, count: int) -> list[psutil.Process]:
+    """The present processes of that name, awaited until there are at least `count`."""
     found: list[psutil.Process] = []
 
-    def is_there() -> bool:
+    def are_there() -> bool:
+        found.clear()
         with suppress(psutil.NoSuchProcess):
             found.extend(_worker(server, name) if name not in PARTS else _part(server, name))
-        return bool(found)
+        return len(found) >= count
 
-    eventually(is_there)
-    return found[0]
+    eventually(are_there)
+    return found
 
 
 def _worker(server: Server, name: str) -> list[psutil.Process]:

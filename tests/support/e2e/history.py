@@ -99,6 +99,7 @@ class Call:
     chunks: list[Chunk] = field(default_factory=list[Chunk])
     usage: dict[str, Any] | None = None
     trouble: list[str] = field(default_factory=list[str])  # of the stream as a stream
+    port: int = 0  # of the client's end of the connection, when the reply has begun
     _grown: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -122,6 +123,7 @@ class Call:
                 if response.is_error:
                     self.trouble.append(f"status {response.status_code}: {(await response.aread()).decode()}")
                     return
+                self.port = response.extensions["network_stream"].get_extra_info("client_addr")[1]
                 await self._read(response)
         except httpx.HTTPError as error:
             self.trouble.append(f"the connection broke: {error!r}")
