@@ -27,6 +27,7 @@ class CatalogueModel:
     memory_router: str | None = None
     ttft_s_max: float
     prefix_caching: bool = True
+    cold_start_s_max: float | None = None  # see ServedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Messages between edge, router, workers and supervisor, except those that the engine defines."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
@@ -80,17 +81,21 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetStatus:
+    """The workers of a fleet, and the number of requests that wait at its router for one to start."""
+
     workers: tuple[WorkerStatus, ...]
+    held: int = 0
 
     def with_budgets(self, budgets: Mapping[str, SetBudget]) -> "FleetStatus":
         """Replace the budget targets by those of another router, given by worker name."""
-        return FleetStatus(
+        return replace(
+            self,
             workers=tuple(
                 replace(worker, set_by=budget.by, set_bytes=budget.num_bytes)
                 if (budget := budgets.get(worker.info.name))
                 else worker
                 for worker in self.workers
-            )
+            ),
         )
 
 
@@ -204,3 +209,4 @@ class Hysteresis(PickledByName):
     cool_s: float = 60.0  # between two removals
     start_s_max: float = 120.0  # for a new worker to start, before more are added
     drain_s: float = 120.0  # in which the workers should empty the queue
+    zero_s: float = math.inf  # without requests before all workers end

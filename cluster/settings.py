@@ -79,6 +79,7 @@ class RouterSettings(PickledByName):
     expected: frozenset[str] = frozenset()  # names of workers
     memory_router: str | None = None
     ttft_s_max: float = math.inf  # the limit of the time to first token
+    held_max: float = math.inf  # the limit of requests that wait for a worker to start
     join_port: int | None = None  # of the first replica, for edges with tokens; None: they cannot join
     cache_folder: Path | None = None  # for compiled placement; None: the definition places
     tls: MutualTls | None = None
@@ -117,10 +118,21 @@ class FleetSettings(PickledByName):
     label: str = ""  # the prefix of its workers' names; empty in a single fleet
     chat: ChatSettings = AUTO
     prefix_caching: bool = True  # requests use pages of earlier ones
+    cold_start_s_max: float | None = None  # see ServedModel; None: the fleet is never scaled to zero
 
     @property
     def model_folder(self) -> Path:
         return self.workers[0].engine.model_folder
+
+    @property
+    def templates(self) -> dict[Role, WorkerSettings]:
+        """The first worker of each role."""
+        return {worker.role: worker for worker in reversed(self.workers)}
+
+    def worker(self, role: Role, name: str) -> WorkerSettings:
+        """Return the settings of the worker of this name; a new one copies the first of its role."""
+        known = {worker.name: worker for worker in self.workers}
+        return known.get(name) or replace(self.templates[role], name=name)
 
 
 def worker_name(label: str, role: Role, index: int) -> str:

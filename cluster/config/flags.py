@@ -15,13 +15,26 @@ from tidemill.cluster.config.paths import ConfigKey, keys
 from tidemill.workers.messages import Role
 
 Scope = Literal[
-    "store", "edge", "cluster", "telemetry", "model", "engine", "group", "prefill", "decode", "mixed"
+    "store",
+    "edge",
+    "cluster",
+    "telemetry",
+    "model",
+    "autoscaling",
+    "engine",
+    "group",
+    "prefill",
+    "decode",
+    "mixed",
 ]
 ROLES: tuple[Role, ...] = get_args(Role)
 
-_NODES = {"model": "models[]", "engine": "models[].engine"} | dict.fromkeys(
-    ("group", *ROLES), "models[].groups[]"
-)
+_NODES = {
+    "model": "models[]",
+    "autoscaling": "models[].autoscaling",
+    "engine": "models[].engine",
+    **dict.fromkeys(("group", *ROLES), "models[].groups[]"),
+}
 _KEYS = {key.path: key for key in keys()}
 
 
@@ -69,6 +82,13 @@ def _role_flags() -> Iterator[Flag]:
         yield Flag(
             title="workers", option=f"--{role}-max", scope=role, key="replicas_max", metavar="N", text=text
         )
+    yield Flag(
+        title="workers",
+        option="--downscale-to-zero-delay",
+        scope="autoscaling",
+        key="downscale_to_zero_delay_s",
+        metavar="SECONDS",
+    )
 
 
 def _rank_flags() -> Iterator[Flag]:

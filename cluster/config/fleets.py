@@ -258,6 +258,8 @@ def _fleet(config: RootConfig, index: int, surroundings: Surroundings, source: s
             replace(template, name=worker_name(label, group.role, position))
             for position in range(first, first + group.replicas)
         ]
+    scaling = model.autoscaling
+    to_zero = scaling.downscale_to_zero_delay_s is not None
     return FleetSettings(
         label=label,
         names=model.names,
@@ -269,9 +271,11 @@ def _fleet(config: RootConfig, index: int, surroundings: Surroundings, source: s
             expected=frozenset(worker.name for worker in workers),
             ttft_s_max=math.inf if model.ttft_max is None else model.ttft_max,
             cache_folder=surroundings.cache_folder,
+            held_max=scaling.max_queued_requests if to_zero else math.inf,
         ),
+        cold_start_s_max=scaling.cold_start_timeout_s if to_zero else None,
         bounds=_bounds(model.groups),
-        hysteresis=_hysteresis(model.autoscaling),
+        hysteresis=_hysteresis(scaling),
         prefix_caching=model.enable_prefix_caching,
         chat=ChatSettings(
             template=model.chat_template,
@@ -320,5 +324,8 @@ def _bounds(groups: Sequence[GroupConfig]) -> dict[Role, Bounds]:
 
 def _hysteresis(config: AutoscalingConfig) -> Hysteresis:
     return Hysteresis(
-        look_s=config.metrics_interval_s, up_s=config.upscale_delay_s, down_s=config.downscale_delay_s
+        look_s=config.metrics_interval_s,
+        up_s=config.upscale_delay_s,
+        down_s=config.downscale_delay_s,
+        zero_s=math.inf if config.downscale_to_zero_delay_s is None else config.downscale_to_zero_delay_s,
     )

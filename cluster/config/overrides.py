@@ -99,9 +99,9 @@ def _nodes(tree: Tree, models: Sequence[Node], flag: Flag) -> Iterator[Node]:
     match flag.scope:
         case "model":
             yield from models
-        case "engine":
+        case "autoscaling" | "engine":
             for location, model in models:
-                yield from _child(model, location, "engine")
+                yield from _child(model, location, flag.scope)
         case "group":
             for location, model in models:
                 yield from _groups(location, model)

@@ -92,7 +92,7 @@ class GroupConfig(ConfigNode):
 
 
 class AutoscalingConfig(ConfigNode):
-    """The delays before workers of a model are added or removed."""
+    """The delays before workers of a model are added or removed, and the way to no worker and back."""
 
     metrics_interval_s: Seconds = 2.0
     """seconds between two samples of the load"""
@@ -100,6 +100,13 @@ class AutoscalingConfig(ConfigNode):
     """seconds of high load before workers are added"""
     downscale_delay_s: Seconds = 300.0
     """seconds of low load before workers are removed"""
+    downscale_to_zero_delay_s: Seconds | None = None
+    """seconds without requests before all workers of the model end; the next request starts as many as at the
+    beginning (never)"""
+    cold_start_timeout_s: Seconds = 300.0
+    """with downscale_to_zero_delay_s: the longest time that a request waits for workers to start; then 503"""
+    max_queued_requests: Count = 256
+    """with downscale_to_zero_delay_s: maximum number of requests that wait for workers; more get 503"""
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
@@ -211,7 +218,7 @@ class ModelConfig(ConfigNode):
     )
     """groups of workers (one that computes prompts and generates)"""
     autoscaling: AutoscalingConfig = AutoscalingConfig()
-    """delays of scaling, for groups with replicas_max"""
+    """delays of scaling, for groups with replicas_max, and of ending all workers of an idle model"""
     engine: EngineConfig = EngineConfig()
     """settings of all its workers"""
 

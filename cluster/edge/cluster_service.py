@@ -8,7 +8,7 @@ from dataclasses import replace
 from opentelemetry.trace import Tracer
 
 from tidemill.cluster.edge.failure_detector import watch
-from tidemill.cluster.edge.flow import serve
+from tidemill.cluster.edge.flow import WAIT_S_MAX, serve
 from tidemill.cluster.edge.service import ReportingEdge, ServedModel
 from tidemill.cluster.edge.tracing import TracedPeers, TracedRouter
 from tidemill.cluster.messages import (
@@ -55,13 +55,15 @@ class ClusterService:
 
     def generate(self, request: Request, sink: TokenSink | None = None) -> AsyncGenerator[StreamPiece]:
         page_tokens = self.info.page_tokens
+        wait_s_max = self.model.cold_start_s_max or WAIT_S_MAX
         if self.resets:
             request = replace(request, salt=f"{request.salt}/{self.resets}")
         if self._tracer is None or not request.trace_parent:
-            return serve(request, self._router, self._peers, self._root_of, page_tokens, sink)
+            router, peers = self._router, self._peers
+            return serve(request, router, peers, self._root_of, page_tokens, sink, wait_s_max)
         router = TracedRouter(self._router, self._tracer, request.trace_parent)
         peers = TracedPeers(self._peers, self._tracer, page_tokens)
-        return serve(request, router, peers, self._root_of, page_tokens)
+        return serve(request, router, peers, self._root_of, page_tokens, wait_s_max=wait_s_max)
 
     async def status(self) -> FleetStatus:
         if self._memory is None:
@@ -105,9 +107,12 @@ class ClusterService:
         """Report what this edge answers and refuses, and learn of resets."""
         reported = Misses()
         while True:
-            misses, known = self._edge.misses(), self.resets
+            misses, known = self._edge.counts.misses(self.model.name), self.resets
+            num_open = 0
+            if self.model.cold_start_s_max is not None:
+                num_open = self._edge.counts.open_requests(self.model.name)
             with suppress(Unserved):  # the next report has it, too
-                resets = await self._router.report(self._edge.id, misses - reported, known)
+                resets = await self._router.report(self._edge.id, misses - reported, known, num_open)
                 self.resets = max(self.resets, resets)  # one may have been ordered here meanwhile
                 reported = misses
             if self.resets == known:  # else the supervisor waits for the next report

@@ -1,6 +1,7 @@
 """The life of one request. Start reading here."""
 
 import asyncio
+import math
 from array import array
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -37,7 +38,7 @@ missing, so that a store that loses everything slows answers and never fails the
 
 
 WAIT_S_MAX = 60.0
-"""The longest wait for a router, and for a worker to start."""
+"""The longest wait for a router, and for a worker to start, of a model that always has workers."""
 
 HAND_OVERS_MAX = 64
 HAND_OVER_PAUSE_S = 0.1
@@ -68,6 +69,7 @@ async def serve(
     root_of: Callable[[str], PageKey],
     page_tokens: int,
     sink: TokenSink | None = None,
+    wait_s_max: float = WAIT_S_MAX,
 ) -> AsyncGenerator[StreamPiece]:
     """Stream the tokens of `request` without those that `sink` takes, placing it again whenever a worker or a
     page is lost.
@@ -77,7 +79,7 @@ async def serve(
     because it may be what crashed the worker. `root_of(salt)` is the namespace's root key. Raises Unserved,
     Overloaded, Poisonous.
     """
-    progress = RequestProgress(request, content_hash_of(request))
+    progress = RequestProgress(request, content_hash_of(request), wait_s_max)
     counted = None if sink is None else progress.counting(sink)
     while progress.attempt <= ATTEMPTS_MAX and progress.hand_overs <= HAND_OVERS_MAX:
         rest = progress.remaining_request()
@@ -123,6 +125,7 @@ class RequestProgress:
 
     request: Request
     content: bytes
+    wait_s_max: float = WAIT_S_MAX  # for a router, and for a worker to start
     attempt: int = 1
     hand_overs: int = 0  # planned ones, which are not failures
     streamed: list[int] = field(default_factory=list[int])
@@ -161,7 +164,7 @@ class RequestProgress:
             resumed=not is_first,
             content_hash=self.content,
             recompute_all=whole,
-            wait_s_max=min(WAIT_S_MAX, rest.ttft_s_max or WAIT_S_MAX) if is_first else WAIT_S_MAX,
+            wait_s_max=min(self.wait_s_max, rest.ttft_s_max or math.inf) if is_first else self.wait_s_max,
         )
 
     def piece(self, delta: Delta, trace: Trace) -> StreamPiece:

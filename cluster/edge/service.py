@@ -1,6 +1,6 @@
 """The edge's interface to the cluster: one served model, its streams, and the state of the fleet."""
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -19,7 +19,8 @@ from tidemill.workers.messages import Request, Role, StreamPiece
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     """A model under the names that clients use. `max_model_len` bounds prompt and output tokens together: the
-    lesser of the model's own limit and what one worker's memory can hold."""
+    lesser of the model's own limit and what one worker's memory can hold. A model without requests may have
+    no workers, and then a request waits up to `cold_start_s_max` for them. None: it always has workers."""
 
     name: str
     folder: Path
@@ -29,18 +30,31 @@ class ServedModel:
     created_s: int  # unix time
     aliases: tuple[str, ...] = ()  # other names for clients
     prefix_caching: bool = True  # false: no request uses the pages of another
+    cold_start_s_max: float | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name, *self.aliases)
 
 
+class EdgeCounts(Protocol):
+    """The counts of an edge, for the autoscaler."""
+
+    def misses(self, model: str) -> Misses:
+        """Return totals since the start."""
+        ...
+
+    def open_requests(self, model: str) -> int:
+        """Return the number of requests whose answers are not complete."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ReportingEdge:
-    """An edge as the supervisor knows it. `misses` returns its totals for one model, for the autoscaler."""
+    """An edge as the supervisor knows it, and what it counts."""
 
     id: str
-    misses: Callable[[], Misses]
+    counts: EdgeCounts
 
 
 class Service(Protocol):

@@ -53,6 +53,10 @@ class EdgeMetrics:
         """Return totals since the start: the requests to this model, and those that were refused or late."""
         return self._misses[model]
 
+    def open_requests(self, model: str) -> int:
+        """Return the number of requests to this model whose answers are not complete."""
+        return self.under_way[model]
+
     def count_error(self, status: int) -> None:
         self._counters[specs.ERRORS].labels(code=str(status)).inc()
 

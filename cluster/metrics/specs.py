@@ -120,11 +120,17 @@ WAITING = Spec(
     text="Sequences that wait for memory of a worker, by the latest heartbeats.",
     unit="requests",
 )
+HELD = Spec(
+    name="num_requests_held",
+    kind="gauge",
+    text="Requests that wait at the first router for a worker to start.",
+    unit="requests",
+)
 USAGE = Spec(
     name="kv_cache_usage_perc",
     kind="gauge",
     text="Share of the memory budgets of all workers that running requests hold.",
     unit="share, 0 to 1",
 )
-STATE_OF_MODELS = (RUNNING, WAITING, USAGE)
+STATE_OF_MODELS = (RUNNING, WAITING, HELD, USAGE)
 """The metrics that are computed at a scrape, from open answers and the reports of workers."""

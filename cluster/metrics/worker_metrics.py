@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from tidemill.cluster.messages import FleetStatus, WorkerStatus
-from tidemill.cluster.metrics.specs import MODEL, RUNNING, USAGE, WAITING, Spec
+from tidemill.cluster.metrics.specs import HELD, MODEL, RUNNING, USAGE, WAITING, Spec
 
 WORKER = (MODEL, "worker", "role")
 
@@ -194,9 +194,13 @@ class FleetCollector:
             model: sum(worker.load.waiting_rows for worker in status.workers)
             for model, status in self._fleets.items()
         }
-        running = {model: max(0, num - waiting.get(model, 0)) for model, num in self._under_way.items()}
+        held = {model: status.held for model, status in self._fleets.items()}
+        running = {
+            model: max(0, num - waiting.get(model, 0) - held.get(model, 0))
+            for model, num in self._under_way.items()
+        }
         usage = {model: _usage(status) for model, status in self._fleets.items()}
-        for spec, values in ((RUNNING, running), (WAITING, waiting), (USAGE, usage)):
+        for spec, values in ((RUNNING, running), (WAITING, waiting), (HELD, held), (USAGE, usage)):
             gauge = GaugeMetricFamily(spec.full_name, spec.text, labels=spec.labels)
             for model, value in values.items():
                 gauge.add_metric([model], value)

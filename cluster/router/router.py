@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from tidemill.cluster.messages import (
@@ -31,6 +32,10 @@ from tidemill.workers.messages import Ack, Heartbeat, Role, Unserved, WorkerId
 SILENCE_S_MAX = 3.0
 """The silence after which a worker is lost: three heartbeats, which need progress of its engine."""
 
+HELD_TOKENS_MAX = 4 << 20
+"""The limit of all prompts that wait for a worker together. A token takes about 40 bytes of the memory of the
+edge that holds its request."""
+
 REMEMBERED_S = 60.0
 """The time after which the router forgets a lost worker, which then counts as silent, too."""
 
@@ -47,6 +52,7 @@ class Router:
         expected: frozenset[str] = frozenset(),
         ttft_s_max: float = math.inf,
         has_budgets: bool = True,
+        held_max: float = math.inf,
         compiled: CompiledPlacement | None = None,
     ) -> None:
         """Create a router without workers.
@@ -54,7 +60,8 @@ class Router:
         `broker` moves memory between the workers of a device after the first heartbeats of those
         named in `expected`. Without it each worker keeps its share. Requests with a time to first
         token over `ttft_s_max` are refused. `has_budgets` is false when another router sets the
-        budgets. `compiled` places in less time what placement.py would.
+        budgets. At most `held_max` requests wait for a worker at a time, with prompts of HELD_TOKENS_MAX
+        together. `compiled` places in less time what placement.py would.
         """
         self._clock = clock
         self._compiled = compiled
@@ -63,6 +70,8 @@ class Router:
         self._commands = OperatorCommands()
         self._quarantine = Quarantine()
         self._load_shedder = LoadShedder(ttft_s_max)
+        self._held_max = held_max
+        self._held = self._held_tokens = 0
         self._heartbeat_at_s: dict[WorkerId, float] = {}  # the latest, also of lost workers
         self._started_s = clock()
         self.on_booked: Callable[[Sequence[RequestBooked]], None] | None = None  # for other routers
@@ -70,7 +79,13 @@ class Router:
 
     async def place(self, request: PlacementRequest) -> Route:
         """Choose the workers of one attempt; wait up to `wait_s_max` for one that can decode. Raises Unserved
-        when none comes, Overloaded, Poisonous."""
+        when none comes or too many requests wait for one, Overloaded, Poisonous."""
+        if (route := self.place_now(request)) is not None:
+            return route
+        with self._holding(request):
+            return await self._place_later(request)
+
+    async def _place_later(self, request: PlacementRequest) -> Route:
         wait_s_max = min(request.wait_s_max, self._load_shedder.patience_s(request))
         give_up_s = self._clock() + wait_s_max
         while (route := self.place_now(request)) is None:
@@ -83,6 +98,24 @@ class Router:
                     f"no decode worker became ready within {wait_s_max:g} s: see `tidemill status`"
                 ) from None
         return route
+
+    @contextmanager
+    def _holding(self, request: PlacementRequest) -> Generator[None]:
+        """Count a request that waits for a worker. A resumed one is always admitted. Raises Unserved."""
+        tokens = self._held_tokens + request.num_tokens
+        is_full = self._held >= self._held_max or (self._held and tokens > HELD_TOKENS_MAX)
+        if is_full and not request.resumed:
+            raise Unserved(
+                f"no worker is ready, and {self._held} requests with {self._held_tokens:,} prompt tokens "
+                "wait for one already: retry when it has started, or raise max_queued_requests"
+            )
+        self._held += 1
+        self._held_tokens = tokens
+        try:
+            yield
+        finally:
+            self._held -= 1
+            self._held_tokens -= request.num_tokens
 
     def place_now(self, request: PlacementRequest) -> Route | None:
         """Choose the workers of one attempt and book it on them; None when no worker can decode. Raises
@@ -175,7 +208,7 @@ class Router:
     def status(self) -> FleetStatus:
         now_s = self._clock()
         members = sorted(self._fleet.members.values(), key=lambda member: member.info.name)
-        return FleetStatus(workers=tuple(self._row(member, now_s) for member in members))
+        return FleetStatus(workers=tuple(self._row(member, now_s) for member in members), held=self._held)
 
     def _row(self, member: Member, now_s: float) -> WorkerStatus:
         budget = SetBudget("broker", member.load.budget_bytes)

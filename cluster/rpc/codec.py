@@ -334,11 +334,13 @@ class RateCount(msgspec.Struct, frozen=True):
 
 
 class EdgeReport(msgspec.Struct, frozen=True):
-    """The answers and refusals of an edge since its last report, and the number of resets that it knows."""
+    """The answers and refusals of an edge since its last report, the number of resets that it knows, and its
+    open requests."""
 
     edge: str
     misses: Misses
     resets: int
+    open_requests: int = 0
 
 
 class _Report(msgspec.Struct, frozen=True, array_like=True):

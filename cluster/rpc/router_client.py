@@ -232,10 +232,11 @@ class RouterClient:
         """See Service.roles."""
         return decode(tuple[RoleScale, ...], await self._call("Roles", lambda: b"", SUPERVISOR_WAIT_S_MAX))
 
-    async def report(self, edge: str, misses: Misses, resets: int) -> int:
-        """Report what the edge of this id has answered and refused since its last report, and the number of
-        resets of the prefix cache that it knows. Return the present number. Raises Unserved."""
-        report = encode(EdgeReport(edge, misses, resets))
+    async def report(self, edge: str, misses: Misses, resets: int, open_requests: int = 0) -> int:
+        """Report what the edge of this id has answered and refused since its last report, the number of
+        resets of the prefix cache that it knows, and its open requests. Return the present number of resets.
+        Raises Unserved."""
+        report = encode(EdgeReport(edge, misses, resets, open_requests))
         return decode(int, await self._call("Missed", lambda: report, SUPERVISOR_WAIT_S_MAX))
 
     async def reset(self, edge: str) -> int:

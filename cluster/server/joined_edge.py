@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from tempfile import NamedTemporaryFile
@@ -246,13 +245,14 @@ class _JoinedEdge:
             eos_token_ids=model.info.eos_token_ids,
             created_s=model.created_s,
             prefix_caching=model.prefix_caching,
+            cold_start_s_max=model.cold_start_s_max,
         )
         service = ClusterService(
             served,
             RouterClient(*map(at, model.routers), tls=tls),
             WorkerClients(tls=tls),
             model.info,
-            edge=ReportingEdge(self._edge, partial(self.context.metrics.misses, name)),
+            edge=ReportingEdge(self._edge, self.context.metrics),
             memory=None if model.memory_router is None else RouterClient(at(model.memory_router), tls=tls),
             tracer=self._sources.tracer,
         )

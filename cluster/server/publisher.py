@@ -45,6 +45,7 @@ class PublishedFleet:
             chat=chat,
             ttft_s_max=fleet.router.ttft_s_max,
             prefix_caching=fleet.prefix_caching,
+            cold_start_s_max=fleet.cold_start_s_max,
         )
 
     def model(self, addresses: Mapping[str, str]) -> CatalogueModel:

@@ -9,7 +9,6 @@ from collections.abc import Coroutine, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +102,7 @@ async def _serve(
     routers = [cluster.router(fleet) for fleet in fleets]
     edge = sources.new_id()
     services = [
-        _service(
-            cluster, fleet, router, sources, ReportingEdge(edge, partial(metrics.misses, fleet.names[0]))
-        )
+        _service(cluster, fleet, router, sources, ReportingEdge(edge, metrics))
         for fleet, router in zip(fleets, routers, strict=True)
     ]
     lines = deque[str](maxlen=LINES_KEPT)
@@ -202,6 +199,7 @@ def _service(
         eos_token_ids=workers[0].eos_token_ids,
         created_s=int(sources.unix_time_s()),
         prefix_caching=fleet.prefix_caching,
+        cold_start_s_max=fleet.cold_start_s_max,
     )
     return ClusterService(
         model,

@@ -1,4 +1,5 @@
-"""Decide the number of workers of each role from the load that the fleet has had. Pure.
+"""Decide the number of workers of each role from the load that the fleet has had, and collect what edges
+report of it. Pure.
 
 Demand is counted in workers. It is the sum of the busy workers, the workers that would have stopped
 the queue from growing, and those that would empty it within `drain_s`. It is scaled up by the share
@@ -25,6 +26,60 @@ the requests within `up_s` was refused or late. Its workers must have been busy 
 
 GROWTH_MAX = 4
 """The maximum growth factor per decision."""
+
+
+EDGE_SILENT_S_MAX = 3.0
+"""The time after which an edge that has not reported is gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeState:
+    """The latest report of an edge: the resets of the prefix cache that it knows, and its open requests."""
+
+    at_s: float
+    resets: int
+    open_requests: int
+
+
+class EdgeReports:
+    """The reports of all edges of a fleet. `misses` are their totals."""
+
+    def __init__(self) -> None:
+        self.misses = Misses()
+        self._edges: dict[str, EdgeState] = {}
+
+    def add(self, edge: str, misses: Misses, state: EdgeState) -> None:
+        """Take a report: what the edge has answered or refused since its last one, and its state."""
+        self.misses += misses
+        self._edges = {**self._alive(state.at_s), edge: state}
+
+    def open_requests(self, now_s: float) -> int:
+        """Return the requests that the edges had open in their latest reports."""
+        return sum(state.open_requests for state in self._alive(now_s).values())
+
+    def lags(self, edge: str, resets: int, now_s: float) -> bool:
+        """Return whether an edge other than `edge` runs and knows fewer resets."""
+        return any(state.resets < resets for other, state in self._alive(now_s).items() if other != edge)
+
+    def _alive(self, now_s: float) -> dict[str, EdgeState]:
+        since_s = now_s - EDGE_SILENT_S_MAX
+        return {edge: state for edge, state in self._edges.items() if state.at_s > since_s}
+
+
+class IdleClock:
+    """Measures for how long a fleet has had no requests."""
+
+    def __init__(self, reports: EdgeReports) -> None:
+        self._reports = reports
+        self._used_s: float | None = None
+        self._misses = Misses()  # then
+
+    def idle_s(self, now_s: float, *, starts: bool) -> float:
+        """Return the seconds without requests; a fleet that `starts` counts as one with requests."""
+        is_used = self._reports.open_requests(now_s) or self._reports.misses != self._misses
+        if starts or is_used or self._used_s is None:
+            self._used_s, self._misses = now_s, self._reports.misses
+        return now_s - self._used_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 
 from tidemill.cluster.joining.members import Members
+from tidemill.cluster.settings import FleetSettings
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Role
 
@@ -68,6 +69,14 @@ class ClusterPlan:
     @property
     def workers(self) -> list[str]:
         return [name for fleet in self.fleets for name in fleet.workers]
+
+
+def initial_plan(fleet: FleetSettings) -> FleetPlan:
+    """Return the plan of a fleet that has not been started."""
+    workers = {
+        worker.name: PlannedWorker(started_as=worker.role, role=worker.role) for worker in fleet.workers
+    }
+    return FleetPlan(workers=workers)
 
 
 class JournalStore(Protocol):

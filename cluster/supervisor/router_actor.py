@@ -48,6 +48,7 @@ class RouterActor:
             expected=settings.expected,
             ttft_s_max=settings.ttft_s_max,
             has_budgets=settings.memory_router is None,
+            held_max=settings.held_max,
             compiled=_compiled(settings.cache_folder),
         )
         self._namespace: str = RAY.get_runtime_context().namespace

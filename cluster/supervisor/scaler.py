@@ -7,15 +7,16 @@ operator gave another role is never drained by load.
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count, islice
 from typing import Protocol, get_args
 
-from tidemill.cluster.messages import FleetStatus, Misses, RoleScale, WorkerStatus
+from tidemill.cluster.messages import FleetStatus, RoleScale, WorkerStatus
 from tidemill.cluster.settings import FleetSettings, RouterSettings, WorkerSettings, worker_name
-from tidemill.cluster.supervisor.autoscaling import Change, Sample, decide, take_sample
+from tidemill.cluster.supervisor import autoscaling
+from tidemill.cluster.supervisor.autoscaling import Change, EdgeReports, Sample
 from tidemill.cluster.supervisor.journal import FleetPlan, Lifecycle, PlannedWorker
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError, Role, Unserved
@@ -101,7 +102,7 @@ class Scaler:
         cluster: ScalableCluster,
         router: DrainingRouter,
         fleet: FleetSettings,
-        misses: Callable[[], Misses],
+        reports: EdgeReports,
         plan: FleetPlan,
     ) -> None:
         """Scale a fleet from its plan in the journal; a new worker copies the first one of its role. The size
@@ -110,9 +111,10 @@ class Scaler:
         self._router = router
         self._fleet = fleet
         self._bounds = fleet.bounds
-        self._misses = misses
+        self._reports = reports
         self._hysteresis = hysteresis = fleet.hysteresis
-        self._templates = templates(fleet)
+        self._scales_to_zero = fleet.cold_start_s_max is not None
+        self._templates = fleet.templates
         self._plan = plan  # as of the journal
         self._workers = {
             name: _Worker(worker.started_as, worker.role, worker.state, worker.created, worker.worker)
@@ -120,6 +122,7 @@ class Scaler:
         }
         self._retired = set(plan.retired)  # names of removed workers whose new role the router may remember
         self._lock = asyncio.Lock()  # held by one check or one operator command at a time
+        self._idle = autoscaling.IdleClock(reports)
         self._history = deque[Sample](maxlen=int(hysteresis.down_s / hysteresis.look_s) + 2)
         assert fleet.bounds.keys() <= self._templates.keys(), "every scaled role has a worker to copy"
 
@@ -128,7 +131,7 @@ class Scaler:
         async with self._lock:
             for name, worker in self._workers.items():
                 if not worker.created:
-                    await self._create(new_worker(self._fleet, worker.started_as, name))
+                    await self._create(self._fleet.worker(worker.started_as, name))
             await self._save()
 
     async def run(self) -> None:
@@ -156,12 +159,47 @@ class Scaler:
                     await self._send_drain(name)
                 elif worker.role_lost:
                     await self._send_role(name)
+            if self._scales_to_zero and await self._follow_requests(rows, now_s):
+                await self._save()
+                return
             wanted: dict[Role, int] = {role: len(self._names(role)) for role in self._bounds}
-            self._history.append(take_sample(status, wanted, self._misses(), now_s))
-            for change in decide(tuple(self._history), self._bounds, self._hysteresis):
+            self._history.append(autoscaling.take_sample(status, wanted, self._reports.misses, now_s))
+            for change in autoscaling.decide(tuple(self._history), self._bounds, self._hysteresis):
                 log.info("%s workers: %+d, because %s", change.role, change.by, change.reason)
                 await self._apply(change, rows)
             await self._save()
+
+    async def wake(self) -> None:
+        """Start the first workers again if the fleet was scaled to zero."""
+        async with self._lock:
+            if self._scales_to_zero and not self._serves():
+                await self._start_again("a server starts")
+
+    async def _follow_requests(self, rows: Mapping[str, WorkerStatus], now_s: float) -> bool:
+        """Retire all workers when there were no requests for long enough, and start the first ones again when
+        there are some and the old ones are gone. Return whether no worker is to serve."""
+        names = self._serves()
+        idle_s = self._idle.idle_s(now_s, starts=not names or not rows.keys() >= {*names})
+        if not names and not any(worker.is_leaving for worker in self._workers.values()):
+            if num_open := self._reports.open_requests(now_s):
+                await self._start_again(f"{num_open} requests wait")
+        elif idle_s >= self._hysteresis.zero_s:
+            log.info("all %d workers leave: no requests for %g s", len(names), self._hysteresis.zero_s)
+            self._history.clear()
+            for name in names:
+                try:
+                    await self._retire(name, rows, force=True)
+                except (RequestError, Unserved) as error:
+                    log.info("%s stays: %s", name, error)
+        return not self._serves()
+
+    def _serves(self) -> list[str]:
+        return [name for name, worker in self._workers.items() if worker.state is Lifecycle.SERVING]
+
+    async def _start_again(self, reason: str) -> None:
+        for role, by in Counter[Role](worker.role for worker in self._fleet.workers).items():
+            log.info("%s workers: %+d, because %s", role, by, reason)
+            await self._apply(Change(role=role, by=by, reason=reason), {})
 
     async def scale(self, counts: Mapping[Role, int], *, pending: bool) -> str | None:
         """Set the number of workers per role, for an operator. New workers that the cluster cannot schedule
@@ -293,15 +331,15 @@ class Scaler:
             raise Unserved(f"{worker.name} cannot be started: {error}") from error
         self._workers[worker.name].created = True
 
-    async def _retire(self, name: str, rows: Mapping[str, WorkerStatus]) -> None:
+    async def _retire(self, name: str, rows: Mapping[str, WorkerStatus], *, force: bool = False) -> None:
         """Order a worker to drain; it is removed when it is empty. A worker that the router does not know yet
-        is drained as soon as the router reports it."""
+        is drained as soon as the router reports it. With `force` no other worker has to do its work."""
         worker = self._workers[name]
         worker.state = Lifecycle.LEAVING
         await self._save()
         try:
             if name in rows:
-                await self._router.drain(name, drain=True)
+                await self._router.drain(name, drain=True, force=force)
         except (RequestError, Unserved):
             worker.state = Lifecycle.SERVING
             raise
@@ -349,26 +387,7 @@ class Scaler:
         taken = self._workers.keys() | self._retired
         names = (worker_name(self._fleet.label, role, index) for index in count())
         free = islice((name for name in names if name not in taken), max(0, by))
-        return [new_worker(self._fleet, role, name) for name in free]
-
-
-def templates(fleet: FleetSettings) -> dict[Role, WorkerSettings]:
-    """Return the first worker of each role."""
-    return {worker.role: worker for worker in reversed(fleet.workers)}
-
-
-def new_worker(fleet: FleetSettings, role: Role, name: str) -> WorkerSettings:
-    """Return the settings of the fleet's worker of this name; a new one copies the first of its role."""
-    known = {worker.name: worker for worker in fleet.workers}
-    return known.get(name) or replace(templates(fleet)[role], name=name)
-
-
-def initial_plan(fleet: FleetSettings) -> FleetPlan:
-    """Return the plan of a fleet that has not been started."""
-    workers = {
-        worker.name: PlannedWorker(started_as=worker.role, role=worker.role) for worker in fleet.workers
-    }
-    return FleetPlan(workers=workers)
+        return [self._fleet.worker(role, name) for name in free]
 
 
 def _is_idle(row: WorkerStatus | None) -> bool:

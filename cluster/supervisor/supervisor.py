@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -30,18 +29,14 @@ from tidemill.cluster.messages import JoinAnswer, JoinRequest, MemberOrder, Memb
 from tidemill.cluster.observability.logs import start_logs
 from tidemill.cluster.restart_backoff import Backoff
 from tidemill.cluster.rpc.router_client import RouterClient
-from tidemill.cluster.settings import (
-    ClusterSettings,
-    FleetSettings,
-    RouterSettings,
-    WorkerSettings,
-)
-from tidemill.cluster.supervisor.journal import ClusterPlan, FleetPlan, Journal
+from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings, WorkerSettings
+from tidemill.cluster.supervisor.autoscaling import EdgeReports, EdgeState
+from tidemill.cluster.supervisor.journal import ClusterPlan, FleetPlan, Journal, initial_plan
 from tidemill.cluster.supervisor.node_fit import Node, assign, demand_of, unschedulable_reason
 from tidemill.cluster.supervisor.private_folder import read_record
 from tidemill.cluster.supervisor.processes import endpoint_pid, start_endpoint
 from tidemill.cluster.supervisor.router_actor import RouterActor
-from tidemill.cluster.supervisor.scaler import Scaler, initial_plan
+from tidemill.cluster.supervisor.scaler import Scaler
 from tidemill.cluster.supervisor.supervisor_client import SUPERVISOR, RayStore
 from tidemill.cluster.supervisor.worker_actor import WorkerActor, actor_options, call_router, find_router
 from tidemill.workers.messages import Role, WorkerGone
@@ -55,9 +50,6 @@ LEASE_S = 1.0
 
 REPORT_S = 2.0
 LOOK_S = 0.25
-
-EDGE_SILENT_S_MAX = 3.0
-"""The time after which an edge that has not reported is gone."""
 
 ASK_S = 0.05
 
@@ -147,8 +139,7 @@ class Supervisor:
         self._writing = RLock()  # held by one thread that writes
         self._scalers: list[Scaler] = []
         self._index = {fleet.router.name: index for index, fleet in enumerate(settings.fleets)}
-        self._misses = [Misses() for _ in settings.fleets]
-        self._edges = defaultdict[str, dict[str, tuple[float, int]]](dict)  # last report, by fleet and edge
+        self._reports = {fleet.router.name: EdgeReports() for fleet in settings.fleets}
         self._registry = Registry(
             self._write_members, self._authority, time.time, self._join_address, self._router_addresses
         )
@@ -162,8 +153,11 @@ class Supervisor:
             task.add_done_callback(_exit_on_error)
 
     async def started(self) -> ClusterPlan:
-        """Return the plan when all routers and workers were created. Their processes may still start."""
+        """Return the plan when all routers and workers were created. Their processes may still start. Those
+        of a fleet without requests start again, for an endpoint needs one of each fleet."""
         await self._start
+        for scaler in self._scalers:
+            await scaler.wake()
         return self._plan
 
     async def serves(self) -> None:
@@ -181,34 +175,26 @@ class Supervisor:
         await self._start
         return await self._scalers[self._index[fleet]].roles()
 
-    async def report(self, fleet: str, edge: str, misses: Misses, resets: int) -> int:
+    async def report(self, fleet: str, edge: str, misses: Misses, resets: int, open_requests: int = 0) -> int:
         """Count what an edge has refused or answered since its last report, and note how many `resets` of the
-        prefix cache it knows. Return their number."""
+        prefix cache it knows, and its `open_requests`. Return the number of resets."""
         await self._start
-        self._misses[self._index[fleet]] += misses
-        now_s = asyncio.get_running_loop().time()
-        alive = {known: at for known, at in self._edges[fleet].items() if at[0] > now_s - EDGE_SILENT_S_MAX}
-        self._edges[fleet] = {**alive, edge: (now_s, resets)}
+        state = EdgeState(at_s=_now_s(), resets=resets, open_requests=open_requests)
+        self._reports[fleet].add(edge, misses, state)
         return self._plan.resets.get(fleet, 0)
 
     def misses(self, fleet: str) -> Misses:
         """Return the totals of all reports."""
-        return self._misses[self._index[fleet]]
+        return self._reports[fleet].misses
 
     async def reset(self, fleet: str, edge: str) -> int:
         """Count a reset of the prefix cache, ordered at `edge`; return their number when all other edges that
         run know it."""
         await self._start
         resets = await asyncio.to_thread(self._write_reset, fleet)
-        while self._lags(fleet, edge, resets):  # noqa: ASYNC110 - edges may also fall silent
+        while self._reports[fleet].lags(edge, resets, _now_s()):  # noqa: ASYNC110 - edges may also fall silent
             await asyncio.sleep(ASK_S)
         return resets
-
-    def _lags(self, fleet: str, edge: str, resets: int) -> bool:
-        """Return whether an edge other than `edge` runs and knows fewer resets."""
-        since_s = asyncio.get_running_loop().time() - EDGE_SILENT_S_MAX
-        edges = self._edges[fleet].items()
-        return any(at_s > since_s and known < resets for other, (at_s, known) in edges if other != edge)
 
     async def members(self, order: MemberOrder) -> MembersAnswer:
         """Carry out an order about edges that join by a token. A revocation is known to all routers that run
@@ -284,7 +270,7 @@ class Supervisor:
         finders = (find_router(name, self._settings.namespace) for name in fleet.router.names)
         router = RouterClient(*finders, tls=fleet.router.tls, fence=lambda: self._journal.number)
         part = _Fleet(partial(self._write_fleet, index), self._actors)
-        return Scaler(part, router, fleet, partial(self.misses, fleet.router.name), plan)
+        return Scaler(part, router, fleet, self._reports[fleet.router.name], plan)
 
     def _write_fleet(self, index: int, fleet: FleetPlan) -> None:
         """Write a changed plan of a fleet to the journal. Raises Fenced."""
@@ -385,6 +371,10 @@ def job_has_ended(job_id: str) -> bool:
     """Return whether Ray has seen the end of the process of this job. Ray watches its connection."""
     known = cast("list[dict[str, Any]]", jobs())
     return any(job["JobID"] == job_id and job["IsDead"] for job in known)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _exit_on_error(task: asyncio.Task[None], *, report_s: float = 0.0) -> None:

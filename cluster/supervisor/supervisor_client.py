@@ -61,9 +61,10 @@ class SupervisorClient:
         """See Scaler.roles."""
         return await self._call(lambda actor: actor.roles.remote(self._fleet))
 
-    async def report(self, edge: str, misses: Misses, resets: int) -> int:
+    async def report(self, edge: str, misses: Misses, resets: int, open_requests: int) -> int:
         """See Supervisor.report."""
-        return await self._call(lambda actor: actor.report.remote(self._fleet, edge, misses, resets))
+        more = (open_requests,) if open_requests else ()  # the supervisor of 0.2 has no such argument
+        return await self._call(lambda actor: actor.report.remote(self._fleet, edge, misses, resets, *more))
 
     async def reset(self, edge: str) -> int:
         """See Supervisor.reset."""

@@ -117,8 +117,10 @@ class EdgeModels:
         return answered
 
     async def can_answer(self) -> bool:
-        """Return whether some worker generates. Raises Unserved."""
+        """Return whether some worker generates, or would start for a request. Raises Unserved."""
         fleets = await self.fleets()
+        if any(model.served.cold_start_s_max is not None for model in self._models if model.name in fleets):
+            return True
         workers = [worker for status in fleets.values() for worker in status.workers]
         return any(worker.state == "ready" and worker.info.role != "prefill" for worker in workers)
 

@@ -111,8 +111,8 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "a reset is reported before all edges know it",
-        "cluster/supervisor/supervisor.py::Supervisor._lags",
-        "$AT_S > $SINCE_S and $KNOWN < $RESETS for",
+        "cluster/supervisor/autoscaling.py::EdgeReports.lags",
+        "$STATE.resets < $RESETS for",
         "False for",
         "tests/unit/cluster/supervisor/test_supervisor.py",
     ),
@@ -199,6 +199,27 @@ BUGS: tuple[Planted, ...] = (
         "created=False)\n        await self._save()",
         "created=False)",
         "tests/unit/cluster/supervisor/test_journal.py",
+    ),
+    Planted(
+        "a fleet at zero is started by nothing",
+        "cluster/supervisor/scaler.py::Scaler._follow_requests",
+        "if $NUM_OPEN := self.$REPORTS.open_requests($NOW_S):",
+        "if $NUM_OPEN := 0 * self.$REPORTS.open_requests($NOW_S):",
+        "tests/unit/cluster/supervisor/test_scale_to_zero.py",
+    ),
+    Planted(
+        "a fleet that starts counts as one without requests",
+        "cluster/supervisor/autoscaling.py::IdleClock.idle_s",
+        "if starts or is_used or self.$USED_S is None:",
+        "if is_used or self.$USED_S is None:",
+        "tests/unit/cluster/supervisor/test_scale_to_zero.py",
+    ),
+    Planted(
+        "a router holds any number of requests without a worker",
+        "cluster/router/router.py::Router._holding",
+        "if is_full and not request.resumed:",
+        "if False:",
+        "tests/unit/cluster/router/test_router.py",
     ),
     Planted(
         "a worker is drained before the journal has it as leaving",

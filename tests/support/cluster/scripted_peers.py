@@ -181,7 +181,10 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 def pieces_of(
-    script: Script, request: Request, may_take: Callable[[], bool] | None = None
+    script: Script,
+    request: Request,
+    may_take: Callable[[], bool] | None = None,
+    wait_s_max: float = WAIT_S_MAX,
 ) -> list[StreamPiece]:
     """Return all pieces. With `may_take` a sink takes the plain tokens for which it is true, and they are
     pieces here as well."""
@@ -196,7 +199,7 @@ def pieces_of(
 
     async def main() -> list[StreamPiece]:
         taking = None if may_take is None else sink
-        async with aclosing(serve(request, script, script, root_of, P, taking)) as pieces:
+        async with aclosing(serve(request, script, script, root_of, P, taking, wait_s_max)) as pieces:
             async for piece in pieces:
                 found.append(piece)  # noqa: PERF401  the sink appends between them
         return found

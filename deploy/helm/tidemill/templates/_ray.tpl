@@ -74,9 +74,10 @@ resource as it has ranks. */ -}}
 {{- $group := .group -}}
 {{- $replicas := default 1 $group.replicas | int64 -}}
 {{- $nodes := default 1 $group.tensor_parallel_nodes | int64 -}}
+{{- $scaling := default dict .model.autoscaling -}}
 - groupName: {{ $group.name }}
   replicas: {{ $replicas }}
-  minReplicas: {{ $replicas }}
+  minReplicas: {{ ternary 0 $replicas (hasKey $scaling "downscale_to_zero_delay_s") }}
   maxReplicas: {{ default $replicas $group.replicas_max | int64 }}
   {{- if gt $nodes 1 }}
   numOfHosts: {{ $nodes }}

@@ -41,6 +41,7 @@ SERVE_OPTIONS = [
     "--detached-folder",
     "--device",
     "--download-dir",
+    "--downscale-to-zero-delay",
     "--enable-expert-parallel",
     "--enable-prefix-caching",
     "--enforce-eager",

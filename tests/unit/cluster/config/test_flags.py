@@ -255,7 +255,9 @@ def test_only_these_keys_have_no_flag() -> None:
     flagged = {flag.config_key.path for flag in FLAGS}
     assert {key.path for key in keys() if not (key.is_node or key.parent in flagged)} - flagged == {
         "models[].model",  # MODEL
+        "models[].autoscaling.cold_start_timeout_s",
         "models[].autoscaling.downscale_delay_s",
+        "models[].autoscaling.max_queued_requests",
         "models[].autoscaling.metrics_interval_s",
         "models[].autoscaling.upscale_delay_s",
         "models[].groups[].labels",

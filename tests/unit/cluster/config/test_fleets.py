@@ -262,6 +262,14 @@ def test_bounds_count_all_groups_of_role_and_first_one_grows() -> None:
     )
 
 
+def test_model_that_scales_to_zero_holds_requests() -> None:
+    keys = "downscale_to_zero_delay_s: 600, cold_start_timeout_s: 90, max_queued_requests: 7"
+    scaled = fleet("{role: mixed}", f", autoscaling: {{{keys}}}")
+    assert (scaled.hysteresis.zero_s, scaled.cold_start_s_max, scaled.router.held_max) == (600, 90, 7)
+    kept = fleet("{role: mixed}", ", autoscaling: {cold_start_timeout_s: 90, max_queued_requests: 7}")
+    assert (kept.hysteresis.zero_s, kept.cold_start_s_max, kept.router.held_max) == (math.inf, None, math.inf)
+
+
 def test_engine_errors_name_path_in_file_and_flag() -> None:
     text = """
         models:

@@ -225,6 +225,15 @@ def test_hand_over_is_no_failure() -> None:
     assert not any(sent.on_trial for _, sent in script.calls)
 
 
+def test_every_attempt_waits_as_long_as_workers_may_take_to_start() -> None:
+    script = Script(Act(tokens=0, end=WorkerGone("d")), Act())
+    pieces_of(script, a_request(), wait_s_max=300.0)
+    assert [ask.wait_s_max for ask in script.asks] == [300.0, 300.0]
+    script = Script(Act())
+    pieces_of(script, replace(a_request(), ttft_s_max=100.0), wait_s_max=300.0)
+    assert [ask.wait_s_max for ask in script.asks] == [100.0], "its client waits no longer"
+
+
 def test_prefill_worker_that_hands_over_is_no_failure() -> None:
     script = Script(Act(produce=HandedOver("p")), Act())
     pieces = pieces_of(script, a_request())

@@ -194,13 +194,15 @@ def fleet(*waiting: int) -> FleetStatus:
 
 
 def test_waiting_requests_do_not_count_as_running_and_models_are_separate() -> None:
-    collector = FleetCollector({"a": fleet(1, 2), "b": fleet(9)}, {"a": 5, "b": 4, "c": 3})
+    fleets = {"a": replace(fleet(1, 2), held=1), "b": fleet(9)}
+    collector = FleetCollector(fleets, {"a": 6, "b": 4, "c": 3})
     families = {family.name.removeprefix("tidemill:"): family for family in collector.collect()}
 
     def by_model(name: str) -> dict[str, float]:
         return {sample.labels["model_name"]: sample.value for sample in families[name].samples}
 
     assert by_model("num_requests_waiting") == {"a": 3, "b": 9}
+    assert by_model("num_requests_held") == {"a": 1, "b": 0}
     assert by_model("num_requests_running") == {"a": 2, "b": 0, "c": 3}, "c's router does not answer"
     assert by_model("kv_cache_usage_perc") == {"a": 0.25, "b": 0.25}
     assert len(families["worker_waiting_rows"].samples) == 3

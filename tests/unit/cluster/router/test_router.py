@@ -4,13 +4,14 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Coroutine
+from dataclasses import replace
 
 import pytest
 
 from tests.support.cluster.heartbeats import heartbeat, placement_request
 from tests.support.sim.loop import simulate
 from tidemill.cluster.messages import Route
-from tidemill.cluster.router.router import SILENCE_S_MAX, Router
+from tidemill.cluster.router.router import HELD_TOKENS_MAX, SILENCE_S_MAX, Router
 from tidemill.workers.messages import Announcement, Unserved, WorkerId
 
 
@@ -63,6 +64,42 @@ def test_router_gives_up_after_the_wait_of_a_request(wait_s_max: float) -> None:
         assert asyncio.get_running_loop().time() == wait_s_max
         heartbeats.cancel()
         await asyncio.wait({heartbeats})
+
+    run(main())
+
+
+def test_router_holds_a_bounded_number_of_requests_and_prompt_tokens() -> None:
+    async def main() -> None:
+        request = placement_request(wait_s_max=60.0)
+        router = Router(asyncio.get_running_loop().time, held_max=2)
+        waiting = [asyncio.create_task(router.place(request)) for _ in range(2)]
+        await asyncio.sleep(1.0)
+        assert router.status().held == 2
+        with pytest.raises(Unserved, match=r"2 requests .* wait for one already: retry"):
+            await router.place(request)
+        resumed = asyncio.create_task(router.place(replace(request, resumed=True)))
+        await asyncio.sleep(1.0)
+        assert router.status().held == 3, "its client has a part of the answer"
+        waiting[0].cancel()
+        await asyncio.wait({waiting[0]})
+        assert router.status().held == 2
+        router.heartbeat(heartbeat("a", "mixed"))
+        assert (await waiting[1]).decode == (await resumed).decode == "a.1"
+        assert router.status().held == 0
+
+        router = Router(asyncio.get_running_loop().time, held_max=9)
+        long = asyncio.create_task(router.place(replace(request, num_tokens=HELD_TOKENS_MAX + 1)))
+        await asyncio.sleep(1.0)
+        assert router.status().held == 1, "a prompt of any length can be held alone"
+        with pytest.raises(Unserved, match="prompt tokens"):
+            await router.place(request)
+        long.cancel()
+        await asyncio.wait({long})
+        held = asyncio.create_task(router.place(request))
+        await asyncio.sleep(1.0)
+        assert router.status().held == 1
+        held.cancel()
+        await asyncio.wait({held})
 
     run(main())
 

@@ -33,8 +33,8 @@ class FakeSupervisor:
     async def roles(self) -> tuple[RoleScale, ...]:
         return ROLES
 
-    async def report(self, edge: str, misses: Misses, resets: int) -> int:
-        self.calls.append((edge, misses, resets))
+    async def report(self, edge: str, misses: Misses, resets: int, open_requests: int) -> int:
+        self.calls.append((edge, misses, resets, open_requests))
         return 5
 
     async def reset(self, edge: str) -> int:
@@ -58,7 +58,7 @@ def test_supervisor_gets_orders_and_edges_its_answers() -> None:
             assert await client.scale({"decode": 2}, pending=False) is None
             assert await client.scale({"prefill": 1, "decode": 3}, pending=True) == "needs a GPU"
             assert await client.roles() == ROLES
-            assert await client.report("edge-a", Misses(answered=7, late=2, refused=1), 4) == 5
+            assert await client.report("edge-a", Misses(answered=7, late=2, refused=1), 4, 3) == 5
             assert await client.reset("edge-a") == 6
             with pytest.raises(RequestError, match="too many") as refused:
                 await client.scale({"decode": 9}, pending=False)
@@ -78,7 +78,7 @@ def test_supervisor_gets_orders_and_edges_its_answers() -> None:
     assert supervisor.calls == [
         ({"decode": 2}, False),
         ({"prefill": 1, "decode": 3}, True),
-        ("edge-a", Misses(answered=7, late=2, refused=1), 4),
+        ("edge-a", Misses(answered=7, late=2, refused=1), 4, 3),
         "edge-a",
         MemberOrder(kind="token", name="web-1"),
     ]

@@ -10,10 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.cluster.supervisor.test_scaler import FakeCluster, worker_settings
-from tidemill.cluster.messages import Misses
 from tidemill.cluster.settings import FleetSettings, RouterSettings, WorkerSettings
-from tidemill.cluster.supervisor.journal import ClusterPlan, Fenced, FleetPlan, Journal, Lifecycle
-from tidemill.cluster.supervisor.scaler import Scaler, initial_plan
+from tidemill.cluster.supervisor.autoscaling import EdgeReports
+from tidemill.cluster.supervisor.journal import (
+    ClusterPlan,
+    Fenced,
+    FleetPlan,
+    Journal,
+    Lifecycle,
+    initial_plan,
+)
+from tidemill.cluster.supervisor.scaler import Scaler
 from tidemill.workers.messages import Role
 
 STEPS_MAX = 30
@@ -177,7 +184,7 @@ def test_resumed_scaler_does_what_the_journal_has(seed: int) -> None:
     cluster = CrashingCluster(plan=initial_plan(fleet()))
 
     def started() -> Scaler:
-        return Scaler(cluster, cluster, fleet(), Misses, cluster.plan)
+        return Scaler(cluster, cluster, fleet(), EdgeReports(), cluster.plan)
 
     async def main() -> None:
         scaler, now_s = started(), 0.0

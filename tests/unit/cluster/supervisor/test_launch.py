@@ -10,10 +10,9 @@ import pytest
 
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, WorkerSettings
 from tidemill.cluster.supervisor import launch
-from tidemill.cluster.supervisor.journal import ClusterPlan
+from tidemill.cluster.supervisor.journal import ClusterPlan, initial_plan
 from tidemill.cluster.supervisor.launch import RAY_STARTS_MAX, RAY_WAS_SLOW, REPORT_S, Cluster, LaunchError
 from tidemill.cluster.supervisor.node_fit import Node
-from tidemill.cluster.supervisor.scaler import initial_plan
 from tidemill.workers.settings import EngineSettings
 
 

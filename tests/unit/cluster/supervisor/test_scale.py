@@ -21,9 +21,11 @@ from tests.unit.cluster.supervisor.test_scaler import (
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.fleet import EXIT_NOT_ALL
 from tidemill.cluster.cli.worker_commands import render_roles
-from tidemill.cluster.messages import Misses, RoleScale
+from tidemill.cluster.messages import RoleScale
 from tidemill.cluster.settings import FleetSettings, RouterSettings
-from tidemill.cluster.supervisor.scaler import IDLE_CHECKS, Scaler, initial_plan
+from tidemill.cluster.supervisor.autoscaling import EdgeReports
+from tidemill.cluster.supervisor.journal import initial_plan
+from tidemill.cluster.supervisor.scaler import IDLE_CHECKS, Scaler
 from tidemill.workers.messages import RequestError, Role, Unserved, WorkerLoad
 
 ROW: dict[str, Any] = {
@@ -44,7 +46,7 @@ class ManualCase(Case):
         for worker in workers:
             self.cluster.add_worker(worker, RouterSettings())
         fleet = FleetSettings(workers=workers)
-        self.scaler = Scaler(self.cluster, self.cluster, fleet, Misses, initial_plan(fleet))
+        self.scaler = Scaler(self.cluster, self.cluster, fleet, EdgeReports(), initial_plan(fleet))
 
     async def scale(self, *, pending: bool = False, **counts: int) -> str | None:
         roles: dict[str, Role] = {"prefill": "prefill", "decode": "decode", "mixed": "mixed"}

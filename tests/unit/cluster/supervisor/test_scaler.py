@@ -5,10 +5,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.support.cluster.fake_service import worker_status
-from tidemill.cluster.messages import Bounds, FleetStatus, Hysteresis, Misses, WorkerStatus
+from tidemill.cluster.messages import Bounds, FleetStatus, Hysteresis, WorkerStatus
 from tidemill.cluster.settings import FleetSettings, RouterSettings, WorkerSettings
-from tidemill.cluster.supervisor.journal import FleetPlan
-from tidemill.cluster.supervisor.scaler import IDLE_CHECKS, Scaler, initial_plan
+from tidemill.cluster.supervisor.autoscaling import EdgeReports
+from tidemill.cluster.supervisor.journal import FleetPlan, initial_plan
+from tidemill.cluster.supervisor.scaler import IDLE_CHECKS, Scaler
 from tidemill.workers.messages import RequestError, Role, Unserved, WorkerId, WorkerLoad
 from tidemill.workers.settings import EngineSettings
 
@@ -30,6 +31,7 @@ class FakeCluster:
     workers: dict[str, WorkerStatus] = field(default_factory=dict[str, WorkerStatus])
     load: WorkerLoad = field(default_factory=WorkerLoad)
     drained: list[str] = field(default_factory=list[str])
+    forced: list[str] = field(default_factory=list[str])
     removed: list[str] = field(default_factory=list[str])
     forgotten: list[str] = field(default_factory=list[str])  # removed after they had gone
     roles: list[tuple[str, Role]] = field(default_factory=list[tuple[str, Role]])
@@ -69,8 +71,9 @@ class FakeCluster:
 
     async def drain(self, worker: str, *, drain: bool, force: bool = False) -> None:
         assert drain
-        assert not force
-        if worker in self.refuses_drain:
+        if force:
+            self.forced.append(worker)
+        elif worker in self.refuses_drain:
             raise RequestError("no other worker does its work")
         self.drained.append(worker)
         self.workers[worker] = replace(self.workers[worker], state="draining")
@@ -110,10 +113,10 @@ class Case:
         bounds: dict[Role, Bounds] = {"prefill": Bounds(least=self.least, most=self.most)}
         fleet = FleetSettings(workers=tuple(workers), bounds=bounds, hysteresis=HYSTERESIS)
         self.fleet = fleet
-        self.scaler = Scaler(self.cluster, self.cluster, fleet, Misses, initial_plan(fleet))
+        self.scaler = Scaler(self.cluster, self.cluster, fleet, EdgeReports(), initial_plan(fleet))
 
     def restart_supervisor(self) -> None:
-        self.scaler = Scaler(self.cluster, self.cluster, self.fleet, Misses, self.cluster.plan)
+        self.scaler = Scaler(self.cluster, self.cluster, self.fleet, EdgeReports(), self.cluster.plan)
 
     async def advance(self, seconds: float) -> None:
         for _ in range(int(seconds / HYSTERESIS.look_s)):

@@ -10,8 +10,9 @@ import pytest
 from tests.unit.cluster.supervisor.test_journal import Store, fleet
 from tidemill.cluster.messages import Misses
 from tidemill.cluster.settings import ClusterSettings, RouterSettings, WorkerSettings
+from tidemill.cluster.supervisor import autoscaling
 from tidemill.cluster.supervisor import supervisor as module
-from tidemill.cluster.supervisor.journal import ClusterPlan, Journal
+from tidemill.cluster.supervisor.journal import ClusterPlan, FleetPlan, Journal
 from tidemill.cluster.supervisor.supervisor import Supervisor, job_has_ended, stop_plan
 from tidemill.workers.messages import WorkerGone
 
@@ -62,6 +63,7 @@ class World:
             "RayStore": lambda: self.store,
             "Actors": lambda _: self.actors,  # pyright: ignore[reportUnknownLambdaType] - a namespace
             "find_router": find_router,
+            "nodes": list,
             "start_logs": lambda _: None,  # pyright: ignore[reportUnknownLambdaType] - telemetry
         }
         for name, fake in fakes.items():
@@ -115,6 +117,23 @@ def test_supervisor_completes_a_start_that_was_interrupted(world: World) -> None
     journal.write(replace(plan, fleets=(replace(plan.fleets[0], workers=workers),)))
     world.run("a", lambda supervisor: supervisor.started())
     assert world.actors.added == ["router", "decode-0"]
+
+
+def test_endpoint_that_starts_wakes_a_fleet_at_zero(world: World) -> None:
+    world.settings = replace(
+        world.settings, fleets=(replace(world.settings.fleets[0], cold_start_s_max=60.0),)
+    )
+    world.run("a", lambda supervisor: supervisor.started())
+    journal = Journal(world.store, "space")
+    journal.write(replace(journal.open(), served=True, fleets=(FleetPlan(),)))
+
+    async def only_runs(supervisor: Supervisor) -> None:
+        await supervisor.report("router", "a", Misses(), 0)
+
+    world.run("a", only_runs)
+    assert world.actors.added == ["router"]
+    world.run("a", lambda supervisor: supervisor.started())
+    assert world.actors.added == NAMES
 
 
 def test_supervisor_of_a_stopped_cluster_ends_it(world: World) -> None:
@@ -179,7 +198,7 @@ def test_reset_is_done_when_every_edge_knows_it_and_outlives_the_supervisor(worl
 
 
 def test_reset_does_not_wait_for_an_edge_that_is_gone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "EDGE_SILENT_S_MAX", 0.2)
+    monkeypatch.setattr(autoscaling, "EDGE_SILENT_S_MAX", 0.2)
 
     async def resets(supervisor: Supervisor) -> None:
         await supervisor.report("router", "gone", Misses(), 0)

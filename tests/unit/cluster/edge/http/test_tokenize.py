@@ -95,6 +95,9 @@ def test_probes() -> None:
     ):
         assert call(APP, "GET", path).status_code == with_workers
         assert call(bare, "GET", path).status_code == without
+    model = replace(MODEL, cold_start_s_max=300.0)
+    idle = app_over(FakeService(saying("a"), workers=(), model=model))
+    assert call(idle, "GET", "/health").status_code == 200, "or no request would come and start it"
     assert call(APP, "GET", "/load").json() == {"server_load": 0}
 
 
