@@ -1,4 +1,7 @@
-"""The settings of glibc's malloc: what a worker keeps for its next step, and in how many arenas."""
+"""The settings of glibc's malloc: what a worker keeps for its next step, and in how many arenas.
+
+An edge returns to the system what it has freed.
+"""
 
 import ctypes
 
@@ -25,6 +28,16 @@ def share_arenas() -> bool:
     To be called before threads start.
     """
     return _set(_M_ARENA_MAX, ARENAS_MAX)
+
+
+def return_freed_memory() -> bool:
+    """Return freed memory to the system; return False where there is no glibc, or nothing was free.
+
+    malloc keeps it otherwise wherever something behind it is in use. It takes some milliseconds, in which
+    other threads run but for those that need memory.
+    """
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return malloc_trim is not None and bool(malloc_trim(0))
 
 
 def _set(name: int, value: int) -> bool:

@@ -37,6 +37,7 @@ from benchmarks.serving.attacks import ATTACK_S_MAX, ATTACKS, Attack
 from benchmarks.serving.good_client import GoodClient
 from benchmarks.serving.grpc_attacks import GRPC_ATTACKS
 from benchmarks.serving.verdicts import GOOD, HEADING, STATUSES, Verdict, verdict_of, worst
+from tidemill.cluster.server.run_endpoint import RETURN_S
 
 RESULT = Path(__file__).parents[1] / "results" / "abuse.json"
 ARGUMENTS = (
@@ -137,7 +138,7 @@ async def measure(server: Server, attacks: Sequence[Attack], rounds: int, end_s:
 async def soaked(server: Server, attacks: Sequence[Attack], seconds: float, seed: int) -> list[Verdict]:
     """Return one verdict on attacks that are drawn at random, one to three at a time, beside the good client.
 
-    Gaps are not judged: attacks overlap. Answers and memory are.
+    Gaps are not judged: attacks overlap. Answers are, and the memory that is held some seconds afterwards.
     """
     rng = Random(seed)
     good = GoodClient(server)
@@ -150,6 +151,7 @@ async def soaked(server: Server, attacks: Sequence[Attack], seconds: float, seed
             print(" + ".join(attack.name for attack in drawn), flush=True)
             await asyncio.gather(*(sent(server, attack, found) for attack in drawn))
             await asyncio.sleep(rng.random())
+        await asyncio.sleep(2 * RETURN_S)
 
     async with good.running():
         calm = await good.calm(CALM_S)

@@ -22,7 +22,7 @@ from tidemill.cluster.server.endpoint import Endpoint, PortTaken, Sockets, raise
 from tidemill.cluster.server.handshakes import EdgeServer
 from tidemill.cluster.server.history_recorder import HistoryRecorder
 from tidemill.cluster.supervisor.processes import STOP_SIGNALS
-from tidemill.workers.malloc import share_arenas
+from tidemill.workers.malloc import return_freed_memory, share_arenas
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,9 @@ Work = Callable[[str], Coroutine[Any, Any, None]]
 SWITCH_S = 0.001
 """The time after which a thread yields the interpreter: the event loop waits that long for it, several times
 per token."""
+
+RETURN_S = 5.0
+"""The period in which freed memory is returned to the system."""
 
 
 def prepare_process(endpoint: Endpoint) -> None:
@@ -45,6 +48,15 @@ class Runs(Protocol):
     async def run(self) -> None:
         """Run until cancelled."""
         ...
+
+
+class FreedMemory:
+    """Returns to the system what large bodies have taken."""
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(RETURN_S)
+            await asyncio.to_thread(return_freed_memory)
 
 
 @contextmanager
@@ -84,7 +96,7 @@ async def run_endpoint(
         server.config.timeout_graceful_shutdown = math.ceil(context.shutdown_s_max())
         server.should_exit = True
 
-    all_runs = [*runs, *grpc_servers, HistoryRecorder(context)]
+    all_runs = [*runs, *grpc_servers, HistoryRecorder(context), FreedMemory()]
     await run_serving(server.serve(sockets=[sockets.http]), end, stop, all_runs, *works)
 
 

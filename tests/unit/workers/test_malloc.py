@@ -1,4 +1,4 @@
-"""Threads share arenas of malloc, so that the memory that one has freed serves another."""
+"""Threads share arenas of malloc, so that memory of one serves another, and edges return what is free."""
 
 import subprocess
 import sys
@@ -27,6 +27,38 @@ arenas = len(re.findall("<heap nr=", open(name).read()))
 done.set()
 assert 1 <= arenas <= ARENAS_MAX, arenas
 """
+
+FREES = """
+import asyncio, ctypes
+from tidemill.cluster.server import run_endpoint
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+def resident_mib():
+    return int(open("/proc/self/statm").read().split()[1]) / 256
+def take():
+    taken = libc.malloc(50_000)
+    ctypes.memset(taken, 1, 50_000)
+    return taken
+taken = [take() for _ in range(2000)]
+last = take()  # behind it all
+full_mib = resident_mib()
+for pointer in taken:
+    libc.free(pointer)
+assert resident_mib() > full_mib - 10, "malloc returns it without being asked"
+run_endpoint.RETURN_S = 0.01
+async def main():
+    async with asyncio.timeout(60):
+        task = asyncio.create_task(run_endpoint.FreedMemory().run())
+        while resident_mib() > full_mib - 80:
+            await asyncio.sleep(0.01)
+        task.cancel()
+asyncio.run(main())
+"""
+
+
+def test_edge_returns_freed_memory() -> None:
+    done = subprocess.run([sys.executable, "-c", FREES], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_threads_share_arenas(tmp_path: Path) -> None:
