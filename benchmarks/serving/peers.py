@@ -46,6 +46,7 @@ VOCAB = 8192
 FIRST_ID = 300  # smaller ids are special tokens and single bytes
 START_S_MAX = 600.0
 CONTEXT_TOKENS = 16_384
+MEMORY_GIB = 2  # of pages and states, for both
 END = "<|end|>"
 
 COMMON = {
@@ -243,12 +244,12 @@ def command_of(
     port = str(PORTS[server])
     pinned = ["taskset", "-c", "0" if cores == 1 else "0-1"]
     if server == "tidemill":
-        own = [sys.executable, "-m", "tidemill", "serve", str(model), *arrangement.split(), "--port", port]
-        return [*pinned, *own], {}
+        own = [sys.executable, "-m", "tidemill", "serve", str(model), "--port", port]
+        return [*pinned, *own, "--memory", f"{MEMORY_GIB}GiB", *arrangement.split()], {}
     flags = ["--max-model-len", str(CONTEXT_TOKENS), "--dtype", "bfloat16"]
     flags += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
     own = [str(home / "bin/vllm"), "serve", str(model), "--host", "127.0.0.1", "--port", port, *flags]
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    settings = {"VLLM_CPU_KVCACHE_SPACE": str(MEMORY_GIB), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     return [*pinned, *own], settings | {"VLLM_CPU_OMP_THREADS_BIND": "0" if cores == 1 else "0-1"}
 
 

@@ -19,7 +19,7 @@ from tests.support.workers.bench import (
     run,
 )
 from tidemill.kvstore.keys import Kind, ObjectKey, page_keys
-from tidemill.kvstore.layout import layout_of, restorable_end
+from tidemill.kvstore.layout import Latent, Layout, layout_of, restorable_end
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.page_store import Got, Put
 from tidemill.workers.engine.publisher import PUBLICATIONS_MAX
@@ -90,16 +90,26 @@ def test_short_shared_part_is_restorable_from_its_third_sight_on() -> None:
     run(main())
 
 
-def test_breakpoint_is_restorable_from_its_second_sight_on() -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [
+        fold_layout(4, hybrid=True),
+        fold_layout(4, hybrid=False, window=7),
+        fold_layout(4, hybrid=True, window=7),
+        layout_of((LINEAR, Latent(width=2 * ATTENTION.head_dim)), 4, extent_bytes_min=256, granule_bytes=1),
+    ],
+    ids=["states", "windows", "states and windows", "states and latents"],
+)
+def test_breakpoint_is_restorable_from_its_second_sight_on(layout: Layout) -> None:
     """The first prompt names where the others will leave it, between two page boundaries."""
     shared = prompt(10)
 
     async def main() -> None:
-        async with bench() as one:
+        async with bench(layout=layout) as one:
             for seed, reused in ((1, 0), (2, 8)):
                 request = replace(a_request(shared + prompt(11, seed), 3), breakpoints=(2, 10, 21))
                 assert (await one.answer(request)).reused_tokens == reused
-        async with bench(one.store) as other:
+        async with bench(one.store, layout=layout) as other:
             provenance = await other.answer(a_request(shared + prompt(9, 3), 3))
             assert provenance.fetched_tokens == 8, "breakpoints are published"
 

@@ -102,6 +102,26 @@ def test_session_retains_its_last_prompt() -> None:
     run(main())
 
 
+@pytest.mark.parametrize(
+    ("released", "kept"), [([], True), ([("a", "p")], False), ([("b", "p"), ("a", "q")], True)]
+)
+def test_prefix_stays_until_its_tenant_releases_it(released: list[tuple[str, str]], kept: bool) -> None:  # noqa: FBT001
+    """A prefix as `POST /v1/prefixes` computes it and `DELETE` gives it back."""
+
+    async def main() -> None:
+        async with bench(num_extents=40) as one:
+            warmed = replace(retained(FIRST, tenant="a", session="p"), max_new_tokens=1)
+            assert (await one.answer(warmed)).computed_tokens == len(FIRST)
+            again = replace(warmed, request_id="again")
+            assert (await one.answer(again)).reused_tokens == 88, "it is computed once"
+            for tenant, name in released:
+                one.engine.release(tenant, name)
+            await press(one)
+            assert (await reused(one, FIRST) == 88) is kept
+
+    run(main())
+
+
 def test_answers_do_not_depend_on_hints() -> None:
     """Each answer is compared with that of the model alone."""
 
