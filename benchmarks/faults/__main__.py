@@ -6,6 +6,7 @@ python -m benchmarks.faults kills ranks --rounds 5
 |---|---|
 | kills, ranks | R1, R2: kill -9 and SIGSTOP of every kind of process while streams run |
 | routers | the same for one of two routers |
+| last-decode | kill -9 of the only decode worker, and of one of two |
 | idle-rank | the same for a rank of an idle group |
 | outage | R3: the store crashes or stops while requests run one after the other |
 | flips | R4: flipped bits in stored objects |
@@ -33,6 +34,7 @@ PARTS: dict[str, Part] = {
     "kills": lambda options: kills.kills(options.rounds, options.victims.split(",")),
     "ranks": lambda options: kills.ranks(options.rounds),
     "routers": lambda options: kills.routers(options.rounds),
+    "last-decode": lambda options: kills.last_decode(options.rounds),
     "idle-rank": lambda options: kills.idle_rank(options.rounds),
     "outage": lambda options: outage.outages(options.rounds),
     "flips": lambda options: flips.flips(options.flips),

@@ -52,8 +52,10 @@ WORKERS = ("--prefill", "2", "--decode", "2", "--store", "mooncake?size=512MiB")
 GROUPS = ("--prefill", "1", "--decode", "2", "--decode-tensor-parallel-size", "2")
 
 
-def rounds(options: tuple[str, ...], victims: Sequence[str], count: int) -> dict[str, Any]:
-    """Kill each victim, and stop each, `count` times under one load."""
+def rounds(
+    options: tuple[str, ...], victims: Sequence[str], count: int, ways: Sequence[bool] = (False, True)
+) -> dict[str, Any]:
+    """Kill each victim, and stop each, `count` times under one load. `ways` are whether to stop it."""
     with tempfile.TemporaryDirectory() as folder, serving(options, Path(folder, "log")) as server:
         load = Load(server)
         quiet, _ = load.under("quiet", partial(asyncio.sleep, QUIET_S))
@@ -67,7 +69,7 @@ def rounds(options: tuple[str, ...], victims: Sequence[str], count: int) -> dict
             },
         }
         for victim in victims:
-            for stops in (False, True):
+            for stops in ways:
                 name = f"{'SIGSTOP' if stops else 'kill -9'} {victim}"
                 struck, served = Run([]), list[float]()
                 work = partial(
@@ -85,7 +87,9 @@ def rounds(options: tuple[str, ...], victims: Sequence[str], count: int) -> dict
 
 def _faults(victim: str, count: int, *, stops: bool) -> list[Fault]:
     stopped_s = STOPPED_S.get(victim, STOPPED_OTHERS_S) if stops else None
-    names = [PARTS.get(victim, f"{victim}-{index % 2}") for index in range(count)]
+    names = [
+        victim if "-" in victim else PARTS.get(victim, f"{victim}-{index % 2}") for index in range(count)
+    ]
     return [Fault(name, stopped_s) for name in names]
 
 
@@ -153,6 +157,12 @@ def ranks(count: int) -> dict[str, Any]:
 def routers(count: int) -> dict[str, Any]:
     """One of two routers."""
     return rounds((*WORKERS, "--routers", "2"), ("router",), count)
+
+
+def last_decode(count: int) -> dict[str, Any]:
+    """kill -9 of the only decode worker, and of one of two."""
+    ways = {"alone": ("--prefill", "1", "--decode", "1"), "with a spare": ("--prefill", "1", "--decode", "2")}
+    return {name: rounds(options, ("decode-0",), count, ways=(False,)) for name, options in ways.items()}
 
 
 def idle_rank(count: int) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """CPU time of the edge per streamed token and per request, from a worker's frames to the client's sockets.
 
-python -m benchmarks.serving.token_path [--streams 64] [--runs 3] [--profile FOLDER]
+python -m benchmarks.serving.token_path [--streams 64] [--runs 3] [--edges 4] [--profile FOLDER]
 
 The worker has a process of its own: the real server with an engine that only emits a token per step for each
 stream. The edge has another: the real HTTP server, flow and gRPC client, without Ray. Three scopes: gRPC in
 the clear, gRPC with mutual TLS, and deltas that the edge's own process makes, as if their frames were
 decoded. A token's cost is the difference between long and short answers, and a request's that of an answer of
 one token without the token. The router makes no decision. `--profile` runs the edge under cProfile,
-which makes it slower, and keeps a file per scope.
+which makes it slower, and keeps a file per scope. `--edges 4` measures one edge and four beside each other,
+each with as many streams and all with one worker, and prints how many single edges the four are worth.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncGenerator, Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -207,23 +208,27 @@ def process(*words: str, **options: Any) -> Generator[subprocess.Popen[str]]:  #
 
 
 @contextmanager
-def edge_of(scope: str, folder: Path, profile: Path | None) -> Generator[tuple[int, psutil.Process]]:
-    """Start an edge, and its worker if it has one. Yield the edge's port and process."""
+def edges_of(
+    scope: str, folder: Path, profile: Path | None = None, count: int = 1
+) -> Generator[list[tuple[int, psutil.Process]]]:
+    """Start edges, and their worker if the scope has one. Yield the port and process of each edge."""
     flags = ["--tls", str(folder)] if "TLS" in scope else []
-    with (
-        nullcontext() if scope == "decoded" else process("--role", "worker", *flags) as worker,
-        socket.create_server(("127.0.0.1", 0), backlog=1024) as listener,
-    ):
+    with ExitStack() as stack:
         address = ""
-        if worker is not None:
+        if scope != "decoded":
+            worker = stack.enter_context(process("--role", "worker", *flags))
             assert worker.stdout is not None
             address = worker.stdout.readline().strip()
-        number = listener.fileno()
-        flags += ["--listener", str(number), "--address", address]
         if profile is not None:
             flags += ["--profile", str(profile / f"{scope.replace(' ', '-')}.prof")]
-        with process("--role", "edge", *flags, pass_fds=[number]) as edge:
-            yield listener.getsockname()[1], psutil.Process(edge.pid)
+        started: list[tuple[int, psutil.Process]] = []
+        for _ in range(count):
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=1024))
+            number = listener.fileno()
+            words = ["--role", "edge", *flags, "--listener", str(number), "--address", address]
+            edge = stack.enter_context(process(*words, pass_fds=[number]))
+            started.append((listener.getsockname()[1], psutil.Process(edge.pid)))
+        yield started
 
 
 class Connection:
@@ -285,8 +290,8 @@ def figures(streams: int, runs: int, profile: Path | None) -> dict[str, Any]:
         write_certificates(tls_in(folder))
         for _ in range(runs):
             for scope in SCOPES:  # in turns, so that other load meets all
-                with edge_of(scope, folder, profile) as (port, edge):
-                    rows[scope].append(asyncio.run(measure(port, edge, streams)))
+                with edges_of(scope, folder, profile) as [edge]:
+                    rows[scope].append(asyncio.run(measure(*edge, streams)))
                 print(scope, rows[scope][-1], file=sys.stderr, flush=True)
     return {
         scope: {
@@ -297,16 +302,42 @@ def figures(streams: int, runs: int, profile: Path | None) -> dict[str, Any]:
     }
 
 
+def scaling(streams: int, runs: int, count: int) -> dict[str, Any]:
+    """Return the cost of a token with one edge and with `count`, in turns, and how many single edges those
+    are worth: `count` times the ratio of the medians."""
+    rows: dict[int, list[float]] = {1: [], count: []}
+
+    async def beside(edges: list[tuple[int, psutil.Process]]) -> list[dict[str, float]]:
+        return await asyncio.gather(*(measure(*edge, streams) for edge in edges))
+
+    with tempfile.TemporaryDirectory(prefix="token-path-") as scratch:
+        for _ in range(runs):
+            for edges, costs_us in rows.items():
+                with edges_of("grpc", Path(scratch), count=edges) as started:
+                    found = asyncio.run(beside(started))
+                costs_us.append(statistics.mean(row["token_us"] for row in found))
+                print(edges, "edges:", round(costs_us[-1], 1), "us a token", file=sys.stderr, flush=True)
+    alone_us, beside_us = map(statistics.median, rows.values())
+    return {
+        "token_us": {edges: [round(us, 1) for us in found] for edges, found in rows.items()},
+        f"{count} edges over one": round(count * alone_us / beside_us, 2),
+    }
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--streams", type=int, default=64)
     options.add_argument("--runs", type=int, default=3)
+    options.add_argument("--edges", type=int, default=1, help="measure that many beside one instead")
     options.add_argument("--profile", type=Path)
     options.add_argument("--role", choices=["worker", "edge"], help=argparse.SUPPRESS)
     options.add_argument("--listener", type=int, help=argparse.SUPPRESS)
     options.add_argument("--address", help=argparse.SUPPRESS)
     options.add_argument("--tls", type=Path, help=argparse.SUPPRESS)
     chosen = options.parse_args()
+    if chosen.role is None and chosen.edges > 1:
+        print(json.dumps(scaling(chosen.streams, chosen.runs, chosen.edges), indent=2))
+        return
     if chosen.role is None:
         found = {"cpu": cpu_name(), "streams": chosen.streams}
         found |= figures(chosen.streams, chosen.runs, chosen.profile)
