@@ -142,6 +142,10 @@ class EngineWorker:
         return self._cost.prefill_s(0, self.engine.load().queued_tokens * self._grain)
 
     @property
+    def queued_tokens(self) -> int:
+        return self.engine.load().queued_tokens
+
+    @property
     def rows(self) -> int:
         return self.engine.num_requests
 

@@ -37,6 +37,10 @@ class ModelWorker:
     def wait_s(self) -> float:
         return max(0.0, self._free_at_s - self._clock()) + self._queued_s
 
+    @property
+    def queued_tokens(self) -> int:
+        return self._queued_tokens
+
     def expected(self, keys: Sequence[bytes]) -> int:
         return self._blocks.expected(keys)
 

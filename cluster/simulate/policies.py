@@ -1,18 +1,22 @@
 """Placement policies of other systems, to compare ours with. Pure, except for random choices.
 
-A policy sees the current state of the workers, without the delay of a heartbeat. It always sends a
-prompt to a prefill worker. Streams go to the decode worker with the least KV.
+A policy sees the current state of the workers, without the delay of a heartbeat, and also the pages
+that queued prompts will have. It always sends a prompt to a prefill worker. Streams go to the decode
+worker with the least KV. Policies with the name of their owner follow its published rule with its
+defaults; docs/simulate.md has the sources and what is left out.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import exp
 from random import Random
+from statistics import fmean, pstdev
 from typing import Protocol
 
 from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.kvstore.errors import TidemillError
-from tidemill.workers.messages import Unserved, WorkerInfo
+from tidemill.workers.messages import Unserved, WorkerId, WorkerInfo
 
 
 class WorkerView(Protocol):
@@ -23,6 +27,11 @@ class WorkerView(Protocol):
     @property
     def wait_s(self) -> float:
         """The time until all queued and running work is computed."""
+        ...
+
+    @property
+    def queued_tokens(self) -> int:
+        """The prompt tokens that it has to compute."""
         ...
 
     @property
@@ -116,6 +125,94 @@ class MinTtft:
         return _least(workers, lambda worker: _ttft_s(worker, request), self.rng)
 
 
+@dataclass(frozen=True, slots=True)
+class Dynamo:
+    """The least sum of blocks to compute, with those of the prompt, and blocks that generate."""
+
+    rng: Random
+    overlap_weight: float = 1.0
+
+    def __call__(self, request: PlacementRequest, workers: Sequence[WorkerView], now_s: float) -> WorkerView:
+        del now_s
+
+        def blocks(worker: WorkerView) -> float:
+            size = worker.info.page_tokens
+            missing = request.num_tokens - worker.expected(request.keys) * size
+            return (self.overlap_weight * (worker.queued_tokens + missing) + worker.kv_tokens) / size
+
+        return _least(workers, blocks, self.rng)
+
+
+@dataclass(slots=True)
+class Sglang:
+    """`cache_aware`: the shortest queue while queues differ too much. Otherwise the worker that has most of
+    the prompt, if that is more than a share of it, or else the one with the smallest tree of prompts."""
+
+    rng: Random
+    cache_threshold: float = 0.3
+    balance_abs_threshold: int = 64
+    balance_rel_threshold: float = 1.5
+    trees: Counter[WorkerId] = field(default_factory=Counter[WorkerId])  # pages that were sent to it
+
+    def __call__(self, request: PlacementRequest, workers: Sequence[WorkerView], now_s: float) -> WorkerView:
+        del now_s
+        loads = [worker.rows for worker in workers]
+        least, most = min(loads), max(loads)
+        deepest = max(worker.expected(request.keys) for worker in workers)
+        if most - least > self.balance_abs_threshold and most > least * self.balance_rel_threshold:
+            chosen = _least(workers, lambda worker: worker.rows, self.rng)
+        elif deepest > self.cache_threshold * max(1, len(request.keys)):
+            chosen = _least(workers, lambda worker: -worker.expected(request.keys), self.rng)
+        else:
+            chosen = _least(workers, lambda worker: self.trees[worker.info.worker], self.rng)
+        self.trees[chosen.info.worker] += len(request.keys) - chosen.expected(request.keys)
+        return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Aibrix:
+    """`prefix-cache`: the fewest requests while their numbers differ too much. Otherwise the worker with the
+    longest prefix among those with few enough requests, or else the fewest requests again."""
+
+    rng: Random
+    imbalance_max: int = 8
+    deviation_factor: float = 1.0
+
+    def __call__(self, request: PlacementRequest, workers: Sequence[WorkerView], now_s: float) -> WorkerView:
+        del now_s
+        loads = [worker.rows for worker in workers]
+        bound = fmean(loads) + self.deviation_factor * pstdev(loads)
+        matching = [
+            worker for worker in workers if worker.expected(request.keys) > 0 and worker.rows <= bound
+        ]
+        if max(loads) - min(loads) > self.imbalance_max or not matching:
+            return _least(workers, lambda worker: worker.rows, self.rng)
+        deepest = max(worker.expected(request.keys) for worker in matching)
+        longest = [worker for worker in matching if worker.expected(request.keys) == deepest]
+        return _least(longest, lambda worker: worker.rows, self.rng)
+
+
+@dataclass(frozen=True, slots=True)
+class LlmD:
+    """The highest sum of weighted scores from 0 to 1: the share of the prompt that a worker has, and its
+    queue beside the others."""
+
+    rng: Random
+    prefix_weight: float = 3.0
+    queue_weight: float = 2.0
+
+    def __call__(self, request: PlacementRequest, workers: Sequence[WorkerView], now_s: float) -> WorkerView:
+        del now_s
+        least, most = (extreme(worker.rows for worker in workers) for extreme in (min, max))
+
+        def loss(worker: WorkerView) -> float:
+            share = worker.expected(request.keys) / max(1, len(request.keys))
+            queue = (most - worker.rows) / (most - least) if most > least else 1.0
+            return -self.prefix_weight * share - self.queue_weight * queue
+
+        return _least(workers, loss, self.rng)
+
+
 @dataclass(slots=True)
 class Formula:
     """The formula that placement started from: the time to first token, plus `kappa` times
@@ -171,27 +268,28 @@ class UnknownPolicy(TidemillError):
     """No policy has this name."""
 
 
-POLICIES = ("random", "round-robin", "least-load", "prefix-affinity", "min-ttft", "formula")
+_MAKERS: dict[str, Callable[[Random], Policy]] = {
+    "random": AtRandom,
+    "round-robin": lambda _: RoundRobin(),
+    "least-load": LeastLoad,
+    "prefix-affinity": PrefixAffinity,
+    "min-ttft": MinTtft,
+    "formula": Formula,
+    "dynamo": Dynamo,
+    "sglang": Sglang,
+    "aibrix": Aibrix,
+    "llm-d": LlmD,
+    "conductor": MinTtft,  # of Mooncake
+}
+POLICIES = tuple(_MAKERS)
 OURS = "ours"
 
 
 def make_policy(name: str, rng: Random) -> Policy:
     """Return the policy with this name. Raises UnknownPolicy."""
-    match name:
-        case "random":
-            return AtRandom(rng)
-        case "round-robin":
-            return RoundRobin()
-        case "least-load":
-            return LeastLoad(rng)
-        case "prefix-affinity":
-            return PrefixAffinity(rng)
-        case "min-ttft":
-            return MinTtft(rng)
-        case "formula":
-            return Formula(rng)
-        case _:
-            raise UnknownPolicy(f"--policy {name}: the policies are {', '.join((OURS, *POLICIES))}")
+    if name not in _MAKERS:
+        raise UnknownPolicy(f"--policy {name}: the policies are {', '.join((OURS, *POLICIES))}")
+    return _MAKERS[name](rng)
 
 
 def _least(workers: Sequence[WorkerView], score: Callable[[WorkerView], float], rng: Random) -> WorkerView:

@@ -6,7 +6,10 @@ from typing import Any
 
 from tidemill.cluster.cli.options.arguments import UsageError, bytes_of
 
-POLICIES = "ours, random, round-robin, least-load, prefix-affinity, min-ttft, formula"
+POLICIES = (
+    "ours, random, round-robin, least-load, prefix-affinity, min-ttft, formula, "
+    "and under the names of their owners dynamo, sglang, aibrix, llm-d, conductor"
+)
 
 OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("--agents", {"type": int, "default": 16, "metavar": "N"}, "number of agents of the trace `agents`"),

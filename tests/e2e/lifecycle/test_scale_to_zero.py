@@ -48,7 +48,14 @@ def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
 
 def body(number: int) -> dict[str, Any]:
     prompt = [5 + (7 * index + number) % 700 for index in range(150)]
-    return {"model": "keeper", "prompt": prompt, "max_tokens": 40, "temperature": 1, "seed": number}
+    return {
+        "model": "keeper",
+        "prompt": prompt,
+        "max_tokens": 40,
+        "temperature": 1,
+        "seed": number,
+        "ignore_eos": True,
+    }
 
 
 async def answer(client: httpx.AsyncClient, number: int) -> str:
@@ -59,6 +66,10 @@ async def answer(client: httpx.AsyncClient, number: int) -> str:
 
 def num_worker_processes(server: Server) -> int:
     return sum("ray::WorkerActor" in command_of(process) for process in server.processes())
+
+
+def names(server: Server) -> list[str]:
+    return sorted(row["info"]["name"] for row in server.workers())
 
 
 def is_at_zero(server: Server) -> bool:
@@ -93,7 +104,7 @@ def test_requests_are_held_while_workers_start_and_answered_exactly(server: Serv
             assert "wait for one already" in refused.json()["error"]["message"]
             assert await asyncio.gather(*held) == expected
             print(f"answered {time.monotonic() - began_s:.1f} s after the first request")  # noqa: T201
-            assert sorted(row["info"]["name"] for row in server.workers()) == ["decode-0", "prefill-0"]
+            await asyncio.to_thread(eventually, lambda: names(server) == ["decode-0", "prefill-0"])
 
     asyncio.run(main())
 

@@ -12,10 +12,14 @@ from tidemill.cluster.simulate.cost import SPEED, StepCost
 from tidemill.cluster.simulate.policies import (
     OURS,
     POLICIES,
+    Aibrix,
+    Dynamo,
     Formula,
     LeastLoad,
+    LlmD,
     MinTtft,
     PrefixAffinity,
+    Sglang,
     UnknownPolicy,
     WorkerView,
     make_policy,
@@ -43,6 +47,7 @@ class FixedWorker:
     kv_tokens: int = 0
     held: int = 0
     promised: int = 0
+    queued_tokens: int = 0
 
     def expected(self, keys: Sequence[bytes]) -> int:
         return min(len(keys), max(self.held, self.promised))
@@ -138,6 +143,41 @@ def test_formula_follows_promised_pages_at_high_load() -> None:
     assert Formula(RNG, rho=0.9)(REQUEST, views(home, elsewhere), 0.0) is home
 
 
+def test_dynamo_adds_up_blocks_to_compute_and_blocks_that_generate() -> None:
+    home, idle = worker("a", held=6, queued_tokens=5 * BLOCK_TOKENS), worker("b")
+    assert Dynamo(RNG)(REQUEST, views(home, idle), 0.0) is home, "9 blocks are fewer than 10"
+    busy = worker("a", held=6, queued_tokens=5 * BLOCK_TOKENS, kv_tokens=2 * BLOCK_TOKENS)
+    assert Dynamo(RNG)(REQUEST, views(busy, idle), 0.0) is idle
+    assert Dynamo(RNG, overlap_weight=4.0)(REQUEST, views(busy, idle), 0.0) is busy
+
+
+def test_sglang_prefers_a_long_prefix_unless_queues_differ_and_spreads_new_prompts() -> None:
+    home, idle = worker("a", held=4, rows=64), worker("b")
+    assert Sglang(RNG)(REQUEST, views(home, idle), 0.0) is home
+    assert Sglang(RNG)(REQUEST, views(worker("a", held=4, rows=65), idle), 0.0) is idle
+    short, policy = worker("a", held=3), Sglang(RNG)
+    policy.trees[short.info.worker] = 1
+    assert policy(REQUEST, views(short, idle), 0.0) is idle, "3 of 10 pages are not more than 0.3"
+    assert policy.trees[idle.info.worker] == 10
+    assert policy(REQUEST, views(short, idle), 0.0) is short, "its tree is smaller now"
+
+
+def test_aibrix_prefers_the_longest_prefix_among_workers_that_are_not_busy() -> None:
+    home, other, idle = worker("a", held=8, rows=3), worker("b", held=4, rows=1), worker("c")
+    assert Aibrix(RNG)(REQUEST, views(home, other, idle), 0.0) is other, (
+        "a has more than the mean + deviation"
+    )
+    assert Aibrix(RNG, deviation_factor=2.0)(REQUEST, views(home, other, idle), 0.0) is home
+    assert Aibrix(RNG, deviation_factor=9.0)(REQUEST, views(worker("a", held=8, rows=9), idle), 0.0) is idle
+    assert Aibrix(RNG)(REQUEST, views(worker("a", rows=1), idle), 0.0) is idle, "without any prefix"
+
+
+def test_llm_d_weighs_prefixes_and_queues() -> None:
+    home, idle = worker("a", held=7, rows=1), worker("b")
+    assert LlmD(RNG)(REQUEST, views(home, idle), 0.0) is home, "3 * 0.7 is more than 2"
+    assert LlmD(RNG)(REQUEST, views(worker("a", held=6, rows=1), idle), 0.0) is idle
+
+
 def test_make_policy_takes_every_listed_name_and_no_other() -> None:
     for name in POLICIES:
         assert make_policy(name, Random(1))(REQUEST, views(worker("a")), 0.0).info.name == "a"
@@ -181,7 +221,8 @@ def test_model_answers_every_request_and_repeats_equal_runs(policy: str) -> None
 
 def test_policies_break_ties_at_random() -> None:
     idle = views(*[worker(str(number)) for number in range(4)])
-    for policy in (LeastLoad(Random(1)), MinTtft(Random(1)), Formula(Random(1)), PrefixAffinity(Random(1))):
+    makers = (LeastLoad, MinTtft, Formula, PrefixAffinity, Dynamo, Sglang, Aibrix, LlmD)
+    for policy in (make(Random(1)) for make in makers):
         assert {policy(REQUEST, idle, 0.0).info.name for _ in range(40)} == {"0", "1", "2", "3"}
 
 
