@@ -47,7 +47,6 @@ from tidemill.cluster.supervisor.private_folder import private_folder
 from tidemill.cluster.supervisor.processes import STOP_SIGNALS
 from tidemill.cluster.supervisor.store_plan import check_shared, other_tiers
 from tidemill.kvstore.stores.open_store import open_store
-from tidemill.workers.engine.build import check_settings
 from tidemill.workers.messages import WorkerGone
 
 log = logging.getLogger(__name__)
@@ -60,8 +59,8 @@ def serve(
 ) -> None:
     """Start everything, serve until `work` returns or a signal comes, stop everything. Raises TidemillError
     when it cannot start; nothing is left running then."""
-    for engine in {worker.engine for worker in settings.workers}:
-        check_settings(engine, here=settings.ray_address is None)  # report errors before anything is started
+    if settings.detached_folder is None:
+        _check(settings)  # report errors before anything is started
     for fleet in settings.fleets:
         check_chat(fleet.chat)
     prepare_process(endpoint)
@@ -74,7 +73,7 @@ def serve(
         sources = replace(sources, tracer=tracer)
         folders, chats = zip(*((fleet.model_folder, fleet.chat) for fleet in settings.fleets), strict=True)
         tokenizers = executor.map(load_tokenizer, folders, chats)  # takes as long as starting the cluster
-        cluster = start_cluster(settings, console)
+        cluster = start_cluster(settings, console, partial(_check, settings))
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(_serve(endpoint, settings, cluster, list(tokenizers), sources, sockets, work))
@@ -82,6 +81,14 @@ def serve(
             for number in STOP_SIGNALS:  # a second one must not interrupt the stop
                 signal.signal(number, signal.SIG_IGN)
             cluster.stop()
+
+
+def _check(settings: ClusterSettings) -> None:
+    """Raise what the workers would, before they are started."""
+    from tidemill.workers.engine.build import check_settings  # noqa: PLC0415 - torch, which takes a second
+
+    for engine in {worker.engine for worker in settings.workers}:
+        check_settings(engine, here=settings.ray_address is None)
 
 
 async def _serve(

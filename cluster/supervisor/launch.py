@@ -178,6 +178,12 @@ class Cluster:
         can."""
         return unschedulable_reason(map(demand_of, workers), nodes())
 
+    def has_supervisor(self) -> bool:
+        """Return whether the cluster has been started before."""
+        with contextlib.suppress(ValueError):
+            return RAY.get_actor(SUPERVISOR, self._settings.namespace) is not None
+        return False
+
     def start_supervisor(self) -> None:
         """Start the supervisor, which starts the routers and workers. Raises LaunchError."""
         settings = self._settings
@@ -315,10 +321,14 @@ def _raise_interrupts() -> Generator[None]:
 
 
 def start_cluster(
-    settings: ClusterSettings, console: Console, clock: Callable[[], float] = time.monotonic
+    settings: ClusterSettings,
+    console: Console,
+    check: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Cluster:
     """Start everything and wait until the router knows every worker. The environment must contain
-    `ray_environ`. Raises LaunchError. Nothing is left running after an error or an interrupt."""
+    `ray_environ`. `check` is called if the cluster of a detached server is new. Raises LaunchError, and what
+    `check` raises. Nothing is left running after an error or an interrupt."""
     cluster = Cluster(settings)
     try:
         with show_progress(console, clock) as show:
@@ -331,6 +341,8 @@ def start_cluster(
                 if settings.ray_address is None:  # no node can join a Ray that we start
                     raise LaunchError(reason)
                 console.print(f"waiting up to {settings.schedule_timeout_s:g} s: {reason}", soft_wrap=True)
+            if settings.detached_folder is not None and not cluster.has_supervisor():
+                check()
             cluster.start_supervisor()
             cluster.wait_until_ready(show, console.print, clock)
     except BaseException:

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pkgutil import resolve_name
 from typing import Any, Self, TypeVar
 
 import ray
@@ -159,7 +160,10 @@ class WorkerActor:
         ray.actor.exit_actor()
 
     async def _run(self) -> None:
-        await asyncio.sleep(await self._wait_s())
+        # Importing torch takes as long as the router's start.
+        importing = asyncio.to_thread(resolve_name, self._settings.build)
+        wait_s, _ = await asyncio.gather(self._wait_s(), importing)
+        await asyncio.sleep(wait_s)
         await self._process.run([find_router(*router) for router in self._routers], self._memory)
 
     async def _wait_s(self) -> float:

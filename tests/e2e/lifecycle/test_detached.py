@@ -159,6 +159,10 @@ def test_killed_endpoint_is_started_again_and_the_workers_stay(detached: Detache
     assert any(call.trouble for call in found), "too late: make the streams longer"
     eventually(detached.serves)
     assert detached.endpoint() != endpoint
+    maps = psutil.Process(detached.endpoint()).memory_maps()
+    assert not [mapped.path for mapped in maps if "libtorch" in mapped.path], (
+        "it starts a second faster without"
+    )
     assert detached.workers() == workers
     body: dict[str, Any] = {"model": "keeper", "prompt": [5] * 300, "max_tokens": 8, "ignore_eos": True}
     first, second = (
