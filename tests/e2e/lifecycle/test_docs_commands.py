@@ -7,9 +7,10 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
-from tests.support.e2e.server import Server, run_cli
+from tests.support.e2e.server import EVENTUALLY_S_MAX, Server, eventually, run_cli
 from tests.unit.tools.test_docs_site import PAGES, commands, shell_blocks
 
 pytestmark = pytest.mark.slow
@@ -27,7 +28,6 @@ NOT_RUN = {
     r"tidemill edge --join": "needs a running cluster at these addresses: tests/e2e/lifecycle",
     r"tidemill join-token": "needs certificates: tests/e2e/lifecycle/test_join_tokens.py",
     r"tidemill plan MODEL": "needs your model and cards: tests/unit/cluster/plan/test_command.py",
-    r"tidemill store get KEY": "needs a key of your store: tests/unit/cluster/cli/test_store.py",
     r"tidemill status --watch": "runs until it is interrupted: tests/unit/cluster/cli/test_watch_screen.py",
 }
 """The commands that start servers of their own or do not end, with the reason and what tests them. A command
@@ -101,8 +101,24 @@ def words_of(command: str, server: Server) -> list[str]:
     if words[0] == "store":
         stored = next(path for path in server.folders() if "store" in path.name)
         words = [f"file://{stored}" if word == "URL" else word for word in words]
+        words = [stored_key(server, f"file://{stored}") if word == "KEY" else word for word in words]
     own = {"http://HOST:8000": server.url, "12GiB": "48MiB"}
     return [own.get(word, word) for word in words] + SMALL.get(words[0], [])
+
+
+def stored_key(server: Server, store: str) -> str:
+    """Return the key of an object in the store, which the pages of a long prompt make."""
+    body = {"model": "keeper", "prompt": [5 + index % 700 for index in range(300)], "max_tokens": 1}
+    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=EVENTUALLY_S_MAX).is_success
+    found: list[str] = []
+
+    def is_stored() -> bool:
+        listed, _ = run_cli("store", "ls", "--store", store, "--json")
+        found.extend(row["key"] for row in json.loads(listed.stdout))
+        return bool(found)
+
+    eventually(is_stored)
+    return found[0]
 
 
 def test_every_command_runs_or_has_a_reason() -> None:
