@@ -134,8 +134,8 @@ def check_chars(chars: int, most: int, param: str) -> None:
     """Refuse a text that is too long whatever its tokens are. Raises RequestError."""
     if chars > most:
         raise RequestError(
-            f"{chars:,} characters have more tokens than this model takes, because none has more than "
-            f"{most:,} in all: shorten the {param}",
+            f"{chars:,} characters are more than this model's context can hold, which is {most:,} at most: "
+            f"shorten the {param}",
             param=param,
             code="context_length_exceeded",
         )
