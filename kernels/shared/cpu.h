@@ -116,11 +116,13 @@ static inline vec at_most(vec x, vec bound) {
 }
 
 // e^x within 2 ulp, of a float or a vec; x is clamped to the range of normal results. Cody-Waite reduction and the Taylor
-// series on |r| <= ln(2) / 2. libm is not used: its vector and scalar variants may differ in the last bit.
-template <typename T>
+// series on |r| <= ln(2) / 2. libm is not used: its vector and scalar variants may differ in the last bit. Without POSITIVE
+// x is at most 0.
+template <bool POSITIVE = true, typename T>
 static inline T exp_f32(T x) {
     const T zero{};
-    x = at_most(at_least(x, zero - 87.3f), zero + 88.3f);
+    x = at_least(x, zero - 87.3f);
+    if constexpr (POSITIVE) x = at_most(x, zero + 88.3f);
     const T n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // nearest integer
     T r = fused(n, zero - 0.693359375f, x);
     r = fused(n, zero + 2.12194440e-4f, r);

@@ -159,6 +159,7 @@ def test_every_kind_of_cpu_computes_the_same_bits(tmp_path: Path, kernel_cache: 
     q = random(draw, 65, 4, 72)
     last = step([1], [130], torch.tensor([[2, 0, 1]], dtype=torch.int32))
     in_pages = random(draw, 1, 4, 64), (random(draw, 3, 2, 2, 64, 64) * 1e-38).bfloat16()
+    prompt, prompt_cache = random(draw, 65, 4, 64), random(draw, 3, 2, 2, 64, 64).bfloat16()
 
     def run(library: Library) -> list[torch.Tensor]:
         linear = bind_linear(library)
@@ -169,6 +170,10 @@ def test_every_kind_of_cpu_computes_the_same_bits(tmp_path: Path, kernel_cache: 
             linear(small[0], paired(half, None)),
             *(bind_attention(library, dtype)(q, cache, rows, None, None) for dtype in COMPUTE_DTYPES),
             bind_attention(library, "bfloat16")(*in_pages, last, None, None),
+            *(
+                bind_attention(library, "bfloat16")(prompt, prompt_cache, rows, seen, None)
+                for seen in (None, 40)
+            ),
         ]
 
     wanted = run(build(kernel_cache))
