@@ -20,6 +20,7 @@ from tidemill.kernels.causal_conv import cpu as causal_conv_cpu
 from tidemill.kernels.causal_conv import reference as causal_conv_reference
 from tidemill.kernels.draw import cpu as draw_cpu
 from tidemill.kernels.draw import reference as draw_reference
+from tidemill.kernels.embed import cpu as embed_cpu
 from tidemill.kernels.embed import reference as embed_reference
 from tidemill.kernels.gated_delta import cpu as gated_delta_cpu
 from tidemill.kernels.gated_delta import reference as gated_delta_reference
@@ -43,6 +44,7 @@ from tidemill.kernels.rope_store import reference as rope_store_reference
 from tidemill.kernels.rope_store.cpu import RopeStore
 from tidemill.kernels.shared.build import KernelUnavailable, build
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
+from tidemill.kernels.shared.recording import Capture, Recorder
 from tidemill.kernels.shared.rows import Rows
 
 Variant = Literal["cpu", "triton", "reference"]
@@ -53,6 +55,7 @@ class Operators:
     """One variant of each operator; the docstrings in `reference.py` of its folder say what it computes.
 
     joins_shared  an expert that all tokens share runs among the routed ones (`Routing.shared`)
+    capture       records the calls of these operators; None: they cannot be recorded
     """
 
     embed: Callable[[Tensor, Tensor], Tensor]
@@ -82,6 +85,7 @@ class Operators:
     adjust: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     draw: Callable[[Tensor, Tensor, Tensor, int], Tensor]
     joins_shared: bool = False
+    capture: Capture | None = None
 
 
 REFERENCE = Operators(
@@ -114,7 +118,7 @@ REFERENCE = Operators(
 )
 
 
-NAMES = tuple(field.name for field in fields(Operators) if field.name != "joins_shared")
+NAMES = tuple(field.name for field in fields(Operators) if field.name not in {"joins_shared", "capture"})
 FOLDERS = {  # of the operators that are not called like theirs
     "pack": "linear",
     "linear_silu": "linear",
@@ -160,8 +164,10 @@ def operators(variant: Variant, cache_dir: Path, compute_dtype: ComputeDtype = "
             )
         case "cpu":
             library = build(cache_dir)
+            recorder = Recorder(library)
             return Operators(
-                embed=embed_reference.embed,
+                capture=recorder.capture,
+                embed=embed_cpu.bind(recorder),
                 pack=linear_cpu.bind_pack(library, compute_dtype),
                 linear=linear_cpu.bind_linear(library),
                 linear_silu=linear_cpu.bind_linear_silu(library),

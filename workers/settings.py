@@ -104,7 +104,7 @@ class EngineSettings(PickledByName):
     checkpoint_strategy: CheckpointStrategy = "lazy"
     checkpoint_interval: int | None = None  # tokens between checkpoints while decoding; None: a page
     kernels: Literal["cpu", "triton", "reference"] | None = None  # None: cpu, on CUDA triton
-    enforce_eager: bool = False  # on CUDA: decode steps without CUDA graphs
+    enforce_eager: bool = False  # decode steps without CUDA graphs, or recordings of CPU steps
     threads: int = 1
     step_tokens_max: int | None = None  # None: by the device
     rows_max: int | None = None  # None: by the device

@@ -164,7 +164,7 @@ class EngineConfig(ConfigNode):
     backing: Literal["fixed", "mmap", "kvcached"] | None = None
     """allocation of pages and states: fixed at the start, the others on demand (mmap; on CUDA kvcached)"""
     enforce_eager: bool = False
-    """on CUDA: launch decode steps without CUDA graphs"""
+    """launch decode steps without CUDA graphs; on CPU call their operators one by one"""
     async_scheduling: bool = False
     """on CUDA: make the inputs of the next step while the current one runs; no device has run it yet"""
     numa_bind: bool = False

@@ -3,14 +3,16 @@
 import ctypes
 import fcntl
 import platform
-import re
+import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol, TypeAlias
 
 from tidemill.kernels.shared.compiler import (
     FOLDER,
     KERNELS,
+    REPLAY,
     KernelUnavailable,
     Program,
     compile_into,
@@ -18,38 +20,73 @@ from tidemill.kernels.shared.compiler import (
     found_ahead,
     library_name,
     native_target,
-    sources,
+    prototypes,
 )
 
 __all__ = ["KernelUnavailable", "Library", "build"]
 
+ArgumentType: TypeAlias = "type[ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float]"
 AHEAD = FOLDER / "ahead"  # of a wheel: setup.py fills it
-PROTOTYPE = re.compile(r'extern "C" (void|int64_t) (\w+)\(([^)]*)\)\s*\{')
+
+
+Call = tuple[int, tuple[float | None, ...]]
+"""A call of a function: its index, and its arguments."""
 
 
 class Library:
     """The loaded shared object; argument types are read off the C++ sources, the one place that has them."""
 
-    def __init__(self, path: Path, made_of: list[Path]) -> None:
+    def __init__(self, path: Path, program: Program = KERNELS) -> None:
+        self.recording: Recording | None = None
         self._library = ctypes.CDLL(str(path))
-        self._prototypes = {
-            name: (result, arguments)
-            for source in made_of
-            for result, name, arguments in PROTOTYPE.findall(source.read_text())
-        }
+        self._prototypes = prototypes(program)
 
     def function(self, name: str) -> Callable[..., int | None]:
         """A C function: pass addresses (or None for null), ints and floats; it returns None, or an int64."""
         result, arguments = self._prototypes[name]
         function = self._library[name]
-        function.argtypes = [
-            _argument_type(argument) for argument in arguments.split(",") if argument.strip()
-        ]
+        function.argtypes = [_argument_type(argument) for argument in arguments]
         function.restype = None if result == "void" else ctypes.c_int64
-        return function
+        if result != "void":
+            return function
+        index = list(self._prototypes).index(name)
+
+        def call(*given: float | None) -> None:
+            if self.recording is not None:
+                self.recording.called(index, given)
+            function(*given)
+
+        return call
+
+    def replay(self, calls: Sequence[Call]) -> Callable[[], None]:
+        """Return a function that makes these calls again, in one call and without the interpreter's lock."""
+        kinds = [
+            [_argument_type(argument) for argument in arguments] for _, arguments in self._prototypes.values()
+        ]
+        words: list[int] = []
+        for index, given in calls:
+            assert len(kinds[index]) == len(given)
+            words += (index, *map(_word, kinds[index], given))
+        kept = (ctypes.c_int64 * len(words))(*words)
+        function = self._library[REPLAY]
+        function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int64], None
+        return lambda: function(kept, len(calls))
 
 
-def _argument_type(argument: str) -> type[ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float]:
+class Recording(Protocol):
+    def called(self, index: int, given: tuple[float | None, ...]) -> None:
+        """Record that a function is called."""
+        ...
+
+
+def _word(kind: ArgumentType, value: float | None) -> int:
+    """Return an argument as it lies in 64 bits."""
+    if kind is ctypes.c_float:
+        return int.from_bytes(struct.pack("<f", value), "little")
+    return int(value or 0)
+
+
+def _argument_type(argument: str) -> ArgumentType:
     if "*" in argument:
         return ctypes.c_void_p
     return {"int64_t": ctypes.c_int64, "float": ctypes.c_float}[argument.split(maxsplit=1)[0]]
@@ -62,7 +99,7 @@ def build(cache_dir: Path, compiler: str = "g++", ahead: Path = AHEAD, program: 
     assert "-fopenmp" not in program.flags or "torch" in sys.modules
     made = found_ahead(ahead, platform.machine(), _cpuinfo(), program)
     if made is not None:
-        return Library(made, sources(program))
+        return Library(made, program)
     path = compiler_path(compiler)
     cache_dir.mkdir(parents=True, exist_ok=True)
     built = cache_dir / library_name(native_target(path), program)
@@ -70,7 +107,7 @@ def build(cache_dir: Path, compiler: str = "g++", ahead: Path = AHEAD, program: 
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not built.exists():
             compile_into(built, ["-march=native"], path, program)
-    return Library(built, sources(program))
+    return Library(built, program)
 
 
 def _cpuinfo() -> str:

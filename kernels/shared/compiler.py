@@ -2,6 +2,7 @@
 
 import hashlib
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -38,6 +39,10 @@ class Program:
 KERNELS = Program("kernels", "*/cpu.cpp", ("-fopenmp",))
 PLACEMENT = Program("placement", "../cluster/router/*.cpp")
 PROGRAMS = (KERNELS, PLACEMENT)
+PROTOTYPE = re.compile(r'extern "C" (void|int64_t) (\w+)\(([^)]*)\)\s*\{')
+REPLAY = "replay"
+"""A generated function of each program: calls its functions one after the other (recording.py)."""
+
 KINDS = {
     "x86_64": {
         "avx512_bf16": ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"),
@@ -58,11 +63,52 @@ def sources(program: Program = KERNELS) -> list[Path]:
     return sorted(path.resolve() for path in FOLDER.glob(program.sources))
 
 
+def prototypes(program: Program = KERNELS) -> dict[str, tuple[str, list[str]]]:
+    """Return the result and the arguments of each function, by name, as the sources have them."""
+    found = {
+        name: (result, [" ".join(argument.split()) for argument in arguments.split(",") if argument.strip()])
+        for source in sources(program)
+        for result, name, arguments in PROTOTYPE.findall(source.read_text())
+    }
+    return {name: found[name] for name in sorted(found)}
+
+
+def replay_source(program: Program = KERNELS) -> str:
+    """Return the source of REPLAY. `words` are the calls one after the other: the index of the function in
+    `prototypes`, then its arguments as they lie in 64 bits. Results are dropped."""
+
+    def taken(argument: str, index: int) -> str:
+        if "*" in argument:
+            return f"({argument[: argument.rindex('*') + 1]})words[{index}]"
+        return f"words[{index}]" if argument.startswith("int64_t") else f"float_in(words[{index}])"
+
+    cases = "".join(
+        f"        case {at}: {name}({', '.join(map(taken, arguments, range(1, len(arguments) + 1)))});"
+        f" words += {len(arguments) + 1}; break;\n"
+        for at, (name, (_, arguments)) in enumerate(prototypes(program).items())
+    )
+    return f"""#include <cstdint>
+#include <cstring>
+static float float_in(int64_t word) {{
+    float value;
+    memcpy(&value, &word, sizeof value);
+    return value;
+}}
+extern "C" void {REPLAY}(const int64_t* words, const int64_t calls) {{
+    for (int64_t call = 0; call < calls; call++) {{
+        switch (*words) {{
+{cases}        }}
+    }}
+}}
+"""
+
+
 def library_name(target: str, program: Program = KERNELS) -> str:
     """Return the name of the shared object of these sources and flags for `target`."""
     digest = hashlib.sha256("\0".join((*FLAGS, *program.flags, target)).encode())
     for source in (*sorted(FOLDER.glob("shared/*.h")), *sources(program)):
         digest.update(source.read_bytes())
+    digest.update(replay_source(program).encode())
     return f"{program.name}-{digest.hexdigest()[:16]}.so"
 
 
@@ -117,7 +163,7 @@ def native_target(compiler: str) -> str:
 def compile_into(built: Path, cpu: list[str], compiler: str, program: Program = KERNELS) -> None:
     """Compile the sources as one unit, which parses the shared header once. A crash leaves no incomplete
     library."""
-    unit = "".join(f'#include "{source}"\n' for source in sources(program))
+    unit = "".join(f'#include "{source}"\n' for source in sources(program)) + replay_source(program)
     with tempfile.TemporaryDirectory(dir=built.parent) as folder:
         made = Path(folder) / built.name
         _run([compiler, *FLAGS, *program.flags, *cpu, "-x", "c++", "-", "-o", str(made)], unit)

@@ -51,7 +51,10 @@ def open_runner(
         rows_max = budget_of(settings, layout.page_tokens).rows_max
         tables = PageTables(rows_max, table_width_of(memory), windows=layout.has_windows)
         return OverlappedRunner(*running, CudaStream(torch.cuda.Stream(arena.device)), guesser, tables)
-    return TorchRunner(*running, arena.device, guesser)
+    runner = TorchRunner(*running, arena.device, guesser)
+    if settings.variant == "cpu" and not settings.enforce_eager:
+        runner.record_steps(table_width_of(memory))
+    return runner
 
 
 def warm_up(settings: EngineSettings, memory: Memory, runner: TorchRunner, device: torch.device) -> None:

@@ -19,13 +19,17 @@ from tidemill.workers.device import HOST
 from tidemill.workers.execution.cuda_graphs import Capture, Graphs, GraphShape, cuda_capture, padding, shapes
 from tidemill.workers.execution.logprobs import scores_of
 from tidemill.workers.execution.mtp_drafter import MtpDrafter, ends_of
+from tidemill.workers.execution.recorded_steps import RecordedSteps
 from tidemill.workers.execution.sampler import Sampler, token_ids
+from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import PENDING, Drawn, Row, Step
 from tidemill.workers.execution.step_tensors import inputs_of
-from tidemill.workers.execution.warm_up import filtered_rows
-from tidemill.workers.messages import TokenLogprob
+from tidemill.workers.messages import Request, Sampling, TokenLogprob
 from tidemill.workers.models.architectures.registry import Model
 from tidemill.workers.models.inputs import Caches, Inputs, on_device
+
+FILTERED = Sampling(temperature=1.0, top_k=1000, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=0)
+"""The sampling whose draws need the most memory, for the warm-up."""
 
 
 def _own_clock() -> int:
@@ -59,7 +63,7 @@ class TorchRunner:
         self._guesser = guesser
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.newest_step: Event | None = None  # its end, after which nothing reads freed memory
-        self._graphs: Graphs | None = None
+        self._graphs: Graphs | RecordedSteps | None = None
         # The token that each row of the previous step drew; PENDING: it drew none.
         self._last: dict[str, int] = {}
         self._lost: set[str] = set()  # rows of this step after those: nothing of them counts
@@ -78,6 +82,11 @@ class TorchRunner:
         """Capture graphs of these shapes, before the first step; steps that fit use them from now on.
         `capture` None: that of CUDA."""
         self._thread.submit(self._capture, graphs, table_width, capture).result()
+
+    def record_steps(self, table_width: int) -> None:
+        """Record decode steps when they first run, with page tables of up to `table_width` pages; later ones
+        are replayed. For a rank alone on a CPU."""
+        self._graphs = RecordedSteps(self._model, self._caches, table_width)
 
     def run(self, step: Step) -> asyncio.Future[list[Drawn]]:
         return asyncio.get_running_loop().run_in_executor(self._thread, self.run_now, step)
@@ -175,7 +184,7 @@ class TorchRunner:
                 hidden_TH = self._hidden(inputs)
                 logits_NV = self._model.logits(hidden_TH[: rows * (1 + drafts_max)])
                 if rows == rows_max and logits_NV.shape[1]:  # the leader's
-                    self._sampler.start(logits_NV[:rows], filtered_rows(rows))
+                    self._sampler.start(logits_NV[:rows], _filtered_rows(rows))
                 if self._guesser is not None:
                     self._guesser.warm_up(hidden_TH, inputs)
 
@@ -209,6 +218,15 @@ def _positions(rows: list[Row], left_out: set[str]) -> list[int]:
         if row.sequence_id not in left_out:
             found += range(start, end)
     return found
+
+
+def _filtered_rows(count: int) -> tuple[Row, ...]:
+    """Return rows of one token that draw with every filter and a penalty."""
+    request = Request(request_id="warm-up", tokens=(0,), max_new_tokens=1, sampling=FILTERED)
+    return tuple(
+        Row(str(index), (0,), 0, (), None, (), sampling_state=SamplingState(request))
+        for index in range(count)
+    )
 
 
 def outputs_of(model: Model, hidden_TH: torch.Tensor, step: Step) -> Outputs:

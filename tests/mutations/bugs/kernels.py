@@ -4,6 +4,20 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
+        "a replay leaves out what torch writes in place",
+        "kernels/shared/recording.py::_Recording.__torch_dispatch__",
+        "not $FUNC._schema.is_mutable and",
+        "",
+        "tests/unit/kernels/test_recorded_steps.py",
+    ),
+    Planted(
+        "memory that a recording still reads is used again",
+        "kernels/shared/recording.py::_Recording._block",
+        "and sys.getrefcount($BLOCK) == UNUSED",
+        "",
+        "tests/unit/kernels/test_recorded_steps.py",
+    ),
+    Planted(
         "a large arena is described as a small tensor",
         "kernels/attention/cuda.py::described",
         "if $LAST < WRAP // 2 or",
