@@ -21,7 +21,7 @@ from random import Random
 from statistics import median
 
 from benchmarks.engine.run import running
-from tidemill.kvstore.memory.checkpoints import GRID_PAGES
+from tidemill.kvstore.memory.spare_value import GRID_PAGES
 from tidemill.kvstore.sizes import parse_bytes
 from tidemill.workers.engine.build import BuiltEngine
 from tidemill.workers.malloc import keep_freed_memory

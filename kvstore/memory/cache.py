@@ -16,6 +16,7 @@ from tidemill.kvstore.memory.entry import Checkpoint, Entry
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.memory.prefix_index import PrefixIndex
 from tidemill.kvstore.memory.retention import Retention
+from tidemill.kvstore.memory.spare_value import SpareValue
 from tidemill.kvstore.memory.windows import WindowCounts
 
 ChooseVictim = Callable[[PrefixIndex, Arena, Layout], eviction.Victim | None]
@@ -30,6 +31,7 @@ class Cache:
         self.arena = arena
         self.index = index
         self.retention = Retention(index, layout, lambda: arena.budget_extents * layout.extent_bytes)
+        self.spares = SpareValue(index, layout)
         self.counters: Counter[str] = Counter()
         self.windows = WindowCounts(arena.windows)
         self.promised_pages = 0  # to leases that take them later; until then the cache may use their memory
@@ -47,6 +49,16 @@ class Cache:
         window = self._take(self.arena.windows, eviction.for_state, "windows")
         self.windows.pin_new(window)
         return window
+
+    def free_state_below(self, price: float) -> bool:
+        """Return whether a state can be taken without eviction. If need be, evict what costs less than
+        `price`."""
+        while not self.state_is_free():
+            victim = eviction.for_state(self.index, self.arena, self.layout)
+            if victim is None or victim.price >= price:
+                return False
+            self._evict(victim, "states")
+        return True
 
     def free_page(self, page: PageId) -> None:
         self.arena.pages.free(page)
@@ -100,9 +112,11 @@ class Cache:
             self.arena.pages.pin(entry.page)
         return entry, taken_over
 
-    def keep_checkpoint(self, entry: Entry, checkpoint: Checkpoint, *, spare: bool = False) -> None:
+    def keep_checkpoint(
+        self, entry: Entry, checkpoint: Checkpoint, *, spare: bool = False, credit: float = 0.0
+    ) -> None:
         """Move the pinned state of a checkpoint to the index, and share its window pages."""
-        self.index.keep_checkpoint(entry, checkpoint, spare=spare)
+        self.index.keep_checkpoint(entry, checkpoint, spare=spare, credit=credit)
         if checkpoint.state is not None:
             self.arena.states.unpin(checkpoint.state)
         self.windows.cache(checkpoint.windows)

@@ -14,10 +14,8 @@ from tidemill.kvstore.memory.allocation_sites import AllocationSite, FailAllocat
 from tidemill.kvstore.memory.cache import Cache
 from tidemill.kvstore.memory.entry import Checkpoint, Entry
 from tidemill.kvstore.memory.lease import Lease
+from tidemill.kvstore.memory.spare_value import GRID_PAGES, roundness
 from tidemill.kvstore.memory.windows import last_window
-
-GRID_PAGES = 4
-"""The number of pages between the spare checkpoints of a prompt."""
 
 
 class Checkpoints:
@@ -35,24 +33,29 @@ class Checkpoints:
         The next step reads it there and writes to another slot; with `last` there is no next step.
         A checkpoint is optional: return False and change nothing when no second slot is free, or
         when the step in flight overwrites the state.
-        A spare one replaces only spare ones, has no credit before its first use, and counts for no limit.
+        A spare one replaces only what has less credit, and counts for no limit.
         """
         has_slot = any(not flight.void for flight in lease.flights)
-        if spare and not has_slot and not self.find_spare_slot(lease):
+        if spare and not has_slot and not self.find_spare_slot(lease, lease.committed):
             return False
         kept = self._keep(lease, last=last, spare=spare)
         if kept and not spare:
             self._thin(lease.shared_entries[-1])
         return kept
 
-    def find_spare_slot(self, lease: Lease) -> bool:
-        """Return whether a slot is free for a spare checkpoint; if need be, drop another spare one for it."""
+    def find_spare_slot(self, lease: Lease, depth: int) -> bool:
+        """Return whether a slot is free for a spare checkpoint at `depth`. If need be, drop another spare one
+        with no more credit for it, or evict what has less."""
         if not self._layout.has_states or self._cache.state_is_free():
             return True
+        index = self._cache.index
+        credit = self._spare_credit(lease, depth)
         victim = self._least_useful_spare(lease)
-        if victim is not None:
-            self._cache.drop_checkpoint(victim, "states")
-        return victim is not None
+        if victim is None or (lost := index.credit(victim)) > credit:
+            return self._cache.free_state_below(credit)
+        index.age(lost)
+        self._cache.drop_checkpoint(victim, "states")
+        return True
 
     def slots_inside(
         self, lease: Lease, inside: Sequence[int], spare: Sequence[int]
@@ -60,10 +63,10 @@ class Checkpoints:
         """Return the depths that get a slot, ascending, each with its slot: the deepest of `inside`, then the
         roundest of `spare`."""
         kept = self._take_slots(lease, len(inside))
-        free = self._take_free_slots(lease, len(spare))
-        round_last = sorted(spare, key=_roundness)
+        round_first = sorted(spare, key=lambda depth: (-roundness(depth), -depth))
+        free = self._take_free_slots(lease, round_first)
         deepest = zip(reversed(inside), kept, strict=False)
-        return sorted([*deepest, *zip(reversed(round_last), free, strict=False)])
+        return sorted([*deepest, *zip(round_first, free, strict=False)])
 
     def keep_inside(self, lease: Lease, depth: int, *, spare: bool) -> None:
         """Turn the state at `depth`, a page boundary inside a completed step, into a checkpoint, unless there
@@ -72,7 +75,8 @@ class Checkpoints:
         if self._layout.hybrid and entry.checkpoint is None:
             state = lease.states.pop(depth, None)
             kept = Checkpoint(state, last_window(self._layout, lease, depth))
-            self._cache.keep_checkpoint(entry, kept, spare=spare)
+            credit = self._spare_credit(lease, depth) if spare else 0.0
+            self._cache.keep_checkpoint(entry, kept, spare=spare, credit=credit)
             if not spare:
                 self._thin(entry)
 
@@ -145,15 +149,24 @@ class Checkpoints:
             slots.append(lease.spare_slots.pop())
         return slots
 
-    def _take_free_slots(self, lease: Lease, most: int) -> list[StateId]:
-        """Return up to `most` slots that are free, or that spare checkpoints have."""
+    def _take_free_slots(self, lease: Lease, depths: Sequence[int]) -> list[StateId]:
+        """Return slots for spare checkpoints at the first of `depths`, until there is none for the next."""
         slots: list[StateId] = []
         with suppress(OutOfMemory):  # another process may have the memory
-            while len(slots) < most and self.find_spare_slot(lease):
-                if self._fail_allocation(AllocationSite.CHECKPOINT_STATE):
+            for depth in depths:
+                refused = self._fail_allocation(AllocationSite.CHECKPOINT_STATE)
+                if refused or not self.find_spare_slot(lease, depth):
                     break
                 slots.append(self._cache.take_state())
         return slots
+
+    def _spare_credit(self, lease: Lease, depth: int) -> float:
+        """Return the credit of a spare checkpoint at `depth` on the path of `lease`."""
+        size, path = self._layout.page_tokens, lease.shared_entries
+        at = depth // size
+        before = range(min(at - 1, len(path)), max(0, at - roundness(at)), -1)
+        start = next((above for above in before if path[above - 1].checkpoint and path[above - 1].uses), 0)
+        return self._cache.spares.credit(start, at)
 
     def _least_useful_spare(self, lease: Lease) -> Entry | None:
         """Return the oldest spare checkpoint at which no request has resumed, or None.
@@ -168,7 +181,7 @@ class Checkpoints:
         if oldest not in path:
             return oldest
         own = [entry for entry in path if entry.checkpoint and not (entry.uses or entry.checkpoint_pins)]
-        return min(own, key=lambda entry: _roundness(entry.depth_pages))
+        return min(own, key=lambda entry: roundness(entry.depth_pages))
 
     def _keep(self, lease: Lease, *, last: bool, spare: bool = False) -> bool:
         entry = self._boundary(lease)
@@ -184,9 +197,9 @@ class Checkpoints:
             self._cache.counters["checkpoints_skipped"] += 1
             return False
         state = lease.states.pop(lease.committed, None)
-        self._cache.keep_checkpoint(
-            entry, Checkpoint(state, last_window(self._layout, lease, lease.committed)), spare=spare
-        )
+        kept = Checkpoint(state, last_window(self._layout, lease, lease.committed))
+        credit = self._spare_credit(lease, lease.committed) if spare else 0.0
+        self._cache.keep_checkpoint(entry, kept, spare=spare, credit=credit)
         (in_flight or lease).source = self._cache.pin_checkpoint(entry)
         return True
 
@@ -213,8 +226,3 @@ class Checkpoints:
         unpinned.sort(key=lambda earlier: (len(earlier.children) > 1, self._cache.index.rank(earlier)))
         for earlier in unpinned[: max(0, surplus)]:
             self._cache.drop_checkpoint(earlier, "cap")
-
-
-def _roundness(depth: int) -> int:
-    """Return the largest power of two that divides `depth`."""
-    return depth & -depth

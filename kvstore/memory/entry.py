@@ -30,6 +30,7 @@ class Entry:
     score           the eviction order: (value, time of last use); the least goes first
     saved_flops     the compute that a hit saves
     freed_bytes     the memory that its eviction frees
+    clock           the clock of the index when the page was inserted
     uses            0 for a spare checkpoint, at which no request has resumed
     retained_s      the length of the credit that a client asked for, until `retained_until_s`
     tokens, salt    the tokens of the page and the salt of its keys, kept only while changes are logged
@@ -45,6 +46,7 @@ class Entry:
     children: list["Entry"] = field(default_factory=list["Entry"])
     child_index: int = 0  # its index in the children of its parent
     last_use: int = 0
+    clock: float = 0.0
     uses: int = 1
     score: tuple[float, int] = (0.0, 0)  # on equal values the less recently used goes first
     saved_flops: float = 0.0

@@ -55,7 +55,7 @@ def for_page(index: PrefixIndex, arena: Arena, layout: Layout) -> Victim | None:
         return direct
     best = min([direct, *_checkpoint_extents(index, arena, layout)], key=_price)
     cheapest = index.cheapest_checkpoint()
-    if best.price and cheapest is not None and not cheapest.uses:
+    if best.price and cheapest is not None and not (cheapest.uses or index.credit(cheapest)):
         return Victim(checkpoints_only=(cheapest,))  # a spare one, in an extent with others
     return best
 

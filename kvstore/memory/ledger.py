@@ -5,8 +5,7 @@
                          +-------------------+  at most two steps in flight: the next one may be
                                                 launched before this one is committed
 
-All memory of requests is allocated and freed here. A checkpoint is made without a copy: the slot with the
-state at a page boundary goes to the index, and the next step reads it there and writes to another slot. A
+All memory of requests is allocated and freed here. A checkpoint is made without a copy (`checkpoints.py`). A
 step also writes states at page boundaries inside it, to slots of their own. A lease that is released with
 steps in flight is freed when the last of them has completed.
 """
@@ -41,6 +40,7 @@ class Ledger:
         self.layout = cache.layout
         self.index = cache.index
         self.retention = cache.retention
+        self.spares = cache.spares
         self.counters = cache.counters
         self._cache = cache
         self._checkpoints = Checkpoints(cache, checkpoints_per_path, fail_allocation)
@@ -222,9 +222,9 @@ class Ledger:
         """Keep a checkpoint at `committed`, a page boundary; see `Checkpoints.keep`."""
         return self._checkpoints.keep(lease, last=last, spare=spare)
 
-    def find_spare_slot(self, lease: Lease) -> bool:
+    def find_spare_slot(self, lease: Lease, depth: int) -> bool:
         """Return whether a slot is free for a spare checkpoint; see `Checkpoints.find_spare_slot`."""
-        return self._checkpoints.find_spare_slot(lease)
+        return self._checkpoints.find_spare_slot(lease, depth)
 
     def roll_checkpoint(self, lease: Lease) -> bool:
         """Replace the last checkpoint made while decoding; see `Checkpoints.roll`."""

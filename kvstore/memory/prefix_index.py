@@ -74,7 +74,7 @@ class PrefixIndex:
     def __init__(self, layout: Layout, policy: Policy = "value", cost: RecomputeCost | None = None) -> None:
         self.policy = policy
         self._layout = layout
-        self._cost = cost or RecomputeCost()
+        self.cost = cost or RecomputeCost()
         self._entries: dict[PageKey, Entry] = {}
         self._by_page: dict[PageId, Entry] = {}
         self._by_state: dict[StateId, Entry] = {}
@@ -131,7 +131,7 @@ class PrefixIndex:
             return entry, False
         self._uses += 1
         depth_pages = 1 if parent is None else parent.depth_pages + 1
-        entry = Entry(key, parent, depth_pages, page, pins=1, last_use=self._uses)
+        entry = Entry(key, parent, depth_pages, page, pins=1, last_use=self._uses, clock=self._clock)
         self._entries[key] = entry
         self._by_page[page] = entry
         if parent is not None:
@@ -144,11 +144,13 @@ class PrefixIndex:
             self._changes.add(key)
         return entry, True
 
-    def keep_checkpoint(self, entry: Entry, checkpoint: Checkpoint, *, spare: bool = False) -> None:
+    def keep_checkpoint(
+        self, entry: Entry, checkpoint: Checkpoint, *, spare: bool = False, credit: float = 0.0
+    ) -> None:
         """Give `checkpoint` to `entry`, which has none.
 
-        A spare one has no credit until a request resumes at it, and until then the checkpoints below it are
-        valued as if it were not there.
+        Until a request resumes at a spare one it has the credit that is given, and the checkpoints below it
+        are valued as if it were not there.
         """
         assert entry.checkpoint is None
         if not spare:
@@ -165,6 +167,8 @@ class PrefixIndex:
         segment_bytes = (entry.depth_pages - above_pages) * self._layout.page_bytes
         own_bytes = self._layout.state_stride_bytes + len(checkpoint.windows) * self._layout.window_bytes
         self._appraise(entry, above_pages, segment_bytes + own_bytes)
+        if credit and not entry.uses:
+            entry.score = (self._clock + credit, self._uses)
         self._changes.add(entry.key)
         if self.log is not None:
             self.log.append(("kept", entry))
@@ -287,6 +291,11 @@ class PrefixIndex:
         use_value = self._uses - self._clock if self.policy == "lru" else self._value_of_use(entry)
         return max(value, self._clock) + RETAINED_USES * use_value * left_s / entry.retained_s, last_use
 
+    @property
+    def clock(self) -> float:
+        """The sum of the prices of all evictions: what a byte has cost so far."""
+        return self._clock
+
     def age(self, credit: float) -> None:
         """Advance the clock after the eviction of an entry with this credit."""
         self._clock += credit
@@ -353,7 +362,7 @@ class PrefixIndex:
     def _appraise(self, entry: Entry, above_pages: int, freed_bytes: int) -> None:
         """Set the value of `entry`: it saves the pages `[above_pages, depth_pages)`."""
         size = self._layout.page_tokens
-        entry.saved_flops = self._cost.flops(above_pages * size, entry.depth_pages * size)
+        entry.saved_flops = self.cost.flops(above_pages * size, entry.depth_pages * size)
         entry.freed_bytes = freed_bytes
         self._uses += 1
         self._score(entry)

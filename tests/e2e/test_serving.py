@@ -15,7 +15,7 @@ from tools.train_keeper.questions import questions
 from tests.support.e2e.server import Server, eventually, run_cli
 from tests.support.e2e.streams import Stream, client_of, run_all, run_while
 from tidemill.kvstore.layout import layout_of
-from tidemill.kvstore.memory.checkpoints import GRID_PAGES
+from tidemill.kvstore.memory.spare_value import GRID_PAGES
 from tidemill.workers.models.architectures.registry import describe
 from tidemill.workers.sources.names import bundled
 

@@ -16,10 +16,10 @@ from typing import NamedTuple
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.memory.allocation_sites import Demand
-from tidemill.kvstore.memory.checkpoints import GRID_PAGES
 from tidemill.kvstore.memory.lease import SequenceText
 from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.kvstore.memory.prefix_index import Match
+from tidemill.kvstore.memory.spare_value import GRID_PAGES
 from tidemill.kvstore.memory.windows import count_missing
 from tidemill.workers.messages import PagesMissing, Provenance
 from tidemill.workers.scheduling.admission_queue import AdmissionQueue, Precedence
@@ -201,6 +201,8 @@ class Admission:
         except OutOfMemory:
             self._ledger.release(sequence.id)
             return False
+        resumed = attached if target is None else target
+        self._ledger.spares.add_prompt(match.path, resumed, sequence.boundary // lease.page_tokens)
         self._ledger.index.use(lease.shared_entries)
         self._ledger.retention.renew(lease.shared_entries)
         sequence.lease = lease

@@ -208,7 +208,7 @@ class Scheduler:
         if depth in sequence.restore.wanted:
             return True
         if depth in sequence.restore.grid:
-            return sequence.lease is not None and self._ledger.find_spare_slot(sequence.lease)
+            return sequence.lease is not None and self._ledger.find_spare_slot(sequence.lease, depth)
         return depth > len(sequence.request.tokens) and sequence.rolls(depth, self._limits.roll_pages)
 
 

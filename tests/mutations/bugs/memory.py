@@ -118,8 +118,8 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "when slots are short, the least round spare checkpoints inside a step are kept",
         "kvstore/memory/checkpoints.py::Checkpoints.slots_inside",
-        "*zip(reversed($ROUND_LAST), $FREE, strict=False)])",
-        "*zip($ROUND_LAST, $FREE, strict=False)])",
+        "*zip($ROUND_FIRST, $FREE, strict=False)])",
+        "*zip(reversed($ROUND_FIRST), $FREE, strict=False)])",
         "tests/unit/workers/engine/test_prompt_steps.py",
     ),
     Planted(
@@ -139,9 +139,23 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "an extent of spare checkpoints is evicted with one that counts",
         "kvstore/memory/eviction.py::for_page",
-        "if $BEST.$PRICE and $CHEAPEST is not None and not $CHEAPEST.$USES:",
+        "if $BEST.$PRICE and $CHEAPEST is not None and not ($CHEAPEST.$USES or $INDEX.$CREDIT($CHEAPEST)):",
         "if not $BEST:",
         "tests/unit/workers/engine/test_prompt_steps.py",
+    ),
+    Planted(
+        "a junction counts however old its pages are",
+        "kvstore/memory/spare_value.py::SpareValue.add_prompt",
+        "if $RATE <= $COUNT / $TOTAL]",
+        "]",
+        "tests/unit/kvstore/memory/test_spare_value.py",
+    ),
+    Planted(
+        "a spare checkpoint evicts what has more credit",
+        "kvstore/memory/cache.py::Cache.free_state_below",
+        "$VICTIM is None or $VICTIM.$PRICE >= $PRICE:",
+        "$VICTIM is None:",
+        "tests/unit/workers/engine/test_prompt_steps.py tests/unit/kvstore/memory/test_lease.py",
     ),
     Planted(
         "a rolling checkpoint is dropped while a request reads it",

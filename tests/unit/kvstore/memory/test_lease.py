@@ -194,7 +194,7 @@ def test_spare_checkpoint_evicts_nothing() -> None:
     ledger.release("other")
     lease = grow(ledger, ledger.open("a"), P)
     blocker = grow(ledger, ledger.open("blocker"), 1, page_keys(ROOT, [8, 8], P))
-    while ledger.find_spare_slot(lease):
+    while ledger.find_spare_slot(lease, P):
         ledger.reserve(blocker, blocker.allocated + P)
     assert ledger.index.match(others).restorable_pages == 1
     before = (ledger.usage(), len(ledger.index))

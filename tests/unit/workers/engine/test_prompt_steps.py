@@ -17,6 +17,7 @@ LINEAR = Linear(key_heads=1, value_heads=1, key_dim=8, value_dim=16, conv_width=
 LARGE = layout_of((LINEAR, ATTENTION), P, extent_bytes_min=256, granule_bytes=1)
 """One state, or ten pages, in an extent."""
 WINDOWS = fold_layout(P, hybrid=False, window=30)
+BOTH = fold_layout(P, hybrid=True, window=30)
 LONG = prompt(1024, 99)
 WIDE = 16
 BUDGET = 512
@@ -82,6 +83,26 @@ def test_second_prompt_computes_at_most_four_pages_of_a_shared_part(
             await one.answer(a_request(shared + prompt(9, 1), 3))
             second = await one.answer(a_request(shared + prompt(9, 2), 3))
             assert second.reused_tokens == num_shared // 16 * 16
+
+    run(main())
+
+
+@pytest.mark.parametrize(("layout", "num_extents"), [(HYBRID, 60), (TIGHT, 200), (LARGE, 30), (BOTH, 160)])
+def test_second_prompt_finds_the_shared_part_in_full_memory(layout: Layout, num_extents: int) -> None:
+    """Once families have come: their junctions give spare checkpoints a credit, so that they evict others."""
+
+    async def main() -> None:
+        async with bench(layout=layout, num_extents=num_extents, tokens_max=64) as one:
+            for seed in range(200, 230):
+                await one.answer(a_request(prompt(90, seed), 3))
+            assert free_extents(one) <= 2
+            for family in range(300, 330):
+                shared = prompt(70, family)
+                found = [await one.answer(a_request(shared + prompt(9, seed), 3)) for seed in range(3)]
+                assert found[2].reused_tokens == 68, "where the second one left the first"
+                if family > 325:
+                    assert found[1].reused_tokens == 64
+            assert one.ledger.spares.junctions_per_page > 0
 
     run(main())
 
