@@ -99,6 +99,22 @@ def test_what_torch_writes_in_place_is_not_recorded(cpu: Operators) -> None:
     assert cpu.capture(lambda: cpu.rms_norm(x_TH, weight_H, 1e-6).mul_(2))[0] is None
 
 
+def test_memory_that_is_still_read_is_not_used_again(cpu: Operators) -> None:
+    x_TH, weight_H = torch.randn(3, 8), torch.ones(8)
+    assert cpu.capture is not None
+
+    def both() -> torch.Tensor:
+        first_TH = cpu.rms_norm(x_TH, weight_H, 1e-6)
+        second_TH = cpu.rms_norm(first_TH, weight_H, 1.0)
+        return cpu.add_norm(first_TH, second_TH, weight_H, 1e-6)[1]
+
+    replay, y_TH = cpu.capture(both)
+    assert torch.equal(y_TH, both())
+    assert replay is not None
+    replay()
+    assert torch.equal(y_TH, both())
+
+
 def test_recordings_share_their_memory(cpu: Operators) -> None:
     weight_H = torch.ones(8)
     assert cpu.capture is not None
