@@ -15,7 +15,7 @@ BUGS: tuple[Planted, ...] = (
         "kernels/shared/recording.py::_Recording._block",
         "and sys.getrefcount($BLOCK) == UNUSED",
         "",
-        "tests/unit/kernels/test_recorded_steps.py",
+        "tests/unit/kernels/test_recorded_steps.py::test_memory_that_is_still_read_is_not_used_again",
     ),
     Planted(
         "a large arena is described as a small tensor",
