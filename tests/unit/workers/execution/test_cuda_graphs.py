@@ -217,7 +217,7 @@ def test_engine_with_graphs_answers_the_same(
         runner = open_runner(settings, loaded, memory, arena, group)
         runner.use_graphs(graph_shapes(ROWS_MAX, 200, drafts_max), TABLE_WIDTH, again)
         graphs = runner._graphs
-        assert graphs is not None
+        assert isinstance(graphs, Graphs)
         for shape, graph in graphs._graphs.items():
 
             def counted(shape: GraphShape = shape, replay: Replay = graph.replay) -> None:
