@@ -90,6 +90,10 @@ class _Recording(TorchDispatchMode):
         self.is_complete = True
         self._blocks = blocks
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler for the first step, which takes a second
+
     def called(self, index: int, given: tuple[float | None, ...]) -> None:
         if get_ident() == self.thread:
             self.calls.append((index, given))
