@@ -256,6 +256,8 @@ def command_of(
 @contextmanager
 def started(command: list[str], settings: dict[str, str], url: str, log: Path) -> Iterator[psutil.Process]:
     """Start a server and wait until it answers; end it and its processes after the block."""
+    if _answers(url):
+        raise SystemExit(f"another server answers at {url}: end it")
     with log.open("ab") as output:
         process = subprocess.Popen(  # noqa: S603 - our own command
             command, stdout=output, stderr=output, env={**os.environ, **settings}, start_new_session=True

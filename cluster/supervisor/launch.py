@@ -5,6 +5,7 @@ import contextlib
 import secrets
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Collection, Generator, Mapping
 from pathlib import Path
@@ -272,12 +273,14 @@ class Cluster:
         """End every process and remove every file of the cluster, or only our actors if Ray was joined. May
         be called at any time, also twice."""
         processes = with_descendants(self._processes)
-        gcs = self._essential.get("GCS")
-        if gcs is not None and has_ended(gcs):
-            end(processes, 0.0)  # they would wait for it
-        elif self._supervisor is not None and self._settings.detached_folder is None:
-            with contextlib.suppress(ray.exceptions.RayError, ValueError):
-                self._end_actors()
+        if self._supervisor is not None and self._settings.detached_folder is None:
+            # A service manager may end all processes at once. Then Ray's calls would wait for a minute.
+            ending = threading.Thread(target=self._end_actors, daemon=True)
+            ending.start()
+            while ending.is_alive() and not self._ray_has_ended():
+                ending.join(POLL_S)
+        if self._ray_has_ended():
+            end(processes, 0.0)  # they would wait for each other
         self._supervisor = None
         grace_s = GRACE_S if RAY.is_initialized() else 0.0
         RAY.shutdown()
@@ -286,20 +289,25 @@ class Cluster:
             end(writers(self._temp_folder), 0.0)
         self._files.close()
 
+    def _ray_has_ended(self) -> bool:
+        """Return whether a process of our own Ray that the cluster needs has ended."""
+        return any(map(has_ended, self._essential.values()))
+
     def _end_actors(self) -> None:
         """Kill all actors. A joined Ray keeps a supervisor, which does the same, until all are gone."""
-        joined = self._temp_folder is None
-        actors = Actors(self._settings.namespace)
-        plan = stop_plan(self._settings.namespace)
-        actors.kill(SUPERVISOR, restart=joined)  # it creates nothing any more
-        if joined:
-            kill_actors(plan, actors)
-            actors.kill(SUPERVISOR)
-            return
-        # Our own Ray ends with its placement groups. Removing one would send its actors SIGTERM,
-        # which they log.
-        for name in (*plan.workers, *plan.routers):
-            actors.kill(name)
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            joined = self._temp_folder is None
+            actors = Actors(self._settings.namespace)
+            plan = stop_plan(self._settings.namespace)
+            actors.kill(SUPERVISOR, restart=joined)  # it creates nothing any more
+            if joined:
+                kill_actors(plan, actors)
+                actors.kill(SUPERVISOR)
+                return
+            # Our own Ray ends with its placement groups. Removing one would send its actors SIGTERM,
+            # which they log.
+            for name in (*plan.workers, *plan.routers):
+                actors.kill(name)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import asyncio
 import signal
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
@@ -64,6 +65,16 @@ def test_server_ends_with_its_ray(
         assert len(call.trouble) == 2
         assert line in call.trouble[0], call.trouble
         assert call.trouble[1] == "the stream was cut"  # without [DONE]
+
+
+def test_server_ends_when_all_its_processes_are_told_to(server: Server, tmp_path: Path) -> None:
+    """A service manager sends SIGTERM to a whole control group. No call of Ray waits for a minute then."""
+    before = server.processes()
+    for process in before:
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+    assert server.wait(before) in {0, EXIT_LOST}
+    assert "GCS may have been killed" not in (tmp_path / "log").read_text()
 
 
 def test_killed_server_leaves_nothing(server: Server, asked: list[Ask]) -> None:
