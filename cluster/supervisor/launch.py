@@ -274,7 +274,7 @@ class Cluster:
         be called at any time, also twice."""
         processes = with_descendants(self._processes)
         if self._supervisor is not None and self._settings.detached_folder is None:
-            # A service manager may end all processes at once. Then Ray's calls would wait for a minute.
+            # A service manager may end all processes together. Then Ray's calls would wait for a minute.
             ending = threading.Thread(target=self._end_actors, daemon=True)
             ending.start()
             while ending.is_alive() and not self._ray_has_ended():

@@ -67,7 +67,7 @@ def test_server_ends_with_its_ray(
         assert call.trouble[1] == "the stream was cut"  # without [DONE]
 
 
-def test_server_ends_when_all_its_processes_are_told_to(server: Server, tmp_path: Path) -> None:
+def test_server_ends_soon_when_each_process_is_terminated(server: Server, tmp_path: Path) -> None:
     """A service manager sends SIGTERM to a whole control group. No call of Ray waits for a minute then."""
     before = server.processes()
     for process in before:
