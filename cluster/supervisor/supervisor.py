@@ -31,7 +31,7 @@ from tidemill.cluster.restart_backoff import Backoff
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings, WorkerSettings
 from tidemill.cluster.supervisor.autoscaling import EdgeReports, EdgeState
-from tidemill.cluster.supervisor.journal import ClusterPlan, FleetPlan, Journal, initial_plan
+from tidemill.cluster.supervisor.journal import ClusterPlan, Fenced, FleetPlan, Journal, initial_plan
 from tidemill.cluster.supervisor.node_fit import Node, assign, demand_of, unschedulable_reason
 from tidemill.cluster.supervisor.private_folder import read_record
 from tidemill.cluster.supervisor.processes import endpoint_pid, start_endpoint
@@ -338,9 +338,11 @@ def stop_plan(namespace: str) -> ClusterPlan:
     """Write to the journal that nothing of the plan should run, and return it. The supervisor can write, and
     so act, no more."""
     journal = Journal(RayStore(), namespace)
-    plan = replace(journal.open(), stopped=True)
-    journal.write(plan)
-    return plan
+    while True:
+        plan = replace(journal.open(), stopped=True)
+        with contextlib.suppress(Fenced):  # by a supervisor that Ray has started again meanwhile
+            journal.write(plan)
+            return plan
 
 
 def kill_actors(plan: ClusterPlan, actors: Actors) -> None:
