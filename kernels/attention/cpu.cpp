@@ -400,25 +400,22 @@ __attribute__((target("amx-tile,amx-bf16"))) void score_in_pages(
 }
 #endif
 
-// One vector of LANES reduced ones: lane r is that of rows[r], by halves, as `tree`.
-template <int COUNT = LANES, typename Combine>
+// A vector of COUNT reduced ones: lane r is that of rows[r], by halves, as `tree`.
+template <int COUNT, int HALF = LANES / 2, typename Combine>
 vec trees(vec* rows, Combine combine) {
-    if constexpr (COUNT == 1) {
-        return rows[0];
-    } else {
-        // Each pair of rows becomes one, of which the lanes that have bit HALF are of the second.
-        constexpr int HALF = COUNT / 2;
-        ints first, second;
-        for (int l = 0; l < LANES; l++) {
-            first[l] = l & HALF ? LANES + l - HALF : l;
-            second[l] = l & HALF ? LANES + l : l + HALF;
-        }
-        for (int r = 0; r < HALF; r++) {
-            const vec a = rows[r], b = rows[r + HALF];
-            rows[r] = combine(__builtin_shuffle(a, b, first), __builtin_shuffle(a, b, second));
-        }
-        return trees<HALF>(rows, combine);
+    // Each pair of rows becomes one, of which the lanes that have bit HALF are of the second; a row alone is its own second.
+    constexpr int LEFT = std::max(1, COUNT / 2);
+    ints first, second;
+    for (int l = 0; l < LANES; l++) {
+        first[l] = l & HALF ? LANES + l - HALF : l;
+        second[l] = l & HALF ? LANES + l : l + HALF;
     }
+    for (int r = 0; r < LEFT; r++) {
+        const vec a = rows[r], b = rows[COUNT > 1 ? r + LEFT : r];
+        rows[r] = combine(__builtin_shuffle(a, b, first), __builtin_shuffle(a, b, second));
+    }
+    if constexpr (HALF > 1) return trees<LEFT, HALF / 2>(rows, combine);
+    return rows[0];
 }
 
 // Which scores of a query count: those of keys [from, to) of the block.
@@ -428,7 +425,7 @@ struct Range {
 
 // At most LANES rows of scores of keys [begin, end) of a block become weights in P: floats, or pairs of bfloat16. `shrink`
 // gets LANES factors by which what was summed before shrinks: exactly 1 where no key counts.
-template <typename E>
+template <int MOST, typename E>
 void fold_scores(const float* S, const Range* ranges, int64_t rows, int64_t begin, int64_t end, E* P, float* highest,
                  float* total, float* shrink) {
     constexpr int64_t SIZE = BLOCK<E>, PARTS = LANES_SUM / LANES, VECS = STEP / LANES;
@@ -444,8 +441,10 @@ void fold_scores(const float* S, const Range* ranges, int64_t rows, int64_t begi
             scores[i] = (key >= (int32_t)range.from) & (key < (int32_t)range.to) ? scores[i] : vec{} - INFINITY;
         }
     };
-    vec reduced[LANES], scores[VECS];
-    for (int64_t r = 0; r < LANES; r++) {
+    ints own;  // where `trees` has the one of each row
+    for (int l = 0; l < LANES; l++) own[l] = l % MOST * (LANES / MOST);
+    vec reduced[MOST], scores[VECS];
+    for (int64_t r = 0; r < MOST; r++) {
         vec most = vec{} - INFINITY;
         for (int64_t j = begin; r < rows && j < end; j += STEP) {
             get(r, j, scores);
@@ -453,9 +452,9 @@ void fold_scores(const float* S, const Range* ranges, int64_t rows, int64_t begi
         }
         reduced[r] = most;
     }
-    const vec before = load(highest), peaks = at_least(before, trees(reduced, [](vec a, vec b) { return at_least(a, b); }));
+    const vec before = load(highest), peaks = at_least(before, __builtin_shuffle(trees<MOST>(reduced, [](vec a, vec b) { return at_least(a, b); }), own));
     store(highest, peaks);
-    for (int64_t r = 0; r < LANES; r++) {
+    for (int64_t r = 0; r < MOST; r++) {
         const vec peak = splat(highest[r]);
         vec sums[PARTS] = {};
         for (int64_t j = begin; r < rows && j < end; j += STEP) {
@@ -475,7 +474,7 @@ void fold_scores(const float* S, const Range* ranges, int64_t rows, int64_t begi
     }
     const vec factor = peaks == before ? vec{} + 1.0f : exp_f32<false>(before - peaks);
     store(shrink, factor);
-    store(total, load(total) * factor + trees(reduced, [](vec a, vec b) { return a + b; }));
+    store(total, load(total) * factor + __builtin_shuffle(trees<MOST>(reduced, [](vec a, vec b) { return a + b; }), own));
 }
 
 #if defined(AMX)
@@ -812,7 +811,8 @@ void attend(const Task& task, const Seen& seen, const float* q, const Cache& cac
                     if (++of_group == group) of_group = 0, seen_to++;
                 }
                 alignas(LINE) float shrink[LANES];
-                fold_scores(S + r * BLOCK, ranges, few, begin, end, P + r * BLOCK_WORDS, highest + i + r, total + i + r,
+                const auto fold = few <= 4 ? fold_scores<4, E> : fold_scores<LANES, E>;
+                fold(S + r * BLOCK, ranges, few, begin, end, P + r * BLOCK_WORDS, highest + i + r, total + i + r,
                             shrink);
                 for (int64_t l = 0; l < few; l++) {
                     if (shrink[l] == 1.0f) continue;
