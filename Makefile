@@ -42,7 +42,11 @@ SUITE := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore t
 test: setup
 	$(SUITE) -m "not slow"
 
+# RUNLEVEL=1: apt does not start a Redis of the system.
 test-all: setup triton triton-3.6
+	@command -v redis-server >/dev/null \
+	  || { [ "$$(id -u)" = 0 ] && { apt-get update -qq; RUNLEVEL=1 apt-get install -y -qq --no-install-recommends redis-server; }; } \
+	  || echo "redis-server is missing, with which GCS is restarted: as root, apt-get install redis-server; its tests are skipped"
 	$(SUITE)
 	python -m tests.mutations --after-tests
 

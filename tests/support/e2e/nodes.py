@@ -34,8 +34,11 @@ def free_port(host: str = "127.0.0.1") -> int:
 class Nodes:
     """The first one is the head. They end in `stop`, or one by one in `kill`."""
 
-    def __init__(self, folder: Path, *, dashboard: bool = False, labels: str = "", head: str = HEAD) -> None:
-        """`folder`: a short path, for Ray's sockets; `head`: the address of the first one."""
+    def __init__(
+        self, folder: Path, *, dashboard: bool = False, labels: str = "", head: str = HEAD, redis: str = ""
+    ) -> None:
+        """`folder`: a short path, for Ray's sockets; `head`: the address of the first one; `redis`: the
+        address of GCS's storage, without which GCS starts empty."""
         self._folder = folder
         self._mark = uuid.uuid4().hex
         self._environ = {
@@ -43,7 +46,9 @@ class Nodes:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(16),
             "RAY_USAGE_STATS_ENABLED": "0",
+            **({"RAY_REDIS_ADDRESS": redis} if redis else {}),
         }
+        self._labels = labels
         self.address = self.url = ""
         self._started: dict[str, subprocess.Popen[bytes]] = {}  # by host
 
@@ -60,6 +65,17 @@ class Nodes:
         """One more, which is there when this returns; one at a time, as Ray wants nodes of one machine.
         `namespace`: of the network, where it runs."""
         self._start(host, lambda: f"--address={self.address}", labels, environ, namespace)
+
+    def add_head(self) -> None:
+        """Start the first one again, at its address, after its end."""
+        host, _, port = self.address.partition(":")
+
+        def options() -> str:
+            # With this file Ray takes another node's process for a head that runs. A new pod has none.
+            (self._folder / "ray_current_cluster").unlink(missing_ok=True)
+            return f"--head --port={port} --temp-dir={self._folder} --include-dashboard=false"
+
+        self._start(host, options, self._labels, {})
 
     def _start(
         self,

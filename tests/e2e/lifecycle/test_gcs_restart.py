@@ -1,0 +1,218 @@
+"""GCS with its storage in Redis is killed and started again amid streams: every stream is exact, and the
+fleet is scaled and mended again.
+
+Either the process of GCS alone, or the head node with it, which `ray start --block` ends then, as in a pod
+of KubeRay. With the head the server and its workers are on another node.
+"""
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import psutil
+import pytest
+import ray
+import yaml
+
+from tests.support.e2e.faults import GCS, SUPERVISOR, run_until
+from tests.support.e2e.history import Ask, Call, asks, broken, pauses_s
+from tests.support.e2e.nodes import HEAD, NET, Nodes, free_port
+from tests.support.e2e.server import Server, command_of, eventually, run_cli
+from tidemill.cluster.cli import main as cli
+
+RAY: Any = ray  # much of it has no types
+REDIS = shutil.which("redis-server")
+NODE = f"{NET}.3"
+NODE_OF_SERVER = "TIDEMILL_TEST_NODE_OF_SERVER"
+AWAY_S = 15.0
+"""Less than the minute after which Ray's processes end without GCS."""
+
+WIDTH = 6
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(REDIS is None, reason="GCS has no storage: as root, apt-get install redis-server"),
+]
+
+
+class Cluster:
+    """A Ray cluster of which GCS can be killed and started again, and a server that has joined it."""
+
+    def __init__(self, folder: Path, redis: str, *, has_head: bool) -> None:
+        """`has_head`: GCS is on a node of its own, and ends with all of it."""
+        self.nodes = Nodes(folder, redis=redis)
+        self.has_head = has_head
+        self._gcs: list[subprocess.Popen[bytes]] = []
+        if has_head:
+            self.nodes.add(NODE, "side=far")
+        else:  # it would end the node
+            self.part("ray start").suspend()
+        group = {"memory": "64MiB", "labels": {"side": "far"} if has_head else {}}
+        groups = [{"role": "prefill", **group}, {"role": "decode", "replicas": 2, **group}]
+        config = {
+            "models": [{"model": "keeper", "groups": groups}],
+            "edge": {"port": 0},
+            "cluster": {"ray_address": self.nodes.address, "host": "node-plain"},
+        }
+        file = folder / "cluster.yaml"
+        file.write_text(yaml.safe_dump(config))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(NODE_OF_SERVER, NODE if has_head else HEAD)
+            self.server = self.nodes.serve(file, folder / "server.log", __name__)
+
+    def part(self, name: str) -> psutil.Process:
+        (found,) = (process for process in self.nodes.processes() if name in command_of(process))
+        return found
+
+    def restart_gcs(self, meanwhile: Callable[[], None]) -> None:
+        """Kill -9 GCS, do `meanwhile`, and start it again at the same address with the same storage."""
+        gcs = self.part(GCS)
+        command, environ, folder = gcs.cmdline(), gcs.environ(), gcs.cwd()
+        gcs.kill()
+        if self.has_head:
+            eventually(lambda: not self.nodes.processes(HEAD))
+        meanwhile()
+        if self.has_head:
+            self.nodes.add_head()
+        else:
+            null = subprocess.DEVNULL
+            self._gcs.append(
+                subprocess.Popen(command, env=environ, cwd=folder, stdin=null, stdout=null, stderr=null)
+            )
+
+    def ids(self) -> dict[str, str]:
+        """Return the incarnation of each worker."""
+        return {row["info"]["name"]: row["info"]["worker"] for row in self.server.workers()}
+
+    def kill(self) -> None:
+        self.nodes.kill()
+        for process in self._gcs:
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[str]:
+    """Run Redis, which keeps everything in its memory."""
+    assert REDIS is not None
+    port = free_port()
+    command = [
+        REDIS,
+        "--port",
+        str(port),
+        "--bind",
+        "127.0.0.1",
+        "--save",
+        "",
+        "--dir",
+        tempfile.gettempdir(),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module", params=["process", "head"])
+def cluster(request: pytest.FixtureRequest, redis: str) -> Iterator[Cluster]:
+    with tempfile.TemporaryDirectory(prefix="gcs-") as folder:  # a short path, for Ray's sockets
+        cluster = Cluster(Path(folder), redis, has_head=request.param == "head")
+        try:
+            yield cluster
+            assert cluster.server.stop() == 0
+            eventually(lambda: not cluster.nodes.actors())
+        finally:
+            cluster.server.kill_everything()
+            cluster.kill()
+
+
+@pytest.fixture(scope="module")
+def server(cluster: Cluster) -> Server:
+    return cluster.server
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[Ask]:
+    return asks(Random(11), WIDTH, num_tokens=100, max_tokens=600)
+
+
+def streams_while(cluster: Cluster, asked: list[Ask], fault: Callable[[], None]) -> Sequence[Call]:
+    """Stream `asked` again and again, until some time after the fault."""
+
+    async def main() -> Sequence[Call]:
+        done = asyncio.Event()
+        running = asyncio.create_task(run_until(cluster.server, asked, "away", WIDTH, done))
+        await asyncio.sleep(2.0)
+        await asyncio.to_thread(fault)
+        await asyncio.sleep(AWAY_S)
+        done.set()
+        return (await running).calls
+
+    return asyncio.run(main())
+
+
+def test_streams_are_unchanged_while_gcs_is_away_and_after_it(
+    cluster: Cluster, asked: list[Ask], calm: list[Call]
+) -> None:
+    before, kept = cluster.ids(), [cluster.part(SUPERVISOR), cluster.part("ray::RouterActor")]
+    gcs, killed_s = cluster.part(GCS), time.monotonic()
+    calls = streams_while(cluster, asked, lambda: cluster.restart_gcs(lambda: time.sleep(AWAY_S)))
+    found = [broken(call, calm[number % WIDTH]) for number, call in enumerate(calls)]
+    assert found == [[] for _ in calls]
+    assert cluster.part(GCS).pid != gcs.pid
+    assert cluster.has_head or all(
+        process.is_running() for process in kept
+    )  # else they may end with the head
+    assert cluster.ids() == before, "none restarted"
+    waits = [max(pauses_s([call], call.sent_s), default=0.0) for call in calls if call.ended_s > killed_s]
+    sys.stdout.write(f"{len(calls)} streams, the longest pause of one {max(waits):.2f} s\n")
+
+
+def test_worker_killed_while_gcs_is_away_is_replaced_after_it(
+    cluster: Cluster, asked: list[Ask], calm: list[Call]
+) -> None:
+    before = cluster.ids()
+    (pid,) = (row["info"]["pid"] for row in cluster.server.workers() if row["info"]["name"] == "decode-0")
+
+    def lose_worker() -> None:
+        psutil.Process(pid).kill()
+        time.sleep(AWAY_S)
+
+    calls = streams_while(cluster, asked, lambda: cluster.restart_gcs(lose_worker))
+    found = [broken(call, calm[number % WIDTH]) for number, call in enumerate(calls)]
+    assert found == [[] for _ in calls]
+
+    def is_replaced() -> bool:
+        now = cluster.ids()
+        changed = {name for name in before if now.get(name) != before[name]}
+        assert changed == {"decode-0"}
+        return now.keys() == before.keys()
+
+    eventually(is_replaced)
+
+
+def test_fleet_scales_and_is_mended_after_the_restart_of_gcs(cluster: Cluster) -> None:
+    """The supervisor creates a worker and removes it; killed workers and a killed supervisor are replaced."""
+    before, server = cluster.ids(), cluster.server
+    for count in (3, 2):
+        ended, _ = run_cli("scale", f"decode={count}", "--wait", "--url", server.url)
+        assert ended.returncode == 0, ended.stderr
+        assert len(server.workers("decode")) == count
+    assert cluster.ids() == before
+    server.replace_workers()
+    cluster.part(SUPERVISOR).kill()
+    eventually(lambda: run_cli("scale", "--url", server.url)[0].returncode == 0)
+
+
+if __name__ == "__main__":  # Ray would choose the head among the nodes of one machine
+    RAY.init = partial(RAY.init, _node_ip_address=os.environ[NODE_OF_SERVER])
+    sys.exit(cli.main())
