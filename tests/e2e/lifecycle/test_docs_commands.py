@@ -99,7 +99,7 @@ def words_of(command: str, server: Server) -> list[str]:
     if words[0] in {"status", "memory", "bench"} and not {"--url", "--base-url"} & {*words}:
         words += ["--url", server.url]
     if words[0] == "store":
-        stored = next(path for path in server.folders() if "store" in path.name)
+        stored = next(path for path in server.folders() if "store" in path.name) / "files"
         words = [f"file://{stored}" if word == "URL" else word for word in words]
         words = [stored_key(server, f"file://{stored}") if word == "KEY" else word for word in words]
     own = {"http://HOST:8000": server.url, "12GiB": "48MiB"}
