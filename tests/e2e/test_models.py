@@ -190,7 +190,7 @@ def test_broker_moves_memory_between_prompts_generations_and_models(server: Serv
     batches = [
         [seeded(seed + index, LONGEST - 60, 4) for index in range(6)] for seed in range(100, 1300, 100)
     ]
-    generations = [seeded(2000 + index, 40, 960) for index in range(24)]
+    generations = [seeded(2000 + index, 40, 960) for index in range(48)]
     samples: dict[str, list[dict[str, dict[str, Any]]]] = {}
     shares = {name: row["share_bytes"] for name, row in memory_of(server).items()}
 
