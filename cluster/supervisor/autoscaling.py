@@ -1,5 +1,5 @@
 """Decide the number of workers of each role from the load that the fleet has had, and collect what edges
-report of it. Pure.
+report of it. `decide` and `take_sample` are pure.
 
 Demand is counted in workers. It is the sum of the busy workers, the workers that would have stopped
 the queue from growing, and those that would empty it within `drain_s`. It is scaled up by the share

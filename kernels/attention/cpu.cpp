@@ -423,7 +423,7 @@ struct Range {
     int64_t from, to;
 };
 
-// At most LANES rows of scores of keys [begin, end) of a block become weights in P: floats, or pairs of bfloat16. `shrink`
+// At most MOST rows of scores of keys [begin, end) of a block become weights in P: floats, or pairs of bfloat16. `shrink`
 // gets LANES factors by which what was summed before shrinks: exactly 1 where no key counts.
 template <int MOST, typename E>
 void fold_scores(const float* S, const Range* ranges, int64_t rows, int64_t begin, int64_t end, E* P, float* highest,
@@ -441,9 +441,10 @@ void fold_scores(const float* S, const Range* ranges, int64_t rows, int64_t begi
             scores[i] = (key >= (int32_t)range.from) & (key < (int32_t)range.to) ? scores[i] : vec{} - INFINITY;
         }
     };
-    ints own;  // where `trees` has the one of each row
-    for (int l = 0; l < LANES; l++) own[l] = l % MOST * (LANES / MOST);
     vec reduced[MOST], scores[VECS];
+    ints own;  // the lane in which `trees` has a row
+    for (int l = 0; l < LANES; l++) own[l] = l % MOST * (LANES / MOST);
+    const auto of_rows = [&](auto combine) { return __builtin_shuffle(trees<MOST>(reduced, combine), own); };
     for (int64_t r = 0; r < MOST; r++) {
         vec most = vec{} - INFINITY;
         for (int64_t j = begin; r < rows && j < end; j += STEP) {
@@ -452,7 +453,7 @@ void fold_scores(const float* S, const Range* ranges, int64_t rows, int64_t begi
         }
         reduced[r] = most;
     }
-    const vec before = load(highest), peaks = at_least(before, __builtin_shuffle(trees<MOST>(reduced, [](vec a, vec b) { return at_least(a, b); }), own));
+    const vec before = load(highest), peaks = at_least(before, of_rows([](vec a, vec b) { return at_least(a, b); }));
     store(highest, peaks);
     for (int64_t r = 0; r < MOST; r++) {
         const vec peak = splat(highest[r]);
@@ -474,7 +475,7 @@ void fold_scores(const float* S, const Range* ranges, int64_t rows, int64_t begi
     }
     const vec factor = peaks == before ? vec{} + 1.0f : exp_f32<false>(before - peaks);
     store(shrink, factor);
-    store(total, load(total) * factor + __builtin_shuffle(trees<MOST>(reduced, [](vec a, vec b) { return a + b; }), own));
+    store(total, load(total) * factor + of_rows([](vec a, vec b) { return a + b; }));
 }
 
 #if defined(AMX)
@@ -812,8 +813,7 @@ void attend(const Task& task, const Seen& seen, const float* q, const Cache& cac
                 }
                 alignas(LINE) float shrink[LANES];
                 const auto fold = few <= 4 ? fold_scores<4, E> : fold_scores<LANES, E>;
-                fold(S + r * BLOCK, ranges, few, begin, end, P + r * BLOCK_WORDS, highest + i + r, total + i + r,
-                            shrink);
+                fold(S + r * BLOCK, ranges, few, begin, end, P + r * BLOCK_WORDS, highest + i + r, total + i + r, shrink);
                 for (int64_t l = 0; l < few; l++) {
                     if (shrink[l] == 1.0f) continue;
                     float* const sum = sums + (i + r + l) * wide;

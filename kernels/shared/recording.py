@@ -126,10 +126,8 @@ class _Recording(TorchDispatchMode):
         for block in self._blocks:
             offset = result.data_ptr() - block.ctypes.data
             if 0 <= offset < block.nbytes:
-                memory = torch.from_numpy(
-                    block[offset : offset + result.nbytes]
-                )  # a view of what has `block`
-                return memory.view(result.dtype).view(result.shape)
+                memory = block[offset : offset + result.nbytes]  # without a reference to `block`
+                return torch.from_numpy(memory).view(result.dtype).view(result.shape)
         return result
 
     def _block(self, num_bytes: int) -> Block:
