@@ -1,5 +1,9 @@
 """The settings of gRPC connections: the sizes that a peer may send, and the detection of silent peers."""
 
+import asyncio
+from collections.abc import Generator
+from contextlib import contextmanager
+
 import grpc
 import grpc.aio
 
@@ -50,6 +54,21 @@ def open_channel(address: str, tls: MutualTls | None = None) -> grpc.aio.Channel
     return grpc.aio.secure_channel(
         address, credentials, [*options, ("grpc.ssl_target_name_override", CLUSTER_NAME)]
     )
+
+
+@contextmanager
+def cancellable() -> Generator[None]:
+    """Raise the cancellation of this task, also by a timeout, if a call in the block fails while it is
+    cancelled: gRPC raises only the error, and a caller that retries would never end."""
+    task = asyncio.current_task()
+    assert task is not None
+    num_before = task.cancelling()
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        if task.cancelling() > num_before:
+            raise asyncio.CancelledError from error
+        raise
 
 
 def new_server(streams_max: int = STREAMS_MAX) -> grpc.aio.Server:

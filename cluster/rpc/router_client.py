@@ -21,7 +21,7 @@ from tidemill.cluster.messages import (
     SetBudget,
 )
 from tidemill.cluster.mutual_tls import MutualTls
-from tidemill.cluster.rpc.channels import open_channel
+from tidemill.cluster.rpc.channels import cancellable, open_channel
 from tidemill.cluster.rpc.codec import (
     BudgetCommand,
     DrainCommand,
@@ -336,7 +336,8 @@ class _RouterConnection:
         method: UnaryMethod = channel.unary_unary(f"/tidemill.Router/{name}")
         self._calls[channel] += 1
         try:
-            return await method(data)
+            with cancellable():
+                return await method(data)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE and self._channel is channel:
                 self._channel = None

@@ -10,7 +10,7 @@ import grpc.aio
 
 from tidemill.cluster.messages import TokenSink
 from tidemill.cluster.mutual_tls import MutualTls
-from tidemill.cluster.rpc.channels import FRAME_BYTES_MAX, open_channel
+from tidemill.cluster.rpc.channels import FRAME_BYTES_MAX, cancellable, open_channel
 from tidemill.cluster.rpc.codec import (
     Cancel,
     Generate,
@@ -240,9 +240,10 @@ class _WorkerCall:
             async with asyncio.timeout(LIVES_S_MAX):
                 while True:
                     try:
-                        async with open_channel(self._address, self._tls) as channel:
-                            async for _ in self._open(channel, hello()):
-                                pass
+                        with cancellable():
+                            async with open_channel(self._address, self._tls) as channel:
+                                async for _ in self._open(channel, hello()):
+                                    pass
                     except grpc.aio.AioRpcError as error:
                         is_refused = REFUSED in (error.details() or "")
                         if is_refused or error.code() is not grpc.StatusCode.UNAVAILABLE:

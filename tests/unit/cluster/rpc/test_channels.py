@@ -1,6 +1,7 @@
 """A server with as many streams as it is designed for, over loopback sockets."""
 
 import asyncio
+from contextlib import suppress
 from typing import Any, cast
 
 import grpc
@@ -11,7 +12,7 @@ from tests.support import grpc_loop
 from tests.support.cluster.heartbeats import heartbeat, placement_request
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.router.server import RouterService
-from tidemill.cluster.rpc.channels import bind, new_server, open_channel
+from tidemill.cluster.rpc.channels import bind, cancellable, new_server, open_channel
 from tidemill.cluster.rpc.codec import encode_heartbeat
 from tidemill.cluster.rpc.placement_codec import decode_placement, encode_placement_request
 
@@ -79,3 +80,31 @@ def test_one_stream_too_many_is_refused_and_the_others_stay() -> None:
             await server.stop(grace=None)
 
     grpc_loop.run(main())
+
+
+def test_a_call_that_fails_while_it_is_cancelled_is_cancelled() -> None:
+    """gRPC raises the error of such a call alone, and a caller who retries under a time limit never ends."""
+    error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
+
+    async def fail() -> None:
+        try:
+            await asyncio.sleep(WAIT_S_MAX)
+        except asyncio.CancelledError:
+            raise error from None
+
+    async def retry() -> None:
+        num_calls = 0
+        async with asyncio.timeout(0.01):
+            while True:
+                num_calls += 1
+                assert num_calls == 1, "the time limit is lost"
+                with suppress(grpc.aio.AioRpcError), cancellable():
+                    await fail()
+
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            await retry()
+        with pytest.raises(grpc.aio.AioRpcError), cancellable():
+            raise error
+
+    asyncio.run(main())
