@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import ray
@@ -23,6 +25,25 @@ ANSWER_S_MAX = 9.0
 """The time for the supervisor to answer, which may wait for a router, or to be restarted."""
 
 RETRY_S = 0.1
+
+
+async def find_actor(name: str, namespace: str) -> Any:  # noqa: ANN401 - Ray's types
+    """Return the actor of this name. Raises ValueError if there is none.
+
+    Without GCS this takes a minute.
+    It has a thread of its own, because a process that ends waits for the threads of asyncio.
+    """
+    found = Future[Any]()
+
+    def find() -> None:
+        try:
+            found.set_result(RAY.get_actor(name, namespace))
+        except Exception as error:  # noqa: BLE001 - for the caller
+            found.set_exception(error)
+
+    found.set_running_or_notify_cancel()  # a caller that is cancelled leaves it alone
+    threading.Thread(target=find, daemon=True).start()
+    return await asyncio.wrap_future(found)
 
 
 class RayStore:
@@ -84,8 +105,7 @@ class SupervisorClient:
             async with asyncio.timeout(ANSWER_S_MAX):
                 while True:
                     try:
-                        actor = await asyncio.to_thread(RAY.get_actor, SUPERVISOR, self._namespace)
-                        return await call(actor)
+                        return await call(await find_actor(SUPERVISOR, self._namespace))
                     except ray.exceptions.RayTaskError as error:
                         raise error.cause from None
                     except (ray.exceptions.RayError, ValueError) as error:

@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tidemill.cluster.observability.logs import start_logs
 from tidemill.cluster.rpc.router_client import FindRouter
 from tidemill.cluster.settings import RouterSettings, WorkerSettings
+from tidemill.cluster.supervisor.supervisor_client import find_actor
 from tidemill.cluster.worker.worker_process import Ready, State, WorkerProcess
 from tidemill.workers.malloc import keep_freed_memory
 from tidemill.workers.messages import WorkerGone
@@ -45,7 +46,7 @@ log = logging.getLogger(__name__)
 async def call_router(router: tuple[str, str], call: Callable[[Any], Awaitable[_Answer]]) -> _Answer:
     """Call the router actor of this name and namespace. Raises WorkerGone when it does not answer."""
     try:
-        actor = await asyncio.to_thread(RAY.get_actor, *router)
+        actor = await find_actor(*router)
         async with asyncio.timeout(FIND_S_MAX):
             return await call(actor)
     except (ValueError, TimeoutError, ray.exceptions.RayError) as error:

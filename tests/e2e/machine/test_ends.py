@@ -73,8 +73,10 @@ def test_server_ends_soon_when_each_process_is_terminated(server: Server, tmp_pa
     for process in before:
         with suppress(psutil.NoSuchProcess):
             process.terminate()
-    assert server.wait(before) in {0, EXIT_LOST}
-    assert "GCS may have been killed" not in (tmp_path / "log").read_text()
+    status = server.wait(before)
+    log = (tmp_path / "log").read_text()
+    assert status in {0, EXIT_LOST}, log
+    assert "GCS may have been killed" not in log
 
 
 def test_killed_server_leaves_nothing(server: Server, asked: list[Ask]) -> None:

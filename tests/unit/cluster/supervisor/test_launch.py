@@ -1,7 +1,9 @@
-"""A slow Ray is started again without leftovers, and the launch waits for late nodes."""
+"""Launch: a slow Ray is started again without leftovers, late nodes are awaited, and no end waits for GCS."""
 
+import asyncio
 import subprocess
 import sys
+import threading
 from itertools import count
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -9,10 +11,11 @@ from unittest.mock import MagicMock
 import pytest
 
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, WorkerSettings
-from tidemill.cluster.supervisor import launch
+from tidemill.cluster.supervisor import launch, supervisor_client
 from tidemill.cluster.supervisor.journal import ClusterPlan, initial_plan
 from tidemill.cluster.supervisor.launch import RAY_STARTS_MAX, RAY_WAS_SLOW, REPORT_S, Cluster, LaunchError
 from tidemill.cluster.supervisor.node_fit import Node
+from tidemill.cluster.supervisor.supervisor_client import find_actor
 from tidemill.workers.settings import EngineSettings
 
 
@@ -104,3 +107,25 @@ def test_cluster_waits_for_late_nodes_and_reports_once_a_minute(
     with pytest.raises(StopIteration):  # it is scheduled, and its process takes longer than that
         wait()
     assert messages[-1].endswith("after 960 s: Ray starts processes for them")
+
+
+def test_loop_that_ends_waits_for_no_search_of_an_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without GCS Ray's call takes a minute, after which Ray ends the process with a status of its own."""
+    answering, answered = threading.Event(), threading.Event()
+
+    def get_actor(name: str, namespace: str) -> str:
+        answering.wait(5.0)
+        answered.set()
+        return f"{name} of {namespace}"
+
+    monkeypatch.setattr(supervisor_client, "RAY", MagicMock(get_actor=get_actor))
+
+    async def ends_early() -> None:
+        searching = asyncio.create_task(find_actor("router", "ours"))
+        await asyncio.sleep(0.01)
+        searching.cancel()
+
+    asyncio.run(ends_early())
+    assert not answered.is_set()
+    answering.set()
+    assert asyncio.run(find_actor("router", "ours")) == "router of ours"
