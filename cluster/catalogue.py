@@ -37,6 +37,8 @@ class CatalogueKey:
     tenant: str
     sha256: str
     requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_parallel_requests: int | None = None
     operator: bool = False
 
 

@@ -31,6 +31,12 @@ class Rates:
         self.note(name, now_s, paid_ahead_s + cost_s)
         return Counted(0.0, paid_ahead_s + cost_s)
 
+    def charge(self, name: str, cost_s: float, now_s: float, ahead_s: float = 0.0) -> float:
+        """Count what cannot be refused any more; return how far the name has paid ahead then."""
+        paid_ahead_s = max(ahead_s, self.ahead_s(name, now_s)) + cost_s
+        self.note(name, now_s, paid_ahead_s)
+        return paid_ahead_s
+
     def ahead_s(self, name: str, now_s: float) -> float:
         """Return how far a name has paid ahead."""
         return max(0.0, self._paid_until_s.get(name, 0.0) - now_s)

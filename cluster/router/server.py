@@ -20,6 +20,7 @@ from tidemill.cluster.messages import (
     SetBudget,
 )
 from tidemill.cluster.mutual_tls import MutualTls
+from tidemill.cluster.quotas import QuotaRequest, Quotas
 from tidemill.cluster.rates import Rates
 from tidemill.cluster.router.catalogue_server import CatalogueServer
 from tidemill.cluster.rpc.channels import ROUTER_STREAMS_MAX, bind, new_server, server_credentials
@@ -111,7 +112,7 @@ class RouterService:
         self._router = router
         self._tls = tls
         self._guard = None if tls is None else Guard(NOT_FOR_EDGES)
-        self._rates = Rates()
+        self._rates, self._quotas = Rates(), Quotas()
         self._fence = 0
         self._streams: dict[WorkerId, object] = {}  # the latest stream of each worker
         self._server = new_server(ROUTER_STREAMS_MAX)
@@ -125,6 +126,7 @@ class RouterService:
             "Status": grpc.unary_unary_rpc_method_handler(self._status),
             "Out": grpc.unary_unary_rpc_method_handler(self._out),
             "Count": grpc.unary_unary_rpc_method_handler(self._count),
+            "Quota": grpc.unary_unary_rpc_method_handler(self._quota),
             "SetBudget": self._order(
                 BudgetCommand, lambda order: router.set_budget(order.name, order.budget_bytes)
             ),
@@ -247,6 +249,13 @@ class RouterService:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         now_s = asyncio.get_running_loop().time()
         return encode(self._rates.count(asked.name, max(1, asked.per_minute), now_s, asked.ahead_s))
+
+    async def _quota(self, data: bytes, context: "Context") -> bytes:
+        try:
+            asked = decode(QuotaRequest, data)
+        except Malformed as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        return encode(self._quotas.ask(asked, asyncio.get_running_loop().time()))
 
     def _order(self, kind: type[OrderT], carry_out: Callable[[OrderT], None]) -> "Handler":
         """Return the gRPC method for a command of an operator, which the router may refuse."""

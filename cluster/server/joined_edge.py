@@ -9,7 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from tempfile import NamedTemporaryFile
@@ -184,7 +184,7 @@ class _JoinedEdge:
             group=group,
         )
 
-        self._rates = RouterRates(self._routers, join.tls)
+        self._rates = RouterRates(self._edge, self._routers, join.tls)
         self.context.keys.shared = self._rates
 
     def _routers(self) -> list[str]:
@@ -315,12 +315,4 @@ def limits_of(limits: Mapping[str, int | float]) -> EdgeLimits:
 
 def keys_of(catalogue: Catalogue) -> list[ApiKey]:
     """Return the keys that the catalogue admits."""
-    return [
-        ApiKey(
-            tenant=key.tenant,
-            sha256=key.sha256,
-            requests_per_minute=key.requests_per_minute,
-            operator=key.operator,
-        )
-        for key in catalogue.keys
-    ]
+    return [ApiKey(**asdict(key)) for key in catalogue.keys]

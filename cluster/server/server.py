@@ -129,6 +129,7 @@ async def _serve(
     writers = cluster.catalogue_writers()
     publisher = CataloguePublisher(published, writers, context, endpoint.telemetry)
     rates = RouterRates(
+        edge,
         lambda: [writer.address for writer in writers.values() if writer.address],
         settings.fleets[0].router.tls,
     )

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
@@ -17,6 +18,7 @@ from tidemill.cluster.edge.grpc_api.call_shares import headers_of
 from tidemill.cluster.edge.grpc_api.errors import refusal_of
 from tidemill.cluster.edge.grpc_api.frames import client_at
 from tidemill.cluster.edge.grpc_api.messages import body_of, grow, parse, tokenize_body_of, usage_of
+from tidemill.cluster.edge.requests.api_keys import ApiKey
 from tidemill.cluster.edge.requests.caller import REQUEST_ID_HEADER, caller_of, request_id_of
 from tidemill.cluster.edge.requests.context import EdgeContext
 from tidemill.cluster.edge.requests.intake import PreparedRequest
@@ -42,6 +44,7 @@ class _RpcCall:
 
     id: str
     client: str
+    key: ApiKey | None
     data: bytes
     headers: Mapping[str, str]
     send: Callable[[bytes], Awaitable[None]]
@@ -80,15 +83,12 @@ class Generation:
             request_id = request_id_of(headers.get(REQUEST_ID_HEADER)) or self._edge.sources.new_id()
             try:
                 await context.send_initial_metadata(((REQUEST_ID_HEADER, request_id),))
-                await self._edge.keys.admit(path, headers)
+                key = await self._edge.keys.admit(path, headers)
                 data = await self._read(frames)
                 client = client_of(self._edge.keys.tenant(headers), client_at(context.peer()))
                 with self._num_bytes.holding(len(data), client):
-                    await work(
-                        _RpcCall(
-                            request_id, client, data, headers, lambda message: self._write(context, message)
-                        )
-                    )
+                    send = partial(self._write, context)
+                    await work(_RpcCall(request_id, client, key, data, headers, send))
             except _Gone:
                 return
             except Exception as error:
@@ -160,7 +160,12 @@ class Generation:
             model,
             job,
             RequestIdentity(
-                request_id=call.id, reply_id=reply_id, model=model.name, kind="grpc", client=call.client
+                request_id=call.id,
+                reply_id=reply_id,
+                model=model.name,
+                kind="grpc",
+                client=call.client,
+                key=call.key,
             ),
         )
 

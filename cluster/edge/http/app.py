@@ -140,6 +140,7 @@ class Edge:
             model=model.name,
             kind="prefix",
             client=request.state.client,
+            key=request.state.key,
         )
         tally = UsageCounter(job)
 
@@ -265,6 +266,7 @@ class Edge:
             model=model.name,
             kind=kind,
             client=request.state.client,
+            key=request.state.key,
         )
         reply = _CompletionReply(model, job, head, identity)
         if stream is not None:

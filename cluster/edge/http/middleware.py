@@ -20,7 +20,7 @@ from tidemill.cluster.edge.chat.request.json_text import parse_json
 from tidemill.cluster.edge.http.dashboard import PAGE_PATHS
 from tidemill.cluster.edge.http.same_origin import check_site
 from tidemill.cluster.edge.http.stream import EventStream, event
-from tidemill.cluster.edge.requests.api_keys import ApiKeys
+from tidemill.cluster.edge.requests.api_keys import ApiKey, ApiKeys
 from tidemill.cluster.edge.requests.caller import REQUEST_ID_HEADER, request_id_of
 from tidemill.cluster.edge.requests.context import StopReason
 from tidemill.cluster.edge.requests.errors import error_of, headers_of
@@ -96,7 +96,6 @@ class EdgeMiddleware:
         body: _Body | None = None
         try:
             client = await self._admit(scope, headers)
-            scope["state"]["client"] = client
             body = reading = _Body(self._bytes, client, self._body_s_max, self._pace)
             if not await body.read(headers, receive):
                 return
@@ -118,14 +117,15 @@ class EdgeMiddleware:
 
     async def _admit(self, scope: Scope, headers: Headers) -> str:
         """Admit a request and return the client that shares limits. Raises RequestError and Overloaded."""
-        tenant: str | None = None
+        key: ApiKey | None = None
         if scope["path"] not in OPEN_PATHS:
-            await self._keys.admit(scope["path"], headers)
-            tenant = self._keys.tenant(headers)
+            key = await self._keys.admit(scope["path"], headers)
         if not self._keys.are_needed:
             server = scope.get("server") or ("",)
             check_site(scope["method"], server[0], headers)
-        return client_of(tenant, (scope.get("client") or ("",))[0])
+        client = client_of(None if key is None else key.tenant, (scope.get("client") or ("",))[0])
+        scope["state"] |= {"key": key, "client": client}
+        return client
 
     async def _cut(self, begun: Headers | None, scope: Scope, receive: Receive, send: Send) -> bool:
         """Report the cut, if the reply has not `begun` or is an event stream; return whether that was

@@ -41,6 +41,7 @@ def add_responses_routes(app: FastAPI, context: EdgeContext) -> None:
             model=model.name,
             kind="responses",
             client=request.state.client,
+            key=request.state.key,
         )
         created_s = int(context.sources.unix_time_s())
         reply = _ResponseReply(

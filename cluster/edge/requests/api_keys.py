@@ -4,6 +4,8 @@ keys:
   - tenant: search          # several keys may share a tenant
     sha256: 5d41...         # of the key: `tidemill key search` makes one
     requests_per_minute: 600
+    tokens_per_minute: 100000
+    max_parallel_requests: 16
   - tenant: people
     sha256: 7c21...
     operator: true          # may read /cluster and send commands, too
@@ -12,6 +14,7 @@ keys:
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -21,9 +24,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
+from tidemill.cluster.quotas import EdgeQuotas, LimitReached, OpenAnswer, QuotaGrant, QuotaRequest
 from tidemill.cluster.rates import Counted, Rates
 from tidemill.kvstore.errors import TidemillError
-from tidemill.workers.messages import Overloaded, RequestError
+from tidemill.workers.messages import RequestError
 
 LOOK_S = 2.0
 """The period in which the file of keys is looked at: a key that was taken out is valid for as long."""
@@ -35,14 +39,19 @@ OPERATORS_PATHS = ("/cluster", "/reset_prefix_cache", "/flush_cache", "/server_i
 
 
 class ApiKey(BaseModel):
-    """One key. All `requests_per_minute` may arrive together after a pause; None: as many as the fleet
-    takes."""
+    """One key and its limits; None: as much as the fleet takes.
+
+    All `requests_per_minute` may arrive together after a pause, and all `tokens_per_minute`, of
+    prompts and answers, may be used together. At most `max_parallel_requests` are answered at a time.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     tenant: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     requests_per_minute: Annotated[int, Field(ge=1)] | None = None
+    tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
+    max_parallel_requests: Annotated[int, Field(ge=1)] | None = None
     operator: bool = False
 
 
@@ -59,15 +68,20 @@ class SharedRates(Protocol):
         """Count a request of a name; see Rates. Return None when no counter answers."""
         ...
 
+    async def ask(self, asked: QuotaRequest) -> QuotaGrant | None:
+        """Count open answers and tokens; see Quotas. Return None when no counter answers."""
+        ...
+
 
 class ApiKeys:
-    """The known keys. Without any, every client is admitted. With `shared` a rate is one over all edges, and
+    """The known keys. Without any, every client is admitted. With `shared` a limit is one over all edges, and
     this edge counts by itself only while no router answers."""
 
     def __init__(self, keys: Sequence[ApiKey] = (), clock_s: Callable[[], float] = lambda: 0.0) -> None:
         self._keys = {key.sha256: key for key in keys}
         self._clock_s = clock_s
         self._rates = Rates()  # by digest, as this edge knows them
+        self._quotas = EdgeQuotas(clock_s, self._ask)
         self.shared: SharedRates | None = None
 
     def replace(self, keys: Sequence[ApiKey]) -> None:
@@ -82,10 +96,10 @@ class ApiKeys:
     def are_needed(self) -> bool:
         return bool(self._keys)
 
-    async def admit(self, path: str, headers: Mapping[str, str]) -> None:
-        """Admit a request and count it. Raises RequestError (401, 403) and Overloaded."""
+    async def admit(self, path: str, headers: Mapping[str, str]) -> ApiKey | None:
+        """Admit a request, count it and return its key. Raises RequestError (401, 403) and LimitReached."""
         if not self._keys:
-            return
+            return None
         key = self._key_of(headers)
         if path.startswith(OPERATORS_PATHS):
             if not key.operator:
@@ -96,6 +110,20 @@ class ApiKeys:
                 )
         elif key.requests_per_minute is not None:  # operators are not limited
             await self._count(key, key.requests_per_minute)
+        return key
+
+    def answering(
+        self, key: ApiKey | None, num_tokens: int
+    ) -> AbstractAsyncContextManager[OpenAnswer | None]:
+        """Return the block of an answer with prompts of `num_tokens`; it raises LimitReached at its start."""
+        if key is None or (key.max_parallel_requests is None and key.tokens_per_minute is None):
+            return nullcontext()
+        return self._quotas.answering(
+            key.sha256, num_tokens, key.max_parallel_requests, key.tokens_per_minute
+        )
+
+    async def _ask(self, asked: QuotaRequest) -> QuotaGrant | None:
+        return None if self.shared is None else await self.shared.ask(asked)
 
     def tenant(self, headers: Mapping[str, str]) -> str | None:
         """Return the tenant; None where there are no keys. Raises RequestError."""
@@ -112,7 +140,7 @@ class ApiKeys:
         return key
 
     async def _count(self, key: ApiKey, per_minute: int) -> None:
-        """Count a request. Raises Overloaded."""
+        """Count a request. Raises LimitReached."""
         ahead_s = self._rates.ahead_s(key.sha256, self._clock_s())
         counted: Counted | None = None
         if self.shared is not None:
@@ -122,11 +150,8 @@ class ApiKeys:
         else:  # for the next router, if that one ends
             self._rates.note(key.sha256, self._clock_s(), counted.ahead_s)
         if counted.wait_s:
-            raise Overloaded(
-                f"tenant {key.tenant} asks more than {per_minute} times a minute",
-                predicted_s=0.0,
-                retry_after_s=counted.wait_s,
-            )
+            message = f"tenant {key.tenant} asks more than {per_minute} times a minute"
+            raise LimitReached(message, counted.wait_s, "requests", per_minute)
 
 
 def bearer(headers: Mapping[str, str]) -> str:

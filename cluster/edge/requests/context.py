@@ -16,7 +16,7 @@ from tidemill.cluster.edge.requests.limits import EdgeLimits, InFlightLimit
 from tidemill.cluster.edge.requests.models import EdgeModel, EdgeModels, ServedBackend
 from tidemill.cluster.edge.requests.recent_requests import RecentRequests, RequestIdentity
 from tidemill.cluster.edge.requests.request_span import traced
-from tidemill.cluster.edge.requests.usage import Json
+from tidemill.cluster.edge.requests.usage import Json, UsageCounter
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.metrics.edge_samples import EdgeSamples
 from tidemill.cluster.metrics.history import History
@@ -97,33 +97,36 @@ class EdgeContext:
         """Yield all choices of `job` as they grow, with metrics, without what `sink` takes. Closing it
         cancels the running ones. Raises Overloaded, Unserved, RequestError."""
         job = _named(job, identity)
-        with (
-            self.open_answers.holding(len(job.requests), identity.client),
-            self.metrics.watch(model.name, job.requests) as watch,
-            self.recent.watch(identity, job) as entry,
-            traced(self.sources.tracer, identity, job, entry) as going,
-        ):
+        async with self.keys.answering(identity.key, UsageCounter(job).num_prompt_tokens()) as limited:
+            with (
+                self.open_answers.holding(len(job.requests), identity.client),
+                self.metrics.watch(model.name, job.requests) as watch,
+                self.recent.watch(identity, job) as entry,
+                traced(self.sources.tracer, identity, job, entry) as going,
+            ):
+                if limited is not None:
+                    limited.generated = entry.num_generated
 
-            def record(increment: Increment) -> None:
-                watch.record(
-                    increment.choice,
-                    num_tokens=increment.growth.num_tokens,
-                    finish=increment.growth.finish,
-                    trace=increment.trace,
-                )
-                entry.record(increment)
+                def record(increment: Increment) -> None:
+                    watch.record(
+                        increment.choice,
+                        num_tokens=increment.growth.num_tokens,
+                        finish=increment.growth.finish,
+                        trace=increment.trace,
+                    )
+                    entry.record(increment)
 
-            def take(increment: Increment) -> bool:
-                taken = sink is not None and sink(increment)
-                if taken:
-                    record(increment)
-                return taken
+                def take(increment: Increment) -> bool:
+                    taken = sink is not None and sink(increment)
+                    if taken:
+                        record(increment)
+                    return taken
 
-            recorded = None if sink is None else take
-            async with aclosing(answers(model.service, model.tokenizer, going, recorded)) as increments:
-                async for increment in increments:
-                    record(increment)
-                    yield increment
+                recorded = None if sink is None else take
+                async with aclosing(answers(model.service, model.tokenizer, going, recorded)) as increments:
+                    async for increment in increments:
+                        record(increment)
+                        yield increment
 
 
 def open_context(

@@ -2,6 +2,7 @@
 
 import math
 
+from tidemill.cluster.quotas import LimitReached
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Overloaded, Poisonous, RequestError
 
@@ -13,6 +14,8 @@ def error_of(error: Exception) -> tuple[int, dict[str, object]]:
     match error:
         case RequestError():
             return error.status, error_body(error.status, str(error), error.param, error.code)
+        case LimitReached():
+            return 429, error_body(429, str(error), None, "rate_limit_exceeded")
         case Overloaded():
             return 429, error_body(429, str(error), None, "overloaded")
         case Poisonous():
@@ -35,11 +38,19 @@ def headers_of(error: Exception) -> dict[str, str] | None:
         case RequestError() | Poisonous():
             return None
         case Overloaded():
-            return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+            return {"retry-after": str(max(1, math.ceil(error.retry_after_s))), **_limit_headers(error)}
         case TidemillError():
             return {"retry-after": str(RETRY_AFTER_S)}
         case _:
             return None
+
+
+def _limit_headers(error: Overloaded) -> dict[str, str]:
+    """Return the headers of OpenAI for a limit a minute that a key has reached."""
+    if not isinstance(error, LimitReached) or error.limit is None:
+        return {}
+    values = {"limit": str(error.most), "remaining": "0", "reset": f"{error.retry_after_s:.3f}s"}
+    return {f"x-ratelimit-{name}-{error.limit}": value for name, value in values.items()}
 
 
 def error_body(status: int, message: str, param: str | None, code: str | None) -> dict[str, object]:

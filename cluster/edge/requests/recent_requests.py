@@ -9,6 +9,7 @@ from typing import Annotated
 from fastapi import FastAPI, Query
 
 from tidemill.cluster.edge.requests.answers import Increment
+from tidemill.cluster.edge.requests.api_keys import ApiKey
 from tidemill.cluster.edge.requests.intake import PreparedRequest
 from tidemill.cluster.edge.requests.usage import Json, UsageCounter
 from tidemill.workers.messages import Trace
@@ -18,13 +19,15 @@ RECENT_MAX = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestIdentity:
-    """The ids of a request. `reply_id` is the `id` of its answer; the answers of a `client` share limits."""
+    """The ids of a request. `reply_id` is the `id` of its answer; the answers of a `client` share limits.
+    `key` is None without API keys."""
 
     request_id: str
     reply_id: str
     model: str
     kind: str
     client: str = ""
+    key: ApiKey | None = None
 
 
 class RecentRequests:
@@ -101,6 +104,10 @@ class RequestRecord:
         if finish is not None:
             self._finishes[increment.choice] = finish
         self._tally.record(increment)
+
+    def num_generated(self) -> int:
+        """Return the tokens of all answers so far."""
+        return self._tally.num_generated
 
     def end(self) -> None:
         self._ended = True

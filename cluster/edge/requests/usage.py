@@ -13,10 +13,10 @@ class UsageCounter:
     def __init__(self, job: PreparedRequest) -> None:
         self._job = job
         self._traces: dict[int, Trace] = {}
-        self._completion_tokens = 0
+        self.num_generated = 0
 
     def record(self, increment: Increment) -> None:
-        self._completion_tokens += increment.growth.num_tokens
+        self.num_generated += increment.growth.num_tokens
         self._traces.setdefault(increment.choice, increment.trace)
 
     def cached_tokens(self) -> int:
@@ -28,6 +28,9 @@ class UsageCounter:
             if index in self._traces
         )
 
+    def num_prompt_tokens(self) -> int:
+        return sum(len(request.tokens) for request in self._job.requests[:: self._job.n])
+
     def usage(self) -> Json:
         """Return OpenAI's usage, and the origin of the prompt's tokens.
 
@@ -35,12 +38,12 @@ class UsageCounter:
         the decode worker fetched fetched_tokens from the store and already had reused_tokens.
         """
         prompts = range(0, len(self._job.requests), self._job.n)
-        prompt_tokens = sum(len(self._job.requests[index].tokens) for index in prompts)
+        prompt_tokens = self.num_prompt_tokens()
         traces = [self._traces[index] for index in prompts if index in self._traces]
         return {
             "prompt_tokens": prompt_tokens,
-            "completion_tokens": self._completion_tokens,
-            "total_tokens": prompt_tokens + self._completion_tokens,
+            "completion_tokens": self.num_generated,
+            "total_tokens": prompt_tokens + self.num_generated,
             "prompt_tokens_details": {
                 "cached_tokens": self.cached_tokens(),
                 "prefilled_tokens": sum(trace.prefilled.computed_tokens for trace in traces),

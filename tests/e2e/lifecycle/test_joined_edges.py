@@ -188,6 +188,59 @@ def test_orders_work_at_any_edge(joined: Joined) -> None:
             assert [(role["role"], role["workers"]) for role in roles] == [("prefill", 1), ("decode", 1)]
 
 
+def test_limits_of_a_key_hold_over_two_edges_and_a_killed_edge_keeps_nothing(
+    joined: Joined, tmp_path: Path
+) -> None:
+    entries = [
+        {"tenant": "people", "sha256": digest_of(KEY), "operator": True},
+        {"tenant": "shop", "sha256": digest_of(OTHER), "max_parallel_requests": 2, "tokens_per_minute": 2500},
+    ]
+    joined.keys_file.write_text(yaml.safe_dump({"keys": entries}))
+    other = EdgeProcess(tmp_path / "edge", *joined.arguments)
+    held = [Stream(body) for body in bodies(2, seed=6)]
+
+    def ask(url: str, **changed: int) -> httpx.Response:
+        body = {**bodies(1, seed=7)[0], **changed}
+        headers = {"authorization": f"Bearer {OTHER}"}
+        return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=300, verify=NO_TLS)
+
+    async def run(url: str) -> None:
+        async with client(url) as dying:
+            dying.headers["authorization"] = f"Bearer {OTHER}"
+            running = [asyncio.create_task(stream.run(dying)) for stream in held]
+            for stream in held:
+                await stream.under_way.wait()
+            for refusing in (joined.url, joined.server.url, url):
+                refused = await asyncio.to_thread(ask, refusing)
+                assert (refused.status_code, refused.headers["retry-after"]) == (429, "1"), refused.text
+                assert "2 requests open" in refused.json()["error"]["message"]
+            assert not any(stream.finish_reason for stream in held), "too late: make the streams longer"
+            other.kill()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    try:
+        url = other.wait_until_ready()
+        eventually(lambda: status_of(joined.url, OTHER) == 200)
+        asyncio.run(run(url))
+    finally:
+        other.kill()
+    eventually(lambda: ask(joined.url, max_tokens=1).status_code == 200)
+    used = 0
+    for _ in range(20):
+        answer = ask(joined.server.url)
+        if answer.status_code == 429:
+            break
+        assert answer.is_success, answer.text
+        used += answer.json()["usage"]["total_tokens"]
+    refused = ask(joined.url)
+    assert refused.status_code == 429
+    assert refused.headers["x-ratelimit-limit-tokens"] == "2500"
+    assert float(refused.headers["x-ratelimit-reset-tokens"].removesuffix("s")) > 0
+    assert used >= 1000, "it had them, but for those of the streams"
+    write_keys(joined.keys_file, KEY)
+    eventually(lambda: status_of(joined.url, OTHER) == 401)
+
+
 def test_edge_without_a_certificate_is_refused(joined: Joined, tmp_path: Path) -> None:
     edge = EdgeProcess(tmp_path / "edge", *joined.arguments[:2])
     try:

@@ -39,7 +39,7 @@ def test_edges_share_the_rate_of_a_key_and_keep_it_when_a_router_ends() -> None:
         }
         for port, service in zip(ports, services.values(), strict=True):
             await service.start("127.0.0.1", port)
-        shared = [RouterRates(lambda: list(services), None) for _ in range(3)]
+        shared = [RouterRates(f"edge-{n}", lambda: list(services), None) for n in range(3)]
         edges = [ApiKeys([KEY], asyncio.get_running_loop().time) for _ in shared]
         for edge, rates in zip(edges, shared, strict=True):
             edge.shared = rates

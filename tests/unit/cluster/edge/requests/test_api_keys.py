@@ -20,6 +20,7 @@ KEYS = (
     ApiKey(tenant="search", sha256=digest_of("sk-one")),
     ApiKey(tenant="search", sha256=digest_of("sk-two")),
     ApiKey(tenant="shop", sha256=digest_of("sk-shop"), requests_per_minute=2),
+    ApiKey(tenant="batch", sha256=digest_of("sk-batch"), tokens_per_minute=1, max_parallel_requests=1),
     ApiKey(tenant="people", sha256=digest_of("sk-people"), operator=True),
 )
 
@@ -139,7 +140,26 @@ def test_too_often_is_a_429_with_a_time() -> None:
     app = edge(FakeService(saying("a")))
     replies = [ask(app, CHAT, "sk-shop", BODY) for _ in range(3)]
     assert [reply.status_code for reply in replies] == [200, 200, 429]
-    assert int(replies[2].headers["retry-after"]) > 0
+    headers = replies[2].headers
+    assert int(headers["retry-after"]) > 0
+    assert headers["x-ratelimit-limit-requests"] == "2"
+    assert headers["x-ratelimit-remaining-requests"] == "0"
+    assert replies[2].json()["error"]["code"] == "rate_limit_exceeded"
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_of_prompts_and_answers_are_paid_before_the_next_answer(path: str, *, stream: bool) -> None:
+    """One that is refused is not asked of the service."""
+    service = FakeService(saying("a"))
+    app = edge(service)
+    body = {CHAT: BODY, "/v1/completions": {"prompt": "Hello!"}, "/v1/responses": {"input": "Hello!"}}[path]
+    replies = [ask(app, path, "sk-batch", {**body, "stream": stream}) for _ in range(2)]
+    assert [reply.status_code for reply in replies] == [200, 429]
+    assert replies[1].headers["x-ratelimit-limit-tokens"] == "1"
+    (request,) = service.requests
+    seconds = 60 * (len(request.tokens) + 1)
+    assert int(replies[1].headers["retry-after"]) >= seconds, "the prompt and the answer"
 
 
 def test_keys_of_a_file(tmp_path: Path) -> None:
