@@ -141,6 +141,16 @@ def worker_name(label: str, role: Role, index: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreProgram(PickledByName):
+    """A Python program to run. It is ready when it accepts connections at `port` (HOST:PORT), or, without a
+    port, when it has written a line."""
+
+    name: str
+    arguments: tuple[str, ...]
+    port: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSettings(PickledByName):
     """The settings of a cluster of one or more fleets. Names of workers and routers are unique.
 
@@ -156,6 +166,7 @@ class ClusterSettings(PickledByName):
     object_store_bytes: int = OBJECT_STORE_BYTES
     detached_folder: Path | None = None  # of a server that lasts until `tidemill down`; it has joined a Ray
     authority_key: Path | None = None  # signs certificates of edges that join by a token
+    programs: tuple[StoreProgram, ...] = ()  # of the store, on the node of the supervisor
     schedule_timeout_s: float = 600.0  # for nodes with room for every worker; they may pull images
 
     @property

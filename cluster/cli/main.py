@@ -271,7 +271,8 @@ def _run(
     os.environ.pop(KEY_VARIABLE, None)  # Ray's processes and the workers do not need it
     sealing_of(None if store.secret_file is None else Path(store.secret_file))  # reports errors early
     console = Console(stderr=True)
-    with reaping(_folders()), shared_store(store.url, STORE_FOLDERS) as store_url:
+    with reaping(_folders()), shared_store(store.url, STORE_FOLDERS, detached_folder) as shared:
+        store_url, programs = shared
         if store.url is not None and store_url != store.url:
             console.print(Text(f"store: {store_url}"))  # for `tidemill store`
         cores = count_cores(os.sched_getaffinity(0))
@@ -281,7 +282,7 @@ def _run(
         )
         settings = cluster_settings(config, surroundings, source)
         settings = with_cluster_security(settings, config.cluster).with_telemetry(telemetry)
-        settings = replace(settings, detached_folder=detached_folder)
+        settings = replace(settings, detached_folder=detached_folder, programs=programs)
         start_logs(telemetry)
 
         async def announced(url: str) -> None:

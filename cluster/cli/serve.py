@@ -32,7 +32,6 @@ from tidemill.cluster.edge.requests.security import Security
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.server.endpoint import Endpoint
 from tidemill.cluster.settings import WORKER_ENVIRON, ray_environ
-from tidemill.cluster.supervisor.store_plan import plan_store
 
 TEXTS = {"TIME", "N|auto", "JSON"}
 """The metavars of flags whose values the configuration reads from text."""
@@ -209,12 +208,6 @@ def _check_detachable(config: RootConfig, api_keys: Sequence[str]) -> None:
     if api_keys:
         raise UsageError(
             "--detach takes keys from --api-keys-file, which its processes read whenever they start"
-        )
-    plan = None if config.store.url is None else plan_store(config.store.url)
-    if plan is not None and (plan.master is not None or plan.owner is not None):
-        raise UsageError(
-            f"--detach cannot run the processes of the store {config.store.url}: give file:///path, or "
-            "mooncake://HOST:PORT of a master that runs by itself"
         )
 
 

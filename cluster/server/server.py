@@ -41,9 +41,9 @@ from tidemill.cluster.server.run_endpoint import (
     url_of,
 )
 from tidemill.cluster.server.support_info import support_parts
-from tidemill.cluster.settings import ClusterSettings, FleetSettings
+from tidemill.cluster.settings import ClusterSettings, FleetSettings, StoreProgram
 from tidemill.cluster.supervisor.launch import Cluster, RayEnded, start_cluster
-from tidemill.cluster.supervisor.mooncake_service import running_store
+from tidemill.cluster.supervisor.mooncake_service import planned_store
 from tidemill.cluster.supervisor.private_folder import private_folder
 from tidemill.cluster.supervisor.processes import STOP_SIGNALS
 from tidemill.cluster.supervisor.store_plan import check_shared, other_tiers
@@ -222,19 +222,20 @@ def _service(
 
 
 @contextmanager
-def shared_store(url: str | None, folders: tuple[Path, ...]) -> Generator[str]:
-    """Yield the URL of a store that several processes can share. It is the store of `url`, checked and with
-    its processes running, or a temporary folder without `url`. The folder is made in the first of `folders`
-    that exists."""
+def shared_store(
+    url: str | None, folders: tuple[Path, ...], root: Path | None
+) -> Generator[tuple[str, tuple[StoreProgram, ...]]]:
+    """Yield the URL of a store that several processes can share, and the programs to run for it. It is the
+    store of `url`, checked, or a temporary folder without `url`. The folder is made in the first of `folders`
+    that exists. A detached server is in the folder `root`."""
     if url is None:
         base = next((folder for folder in folders if folder.is_dir()), None)
         parent = Path(tempfile.gettempdir()) if base is None else base
         with private_folder("tidemill-store-", parent) as folder:
-            yield f"file://{folder}"
+            yield f"file://{folder}", ()
         return
     check_shared(url)
     if files := other_tiers(url):
         asyncio.run(open_store(files).close())
     # Mooncake's client would replace the signal handlers of this process, so it is not opened here.
-    with running_store(url) as store_url:
-        yield store_url
+    yield planned_store(url, root)

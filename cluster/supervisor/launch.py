@@ -27,14 +27,13 @@ from tidemill.cluster.supervisor.private_folder import private_folder, writers
 from tidemill.cluster.supervisor.processes import STOP_SIGNALS, children, end, has_ended, with_descendants
 from tidemill.cluster.supervisor.start_progress import show_progress
 from tidemill.cluster.supervisor.supervisor import (
-    LASTING,
+    BESIDE,
     Actors,
     Supervisor,
     kill_actors,
-    nodes,
     stop_plan,
 )
-from tidemill.cluster.supervisor.supervisor_client import SUPERVISOR
+from tidemill.cluster.supervisor.supervisor_client import SUPERVISOR, nodes
 from tidemill.cluster.supervisor.worker_actor import find_router
 from tidemill.cluster.worker.worker_process import Failed, Loading, Ready, State
 from tidemill.kvstore.errors import TidemillError
@@ -188,8 +187,9 @@ class Cluster:
     def start_supervisor(self) -> None:
         """Start the supervisor, which starts the routers and workers. Raises LaunchError."""
         settings = self._settings
+        # If this node ends, the supervisor has to end the actors of the others.
         here = NodeAffinitySchedulingStrategy(RAY.get_runtime_context().get_node_id(), soft=True)
-        options = {**LASTING, "num_cpus": 0, "name": SUPERVISOR, "scheduling_strategy": here}
+        options = {**BESIDE, "name": SUPERVISOR, "scheduling_strategy": here}
         lasts = settings.detached_folder is not None
         job_id = None if lasts else RAY.get_runtime_context().get_job_id()
         try:
@@ -308,6 +308,7 @@ class Cluster:
             # which they log.
             for name in (*plan.workers, *plan.routers):
                 actors.kill(name)
+            actors.remove_store()
 
 
 @contextlib.contextmanager

@@ -1,11 +1,11 @@
-"""The Mooncake processes that a server runs: a master and a process that lends it memory of this
+"""The Mooncake processes that a cluster runs: a master and a process that lends it memory of this
 host.
 
-They are children of the server process, because they must answer before the first worker opens the
-store and thus before Ray has started. A thread restarts each one on the same port when it ends, so
-that clients reconnect by themselves. Each ends with the server, also when that is killed (see
-die_with_parent.py). A frozen process is not detected here, but by each user of the store (see
-kvstore/stores/circuit_breaker.py).
+They are children of one actor on the node of the supervisor, which finds it by its name after a
+restart. So they outlive the server's process, the supervisor, routers and workers. A thread restarts
+each one on the same port when it ends, so that clients reconnect by themselves. Each ends with the
+actor, also when that is killed (see die_with_parent.py). A frozen process is not detected here, but
+by each user of the store (see kvstore/stores/circuit_breaker.py).
 """
 
 import contextlib
@@ -14,11 +14,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
+from pathlib import Path
 from threading import Event, Lock, Thread
 
+import msgspec
+
+from tidemill.cluster.observability.logs import start_logs
+from tidemill.cluster.observability.telemetry import Telemetry
+from tidemill.cluster.settings import StoreProgram
 from tidemill.cluster.supervisor.store_plan import Master, MemoryOwner, StorePlan, plan_store
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.stores.mooncake_store import check_library, is_listening
@@ -31,49 +36,58 @@ PAUSE_S_MIN, PAUSE_S_MAX = 0.1, 5.0
 
 POLL_S = 0.02
 
+PLAN = "store.json"
+"""The file with the plan of a detached server's store, in its folder."""
+
 MASTER_OPTIONS = ("--enable_metric_reporting=false", "--logtostderr", "--minloglevel=2")
 
 log = logging.getLogger(__name__)
 
 
-@contextlib.contextmanager
-def running_store(url: str) -> Generator[str]:
-    """Run the processes that the store `url` of `serve` needs; yield the URL for workers. Raises StoreError
-    with one line that names the fix; nothing is left running then."""
+def planned_store(url: str, root: Path | None) -> tuple[str, tuple[StoreProgram, ...]]:
+    """Return the URL for workers of the store `url` of `serve`, and the programs to run for it. A detached
+    server, in the folder `root`, plans once. Raises StoreError with one line that names the fix."""
+    kept = None if root is None else root / PLAN
+    if kept is not None and kept.exists():
+        return msgspec.json.decode(kept.read_bytes(), type=tuple[str, tuple[StoreProgram, ...]])
     plan = plan_store(url)
     check_url(plan.url)
-    if not plan.has_mooncake:
-        yield plan.url
-        return
-    check_library()
-    if plan.master is None and not is_listening(plan.joined):
+    if plan.has_mooncake:
+        check_library()
+    if plan.joined and not is_listening(plan.joined):
         raise StoreError(
             f"no Mooncake master answers at {plan.joined}: check its address, "
             "or start one with --store mooncake?size=8GiB"
         )
-    with contextlib.ExitStack() as stack:
-        for program in _programs(plan):
-            process = SupervisedProcess(program)
-            stack.callback(process.stop)
+    if kept is not None:
+        kept.write_bytes(msgspec.json.encode((plan.url, _programs(plan))))
+    return plan.url, _programs(plan)
+
+
+class StoreActor:
+    """The processes of a store as one actor, which Ray starts again whenever it ends. They end with it."""
+
+    def __init__(self, programs: Sequence[StoreProgram], telemetry: Telemetry) -> None:
+        start_logs(telemetry)
+        self._processes = [SupervisedProcess(program) for program in programs]
+        for process in self._processes:
             process.start()
+
+    def wait_until_ready(self) -> None:
+        """Wait for the first start of each. Raises StoreError."""
+        for process in self._processes:
             process.wait_until_ready()
-        yield plan.url
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MooncakeProcess:
-    """A Python program to run. It is ready when it accepts connections at `port`, or, without a port, when it
-    has written a line."""
-
-    name: str
-    arguments: tuple[str, ...]
-    port: str = ""  # HOST:PORT
+    def stop(self) -> None:
+        """End them, the last one first."""
+        for process in reversed(self._processes):
+            process.stop()
 
 
 class SupervisedProcess:
     """A program that is restarted whenever it ends, until it is stopped."""
 
-    def __init__(self, program: MooncakeProcess) -> None:
+    def __init__(self, program: StoreProgram) -> None:
         self._program = program
         self._first_start = Future[None]()  # done when the first process is ready, or ended before that
         self._stopped = Event()
@@ -161,12 +175,12 @@ class SupervisedProcess:
                 self._first_start.set_exception(error)
 
 
-def _programs(plan: StorePlan) -> Sequence[MooncakeProcess]:
-    programs = [master_process(plan.master)] if plan.master is not None else []
-    return programs + ([owner_process(plan.owner)] if plan.owner is not None else [])
+def _programs(plan: StorePlan) -> tuple[StoreProgram, ...]:
+    master = () if plan.master is None else (master_process(plan.master),)
+    return master if plan.owner is None else (*master, owner_process(plan.owner))
 
 
-def master_process(master: Master) -> MooncakeProcess:
+def master_process(master: Master) -> StoreProgram:
     """Return the program of a master. Mooncake would listen on every interface, so each socket gets an
     address."""
     arguments = (
@@ -177,17 +191,17 @@ def master_process(master: Master) -> MooncakeProcess:
         f"--http_metadata_server_host={master.host}",
         *MASTER_OPTIONS,
     )
-    return MooncakeProcess(
+    return StoreProgram(
         name="Mooncake master",
         arguments=("-m", "mooncake.cli", *arguments),
         port=f"{master.host}:{master.port}",
     )
 
 
-def owner_process(owner: MemoryOwner) -> MooncakeProcess:
+def owner_process(owner: MemoryOwner) -> StoreProgram:
     options = (f"--{name}={value}" for name, value in (("host", owner.host), *owner.transport) if value)
     arguments = (owner.master, str(owner.num_bytes), *options)
-    return MooncakeProcess(
+    return StoreProgram(
         name="owner of Mooncake's memory",
         arguments=("-m", "tidemill.kvstore.stores.mooncake_memory_owner", *arguments),
     )

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import ray
 import ray.exceptions
-from ray._private.state import available_resources_per_node, jobs
+from ray._private.state import jobs
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tidemill.cluster.joining.authority import Authority
@@ -32,21 +32,30 @@ from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings, WorkerSettings
 from tidemill.cluster.supervisor.autoscaling import EdgeReports, EdgeState
 from tidemill.cluster.supervisor.journal import ClusterPlan, Fenced, FleetPlan, Journal, initial_plan
-from tidemill.cluster.supervisor.node_fit import Node, assign, demand_of, unschedulable_reason
+from tidemill.cluster.supervisor.mooncake_service import STOP_S_MAX, StoreActor
+from tidemill.cluster.supervisor.node_fit import assign, demand_of, unschedulable_reason
 from tidemill.cluster.supervisor.private_folder import read_record
 from tidemill.cluster.supervisor.processes import endpoint_pid, start_endpoint
 from tidemill.cluster.supervisor.router_actor import RouterActor
 from tidemill.cluster.supervisor.scaler import Scaler
-from tidemill.cluster.supervisor.supervisor_client import SUPERVISOR, RayStore
+from tidemill.cluster.supervisor.supervisor_client import SUPERVISOR, RayStore, nodes
 from tidemill.cluster.supervisor.worker_actor import WorkerActor, actor_options, call_router, find_router
 from tidemill.workers.messages import Role, WorkerGone
 
 RAY: Any = ray  # much of it has no types
 
 LASTING = {"lifetime": "detached", "max_restarts": -1, "max_task_retries": 0}
+BESIDE = {**LASTING, "num_cpus": 0, "memory": 1}
+"""An actor on the node of its creator. Ray has that node choose, because the actor asks for a byte; for one
+that asks for nothing it has any node choose, which may not know one that has just joined."""
+
+STORE = "store"
+"""The name of the actor with the processes of the store."""
 
 LEASE_S = 1.0
 """The interval at which the supervisor asks Ray whether the process that it belongs to has ended."""
+
+STORE_STOP_S_MAX = 2 * STOP_S_MAX
 
 REPORT_S = 2.0
 LOOK_S = 0.25
@@ -68,11 +77,20 @@ class Actors:
 
     def add_router(self, name: str, settings: RouterSettings) -> None:
         """Start a router on the node of this process, without which it is useless."""
+        RAY.remote(RouterActor).options(**self._beside(name)).remote(settings, name)
+
+    def add_store(self, settings: ClusterSettings, *, waits: bool) -> None:
+        """Start the processes of the store on the node of this process; wait until they are ready if it
+        `waits`. Raises StoreError then."""
+        options, telemetry = self._beside(STORE), settings.fleets[0].router.telemetry
+        actor = RAY.remote(StoreActor).options(**options).remote(settings.programs, telemetry)
+        if waits:
+            actor.wait_until_ready.remote().future().result()  # Ray warns of its own get in an async actor
+
+    def _beside(self, name: str) -> dict[str, Any]:
         here = NodeAffinitySchedulingStrategy(RAY.get_runtime_context().get_node_id(), soft=False)
-        options = {**LASTING, "num_cpus": 0, "name": name, "namespace": self._namespace}
-        RAY.remote(RouterActor).options(**options, get_if_exists=True, scheduling_strategy=here).remote(
-            settings, name
-        )
+        own = {"name": name, "namespace": self._namespace, "get_if_exists": True}
+        return {**BESIDE, **own, "scheduling_strategy": here}
 
     def add_worker(self, worker: WorkerSettings, routers: RouterSettings) -> None:
         """Start a worker; it is ready with its first heartbeat to these routers. A worker that cannot be
@@ -114,6 +132,13 @@ class Actors:
         self.kill(name)
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             RAY.util.remove_placement_group(RAY.util.get_placement_group(name))
+
+    def remove_store(self) -> None:
+        """Stop the processes of the store, if there are any; an owner of memory signs off at its master."""
+        with contextlib.suppress(ray.exceptions.RayError, ValueError, TimeoutError):
+            store = RAY.get_actor(STORE, self._namespace)
+            store.stop.remote().future().result(STORE_STOP_S_MAX)
+        self.kill(STORE)
 
     def kill(self, name: str, *, restart: bool = False) -> None:
         """Kill an actor, if it exists."""
@@ -256,6 +281,8 @@ class Supervisor:
         for fleet in fleets:
             for name in fleet.router.names:
                 await asyncio.to_thread(self._actors.add_router, name, fleet.router)
+        if self._settings.programs:
+            await asyncio.to_thread(self._actors.add_store, self._settings, waits=not plan.served)
         for index, fleet in enumerate(fleets):
             for name in plan.fleets[index].workers:
                 await asyncio.to_thread(self._actors.adopt, name)
@@ -351,22 +378,7 @@ def kill_actors(plan: ClusterPlan, actors: Actors) -> None:
         actors.remove_worker(name)
     for name in plan.routers:
         actors.kill(name)
-
-
-def nodes() -> list[Node]:
-    """Return the nodes of the Ray cluster that are up."""
-    free = cast("dict[str, dict[str, float]]", available_resources_per_node())
-    return [
-        Node(
-            id=node["NodeID"],
-            address=node["NodeManagerAddress"],
-            total=node["Resources"],
-            free=free.get(node["NodeID"]) or node["Resources"],  # a new node has not reported yet
-            labels=node["Labels"],
-        )
-        for node in RAY.nodes()
-        if node["Alive"]
-    ]
+    actors.remove_store()
 
 
 def job_has_ended(job_id: str) -> bool:

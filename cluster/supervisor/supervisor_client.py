@@ -1,17 +1,20 @@
-"""The client of the supervisor for one fleet, for routers, and the store of its journal, which they read."""
+"""The client of the supervisor for one fleet, for routers, the store of its journal, which they read, and the
+nodes of Ray."""
 
 import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
 import ray
 import ray.exceptions
+from ray._private.state import available_resources_per_node
 from ray.experimental.internal_kv import internal_kv_get_gcs_client
 
 from tidemill.cluster.messages import JoinAnswer, JoinRequest, MemberOrder, MembersAnswer, Misses, RoleScale
+from tidemill.cluster.supervisor.node_fit import Node
 from tidemill.workers.messages import Role, Unserved
 
 RAY: Any = ray  # much of it has no types
@@ -112,3 +115,19 @@ class SupervisorClient:
                         away = str(error).partition("\n")[0]
                     await asyncio.sleep(RETRY_S)
         raise Unserved(f"the supervisor is away ({away}): ask again in some seconds")
+
+
+def nodes() -> list[Node]:
+    """Return the nodes of the Ray cluster that are up."""
+    free = cast("dict[str, dict[str, float]]", available_resources_per_node())
+    return [
+        Node(
+            id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            total=node["Resources"],
+            free=free.get(node["NodeID"]) or node["Resources"],  # a new node has not reported yet
+            labels=node["Labels"],
+        )
+        for node in RAY.nodes()
+        if node["Alive"]
+    ]

@@ -48,6 +48,24 @@ FAR, NEW, NEXT = f"{NET}.3", f"{NET}.4", f"{NET}.5"
 STREAMS = 8
 LINES = 4
 LOOK_S = 0.1
+JOINED = f"{NET}.6"
+BESIDE = """
+import sys, ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from tidemill.cluster.supervisor.supervisor import BESIDE
+
+class Actor:
+    def node(self):
+        return ray.get_runtime_context().get_node_id()
+
+ray.init(address=sys.argv[1], _node_ip_address=sys.argv[2], log_to_driver=False, logging_level="error")
+own = ray.get_runtime_context().get_node_id()
+here = NodeAffinitySchedulingStrategy(own, soft=True)
+for name in "abcd":
+    actor = ray.remote(Actor).options(**BESIDE, name=name, scheduling_strategy=here).remote()
+    assert ray.get(actor.node.remote()) == own, name
+    ray.kill(actor)
+"""
 LINE_RUNS = int(os.environ.get("LINE_RUNS", "1"))
 APART = f"tide{os.getpid() % 10**6}"
 LINE_NEAR, LINE_FAR = (f"10.{NET.split('.')[1]}.{NET.split('.')[2]}.{end}" for end in (1, 2))
@@ -235,6 +253,15 @@ def change(folder: Path, weather: Weather) -> None:
     """Change the weather of the link to the nodes behind it."""
     (folder / "next").write_text(json.dumps(asdict(weather)))
     (folder / "next").rename(folder / "weather")
+
+
+def test_supervisor_starts_on_its_node_also_when_that_has_just_joined(nodes: Nodes) -> None:
+    nodes.add(JOINED)
+    try:
+        ended = nodes.run(sys.executable, "-c", BESIDE, nodes.address, JOINED)
+        assert ended.returncode == 0, ended.stderr
+    finally:
+        nodes.kill(JOINED)
 
 
 @pytest.fixture(scope="module")

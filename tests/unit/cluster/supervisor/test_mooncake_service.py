@@ -5,8 +5,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
@@ -14,8 +14,10 @@ import httpx
 import psutil
 import pytest
 
+from tidemill.cluster.observability.telemetry import QUIET
+from tidemill.cluster.settings import StoreProgram
 from tidemill.cluster.supervisor import mooncake_service
-from tidemill.cluster.supervisor.mooncake_service import MooncakeProcess, SupervisedProcess, running_store
+from tidemill.cluster.supervisor.mooncake_service import StoreActor, SupervisedProcess, planned_store
 from tidemill.kvstore.errors import StoreError
 
 ROOT = Path(__file__).parents[4]
@@ -33,8 +35,9 @@ SLEEPS = "import signal; signal.pause()"
 
 SERVER = f"""
 import sys
-from tidemill.cluster.supervisor.mooncake_service import MooncakeProcess, SupervisedProcess
-process = SupervisedProcess(MooncakeProcess(name="program", arguments=("-c", {PROGRAM!r}, sys.argv[1])))
+from tidemill.cluster.settings import StoreProgram
+from tidemill.cluster.supervisor.mooncake_service import SupervisedProcess
+process = SupervisedProcess(StoreProgram(name="program", arguments=("-c", {PROGRAM!r}, sys.argv[1])))
 process.start()
 process.wait_until_ready()
 input()
@@ -73,7 +76,7 @@ def incarnations() -> Iterator[Incarnations]:
 def test_process_restarts_after_crash_until_it_is_stopped(
     incarnations: Incarnations, caplog: pytest.LogCaptureFixture
 ) -> None:
-    process = SupervisedProcess(MooncakeProcess(name="program", arguments=("-c", PROGRAM, incarnations.port)))
+    process = SupervisedProcess(StoreProgram(name="program", arguments=("-c", PROGRAM, incarnations.port)))
     process.start()
     process.wait_until_ready()
     pids = [incarnations.next_pid()]
@@ -91,7 +94,7 @@ def test_process_restarts_after_crash_until_it_is_stopped(
 
 
 def test_process_that_ends_before_ready_raises_its_exit_status() -> None:
-    process = SupervisedProcess(MooncakeProcess(name="program", arguments=("-c", "raise SystemExit(3)")))
+    process = SupervisedProcess(StoreProgram(name="program", arguments=("-c", "raise SystemExit(3)")))
     process.start()
     try:
         with pytest.raises(StoreError, match=r"the program ended \(status 3\) while it started"):
@@ -102,7 +105,7 @@ def test_process_that_ends_before_ready_raises_its_exit_status() -> None:
 
 def test_process_that_is_not_ready_in_time_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mooncake_service, "START_S_MAX", 0.05)
-    process = SupervisedProcess(MooncakeProcess(name="program", arguments=("-c", SLEEPS)))
+    process = SupervisedProcess(StoreProgram(name="program", arguments=("-c", SLEEPS)))
     process.start()
     try:
         with pytest.raises(StoreError, match="does not answer"):
@@ -115,7 +118,7 @@ def test_process_with_port_is_ready_when_it_accepts_connections(monkeypatch: pyt
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         process = SupervisedProcess(
-            MooncakeProcess(
+            StoreProgram(
                 name="program", arguments=("-c", SLEEPS), port="{}:{}".format(*listener.getsockname())
             )
         )
@@ -160,33 +163,51 @@ def test_die_with_parent_starts_nothing_without_its_parent(incarnations: Incarna
     assert ended.returncode == 0
 
 
-def test_running_store_passes_file_url_through() -> None:
-    with running_store("file:///a?size=1GiB") as url:
-        assert url == "file:///a?size=1GiB"
+def test_file_url_needs_no_programs() -> None:
+    assert planned_store("file:///a?size=1GiB", None) == ("file:///a?size=1GiB", ())
 
 
-def test_running_store_raises_when_joined_master_is_away() -> None:
+def test_joined_master_that_is_away_is_refused() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        with (
-            pytest.raises(StoreError, match="no Mooncake master answers"),
-            running_store(f"mooncake://127.0.0.1:{unused.getsockname()[1]}?size=64MiB"),
-        ):
-            pass
+        url = f"mooncake://127.0.0.1:{unused.getsockname()[1]}?size=64MiB"
+        with pytest.raises(StoreError, match="no Mooncake master answers"):
+            planned_store(url, None)
 
 
-def test_running_store_lends_memory_to_own_and_joined_master() -> None:
+def test_detached_server_plans_once(tmp_path: Path) -> None:
+    """Its next endpoint finds the ports taken, by the programs that run."""
+    planned = planned_store("mooncake?size=64MiB&ports=open", tmp_path)
+    master, _ = planned[1]
+    host, _, port = master.port.partition(":")
+    with socket.create_server((host, int(port))):
+        assert planned_store("mooncake?size=64MiB&ports=open", tmp_path) == planned
+
+
+def test_store_lends_memory_to_own_and_joined_master() -> None:
     """Real Mooncake processes run and have all ended afterwards."""
     before = set(psutil.Process().children())
-    with running_store("mooncake?size=64MiB&ports=open") as own:
+    own, programs = planned_store("mooncake?size=64MiB&ports=open", None)
+    with running(programs):
         address = urlsplit(own).netloc
-        with running_store(f"mooncake://{address}?size=32MiB&write=hits&ports=open") as joined:
+        joined, programs = planned_store(f"mooncake://{address}?size=32MiB&write=hits&ports=open", None)
+        with running(programs):
             assert joined == f"mooncake://{address}?write=hits&ports=open"
             assert capacity_bytes(own) == 96 << 20
             started = set(psutil.Process().children()) - before
             assert len(started) == 3
     assert set(psutil.Process().children()) == before
     assert not [process for process in started if process.is_running()]
+
+
+@contextmanager
+def running(programs: Sequence[StoreProgram]) -> Generator[None]:
+    store = StoreActor(programs, QUIET)
+    try:
+        store.wait_until_ready()
+        yield
+    finally:
+        store.stop()
 
 
 def capacity_bytes(url: str) -> int:

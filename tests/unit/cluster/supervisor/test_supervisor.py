@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.cluster.supervisor.test_journal import Store, fleet
 from tidemill.cluster.messages import Misses
-from tidemill.cluster.settings import ClusterSettings, RouterSettings, WorkerSettings
+from tidemill.cluster.settings import ClusterSettings, RouterSettings, StoreProgram, WorkerSettings
 from tidemill.cluster.supervisor import autoscaling
 from tidemill.cluster.supervisor import supervisor as module
 from tidemill.cluster.supervisor.journal import ClusterPlan, FleetPlan, Journal
@@ -34,6 +34,13 @@ class Actors:
     def add_worker(self, worker: WorkerSettings, routers: RouterSettings) -> None:
         del routers
         self.added.append(worker.name)
+
+    def add_store(self, settings: ClusterSettings, *, waits: bool) -> None:
+        assert settings.programs
+        self.added.append("store that waits" if waits else "store")
+
+    def remove_store(self) -> None:
+        self.killed.append("store")
 
     def adopt(self, name: str) -> None:
         self.adopted.append(name)
@@ -106,6 +113,19 @@ def test_supervisor_starts_the_cluster_and_its_successor_adopts_it(world: World)
     assert not world.actors.killed
 
 
+def test_store_answers_before_the_first_worker_opens_it_and_is_adopted_later(world: World) -> None:
+    world.settings = replace(world.settings, programs=(StoreProgram(name="master", arguments=()),))
+
+    async def serves(supervisor: Supervisor) -> None:
+        await supervisor.started()
+        await supervisor.serves()
+
+    world.run("a", serves)
+    assert world.actors.added == ["router", "store that waits", "prefill-0", "decode-0"]
+    world.run("a", lambda supervisor: supervisor.started())
+    assert world.actors.added == ["router", "store"]
+
+
 def test_supervisor_completes_a_start_that_was_interrupted(world: World) -> None:
     world.run("a", lambda supervisor: supervisor.started())
     plan = world.plan()
@@ -145,7 +165,7 @@ def test_supervisor_of_a_stopped_cluster_ends_it(world: World) -> None:
             await asyncio.wait_for(supervisor.started(), 0.2)
 
     world.run("a", waits)
-    assert world.actors.killed == ["prefill-0", "decode-0", "router", "supervisor"]
+    assert world.actors.killed == ["prefill-0", "decode-0", "router", "store", "supervisor"]
     assert not world.actors.added
     world.run("b", lambda supervisor: supervisor.started())
     assert world.actors.added == NAMES, "the next server starts"
@@ -155,7 +175,7 @@ def test_supervisor_of_a_stopped_cluster_ends_it(world: World) -> None:
 def test_next_server_removes_what_one_without_an_end_has_left(world: World) -> None:
     world.run("a", lambda supervisor: supervisor.started())
     world.run("b", lambda supervisor: supervisor.started())
-    assert world.actors.killed == ["prefill-0", "decode-0", "router"]
+    assert world.actors.killed == ["prefill-0", "decode-0", "router", "store"]
     assert world.actors.added == NAMES
     assert world.plan().server == "b"
 
