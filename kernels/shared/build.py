@@ -103,6 +103,8 @@ def build(cache_dir: Path, compiler: str = "g++", ahead: Path = AHEAD, program: 
     path = compiler_path(compiler)
     cache_dir.mkdir(parents=True, exist_ok=True)
     built = cache_dir / library_name(native_target(path), program)
+    if built.exists():  # no wait for the compilation of other sources, which may take minutes
+        return Library(built, program)
     with (cache_dir / f"{program.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not built.exists():

@@ -1,5 +1,6 @@
 """The compiled library: made ahead, or once and never half, and a clear error where it cannot be made."""
 
+import fcntl
 import platform
 import re
 import shutil
@@ -17,6 +18,9 @@ from tidemill.kernels.linear.cpu import bind_linear, bind_pack
 from tidemill.kernels.shared import compiler as compiler_module
 from tidemill.kernels.shared.build import KernelUnavailable, Library, build
 from tidemill.kernels.shared.compiler import KINDS, ahead_name, compile_ahead, found_ahead, kinds, sources
+
+WAITS_S_MAX = 120
+"""A bound far beyond the slowness of any machine, after which a library that waits is an error."""
 
 OPERATORS = len(dispatch.NAMES) + 1  # and page_copy
 
@@ -52,6 +56,17 @@ def test_processes_that_start_together_compile_once(tmp_path: Path, compiler: Pa
         assert all(future.result() for future in started)
     assert (tmp_path / "log").read_text().split() == ["compiled"]
     assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".lock", ".so"]
+
+
+def test_library_that_is_there_waits_for_no_other_compilation(tmp_path: Path, compiler: Path) -> None:
+    """A worker that restarted has waited 190 s for that of another version."""
+    build(tmp_path / "cache", str(compiler))
+    with (tmp_path / "cache" / "kernels.lock").open() as lock, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            assert pool.submit(build, tmp_path / "cache", str(compiler)).result(WAITS_S_MAX)
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 def test_no_compiler_is_a_named_error(tmp_path: Path) -> None:
