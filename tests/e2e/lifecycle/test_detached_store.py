@@ -13,20 +13,19 @@ import psutil
 import pytest
 
 from tests.e2e.lifecycle.test_detached import SIZES, Detached
-from tests.support.e2e.faults import MASTER, OWNER, SUPERVISOR
+from tests.support.e2e.faults import MASTER, OWNER, STORE, SUPERVISOR
 from tests.support.e2e.server import READY, eventually
 
 pytestmark = pytest.mark.slow
 
-STORE = ("--store", "mooncake?size=128MiB&ports=open&timeout=1s")
-ACTOR = "ray::StoreActor"
+MOONCAKE = ("--store", "mooncake?size=128MiB&ports=open&timeout=1s")
 
 
 @pytest.fixture(scope="module")
 def detached() -> Iterator[Detached]:
     detached = Detached()
     try:
-        status, out, err = detached.run("serve", "keeper", "--port", "0", *SIZES, *STORE, "--detach")
+        status, out, err = detached.run("serve", "keeper", "--port", "0", *SIZES, *MOONCAKE, "--detach")
         assert status == 0, out + err
         assert out.startswith(READY)
         yield detached
@@ -92,7 +91,7 @@ def test_store_outlives_endpoint_supervisor_and_workers(detached: Detached) -> N
     assert pids(detached, MASTER, OWNER) == before
 
 
-@pytest.mark.parametrize("name", [MASTER, OWNER, ACTOR])
+@pytest.mark.parametrize("name", [MASTER, OWNER, STORE])
 def test_killed_part_of_the_store_is_started_again_at_its_address(detached: Detached, name: str) -> None:
     before = detached.part(name).pid
     os.kill(before, signal.SIGKILL)

@@ -26,6 +26,7 @@ from tests.support.e2e.faults import (
     MASTER,
     OWNER,
     ROUTER,
+    STORE,
     SUPERVISOR,
     processes_of,
     rows_of,
@@ -42,13 +43,16 @@ KILLS = int(os.environ.get("STORM_KILLS", "0"))
 SEED = int(os.environ.get("STORM_SEED", "0"))
 WIDTH = 16
 PAUSE_S_GOAL = 2.0
+SLOW_S = 30.0
+"""A process that takes longer to come back is worth an explanation: Ray's log has why it started late."""
+
 CUT_S_MAX = 5.0
 """A client learns of a killed edge by a reset, not by a time-out."""
 
-PARTS = (ROUTER, EDGE, SUPERVISOR, MASTER, OWNER)
+PARTS = (ROUTER, EDGE, SUPERVISOR, MASTER, OWNER, STORE)
 SIZES = ("--routers", "2", "--frontends", "2", "--memory", "64MiB")
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - what is there is only looked at
-STORE = "mooncake?size=256MiB&timeout=1s&ports=open"
+MOONCAKE = "mooncake?size=256MiB&timeout=1s&ports=open"
 
 pytestmark = [
     pytest.mark.slow,
@@ -91,6 +95,8 @@ class Storm:
             took_s = time.monotonic() - killed.at_s
             self.back_s.setdefault(kind, []).append(took_s)
             sys.stdout.write(f"{number}: {killed.name}, pid {killed.pid}, back after {took_s:.1f} s\n")
+            if took_s > SLOW_S:
+                sys.stdout.writelines(warnings_of_ray(self.server))
             sys.stdout.flush()
             time.sleep(self.rng.uniform(0.0, 2.0))
 
@@ -181,6 +187,19 @@ def is_cut(call: Call) -> bool:
     return any(trouble.startswith("the connection broke") for trouble in call.trouble)
 
 
+def warnings_of_ray(server: Server) -> list[str]:
+    """Return the newest warnings and errors of raylet and GCS."""
+    files = server.temp_folder.glob("tidemill-*/files/session_2*/logs/*.out")
+    found = [
+        f"{file.name}: {line}\n"
+        for file in files
+        if file.name in ("raylet.out", "gcs_server.out")
+        for line in file.read_text(errors="replace").splitlines()
+        if " W " in line or " E " in line
+    ]
+    return found[-20:]
+
+
 def _listens(port: int) -> bool:
     with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
         return True
@@ -249,7 +268,7 @@ def test_random_kills_lose_no_stream_and_leave_nothing(tmp_path: Path, roles: tu
     memory = set(SHARED_MEMORY.iterdir())
     port = free_port()
     counts = [word for role in roles for word in (f"--{role}", "2")]
-    options = ("keeper", "--port", "0", *counts, *SIZES, "--router-port", str(port), "--store", STORE)
+    options = ("keeper", "--port", "0", *counts, *SIZES, "--router-port", str(port), "--store", MOONCAKE)
     server = Server(options, tmp_path / "log")
     try:
         asked = asks(Random(SEED), 24, num_tokens=300, max_tokens=240)

@@ -4,6 +4,27 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
+        "workers start before the store answers",
+        "cluster/supervisor/supervisor.py::Supervisor._open",
+        "waits=not plan.served",
+        "waits=False",
+        "tests/unit/cluster/supervisor/test_supervisor.py",
+    ),
+    Planted(
+        "a store is left over when its cluster ends",
+        "cluster/supervisor/supervisor.py::kill_actors",
+        "actors.remove_store()",
+        "pass",
+        "tests/unit/cluster/supervisor/test_supervisor.py",
+    ),
+    Planted(
+        "the next endpoint of a detached server plans other ports",
+        "cluster/supervisor/mooncake_service.py::planned_store",
+        "if $KEPT is not None and $KEPT.exists():",
+        "if False:",
+        "tests/unit/cluster/supervisor/test_mooncake_service.py",
+    ),
+    Planted(
         "a router carries out orders of a supervisor that was replaced",
         "cluster/router/server.py::RouterService._order",
         "if $ORDER.fence and $ORDER.fence < self._fence:",

@@ -32,8 +32,9 @@ GCS = "/gcs_server"
 RAYLET = "/raylet/raylet"
 REAPER = "tidemill.cluster.supervisor.reaper"
 SUPERVISOR = "ray::Supervisor"
+STORE = "ray::StoreActor"
 EDGE = "--inherited"
-PARTS = (MASTER, OWNER, ROUTER, RANK, GCS, RAYLET, REAPER, SUPERVISOR, EDGE)
+PARTS = (MASTER, OWNER, STORE, ROUTER, RANK, GCS, RAYLET, REAPER, SUPERVISOR, EDGE)
 
 LOOK_S = 0.05
 
