@@ -19,7 +19,7 @@ from tidemill.kernels.shared import compiler as compiler_module
 from tidemill.kernels.shared.build import KernelUnavailable, Library, build
 from tidemill.kernels.shared.compiler import KINDS, ahead_name, compile_ahead, found_ahead, kinds, sources
 
-WAITS_S_MAX = 120
+WAITS_S_MAX = 60
 """A bound far beyond the slowness of any machine, after which a library that waits is an error."""
 
 OPERATORS = len(dispatch.NAMES) + 1  # and page_copy
