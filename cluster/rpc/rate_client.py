@@ -14,7 +14,7 @@ import grpc.aio
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.quotas import QuotaGrant, QuotaRequest
 from tidemill.cluster.rates import Counted
-from tidemill.cluster.rpc.channels import open_channel
+from tidemill.cluster.rpc.channels import cancellable, open_channel
 from tidemill.cluster.rpc.codec import Malformed, RateCount, decode, encode
 
 if TYPE_CHECKING:  # generic only in the type stubs
@@ -50,7 +50,8 @@ class RouterRates:
                 if address not in self._channels:
                     self._channels[address] = open_channel(address, self._tls)
                 call: UnaryMethod = self._channels[address].unary_unary(f"/tidemill.Router/{method}")
-                return decode(answer, await call(encode(asked), timeout=COUNT_S_MAX))
+                with cancellable():
+                    return decode(answer, await call(encode(asked), timeout=COUNT_S_MAX))
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNAVAILABLE and address in self._channels:
                     # The next one reads our certificate again.
