@@ -1,6 +1,6 @@
-"""The elastic arena compared with static splits, `value` compared with `lru`, and overload.
+"""The elastic arena compared with static splits and other schemes, `value` compared with `lru`, and overload.
 
-python -m benchmarks.memory.arena [--quick] [--trace FILE] [--output benchmarks/results]
+python -m benchmarks.memory.arena [--quick] [--parts schemes ...] [--trace FILE] [--output FOLDER]
 
 The engine is real, the model is a formula and time is virtual (served_model.py), so runs are
 reproducible.
@@ -9,7 +9,7 @@ reproducible.
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -21,7 +21,8 @@ from rich.table import Table
 from benchmarks.memory import workloads
 from benchmarks.memory.figures import Outcome
 from benchmarks.memory.plots import plot_series, plot_splits
-from benchmarks.memory.run import Setup, serve
+from benchmarks.memory.run import PAGE_TOKENS, Setup, serve
+from benchmarks.memory.schemes import SCHEMES, split
 from tidemill.cluster.bench.workloads import Workload
 from tidemill.kvstore.memory.recompute_cost import Policy
 from tidemill.workers.settings import CheckpointStrategy
@@ -38,7 +39,7 @@ OVERLOAD_EXTENTS = 24
 QUICK = 0.02
 """The seed of the requests of a workload."""
 
-Part = Literal["splits", "hits", "slots", "overload"]
+Part = Literal["splits", "schemes", "hits", "slots", "overload"]
 
 COLUMNS: dict[Part, tuple[str, ...]] = {
     "splits": (
@@ -49,6 +50,7 @@ COLUMNS: dict[Part, tuple[str, ...]] = {
         "token_hit_rate",
         "usage_mean",
     ),
+    "schemes": ("output_tokens_per_s", "token_hit_rate", "in_flight_mean", "preemptions", "dead_ends"),
     "hits": ("token_hit_rate", "flops_saved_rate", "hit_without_state_tokens", "output_tokens_per_s"),
     "slots": ("slots_per_row", "in_flight_mean", "output_tokens_per_s", "usage_mean"),
     "overload": (
@@ -94,13 +96,10 @@ class Benchmark:
         """Run and plot three workloads, each with the elastic arena and with each split."""
         throughput: dict[str, dict[float | None, float]] = {}
         outcomes: dict[float | None, Outcome] = {}
-        for workload in (
-            workloads.long_prompts(Random(0), documents=self._count(30)),
-            workloads.long_generations(Random(0), prompts=self._count(300)),
-            workloads.alternating(Random(0), documents=self._count(10), prompts=self._count(100)),
-        ):
-            setups = [Setup(num_extents=SPLIT_EXTENTS, page_share=share) for share in (None, *self._shares)]
-            outcomes = {setup.page_share: self.run("splits", workload, setup) for setup in setups}
+        for workload in self._scarce():
+            setups: dict[float | None, Setup] = {None: Setup(num_extents=SPLIT_EXTENTS)}
+            setups |= {share: Setup(num_extents=SPLIT_EXTENTS, scheme=split(share)) for share in self._shares}
+            outcomes = {share: self.run("splits", workload, setup) for share, setup in setups.items()}
             throughput[workload.name] = {
                 share: outcome.figures()["output_tokens_per_s"] for share, outcome in outcomes.items()
             }
@@ -112,12 +111,27 @@ class Benchmark:
         }
         plot_series(series, folder / "memory-alternating.png")
 
+    def schemes(self) -> None:
+        """Compare the schemes of other engines, each with its owner's order of eviction and with ours."""
+        crowded = [(workload, 1024, SPLIT_EXTENTS) for workload in self._scarce()]
+        reused = [(workload, HIT_CLIENTS, size) for workload in self._reused() for size in HIT_EXTENTS[:2]]
+        for workload, clients, size in crowded + reused:
+            self.run("schemes", workload, Setup(num_extents=size, clients=clients))
+            for scheme in SCHEMES:
+                for policy in get_args(Policy):
+                    setup = Setup(
+                        num_extents=size,
+                        scheme=scheme,
+                        policy=policy,
+                        clients=clients,
+                        page_tokens=scheme.page_tokens or PAGE_TOKENS,
+                    )
+                    self.run("schemes", workload, setup)
+
     def hits(self, trace: Path | None) -> None:
         """Compare `value` with `lru` at three sizes of the cache."""
-        cases: list[tuple[Workload, tuple[int, ...], int]] = [
-            (workloads.multi_turn(Random(0), conversations=self._count(60)), HIT_EXTENTS, 64),
-            (workloads.shared_prefix(Random(0), prompts=self._count(300)), HIT_EXTENTS, 64),
-        ]
+        cases: list[tuple[Workload, tuple[int, ...], int]]
+        cases = [(workload, HIT_EXTENTS, PAGE_TOKENS) for workload in self._reused()]
         if trace is not None:
             lines = trace.read_text().splitlines()
             replayed = workloads.replay(lines[: self._count(len(lines))], one_in=TRACE_ONE_IN)
@@ -141,6 +155,21 @@ class Benchmark:
         workload = workloads.mixed(Random(0), prompts=self._count(300))
         for strategy in get_args(CheckpointStrategy):
             self.run("overload", workload, Setup(num_extents=OVERLOAD_EXTENTS, strategy=strategy))
+
+    def _scarce(self) -> tuple[Workload, ...]:
+        """Return workloads that have more work at a time than memory."""
+        return (
+            workloads.long_prompts(Random(0), documents=self._count(30)),
+            workloads.long_generations(Random(0), prompts=self._count(300)),
+            workloads.alternating(Random(0), documents=self._count(10), prompts=self._count(100)),
+        )
+
+    def _reused(self) -> tuple[Workload, ...]:
+        """Return workloads whose prompts have prefixes in common."""
+        return (
+            workloads.multi_turn(Random(0), conversations=self._count(60)),
+            workloads.shared_prefix(Random(0), prompts=self._count(300)),
+        )
 
     def _count(self, full: int) -> int:
         return max(2, round(full * QUICK)) if self._quick else full
@@ -175,18 +204,26 @@ def main(arguments: Sequence[str]) -> int:
         "--trace", type=Path, help="a Mooncake request trace (JSON lines) as a third workload"
     )
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of memory.json and the plots")
+    parser.add_argument("--parts", nargs="+", choices=get_args(Part), default=get_args(Part))
     options = parser.parse_args(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
     benchmark = Benchmark(Console(stderr=True), quick=options.quick)
-    benchmark.splits(options.output)
-    benchmark.hits(options.trace)
-    benchmark.slots()
-    benchmark.overload()
+    run: dict[Part, Callable[[], None]] = {
+        "splits": lambda: benchmark.splits(options.output),
+        "schemes": benchmark.schemes,
+        "hits": lambda: benchmark.hits(options.trace),
+        "slots": benchmark.slots,
+        "overload": benchmark.overload,
+    }
+    for part in options.parts:
+        run[part]()
     results = benchmark.results
-    for part in get_args(Part):
+    for part in options.parts:
         Console(width=170).print(table_of(part, [result for result in results if result.part == part]))
-    text = json.dumps([asdict(result) for result in results], indent=1)
-    (options.output / "memory.json").write_text(text + "\n")
+    file = options.output / "memory.json"
+    kept: list[dict[str, object]] = json.loads(file.read_text()) if file.exists() else []
+    rows = [row for row in kept if row["part"] not in options.parts]
+    file.write_text(json.dumps([*rows, *map(asdict, results)], indent=1) + "\n")
     return 0
 
 

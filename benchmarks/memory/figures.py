@@ -51,6 +51,7 @@ class Outcome:
             "slots_per_row": self._mean(lambda sample: sample.slots)
             / self._mean(lambda sample: sample.running),
             "checkpoints_skipped": self.counters.get("checkpoints_skipped", 0),
+            "dead_ends": self.counters.get("dead_ends", 0),
             "hit_without_state_tokens": self.counters.get("kv_hit_without_state_tokens", 0),
         }
 

@@ -5,8 +5,8 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 from benchmarks.memory.figures import Outcome, Sample
+from benchmarks.memory.schemes import Scheme, SchemeArena, SchemeCache
 from benchmarks.memory.served_model import COST, Device, ModelRunner, NoBytes, NoStore, qwen_layout
-from benchmarks.memory.static_split import StaticArena, StaticCache
 from tidemill.cluster.bench.workloads import Item, Workload
 from tidemill.cluster.simulate.clock import run_virtual
 from tidemill.kvstore.keys import Namespace, PageKey
@@ -27,27 +27,29 @@ from tidemill.workers.settings import CheckpointStrategy
 from tidemill.workers.transfer.arena_io import DirectIO
 from tidemill.workers.transfer.transfer import Transfer
 
+PAGE_TOKENS = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """The setup of one run.
 
-    page_share      the share of extents for pages, the rest is for states; None: the elastic arena
+    scheme          the division of the memory; None: the elastic arena
     clients         the clients, which send one request at a time each, in the order of the workload
     """
 
     num_extents: int
-    page_share: float | None = None
+    scheme: Scheme | None = None
     policy: Policy = "value"
     strategy: CheckpointStrategy = "lazy"
     clients: int = 1024
     rows_max: int = 256
     tokens_max: int = 4096
-    page_tokens: int = 64
+    page_tokens: int = PAGE_TOKENS
 
     @property
     def name(self) -> str:
-        return "elastic" if self.page_share is None else f"static {self.page_share:.0%}"
+        return "elastic" if self.scheme is None else self.scheme.name
 
 
 class WatchedEngine(Engine):
@@ -72,10 +74,9 @@ def serve(workload: Workload, setup: Setup) -> Outcome:
 def cache_of(setup: Setup) -> Cache:
     layout = qwen_layout(setup.page_tokens)
     index = PrefixIndex(layout, setup.policy, COST)
-    if setup.page_share is None:
+    if setup.scheme is None:
         return Cache(layout, Arena(layout, setup.num_extents, NoBytes()), index)
-    page_extents = round(setup.num_extents * setup.page_share)
-    return StaticCache(layout, StaticArena(layout, setup.num_extents, NoBytes(), page_extents), index)
+    return SchemeCache(layout, SchemeArena(layout, setup.num_extents, setup.scheme), index)
 
 
 async def _serve(workload: Workload, setup: Setup) -> Outcome:

@@ -10,16 +10,17 @@ from benchmarks.memory import arena as memory
 from benchmarks.memory import workloads as memory_workloads
 from benchmarks.memory.figures import usage
 from benchmarks.memory.run import Setup, serve
+from benchmarks.memory.schemes import SCHEMES, Scheme, split
 
 pytestmark = pytest.mark.slow
 
-SMALL = Setup(num_extents=12, rows_max=16, tokens_max=1024)
+SMALL = Setup(num_extents=12, rows_max=16, tokens_max=2048)
 
 
-@pytest.mark.parametrize("page_share", [None, 0.5])
-def test_equal_runs_are_equal_and_serve_everything(page_share: float | None) -> None:
+@pytest.mark.parametrize("scheme", [None, split(0.5), *SCHEMES], ids=lambda scheme: scheme and scheme.name)
+def test_equal_runs_are_equal_and_serve_everything(scheme: Scheme | None) -> None:
     workload = memory_workloads.long_generations(Random(0), prompts=12)
-    setup = replace(SMALL, page_share=page_share)
+    setup = replace(SMALL, scheme=scheme, page_tokens=(scheme and scheme.page_tokens) or SMALL.page_tokens)
     outcome = serve(workload, setup)
     assert outcome.counters["generated_tokens"] == sum(item.max_tokens for item in workload.items)
     assert serve(workload, setup) == outcome
@@ -30,7 +31,7 @@ def test_equal_runs_are_equal_and_serve_everything(page_share: float | None) -> 
 
 def test_elastic_arena_uses_memory_that_a_split_leaves_idle() -> None:
     workload = memory_workloads.long_generations(Random(0), prompts=12)
-    elastic, static = serve(workload, SMALL), serve(workload, replace(SMALL, page_share=0.75))
+    elastic, static = serve(workload, SMALL), serve(workload, replace(SMALL, scheme=split(0.75)))
     assert elastic.figures()["in_flight_max"] > static.figures()["in_flight_max"]
     assert elastic.makespan_s < static.makespan_s
 
