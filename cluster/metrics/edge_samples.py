@@ -20,12 +20,14 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class EdgeSamples:
-    """Values by family, then by name and labels, and the open answers by model. All can be added up."""
+    """Values by family, then by name and labels, and the open answers by model. All can be added up.
+    `up` has, by the index of an edge process, whether its values are new."""
 
     families: Mapping[str, list[tuple[str, Labels, float]]] = field(
         default_factory=dict[str, list[tuple[str, Labels, float]]]
     )
     under_way: Mapping[str, int] = field(default_factory=dict[str, int])
+    up: Mapping[str, bool] = field(default_factory=dict[str, bool])
 
     def ended(self) -> "EdgeSamples":
         """Return what remains of an edge after its end."""

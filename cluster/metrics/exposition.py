@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
 from tidemill.cluster.messages import FleetStatus
 from tidemill.cluster.metrics import specs
@@ -52,10 +52,18 @@ class _All:
         own = self._metrics.registry.collect()
         if self._samples is not None:
             own = with_samples(own, self._samples)
-        families = [*own, *self._reports.collect()]
+        up = {"0": True} if self._samples is None else self._samples.up
+        families = [*own, _up_family(up), *self._reports.collect()]
         yield from families
         if self._metrics.alias is not None:
             yield from _aliased(families, self._metrics.alias)
+
+
+def _up_family(up: Mapping[str, bool]) -> Metric:
+    family = GaugeMetricFamily(specs.EDGE_UP.full_name, specs.EDGE_UP.text, labels=specs.EDGE_UP.labels)
+    for edge, is_up in up.items():
+        family.add_metric([edge], is_up)
+    return family
 
 
 def _aliased(families: Iterable[Metric], alias: MetricsAlias) -> Iterator[Metric]:

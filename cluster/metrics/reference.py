@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from tidemill.cluster.metrics.exposition import ALIASES
-from tidemill.cluster.metrics.specs import EDGE, PREFIX, STATE_OF_MODELS, Spec
+from tidemill.cluster.metrics.specs import EDGE, EDGE_UP, PREFIX, STATE_OF_MODELS, Spec
 from tidemill.cluster.metrics.worker_metrics import COUNTERS, GAUGES, MEMORY, STATES, metric_name
 
 INTRODUCTION = """\
@@ -22,6 +22,8 @@ Grafana dashboard in [deploy/grafana](../deploy/grafana).
 - Counters of workers are those of one life: a worker that was restarted begins at 0 under its old name, which
   `rate()` and `increase()` take for what it is. Sum over workers after `rate()`, never before.
 - Times are those of the frontend: a request begins when its body has been read.
+- An edge process that does not answer a scrape within a second has `tidemill:edge_up` 0, and counts as in its
+  last answer, so that no sum falls.
 - A histogram has `_bucket`, `_sum` and `_count`.
 """
 
@@ -33,6 +35,7 @@ def reference() -> str:
         (
             INTRODUCTION,
             *_section("Requests, at the frontend", EDGE),
+            *_section("The edge processes of a server now", [EDGE_UP]),
             *_section("A model's fleet now", STATE_OF_MODELS),
             *_section("Each worker now", [*gauges, MEMORY, *STATES.values()]),
             *_section("Each worker since its start", counters),

@@ -132,5 +132,13 @@ USAGE = Spec(
     text="Share of the memory budgets of all workers that running requests hold.",
     unit="share, 0 to 1",
 )
+EDGE_UP = Spec(
+    name="edge_up",
+    kind="gauge",
+    text="1 if this edge process answered the scrape; 0 if its counts here are those of its last answer.",
+    labels=("edge",),
+)
+"""The metric of the edges behind one port."""
+
 STATE_OF_MODELS = (RUNNING, WAITING, HELD, USAGE)
 """The metrics that are computed at a scrape, from open answers and the reports of workers."""

@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from tidemill.cluster.edge.requests.context import EdgeContext, Parts
@@ -32,6 +33,7 @@ class LinkedGroup:
         self._server_pid = os.getppid()
         self._link: Link | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._known = EdgeSamples()
 
     async def run(self, context: EdgeContext, lines: Iterable[str]) -> None:
         """Answer the server about this edge until the server ends. Open answers have any time then, if it was
@@ -61,7 +63,12 @@ class LinkedGroup:
                 context.stop_reason.is_patient = True
 
     async def samples(self) -> EdgeSamples:
-        return decode(EdgeSamples, await self._ask("samples"))
+        """Return the sums, the last known ones with no edge up while the server does not answer."""
+        try:
+            self._known = decode(EdgeSamples, await self._ask("samples"))
+        except Unserved:
+            self._known = replace(self._known, up=dict.fromkeys(self._known.up, False))
+        return self._known
 
     async def rows(self) -> list[Json]:
         return decode(list[Json], await self._ask("rows"))

@@ -14,7 +14,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 from typing import cast
 
@@ -37,6 +37,9 @@ POLL_S = 1.0
 
 STOP_MARGIN_S = 5.0
 """The time to end beside that for open answers."""
+
+SCRAPE_S_MAX = 1.0
+"""The time for an edge to answer a scrape. The edge that asks waits for less than 5 s."""
 
 FULL_PAUSE_S = 1.0
 """The pause after the system has refused a connection, as asyncio has it."""
@@ -63,6 +66,7 @@ class _Edge:
     has_served: bool = False
     misses: int = 0  # consecutive polls without an answer
     samples: EdgeSamples = field(default_factory=EdgeSamples)  # the last
+    sampled_s: float = 0.0
 
 
 class Frontends:
@@ -209,6 +213,7 @@ class Frontends:
         async def refresh(edge: _Edge) -> None:
             try:
                 edge.samples = decode(EdgeSamples, await edge.link.call("samples"))
+                edge.sampled_s = asyncio.get_running_loop().time()
             except Unserved:
                 self._set_serves(edge, serves=False)
             else:
@@ -246,9 +251,17 @@ class Frontends:
         }
 
     async def samples(self) -> EdgeSamples:
-        """Return the sums of the metrics of all edges, also of those that have ended."""
-        await self._refresh()
-        return added([self._ended, *(edge.samples for edge in self._edges.values())])
+        """Return the sums of the metrics of all edges, also of those that have ended. One that does not
+        answer soon is in them with its last answer."""
+        began_s = asyncio.get_running_loop().time()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SCRAPE_S_MAX):
+                await self._refresh()
+        summed = added([self._ended, *(edge.samples for edge in self._edges.values())])
+        answered = {index for index, edge in self._edges.items() if edge.sampled_s >= began_s}
+        return replace(
+            summed, up={str(index): index in answered for index in range(self._endpoint.frontends)}
+        )
 
     async def _rows(self) -> list[Json]:
         found = [row for rows in await self._ask_all("rows") for row in decode(list[Json], rows)]

@@ -22,13 +22,16 @@ class HistoryRecorder:
             await asyncio.sleep(PERIOD_S)
 
     async def record(self) -> None:
-        """Add the period that ends now. Without a router its memory is empty; without the other edges the
-        period is left out, and the next one is longer."""
+        """Add the period that ends now. Without a router its memory is empty; without another edge the period
+        is left out, and the next one is longer."""
         context = self._context
-        try:
-            samples = samples_of(context.metrics) if context.group is None else await context.group.samples()
-        except TidemillError as error:
-            log.info("a period is missing in the history: %s", error)
+        if context.group is None:
+            samples, is_whole = samples_of(context.metrics), True
+        else:
+            samples = await context.group.samples()
+            is_whole = bool(samples.up) and all(samples.up.values())
+        if not is_whole:
+            log.info("a period is missing in the history: not every edge answers")
             return
         try:
             fleets = await context.models.fleets()

@@ -52,18 +52,19 @@ class StopReason:
 
 
 class EdgeGroup(Protocol):
-    """The edges behind one port, of which this is one. All of it raises Unserved."""
+    """The edges behind one port, of which this is one."""
 
     async def samples(self) -> EdgeSamples:
-        """Return the sums of all edges' own metrics, also of those that have ended."""
+        """Return the sums of all edges' own metrics, also of those that have ended, as far as they are
+        known."""
         ...
 
     async def rows(self) -> list[Json]:
-        """Return the latest requests of all edges, the newest first."""
+        """Return the latest requests of all edges, the newest first. Raises Unserved."""
         ...
 
     async def open_answers(self) -> int:
-        """Return the number of answers in progress on all edges."""
+        """Return the number of answers in progress on all edges. Raises Unserved."""
         ...
 
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -191,6 +192,64 @@ class ScriptedEdge:
         if self._answers[(self.polls - 1) % len(self._answers)] == "-":
             raise Unserved("the other process does not answer samples")
         return encode(EdgeSamples())
+
+
+def test_scrape_has_the_last_counts_of_an_edge_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frontends, "SCRAPE_S_MAX", 0.2)
+
+    class Counting:
+        def __init__(self) -> None:
+            self.answers = asyncio.Event()
+            self.tokens = 0
+
+        async def call(self, _: str) -> bytes:
+            await self.answers.wait()
+            self.tokens += 5
+            return encode(EdgeSamples({"tokens": [("tokens_total", (), float(self.tokens))]}))
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            endpoint = Endpoint(host="127.0.0.1", port=0, frontends=3)
+            served = Frontends(endpoint, Sockets(listener), [], {}, detached=False)
+            edges = [Counting(), Counting()]
+            for index, edge in enumerate(edges):
+                edge.answers.set()
+                run = _Edge(cast("Any", edge), cast("Any", edge), [])
+                served._edges[index] = run  # pyright: ignore[reportPrivateUsage]
+            first = await served.samples()
+            edges[1].answers.clear()
+            async with asyncio.timeout(30):
+                second = await served.samples()
+            edges[1].answers.set()
+            third = await served.samples()
+        up = [found.up for found in (first, second, third)]
+        assert up == [{"0": True, "1": is_up, "2": False} for is_up in (True, False, True)]
+        tokens = [found.families["tokens"][0][2] for found in (first, second, third)]
+        assert tokens == [10, 15, 25]
+
+    asyncio.run(main())
+
+
+def test_edge_answers_with_the_last_sums_while_its_server_does_not() -> None:
+    context = open_context([], sources())
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        group = LinkedGroup(theirs)
+        sums = EdgeSamples({"tokens": [("tokens_total", (), 7.0)]}, up={"0": True, "1": True})
+
+        async def answer(_: bytes) -> bytes:
+            return encode(sums)
+
+        server = await Link.open(ours, {"samples": answer, "ready": answer})
+        runs = [asyncio.create_task(server.run()), asyncio.create_task(group.run(context, []))]
+        await asyncio.sleep(0.05)
+        assert await group.samples() == sums
+        runs[0].cancel()
+        await asyncio.wait(runs)
+        assert await group.samples() == replace(sums, up={"0": False, "1": False})
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(
