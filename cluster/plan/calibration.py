@@ -2,6 +2,7 @@
 
     first token of a prompt alone   request_s + steps * step_s + tokens * token_s + pairs * pair_s
     between tokens of n streams     step_s + n * row_s
+    first token beside n streams    busy_s more, and the steps in flight
 
 These are times as a client sees them, so they include the engine's loop, the edge and the connection.
 """
@@ -43,12 +44,14 @@ class StreamTime(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """The speed of a worker with `threads` on the machine that measured it. `load` is the load average of the
-    machine meanwhile, and `context_tokens` the length of its streams."""
+    machine meanwhile, and `context_tokens` the length of its streams. A request takes `request_s` outside of
+    steps, and `busy_s` more while others are answered, which share the cores of edges and clients."""
 
     model: str
     threads: int
     speed: Speed
     request_s: float
+    busy_s: float
     context_tokens: int
     load: float
 
@@ -66,6 +69,18 @@ def fit(
     rest_s = np.array([time.seconds for time in prompts]) - steps * step_s
     request_s, token_s, pair_s = _positive(np.array(terms), np.maximum(rest_s, 1e-6))
     return Speed(step_s=step_s, token_s=token_s, pair_s=pair_s, row_s=row_s), request_s
+
+
+def busy_s(
+    beside_s: float, num_tokens: int, rows: int, alone: tuple[Speed, float], step_tokens: int
+) -> float:
+    """Return the time that a prompt takes beside `rows` streams in addition to its steps and theirs, which
+    are half of the running step and all of the launched one. `alone` is what `fit` has found."""
+    speed, request_s = alone
+    waits_s = 1.5 * (speed.step_s + rows * speed.row_s)
+    steps = -(-num_tokens // step_tokens)
+    own_s = speed.prefill_s(0, num_tokens, step_tokens) + steps * rows * speed.row_s
+    return max(0.0, beside_s - request_s - waits_s - own_s)
 
 
 def _positive(terms: Vector, seconds: Vector) -> list[float]:

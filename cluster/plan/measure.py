@@ -19,6 +19,7 @@ from tidemill.cluster.plan.calibration import (
     CalibrationError,
     PromptTime,
     StreamTime,
+    busy_s,
     fit,
 )
 
@@ -33,6 +34,9 @@ PAUSE_S = 0.05
 """The pause before a prompt: a worker in service is idle now and then, and slower after it."""
 
 ANSWER_TOKENS = 48
+BESIDE_ROWS = 2
+"""The streams beside which prompts are measured. They have three times as many tokens."""
+
 SEED_BITS = 32
 
 
@@ -40,7 +44,7 @@ async def calibrate(url: str, model: str, prompt_tokens: int, threads: int, step
     """Measure the server at `url`, whose model is called `model`, with prompts about as long as
     `prompt_tokens`. Raises CalibrationError."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        prompts, streams = await asyncio.get_running_loop().run_in_executor(
+        prompts, streams, beside_s = await asyncio.get_running_loop().run_in_executor(
             pool, _measure, url, prompt_tokens
         )
     speed, request_s = fit(prompts, streams, step_tokens)
@@ -49,16 +53,21 @@ async def calibrate(url: str, model: str, prompt_tokens: int, threads: int, step
         threads=threads,
         speed=speed,
         request_s=request_s,
+        busy_s=busy_s(beside_s, prompt_tokens, BESIDE_ROWS, (speed, request_s), step_tokens),
         context_tokens=prompt_tokens,
         load=os.getloadavg()[0],
     )
 
 
-def _measure(url: str, prompt_tokens: int) -> tuple[list[PromptTime], list[StreamTime]]:
+Measured = tuple[list[PromptTime], list[StreamTime], float]
+"""Times of prompts alone, of streams, and of a prompt beside BESIDE_ROWS streams."""
+
+
+def _measure(url: str, prompt_tokens: int) -> Measured:
     return asyncio.run(_ask(url, prompt_tokens))
 
 
-async def _ask(url: str, prompt_tokens: int) -> tuple[list[PromptTime], list[StreamTime]]:
+async def _ask(url: str, prompt_tokens: int) -> Measured:
     async with open_http(url) as http:
         model, vocab_size = await find_model(http)
         client = LoadClient(
@@ -94,7 +103,16 @@ async def _ask(url: str, prompt_tokens: int) -> tuple[list[PromptTime], list[Str
             )
             for rows, turns in ROWS.items()
         ]
-    return prompts, streams
+
+        async def beside_s() -> float:
+            others = asyncio.create_task(ask(BESIDE_ROWS, prompt_tokens, 3 * ANSWER_TOKENS))
+            await asyncio.sleep(BESIDE_ROWS * prompts[-1].seconds)  # until they stream
+            first = await ask(1, prompt_tokens, 2)
+            await others
+            return first[0].ttft_s
+
+        beside = median([await beside_s() for _ in range(TURNS)])
+    return prompts, streams, beside
 
 
 def _gap_s(results: Sequence[RequestResult]) -> float:

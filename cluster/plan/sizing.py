@@ -37,7 +37,8 @@ class NoFit(TidemillError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSize:
     """A worker: its settings, the layout and the memory of one rank, and its speed. `request_s` is the time
-    of a request outside of steps; `is_estimate` where no worker has measured it."""
+    of a request outside of steps, `busy_s` what it takes more beside others; `is_estimate` where no worker
+    has measured it."""
 
     settings: EngineSettings
     layout: Layout
@@ -45,6 +46,7 @@ class WorkerSize:
     cost: StepCost
     request_s: float
     is_estimate: bool
+    busy_s: float = 0.0
 
     @property
     def memory_bytes(self) -> int:
@@ -103,6 +105,7 @@ def worker_here(
         arena_bytes=arena,
         cost=StepCost(speed=speed, step_tokens=budget_of(settings, layout.page_tokens).tokens_max),
         request_s=calibration.request_s,
+        busy_s=calibration.busy_s,
         is_estimate=False,
     )
 
@@ -160,6 +163,7 @@ def predictor(
             rows_max=budget_of(worker.settings, worker.layout.page_tokens).rows_max,
             itl_target_s=worker.settings.step_target_s,
             request_s=worker.request_s,
+            busy_s=worker.busy_s,
             cost=worker.cost,
             grain=1,
             store_bytes=STORE_BYTES,

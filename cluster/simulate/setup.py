@@ -28,8 +28,9 @@ class Setup:
     `blocks` is the memory of a worker in blocks of the trace, or of one rank of it. With the real engine it
     includes the states of a hybrid. `model_layout` is the layout of a certain model, or of one of its ranks,
     and needs a grain of 1; then `memory_bytes` replaces `blocks`. A request reaches the router `request_s`
-    after its arrival. The model has `slots` for checkpoints in addition. With the real engine a
-    token stands for `grain` tokens of the trace. `hints` are those of the trace that are used.
+    after its arrival, and `busy_s` later if another one is answered then. The model has `slots` for
+    checkpoints in addition. With the real engine a token stands for `grain` tokens of the trace. `hints` are
+    those of the trace that are used.
 
     Each router gets the heartbeats of all workers, `heartbeat_s` after a change at the latest, and
     knows the bookings of the others after `share_s`, or never (None). A request goes to the router
@@ -52,6 +53,7 @@ class Setup:
     rows_max: int = ROWS_MAX
     itl_target_s: float = ITL_TARGET_CUDA_S
     request_s: float = 0.0
+    busy_s: float = 0.0
     routers: int = 1
     edges: int = 1
     spread: SpreadKind = "edge"

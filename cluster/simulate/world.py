@@ -207,7 +207,8 @@ class _EngineCluster:
     async def serve(self, request: TraceRequest, number: int, router: _SimRouter) -> None:
         clock, outcome, grain = asyncio.get_running_loop().time, self.outcome, self._setup.grain
         last_s = 0.0
-        await asyncio.sleep(self._setup.request_s)
+        is_busy = any(worker.rows for worker in self.workers.values())
+        await asyncio.sleep(self._setup.request_s + is_busy * self._setup.busy_s)
         pieces = flow.serve(
             self._engine_request(request, number), router, self, root_of, self._layout.page_tokens
         )

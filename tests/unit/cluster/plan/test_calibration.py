@@ -11,6 +11,7 @@ from tidemill.cluster.plan.calibration import (
     CalibrationError,
     PromptTime,
     StreamTime,
+    busy_s,
     fit,
     read_calibration,
     write_calibration,
@@ -20,7 +21,9 @@ from tidemill.workers.messages import Speed
 STEP_TOKENS = 512
 SMALL = Speed(step_s=2e-3, token_s=3e-4, pair_s=3e-8, row_s=4e-4)
 FLAT = Speed(step_s=2e-3, token_s=3e-4, row_s=1e-5)
-FOUND = Calibration(model="keeper", threads=1, speed=SMALL, request_s=0.004, context_tokens=512, load=1.5)
+FOUND = Calibration(
+    model="keeper", threads=1, speed=SMALL, request_s=0.004, busy_s=0.001, context_tokens=512, load=1.5
+)
 
 
 @pytest.mark.parametrize("speed", [SMALL, FLAT], ids=["with pairs", "without"])
@@ -45,6 +48,15 @@ def test_fit_finds_the_times_of_steps_and_of_requests(speed: Speed, noise: float
     for rows in (2, 8):
         wanted_s = speed.step_s + rows * speed.row_s
         assert found.step_s + rows * found.row_s == pytest.approx(wanted_s, rel=0.01 + 3 * noise)
+
+
+def test_time_beside_others_is_what_steps_do_not_explain() -> None:
+    """A prompt of two steps beside three streams waits for a step and a half, and its own have them, too."""
+    row_steps_s = 3.5 * (3 * SMALL.row_s)
+    steps_s = 1.5 * SMALL.step_s + SMALL.prefill_s(0, 600, STEP_TOKENS) + row_steps_s
+    for extra_s, found_s in ((0.005, 0.005), (-0.005, 0.0)):
+        beside_s = 0.004 + steps_s + extra_s
+        assert busy_s(beside_s, 600, 3, (SMALL, 0.004), STEP_TOKENS) == pytest.approx(found_s)
 
 
 def test_fit_has_no_negative_times() -> None:

@@ -42,6 +42,17 @@ def test_a_request_alone_takes_the_times_that_were_fitted() -> None:
     assert predicted.unanswered == 0
 
 
+def test_a_request_takes_longer_while_another_is_answered() -> None:
+    first, second, *_ = ALONE
+    worker = replace(WORKER, busy_s=0.2)
+    for at_s, extra_s in ((second.at_s, 0.0), (0.9 * SPEED.prefill_s(0, 900, 512), worker.busy_s)):
+        both = [first, replace(second, at_s=at_s)]
+        slow, fast = (
+            predictor({1: each}, both, ANY)(Arrangement("here", 1, mixed=1)) for each in (worker, WORKER)
+        )
+        assert slow.ttft_s - fast.ttft_s == pytest.approx(extra_s, abs=0.05)
+
+
 def test_prefill_workers_hand_prompts_over() -> None:
     predicted = predictor({1: WORKER}, ALONE, ANY)(Arrangement("here", 1, prefill=1, decode=1))
     assert predicted.unanswered == 0
