@@ -105,9 +105,11 @@ class Router:
         tokens = self._held_tokens + request.num_tokens
         is_full = self._held >= self._held_max or (self._held and tokens > HELD_TOKENS_MAX)
         if is_full and not request.resumed:
+            at_most = f"at most {HELD_TOKENS_MAX:,} tokens wait at a router"
+            fix = "raise max_queued_requests" if self._held >= self._held_max else at_most
             raise Unserved(
                 f"no worker is ready, and {self._held} requests with {self._held_tokens:,} prompt tokens "
-                "wait for one already: retry when it has started, or raise max_queued_requests"
+                f"wait for one already: retry when it has started ({fix})"
             )
         self._held += 1
         self._held_tokens = tokens

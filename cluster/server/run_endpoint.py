@@ -33,6 +33,9 @@ SWITCH_S = 0.001
 """The time after which a thread yields the interpreter: the event loop waits that long for it, several times
 per token."""
 
+CANCEL_S = 1.0
+"""The time after which a task that has not ended is cancelled again: a library may have swallowed it."""
+
 RETURN_S = 5.0
 """The period in which freed memory is returned to the system."""
 
@@ -119,9 +122,12 @@ async def run_serving(
         await asyncio.wait({serving, *working, stopping}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         end()
-        for task in (*working, stopping, *others):
-            task.cancel()
-        await asyncio.wait({serving, *working, stopping, *others})
+        left = {*working, stopping, *others}
+        while left:
+            for task in left:
+                task.cancel()
+            _, left = await asyncio.wait(left, timeout=CANCEL_S)
+        await asyncio.wait({serving})
     for task in (*working, serving):
         if not task.cancelled():
             task.result()

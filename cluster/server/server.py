@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Coroutine, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -136,15 +136,16 @@ async def _serve(
     context.keys.shared = rates
     try:
         with keeping(lines), stop_signals() as stop:
-            runs = [*services, *watches, publisher]
             watch = _watch(cluster, context.stop_reason)
             if endpoint.frontends == 1:
+                runs = [*services, *watches, publisher]
                 await run_endpoint(endpoint, context, sockets, stop, runs, work(url), watch)
             else:
                 join = await _join_arguments(endpoint, settings, cluster, sockets)
                 detached = settings.detached_folder is not None
                 frontends = Frontends(endpoint, sockets, join, context.parts, detached=detached)
                 serving = frontends.run(), frontends.stop
+                runs = [*(_Announced(frontends, service) for service in services), *watches, publisher]
                 await run_serving(*serving, stop, runs, _announced(frontends, work(url)), watch)
     finally:
         await rates.close()
@@ -168,6 +169,19 @@ async def _join_arguments(
             finally:
                 await writer.close()
     return edge_arguments(endpoint, sockets.http.getsockname()[1], addresses, settings.fleets[0].router.tls)
+
+
+@dataclass(frozen=True, slots=True)
+class _Announced:
+    """A service that reports to the supervisor from the time on at which all edge processes serve. The time
+    without requests, after which a model loses its workers, begins with the first report."""
+
+    frontends: Frontends
+    service: ClusterService
+
+    async def run(self) -> None:
+        await self.frontends.ready()
+        await self.service.run()
 
 
 async def _announced(frontends: Frontends, work: Coroutine[Any, Any, None]) -> None:

@@ -53,6 +53,11 @@ class EdgeReports:
         self.misses += misses
         self._edges = {**self._alive(state.at_s), edge: state}
 
+    @property
+    def has_any(self) -> bool:
+        """True if an edge has ever reported. Before that, clients cannot reach the fleet."""
+        return bool(self._edges)
+
     def open_requests(self, now_s: float) -> int:
         """Return the requests that the edges had open in their latest reports."""
         return sum(state.open_requests for state in self._alive(now_s).values())
@@ -75,7 +80,9 @@ class IdleClock:
         self._misses = Misses()  # then
 
     def idle_s(self, now_s: float, *, starts: bool) -> float:
-        """Return the seconds without requests; a fleet that `starts` counts as one with requests."""
+        """Return the seconds without requests; a fleet that `starts`, or that no edge serves yet, counts as
+        one with requests."""
+        starts = starts or not self._reports.has_any
         is_used = self._reports.open_requests(now_s) or self._reports.misses != self._misses
         if starts or is_used or self._used_s is None:
             self._used_s, self._misses = now_s, self._reports.misses

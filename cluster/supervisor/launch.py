@@ -47,6 +47,9 @@ REPORT_S = 60.0
 """The period of the messages about workers that have not started yet."""
 
 GRACE_S = 3.0
+KILL_ACTORS_S_MAX = 10.0
+"""The time for Ray to kill our actors. After that all processes of a Ray of our own are killed."""
+
 CONNECT_S_MAX = 5.0
 RAY_STARTS_MAX = 4
 RAY_WAS_SLOW = "timed out during startup"
@@ -277,7 +280,10 @@ class Cluster:
             # A service manager may end all processes together. Then Ray's calls would wait for a minute.
             ending = threading.Thread(target=self._end_actors, daemon=True)
             ending.start()
+            until_s = time.monotonic() + KILL_ACTORS_S_MAX
             while ending.is_alive() and not self._ray_has_ended():
+                if self._essential and time.monotonic() > until_s:
+                    end(processes, 0.0)
                 ending.join(POLL_S)
         if self._ray_has_ended():
             end(processes, 0.0)  # they would wait for each other

@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 from unittest.mock import MagicMock
 
+import psutil
 import pytest
 
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, WorkerSettings
@@ -70,6 +71,28 @@ def test_cluster_raises_other_ray_errors_immediately(monkeypatch: pytest.MonkeyP
     with pytest.raises(LaunchError, match="no such address"):
         start(ray, monkeypatch, tmp_path)
     assert ray.starts == 1
+
+
+def test_ray_that_does_not_kill_actors_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its calls may wait for minutes."""
+    monkeypatch.setattr(launch, "RAY", MagicMock())
+    monkeypatch.setattr(launch, "KILL_ACTORS_S_MAX", 0.2)
+    waits = threading.Event()
+
+    def end_actors(_: Cluster) -> None:
+        waits.wait(60)
+
+    monkeypatch.setattr(Cluster, "_end_actors", end_actors)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        cluster = Cluster(MagicMock(detached_folder=None))
+        started = psutil.Process(process.pid)
+        monkeypatch.setattr(cluster, "_supervisor", MagicMock())
+        monkeypatch.setattr(cluster, "_processes", [started])
+        monkeypatch.setattr(cluster, "_essential", {"GCS": started})
+        cluster.stop()
+        assert not started.is_running()
+        assert not waits.is_set()
+        waits.set()
 
 
 def test_cluster_waits_for_late_nodes_and_reports_once_a_minute(

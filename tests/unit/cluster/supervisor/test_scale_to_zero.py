@@ -50,9 +50,10 @@ class Case:
         state = EdgeState(at_s=self.now_s, resets=0, open_requests=self.num_open)
         self.reports.add("edge", misses, state)
 
-    async def advance(self, seconds: float) -> None:
+    async def advance(self, seconds: float, *, serves: bool = True) -> None:
         for _ in range(int(seconds / LOOK_S)):
-            self.report()
+            if serves:
+                self.report()
             await self.scaler.adjust(self.now_s)
             self.now_s += LOOK_S
 
@@ -101,6 +102,20 @@ def test_short_answers_between_two_reports_and_starting_workers_count_as_use() -
         case.cluster.workers = hidden
         await case.advance(ZERO_S - LOOK_S)
         assert not case.cluster.drained
+
+    asyncio.run(main())
+
+
+def test_time_without_requests_begins_when_an_edge_serves() -> None:
+    """Another model of the server, or its edges, may take long to start."""
+
+    async def main() -> None:
+        case = Case()
+        await case.advance(5 * ZERO_S, serves=False)
+        await case.advance(ZERO_S - LOOK_S)
+        assert not case.cluster.drained
+        await case.advance(ENDS_S)
+        assert case.names() == []
 
     asyncio.run(main())
 
