@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tidemill.kvstore.keys import Kind, ObjectKey
 from tidemill.kvstore.layout import Layout
@@ -52,9 +53,16 @@ class SizeOnlyStore:
             del self._objects[key]
             self._used_bytes -= self.size(key)
 
+    def demote(self, key: ObjectKey) -> None:
+        if key in self._objects:
+            self._objects.move_to_end(key, last=False)
+
     def stats(self) -> StoreStats:
         return StoreStats(
-            objects=len(self._objects), bytes=self._used_bytes, capacity_bytes=self._capacity_bytes
+            objects=len(self._objects),
+            bytes=self._used_bytes,
+            capacity_bytes=self._capacity_bytes,
+            free_bytes=self._capacity_bytes - self._used_bytes,
         )
 
     def list_objects(self) -> list[StoredObject]:
@@ -102,6 +110,10 @@ class StoreLink:
         for key in keys:
             self._store.remove(key)
 
+    async def demote(self, keys: Sequence[ObjectKey]) -> None:
+        for key in keys:
+            self._store.demote(key)
+
     async def list_objects(self) -> list[StoredObject]:
         return self._store.list_objects()
 
@@ -112,11 +124,8 @@ class StoreLink:
         return math.inf
 
     def stats(self) -> StoreStats:
-        held = self._store.stats()
-        return StoreStats(
-            objects=held.objects,
-            bytes=held.bytes,
-            capacity_bytes=held.capacity_bytes,
+        return replace(
+            self._store.stats(),
             put=self._put,
             got=self._got,
             put_bytes=self._put_bytes,

@@ -129,6 +129,9 @@ class GuardedStore:
     async def remove(self, keys: Sequence[ObjectKey]) -> None:
         await self._ask(lambda: self._store.remove(keys), None)
 
+    async def demote(self, keys: Sequence[ObjectKey]) -> None:
+        await self._ask(lambda: self._store.demote(keys), None)
+
     async def list_objects(self) -> list[StoredObject]:
         if self._breaker.is_open:
             raise StoreError("the store did not answer a moment ago: try again in a few seconds")

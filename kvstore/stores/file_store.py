@@ -61,6 +61,9 @@ class FileStore:
     async def remove(self, keys: Sequence[ObjectKey]) -> None:
         await run_on(self._readers, lambda: self._folder.remove(keys))
 
+    async def demote(self, keys: Sequence[ObjectKey]) -> None:
+        await run_on(self._readers, lambda: self._folder.demote(keys))
+
     async def list_objects(self) -> list[StoredObject]:
         try:
             return await run_on(self._readers, self._folder.list_objects)

@@ -93,9 +93,9 @@ class Reservation:
 
 
 class FolderBound:
-    """The size limit of one folder. Not thread-safe, except `now_s` and `files`.
+    """The size limit of one folder. Not thread-safe, except `now_s`, `files` and `read_usage`.
 
-    usage       the usage as of the last reservation of this process
+    usage       the usage as of the last reservation of this process, or of `read_usage`
     evicted     the number of objects that this process evicted
     """
 
@@ -117,6 +117,15 @@ class FolderBound:
     def now_s(self) -> float:
         """Return the time of the file system; on a network it is not the clock of this machine."""
         return self._ahead_s + self._clock()
+
+    def read_usage(self) -> None:
+        """Look at what all processes use."""
+        with suppress(OSError):
+            fd = os.open(self._usage_path, os.O_RDONLY)
+            try:
+                self.usage = _read_usage(fd) or self.usage
+            finally:
+                os.close(fd)
 
     def reserve(self, need: FolderUsage, keep: frozenset[str]) -> Reservation:
         """Reserve `need`, evicting objects other than the paths `keep`; the caller calls `end`. Raises

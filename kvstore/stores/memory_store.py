@@ -54,6 +54,11 @@ class MemoryStore:
             if key in self.objects:
                 self.forget(key)
 
+    async def demote(self, keys: Sequence[ObjectKey]) -> None:
+        for key in keys:
+            if key in self.objects:
+                self.objects.move_to_end(key, last=False)
+
     async def list_objects(self) -> list[StoredObject]:
         return [StoredObject(key, len(stored)) for key, stored in self.objects.items()]
 

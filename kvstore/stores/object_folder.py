@@ -90,12 +90,18 @@ class ObjectFolder:
         return [self._load(key, view) for key, view in wanted]
 
     def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        self._bound.read_usage()
         return [os.access(self._file(key), os.F_OK) for key in keys]
 
     def remove(self, keys: Sequence[ObjectKey]) -> None:
         for key in keys:
             with suppress(OSError):
                 unlink(self._file(key))
+
+    def demote(self, keys: Sequence[ObjectKey]) -> None:
+        for key in keys:
+            with suppress(OSError):
+                os.utime(self._file(key), ns=(0, 0))
 
     def list_objects(self) -> list[StoredObject]:
         """List all objects, least recently used first. Raises OSError."""

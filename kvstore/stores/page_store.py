@@ -60,12 +60,14 @@ class StoreStats:
     """The content of a store, as far as this client knows it, and the counts of this client.
 
     objects, bytes          seals included; 0 if the store cannot count them
+    free_bytes              what more fits without an eviction, as far as known; 0 if the store cannot count
     put_bytes, get_bytes    bodies of stored objects and of hits, without seals
     """
 
     objects: int
     bytes: int
     capacity_bytes: int
+    free_bytes: int = 0
     put: Mapping[Put, int] = field(default_factory=Counter[Put])
     got: Mapping[Got, int] = field(default_factory=Counter[Got])
     evicted: int = 0
@@ -138,6 +140,10 @@ class PageStore(Protocol):
 
     async def remove(self, keys: Sequence[ObjectKey]) -> None:
         """Remove objects, like an eviction. Best effort."""
+        ...
+
+    async def demote(self, keys: Sequence[ObjectKey]) -> None:
+        """Make objects the first to be evicted, until the next get or put of them. Best effort."""
         ...
 
     async def list_objects(self) -> list[StoredObject]:
@@ -242,6 +248,7 @@ class StoreCounters:
                 objects=objects,
                 bytes=num_bytes,
                 capacity_bytes=capacity_bytes,
+                free_bytes=max(0, capacity_bytes - num_bytes),
                 put=self._put.copy(),
                 got=self._got.copy(),
                 evicted=self._evicted,

@@ -5,6 +5,7 @@ import math
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -163,6 +164,9 @@ class RemoteStore:
         if keys:
             await self._client.remove([str(key) for key in keys])
 
+    async def demote(self, keys: Sequence[ObjectKey]) -> None:
+        pass
+
     async def list_objects(self) -> list[StoredObject]:
         if self._listing is None:
             raise StoreError("this store cannot list its objects")
@@ -177,11 +181,12 @@ class RemoteStore:
 
     def stats(self) -> StoreStats:
         """Return counts; those of objects and bytes are from the last `list_objects`."""
-        return self._counters.stats(
+        stats = self._counters.stats(
             objects=len(self._last_listing.objects),
             num_bytes=sum(num_bytes for _, num_bytes in self._last_listing.objects),
             capacity_bytes=self._last_listing.capacity_bytes,
         )
+        return replace(stats, free_bytes=0)  # the listing is old
 
     async def close(self) -> None:
         await self._client.close()

@@ -130,6 +130,9 @@ class TieredStore:
             seen.remove(keys)
         await asyncio.gather(*(tier.store.remove(keys) for tier in self._tiers))
 
+    async def demote(self, keys: Sequence[ObjectKey]) -> None:
+        await asyncio.gather(*(tier.store.demote(keys) for tier in self._tiers))
+
     async def list_objects(self) -> list[StoredObject]:
         """List all objects; one in several tiers is listed as in the nearest."""
         found: dict[ObjectKey, StoredObject] = {}
@@ -155,6 +158,14 @@ class TieredStore:
         )
         return replace(
             whole,
+            free_bytes=min(
+                (
+                    tier.free_bytes
+                    for tier, opened in zip(stats, self._tiers, strict=True)
+                    if opened.write is Write.ALL
+                ),
+                default=0,
+            ),
             evicted=sum(tier.evicted for tier in stats),
             trips=sum(tier.trips for tier in stats),
             is_down=any(tier.is_down for tier in stats),

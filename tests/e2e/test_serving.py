@@ -229,6 +229,16 @@ def test_second_chat_of_a_family_computes_at_most_a_page_of_what_they_share(serv
     assert shared - third <= PAGE_TOKENS, third
 
 
+def test_second_chat_finds_what_they_share_after_all_workers_were_killed(server: Server) -> None:
+    """kill -9 when the first answer is complete."""
+    system = system_of(7)
+    shared = shared_tokens(server, system)
+    _, cold = ask(server, system, "Where is Emma?")
+    server.replace_workers()
+    _, second = ask(server, system, "Who keeps the key?")
+    assert (cold, shared - second <= PAGE_TOKENS) == (0, True), second
+
+
 def test_second_chat_finds_what_they_share_on_another_worker(server: Server) -> None:
     """Decode workers compute prompts while the prefill worker takes none."""
     system = system_of(4)
@@ -259,6 +269,18 @@ def test_completions_without_marks_find_what_they_share(server: Server) -> None:
     assert first == 0
     assert len(shared) - second <= GRID_PAGES * PAGE_TOKENS, second
     assert len(shared) - third <= PAGE_TOKENS, third
+
+
+def test_second_completion_finds_the_grid_when_all_workers_are_new(server: Server, folder: Path) -> None:
+    """An idle worker has stored it behind the end of the prompt."""
+    shared, (first, second, _) = shared_and_rest(8)
+    known = _objects(folder, ".c")
+    assert cached_of(server, shared + first) == 0
+    in_grid = (len(shared + first) - 1) // PAGE_TOKENS // GRID_PAGES
+    eventually(lambda: len(_objects(folder, ".c") - known) >= in_grid)
+    server.replace_workers()
+    cached = cached_of(server, shared + second)
+    assert len(shared) - cached <= GRID_PAGES * PAGE_TOKENS, cached
 
 
 def test_third_completion_finds_what_they_share_when_all_workers_are_new(server: Server) -> None:

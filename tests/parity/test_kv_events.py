@@ -6,9 +6,12 @@ import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.e2e.server import EVENTUALLY_S_MAX, NO_TLS, Server, eventually
 from tests.support.workers.subscriber import Subscriber, documented_subscriber
@@ -16,7 +19,8 @@ from tests.support.workers.subscriber import Subscriber, documented_subscriber
 ROOT = Path(__file__).parents[2]
 Shown = dict[str, object]
 SILENT_MAX = 60
-SIZES = ("--mixed", "2", "--memory", "8MiB", "--page-size", "16", "--max-model-len", "600")
+PAGE_TOKENS = 16
+SIZES = ("--mixed", "2", "--memory", "8MiB", "--page-size", str(PAGE_TOKENS), "--max-model-len", "600")
 
 
 class Worker:
@@ -109,15 +113,21 @@ def test_subscriber_that_lost_batches_for_good_gets_everything(tmp_path: Path, k
             subscriber.close()
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sockets of the workers of `server`."""
+    return tmp_path_factory.mktemp("events")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
     events = {
         "enable_kv_cache_events": True,
-        "endpoint": f"ipc://{tmp_path}/live",
-        "replay_endpoint": f"ipc://{tmp_path}/past",
+        "endpoint": f"ipc://{folder}/live",
+        "replay_endpoint": f"ipc://{folder}/past",
     }
     arguments = ["keeper", "--port", "0", *SIZES, "--kv-events-config", json.dumps(events)]
-    server = Server(arguments, tmp_path / "log")
+    server = Server(arguments, folder / "log")
     try:
         yield server
         assert server.stop() == 0
@@ -125,25 +135,116 @@ def server(tmp_path: Path) -> Iterator[Server]:
         server.kill_everything()
 
 
+def post(server: Server, path: str, **body: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON
+    url, fields = f"{server.url}{path}", {"model": "keeper", "max_tokens": 8, **body}
+    answer = httpx.post(url, json=fields, timeout=EVENTUALLY_S_MAX, verify=NO_TLS)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
 def complete(server: Server, num_prompts: int) -> None:
     for number in range(num_prompts):
-        body = {"model": "keeper", "prompt": f"{number % 5} keepers of a lighthouse " * 6, "max_tokens": 8}
-        url = f"{server.url}/v1/completions"
-        answer = httpx.post(url, json=body, timeout=EVENTUALLY_S_MAX, verify=NO_TLS)
-        assert answer.status_code == 200, answer.text
+        post(server, "/v1/completions", prompt=f"{number % 5} keepers of a lighthouse " * 6)
 
 
-def test_mirrors_equal_the_reports_of_workers(server: Server, tmp_path: Path) -> None:
+def cached_of(server: Server, prompt: list[int]) -> int:
+    return post(server, "/v1/completions", prompt=prompt)["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def subscribers_of(folder: Path) -> dict[str, Subscriber]:
     code = documented_subscriber()
-    subscribers: dict[str, Subscriber] = {
-        name: code.Subscriber(f"ipc://{tmp_path}/live{suffix}", f"ipc://{tmp_path}/past{suffix}")
+    return {
+        name: code.Subscriber(f"ipc://{folder}/live{suffix}", f"ipc://{folder}/past{suffix}")
         for name, suffix in (("mixed-0", ""), ("mixed-1", ".1"))
     }
 
-    def are_equal() -> bool:
+
+def depths_of(subscriber: Subscriber, prompt: list[int]) -> tuple[int, int]:
+    """Return in tokens how deep the mirror has pages of a prompt, and where it resumes."""
+    children = {(parent, tuple(tokens)): key for key, (parent, tokens) in subscriber.mirror.pages.items()}
+    depth = resumes = 0
+    key: bytes | None = None
+    while key := children.get((key, tuple(prompt[depth : depth + PAGE_TOKENS]))):
+        depth += PAGE_TOKENS
+        if key in subscriber.mirror.restorable:
+            resumes = depth
+    return depth, resumes
+
+
+def receive_all(subscribers: dict[str, Subscriber]) -> None:
+    for subscriber in subscribers.values():
+        while subscriber.receive(200):
+            pass
+
+
+def test_depths_of_a_family_are_those_of_checkpoints_and_not_of_pages(server: Server, folder: Path) -> None:
+    """The second prompt leaves the first inside: it resumes above where their common pages end.
+
+    Its end is a checkpoint, at which the third one resumes.
+    """
+    rng = Random(1)
+    shared, *rests = ([rng.randrange(5, 890) for _ in range(count)] for count in (180, 100, 100, 100))
+    first, second, third = (shared + rest for rest in rests)
+    names = {
+        "prefix_found_tokens": "tidemill:worker_prefix_found_tokens",
+        "prefix_resumed_tokens": "tidemill:worker_prefix_resumed_tokens",
+    }
+
+    def shown() -> dict[str, float]:
+        """Return what /metrics states."""
+        text = httpx.get(f"{server.url}/metrics", timeout=EVENTUALLY_S_MAX, verify=NO_TLS).text
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        depth = "tidemill:request_restorable_hit_depth_tokens_sum"
+        return {
+            **{
+                name: sum(one.value for one in samples if one.name == f"{names[name]}_total")
+                for name in names
+            },
+            "hit_depth": sum(one.value for one in samples if one.name == depth),
+        }
+
+    subscribers = subscribers_of(folder)
+    try:
+        assert cached_of(server, first) == 0
+        eventually(lambda: shown() == {**{name: server.counter(name) for name in names}, "hit_depth": 0})
+        before = shown()
+        receive_all(subscribers)
+        assert sorted(depths_of(one, second) for one in subscribers.values()) == [(0, 0), (176, 128)]
+        assert cached_of(server, second) == 128
+        after = {"prefix_found_tokens": 176.0, "prefix_resumed_tokens": 128.0, "hit_depth": 128.0}
+        eventually(lambda: shown() == {name: before[name] + more for name, more in after.items()})
+        assert {name: server.counter(name) - before[name] for name in names}.items() <= after.items()
+        receive_all(subscribers)
+        assert sorted(depths_of(one, third) for one in subscribers.values()) == [(0, 0), (176, 176)]
+        assert cached_of(server, third) == 176
+    finally:
         for subscriber in subscribers.values():
-            while subscriber.receive(200):
-                pass
+            subscriber.close()
+
+
+def test_second_chat_resumes_after_the_first_worker_died(server: Server) -> None:
+    """kill -9 of all workers, mixed ones, when the first answer is complete."""
+    rng = Random(2)
+    words = ("Alice", "keeps", "the", "key", "in", "harbor", "Tom", "likes", "Emma", "tower", "and", "a")
+    system = {"role": "system", "content": " ".join(rng.choice(words) for _ in range(250))}
+    fields = {"messages": [system], "add_generation_prompt": False}
+    shared = post(server, "/tokenize", **fields)["count"]
+    assert shared > 10 * PAGE_TOKENS
+    cached: list[int] = []
+    for question in ("Where is Emma?", "Who keeps the key?"):
+        messages = [system, {"role": "user", "content": question}]
+        usage = post(server, "/v1/chat/completions", messages=messages)["usage"]
+        cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+        server.replace_workers()
+    assert cached[0] == 0
+    assert shared - cached[1] <= PAGE_TOKENS, cached
+
+
+def test_mirrors_equal_the_reports_of_workers(server: Server, folder: Path) -> None:
+    subscribers = subscribers_of(folder)
+
+    def are_equal() -> bool:
+        receive_all(subscribers)
         found = {name: len(subscriber.mirror.restorable) for name, subscriber in subscribers.items()}
         return found == {row["info"]["name"]: row["restorable_depths"] for row in server.workers()}
 

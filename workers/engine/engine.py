@@ -76,7 +76,7 @@ class Engine:
         self._sequences = Sequences()
         admission_queue = AdmissionQueue()
         self._admission = Admission(ledger, transfer, admission_queue, self._sequences, limits)
-        self._publisher = Publisher(ledger, transfer, admission_queue)
+        self._publisher = Publisher(ledger, transfer, admission_queue, lambda: self.num_requests)
         self._prefetcher = Prefetcher(ledger, transfer, admission_queue)
         self._pipeline = Pipeline(
             runner,
@@ -104,6 +104,7 @@ class Engine:
                 if stepped:
                     await asyncio.sleep(0)  # streams take their tokens before the next step
                     continue
+                self._publisher.publish_grids()
                 self._work.clear()
                 try:
                     async with asyncio.timeout(self._limits.idle_interval_s):
@@ -123,6 +124,7 @@ class Engine:
         self._sequences.closed = True
         for sequence in self._sequences:
             sequence.delivery.outbox.put_nowait(WorkerGone(LOOP_ENDED))
+        await self._publisher.close()
         await self._pipeline.settle()
 
     def _check(self) -> None:

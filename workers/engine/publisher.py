@@ -4,12 +4,18 @@
     store                [put 0     ][put 1, 2           ][put 3, checkpoint]
 
 A prompt is published while it is computed. Each sequence has one put at a time, of all pages that were
-committed when it began.
+committed when it began. The checkpoints on the grid of a prompt come last: while the engine has no request,
+one at a time, as far as the store has room.
 """
 
 import asyncio
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
+from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.memory.ledger import Ledger
+from tidemill.kvstore.memory.spare_value import GRID_PAGES, roundness
 from tidemill.workers.scheduling.admission_queue import AdmissionQueue
 from tidemill.workers.scheduling.sequence import Sequence, StoredPrefix
 from tidemill.workers.transfer.transfer import Transfer
@@ -17,13 +23,28 @@ from tidemill.workers.transfer.transfer import Transfer
 PUBLICATIONS_MAX = 64
 """The maximum number of publications of answered prompts. Each one holds its pages."""
 
+GRIDS_MAX = 64
+"""The latest stored prompts whose grid is still to be published."""
+
+GRID_PAUSE_S = 0.05
+"""The pause before each checkpoint of a grid: requests that come one after the other leave shorter ones."""
+
 
 class Publisher:
-    def __init__(self, ledger: Ledger, transfer: Transfer, admission_queue: AdmissionQueue) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        transfer: Transfer,
+        admission_queue: AdmissionQueue,
+        num_requests: Callable[[], int],
+    ) -> None:
         self._ledger = ledger
         self._transfer = transfer
         self._admission_queue = admission_queue
+        self._num_requests = num_requests
         self._running: set[asyncio.Task[None]] = set()
+        self._grids = deque[Seq[PageKey]](maxlen=GRIDS_MAX)  # the keys of stored prompts
+        self._grid: asyncio.Task[None] | None = None
         self._serial = 0
 
     def publish(self, sequence: Sequence, num_pages: int, *, checkpoint: bool = True) -> None:
@@ -57,10 +78,51 @@ class Publisher:
             await asyncio.wait({publication.task}, timeout=self._transfer.patience_s(missing))
         return publication.task is None and publication.complete and publication.there_pages >= num_pages
 
+    def publish_grids(self) -> None:
+        """Store the grids of stored prompts in the background, while there is no request."""
+        if self._grids and self._grid is None and self._transfer.has_room:
+            self._grid = asyncio.create_task(self._publish_grids())
+
     async def drain(self) -> None:
-        """Wait until all publications are stored or refused."""
+        """Wait until all publications are stored or refused, but not for grids."""
         while self._running:
             await asyncio.wait(self._running)
+
+    async def close(self) -> None:
+        """Wait for the checkpoint of a grid that is being stored; the others are left out."""
+        if self._grid is not None:
+            self._grid.cancel()
+            await asyncio.wait([self._grid])
+
+    async def _publish_grids(self) -> None:
+        try:
+            while self._grids:
+                keys = self._grids.pop()
+                held = await self._transfer.restorable_depths(keys, 0)
+                missing = {*range(GRID_PAGES, len(keys), GRID_PAGES)}.difference(held)
+                for depth in sorted(missing, key=_round_first):
+                    await asyncio.sleep(GRID_PAUSE_S)
+                    if self._running or self._num_requests():
+                        self._grids.append(keys)
+                        return
+                    if not await self._publish_last(keys[:depth]):
+                        return
+        finally:
+            self._grid = None
+
+    async def _publish_last(self, keys: Seq[PageKey]) -> bool:
+        """Store the checkpoint at the end of `keys`, if it is here. Return False if the store refuses it."""
+        match = self._ledger.index.match(keys)
+        if match.restorable_pages < len(keys):
+            return True
+        self._serial += 1
+        lease_id = f"grid#{self._serial}"
+        lease = self._ledger.open(lease_id)
+        self._ledger.attach(lease, match, len(keys))
+        try:
+            return await self._transfer.publish_last(lease, keys, spare=not match.path[-1].uses)
+        finally:
+            self._release(lease_id)
 
     async def _run(self, sequence: Sequence) -> None:
         publication = sequence.delivery.publication
@@ -75,11 +137,20 @@ class Publisher:
                 if publication.complete:
                     publication.there_pages = piece.num_pages
                 self._drop(pieces.popleft())
+            if publication.complete and self._ledger.layout.hybrid and publication.there_pages > GRID_PAGES:
+                self._grids.append(sequence.keys[: publication.there_pages])
         finally:
             while pieces:  # nothing is offered after a piece that was not stored
                 self._drop(pieces.popleft())
             publication.task = None
 
     def _drop(self, piece: StoredPrefix) -> None:
-        self._ledger.release(piece.lease_id)
+        self._release(piece.lease_id)
+
+    def _release(self, lease_id: str) -> None:
+        self._ledger.release(lease_id)
         self._admission_queue.memory_freed()
+
+
+def _round_first(depth: int) -> tuple[int, int]:
+    return -roundness(depth), -depth

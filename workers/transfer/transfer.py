@@ -229,6 +229,25 @@ class Transfer:
             self.published.add(num_bytes * (1 + len(self._mates)), seconds)
         return stored
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the store takes a checkpoint without an eviction, also when another worker puts one now."""
+        num_bytes = self._layout.checkpoint_bytes * (1 + len(self._mates))
+        return self.store.stats().free_bytes > 2 * num_bytes
+
+    async def publish_last(self, lease: Lease, keys: Sequence[PageKey], *, spare: bool) -> bool:
+        """Store the checkpoint at the end of the lease, whose pages are there, if the store has room for it.
+        Return whether it is there. A spare one is the first to be evicted from the store."""
+        objects = self._checkpoint(keys, len(lease.shared_entries))
+        held = await self._held(objects)
+        if not self.has_room:
+            return False
+        stored = await self.publish(lease, keys, len(lease.shared_entries), checkpoint=True)
+        if stored and spare:
+            missed = [found for found, is_held in zip(objects, held, strict=True) if not is_held]
+            await self.store.demote([shard for kind, key in missed for shard in self._shards_of(kind, key)])
+        return stored
+
     async def holds(self, keys: Sequence[PageKey]) -> bool:
         """Return whether the store holds every page of `keys` and, for a hybrid, the checkpoint at their
         end."""
@@ -262,10 +281,11 @@ class Transfer:
 
     async def _held(self, objects: Sequence[tuple[Kind, PageKey]]) -> list[bool]:
         """Return of which objects the store holds every shard, with those of other ranks."""
-        shards = [
-            [ObjectKey(kind, key, shard) for shard in range(self._shards[kind])] for kind, key in objects
-        ]
+        shards = [self._shards_of(kind, key) for kind, key in objects]
         return _intact(shards, await self.store.contains([shard for whole in shards for shard in whole]))
+
+    def _shards_of(self, kind: Kind, key: PageKey) -> list[ObjectKey]:
+        return [ObjectKey(kind, key, shard) for shard in range(self._shards[kind])]
 
     async def _least(self, call: Callable[[Mate], Awaitable[int]]) -> int:
         """Return the least answer in the group after all ranks have answered: until then memory is in use,

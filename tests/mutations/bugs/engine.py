@@ -4,6 +4,27 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
+        "a grid is published beside requests",
+        "workers/engine/publisher.py::Publisher._publish_grids",
+        "if self.$RUNNING or self.$NUM():",
+        "if self.$RUNNING:",
+        "tests/unit/workers/engine/test_prompt_steps.py",
+    ),
+    Planted(
+        "a published grid evicts better objects of the store",
+        "workers/transfer/transfer.py::Transfer.has_room",
+        "return self.store.stats().free_bytes > 2 * $BYTES",
+        "return True",
+        "tests/unit/workers/engine/test_prompt_steps.py",
+    ),
+    Planted(
+        "a published grid outlives better objects in the store",
+        "workers/transfer/transfer.py::Transfer.publish_last",
+        "if $STORED and $SPARE:",
+        "if False:",
+        "tests/unit/workers/engine/test_prompt_steps.py",
+    ),
+    Planted(
         "a worker goes on after a violation",
         "workers/engine/audit.py::Audit.run",
         "raise OwnershipBroken($TEXT) from $ERROR",

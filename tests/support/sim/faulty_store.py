@@ -73,6 +73,10 @@ class FaultyStore:
         await self._pause()
         await self.sealed.remove(keys)
 
+    async def demote(self, keys: Sequence[ObjectKey]) -> None:
+        await self._pause()
+        await self.sealed.demote(keys)
+
     async def list_objects(self) -> list[StoredObject]:
         return await self.sealed.list_objects()
 

@@ -43,6 +43,13 @@ def test_file_store_keeps_objects_and_size_after_a_restart(tmp_path: Path) -> No
     assert get(reopened, 2) is Got.HIT
 
 
+def test_file_store_knows_what_others_have_stored(tmp_path: Path) -> None:
+    one, other = ObjectFolder(tmp_path, AMPLE_BYTES), ObjectFolder(tmp_path, AMPLE_BYTES)
+    put(one, 1, 2, 3)
+    assert other.contains([page(1)]) == [True]
+    assert other.usage == (3, 3 * OBJECT_BYTES)
+
+
 def test_file_store_obeys_a_smaller_capacity_immediately(tmp_path: Path) -> None:
     put(ObjectFolder(tmp_path, AMPLE_BYTES), 1, 2, 3, 4)
     reopened = ObjectFolder(tmp_path, 2 * OBJECT_BYTES)

@@ -381,6 +381,17 @@ def test_store_evicts_the_least_recently_used_object(bounded: Subject) -> None:
     run(bounded, scenario, capacity_bytes=4 * OBJECT_BYTES)
 
 
+def test_store_evicts_demoted_objects_first_until_their_next_use(bounded: Subject) -> None:
+    async def scenario(store: PageStore) -> None:
+        await store.put(offers([1, 2, 3, 4]))
+        await store.demote([page(3), page(4), page(9)])
+        assert await fetch(store, [4]) == [body_of(4)]
+        assert await store.put(offers([5])) == [Put.STORED]
+        assert await store.contains([page(number) for number in (2, 3, 4, 5)]) == [True, False, True, True]
+
+    run(bounded, scenario, capacity_bytes=4 * OBJECT_BYTES)
+
+
 def test_store_skips_all_objects_after_the_first_that_does_not_fit(bounded: Subject) -> None:
     async def scenario(store: PageStore) -> None:
         await store.put(offers([6]))

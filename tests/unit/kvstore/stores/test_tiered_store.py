@@ -105,6 +105,17 @@ def test_tiered_store_writes_to_each_tier_by_its_policy(near: Write, far: Write)
     run(scenario())
 
 
+@pytest.mark.parametrize(("near", "free"), [(Write.ALL, 1), (Write.HITS, 3), (Write.NONE, 3)])
+def test_tiered_store_has_the_room_of_its_fullest_tier_that_takes_puts(near: Write, free: int) -> None:
+    async def scenario() -> None:
+        stores = [MemoryStore(1 * OBJECT_BYTES), MemoryStore(3 * OBJECT_BYTES)]
+        store = TieredStore([Tier(stores[0], near), Tier(stores[1])])
+        assert store.stats().free_bytes == free * OBJECT_BYTES
+        await store.close()
+
+    run(scenario())
+
+
 def test_tiered_store_copies_hits_in_order_while_memory_lasts() -> None:
     async def scenario() -> None:
         near, far = memory(), memory()

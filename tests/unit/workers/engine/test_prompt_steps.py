@@ -4,12 +4,26 @@ The budget of a step alone cuts a prompt: its checkpoints are written inside its
 every four pages, help the second prompt of a family and push out no others.
 """
 
+import asyncio
+
 import pytest
 
 from tests.support.sim.fold import ATTENTION, fold_layout
-from tests.support.workers.bench import HYBRID, TIGHT, Bench, Tuning, a_request, bench, prompt, root_of, run
-from tidemill.kvstore.keys import page_keys
+from tests.support.workers.bench import (
+    HYBRID,
+    TIGHT,
+    Bench,
+    Tuning,
+    a_request,
+    a_store,
+    bench,
+    prompt,
+    root_of,
+    run,
+)
+from tidemill.kvstore.keys import Kind, page_keys
 from tidemill.kvstore.layout import Layout, Linear, layout_of
+from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.workers.messages import Request
 
 P = 4
@@ -144,5 +158,70 @@ def test_steps_of_a_prompt(layout: Layout, num_tokens: int, produces: bool) -> N
                 path = one.ledger.index.match(keys).path
                 found = {entry.depth_pages * WIDE for entry in path if entry.checkpoint is not None}
                 assert found == {*range(4 * WIDE, boundary, 4 * WIDE), boundary}
+
+    run(main())
+
+
+def grid_in(store: MemoryStore, tokens: tuple[int, ...]) -> list[int]:
+    """Return the depths of the grid of a prompt that the store has, in steps of the grid."""
+    grid = page_keys(root_of(""), tokens, P)[3 : (len(tokens) - 1) // P - 1 : 4]
+    states = {key.key for key in store.objects if key.kind is Kind.CHECKPOINT}
+    return [step for step, key in enumerate(grid, 1) if key in states]
+
+
+@pytest.mark.parametrize("layout", [HYBRID, TIGHT, LARGE, BOTH])
+def test_grid_is_found_on_another_worker_once_the_first_was_idle(layout: Layout) -> None:
+    shared, store = prompt(70), a_store()
+    first, second = (shared + prompt(9, seed) for seed in (1, 2))
+
+    async def main() -> None:
+        async with bench(store, layout=layout, num_extents=320) as one:
+            await one.answer(a_request(first, 3))
+            await one.engine.drain_publications()
+            assert not grid_in(store, first), "before what others look for"
+            await one.until(lambda: grid_in(store, first) == [1, 2, 3, 4])
+        async with bench(store, layout=layout, num_extents=320) as other:
+            assert (await other.answer(a_request(second, 3))).fetched_tokens == 64
+
+    run(main())
+
+
+def test_grid_waits_until_no_request_is_left() -> None:
+    store = a_store()
+
+    async def main() -> None:
+        async with bench(store, num_extents=320) as one:
+            await one.answer(a_request(prompt(79), 3))
+            one.runner.gate.clear()
+            running = asyncio.create_task(one.answer(a_request(prompt(79, 1), 3)))
+            await asyncio.sleep(100.0)
+            assert not grid_in(store, prompt(79))
+            one.runner.gate.set()
+            await running
+            await one.until(lambda: all(len(grid_in(store, prompt(79, seed))) == 4 for seed in (0, 1)))
+
+    run(main())
+
+
+def test_grid_takes_what_the_store_has_free_and_goes_first() -> None:
+    """Three prompts and their ends just fit the store: all of them stay there, and no part of a grid."""
+    sizing = MemoryStore(1 << 30)
+
+    async def main() -> None:
+        async with bench(sizing, num_extents=320) as one:
+            await one.answer(a_request(prompt(79), 1))
+            await one.engine.drain_publications()
+            capacity_bytes = 3 * sizing.stats().bytes
+        store = MemoryStore(capacity_bytes)
+        async with bench(store, num_extents=320) as one:
+            await one.answer(a_request(prompt(79), 1))
+            await one.until(lambda: len(grid_in(store, prompt(79))) == 4)
+            for seed in (1, 2):
+                await one.answer(a_request(prompt(79, seed), 1))
+                await one.engine.drain_publications()
+            await asyncio.sleep(100.0)
+            assert store.stats().evicted == 4
+            assert [grid_in(store, prompt(79, seed)) for seed in range(3)] == [[], [], []]
+            assert store.stats().bytes == capacity_bytes
 
     run(main())
