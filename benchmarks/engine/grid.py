@@ -62,12 +62,13 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engine.grid", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder of a hybrid model")
     parser.add_argument("--memory", type=parse_bytes, default=1 << 30, help="memory of the engine")
+    parser.add_argument("--store", default="memory:?size=0", help="URL of a page store")
     parser.add_argument("--turns", type=int, default=12, help="pairs of prompts")
     options = parser.parse_args(arguments)
     settings = EngineSettings(
         model_folder=options.model,
         memory_bytes=options.memory,
-        store_url="memory:?size=0",
+        store_url=options.store,
         cache_folder=Path.home() / ".cache" / "tidemill",
     )
     taken_s = asyncio.run(measure(settings, options.turns))

@@ -5,11 +5,14 @@
 The oracle runs in the same ledger and engine. It knows when each prompt continues, and evicts the checkpoint
 that is needed last, as Belady's rule does (A study of replacement algorithms, 1966). It evicts for each
 running request as any order does. So it shows what the order of eviction can gain, not what admission can.
+"Before" is `lru` on a server without marks: no breakpoint of the edge or the router, and a grid whose
+checkpoints take no more memory than the pages between them, at most eight for a prompt.
 """
 
 import argparse
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
@@ -25,6 +28,10 @@ from tidemill.kvstore.keys import PageKey, page_keys
 from tidemill.kvstore.layout import Layout
 from tidemill.kvstore.memory.entry import Entry
 from tidemill.kvstore.memory.prefix_index import PrefixIndex
+from tidemill.kvstore.memory.spare_value import GRID_PAGES
+from tidemill.workers.scheduling.admission import Admission
+from tidemill.workers.scheduling.admission_queue import Precedence
+from tidemill.workers.scheduling.sequence import Sequence
 
 HORIZON_S = 1e9
 """A time after the end of every trace: the later the next use, the less a checkpoint is worth."""
@@ -36,14 +43,34 @@ UNBOUNDED_BLOCKS = 20_000
 STORE_BYTES = 1 << 30
 """A store that holds no session, so that only the worker's memory counts."""
 
-Order = Literal["lru", "value", "oracle"]
+GRID_CHECKPOINTS_MAX = 8
+"""The checkpoints of a prompt on the grid before spare ones."""
+
+Order = Literal["before", "lru", "value", "oracle"]
 RUNS: tuple[tuple[Order, HintKind], ...] = (
+    ("before", "none"),
     ("lru", "none"),
     ("value", "none"),
     ("value", "breakpoints"),
     ("value", "all"),
     ("oracle", "breakpoints"),
 )
+
+
+class WideGrid(Admission):
+    """Admission with checkpoints at the end, at junctions, and on a wide grid; none of them is spare."""
+
+    def _try_memory(
+        self, sequence: Sequence, keys: Seq[PageKey], depths: Seq[int], precedence: Precedence
+    ) -> Any:  # noqa: ANN401  a private type
+        taken = super()._try_memory(sequence, keys, depths, precedence)
+        layout = self._ledger.layout
+        interval = max(GRID_PAGES, -(-layout.checkpoint_bytes // layout.page_bytes)) * layout.page_tokens
+        while sequence.boundary > GRID_CHECKPOINTS_MAX * interval:
+            interval *= 2
+        sequence.restore.cuts |= {*range(interval, sequence.boundary, interval)}
+        sequence.restore.grid = range(0)
+        return taken
 
 
 class FutureIndex(PrefixIndex):
@@ -55,7 +82,7 @@ class FutureIndex(PrefixIndex):
         self._next_s: dict[PageKey, float] = {}
         self._time = asyncio.get_running_loop().time
 
-    def use(self, path: Sequence[Entry]) -> None:
+    def use(self, path: Seq[Entry]) -> None:
         if path and self._pauses_s.get(path[-1].key) != SHARED_S:
             self._pauses_s.pop(path[-1].key, None)  # the session has passed it
             self._next_s.pop(path[-1].key, None)
@@ -102,8 +129,12 @@ class Work:
         requests = speed_up(agents_trace(self.agents, self.sessions, Random(1)), self.pace)
         setup = Setup(
             prefill=0, decode=0, mixed=1, hybrid=True, blocks=blocks, store_bytes=STORE_BYTES,
-            eviction="lru" if order == "lru" else "value", hints=hints,
+            eviction="lru" if order in {"before", "lru"} else "value", hints=hints,
         )  # fmt: skip
+        if order == "before":
+            no_marks = patch("tidemill.cluster.edge.flow.with_shared_end", _no_shared_end)
+            with patch("tidemill.workers.engine.engine.Admission", WideGrid), no_marks:
+                return simulate(requests, setup).figures()
         if order != "oracle":
             return simulate(requests, setup).figures()
         pauses_s = pauses_of(requests, setup)
@@ -112,6 +143,11 @@ class Work:
             lambda layout, _: FutureIndex(layout, pauses_s),  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
         ):
             return simulate(requests, setup).figures()
+
+
+def _no_shared_end(breakpoints: tuple[int, ...], shared_pages: int, page_tokens: int) -> tuple[int, ...]:
+    del shared_pages, page_tokens
+    return breakpoints
 
 
 def main() -> None:
