@@ -197,10 +197,10 @@ def test_depths_of_a_family_are_those_of_checkpoints_and_not_of_pages(server: Se
         depth = "tidemill:request_restorable_hit_depth_tokens_sum"
         return {
             **{
-                name: sum(one.value for one in samples if one.name == f"{names[name]}_total")
+                name: sum(sample.value for sample in samples if sample.name == f"{names[name]}_total")
                 for name in names
             },
-            "hit_depth": sum(one.value for one in samples if one.name == depth),
+            "hit_depth": sum(sample.value for sample in samples if sample.name == depth),
         }
 
     subscribers = subscribers_of(folder)
@@ -209,13 +209,19 @@ def test_depths_of_a_family_are_those_of_checkpoints_and_not_of_pages(server: Se
         eventually(lambda: shown() == {**{name: server.counter(name) for name in names}, "hit_depth": 0})
         before = shown()
         receive_all(subscribers)
-        assert sorted(depths_of(one, second) for one in subscribers.values()) == [(0, 0), (176, 128)]
+        assert sorted(depths_of(subscriber, second) for subscriber in subscribers.values()) == [
+            (0, 0),
+            (176, 128),
+        ]
         assert cached_of(server, second) == 128
         after = {"prefix_found_tokens": 176.0, "prefix_resumed_tokens": 128.0, "hit_depth": 128.0}
         eventually(lambda: shown() == {name: before[name] + more for name, more in after.items()})
         assert {name: server.counter(name) - before[name] for name in names}.items() <= after.items()
         receive_all(subscribers)
-        assert sorted(depths_of(one, third) for one in subscribers.values()) == [(0, 0), (176, 176)]
+        assert sorted(depths_of(subscriber, third) for subscriber in subscribers.values()) == [
+            (0, 0),
+            (176, 176),
+        ]
         assert cached_of(server, third) == 176
     finally:
         for subscriber in subscribers.values():

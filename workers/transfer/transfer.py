@@ -231,7 +231,7 @@ class Transfer:
 
     @property
     def has_room(self) -> bool:
-        """Whether the store takes a checkpoint without an eviction, also when another worker puts one now."""
+        """True if the store takes a checkpoint without an eviction, also when another worker puts one now."""
         num_bytes = self._layout.checkpoint_bytes * (1 + len(self._mates))
         return self.store.stats().free_bytes > 2 * num_bytes
 
