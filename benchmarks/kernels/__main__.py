@@ -50,7 +50,8 @@ def measured(options: argparse.Namespace, vllm: Peer | None) -> Iterator[tuple[s
     roofline, ours = Roofline(budget_seconds), our_operators("cpu", options.cache_dir)
     if "operators" in options.parts:
         with torch.inference_mode():
-            yield "operators", operators.operators(ours, vllm, roofline, budget_seconds)
+            half = our_operators("cpu", options.cache_dir, "bfloat16")
+            yield "operators", operators.operators(ours, half, vllm, roofline, budget_seconds)
     if "models" in options.parts:
         with tempfile.TemporaryDirectory() as scratch:
             folders = {"keeper": bundled()["keeper"], "hybrid-77m": Path(scratch)}

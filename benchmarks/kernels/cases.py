@@ -17,6 +17,7 @@ from tidemill.kernels.mamba2.heads import Heads
 from tidemill.kernels.moe.experts import Experts
 from tidemill.kernels.moe.routing import Routing
 
+PACKED_TOKENS = 72  # of a page whose keys are packed: no multiple of the rows of AMX
 DELTA_FLOPS = 8.0  # of each element of a state and token: decay, k S, the outer product, q S
 MAMBA2_FLOPS = 6.0  # the same without k S
 
@@ -32,6 +33,7 @@ class Case:
     run: Callable[[Operators], Call]
     torch: Call | None = None
     in_vllm: bool = False
+    half: bool = False  # products are bfloat16
 
 
 def size_of(*tensors: torch.Tensor) -> int:
@@ -57,9 +59,13 @@ def linear(rows: int, width: int, out: int, dtype: torch.dtype) -> Case:
     )
 
 
-def attention(new: int, before: int, batch: int, heads: tuple[int, int], dim: int) -> Case:
-    inputs = step_inputs([new] * batch, [before] * batch)
-    cache = torch.randn(inputs.pages_BN.numel(), heads[1], 2, PAGE_TOKENS, dim)
+def attention(new: int, before: int, batch: int, heads: tuple[int, int], dim: int, **kind: int) -> Case:
+    """`half`: pages and products are bfloat16, of which a page of `page` tokens, no multiple of 16, is
+    packed."""
+    page, half = kind.get("page", PAGE_TOKENS), kind.get("half", 0)
+    inputs = step_inputs([new] * batch, [before] * batch, page)
+    cache = torch.randn(inputs.pages_BN.numel(), heads[1], 2, page, dim)
+    cache = cache.bfloat16() if half else cache
     q_THD = torch.randn(new * batch, heads[0], dim)
     seen = torch.ones(new, new + before, dtype=torch.bool).tril(before)
     length = new + before
@@ -67,19 +73,21 @@ def attention(new: int, before: int, batch: int, heads: tuple[int, int], dim: in
     def peer() -> None:
         for b in range(batch):
             kv = cache[inputs.pages_BN[b].long()].permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :length]
-            q = q_THD[b * new : (b + 1) * new].transpose(0, 1)
+            q = q_THD[b * new : (b + 1) * new].transpose(0, 1).to(cache.dtype)
             functional.scaled_dot_product_attention(q[None], kv[:1], kv[1:], attn_mask=seen, enable_gqa=True)
 
     return Case(
         operator="attention",
         size={
             "new": new, "before": before, "batch": batch, "heads": heads[0], "kv_heads": heads[1], "dim": dim,
+            **kind,
         },
-        num_bytes=2 * size_of(q_THD) + 4 * batch * length * heads[1] * 2 * dim,
+        num_bytes=2 * size_of(q_THD) + cache.element_size() * batch * length * heads[1] * 2 * dim,
         flops=4.0 * batch * heads[0] * dim * (new * before + new * (new + 1) / 2),
         run=lambda ops: lambda: ops.attention(q_THD, cache, inputs, None, None),
         torch=peer,
-        in_vllm=True,
+        in_vllm=not kind,
+        half=bool(half),
     )  # fmt: skip
 
 
@@ -237,6 +245,15 @@ def draw(rows: int, vocabulary: int, temperature: float, top_p: float) -> Case:
     )
 
 
+def prompts() -> Iterator[Case]:
+    """Yield attention of prompts in bfloat16, with keys where they lie and packed."""
+    for new, before, batch in ((512, 0, 1), (2048, 0, 1), (8192, 0, 1), (512, 7488, 1), (128, 0, 4)):
+        for page in (PAGE_TOKENS, PACKED_TOKENS):
+            yield attention(new, before, batch, (12, 4), 64, half=1, page=page)
+    for dim in (128, 64):
+        yield attention(2048, 0, 1, (8, 2), dim, half=1)
+
+
 def cases() -> Iterator[Case]:
     """Yield the calls of a step of the hybrid, decode and prefill, and attention and experts of other
     sizes."""
@@ -246,6 +263,7 @@ def cases() -> Iterator[Case]:
             yield linear(rows, 768, 32_000, dtype)
     for new, before, batch in ((1, 511, 1), (1, 511, 32), (1, 4095, 1), (512, 0, 1), (64, 960, 1)):
         yield attention(new, before, batch, (8, 2), 128)
+    yield from prompts()
     for new, batch in ((1, 1), (1, 8), (1, 32), (512, 1), (2048, 1)):
         for groups, heads, dim in ((6, 2, 64), (4, 2, 128)):
             yield from delta(new, batch, groups, heads, dim)

@@ -161,12 +161,12 @@ def alone(model: LoadedModel, step: Step) -> float:
 
 
 def least(
-    model: LoadedModel, layout: Layout, step: Step, weight_bytes: int, hidden: int
+    model: LoadedModel, layout: Layout, step: Step, weight_bytes: int, hidden: int, depth: int = 0
 ) -> tuple[float, float]:
     """Bytes and FLOPs of a step: weights are read once, states read and written, keys and values read. Their
-    cost has logits of every token; of a prompt only the last one needs them."""
-    start = step.prompt + step.new // 2 if step.new else 0
-    end = start + 1 if step.new else step.prompt
+    cost has logits of every token; of a prompt only the last one needs them. `depth` tokens precede it."""
+    start = step.prompt + step.new // 2 if step.new else depth
+    end = start + (1 if step.new else step.prompt)
     kv_bytes = layout.page_bytes / PAGE_TOKENS * end
     num_bytes = weight_bytes + step.batch * (2 * layout.state_bytes + kv_bytes)
     unneeded = (end - start - 1) * 2 * model.vocab_size * hidden

@@ -12,9 +12,12 @@ Row = dict[str, Any]
 TURNS = 3
 
 
-def operators(ours: Operators, vllm: Peer | None, roofline: Roofline, budget_seconds: float) -> list[Row]:
-    """Sides take turns, the roofline among them; the best of all turns counts."""
-    rows = [measured(case, ours, vllm, roofline, budget_seconds) for case in cases()]
+def operators(
+    ours: Operators, half: Operators, vllm: Peer | None, roofline: Roofline, budget_seconds: float
+) -> list[Row]:
+    """Sides take turns, the roofline among them; the best of all turns counts. `half` has products in
+    bfloat16."""
+    rows = [measured(case, half if case.half else ours, vllm, roofline, budget_seconds) for case in cases()]
     for row in rows:
         row["roofline"] = roofline.seconds(row["num_bytes"], row["flops"])
         row["share"] = row["roofline"] / row["ours"]

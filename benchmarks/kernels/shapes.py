@@ -42,10 +42,10 @@ def write_hybrid(folder: Path) -> None:
         shutil.copy(bundled()["keeper"] / name, folder / name)
 
 
-def step_inputs(new: list[int], before: list[int]) -> Inputs:
+def step_inputs(new: list[int], before: list[int], page_tokens: int = PAGE_TOKENS) -> Inputs:
     """Rows of `new` tokens after `before`, with pages and states of their own."""
     lens = [n + old for n, old in zip(new, before, strict=True)]
-    width = -(-max(lens) // PAGE_TOKENS)
+    width = -(-max(lens) // page_tokens)
     cu = torch.tensor([0, *new]).cumsum(0)
     return Inputs(
         tokens_T=torch.arange(int(cu[-1])) % 800,
