@@ -8,8 +8,9 @@
 #include "../shared/cpu.h"
 
 namespace {
-constexpr int64_t TILE_QUERIES = 32 * 12;  // (token, head) pairs of one task at most: whole tiles of any machine
-constexpr int64_t TILE_FLOATS = 48 << 10;  // of their sums, which stay in L2
+constexpr int64_t TASK_QUERIES = 32 * 12;  // (token, head) pairs of one task: whole tiles of any machine
+constexpr int64_t QUERIES_FACTOR = 4;      // as many times more for a long prompt: a task reads all its keys
+constexpr int64_t TASK_FLOATS = 96 << 10;  // of their sums, which stay in L2
 const float ZEROS[128] = {};              // what scores start as
 constexpr float LOWEST = -1e30f;      // below any score, and finite: it may be taken from itself
 
@@ -38,9 +39,23 @@ struct Cache {  // [pages][kv_heads][K|V][page_tokens][dim], strides in bytes
     int64_t page, head, kv, token, half_width, page_tokens;
 };
 
+// Scores are exponents of e, those of pairs of 2.
+template <typename E>
+constexpr float LOG_E = PAIRED<E> ? 1.44269504f : 1.0f;
+
+// The weight of a score beside the highest one, which is finite: 0 of -infinity.
+template <typename E>
+inline vec weight_of(vec score, vec highest) {
+    if constexpr (PAIRED<E>) return exp2_f32(score - highest);
+    return score == -INFINITY ? vec{} : exp_f32<false>(score - highest);
+}
+
 struct Seen {  // by each query: `window` keys, and the sink of its head, or null
     int64_t window;
     const float* sinks;
+
+    template <typename E>
+    float sink(int64_t head) const { return sinks ? std::max(LOWEST, sinks[head] * LOG_E<E>) : LOWEST; }
 };
 
 struct Task {
@@ -461,7 +476,7 @@ void fold_scores(const float* S, const Range* ranges, int64_t rows, int64_t begi
         for (int64_t j = begin; r < rows && j < end; j += STEP) {
             get(r, j, scores);
             for (int64_t i = 0; i < VECS; i++) {
-                scores[i] = scores[i] == -INFINITY ? vec{} : exp_f32<false>(scores[i] - peak);
+                scores[i] = weight_of<E>(scores[i], peak);
                 sums[i % PARTS] += scores[i];
             }
             if constexpr (PAIRED<E>) {
@@ -473,7 +488,7 @@ void fold_scores(const float* S, const Range* ranges, int64_t rows, int64_t begi
         for (int64_t part = 1; part < PARTS; part++) sums[0] += sums[part];
         reduced[r] = sums[0];
     }
-    const vec factor = peaks == before ? vec{} + 1.0f : exp_f32<false>(before - peaks);
+    const vec factor = peaks == before ? vec{} + 1.0f : weight_of<E>(before, peaks);
     store(shrink, factor);
     store(total, load(total) * factor + of_rows([](vec a, vec b) { return a + b; }));
 }
@@ -605,10 +620,8 @@ __attribute__((always_inline)) inline void weights_of(const Part& part, int64_t 
     for (int i = 0; i < PANEL; i++) pairs[i] = i / 2 + i % 2 * LANES;
     for (int64_t j = begin * STEP + l; j < end * STEP; j += LANES_SUM) {
         const auto weight = [&](int64_t key) __attribute__((always_inline)) {
-            const vec score = load(part.scores + key * COLUMNS), found = exp_f32<false>(score - peaks);
-            const __mmask16 counts = SOME ? part.sees(key) : 0xffff;
-            const __mmask16 finite = _mm512_cmpneq_ps_mask((__m512)score, (__m512)(vec{} - INFINITY));
-            return (vec)_mm512_maskz_mov_ps(counts & finite, (__m512)found);
+            const vec found = weight_of<uint32_t>(load(part.scores + key * COLUMNS), peaks);
+            return SOME ? (vec)_mm512_maskz_mov_ps(part.sees(key), (__m512)found) : found;
         };
         const vec even = weight(j), odd = weight(j + 1);
         chains[0] += even, chains[1] += odd;
@@ -642,7 +655,7 @@ __attribute__((target("amx-tile,amx-bf16"))) void fold_part(const Part& part, co
     for (int64_t half = LANES_SUM / 2; half > 0; half /= 2)
         for (int64_t l = 0; l < half; l++) chains[l] += chains[l + half];
     amx_boundary();
-    const vec factor = peaks == before ? vec{} + 1.0f : exp_f32<false>(before - peaks);
+    const vec factor = peaks == before ? vec{} + 1.0f : weight_of<uint32_t>(before, peaks);
     store(part.total, load(part.total) * factor + chains[0]);
     if (_mm512_cmpneq_ps_mask((__m512)peaks, (__m512)before))
         for (int64_t e = 0; e < dim; e++) store(part.sums + e * COLUMNS, load(part.sums + e * COLUMNS) * factor);
@@ -674,7 +687,7 @@ __attribute__((target("amx-tile,amx-bf16"))) void attend_tiles(
             for (int64_t e = 0; e < dim; e++) scaled[e] = q[place(i) + e] * scale;
             to_blocks(scaled, dim, rows + i % COLUMNS * depth);
         }
-        highest[i] = seen.sinks ? std::max(LOWEST, seen.sinks[head * group + i % group]) : LOWEST;
+        highest[i] = seen.sink<uint32_t>(head * group + i % group);
         total[i] = seen.sinks ? 1.0f : 0.0f;
         const int64_t start = i / COLUMNS * COLUMNS;
         if (i % COLUMNS == COLUMNS - 1) to_columns(rows, std::min(COLUMNS, queries - start), depth, Q + start * depth);
@@ -757,7 +770,7 @@ void attend(const Task& task, const Seen& seen, const float* q, const Cache& cac
         } else {
             std::memcpy(Q + i * depth, scaled, dim * sizeof(float));
         }
-        highest[i] = seen.sinks ? std::max(LOWEST, seen.sinks[head * group + i % group]) : LOWEST;
+        highest[i] = seen.sink<E>(head * group + i % group);
         total[i] = seen.sinks ? 1.0f : 0.0f;
     }
     bool in_pages = false;
@@ -849,7 +862,9 @@ extern "C" void attention(const float* q, const char* cache, int64_t page_stride
                           int64_t q_heads, int64_t kv_heads, int64_t dim, int64_t page_tokens, float scale,
                           int64_t window, const float* sinks, int64_t paired) {
     const int64_t group = q_heads / kv_heads;
-    const int64_t tile = std::max<int64_t>(1, std::min(TILE_QUERIES, TILE_FLOATS / dim) / group);
+    const int64_t shares = cu[rows] * q_heads / TASK_QUERIES / (2 * omp_get_max_threads());  // two tasks for each thread
+    const int64_t queries = TASK_QUERIES * std::clamp<int64_t>(shares, 1, QUERIES_FACTOR);
+    const int64_t tile = std::max<int64_t>(1, std::min(queries, TASK_FLOATS / dim) / group);
     const Cache pages{cache, page_stride, head_stride, kv_stride, token_stride, half_width, page_tokens};
     std::vector<Task> tasks;
     int64_t keys = 0;
@@ -881,7 +896,7 @@ extern "C" void attention(const float* q, const char* cache, int64_t page_stride
                 if ((task.end - task.begin) * group > FEW_QUERIES && dim <= TILE_DIM_MAX && lie_in_rows(pages, dim))
                     run = attend_tiles;
 #endif
-            run(task, seen, q, pages, table_of(task), out, at % kv_heads, kv_heads, group, dim, scale, after);
+            run(task, seen, q, pages, table_of(task), out, at % kv_heads, kv_heads, group, dim, scale * LOG_E<E>, after);
         }
     };
     paired ? attend_all(uint32_t{}) : attend_all(float{});

@@ -1,5 +1,7 @@
 """The definition of `attention` and `gated_attention`: causal softmax attention over paged memory."""
 
+import math
+
 import torch
 
 from tidemill.kernels.activation.reference import sigmoid_mul
@@ -25,8 +27,9 @@ def attention(
               (attention sinks of gpt-oss); None: none
 
     compute_dtype
-              of the factors of both products: with bfloat16, q / sqrt(D), keys, values and the weights of the
-              softmax are rounded, on CPU before the weights are divided by their sum
+              of the factors of both products: with bfloat16, q log2(e) / sqrt(D), keys, values and the
+              weights of the softmax are rounded, on CPU before the weights are divided by their sum. Scores
+              are then exponents of 2
 
     A row with `lens` 0, the padding of a batch, gets zeros.
     """
@@ -35,6 +38,7 @@ def attention(
         return x.bfloat16().to(x.dtype) if compute_dtype == "bfloat16" else x
 
     o_THD = torch.empty_like(q_THD)
+    base = math.log2(math.e) if compute_dtype == "bfloat16" else 1.0
     group, page_tokens = q_THD.shape[1] // cache.shape[1], cache.shape[3]
     starts = integers(rows.cu_B1)
     for b, length in enumerate(integers(rows.lens_B)):
@@ -46,7 +50,8 @@ def attention(
         kv_K2PD = cache[pages_N].permute(1, 2, 0, 3, 4).flatten(2, 3)
         kv_H2LD = kv_K2PD[:, :, offset : offset + count].to(q_THD.dtype).repeat_interleave(group, dim=0)
         k_HLD, v_HLD = rounded(kv_H2LD[:, 0]), rounded(kv_H2LD[:, -1])
-        scores_HNL = torch.einsum("nhd,hld->hnl", rounded(q_NHD * q_THD.shape[2] ** -0.5), k_HLD)
+        scaled_NHD = rounded(q_NHD * (q_THD.shape[2] ** -0.5 * base))
+        scores_HNL = torch.einsum("nhd,hld->hnl", scaled_NHD, k_HLD) / base
         every_NL = torch.ones(len(q_NHD), count, dtype=torch.bool, device=q_THD.device)
         unseen_NL = every_NL.triu(before - first + 1)
         if window is not None:

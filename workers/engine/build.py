@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tidemill.kernels.dispatch import Operators, operators
 from tidemill.kernels.shared.build import KernelUnavailable
+from tidemill.kernels.shared.compute_dtype import BITS
 from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.kvstore.layout import LayerSpec, Layout, layout_of
 from tidemill.kvstore.memory.arena import Arena
@@ -332,7 +333,8 @@ def namespace_of(settings: EngineSettings, layers: Sequence[LayerSpec], shards: 
     """Return the namespace of the store's objects, which determines the meaning of their bytes apart from the
     tokens. `layers` are those of the whole model. Raises StoreError."""
     layout = layout_of(layers, settings.page_tokens, settings.page_dtype, settings.state_dtype)
-    numbers = f"{settings.compute_dtype}{settings.sums_namespace}"
+    products = BITS[settings.compute_dtype or "float32"]
+    numbers = f"{products}{settings.sums_namespace}"
     return f"{shards.describe(layout)}/{numbers}" + sealing_of(settings).describe()
 
 

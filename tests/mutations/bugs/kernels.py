@@ -53,6 +53,20 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/kernels/test_pages.py",
     ),
     Planted(
+        "a sink stays an exponent of e beside scores that are exponents of 2",
+        "kernels/attention/cpu.cpp",
+        "sinks[$HEAD] * LOG_E<E>",
+        "sinks[$HEAD]",
+        "tests/unit/kernels/test_pages.py::test_windows_and_sinks_match_the_definition",
+    ),
+    Planted(
+        "queries of products in bfloat16 are scaled for base e",
+        "kernels/attention/cpu.cpp",
+        "$SCALE * LOG_E<E>, $AFTER",
+        "$SCALE, $AFTER",
+        "tests/unit/kernels/test_pages.py::test_matches_the_definition",
+    ),
+    Planted(
         "up is read from the start of the panel that it shares with gate",
         "kernels/linear/cpu.cpp",
         "$BEHIND = inner + column - $FIRST;",

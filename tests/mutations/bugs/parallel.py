@@ -133,8 +133,15 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "exact and fast groups share pages",
         "workers/engine/build.py::namespace_of",
-        "{$SETTINGS.$COMPUTE_DTYPE}{$SETTINGS.$SUMS_NAMESPACE}",
-        "{$SETTINGS.$COMPUTE_DTYPE}",
+        "{$PRODUCTS}{$SETTINGS.$SUMS_NAMESPACE}",
+        "{$PRODUCTS}",
+        "tests/unit/workers/parallel/test_group_settings.py",
+    ),
+    Planted(
+        "products that give other bits than an earlier version's share its pages",
+        "workers/engine/build.py::namespace_of",
+        'BITS[$SETTINGS.$COMPUTE_DTYPE or "float32"]',
+        '($SETTINGS.$COMPUTE_DTYPE or "float32")',
         "tests/unit/workers/parallel/test_group_settings.py",
     ),
     Planted(

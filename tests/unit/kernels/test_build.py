@@ -175,6 +175,7 @@ def test_every_kind_of_cpu_computes_the_same_bits(tmp_path: Path, kernel_cache: 
     last = step([1], [130], torch.tensor([[2, 0, 1]], dtype=torch.int32))
     in_pages = random(draw, 1, 4, 64), (random(draw, 3, 2, 2, 64, 64) * 1e-38).bfloat16()
     prompt, prompt_cache = random(draw, 65, 4, 64), random(draw, 3, 2, 2, 64, 64).bfloat16()
+    sinks = torch.tensor([2.0, -100.0, 30.0, -torch.inf])
 
     def run(library: Library) -> list[torch.Tensor]:
         linear = bind_linear(library)
@@ -189,6 +190,7 @@ def test_every_kind_of_cpu_computes_the_same_bits(tmp_path: Path, kernel_cache: 
                 bind_attention(library, "bfloat16")(prompt, prompt_cache, rows, seen, None)
                 for seen in (None, 40)
             ),
+            bind_attention(library, "bfloat16")(20 * prompt, prompt_cache, rows, None, sinks),
         ]
 
     wanted = run(build(kernel_cache))

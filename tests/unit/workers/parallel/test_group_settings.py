@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.parity.architectures import random_model, save
 from tests.support.parity.served import answer, serving
+from tidemill.kernels.shared.compute_dtype import BITS
 from tidemill.kvstore.shards import shards_of
 from tidemill.workers.engine.build import check_settings, namespace_of
 from tidemill.workers.messages import Request, Sampling
@@ -37,6 +38,14 @@ def test_exact_groups_of_all_sizes_share_pages_and_fast_ones_only_if_allowed() -
     shared = {namespace(replace(ALONE, tensor_parallel_size=size, **ANY)) for size in (1, 2)}
     assert len(shared) == 1
     assert len({exact, two, four, by_expert, *shared}) == 5
+
+
+def test_versions_whose_products_have_other_bits_share_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide, half = ALONE, replace(ALONE, compute_dtype="bfloat16")
+    now = [namespace(wide), namespace(half)]
+    monkeypatch.setitem(BITS, "bfloat16", "bfloat16")  # of versions without decision 54
+    assert namespace(wide) == now[0], "float32 has the bits that it had"
+    assert namespace(half) not in now
 
 
 def test_device_decides_how_ranks_sum() -> None:
