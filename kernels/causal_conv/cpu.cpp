@@ -9,11 +9,12 @@ void convolve(Input input, const float* taps, int64_t taps_row, const float* bia
               int64_t channels) {
     const float *in[WIDTH], *tap[WIDTH];
     for (int j = 0; j < WIDTH; j++) in[j] = input(j), tap[j] = taps + j * taps_row;
-    for (int64_t c = 0; c < channels; c++) {
-        float sum = bias[c];
-        for (int j = 0; j < WIDTH; j++) sum = __builtin_fmaf(tap[j][c], in[j][c], sum);
-        out[c] = silu(sum);
-    }
+    by_vectors(channels, [&](auto lane, int64_t c) {
+        typedef decltype(lane) T;
+        T sum = load_as<T>(bias + c);
+        for (int j = 0; j < WIDTH; j++) sum = fused(load_as<T>(tap[j] + c), load_as<T>(in[j] + c), sum);
+        store(out + c, silu(sum));
+    });
 }
 
 template <typename Input>

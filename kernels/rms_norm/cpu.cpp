@@ -43,7 +43,11 @@ extern "C" void rms_norm_gated(const float* x, const float* gate, int64_t gate_t
             const int64_t row = (t * groups * heads + h) * width;
             const float* z = gate + t * gate_token + h / heads * gate_group + h % heads * width;
             const float scale = inverse_rms(x + row, width, epsilon);
-            for (int64_t i = 0; i < width; i++) y[row + i] = x[row + i] * scale * weight[i] * silu(z[i]);
+            by_vectors(width, [=](auto lane, int64_t i) {
+                typedef decltype(lane) T;
+                const T normed = load_as<T>(x + row + i) * scale * load_as<T>(weight + i);
+                store(y + row + i, normed * silu(load_as<T>(z + i)));
+            });
         }
     }
 }

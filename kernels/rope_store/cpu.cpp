@@ -2,25 +2,29 @@
 #include "../shared/cpu.h"
 
 namespace {
-uint16_t bf16(float x) {  // round to nearest even; NaN stays NaN
-    const uint32_t bits = __builtin_bit_cast(uint32_t, x);
-    return x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+// Rounded to the nearest, ties to even; NaN stays NaN. The upper half of a word is zero.
+template <typename T>
+T bf16(T bits) {
+    const T nan = (T{} + 0x7fc0u), rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    return (bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded;
 }
 
 // y = rotate(x / rms(x) * weight), of x as it is where weight is null; angles hold cos [half], then sin [half]; element i turns with element i + half.
 void norm_rotate(const float* x, const float* weight, const float* angles, float* y, int64_t dim, int64_t half,
                  float epsilon) {
-    if (weight) {
-        const float scale = 1.0f / std::sqrt(dot(x, x, dim) / dim + epsilon);
-        for (int64_t i = 0; i < dim; i++) y[i] = x[i] * scale * weight[i];
-    } else {
-        std::memcpy(y, x, dim * sizeof(float));
-    }
-    for (int64_t i = 0; i < half; i++) {
-        const float low = y[i], high = y[i + half], c = angles[i], s = angles[half + i];
-        y[i] = low * c - high * s;
-        y[i + half] = high * c + low * s;
-    }
+    const float scale = weight ? 1.0f / std::sqrt(dot(x, x, dim) / dim + epsilon) : 1.0f;
+    const auto normed = [=](auto lane, int64_t i) {
+        typedef decltype(lane) T;
+        return weight ? load_as<T>(x + i) * scale * load_as<T>(weight + i) : load_as<T>(x + i);
+    };
+    by_vectors(half, [=](auto lane, int64_t i) {
+        typedef decltype(lane) T;
+        const T low = normed(lane, i), high = normed(lane, i + half);
+        const T c = load_as<T>(angles + i), s = load_as<T>(angles + half + i);
+        store(y + i, low * c - high * s);
+        store(y + i + half, high * c + low * s);
+    });
+    by_vectors(dim - 2 * half, [=](auto lane, int64_t i) { store(y + 2 * half + i, normed(lane, 2 * half + i)); });
 }
 
 void put(const float* x, char* at, int64_t dim, bool half_width) {
@@ -28,10 +32,21 @@ void put(const float* x, char* at, int64_t dim, bool half_width) {
         std::memcpy(at, x, dim * sizeof(float));
         return;
     }
-    for (int64_t i = 0; i < dim; i++) {
-        const uint16_t bits = bf16(x[i]);
+    typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
+    int64_t i = 0;
+    for (; i + LANES <= dim; i += LANES) {
+        const halves bits = __builtin_convertvector(bf16((words)load(x + i)), halves);
         std::memcpy(at + 2 * i, &bits, sizeof bits);
     }
+    for (; i < dim; i++) {
+        const uint16_t bits = bf16(__builtin_bit_cast(uint32_t, x[i]));
+        std::memcpy(at + 2 * i, &bits, sizeof bits);
+    }
+}
+
+// Asks for the lines of `bytes` that are written soon.
+void ask_for(const char* at, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch(at + i, 1);
 }
 }  // namespace
 
@@ -61,14 +76,20 @@ extern "C" void rope_store(const float* q, int64_t q_token, int64_t q_head, cons
         for (int64_t t = cu[b]; t < cu[b + 1]; t++) {
             const int64_t position = lens[b] - (cu[b + 1] - t);
             const float* angle = angles + 2 * t * half;
+            const int64_t page = position < 0 ? 0 : table[b * table_row + position / page_tokens];
+            char* const token = cache + page * page_stride + position % page_tokens * token_stride;
+            for (int64_t h = 0; h < kv_heads && position >= 0; h++) {
+                ask_for(token + h * head_stride, token_stride);
+                if (v) ask_for(token + h * head_stride + kv_stride, token_stride);
+            }
             for (int64_t h = 0; h < q_heads; h++)
                 norm_rotate(q + t * q_token + h * q_head, q_weight, angle, q_out + (t * q_heads + h) * dim, dim, half,
                             epsilon);
             if (position < 0) continue;  // the padding of a batch
-            const int64_t page = table[b * table_row + position / page_tokens];
-            std::vector<float> turned(dim);
+            static thread_local std::vector<float> turned;
+            turned.resize(dim);
             for (int64_t h = 0; h < kv_heads; h++) {
-                char* at = cache + page * page_stride + h * head_stride + position % page_tokens * token_stride;
+                char* const at = token + h * head_stride;
                 norm_rotate(k + t * k_token + h * dim, k_weight, angle, turned.data(), dim, half, epsilon);
                 put(turned.data(), at, dim, half_width);
                 if (v) put(v + t * v_token + h * dim, at + kv_stride, dim, half_width);

@@ -206,6 +206,16 @@ static inline T load_as(const float* p) {
     return t;
 }
 
+static inline void store(float* p, float x) { *p = x; }
+
+// each(T{}, i) for the elements from 0 to n: T is a vec of those from i on, or a float at the end. The same bits.
+template <typename Each>
+static inline void by_vectors(int64_t n, Each each) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) each(vec{}, i);
+    for (; i < n; i++) each(0.0f, i);
+}
+
 static inline float sum(const float* x, int64_t n) {
     return in_lanes(n, [x](auto& lane, int64_t i) { lane += load_as<std::decay_t<decltype(lane)>>(x + i); });
 }
