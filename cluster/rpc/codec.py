@@ -212,7 +212,7 @@ def _unpack_tokens(packed: PackedTokens) -> tuple[int, ...]:
     return tuple((ones.reshape(count, bits) @ weights).tolist())
 
 
-def first_frame(items: Sequence[StreamItem], most: int) -> Sequence[StreamItem]:
+def first_frame(items: Sequence[WireItem], most: int) -> Sequence[WireItem]:
     """Return the first of `items` that fit one frame: at least one, and at most `most` items and prompt
     logprobs together."""
     left = most
@@ -224,13 +224,16 @@ def first_frame(items: Sequence[StreamItem], most: int) -> Sequence[StreamItem]:
 
 
 def encode_worker_frame(items: Iterable[StreamItem]) -> bytes:
-    """Encode what one engine step produced for one edge."""
-    return encode([WireItem(item.call, _body_to(item.body)) for item in items])
+    return encode([wire_of(item) for item in items])
 
 
 def wire_items(data: bytes) -> list[WireItem]:
     """Return the items of a worker's frame, plain tokens as numbers. Raises Malformed."""
     return decode(list[WireItem], data)
+
+
+def wire_of(item: StreamItem) -> WireItem:
+    return WireItem(item.call, _body_to(item.body))
 
 
 def item_of(wire: WireItem) -> StreamItem:

@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import grpc
 import grpc.aio
 
+from tidemill.cluster.messages import TokenSink
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.rpc.channels import bind, new_server, server_credentials
 from tidemill.cluster.rpc.codec import (
@@ -23,9 +25,11 @@ from tidemill.cluster.rpc.codec import (
     Produce,
     StreamItem,
     Trial,
+    WireItem,
     decode_client_frame,
-    encode_worker_frame,
+    encode,
     first_frame,
+    wire_of,
 )
 from tidemill.cluster.rpc.guard import Guard
 from tidemill.kvstore.errors import TidemillError
@@ -58,7 +62,9 @@ class StreamingEngine(Protocol):
 
     async def produce(self, request: Request, notify: Notify | None = None) -> Produced: ...
     async def prefetch(self, request: Request) -> Produced: ...
-    def generate(self, request: Request, notify: Notify | None = None) -> AsyncGenerator[Delta]: ...
+    def generate(
+        self, request: Request, notify: Notify | None = None, sink: TokenSink | None = None
+    ) -> AsyncGenerator[Delta]: ...
     def release(self, tenant: str, name: str) -> None: ...
 
 
@@ -158,7 +164,7 @@ class _ServedCall:
         self._flush = flush
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._prefetches: set[int] = set()  # subset of the calls
-        self._outbox: list[StreamItem] = []
+        self._outbox: list[WireItem] = []
         self._waiting = Counter[int]()  # items in the outbox, by call
         self._filled = asyncio.Event()
 
@@ -214,7 +220,8 @@ class _ServedCall:
             if isinstance(frame, Produce):
                 self._put(frame.call, await self._engine.produce(frame.request, notify))
                 return
-            async with aclosing(self._engine.generate(frame.request, notify)) as deltas:
+            sink = partial(self._put_token, frame.call)
+            async with aclosing(self._engine.generate(frame.request, notify, sink)) as deltas:
                 async for delta in deltas:
                     if self._waiting[frame.call] == self._limits.items_max:
                         raise PagesMissing("the frontend does not read: its pages are given up until it does")
@@ -236,9 +243,19 @@ class _ServedCall:
             self._put(call, WorkerGone(f"the worker broke on this request: {type(error).__name__}"))
 
     def _put(self, call: int, body: Delta | Produced | Trial | Failure) -> None:
-        self._outbox.append(StreamItem(call, body))
+        self._append(wire_of(StreamItem(call, body)))
+
+    def _put_token(self, call: int, token: int) -> bool:
+        """Put a plain token, unless the edge does not read: a TokenSink of the call."""
+        if self._waiting[call] >= self._limits.items_max:
+            return False
+        self._append(WireItem(call, token))
+        return True
+
+    def _append(self, item: WireItem) -> None:
+        self._outbox.append(item)
         self.sent.clear()
-        self._waiting[call] += 1
+        self._waiting[item.call] += 1
         self._filled.set()
 
     async def _send_items(self) -> None:
@@ -246,11 +263,12 @@ class _ServedCall:
         this runs after them, so the items of a step go out together."""
         while True:
             await self._filled.wait()
+            await asyncio.sleep(0)  # tokens come before these calls have run
             items = list(first_frame(self._outbox, self._limits.frame_items_max))
             del self._outbox[: len(items)]
             self._waiting = Counter(item.call for item in self._outbox)
             if not self._outbox:
                 self._filled.clear()
-            await self._send(encode_worker_frame(items))
+            await self._send(encode(items))
             if not self._outbox:
                 self.sent.set()

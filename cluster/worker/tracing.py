@@ -7,6 +7,7 @@ from time import time_ns
 
 from opentelemetry.trace import Tracer
 
+from tidemill.cluster.messages import TokenSink
 from tidemill.cluster.observability.spans import add_part, add_parts, provenance_attributes, span
 from tidemill.cluster.worker.server import StreamingEngine
 from tidemill.workers.messages import Delta, Produced, Provenance, Request
@@ -43,8 +44,11 @@ class TracedEngine:
             fetching.set_attribute("tidemill.fetched_tokens", produced.depth)
             return produced
 
-    async def generate(self, request: Request, notify: Notify | None = None) -> AsyncGenerator[Delta]:
-        async with aclosing(self._engine.generate(request, notify)) as deltas:
+    async def generate(
+        self, request: Request, notify: Notify | None = None, sink: TokenSink | None = None
+    ) -> AsyncGenerator[Delta]:
+        passed_on = None if request.trace_parent else sink  # a span counts tokens
+        async with aclosing(self._engine.generate(request, notify, passed_on)) as deltas:
             if not request.trace_parent:
                 async for delta in deltas:
                     yield delta

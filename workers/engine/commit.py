@@ -52,7 +52,7 @@ class StepCommitter:
             self._count(row.drafts, count)
             if count < len(tokens):
                 tokens, logprobs = tokens[:count], logprobs[:count]
-            sequence.delivery.outbox.put_nowait(Delta(tokens=tokens, logprobs=logprobs, finish=finish))
+            sequence.delivery.outbox.put_drawn(Delta(tokens=tokens, logprobs=logprobs, finish=finish))
         self._ledger.commit(lease, end, sequence.keys)
         self._ledger.counters["computed_tokens"] += end - flight.start
         done = sequence.produces and end == sequence.target

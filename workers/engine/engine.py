@@ -178,15 +178,20 @@ class Engine:
         depth = await self._prefetcher.run(request, keys) * sequence.page_tokens
         return Produced(depth=depth, provenance=Provenance(fetched_tokens=depth))
 
-    async def generate(self, request: Request, notify: Notify | None = None) -> AsyncGenerator[Delta]:
-        """Yield the tokens of `request`, one delta per step; closing the generator cancels it. `notify` is
-        for a request on trial: see workers/scheduling/isolation.py. Raises PagesMissing, RequestError,
-        WorkerGone, HandedOver."""
+    async def generate(
+        self,
+        request: Request,
+        notify: Notify | None = None,
+        sink: Callable[[int], bool] | None = None,
+    ) -> AsyncGenerator[Delta]:
+        """Yield the tokens of `request`, one delta per step, without those that `sink` takes; closing the
+        generator cancels it. `notify` is for a request on trial: see workers/scheduling/isolation.py. Raises
+        PagesMissing, RequestError, WorkerGone, HandedOver."""
         self._drain.check(produces=False)
         sequence = await self._arrivals.generating(request)
         sequence.restore.prefetched_pages = await self._prefetcher.take(request)
         try:
-            async with aclosing(self._stream(sequence, notify)) as deltas:
+            async with aclosing(self._stream(sequence, notify, sink)) as deltas:
                 async for delta in deltas:
                     yield delta
         finally:
@@ -253,9 +258,11 @@ class Engine:
         """Wait until all publications in the background are stored or refused."""
         await self._publisher.drain()
 
-    async def _stream(self, sequence: Sequence, notify: Notify | None) -> AsyncGenerator[Delta]:
-        """Admit the sequence, again after each preemption, and yield what its steps bring. A producing one
-        yields nothing and ends when its target is computed."""
+    async def _stream(
+        self, sequence: Sequence, notify: Notify | None, sink: Callable[[int], bool] | None = None
+    ) -> AsyncGenerator[Delta]:
+        """Admit the sequence, again after each preemption, and yield what its steps bring. From the second
+        item on, `sink` may take it. A producing one yields nothing and ends when its target is computed."""
         first, began_s = True, _now_s()
         try:
             await self._admit(sequence)
@@ -285,7 +292,7 @@ class Engine:
             if item.finish is not None:
                 await self._notify(sequence, notify, alone=False)
             yield replace(item, provenance=sequence.provenance) if first else item
-            first = False
+            first, sequence.delivery.outbox.sink = False, sink
             if item.finish is not None:
                 return
 

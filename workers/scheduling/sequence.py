@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -87,14 +87,26 @@ Item = Delta | Preempted | IsolationNotice | Exception
 
 
 class Outbox:
-    """The items of one stream, in order, for one reader. An asyncio.Queue takes twice the time, for each row
-    of each step."""
+    """The items of one stream, in order, for one reader. An asyncio.Queue takes twice the time. A plain token
+    may go to `sink` instead, past the reader."""
 
-    __slots__ = ("_items", "_waiter")
+    __slots__ = ("_items", "_waiter", "sink")
 
     def __init__(self) -> None:
+        self.sink: Callable[[int], bool] | None = None
         self._items: deque[Item] = deque()
         self._waiter: asyncio.Future[None] | None = None
+
+    def put_drawn(self, delta: Delta) -> None:
+        """Put what a step drew. The sink is asked only while the reader waits, which has passed on all
+        earlier items by then."""
+        if self.sink is not None and self._waiter is not None and not self._waiter.done():
+            match delta:
+                case Delta(tokens=(token,), logprobs=(), finish=None) if self.sink(token):
+                    return
+                case _:
+                    pass
+        self.put_nowait(delta)
 
     def put_nowait(self, item: Item) -> None:
         self._items.append(item)

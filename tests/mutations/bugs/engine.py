@@ -32,6 +32,13 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/workers/engine/test_audit.py",
     ),
     Planted(
+        "a token that the sink declines is lost",
+        "workers/scheduling/sequence.py::Outbox.put_drawn",
+        "if self.sink($TOKEN):",
+        "if self.sink($TOKEN) or True:",
+        "tests/unit/workers/engine/test_engine.py::test_sink_takes_plain_tokens_in_order",
+    ),
+    Planted(
         "streams of a worker with a violation are not ended",
         "workers/engine/engine.py::Engine._end_streams",
         "sequence.delivery.outbox.put_nowait(WorkerGone(LOOP_ENDED))",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support import grpc_loop
+from tidemill.cluster.messages import TokenSink
 from tidemill.cluster.rpc.channels import open_channel
 from tidemill.cluster.rpc.codec import (
     ClientFrame,
@@ -47,7 +48,10 @@ class ScriptedEngine:
         self.released.append((tenant, name))
         self.changed.set()
 
-    async def generate(self, request: Request, notify: Notify | None = None) -> AsyncGenerator[Delta]:
+    async def generate(
+        self, request: Request, notify: Notify | None = None, sink: TokenSink | None = None
+    ) -> AsyncGenerator[Delta]:
+        del sink
         self.notifiers[request.request_id] = notify
         with_queue = self._open("generate", request)
         try:

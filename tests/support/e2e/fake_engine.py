@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tidemill.cluster.messages import TokenSink
 from tidemill.cluster.settings import WorkerSettings
 from tidemill.cluster.worker.worker_process import RunningEngine
 from tidemill.kvstore.errors import StoreError
@@ -70,8 +71,10 @@ class FakeEngine:
         depth = len(request.tokens) - 1
         return Produced(depth=depth, provenance=Provenance(fetched_tokens=depth))
 
-    async def generate(self, request: Request, notify: Notify | None = None) -> AsyncGenerator[Delta]:
-        del notify
+    async def generate(
+        self, request: Request, notify: Notify | None = None, sink: TokenSink | None = None
+    ) -> AsyncGenerator[Delta]:
+        del notify, sink
         self._check(takes=self._generates)
         last = request.tokens[-1]
         self._broken |= last == BREAK_TOKEN

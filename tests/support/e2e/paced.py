@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from tests.support.e2e.fake_engine import FakeBuilt
-from tidemill.cluster.messages import Bounds, Hysteresis
+from tidemill.cluster.messages import Bounds, Hysteresis, TokenSink
 from tidemill.cluster.settings import (
     ClusterSettings,
     FleetSettings,
@@ -153,8 +153,10 @@ class PacedEngine:
     async def prefetch(self, request: Request) -> Produced:
         return Produced(depth=0, provenance=Provenance(fetched_tokens=len(request.tokens) - 1))
 
-    async def generate(self, request: Request, notify: Notify | None = None) -> AsyncGenerator[Delta]:
-        del notify
+    async def generate(
+        self, request: Request, notify: Notify | None = None, sink: TokenSink | None = None
+    ) -> AsyncGenerator[Delta]:
+        del notify, sink
         self._check(takes=self._generates)
         tail = len(request.tokens) if request.gap_tokens_max is None else 1
         row = self._enter(request, tail, produces=False)

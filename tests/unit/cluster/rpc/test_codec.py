@@ -28,6 +28,7 @@ from tidemill.cluster.rpc.codec import (
     RoleCommand,
     StreamItem,
     Trial,
+    WireItem,
     decode,
     decode_client_frame,
     decode_heartbeat,
@@ -210,7 +211,7 @@ def test_decoder_fills_missing_fields() -> None:
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=9), st.integers(1, 20))
 def test_first_frame_is_bounded(sizes: list[tuple[int, bool]], most: int) -> None:
     items = [
-        StreamItem(
+        WireItem(
             call,
             Delta(tokens=(), prompt_logprobs=(TokenLogprob(0.0),) * size) if scored else Trial(alone=True),
         )
