@@ -20,7 +20,6 @@ from tidemill.kernels.causal_conv import cpu as causal_conv_cpu
 from tidemill.kernels.causal_conv import reference as causal_conv_reference
 from tidemill.kernels.draw import cpu as draw_cpu
 from tidemill.kernels.draw import reference as draw_reference
-from tidemill.kernels.embed import cpu as embed_cpu
 from tidemill.kernels.embed import reference as embed_reference
 from tidemill.kernels.gated_delta import cpu as gated_delta_cpu
 from tidemill.kernels.gated_delta import reference as gated_delta_reference
@@ -164,10 +163,9 @@ def operators(variant: Variant, cache_dir: Path, compute_dtype: ComputeDtype = "
             )
         case "cpu":
             library = build(cache_dir)
-            recorder = Recorder(library)
             return Operators(
-                capture=recorder.capture,
-                embed=embed_cpu.bind(recorder),
+                capture=Recorder(library).capture,
+                embed=embed_reference.embed,
                 pack=linear_cpu.bind_pack(library, compute_dtype),
                 linear=linear_cpu.bind_linear(library),
                 linear_silu=linear_cpu.bind_linear_silu(library),

@@ -58,8 +58,8 @@ class Library:
 
         return call
 
-    def replay(self, calls: Sequence[Call]) -> Callable[[], None]:
-        """Return a function that makes these calls again, in one call and without the interpreter's lock."""
+    def words(self, calls: Sequence[Call]) -> list[int]:
+        """Return the calls as `replay` takes them: of each its index, then its arguments."""
         kinds = [
             [_argument_type(argument) for argument in arguments] for _, arguments in self._prototypes.values()
         ]
@@ -67,10 +67,13 @@ class Library:
         for index, given in calls:
             assert len(kinds[index]) == len(given)
             words += (index, *map(_word, kinds[index], given))
-        kept = (ctypes.c_int64 * len(words))(*words)
+        return words
+
+    def replay(self, words: int, calls: int) -> None:
+        """Make the calls at the address `words` again, in one call and without the interpreter's lock."""
         function = self._library[REPLAY]
         function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int64], None
-        return lambda: function(kept, len(calls))
+        function(words, calls)
 
 
 class Recording(Protocol):

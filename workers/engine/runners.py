@@ -53,7 +53,8 @@ def open_runner(
         return OverlappedRunner(*running, CudaStream(torch.cuda.Stream(arena.device)), guesser, tables)
     runner = TorchRunner(*running, arena.device, guesser)
     if settings.variant == "cpu" and not settings.enforce_eager:
-        runner.record_steps(table_width_of(memory))
+        budget = budget_of(settings, layout.page_tokens)
+        runner.record_steps(budget.tokens_max, budget.rows_max, table_width_of(memory))
     return runner
 
 

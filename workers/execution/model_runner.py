@@ -83,10 +83,10 @@ class TorchRunner:
         `capture` None: that of CUDA."""
         self._thread.submit(self._capture, graphs, table_width, capture).result()
 
-    def record_steps(self, table_width: int) -> None:
-        """Record decode steps when they first run, with page tables of up to `table_width` pages; later ones
-        are replayed. For a rank alone on a CPU."""
-        self._graphs = RecordedSteps(self._model, self._caches, table_width)
+    def record_steps(self, tokens_max: int, rows_max: int, table_width: int) -> None:
+        """Record steps of up to these sizes, before the first one; see RecordedSteps. For a rank alone on a
+        CPU."""
+        self._thread.submit(self._record, tokens_max, rows_max, table_width).result()
 
     def run(self, step: Step) -> asyncio.Future[list[Drawn]]:
         return asyncio.get_running_loop().run_in_executor(self._thread, self.run_now, step)
@@ -201,6 +201,10 @@ class TorchRunner:
                 capture,
                 windows=self._caches.has_windows,
             )
+
+    def _record(self, *sizes: int) -> None:
+        with torch.inference_mode():
+            self._graphs = RecordedSteps(self._model, self._caches, *sizes)
 
     def close(self) -> None:
         """End the thread after its step."""

@@ -1,71 +1,63 @@
-"""Decode steps on a CPU as recordings: each number of rows is recorded when it first runs, and then replayed
-in one call.
+"""Steps on a CPU as one recording of the model, which is replayed with the sizes of each step.
 
-A recording has the addresses of its inputs. So every step is written into the same memory, the first rows of
+A recording has the addresses of its inputs. So every step is written into the same memory, the first part of
 the largest step; page tables have their maximum width.
 """
 
+from collections.abc import Callable
 from dataclasses import fields
-from typing import NamedTuple
 
 import torch
 
-from tidemill.kernels.shared.recording import Replay
+from tidemill.kernels.shared.recording import Sizes
 from tidemill.workers.execution.cuda_graphs import padding
 from tidemill.workers.models.architectures.registry import Model
 from tidemill.workers.models.inputs import Caches, Inputs
 
-ROWS_MAX = 128
-"""The most rows of a recording."""
-
-
-class RecordedStep(NamedTuple):
-    replay: Replay
-    hidden_TH: torch.Tensor
+LEAST = Sizes(64, 32, 32)
+"""The sizes that the steps which are run for a recording do not exceed."""
 
 
 class RecordedSteps:
-    """The recordings of a model for tables of up to `table_width` pages."""
+    """The recording of a model, for steps of up to `tokens_max` tokens in `rows_max` rows, with tables of up
+    to `table_width` pages."""
 
-    def __init__(self, model: Model, caches: Caches, table_width: int) -> None:
-        self._model = model
-        self._caches = caches
-        self._inputs = padding(ROWS_MAX, table_width, windows=caches.has_windows)
-        self._steps: dict[int, RecordedStep] = {}
-        self._capture = model.ops.capture
+    def __init__(
+        self, model: Model, caches: Caches, tokens_max: int, rows_max: int, table_width: int
+    ) -> None:
+        """Record. It runs two steps of padding."""
+        self._most = most = Sizes(*map(max, (tokens_max, rows_max, tokens_max), LEAST))
+        first = most.tokens - most.rows + 1
+        self._inputs = padding(most.rows, table_width, max(1, first), windows=caches.has_windows)
+        self._writes = torch.full((most.rows * most.states,), -1, dtype=torch.int32)
 
-    @property
-    def recorded_rows(self) -> tuple[int, ...]:
-        """The numbers of rows that have a recording."""
-        return tuple(self._steps)
+        def step_of(sizes: Sizes) -> Callable[[], torch.Tensor]:
+            first = sizes.tokens - sizes.rows + 1
+            step = padding(sizes.rows, 1, first, windows=caches.has_windows, states=sizes.states)
+            inputs = self._written(step)
+            return lambda: model.forward(inputs, caches)
+
+        self._replay = None if model.ops.capture is None else model.ops.capture(step_of, most)
 
     def forward(self, step: Inputs, *, on_device: bool = False) -> torch.Tensor | None:
-        """Return the hidden states `[T, hidden]` of a step, valid until the next one. None: it is none of one
-        token and at most one kept state for each row, or the model cannot be recorded."""
+        """Return the hidden states `[T, hidden]` of a step, valid until the next one. None: it is larger than
+        the recording, or the model cannot be recorded."""
         assert not on_device
-        (rows, width), width_max = step.pages_BN.shape, self._inputs.pages_BN.shape[1]
-        is_decode = len(step.tokens_T) == rows and step.writes_BK.shape[1] == 1
-        if self._capture is None or not is_decode or rows > ROWS_MAX or width > width_max:
+        sizes = Sizes(len(step.tokens_T), *step.writes_BK.shape)
+        fits = all(size <= most for size, most in zip(sizes, self._most, strict=True))
+        if self._replay is None or not fits or step.pages_BN.shape[1] > self._inputs.pages_BN.shape[1]:
             return None
-        inputs = _written(step, self._inputs)
-        recorded = self._steps.get(rows)
-        if recorded is not None:
-            recorded.replay()
-            return recorded.hidden_TH
-        replay, hidden_TH = self._capture(lambda: self._model.forward(inputs, self._caches))
-        if replay is None:
-            self._capture = None
-        else:
-            self._steps[rows] = RecordedStep(replay, hidden_TH)
-        return hidden_TH
+        self._written(step)
+        return self._replay(sizes)
 
-
-def _written(step: Inputs, whole: Inputs) -> Inputs:
-    """Write the step into the first rows of `whole`, and return these."""
-    parts: dict[str, torch.Tensor] = {}
-    for field in fields(Inputs):
-        source: torch.Tensor = getattr(step, field.name)
-        target: torch.Tensor = getattr(whole, field.name)[: len(source)]
-        (target if source.ndim == 1 else target[:, : source.shape[1]]).copy_(source)
-        parts[field.name] = target
-    return Inputs(**parts)
+    def _written(self, step: Inputs) -> Inputs:
+        """Write the step into the memory of the recording, and return it there."""
+        parts: dict[str, torch.Tensor] = {}
+        for field in fields(Inputs):
+            source: torch.Tensor = getattr(step, field.name)
+            whole: torch.Tensor = getattr(self._inputs, field.name)
+            if field.name == "writes_BK":
+                whole = self._writes[: source.numel()].view(source.shape)
+            parts[field.name] = target = whole[: len(source)]
+            (target if source.ndim == 1 else target[:, : source.shape[1]]).copy_(source)
+        return Inputs(**parts)

@@ -1,43 +1,52 @@
-"""Recorded decode steps: the bits of plain ones, whatever ran before, and no recording that leaves out what
-torch computes."""
+"""Recorded steps: the bits of plain ones, whatever ran before, also of what torch computes; and no recording
+where a replay would compute something else."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
+from torch.nn import functional
 
 from tests.support.parity.architectures import MODELS, random_model, save
 from tests.support.parity.steps import Runner
 from tidemill.kernels.dispatch import REFERENCE, Operators
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
+from tidemill.kernels.shared.recording import Replay, Sizes
 from tidemill.workers.execution.recorded_steps import RecordedSteps
 from tidemill.workers.models.architectures.registry import LoadedModel, load
 from tidemill.workers.models.inputs import Caches, Inputs
 
 PAGE_TOKENS = 4
 TABLE_WIDTH = 16
+TOKENS_MAX = 64
 VOCABULARY = 64
-RECORDED = {"llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
-"""The architectures in whose decode steps torch computes nothing."""
+WIDTH = 8
+MOST = Sizes(128, 64, 32)
 
 
-class Recorded:
-    """A model whose decode steps are recorded. `decoded` counts those that were not run plainly."""
+class Stepped:
+    """A model that runs steps plainly, or from a recording, whose rows may keep from 1 to 3 states each."""
 
-    def __init__(self, loaded: LoadedModel, caches: Caches) -> None:
+    def __init__(self, loaded: LoadedModel, caches: Caches | None) -> None:
         self._model = loaded.model
         self.ops = loaded.model.ops
         self.logits = loaded.model.logits
-        self.steps = RecordedSteps(loaded.model, caches, TABLE_WIDTH)
-        self.decoded = 0
+        self._steps = (
+            None if caches is None else RecordedSteps(loaded.model, caches, TOKENS_MAX, 5, TABLE_WIDTH)
+        )
+        self._ran = 0
 
     def forward(self, inputs: Inputs, caches: Caches) -> torch.Tensor:
-        hidden_TH = self.steps.forward(inputs)
-        if hidden_TH is None:
+        self._ran += 1
+        wider_BK = functional.pad(inputs.writes_BK, (self._ran % 3, 0), value=-1)
+        inputs = replace(inputs, writes_BK=wider_BK)
+        if self._steps is None:
             return self._model.forward(inputs, caches)
-        self.decoded += 1
+        hidden_TH = self._steps.forward(inputs)
+        assert hidden_TH is not None
         return hidden_TH.clone()  # it is valid until the next step
 
 
@@ -51,87 +60,98 @@ def test_recorded_steps_have_the_bits_of_plain_ones(
     folder = save(drawn.bfloat16() if half else drawn, tmp_path / "model")
     loaded = load(folder, half_cpu if half else cpu, lambda _done, _total: None, compute_dtype=dtype)
     plain, recorded = Runner(loaded, PAGE_TOKENS), Runner(loaded, PAGE_TOKENS)
-    model = Recorded(loaded, recorded.caches)
-    recorded.loaded = replace(loaded, model=model)
-    rng = Random(0)
-    tokens = [[rng.randrange(3, VOCABULARY) for _ in range(40)] for _ in range(5)]
-    pairs = [(plain.add(list(each)), recorded.add(list(each))) for each in tokens]
     with torch.inference_mode():
-        for _ in range(40):
-            chosen = [pair for pair in pairs if pair[0].computed < 36]
-            chosen = rng.sample(chosen, rng.randrange(1, len(chosen) + 1)) if chosen else []
-            counts = [1 if first.computed else 5 for first, _ in chosen]
-            if not chosen:
-                break
+        plain.loaded = replace(loaded, model=Stepped(loaded, None))
+        recorded.loaded = replace(loaded, model=Stepped(loaded, recorded.caches))
+        rng = Random(0)
+        tokens = [[rng.randrange(3, VOCABULARY) for _ in range(40)] for _ in range(5)]
+        pairs = [(plain.add(list(each)), recorded.add(list(each))) for each in tokens]
+        while going := [pair for pair in pairs if pair[0].computed < 40]:
+            chosen = rng.sample(going, rng.randrange(1, len(going) + 1))
+            counts = [min(rng.choice((1, 1, 1, 5, 12)), 40 - first.computed) for first, _ in chosen]
             one = plain.step([(first, count) for (first, _), count in zip(chosen, counts, strict=True)])
             other = recorded.step(
                 [(second, count) for (_, second), count in zip(chosen, counts, strict=True)]
             )
             assert torch.equal(one, other)
     assert torch.equal(plain.arena, recorded.arena)
-    assert (model.decoded > 10) is (name in RECORDED)
-    assert set(model.steps.recorded_rows) == ({1, 2, 3, 4, 5} if name in RECORDED else set())
 
 
-def test_what_torch_computes_is_not_recorded(cpu: Operators) -> None:
-    x_TH, weight_H = torch.randn(3, 8), torch.ones(8)
+def test_larger_steps_run_plainly(tmp_path: Path, cpu: Operators) -> None:
+    loaded = load(save(random_model("qwen3"), tmp_path / "model"), cpu, lambda _done, _total: None)
+    runner = Runner(loaded, PAGE_TOKENS)
+    for table_width, most in ((2, 2 * PAGE_TOKENS), (32, TOKENS_MAX)):
+        with torch.inference_mode():
+            steps = RecordedSteps(loaded.model, runner.caches, TOKENS_MAX, 5, table_width)
+            for count in (1, most, most + 1):
+                inputs = runner._inputs([(runner.add([1] * count), count)])
+                assert (steps.forward(inputs) is not None) is (count <= most)
+
+
+def captured(
+    cpu: Operators, compute: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, Replay | None]:
+    """Return the memory of an input `[T, WIDTH]`, and what repeats the computation for it."""
     assert cpu.capture is not None
-    replay, y_TH = cpu.capture(lambda: cpu.rms_norm(x_TH * 2, weight_H, 1e-6))
-    assert replay is None
-    assert torch.equal(y_TH, cpu.rms_norm(x_TH * 2, weight_H, 1e-6))
-    replay, y_TH = cpu.capture(lambda: cpu.rms_norm(x_TH.view(3, 2, 4).flatten(1), weight_H, 1e-6))
+    x_TH = torch.randn(MOST.tokens, WIDTH)
+    return x_TH, cpu.capture(lambda sizes: lambda: compute(x_TH[: sizes.tokens]), MOST)
+
+
+def check(cpu: Operators, compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x_TH, replay = captured(cpu, compute)
     assert replay is not None
-    x_TH.copy_(torch.randn(3, 8))
-    replay()
-    assert torch.equal(y_TH, cpu.rms_norm(x_TH, weight_H, 1e-6))
+    for tokens in (3, 128, 1, 41, 37):
+        x_TH.copy_(torch.randn(MOST.tokens, WIDTH))
+        assert torch.equal(replay(Sizes(tokens, 1, 1)), compute(x_TH[:tokens]))
 
 
-def test_copies_that_torch_makes_are_not_recorded(cpu: Operators) -> None:
-    x_HT, weight_H = torch.randn(8, 3), torch.ones(8)
-    assert cpu.capture is not None
-    assert cpu.capture(lambda: cpu.rms_norm(x_HT.T.contiguous(), weight_H, 1e-6))[0] is None
-    assert cpu.capture(lambda: cpu.rms_norm(x_HT.view(2, 4, 3).mT.reshape(3, 8), weight_H, 1e-6))[0] is None
+def test_what_torch_computes_is_computed_again(cpu: Operators) -> None:
+    weight_H = torch.ones(WIDTH)
 
+    def compute(x_TH: torch.Tensor) -> torch.Tensor:
+        doubled_TH = torch.cat([x_TH[:, 4:], x_TH[:, :4]], dim=1) * 2
+        normed_TH = cpu.rms_norm(doubled_TH, weight_H, 1e-6)
+        turned_TH = normed_TH.view(-1, 2, 4).mT.reshape(-1, 8)
+        return cpu.rms_norm(turned_TH, weight_H, 1.0) + doubled_TH
 
-def test_what_torch_writes_in_place_is_not_recorded(cpu: Operators) -> None:
-    x_TH, weight_H = torch.randn(3, 8), torch.ones(8)
-    assert cpu.capture is not None
-    assert cpu.capture(lambda: cpu.rms_norm(x_TH, weight_H, 1e-6).mul_(2))[0] is None
+    check(cpu, compute)
 
 
 def test_memory_that_is_still_read_is_not_used_again(cpu: Operators) -> None:
-    x_TH, weight_H = torch.randn(3, 8), torch.ones(8)
-    assert cpu.capture is not None
+    weight_H = torch.ones(WIDTH)
 
-    def both() -> torch.Tensor:
+    def both(x_TH: torch.Tensor) -> torch.Tensor:
         first_TH = cpu.rms_norm(x_TH, weight_H, 1e-6)
         second_TH = cpu.rms_norm(first_TH, weight_H, 1.0)
         return cpu.add_norm(first_TH, second_TH, weight_H, 1e-6)[1]
 
-    replay, y_TH = cpu.capture(both)
-    assert torch.equal(y_TH, both())
-    assert replay is not None
-    replay()
-    assert torch.equal(y_TH, both())
+    check(cpu, both)
 
 
-def test_recordings_share_their_memory(cpu: Operators) -> None:
-    weight_H = torch.ones(8)
-    assert cpu.capture is not None
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x_TH: x_TH * float(x_TH[0, 0].abs()),  # Python reads
+        lambda x_TH: x_TH[x_TH[:, 0] > 0],
+        lambda x_TH: x_TH.max(dim=0).values[None],
+        lambda x_TH: x_TH.mul_(2),  # torch writes in place
+        lambda x_TH: x_TH.T.contiguous().T.contiguous(),  # strides depend on the number of tokens
+        lambda x_TH: x_TH.repeat(2, 1),  # the size of memory does otherwise
+        lambda x_TH: x_TH * len(x_TH) ** 2,  # a number does
+        lambda x_TH: x_TH if len(x_TH) > 40 else x_TH * 2,  # what is computed does
+    ],
+)
+def test_what_a_replay_would_compute_otherwise_is_not_recorded(
+    cpu: Operators, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    _, replay = captured(cpu, lambda x_TH: cpu.rms_norm(change(x_TH), torch.ones(WIDTH), 1e-6))
+    assert replay is None
 
-    def twice(x_TH: torch.Tensor) -> torch.Tensor:
-        return cpu.rms_norm(cpu.rms_norm(x_TH, weight_H, 1e-6), weight_H, 1.0)
 
-    few_TH, many_TH = torch.randn(3, 8), torch.randn(7, 8)
-    many, many_result_TH = cpu.capture(lambda: twice(many_TH))
-    few, few_result_TH = cpu.capture(lambda: twice(few_TH))
-    assert many is not None
-    assert few is not None
-    for _ in range(2):
-        many()
-        assert torch.equal(many_result_TH, twice(many_TH))
-        few()
-        assert torch.equal(few_result_TH, twice(few_TH))
+def test_number_of_tokens_in_a_call_otherwise_is_not_recorded(cpu: Operators) -> None:
+    weight_H = torch.ones(WIDTH)
+    _, replay = captured(cpu, lambda x_TH: cpu.rms_norm(x_TH, weight_H, float(len(x_TH))))
+    assert replay is None
 
 
 def test_operators_that_cannot_be_recorded_run_plainly() -> None:
