@@ -176,9 +176,11 @@ class _Recording(TorchDispatchMode):
     def called(self, index: int, given: tuple[float | None, ...]) -> None:
         if get_ident() != self._thread:
             return
-        if not self.parts or not isinstance(self.parts[-1], list):
-            self.parts.append([])
-        self.parts[-1].append((index, given))
+        last = self.parts[-1] if self.parts else None
+        if isinstance(last, list):
+            last.append((index, given))
+        else:
+            self.parts.append([(index, given)])
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204 - torch's own
         """Run a function of torch: it makes memory, or a view, or computes a tensor from others."""

@@ -84,7 +84,8 @@ def test_larger_steps_run_plainly(tmp_path: Path, cpu: Operators) -> None:
         with torch.inference_mode():
             steps = RecordedSteps(loaded.model, runner.caches, TOKENS_MAX, 5, table_width)
             for count in (1, most, most + 1):
-                inputs = runner._inputs([(runner.add([1] * count), count)])
+                rows = [(runner.add([1] * count), count)]
+                inputs = runner._inputs(rows)  # pyright: ignore[reportPrivateUsage] - the step itself
                 assert (steps.forward(inputs) is not None) is (count <= most)
 
 
@@ -128,23 +129,21 @@ def test_memory_that_is_still_read_is_not_used_again(cpu: Operators) -> None:
     check(cpu, both)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda x_TH: x_TH * float(x_TH[0, 0].abs()),  # Python reads
-        lambda x_TH: x_TH[x_TH[:, 0] > 0],
-        lambda x_TH: x_TH.max(dim=0).values[None],
-        lambda x_TH: x_TH.mul_(2),  # torch writes in place
-        lambda x_TH: x_TH.T.contiguous().T.contiguous(),  # strides depend on the number of tokens
-        lambda x_TH: x_TH.repeat(2, 1),  # the size of memory does otherwise
-        lambda x_TH: x_TH * len(x_TH) ** 2,  # a number does
-        lambda x_TH: x_TH if len(x_TH) > 40 else x_TH * 2,  # what is computed does
-    ],
-)
-def test_what_a_replay_would_compute_otherwise_is_not_recorded(
-    cpu: Operators, change: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
-    _, replay = captured(cpu, lambda x_TH: cpu.rms_norm(change(x_TH), torch.ones(WIDTH), 1e-6))
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "Python reads a number": lambda x_TH: x_TH * float(x_TH[0, 0].abs()),
+    "values decide on the size": lambda x_TH: x_TH[x_TH[:, 0] > 0],
+    "several results": lambda x_TH: x_TH.max(dim=0).values[None],
+    "torch writes in place": lambda x_TH: x_TH.mul_(2),
+    "strides depend on the size": lambda x_TH: x_TH.T.contiguous().T.contiguous(),
+    "twice the memory": lambda x_TH: x_TH.repeat(2, 1),
+    "a number depends on the size": lambda x_TH: x_TH * len(x_TH) ** 2,
+    "the computation depends on the size": lambda x_TH: x_TH if len(x_TH) > 40 else x_TH * 2,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_replay_would_compute_otherwise_is_not_recorded(cpu: Operators, name: str) -> None:
+    _, replay = captured(cpu, lambda x_TH: cpu.rms_norm(CHANGES[name](x_TH), torch.ones(WIDTH), 1e-6))
     assert replay is None
 
 
