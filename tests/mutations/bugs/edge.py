@@ -300,8 +300,8 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "gRPC accepts requests without a key",
         "cluster/edge/grpc_api/generation.py::Generation._method.serve",
-        ") await self.$DESK.$KEYS.$ADMIT($PATH, $HEADERS) $DATA",
-        ")\n                $DATA",
+        "$KEY = await self.$DESK.$KEYS.$ADMIT($PATH, $HEADERS)",
+        "$KEY = None",
         "tests/unit/cluster/edge/grpc_api/test_edges.py",
     ),
     Planted(

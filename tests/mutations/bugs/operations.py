@@ -132,7 +132,7 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "a plan does not count the time of a request outside of steps",
         "cluster/simulate/world.py::_EngineCluster.serve",
-        "await asyncio.sleep(self.$SETUP.$REQUEST_S)",
+        "await asyncio.sleep(self.$SETUP.$REQUEST_S + $IS_BUSY * self.$SETUP.$BUSY_S)",
         "await asyncio.sleep(0)",
         "tests/unit/cluster/plan/test_sizing.py",
     ),

@@ -20,8 +20,9 @@ from tidemill.workers.models.architectures.registry import LoadedModel, load
 from tidemill.workers.models.inputs import Caches, Inputs
 
 PAGE_TOKENS = 4
-TABLE_WIDTH = 16
-TOKENS_MAX = 64
+PROMPT_TOKENS = 160
+TABLE_WIDTH = 40
+TOKENS_MAX = 600
 VOCABULARY = 64
 WIDTH = 8
 MOST = Sizes(128, 64, 32)
@@ -64,11 +65,13 @@ def test_recorded_steps_have_the_bits_of_plain_ones(
         plain.loaded = replace(loaded, model=Stepped(loaded, None))
         recorded.loaded = replace(loaded, model=Stepped(loaded, recorded.caches))
         rng = Random(0)
-        tokens = [[rng.randrange(3, VOCABULARY) for _ in range(40)] for _ in range(5)]
+        tokens = [[rng.randrange(3, VOCABULARY) for _ in range(PROMPT_TOKENS)] for _ in range(5)]
         pairs = [(plain.add(list(each)), recorded.add(list(each))) for each in tokens]
-        while going := [pair for pair in pairs if pair[0].computed < 40]:
+        while going := [pair for pair in pairs if pair[0].computed < PROMPT_TOKENS]:
             chosen = rng.sample(going, rng.randrange(1, len(going) + 1))
-            counts = [min(rng.choice((1, 1, 1, 5, 12)), 40 - first.computed) for first, _ in chosen]
+            counts = [
+                min(rng.choice((1, 1, 1, 5, 12, 110)), PROMPT_TOKENS - first.computed) for first, _ in chosen
+            ]
             one = plain.step([(first, count) for (first, _), count in zip(chosen, counts, strict=True)])
             other = recorded.step(
                 [(second, count) for (_, second), count in zip(chosen, counts, strict=True)]
@@ -80,7 +83,7 @@ def test_recorded_steps_have_the_bits_of_plain_ones(
 def test_larger_steps_run_plainly(tmp_path: Path, cpu: Operators) -> None:
     loaded = load(save(random_model("qwen3"), tmp_path / "model"), cpu, lambda _done, _total: None)
     runner = Runner(loaded, PAGE_TOKENS)
-    for table_width, most in ((2, 2 * PAGE_TOKENS), (32, TOKENS_MAX)):
+    for table_width, most in ((2, 2 * PAGE_TOKENS), (TOKENS_MAX, TOKENS_MAX)):
         with torch.inference_mode():
             steps = RecordedSteps(loaded.model, runner.caches, TOKENS_MAX, 5, table_width)
             for count in (1, most, most + 1):

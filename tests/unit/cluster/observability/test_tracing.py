@@ -121,8 +121,10 @@ class FakeEngine:
         await asyncio.Event().wait()
         raise AssertionError
 
-    async def generate(self, request: Request, notify: Notify | None = None) -> AsyncGenerator[Delta]:
-        del notify
+    async def generate(
+        self, request: Request, notify: Notify | None = None, sink: TokenSink | None = None
+    ) -> AsyncGenerator[Delta]:
+        del notify, sink
         self.parents.append(request.trace_parent)
         yield Delta(tokens=(1,), provenance=PROVENANCE)
         if self.error:
