@@ -60,6 +60,8 @@ def test_memory_that_a_prompt_still_needs_is_given_to_no_other() -> None:
 
 
 def test_prompt_whose_prefix_is_here_overtakes_those_that_are_computed_whole() -> None:
+    """These fill each of their steps, so that the overtaking one does not end with them."""
+
     async def main() -> None:
         async with bench(num_extents=400, tokens_max=STEP_TOKENS) as one:
             known = prompt(50 * P)
@@ -67,9 +69,8 @@ def test_prompt_whose_prefix_is_here_overtakes_those_that_are_computed_whole() -
             order: list[str] = []
             tasks: list[asyncio.Task[None]] = []
             for seed in (1, 2):
-                tasks.append(
-                    asyncio.create_task(first_token(one, f"cold{seed}", prompt(50 * P, seed), order))
-                )
+                cold = prompt(3 * STEP_TOKENS * P, seed)
+                tasks.append(asyncio.create_task(first_token(one, f"cold{seed}", cold, order)))
                 await one.until(lambda: one.engine.load().running_rows == 1)
             tasks.append(asyncio.create_task(first_token(one, "known", (*known, 1, 2, 3), order)))
             await asyncio.gather(*tasks)
