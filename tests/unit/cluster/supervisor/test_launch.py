@@ -134,7 +134,7 @@ def test_cluster_waits_for_late_nodes_and_reports_once_a_minute(
 
 
 def test_loop_that_ends_waits_for_no_search_of_an_actor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without GCS Ray's call takes a minute, after which Ray ends the process with a status of its own."""
+    """Ray asks GCS for a minute, and then ends the process with a status of its own."""
     answering, answered = threading.Event(), threading.Event()
 
     def get_actor(name: str, namespace: str) -> str:
