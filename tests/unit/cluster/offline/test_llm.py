@@ -401,8 +401,10 @@ class Held:
     def __exit__(self, *_: object) -> None:
         delattr(self._engine, "generate")
 
-    async def generate(self, request: Request, notify: Notify | None = None) -> AsyncGenerator[Delta]:
-        async with aclosing(self._generate(request, notify)) as deltas:
+    async def generate(
+        self, request: Request, notify: Notify | None = None, sink: Callable[[int], bool] | None = None
+    ) -> AsyncGenerator[Delta]:
+        async with aclosing(self._generate(request, notify, sink)) as deltas:
             yield await anext(deltas)
             self.started.release()
             try:
