@@ -5,8 +5,8 @@
     python -m benchmarks.engine.roofline FOLDER
 
 Steps decode 1, 8, 32 and 128 rows after 128 tokens, and run 512 tokens of a prompt after 0, 2,048 and 7,488.
-Decode steps are recorded, as a worker runs them (decision 32); beside that is the plain step, whose operators
-have the times. Pages have the type of products, as those of a worker. All is CPU time of the thread, the
+They are recorded, as a worker runs them (decision 32); beside that is the plain step, whose operators have
+the times. Pages have the type of products, as those of a worker. All is CPU time of the thread, the
 best of several steps in turn. A step's limit is the larger of two times: its bytes (weights, of experts the
 expected share; states, keys and values) by the bandwidth of a copy or a sum, whichever is faster, and its
 operations by the peak of torch's product of matrices in the model's type.
@@ -18,6 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,15 +97,13 @@ def inputs_of(step: Step, layout: Layout, depth: int = 0) -> tuple[Inputs, Cache
     return inputs, caches
 
 
-def replayed_s(model: Model, recorded: RecordedSteps, inputs: Inputs) -> float | None:
-    """Return the time of a recorded step; None: it is not recorded, or has been right now."""
-    known = len(inputs.cu_B1) - 1 in recorded.recorded_rows
+def step_s(model: Model, inputs: Inputs, forward: Callable[[Inputs], torch.Tensor | None]) -> float:
+    """Return the time of a step, with the logits of the last token of each row."""
     start_s = time.thread_time()
-    hidden_TH = recorded.forward(inputs)
-    if hidden_TH is None:
-        return None
-    model.logits(hidden_TH)
-    return time.thread_time() - start_s if known else None
+    hidden_TH = forward(inputs)
+    assert hidden_TH is not None, "this model is not recorded"
+    model.logits(hidden_TH[inputs.cu_B1[1:].long() - 1])
+    return time.thread_time() - start_s
 
 
 def main() -> None:
@@ -127,18 +126,17 @@ def main() -> None:
         num_bytes, flops = least(model, layout, step, weights, hidden, depth)
         limit_s = max(num_bytes / bytes_s(int(num_bytes)), flops / peak)
         inputs, caches = inputs_of(step, layout, depth)
-        recorded = RecordedSteps(model.model, caches, inputs.pages_BN.shape[1])
-        last_B = inputs.cu_B1[1:].long() - 1
-        best_s, run_s, parts = float("inf"), float("inf"), dict[str, float]()
-        for _ in range(TURNS):
-            spent_s.clear()
-            start_s = time.thread_time()
-            with torch.inference_mode():
-                model.model.logits(model.model.forward(inputs, caches)[last_B])
-                took_s = time.thread_time() - start_s
+        with torch.inference_mode():
+            recorded = RecordedSteps(
+                model.model, caches, len(inputs.tokens_T), step.batch, inputs.pages_BN.shape[1]
+            )
+            best_s, run_s, parts = float("inf"), float("inf"), dict[str, float]()
+            for _ in range(TURNS):
+                spent_s.clear()
+                took_s = step_s(model.model, inputs, partial(model.model.forward, caches=caches))
                 if took_s < best_s:
                     best_s, parts = took_s, dict(spent_s)
-                run_s = min(run_s, replayed_s(model.model, recorded, inputs) or took_s)
+                run_s = min(run_s, step_s(model.model, inputs, recorded.forward))
         print(
             f"{step.name} after {step.prompt if step.new else depth}: {run_s * 1e3:.2f} ms, "
             f"plain {best_s * 1e3:.2f} ms, {num_bytes / 1e6:.0f} MB, {flops / 1e9:.1f} GFLOP, "
