@@ -45,13 +45,14 @@ class RouterRates:
         return await self._call("Quota", asked.name, replace(asked, edge=self._edge), QuotaGrant)
 
     async def _call(self, method: str, name: str, asked: object, answer: type[AnswerT]) -> AnswerT | None:
+        data = encode(asked)
         for address in in_order(self._addresses(), name):
             try:
                 if address not in self._channels:
                     self._channels[address] = open_channel(address, self._tls)
                 call: UnaryMethod = self._channels[address].unary_unary(f"/tidemill.Router/{method}")
                 with cancellable():
-                    return decode(answer, await call(encode(asked), timeout=COUNT_S_MAX))
+                    return decode(answer, await call(data, timeout=COUNT_S_MAX))
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNAVAILABLE and address in self._channels:
                     # The next one reads our certificate again.

@@ -180,8 +180,7 @@ class _Announced:
     service: ClusterService
 
     async def run(self) -> None:
-        await self.frontends.ready()
-        await self.service.run()
+        await _announced(self.frontends, self.service.run())
 
 
 async def _announced(frontends: Frontends, work: Coroutine[Any, Any, None]) -> None:
