@@ -14,6 +14,7 @@ from tools.train_keeper.questions import questions
 
 from tests.support.e2e.server import Server, eventually, run_cli
 from tests.support.e2e.streams import Stream, client_of, run_all, run_while
+from tidemill.kvstore.keys import Kind, Namespace, ObjectKey, page_keys
 from tidemill.kvstore.layout import layout_of
 from tidemill.kvstore.memory.spare_value import GRID_PAGES
 from tidemill.workers.models.architectures.registry import describe
@@ -244,11 +245,11 @@ def test_second_chat_finds_what_they_share_on_another_worker(server: Server) -> 
     system = system_of(4)
     shared = shared_tokens(server, system)
     _, cold = ask(server, system, "Where is Emma?")
-    drain(server, "prefill-0", wanted=True)
+    server.drain("prefill-0", wanted=True)
     try:
         _, second = ask(server, system, "Who keeps the key?")
     finally:
-        drain(server, "prefill-0", wanted=False)
+        server.drain("prefill-0", wanted=False)
     assert (cold, shared - second <= PAGE_TOKENS) == (0, True), second
 
 
@@ -274,10 +275,12 @@ def test_completions_without_marks_find_what_they_share(server: Server) -> None:
 def test_second_completion_finds_the_grid_when_all_workers_are_new(server: Server, folder: Path) -> None:
     """An idle worker has stored it behind the end of the prompt."""
     shared, (first, second, _) = shared_and_rest(8)
-    known = _objects(folder, ".c")
+    info = server.workers()[0]["info"]
+    root = Namespace(model=info["fingerprint"], layout=info["layout"]).root()
+    grid = page_keys(root, shared, PAGE_TOKENS)[GRID_PAGES - 1 :: GRID_PAGES]
+    named = {str(ObjectKey(Kind.CHECKPOINT, key)) for key in grid}
     assert cached_of(server, shared + first) == 0
-    in_grid = (len(shared + first) - 1) // PAGE_TOKENS // GRID_PAGES
-    eventually(lambda: len(_objects(folder, ".c") - known) >= in_grid)
+    eventually(lambda: named <= {path.name for path in _objects(folder, ".c")})
     server.replace_workers()
     cached = cached_of(server, shared + second)
     assert len(shared) - cached <= GRID_PAGES * PAGE_TOKENS, cached
@@ -326,19 +329,6 @@ def test_answers_do_not_depend_on_hints(server: Server, hints: dict[str, Any]) -
     ]
     for content in (parts, system):
         assert ask(server, content, question, cache_salt=salt, **hints)[0] == expected
-
-
-def drain(server: Server, name: str, *, wanted: bool) -> None:
-    """Order a worker to take no work, or to take it again; return when it follows."""
-    body = {"drain": wanted, "force": True}
-    reply = httpx.post(f"{server.url}/cluster/workers/{name}/drain", json=body, timeout=300)
-    assert reply.status_code == httpx.codes.OK, reply.text
-    eventually(
-        lambda: (
-            {row["state"] for row in server.workers() if row["info"]["name"] == name}
-            == {"draining" if wanted else "ready"}
-        )
-    )
 
 
 def _wait_until_idle(server: Server) -> None:

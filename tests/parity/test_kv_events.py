@@ -204,26 +204,28 @@ def test_depths_of_a_family_are_those_of_checkpoints_and_not_of_pages(server: Se
         }
 
     subscribers = subscribers_of(folder)
+    server.drain("mixed-1", wanted=True)  # a router may let it restore what the busy one has computed
     try:
         assert cached_of(server, first) == 0
         eventually(lambda: shown() == {**{name: server.counter(name) for name in names}, "hit_depth": 0})
         before = shown()
         receive_all(subscribers)
-        assert sorted(depths_of(subscriber, second) for subscriber in subscribers.values()) == [
-            (0, 0),
-            (176, 128),
-        ]
+        assert {name: depths_of(subscriber, second) for name, subscriber in subscribers.items()} == {
+            "mixed-0": (176, 128),
+            "mixed-1": (0, 0),
+        }
         assert cached_of(server, second) == 128
         after = {"prefix_found_tokens": 176.0, "prefix_resumed_tokens": 128.0, "hit_depth": 128.0}
         eventually(lambda: shown() == {name: before[name] + more for name, more in after.items()})
         assert {name: server.counter(name) - before[name] for name in names}.items() <= after.items()
         receive_all(subscribers)
-        assert sorted(depths_of(subscriber, third) for subscriber in subscribers.values()) == [
-            (0, 0),
-            (176, 176),
-        ]
+        assert {name: depths_of(subscriber, third) for name, subscriber in subscribers.items()} == {
+            "mixed-0": (176, 176),
+            "mixed-1": (0, 0),
+        }
         assert cached_of(server, third) == 176
     finally:
+        server.drain("mixed-1", wanted=False)
         for subscriber in subscribers.values():
             subscriber.close()
 

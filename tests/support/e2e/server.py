@@ -130,6 +130,19 @@ class Server:
 
         eventually(all_are_new)
 
+    def drain(self, name: str, *, wanted: bool) -> None:
+        """Order a worker to take no work, or to take it again; return when it follows."""
+        body = {"drain": wanted, "force": True}
+        reply = httpx.post(
+            f"{self.url}/cluster/workers/{name}/drain",
+            json=body,
+            timeout=EVENTUALLY_S_MAX,
+            verify=NO_TLS,
+        )
+        assert reply.status_code == httpx.codes.OK, reply.text
+        state = "draining" if wanted else "ready"
+        eventually(lambda: {row["state"] for row in self.workers() if row["info"]["name"] == name} == {state})
+
     def processes(self) -> list[psutil.Process]:
         process = psutil.Process(self.pid)
         return [process, *process.children(recursive=True)]
