@@ -3,7 +3,9 @@
 import asyncio
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import ParamSpec, TypeVar
 
@@ -88,7 +90,7 @@ class Intake:
         self._tokenizer = tokenizer
         self._new_id = new_id
         self._rng = rng
-        self._threads = asyncio.Semaphore(max(1, len(os.sched_getaffinity(0)) // 2))
+        self._threads = ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 2), "texts")
 
     async def chat(self, body: ChatBody, caller: Caller) -> PreparedRequest:
         """Prepare a chat. Raises RequestError."""
@@ -258,9 +260,12 @@ class Intake:
         self, work: Callable[_Args, _Result], *args: _Args.args, **options: _Args.kwargs
     ) -> _Result:
         """Do something long, a few at a time: texts take up to a kilobyte per character meanwhile, and each
-        thread that waits for the interpreter delays streams."""
-        async with self._threads:
-            return await asyncio.to_thread(work, *args, **options)
+        thread that waits for the interpreter delays streams.
+
+        They are always the same threads: malloc keeps what a text took for the thread that took it.
+        """
+        call = partial(work, *args, **options)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     @property
     def _chars_max(self) -> int:

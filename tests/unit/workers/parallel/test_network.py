@@ -185,10 +185,14 @@ def exchanges(size: int, networks: list[Network]) -> list[Exchange]:
         return list(threads.map(meet, range(size)))
 
 
-def listening() -> set[str]:
-    """Return the addresses at which this process listens."""
+def listening() -> set[tuple[str, int]]:
+    """Return the addresses and ports at which this process listens, some for what is garbage by now."""
     open_now = psutil.Process().net_connections("tcp")
-    return {connection.laddr.ip for connection in open_now if connection.status == psutil.CONN_LISTEN}
+    return {
+        (connection.laddr.ip, connection.laddr.port)
+        for connection in open_now
+        if connection.status == psutil.CONN_LISTEN
+    }
 
 
 def test_ranks_on_several_nodes_exchange_at_their_own_addresses() -> None:
@@ -196,7 +200,8 @@ def test_ranks_on_several_nodes_exchange_at_their_own_addresses() -> None:
     before = listening()
     found = exchanges(3, [network_of(None, index) for index in range(3)])
     try:
-        assert listening() - before == {network_of(None, index).host for index in range(3)}
+        hosts = {host for host, _ in listening() - before}
+        assert hosts == {network_of(None, index).host for index in range(3)}
         assert all(each.control is each.model for each in found)
 
         def agree(each: Exchange) -> tuple[int, list[float]]:
@@ -215,7 +220,8 @@ def test_ranks_on_several_nodes_exchange_at_their_own_addresses() -> None:
 
 def test_collectives_use_the_interface_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     found = exchanges(2, [Network(host=network_of(None, 0).host, interface="lo"), network_of(None, 1)])
-    assert "127.0.0.1" in listening(), "gloo listens at the interface's own address"
+    hosts = {host for host, _ in listening()}
+    assert "127.0.0.1" in hosts, "gloo listens at the interface's own address"
     for each in found:
         each.close()
     monkeypatch.delenv(distributed.NCCL_INTERFACE, raising=False)
