@@ -120,7 +120,7 @@ const char* key_words(const char* key, bool half_width, int64_t dim, E* room) {
     } else {
         float wide[DIM_MAX];
         widen(key, half_width, dim, wide);
-        to_blocks(wide, dim, room);
+        to_words(wide, dim, room);
     }
     return (const char*)room;
 }
@@ -139,6 +139,9 @@ void gather_keys(const char* const* keys, const char* const* next, bool half_wid
             std::memcpy(&square[j], rows[j] + w * 4, sizeof square[j]);
         }
         transpose(square);
+#if defined(__AVX512BF16__)
+        for (int i = 0; PAIRED<E> && CHAINED && i < LANES; i += 2) chain(square[i], square[i + 1]);
+#endif
         for (int i = 0; i < LANES; i++) std::memcpy(columns + (w + i) * PANEL, &square[i], sizeof square[i]);
     }
     for (; w < count; w++)
@@ -179,10 +182,10 @@ inline halves whole_panel(const char* value, int64_t p) {
     return found;
 }
 
-// Two values, or one and null, as row `at` of panels [dim / PANEL][BLOCK / 2][PANEL] of words. WHOLE: both are there, in
-// bfloat16 and whole panels.
+// Two values, each may be null, as the halves of row `at` of panels [dim / PANEL][BLOCK / 2][PANEL] of words. WHOLE: both
+// are there, in bfloat16 and whole panels.
 template <bool WHOLE>
-inline __attribute__((always_inline)) void put_values(const char* even, const char* odd, bool half_width, int64_t dim,
+inline __attribute__((always_inline)) void put_values(const char* low, const char* high, bool half_width, int64_t dim,
                                                       int64_t at, uint32_t* values) {
     halves first, second;
     for (int l = 0; l < PANEL; l++) {
@@ -190,12 +193,12 @@ inline __attribute__((always_inline)) void put_values(const char* even, const ch
         second[l] = first[l] + PANEL / 2;
     }
     for (int64_t p = 0; p < dim; p += PANEL) {
-        const halves a = WHOLE ? whole_panel(even, p) : panel_of(even, half_width, dim, p);
-        const halves b = WHOLE ? whole_panel(odd, p) : panel_of(odd, half_width, dim, p);
+        const halves a = WHOLE ? whole_panel(low, p) : panel_of(low, half_width, dim, p);
+        const halves b = WHOLE ? whole_panel(high, p) : panel_of(high, half_width, dim, p);
         uint32_t* to = values + p * (BLOCK<uint32_t> / 2) + at * PANEL;
-        const halves low = __builtin_shuffle(a, b, first), high = __builtin_shuffle(a, b, second);
-        std::memcpy(to, &low, sizeof low);
-        std::memcpy(to + LANES, &high, sizeof high);
+        const halves left = __builtin_shuffle(a, b, first), right = __builtin_shuffle(a, b, second);
+        std::memcpy(to, &left, sizeof left);
+        std::memcpy(to + LANES, &right, sizeof right);
     }
 }
 
@@ -248,12 +251,13 @@ void gather_values(const Cache& cache, const Block<E>& block, const Block<E>& ne
             put_value(value(j), cache.half_width, dim, j, values);
         }
     } else {
-        for (int64_t j = from / 2 * 2; j < 2 * words_of<E>(to); j += 2) {
-            ask_next(j), ask_next(j + 1);
-            if (j >= from && j + 1 < to && cache.half_width && dim % PANEL == 0) {
-                put_values<true>(value(j), value(j + 1), true, dim, j / 2, values);
+        for (int64_t w = from / 4 * 2; w < words_of<E>(to); w++) {
+            const int64_t low = CHAINED ? w / 2 * 4 + 2 + w % 2 : 2 * w, high = CHAINED ? low - 2 : low + 1;
+            ask_next(low), ask_next(high);
+            if (std::min(low, high) >= from && std::max(low, high) < to && cache.half_width && dim % PANEL == 0) {
+                put_values<true>(value(low), value(high), true, dim, w, values);
             } else {
-                put_values<false>(value(j), value(j + 1), cache.half_width, dim, j / 2, values);
+                put_values<false>(value(low), value(high), cache.half_width, dim, w, values);
             }
         }
     }
@@ -438,11 +442,11 @@ struct Range {
     int64_t from, to;
 };
 
-// At most MOST rows of scores of keys [begin, end) of a block become weights in P: floats, or pairs of bfloat16. `shrink`
-// gets LANES factors by which what was summed before shrinks: exactly 1 where no key counts.
+// At most MOST rows of scores of keys [begin, end) of a block become weights in P: floats, or pairs of bfloat16, `chained` as
+// a product takes them. `shrink` gets LANES factors by which what was summed before shrinks: exactly 1 where no key counts.
 template <int MOST, typename E>
-void fold_scores(const float* S, const Range* ranges, int64_t rows, int64_t begin, int64_t end, E* P, float* highest,
-                 float* total, float* shrink) {
+void fold_scores(const float* S, const Range* ranges, int64_t rows, int64_t begin, int64_t end, bool chained, E* P,
+                 float* highest, float* total, float* shrink) {
     constexpr int64_t SIZE = BLOCK<E>, PARTS = LANES_SUM / LANES, VECS = STEP / LANES;
     ints lane;
     for (int l = 0; l < LANES; l++) lane[l] = l;
@@ -480,7 +484,9 @@ void fold_scores(const float* S, const Range* ranges, int64_t rows, int64_t begi
                 sums[i % PARTS] += scores[i];
             }
             if constexpr (PAIRED<E>) {
-                to_pairs((const float*)scores, STEP, P + (r * SIZE + j) / 2);
+                uint32_t* const to = P + (r * SIZE + j) / 2;
+                to_pairs((const float*)scores, STEP, to);
+                if (chained) chain_words(to, STEP / 2);
             } else {
                 std::memcpy(P + r * SIZE + j, scores, sizeof scores);
             }
@@ -761,12 +767,17 @@ void attend(const Task& task, const Seen& seen, const float* q, const Cache& cac
     E* const values = lined(elements, BLOCK_WORDS * (wide + QUERY_ROWS<E>) + (BLOCK + 2 * LANES + queries) * depth);
     E *const P = values + BLOCK_WORDS * wide, *const keys = P + BLOCK_WORDS * QUERY_ROWS<E>;
     E *const room = keys + BLOCK * depth, *const columns = room + LANES * depth, *const Q = columns + LANES * depth;
+    // Whether values, and keys, are multiplied where they lie, without packing.
+    const bool weighs = PAIRED<E> && queries <= MOST_WEIGHED && cache.half_width && dim % PANEL == 0;
+    const bool scores = weighs && dim == 2 * depth;
     std::fill(sums, sums + queries * wide, 0.0f);
     for (int64_t i = 0; i < queries; i++) {  // query i is head i % group of token i / group
         const float* in = q + (((task.begin + i / group) * kv_heads + head) * group + i % group) * dim;
         for (int64_t e = 0; e < dim; e++) scaled[e] = in[e] * scale;
         if constexpr (PAIRED<E>) {
-            to_blocks(scaled, dim, Q + i * depth);
+            to_words(scaled, dim, Q + i * depth);
+            if (scores) to_halves(Q + i * depth, depth, factors + i * 2 * depth, factors + (i * 2 + 1) * depth);
+            else chain_words(Q + i * depth, depth);
         } else {
             std::memcpy(Q + i * depth, scaled, dim * sizeof(float));
         }
@@ -779,12 +790,6 @@ void attend(const Task& task, const Seen& seen, const float* q, const Cache& cac
     if constexpr (PAIRED<E>)
         if (in_pages) to_columns(Q, queries, depth, columns);
 #endif
-    // Whether values, and keys, are multiplied where they lie, without packing.
-    const bool weighs = PAIRED<E> && queries <= MOST_WEIGHED && cache.half_width && dim % PANEL == 0;
-    const bool scores = weighs && dim == 2 * depth;
-    if constexpr (PAIRED<E>)
-        for (int64_t i = 0; scores && i < queries; i++)
-            to_halves(Q + i * depth, depth, factors + i * 2 * depth, factors + (i * 2 + 1) * depth);
     Block<E> blocks[2], *now = blocks, *later = blocks + 1;
     now->find(cache, table, head, first / BLOCK * BLOCK, first, last, &after);
     // What no query sees of the first block stays zero: its pages may belong to other rows.
@@ -826,7 +831,8 @@ void attend(const Task& task, const Seen& seen, const float* q, const Cache& cac
                 }
                 alignas(LINE) float shrink[LANES];
                 const auto fold = few <= 4 ? fold_scores<4, E> : fold_scores<LANES, E>;
-                fold(S + r * BLOCK, ranges, few, begin, end, P + r * BLOCK_WORDS, highest + i + r, total + i + r, shrink);
+                fold(S + r * BLOCK, ranges, few, begin, end, !weighs, P + r * BLOCK_WORDS, highest + i + r, total + i + r,
+                     shrink);
                 for (int64_t l = 0; l < few; l++) {
                     if (shrink[l] == 1.0f) continue;
                     float* const sum = sums + (i + r + l) * wide;

@@ -13,7 +13,8 @@ constexpr int64_t FEW_ROWS = 16;     // for which panels are read from end to en
 int64_t place(int64_t kind, int64_t i, int64_t j) {
     if (kind == FLOATS) return i * PANEL + j;
     if (kind == WIDENED) return i * PANEL + j % LANES * 2 + j / LANES;
-    return i / 2 * 2 * PANEL + 2 * j + i % 2;
+    const int64_t word = CHAINED ? i / 4 * 2 + i % 2 : i / 2, half = CHAINED ? 1 - i / 2 % 2 : i % 2;
+    return 2 * (word * PANEL + j) + half;
 }
 
 int64_t padded(int64_t kind, int64_t k) { return kind == PAIRS ? 2 * block_words(k) : k; }
@@ -46,12 +47,15 @@ void apply(const Product& product, int64_t row, int64_t column, int64_t n, int64
     const auto times = whole_depth ? multiply<true, A, W> : multiply<false, A, W>;
     const int64_t most = whole_depth ? k : DEPTH_BLOCK;
     for (int64_t start = 0; start < k; start += most) {
-        const int64_t depth = std::min(most, k - start);
+        const int64_t depth = std::min(most, k - start), behind = k - start - depth;
         const A* a = (const A*)product.rows + row * stride + start;
         const W* b = (const W*)product.packed + column * k + start * PANEL;
         const float *const from = start ? nullptr : bias, *const from_last = start ? nullptr : bias + whole * PANEL;
-        times(rows, whole, a, stride, b, k * PANEL, depth, y, y_stride, from);
-        if (rest) times(rows, 1, a, stride, b + whole * k * PANEL, k * PANEL, depth, last, PANEL, from_last);
+        // The rest of the depth, then the next columns; what lies behind the weights is not fetched.
+        const Later<W> later = behind ? Later<W>{b + depth * PANEL, std::min(most, behind)}
+                                      : Later<W>{b + (PANEL_GROUP * k - start) * PANEL, std::min(most, k)};
+        times(rows, whole, a, stride, b, k * PANEL, depth, y, y_stride, from, later);
+        if (rest) times(rows, 1, a, stride, b + whole * k * PANEL, k * PANEL, depth, last, PANEL, from_last, {});
     }
     for (int64_t r = 0; rest && r < rows; r++) std::memcpy(edge + r * y_stride, last + r * PANEL, rest * sizeof(float));
 }
@@ -105,12 +109,13 @@ void apply_gated(const Product& product, const Gate& join, bool halves, int64_t 
 }
 
 // Calls `times`, in a parallel region, with products of the rows that their kind wants. All have the same m. Given are
-// floats, or `halves` that were rounded for PAIRS: they lack the zeros of the last block, or lie where L1 keeps few.
+// floats, or `halves` that were rounded for PAIRS: they lack the zeros of the last block, lie where L1 keeps few, or are not
+// in chains.
 template <typename Times>
 void with_rows(std::vector<Product> products, bool halves, int64_t kind, int64_t n, int64_t k, const Times& times) {
     const int64_t m = products[0].m, words = row_words(kind, k) + DEPTH_WORDS;  // a power of 2 has few sets of L1
     const int64_t stride = products[0].stride;
-    const bool whole = halves && k % (2 * DEPTH_WORDS) == 0 && stride % 2 == 0 && stride % 1024 > 0;
+    const bool whole = halves && !CHAINED && k % (2 * DEPTH_WORDS) == 0 && stride % 2 == 0 && stride % 1024 > 0;
     const bool ready = kind != PAIRS || whole;
     const int64_t count = ready ? 0 : m * products.size();
     static thread_local std::vector<uint32_t> room;
@@ -126,12 +131,8 @@ void with_rows(std::vector<Product> products, bool halves, int64_t kind, int64_t
         for (int64_t r = 0; r < count; r++) {
             const int64_t at = r % m * given[r / m].stride;
             uint32_t* const to = rounded + r * words;
-            if (!halves) {
-                to_blocks((const float*)given[r / m].rows + at, k, to);
-            } else {
-                std::fill(to, to + row_words(kind, k), 0);
-                std::memcpy(to, (const uint16_t*)given[r / m].rows + at, k * sizeof(uint16_t));
-            }
+            if (halves) to_blocks((const uint16_t*)given[r / m].rows + at, k, to);
+            else to_blocks((const float*)given[r / m].rows + at, k, to);
         }
         times(products);
     }

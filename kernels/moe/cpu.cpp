@@ -134,7 +134,7 @@ extern "C" void moe_outer(const void* hidden, int64_t halves, const int32_t* cho
 #pragma omp for
         for (int64_t r = 0; r < count; r++) {
             const int64_t at = picks.index[r] * inner;
-            if (halves) std::memcpy(rows + r * words, (const uint16_t*)hidden + at, inner * sizeof(uint16_t));
+            if (halves) to_blocks((const uint16_t*)hidden + at, inner, rows + r * words);
             else copy_row(kind, (const float*)hidden + at, inner, rows + r * words);
         }
         multiply_all(products, kind, width, inner);

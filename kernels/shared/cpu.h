@@ -284,9 +284,98 @@ static inline void to_pairs(const float* x, int64_t k, uint32_t* out) {
 }
 
 // The same in block_words(k).
-static inline void to_blocks(const float* x, int64_t k, uint32_t* out) {
+static inline void to_words(const float* x, int64_t k, uint32_t* out) {
     to_pairs(x, k, out);
     std::fill(out + (k + 1) / 2, out + block_words(k), 0);
+}
+
+#if defined(AMX)
+// Linux lets a process use AMX that asks for it.
+static inline bool may_use_amx() {
+    constexpr int REQUEST = 0x1023, TILE_DATA = 18;
+    return __builtin_cpu_supports("amx-bf16") && syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+}
+
+inline const bool HAS_AMX = may_use_amx();
+constexpr int64_t AMX_FROM = 2;  // rows: one has to wait for memory
+#else
+constexpr bool HAS_AMX = false;
+#endif
+
+// How a block of words is summed: each word has an element of the even chain, in its lower half, and one of the odd.
+#if defined(__AVX512BF16__)
+// vdpbf16ps adds the upper product of a word, then the lower one, each rounded once: two steps of a chain, from words
+// that have their elements of two steps, the first above. Zen 4, Zen 5 and the manuals agree. Where no AMX takes words as
+// they are, the factors of products are such words: CHAINED.
+typedef uint32_t factor;
+typedef words factors;
+constexpr int64_t STEPS = 2;
+inline const bool CHAINED = !HAS_AMX;
+
+static inline vec fused(words a, words b, vec c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
+
+// A block of a row: the even chain's words, then the odd one's.
+static inline void chains_of(const uint32_t* row, uint32_t* out) {
+    typedef uint16_t halves __attribute__((vector_size(DEPTH_WORDS * 4)));
+    halves block, from;
+    std::memcpy(&block, row, sizeof block);
+    for (int i = 0; i < 2 * DEPTH_WORDS; i++) from[i] = i % DEPTH_WORDS / 2 * 4 + 2 * (1 - i % 2) + i / DEPTH_WORDS;
+    block = __builtin_shuffle(block, from);
+    std::memcpy(out, &block, sizeof block);
+}
+
+// Two rows of words become the even chain's and the odd one's.
+static inline void chain(words& first, words& second) {
+    const words even = first << 16 | (second & 0xffffu);
+    second = (first & 0xffff0000u) | second >> 16;
+    first = even;
+}
+
+// The next steps of a panel's columns.
+template <bool CHAINED>
+static inline void chains_of(const uint32_t* b, words even[2], words odd[2]) {
+    for (int i = 0; i < 2; i++) {
+        even[i] = load(b + i * LANES), odd[i] = load(b + PANEL + i * LANES);
+        if (!CHAINED) chain(even[i], odd[i]);
+    }
+}
+#else
+// The factors are widened, and a caller flushes denormals.
+typedef float factor;
+typedef vec factors;
+constexpr int64_t STEPS = 1;
+constexpr bool CHAINED = false;
+
+static inline void chains_of(const uint32_t* row, float* out) {
+    for (int i = 0; i < DEPTH_WORDS; i++) {
+        out[i] = __builtin_bit_cast(float, row[i] << 16);
+        out[DEPTH_WORDS + i] = __builtin_bit_cast(float, row[i] & 0xffff0000u);
+    }
+}
+
+template <bool CHAINED>
+static inline void chains_of(const uint32_t* b, vec even[2], vec odd[2]) {
+    for (int i = 0; i < 2; i++) even[i] = lower(load(b + i * LANES)), odd[i] = upper(load(b + i * LANES));
+}
+#endif
+
+// Words of whole blocks as a product takes them.
+static inline void chain_words(uint32_t* row, int64_t count) {
+#if defined(__AVX512BF16__)
+    for (int64_t w = 0; CHAINED && w < count; w += DEPTH_WORDS) chains_of(row + w, row + w);
+#endif
+}
+
+// x[k], or the bits of bfloat16, as the block_words(k) of a row of a product.
+static inline void to_blocks(const float* x, int64_t k, uint32_t* out) {
+    to_words(x, k, out);
+    chain_words(out, block_words(k));
+}
+
+static inline void to_blocks(const uint16_t* x, int64_t k, uint32_t* out) {
+    std::fill(out + k / 2, out + block_words(k), 0);
+    std::memcpy(out, x, k * sizeof(uint16_t));
+    chain_words(out, block_words(k));
 }
 
 // A row of a panel, from float, or from the bits of bfloat16, where column j and column j + LANES share a word.
@@ -302,8 +391,10 @@ static inline void load_panel(const uint16_t* p, vec columns[2]) {
     columns[1] = upper(v);
 }
 
-// Few rows wait for memory. Row k of each panel asks for what comes soon; of a single panel also for a row of the next:
-// at STREAMS places by turns, for of several streams a CPU has more on its way than of one.
+// What a tile fetches. AHEAD: few rows wait for memory, so row k of each panel asks for what comes soon; of a single panel
+// also for a row of the next: at STREAMS places by turns, for of several streams a CPU has more on its way than of one.
+// NEXT: the next panel, beside other rows. LINES: so many of what comes later, evenly.
+enum Fetch { AHEAD, NEXT, LINES };
 constexpr int64_t SOON_BYTES = 2048;
 constexpr uint64_t STREAMS = 4;
 
@@ -316,18 +407,31 @@ static inline void ask(const B* row) {
 
 static inline uint64_t later(uint64_t k, uint64_t depth) { return k % STREAMS * (depth / STREAMS) + k / STREAMS; }
 
-template <int PANELS, typename B>
-static inline void ask_ahead(const B* b, int64_t b_stride, uint64_t depth, uint64_t k) {
-    for (int p = 0; p < PANELS; p++) ask<3>(b + p * b_stride + k * PANEL + SOON_BYTES / sizeof(B));
-    if (PANELS == 1) ask<2>(b + b_stride + later(k, depth) * PANEL);
+template <Fetch FETCH, int PANELS, typename B>
+static inline void fetch(const B* b, int64_t b_stride, uint64_t depth, uint64_t k) {
+    for (int p = 0; FETCH == AHEAD && p < PANELS; p++) ask<3>(b + p * b_stride + k * PANEL + SOON_BYTES / sizeof(B));
+    if (FETCH == AHEAD && PANELS == 1) ask<2>(b + b_stride + later(k, depth) * PANEL);
+    if (FETCH == NEXT && PANELS == 1) ask<2>(b + b_stride + k * PANEL);
 }
+
+// Lines from `at` on, so many for each block of depth that a tile takes.
+struct Ahead {
+    const char* at = nullptr;
+    int64_t lines = 0;
+
+    // Those of a step of a block.
+    void ask(int64_t step, int64_t steps) const {
+        for (int64_t i = step * lines / steps; i < (step + 1) * lines / steps; i++)
+            __builtin_prefetch(at + i * LINE, 0, 2);
+    }
+};
 
 // c[ROWS][PANELS * PANEL] += a[ROWS][depth] b, b in PANELS panels of [depth][PANEL]. Each element of c is one chain of
 // fused multiply-adds in the order of depth, continued from c: neither ROWS, PANELS nor a split of depth changes it.
 // B is float, or uint16_t for the bits of bfloat16, which give the same sums as their values in float.
-template <bool FEW, int ROWS, int PANELS, typename A, typename B>
+template <Fetch FETCH, int ROWS, int PANELS, bool, typename A, typename B>
 static inline void tile(const A* a, int64_t a_stride, const B* b, int64_t b_stride, int64_t depth, float* c,
-                        int64_t c_stride) {
+                        int64_t c_stride, Ahead) {
     constexpr int N = 2 * PANELS;
     vec acc[ROWS][N];
     for (int r = 0; r < ROWS; r++)
@@ -335,11 +439,7 @@ static inline void tile(const A* a, int64_t a_stride, const B* b, int64_t b_stri
     for (int64_t k = 0; k < depth; k++) {
         vec column[N];
         for (int p = 0; p < PANELS; p++) load_panel(b + p * b_stride + k * PANEL, column + 2 * p);
-        if constexpr (FEW) {
-            ask_ahead<PANELS>(b, b_stride, depth, k);
-        } else if (PANELS == 1) {
-            ask<2>(b + b_stride + k * PANEL);  // the next panel, for L2
-        }
+        fetch<FETCH, PANELS>(b, b_stride, depth, k);
         for (int r = 0; r < ROWS; r++) {
             const vec x = splat(a[r * a_stride + k]);
             for (int n = 0; n < N; n++) acc[r][n] = fused(x, column[n], acc[r][n]);
@@ -349,77 +449,31 @@ static inline void tile(const A* a, int64_t a_stride, const B* b, int64_t b_stri
         for (int n = 0; n < N; n++) store(c + r * c_stride + n * LANES, acc[r][n]);
 }
 
-// How a block of words is summed: each word has an element of the even chain, in its lower half, and one of the odd.
-#if defined(__AVX512BF16__)
-// vdpbf16ps adds the upper product of a word, then the lower one, each rounded once: two steps of a chain, from words
-// that have their elements of two steps, the first above. Zen 5 and the manuals agree.
-typedef uint32_t factor;
-typedef words factors;
-constexpr int64_t STEPS = 2;
-
-static inline vec fused(words a, words b, vec c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
-
-// A block of a row: the even chain's words, then the odd one's.
-static inline void chains_of(const uint32_t* row, uint32_t* out) {
-    typedef uint16_t halves __attribute__((vector_size(DEPTH_WORDS * 4)));
-    halves block, from;
-    std::memcpy(&block, row, sizeof block);
-    for (int i = 0; i < 2 * DEPTH_WORDS; i++) from[i] = i % DEPTH_WORDS / 2 * 4 + 2 * (1 - i % 2) + i / DEPTH_WORDS;
-    block = __builtin_shuffle(block, from);
-    std::memcpy(out, &block, sizeof block);
-}
-
-// The next steps of a panel's columns.
-static inline void chains_of(const uint32_t* b, words even[2], words odd[2]) {
-    for (int i = 0; i < 2; i++) {
-        const words first = load(b + i * LANES), second = load(b + PANEL + i * LANES);
-        even[i] = first << 16 | (second & 0xffffu);
-        odd[i] = (first & 0xffff0000u) | second >> 16;
-    }
-}
-#else
-// The factors are widened, and a caller flushes denormals.
-typedef float factor;
-typedef vec factors;
-constexpr int64_t STEPS = 1;
-
-static inline void chains_of(const uint32_t* row, float* out) {
-    for (int i = 0; i < DEPTH_WORDS; i++) {
-        out[i] = __builtin_bit_cast(float, row[i] << 16);
-        out[DEPTH_WORDS + i] = __builtin_bit_cast(float, row[i] & 0xffff0000u);
-    }
-}
-
-static inline void chains_of(const uint32_t* b, vec even[2], vec odd[2]) {
-    for (int i = 0; i < 2; i++) even[i] = lower(load(b + i * LANES)), odd[i] = upper(load(b + i * LANES));
-}
-#endif
-
 // The same of pairs of bfloat16. Depth counts words, in blocks: an element of c adds, rounded, the sum of two chains that
 // start at 0 in each block, one of the even elements and one of the odd. As tdpbf16ps, which is the order's reason.
-template <bool FEW, int ROWS, int PANELS>
+template <Fetch FETCH, int ROWS, int PANELS, bool CHAINED>
 static inline void tile(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, int64_t depth,
-                        float* c, int64_t c_stride) {
+                        float* c, int64_t c_stride, Ahead ahead) {
     constexpr int N = 2 * PANELS, COUNT = DEPTH_WORDS / STEPS;
     for (int64_t start = 0; start < depth; start += DEPTH_WORDS) {
-        factor x[ROWS][2 * COUNT];
-        for (int r = 0; r < ROWS; r++) chains_of(a + r * a_stride + start, x[r]);
+        factor room[ROWS][2 * COUNT];
+        const auto x = [&](int r, int k) {
+            if constexpr (CHAINED) return a[r * a_stride + start + k];
+            else return room[r][k];
+        };
+        for (int r = 0; !CHAINED && r < ROWS; r++) chains_of(a + r * a_stride + start, room[r]);
         vec even[ROWS][N] = {}, odd[ROWS][N] = {};
         for (int k = 0; k < COUNT; k++) {
             factors below[N], above[N];
             for (int p = 0; p < PANELS; p++)
-                chains_of(b + p * b_stride + (start + k * STEPS) * PANEL, below + 2 * p, above + 2 * p);
-            for (int64_t at = start + k * STEPS; at < start + (k + 1) * STEPS; at++) {
-                if constexpr (FEW) {
-                    ask_ahead<PANELS>(b, b_stride, depth, at);
-                } else if (PANELS == 1) {
-                    ask<2>(b + b_stride + at * PANEL);
-                }
-            }
+                chains_of<CHAINED>(b + p * b_stride + (start + k * STEPS) * PANEL, below + 2 * p, above + 2 * p);
+            for (int64_t at = start + k * STEPS; at < start + (k + 1) * STEPS; at++)
+                fetch<FETCH, PANELS>(b, b_stride, depth, at);
+            if (FETCH == LINES) ahead.ask(k, COUNT);
             for (int r = 0; r < ROWS; r++)
                 for (int n = 0; n < N; n++) {
-                    even[r][n] = fused(splat(x[r][k]), below[n], even[r][n]);
-                    odd[r][n] = fused(splat(x[r][COUNT + k]), above[n], odd[r][n]);
+                    even[r][n] = fused(splat(x(r, k)), below[n], even[r][n]);
+                    odd[r][n] = fused(splat(x(r, COUNT + k)), above[n], odd[r][n]);
                 }
         }
         for (int r = 0; r < ROWS; r++)
@@ -427,19 +481,12 @@ static inline void tile(const uint32_t* a, int64_t a_stride, const uint32_t* b, 
                 float* to = c + r * c_stride + n * LANES;
                 store(to, load(to) + (even[r][n] + odd[r][n]));
             }
+        ahead.at += ahead.lines * LINE;
     }
 }
 
 #if defined(AMX)
-// Linux lets a process use AMX that asks for it.
-static inline bool may_use_amx() {
-    constexpr int REQUEST = 0x1023, TILE_DATA = 18;
-    return __builtin_cpu_supports("amx-bf16") && syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
-}
-
-inline const bool HAS_AMX = may_use_amx();
 constexpr int64_t AMX_ROWS = 16;  // of a register
-constexpr int64_t AMX_FROM = 2;   // rows: one has to wait for memory
 
 struct AmxShapes {
     uint8_t palette = 1, start = 0, unused[14] = {};
@@ -500,41 +547,58 @@ static __attribute__((target("amx-tile,amx-bf16"))) void amx_tile(
 }
 
 static inline __attribute__((target("amx-tile"))) void release_amx() { _tile_release(); }
-#else
-constexpr bool HAS_AMX = false;
 #endif
 
-template <bool FEW, int ROWS, typename A, typename B>
+template <Fetch FETCH, int ROWS, bool CHAINED, typename A, typename B>
 static inline void tile_panels(int64_t panels, const A* a, int64_t a_stride, const B* b, int64_t b_stride,
-                               int64_t depth, float* c, int64_t c_stride) {
+                               int64_t depth, float* c, int64_t c_stride, Ahead ahead) {
     constexpr bool PAIRED = std::is_same_v<A, uint32_t>;  // two chains for each element of c
     // Enough chains to hide the latency of one.
     constexpr int WIDE = ROWS == 1 ? (PAIRED ? LANES / 4 : 4) : ROWS <= WIDE_ROWS / (PAIRED ? 2 : 1) ? 2 : 1;
+    const auto ahead_of = [&](int64_t p) { return Ahead{ahead.at + p * b_stride * sizeof(B), ahead.lines}; };
     int64_t p = 0;
     for (; p + WIDE <= panels; p += WIDE)
-        tile<FEW, ROWS, WIDE>(a, a_stride, b + p * b_stride, b_stride, depth, c + p * PANEL, c_stride);
+        tile<FETCH, ROWS, WIDE, CHAINED>(a, a_stride, b + p * b_stride, b_stride, depth, c + p * PANEL, c_stride,
+                                         ahead_of(p));
     for (; p < panels; p++)
-        tile<FEW, ROWS, 1>(a, a_stride, b + p * b_stride, b_stride, depth, c + p * PANEL, c_stride);
+        tile<FETCH, ROWS, 1, CHAINED>(a, a_stride, b + p * b_stride, b_stride, depth, c + p * PANEL, c_stride,
+                                      ahead_of(p));
 }
 
-template <bool FEW, int ROWS, typename A, typename B>
-static inline void tile_rows(int64_t rows, int64_t panels, const A* a, int64_t a_stride, const B* b,
-                             int64_t b_stride, int64_t depth, float* c, int64_t c_stride) {
+template <Fetch FETCH, int ROWS, typename A, typename B>
+static inline void tile_rows(int64_t rows, int64_t panels, const A* a, int64_t a_stride, const B* b, int64_t b_stride,
+                             int64_t depth, float* c, int64_t c_stride, Ahead ahead = {}) {
     if constexpr (ROWS > 1) {
-        if (rows < ROWS) return tile_rows<FEW, ROWS - 1>(rows, panels, a, a_stride, b, b_stride, depth, c, c_stride);
+        if (rows < ROWS)
+            return tile_rows<FETCH, ROWS - 1>(rows, panels, a, a_stride, b, b_stride, depth, c, c_stride, ahead);
     }
-    tile_panels<FEW, ROWS>(panels, a, a_stride, b, b_stride, depth, c, c_stride);
+    tile_panels<FETCH, ROWS, STEPS == 2>(panels, a, a_stride, b, b_stride, depth, c, c_stride, ahead);
 }
+
+// What is multiplied after panels: as many, of that depth, or nothing.
+template <typename B>
+struct Later {
+    const B* panels = nullptr;
+    int64_t depth = 0;
+
+    // Of them, the part of a tile among others, which takes `depth` of each panel meanwhile.
+    Ahead part(int64_t tile, int64_t tiles, int64_t depth) const {
+        const int64_t lines = this->depth * PANEL * sizeof(B) / LINE, blocks = depth / DEPTH_WORDS;
+        return {(const char*)panels + tile * lines / tiles * LINE, (lines / tiles + blocks - 1) / blocks};
+    }
+};
 
 // c[rows][panels * PANEL] = a b + the row `start`, or + c if it is null, for any number of rows. FEW: so few that all wait
 // for b, which lies in memory.
 template <bool FEW, typename A, typename B>
 static __attribute__((noinline)) void multiply(int64_t rows, int64_t panels, const A* a, int64_t a_stride, const B* b,
                                                int64_t b_stride, int64_t depth, float* c, int64_t c_stride,
-                                               const float* start = nullptr) {
-    constexpr int MOST = std::is_same_v<A, uint32_t> ? TILE_ROWS / 2 : TILE_ROWS;
+                                               const float* start = nullptr, Later<B> later = {}) {
+    constexpr bool PAIRED = std::is_same_v<A, uint32_t>;
+    constexpr int MOST = PAIRED ? TILE_ROWS / 2 : TILE_ROWS;
+    constexpr Fetch FETCH = PAIRED && STEPS == 2 ? LINES : FEW ? AHEAD : NEXT;
 #if defined(AMX)
-    if constexpr (std::is_same_v<A, uint32_t>) {
+    if constexpr (PAIRED) {
         if (HAS_AMX && rows >= AMX_FROM) {
             for (int64_t r = 0; r < rows; r += 2 * AMX_ROWS) {
                 const int64_t height = std::min(2 * AMX_ROWS, rows - r);
@@ -550,11 +614,25 @@ static __attribute__((noinline)) void multiply(int64_t rows, int64_t panels, con
     }
 #endif
     for (int64_t r = 0; start && r < rows; r++) std::memcpy(c + r * c_stride, start, panels * PANEL * sizeof(float));
-    for (int64_t tiles = (rows + MOST - 1) / MOST, r = 0; tiles > 0; tiles--) {
-        const int64_t height = (rows - r + tiles - 1) / tiles;  // 7 rows are 4 + 3, not 6 + 1
-        tile_rows<FEW, MOST>(height, panels, a + r * a_stride, a_stride, b, b_stride, depth, c + r * c_stride, c_stride);
-        r += height;
-    }
+#if defined(AMX)
+    if constexpr (PAIRED)
+        if (HAS_AMX && rows == 1)
+            return tile_panels<FEW ? AHEAD : NEXT, 1, false>(panels, a, a_stride, b, b_stride, depth, c, c_stride, {});
+#endif
+    const int64_t tiles = (rows + MOST - 1) / MOST;
+    // Few rows of several tiles share the wait for each panel. One tile has it alone: CPUs with vdpbf16ps but without AMX
+    // fetch best by themselves.
+    const bool by_panel = FETCH == LINES && FEW && tiles > 1;
+    const int64_t together = by_panel ? 1 : panels;
+    if (by_panel) later = {b + b_stride, depth};
+    else if (FEW) later = {};
+    for (int64_t p = 0; p < panels; p += together, later.panels += b_stride)
+        for (int64_t t = 0, r = 0, height; t < tiles; t++, r += height) {
+            height = (rows - r + tiles - t - 1) / (tiles - t);  // 7 are 4 + 3
+            tile_rows<FETCH, MOST>(height, together, a + r * a_stride, a_stride, b + p * b_stride, b_stride, depth,
+                                   c + r * c_stride + p * PANEL, c_stride,
+                                   FETCH == LINES ? later.part(t, tiles, depth) : Ahead{});
+        }
 }
 
 // What weights are packed as: float; bfloat16 that is widened, so that products are those of floats; or pairs of
