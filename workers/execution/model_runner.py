@@ -23,10 +23,10 @@ from tidemill.workers.execution.recorded_steps import RecordedSteps
 from tidemill.workers.execution.sampler import Sampler, token_ids
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import PENDING, Drawn, Row, Step
-from tidemill.workers.execution.step_tensors import inputs_of
+from tidemill.workers.execution.step_tensors import inputs_of, kept_of
 from tidemill.workers.messages import Request, Sampling, TokenLogprob
 from tidemill.workers.models.architectures.registry import Model
-from tidemill.workers.models.inputs import Caches, Inputs, on_device
+from tidemill.workers.models.inputs import Caches, Inputs, Kept, on_device
 
 FILTERED = Sampling(temperature=1.0, top_k=1000, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=0)
 """The sampling whose draws need the most memory, for the warm-up."""
@@ -154,7 +154,20 @@ class TorchRunner:
 
     def _outputs(self, step: Step, tokens: list[int]) -> Outputs:
         """Compute what all ranks of a group compute together."""
-        return outputs_of(self._model, self._hidden(inputs_of(step, tokens, self._page_tokens)), step)
+        inputs = inputs_of(step, tokens, self._page_tokens)
+        kept = kept_of(step) if isinstance(self._graphs, RecordedSteps) and self._guesser is None else None
+        hidden_KH = self._hidden(inputs) if kept is None else self._hidden_of(kept, inputs)
+        return outputs_of(self._model, hidden_KH, step)
+
+    def _hidden_of(self, kept: Kept, inputs: Inputs) -> torch.Tensor:
+        """Return the hidden states of a step, of which nothing reads those that are not kept."""
+        assert isinstance(self._graphs, RecordedSteps)
+        hidden_KH = self._graphs.forward(inputs, kept)
+        if hidden_KH is None:
+            hidden_KH = self._model.forward(inputs, self._caches, kept)
+        hidden_TH = hidden_KH.new_empty(len(inputs.tokens_T), hidden_KH.shape[1])
+        hidden_TH[kept.tokens_K] = hidden_KH
+        return hidden_TH
 
     def _hidden(self, inputs: Inputs, *, is_there: bool = False) -> torch.Tensor:
         """Return the hidden states of a step whose inputs are in host memory, or already on the device."""

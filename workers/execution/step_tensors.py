@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tidemill.workers.execution.step import Step
-from tidemill.workers.models.inputs import Inputs
+from tidemill.workers.models.inputs import Inputs, Kept
 
 Ints: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
@@ -33,6 +33,24 @@ def inputs_of(step: Step, tokens: list[int], page_tokens: int) -> Inputs:
         read_B=int32([-1 if row.read is None else row.read for row in step]),
         writes_BK=torch.as_tensor(writes_of(step)),
     )
+
+
+def kept_of(step: Step) -> Kept | None:
+    """Return the tokens whose hidden states are read: those that draw, and all of rows with scores, and one
+    if there are none. None: all are."""
+    tokens: list[int] = []
+    starts = [0]
+    end = 0
+    for row in step:
+        end += len(row.tokens)
+        draws = 0 if row.sampling_state is None else row.drafts + 1
+        tokens += range(end - (draws if row.scores is None else len(row.tokens)), end)
+        starts.append(len(tokens))
+    if not tokens:
+        tokens, starts[-1] = [end - 1], 1
+    if len(tokens) == end:
+        return None
+    return Kept(torch.tensor(tokens), torch.tensor(starts, dtype=torch.int32))
 
 
 def _tables(tables: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import prod
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 import torch
 
@@ -54,6 +54,22 @@ class Inputs:
     def of_windows(self) -> "Inputs":
         """Return the same step for layers with a window: window pages replace the others."""
         return replace(self, pages_BN=self.windows_BN)
+
+
+class Kept(NamedTuple):
+    """The tokens of a step whose hidden states are read: the last ones of each row, of some rows none.
+
+    tokens_K   int64, their indices in the step, ascending
+    cu_B1      int32, row starts among them; cu[B] = K
+    """
+
+    tokens_K: torch.Tensor
+    cu_B1: torch.Tensor
+
+    def of(self, inputs: Inputs) -> Inputs:
+        """Return the step for an operator that takes these tokens alone. `tokens_T` and `positions_T` stay
+        those of all."""
+        return replace(inputs, cu_B1=self.cu_B1)
 
 
 def one_run(

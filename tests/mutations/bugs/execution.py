@@ -67,6 +67,20 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/workers/execution/test_model_runner.py",
     ),
     Planted(
+        "guesses draw from hidden states that the last layer has not computed",
+        "workers/execution/step_tensors.py::kept_of",
+        "$ROW.$DRAFTS + 1",
+        "1",
+        "tests/unit/workers/execution/test_model_runner.py",
+    ),
+    Planted(
+        "tokens that the last layer keeps attend from where others lie",
+        "workers/models/inputs.py::Kept.of",
+        "return replace($INPUTS, cu_B1=self.cu_B1)",
+        "return $INPUTS",
+        "tests/unit/kernels/test_recorded_steps.py",
+    ),
+    Planted(
         "a row continues from the first of its drawn tokens",
         "workers/execution/model_runner.py::TorchRunner.run_now",
         "$TOKENS[-1] if",

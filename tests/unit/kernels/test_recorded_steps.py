@@ -3,6 +3,8 @@ where a replay would compute something else."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
+from operator import sub
 from pathlib import Path
 from random import Random
 
@@ -17,7 +19,7 @@ from tidemill.kernels.shared.compute_dtype import ComputeDtype
 from tidemill.kernels.shared.recording import Replay, Sizes
 from tidemill.workers.execution.recorded_steps import RecordedSteps
 from tidemill.workers.models.architectures.registry import LoadedModel, load
-from tidemill.workers.models.inputs import Caches, Inputs
+from tidemill.workers.models.inputs import Caches, Inputs, Kept
 
 PAGE_TOKENS = 4
 PROMPT_TOKENS = 160
@@ -25,11 +27,13 @@ TABLE_WIDTH = 40
 TOKENS_MAX = 600
 VOCABULARY = 64
 WIDTH = 8
-MOST = Sizes(128, 64, 32)
+MOST = Sizes(128, 64, 32, 128)
 
 
 class Stepped:
-    """A model that runs steps plainly, or from a recording, whose rows may keep from 1 to 3 states each."""
+    """A model that runs steps plainly, or from a recording, whose rows may keep from 1 to 3 states each. It
+    returns the hidden states of some of the last tokens of each row, and zeros in place of others. The
+    recording computes no others."""
 
     def __init__(self, loaded: LoadedModel, caches: Caches | None) -> None:
         self._model = loaded.model
@@ -44,11 +48,24 @@ class Stepped:
         self._ran += 1
         wider_BK = functional.pad(inputs.writes_BK, (self._ran % 3, 0), value=-1)
         inputs = replace(inputs, writes_BK=wider_BK)
+        kept = drawn_kept(inputs, Random(self._ran))
         if self._steps is None:
-            return self._model.forward(inputs, caches)
-        hidden_TH = self._steps.forward(inputs)
-        assert hidden_TH is not None
-        return hidden_TH.clone()  # it is valid until the next step
+            found_KH = self._model.forward(inputs, caches)[kept.tokens_K]
+        else:
+            recorded_KH = self._steps.forward(inputs, kept)
+            assert recorded_KH is not None
+            found_KH = recorded_KH
+        hidden_TH = found_KH.new_zeros(len(inputs.tokens_T), found_KH.shape[1])
+        return hidden_TH.index_copy_(0, kept.tokens_K, found_KH)
+
+
+def drawn_kept(inputs: Inputs, rng: Random) -> Kept:
+    """Return some of the last tokens of each row, of at least one row."""
+    starts = [int(start) for start in inputs.cu_B1]
+    kept = [rng.choice((0, 1, min(3, count), count)) for count in map(sub, starts[1:], starts)]
+    kept[0] = kept[0] if any(kept) else 1
+    tokens = [token for end, count in zip(starts[1:], kept, strict=True) for token in range(end - count, end)]
+    return Kept(torch.tensor(tokens), torch.tensor([0, *accumulate(kept)], dtype=torch.int32))
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -106,7 +123,7 @@ def check(cpu: Operators, compute: Callable[[torch.Tensor], torch.Tensor]) -> No
     assert replay is not None
     for tokens in (3, 128, 1, 41, 37):
         x_TH.copy_(torch.randn(MOST.tokens, WIDTH))
-        assert torch.equal(replay(Sizes(tokens, 1, 1)), compute(x_TH[:tokens]))
+        assert torch.equal(replay(Sizes(tokens, 1, 1, 1)), compute(x_TH[:tokens]))
 
 
 def test_what_torch_computes_is_computed_again(cpu: Operators) -> None:

@@ -1,5 +1,6 @@
 """The stack of layers of every architecture: embedding, alternating mixers and MLPs, head."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -7,7 +8,7 @@ import torch
 from tidemill.kernels.dispatch import Operators
 from tidemill.workers.models.architectures.config import ArchitectureConfig, LayerConfig
 from tidemill.workers.models.collectives import Ranks
-from tidemill.workers.models.inputs import Caches, Inputs
+from tidemill.workers.models.inputs import Caches, Inputs, Kept
 from tidemill.workers.models.layers.moe import Moe
 from tidemill.workers.models.layers.rope import Rope
 from tidemill.workers.models.layers.work import Cache, Mixer, Mlp, Read, Work, is_paged, norm_weight
@@ -76,9 +77,9 @@ class Decoder:
         ropes = dict.fromkeys(layer.mixer.rope for layer in config.every_layer)
         self._frequencies = {rope: rope.frequencies(device) for rope in ropes if rope is not None}
 
-    def forward(self, inputs: Inputs, caches: Caches) -> torch.Tensor:
-        """Return the final hidden states `[T, hidden]`; write this step's keys, values and states into
-        `caches`."""
+    def forward(self, inputs: Inputs, caches: Caches, kept: Kept | None = None) -> torch.Tensor:
+        """Return the final hidden states `[T, hidden]`, or those of `kept`; write this step's keys, values
+        and states into `caches`."""
         work = self.work(inputs)
         ops, epsilon = self.ops, self._config.epsilon
         normed = Normed(*ops.add_norm(None, self.embed(inputs.tokens_T), self._layers[0].norm_H, epsilon))
@@ -86,16 +87,21 @@ class Decoder:
         paged, states = iter(caches.kv), iter(zip(caches.conv, caches.temporal, strict=True))
         for layer, next_norm_H in zip(self._layers, next_norms, strict=True):
             cache = (next(paged),) if layer.is_paged else next(states)
+            if layer is self._layers[-1]:  # of other tokens the last layer computes what goes into caches
+                work = replace(work, kept=kept)
             normed = self.through(layer, normed, next_norm_H, work, cache)
         return normed.h_TH
 
     def through(
         self, layer: Layer, normed: Normed, next_norm_H: torch.Tensor, work: Work, cache: Cache
     ) -> Normed:
-        """Return the input of the next layer, whose norm has the weights `next_norm_H`."""
+        """Return the input of the next layer, whose norm has the weights `next_norm_H`, of the tokens that
+        `work` keeps."""
         ops, epsilon = self.ops, self._config.epsilon
         mixed_TH = layer.mixer.run(normed.h_TH, work, cache)
-        x_TH, h_TH = ops.add_norm(normed.x_TH, self._branch(mixed_TH), layer.mlp_norm_H, epsilon)
+        x_TH = work.of_kept(normed.x_TH)
+        work = replace(work, inputs=work.seen(work.inputs), kept=None)
+        x_TH, h_TH = ops.add_norm(x_TH, self._branch(mixed_TH), layer.mlp_norm_H, epsilon)
         if isinstance(layer.mlp, Moe) and self._ranks.size == 1 and self._config.residual_scale == 1:
             return Normed(*layer.mlp.run_and_norm(h_TH, work, x_TH, next_norm_H))
         branch_TH = self._branch(layer.mlp.run(h_TH, work))

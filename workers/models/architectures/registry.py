@@ -26,7 +26,7 @@ from tidemill.workers.models.architectures.decoder import Decoder
 from tidemill.workers.models.architectures.mtp import MtpHead
 from tidemill.workers.models.collectives import LEADER, WHOLE, Sharing
 from tidemill.workers.models.errors import ModelError
-from tidemill.workers.models.inputs import Caches, Inputs
+from tidemill.workers.models.inputs import Caches, Inputs, Kept
 from tidemill.workers.models.loading.checkpoint import Progress, WeightsFolder
 from tidemill.workers.models.loading.config_json import Raw
 from tidemill.workers.models.loading.dummy import DummyWeights, dummy_dtype
@@ -81,8 +81,9 @@ class Model(Protocol):
         """The operators on its device, which also draw from its logits."""
         ...
 
-    def forward(self, inputs: Inputs, caches: Caches) -> torch.Tensor:
-        """Return the hidden states `[T, hidden]` of the step's tokens; update `caches`."""
+    def forward(self, inputs: Inputs, caches: Caches, kept: Kept | None = None) -> torch.Tensor:
+        """Return the hidden states `[T, hidden]` of the step's tokens, or those of `kept`; update
+        `caches`."""
         ...
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:

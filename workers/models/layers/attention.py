@@ -122,9 +122,11 @@ class AttentionMixer:
             kv,
             rows,
         )
+        q_KHD = work.of_kept(q_THD)
         if config.scale is not None:
-            q_THD = q_THD * (config.scale * dim**0.5)
-        paged = (q_THD, kv, rows, window, self.sinks_H)
+            q_KHD = q_KHD * (config.scale * dim**0.5)
+        paged = (q_KHD, kv, work.seen(rows), window, self.sinks_H)
         if config.gated:
-            return work.project_out(ops.gated_attention(*paged, q_THI[..., dim:]), self.out)
+            gate_KHD = work.of_kept(q_THI[..., dim:])
+            return work.project_out(ops.gated_attention(*paged, gate_KHD), self.out)
         return work.project_out(ops.attention(*paged).flatten(1), self.out)

@@ -128,7 +128,8 @@ class DeltaMixer:
             mixed_TGC, projected_TI[:, -gates:], self.a_log_H, self.dt_bias_H, temporal, work.inputs
         )
         z_TGRV = qkvz_TGI[..., spec.group_channels :].view(o_TGRV.shape)
-        return work.project_out(ops.rms_norm_gated(o_TGRV, z_TGRV, self.norm_V, work.epsilon), self.out)
+        normed_TI = ops.rms_norm_gated(work.of_kept(o_TGRV), work.of_kept(z_TGRV), self.norm_V, work.epsilon)
+        return work.project_out(normed_TI, self.out)
 
 
 def _by_key_head(weight_CN: torch.Tensor, spec: Linear) -> torch.Tensor:

@@ -162,6 +162,7 @@ class LatentMixer:
             latents,
             work.inputs,
         )
-        o_THI = ops.attention(q_THI * (config.scale * width**0.5), latents, work.inputs, None, None)
-        o_THV = ops.linear_heads(o_THI[..., rotary:], self.release)
-        return work.project_out(o_THV.flatten(1), self.out)
+        q_KHI = work.of_kept(q_THI) * (config.scale * width**0.5)
+        o_KHI = ops.attention(q_KHI, latents, work.seen(work.inputs), None, None)
+        o_KHV = ops.linear_heads(o_KHI[..., rotary:], self.release)
+        return work.project_out(o_KHV.flatten(1), self.out)

@@ -125,9 +125,9 @@ class Mamba2Mixer:
         z_TGRV = projected_TI[:, : config.inner].view(len(h_TH), *temporal.shape[1:3], spec.value_dim)
         dt_TH = projected_TI[:, -spec.value_heads :]
         y_TGRV = ops.mamba2(mixed_TGC, z_TGRV, dt_TH, self.heads, temporal, work.inputs)
-        whole_TI = work.ranks.gather(y_TGRV.flatten(1), len(self.norm_I))
-        normed_TI = self._norm(whole_TI, work)
-        return ops.linear(work.own_columns(normed_TI) if work.sums else normed_TI, self.out)
+        whole_KI = work.ranks.gather(work.of_kept(y_TGRV).flatten(1), len(self.norm_I))
+        normed_KI = self._norm(whole_KI, work)
+        return ops.linear(work.own_columns(normed_KI) if work.sums else normed_KI, self.out)
 
     def _norm(self, y_TI: torch.Tensor, work: Work) -> torch.Tensor:
         """Norm over the width of all ranks, which each of them computes."""

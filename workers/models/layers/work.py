@@ -10,7 +10,7 @@ from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.linear.packed import Packed
 from tidemill.kvstore.layout import Attention, Latent, LayerSpec, Linear, Window
 from tidemill.workers.models.collectives import Ranks
-from tidemill.workers.models.inputs import Inputs
+from tidemill.workers.models.inputs import Inputs, Kept
 from tidemill.workers.models.layers.rope import Rope
 from tidemill.workers.models.loading.sharding import RankPart
 from tidemill.workers.models.loading.weights import Weight
@@ -30,6 +30,7 @@ class Work:
     sums            a layer returns this rank's terms of its output, which ranks add up; else some columns
     expert_pairs_R  int64, counts pairs of a token and one of its experts by the rank that has that expert;
                     None: nothing is counted
+    kept            the tokens that a mixer returns; None: all
     """
 
     ops: Operators
@@ -40,6 +41,15 @@ class Work:
     angles: Mapping[Rope | None, torch.Tensor]
     sums: bool = False
     expert_pairs_R: torch.Tensor | None = None
+    kept: Kept | None = None
+
+    def of_kept(self, x_T: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the tokens that are kept."""
+        return x_T if self.kept is None else x_T.index_select(0, self.kept.tokens_K)
+
+    def seen(self, inputs: Inputs) -> Inputs:
+        """Return the step whose tokens are those that are kept."""
+        return inputs if self.kept is None else self.kept.of(inputs)
 
     def project_out(self, x_TI: torch.Tensor, out: Packed) -> torch.Tensor:
         """Project the columns of all ranks to this rank's columns, or its own columns to its terms."""
@@ -55,7 +65,7 @@ class Mixer(Protocol):
 
     def run(self, h_TH: torch.Tensor, work: Work, cache: Cache) -> torch.Tensor:
         """Return this rank's columns of the layer's output, `[T, hidden / ranks]`, or its terms, `[T,
-        hidden]`; update `cache`."""
+        hidden]`, of the tokens that are kept; update `cache` for all."""
         ...
 
 

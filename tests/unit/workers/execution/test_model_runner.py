@@ -16,10 +16,10 @@ from tidemill.kvstore.layout import PageId, StateId, WindowId
 from tidemill.kvstore.memory.lease import StateWrite
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.execution.sampling_state import SamplingState
-from tidemill.workers.execution.step import PENDING, Drawn, Row, Step
-from tidemill.workers.execution.step_tensors import inputs_of
+from tidemill.workers.execution.step import PENDING, Drawn, Row, Scores, Step
+from tidemill.workers.execution.step_tensors import inputs_of, kept_of
 from tidemill.workers.messages import Request, Sampling
-from tidemill.workers.models.inputs import Caches, Inputs
+from tidemill.workers.models.inputs import Caches, Inputs, Kept
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
 VOCABULARY = 50
@@ -77,8 +77,8 @@ class Echo:
         self.seen: list[Inputs] = []
         self.broken = False
 
-    def forward(self, inputs: Inputs, caches: Caches) -> torch.Tensor:
-        assert caches is NO_CACHES
+    def forward(self, inputs: Inputs, caches: Caches, kept: Kept | None = None) -> torch.Tensor:
+        assert (caches, kept) == (NO_CACHES, None)
         assert torch.is_inference_mode_enabled()
         if self.broken:
             raise ZeroDivisionError
@@ -168,6 +168,32 @@ def a_row(name: str, tokens: tuple[int, ...], start: int, sampling_state: Sampli
         writes=(),
         sampling_state=sampling_state,
     )
+
+
+@PROPERTY
+@given(steps(), st.integers(0, 4))
+def test_tokens_that_draw_or_have_scores_are_kept(drawn: tuple[Step, int], scored: int) -> None:
+    step, _ = drawn
+    step = tuple(
+        row._replace(scores=Scores(0, row.tokens[:1], 0)) if index == scored else row
+        for index, row in enumerate(step)
+    )
+    wanted: list[int] = []
+    starts = [0]
+    end = 0
+    for row in step:
+        draws = 0 if row.sampling_state is None else 1 + row.drafts
+        every = range(end, end + len(row.tokens))
+        wanted += every if row.scores else every[len(every) - draws :]
+        end += len(row.tokens)
+        starts.append(len(wanted))
+    if not wanted:  # operators take at least one
+        wanted, starts[-1] = [end - 1], 1
+    kept = kept_of(step)
+    if kept is None:
+        assert wanted == list(range(end))
+    else:
+        assert (kept.tokens_K.tolist(), kept.cu_B1.tolist()) == (wanted, starts)
 
 
 def test_step_runs_beside_the_event_loop() -> None:
