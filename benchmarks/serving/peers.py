@@ -402,7 +402,7 @@ def main() -> None:
         return
     print("\n".join(table(rows)))
     about = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "cpu": cpu_name(), "vllm": VLLM}
-    key = f"{options.cores} cores, {options.arrangement}"
+    key = f"{options.cores} cores, {options.arrangement}, {about['cpu']}"
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     RESULTS.write_text(json.dumps(kept | {key: {**about, "rows": rows}}, indent=1) + "\n")
 
