@@ -51,7 +51,7 @@ void apply(const Product& product, int64_t row, int64_t column, int64_t n, int64
         const A* a = (const A*)product.rows + row * stride + start;
         const W* b = (const W*)product.packed + column * k + start * PANEL;
         const float *const from = start ? nullptr : bias, *const from_last = start ? nullptr : bias + whole * PANEL;
-        // The rest of the depth, then the next columns; what lies behind the weights is not fetched.
+        // The rest of the depth, then the next columns; behind the last ones a prefetch does no harm.
         const Later<W> later = behind ? Later<W>{b + depth * PANEL, std::min(most, behind)}
                                       : Later<W>{b + (PANEL_GROUP * k - start) * PANEL, std::min(most, k)};
         times(rows, whole, a, stride, b, k * PANEL, depth, y, y_stride, from, later);
