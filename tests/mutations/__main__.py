@@ -39,7 +39,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("words", nargs="*", help="parts of a bug's name or file; without any: all bugs")
     options = parser.parse_args(arguments)
     words: list[str] = options.words
-    chosen = [bug for bug in PLANTED if not words or any(word in f"{bug.bug} {bug.where}" for word in words)]
+    named = [bug for bug in PLANTED if not words or any(word in f"{bug.bug} {bug.where}" for word in words)]
+    here = set(Path("/proc/cpuinfo").read_text().split())
+    chosen = [bug for bug in named if not bug.cpu or bug.cpu in here]
+    for bug in named:
+        if bug not in chosen:
+            print(f"left out, needs {bug.cpu}: {bug.bug}")  # noqa: T201  the answer
     with _copies(options.jobs) as copies:
         tests = sorted({test for bug in chosen for test in bug.tests.split() if not options.after_tests})
         interpreted = [test for test in tests if test.startswith("tests/triton")]

@@ -26,6 +26,7 @@ class Planted:
     find: str
     put: str
     tests: str
+    cpu: str = ""  # the feature, as /proc/cpuinfo names it, without which nothing runs the code
 
     @property
     def path(self) -> str:

@@ -44,6 +44,7 @@ BUGS: tuple[Planted, ...] = (
         "$QUERIES <= 4 ? put_columns<4>",
         "$QUERIES <= 8 ? put_columns<4>",
         "tests/unit/kernels/test_pages.py",
+        cpu="amx_bf16",
     ),
     Planted(
         "a value of odd index behind the window's edge joins the sum of even ones",
@@ -58,6 +59,7 @@ BUGS: tuple[Planted, ...] = (
         "$ALL_END = std::max($ALL_BEGIN, (int64_t)$TO[0] / STEP);",
         "$ALL_END = std::max($ALL_BEGIN, (int64_t)$TO[COLUMNS - 1] / STEP);",
         "tests/unit/kernels/test_pages.py",
+        cpu="amx_bf16",
     ),
     Planted(
         "a sink stays an exponent of e beside scores that are exponents of 2",
@@ -128,6 +130,7 @@ BUGS: tuple[Planted, ...] = (
         "$STRIDE % 2 == 0 && ",
         "",
         "tests/unit/kernels/test_linear.py",
+        cpu="amx_bf16",
     ),
     Planted(
         "Mamba-2 does not clamp the time step",
