@@ -567,7 +567,7 @@ static inline void tile_panels(int64_t panels, const A* a, int64_t a_stride, con
 
 template <Fetch FETCH, int ROWS, typename A, typename B>
 static inline void tile_rows(int64_t rows, int64_t panels, const A* a, int64_t a_stride, const B* b, int64_t b_stride,
-                             int64_t depth, float* c, int64_t c_stride, Ahead ahead = {}) {
+                             int64_t depth, float* c, int64_t c_stride, Ahead ahead) {
     if constexpr (ROWS > 1) {
         if (rows < ROWS)
             return tile_rows<FETCH, ROWS - 1>(rows, panels, a, a_stride, b, b_stride, depth, c, c_stride, ahead);

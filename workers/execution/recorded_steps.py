@@ -67,7 +67,5 @@ class RecordedSteps:
                 whole = self._writes[: source.numel()].view(source.shape)
             parts[field.name] = target = whole[: len(source)]
             (target if source.ndim == 1 else target[:, : source.shape[1]]).copy_(source)
-        places = Kept(*(whole[: len(source)] for whole, source in zip(self._kept, kept, strict=True)))
-        for place, source in zip(places, kept, strict=True):
-            place.copy_(source)
-        return Inputs(**parts), places
+        pairs = zip(self._kept, kept, strict=True)
+        return Inputs(**parts), Kept(*(whole[: len(source)].copy_(source) for whole, source in pairs))
