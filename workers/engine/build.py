@@ -195,7 +195,9 @@ def _build(
     runner = open_runner(settings, loaded, memory, backing.memory, group)
     warm_up(settings, memory, runner, device)
     capture_graphs(settings, memory, runner, device)
-    arena = open_arena(settings, memory, backing)  # maps on all ranks, which have done the same by then
+    if group is not None:
+        group.wait_until_ready()  # to map on all ranks
+    arena = open_arena(settings, memory, backing)
     arena_io = open_arena_io(settings, layout, backing.memory, rank_share(shards, 0, ranks))
     cache = Cache(layout, arena, PrefixIndex(layout, settings.eviction, loaded.cost))
     ledger = Ledger(cache, settings.checkpoints_per_path)

@@ -45,7 +45,8 @@ class RankGroup:
         return GroupBacking(own, self.links)
 
     def wait_until_ready(self) -> None:
-        """Wait until every rank has loaded its weights and reserved its memory. Raises GroupBroken."""
+        """Wait until every rank has loaded its weights and reserved its memory: an earlier call, other than an
+        exchange, would end it. Raises GroupBroken."""
         for link in self.links:
             link.ready.result()
 
@@ -58,9 +59,8 @@ class RankGroup:
 def open_group(
     settings: EngineSettings, start_ranks: StartRanks, device: torch.device
 ) -> Generator[RankGroup]:
-    """Start the other ranks of this leader and connect to them. In the block the leader builds its own part;
-    at its end all ranks are ready. Raises GroupBroken and OSError; then, and when the block fails, the ranks
-    end."""
+    """Start the other ranks of this leader and connect to them. In the block the leader builds its own part,
+    and waits for them. Raises GroupBroken and OSError; then, and when the block fails, the ranks end."""
     network = start_ranks.network
     if settings.tensor_parallel_nodes == 1:
         network = None
@@ -75,7 +75,6 @@ def open_group(
             given_up.enter_context(closing(exchange))
             group = RankGroup(links, exchange, device)
             yield group
-            group.wait_until_ready()
             given_up.pop_all()
 
 

@@ -29,7 +29,6 @@ from tidemill.kvstore.memory.backing import (
 
 MIB = 1 << 20
 UNIT = 2 * MIB  # a multiple of every granule
-NOISE_BYTES = 2 * MIB
 POPULATE_WRITE = 23
 
 
@@ -45,16 +44,16 @@ def backing(request: pytest.FixtureRequest) -> Backing:
     return BACKINGS[request.param](4 * UNIT)
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * PAGE_BYTES
-
-
 def resident_pages(memory: torch.Tensor) -> list[bool]:
     """Return for each page whether it is in memory or swap: the top bits of its pagemap entry."""
     with Path("/proc/self/pagemap").open("rb") as pagemap:
         pagemap.seek(memory.data_ptr() // PAGE_BYTES * 8)
         entries = pagemap.read(memory.numel() // PAGE_BYTES * 8)
     return [top >= 1 << 6 for top in entries[7::8]]
+
+
+def resident_bytes(memory: torch.Tensor) -> int:
+    return sum(resident_pages(memory)) * PAGE_BYTES
 
 
 def test_backing_memory_is_contiguous_uint8(backing: Backing) -> None:
@@ -87,33 +86,33 @@ def test_backing_can_be_closed_twice(backing: Backing) -> None:
 
 
 def test_mmap_takes_memory_on_map_and_returns_it_on_unmap() -> None:
-    before = resident_bytes()
     backing = Mmap(1 << 40)
-    assert resident_bytes() - before < NOISE_BYTES
+    around = backing.memory[512 << 30 : (512 << 30) + 128 * MIB]
+    assert resident_bytes(around) == 0
     backing.map(512 << 30, 97 * MIB)
-    assert abs(resident_bytes() - before - 97 * MIB) < NOISE_BYTES  # before the first use
-    backing.memory[512 << 30 : (512 << 30) + 97 * MIB] = 7
+    assert resident_bytes(around) == 97 * MIB  # before the first use
+    around[: 97 * MIB] = 7
     backing.unmap((512 << 30) + 32 * MIB, 65 * MIB)
-    assert abs(resident_bytes() - before - 32 * MIB) < NOISE_BYTES
-    assert bool((backing.memory[512 << 30 : (512 << 30) + 32 * MIB] == 7).all())
+    assert resident_bytes(around) == 32 * MIB
+    assert bool((around[: 32 * MIB] == 7).all())
     backing.close()
-    assert abs(resident_bytes() - before) < NOISE_BYTES
+    assert resident_bytes(around) == 0
 
 
 def test_mmap_takes_memory_ahead_of_map_and_returns_it_on_unmap() -> None:
-    before = resident_bytes()
     backing = Mmap(1 << 40)
+    around = backing.memory[: 128 * MIB]
     backing.map_ahead(0, 64 * MIB)
     backing.map_ahead(64 * MIB, 33 * MIB)
     backing.map(0, 64 * MIB)
-    backing.memory[: 64 * MIB] = 7
+    around[: 64 * MIB] = 7
     backing.unmap(64 * MIB, 33 * MIB)  # waits for the thread
-    assert abs(resident_bytes() - before - 64 * MIB) < NOISE_BYTES
-    assert bool((backing.memory[: 64 * MIB] == 7).all())
+    assert resident_bytes(around) == 64 * MIB
+    assert bool((around[: 64 * MIB] == 7).all())
     backing.map_ahead(64 * MIB, 33 * MIB)
-    eventually(lambda: abs(resident_bytes() - before - 97 * MIB) < NOISE_BYTES)
+    eventually(lambda: resident_bytes(around) == 97 * MIB)
     backing.close()
-    assert abs(resident_bytes() - before) < NOISE_BYTES
+    assert resident_bytes(around) == 0
 
 
 RANGES = st.tuples(st.integers(0, 63), st.integers(1, 64)).map(

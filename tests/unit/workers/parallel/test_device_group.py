@@ -6,6 +6,7 @@ their memory, map it together, and answer as one process does."""
 import asyncio
 import gc
 import threading
+import time
 import traceback
 from contextlib import suppress
 from dataclasses import replace
@@ -104,8 +105,11 @@ def collect_rank() -> None:
 
 
 def building(settings: EngineSettings, folder: Meeting) -> RankParts:
+    """Build the rank, which is ready later than its leader."""
     threading.current_thread().name = "rank 1"
-    return build_rank(settings, 1, folder)
+    parts = build_rank(settings, 1, folder)
+    time.sleep(0.5)
+    return parts
 
 
 async def tokens_of(built: BuiltEngine) -> list[int]:
