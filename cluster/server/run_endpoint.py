@@ -63,12 +63,19 @@ class FreedMemory:
 
 
 @contextmanager
-def stop_signals() -> Generator[asyncio.Event]:
-    """Yield an event that a signal sets. Later signals are ignored, because the process stops already."""
+def stop_signals(begun: Callable[[], None] = lambda: None) -> Generator[asyncio.Event]:
+    """Yield an event that a signal sets; then `begun` is called. Later signals are ignored, because the
+    process stops already."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     handled = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+
+    def begin() -> None:
+        if not stop.is_set():
+            stop.set()
+            begun()
+
     for number in handled:
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, begin)
     try:
         yield stop
     finally:

@@ -1,11 +1,12 @@
 """Run a server: start the cluster and its HTTP and gRPC endpoint, and stop both."""
 
 import asyncio
+import faulthandler
 import logging
 import signal
 import tempfile
 from collections import deque
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -53,6 +54,9 @@ from tidemill.workers.messages import WorkerGone
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.2
+
+STOP_S_MAX = 120.0
+"""The time beside that of open answers that a server has to end: some calls of Ray may never return."""
 
 
 def serve(
@@ -134,9 +138,10 @@ async def _serve(
         settings.fleets[0].router.tls,
     )
     context.keys.shared = rates
+    stopping = partial(_end_in_time, context.shutdown_s_max)
     try:
-        with keeping(lines), stop_signals() as stop:
-            watch = _watch(cluster, context.stop_reason)
+        with keeping(lines), stop_signals(stopping) as stop:
+            watch = _watch(cluster, context.stop_reason, stopping)
             if endpoint.frontends == 1:
                 runs = [*services, *watches, publisher]
                 await run_endpoint(endpoint, context, sockets, stop, runs, work(url), watch)
@@ -193,14 +198,21 @@ async def _announced(frontends: Frontends, work: Coroutine[Any, Any, None]) -> N
     await work
 
 
-async def _watch(cluster: Cluster, stop_reason: StopReason) -> None:
+async def _watch(cluster: Cluster, stop_reason: StopReason, stopping: Callable[[], None]) -> None:
     """Wait for the end of the cluster's own Ray; raises RayEnded then, which open answers report."""
     try:
         await cluster.run()
     except RayEnded as error:
         log.error("%s", error)  # noqa: TRY400 - expected
         stop_reason.text = str(error)
+        stopping()
         raise
+
+
+def _end_in_time(answers_s_max: Callable[[], float]) -> None:
+    """Kill this process if it still runs in `answers_s_max()` and STOP_S_MAX, and print where its threads
+    are."""
+    faulthandler.dump_traceback_later(answers_s_max() + STOP_S_MAX, exit=True)
 
 
 def _service(

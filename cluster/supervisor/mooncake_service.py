@@ -31,6 +31,10 @@ from tidemill.kvstore.stores.open_store import check_url
 
 START_S_MAX = 30.0
 STOP_S_MAX = 3.0
+STARTS_MAX = 3
+"""The ends before it was ready after which a program is given up. A master that is starting may
+break its owner's first call."""
+
 PAUSE_S_MIN, PAUSE_S_MAX = 0.1, 5.0
 """The wait before a restart: it doubles each time, and is reset once the process was ready."""
 
@@ -89,7 +93,7 @@ class SupervisedProcess:
 
     def __init__(self, program: StoreProgram) -> None:
         self._program = program
-        self._first_start = Future[None]()  # done when the first process is ready, or ended before that
+        self._first_start = Future[None]()  # done when a process is ready, or STARTS_MAX ended before that
         self._stopped = Event()
         self._lock = Lock()
         self._process: subprocess.Popen[str] | None = None
@@ -99,7 +103,7 @@ class SupervisedProcess:
         self._thread.start()
 
     def wait_until_ready(self) -> None:
-        """Wait for the first start. Raises StoreError if the program ends first or takes START_S_MAX."""
+        """Wait until it is ready. Raises StoreError after STARTS_MAX ends or START_S_MAX."""
         try:
             self._first_start.result(START_S_MAX)
         except TimeoutError:
@@ -122,7 +126,7 @@ class SupervisedProcess:
     def _run(self) -> None:
         """Run the program over all its restarts, in one thread. Linux ends the process with the thread that
         started it, see die_with_parent.py."""
-        pause_s = PAUSE_S_MIN
+        pause_s, ends = PAUSE_S_MIN, 0
         while (process := self._start()) is not None:
             with process:
                 if self._becomes_ready(process):
@@ -131,7 +135,9 @@ class SupervisedProcess:
                 for _ in process.stdout or ():  # wait for its end
                     pass
             ended = f"the {self._program.name} ended ({_status(process.returncode)})"
-            self._set_first_start(StoreError(f"{ended} while it started: use file:///path meanwhile"))
+            ends += 1
+            if ends == STARTS_MAX:
+                self._set_first_start(StoreError(f"{ended} while it started: use file:///path meanwhile"))
             if not self._stopped.is_set():
                 log.warning("%s and will be restarted", ended)
             self._stopped.wait(pause_s)

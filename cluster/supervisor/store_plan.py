@@ -11,8 +11,9 @@ store stay in the URL, as do tiers without a server.
 
 import ipaddress
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from random import Random
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import psutil
@@ -26,6 +27,9 @@ MOONCAKE = KINDS["mooncake"]
 LOOPBACK = "127.0.0.1"
 SIZE_BYTES_MAX = 8 << 30
 """The lent memory if the URL has no size, or a quarter of the machine's memory if that is less."""
+
+MASTER_PORTS = range(20_000, 30_000)
+"""Linux gives none of them to a connection, which could have a master's port while it restarts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +103,9 @@ def _plan_tier(tier: str) -> StorePlan:
 
 def _start(tier: str, given: Mapping[str, str], passed: Sequence[tuple[str, str]]) -> StorePlan:
     host = _host(tier, given.get("host")) or LOOPBACK
-    master = Master(host=host, port=_port(tier, given.get("port"), host), admin_port=_free_port(tier, host))
+    port = _port(tier, given.get("port"), host)
+    admin_port = _free_port(tier, host, (other for other in _shuffled() if other != port))
+    master = Master(host=host, port=port, admin_port=admin_port)
     address = f"{host}:{master.port}"
     return StorePlan(
         url=_url(address, [*passed, ("admin", f"{host}:{master.admin_port}")]),
@@ -175,19 +181,26 @@ def _host(tier: str, text: str | None) -> str | None:
 
 def _port(tier: str, text: str | None, host: str) -> int:
     if text is None:
-        return _free_port(tier, host)
+        return _free_port(tier, host, _shuffled())
     if not text.isdecimal() or not 0 < int(text) < 1 << 16:
         raise StoreError(f"store {tier}: port {text} is no port: leave it out to use a free one")
-    return _free_port(tier, host, int(text))
+    return _free_port(tier, host, [int(text)])
 
 
-def _free_port(tier: str, host: str, port: int = 0) -> int:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise StoreError(
-                f"store {tier}: cannot listen on {host}:{port} ({error}): give another port= or host="
-            ) from error
-        return probe.getsockname()[1]
+def _shuffled() -> list[int]:
+    return Random().sample(MASTER_PORTS, len(MASTER_PORTS))  # noqa: S311 - no secret
+
+
+def _free_port(tier: str, host: str, ports: Iterable[int]) -> int:
+    """Return the first one that is free. Raises StoreError."""
+    reason = ""
+    for port in ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                reason = f"cannot listen on {host}:{port} ({error})"
+            else:
+                return port
+    raise StoreError(f"store {tier}: {reason}: give another port= or host=")

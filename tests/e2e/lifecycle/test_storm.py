@@ -226,6 +226,22 @@ def pauses_by_kind(storm: Storm, calls: Sequence[Call]) -> dict[str, list[float]
     return {kind: sorted(pauses) for kind, pauses in found.items()}
 
 
+def long_pauses(storm: Storm, calls: Sequence[Call]) -> list[str]:
+    """Return a line for each pause above the goal: how long, what was killed last before its end and when,
+    and which request it was."""
+    found: list[str] = []
+    for call in calls:
+        for earlier, later in pairwise(chunk.at_s for chunk in call.chunks):
+            before = [(number, kill) for number, kill in enumerate(storm.kills) if kill.at_s < later]
+            if later - earlier > PAUSE_S_GOAL and before:
+                number, kill = before[-1]
+                since_s, seed = earlier - kill.at_s, call.ask.body["seed"]
+                found.append(
+                    f"{later - earlier:.2f} from {since_s:.2f} s after {number}: {kill.name}, seed {seed}"
+                )
+    return found
+
+
 def figures(storm: Storm, load: Load) -> dict[str, object]:
     whole = [call for _, call in load.calls if not is_cut(call)]
     pauses = pauses_by_kind(storm, whole)
@@ -238,6 +254,7 @@ def figures(storm: Storm, load: Load) -> dict[str, object]:
         "of these, asked again with a hit in the cache": sum(count > 0 for count in cached),
         "longest pause of a stream, s": round(max((found[-1] for found in pauses.values()), default=0.0), 2),
         "goal, s": PAUSE_S_GOAL,
+        "pauses above it": long_pauses(storm, whole),
         "pauses, s: p50, p99, max": {kind: _spread(found, 50, 99, 100) for kind, found in pauses.items()},
         "back after, s: p50, max": {
             kind: _spread(sorted(found), 50, 100) for kind, found in storm.back_s.items()

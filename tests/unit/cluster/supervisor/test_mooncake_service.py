@@ -103,6 +103,26 @@ def test_process_that_ends_before_ready_raises_its_exit_status() -> None:
         process.stop()
 
 
+def test_process_may_end_twice_before_it_is_ready(tmp_path: Path) -> None:
+    ends = f"""
+from pathlib import Path
+folder = Path({str(tmp_path)!r})
+starts = len(list(folder.iterdir()))
+(folder / str(starts)).touch()
+if starts < 2:
+    raise SystemExit(3)
+print("ready", flush=True)
+import signal
+signal.pause()
+"""
+    process = SupervisedProcess(StoreProgram(name="program", arguments=("-c", ends)))
+    process.start()
+    try:
+        process.wait_until_ready()
+    finally:
+        process.stop()
+
+
 def test_process_that_is_not_ready_in_time_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mooncake_service, "START_S_MAX", 0.05)
     process = SupervisedProcess(StoreProgram(name="program", arguments=("-c", SLEEPS)))
