@@ -33,7 +33,7 @@ from tidemill.cluster.supervisor.supervisor import (
     kill_actors,
     stop_plan,
 )
-from tidemill.cluster.supervisor.supervisor_client import SUPERVISOR, nodes
+from tidemill.cluster.supervisor.supervisor_client import SUPERVISOR, keep_stdout, nodes
 from tidemill.cluster.supervisor.worker_actor import find_router
 from tidemill.cluster.worker.worker_process import Failed, Loading, Ready, State
 from tidemill.kvstore.errors import TidemillError
@@ -150,6 +150,7 @@ class Cluster:
         try:
             with _raise_interrupts():
                 namespace = self._settings.namespace
+                keep_stdout()
                 RAY.init(**options, namespace=namespace, logging_level="error", log_to_driver=True)
         except Exception as error:
             raise LaunchError(f"Ray does not start: {_line(error)}") from error

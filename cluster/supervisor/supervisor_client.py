@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any, cast
 
 import ray
+import ray._private.worker
 import ray.exceptions
 from ray._private.state import available_resources_per_node
 from ray.experimental.internal_kv import internal_kv_get_gcs_client
@@ -18,6 +19,8 @@ from tidemill.cluster.supervisor.node_fit import Node
 from tidemill.workers.messages import Role, Unserved
 
 RAY: Any = ray  # much of it has no types
+RAY_WORKER: Any = ray._private.worker  # noqa: SLF001 - see `keep_stdout`
+PRINT = RAY_WORKER.print_to_stdstream
 
 KV_NAMESPACE = b"tidemill"
 
@@ -131,3 +134,13 @@ def nodes() -> list[Node]:
         for node in RAY.nodes()
         if node["Alive"]
     ]
+
+
+def keep_stdout() -> None:
+    """Let Ray print to standard error what it would print to standard output, which has our lines alone. Who
+    has read them may read no more; then `ray.shutdown` would wait for the thread that prints."""
+
+    def to_stderr(data: Mapping[str, Any], **options: Any) -> None:  # noqa: ANN401 - Ray's
+        PRINT({**data, "is_err": True}, **options)
+
+    RAY_WORKER.print_to_stdstream = to_stderr

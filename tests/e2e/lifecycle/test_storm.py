@@ -19,6 +19,7 @@ from pathlib import Path
 from random import Random
 
 import httpx
+import psutil
 import pytest
 
 from tests.support.e2e.faults import (
@@ -123,8 +124,12 @@ class Storm:
                 return False
         if killed.kind == EDGE:
             return len(self._edges()) == 2
-        if killed.kind == ROUTER and not all(_listens(self.router_port + index) for index in range(2)):
-            return False
+        if killed.kind in (MASTER, OWNER, STORE):
+            return self._lends() and self._serves_without(killed)
+        routers_listen = all(_listens(self.router_port + index) for index in range(2))
+        return (killed.kind != ROUTER or routers_listen) and self._serves_without(killed)
+
+    def _serves_without(self, killed: Kill) -> bool:
         rows = rows_of(self.server) or []
         ready = {str(row["info"]["name"]) for row in rows if row["state"] == "ready"}
         return (
@@ -132,6 +137,16 @@ class Storm:
             and killed.pid not in {row["info"]["pid"] for row in rows}
             and not any(row["load"]["counters"]["store_is_down"] for row in rows)
         )
+
+    def _lends(self) -> bool:
+        """Return whether master and owner listen: an owner does before it lends its memory."""
+        with suppress(psutil.Error):
+            return all(
+                any(end.status == psutil.CONN_LISTEN for end in process.net_connections("tcp"))
+                for kind in (MASTER, OWNER)
+                for process in processes_of(self.server, kind, 1)
+            )
+        return False
 
     def _edges(self) -> set[int]:
         """Return the processes that answer on four connections in turn."""

@@ -158,7 +158,10 @@ class Server:
         process outlives it, or a temporary file."""
         status = self._process.wait(timeout=EVENTUALLY_S_MAX)
         _, alive = psutil.wait_procs(processes, timeout=EVENTUALLY_S_MAX)
+        assert self._process.stdout is not None
+        more = self._process.stdout.read()
         self._close()
+        assert not more, f"standard output has more than the line that it is ready: {more}"
         assert not alive, f"processes outlive the server: {alive}"
         files = list(self.temp_folder.iterdir())
         assert not files, f"files outlive the server: {files}"
