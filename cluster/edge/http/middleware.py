@@ -43,8 +43,8 @@ IGNORED_HEADER = "x-tidemill-ignored"
 PACED_BYTES_MIN = 8 << 10
 """Larger bodies are checked and parsed one by one."""
 
-PAUSE_S_MAX = 0.01
-PAUSED_BYTES_PER_S = 12 << 20
+PAUSE_S_MAX = 0.03
+PAUSED_BYTES_PER_S = 4 << 20
 """Streams go on in a pause between two such bodies, which is as long as the second one takes to parse."""
 
 RECENT_S = 0.1

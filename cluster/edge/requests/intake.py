@@ -19,6 +19,7 @@ from tidemill.cluster.edge.chat.request.tool_grammar import forced
 from tidemill.cluster.edge.chat.request.tools import Tool, offered
 from tidemill.cluster.edge.chat.text import (
     MarkedPrompt,
+    Message,
     Rendering,
     Tokenizer,
     check_chars,
@@ -156,6 +157,26 @@ class Intake:
         self, body: ChatBody, tools: list[Tool], begun: str = "", *, answers: bool = True
     ) -> MarkedPrompt:
         """Return the tokens of a chat; `answers` up to the start of the answer, if the body names no end."""
+        shown = partial(self._shown, body, tools, begun, answers)
+        if MESSAGE_CHARS * len(body.messages) > INLINE_CHARS_MAX:
+            return await self.in_thread(lambda: self._tokenizer.chat(*shown()))
+        messages, how = shown()
+        chars = sum(len(message.content) for message in messages) + MESSAGE_CHARS * len(messages)
+        is_plain = not (
+            tools or how.options or how.message_marks or any(message.more for message in messages)
+        )
+        if is_plain and chars <= INLINE_CHARS_MAX:
+            return self._tokenizer.chat(messages, how)
+        return await self.in_thread(self._tokenizer.chat, messages, how)
+
+    def _shown(
+        self,
+        body: ChatBody,
+        tools: list[Tool],
+        begun: str,
+        answers: bool,  # noqa: FBT001 - see `_rendered`
+    ) -> tuple[list[Message], Rendering]:
+        """Return what a template gets. Raises RequestError."""
         messages = [turn.message() for turn in body.messages]
         continues = body.continue_final_message
         how = Rendering(
@@ -177,14 +198,8 @@ class Intake:
                 "add_generation_prompt starts an answer, continue_final_message goes on with one: give one",
                 param="continue_final_message",
             )
-        chars = sum(len(message.content) for message in messages)
-        check_chars(chars, self._chars_max, "messages")
-        is_plain = not (
-            tools or how.options or how.message_marks or any(message.more for message in messages)
-        )
-        if is_plain and chars + MESSAGE_CHARS * len(messages) <= INLINE_CHARS_MAX:
-            return self._tokenizer.chat(messages, how)
-        return await self.in_thread(self._tokenizer.chat, messages, how)
+        check_chars(sum(len(message.content) for message in messages), self._chars_max, "messages")
+        return messages, how
 
     def _output_format(
         self, body: ChatBody, tools: list[Tool], tokens: list[int], grammar: Grammar | None
