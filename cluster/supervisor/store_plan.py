@@ -28,8 +28,9 @@ LOOPBACK = "127.0.0.1"
 SIZE_BYTES_MAX = 8 << 30
 """The lent memory if the URL has no size, or a quarter of the machine's memory if that is less."""
 
-MASTER_PORTS = range(20_000, 30_000)
-"""Linux gives none of them to a connection, which could have a master's port while it restarts."""
+MASTER_PORTS = range(30_000, 32_000)
+"""No ports of routers, and Linux gives none of them to a connection, which could have a master's port while
+it restarts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -342,4 +342,25 @@ BUGS: tuple[Planted, ...] = (
         "pass",
         "tests/unit/cluster/server/test_frontends.py",
     ),
+    Planted(
+        "Ray prints to standard output, which nobody may read",
+        "cluster/supervisor/supervisor_client.py::keep_stdout",
+        '"is_err": True',
+        '"is_err": False',
+        "tests/unit/cluster/supervisor/test_supervisor_client.py",
+    ),
+    Planted(
+        "a server whose stop hangs stays for ever",
+        "cluster/server/server.py::_end_in_time",
+        "exit=True",
+        "exit=False",
+        "tests/unit/cluster/server/test_run_endpoint.py",
+    ),
+    Planted(
+        "a store whose master is still starting does not start",
+        "cluster/supervisor/mooncake_service.py::SupervisedProcess._run",
+        "$ENDS == STARTS_MAX",
+        "$ENDS",
+        "tests/unit/cluster/supervisor/test_mooncake_service.py",
+    ),
 )

@@ -158,14 +158,22 @@ class Server:
         process outlives it, or a temporary file."""
         status = self._process.wait(timeout=EVENTUALLY_S_MAX)
         _, alive = psutil.wait_procs(processes, timeout=EVENTUALLY_S_MAX)
-        assert self._process.stdout is not None
-        more = self._process.stdout.read()
+        more = self._printed_more()
         self._close()
-        assert not more, f"standard output has more than the line that it is ready: {more}"
+        assert not more, f"standard output has more than the line that it is ready: {more!r}"
         assert not alive, f"processes outlive the server: {alive}"
         files = list(self.temp_folder.iterdir())
         assert not files, f"files outlive the server: {files}"
         return status
+
+    def _printed_more(self) -> bytes:
+        """What standard output has now, behind the line that the server is ready."""
+        assert self._process.stdout is not None
+        end = self._process.stdout.fileno()
+        os.set_blocking(end, False)
+        with suppress(BlockingIOError):
+            return os.read(end, 1 << 16)
+        return b""
 
     def _close(self) -> None:
         """An open pipe would be the warning, and so the failure, of some later test."""

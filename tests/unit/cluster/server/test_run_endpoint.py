@@ -78,7 +78,9 @@ def test_first_signal_begins_the_stop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_server_that_does_not_end_is_killed() -> None:
-    ended = subprocess.run([sys.executable, "-c", NEVER_ENDS], capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", NEVER_ENDS], capture_output=True, text=True, check=False, timeout=60
+    )
     assert ended.returncode == 1
     assert "threading.py" in ended.stderr
     assert "in wait" in ended.stderr
