@@ -45,8 +45,8 @@ class RankGroup:
         return GroupBacking(own, self.links)
 
     def wait_until_ready(self) -> None:
-        """Wait until every rank has loaded its weights and reserved its memory: an earlier call, other than an
-        exchange, would end it. Raises GroupBroken."""
+        """Wait until every rank has loaded its weights and reserved its memory: an earlier call, other than
+        an exchange, would end it. Raises GroupBroken."""
         for link in self.links:
             link.ready.result()
 

@@ -167,7 +167,7 @@ class Server:
         return status
 
     def _printed_more(self) -> bytes:
-        """What standard output has now, behind the line that the server is ready."""
+        """Return what standard output has now, behind the line that the server is ready."""
         assert self._process.stdout is not None
         end = self._process.stdout.fileno()
         os.set_blocking(end, False)

@@ -1,4 +1,4 @@
-"""What the supervisor's clients do with Ray itself."""
+"""Ray prints nothing to the standard output of a server."""
 
 from typing import Any
 
