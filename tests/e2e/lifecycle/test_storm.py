@@ -19,7 +19,6 @@ from pathlib import Path
 from random import Random
 
 import httpx
-import psutil
 import pytest
 
 from tests.support.e2e.faults import (
@@ -35,7 +34,7 @@ from tests.support.e2e.faults import (
     wait_until_quiet,
 )
 from tests.support.e2e.history import Ask, Call, asks, broken, percentile
-from tests.support.e2e.server import Server, eventually
+from tests.support.e2e.server import Server, eventually, listening_of
 from tests.support.e2e.streams import client_of
 from tests.support.sockets import free_port
 from tidemill.cluster.supervisor.private_folder import writers
@@ -126,10 +125,12 @@ class Storm:
             return len(self._edges()) == 2
         if killed.kind in (MASTER, OWNER, STORE):
             return self._lends() and self._serves_without(killed)
-        routers_listen = all(_listens(self.router_port + index) for index in range(2))
-        return (killed.kind != ROUTER or routers_listen) and self._serves_without(killed)
+        return (
+            killed.kind != ROUTER or all(_listens(self.router_port + index) for index in range(2))
+        ) and self._serves_without(killed)
 
     def _serves_without(self, killed: Kill) -> bool:
+        """Return whether every worker is ready, is not the killed one, and has its store."""
         rows = rows_of(self.server) or []
         ready = {str(row["info"]["name"]) for row in rows if row["state"] == "ready"}
         return (
@@ -140,13 +141,7 @@ class Storm:
 
     def _lends(self) -> bool:
         """Return whether master and owner listen: an owner does before it lends its memory."""
-        with suppress(psutil.Error):
-            return all(
-                any(end.status == psutil.CONN_LISTEN for end in process.net_connections("tcp"))
-                for kind in (MASTER, OWNER)
-                for process in processes_of(self.server, kind, 1)
-            )
-        return False
+        return all(listening_of(processes_of(self.server, kind, 1)) for kind in (MASTER, OWNER))
 
     def _edges(self) -> set[int]:
         """Return the processes that answer on four connections in turn."""
