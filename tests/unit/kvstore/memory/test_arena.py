@@ -305,6 +305,16 @@ def test_arena_of_a_device_keeps_its_floor() -> None:
     assert 0 in backing.mapped
 
 
+def test_pool_takes_from_the_fullest_extent() -> None:
+    arena, _ = an_arena(2, 2)
+    pages = [arena.pages.take() for _ in range(9)]  # 6 in the first extent
+    arena.pages.free(pages[0])
+    assert arena.pages.take() == pages[0]
+    arena.pages.free(pages[0])
+    arena.pages.free(pages[1])
+    assert [arena.pages.extent_of(arena.pages.take()) for _ in range(3)] == [0, 0, 1]
+
+
 def test_arena_reuses_an_extent_for_another_class_when_it_is_empty() -> None:
     arena, backing = an_arena(1, 2)
     pages = [arena.pages.take() for _ in range(6)]

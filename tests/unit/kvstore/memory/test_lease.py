@@ -188,12 +188,15 @@ def test_prompt_steps_count_for_no_limit() -> None:
 
 
 def test_spare_checkpoint_evicts_nothing() -> None:
+    """Not even what is worth nothing more than a byte has cost so far."""
     ledger = a_ledger(8)
     others = page_keys(ROOT, [9] * P, P)
     ledger.keep_state(grow(ledger, ledger.open("other"), P, others), last=True)
     ledger.release("other")
     lease = grow(ledger, ledger.open("a"), P)
     blocker = grow(ledger, ledger.open("blocker"), 1, page_keys(ROOT, [8, 8], P))
+    index = ledger.index
+    index.age(max(map(index.credit, index)))
     while ledger.find_spare_slot(lease, P):
         ledger.reserve(blocker, blocker.allocated + P)
     assert ledger.index.match(others).restorable_pages == 1
