@@ -145,12 +145,12 @@ def is_left_alone(server: Server) -> bool:
 
 
 def wait_until_used(server: Server, prompts: Prompts) -> None:
-    """Wait until a decode worker gets from the store what the prefill worker has just put there. Of several
-    concurrent prompts, a faster decode worker does not compute all itself."""
+    """Wait until a decode worker gets from the store what the prefill worker has just put there. Of that
+    many prompts, a decode worker that is faster than fetches does not compute all itself."""
     hits = server.counter("store_gets_as_hit")
 
     def is_used() -> bool:
-        outcomes(server, prompts.bodies(8, 200, 2))
+        outcomes(server, prompts.bodies(32, 200, 2))
         return server.counter("store_gets_as_hit") > hits  # as of the last heartbeat
 
     eventually(is_used)

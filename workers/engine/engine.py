@@ -232,7 +232,7 @@ class Engine:
             list(self._sequences.running.values()),
             list(self._sequences.waiting.values()),
             self._transfer,
-            self._pipeline.speedometer.speed,
+            self._transfer.throughput.with_throughput(self._pipeline.speedometer.speed, _now_s()),
             self._limits,
             self.steps,
             self.expert_pairs(),

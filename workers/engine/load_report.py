@@ -51,7 +51,7 @@ def load_of(  # noqa: PLR0913, PLR0917  each is a part of the worker
         budget_bytes=ledger.budget_extents * layout.extent_bytes * ranks,
         wanted_bytes=wanted_bytes * ranks,
         state_slots=ledger.num_slots,
-        speed=transfer.throughput.with_throughput(speed),
+        speed=speed,
         counters={
             **ledger.counters,
             "steps": float(steps),

@@ -141,6 +141,7 @@ class Pipeline:
             prompt_tokens=sum(end - start for start, end in prompts),
             pairs=sum((end - start) * (start + end) // 2 for start, end in prompts),
             rows=len(step.batch.rows) - len(prompts),
+            followed=bool(self._in_flight),
         )
         self._landed_s = now_s
 

@@ -21,6 +21,10 @@ STEPS_MIN = 8
 
 FETCHES_MIN = 3
 
+FETCH_LASTS_S = 60.0
+"""The time for which a throughput counts after the last fetch. Then fetches are tried again: the store may
+be faster than it was, and a worker that computes everything would not notice."""
+
 MEMORY_STEPS = 256
 """The decay: a step counts e times less after this many steps of its kind."""
 
@@ -28,6 +32,10 @@ MEMORY_FETCHES = 16
 
 REFIT_STEPS = 16
 NEWS_MAX = 256
+
+SAMPLE_S = 0.01
+"""Steps without a pause between them make one sample until they took this long together. A step that is
+noticed late takes time from the next one, of which nothing may be left."""
 
 SECONDS_MIN = 1e-5
 PRECISION = 1e-4
@@ -53,14 +61,22 @@ class StepTimeModel:
     def __init__(self) -> None:
         self._with_prompts = _Sums()
         self._without = _Sums()  # separate, so that hours of decoding do not make it forget prompts
-        self._recent: list[tuple[float, int, int, int]] = []
+        self._recent: list[Vector] = []
+        self._sample = np.zeros(5)  # seconds, steps, prompt tokens, pairs, rows
         self._unfitted_steps = 0
         self._fitted: Vector | None = None
 
-    def stepped(self, seconds: float, *, prompt_tokens: int, pairs: int, rows: int) -> None:
+    def stepped(
+        self, seconds: float, *, prompt_tokens: int, pairs: int, rows: int, followed: bool = False
+    ) -> None:
         """Record the time of a step. `pairs` sums, over its prompt tokens, the tokens before each; `rows` are
-        those that decoded."""
-        self._recent.append((seconds, prompt_tokens, pairs, rows))
+        those that decoded; it is `followed` if the next one is in flight, whose time begins when this one is
+        noticed."""
+        self._sample += (seconds, 1, prompt_tokens, pairs, rows)
+        if followed and self._sample[0] < SAMPLE_S:
+            return
+        self._recent.append(self._sample)
+        self._sample = np.zeros(5)
         if len(self._recent) == NEWS_MAX:
             self._take_recent()
 
@@ -81,16 +97,13 @@ class StepTimeModel:
     def _take_recent(self) -> None:
         if not self._recent:
             return
-        recent = np.array(self._recent, dtype=np.float64)
+        recent = np.array(self._recent)
         self._recent.clear()
         self._unfitted_steps += len(recent)
-        terms, seconds = (
-            np.insert(recent[:, 1:], 0, 1.0, axis=1) / UNITS,
-            np.maximum(recent[:, 0], SECONDS_MIN),
-        )
+        terms, seconds = recent[:, 1:] / UNITS, np.maximum(recent[:, 0], SECONDS_MIN)
         # A step can seem short because the previous one was noticed late. That is no change of speed either.
         scale_s = seconds if self._fitted is None else np.maximum(seconds, terms @ self._fitted)
-        prompts = recent[:, 1] > 0
+        prompts = recent[:, 2] > 0
         for sums, group in ((self._with_prompts, prompts), (self._without, ~prompts)):
             sums.add(terms[group] / scale_s[group, None], seconds[group] / scale_s[group])
 
@@ -102,18 +115,26 @@ class Throughput:
         self._fetches = 0
         self._bytes = 0.0
         self._seconds = 0.0
+        self._last_s = 0.0
 
-    def fetched(self, num_bytes: int, seconds: float) -> None:
+    def fetched(self, num_bytes: int, seconds: float, now_s: float) -> None:
+        """Record a fetch that has ended. Times are those of one clock."""
+        if self._is_over(now_s):
+            self._fetches, self._bytes, self._seconds = 0, 0.0, 0.0
+        self._last_s = now_s
         self._fetches += 1
         kept = 1 - 1 / MEMORY_FETCHES
         self._bytes = kept * self._bytes + num_bytes
         self._seconds = kept * self._seconds + max(seconds, SECONDS_MIN)
 
-    def with_throughput(self, speed: Speed) -> Speed:
-        """Return `speed` with this throughput."""
-        if self._fetches < FETCHES_MIN:
+    def with_throughput(self, speed: Speed, now_s: float) -> Speed:
+        """Return `speed` with this throughput, if it is known."""
+        if self._fetches < FETCHES_MIN or self._is_over(now_s):
             return speed
         return replace(speed, fetch_bytes_per_s=self._bytes / self._seconds)
+
+    def _is_over(self, now_s: float) -> bool:
+        return now_s - self._last_s > FETCH_LASTS_S
 
 
 class _Sums:

@@ -193,8 +193,9 @@ class Transfer:
                 on_late(moving)
         good = 0 if late else moving.result()
         if good == len(wanted):
-            seconds = asyncio.get_running_loop().time() - began_s
-            self.throughput.fetched(num_bytes * (1 + len(self._mates)), seconds)
+            now_s = asyncio.get_running_loop().time()
+            seconds = now_s - began_s
+            self.throughput.fetched(num_bytes * (1 + len(self._mates)), seconds, now_s)
             self.fetched.add(num_bytes * (1 + len(self._mates)), seconds)
         return num_pages if good == len(wanted) else min(first + good, num_pages - 1)
 

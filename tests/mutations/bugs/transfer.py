@@ -18,6 +18,20 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/workers/transfer/test_speed_model.py",
     ),
     Planted(
+        "a step that is noticed with the one before it seems to take no time",
+        "workers/transfer/speed_model.py::StepTimeModel.stepped",
+        "if followed and",
+        "if False and",
+        "tests/unit/workers/transfer/test_speed_model.py",
+    ),
+    Planted(
+        "a store that was slow once is never tried again",
+        "workers/transfer/speed_model.py::Throughput._is_over",
+        "return $NOW - self.$LAST > $LASTS",
+        "return False",
+        "tests/unit/workers/transfer/test_speed_model.py",
+    ),
+    Planted(
         "a piece is stored before the piece ahead of it",
         "workers/transfer/staging.py::StagingRing._put_piece",
         ") if $BEFORE is not None: await $ASYNCIO.$WAIT({$BEFORE}) if",

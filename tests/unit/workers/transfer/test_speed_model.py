@@ -11,6 +11,7 @@ from tidemill.workers.messages import Speed
 from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.plan import Budget
 from tidemill.workers.transfer.speed_model import (
+    FETCH_LASTS_S,
     FETCHES_MIN,
     REFIT_STEPS,
     STEPS_MIN,
@@ -124,6 +125,17 @@ def test_short_prompts_do_not_invent_terms_of_long_ones() -> None:
     assert meter.speed.prefill_s(0, 100_000, 8192) < 3 * TRUE.prefill_s(0, 100_000, 8192)
 
 
+def test_steps_that_are_noticed_together_share_their_time() -> None:
+    """The loop is busy while two steps end, again and again: the second one seems to take no time."""
+    meter, rng = StepTimeModel(), Random(4)
+    for _ in range(400):
+        both = [rng.randrange(50, 500) for _ in range(2)]
+        seen_s = [sum(1e-3 + tokens * 1e-5 for tokens in both), 1e-5]
+        for tokens, seconds in zip(both, seen_s, strict=True):
+            meter.stepped(seconds, prompt_tokens=tokens, pairs=0, rows=0, followed=True)
+    assert meter.speed.prefill_s(0, 2000, 2000) == pytest.approx(0.021, rel=0.3)
+
+
 def test_decoding_for_long_does_not_make_it_forget_how_prompts_go() -> None:
     meter, rng = StepTimeModel(), Random(3)
     observe(meter, rng, TRUE, 300)
@@ -152,14 +164,25 @@ def test_whatever_it_sees_no_speed_is_negative(steps: list[tuple[float, int, int
 def test_throughput_is_that_of_the_last_fetches() -> None:
     store = Throughput()
     for _ in range(FETCHES_MIN):
-        assert store.with_throughput(TRUE) == TRUE
-        store.fetched(1 << 30, 0.5)
-    assert store.with_throughput(TRUE).fetch_bytes_per_s == pytest.approx(2 << 30)
-    assert store.with_throughput(TRUE).token_s == TRUE.token_s
+        assert store.with_throughput(TRUE, 1e4) == TRUE
+        store.fetched(1 << 30, 0.5, 1e4)
+    assert store.with_throughput(TRUE, 1e4).fetch_bytes_per_s == pytest.approx(2 << 30)
+    assert store.with_throughput(TRUE, 1e4).token_s == TRUE.token_s
     for _ in range(200):
-        store.fetched(1 << 20, 0.01)
-    assert store.with_throughput(Speed()).fetch_bytes_per_s == pytest.approx(100 << 20, rel=0.05)
-    store.fetched(0, 0.0)  # in no time at all
+        store.fetched(1 << 20, 0.01, 1e4)
+    assert store.with_throughput(Speed(), 1e4).fetch_bytes_per_s == pytest.approx(100 << 20, rel=0.05)
+    store.fetched(0, 0.0, 1e4)  # in no time at all
+
+
+def test_throughput_is_unknown_again_after_a_time_without_fetches() -> None:
+    store, last_s = Throughput(), 1e4
+    for _ in range(FETCHES_MIN):
+        store.fetched(1 << 20, 1.0, last_s)
+    assert store.with_throughput(Speed(), last_s + FETCH_LASTS_S).fetch_bytes_per_s == 1 << 20
+    later_s = last_s + FETCH_LASTS_S + 1
+    assert store.with_throughput(TRUE, later_s) == TRUE
+    store.fetched(1 << 30, 1.0, later_s)
+    assert store.with_throughput(TRUE, later_s) == TRUE, "the slow ones are forgotten"
 
 
 def test_queued_prompts_share_steps() -> None:
