@@ -1,15 +1,15 @@
 # pyright: basic
 # torch and safetensors have few usable types.
-"""The time of each operator in a step of a model, and the step's share of its limit, on one core.
+"""The time of each operator in a step of a model, and the step's share of its limit, on one core or more.
 
-    python -m benchmarks.engine.roofline FOLDER
+    python -m benchmarks.engine.roofline FOLDER [--threads N]
 
 Steps decode 1, 8, 32 and 128 rows after 128 tokens, and run 512 tokens of a prompt after 0, 2,048 and 7,488.
 They are recorded, as a worker runs them (decision 32); beside that is the plain step, whose operators have
-the times. Pages have the type of products, as those of a worker. All is CPU time of the thread, the
-best of several steps in turn. A step's limit is the larger of two times: its bytes (weights, of experts the
-expected share; states, keys and values) by the bandwidth of a copy or a sum, whichever is faster, and its
-operations by the peak of torch's product of matrices in the model's type.
+the times. Pages have the type of products, as those of a worker. All is CPU time of the thread, or wall
+time of several, the best of several steps in turn. A step's limit is the larger of two times: its bytes
+(weights, of experts the expected share; states, keys and values) by the bandwidth of a copy or a sum,
+whichever is faster, and its operations by the peak of torch's product of matrices in the model's type.
 """
 
 import argparse
@@ -42,16 +42,21 @@ STEPS = (
 """Steps, and the tokens before those of a prompt."""
 
 
+def now_s() -> float:
+    """Return CPU time where one thread computes, which other work changes less, or else wall time."""
+    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
 def timed(plain: Operators, spent_s: dict[str, float]) -> Operators:
     """Return the operators with clocks. `pack`, of loading, has none."""
 
     def clocked(name: str, call: Callable[..., object]) -> Callable[..., object]:
         def run(*arguments: object, **named: object) -> object:
-            start_s = time.thread_time()
+            start_s = now_s()
             try:
                 return call(*arguments, **named)
             finally:
-                spent_s[name] += time.thread_time() - start_s
+                spent_s[name] += now_s() - start_s
 
         return run
 
@@ -60,17 +65,17 @@ def timed(plain: Operators, spent_s: dict[str, float]) -> Operators:
 
 
 def matmul_flops_s(dtype: torch.dtype) -> float:
-    """Return the peak of one core, as torch reaches it."""
+    """Return the peak of the threads, as torch reaches it."""
     a, b = torch.randn(2, MATRIX, MATRIX).to(dtype)
-    return 2.0 * MATRIX**3 / best_seconds(lambda: a @ b, BUDGET_S)
+    return 2.0 * MATRIX**3 / best_seconds(lambda: a @ b, BUDGET_S, now_s)
 
 
 def bytes_s(num_bytes: int) -> float:
-    """Return the bytes that one core moves in a second."""
+    """Return the bytes that the threads move in a second."""
     source = torch.ones(num_bytes // 8)
     target = torch.empty_like(source)
-    copied = 2 * source.nbytes / best_seconds(lambda: target.copy_(source), BUDGET_S)
-    return max(copied, source.nbytes / best_seconds(source.sum, BUDGET_S))
+    copied = 2 * source.nbytes / best_seconds(lambda: target.copy_(source), BUDGET_S, now_s)
+    return max(copied, source.nbytes / best_seconds(source.sum, BUDGET_S, now_s))
 
 
 def weight_bytes(folder: Path, tokens: int) -> int:
@@ -99,11 +104,11 @@ def inputs_of(step: Step, layout: Layout, depth: int = 0) -> tuple[Inputs, Cache
 
 def step_s(model: Model, inputs: Inputs, forward: Callable[[Inputs], torch.Tensor | None]) -> float:
     """Return the time of a step, with the logits of the last token of each row."""
-    start_s = time.thread_time()
+    start_s = now_s()
     hidden_TH = forward(inputs)
     assert hidden_TH is not None, "this model is not recorded"
     model.logits(hidden_TH[inputs.cu_B1[1:].long() - 1])
-    return time.thread_time() - start_s
+    return now_s() - start_s
 
 
 def main() -> None:
@@ -112,8 +117,9 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path, help="a model folder")
     parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "tidemill")
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     spent_s: dict[str, float] = defaultdict(float)
     dtype = compute_dtype_of(options.folder)
     plain = operators("cpu", options.cache_dir, dtype)

@@ -147,6 +147,7 @@ extern "C" void gated_delta(const float* mixed, const float* gates, int64_t gate
     scratch.resize(tokens * key_heads * s.keys() + tokens * heads * 2);
     float *const keys = scratch.data(), *const scales = keys + tokens * key_heads * s.keys();
     normalise(mixed, keys, tokens, s);
+#pragma omp parallel for if (tokens * heads >= 1 << 10)
     for (int64_t i = 0; i < tokens * heads; i++) {
         const int64_t head = i % heads;
         const float* gate = gates + i / heads * gates_token + head / values * 2 * values + head % values;

@@ -76,6 +76,7 @@ extern "C" void mamba2(const float* mixed, const float* z, int64_t z_token, int6
     static thread_local std::vector<float> scratch;  // of each token and head: its decay, dt
     scratch.resize(2 * tokens * every);
     float* const scales = scratch.data();
+#pragma omp parallel for if (tokens * every >= 1 << 10)
     for (int64_t i = 0; i < tokens * every; i++) {
         const int64_t head = i % every;
         const float free = softplus(dt[i / every * dt_token + head] + dt_bias[head]);
