@@ -21,6 +21,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from tests.mutations.bugs import PLANTED
+from tests.mutations.forks import Forks
 from tests.mutations.planted import Planted
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
         interpreted = [test for test in tests if test.startswith("tests/triton")]
         for some in (interpreted, sorted({*tests} - {*interpreted})):
             together = ["-n", str(options.jobs), "--dist", "loadfile"]
-            if some and (failure := _failure(copies[0], some, None, together)):
+            if some and (failure := _failure(copies[0], some, None, together=together)):
                 print(f"{failure}\nthe tests fail without any bug: see `make test`")  # noqa: T201  the answer
                 return 1
         survivors = [bug for bug, caught in zip(chosen, _run(chosen, copies), strict=True) if not caught]
@@ -64,25 +65,31 @@ def _run(bugs: Iterable[Planted], copies: Sequence[Path]) -> list[bool]:
     for copy in copies:
         idle.put(copy)
 
+    forks = {copy: Forks(copy.with_name(f"{copy.name}-output")) for copy in copies}
+
     def caught(bug: Planted) -> bool:
         copy = idle.get()
         try:
-            return _is_caught(copy, bug)
+            return _is_caught(copy, bug, forks[copy])
         finally:
             idle.put(copy)
 
-    with ThreadPoolExecutor(len(copies)) as threads:
-        return list(threads.map(caught, bugs))
+    try:
+        with ThreadPoolExecutor(len(copies)) as threads:
+            return list(threads.map(caught, bugs))
+    finally:
+        for each in forks.values():
+            each.close()
 
 
-def _is_caught(copy: Path, planted: Planted) -> bool:
+def _is_caught(copy: Path, planted: Planted, forks: Forks) -> bool:
     path = copy / planted.path
     text = path.read_text()
     started_s = time.monotonic()
     path.write_text(planted.plant(text))
     try:
         attempts = range(1, ATTEMPTS + 1)
-        found = next((n for n in attempts if _failure(copy, planted.tests.split(), TIMEOUT_S)), None)
+        found = next((n for n in attempts if _failure(copy, planted.tests.split(), TIMEOUT_S, forks)), None)
     finally:
         path.write_text(text)
     took_s = time.monotonic() - started_s
@@ -92,21 +99,36 @@ def _is_caught(copy: Path, planted: Planted) -> bool:
 
 
 def _failure(
-    copy: Path, tests: Collection[str], timeout_s: float | None, together: Collection[str] = ()
+    copy: Path,
+    tests: Collection[str],
+    timeout_s: float | None,
+    forks: Forks | None = None,
+    together: Collection[str] = (),
 ) -> str:
     """Return the last lines of the output of tests that fail, and "" if they pass. `together` are options
-    for several processes of pytest."""
+    for several processes of pytest. Those of Triton's interpreter run in none of `forks`: it is chosen when
+    Triton is imported."""
     options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "tests.mutations.no_shrinking"]
-    command = [sys.executable, "-B", "-m", "pytest", *options, *together, *tests]
+    arguments = [*options, *together, *tests]
     paths = f"{copy}/src:{copy}"  # also for processes that the tests start
     environment = os.environ | {"SIM_RUNS": str(SIM_RUNS), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     environment["KERNEL_CACHE"] = str(copy.parent / "kernels")  # named by their sources
     if all(test.startswith("tests/triton") for test in tests):
         environment["TRITON_INTERPRET"] = "1"
+        forks = None
     try:
-        done = subprocess.run(
-            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
-        )
+        if forks is not None:
+            done = forks.pytest(arguments, copy, environment, timeout_s)
+        else:
+            done = subprocess.run(
+                [sys.executable, "-B", "-m", "pytest", *arguments],
+                cwd=copy,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+                check=False,
+            )
     except subprocess.TimeoutExpired:
         return f"no end within {timeout_s:g} s"
     crashed = done.returncode < 0 and done.returncode != -signal.SIGKILL  # the kernel's, short of memory

@@ -1,12 +1,15 @@
-"""The planted bugs fit the code; whether the tests catch them is `make mutations`."""
+"""The planted bugs fit the code, and forks run tests; whether tests catch bugs is `make mutations`."""
 
+import os
 import re
+import subprocess
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.mutations.bugs import PLANTED
+from tests.mutations.forks import Forks
 from tests.mutations.planted import Planted
 from tests.tidy.test_tidy import LAYERS
 
@@ -51,3 +54,24 @@ def test_plant_refuses_patterns_without_exactly_one_match() -> None:
             assert bug.plant(text) == "def go(a, b):\n    return 0\n"
     with pytest.raises(ValueError, match="there is no come"):
         Planted("never", "a.py::come", "a", "0", "").plant(text)
+
+
+def test_forks_run_what_pytest_would(tmp_path: Path) -> None:
+    (tmp_path / "other.py").write_text("VALUE = 1")
+    (tmp_path / "test_it.py").write_text(
+        "import time\nfrom other import VALUE\n\n"
+        "def test_value(): assert VALUE == 1\n\n"
+        "def test_hangs(): time.sleep(300)\n"
+    )
+    forks, environ = Forks(tmp_path / "output"), dict(os.environ) | {"PYTHONPATH": str(tmp_path)}
+    options = ["-q", "-p", "no:cacheprovider"]
+    try:
+        good = forks.pytest([*options, "-k", "value"], tmp_path, environ, 300)
+        assert (good.returncode, "1 passed" in good.stdout) == (0, True)
+        (tmp_path / "other.py").write_text("VALUE = 2")
+        bad = forks.pytest([*options, "-k", "value"], tmp_path, environ, None)
+        assert (bad.returncode, "assert 2 == 1" in bad.stdout) == (1, True)
+        with pytest.raises(subprocess.TimeoutExpired):
+            forks.pytest([*options, "-k", "hangs"], tmp_path, environ, 1)
+    finally:
+        forks.close()
