@@ -430,7 +430,11 @@ def test_interrupt_aborts_all_of_the_call(settings: dict[str, Any]) -> None:
             assert held.ended == len(PROMPTS)
         assert llm._built.engine.num_requests == 0  # pyright: ignore[reportPrivateUsage]
         assert tokens_of(llm.generate(PROMPTS, GREEDY)) == before
-    assert llm._built.engine.load().memory.live == 0  # pyright: ignore[reportPrivateUsage]
+
+    async def live_bytes() -> int:
+        return llm._built.engine.load().memory.live  # pyright: ignore[reportPrivateUsage]
+
+    assert asyncio.run(live_bytes()) == 0
 
 
 def test_two_threads_call_concurrently(llm: LLM) -> None:
