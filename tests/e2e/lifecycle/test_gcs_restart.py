@@ -206,7 +206,7 @@ def test_fleet_scales_and_is_mended_after_the_restart_of_gcs(cluster: Cluster) -
     for count in (3, 2):
         ended, _ = run_cli("scale", f"decode={count}", "--wait", "--url", server.url)
         assert ended.returncode == 0, ended.stderr
-        assert len(server.workers("decode")) == count
+        eventually(lambda count=count: len(server.workers("decode")) == count)  # a router may know it later
     assert cluster.ids() == before
     server.replace_workers()
     cluster.part(SUPERVISOR).kill()
