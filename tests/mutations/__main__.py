@@ -61,25 +61,24 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(bugs: Iterable[Planted], copies: Sequence[Path]) -> list[bool]:
-    idle = SimpleQueue[Path]()
-    for copy in copies:
-        idle.put(copy)
-
-    forks = {copy: Forks(copy.with_name(f"{copy.name}-output")) for copy in copies}
+    pairs = [(copy, Forks(copy.with_name(f"{copy.name}-output"))) for copy in copies]
+    idle = SimpleQueue[tuple[Path, Forks]]()
+    for pair in pairs:
+        idle.put(pair)
 
     def caught(bug: Planted) -> bool:
-        copy = idle.get()
+        copy, forks = idle.get()
         try:
-            return _is_caught(copy, bug, forks[copy])
+            return _is_caught(copy, bug, forks)
         finally:
-            idle.put(copy)
+            idle.put((copy, forks))
 
     try:
         with ThreadPoolExecutor(len(copies)) as threads:
             return list(threads.map(caught, bugs))
     finally:
-        for each in forks.values():
-            each.close()
+        for _, forks in pairs:
+            forks.close()
 
 
 def _is_caught(copy: Path, planted: Planted, forks: Forks) -> bool:

@@ -188,7 +188,7 @@ def test_prompt_steps_count_for_no_limit() -> None:
 
 
 def test_spare_checkpoint_evicts_nothing() -> None:
-    """Not even what is worth nothing more than a byte has cost so far."""
+    """A checkpoint that counts stays, even if it is worth no more than what a byte has cost so far."""
     ledger = a_ledger(8)
     others = page_keys(ROOT, [9] * P, P)
     ledger.keep_state(grow(ledger, ledger.open("other"), P, others), last=True)
