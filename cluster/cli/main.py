@@ -254,7 +254,7 @@ def _run(
     becomes. Ray's environment is set before any module imports Ray."""
     telemetry, store = telemetry_of(config.telemetry), config.store
     if detached_folder is not None:
-        _become_endpoint(detached_folder)
+        config = _become_endpoint(config, detached_folder)
     joins = config.cluster.ray_address is not None
     os.environ.update(ray_environ(joins=joins, token=secrets.token_hex(32)))
     os.environ.update(telemetry.environ())
@@ -300,16 +300,18 @@ def _run(
     return 0
 
 
-def _become_endpoint(folder: Path) -> None:
+def _become_endpoint(config: "RootConfig", folder: Path) -> "RootConfig":
     """Become the endpoint of a detached server, started by its command or by an actor of Ray, which has set
-    variables for itself. Raises UsageError."""
-    from tidemill.cluster.supervisor.processes import lock_endpoint
+    variables for itself; return the configuration with the address of its Ray. Raises UsageError."""
+    from tidemill.cluster.supervisor.processes import RAY_ADDRESS, lock_endpoint
 
     if not lock_endpoint(folder):
         raise UsageError(f"the endpoint of {folder} runs already")
     ours = ray_environ(joins=False)
     for name in [name for name in os.environ if name.startswith("RAY_") and name not in ours]:
         del os.environ[name]
+    joined = {"ray_address": (folder / RAY_ADDRESS).read_text().strip()}
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update=joined)})
 
 
 def _folders() -> list[Path]:

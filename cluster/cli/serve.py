@@ -188,14 +188,10 @@ def _shape(flag: Flag) -> dict[str, Any]:
     return {**shape, "nargs": "+"} if is_list else shape
 
 
-def _detached_config(config: RootConfig, ray_address: str, store_url: str | None, port: int) -> str:
-    """Return the text of the configuration for a server on this Ray."""
+def _detached_config(config: RootConfig, store_url: str | None, port: int) -> str:
+    """Return the text of the configuration for the endpoint, which finds the address of its Ray itself."""
     store = config.store if store_url is None else config.store.model_copy(update={"url": store_url})
-    parts = {
-        "cluster": config.cluster.model_copy(update={"ray_address": ray_address}),
-        "edge": config.edge.model_copy(update={"port": port}),
-        "store": store,
-    }
+    parts = {"edge": config.edge.model_copy(update={"port": port}), "store": store}
     return dump(config.model_copy(update=parts))
 
 

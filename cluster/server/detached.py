@@ -9,8 +9,12 @@ TMPDIR/tidemill-x7k2w9qa/     a private folder, see cluster/supervisor/private_f
 
 Ray runs by itself, as with `ray start`. The endpoint's process is a driver of this Ray. The
 supervisor, an actor there, starts it again whenever it ends.
+
+All of them are in one session: Linux may share the cores out by session (`sched_autogroup_enabled`), and a
+session of edges alone has waited for seconds beside busy workers.
 """
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -32,25 +36,25 @@ from tidemill.cluster.supervisor.private_folder import (
     remove_folder,
     writers,
 )
-from tidemill.cluster.supervisor.processes import CONFIG, LOG, end, endpoint_pid, start_endpoint
+from tidemill.cluster.supervisor.processes import CONFIG, LOG, end, endpoint_command, endpoint_pid
 from tidemill.kvstore.errors import TidemillError
 
 READY = "ready: "
 OURS = "tidemill: "
-
-CLUSTER_FILE = "ray_current_cluster"
-"""The file with the address of GCS in Ray's folder."""
 
 TEMP_PATH_LENGTH_MAX = 34
 """A private folder and Ray's sockets append up to 66 characters, and the path of a socket has at most 107."""
 
 LOOK_S = 0.1
 RAY_STARTS_MAX = 3
+NO_RAY = 75
+"""The exit status when Ray did not start: that of a temporary failure."""
+
 STOP_MARGIN_S = 15.0
 """The time to end beside that for open answers."""
 
-ConfigOf = Callable[[str, str | None, int], str]
-"""Returns the text of a configuration from the address of Ray, the URL of a private store, and the port."""
+ConfigOf = Callable[[str | None, int], str]
+"""Returns the text of a configuration from the URL of a private store, and the port."""
 
 
 class DetachError(TidemillError):
@@ -97,11 +101,15 @@ def start_detached(
         )
         for folder in filter(None, (server.root, server.store)):
             server.write(folder)
-        address = _start_ray(root, environ)
         store_url = None if store is None else f"file://{store / FILES}"
-        (root / CONFIG).write_text(config_of(address, store_url, port))
-        process = start_endpoint(root, server.cwd, environ)
-        return Started(line=_ready_line(process, root), pid=process.pid, log=root / LOG)
+        (root / CONFIG).write_text(config_of(store_url, port))
+        for _ in range(RAY_STARTS_MAX):  # a busy machine may need several attempts
+            process = _start(root, environ)
+            line = _ready_line(process, root)
+            if line is not None:
+                return Started(line=line, pid=process.pid, log=root / LOG)
+            end(writers(root), 0.0)
+        raise DetachError(f"Ray does not start: {_last_line(root)}")
 
 
 def stop_detached(server: DetachedServer) -> None:
@@ -122,39 +130,36 @@ def remove_detached(server: DetachedServer) -> None:
         remove_folder(Path(folder))
 
 
-def _start_ray(root: Path, environ: Mapping[str, str]) -> str:
-    """Start Ray's processes, which nothing but a signal ends; return the address of GCS."""
-    files = root / FILES
-    command = [
+def _start(root: Path, environ: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    """Start a process that starts Ray, which nothing but a signal ends, and then becomes the endpoint."""
+    ray = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--port=0"),
-        *("--node-ip-address=127.0.0.1", "--include-dashboard=false", f"--temp-dir={files}"),
+        *("--node-ip-address=127.0.0.1", "--include-dashboard=false", f"--temp-dir={root / FILES}"),
         *(f"--object-store-memory={OBJECT_STORE_BYTES}", "--min-worker-port=0", "--max-worker-port=0"),
     ]
-    for _ in range(RAY_STARTS_MAX):  # a busy machine may need several attempts
-        with (root / LOG).open("ab") as log:
-            ended = subprocess.run(  # noqa: S603 - our own program
-                command,
-                env=dict(environ),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                check=False,
-            )
-        if ended.returncode == 0:
-            return (files / CLUSTER_FILE).read_text().strip()
-        end(writers(root), 0.0)
-    raise DetachError(f"Ray does not start: {_last_line(root)}")
+    script = f"{shlex.join(ray)} || exit {NO_RAY}; exec {shlex.join(endpoint_command(root))}"
+    with (root / LOG).open("ab") as log:
+        return subprocess.Popen(  # noqa: S603 - our own program
+            ["/bin/sh", "-c", script],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environ,
+            start_new_session=True,
+        )
 
 
-def _ready_line(process: "subprocess.Popen[bytes]", root: Path) -> str:
-    """Wait until the endpoint serves. Raises DetachError with its own line when it ends."""
+def _ready_line(process: "subprocess.Popen[bytes]", root: Path) -> str | None:
+    """Wait until the endpoint serves; return None if Ray does not start. Raises DetachError with the line of
+    an endpoint that ends."""
     while True:
         has_ended = process.poll() is not None
         lines = (root / LOG).read_text(errors="replace").splitlines()
         for line in lines:
             if line.startswith(READY):
                 return line
+        if process.returncode == NO_RAY:
+            return None
         if has_ended:
             refusals = [line.removeprefix(OURS) for line in lines if line.startswith(OURS)]
             raise DetachError(refusals[-1] if refusals else f"the server ended: {_last_line(root)}")

@@ -177,7 +177,7 @@ class Frontends:
             *("--inherited", ",".join(map(str, (http, link, *grpc)))),
             pass_fds=(http, link, *grpc),
             stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,  # a terminal's Ctrl-C is for the server, which ends them
+            preexec_fn=os.setpgrp,  # Ctrl-C is for the server, which ends them; no session: see detached.py
         )
         for end in theirs:
             end.close()

@@ -159,7 +159,7 @@ class SupervisedProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 text=True,
-                start_new_session=True,  # Ctrl-C goes to the server only, which ends this process last
+                process_group=0,  # Ctrl-C goes to the server only, which ends this process last
             )
             return self._process
 

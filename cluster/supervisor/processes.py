@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -18,8 +18,9 @@ KILL_S_MAX = 3.0
 
 CONFIG = "config.yaml"
 LOG = "files/server.log"
+RAY_ADDRESS = "files/ray_current_cluster"
 ENDPOINT_LOCK = "endpoint.lock"
-"""Files in the folder of a detached server."""
+"""Files in the folder of a detached server. Ray writes its address there itself."""
 
 
 def children() -> list[psutil.Process]:
@@ -60,19 +61,22 @@ def end(processes: list[psutil.Process], grace_s: float) -> None:
     psutil.wait_procs(doomed, timeout=KILL_S_MAX)
 
 
-def start_endpoint(root: Path, cwd: str, environ: Mapping[str, str] | None) -> "subprocess.Popen[bytes]":
-    """Start the process of the endpoint of the detached server in the folder `root`, in a session of its
-    own. Without `environ` it inherits that of this process."""
-    command = [sys.executable, "-m", "tidemill", "serve", "--config", str(root / CONFIG)]
+def endpoint_command(root: Path) -> list[str]:
+    """Return the command of the endpoint of the detached server in the folder `root`."""
+    config = str(root / CONFIG)
+    return [sys.executable, "-m", "tidemill", "serve", "--config", config, "--detached-folder", str(root)]
+
+
+def start_endpoint(root: Path, cwd: str) -> "subprocess.Popen[bytes]":
+    """Start the process of the endpoint of the detached server in the folder `root`."""
     with (root / LOG).open("ab") as log:
         return subprocess.Popen(  # noqa: S603 - our own program
-            [*command, "--detached-folder", str(root)],
+            endpoint_command(root),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             cwd=cwd,
-            env=environ,
-            start_new_session=True,
+            process_group=0,
         )
 
 

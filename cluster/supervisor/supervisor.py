@@ -333,7 +333,7 @@ class Supervisor:
             if endpoint_pid(root) is None:
                 await asyncio.sleep(backoff.begin("endpoint", asyncio.get_running_loop().time()))
                 log.warning("the endpoint has ended and is started again")
-                process = start_endpoint(root, server.cwd, None)
+                process = start_endpoint(root, server.cwd)
                 await asyncio.to_thread(process.wait)
             await asyncio.sleep(LOOK_S)
 

@@ -3,9 +3,10 @@
     closed     Every call goes to the store. A late or UNREACHABLE outcome opens the breaker.
     open       Every call fails immediately. One probe at a time asks the store again.
 
-A late call that uses memory of the caller is not abandoned: it returns when the store has ended it.
-A caller that cannot wait for that waits `patience_s`, and does not reuse the memory until the call
-returns.
+No probe begins while a transfer from before still runs: a store that does not end transfers would not end the
+next ones either, although it answers probes. A late call that uses memory of the caller is not abandoned: it
+returns when the store has ended it. A caller that cannot wait for that waits `patience_s`, which is 0 while
+the breaker is open, and does not reuse the memory until the call returns.
 """
 
 import asyncio
@@ -50,10 +51,9 @@ class Breaker:
     is_open: bool = False
     _wait_s: float = PROBE_S_MIN
 
-    def fail(self, trips: int) -> bool:
-        """Record the failure of a call; return whether it opens the breaker. `trips` is the count when the
-        call began: failures from before the last trip are ignored."""
-        if self.is_open or trips != self.trips:
+    def fail(self) -> bool:
+        """Record the failure of a call; return whether it opens the breaker."""
+        if self.is_open:
             return False
         self.is_open = True
         self.trips += 1
@@ -105,6 +105,7 @@ class GuardedStore:
         self._probing: asyncio.Task[None] | None = None
         self._closed = False
         self._moving_bytes = 0  # of running calls
+        self._transfers: set[asyncio.Future[None]] = set()  # that run
         self._last_moved_s = -math.inf
         self._refused_puts = Counter[Put]()
         self._refused_gets = Counter[Got]()
@@ -141,7 +142,7 @@ class GuardedStore:
         self._store.register(memory)
 
     def patience_s(self, num_bytes: int) -> float:
-        return self._timeout_s + self._rate.patience_s(num_bytes)
+        return 0.0 if self._breaker.is_open else self._due_s(num_bytes)
 
     def stats(self) -> StoreStats:
         stats = self._store.stats()
@@ -169,7 +170,12 @@ class GuardedStore:
         probe_choices = sizes if moved is Got.HIT else []
         with self._deadline(sum(num_bytes for num_bytes, _ in sizes), probe_choices) as fail:
             started = asyncio.get_running_loop().time()
-            outcomes = await call(objects)
+            self._transfers.add(ended := asyncio.get_running_loop().create_future())
+            try:
+                outcomes = await call(objects)
+            finally:
+                self._transfers.discard(ended)
+                ended.set_result(None)
             if lost in outcomes:
                 fail()
         done = [size for size, outcome in zip(sizes, outcomes, strict=True) if outcome is moved]
@@ -198,28 +204,27 @@ class GuardedStore:
     def _deadline(self, num_bytes: int, probe_choices: Sizes = ()) -> Generator[Callable[[], None]]:
         """Open the breaker when the body is late, or calls the yielded function. Probes then get the smallest
         object of `probe_choices`."""
-        trips = self._breaker.trips
 
         def fail() -> None:
-            self._fail(trips, probe_choices)
+            self._fail(probe_choices)
 
         self._moving_bytes += num_bytes
-        alarm = Alarm(self.patience_s(self._moving_bytes), fail)  # concurrent calls share the link
+        alarm = Alarm(self._due_s(self._moving_bytes), fail)  # concurrent calls share the link
         try:
             yield fail
         finally:
             self._moving_bytes -= num_bytes
             alarm.cancel()
 
-    def _fail(self, trips: int, probe_choices: Sizes) -> None:
-        if not self._breaker.fail(trips):
+    def _fail(self, probe_choices: Sizes) -> None:
+        if not self._breaker.fail():
             return
         self._probed = min(probe_choices, key=itemgetter(0), default=self._probed)
         for opened in self._waiters:
             if not opened.done():
                 opened.set_result(None)
         if not self._closed:
-            self._probing = asyncio.create_task(self._probe(), name=PROBE)
+            self._probing = asyncio.create_task(self._probe(self._transfers.copy()), name=PROBE)
 
     def _record_moved(self, sizes: Sizes, started: float) -> None:
         """Record a transfer, in time or late: on a permanently slow link the rate must adapt.
@@ -230,13 +235,14 @@ class GuardedStore:
         now_s = asyncio.get_running_loop().time()
         if num_bytes := sum(size for size, _ in sizes):
             self._probed = min(sizes, key=itemgetter(0))
-            if now_s - started <= self.patience_s(num_bytes):
+            if now_s - started <= self._due_s(num_bytes):
                 self._breaker.reset_wait()
             self._rate.add(num_bytes, now_s - max(started, self._last_moved_s))
             self._last_moved_s = now_s
 
-    async def _probe(self) -> None:
-        """Get an object until the store answers in time, and then close the breaker.
+    async def _probe(self, held: set[asyncio.Future[None]]) -> None:
+        """Get an object until the store answers in time, and then close the breaker. Wait for the `held`
+        transfers before.
 
         It gets bytes of a stored object because metadata may be answered without the memory owner.
         A probe without an answer keeps the breaker open, and no other probe starts.
@@ -244,10 +250,16 @@ class GuardedStore:
         loop = asyncio.get_running_loop()
         while self._breaker.is_open:
             await asyncio.sleep(self._breaker.next_wait_s())
+            if held:
+                await asyncio.wait(held)
             started, (num_bytes, key) = loop.time(), self._probed
             [got] = await self._store.get([(key, memoryview(bytearray(num_bytes)))])
-            if got is not Got.UNREACHABLE and loop.time() - started <= self.patience_s(num_bytes):
+            if got is not Got.UNREACHABLE and loop.time() - started <= self._due_s(num_bytes):
                 self._breaker.close()
+
+    def _due_s(self, num_bytes: int) -> float:
+        """Return the time after which a transfer is late, in seconds."""
+        return self._timeout_s + self._rate.patience_s(num_bytes)
 
 
 class Alarm:

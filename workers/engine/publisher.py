@@ -75,7 +75,7 @@ class Publisher:
         publication = sequence.delivery.publication
         if publication.task is not None:
             missing = max(0, num_pages - publication.there_pages)
-            await asyncio.wait({publication.task}, timeout=self._transfer.patience_s(missing))
+            await self._transfer.wait_published(publication.task, missing)
         return publication.task is None and publication.complete and publication.there_pages >= num_pages
 
     def publish_grids(self) -> None:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
 from tidemill.kvstore.layout import Layout, PageId, StateId, WindowId
@@ -22,6 +22,10 @@ from tidemill.workers.transfer.speed_model import Throughput
 
 IN_FLIGHT_BYTES_MAX = 256 << 20
 """The limit of bytes in flight on one rank, for fetching and for publishing each: enough to fill any link."""
+
+
+LOOK_S = 0.05
+"""The interval in which a caller that waits for a transfer looks whether the store is still up."""
 
 
 class Moved(NamedTuple):
@@ -185,7 +189,7 @@ class Transfer:
         moving.add_done_callback(lambda _: self._fetching.give_back(num_bytes))
         late = False
         try:
-            await asyncio.wait({moving}, timeout=patience_s)
+            await self._within(lambda: self._patience_s(num_bytes), moving)
         finally:
             if not moving.done():
                 late = True
@@ -263,9 +267,23 @@ class Transfer:
 
     def patience_s(self, num_pages: int) -> float | None:
         """Return the patience for publishing these pages and a checkpoint after all earlier publications, in
-        seconds; None without a limit."""
+        seconds; 0 while the store is down, None without a limit."""
         num_bytes = num_pages * self._sizes[Kind.PAGE] + self._layout.checkpoint_bytes
         return self._patience_s(num_bytes + self._publishing.wanted_bytes)
+
+    async def wait_published(self, publishing: asyncio.Future[Any], num_pages: int) -> None:
+        """Wait for a publication of these pages and a checkpoint, at most for the patience, and for no store
+        that is down."""
+        await self._within(lambda: self.patience_s(num_pages), publishing)
+
+    async def _within(self, patience_s: Callable[[], float | None], moving: asyncio.Future[Any]) -> None:
+        """Wait for `moving`, at most for the patience of now. It falls to 0 when the store goes down."""
+        limit_s, now_s = patience_s(), asyncio.get_running_loop().time
+        until_s = math.inf if limit_s is None else now_s() + max(LOOK_S, limit_s)
+        while not moving.done() and now_s() < until_s:
+            await asyncio.wait({moving}, timeout=min(LOOK_S, until_s - now_s()))
+            if patience_s() == 0:
+                return
 
     def _patience_s(self, num_bytes: int) -> float | None:
         """Return the patience for a transfer in which all ranks move their parts together."""

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.e2e.lifecycle.test_detached import Detached
-from tests.support.e2e.server import command_of, eventually
+from tests.support.e2e.server import command_of, eventually, sessions_of
 from tests.support.e2e.streams import Stream, client_of
 from tidemill.cluster.supervisor.processes import endpoint_pid
 
@@ -68,6 +68,8 @@ async def kill_endpoint_under(
 def test_edges_of_a_killed_endpoint_complete_their_answers_and_end(detached: Detached) -> None:
     before = edges(detached)
     assert len(before) == EDGES
+    sessions = sessions_of(detached.processes())
+    assert len(sessions) == 1
     kept = [Stream(body(seed, max_tokens=600)) for seed in range(2 * EDGES)]
     asyncio.run(kill_endpoint_under(detached, kept))
     eventually(detached.serves)
@@ -80,6 +82,7 @@ def test_edges_of_a_killed_endpoint_complete_their_answers_and_end(detached: Det
         return streams
 
     assert [stream.outcome for stream in asyncio.run(again())] == [stream.outcome for stream in kept]
+    assert sessions_of(detached.processes()) == sessions
     assert detached.run("down")[0] == 0
     eventually(detached.nothing_is_left)
 

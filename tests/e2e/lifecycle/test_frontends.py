@@ -13,7 +13,14 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.e2e.server import EVENTUALLY_S_MAX, NO_TLS, Server, command_of, eventually
+from tests.support.e2e.server import (
+    EVENTUALLY_S_MAX,
+    NO_TLS,
+    Server,
+    command_of,
+    eventually,
+    sessions_of,
+)
 from tests.support.e2e.streams import Stream, client_of
 from tidemill.cluster.metrics import specs
 from tidemill.cluster.metrics.scrape import scraped
@@ -76,6 +83,11 @@ async def connected_to(server: Server, wanted: set[int]) -> httpx.AsyncClient:
         if (await opened.get("/cluster")).json()["frontend"]["pid"] in wanted:
             return opened
         await opened.aclose()
+
+
+def test_edges_share_the_cores_with_workers_and_get_no_ctrl_c(server: Server) -> None:
+    assert sessions_of(server.processes()) == {os.getsid(server.pid)}
+    assert {os.getpgid(edge) for edge in edges(server)}.isdisjoint({os.getpgid(server.pid)})
 
 
 def test_killed_edge_breaks_its_own_streams_and_returns(server: Server) -> None:

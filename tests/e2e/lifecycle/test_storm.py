@@ -6,6 +6,7 @@ replays one. It prints the pauses of streams by what was killed.
 """
 
 import asyncio
+import gc
 import json
 import os
 import socket
@@ -283,11 +284,13 @@ async def calm_calls(server: Server, asked: Sequence[Ask]) -> list[Call]:
 
 async def under(load: Load, work: Callable[[], None]) -> None:
     running = asyncio.create_task(load.run())
+    gc.disable()  # a collection of all chunks stops this client for seconds, which looks like a pause
     try:
         await asyncio.to_thread(work)
     finally:
         load.is_done = True
         await running
+        gc.enable()
 
 
 @pytest.mark.parametrize("roles", [("prefill", "decode"), ("mixed",)], ids="-".join)

@@ -363,4 +363,18 @@ BUGS: tuple[Planted, ...] = (
         "$ENDS",
         "tests/unit/cluster/supervisor/test_mooncake_service.py",
     ),
+    Planted(
+        "processes of a store wait for a core beside busy workers",
+        "cluster/supervisor/mooncake_service.py::SupervisedProcess._start",
+        "process_group=0",
+        "start_new_session=True",
+        "tests/unit/cluster/supervisor/test_mooncake_service.py",
+    ),
+    Planted(
+        "Ctrl-C at a terminal ends the store before the server",
+        "cluster/supervisor/mooncake_service.py::SupervisedProcess._start",
+        "process_group=0",
+        "process_group=-1",
+        "tests/unit/cluster/supervisor/test_mooncake_service.py",
+    ),
 )

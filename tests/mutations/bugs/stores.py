@@ -67,6 +67,20 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/kvstore/stores/test_circuit_breaker.py",
     ),
     Planted(
+        "a store that holds transfers gets the next ones, because it answers probes",
+        "kvstore/stores/circuit_breaker.py::GuardedStore._probe",
+        "await asyncio.wait($HELD)",
+        "pass",
+        "tests/unit/kvstore/stores/test_circuit_breaker.py",
+    ),
+    Planted(
+        "a prompt waits for a store that is known to be down",
+        "workers/transfer/transfer.py::Transfer._within",
+        "if $PATIENCE_S() == 0: return",
+        "$PATIENCE_S()",
+        "tests/unit/workers/transfer/test_transfer.py",
+    ),
+    Planted(
         "a large batch of files returns in another order",
         "kvstore/stores/page_store.py::shares_of",
         "return [slice($START, $END) for $START, $END in $PAIRWISE($CUTS)]",

@@ -64,6 +64,16 @@ def listening_of(processes: Sequence[psutil.Process]) -> list[str]:
     return found
 
 
+def sessions_of(processes: Sequence[psutil.Process]) -> set[int]:
+    """Return the sessions of a server's processes, but for that of the reaper, which outlives the others."""
+    found: set[int] = set()
+    for process in processes:
+        with suppress(ProcessLookupError):  # it ends meanwhile
+            if "supervisor.reaper" not in command_of(process):
+                found.add(os.getsid(process.pid))
+    return found
+
+
 class Server:
     """A server that answers. `url` is its root."""
 

@@ -83,6 +83,8 @@ def test_process_restarts_after_crash_until_it_is_stopped(
     for _ in range(2):
         os.kill(pids[-1], signal.SIGKILL)
         pids.append(incarnations.next_pid())
+    assert os.getsid(pids[-1]) == os.getsid(0)
+    assert os.getpgid(pids[-1]) != os.getpgid(0)
     process.stop()
     assert incarnations.has_ended()
     assert len(set(pids)) == 3

@@ -30,7 +30,7 @@ from tidemill.kvstore.stores.file_store import FileStore
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.page_store import Got, PageStore, Put
 from tidemill.workers.transfer.arena_io import DirectIO
-from tidemill.workers.transfer.transfer import Mate, Moved, Quota, RankTransfer, Transfer
+from tidemill.workers.transfer.transfer import LOOK_S, Mate, Moved, Quota, RankTransfer, Transfer
 
 P = 2
 NUM_PAGES = 5
@@ -324,10 +324,10 @@ class Stalled(MemoryStore):
     def __init__(self, let: asyncio.Event, patience_s: float) -> None:
         super().__init__(STORE_BYTES)
         self.let = let
-        self._patience_s = patience_s
+        self.patience_now_s = patience_s
 
     def patience_s(self, num_bytes: int) -> float:  # noqa: ARG002
-        return self._patience_s
+        return self.patience_now_s
 
     async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
         await self.let.wait()
@@ -423,6 +423,29 @@ def test_fetch_ends_when_it_is_not_worth_waiting_for_any_more() -> None:
         await moving
         assert await one.restore() == 0, "in time: what the store does not have is a miss"
         assert len(one.late) == 1
+
+    simulate(0, main())
+
+
+@pytest.mark.parametrize("patience_s", [3.0, 30.0])
+def test_fetch_and_publication_end_when_the_store_goes_down(patience_s: float) -> None:
+    async def main() -> None:
+        one, slow = _with_a_slow_mate(patience_s)
+        store = one.transfer.store
+        assert isinstance(store, Stalled)
+        began_s = asyncio.get_running_loop().time()
+        fetching = asyncio.ensure_future(one.restore())
+        publishing = asyncio.ensure_future(slow.let.wait())
+        published = asyncio.ensure_future(one.transfer.wait_published(publishing, 1))
+        await asyncio.sleep(1.0)
+        assert not fetching.done()
+        assert not published.done()
+        store.patience_now_s = 0.0
+        assert await fetching == 0
+        await published
+        assert asyncio.get_running_loop().time() - began_s < 1.0 + 2 * LOOK_S
+        slow.let.set()
+        await asyncio.gather(publishing, *one.late)
 
     simulate(0, main())
 
