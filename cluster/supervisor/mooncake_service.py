@@ -43,7 +43,8 @@ POLL_S = 0.02
 PLAN = "store.json"
 """The file with the plan of a detached server's store, in its folder."""
 
-MASTER_OPTIONS = ("--enable_metric_reporting=false", "--logtostderr", "--minloglevel=2")
+MASTER_OPTIONS = ("--enable_metric_reporting=false", "--logtostderr", "--minloglevel=2", "--client_ttl=4")
+"""The memory of an owner that has died is offered for 4 s more, not for 10: puts that pick it hang."""
 
 log = logging.getLogger(__name__)
 
