@@ -81,7 +81,7 @@ def bodies(count: int, seed: int) -> list[dict[str, Any]]:
         {
             "model": "keeper",
             "prompt": [rng.randrange(5, 800) for _ in range(200)],
-            "max_tokens": 300,
+            "max_tokens": 900,
             "temperature": 0,
             "ignore_eos": True,
         }
