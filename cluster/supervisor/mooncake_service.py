@@ -44,7 +44,7 @@ PLAN = "store.json"
 """The file with the plan of a detached server's store, in its folder."""
 
 MASTER_OPTIONS = ("--enable_metric_reporting=false", "--logtostderr", "--minloglevel=2", "--client_ttl=4")
-"""The memory of an owner that has died is offered for 4 s more, not for 10: puts that pick it hang."""
+"""The memory of an owner that was lost is offered for 4 s more, not for 10: puts that pick it hang."""
 
 log = logging.getLogger(__name__)
 

@@ -70,7 +70,7 @@ class Breaker:
         self.is_open = False
 
     def reset_wait(self) -> None:
-        """Reset the waits after a transfer in time."""
+        """Reset the waits after a transfer, unless it is late: those end before the breaker closes."""
         if not self.is_open:
             self._wait_s = PROBE_S_MIN
 
@@ -235,8 +235,7 @@ class GuardedStore:
         now_s = asyncio.get_running_loop().time()
         if num_bytes := sum(size for size, _ in sizes):
             self._probed = min(sizes, key=itemgetter(0))
-            if now_s - started <= self._due_s(num_bytes):
-                self._breaker.reset_wait()
+            self._breaker.reset_wait()
             self._rate.add(num_bytes, now_s - max(started, self._last_moved_s))
             self._last_moved_s = now_s
 

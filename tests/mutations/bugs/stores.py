@@ -61,9 +61,9 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "a late transfer shortens the breaker's pauses",
-        "kvstore/stores/circuit_breaker.py::GuardedStore._record_moved",
-        "if $NOW_S - $STARTED <= self.$PATIENCE_S($NUM_BYTES):",
-        "if $NOW_S >= $STARTED:",
+        "kvstore/stores/circuit_breaker.py::Breaker.reset_wait",
+        "if not self.$IS_OPEN:",
+        "if True:",
         "tests/unit/kvstore/stores/test_circuit_breaker.py",
     ),
     Planted(
