@@ -14,7 +14,7 @@ from rich.console import Console
 from tests.support.e2e.fake_engine import worker
 from tests.support.e2e.faults import run
 from tests.support.e2e.history import Ask, Call, broken
-from tests.support.e2e.server import EVENTUALLY_S_MAX, Server, command_of
+from tests.support.e2e.server import Server, command_of, eventually, runs
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings
 from tidemill.cluster.supervisor.launch import Cluster, start_cluster
 from tidemill.workers.sources.names import bundled
@@ -52,8 +52,7 @@ def cluster(fleet: FleetSettings) -> Generator[Cluster]:
         yield cluster
     finally:
         cluster.stop()
-    _, alive = psutil.wait_procs(started, timeout=EVENTUALLY_S_MAX)
-    assert not alive, "stop leaves no process behind"
+    eventually(lambda: not any(map(runs, started)))
     later = set(psutil.Process().children()) - before
     lines = filter(None, map(command_of, later))
     assert not [line for line in lines if not any(name in line for name in OF_OTHER_TESTS)]
