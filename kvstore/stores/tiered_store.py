@@ -147,7 +147,7 @@ class TieredStore:
 
     def patience_s(self, num_bytes: int) -> float:
         limits_s = [tier.store.patience_s(num_bytes) for tier in self._tiers]
-        return sum(limit_s for limit_s in limits_s if limit_s < math.inf) or math.inf
+        return sum(limit_s for limit_s in limits_s if limit_s < math.inf) or max(limits_s)
 
     def stats(self) -> StoreStats:
         stats = [tier.store.stats() for tier in self._tiers]

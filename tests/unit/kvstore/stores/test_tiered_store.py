@@ -275,6 +275,20 @@ def test_tiered_store_patience_is_the_sum_of_its_tiers() -> None:
     run(scenario())
 
 
+def test_tiered_store_has_no_patience_when_all_tiers_are_down() -> None:
+    async def scenario() -> None:
+        down = [GuardedStore(Scripted(Fault(0, 100, 0)), 0.25) for _ in range(2)]
+        assert TieredStore([Tier(guard) for guard in down]).patience_s(0) > 0
+        for guard in down:
+            await fetch(guard, 1)
+        assert TieredStore([Tier(guard) for guard in down]).patience_s(0) == 0
+        assert TieredStore([Tier(memory()), *map(Tier, down)]).patience_s(0) == float("inf")
+        for guard in down:
+            await guard.close()
+
+    simulate(0, scenario())
+
+
 def test_tiered_store_copies_large_hits_on_a_thread() -> None:
     content = Random(1).randbytes(3 << 20)
     view = memoryview(bytearray(len(content)))
