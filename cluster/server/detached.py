@@ -14,6 +14,7 @@ All of them are in one session: Linux may share the cores out by session (`sched
 session of edges alone has waited for seconds beside busy workers.
 """
 
+import os
 import shlex
 import signal
 import subprocess
@@ -47,8 +48,8 @@ TEMP_PATH_LENGTH_MAX = 34
 
 LOOK_S = 0.1
 RAY_STARTS_MAX = 3
-NO_RAY = 75
-"""The exit status when Ray did not start: that of a temporary failure."""
+NO_RAY = os.EX_UNAVAILABLE
+"""The exit status when Ray did not start. The endpoint itself never ends with it."""
 
 STOP_MARGIN_S = 15.0
 """The time to end beside that for open answers."""
