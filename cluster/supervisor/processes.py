@@ -50,7 +50,7 @@ def with_descendants(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 def end(processes: list[psutil.Process], grace_s: float) -> None:
     """Wait `grace_s` for the processes to end, then kill them and their descendants and wait again."""
-    _, running = psutil.wait_procs(processes, timeout=grace_s)
+    running = _still_running(processes, grace_s)
     for process in running:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.suspend()  # so that it starts no more processes
@@ -58,7 +58,14 @@ def end(processes: list[psutil.Process], grace_s: float) -> None:
     for process in doomed:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(doomed, timeout=KILL_S_MAX)
+    _still_running(doomed, KILL_S_MAX)
+
+
+def _still_running(processes: list[psutil.Process], wait_s: float) -> list[psutil.Process]:
+    """Wait for the processes to end, and return those that run after `wait_s`."""
+    while True:
+        with contextlib.suppress(FileNotFoundError):  # psutil opened a process in the moment of its end
+            return psutil.wait_procs(processes, timeout=wait_s)[1]
 
 
 def endpoint_command(root: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""The end of a child is seen in each of its states."""
+"""The end of a child is seen in each of its states, and ends are waited for."""
 
 import os
 import resource
@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 
-from tidemill.cluster.supervisor.processes import has_ended
+from tidemill.cluster.supervisor.processes import end, has_ended
 
 
 def test_end_of_a_child_is_seen_before_and_after_its_status_is_read() -> None:
@@ -37,3 +38,20 @@ def test_end_of_a_child_is_seen_without_file_descriptors() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     child.wait()
+
+
+def test_processes_are_ended_although_one_ends_while_psutil_opens_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux then answers pidfd_open with ENOENT, which psutil 7.2 does not expect."""
+    errors, really = [FileNotFoundError()], os.pidfd_open
+
+    def pidfd_open(pid: int, flags: int = 0) -> int:
+        if errors:
+            raise errors.pop()
+        return really(pid, flags)
+
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        psutil.wait_procs([psutil.Process(child.pid)], timeout=0.0)  # it tries pidfd_open once
+        monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+        end([psutil.Process(child.pid)], 0.1)
+        assert not errors
+        assert not psutil.pid_exists(child.pid)
