@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -169,8 +170,9 @@ class GuardedStore:
         sizes = [(view.nbytes, key) for key, view in objects]
         probe_choices = sizes if moved is Got.HIT else []
         with self._deadline(sum(num_bytes for num_bytes, _ in sizes), probe_choices) as fail:
-            started = asyncio.get_running_loop().time()
-            self._transfers.add(ended := asyncio.get_running_loop().create_future())
+            loop = asyncio.get_running_loop()
+            started = loop.time()
+            self._transfers.add(ended := loop.create_future())
             try:
                 outcomes = await call(objects)
             finally:
@@ -204,10 +206,7 @@ class GuardedStore:
     def _deadline(self, num_bytes: int, probe_choices: Sizes = ()) -> Generator[Callable[[], None]]:
         """Open the breaker when the body is late, or calls the yielded function. Probes then get the smallest
         object of `probe_choices`."""
-
-        def fail() -> None:
-            self._fail(probe_choices)
-
+        fail = partial(self._fail, probe_choices)
         self._moving_bytes += num_bytes
         alarm = Alarm(self._due_s(self._moving_bytes), fail)  # concurrent calls share the link
         try:

@@ -23,7 +23,6 @@ from tidemill.workers.transfer.speed_model import Throughput
 IN_FLIGHT_BYTES_MAX = 256 << 20
 """The limit of bytes in flight on one rank, for fetching and for publishing each: enough to fill any link."""
 
-
 LOOK_S = 0.05
 """The interval in which a caller that waits for a transfer looks whether the store is still up."""
 
@@ -272,12 +271,13 @@ class Transfer:
         return self._patience_s(num_bytes + self._publishing.wanted_bytes)
 
     async def wait_published(self, publishing: asyncio.Future[Any], num_pages: int) -> None:
-        """Wait for a publication of these pages and a checkpoint, at most for the patience, and for no store
-        that is down."""
+        """Wait for a publication of these pages and a checkpoint, at most for the patience, and no longer
+        than the store is up."""
         await self._within(lambda: self.patience_s(num_pages), publishing)
 
     async def _within(self, patience_s: Callable[[], float | None], moving: asyncio.Future[Any]) -> None:
-        """Wait for `moving`, at most for the patience of now. It falls to 0 when the store goes down."""
+        """Wait for `moving`, at most for the patience at the start, or until the patience is 0, because the
+        store is down."""
         limit_s, now_s = patience_s(), asyncio.get_running_loop().time
         until_s = math.inf if limit_s is None else now_s() + max(LOOK_S, limit_s)
         while not moving.done() and now_s() < until_s:
