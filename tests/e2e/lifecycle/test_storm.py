@@ -1,8 +1,9 @@
 """Random kills under 16 streams, with two of each process: nothing is lost, nothing hangs, nothing is left.
 
 `make storm` kills 200 times, half of them beside prefill and decode workers and half beside mixed ones, and
-always the next process when the last one is back. `STORM_KILLS=20 make storm` is shorter, and `STORM_SEED`
-replays one. It prints the pauses of streams by what was killed.
+always the next process when the last one is back. `STORM_KILLS=20 make storm` is shorter, `STORM_SEED`
+replays one, and `STORM_KINDS=decode,mooncake_master` kills these alone. It prints the pauses of streams by
+what was killed.
 """
 
 import asyncio
@@ -42,6 +43,7 @@ from tidemill.cluster.supervisor.private_folder import writers
 
 KILLS = int(os.environ.get("STORM_KILLS", "0"))
 SEED = int(os.environ.get("STORM_SEED", "0"))
+KINDS = tuple(filter(None, os.environ.get("STORM_KINDS", "").split(",")))
 WIDTH = 16
 PAUSE_S_GOAL = 2.0
 SLOW_S = 30.0
@@ -89,7 +91,7 @@ class Storm:
 
     def run(self) -> None:
         for number in range(KILLS // 2):
-            kind = self.rng.choice((*self.roles, *PARTS))
+            kind = self.rng.choice(KINDS or (*self.roles, *PARTS))
             self._kill(kind)
             killed = self.kills[-1]
             eventually(lambda killed=killed: self._is_back(killed))
