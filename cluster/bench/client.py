@@ -156,6 +156,7 @@ class LoadClient:
         """Add the times of the chunks with tokens, and return the usage. Raises StreamFailed, HTTPError."""
         usage: dict[str, Any] = {}
         is_whole = False
+        end_s = 0.0
         async with self.http.stream("POST", self.endpoint, json=self.body(item)) as response:
             if response.is_error:
                 text = (await response.aread()).decode(errors="replace")
@@ -171,10 +172,13 @@ class LoadClient:
                 choices: list[dict[str, Any]] = chunk.get("choices") or []
                 if any(map(_has_token, choices)):
                     times_s.append(self.clock_s())
-                is_whole |= any(choice.get("finish_reason") for choice in choices)
+                if any(choice.get("finish_reason") for choice in choices):
+                    is_whole, end_s = True, self.clock_s()
                 usage = chunk.get("usage") or usage
         if not is_whole:
             raise StreamFailed("the stream ended before its answer")
+        if end_s and not times_s and usage.get("completion_tokens"):  # half a character has no text
+            times_s.append(end_s)
         return usage
 
     def body(self, item: Item) -> dict[str, object]:

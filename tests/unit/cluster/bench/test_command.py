@@ -235,6 +235,22 @@ def test_requests_that_fail_are_counted_and_the_others_measured(error: str) -> N
     assert (figures["completed"], figures["failed"], figures["total_output_tokens"]) == (2, 1, 4)
 
 
+def test_token_without_text_has_the_time_of_the_last_chunk() -> None:
+    """The first bytes of a character alone make no text."""
+    end = 'data: {"choices": [{"text": "", "finish_reason": "length"}]}\n\n'
+    usage = 'data: {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": %d}}\n\n'
+
+    async def run() -> BenchRun:
+        async with stub(scripted(end + usage % 1, end + usage % 0)) as url:
+            words = ("--model", "any", "--vocab-size", "99", "--num-prompts", "2", "--max-concurrency", "1")
+            return await measured(url, *words)
+
+    one, none = asyncio.run(run()).results
+    assert (one.error, one.output_tokens, one.ttft_s) == ("", 1, one.e2e_s)
+    assert one.ttft_s > 0
+    assert none.error == "the stream had no tokens"
+
+
 def test_server_that_dies_midway(capsys: pytest.CaptureFixture[str]) -> None:
     """The rest of the requests fail, the first ones are reported, and the command returns 1."""
     url, answered = "", Counter[str]()
