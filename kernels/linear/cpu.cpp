@@ -5,7 +5,7 @@
 
 namespace {
 constexpr int64_t ROW_BLOCK = 192;   // rows of x that stay in L2 while all panels pass by
-constexpr int64_t DEPTH_BLOCK = 256; // depth of a panel that stays in L1 while the rows pass by
+constexpr int64_t DEPTH_BLOCK = 128; // depth of a panel that stays in L1 while the rows pass by
 constexpr int64_t PANEL_GROUP = 4;   // panels of one task
 constexpr int64_t FEW_ROWS = 16;     // for which panels are read from end to end
 

@@ -391,11 +391,11 @@ static inline void load_panel(const uint16_t* p, vec columns[2]) {
     columns[1] = upper(v);
 }
 
-// What a tile fetches. AHEAD: few rows wait for memory, so row k of each panel asks for what comes soon; of a single panel
-// also for a row of the next: at STREAMS places by turns, for of several streams a CPU has more on its way than of one.
-// NEXT: the next panel, beside other rows. LINES: so many of what comes later, evenly.
-enum Fetch { AHEAD, NEXT, LINES };
-constexpr int64_t SOON_BYTES = 2048;
+// What a tile fetches. SOON: few rows wait for memory, so row k of each panel asks for what comes soon. AHEAD: of a single
+// panel also for a row of the next: at STREAMS places by turns, for of several streams a CPU has more on its way than of
+// one. NEXT: the next panel, beside other rows. LINES: so many of what comes later, evenly. BLOCKS: the same, at the start
+// of each block, whose steps are unrolled.
+enum Fetch { SOON, AHEAD, NEXT, LINES, BLOCKS };
 constexpr uint64_t STREAMS = 4;
 
 // The lines of a row of a panel, for L1 (3) or L2 (2).
@@ -409,7 +409,9 @@ static inline uint64_t later(uint64_t k, uint64_t depth) { return k % STREAMS * 
 
 template <Fetch FETCH, int PANELS, typename B>
 static inline void fetch(const B* b, int64_t b_stride, uint64_t depth, uint64_t k) {
-    for (int p = 0; FETCH == AHEAD && p < PANELS; p++) ask<3>(b + p * b_stride + k * PANEL + SOON_BYTES / sizeof(B));
+    constexpr int64_t SOON_BYTES = FETCH == SOON ? 4096 : 2048;
+    for (int p = 0; (FETCH == SOON || FETCH == AHEAD) && p < PANELS; p++)
+        ask<3>(b + p * b_stride + k * PANEL + SOON_BYTES / sizeof(B));
     if (FETCH == AHEAD && PANELS == 1) ask<2>(b + b_stride + later(k, depth) * PANEL);
     if (FETCH == NEXT && PANELS == 1) ask<2>(b + b_stride + k * PANEL);
 }
@@ -419,8 +421,8 @@ struct Ahead {
     const char* at = nullptr;
     int64_t lines = 0;
 
-    // Those of a step of a block.
-    void ask(int64_t step, int64_t steps) const {
+    // Those of a block, or of a step of it.
+    void ask(int64_t step = 0, int64_t steps = 1) const {
         for (int64_t i = step * lines / steps; i < (step + 1) * lines / steps; i++)
             __builtin_prefetch(at + i * LINE, 0, 2);
     }
@@ -463,7 +465,7 @@ static inline void tile(const uint32_t* a, int64_t a_stride, const uint32_t* b, 
         };
         for (int r = 0; !CHAINED && r < ROWS; r++) chains_of(a + r * a_stride + start, room[r]);
         vec even[ROWS][N] = {}, odd[ROWS][N] = {};
-        for (int k = 0; k < COUNT; k++) {
+        const auto step = [&](int k) __attribute__((always_inline)) {
             factors below[N], above[N];
             for (int p = 0; p < PANELS; p++)
                 chains_of<CHAINED>(b + p * b_stride + (start + k * STEPS) * PANEL, below + 2 * p, above + 2 * p);
@@ -475,6 +477,13 @@ static inline void tile(const uint32_t* a, int64_t a_stride, const uint32_t* b, 
                     even[r][n] = fused(splat(x(r, k)), below[n], even[r][n]);
                     odd[r][n] = fused(splat(x(r, COUNT + k)), above[n], odd[r][n]);
                 }
+        };
+        if constexpr (FETCH == BLOCKS) {
+            ahead.ask();
+#pragma GCC unroll 8
+            for (int k = 0; k < COUNT; k++) step(k);
+        } else {
+            for (int k = 0; k < COUNT; k++) step(k);
         }
         for (int r = 0; r < ROWS; r++)
             for (int n = 0; n < N; n++) {
@@ -553,8 +562,9 @@ template <Fetch FETCH, int ROWS, bool CHAINED, typename A, typename B>
 static inline void tile_panels(int64_t panels, const A* a, int64_t a_stride, const B* b, int64_t b_stride,
                                int64_t depth, float* c, int64_t c_stride, Ahead ahead) {
     constexpr bool PAIRED = std::is_same_v<A, uint32_t>;  // two chains for each element of c
-    // Enough chains to hide the latency of one.
-    constexpr int WIDE = ROWS == 1 ? (PAIRED ? LANES / 4 : 4) : ROWS <= WIDE_ROWS / (PAIRED ? 2 : 1) ? 2 : 1;
+    // Enough chains to hide the latency of one. SOON: memory takes longer, and panels are read from end to end.
+    constexpr int FEW = PAIRED ? LANES / 4 : 4, TWO = WIDE_ROWS / (PAIRED ? 2 : 1);
+    constexpr int WIDE = FETCH == SOON ? 1 : ROWS == 1 ? FEW : ROWS <= TWO ? 2 : 1;
     const auto ahead_of = [&](int64_t p) { return Ahead{ahead.at + p * b_stride * sizeof(B), ahead.lines}; };
     int64_t p = 0;
     for (; p + WIDE <= panels; p += WIDE)
@@ -595,8 +605,9 @@ static __attribute__((noinline)) void multiply(int64_t rows, int64_t panels, con
                                                int64_t b_stride, int64_t depth, float* c, int64_t c_stride,
                                                const float* start = nullptr, Later<B> later = {}) {
     constexpr bool PAIRED = std::is_same_v<A, uint32_t>;
-    constexpr int MOST = PAIRED ? TILE_ROWS / 2 : TILE_ROWS;
-    constexpr Fetch FETCH = PAIRED && STEPS == 2 ? LINES : FEW ? AHEAD : NEXT;
+    constexpr bool BY_PANEL = PAIRED && STEPS == 2;
+    constexpr Fetch FETCH = BY_PANEL ? (FEW ? LINES : BLOCKS) : FEW ? AHEAD : NEXT;
+    constexpr int MOST = FETCH == BLOCKS ? 4 : PAIRED ? TILE_ROWS / 2 : TILE_ROWS;
 #if defined(AMX)
     if constexpr (PAIRED) {
         if (HAS_AMX && rows >= AMX_FROM) {
@@ -620,18 +631,19 @@ static __attribute__((noinline)) void multiply(int64_t rows, int64_t panels, con
             return tile_panels<FEW ? AHEAD : NEXT, 1, false>(panels, a, a_stride, b, b_stride, depth, c, c_stride, {});
 #endif
     const int64_t tiles = (rows + MOST - 1) / MOST;
-    // Few rows of several tiles share the wait for each panel. One tile has it alone: CPUs with vdpbf16ps but without AMX
-    // fetch best by themselves.
-    const bool by_panel = FETCH == LINES && FEW && tiles > 1;
-    const int64_t together = by_panel ? 1 : panels;
-    if (by_panel) later = {b + b_stride, depth};
-    else if (FEW) later = {};
+    if constexpr (FETCH == LINES) {
+        if (tiles == 1)
+            return tile_rows<SOON, MOST>(rows, panels, a, a_stride, b, b_stride, depth, c, c_stride, {});
+        later = {b + b_stride, depth};  // the tiles share the wait for each panel
+    }
+    // A panel stays in L1 while the rows pass by.
+    const int64_t together = BY_PANEL ? 1 : panels;
     for (int64_t p = 0; p < panels; p += together, later.panels += b_stride)
         for (int64_t t = 0, r = 0, height; t < tiles; t++, r += height) {
             height = (rows - r + tiles - t - 1) / (tiles - t);  // 7 are 4 + 3
             tile_rows<FETCH, MOST>(height, together, a + r * a_stride, a_stride, b + p * b_stride, b_stride, depth,
                                    c + r * c_stride + p * PANEL, c_stride,
-                                   FETCH == LINES ? later.part(t, tiles, depth) : Ahead{});
+                                   BY_PANEL ? later.part(t, tiles, depth) : Ahead{});
         }
 }
 
