@@ -428,16 +428,16 @@ struct Ahead {
     }
 };
 
-// c[ROWS][PANELS * PANEL] += a[ROWS][depth] b, b in PANELS panels of [depth][PANEL]. Each element of c is one chain of
-// fused multiply-adds in the order of depth, continued from c: neither ROWS, PANELS nor a split of depth changes it.
+// c[ROWS][PANELS * PANEL] = a[ROWS][depth] b + the row `first`, or + c if it is null, b in PANELS panels of [depth][PANEL].
+// Each element of c is one chain of fused multiply-adds in the order of depth, continued from there: neither ROWS, PANELS nor a split of depth changes it.
 // B is float, or uint16_t for the bits of bfloat16, which give the same sums as their values in float.
 template <Fetch FETCH, int ROWS, int PANELS, bool, typename A, typename B>
 static inline void tile(const A* a, int64_t a_stride, const B* b, int64_t b_stride, int64_t depth, float* c,
-                        int64_t c_stride, Ahead) {
+                        int64_t c_stride, const float* first, Ahead) {
     constexpr int N = 2 * PANELS;
     vec acc[ROWS][N];
     for (int r = 0; r < ROWS; r++)
-        for (int n = 0; n < N; n++) acc[r][n] = load(c + r * c_stride + n * LANES);
+        for (int n = 0; n < N; n++) acc[r][n] = load((first ? first : c + r * c_stride) + n * LANES);
     for (int64_t k = 0; k < depth; k++) {
         vec column[N];
         for (int p = 0; p < PANELS; p++) load_panel(b + p * b_stride + k * PANEL, column + 2 * p);
@@ -455,7 +455,7 @@ static inline void tile(const A* a, int64_t a_stride, const B* b, int64_t b_stri
 // start at 0 in each block, one of the even elements and one of the odd. As tdpbf16ps, which is the order's reason.
 template <Fetch FETCH, int ROWS, int PANELS, bool CHAINED>
 static inline void tile(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, int64_t depth,
-                        float* c, int64_t c_stride, Ahead ahead) {
+                        float* c, int64_t c_stride, const float* first, Ahead ahead) {
     constexpr int N = 2 * PANELS, COUNT = DEPTH_WORDS / STEPS;
     for (int64_t start = 0; start < depth; start += DEPTH_WORDS) {
         factor room[ROWS][2 * COUNT];
@@ -488,8 +488,9 @@ static inline void tile(const uint32_t* a, int64_t a_stride, const uint32_t* b, 
         for (int r = 0; r < ROWS; r++)
             for (int n = 0; n < N; n++) {
                 float* to = c + r * c_stride + n * LANES;
-                store(to, load(to) + (even[r][n] + odd[r][n]));
+                store(to, load(first ? first + n * LANES : to) + (even[r][n] + odd[r][n]));
             }
+        first = nullptr;
         ahead.at += ahead.lines * LINE;
     }
 }
@@ -560,29 +561,30 @@ static inline __attribute__((target("amx-tile"))) void release_amx() { _tile_rel
 
 template <Fetch FETCH, int ROWS, bool CHAINED, typename A, typename B>
 static inline void tile_panels(int64_t panels, const A* a, int64_t a_stride, const B* b, int64_t b_stride,
-                               int64_t depth, float* c, int64_t c_stride, Ahead ahead) {
+                               int64_t depth, float* c, int64_t c_stride, const float* first, Ahead ahead) {
     constexpr bool PAIRED = std::is_same_v<A, uint32_t>;  // two chains for each element of c
     // Enough chains to hide the latency of one. SOON: memory takes longer, and panels are read from end to end.
     constexpr int FEW = PAIRED ? LANES / 4 : 4, TWO = WIDE_ROWS / (PAIRED ? 2 : 1);
     constexpr int WIDE = FETCH == SOON ? 1 : ROWS == 1 ? FEW : ROWS <= TWO ? 2 : 1;
+    const auto first_of = [&](int64_t p) { return first ? first + p * PANEL : nullptr; };
     const auto ahead_of = [&](int64_t p) { return Ahead{ahead.at + p * b_stride * sizeof(B), ahead.lines}; };
     int64_t p = 0;
     for (; p + WIDE <= panels; p += WIDE)
         tile<FETCH, ROWS, WIDE, CHAINED>(a, a_stride, b + p * b_stride, b_stride, depth, c + p * PANEL, c_stride,
-                                         ahead_of(p));
+                                         first_of(p), ahead_of(p));
     for (; p < panels; p++)
         tile<FETCH, ROWS, 1, CHAINED>(a, a_stride, b + p * b_stride, b_stride, depth, c + p * PANEL, c_stride,
-                                      ahead_of(p));
+                                      first_of(p), ahead_of(p));
 }
 
 template <Fetch FETCH, int ROWS, typename A, typename B>
 static inline void tile_rows(int64_t rows, int64_t panels, const A* a, int64_t a_stride, const B* b, int64_t b_stride,
-                             int64_t depth, float* c, int64_t c_stride, Ahead ahead) {
+                             int64_t depth, float* c, int64_t c_stride, const float* first, Ahead ahead) {
     if constexpr (ROWS > 1) {
         if (rows < ROWS)
-            return tile_rows<FETCH, ROWS - 1>(rows, panels, a, a_stride, b, b_stride, depth, c, c_stride, ahead);
+            return tile_rows<FETCH, ROWS - 1>(rows, panels, a, a_stride, b, b_stride, depth, c, c_stride, first, ahead);
     }
-    tile_panels<FETCH, ROWS, STEPS == 2>(panels, a, a_stride, b, b_stride, depth, c, c_stride, ahead);
+    tile_panels<FETCH, ROWS, STEPS == 2>(panels, a, a_stride, b, b_stride, depth, c, c_stride, first, ahead);
 }
 
 // What is multiplied after panels: as many, of that depth, or nothing.
@@ -624,16 +626,16 @@ static __attribute__((noinline)) void multiply(int64_t rows, int64_t panels, con
         }
     }
 #endif
-    for (int64_t r = 0; start && r < rows; r++) std::memcpy(c + r * c_stride, start, panels * PANEL * sizeof(float));
 #if defined(AMX)
     if constexpr (PAIRED)
         if (HAS_AMX && rows == 1)
-            return tile_panels<FEW ? AHEAD : NEXT, 1, false>(panels, a, a_stride, b, b_stride, depth, c, c_stride, {});
+            return tile_panels<FEW ? AHEAD : NEXT, 1, false>(panels, a, a_stride, b, b_stride, depth, c, c_stride, start,
+                                                             {});
 #endif
     const int64_t tiles = (rows + MOST - 1) / MOST;
     if constexpr (FETCH == LINES) {
         if (tiles == 1)
-            return tile_rows<SOON, MOST>(rows, panels, a, a_stride, b, b_stride, depth, c, c_stride, {});
+            return tile_rows<SOON, MOST>(rows, panels, a, a_stride, b, b_stride, depth, c, c_stride, start, {});
         later = {b + b_stride, depth};  // the tiles share the wait for each panel
     }
     // A panel stays in L1 while the rows pass by.
@@ -642,7 +644,7 @@ static __attribute__((noinline)) void multiply(int64_t rows, int64_t panels, con
         for (int64_t t = 0, r = 0, height; t < tiles; t++, r += height) {
             height = (rows - r + tiles - t - 1) / (tiles - t);  // 7 are 4 + 3
             tile_rows<FETCH, MOST>(height, together, a + r * a_stride, a_stride, b + p * b_stride, b_stride, depth,
-                                   c + r * c_stride + p * PANEL, c_stride,
+                                   c + r * c_stride + p * PANEL, c_stride, start ? start + p * PANEL : nullptr,
                                    BY_PANEL ? later.part(t, tiles, depth) : Ahead{});
         }
 }
