@@ -429,7 +429,8 @@ struct Ahead {
 };
 
 // c[ROWS][PANELS * PANEL] = a[ROWS][depth] b + the row `first`, or + c if it is null, b in PANELS panels of [depth][PANEL].
-// Each element of c is one chain of fused multiply-adds in the order of depth, continued from there: neither ROWS, PANELS nor a split of depth changes it.
+// Each element of c is one chain of fused multiply-adds in the order of depth, continued from there: neither ROWS, PANELS
+// nor a split of depth changes it.
 // B is float, or uint16_t for the bits of bfloat16, which give the same sums as their values in float.
 template <Fetch FETCH, int ROWS, int PANELS, bool, typename A, typename B>
 static inline void tile(const A* a, int64_t a_stride, const B* b, int64_t b_stride, int64_t depth, float* c,
@@ -609,9 +610,12 @@ static __attribute__((noinline)) void multiply(int64_t rows, int64_t panels, con
     constexpr bool PAIRED = std::is_same_v<A, uint32_t>;
     constexpr bool BY_PANEL = PAIRED && STEPS == 2;
     constexpr Fetch FETCH = BY_PANEL ? (FEW ? LINES : BLOCKS) : FEW ? AHEAD : NEXT;
-    constexpr int MOST = FETCH == BLOCKS ? 4 : PAIRED ? TILE_ROWS / 2 : TILE_ROWS;
+    constexpr int MOST = FETCH == BLOCKS ? 4 : PAIRED ? TILE_ROWS / 2 : TILE_ROWS;  // of BLOCKS 6 take 2 % longer
 #if defined(AMX)
     if constexpr (PAIRED) {
+        if (HAS_AMX && rows == 1)
+            return tile_panels<FEW ? AHEAD : NEXT, 1, false>(panels, a, a_stride, b, b_stride, depth, c, c_stride, start,
+                                                             {});
         if (HAS_AMX && rows >= AMX_FROM) {
             for (int64_t r = 0; r < rows; r += 2 * AMX_ROWS) {
                 const int64_t height = std::min(2 * AMX_ROWS, rows - r);
@@ -625,12 +629,6 @@ static __attribute__((noinline)) void multiply(int64_t rows, int64_t panels, con
             return;
         }
     }
-#endif
-#if defined(AMX)
-    if constexpr (PAIRED)
-        if (HAS_AMX && rows == 1)
-            return tile_panels<FEW ? AHEAD : NEXT, 1, false>(panels, a, a_stride, b, b_stride, depth, c, c_stride, start,
-                                                             {});
 #endif
     const int64_t tiles = (rows + MOST - 1) / MOST;
     if constexpr (FETCH == LINES) {
