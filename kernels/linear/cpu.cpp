@@ -4,10 +4,13 @@
 #include "../shared/cpu.h"
 
 namespace {
-constexpr int64_t ROW_BLOCK = 192;   // rows of x that stay in L2 while all panels pass by
-constexpr int64_t DEPTH_BLOCK = 128; // depth of a panel that stays in L1 while the rows pass by
-constexpr int64_t PANEL_GROUP = 4;   // panels of one task
-constexpr int64_t FEW_ROWS = 16;     // for which panels are read from end to end
+constexpr int64_t ROW_BLOCK = 192;  // rows of x that stay in L2 while all panels pass by
+constexpr int64_t PANEL_GROUP = 4;  // panels of one task
+constexpr int64_t FEW_ROWS = 16;    // for which panels are read from end to end
+
+// Depth of a panel that stays in the cache while the rows pass by.
+template <typename A>
+constexpr int64_t DEPTH_BLOCK = BY_PANEL<A> ? 128 : 256;
 
 // Where element i of column j lies in a panel of that kind, and the depth of a panel: whole blocks for PAIRS.
 int64_t place(int64_t kind, int64_t i, int64_t j) {
@@ -45,7 +48,7 @@ void apply(const Product& product, int64_t row, int64_t column, int64_t n, int64
     // AMX takes the whole depth too: its sums stay in registers and go to y once.
     const bool whole_depth = rows <= FEW_ROWS || (HAS_AMX && std::is_same_v<A, uint32_t>);
     const auto times = whole_depth ? multiply<true, A, W> : multiply<false, A, W>;
-    const int64_t most = whole_depth ? k : DEPTH_BLOCK;
+    const int64_t most = whole_depth ? k : DEPTH_BLOCK<A>;
     for (int64_t start = 0; start < k; start += most) {
         const int64_t depth = std::min(most, k - start), behind = k - start - depth;
         const A* a = (const A*)product.rows + row * stride + start;

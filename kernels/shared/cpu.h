@@ -391,6 +391,10 @@ static inline void load_panel(const uint16_t* p, vec columns[2]) {
     columns[1] = upper(v);
 }
 
+// Whether a panel stays in L1 while all rows pass by; else a tile goes through several panels, which L2 keeps.
+template <typename A>
+constexpr bool BY_PANEL = std::is_same_v<A, uint32_t> && STEPS == 2;
+
 // What a tile fetches. SOON: few rows wait for memory, so row k of each panel asks for what comes soon. AHEAD: of a single
 // panel also for a row of the next: at STREAMS places by turns, for of several streams a CPU has more on its way than of
 // one. NEXT: the next panel, beside other rows. LINES: so many of what comes later, evenly. BLOCKS: the same, at the start
@@ -565,8 +569,8 @@ static inline void tile_panels(int64_t panels, const A* a, int64_t a_stride, con
                                int64_t depth, float* c, int64_t c_stride, const float* first, Ahead ahead) {
     constexpr bool PAIRED = std::is_same_v<A, uint32_t>;  // two chains for each element of c
     // Enough chains to hide the latency of one. SOON: memory takes longer, and panels are read from end to end.
-    constexpr int FEW = PAIRED ? LANES / 4 : 4, TWO = WIDE_ROWS / (PAIRED ? 2 : 1);
-    constexpr int WIDE = FETCH == SOON ? 1 : ROWS == 1 ? FEW : ROWS <= TWO ? 2 : 1;
+    constexpr int OF_ONE_ROW = PAIRED ? LANES / 4 : 4, ROWS_OF_TWO = WIDE_ROWS / (PAIRED ? 2 : 1);
+    constexpr int WIDE = FETCH == SOON ? 1 : ROWS == 1 ? OF_ONE_ROW : ROWS <= ROWS_OF_TWO ? 2 : 1;
     const auto first_of = [&](int64_t p) { return first ? first + p * PANEL : nullptr; };
     const auto ahead_of = [&](int64_t p) { return Ahead{ahead.at + p * b_stride * sizeof(B), ahead.lines}; };
     int64_t p = 0;
@@ -608,8 +612,7 @@ static __attribute__((noinline)) void multiply(int64_t rows, int64_t panels, con
                                                int64_t b_stride, int64_t depth, float* c, int64_t c_stride,
                                                const float* start = nullptr, Later<B> later = {}) {
     constexpr bool PAIRED = std::is_same_v<A, uint32_t>;
-    constexpr bool BY_PANEL = PAIRED && STEPS == 2;
-    constexpr Fetch FETCH = BY_PANEL ? (FEW ? LINES : BLOCKS) : FEW ? AHEAD : NEXT;
+    constexpr Fetch FETCH = BY_PANEL<A> ? (FEW ? LINES : BLOCKS) : FEW ? AHEAD : NEXT;
     constexpr int MOST = FETCH == BLOCKS ? 4 : PAIRED ? TILE_ROWS / 2 : TILE_ROWS;  // of BLOCKS 6 take 2 % longer
 #if defined(AMX)
     if constexpr (PAIRED) {
@@ -636,14 +639,13 @@ static __attribute__((noinline)) void multiply(int64_t rows, int64_t panels, con
             return tile_rows<SOON, MOST>(rows, panels, a, a_stride, b, b_stride, depth, c, c_stride, start, {});
         later = {b + b_stride, depth};  // the tiles share the wait for each panel
     }
-    // A panel stays in L1 while the rows pass by.
-    const int64_t together = BY_PANEL ? 1 : panels;
+    const int64_t together = BY_PANEL<A> ? 1 : panels;
     for (int64_t p = 0; p < panels; p += together, later.panels += b_stride)
         for (int64_t t = 0, r = 0, height; t < tiles; t++, r += height) {
             height = (rows - r + tiles - t - 1) / (tiles - t);  // 7 are 4 + 3
             tile_rows<FETCH, MOST>(height, together, a + r * a_stride, a_stride, b + p * b_stride, b_stride, depth,
                                    c + r * c_stride + p * PANEL, c_stride, start ? start + p * PANEL : nullptr,
-                                   BY_PANEL ? later.part(t, tiles, depth) : Ahead{});
+                                   BY_PANEL<A> ? later.part(t, tiles, depth) : Ahead{});
         }
 }
 
