@@ -395,12 +395,14 @@ static inline void load_panel(const uint16_t* p, vec columns[2]) {
 template <typename A>
 constexpr bool BY_PANEL = std::is_same_v<A, uint32_t> && STEPS == 2;
 
-// What a tile fetches. SOON: few rows wait for memory, so row k of each panel asks for what comes soon. AHEAD: of a single
-// panel also for a row of the next: at STREAMS places by turns, for of several streams a CPU has more on its way than of
-// one. NEXT: the next panel, beside other rows. LINES: so many of what comes later, evenly. BLOCKS: the same, at the start
-// of each block, whose steps are unrolled.
+// What a tile fetches. SOON: few rows wait for memory, which is read from end to end: the start of each next page of memory,
+// for the CPU's own prefetch ends with a page. AHEAD: row k of each panel asks for what comes soon, of a single panel also
+// for a row of the next: at STREAMS places by turns, for of several streams a CPU has more on its way than of one. NEXT:
+// the next panel, beside other rows. LINES: so many of what comes later, evenly. BLOCKS: the same, at the start of each
+// block.
 enum Fetch { SOON, AHEAD, NEXT, LINES, BLOCKS };
 constexpr uint64_t STREAMS = 4;
+constexpr uintptr_t PAGE_BYTES = 4096, PAGE_START = 1024;
 
 // The lines of a row of a panel, for L1 (3) or L2 (2).
 template <int LEVEL, typename B>
@@ -413,9 +415,11 @@ static inline uint64_t later(uint64_t k, uint64_t depth) { return k % STREAMS * 
 
 template <Fetch FETCH, int PANELS, typename B>
 static inline void fetch(const B* b, int64_t b_stride, uint64_t depth, uint64_t k) {
-    constexpr int64_t SOON_BYTES = FETCH == SOON ? 4096 : 2048;
-    for (int p = 0; (FETCH == SOON || FETCH == AHEAD) && p < PANELS; p++)
-        ask<3>(b + p * b_stride + k * PANEL + SOON_BYTES / sizeof(B));
+    if constexpr (FETCH == SOON) {
+        const B* const soon = b + k * PANEL + PAGE_BYTES / sizeof(B);
+        if ((uintptr_t)soon % PAGE_BYTES < PAGE_START) ask<2>(soon);
+    }
+    for (int p = 0; FETCH == AHEAD && p < PANELS; p++) ask<3>(b + p * b_stride + k * PANEL + 2048 / sizeof(B));
     if (FETCH == AHEAD && PANELS == 1) ask<2>(b + b_stride + later(k, depth) * PANEL);
     if (FETCH == NEXT && PANELS == 1) ask<2>(b + b_stride + k * PANEL);
 }
@@ -483,8 +487,8 @@ static inline void tile(const uint32_t* a, int64_t a_stride, const uint32_t* b, 
                     odd[r][n] = fused(splat(x(r, COUNT + k)), above[n], odd[r][n]);
                 }
         };
-        if constexpr (FETCH == BLOCKS) {
-            ahead.ask();
+        if (FETCH == BLOCKS) ahead.ask();
+        if constexpr (FETCH == LINES || FETCH == BLOCKS) {
 #pragma GCC unroll 8
             for (int k = 0; k < COUNT; k++) step(k);
         } else {
