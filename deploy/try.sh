@@ -61,8 +61,14 @@ step() { # step NAME COMMAND...: runs it with its output in a file, whose end is
 
 k() { kubectl --namespace "$namespace" "$@"; }
 
-forward() { # connects $port to the Service, again whenever that ends
-  while sleep 1; do k port-forward "service/$release-tidemill" "$port:8000"; done >/dev/null 2>&1
+forward() { # connects $port to the Service, again whenever that ends, until this is ended
+  local child=
+  trap '[ -z "$child" ] || kill "$child"; exit' TERM
+  while sleep 1; do
+    kubectl --namespace "$namespace" port-forward "service/$release-tidemill" "$port:8000" &
+    child=$!
+    wait
+  done >/dev/null 2>&1
 }
 
 ready() {

@@ -11,6 +11,7 @@ import torch
 from tidemill.kernels.shared.interpreter import interprets
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.memory.backing import Backing, BackingUnavailable, Event, Fixed, Kvcached, Mmap
+from tidemill.workers.malloc import return_freed_memory
 from tidemill.workers.numa import SYSFS, NumaNode, node_of_gpu, node_of_rank
 from tidemill.workers.settings import EngineSettings, SettingsError
 
@@ -152,8 +153,11 @@ def granted(device: torch.device, what: str) -> Generator[None]:
 
 
 def settle(device: torch.device) -> None:
-    """Wait for all work on the device, of every thread, and free what torch holds unused."""
+    """Wait for all work on the device, of every thread, and return what is held unused: by torch on a GPU, by
+    malloc on a CPU."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
+    else:
+        return_freed_memory()

@@ -34,7 +34,7 @@ import uvicorn
 import uvloop
 from tests.support.cluster.fake_service import FakeService, app_over, tokenizer
 
-from benchmarks.serving.peers import cpu_name
+from benchmarks.peers.cpu import cpu_name
 from tidemill.cluster.edge.flow import WorkerStreams, serve
 from tidemill.cluster.edge.http.connection import with_limits
 from tidemill.cluster.edge.requests.limits import EdgeLimits

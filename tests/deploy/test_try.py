@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from tests.support.e2e.server import EVENTUALLY_S_MAX, Server, eventually
@@ -52,6 +53,14 @@ def run_script(server: Server, folder: Path, victim: int, left: str) -> tuple[in
     return ended.returncode, ended.stdout.rpartition("\n\n")[2].splitlines(), calls.read_text()
 
 
+def is_of(process: psutil.Process, folder: Path) -> bool:
+    """Return whether it is the pretended helm or kubectl of that folder."""
+    try:
+        return {str(folder / "helm"), str(folder / "kubectl")} & set(process.cmdline()) != set()
+    except psutil.Error:
+        return False
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     sizes = ("--prefill", "1", "--decode", "2", "--memory", "64MiB")
@@ -77,3 +86,4 @@ def test_script_asks_kills_and_judges(server: Server, tmp_path: Path) -> None:
     eventually(lambda: len(server.workers()) == before)
     workers = {row["info"]["pid"] for row in server.workers()}
     assert victim["info"]["pid"] not in workers, "the script's kill was a kill"
+    eventually(lambda: not [process for process in psutil.process_iter() if is_of(process, tmp_path)])

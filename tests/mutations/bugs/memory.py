@@ -362,6 +362,13 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/workers/test_device_memory.py",
     ),
     Planted(
+        "a worker keeps what loading has freed",
+        "workers/device.py::settle",
+        "return_freed_memory()",
+        "pass",
+        "tests/unit/workers/test_malloc.py",
+    ),
+    Planted(
         "what others take on a shared device counts as this worker's",
         "workers/device.py::memory_in_use",
         "if $SHARED:",

@@ -1,8 +1,10 @@
-"""Threads share arenas of malloc, so that memory of one serves another, and edges return what is free."""
+"""Threads share arenas of malloc; edges, and workers that have loaded, return what is free."""
 
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 PROGRAM = """
 import ctypes, re, threading
@@ -30,7 +32,6 @@ assert 1 <= arenas <= ARENAS_MAX, arenas
 
 FREES = """
 import asyncio, ctypes
-from tidemill.cluster.server import run_endpoint
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 def resident_mib():
@@ -39,12 +40,19 @@ def take():
     taken = libc.malloc(50_000)
     ctypes.memset(taken, 1, 50_000)
     return taken
-taken = [take() for _ in range(2000)]
-last = take()  # behind it all
-full_mib = resident_mib()
-for pointer in taken:
-    libc.free(pointer)
-assert resident_mib() > full_mib - 10, "malloc returns it without being asked"
+def fill_and_free():
+    taken = [take() for _ in range(2000)]
+    take()  # behind it all
+    full_mib = resident_mib()
+    for pointer in taken:
+        libc.free(pointer)
+    assert resident_mib() > full_mib - 10, "malloc returns it without being asked"
+    return full_mib
+"""
+
+OF_EDGE = """
+from tidemill.cluster.server import run_endpoint
+full_mib = fill_and_free()
 run_endpoint.RETURN_S = 0.01
 async def main():
     async with asyncio.timeout(60):
@@ -55,9 +63,20 @@ async def main():
 asyncio.run(main())
 """
 
+OF_LOADED_MODEL = """
+from tidemill.workers.device import HOST, settle
+from tidemill.workers.malloc import keep_freed_memory
+assert keep_freed_memory()
+full_mib = fill_and_free()
+settle(HOST)
+assert resident_mib() < full_mib - 80
+"""
 
-def test_edge_returns_freed_memory() -> None:
-    done = subprocess.run([sys.executable, "-c", FREES], capture_output=True, text=True, check=False)
+
+@pytest.mark.parametrize("program", [OF_EDGE, OF_LOADED_MODEL], ids=["an edge", "a worker that has loaded"])
+def test_freed_memory_is_returned(program: str) -> None:
+    code = FREES + program
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

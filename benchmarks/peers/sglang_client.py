@@ -1,11 +1,11 @@
-"""SGLang's own client with its shared-prefix workload, against the servers of peers.py or a given URL.
+"""SGLang's own client with its shared-prefix workload, against the servers beside ours or a given URL.
 
-python -m benchmarks.serving.sglang_client --sglang ENVIRONMENT --folder FOLDER [--servers vllm tidemill]
-python -m benchmarks.serving.sglang_client --sglang ENVIRONMENT --folder FOLDER --url URL
+python -m benchmarks.peers.sglang_client --sglang ENVIRONMENT --folder FOLDER [--servers vllm tidemill]
+python -m benchmarks.peers.sglang_client --sglang ENVIRONMENT --folder FOLDER --url URL
 
 ENVIRONMENT is a virtual environment with SGLang 0.5.23 by `pip install --no-deps sglang`, torch, the
 transformers that SGLang pins, and the modules that its `bench_serving --help` misses. It needs
-no kernels. FOLDER is that of peers.py, with the hybrid. Each server gets the same prompts twice.
+no kernels. FOLDER is that of `benchmarks.peers`, with the hybrid. Each server gets the same prompts twice.
 """
 
 import argparse
@@ -18,7 +18,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.serving.peers import PORTS, command_of, make_environment, make_model, started
+from benchmarks.peers.models import make_model
+from benchmarks.peers.servers import PORTS, command_of, make_server, started
 
 WORKLOAD = {
     "gsp-num-groups": 4,
@@ -47,10 +48,9 @@ def _rows(options: argparse.Namespace) -> Iterator[str]:
         return
     for server in options.servers:
         url = f"http://127.0.0.1:{PORTS[server]}"
-        home = make_environment(options.folder) if server == "vllm" else options.folder
-        command, settings = command_of(
-            server, home, model, options.cores, f"--mixed 1 --threads {options.cores}"
-        )
+        home = make_server(server, options.folder)
+        arrangement = f"--mixed 1 --threads {options.cores}"
+        command, settings = command_of(server, home, model, options.cores, arrangement)
         with started(command, settings, url, options.folder / f"{server}.log"):
             yield from _asked(options, server, url, model)
 

@@ -1,0 +1,1 @@
+"""Tidemill beside other servers on the same cores."""

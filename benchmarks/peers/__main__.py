@@ -1,0 +1,156 @@
+"""Tidemill beside vLLM and llama.cpp on the same cores: the same models, servers in turn, wall time.
+
+python -m benchmarks.peers --folder FOLDER [--cores 1] [--runs 3] [--models dense hybrid]
+    [--works c=1 c=8 ...] [--peers vllm llama.cpp] [--only tidemill]
+
+FOLDER keeps vLLM's virtual environment, llama.cpp and the random models; the first run makes them. With one
+core the server has core 0 and the client core 1; with two, they share both. It prints a table of the medians
+and keeps all runs in `peers.json` of benchmarks/results.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import psutil
+
+from benchmarks.peers.cpu import cpu_name
+from benchmarks.peers.models import MODELS, make_model
+from benchmarks.peers.servers import LLAMA_CPP_PYTHON, PORTS, VLLM, command_of, make_server, started
+from benchmarks.peers.works import Work, drawn, items_of, works_of
+from tidemill.cluster.bench.client import LoadClient
+from tidemill.cluster.bench.command import open_http
+from tidemill.cluster.bench.load import run_load
+from tidemill.cluster.bench.workloads import Workload
+
+RESULTS = Path(__file__).parents[1] / "results" / "peers.json"
+
+
+def used(root: psutil.Process) -> tuple[float, float]:
+    """Return CPU seconds so far and memory (PSS) in MiB of a process and all below it."""
+    cpu_s = pss = 0.0
+    for process in (root, *root.children(recursive=True)):
+        times = process.cpu_times()
+        cpu_s += times.user + times.system
+        pss += process.memory_full_info().pss / 2**20
+    return cpu_s, pss
+
+
+async def measure(url: str, model: str, root: psutil.Process, work: Work) -> dict[str, Any]:
+    """Send a work and return its figures. Raises SystemExit when a request fails."""
+    async with open_http(url) as http:
+        fields = {"temperature": 0, "ignore_eos": True}
+        client = LoadClient(http=http, clock_s=time.perf_counter, model=model, fields=fields)
+        before_s, _ = used(root)
+        start_s = time.perf_counter()
+        samples = await run_load(client, Workload(work.name, work.items), work.concurrency)
+        wall_s = time.perf_counter() - start_s
+    for sample in samples:
+        if sample.error:
+            raise SystemExit(sample.error)
+    cpu_s, pss_mib = used(root)
+    return {
+        "work": work.name,
+        "wall_s": round(wall_s, 3),
+        "ttft_s": round(statistics.median(sample.ttft_s for sample in samples), 4),
+        "cpu_s": round(cpu_s - before_s, 2),
+        "pss_mib": round(pss_mib),
+        "cached_tokens": sum(sample.details.get("cached_tokens") or 0 for sample in samples),
+    }
+
+
+def run_server(server: str, options: argparse.Namespace, name: str, run: int) -> list[dict[str, Any]]:
+    """Start one server, warm it and measure every work."""
+    model = make_model(options.folder, name)
+    home = make_server(server, options.folder)
+    command, settings = command_of(server, home, model, options.cores, options.arrangement)
+    url = f"http://127.0.0.1:{PORTS[server]}"
+    rows: list[dict[str, Any]] = []
+    with started(command, settings, url, options.folder / f"{server}.log") as root:
+        served = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"][0]["id"]
+        warm = Work(name="warm", items=items_of([drawn(Random(1 << 32), 64)] * 2, 8), concurrency=1)
+        asyncio.run(measure(url, served, root, warm))
+        for work in works_of(seed=run):
+            if not options.works or work.name in options.works:
+                row = {"server": server, "model": name, "run": run, "cores": options.cores}
+                rows.append(row | asyncio.run(measure(url, served, root, work)))
+                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield a Markdown table: medians with the least and the most, and ours over a peer's."""
+    yield "| model | work | Tidemill, s | peer | its s | ratio | CPU ratio | cached tokens |"
+    yield "|---|---|---|---|---|---|---|---|"
+    metric = {work.name: work.metric for work in works_of(0)}
+    sides: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        sides.setdefault((row["model"], row["work"], row["server"]), []).append(row)
+    for (name, work, peer), theirs in sides.items():
+        if peer == "tidemill":
+            continue
+        own = sides[name, work, "tidemill"]
+        (their_s, their_spread), (our_s, our_spread) = (_times(side, metric[work]) for side in (theirs, own))
+        cpu = [statistics.median(row["cpu_s"] for row in side) for side in (own, theirs)]
+        cached = [int(statistics.median(row["cached_tokens"] for row in side)) for side in (own, theirs)]
+        yield (
+            f"| {name} | {work} | {our_spread} | {peer} | {their_spread} | {our_s / their_s:.2f}"
+            f" | {cpu[0] / cpu[1]:.2f} | {cached[0]:,}; {cached[1]:,} |"
+        )
+
+
+def _times(rows: Sequence[dict[str, Any]], metric: str) -> tuple[float, str]:
+    times = [row[metric] for row in rows]
+    median = statistics.median(times)
+    return median, f"{median:.2f} ({min(times):.2f} to {max(times):.2f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers", description=__doc__.splitlines()[0] if __doc__ else None
+    )
+    parser.add_argument("--folder", type=Path, required=True, help="keeps the peers and the models")
+    parser.add_argument("--cores", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["dense", "hybrid"])
+    parser.add_argument("--works", nargs="+", choices=[work.name for work in works_of(0)])
+    peers = ["vllm", "llama.cpp"]
+    parser.add_argument("--peers", nargs="+", choices=peers, default=peers)
+    parser.add_argument("--only", choices=sorted(PORTS), help="one server alone, without a table")
+    parser.add_argument("--arrangement", help="our workers; by default one, with a thread for each core")
+    options = parser.parse_args()
+    options.arrangement = options.arrangement or f"--mixed 1 --threads {options.cores}"
+    options.folder.mkdir(parents=True, exist_ok=True)
+    servers = [options.only] if options.only else [*options.peers, "tidemill"]
+    for server in servers:
+        make_server(server, options.folder)  # with all cores
+    os.sched_setaffinity(0, {1} if options.cores == 1 else {0, 1})
+    rows = [
+        row
+        for run in range(options.runs)
+        for name in options.models
+        for server in servers
+        for row in run_server(server, options, name, run)
+    ]
+    if options.only:
+        return
+    print("\n".join(table(rows)))
+    about = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "cpu": cpu_name(), "vllm": VLLM}
+    about |= {"llama.cpp": LLAMA_CPP_PYTHON} if "llama.cpp" in options.peers else {}
+    key = f"{options.cores} cores, {options.arrangement}, {about['cpu']}"
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    RESULTS.write_text(json.dumps(kept | {key: {**about, "rows": rows}}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

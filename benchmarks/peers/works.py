@@ -1,0 +1,87 @@
+"""Works for the servers compared: streams, prompts, conversations, and prompts that share a prefix."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from benchmarks.peers.models import VOCAB
+from tidemill.cluster.bench.workloads import Item, from_prompts
+
+FIRST_ID = 300  # smaller ids are special tokens and single bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One measurement: `metric` is what is compared, in seconds."""
+
+    name: str
+    items: tuple[Item, ...]
+    concurrency: int
+    metric: str = "wall_s"
+
+
+def drawn(rng: Random, length: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(FIRST_ID, VOCAB) for _ in range(length))
+
+
+def items_of(prompts: Sequence[tuple[int, ...]], max_tokens: int) -> tuple[Item, ...]:
+    return from_prompts("", prompts, max_tokens).items
+
+
+def conversations(rng: Random, count: int, turns: int) -> tuple[Item, ...]:
+    """Return conversations that grow by 348 tokens a turn. Random tokens stand in for the answers."""
+    items: list[Item] = []
+    for group in range(count):
+        prompt = drawn(rng, 700)
+        for turn in range(turns):
+            after = len(items) - 1 if turn else None
+            items.append(
+                Item(tokens=prompt, max_tokens=48, group=group, position=turn, shared_tokens=0, after=after)
+            )
+            prompt += drawn(rng, 348)
+    return tuple(items)
+
+
+FAMILIES = (
+    (4, 4, 2400, 32, 4),
+    (3, 4, 2400, 8, 1),
+    (3, 4, 1024, 8, 1),
+    (8, 8, 1024, 8, 8),
+    (8, 8, 1024, 8, 1),
+)
+"""Families, prompts of each, shared tokens, tokens of an answer, and prompts at a time."""
+
+
+def family_work(
+    rng: Random, families: int, prompts: int, shared: int, max_tokens: int, concurrency: int
+) -> Work:
+    """Return prompts that share a prefix in each family and end with 128 tokens of their own."""
+    prefixes = [drawn(rng, shared) for _ in range(families)]
+    return Work(
+        name=f"{families} x {prompts} x ({shared:,} + 128), c={concurrency}",
+        items=items_of([prefix + drawn(rng, 128) for prefix in prefixes for _ in range(prompts)], max_tokens),
+        concurrency=concurrency,
+    )
+
+
+def works_of(seed: int) -> list[Work]:
+    """Return every work with prompts that no earlier seed has sent."""
+    rng = Random(seed)
+    works = [
+        Work(
+            name=f"c={streams}",
+            items=items_of([drawn(rng, 128) for _ in range(max(4, streams))], 64),
+            concurrency=streams,
+        )
+        for streams in (1, 8, 32, 128)
+    ]
+    first = items_of([drawn(rng, 2048) for _ in range(5)], 1)
+    works.append(Work(name="first token of 2,048", items=first, concurrency=1, metric="ttft_s"))
+    long = items_of([drawn(rng, 8000) for _ in range(4)], 64)
+    works.append(Work(name="four prompts of 8,000", items=long, concurrency=4))
+    prefixes = [drawn(rng, 1024) for _ in range(8)]
+    shared = items_of([prefix + drawn(rng, 128) for prefix in prefixes for _ in range(8)], 128)
+    works.append(Work(name="8 x 8 x (1,024 + 128)", items=shared, concurrency=8))
+    works.append(Work(name="four conversations", items=conversations(rng, 4, 6), concurrency=4))
+    works += [family_work(rng, *family) for family in FAMILIES]
+    return works
