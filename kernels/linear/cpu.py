@@ -7,6 +7,7 @@ import torch
 from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.shared.build import Library
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
+from tidemill.kernels.shared.huge_pages import HugePages
 
 FLOATS, WIDENED, PAIRS = range(3)  # of cpu.h
 BLOCK = 32  # elements of depth that PAIRS are padded to
@@ -27,6 +28,7 @@ def bind_pack(
     call = library.function("linear_pack")
     panel = library.function("linear_panel")()
     assert panel is not None
+    memory = HugePages()
 
     def pack(weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> Packed:
         *experts, n, k = weight_NK.shape
@@ -34,7 +36,7 @@ def bind_pack(
         rounds = is_half and compute_dtype == "bfloat16"
         weight_ENK = (weight_NK if is_half else weight_NK.float()).contiguous().view(-1, n, k)
         depth = -(-k // BLOCK) * BLOCK if rounds else k
-        data = weight_ENK.new_empty(len(weight_ENK), -(-n // panel), depth, panel)
+        data = memory.empty(len(weight_ENK), -(-n // panel), depth, panel, dtype=weight_ENK.dtype)
         bias = None if bias_N is None else bias_N.float().contiguous()
         packed = Packed(data.view(*experts, *data.shape[1:]), bias, n, k, rounds)
         for source, target in zip(weight_ENK, data, strict=True):
