@@ -29,6 +29,7 @@ from benchmarks.kernels.clock import MATRIX, best_seconds
 from benchmarks.kernels.models import Step, least
 from benchmarks.kernels.shapes import PAGE_TOKENS, step_inputs
 from tidemill.kernels.dispatch import NAMES, Operators, operators
+from tidemill.kernels.shared.huge_pages import HugePages
 from tidemill.kvstore.layout import Layout, layout_of
 from tidemill.workers.execution.recorded_steps import RecordedSteps
 from tidemill.workers.models.architectures.registry import Model, compute_dtype_of, load
@@ -71,9 +72,9 @@ def matmul_flops_s(dtype: torch.dtype) -> float:
 
 
 def bytes_s(num_bytes: int) -> float:
-    """Return the bytes that the threads move in a second."""
-    source = torch.ones(num_bytes // 8)
-    target = torch.empty_like(source)
+    """Return the bytes that the threads move in a second, of memory in huge pages as weights have it."""
+    memory = HugePages()
+    source, target = (memory.empty(num_bytes // 8, dtype=torch.float32).fill_(1) for _ in range(2))
     copied = 2 * source.nbytes / best_seconds(lambda: target.copy_(source), BUDGET_S, now_s)
     return max(copied, source.nbytes / best_seconds(source.sum, BUDGET_S, now_s))
 
