@@ -89,7 +89,7 @@ def make_llama_cpp(folder: Path) -> Path:
     settings = [f"-D{option}" for option in options.split()]
     for arguments in (
         ["-S", source, "-B", home / "build", *settings],
-        ["--build", home / "build", "--target", "llama-server", "--parallel"],
+        ["--build", home / "build", "--target", "llama-server", "--parallel", str(os.cpu_count())],
     ):
         subprocess.run(["cmake", *arguments], check=True, stdout=sys.stderr)  # noqa: S603, S607 - our own
     return home

@@ -2,6 +2,7 @@
 
 import mmap
 import weakref
+from typing import Self
 
 import pytest
 import torch
@@ -39,8 +40,10 @@ def test_chunk_is_freed_with_its_last_tensor(monkeypatch: pytest.MonkeyPatch) ->
     freed: list[int] = []
 
     class Watched(mmap.mmap):
-        def __init__(self, _: int, length: int, **_flags: int) -> None:
-            weakref.finalize(self, freed.append, length)
+        def __new__(cls, fileno: int, length: int, flags: int) -> Self:
+            made = super().__new__(cls, fileno, length, flags)
+            weakref.finalize(made, freed.append, length)
+            return made
 
     monkeypatch.setattr(huge_pages, "CHUNK_BYTES", HUGE_BYTES)
     monkeypatch.setattr(mmap, "mmap", Watched)
