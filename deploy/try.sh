@@ -66,7 +66,7 @@ forward() { # connects $port to the Service, again whenever that ends, until thi
   trap '[ -z "$child" ] || kill "$child"; exit' TERM
   while sleep 1; do
     kubectl --namespace "$namespace" port-forward "service/$release-tidemill" "$port:8000" &
-    child=$!
+    child=$! # of kubectl itself, so not by k
     wait
   done >/dev/null 2>&1
 }

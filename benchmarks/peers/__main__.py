@@ -69,10 +69,11 @@ async def measure(url: str, model: str, root: psutil.Process, work: Work) -> dic
     }
 
 
-def run_server(server: str, options: argparse.Namespace, name: str, run: int) -> list[dict[str, Any]]:
+def run_server(
+    server: str, home: Path, options: argparse.Namespace, name: str, run: int
+) -> list[dict[str, Any]]:
     """Start one server, warm it and measure every work."""
     model = make_model(options.folder, name)
-    home = make_server(server, options.folder)
     command, settings = command_of(server, home, model, options.cores, options.arrangement)
     url = f"http://127.0.0.1:{PORTS[server]}"
     rows: list[dict[str, Any]] = []
@@ -132,15 +133,14 @@ def main() -> None:
     options.arrangement = options.arrangement or f"--mixed 1 --threads {options.cores}"
     options.folder.mkdir(parents=True, exist_ok=True)
     servers = [options.only] if options.only else [*options.peers, "tidemill"]
-    for server in servers:
-        make_server(server, options.folder)  # with all cores
+    homes = {server: make_server(server, options.folder) for server in servers}  # with all cores
     os.sched_setaffinity(0, {1} if options.cores == 1 else {0, 1})
     rows = [
         row
         for run in range(options.runs)
         for name in options.models
-        for server in servers
-        for row in run_server(server, options, name, run)
+        for server, home in homes.items()
+        for row in run_server(server, home, options, name, run)
     ]
     if options.only:
         return

@@ -22,34 +22,26 @@ COMMON = {
     "bos_token_id": None,
     "initializer_range": 0.04,
 }
+DENSE = {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "head_dim": 64,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "dense": (
-        "Qwen3Config",
-        {
-            "hidden_size": 768,
-            "intermediate_size": 2048,
-            "num_hidden_layers": 12,
-            "head_dim": 64,
-            "num_attention_heads": 12,
-            "num_key_value_heads": 4,
-            "tie_word_embeddings": False,
-        },
-    ),
+    "dense": ("Qwen3Config", DENSE),
     "hybrid": ("Qwen3NextConfig", HYBRID_77M),
     "dense-hybrid": (
         "Qwen3_5TextConfig",
         {
-            "hidden_size": 768,
-            "intermediate_size": 2048,
-            "num_hidden_layers": 12,
-            "head_dim": 64,
-            "num_attention_heads": 12,
-            "num_key_value_heads": 4,
+            **DENSE,
             "linear_num_key_heads": 4,
             "linear_num_value_heads": 8,
             "linear_key_head_dim": 128,
             "linear_value_head_dim": 128,
-            "tie_word_embeddings": False,
         },
     ),
     "window": (

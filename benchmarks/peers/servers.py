@@ -17,7 +17,8 @@ import psutil
 import torch
 
 VLLM = "0.32.0"
-LLAMA_CPP_PYTHON = "0.3.36"  # its source distribution has all of llama.cpp
+LLAMA_CPP_PYTHON = "0.3.36"
+LLAMA_CPP = f"llama_cpp_python-{LLAMA_CPP_PYTHON}/vendor/llama.cpp"  # in its source distribution
 PORTS = {"vllm": 8101, "tidemill": 8102, "llama.cpp": 8103}
 CONTEXT_TOKENS = 16_384
 MEMORY_GIB = 2  # of pages and states, for all
@@ -35,7 +36,8 @@ TextModel.get_vocab_base_pre = lambda self, tokenizer: "default"
 TextModel._set_vocab_sentencepiece = TextModel._set_vocab_gpt2
 convert_hf_to_gguf.main()
 """
-"""Its converter knows tokenizers by their digests, and not that of the random models: prompts are tokens."""
+"""The converter of llama.cpp knows tokenizers by their digests, but not that of the random models. Any will
+do, for prompts are tokens."""
 
 
 def make_vllm(folder: Path) -> Path:
@@ -71,7 +73,6 @@ def make_llama_cpp(folder: Path) -> Path:
     Raises SystemExit where it cannot be compiled: it needs cmake and a compiler, and some minutes.
     """
     home = folder / "llama.cpp"
-    source = home / f"llama_cpp_python-{LLAMA_CPP_PYTHON}/vendor/llama.cpp"
     if (home / "build/bin/llama-server").exists():
         return home
     if not (shutil.which("cmake") and shutil.which("c++")):
@@ -88,7 +89,7 @@ def make_llama_cpp(folder: Path) -> Path:
     options += " LLAMA_USE_PREBUILT_UI=OFF LLAMA_OPENSSL=OFF BUILD_SHARED_LIBS=OFF"
     settings = [f"-D{option}" for option in options.split()]
     for arguments in (
-        ["-S", source, "-B", home / "build", *settings],
+        ["-S", home / LLAMA_CPP, "-B", home / "build", *settings],
         ["--build", home / "build", "--target", "llama-server", "--parallel", str(os.cpu_count())],
     ):
         subprocess.run(["cmake", *arguments], check=True, stdout=sys.stderr)  # noqa: S603, S607 - our own
@@ -99,10 +100,10 @@ def make_gguf(home: Path, model: Path) -> Path:
     """Return the file of a model for llama.cpp in bfloat16, made once."""
     target = home / f"{model.name}.gguf"
     if not target.exists():
-        [source] = home.glob("llama_cpp_python-*/vendor/llama.cpp")
         heads = ["--no-mtp"] if "hybrid" in model.name else []  # which these models lack
         flags = [*heads, "--outtype", "bf16", "--outfile", target]
-        subprocess.run([sys.executable, "-c", CONVERT, source, model, *flags], check=True)  # noqa: S603 - our own
+        convert = [sys.executable, "-c", CONVERT, home / LLAMA_CPP, model, *flags]
+        subprocess.run(convert, check=True)  # noqa: S603 - our own
     return target
 
 
@@ -116,7 +117,7 @@ def make_server(server: str, folder: Path) -> Path:
 def command_of(
     server: str, home: Path, model: Path, cores: int, arrangement: str
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the command of a server and its environment."""
+    """Return the command of a server and its environment. llama.cpp's model is converted for it, once."""
     port = str(PORTS[server])
     pinned = ["taskset", "-c", "0" if cores == 1 else "0-1"]
     if server == "tidemill":

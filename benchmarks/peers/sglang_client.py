@@ -79,7 +79,7 @@ def run_client(python: Path, url: str, served: str, tokenizer: Path) -> dict[str
 def _options() -> argparse.Namespace:
     command = argparse.ArgumentParser(description=__doc__)
     command.add_argument("--sglang", type=Path, required=True, metavar="ENVIRONMENT")
-    command.add_argument("--folder", type=Path, required=True, help="that of peers.py")
+    command.add_argument("--folder", type=Path, required=True, help="that of benchmarks.peers")
     command.add_argument("--url", help="ask this server, which has the hybrid, instead of --servers")
     command.add_argument("--servers", nargs="*", default=["vllm", "tidemill"])
     command.add_argument("--cores", type=int, default=1)
