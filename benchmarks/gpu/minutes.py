@@ -30,6 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CALL_S_MAX = 560.0
 END_S = 5.0
 """Kept for the end of a call: killing a piece, and the table."""
+KILL_S_MAX = 3.0
+"""Processes that a driver holds for longer are left behind."""
 
 MARK = "TIDEMILL_MINUTES"
 PYTEST = (sys.executable, "-m", "pytest", "-o", "pythonpath=.", "-W", "default", "-p", "no:cacheprovider")
@@ -189,12 +191,16 @@ def pieces_of(call: int, folder: Path) -> list[Piece]:
             ]  # fmt: skip
 
 
-def kill_marked(mark: str) -> None:
-    """Kill every process that has the mark in its environment, in whichever session it runs."""
+def kill_marked(mark: str) -> bool:
+    """Kill every process that has the mark in its environment, in whichever session it runs, and return
+    whether there was one."""
+    found = False
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
             if f"{MARK}={mark}".encode() in path.read_bytes().split(b"\0"):
+                found = True
                 os.kill(int(path.parent.name), signal.SIGKILL)
+    return found
 
 
 def run(command: Command, s_max: float, log: Path, environment: Mapping[str, str]) -> str:
@@ -210,7 +216,9 @@ def run(command: Command, s_max: float, log: Path, environment: Mapping[str, str
         except subprocess.TimeoutExpired:
             return "TOO LONG"
         finally:
-            kill_marked(mark)
+            end_s = time.monotonic() + KILL_S_MAX
+            while kill_marked(mark) and time.monotonic() < end_s:  # what it starts meanwhile, too
+                time.sleep(0.05)
             process.wait()
 
 
