@@ -5,7 +5,7 @@ python -m benchmarks.peers --folder FOLDER [--cores 1] [--runs 3] [--models dens
 
 FOLDER keeps vLLM's virtual environment, llama.cpp and the random models; the first run makes them. With one
 core the server has core 0 and the client core 1; with two, they share both. It prints a table of the medians
-and keeps all runs in `peers.json` of benchmarks/results.
+and keeps all runs in `peers.jsonl` of benchmarks/results, instead of earlier ones of the same case.
 """
 
 import argparse
@@ -26,14 +26,14 @@ import psutil
 
 from benchmarks.peers.cpu import cpu_name
 from benchmarks.peers.models import MODELS, make_model
-from benchmarks.peers.servers import LLAMA_CPP_PYTHON, PORTS, VLLM, command_of, make_server, started
+from benchmarks.peers.servers import PORTS, VERSIONS, command_of, make_server, started
 from benchmarks.peers.works import Work, drawn, items_of, works_of
 from tidemill.cluster.bench.client import LoadClient
 from tidemill.cluster.bench.command import open_http
 from tidemill.cluster.bench.load import run_load
 from tidemill.cluster.bench.workloads import Workload
 
-RESULTS = Path(__file__).parents[1] / "results" / "peers.json"
+RESULTS = Path(__file__).parents[1] / "results" / "peers.jsonl"
 
 
 def used(root: psutil.Process) -> tuple[float, float]:
@@ -83,7 +83,9 @@ def run_server(
         asyncio.run(measure(url, served, root, warm))
         for work in works_of(seed=run):
             if not options.works or work.name in options.works:
-                row = {"server": server, "model": name, "run": run, "cores": options.cores}
+                row = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "cpu": cpu_name(), "cores": options.cores}
+                row |= {"arrangement": options.arrangement, "server": server, "model": name, "run": run}
+                row |= {"version": VERSIONS[server]} if server in VERSIONS else {}
                 rows.append(row | asyncio.run(measure(url, served, root, work)))
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     return rows
@@ -108,6 +110,16 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             f"| {name} | {work} | {our_spread} | {peer} | {their_spread} | {our_s / their_s:.2f}"
             f" | {cpu[0] / cpu[1]:.2f} | {cached[0]:,}; {cached[1]:,} |"
         )
+
+
+def merged(kept: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the new rows, and before them those that were kept and whose case was not measured again."""
+    again = {_case(row) for row in new}
+    return [row for row in kept if _case(row) not in again] + [*new]
+
+
+def _case(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("cpu", "cores", "arrangement", "server", "model", "work"))
 
 
 def _times(rows: Sequence[dict[str, Any]], metric: str) -> tuple[float, str]:
@@ -145,11 +157,8 @@ def main() -> None:
     if options.only:
         return
     print("\n".join(table(rows)))
-    about = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "cpu": cpu_name(), "vllm": VLLM}
-    about |= {"llama.cpp": LLAMA_CPP_PYTHON} if "llama.cpp" in options.peers else {}
-    key = f"{options.cores} cores, {options.arrangement}, {about['cpu']}"
-    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    RESULTS.write_text(json.dumps(kept | {key: {**about, "rows": rows}}, indent=1) + "\n")
+    kept = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    RESULTS.write_text("".join(f"{json.dumps(row)}\n" for row in merged(kept, rows)))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch
 
 VLLM = "0.32.0"
 LLAMA_CPP_PYTHON = "0.3.36"
+VERSIONS = {"vllm": VLLM, "llama.cpp": LLAMA_CPP_PYTHON}
 LLAMA_CPP = f"llama_cpp_python-{LLAMA_CPP_PYTHON}/vendor/llama.cpp"  # in its source distribution
 PORTS = {"vllm": 8101, "tidemill": 8102, "llama.cpp": 8103}
 CONTEXT_TOKENS = 16_384
