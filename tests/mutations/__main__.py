@@ -27,8 +27,10 @@ from tests.mutations.planted import Planted
 ROOT = Path(__file__).parents[2]
 NOT_COPIED = ("__pycache__", ".*", "dist", "build")
 SIM_RUNS = 100
-TIMEOUT_S = 180.0
+TIMEOUT_S = 120.0
 """A bug may cause an endless loop: a timeout counts as caught."""
+WAIT_S_MAX = 20.0
+"""Seconds that a test waits at most (tests/support/waits.py)."""
 ATTEMPTS = 3
 """A test with random cases may miss a bug in one run; a bug survives if it is missed in all of these."""
 
@@ -111,6 +113,7 @@ def _failure(
     arguments = [*options, *together, *tests]
     paths = f"{copy}/src:{copy}"  # also for processes that the tests start
     environment = os.environ | {"SIM_RUNS": str(SIM_RUNS), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    environment["TEST_WAIT_S_MAX"] = str(WAIT_S_MAX)
     environment["KERNEL_CACHE"] = str(copy.parent / "kernels")  # named by their sources
     if all(test.startswith("tests/triton") for test in tests):
         environment["TRITON_INTERPRET"] = "1"

@@ -15,7 +15,6 @@ from torch.nn import functional
 from tests.support.parity.architectures import random_model, save
 from tests.support.parity.sharded import (
     PAGE_TOKENS,
-    WAIT_S_MAX,
     Found,
     check,
     check_sums,
@@ -24,6 +23,7 @@ from tests.support.parity.sharded import (
     run_threads,
 )
 from tests.support.parity.steps import Runner
+from tests.support.waits import WAIT_S_MAX
 from tidemill.kernels.dispatch import Operators
 from tidemill.workers.models.architectures.registry import describe, load
 from tidemill.workers.models.collectives import LEADER, Sharing

@@ -6,6 +6,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
+from tests.support.waits import WAIT_S_MAX
 from tidemill.cluster.edge.flow import serve
 from tidemill.cluster.messages import PlacementRequest, Route, TokenSink
 from tidemill.kvstore.keys import Namespace, PageKey
@@ -24,7 +25,6 @@ from tidemill.workers.messages import (
 
 T = TypeVar("T")
 
-WAIT_S_MAX = 60.0
 P = 4
 PROMPT = tuple(range(100, 110))
 GAP_TOKENS_MAX = 8

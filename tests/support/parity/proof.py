@@ -17,7 +17,6 @@ import transformers
 
 from tests.support.parity.architectures import save
 from tests.support.parity.sharded import (
-    WAIT_S_MAX,
     check,
     check_sums,
     over_gloo,
@@ -26,6 +25,7 @@ from tests.support.parity.sharded import (
     sizes_of,
 )
 from tests.support.parity.steps import Runner, check_memory
+from tests.support.waits import WAIT_S_MAX
 from tidemill.kernels.dispatch import REFERENCE, Operators
 from tidemill.kvstore.layout import layout_of
 from tidemill.workers.models.architectures.registry import LoadedModel, load

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.parity.steps import Runner
+from tests.support.waits import WAIT_S_MAX
 from tidemill.kernels.dispatch import Operators, operators
 from tidemill.workers.models.architectures.registry import describe, load
 from tidemill.workers.models.collectives import ALONE, Ranks, Sharing
@@ -22,7 +23,6 @@ from tidemill.workers.models.errors import ModelError
 from tidemill.workers.parallel.distributed import Distributed, folder_store
 from tidemill.workers.parallel.shared_memory import SharedMemory
 
-WAIT_S_MAX = 60.0
 SUMS_ERROR_MAX = 1e-5
 PAGE_TOKENS = 8
 SIZES = (2, 3, 4)

@@ -22,8 +22,6 @@ from tidemill.cluster.edge.requests.security import Security
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError, Unserved
 
-WAIT_S_MAX = 60.0
-
 
 def security(*arguments: str, **environ: str) -> Security:
     options = cli.parser().parse_args(["serve", "keeper", *arguments])

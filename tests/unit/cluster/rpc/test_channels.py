@@ -10,6 +10,7 @@ import pytest
 
 from tests.support import grpc_loop
 from tests.support.cluster.heartbeats import heartbeat, placement_request
+from tests.support.waits import WAIT_S_MAX
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.router.server import RouterService
 from tidemill.cluster.rpc.channels import bind, cancellable, new_server, open_channel
@@ -17,7 +18,6 @@ from tidemill.cluster.rpc.codec import encode_heartbeat
 from tidemill.cluster.rpc.placement_codec import decode_placement, encode_placement_request
 
 WORKERS = 1100
-WAIT_S_MAX = 60.0
 
 
 def test_router_takes_heartbeats_of_1000_workers_and_placements() -> None:

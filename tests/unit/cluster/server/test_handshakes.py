@@ -15,6 +15,7 @@ import trustme
 import uvloop
 
 from tests.support.cluster.fake_service import FakeService, app_over, saying, serving
+from tests.support.waits import WAIT_S_MAX
 from tidemill.cluster.edge.requests import security
 from tidemill.cluster.edge.requests.limits import EdgeLimits, InFlightLimit
 from tidemill.cluster.edge.requests.security import Tls
@@ -22,7 +23,6 @@ from tidemill.cluster.server import handshakes
 
 HALF = b"\x16\x03\x01\x02\x00\x01"
 PING = b"GET /ping HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
-WAIT_S_MAX = 60.0
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 
 Loops = Callable[[], asyncio.AbstractEventLoop]

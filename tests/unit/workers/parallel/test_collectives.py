@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.parity.sharded import over_gloo
+from tests.support.waits import WAIT_S_MAX
 from tidemill.workers.models.collectives import ALONE, LEADER
 from tidemill.workers.parallel.distributed import Distributed
 from tidemill.workers.parallel.errors import GroupBroken
@@ -28,7 +29,6 @@ MEETINGS: dict[str, Meet] = {
         folder, index, size, wait_s, place_bytes=256
     ),
 }
-WAIT_S_MAX = 60.0
 LATE_S = 0.2
 
 CALLS = st.lists(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.waits import WAIT_S_MAX
 from tests.unit.workers.test_device import settings_with
 from tidemill.workers.parallel import one_shot
 from tidemill.workers.parallel.distributed import Distributed, folder_store
@@ -20,7 +21,6 @@ from tidemill.workers.settings import SettingsError
 
 CPU = torch.device("cpu")
 SIZE, BYTES_MAX = 3, 96
-WAIT_S_MAX = 60.0
 
 
 class DictStore(dict[str, str]):

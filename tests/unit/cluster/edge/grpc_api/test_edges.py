@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from tests.support import grpc_loop
 from tests.support.cluster.fake_service import FakeService, saying, worker_status
 from tests.support.cluster.grpc_edge import HELLO, Client, serving, trailing
+from tests.support.waits import WAIT_S_MAX
 from tidemill.cluster.edge.grpc_api import generation, health
 from tidemill.cluster.edge.grpc_api.server import PublicServer
 from tidemill.cluster.edge.requests.api_keys import ApiKey, digest_of
@@ -30,7 +31,6 @@ from tidemill.cluster.edge.requests.security import Tls
 from tidemill.cluster.rpc.proto import generation_pb2 as pb
 from tidemill.cluster.server.endpoint import Endpoint, PortTaken, listening
 
-WAIT_S_MAX = 60.0
 KEYS = (
     ApiKey(tenant="search", sha256=digest_of("sk-one")),
     ApiKey(tenant="shop", sha256=digest_of("sk-shop"), requests_per_minute=2),

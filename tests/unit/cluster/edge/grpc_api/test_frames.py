@@ -37,6 +37,7 @@ from benchmarks.serving.grpc_attacks import (
 from tests.support import grpc_loop
 from tests.support.cluster.fake_service import FakeService, saying
 from tests.support.cluster.grpc_edge import HELLO, serving
+from tests.support.waits import WAIT_S_MAX
 from tidemill.cluster.edge.grpc_api import frames, server
 from tidemill.cluster.edge.grpc_api.frames import (
     BLOCK_BYTES_MAX,
@@ -55,7 +56,6 @@ from tidemill.cluster.edge.grpc_api.frames import (
 from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.edge.requests.security import Tls
 
-WAIT_S_MAX = 60.0
 EMPTY = frame(CONTINUATION, 0, 1)
 
 
