@@ -83,9 +83,7 @@ def run_server(
         asyncio.run(measure(url, served, root, warm))
         for work in works_of(seed=run):
             if not options.works or work.name in options.works:
-                row = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "cpu": cpu_name(), "cores": options.cores}
-                row |= {"arrangement": options.arrangement, "server": server, "model": name, "run": run}
-                row |= {"version": VERSIONS[server]} if server in VERSIONS else {}
+                row = {"server": server, "version": VERSIONS.get(server), "model": name, "run": run}
                 rows.append(row | asyncio.run(measure(url, served, root, work)))
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     return rows
@@ -113,13 +111,14 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def merged(kept: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the new rows, and before them those that were kept and whose case was not measured again."""
+    """Return the new rows, and before them those that were kept and whose case was not measured again. The
+    servers that took turns belong to a case, so ours stay beside the peers of the same run."""
     again = {_case(row) for row in new}
     return [row for row in kept if _case(row) not in again] + [*new]
 
 
 def _case(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[name] for name in ("cpu", "cores", "arrangement", "server", "model", "work"))
+    return tuple(row[name] for name in ("cpu", "cores", "arrangement", "servers", "model", "work"))
 
 
 def _times(rows: Sequence[dict[str, Any]], metric: str) -> tuple[float, str]:
@@ -157,8 +156,10 @@ def main() -> None:
     if options.only:
         return
     print("\n".join(table(rows)))
+    about = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "cpu": cpu_name(), "cores": options.cores}
+    about |= {"arrangement": options.arrangement, "servers": ", ".join(servers)}
     kept = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-    RESULTS.write_text("".join(f"{json.dumps(row)}\n" for row in merged(kept, rows)))
+    RESULTS.write_text("".join(f"{json.dumps(row)}\n" for row in merged(kept, [about | row for row in rows])))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from tests.mutations.planted import Planted
 ROOT = Path(__file__).parents[2]
 NOT_COPIED = ("__pycache__", ".*", "dist", "build")
 SIM_RUNS = 100
-TIMEOUT_S = 120.0
+TIMEOUT_S = 180.0
 """A bug may cause an endless loop: a timeout counts as caught."""
 WAIT_S_MAX = 20.0
 """Seconds that a test waits at most (tests/support/waits.py)."""

@@ -7,7 +7,8 @@ from benchmarks.peers.__main__ import merged, table
 
 def row(server: str, work: str, run: int, wall_s: float) -> dict[str, Any]:
     return {
-        "cpu": "a CPU", "cores": 1, "arrangement": "--mixed 1", "server": server, "model": "dense",
+        "cpu": "a CPU", "cores": 1, "arrangement": "--mixed 1", "servers": "vllm, llama.cpp, tidemill",
+        "server": server, "model": "dense",
         "work": work, "run": run, "wall_s": wall_s, "ttft_s": wall_s / 10, "cpu_s": wall_s,
         "cached_tokens": 0,
     }  # fmt: skip
@@ -16,8 +17,9 @@ def row(server: str, work: str, run: int, wall_s: float) -> dict[str, Any]:
 def test_runs_replace_those_of_the_same_work_alone() -> None:
     kept = [row("vllm", "c=1", run, 5.0) for run in range(3)] + [row("llama.cpp", "c=1", 0, 6.0)]
     kept += [row("vllm", "c=8", 0, 7.0), row("vllm", "c=1", 0, 8.0) | {"cores": 2}]
-    new = [row("vllm", "c=1", 0, 4.0)]
-    assert merged(kept, new) == [*kept[3:], *new]
+    kept += [row("vllm", "c=1", 0, 9.0) | {"servers": "vllm, tidemill"}]
+    new = [row(server, "c=1", 0, 4.0) for server in ("vllm", "llama.cpp", "tidemill")]
+    assert merged(kept, new) == [*kept[4:], *new]
 
 
 def test_the_table_has_medians_and_spread_beside_each_peer() -> None:
