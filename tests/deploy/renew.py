@@ -1,14 +1,13 @@
-"""Regenerate the golden files of the examples and the configuration file's part of
+"""Regenerate the golden file of an example and the configuration file's part of
 values.schema.json.
 
 python -m tests.deploy.renew
 """
 
 import json
-from pathlib import Path
 from typing import Any, cast
 
-from tests.support.deploy.chart import CHART, GOLDEN, ROOT, WITH_GOLDEN_FILE, chart_of, render, values_of
+from tests.support.deploy.chart import CHART, GOLDEN, ROOT, WITH_GOLDEN_FILE, render, values_of
 from tidemill.cluster.config.tree import RootConfig
 from tidemill.cluster.edge.requests.api_keys import ApiKey
 
@@ -18,17 +17,13 @@ SET_BY_CHART = ("labels", "resources")
 """Keys of a group that the chart sets, to tie workers to pods."""
 
 
-def golden_file(example: Path) -> Path:
-    return GOLDEN / example.name
-
-
-def golden_text(example: Path) -> str:
+def golden_text() -> str:
     """Return all rendered templates; the dashboard is left out, for it has its own file."""
     dashboard = (ROOT / "deploy/grafana/tidemill.json").read_text().strip()
     lines = "\n".join(f"    {line}" for line in dashboard.splitlines())
     texts = {
         path: text.replace(lines, "    (deploy/grafana/tidemill.json)")
-        for path, text in render(chart_of(example), values_of(example)).items()
+        for path, text in render(CHART, values_of(WITH_GOLDEN_FILE)).items()
     }
     parts = [f"# {path}\n{text.strip()}\n" for path, text in texts.items() if text.strip()]
     return "---\n".join(parts)
@@ -68,8 +63,7 @@ def _untitled(part: Any) -> Any:  # noqa: ANN401 - JSON
 
 def main() -> None:
     SCHEMA.write_text(schema_text())
-    for example in WITH_GOLDEN_FILE:
-        golden_file(example).write_text(golden_text(example))
+    GOLDEN.write_text(golden_text())
 
 
 if __name__ == "__main__":

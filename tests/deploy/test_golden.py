@@ -1,4 +1,4 @@
-"""The charts render to the golden files, which Kubernetes, KubeRay and Helm accept."""
+"""An example renders to its golden file; Kubernetes, KubeRay and Helm accept all of them."""
 
 import base64
 import json
@@ -16,7 +16,7 @@ import yaml
 from benchmarks.engine.released import RELEASED
 from ray.autoscaler._private.kuberay import autoscaling_config
 
-from tests.deploy.renew import SCHEMA, golden_file, golden_text, schema_text
+from tests.deploy.renew import SCHEMA, golden_text, schema_text
 from tests.support.deploy.chart import (
     CHART,
     EXAMPLES,
@@ -24,7 +24,7 @@ from tests.support.deploy.chart import (
     NAMESPACE,
     ROOT,
     SERVERS,
-    TRAFFIC,
+    TRAFFIC_EXAMPLE,
     WITH_GOLDEN_FILE,
     Document,
     chart_of,
@@ -50,28 +50,15 @@ def example(request: pytest.FixtureRequest) -> Path:
     return request.param
 
 
-@pytest.mark.parametrize("example", WITH_GOLDEN_FILE, ids=lambda example: example.stem)
-def test_example_renders_to_its_golden_file(example: Path) -> None:
-    assert golden_text(example) == golden_file(example).read_text(), (
-        "check the changes, then run `make helm-golden`"
-    )
+def test_example_renders_to_its_golden_file() -> None:
+    assert golden_text() == GOLDEN.read_text(), "check the changes, then run `make helm-golden`"
 
 
-def test_every_golden_file_has_an_example() -> None:
-    assert {path.name for path in GOLDEN.iterdir()} == {example.name for example in WITH_GOLDEN_FILE}
-
-
-def test_every_template_is_used_by_an_example() -> None:
-    for chart in (CHART, TRAFFIC):
-        rendered_paths = {
-            path
-            for example in WITH_GOLDEN_FILE
-            if chart_of(example) == chart
-            for path, text in render(chart, values_of(example)).items()
-            if text.strip()
-        }
-        files = {str(path.relative_to(chart)) for path in (chart / "templates").glob("[!_]*")}
-        assert rendered_paths == files
+def test_every_template_is_in_the_golden_file_or_the_traffic_example() -> None:
+    for example in (WITH_GOLDEN_FILE, TRAFFIC_EXAMPLE):
+        chart = chart_of(example)
+        rendered = {path for path, text in render(chart, values_of(example)).items() if text.strip()}
+        assert rendered == {str(path.relative_to(chart)) for path in (chart / "templates").glob("[!_]*")}
 
 
 def test_values_schema_matches_configuration_file() -> None:

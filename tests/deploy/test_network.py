@@ -1,15 +1,18 @@
 """The network policies open exactly the ports on which processes listen."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from tests.support.deploy.chart import (
     CHART,
+    EXAMPLES,
     SERVERS,
     TRAFFIC,
     TRAFFIC_EXAMPLE,
     Document,
+    all_values_of,
     containers,
     documents,
     documents_of,
@@ -203,6 +206,47 @@ def test_services_target_existing_ports(found: list[Document]) -> None:
         first = config.cluster.router_port
         joins = {first + len(config.models)} if config.cluster.ssl_ca_keyfile else set[int]()
         assert targets <= named | {first} | joins
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
+def test_service_and_ingress_are_those_of_the_values(example: Path) -> None:
+    """The Ingress of both charts leads to the Service of clients by the names of its port and its own."""
+    values, found = all_values_of(example), documents_of(example)
+    own = "chat" if example == TRAFFIC_EXAMPLE else "chat-tidemill"
+    [service] = [
+        document["spec"]
+        for document in found
+        if document["metadata"]["name"] == own and document["kind"] == "Service"
+    ]
+    assert service["type"] == values["service"]["type"]
+    wanted = {"http": values["service"]["port"]}
+    if values.get("grpc") or values.get("frontend", {}).get("grpc"):
+        wanted["grpc"] = values["service"]["grpcPort"]
+    assert [(port["name"], port["port"], port["targetPort"]) for port in service["ports"]] == [
+        (name, port, name) for name, port in wanted.items()
+    ]
+    assert any(document["kind"] == "Ingress" for document in found) is values["ingress"]["enabled"]
+    if values["ingress"]["enabled"]:
+        ingress, given = find_one(found, "Ingress"), values["ingress"]
+        assert ingress["metadata"].get("annotations", {}) == given["annotations"]
+        assert ingress["spec"] == {
+            "ingressClassName": given["className"],
+            "tls": [{"hosts": [given["host"]], "secretName": given["tlsSecret"]}],
+            "rules": [
+                {
+                    "host": given["host"],
+                    "http": {
+                        "paths": [
+                            {
+                                "path": "/",
+                                "pathType": "Prefix",
+                                "backend": {"service": {"name": own, "port": {"name": "http"}}},
+                            }
+                        ]
+                    },
+                }
+            ],
+        }
 
 
 def test_only_leading_master_is_ready() -> None:

@@ -14,11 +14,13 @@ from tests.support.deploy.chart import (
     CHART,
     SERVERS,
     Document,
+    all_values_of,
     containers,
     documents,
     documents_of,
     find_one,
     pods,
+    render,
     values_of,
 )
 from tests.support.deploy.commands import lends, lines_of, ray_start, start_options, tidemill
@@ -31,6 +33,7 @@ from tidemill.kvstore.stores.open_store import check_url
 
 EVERYTHING = next(example for example in SERVERS if example.stem == "2p4d")
 ENCRYPTED = next(example for example in SERVERS if example.stem == "encrypted")
+VERSION = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
 
 
 @pytest.fixture(params=SERVERS, ids=lambda example: example.stem)
@@ -110,6 +113,69 @@ def test_configmap_has_valid_configuration(found: list[Document]) -> None:
     assert config.cluster.ray_address == "auto"
     assert config.store.url is not None
     check_url(plan_store(config.store.url).url)
+
+
+def test_values_of_models_reach_configuration_and_pods(found: list[Document], example: Path) -> None:
+    """The chart adds what ties a group to its pods, and moves `pod` to them."""
+    models = all_values_of(example)["models"]
+    configured = yaml.safe_load(config_of(found))["models"]
+    for group in (group for model in configured for group in model["groups"]):
+        assert {*group.pop("labels"), *group.pop("resources")}
+    for group in (group for model in models for group in model["groups"]):
+        pod, wanted = pods(found)[f"worker/{group.pop('name')}"]["spec"], group.pop("pod")
+        [worker] = pod["containers"]
+        assert worker["resources"] == wanted["resources"]
+        assert all(variable in worker["env"] for variable in wanted.get("env", ()))
+        assert all(pod[key] == value for key, value in wanted.items() if key not in ("resources", "env"))
+    assert configured == models
+
+
+def test_values_of_the_release_reach_every_pod(found: list[Document], example: Path) -> None:
+    values = all_values_of(example)
+    image = f"{values['image']['repository']}:{values['image']['tag'] or VERSION}"
+    mounted = {
+        "models": values["modelVolume"],
+        "pages": values["store"]["folder"]["volume"],
+        "cluster-tls": values["clusterTls"]["existingSecret"],
+        "store-secret": values["store"]["secret"]["existingSecret"],
+    }
+    for name, pod in pods(found).items():
+        assert {container["image"] for container in containers(pod)} == {image}
+        assert pod["spec"].get("imagePullSecrets", []) == values["imagePullSecrets"]
+        own = "" if name == "head" else values["serviceAccountName"]  # KubeRay makes that of the autoscaler
+        assert pod["spec"].get("serviceAccountName", "") == own
+        if name == "frontend" or name.startswith("worker"):
+            volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+            assert {volume for volume, source in mounted.items() if source} == mounted.keys() & volumes.keys()
+            for volume in mounted.keys() & volumes.keys():
+                source = {key: value for key, value in volumes[volume].items() if key != "name"}
+                assert mounted[volume] in (source, source.get("secret", {}).get("secretName"))
+
+
+def test_objects_are_labelled_with_release_and_chart(found: list[Document], example: Path) -> None:
+    tag = all_values_of(example)["image"]["tag"] or VERSION
+    for document in found:
+        assert document["metadata"]["name"].startswith("chat-tidemill")
+        labels = document["metadata"]["labels"]
+        assert labels["app.kubernetes.io/component"]
+        assert (
+            labels.items()
+            >= {
+                "app.kubernetes.io/name": "tidemill",
+                "app.kubernetes.io/instance": "chat",
+                "app.kubernetes.io/version": tag,
+                "app.kubernetes.io/managed-by": "Helm",
+                "helm.sh/chart": f"tidemill-{VERSION}",
+            }.items()
+        )
+
+
+def test_notes_name_the_port_and_the_feature_gates_of_kuberay(example: Path) -> None:
+    values = all_values_of(example)
+    notes = render(CHART, values)["templates/NOTES.txt"]
+    assert f"port-forward service/chat-tidemill {values['service']['port']}\n" in notes
+    assert ("RayClusterNetworkPolicy" in notes) is values["networkPolicy"]["enabled"]
+    assert ("RayClusterMTLS" in notes) is values["ray"]["tls"]["enabled"]
 
 
 def test_files_named_in_configuration_are_mounted(found: list[Document]) -> None:
@@ -292,7 +358,17 @@ def test_frontend_is_in_ray_certificate_with_ray_tls() -> None:
     assert labels["ray.io/cluster"] == cluster["metadata"]["name"]
     assert labels["ray.io/node-type"] == "worker"
     assert labels["ray.io/group"] not in {group["groupName"] for group in cluster["spec"]["workerGroupSpecs"]}
-    assert frontend["spec"]["initContainers"][0]["name"] == "wait-for-certificate"
+    first, *others = containers(frontend)
+    assert first["name"] == "wait-for-certificate"
+    for container in others:
+        environ = {variable["name"]: variable.get("value") for variable in container["env"]}
+        assert environ["RAY_USE_TLS"] == "1"
+        files = {"SERVER_CERT": "tls.crt", "SERVER_KEY": "tls.key", "CA_CERT": "ca.crt"}
+        assert all(environ[f"RAY_TLS_{name}"] == f"/etc/ray/tls/{file}" for name, file in files.items())
+    assert all(
+        "/etc/ray/tls" in [mount["mountPath"] for mount in container["volumeMounts"]]
+        for container in (first, *others)
+    )
     for example in SERVERS:
         if example != ENCRYPTED:
             assert "ray.io/cluster" not in pods(documents_of(example))["frontend"]["metadata"]["labels"]

@@ -14,11 +14,10 @@ TRAFFIC = HELM / "tidemill-traffic"
 EXAMPLES = tuple(sorted((HELM / "examples").glob("*.yaml")))
 TRAFFIC_EXAMPLE = HELM / "examples" / "traffic.yaml"
 SERVERS = tuple(example for example in EXAMPLES if example != TRAFFIC_EXAMPLE)
-GOLDEN = Path(__file__).parents[2] / "deploy/golden"
-WITH_GOLDEN_FILE = tuple(
-    example for example in EXAMPLES if example.stem in {"2p4d", "encrypted", "traffic", "two-nodes"}
-)
-"""Together these examples use every template."""
+WITH_GOLDEN_FILE = HELM / "examples" / "2p4d.yaml"
+"""It uses every template of the chart."""
+
+GOLDEN = Path(__file__).parents[2] / "deploy/golden" / WITH_GOLDEN_FILE.name
 
 RELEASE, NAMESPACE = "chat", "llm"
 
@@ -32,6 +31,25 @@ def chart_of(example: Path) -> Path:
 
 def values_of(example: Path) -> Values:
     return yaml.safe_load(example.read_text())
+
+
+def merged(defaults: Values, values: Values) -> Values:
+    """Return the values over the defaults, as Helm merges them."""
+    both = {
+        key: merged(defaults[key], value)
+        for key, value in values.items()
+        if _are_maps(defaults.get(key), value)
+    }
+    return defaults | values | both
+
+
+def _are_maps(*values: object) -> bool:
+    return all(isinstance(value, dict) for value in values)
+
+
+def all_values_of(example: Path) -> Values:
+    """Return the values of an example with the defaults of its chart."""
+    return merged(yaml.safe_load((chart_of(example) / "values.yaml").read_text()), values_of(example))
 
 
 def render(chart: Path, values: Values, release: str = RELEASE) -> dict[str, str]:
