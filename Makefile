@@ -8,7 +8,7 @@ export LD_LIBRARY_PATH := $(DEBIAN_LIBS)$(addprefix :,$(LD_LIBRARY_PATH))
 PYTHON ?= python3
 STAMP := $(VENV)/.ready
 
-.PHONY: setup demo test test-all abuse browser triton triton-3.6 nodes gpu gpu-parcel check bench clients fuzz mutations soak soak-faults soak-nodes soak-overload storm upgrade-test stubs metrics-doc config-doc helm-golden wheel release push docs sbom clean
+.PHONY: setup demo test test-all abuse browser triton triton-3.6 nodes gpu gpu-parcel check trends bench clients fuzz mutations soak soak-faults soak-nodes soak-overload storm upgrade-test stubs metrics-doc config-doc helm-golden wheel release push docs sbom clean
 
 setup: $(STAMP)
 
@@ -90,6 +90,10 @@ check: setup
 	pyright
 	pyright -p benchmarks
 	python -m pytest tests/tidy
+
+# Sizes by folder: counts that fail nothing.
+trends: setup
+	python -m tests.tidy.trends
 
 bench: setup
 	python -m benchmarks.all

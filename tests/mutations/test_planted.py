@@ -11,7 +11,7 @@ import pytest
 from tests.mutations.bugs import PLANTED
 from tests.mutations.forks import Forks
 from tests.mutations.planted import Planted
-from tests.tidy.test_tidy import LAYERS
+from tests.tidy.tree import LAYERS
 
 ROOT = Path(__file__).parents[2]
 

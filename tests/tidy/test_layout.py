@@ -3,14 +3,12 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
-from graphlib import TopologicalSorter
-from itertools import groupby
-from pathlib import Path
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 
-import pytest
-
-from tests.tidy.test_tidy import FILES, LAYERS, ROOT, nodes
+from tests.tidy.tree import EVERYTHING, LAYERS, PRODUCT, ROOT, Source, none
 
 MODULES_MAX = 16
 
@@ -76,74 +74,86 @@ imports nothing of ours.
 """
 
 
-def folder_of(path: Path) -> str:
-    return str(path.relative_to(ROOT).parent)
-
-
-def tracked() -> list[Path]:
-    names = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "*.py"],  # noqa: S607 - whichever git there is
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    return [ROOT / name for name in names.split()]
-
-
 def test_folders_have_few_modules() -> None:
-    modules = sorted(path for path in tracked() if path.name != "__init__.py" and path.exists())
-    for folder, group in groupby(sorted(modules, key=folder_of), folder_of):
-        names = [path.name for path in group]
-        assert len(names) <= MODULES_MAX, f"{folder} has {len(names)} modules: split it, or delete some"
+    modules = Counter(source.folder for source in EVERYTHING if not source.name.endswith("__init__.py"))
+    none(
+        (f"{folder} has {count}" for folder, count in modules.items() if count > MODULES_MAX),
+        f"a folder has at most {MODULES_MAX} modules: split it, or delete some",
+    )
 
 
-def imported(path: Path) -> Iterator[Path]:
-    """The product files that a file imports, wherever in it."""
-    for node in nodes(path):
-        names: list[str] = []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "tidemill" and len(parts) > 1 and parts[1] in LAYERS:
-                there = ROOT.joinpath(*parts[1:])
-                modules = (there.with_suffix(".py"), there / "__init__.py", there.parent.with_suffix(".py"))
-                yield next((path for path in modules if path.exists()), there.parent / "__init__.py")
+PATHS = {source.name for source in PRODUCT}
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_no_folder_imports_in_a_circle(layer: str) -> None:
+@cache
+def imported(source: Source) -> frozenset[str]:
+    """Return the product files that a file imports, wherever in it."""
+    names = [alias.name for node in source.nodes(ast.Import) for alias in node.names]
+    froms = (node for node in source.nodes(ast.ImportFrom) if node.module)
+    names += [f"{node.module}.{alias.name}" for node in froms for alias in node.names]
+    ours = (name.split(".")[1:] for name in names if name.startswith("tidemill."))
+    return frozenset(_file(parts) for parts in ours if parts and parts[0] in LAYERS)
+
+
+def _file(parts: list[str]) -> str:
+    there, above = "/".join(parts), "/".join(parts[:-1])
+    modules = (f"{there}.py", f"{there}/__init__.py", f"{above}.py")
+    return next((name for name in modules if name in PATHS), f"{above}/__init__.py")
+
+
+def _folder(name: str) -> str:
+    return name.rpartition("/")[0]
+
+
+def test_no_folder_imports_in_a_circle() -> None:
     """Checked at every level: between the subfolders of a folder, and its own modules."""
-    folders = {ROOT / layer, *(path.parent for path in FILES if path.is_relative_to(ROOT / layer))}
-    for folder in sorted(folders):
-        graph: dict[str, set[str]] = {}
-        for path in (path for path in FILES if path.is_relative_to(folder)):
-            here = _child(folder, path)
-            inside = (other for other in imported(path) if other.is_relative_to(folder))
-            graph.setdefault(here, set()).update({_child(folder, other) for other in inside} - {here})
-        TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+    folders = {"/".join(parts[: n + 1]) for parts in map(_parts, PATHS) for n in range(len(parts) - 1)}
+    none(
+        (
+            f"{folder}: {' imports '.join(circle)}"
+            for folder in sorted(folders)
+            for circle in _circles(folder)
+        ),
+        "no imports in a circle",
+    )
 
 
-def _child(folder: Path, path: Path) -> str:
-    parts = path.relative_to(folder).parts
-    return parts[0] if len(parts) > 1 else "its own modules"
+def _parts(name: str) -> list[str]:
+    return name.split("/")
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_folders_import_what_they_may(path: Path) -> None:
-    here = folder_of(path)
-    if here.startswith("kernels"):
-        assert {other.relative_to(ROOT).parts[0] for other in imported(path)} <= {"kernels"}
-        return
-    allowed = [*MAY_IMPORT[here.removesuffix("/proto")].split(), "cluster/rpc/proto"]
-    for other in imported(path):
-        there = folder_of(other)
-        assert there == here or _is_allowed(there, allowed), (
-            f"{there} is not in MAY_IMPORT[{here!r}] of {Path(__file__).relative_to(ROOT)}"
-        )
+def _circles(folder: str) -> Iterator[list[str]]:
+    graph: dict[str, set[str]] = {}
+    inside = f"{folder}/"
+    for source in PRODUCT:
+        if source.name.startswith(inside):
+            here = _child(inside, source.name)
+            others = {_child(inside, other) for other in imported(source) if other.startswith(inside)}
+            graph.setdefault(here, set()).update(others - {here})
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        yield error.args[1][::-1]
+
+
+def _child(folder: str, name: str) -> str:
+    first, slash, _ = name.removeprefix(folder).partition("/")
+    return first if slash else "its own modules"
+
+
+def test_folders_import_what_they_may() -> None:
+    found: list[str] = []
+    for source in PRODUCT:
+        here = source.folder
+        for there in sorted({_folder(other) for other in imported(source)}):
+            if here.startswith("kernels"):
+                allowed = there.startswith("kernels")
+            else:
+                listed = [*MAY_IMPORT.get(here.removesuffix("/proto"), "").split(), "cluster/rpc/proto"]
+                allowed = there == here or _is_allowed(there, listed)
+            if not allowed:
+                found.append(f"{source.name}: {there} is not in MAY_IMPORT[{here!r}]")
+    none(found, "import what MAY_IMPORT in tests/tidy/test_layout.py lists, or list it")
 
 
 def _is_allowed(there: str, allowed: list[str]) -> bool:
@@ -156,7 +166,9 @@ def _is_allowed(there: str, allowed: list[str]) -> bool:
 
 def test_contracts_name_folders_that_exist() -> None:
     named = {*MAY_IMPORT, *(folder for allowed in MAY_IMPORT.values() for folder in allowed.split())}
-    assert not [folder for folder in named if not (ROOT / folder).is_dir()]
+    none(
+        (folder for folder in named if not (ROOT / folder).is_dir()), "MAY_IMPORT names folders that are gone"
+    )
 
 
 EDGE = ("cluster/edge", "cluster/rpc", "cluster/metrics", "cluster/observability")
@@ -178,12 +190,10 @@ for name in {modules}:
 
 def test_edge_runs_without_ray_torch_and_transformers() -> None:
     """Each of its modules is imported in a process where these cannot be."""
-    optional = ROOT / "cluster/observability/otel.py"  # loaded on demand, with an extra of its own
-    paths = [path for path in FILES if folder_of(path).startswith(EDGE) and path != optional]
-    modules = [
-        ".".join(("tidemill", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
-        for path in paths
-    ]
+    optional = "cluster/observability/otel.py"  # loaded on demand, with an extra of its own
+    paths = [source.name for source in PRODUCT if source.folder.startswith(EDGE) and source.name != optional]
+    modules = [f"tidemill.{name.removesuffix('.py').replace('/', '.')}" for name in paths]
+    modules = [module.removesuffix(".__init__") for module in modules]
     code = IMPORT_ALL.format(blocked=BLOCKED, modules=modules)
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]
@@ -202,4 +212,5 @@ def test_architecture_draws_every_folder() -> None:
     files = {
         path for layer in LAYERS for path in (ROOT / layer).rglob("*.*") if "__pycache__" not in path.parts
     }
-    assert drawn == {f"{path.parent.relative_to(ROOT)}/" for path in files}
+    folders = {f"{path.parent.relative_to(ROOT)}/" for path in files}
+    none(drawn ^ folders, "draw the folders of ARCHITECTURE.md as they are; these are gone or missing")

@@ -1,13 +1,9 @@
 """Files, modules and make targets that texts name exist."""
 
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable
 
-import pytest
-
-from tests.tidy.test_prose import FILES, PAGES
-from tests.tidy.test_tidy import ROOT
+from tests.tidy.tree import EVERYTHING, GENERATED, PAGES, ROOT, none
 
 OF_OTHERS = {"grpc_tools.protoc", "pip", "pytest", "venv"}
 """Modules of the standard library and of other packages, which texts start with `python -m`."""
@@ -21,16 +17,16 @@ PATH = re.compile(
 MADE = re.compile(r"_pb2")
 """Files that a build writes."""
 
+TEXTS = {
+    **{page: (ROOT / page).read_text() for page in PAGES if page not in GENERATED},
+    **{source.name: source.text for source in EVERYTHING if source.folder != "tests/tidy"},
+    "Makefile": (ROOT / "Makefile").read_text(),
+}
 
-def text_files() -> Iterator[Path]:
-    yield from PAGES
-    yield from (path for path in FILES if path.parent != Path(__file__).parent)
-    yield ROOT / "Makefile"
 
-
-@pytest.fixture(params=sorted(text_files()), ids=lambda path: str(path.relative_to(ROOT)))
-def text_file(request: pytest.FixtureRequest) -> Path:
-    return request.param
+def missing(names: Callable[[str], Iterable[str]], exists: Callable[[str], bool]) -> list[str]:
+    """Return the names in all texts that do not exist."""
+    return [f"{file}: {name}" for file, text in TEXTS.items() for name in {*names(text)} if not exists(name)]
 
 
 def is_module(name: str) -> bool:
@@ -41,20 +37,30 @@ def is_module(name: str) -> bool:
     return file.with_suffix(".py").is_file() or (file / "__main__.py").is_file()
 
 
-def test_python_modules_in_texts_exist(text_file: Path) -> None:
-    named = set(MODULE.findall(text_file.read_text())) - OF_OTHERS
-    assert not [name for name in named if not is_module(name)]
+def test_python_modules_in_texts_exist() -> None:
+    none(missing(MODULE.findall, lambda name: name in OF_OTHERS or is_module(name)), "no such module")
 
 
-def test_make_targets_in_texts_exist(text_file: Path) -> None:
-    targets = set(re.findall(r"^([\w.-]+(?: [\w.-]+)*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    known = {name for line in targets for name in line.split()}
-    assert not set(TARGET.findall(text_file.read_text())) - known
+def test_make_targets_in_texts_exist() -> None:
+    lines = re.findall(r"^([\w.-]+(?: [\w.-]+)*):", TEXTS["Makefile"], re.MULTILINE)
+    known = {name for line in lines for name in line.split()}
+    none(missing(TARGET.findall, known.__contains__), "no such target in the Makefile")
 
 
-def test_paths_in_texts_exist(text_file: Path) -> None:
-    text = text_file.read_text()
-    missing = [path for path in PATH.findall(text) if not (ROOT / path).exists() and not MADE.search(path)]
-    if text_file.suffix == ".md":
-        missing += [link for link in LINK.findall(text) if not (text_file.parent / link).exists()]
-    assert not missing
+def test_paths_in_texts_exist() -> None:
+    none(
+        missing(PATH.findall, lambda path: (ROOT / path).exists() or bool(MADE.search(path))),
+        "no such file",
+    )
+
+
+def test_links_in_pages_exist() -> None:
+    none(
+        (
+            f"{page}: {link}"
+            for page in PAGES
+            for link in LINK.findall((ROOT / page).read_text())
+            if not (ROOT / page).parent.joinpath(link).exists()
+        ),
+        "no such page",
+    )

@@ -3,11 +3,8 @@
 import ast
 import re
 import tomllib
-from pathlib import Path
 
-import pytest
-
-from tests.tidy.test_tidy import FILES, ROOT, nodes
+from tests.tidy.tree import PRODUCT, ROOT, none
 
 NAMES = {
     "recv_pyobj": "unpickles what a socket sends",
@@ -25,26 +22,35 @@ ARGUMENTS = {
 EVERYWHERE = ("0.0.0.0", "::", "[::]")  # noqa: S104 - not bound unless an option asks for it
 
 
-@pytest.fixture(params=FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def path(request: pytest.FixtureRequest) -> Path:
-    return request.param
+def _is_false(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is False
 
 
-def test_nothing_is_run_or_trusted_that_came_from_outside(path: Path) -> None:
-    for node in nodes(path):
-        name = getattr(node, "attr", None) or getattr(node, "id", None)
-        assert name not in NAMES, NAMES[str(name)]
-        if isinstance(node, ast.keyword) and node.arg in ARGUMENTS:
-            assert isinstance(node.value, ast.Constant), ARGUMENTS[node.arg]
-            assert node.value.value is False, ARGUMENTS[node.arg]
-        if isinstance(node, ast.keyword) and node.arg == "verify":
-            assert not (isinstance(node.value, ast.Constant) and node.value.value is False)
+def test_nothing_is_run_or_trusted_that_came_from_outside() -> None:
+    found: list[str] = []
+    for source in PRODUCT:
+        used = [(node.lineno, node.attr) for node in source.nodes(ast.Attribute)]
+        used += [(node.lineno, node.id) for node in source.nodes(ast.Name)]
+        found += [f"{source.name}:{line}: {name} {NAMES[name]}" for line, name in used if name in NAMES]
+        for node in source.nodes(ast.keyword):
+            if node.arg in ARGUMENTS and not _is_false(node.value):
+                found.append(f"{source.name}:{node.lineno}: {node.arg}: {ARGUMENTS[node.arg]}")
+            if node.arg == "verify" and _is_false(node.value):
+                found.append(f"{source.name}:{node.lineno}: verify=False takes any certificate")
+    none(found, "nothing from outside is run or trusted")
 
 
-def test_no_address_of_every_interface_is_written_down(path: Path) -> None:
-    looks_for_it = path == ROOT / "kvstore/stores/bind_filter.py"  # in what others have bound
-    for node in nodes(path):
-        assert looks_for_it or not (isinstance(node, ast.Constant) and node.value in EVERYWHERE)
+def test_no_address_of_every_interface_is_written_down() -> None:
+    none(
+        (
+            f"{source.name}:{node.lineno}"
+            for source in PRODUCT
+            if source.name != "kvstore/stores/bind_filter.py"  # looks for it in what others have bound
+            for node in source.nodes(ast.Constant)
+            if node.value in EVERYWHERE
+        ),
+        "an option asks for the addresses to bind",
+    )
 
 
 def test_requirements_are_pinned() -> None:

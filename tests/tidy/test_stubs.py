@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.tidy.tree import ROOT
+
 FOLDER = Path("tidemill/cluster/rpc/proto")
 PROTOS = sorted(FOLDER / path.name for path in (ROOT / "cluster/rpc/proto").glob("*.proto"))
 
@@ -25,7 +26,7 @@ def test_stubs_are_up_to_date(tmp_path: Path) -> None:
         assert (ROOT / "cluster/rpc/proto" / file.name).read_text() == file.read_text(), "run `make stubs`"
 
 
-def test_stubs_are_nobodys_to_edit() -> None:
+def test_stubs_are_not_in_git() -> None:
     tracked = subprocess.run(
         ["git", "ls-files", "cluster/rpc/proto"],  # noqa: S607 - whichever git there is
         cwd=ROOT,

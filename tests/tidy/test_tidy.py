@@ -1,20 +1,10 @@
 """House rules no linter knows. Add a rule here before repeating a review comment."""
 
 import ast
-from functools import cache
-from pathlib import Path
+from collections.abc import Iterator
 
-import pytest
+from tests.tidy.tree import EVERYTHING, PRODUCT, ROOT, Source, none
 
-ROOT = Path(__file__).parents[2]
-LAYERS = ("kernels", "kvstore", "workers", "cluster")
-FILES = sorted(
-    path for layer in LAYERS for path in (ROOT / layer).rglob("*.py") if not path.stem.endswith("_pb2")
-)
-FILE_LINES_MAX = 400
-FUNCTION_LINES_MAX = 60
-PARAMETERS_MAX = 7
-ATTRIBUTES_MAX = 15
 HOUSE_WORDS_NOT_USED = ("manager", "handler", "helper", "util", "utils", "mixin", "misc")
 OVERRIDDEN = ("get_route_handler",)  # methods of libraries, which name them
 
@@ -41,99 +31,89 @@ HOMES = {
 }
 
 
-@cache
-def nodes(path: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(path.read_text())))
+CLI = "cluster/cli/main.py"
+READ_ONCE = {"os.environ", "os.getenv"}
+SET_ENVIRONMENT = {CLI, "kvstore/stores/mooncake_store.py", "workers/parallel/distributed.py"}
+"""Files of libraries that read nothing else."""
+
+READ_CLOCK = {CLI, "cluster/supervisor/supervisor.py"}
+"""The supervisor is an actor without a caller, and tokens end at a time of the day."""
+
+PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+RUN_TEXT = {"eval", "exec", "torch.load", "yaml.load"}
 
 
-@pytest.fixture(params=FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def path(request: pytest.FixtureRequest) -> Path:
-    return request.param
+def test_files_state_their_responsibility() -> None:
+    none(
+        (source.name for source in PRODUCT if not ast.get_docstring(source.tree)),
+        "the first line of a file states its responsibility",
+    )
 
 
-def test_files_are_short_and_state_their_responsibility(path: Path) -> None:
-    text = path.read_text()
-    assert text.count("\n") <= FILE_LINES_MAX
-    assert ast.get_docstring(ast.parse(text)), "the first line states the responsibility of the file"
+def test_no_hidden_inputs_and_no_hidden_state() -> None:
+    found: list[str] = []
+    for source in PRODUCT:
+        found += [f"{source.name}:{node.lineno}: global" for node in source.nodes(ast.Global)]
+        for node in source.nodes(ast.Attribute):
+            text = ast.unparse(node) if node.attr in {"environ", "getenv", "time", "random"} else ""
+            if (
+                (text in READ_ONCE and source.name not in SET_ENVIRONMENT)
+                or (text == "time.time" and source.name not in READ_CLOCK)
+                or (text == "random.random" and source.name != CLI)
+            ):
+                found.append(f"{source.name}:{node.lineno}: {text}")
+    none(found, f"read the environment once, in {CLI}; take a clock or a Random as an argument")
 
 
-def test_functions_fit_on_a_screen(path: Path) -> None:
-    for node in nodes(path):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno is not None
-            assert node.end_lineno - node.lineno < FUNCTION_LINES_MAX, node.name
-            if not path.is_relative_to(ROOT / "kernels"):  # operators take their tensors one by one
-                assert len(node.args.args) + len(node.args.kwonlyargs) <= PARAMETERS_MAX + 1, node.name
+def modules(source: Source) -> Iterator[tuple[int, str, list[str]]]:
+    """Yield each import's line, module and what it takes from there."""
+    for node in source.nodes(ast.Import):
+        for alias in node.names:
+            yield node.lineno, alias.name, []
+    for node in source.nodes(ast.ImportFrom):
+        yield node.lineno, node.module or "", [alias.name for alias in node.names]
 
 
-def test_classes_own_few_attributes(path: Path) -> None:
-    for node in nodes(path):
-        if isinstance(node, ast.ClassDef):
-            assert not any("Mixin" in ast.unparse(base) for base in node.bases), node.name
-            owned = {
-                inner.attr
-                for inner in ast.walk(node)
-                if isinstance(inner, ast.Attribute)
-                and isinstance(inner.ctx, ast.Store)
-                and isinstance(inner.value, ast.Name)
-                and inner.value.id == "self"
-            }
-            assert len(owned) <= ATTRIBUTES_MAX, node.name
-
-
-def test_no_hidden_inputs_and_no_hidden_state(path: Path) -> None:
-    here = str(path.relative_to(ROOT))
-    is_cli = here == "cluster/cli/main.py"
-    sets_environment = here in {  # their libraries read nothing else
-        "kvstore/stores/mooncake_store.py",
-        "workers/parallel/distributed.py",
-    }
-    for node in nodes(path):
-        assert not isinstance(node, ast.Global), "pass it as an argument"
-        text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
-        assert is_cli or sets_environment or text not in {"os.environ", "os.getenv"}, (
-            "read configuration once, in cluster/cli/main.py"
-        )
-        has_no_caller = (
-            here == "cluster/supervisor/supervisor.py"
-        )  # an actor; tokens end at a time of the day
-        assert (
-            is_cli or (text == "time.time" and has_no_caller) or text not in {"time.time", "random.random"}
-        ), "take a clock or a Random as an argument"
-
-
-def test_nothing_unpickles(path: Path) -> None:
+def test_nothing_unpickles() -> None:
     """Bytes from a socket, a store or a model folder never become code."""
-    for node in nodes(path):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
-            assert not {"pickle", "cloudpickle", "dill", "marshal", "shelve"} & set(names)
-        text = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-        assert text not in {"eval", "exec", "torch.load", "yaml.load"}
+    found: list[str] = []
+    for source in PRODUCT:
+        found += [
+            f"{source.name}:{line}" for line, name, names in modules(source) if PICKLES & {name, *names}
+        ]
+        calls = ((node.lineno, ast.unparse(node.func)) for node in source.nodes(ast.Call))
+        found += [f"{source.name}:{line}: {name}" for line, name in calls if name in RUN_TEXT]
+    none(found, "bytes from outside never become code")
 
 
-def test_broad_handlers_pass_the_error_on(path: Path) -> None:
-    for node in nodes(path):
-        if isinstance(node, ast.ExceptHandler) and (
-            node.type is None or ast.unparse(node.type) in {"Exception", "BaseException"}
-        ):
-            passed_on = [
-                inner
-                for inner in ast.walk(node)
-                if isinstance(inner, ast.Raise)
-                or (isinstance(inner, ast.Attribute) and inner.attr == "set_exception")
-            ]
-            assert passed_on
+def _passes_on(node: ast.AST) -> bool:
+    return isinstance(node, ast.Raise) or (isinstance(node, ast.Attribute) and node.attr == "set_exception")
 
 
-def test_outside_libraries_have_one_home(path: Path) -> None:
-    here = str(path.relative_to(ROOT))
-    for node in nodes(path):
-        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        for name in names:
-            homes = [home for library, home in HOMES.items() if f"{name}.".startswith(f"{library}.")]
-            assert all(here.startswith(home) for home in homes), f"{name} belongs in {homes}"
+def test_broad_handlers_pass_the_error_on() -> None:
+    none(
+        (
+            f"{source.name}:{node.lineno}"
+            for source in PRODUCT
+            for node in source.nodes(ast.ExceptHandler)
+            if node.type is None or ast.unparse(node.type) in {"Exception", "BaseException"}
+            if not any(map(_passes_on, ast.walk(node)))
+        ),
+        "an `except` of everything raises, or gives the error to a future",
+    )
+
+
+def test_outside_libraries_have_one_home() -> None:
+    none(
+        (
+            f"{source.name}:{line}: {name} belongs in {home}"
+            for source in PRODUCT
+            for line, name, _ in modules(source)
+            for library, home in HOMES.items()
+            if f"{name}.".startswith(f"{library}.") and not source.name.startswith(home)
+        ),
+        "use our own type, or import the library where it has its home",
+    )
 
 
 def test_kernels_cannot_shadow_another_package() -> None:
@@ -143,18 +123,21 @@ def test_kernels_cannot_shadow_another_package() -> None:
 
 def test_every_test_file_is_in_exactly_one_folder() -> None:
     kinds = {"unit", "sim", "parity", "e2e", "gpu", "tidy", "mutations", "triton", "browser", "deploy"}
-    stray = [
-        path for path in (ROOT / "tests").rglob("test_*.py") if path.relative_to(ROOT).parts[1] not in kinds
-    ]
-    assert not stray
+    tests = (source for source in EVERYTHING if source.name.startswith("tests/") and "/test_" in source.name)
+    none((test.name for test in tests if test.name.split("/")[1] not in kinds), f"tests live in {kinds}")
 
 
-def test_house_words(path: Path) -> None:
+def test_house_words() -> None:
     """STYLE: words that say nothing, or that the field uses for something else."""
-    for node in nodes(path):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if node.name in OVERRIDDEN:
-                continue
-            for word in HOUSE_WORDS_NOT_USED:
-                assert word not in node.name.lower().split("_"), node.name
-                assert not (isinstance(node, ast.ClassDef) and node.name.lower().endswith(word)), node.name
+    none(
+        (
+            f"{source.name}:{node.lineno}: {node.name}"
+            for source in PRODUCT
+            for node in source.nodes(ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+            if node.name not in OVERRIDDEN
+            for word in HOUSE_WORDS_NOT_USED
+            if word in node.name.lower().split("_")
+            or (isinstance(node, ast.ClassDef) and node.name.lower().endswith(word))
+        ),
+        "a name says what it is",
+    )
