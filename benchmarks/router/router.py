@@ -7,8 +7,8 @@ import argparse
 import asyncio
 import json
 import sys
+import tempfile
 import time
-import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,9 +20,9 @@ from rich.table import Table
 from tests.support.cluster.heartbeats import heartbeat, placement_request
 
 from tidemill.cluster.messages import PlacementRequest
+from tidemill.cluster.router.compiled import CompiledPrefixes, load
 from tidemill.cluster.router.fleet_view import Fleet, HeartbeatArrived
 from tidemill.cluster.router.placement import bookings, place
-from tidemill.cluster.router.prefix_table import Prefixes
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.router.server import RouterService
 from tidemill.cluster.rpc.router_client import RouterClient
@@ -180,20 +180,18 @@ async def answers(num_workers: int, requests: Sequence[PlacementRequest], rng: R
 def measure_index(pages: int, rng: Random) -> Index:
     random = np.random.default_rng(rng.getrandbits(32))
     sizes: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = load(Path(folder))
     for holders in (1, HOLDERS):
         batches = [
             random.integers(1, 1 << 63, ANNOUNCED_KEYS, dtype=np.uint64)
             for _ in range(pages // ANNOUNCED_KEYS // holders)
         ]
-        tracemalloc.start()
-        before, _ = tracemalloc.get_traced_memory()
-        table = Prefixes()
+        table = CompiledPrefixes(compiled)
         for number, batch in enumerate(batches):
             for holder in range(holders):
                 table.add((number + holder) % INDEX_WORKERS, batch, pages)
-        after, _ = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        sizes.append((after - before) / pages * 1e6)
+        sizes.append(table.num_bytes / pages * 1e6)
     families = [tuple(rng.randbytes(8) for _ in range(PAGES)) for _ in range(FAMILIES)]
     fleet = fleet_of(INDEX_WORKERS, families, rng)
     for number in range(pages // ANNOUNCED_KEYS):

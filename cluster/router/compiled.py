@@ -9,7 +9,7 @@ import numpy as np
 
 from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.cluster.router import placement as definition
-from tidemill.cluster.router.cost_model import ROW_TOKENS
+from tidemill.cluster.router.cost_model import ROW_TOKENS, Vector
 from tidemill.cluster.router.fleet_view import FETCHED_SHARE, RHO_TAU_S, Booking, Fleet, RequestBooked
 from tidemill.cluster.router.prefix_table import Chain, Keys, Slots
 from tidemill.kernels.shared.build import Library, build
@@ -50,10 +50,13 @@ class CompiledPlacement:
     def new_fleet(self) -> Fleet:
         return Fleet(CompiledPrefixes(self))
 
-    def place(self, fleet: Fleet, request: PlacementRequest, now_s: float) -> Placed | None:
+    def place(
+        self, fleet: Fleet, request: PlacementRequest, now_s: float, extra: Vector | None = None
+    ) -> Placed | None:
         """Return what `place` and `bookings` of the definition return for a fleet of `new_fleet`."""
         prefixes = fleet.prefixes
         assert isinstance(prefixes, CompiledPrefixes)
+        assert extra is None or (extra.dtype == np.float64 and extra.shape == fleet.table.shape[1:])
         members = fleet.members
         avoided = array("q", [members[worker].slot for worker in request.avoid if worker in members])
         answer_tokens = min(request.max_new_tokens, ANSWER_TOKENS)
@@ -73,6 +76,7 @@ class CompiledPlacement:
             avoided.buffer_info()[0],
             asked.buffer_info()[0],
             CONSTANTS.buffer_info()[0],
+            0 if extra is None else extra.ctypes.data,
             made.buffer_info()[0],
         )
         return _placed(fleet, request, now_s, made) if found else None

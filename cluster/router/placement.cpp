@@ -286,9 +286,9 @@ struct Prefill {
 class View {
   public:
     View(const Prefixes& prefixes, const double* table, int64_t num_slots, const uint64_t* keys, int64_t num_keys,
-         uint64_t name, const int64_t* avoided, const Asked& asked, const Constants& constants)
+         uint64_t name, const int64_t* avoided, const Asked& asked, const Constants& constants, const double* extra)
         : table_(table), num_slots_(num_slots), keys_(keys), num_keys_(num_keys), name_(name),
-          avoided_(avoided, avoided + (int64_t)asked.num_avoided), asked_(asked), constants_(constants),
+          avoided_(avoided, avoided + (int64_t)asked.num_avoided), asked_(asked), constants_(constants), extra_(extra),
           depths_(2 * num_slots + 1) {
         shared_pages = prefixes.depths(keys, num_keys, depths_.data(), depths_.size());
         double page_tokens_max = 0;
@@ -413,7 +413,7 @@ class View {
             done.push_back(w.wait + w.beside(served.back(), asked_.answer_tokens));
         }
         std::vector<double> scores = duplicate_work(workers, boundary_, &served);
-        for (size_t n = 0; n < scores.size(); n++) scores[n] = done[n] + scores[n];
+        for (size_t n = 0; n < scores.size(); n++) scores[n] = done[n] + scores[n] + extra(slots[n]);
         const int64_t n = pick(slots, workers, scores);
         return {slots[n], done[n], workers[n].resident};
     }
@@ -485,7 +485,7 @@ class View {
                 locality = penalty[next] * w.slowdown;
             }
             first_token.push_back(w.wait + served + w.step);
-            scores.push_back(first_token.back() + locality + crowding_penalty(w, slots[n]));
+            scores.push_back(first_token.back() + locality + crowding_penalty(w, slots[n]) + extra(slots[n]));
         }
         const int64_t n = pick(slots, workers, scores);
         book(slots[n], alone[n] ? Prefill() : prefill, made);
@@ -498,6 +498,11 @@ class View {
 
   private:
     double at(Column column, int64_t slot) const { return table_[column * num_slots_ + slot]; }
+
+    // What else speaks against a worker; `Affinity` in placement.py.
+    double extra(int64_t slot) const {
+        return extra_ ? extra_[slot] * (in_seconds ? 1.0 : constants_.tokens_per_s) : 0.0;
+    }
 
     int64_t mixing_slot(size_t index) {
         if (mixing_.empty())
@@ -548,6 +553,7 @@ class View {
     std::vector<int64_t> avoided_, mixing_;
     const Asked& asked_;
     const Constants& constants_;
+    const double* extra_;
     std::vector<int32_t> depths_;
     std::vector<double> median_;
     double stored_ = 0, boundary_ = 0, kappa_ = 0;
@@ -591,8 +597,8 @@ extern "C" int64_t prefixes_held(void* prefixes, int64_t slot, uint64_t* keys, i
 // Places one request and returns 1, or 0 when no worker can decode. See compiled.py.
 extern "C" int64_t place(void* prefixes, const double* table, int64_t num_slots, const uint64_t* keys, int64_t num_keys,
                          int64_t name, const int64_t* avoided, const double* asked, const double* constants,
-                         double* made) {
+                         const double* extra, double* made) {
     View view(prefixes_at(prefixes), table, num_slots, keys, num_keys, (uint64_t)name, avoided,
-              *reinterpret_cast<const Asked*>(asked), *reinterpret_cast<const Constants*>(constants));
+              *reinterpret_cast<const Asked*>(asked), *reinterpret_cast<const Constants*>(constants), extra);
     return view.place(made);
 }

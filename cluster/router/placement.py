@@ -1,16 +1,18 @@
 """Placement: choose the workers of a request by filter, score and pick. Pure.
 
-    score = W + S(u) + kappa (S(k) - least S(k))     kappa = 2 max(1, rho (2 - rho) / (1 - rho)^2)
+    score = W + S(u) + kappa (S(k) - least S(k)) + extra     kappa = 2 max(1, rho (2 - rho) / (1 - rho)^2)
 
 `W` is the wait for queued work. `S(x)` is the time to serve the prompt when its first `x` tokens
 are on the worker: `u` tokens can be restored there, and the pages of `k` tokens are or will be
-there. The last term is the cost for later requests. A prefix computed away from its home is
+there. The term with kappa is the cost for later requests. A prefix computed away from its home is
 computed twice and evicts other pages, and in a busy fleet others wait for that work. The term is
-bounded by the patience of one request (docs/decisions/0017). A decode worker is chosen by the cost
+bounded by the patience of one request (decision 17). `extra` is what else speaks against a worker
+(an `Affinity`). A decode worker is chosen by the cost
 of prompt and answer. Ties break by rendezvous hashing on the first page that no worker has, so that
 routers agree without communication.
 """
 
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -65,25 +67,32 @@ TIED = 1.01
 
 SPREAD = np.uint64(0xD6E8FEB86659FD93)  # an odd number with half of its bits set
 
+Affinity = Callable[[Fleet, PlacementRequest], Vector]
+"""A further cost of each worker for a request, for example that it has to load something first: in
+seconds, by slot. It counts in the choice of prefill and decode workers, and in no prediction."""
+
 Mask = npt.NDArray[np.bool_]
 Chosen = npt.NDArray[np.int64]
 """Slots of workers."""
 
 
-def place(fleet: Fleet, request: PlacementRequest, now_s: float) -> Route | None:
-    """Return the best route now, or None when no worker can decode."""
+def place(fleet: Fleet, request: PlacementRequest, now_s: float, extra: Vector | None = None) -> Route | None:
+    """Return the best route now, or None when no worker can decode. `extra` is added to the scores: seconds
+    for each slot."""
     view = _View(fleet, request, now_s)
     decoding = _eligible(view, Column.DECODES)
     if not len(decoding):
         return None
     prefilling = _eligible(view, Column.PREFILLS)
-    prefill = _best_prefill(view, prefilling) if len(prefilling) and not request.recompute_all else None
+    against = 0.0 if extra is None else extra * (1.0 if view.costs.in_seconds else TOKENS_PER_S)
+    hops = len(prefilling) > 0 and not request.recompute_all
+    prefill = _best_prefill(view, prefilling, against) if hops else None
     mixed = view.table[Column.MIXED] > 0
     start = np.where(mixed, view.restorable, view.announced)  # `u` of a stream
     decode_time = prefill_time(view, start, request.num_tokens)
     alone = mixed | _computes_alone(view, start, decode_time, prefill)
     first_token = first_token_time(view, decode_time, alone, prefill)
-    score = first_token + locality_penalty(view, mixed, prefill) + crowding_penalty(view)
+    score = first_token + locality_penalty(view, mixed, prefill) + crowding_penalty(view) + against
     best = _pick(view, decoding, score)
     decode = fleet.at(best).info
     hop = None if prefill is None or alone[best] else prefill.member.info
@@ -236,9 +245,9 @@ def _pick(view: _View, slots: Chosen, scores: Vector) -> int:
     return int(tied[np.argmax(mixed ^ (mixed >> np.uint64(29)))])
 
 
-def _best_prefill(view: _View, slots: Chosen) -> _Prefill:
+def _best_prefill(view: _View, slots: Chosen, against: Vector | float) -> _Prefill:
     done = view.costs.wait + prefill_time(view, view.restorable, view.boundary)
-    best = _pick(view, slots, done + _duplicate_work(view, slots, view.boundary))
+    best = _pick(view, slots, done + _duplicate_work(view, slots, view.boundary) + against)
     costs = view.costs
     pages = np.maximum(0.0, view.boundary - view.restorable) / costs.page_tokens
     late = np.minimum(pages, np.ceil(costs.step_tokens / costs.page_tokens))

@@ -6,6 +6,8 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
+
 from tidemill.cluster.messages import (
     FleetStatus,
     PlacementRequest,
@@ -25,7 +27,7 @@ from tidemill.cluster.router.fleet_view import (
 )
 from tidemill.cluster.router.memory_budgets import Budgets
 from tidemill.cluster.router.operator_commands import OperatorCommands
-from tidemill.cluster.router.placement import bookings, place
+from tidemill.cluster.router.placement import Affinity, bookings, place
 from tidemill.cluster.router.quarantine import Quarantine
 from tidemill.workers.messages import Ack, Heartbeat, Role, Unserved, WorkerId
 
@@ -75,6 +77,7 @@ class Router:
         self._heartbeat_at_s: dict[WorkerId, float] = {}  # the latest, also of lost workers
         self._started_s = clock()
         self.on_booked: Callable[[Sequence[RequestBooked]], None] | None = None  # for other routers
+        self.affinities: Sequence[Affinity] = ()  # terms of the score beside those of placement.py
         self._changed = asyncio.Event()
 
     async def place(self, request: PlacementRequest) -> Route:
@@ -124,12 +127,14 @@ class Router:
         Overloaded, Poisonous."""
         now_s = self._clock()
         self._quarantine.check(request.content_hash, now_s)
+        terms = [affinity(self._fleet, request) for affinity in self.affinities]
+        extra = np.sum(terms, axis=0) if terms else None
         if self._compiled is not None:
-            placed = self._compiled.place(self._fleet, request, now_s)
+            placed = self._compiled.place(self._fleet, request, now_s, extra)
             if placed is None:
                 return None
             route, booked = placed
-        elif (route := place(self._fleet, request, now_s)) is not None:
+        elif (route := place(self._fleet, request, now_s, extra)) is not None:
             booked = bookings(self._fleet, request, route, now_s)
         else:
             return None

@@ -96,9 +96,10 @@ def test_compiled_placement_is_its_definition(
             event = WorkerLost(WorkerId(f"w{rng.randrange(12)}.1"))
         else:
             request = random_request(rng, families, number)
-            placed = compiled.place(mine, request, now_s)
-            route = place(theirs, request, now_s)
-            assert place(mine, request, now_s) == route
+            extra = rng.choice([None, 0.2 * np.array([rng.random() for _ in theirs.table[0]])])
+            placed = compiled.place(mine, request, now_s, extra)
+            route = place(theirs, request, now_s, extra)
+            assert place(mine, request, now_s, extra) == route
             assert (placed and placed.route) == route
             if route is not None:
                 assert placed is not None

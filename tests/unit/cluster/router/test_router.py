@@ -6,11 +6,14 @@ import sys
 from collections.abc import Coroutine
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.support.cluster.heartbeats import heartbeat, placement_request
 from tests.support.sim.loop import simulate
-from tidemill.cluster.messages import Route
+from tidemill.cluster.messages import PlacementRequest, Route
+from tidemill.cluster.router.cost_model import Vector
+from tidemill.cluster.router.fleet_view import Fleet
 from tidemill.cluster.router.router import HELD_TOKENS_MAX, SILENCE_S_MAX, Router
 from tidemill.workers.messages import Announcement, Unserved, WorkerId
 
@@ -182,3 +185,20 @@ def test_router_imports_no_torch() -> None:
     script = f"import sys, {modules}; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert found.stdout.strip() == "False"
+
+
+def test_router_adds_what_its_affinities_say_against_a_worker() -> None:
+    def loads_first(fleet: Fleet, request: PlacementRequest) -> Vector:
+        cost = np.zeros(fleet.table.shape[1])
+        cost[fleet.members[WorkerId("a.1")].slot] = 30.0 * request.num_tokens
+        return cost
+
+    async def main() -> None:
+        router = new_router()
+        router.affinities = [loads_first, loads_first]
+        for name in ("a", "b"):
+            router.heartbeat(heartbeat(name, "mixed"))
+        requests = [placement_request(request_id=str(number)) for number in range(20)]
+        assert {(await router.place(request)).decode for request in requests} == {"b.1"}
+
+    run(main())
