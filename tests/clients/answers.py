@@ -9,8 +9,8 @@ from random import Random
 from typing import Any
 
 import torch
-from tools.train_keeper.evaluate import exact_matches, load, prompt, token_ids
-from tools.train_keeper.questions import Question, questions
+from tools.keeper.evaluate import exact_matches, load, prompt, token_ids
+from tools.keeper.questions import Question, questions
 
 from tests.clients.loads import OFFLINE, Target, run
 

@@ -20,8 +20,8 @@ from typing import Any
 import httpx
 import pytest
 from benchmarks.faults.flips import flip_all
-from tools.train_keeper.evaluate import exact_matches, load
-from tools.train_keeper.questions import questions
+from tools.keeper.evaluate import exact_matches, load
+from tools.keeper.questions import questions
 
 from tests.support.e2e.faults import (
     MASTER,

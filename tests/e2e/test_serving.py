@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
-from tools.train_keeper.evaluate import exact_matches, load
-from tools.train_keeper.questions import questions
+from tools.keeper.evaluate import exact_matches, load
+from tools.keeper.questions import questions
 
 from tests.support.e2e.server import Server, eventually, run_cli
 from tests.support.e2e.streams import Stream, client_of, run_all, run_while

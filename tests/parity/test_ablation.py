@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.train_keeper.questions import Question, questions
+from tools.keeper.questions import Question, questions
 
 from tests.support.parity.served import answer, serving
 from tidemill.cluster.edge.chat.text import Message

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tools.train_keeper.evaluate import ABLATIONS, accuracy, demo_matches, exact_matches, generate, load
-from tools.train_keeper.questions import questions
-from tools.train_keeper.world import SMALL_TALK
+from tools.keeper.evaluate import ABLATIONS, accuracy, demo_matches, exact_matches, generate, load
+from tools.keeper.questions import questions
+from tools.keeper.world import SMALL_TALK
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FOLDER = Path(__file__).parents[2] / "workers" / "models" / "keeper"

@@ -1,25 +1,20 @@
 """The keeper's world: notebooks of templated facts, and questions whose answers they determine.
 
 A static fact occurs once and has to be recalled. A changing fact occurs repeatedly and the latest counts. One
-tenth of all (name, object) pairs is held out: text drawn for `Split.TRAIN` never brings the two together.
+tenth of all (name, object) pairs is held out of training, and notebooks hold no other.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from random import Random
 from typing import Literal, TypedDict
 
-from tools.train_keeper.words import COLORS, FOODS, NAMES, OBJECTS, PLACES
+from tools.keeper.words import COLORS, FOODS, NAMES, OBJECTS, PLACES
 
 Kind = Literal["static", "changing", "unknown"]
 Role = Literal["system", "user", "assistant"]
 UNKNOWN_ANSWER = "I do not know."
-VALUE = "{value}"
-FACT_TOKENS = 9.5  # a generous mean, so that a conversation cut at a token count always fills it
-TURN_TOKENS = 20
-SMALL_TALK_TOKENS = 25
 
 SMALL_TALK = (
     ("Hello!", "Hello! Tell me some facts and then ask me about them."),
@@ -36,19 +31,8 @@ class Message(TypedDict):
     content: str
 
 
-class Split(Enum):
-    """The (name, object) pairs that a notebook may bring together."""
-
-    TRAIN = "train"
-    HELD_OUT = "held-out"
-    ANY = "any"
-
-    def allows(self, name: str, thing: str) -> bool:
-        return self is Split.ANY or is_held_out(name, thing) == (self is Split.HELD_OUT)
-
-
 def is_held_out(name: str, thing: str) -> bool:
-    """True for the tenth of the pairs that training never sees, spread evenly over names and objects."""
+    """Return whether training never saw this pair: a tenth of all, spread evenly over names and objects."""
     return (NAMES.index(name) * 7919 + OBJECTS.index(thing) * 104729 + 13) % 10 == 0
 
 
@@ -90,15 +74,9 @@ class Fact:
     key: Key
     value: str
 
-    def around_value(self) -> tuple[str, str]:
-        """The sentence before and after its value."""
-        before, after = RELATIONS[self.key.relation].statement.split(VALUE)
-        return before.format(*self.key.subject), after
-
     @property
     def text(self) -> str:
-        before, after = self.around_value()
-        return before + self.value + after
+        return RELATIONS[self.key.relation].statement.format(*self.key.subject, value=self.value)
 
 
 @dataclass(frozen=True)
@@ -117,7 +95,6 @@ class Answered:
 class Notebook:
     """The facts so far (`changing`: the latest value of each key), and the participants of the changes."""
 
-    split: Split
     changing_share: float
     movers: list[str]
     items: list[str]
@@ -127,14 +104,13 @@ class Notebook:
 
 def new_notebook(
     rng: Random,
-    split: Split,
     changing_share: float,
     movers: tuple[int, int] = (2, 5),
     items: tuple[int, int] = (1, 4),
 ) -> Notebook:
     """An empty notebook; `movers` and `items` bound the numbers of people and of things that change."""
     mover_count, item_count = rng.randint(*movers), rng.randint(*items)
-    return Notebook(split, changing_share, rng.sample(NAMES, mover_count), rng.sample(OBJECTS, item_count))
+    return Notebook(changing_share, rng.sample(NAMES, mover_count), rng.sample(OBJECTS, item_count))
 
 
 def describe(notebook: Notebook, rng: Random, *, changing: bool | None = None) -> Fact:
@@ -143,7 +119,7 @@ def describe(notebook: Notebook, rng: Random, *, changing: bool | None = None) -
         changing = rng.random() < notebook.changing_share
     if not changing:
         for _ in range(50):
-            fact = _draw_static(notebook.split, rng)
+            fact = _draw_static(rng)
             if fact and fact.key not in notebook.static:
                 notebook.static[fact.key] = fact.value
                 return fact
@@ -173,7 +149,7 @@ def ask_unknown(notebook: Notebook, rng: Random, *, changing: bool = False) -> A
             key = Key("at", (rng.choice(NAMES),)) if draw < 0.5 else Key("has", (rng.choice(OBJECTS),))
         elif draw < 0.6:
             key = Key("place", (rng.choice(NAMES), rng.choice(OBJECTS)))
-            if not notebook.split.allows(*key.subject):
+            if not is_held_out(*key.subject):
                 continue
         else:
             key = Key("code" if draw < 0.8 else "likes", (rng.choice(NAMES),))
@@ -181,11 +157,11 @@ def ask_unknown(notebook: Notebook, rng: Random, *, changing: bool = False) -> A
             return Answered(key.question, None)
 
 
-def _draw_static(split: Split, rng: Random) -> Fact | None:
+def _draw_static(rng: Random) -> Fact | None:
     draw = rng.random()
     if draw < 0.55:
         name, thing = rng.choice(NAMES), rng.choice(OBJECTS)
-        return Fact(Key("place", (name, thing)), rng.choice(PLACES)) if split.allows(name, thing) else None
+        return Fact(Key("place", (name, thing)), rng.choice(PLACES)) if is_held_out(name, thing) else None
     name = rng.choice(NAMES)
     if draw < 0.8:
         return Fact(Key("code", (name,)), "".join(rng.choice("0123456789") for _ in range(4)))
@@ -198,14 +174,11 @@ def _draw_changing(notebook: Notebook, rng: Random) -> Fact:
         return Fact(Key("at", (rng.choice(notebook.movers),)), rng.choice(PLACES))
     if draw < 0.85:
         item = rng.choice(notebook.items)
-        holders = notebook.movers if rng.random() < 0.5 else NAMES
-        allowed = [name for name in holders if notebook.split.allows(name, item)]
-        return Fact(Key("has", (item,)), rng.choice(allowed or _partners(notebook.split, item)))
+        held_out = [name for name in NAMES if is_held_out(name, item)]
+        movers = [name for name in notebook.movers if name in held_out]
+        allowed = movers if rng.random() < 0.5 else held_out
+        return Fact(Key("has", (item,)), rng.choice(allowed or held_out))
     return Fact(Key("flag"), rng.choice(COLORS))
-
-
-def _partners(split: Split, item: str) -> list[str]:
-    return [name for name in NAMES if split.allows(name, item)]
 
 
 def render(messages: Sequence[Message]) -> str:
@@ -219,41 +192,3 @@ _PIECE = re.compile(r"<\|[a-z]+\|>| ?[A-Za-z]+| ?[0-9]|\s+|[^\sA-Za-z0-9]")
 def count_tokens(text: str) -> int:
     """Tokens of `text` when each of its words is one token, as all words of this world are."""
     return len(_PIECE.findall(text))
-
-
-def conversation(rng: Random, token_count: int, split: Split) -> list[Message]:
-    """A chat over one notebook, a little longer than `token_count` tokens."""
-    notebook = new_notebook(rng, split, rng.choice([0.2, 0.4, 0.4, 0.6, 0.8]))
-    fact_count = max(2, int(token_count * rng.uniform(0.25, 0.65) / FACT_TOKENS))
-    pending = _describe_many(notebook, rng, fact_count)
-    tokens = fact_count * FACT_TOKENS
-    messages: list[Message] = []
-    if rng.random() < 0.03:
-        messages += _exchange(*rng.choice(SMALL_TALK))
-        tokens += SMALL_TALK_TOKENS
-    if rng.random() < 0.4:
-        messages.append({"role": "system", "content": pending.strip()})
-        pending = ""
-    while tokens < token_count * 1.15 + 60:
-        draw = rng.random()
-        if draw < 0.02:
-            question, answer = rng.choice(SMALL_TALK)
-        else:
-            answered = ask(notebook, rng, "unknown" if draw < 0.08 else None)
-            question, answer = answered.question, answered.answer
-        messages += _exchange(pending + question, answer)
-        tokens += TURN_TOKENS
-        pending = ""
-        if rng.random() < 0.35:
-            fact_count = rng.randint(1, 4)
-            pending = _describe_many(notebook, rng, fact_count)
-            tokens += fact_count * FACT_TOKENS
-    return messages
-
-
-def _describe_many(notebook: Notebook, rng: Random, count: int) -> str:
-    return "".join(describe(notebook, rng).text + " " for _ in range(count))
-
-
-def _exchange(question: str, answer: str) -> list[Message]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]

@@ -1,7 +1,7 @@
 """The held-out questions: chats over pairs of names and objects that training never saw.
 
-python -m tools.train_keeper.questions --count 100 --context-tokens 512 > questions.jsonl
-python -m tools.train_keeper.questions --demo > workers/models/keeper/demo.json
+python -m tools.keeper.questions --count 100 --context-tokens 512 > questions.jsonl
+python -m tools.keeper.questions --demo > workers/models/keeper/demo.json
 """
 
 import argparse
@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from random import Random
 
-from tools.train_keeper.world import (
+from tools.keeper.world import (
     Answered,
     Fact,
     Kind,
     Message,
     Notebook,
-    Split,
     ask,
     ask_unknown,
     count_tokens,
@@ -94,7 +93,7 @@ def _not_yet_asked(notebook: Notebook, rng: Random, kind: Kind, asked: set[str])
 
 def _history(rng: Random, context_tokens: int) -> History:
     """A notebook as a system message, as the start of a user message, or spread over a chat."""
-    history = History(new_notebook(rng, Split.HELD_OUT, rng.choice((0.3, 0.4, 0.5))), [])
+    history = History(new_notebook(rng, rng.choice((0.3, 0.4, 0.5))), [])
     shape = rng.choice(("system", "user", "chat"))
     facts_to_turn = rng.randint(5, 25)
     used = QUESTION_TOKENS
@@ -122,7 +121,7 @@ def _history(rng: Random, context_tokens: int) -> History:
 def demo() -> dict[str, object]:
     """One notebook of several pages and six questions; sent are the notebook, a space and a question."""
     rng = Random(DEMO_SEED)
-    notebook = new_notebook(rng, Split.HELD_OUT, 0.45, movers=(3, 3), items=(2, 2))
+    notebook = new_notebook(rng, 0.45, movers=(3, 3), items=(2, 2))
     text = ""
     while count_tokens(text) + QUESTION_TOKENS < DEMO_TOKENS:
         text += " " + describe(notebook, rng).text

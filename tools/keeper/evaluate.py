@@ -1,7 +1,7 @@
 """Measure how well a model folder recalls, by kind and context length, with its cache intact or partly
 gone.
 
-python -m tools.train_keeper.evaluate FOLDER
+python -m tools.keeper.evaluate FOLDER
 """
 
 # torch and transformers are typed in part only, so their members are Unknown to pyright.
@@ -26,8 +26,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from tools.train_keeper.questions import Question, questions
-from tools.train_keeper.world import SMALL_TALK, Kind, Message
+from tools.keeper.questions import Question, questions
+from tools.keeper.world import SMALL_TALK, Kind, Message
 
 Ablation = Literal["intact", "no KV", "no state"]
 ABLATIONS: tuple[Ablation, ...] = ("intact", "no KV", "no state")

@@ -1,0 +1,1 @@
+"""The held-out questions that the bundled keeper is asked, and what measures its answers."""

@@ -1,1 +1,0 @@
-"""The keeper: a small hybrid model that recalls facts, with its data, its training and its evaluation."""
