@@ -187,7 +187,7 @@ class ClusterSettings(PickledByName):
 
 
 WORKER_ENVIRON = {"GOMP_SPINCOUNT": "5000", "RAY_worker_niceness": "0"}
-"""Variables for workers, unless the environment has them (docs/decisions/0032). A thread that waits in OpenMP
+"""Variables for workers, unless the environment has them (decision 32). A thread that waits in OpenMP
 sleeps after about 10 us, so that it leaves its core to the one that it waits for. Ray would run workers below
 all else on the machine."""
 

@@ -8,4 +8,4 @@ nearest, ties to even, where a denormal is zero."""
 
 BITS: dict[ComputeDtype, str] = {"float32": "float32", "bfloat16": "bfloat16.2"}
 """The names of what the products of a type give, for the namespace of pages: another one for other bits
-(docs/decisions/0054)."""
+(decision 54)."""

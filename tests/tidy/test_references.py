@@ -1,4 +1,4 @@
-"""Files, modules and make targets that texts name exist."""
+"""Files, modules, make targets, decisions and headings that texts name exist."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -11,6 +11,9 @@ OF_OTHERS = {"grpc_tools.protoc", "pip", "pytest", "venv"}
 MODULE = re.compile(r"python3? -m ([a-zA-Z_][\w.]*\w)")
 TARGET = re.compile(r"`make ([a-z][\w.-]*)")
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
+ANCHOR = re.compile(r"\]\(([^)#:\s]*)#([^)]*)\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+DECISION = re.compile(r"\b[Dd]ecisions?\s+(\d+)\b(?!\.\d)")
 PATH = re.compile(
     r"(?<![\w/.-])((?:cluster|workers|kvstore|kernels|tests|benchmarks|tools|deploy|docs)/[\w./-]*\w\.\w+)"
 )
@@ -64,3 +67,25 @@ def test_links_in_pages_exist() -> None:
         ),
         "no such page",
     )
+
+
+def anchor(heading: str) -> str:
+    """Return the name that GitHub and the documentation site give a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+def test_headings_in_links_exist() -> None:
+    anchors = {page: {*map(anchor, HEADING.findall((ROOT / page).read_text()))} for page in PAGES}
+    found: list[str] = []
+    for page in PAGES:
+        for link, name in ANCHOR.findall((ROOT / page).read_text()):
+            target = str((ROOT / page).parent.joinpath(link).resolve().relative_to(ROOT)) if link else page
+            if name not in anchors.get(target, {name}):
+                found.append(f"{page}: {link}#{name}")
+    none(found, "no such heading")
+
+
+def test_decisions_in_texts_exist() -> None:
+    pages = [text for page, text in TEXTS.items() if page.startswith("docs/decisions/")]
+    known = {number for text in pages for number in re.findall(r"^## (\d+)\. ", text, re.MULTILINE)}
+    none(missing(DECISION.findall, known.__contains__), "no such heading in docs/decisions")

@@ -1,6 +1,6 @@
 """Compute the tokens that may follow each token of an answer, by its grammar.
 
-A layer over llguidance (docs/decisions/0011). It never gets an end-of-sequence token: those are decided here.
+A layer over llguidance (decision 11). It never gets an end-of-sequence token: those are decided here.
 """
 
 import asyncio

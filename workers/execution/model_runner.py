@@ -148,7 +148,7 @@ class TorchRunner:
         return guesser.run(step, tokens, hidden_TH, ends_of(drawn), self._choose)
 
     def _choose(self, logits_NV: torch.Tensor, rows: Step) -> list[int]:
-        """Return the most likely token of each row, whatever its sampling (measured: docs/decisions/0025)."""
+        """Return the most likely token of each row, whatever its sampling (measured: decision 25)."""
         assert len(logits_NV) == len(rows)
         return token_ids(logits_NV.argmax(dim=-1))
 

@@ -152,7 +152,7 @@ class Drawing:
 
         The first token is drawn as if there were no draft. While a token equals the draft in its position,
         the next one is drawn after it, so the tokens are those of a step without drafts
-        (docs/decisions/0012). A row whose mask is not ready in time is late and draws nothing.
+        (decision 12). A row whose mask is not ready in time is late and draws nothing.
         """
         rows, batch = self._rows, self._batch
         drawn = [Drawn()] * len(rows)

@@ -2,7 +2,7 @@
 
 Ranks exchange columns, which are concatenated: then no sum is split over ranks, and a group has the bits of
 one process. Or they add up terms, in fewer exchanges: then the last bits depend on the number of ranks
-(docs/decisions/0052). Every rank makes the same calls in the same order.
+(decision 52). Every rank makes the same calls in the same order.
 """
 
 from typing import NamedTuple, Protocol

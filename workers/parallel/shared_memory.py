@@ -9,7 +9,7 @@ round between, and so has read it. The end of a process closes its sockets, whic
 others.
 
 It is for CPUs: waking a thread by a byte takes a fraction of the time of a round of gloo's threads, and a
-waiting rank leaves its core to the others (docs/decisions/0009).
+waiting rank leaves its core to the others (decision 9).
 """
 
 import mmap

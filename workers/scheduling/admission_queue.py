@@ -11,7 +11,7 @@ RETRY_S = 0.25
 
 Precedence = tuple[float, int]
 """A place in the order of requests, the smallest first: an arrival in seconds, later for a lower class and
-for a long rest of the prompt (docs/decisions/0043), then the unique number of the request."""
+for a long rest of the prompt (decision 43), then the unique number of the request."""
 
 
 class AdmissionQueue:

@@ -4,7 +4,7 @@
     step     |-- rows that decode --|------ prompt tokens -----|
 
 The target is the largest inter-token latency (ITL) of streams beside prompts. Both parts of a step are
-measured, so the target is all that there is to set (docs/decisions/0013).
+measured, so the target is all that there is to set (decision 13).
 """
 
 from collections import deque
