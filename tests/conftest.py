@@ -22,7 +22,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("tidemill", deadline=None, derandomize=True)
 settings.load_profile("tidemill")
 
-SHARES_SERVER = {"tests/e2e/test_clients.py", "tests/e2e/test_serving.py"}
+SHARES_SERVER = {"tests/e2e/test_clients.py", "tests/e2e/test_serving.py", "tests/e2e/lifecycle/test_try.py"}
 """The files that use the server of tests/e2e/conftest.py: one process runs them."""
 
 

@@ -217,29 +217,6 @@ def shared_tokens(server: Server, system: str) -> int:
     return post(server, "/tokenize", **fields)["count"]
 
 
-def test_second_chat_of_a_family_computes_at_most_a_page_of_what_they_share(server: Server) -> None:
-    """The same on new workers, after kill -9 of all that computed the first chat: the store has it."""
-    system = system_of(1)
-    shared = shared_tokens(server, system)
-    assert shared > 5 * PAGE_TOKENS
-    _, cold = ask(server, system, "Where is Emma?")
-    _, second = ask(server, system, "Who keeps the key?")
-    assert (cold, shared - second <= PAGE_TOKENS) == (0, True), second
-    server.replace_workers()
-    _, third = ask(server, system, "What does Tom like?")
-    assert shared - third <= PAGE_TOKENS, third
-
-
-def test_second_chat_finds_what_they_share_after_all_workers_were_killed(server: Server) -> None:
-    """kill -9 when the first answer is complete."""
-    system = system_of(7)
-    shared = shared_tokens(server, system)
-    _, cold = ask(server, system, "Where is Emma?")
-    server.replace_workers()
-    _, second = ask(server, system, "Who keeps the key?")
-    assert (cold, shared - second <= PAGE_TOKENS) == (0, True), second
-
-
 def test_second_chat_finds_what_they_share_on_another_worker(server: Server) -> None:
     """Decode workers compute prompts while the prefill worker takes none."""
     system = system_of(4)
@@ -272,25 +249,34 @@ def test_completions_without_marks_find_what_they_share(server: Server) -> None:
     assert len(shared) - third <= PAGE_TOKENS, third
 
 
-def test_second_completion_finds_the_grid_when_all_workers_are_new(server: Server, folder: Path) -> None:
-    """An idle worker has stored it behind the end of the prompt."""
-    shared, (first, second, _) = shared_and_rest(8)
-    assert cached_of(server, shared + first) == 0
-    eventually(lambda: _has_grid(folder, shared))
+def test_new_workers_find_in_the_store_what_prompts_share(server: Server, folder: Path) -> None:
+    """kill -9 of all workers, twice: after two chats of a family, after one of another, when an idle worker
+    has stored the grid of a completion, and after each of three completions, of which no worker has seen two:
+    the router has."""
+    systems = system_of(1), system_of(7)
+    shared = [shared_tokens(server, system) for system in systems]
+    assert min(shared) > 5 * PAGE_TOKENS
+    (gridded, (before, after, _)), (routed, rests) = shared_and_rest(8), shared_and_rest(6)
+    cold = [ask(server, system, "Where is Emma?")[1] for system in systems]
+    _, second = ask(server, systems[0], "Who keeps the key?")
+    assert shared[0] - second <= PAGE_TOKENS, second
+    cold += [cached_of(server, gridded + before), cached_of(server, routed + rests[0])]
+    assert cold == [0, 0, 0, 0]
+    eventually(lambda: _has_grid(folder, gridded))
+
     server.replace_workers()
-    cached = cached_of(server, shared + second)
-    assert len(shared) - cached <= GRID_PAGES * PAGE_TOKENS, cached
+    for system, tokens, question in zip(
+        systems, shared, ("What does Tom like?", "Who keeps the key?"), strict=True
+    ):
+        _, found = ask(server, system, question)
+        assert tokens - found <= PAGE_TOKENS, found
+    found = cached_of(server, gridded + after)
+    assert len(gridded) - found <= GRID_PAGES * PAGE_TOKENS, found
+    cached_of(server, routed + rests[1])
 
-
-def test_third_completion_finds_what_they_share_when_all_workers_are_new(server: Server) -> None:
-    """No worker has seen two of the prompts: the router has."""
-    shared, rests = shared_and_rest(6)
-    cached: list[int] = []
-    for rest in rests:
-        cached.append(cached_of(server, shared + rest))
-        server.replace_workers()
-    assert cached[0] == 0
-    assert len(shared) - cached[2] <= PAGE_TOKENS, cached
+    server.replace_workers()
+    found = cached_of(server, routed + rests[2])
+    assert len(routed) - found <= PAGE_TOKENS, found
 
 
 def test_chat_finds_the_prefix_that_was_warmed(server: Server) -> None:

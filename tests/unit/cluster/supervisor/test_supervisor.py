@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from tests.unit.cluster.supervisor.test_journal import Store, fleet
-from tidemill.cluster.messages import Misses
+from tidemill.cluster.messages import FleetStatus, Misses
 from tidemill.cluster.settings import ClusterSettings, RouterSettings, StoreProgram, WorkerSettings
 from tidemill.cluster.supervisor import autoscaling
 from tidemill.cluster.supervisor import supervisor as module
 from tidemill.cluster.supervisor.journal import ClusterPlan, FleetPlan, Journal
 from tidemill.cluster.supervisor.supervisor import Supervisor, job_has_ended, stop_plan
-from tidemill.workers.messages import WorkerGone
+from tidemill.workers.messages import Unserved
 
 NAMES = ["router", "prefill-0", "decode-0"]
 
@@ -51,6 +51,15 @@ class Actors:
     remove_worker = kill
 
 
+class AwayRouter:
+    """The client of routers that do not answer."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    async def status(self) -> FleetStatus:
+        raise Unserved("there is no router")
+
+
 class World:
     """A Ray whose journal outlives supervisors."""
 
@@ -59,17 +68,10 @@ class World:
         self.actors = Actors()
         self.settings = ClusterSettings(fleets=(fleet(),), namespace="space")
 
-        async def is_away() -> str:
-            raise WorkerGone("there is no router")
-
-        def find_router(name: str, namespace: str) -> Callable[[], Awaitable[str]]:
-            del name, namespace
-            return is_away
-
         fakes: dict[str, Callable[..., object]] = {
             "RayStore": lambda: self.store,
             "Actors": lambda _: self.actors,  # pyright: ignore[reportUnknownLambdaType] - a namespace
-            "find_router": find_router,
+            "RouterClient": AwayRouter,
             "nodes": list,
             "start_logs": lambda _: None,  # pyright: ignore[reportUnknownLambdaType] - telemetry
         }

@@ -3,16 +3,14 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import psutil
-import pytest
 
 from tests.support.e2e.server import EVENTUALLY_S_MAX, Server, eventually
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 PRETENDED = """#!{python}
 import os, sys, time
@@ -59,17 +57,6 @@ def is_of(process: psutil.Process, folder: Path) -> bool:
         return {str(folder / "helm"), str(folder / "kubectl")} & set(process.cmdline()) != set()
     except psutil.Error:
         return False
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    sizes = ("--prefill", "1", "--decode", "2", "--memory", "64MiB")
-    server = Server(["keeper", "--port", "0", *sizes], tmp_path / "log")
-    try:
-        yield server
-        assert server.stop() == 0
-    finally:
-        server.kill_everything()
 
 
 def test_script_asks_kills_and_judges(server: Server, tmp_path: Path) -> None:
