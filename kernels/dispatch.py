@@ -2,7 +2,7 @@
 
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib import import_module
@@ -26,6 +26,7 @@ from tidemill.kernels.gated_delta import reference as gated_delta_reference
 from tidemill.kernels.linear import cpu as linear_cpu
 from tidemill.kernels.linear import reference as linear_reference
 from tidemill.kernels.linear.packed import Packed
+from tidemill.kernels.linear.stored import Stored
 from tidemill.kernels.mamba2 import cpu as mamba2_cpu
 from tidemill.kernels.mamba2 import reference as mamba2_reference
 from tidemill.kernels.mamba2.heads import Heads as Mamba2Heads
@@ -58,7 +59,7 @@ class Operators:
     """
 
     embed: Callable[[Tensor, Tensor], Tensor]
-    pack: Callable[[Tensor, Tensor | None], Packed]
+    pack: Callable[[Sequence[Stored], Tensor | None], Packed]
     linear: Callable[[Tensor, Packed], Tensor]
     linear_silu: Callable[[Tensor, Packed, Packed], Tensor]
     logits: Callable[[Tensor, Packed], Tensor]

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from benchmarks.kernels import PAGE_TOKENS, step_inputs
 from tidemill.kernels.dispatch import Operators, page_copy
+from tidemill.kernels.linear.stored import plain
 from tidemill.kernels.moe.experts import Experts
 from tidemill.kernels.moe.routing import Routing
 from tidemill.kernels.page_copy.planes import Plane
@@ -217,7 +218,7 @@ def product_goal(tokens: int) -> float | None:
 def linear(shape: Shape, ops: Operators, tokens: int) -> Work:
     out = shape.key_heads * (shape.channels + shape.value_heads // shape.key_heads * shape.key_dim)
     x, weight = normal(tokens, shape.hidden), normal(out, shape.hidden)
-    packed = ops.pack(weight, None)
+    packed = ops.pack([plain(weight)], None)
     num_bytes = size_of(x, weight) + 2 * tokens * out
     flops = 2.0 * tokens * out * shape.hidden
     return Work(
@@ -307,8 +308,8 @@ def copied(shape: Shape, tokens: int) -> Work:
 
 def works(shape: Shape, ops: Operators) -> Iterator[Work]:
     """Decode, then prompts: what is timed when time is short comes first."""
-    gate_up = ops.pack(normal(shape.experts, 2 * shape.inner, shape.hidden), None)
-    down = ops.pack(normal(shape.experts, shape.hidden, shape.inner), None)
+    gate_up = ops.pack([plain(normal(shape.experts, 2 * shape.inner, shape.hidden))], None)
+    down = ops.pack([plain(normal(shape.experts, shape.hidden, shape.inner))], None)
     experts = Experts(gate_up, down)
     for batch in shape.batches:
         yield from moe(shape, ops, experts, batch)

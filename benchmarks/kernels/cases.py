@@ -13,6 +13,7 @@ from benchmarks.kernels.clock import Call
 from benchmarks.kernels.shapes import PAGE_TOKENS, step_inputs
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.draw.tables import scale_of
+from tidemill.kernels.linear.stored import plain
 from tidemill.kernels.mamba2.heads import Heads
 from tidemill.kernels.moe.experts import Experts
 from tidemill.kernels.moe.routing import Routing
@@ -45,7 +46,7 @@ def linear(rows: int, width: int, out: int, dtype: torch.dtype) -> Case:
     wide = weight.float()
 
     def run(ops: Operators) -> Call:
-        packed = ops.pack(weight, None)
+        packed = ops.pack([plain(weight)], None)
         return lambda: ops.linear(x, packed)
 
     return Case(
@@ -177,7 +178,7 @@ def moe(rows: int, experts: int, top_k: int, width: int, inner: int) -> Case:
 
     def run(ops: Operators) -> Call:
         weights, routing = (
-            Experts(ops.pack(gate_up, None), ops.pack(down, None)),
+            Experts(ops.pack([plain(gate_up)], None), ops.pack([plain(down)], None)),
             Routing(top_k, renormalise=True),
         )
 

@@ -1,10 +1,11 @@
 """`linear` and its kin on CPU: weights packed once into panels; an output is a sum in index order."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from tidemill.kernels.linear.packed import Packed
+from tidemill.kernels.linear.stored import Stored, join
 from tidemill.kernels.shared.build import Library
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
 from tidemill.kernels.shared.huge_pages import HugePages
@@ -24,13 +25,14 @@ def type_into(weight: Packed) -> torch.dtype:
 
 def bind_pack(
     library: Library, compute_dtype: ComputeDtype
-) -> Callable[[torch.Tensor, torch.Tensor | None], Packed]:
+) -> Callable[[Sequence[Stored], torch.Tensor | None], Packed]:
     call = library.function("linear_pack")
     panel = library.function("linear_panel")()
     assert panel is not None
     memory = HugePages()
 
-    def pack(weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> Packed:
+    def pack(parts: Sequence[Stored], bias_N: torch.Tensor | None = None) -> Packed:
+        weight_NK = join(parts).values
         *experts, n, k = weight_NK.shape
         is_half = weight_NK.dtype == torch.bfloat16
         rounds = is_half and compute_dtype == "bfloat16"

@@ -1,18 +1,22 @@
 """The definition of `linear`, y = x W^T (+ bias), of `linear_silu`, `logits` and `linear_heads`."""
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional
 
 from tidemill.kernels.activation.reference import silu_mul
 from tidemill.kernels.linear.packed import Packed
+from tidemill.kernels.linear.stored import Stored, join
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
 
 
 def pack(
-    weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None, compute_dtype: ComputeDtype = "float32"
+    parts: Sequence[Stored], bias_N: torch.Tensor | None = None, compute_dtype: ComputeDtype = "float32"
 ) -> Packed:
-    """Weights `[.., N, K]` and bias `[.., N]`: for `linear` without a leading dimension, of heads for
-    `linear_heads`, of experts for `moe_inner` and `moe_outer`."""
+    """Join parts of weights `[.., N, K]` by rows, with a bias `[.., N]`: for `linear` without a leading
+    dimension, of heads for `linear_heads`, of experts for `moe_inner` and `moe_outer`."""
+    weight_NK = join(parts).values
     rounds = weight_NK.dtype == torch.bfloat16 and compute_dtype == "bfloat16"
     return Packed(weight_NK, bias_N, weight_NK.shape[-2], weight_NK.shape[-1], rounds)
 

@@ -18,6 +18,7 @@ from tests.triton import (
     test_routing,
 )
 from tidemill.kernels.linear import cuda as linear_cuda
+from tidemill.kernels.linear.stored import plain
 from tidemill.kernels.moe.cuda import tile_tokens
 from tidemill.kernels.rms_norm import cuda as rms_norm_cuda
 
@@ -144,6 +145,6 @@ def test_logits_are_not_rounded(rows: int, out: int, width: int, dtype: torch.dt
     """Rounded to bfloat16 they would differ a hundred times as much; rows may be slices of wider ones."""
     draw = torch.Generator().manual_seed(out)
     x, weight = random(draw, rows, width + 8)[:, 8:].to(dtype), random(draw, out, width).to(dtype)
-    found = linear_cuda.logits(x.cuda(), linear_cuda.pack(weight.cuda()))
+    found = linear_cuda.logits(x.cuda(), linear_cuda.pack([plain(weight.cuda())]))
     assert found.dtype == torch.float32
     assert relative_error(found.cpu(), x.double() @ weight.double().T) < 1e-5

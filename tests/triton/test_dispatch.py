@@ -9,6 +9,7 @@ import torch
 
 from tests.support.kernels.cases import random, relative_error
 from tidemill.kernels import dispatch
+from tidemill.kernels.linear.stored import plain
 from tidemill.kernels.page_copy import reference as page_copy_reference
 from tidemill.kernels.shared.build import KernelUnavailable
 
@@ -71,7 +72,7 @@ def test_linear_takes_any_two_types(dtype: torch.dtype, *, has_bias: bool, tmp_p
     ops, draw = dispatch.operators("triton", tmp_path), torch.Generator().manual_seed(0)
     x, weight = random(draw, 5, 64)[:, 3:33], random(draw, 7, 30).to(dtype)
     bias = random(draw, 7) if has_bias else None
-    y = ops.linear(x, ops.pack(weight, bias))
+    y = ops.linear(x, ops.pack([plain(weight)], bias))
     assert y.dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
     wanted = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     assert relative_error(y, wanted) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
@@ -81,11 +82,11 @@ def test_linear_takes_any_two_types(dtype: torch.dtype, *, has_bias: bool, tmp_p
 def test_logits_are_not_rounded(dtype: torch.dtype, tmp_path: Path) -> None:
     ops, draw = dispatch.operators("triton", tmp_path), torch.Generator().manual_seed(0)
     x, weight = random(draw, 5, 300).to(dtype), random(draw, 7, 300).to(dtype)
-    y = ops.logits(x, ops.pack(weight, None))
+    y = ops.logits(x, ops.pack([plain(weight)], None))
     assert y.dtype == torch.float32
     assert relative_error(y, x.double() @ weight.double().T) < 1e-5
     bias = random(draw, 7).to(dtype)
-    y = ops.logits(x, ops.pack(weight, bias))
+    y = ops.logits(x, ops.pack([plain(weight)], bias))
     assert y.dtype == torch.float32
     assert relative_error(y, x.double() @ weight.double().T + bias.double()) < 1e-5
 
@@ -94,7 +95,7 @@ def test_logits_are_not_rounded(dtype: torch.dtype, tmp_path: Path) -> None:
 def test_each_head_is_a_linear_of_its_own(dtype: torch.dtype, tmp_path: Path) -> None:
     ops, draw = dispatch.operators("triton", tmp_path), torch.Generator().manual_seed(0)
     x, weight = random(draw, 5, 3, 40)[..., 8:].to(dtype), random(draw, 3, 20, 32).to(dtype)
-    y = ops.linear_heads(x, ops.pack(weight, None))
+    y = ops.linear_heads(x, ops.pack([plain(weight)], None))
     assert (y.dtype, y.shape) == (dtype, (5, 3, 20))
     assert y.is_contiguous()
     wanted = torch.einsum("thi,hoi->tho", x.double(), weight.double())

@@ -15,6 +15,7 @@ from tidemill.kernels import dispatch
 from tidemill.kernels.attention.cpu import bind as bind_attention
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.linear.cpu import bind_linear, bind_pack
+from tidemill.kernels.linear.stored import plain
 from tidemill.kernels.shared import compiler as compiler_module
 from tidemill.kernels.shared.build import KernelUnavailable, Library, build
 from tidemill.kernels.shared.compiler import KINDS, ahead_name, compile_ahead, found_ahead, kinds, sources
@@ -181,9 +182,9 @@ def test_every_kind_of_cpu_computes_the_same_bits(tmp_path: Path, kernel_cache: 
         linear = bind_linear(library)
         exact, paired = (bind_pack(library, dtype) for dtype in COMPUTE_DTYPES)
         return [
-            linear(x, exact(weight, bias)),
-            linear(x, paired(weight.bfloat16(), bias)),
-            linear(small[0], paired(half, None)),
+            linear(x, exact([plain(weight)], bias)),
+            linear(x, paired([plain(weight.bfloat16())], bias)),
+            linear(small[0], paired([plain(half)], None)),
             *(bind_attention(library, dtype)(q, cache, rows, None, None) for dtype in COMPUTE_DTYPES),
             bind_attention(library, "bfloat16")(*in_pages, last, None, None),
             *(

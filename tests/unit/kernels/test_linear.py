@@ -8,6 +8,7 @@ import torch
 
 from tests.support.kernels.cases import COMPUTE_DTYPES, random, same_bits
 from tidemill.kernels.dispatch import Operators, operators
+from tidemill.kernels.linear.stored import plain
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
 
 ROWS = (1, 2, 7, 65, 300)
@@ -22,10 +23,10 @@ def test_matches_the_definition(cpu: Operators, reference: Operators, rows: int,
     for n, k in itertools.product(OUT, IN):
         x, weight = random(draw, rows, k), random(draw, n, k)
         bias_N = random(draw, n) if bias else None
-        wide = reference.pack(weight.double(), None if bias_N is None else bias_N.double())
+        wide = reference.pack([plain(weight.double())], None if bias_N is None else bias_N.double())
         wanted = reference.linear(x.double(), wide)
         terms = x.double().abs() @ weight.double().abs().T + 1
-        found = cpu.linear(x, cpu.pack(weight, bias_N))
+        found = cpu.linear(x, cpu.pack([plain(weight)], bias_N))
         assert float(((found - wanted).abs() / terms).max()) < 1e-5, (n, k)
 
 
@@ -34,15 +35,15 @@ def test_logits_are_linear(cpu: Operators, reference: Operators, dtype: torch.dt
     draw = torch.Generator().manual_seed(0)
     x, weight, bias = random(draw, 9, 60), random(draw, 33, 60).to(dtype), random(draw, 33)
     for ops in (cpu, reference):
-        for packed in (ops.pack(weight, None), ops.pack(weight, bias)):
+        for packed in (ops.pack([plain(weight)], None), ops.pack([plain(weight)], bias)):
             assert same_bits(ops.logits(x, packed), ops.linear(x, packed))
-    assert reference.logits(x.bfloat16(), reference.pack(weight, None)).dtype == torch.float32
+    assert reference.logits(x.bfloat16(), reference.pack([plain(weight)], None)).dtype == torch.float32
 
 
 @pytest.mark.parametrize(("n", "k"), [(17, 63), (300, 600), (64, 256), (130, 1000)])
 def test_row_has_the_same_bits_in_any_batch(cpu: Operators, n: int, k: int) -> None:
     draw = torch.Generator().manual_seed(n)
-    x, weight = random(draw, 400, k), cpu.pack(random(draw, n, k), random(draw, n))
+    x, weight = random(draw, 400, k), cpu.pack([plain(random(draw, n, k))], random(draw, n))
     whole = cpu.linear(x, weight)
     for rows in (1, 2, 3, 5, 6, 7, 11, 12, 13, 64, 191, 193):
         picked = torch.randperm(400, generator=draw)[:rows]
@@ -53,7 +54,7 @@ def test_row_has_the_same_bits_in_any_batch(cpu: Operators, n: int, k: int) -> N
 def test_threads_change_no_bit(cpu: Operators, half_cpu: Operators, depth: int) -> None:
     draw = torch.Generator().manual_seed(0)
     x, weight_NK = random(draw, 300, depth), random(draw, 333, depth)
-    for weight in (cpu.pack(weight_NK, None), half_cpu.pack(weight_NK.bfloat16(), None)):
+    for weight in (cpu.pack([plain(weight_NK)], None), half_cpu.pack([plain(weight_NK.bfloat16())], None)):
         torch.set_num_threads(2)
         two = cpu.linear(x, weight)
         torch.set_num_threads(1)
@@ -65,9 +66,9 @@ def test_products_in_bfloat16_match_the_definition(half_cpu: Operators, tmp_path
     draw, reference = torch.Generator().manual_seed(rows), operators("reference", tmp_path, "bfloat16")
     for n, k in itertools.product(OUT, IN):
         x, weight, bias_N = random(draw, rows, k), random(draw, n, k).bfloat16(), random(draw, n)
-        wanted = reference.linear(x.double(), reference.pack(weight, bias_N))
+        wanted = reference.linear(x.double(), reference.pack([plain(weight)], bias_N))
         terms = x.double().abs() @ weight.double().abs().T + 1
-        packed = half_cpu.pack(weight, bias_N)
+        packed = half_cpu.pack([plain(weight)], bias_N)
         assert packed.rounds
         assert float(((half_cpu.linear(x, packed) - wanted).abs() / terms).max()) < 1e-5, (n, k)
 
@@ -75,7 +76,7 @@ def test_products_in_bfloat16_match_the_definition(half_cpu: Operators, tmp_path
 @pytest.mark.parametrize(("n", "k"), [(17, 63), (300, 600), (64, 256), (130, 1001)])
 def test_products_in_bfloat16_have_the_same_bits_in_any_batch(half_cpu: Operators, n: int, k: int) -> None:
     draw = torch.Generator().manual_seed(n)
-    x, weight = random(draw, 400, k), half_cpu.pack(random(draw, n, k).bfloat16(), random(draw, n))
+    x, weight = random(draw, 400, k), half_cpu.pack([plain(random(draw, n, k).bfloat16())], random(draw, n))
     whole = half_cpu.linear(x, weight)
     for rows in (1, 2, 6, 7, 12, 13, 16, 17, 191, 193):
         picked = torch.randperm(400, generator=draw)[:rows]
@@ -86,18 +87,21 @@ def test_products_in_bfloat16_of_wide_weights_are_in_float32(cpu: Operators, hal
     """Weights of a router stay wide on purpose."""
     draw = torch.Generator().manual_seed(0)
     x, weight = random(draw, 9, 60), random(draw, 33, 60)
-    assert same_bits(half_cpu.linear(x, half_cpu.pack(weight, None)), cpu.linear(x, cpu.pack(weight, None)))
+    assert same_bits(
+        half_cpu.linear(x, half_cpu.pack([plain(weight)], None)),
+        cpu.linear(x, cpu.pack([plain(weight)], None)),
+    )
 
 
 def test_products_in_bfloat16_round_to_the_nearest_even_and_flush_denormals(half_cpu: Operators) -> None:
     ulp = 2.0**-7
     given = [1 + ulp / 2, 1 + 1.5 * ulp, -1 - ulp / 2, 1 + 0.51 * ulp, 3.4e38, torch.inf, 1e-39, -1e-39]
     wanted = [1, 1 + 2 * ulp, -1, 1 + ulp, torch.inf, torch.inf, 0, 0]
-    one = half_cpu.pack(torch.ones(1, 1).bfloat16(), None)
+    one = half_cpu.pack([plain(torch.ones(1, 1).bfloat16())], None)
     found = half_cpu.linear(torch.tensor(given)[:, None], one)[:, 0]
     assert torch.equal(found, torch.tensor(wanted))
     assert bool(half_cpu.linear(torch.tensor([[torch.nan]]), one).isnan().all())
-    small = half_cpu.pack(torch.tensor([[1e-30]]).bfloat16(), None)
+    small = half_cpu.pack([plain(torch.tensor([[1e-30]]).bfloat16())], None)
     found = half_cpu.linear(torch.tensor([[1e-10], [1e-5]]), small)[:, 0]
     assert torch.equal(found > 0, torch.tensor([False, True]))
 
@@ -115,7 +119,7 @@ def test_products_in_bfloat16_sum_even_and_odd_elements_of_32_apart(half_cpu: Op
         for k in range(start, start + 32, 2):
             chains = (chains + terms_MNK[..., k : k + 2]).float().double()
         wanted = (wanted + chains.sum(-1).float()).float().double()
-    assert same_bits(half_cpu.linear(x.float(), half_cpu.pack(weight, bias_N)), wanted.float())
+    assert same_bits(half_cpu.linear(x.float(), half_cpu.pack([plain(weight)], bias_N)), wanted.float())
 
 
 @pytest.mark.parametrize("half", [(False, False), (True, False), (False, True), (True, True)])
@@ -127,9 +131,9 @@ def test_linear_with_silu_is_one_after_the_other(
     """Types of the weights decide whether what is between them is in bfloat16."""
     ops, draw = operators("cpu", kernel_cache, compute_dtype), torch.Generator().manual_seed(inner)
     dtypes = [torch.bfloat16 if is_half else torch.float32 for is_half in half]
-    down = ops.pack(random(draw, 40, inner).to(dtypes[1]), None)
+    down = ops.pack([plain(random(draw, 40, inner).to(dtypes[1]))], None)
     for bias in (None, random(draw, 2 * inner)):
-        gate_up = ops.pack(random(draw, 2 * inner, 70).to(dtypes[0]), bias)
+        gate_up = ops.pack([plain(random(draw, 2 * inner, 70).to(dtypes[0]))], bias)
         for rows in (1, 17, 300):
             x = random(draw, rows, 80)[:, :70]
             wanted = down.rounded(ops.silu_mul(ops.linear(x, gate_up)))
@@ -145,7 +149,10 @@ def test_linear_with_silu_is_one_after_the_other(
 def test_rows_in_bfloat16_are_those_that_a_product_rounds(half_cpu: Operators, depth: int) -> None:
     """Rows may have odd strides, and lack the zeros of their last block."""
     draw = torch.Generator().manual_seed(depth)
-    weight, wide = half_cpu.pack(random(draw, 40, depth).bfloat16(), None), random(draw, 33, depth + 3)
+    weight, wide = (
+        half_cpu.pack([plain(random(draw, 40, depth).bfloat16())], None),
+        random(draw, 33, depth + 3),
+    )
     for x in (wide[:, :depth], wide[:, :depth].contiguous(), wide[:, 3:]):
         assert same_bits(half_cpu.linear(x.bfloat16(), weight), half_cpu.linear(x, weight))
     found = half_cpu.linear(wide.bfloat16()[:, 3:], weight)
@@ -154,12 +161,12 @@ def test_rows_in_bfloat16_are_those_that_a_product_rounds(half_cpu: Operators, d
 
 def test_rows_in_bfloat16_are_refused_by_products_in_float32(cpu: Operators) -> None:
     with pytest.raises(AssertionError):
-        cpu.linear(torch.zeros(2, 4).bfloat16(), cpu.pack(torch.zeros(3, 4).bfloat16(), None))
+        cpu.linear(torch.zeros(2, 4).bfloat16(), cpu.pack([plain(torch.zeros(3, 4).bfloat16())], None))
 
 
 def test_rows_may_be_a_slice_of_wider_ones(cpu: Operators) -> None:
     draw = torch.Generator().manual_seed(0)
-    x, weight = random(draw, 9, 100), cpu.pack(random(draw, 20, 30), None)
+    x, weight = random(draw, 9, 100), cpu.pack([plain(random(draw, 20, 30))], None)
     assert same_bits(cpu.linear(x[:, 50:80], weight), cpu.linear(x[:, 50:80].contiguous(), weight))
 
 
@@ -171,9 +178,12 @@ def test_half_precision_weights_give_the_bits_of_wide_ones(
     draw = torch.Generator().manual_seed(0)
     for n, k in itertools.product(OUT, IN):
         x, weight = random(draw, rows, k), random(draw, n, k).to(dtype)
-        packed = cpu.pack(weight, None)
+        packed = cpu.pack([plain(weight)], None)
         assert packed.data.dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
-        assert same_bits(cpu.linear(x, packed), cpu.linear(x, cpu.pack(weight.float(), None))), (n, k)
+        assert same_bits(cpu.linear(x, packed), cpu.linear(x, cpu.pack([plain(weight.float())], None))), (
+            n,
+            k,
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -193,19 +203,19 @@ def test_each_head_is_a_linear_of_its_own(
     cpu, reference = (operators(variant, kernel_cache, compute_dtype) for variant in ("cpu", "reference"))
     draw = torch.Generator().manual_seed(n)
     x, weight = random(draw, tokens, heads, k + 7)[..., 4 : 4 + k], random(draw, heads, n, k).to(dtype)
-    found = cpu.linear_heads(x, cpu.pack(weight, None))
-    wanted = [cpu.linear(x[:, h].contiguous(), cpu.pack(weight[h], None)) for h in range(heads)]
+    found = cpu.linear_heads(x, cpu.pack([plain(weight)], None))
+    wanted = [cpu.linear(x[:, h].contiguous(), cpu.pack([plain(weight[h])], None)) for h in range(heads)]
     assert same_bits(found, torch.stack(wanted, dim=1))
-    truth = reference.linear_heads(x.double(), reference.pack(weight, None))
+    truth = reference.linear_heads(x.double(), reference.pack([plain(weight)], None))
     assert torch.allclose(found.double(), truth, atol=1e-4)
     torch.set_num_threads(2)
-    assert same_bits(cpu.linear_heads(x, cpu.pack(weight, None)), found)
+    assert same_bits(cpu.linear_heads(x, cpu.pack([plain(weight)], None)), found)
     picked = torch.arange(tokens - 1, -1, -2)
-    assert same_bits(cpu.linear_heads(x[picked], cpu.pack(weight, None)), found[picked])
+    assert same_bits(cpu.linear_heads(x[picked], cpu.pack([plain(weight)], None)), found[picked])
 
 
 def test_heads_of_other_numbers_or_with_biases_are_refused(cpu: Operators) -> None:
     x, weight = torch.zeros(2, 3, 4), torch.zeros(3, 5, 4)
-    for packed in (cpu.pack(weight[:2], None), cpu.pack(weight, torch.zeros(3, 5))):
+    for packed in (cpu.pack([plain(weight[:2])], None), cpu.pack([plain(weight)], torch.zeros(3, 5))):
         with pytest.raises(AssertionError):
             cpu.linear_heads(x, packed)

@@ -9,6 +9,7 @@ import torch
 
 from tests.support.kernels.cases import random, relative_error, same_bits
 from tidemill.kernels.dispatch import Operators, operators
+from tidemill.kernels.linear.stored import plain
 from tidemill.kernels.moe.experts import Experts
 from tidemill.kernels.moe.routing import Choice
 from tidemill.kernels.shared.rows import integers
@@ -38,7 +39,7 @@ class Layer:
         activation: Activation = "silu",
     ) -> Experts:
         gate_up, down = (
-            ops.pack(weight.to(dtype), bias if biases else None)
+            ops.pack([plain(weight.to(dtype))], bias if biases else None)
             for weight, bias in zip((self.gate_up, self.down), self.biases, strict=True)
         )
         return Experts(gate_up, down, activation, limit=1.5)
@@ -114,8 +115,8 @@ def test_products_in_bfloat16_match_the_definition(
     assert relative_error(hidden, reference.moe_inner(layer.x_TH.double(), layer.choice, truth)) < 1e-2
     for e in range(len(layer.gate_up)):
         token, pick = torch.where(layer.choice.experts_TK == e)
-        into = half_cpu.pack(layer.gate_up[e].bfloat16(), layer.biases[0][e])
-        back = half_cpu.pack(layer.down[e].bfloat16(), None)
+        into = half_cpu.pack([plain(layer.gate_up[e].bfloat16())], layer.biases[0][e])
+        back = half_cpu.pack([plain(layer.down[e].bfloat16())], None)
         assert same_bits(hidden[token, pick], half_cpu.linear_silu(layer.x_TH[token], into, back))
     y = half_cpu.moe_outer(hidden, layer.choice, ours, None, None)
     wanted = reference.moe_outer(hidden.double(), layer.double, truth, None, None)
@@ -139,7 +140,7 @@ def test_sum_runs_in_ascending_order_of_the_experts(cpu: Operators) -> None:
     for i in range(5):
         for t in range(20):
             down = layer.down[int(layer.choice.experts_TK[t, i])]
-            out = cpu.linear(hidden[t, i : i + 1], cpu.pack(down, None))[0]
+            out = cpu.linear(hidden[t, i : i + 1], cpu.pack([plain(down)], None))[0]
             # The product is exact in float64: rounded like a fused multiply-add but for a tie by chance.
             y[t] = (layer.choice.weights_TK[t, i].double() * out.double() + y[t]).float()
     assert same_bits(layer.run(cpu, experts), y.float())
@@ -186,7 +187,7 @@ def test_experts_of_ranks_add_up(request: pytest.FixtureRequest, variant: str) -
 def test_hidden_of_another_width_than_down_is_refused(cpu: Operators) -> None:
     """A rank that forgot to gather would read beyond its rows."""
     layer = Layer(3, 5, 8, 8, 2)
-    local = replace(layer.experts(cpu), gate_up=cpu.pack(layer.gate_up[:, 4:12].contiguous(), None))
+    local = replace(layer.experts(cpu), gate_up=cpu.pack([plain(layer.gate_up[:, 4:12].contiguous())], None))
     with pytest.raises(AssertionError):
         layer.run(cpu, local)
 

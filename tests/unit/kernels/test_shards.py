@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.kernels.cases import random, same_bits, shuffled_pages, step
 from tidemill.kernels.dispatch import Operators
+from tidemill.kernels.linear.stored import plain
 from tidemill.kernels.mamba2.heads import Heads as Mamba2Heads
 from tidemill.kernels.moe.experts import Experts
 from tidemill.kernels.moe.routing import Routing
@@ -43,9 +44,9 @@ def test_linear_by_output_rows_of_the_weight(
 ) -> None:
     draw = torch.Generator().manual_seed(out)
     x, weight, bias = random(draw, rows, width), random(draw, out, width), random(draw, out)
-    whole = cpu.linear(x, cpu.pack(weight, bias if biased else None))
+    whole = cpu.linear(x, cpu.pack([plain(weight)], bias if biased else None))
     parts = data.draw(cuts(out, ranks))
-    found = [cpu.linear(x, cpu.pack(weight[part], bias[part] if biased else None)) for part in parts]
+    found = [cpu.linear(x, cpu.pack([plain(weight[part])], bias[part] if biased else None)) for part in parts]
     assert same_bits(torch.cat(found, dim=1), whole)
 
 
@@ -54,10 +55,10 @@ def test_linear_of_a_whole_with_threads_and_shards_without(cpu: Operators, rows:
     draw = torch.Generator().manual_seed(rows)
     x, weight = random(draw, rows, 1100), random(draw, 1003, 1100)
     torch.set_num_threads(2)
-    whole = cpu.linear(x, cpu.pack(weight, None))
+    whole = cpu.linear(x, cpu.pack([plain(weight)], None))
     torch.set_num_threads(1)
     ends = itertools.pairwise([0, 250, 501, 518, 1003])
-    found = [cpu.linear(x, cpu.pack(weight[start:end], None)) for start, end in ends]
+    found = [cpu.linear(x, cpu.pack([plain(weight[start:end])], None)) for start, end in ends]
     assert same_bits(torch.cat(found, dim=1), whole)
 
 
@@ -216,20 +217,20 @@ def test_experts_by_inner_columns_and_then_by_output_rows(
         random(draw, 9, width, inner),
     )
     gate_bias, up_bias, down_bias = random(draw, 9, inner), random(draw, 9, inner), random(draw, 9, width)
-    into = cpu.pack(torch.cat([gate, up], dim=1), torch.cat([gate_bias, up_bias], dim=1))
-    whole = Experts(into, cpu.pack(down, down_bias), "clamped")
+    into = cpu.pack([plain(torch.cat([gate, up], dim=1))], torch.cat([gate_bias, up_bias], dim=1))
+    whole = Experts(into, cpu.pack([plain(down)], down_bias), "clamped")
     choice = cpu.route(logits, Routing(4, renormalise=True))
     hidden = cpu.moe_inner(x, choice, whole)
     gathered: list[torch.Tensor] = []
     for part in data.draw(cuts(inner, ranks)):
         biases = torch.cat([gate_bias[:, part], up_bias[:, part]], dim=1)
-        gate_up = cpu.pack(torch.cat([gate[:, part], up[:, part]], dim=1), biases)
+        gate_up = cpu.pack([plain(torch.cat([gate[:, part], up[:, part]], dim=1))], biases)
         gathered.append(cpu.moe_inner(x, choice, replace(whole, gate_up=gate_up)))
     assert same_bits(torch.cat(gathered, dim=2), hidden)
     wanted = cpu.moe_outer(hidden, choice, whole, None, None)
     found: list[torch.Tensor] = []
     for part in data.draw(cuts(width, ranks)):
-        own = replace(whole, down=cpu.pack(down[:, part], down_bias[:, part]))
+        own = replace(whole, down=cpu.pack([plain(down[:, part])], down_bias[:, part]))
         found.append(cpu.moe_outer(hidden, choice, own, None, None))
     assert same_bits(torch.cat(found, dim=1), wanted)
 
@@ -267,11 +268,11 @@ def test_queries_of_latents_by_heads(cpu: Operators, shares: tuple[tuple[int, in
         cache = torch.full((1 + int(pages.max()), 1, 1, 16, width), torch.nan)
         rows = step([tokens], [0], pages)
         own = q[:, part]
-        inside = cpu.linear_heads(own[..., rotary:], cpu.pack(absorb[part], None))
+        inside = cpu.linear_heads(own[..., rotary:], cpu.pack([plain(absorb[part])], None))
         whole = torch.cat([own[..., :rotary], inside], dim=-1)
         rotated = cpu.rope_store(whole, k, None, None, None, EPSILON, angles, cache, rows)
         found = cpu.attention(rotated, cache, rows, None, None)
-        return cpu.linear_heads(found[..., rotary:], cpu.pack(release[part], None)), cache
+        return cpu.linear_heads(found[..., rotary:], cpu.pack([plain(release[part])], None)), cache
 
     wanted, latents = run(slice(0, heads))
     for start, end in shares:

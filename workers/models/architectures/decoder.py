@@ -57,7 +57,8 @@ class Decoder:
         self._sums = sums
         self.ops = operators
         self._ranks = ranks
-        self._embedding_VH = read(f"{config.prefix}embed_tokens.weight")
+        embedding = read(f"{config.prefix}embed_tokens.weight")
+        self._embedding_VH = embedding.values
         self._layers = tuple(
             Layer(
                 layer,
@@ -68,8 +69,8 @@ class Decoder:
             for index, layer in enumerate(config.layers)
         )
         self._norm_H = norm_weight(read(f"{config.prefix}norm.weight"), config.norm_offset)
-        head_VH = self._embedding_VH if config.tied else read("lm_head.weight")
-        self._head = operators.pack(head_VH, None)
+        head = embedding if config.tied else read("lm_head.weight")
+        self._head = operators.pack([head], None)
         device = self._embedding_VH.device
         self.expert_pairs_R: torch.Tensor | None = None
         if counts:

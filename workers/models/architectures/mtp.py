@@ -33,7 +33,7 @@ class MtpHead:
         self._ranks = ranks
         self._token_norm_H = norm("pre_fc_norm_embedding")
         self._hidden_norm_H = norm("pre_fc_norm_hidden")
-        self._merge = operators.pack(read(f"{DRAFT}fc.weight"), None)
+        self._merge = operators.pack([read(f"{DRAFT}fc.weight")], None)
         self._layer = Layer(
             draft, config.norm_offset, lambda name: read(f"{DRAFT}layers.0.{name}"), operators
         )

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from tidemill.kernels.dispatch import Operators
+from tidemill.kernels.linear.stored import Stored, plain
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
 from tidemill.kvstore.layout import LayerSpec
 from tidemill.kvstore.memory.recompute_cost import RecomputeCost
@@ -173,13 +174,13 @@ def load(  # noqa: PLR0913  each is a part of the worker or a setting
     part = RankPart(ranks.index, ranks.size, sums, by_expert)
     own, weights = local(config, part), weights_of(config)
 
-    def read(name: str) -> torch.Tensor:
+    def read(name: str) -> Stored:
         found = checkpoint.read(name, weights[name].part(part))
         if compute_dtype == "bfloat16" and found.dim() > 1:
             found = found.bfloat16()
         if compute_dtype == "float32" and device.type == "cuda":
             found = found.float()
-        return found.to(device)
+        return plain(found.to(device))
 
     model = Decoder(own, read, operators, ranks, sums=sums, counts=by_expert and is_leader)
     identity = f"{_architecture(raw)} {config} {compute_dtype} {part}".rstrip()

@@ -8,6 +8,7 @@ import torch
 
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.linear.packed import Packed
+from tidemill.kernels.linear.stored import Stored
 from tidemill.kvstore.layout import Attention, LayerSpec, Window
 from tidemill.workers.models.layers.rope import Rope
 from tidemill.workers.models.layers.work import Cache, Read, Work, norm_weight
@@ -76,20 +77,21 @@ class AttentionConfig:
         return replace(self, spec=spec, query_heads=self.query_heads // size)
 
     def load(self, read: Read, ops: Operators) -> "AttentionMixer":
-        def stacked(kind: str) -> torch.Tensor:
-            return torch.cat([read(f"self_attn.{name}_proj.{kind}") for name in "qkv"])
+        def parts(kind: str) -> list[Stored]:
+            return [read(f"self_attn.{name}_proj.{kind}") for name in "qkv"]
 
         def norm(name: str) -> torch.Tensor | None:
             return norm_weight(read(f"self_attn.{name}.weight"), self.norm_offset) if self.normed else None
 
-        out_bias = read("self_attn.o_proj.bias") if self.out_bias else None
+        bias = torch.cat([part.values for part in parts("bias")]) if self.bias else None
+        out_bias = read("self_attn.o_proj.bias").values if self.out_bias else None
         return AttentionMixer(
             config=self,
-            project=ops.pack(stacked("weight"), stacked("bias") if self.bias else None),
+            project=ops.pack(parts("weight"), bias),
             q_norm_D=norm("q_norm"),
             k_norm_D=norm("k_norm"),
-            sinks_H=read("self_attn.sinks").float() if self.sinks else None,
-            out=ops.pack(read("self_attn.o_proj.weight"), out_bias),
+            sinks_H=read("self_attn.sinks").values.float() if self.sinks else None,
+            out=ops.pack([read("self_attn.o_proj.weight")], out_bias),
         )
 
 

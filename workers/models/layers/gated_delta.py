@@ -7,6 +7,7 @@ import torch
 
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.linear.packed import Packed
+from tidemill.kernels.linear.stored import Stored, join
 from tidemill.kvstore.layout import LayerSpec, Linear
 from tidemill.workers.models.layers.work import Cache, Read, Work
 from tidemill.workers.models.loading.sharding import ByHeads, Replicated
@@ -70,35 +71,34 @@ class DeltaConfig:
 
     def load(self, read: Read, ops: Operators) -> "DeltaMixer":
         spec = self.spec
-        conv_GCW = _by_key_head(read("linear_attn.conv1d.weight")[:, 0].float(), spec)
+        conv_GCW = _by_key_head(read("linear_attn.conv1d.weight").values[:, 0].float(), spec)
         return DeltaMixer(
             spec=spec,
             project=ops.pack(self._projections(read), None),
             conv_WGC=conv_GCW.permute(2, 0, 1).contiguous(),
-            a_log_H=read("linear_attn.A_log").float(),
-            dt_bias_H=read("linear_attn.dt_bias").float(),
-            norm_V=read("linear_attn.norm.weight").float(),
-            out=ops.pack(read("linear_attn.out_proj.weight"), None),
+            a_log_H=read("linear_attn.A_log").values.float(),
+            dt_bias_H=read("linear_attn.dt_bias").values.float(),
+            norm_V=read("linear_attn.norm.weight").values.float(),
+            out=ops.pack([read("linear_attn.out_proj.weight")], None),
         )
 
-    def _projections(self, read: Read) -> torch.Tensor:
-        """Return `[I, hidden]` in the order of DeltaMixer.project."""
+    def _projections(self, read: Read) -> list[Stored]:
+        """Return parts of `[I, hidden]` in the order of DeltaMixer.project."""
 
-        def weight(name: str) -> torch.Tensor:
+        def weight(name: str) -> Stored:
             return read(f"linear_attn.in_proj_{name}.weight")
 
         match self.stored:
             case "by head":
-                return torch.cat([weight("qkvz"), weight("ba")])
+                return [weight("qkvz"), weight("ba")]
             case "by part":
                 groups = self.spec.key_heads
-                qkv_GCH = _by_key_head(weight("qkv"), self.spec)
+                qkv_GCH = weight("qkv").moved(lambda rows: _by_key_head(rows, self.spec))
                 z_GIH, b_GRH, a_GRH = (
-                    one_IH.view(groups, -1, one_IH.shape[1]) for one_IH in map(weight, "zba")
+                    weight(name).moved(lambda rows: rows.view(groups, -1, rows.shape[1])) for name in "zba"
                 )
-                heads_GIH = torch.cat([qkv_GCH, z_GIH], dim=1)
-                gates_GIH = torch.cat([b_GRH, a_GRH], dim=1)
-                return torch.cat([heads_GIH.flatten(0, 1), gates_GIH.flatten(0, 1)])
+                heads_GIH, gates_GIH = join([qkv_GCH, z_GIH]), join([b_GRH, a_GRH])
+                return [part.moved(lambda rows: rows.flatten(0, 1)) for part in (heads_GIH, gates_GIH)]
             case _:
                 assert_never(self.stored)
 

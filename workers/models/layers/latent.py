@@ -14,6 +14,7 @@ import torch
 
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.linear.packed import Packed
+from tidemill.kernels.linear.stored import plain
 from tidemill.kvstore.layout import Latent, LayerSpec
 from tidemill.workers.models.layers.rope import Rope
 from tidemill.workers.models.layers.work import Cache, Read, Work
@@ -79,40 +80,42 @@ class LatentConfig:
 
     def load(self, read: Read, ops: Operators) -> "LatentMixer":
         def bias(name: str) -> torch.Tensor | None:
-            return read(f"self_attn.{name}.bias") if self.bias else None
+            return read(f"self_attn.{name}.bias").values if self.bias else None
 
         down = None
         if self.query_rank is not None:
             down = QueryDown(
-                project=ops.pack(read("self_attn.q_a_proj.weight"), bias("q_a_proj")),
-                norm_R=read("self_attn.q_a_layernorm.weight").float(),
+                project=ops.pack([read("self_attn.q_a_proj.weight")], bias("q_a_proj")),
+                norm_R=read("self_attn.q_a_layernorm.weight").values.float(),
             )
         up_IR = read("self_attn.q_proj.weight" if down is None else "self_attn.q_b_proj.weight")
-        up_HIR = up_IR.view(self.query_heads, self.plain + self.rope.dim, -1)
+        latent = read("self_attn.kv_a_proj_with_mqa.weight")
         latent_bias = bias("kv_a_proj_with_mqa")
-        keys_values_HIC = read("self_attn.kv_b_proj.weight").view(
-            self.query_heads, self.plain + self.value, self.compressed
+        keys_values_HIC = read("self_attn.kv_b_proj.weight").moved(
+            lambda rows: rows.view(self.query_heads, self.plain + self.value, -1)
         )
+        absorb_HCI = keys_values_HIC.values[:, : self.plain].mT.contiguous()
         return LatentMixer(
             config=self,
             down=down,
-            up=ops.pack(self._rotary_first(up_HIR, self.plain).flatten(0, 1), None),
+            up=ops.pack([up_IR.moved(lambda rows: self._rotary_first(rows, self.plain))], None),
             latent=ops.pack(
-                self._rotary_first(read("self_attn.kv_a_proj_with_mqa.weight")[None], self.compressed)[0],
-                None if latent_bias is None else self._rotary_first(latent_bias[None], self.compressed)[0],
+                [latent.moved(lambda rows: self._rotary_first(rows, self.compressed))],
+                None if latent_bias is None else self._rotary_first(latent_bias, self.compressed),
             ),
-            norm_C=read("self_attn.kv_a_layernorm.weight").float(),
-            absorb=ops.pack(keys_values_HIC[:, : self.plain].mT.contiguous(), None),
-            release=ops.pack(keys_values_HIC[:, self.plain :].contiguous(), None),
-            out=ops.pack(read("self_attn.o_proj.weight"), bias("o_proj")),
+            norm_C=read("self_attn.kv_a_layernorm.weight").values.float(),
+            absorb=ops.pack([plain(absorb_HCI)], None),
+            release=ops.pack([keys_values_HIC.moved(lambda rows: rows[:, self.plain :].contiguous())], None),
+            out=ops.pack([read("self_attn.o_proj.weight")], bias("o_proj")),
         )
 
-    def _rotary_first(self, rows_HI: torch.Tensor, others: int) -> torch.Tensor:
+    def _rotary_first(self, rows: torch.Tensor, others: int) -> torch.Tensor:
         """Move the last `rope.dim` rows of each head, which are rotated, before the `others`."""
+        rows_HI = rows.view(-1, others + self.rope.dim, *rows.shape[1:])
         rest, rotary = rows_HI[:, :others], rows_HI[:, others:]
         if self.interleaved:
             rotary = torch.cat([rotary[:, 0::2], rotary[:, 1::2]], dim=1)
-        return torch.cat([rotary, rest], dim=1)
+        return torch.cat([rotary, rest], dim=1).flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

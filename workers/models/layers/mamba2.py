@@ -77,24 +77,24 @@ class Mamba2Config:
 
     def load(self, read: Read, ops: Operators) -> "Mamba2Mixer":
         def bias(name: str, *, there: bool) -> torch.Tensor | None:
-            return read(f"mamba.{name}.bias") if there else None
+            return read(f"mamba.{name}.bias").values if there else None
 
-        conv_WI = read("mamba.conv1d.weight")[:, 0].float().t()
+        conv_WI = read("mamba.conv1d.weight").values[:, 0].float().t()
         conv_bias_I = bias("conv1d", there=self.conv_bias)
         return Mamba2Mixer(
             config=self,
-            project=ops.pack(read("mamba.in_proj.weight"), bias("in_proj", there=self.bias)),
+            project=ops.pack([read("mamba.in_proj.weight")], bias("in_proj", there=self.bias)),
             conv_WGC=self.by_head_group(conv_WI),
             conv_bias_GC=None if conv_bias_I is None else self.by_head_group(conv_bias_I[None].float())[0],
             heads=HeadWeights(
-                a_log_H=read("mamba.A_log").float(),
-                dt_bias_H=read("mamba.dt_bias").float(),
-                skip_H=read("mamba.D").float(),
+                a_log_H=read("mamba.A_log").values.float(),
+                dt_bias_H=read("mamba.dt_bias").values.float(),
+                skip_H=read("mamba.D").values.float(),
                 dt_min=self.dt_min,
                 dt_max=self.dt_max,
             ),
-            norm_I=read("mamba.norm.weight").float(),
-            out=ops.pack(read("mamba.out_proj.weight"), bias("out_proj", there=self.bias)),
+            norm_I=read("mamba.norm.weight").values.float(),
+            out=ops.pack([read("mamba.out_proj.weight")], bias("out_proj", there=self.bias)),
         )
 
     def by_head_group(self, xbc_NI: torch.Tensor) -> torch.Tensor:

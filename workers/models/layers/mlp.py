@@ -7,6 +7,7 @@ import torch
 
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.linear.packed import Packed
+from tidemill.kernels.linear.stored import Stored
 from tidemill.workers.models.layers.work import Read, Work, matrix_flops
 from tidemill.workers.models.loading.sharding import EvenRuns, RankPart
 from tidemill.workers.models.loading.weights import Weight, bias_back, projection_back
@@ -45,15 +46,21 @@ class DenseConfig:
         return matrix_flops(self.weights(hidden))
 
     def load(self, read: Read, ops: Operators) -> "Dense":
-        gate_up, down = self.tensors(read)
-        bias = (None, None) if not self.bias else self.tensors(read, "bias")
-        return Dense(gate_up=ops.pack(gate_up, bias[0]), down=ops.pack(down, bias[1]))
+        gate_up, down = self.matrices(read)
+        gate_up_bias = down_bias = None
+        if self.bias:
+            gate_up_bias = torch.cat([read(f"{self.prefix}{name}.bias").values for name in self._into])
+            down_bias = read(f"{self.prefix}{self.down}.bias").values
+        return Dense(gate_up=ops.pack(gate_up, gate_up_bias), down=ops.pack([down], down_bias))
 
-    def tensors(self, read: Read, kind: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:
-        """Return gate and up, one after the other, and down."""
-        into = ("gate_proj", "up_proj") if self.gate_up is None else (self.gate_up,)
-        gate_up = torch.cat([read(f"{self.prefix}{name}.{kind}") for name in into])
-        return gate_up, read(f"{self.prefix}{self.down}.{kind}")
+    def matrices(self, read: Read) -> tuple[list[Stored], Stored]:
+        """Return gate and up, in one part or two, and down."""
+        gate_up = [read(f"{self.prefix}{name}.weight") for name in self._into]
+        return gate_up, read(f"{self.prefix}{self.down}.weight")
+
+    @property
+    def _into(self) -> tuple[str, ...]:
+        return ("gate_proj", "up_proj") if self.gate_up is None else (self.gate_up,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.linear.packed import Packed
+from tidemill.kernels.linear.stored import Stored, join, plain, stack
 from tidemill.kernels.moe.experts import Experts
 from tidemill.kernels.moe.routing import Choice, Routing
 from tidemill.workers.models.layers.mlp import Dense, DenseConfig
@@ -108,21 +109,21 @@ class MoeConfig:
     def load(self, read: Read, ops: Operators) -> "Moe":
         router = self.router
         names = [router.weight] if self.shared_gate is None else [router.weight, self.shared_gate]
-        scores_SH = torch.cat([read(name) for name in names])
-        bias_S = None if router.bias is None else read(router.bias)
+        scores_SH = torch.cat([read(name).values for name in names])
+        bias_S = None if router.bias is None else read(router.bias).values
         missing = -len(scores_SH) % ROWS
         joined = self.joined if ops.joins_shared and self.joins else 0
         return Moe(
             config=self,
             scores=ops.pack(
-                functional.pad(scores_SH, (0, 0, 0, missing)).float(),  # rounding chooses other experts
+                [plain(functional.pad(scores_SH, (0, 0, 0, missing)).float())],  # rounding chooses others
                 None if bias_S is None else functional.pad(bias_S, (0, missing)),
             ),
             routing=Routing(
                 top_k=router.top_k,
                 renormalise=router.renormalise,
                 score=router.score,
-                bias_E=None if router.choice_bias is None else read(router.choice_bias).float(),
+                bias_E=None if router.choice_bias is None else read(router.choice_bias).values.float(),
                 groups=router.groups,
                 groups_kept=router.groups_kept,
                 scale=router.scale,
@@ -176,14 +177,15 @@ class MoeConfig:
                 names = [f"{self.into}.{expert}." for expert in range(self.count)]
                 first, end = self.own or (0, self.count)
                 # All are read, since their bytes are in the fingerprint; of other ranks' experts none comes.
-                gate_up = torch.stack([_gate_up(name, read) for name in names][first:end])
-                down = torch.stack([read(f"{name}down_proj.weight") for name in names][first:end])
+                gate_up = stack([_gate_up(name, read) for name in names][first:end])
+                down = stack([read(f"{name}down_proj.weight") for name in names][first:end])
             case "stacked":
                 gate_up, down = read(self.into), read(self.back)
             case "woven":
+                into = plain(_unwoven(read(self.into).values.mT))
                 return Experts(
-                    ops.pack(_unwoven(read(self.into).mT), _unwoven(read(f"{self.into}_bias"))),
-                    ops.pack(read(self.back).mT, read(f"{self.back}_bias")),
+                    ops.pack([into], _unwoven(read(f"{self.into}_bias").values)),
+                    ops.pack([plain(read(self.back).values.mT)], read(f"{self.back}_bias").values),
                     self.activation,
                     self.alpha,
                     self.limit,
@@ -191,11 +193,13 @@ class MoeConfig:
             case _:
                 assert_never(self.stored)
         if joined and self.shared is not None:
-            shared_gate_up, shared_down = self.shared.tensors(read)
-            halves = shared_gate_up.view(2, joined, -1, gate_up.shape[2]).transpose(0, 1).flatten(1, 2)
-            columns = shared_down.view(len(shared_down), joined, -1).transpose(0, 1)
-            gate_up, down = torch.cat([gate_up, halves]), torch.cat([down, columns])
-        return Experts(ops.pack(gate_up, None), ops.pack(down, None), self.activation)
+            into, back = self.shared.matrices(read)
+            shared_gate_up = join(into).moved(
+                lambda rows: rows.view(2, joined, -1, rows.shape[1]).transpose(0, 1).flatten(1, 2)
+            )
+            shared_down = back.moved(lambda rows: rows.view(len(rows), joined, -1).transpose(0, 1))
+            gate_up, down = join([gate_up, shared_gate_up], 0), join([down, shared_down], 0)
+        return Experts(ops.pack([gate_up], None), ops.pack([down], None), self.activation)
 
 
 Parts: TypeAlias = tuple[torch.Tensor, Choice, Experts, torch.Tensor | None, torch.Tensor | None]
@@ -249,8 +253,8 @@ class Moe:
         return work.ops.own_experts(choice, first, end)
 
 
-def _gate_up(name: str, read: Read) -> torch.Tensor:
-    return torch.cat([read(f"{name}gate_proj.weight"), read(f"{name}up_proj.weight")])
+def _gate_up(name: str, read: Read) -> Stored:
+    return join([read(f"{name}gate_proj.weight"), read(f"{name}up_proj.weight")])
 
 
 def _unwoven(interleaved: torch.Tensor) -> torch.Tensor:

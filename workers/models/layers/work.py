@@ -8,6 +8,7 @@ import torch
 
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.linear.packed import Packed
+from tidemill.kernels.linear.stored import Stored
 from tidemill.kvstore.layout import Attention, Latent, LayerSpec, Linear, Window
 from tidemill.workers.models.collectives import Ranks
 from tidemill.workers.models.inputs import Inputs, Kept
@@ -15,8 +16,8 @@ from tidemill.workers.models.layers.rope import Rope
 from tidemill.workers.models.loading.sharding import RankPart
 from tidemill.workers.models.loading.weights import Weight
 
-Read: TypeAlias = Callable[[str], torch.Tensor]
-"""Returns this rank's part of the tensor of that name."""
+Read: TypeAlias = Callable[[str], Stored]
+"""Returns this rank's part of the tensor of that name, as it is stored."""
 
 Cache: TypeAlias = tuple[torch.Tensor, ...]
 """The cache of one layer: (keys and values or latents), or (convolution, temporal); see inputs.Caches."""
@@ -118,9 +119,9 @@ class MlpConfig(Protocol):
     def load(self, read: Read, ops: Operators) -> Mlp: ...
 
 
-def norm_weight(weight: torch.Tensor, offset: float) -> torch.Tensor:
+def norm_weight(weight: Stored, offset: float) -> torch.Tensor:
     """Return the weight in float32; some checkpoints store the difference from `offset`."""
-    return offset + weight.float()
+    return offset + weight.values.float()
 
 
 def matrix_flops(weights: Mapping[str, Weight]) -> float:

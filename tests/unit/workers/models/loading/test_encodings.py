@@ -3,7 +3,7 @@
 """Folders with quantised weights or experts apart: what is read of them, and errors that name tensors."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tests.support.workers.quantised import (
 )
 from tidemill.kernels.dispatch import REFERENCE
 from tidemill.kernels.linear.packed import Packed
+from tidemill.kernels.linear.stored import Stored, join
 from tidemill.workers.models.architectures.config import weights_of
 from tidemill.workers.models.architectures.qwen3 import parse_qwen3
 from tidemill.workers.models.architectures.registry import LoadedModel, describe, load
@@ -125,9 +126,9 @@ def test_quantised_folder_is_the_model_that_its_values_are(tmp_path: Path) -> No
         """The model, and every matrix as it came to be packed."""
         found: Tensors = {}
 
-        def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
-            found[str(len(found))] = weight
-            return REFERENCE.pack(weight, bias)
+        def pack(parts: Sequence[Stored], bias: torch.Tensor | None) -> Packed:
+            found[str(len(found))] = join(parts).values
+            return REFERENCE.pack(parts, bias)
 
         return load(folder, replace(REFERENCE, pack=pack), no_progress), found
 
