@@ -37,7 +37,7 @@ from benchmarks.serving.attacks import ATTACK_S_MAX, ATTACKS, Attack
 from benchmarks.serving.good_client import GoodClient
 from benchmarks.serving.grpc_attacks import GRPC_ATTACKS
 from benchmarks.serving.verdicts import GOOD, HEADING, STATUSES, Verdict, verdict_of, worst
-from tidemill.cluster.server.run_endpoint import RETURN_S
+from tidemill.cluster.processes.endpoint.run_endpoint import RETURN_S
 
 RESULT = Path(__file__).parents[1] / "results" / "abuse.json"
 ARGUMENTS = (

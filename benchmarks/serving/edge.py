@@ -31,7 +31,7 @@ from tests.support.cluster.fake_service import FakeService, app_over, tokenizer
 from tidemill.cluster.edge.http.connection import with_limits
 from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.edge.requests.security import Tls, tls_context
-from tidemill.cluster.server.handshakes import EdgeServer
+from tidemill.cluster.processes.endpoint.handshakes import EdgeServer
 
 RESULT = Path(__file__).parents[1] / "results" / "edge.json"
 PATH = "/v1/completions"

@@ -40,9 +40,9 @@ from tidemill.cluster.edge.http.connection import with_limits
 from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.messages import PlacementRequest, Route, TokenSink
 from tidemill.cluster.mutual_tls import CLUSTER_NAME, MutualTls
+from tidemill.cluster.processes.endpoint.handshakes import EdgeServer
 from tidemill.cluster.rpc.inbox import Inbox
 from tidemill.cluster.rpc.worker_client import WorkerClients
-from tidemill.cluster.server.handshakes import EdgeServer
 from tidemill.cluster.worker.server import WorkerServer
 from tidemill.kvstore.keys import PageKey
 from tidemill.workers.messages import Delta, Produced, Provenance, Request, StreamPiece, WorkerId

@@ -151,7 +151,7 @@ def _check_engine(config: RootConfig, engine: Callable[[], EngineSettings]) -> N
 
 
 def _check_store(url: str, *, offline: bool) -> None:
-    from tidemill.cluster.supervisor.store_plan import check_shared, other_tiers, plan_store
+    from tidemill.cluster.processes.store_plan import check_shared, other_tiers, plan_store
     from tidemill.kvstore.stores.open_store import check_url
 
     check_shared(url)

@@ -17,7 +17,7 @@ from tidemill.cluster.cli.options.server_address import ServerAddress
 from tidemill.cluster.mutual_tls import MutualTls
 
 if TYPE_CHECKING:
-    from tidemill.cluster.joining.credentials import Credentials
+    from tidemill.cluster.processes.joining.credentials import Credentials
 
 TOKEN_VARIABLE = "TIDEMILL_JOIN_TOKEN"  # noqa: S105 - its name
 TOKEN_S = 3600.0
@@ -49,8 +49,8 @@ def credentials_of(
     unix_time_s: Callable[[], float],
 ) -> "Credentials":
     """Return the credentials that an edge gets by a token. Raises UsageError and TokenError."""
-    from tidemill.cluster.joining.credentials import Credentials  # noqa: PLC0415 - cryptography
-    from tidemill.cluster.joining.token import Token  # noqa: PLC0415 - only with a token
+    from tidemill.cluster.processes.joining.credentials import Credentials  # noqa: PLC0415 - cryptography
+    from tidemill.cluster.processes.joining.token import Token  # noqa: PLC0415 - only with a token
 
     if tls is not None:
         raise UsageError(

@@ -61,7 +61,7 @@ from tidemill.workers.sources.names import bundled
 if TYPE_CHECKING:
     from tidemill.cluster.config.tree import RootConfig
     from tidemill.cluster.edge.requests.context import Sources
-    from tidemill.cluster.server.server import Work
+    from tidemill.cluster.processes.server import Work
 
 EXIT_WRONG_ANSWER = 1
 EXIT_REFUSED = 2
@@ -167,7 +167,7 @@ def _serve(options: argparse.Namespace) -> int:
 def _edge(options: argparse.Namespace) -> int:
     routers, (endpoint, tls) = routers_of(options.join), joined_endpoint_of(options)
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    from tidemill.cluster.server.joined_edge import Join, run_edge, run_frontend
+    from tidemill.cluster.processes.joined_edge import Join, run_edge, run_frontend
 
     token = options.token or os.environ.pop(TOKEN_VARIABLE, None)
     credentials = None if token is None else credentials_of(routers, token, tls, _cache_folder(), time.time)
@@ -233,7 +233,7 @@ def _completion(options: argparse.Namespace) -> int:
 
 def _cleanup(options: argparse.Namespace) -> int:
     from tidemill.cluster.cli.status import human_bytes
-    from tidemill.cluster.supervisor.private_folder import remove_abandoned
+    from tidemill.cluster.processes.system.private_folder import remove_abandoned
 
     verb = "would remove" if options.dry_run else "removed"
     for left in remove_abandoned(_folders(), dry_run=options.dry_run):
@@ -261,11 +261,11 @@ def _run(
     for name, value in WORKER_ENVIRON.items():
         os.environ.setdefault(name, value)
     from tidemill.cluster.observability.logs import start_logs
-    from tidemill.cluster.server.detached import remove_detached
-    from tidemill.cluster.server.server import serve, shared_store
-    from tidemill.cluster.supervisor.launch import RayEnded
-    from tidemill.cluster.supervisor.private_folder import read_record
-    from tidemill.cluster.supervisor.reaper import reaping
+    from tidemill.cluster.processes.detached import remove_detached
+    from tidemill.cluster.processes.launch import RayEnded
+    from tidemill.cluster.processes.server import serve, shared_store
+    from tidemill.cluster.processes.system.private_folder import read_record
+    from tidemill.cluster.processes.system.reaper import reaping
 
     endpoint = endpoint_of(config, api_keys, os.environ)
     os.environ.pop(KEY_VARIABLE, None)  # Ray's processes and the workers do not need it
@@ -303,7 +303,7 @@ def _run(
 def _become_endpoint(config: "RootConfig", folder: Path) -> "RootConfig":
     """Become the endpoint of a detached server, started by its command or by an actor of Ray, which has set
     variables for itself; return the configuration with the address of its Ray. Raises UsageError."""
-    from tidemill.cluster.supervisor.processes import RAY_ADDRESS, lock_endpoint
+    from tidemill.cluster.processes.system.children import RAY_ADDRESS, lock_endpoint
 
     if not lock_endpoint(folder):
         raise UsageError(f"the endpoint of {folder} runs already")

@@ -19,7 +19,7 @@ from tidemill.cluster.mutual_tls import CLUSTER_NAME, MutualTls
 from tidemill.cluster.settings import ClusterSettings
 
 if TYPE_CHECKING:
-    from tidemill.cluster.supervisor.private_folder import DetachedServer
+    from tidemill.cluster.processes.system.private_folder import DetachedServer
 
 KEY_VARIABLE = "TIDEMILL_API_KEY"
 SERVER_URL = "http://127.0.0.1:8000"
@@ -60,7 +60,7 @@ def server_address(options: argparse.Namespace, environ: Mapping[str, str]) -> S
 def find_detached(url: str | None = None) -> "DetachedServer | None":
     """Return the detached server of this user at `url`, or the only one, None without any. One whose Ray has
     ended is removed. Raises UsageError if there are several."""
-    from tidemill.cluster.supervisor.private_folder import (  # noqa: PLC0415 - psutil
+    from tidemill.cluster.processes.system.private_folder import (  # noqa: PLC0415 - psutil
         detached_servers,
         remove_abandoned,
     )
@@ -114,7 +114,7 @@ def with_cluster_security(settings: ClusterSettings, config: ClusterConfig) -> C
 def _with_authority(settings: ClusterSettings, key: Path, ca: Path) -> ClusterSettings:
     """Return the settings with the key that signs for edges, and a port for them after those of the routers.
     Raises AuthorityError."""
-    from tidemill.cluster.joining.authority import Authority  # noqa: PLC0415 - cryptography
+    from tidemill.cluster.processes.joining.authority import Authority  # noqa: PLC0415 - cryptography
 
     Authority(key, ca)
     ports = [port for fleet in settings.fleets for port in fleet.router.ports]

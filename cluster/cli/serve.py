@@ -30,7 +30,7 @@ from tidemill.cluster.config.tree import ClusterConfig, EdgeConfig, RootConfig, 
 from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.edge.requests.security import Security
 from tidemill.cluster.mutual_tls import MutualTls
-from tidemill.cluster.server.endpoint import Endpoint
+from tidemill.cluster.processes.endpoint.endpoint import Endpoint
 from tidemill.cluster.settings import WORKER_ENVIRON, ray_environ
 
 TEXTS = {"TIME", "N|auto", "JSON"}
@@ -229,7 +229,7 @@ def detach(
 ) -> int:
     """Start a server in the background and return when it serves; its own store is in the first of
     `store_folders` that exists. This process imports neither Ray nor torch."""
-    from tidemill.cluster.server.detached import start_detached  # noqa: PLC0415 - psutil
+    from tidemill.cluster.processes.detached import start_detached  # noqa: PLC0415 - psutil
 
     keys = api_keys or [key for key in (environ.get(KEY_VARIABLE),) if key]
     _check_detachable(config, keys)
@@ -250,7 +250,7 @@ def detach(
 
 def stop(options: argparse.Namespace) -> int:
     """End a detached server."""
-    from tidemill.cluster.server.detached import stop_detached  # noqa: PLC0415 - psutil
+    from tidemill.cluster.processes.detached import stop_detached  # noqa: PLC0415 - psutil
 
     server = find_detached(options.url)
     if server is None:

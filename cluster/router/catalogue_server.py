@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 
-from tidemill.cluster.catalogue import Catalogue
+from tidemill.cluster.rpc.catalogue import Catalogue
 from tidemill.cluster.rpc.catalogue_client import CATALOGUE_WAIT_S, PART_BYTES, version_of
 from tidemill.cluster.rpc.codec import Malformed, decode, encode
 

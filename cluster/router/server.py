@@ -20,8 +20,8 @@ from tidemill.cluster.messages import (
     SetBudget,
 )
 from tidemill.cluster.mutual_tls import MutualTls
-from tidemill.cluster.quotas import QuotaRequest, Quotas
-from tidemill.cluster.rates import Rates
+from tidemill.cluster.quotas.rates import Rates
+from tidemill.cluster.quotas.router_quotas import QuotaRequest, Quotas
 from tidemill.cluster.router.catalogue_server import CatalogueServer
 from tidemill.cluster.rpc.channels import ROUTER_STREAMS_MAX, bind, new_server, server_credentials
 from tidemill.cluster.rpc.codec import (

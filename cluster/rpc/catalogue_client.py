@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 
-from tidemill.cluster.catalogue import Catalogue
 from tidemill.cluster.mutual_tls import MutualTls
+from tidemill.cluster.rpc.catalogue import Catalogue
 from tidemill.cluster.rpc.channels import open_channel
 from tidemill.cluster.rpc.codec import Malformed, decode, encode
 from tidemill.cluster.rpc.router_client import FindRouter

@@ -5,7 +5,7 @@
     mooncake://host:port     the store of the Mooncake master at this address
 
 Options follow, as in file:///path?size=8GiB&write=hits; docs/store.md describes them. A kind of
-store is one row of `KINDS`, which cluster/supervisor/store_plan.py reads, too.
+store is one row of `KINDS`, which cluster/processes/store_plan.py reads, too.
 """
 
 import re

@@ -27,8 +27,8 @@ from tests.support.deploy.commands import lends, lines_of, ray_start, start_opti
 from tidemill.cluster.config.reading import parse_config
 from tidemill.cluster.config.tree import EdgeConfig
 from tidemill.cluster.edge.requests.api_keys import read_keys
-from tidemill.cluster.supervisor.mooncake_service import master_process
-from tidemill.cluster.supervisor.store_plan import Master, plan_store
+from tidemill.cluster.processes.mooncake_service import master_process
+from tidemill.cluster.processes.store_plan import Master, plan_store
 from tidemill.kvstore.stores.open_store import check_url
 
 EVERYTHING = next(example for example in SERVERS if example.stem == "2p4d")

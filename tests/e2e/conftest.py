@@ -15,8 +15,8 @@ from tests.support.e2e.fake_engine import worker
 from tests.support.e2e.faults import run
 from tests.support.e2e.history import Ask, Call, broken
 from tests.support.e2e.server import Server, command_of, eventually, runs
+from tidemill.cluster.processes.launch import Cluster, start_cluster
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings
-from tidemill.cluster.supervisor.launch import Cluster, start_cluster
 from tidemill.workers.sources.names import bundled
 
 TEMPLATE = """{% for tool in tools or [] %}<|system|> {{ tool | tojson }}<|end|>

@@ -14,10 +14,10 @@ from tests.support import grpc_loop
 from tests.support.e2e.fake_engine import BREAK_TOKEN
 from tests.support.e2e.server import EVENTUALLY_S_MAX, command_of, listening_of
 from tidemill.cluster.messages import FleetStatus, PlacementRequest, Route
+from tidemill.cluster.processes.launch import Cluster
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.cluster.settings import FleetSettings
-from tidemill.cluster.supervisor.launch import Cluster
 from tidemill.workers.messages import Request, WorkerGone, WorkerInfo
 
 

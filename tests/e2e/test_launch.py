@@ -21,7 +21,7 @@ import signal, sys
 from pathlib import Path
 from rich.console import Console
 from tests.support.e2e.fake_engine import worker
-from tidemill.cluster.supervisor.launch import LaunchError, start_cluster
+from tidemill.cluster.processes.launch import LaunchError, start_cluster
 from tidemill.cluster.settings import ClusterSettings, FleetSettings
 
 def interrupt(*_):

@@ -52,7 +52,7 @@ JOINED = f"{NET}.6"
 BESIDE = """
 import sys, ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from tidemill.cluster.supervisor.supervisor import BESIDE
+from tidemill.cluster.processes.supervisor import BESIDE
 
 class Actor:
     def node(self):

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 BREAKS = """
 import asyncio
 from tidemill.cluster.router.router import Router
-from tidemill.cluster.supervisor.router_actor import RouterActor
+from tidemill.cluster.processes.router_actor import RouterActor
 from tidemill.cluster.settings import RouterSettings
 
 class Breaks(Router):

@@ -29,30 +29,35 @@ MAY_IMPORT = {
     "workers/engine": "kernels kvstore workers workers/sources",
     "cluster": "workers cluster/observability",
     "cluster/observability": "kvstore workers",
-    "cluster/rpc": "kvstore workers cluster",
-    "cluster/joining": "kvstore workers cluster cluster/rpc",
+    "cluster/rpc": "kvstore workers cluster cluster/observability",
+    "cluster/quotas": "workers cluster cluster/rpc",
     "cluster/metrics": "workers cluster cluster/observability",
     "cluster/edge": "kvstore workers cluster cluster/observability cluster/rpc",
     "cluster/edge/chat": "kvstore workers cluster",
     "cluster/edge/chat/output": "workers cluster/edge/chat",
     "cluster/edge/chat/request": "workers cluster/edge/chat cluster/edge/chat/output",
     "cluster/edge/requests": (
-        "kvstore workers cluster cluster/edge cluster/edge/chat cluster/metrics cluster/observability"
+        "kvstore workers cluster cluster/edge cluster/edge/chat cluster/metrics cluster/observability "
+        "cluster/quotas"
     ),
     "cluster/edge/http": ("kvstore workers cluster cluster/edge/chat cluster/edge/requests cluster/metrics"),
     "cluster/edge/grpc_api": "kvstore workers cluster/edge/chat cluster/edge/requests cluster/rpc",
-    "cluster/router": "kernels/shared workers workers/scheduling cluster cluster/rpc",
+    "cluster/router": "kernels/shared workers workers/scheduling cluster cluster/quotas cluster/rpc",
     "cluster/worker": (
         "kvstore workers workers/parallel workers/scheduling cluster cluster/observability cluster/rpc"
     ),
-    "cluster/supervisor": (
-        "kernels/shared kvstore workers workers/engine workers/parallel cluster cluster/observability "
-        "cluster/joining cluster/router cluster/rpc cluster/worker"
+    "cluster/processes": (
+        "kernels/shared kvstore workers workers/engine workers/parallel cluster cluster/edge "
+        "cluster/metrics cluster/observability cluster/processes cluster/quotas cluster/router cluster/rpc "
+        "cluster/worker"
     ),
-    "cluster/server": (
-        "kvstore workers workers/engine cluster cluster/edge cluster/joining cluster/metrics "
-        "cluster/observability cluster/rpc cluster/supervisor"
+    "cluster/processes/endpoint": (
+        "kvstore workers cluster cluster/edge cluster/metrics cluster/observability "
+        "cluster/processes/system cluster/rpc"
     ),
+    "cluster/processes/joining": "kvstore workers cluster cluster/rpc",
+    "cluster/processes/scaling": "kvstore workers cluster cluster/processes/joining",
+    "cluster/processes/system": "kvstore",
     "cluster/offline": "kvstore workers workers/engine workers/models workers/sources cluster/edge/chat",
     "cluster/config": (
         "kvstore workers workers/models workers/sources cluster cluster/edge/chat cluster/observability"
@@ -62,8 +67,7 @@ MAY_IMPORT = {
     "cluster/plan": "kvstore workers cluster/bench cluster/config cluster/simulate",
     "cluster/cli": (
         "kvstore workers cluster cluster/bench cluster/cli/options cluster/config cluster/edge/requests "
-        "cluster/joining cluster/metrics cluster/observability cluster/server cluster/simulate "
-        "cluster/supervisor"
+        "cluster/metrics cluster/observability cluster/processes cluster/simulate"
     ),
     "cluster/cli/options": "kvstore cluster/bench cluster/config cluster/plan cluster/simulate",
 }

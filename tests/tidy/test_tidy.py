@@ -10,7 +10,13 @@ OVERRIDDEN = ("get_route_handler",)  # methods of libraries, which name them
 
 # One home for each outside library; everything else sees it through our own type.
 HOMES = {
-    "ray": ("cluster/supervisor/", "cluster/server/support_info.py"),
+    "ray": (
+        "cluster/processes/launch.py",
+        "cluster/processes/router_actor.py",
+        "cluster/processes/supervisor",
+        "cluster/processes/support_info.py",
+        "cluster/processes/worker_actor.py",
+    ),
     "fastapi": "cluster/edge/",
     "grpc": "cluster/",
     "opentelemetry": "cluster/",
@@ -24,7 +30,7 @@ HOMES = {
     "kvcached": "kvstore/memory/backing.py",
     "triton": "kernels/",
     "argparse": "cluster/cli/",
-    "cryptography": ("cluster/joining/authority.py", "cluster/rpc/guard.py"),
+    "cryptography": ("cluster/processes/joining/authority.py", "cluster/rpc/guard.py"),
     "zmq": "workers/engine/zmq_publisher.py",
     "llguidance": "workers/execution/grammar",
     "torch.distributed": "workers/parallel/distributed.py",
@@ -36,7 +42,7 @@ READ_ONCE = {"os.environ", "os.getenv"}
 SET_ENVIRONMENT = {CLI, "kvstore/stores/mooncake_store.py", "workers/parallel/distributed.py"}
 """Files of libraries that read nothing else."""
 
-READ_CLOCK = {CLI, "cluster/supervisor/supervisor.py"}
+READ_CLOCK = {CLI, "cluster/processes/supervisor.py"}
 """The supervisor is an actor without a caller, and tokens end at a time of the day."""
 
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}

@@ -24,8 +24,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
-from tidemill.cluster.quotas import EdgeQuotas, LimitReached, OpenAnswer, QuotaGrant, QuotaRequest
-from tidemill.cluster.rates import Counted, Rates
+from tidemill.cluster.quotas.edge_quotas import EdgeQuotas, LimitReached, OpenAnswer
+from tidemill.cluster.quotas.rates import Counted, Rates
+from tidemill.cluster.quotas.router_quotas import QuotaGrant, QuotaRequest
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError
 

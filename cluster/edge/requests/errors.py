@@ -2,7 +2,7 @@
 
 import math
 
-from tidemill.cluster.quotas import LimitReached
+from tidemill.cluster.quotas.edge_quotas import LimitReached
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Overloaded, Poisonous, RequestError
 

@@ -20,8 +20,8 @@ from tests.support.e2e.faults import RAYLET, REAPER, SUPERVISOR
 from tests.support.e2e.history import Ask, Call, asks
 from tests.support.e2e.server import MARK, READY, command_of, eventually, listening_of
 from tests.support.e2e.streams import client_of
-from tidemill.cluster.supervisor.private_folder import DetachedServer, detached_servers
-from tidemill.cluster.supervisor.processes import endpoint_pid
+from tidemill.cluster.processes.system.children import endpoint_pid
+from tidemill.cluster.processes.system.private_folder import DetachedServer, detached_servers
 
 pytestmark = pytest.mark.slow
 

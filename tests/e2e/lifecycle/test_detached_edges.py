@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.lifecycle.test_detached import Detached
 from tests.support.e2e.server import command_of, eventually, sessions_of
 from tests.support.e2e.streams import Stream, client_of
-from tidemill.cluster.supervisor.processes import endpoint_pid
+from tidemill.cluster.processes.system.children import endpoint_pid
 
 pytestmark = pytest.mark.slow
 

@@ -39,7 +39,7 @@ from tests.support.e2e.history import Ask, Call, asks, broken, percentile
 from tests.support.e2e.server import Server, eventually, listening_of
 from tests.support.e2e.streams import client_of
 from tests.support.sockets import free_port
-from tidemill.cluster.supervisor.private_folder import writers
+from tidemill.cluster.processes.system.private_folder import writers
 
 KILLS = int(os.environ.get("STORM_KILLS", "0"))
 SEED = int(os.environ.get("STORM_SEED", "0"))

@@ -57,7 +57,7 @@ BUGS: tuple[Planted, ...] = (
         "cluster/cli/worker_commands.py::is_settled",
         '"starting"] or $ONE[',
         "",
-        "tests/unit/cluster/supervisor/test_scale.py",
+        "tests/unit/cluster/processes/scaling/test_scale.py",
     ),
     Planted(
         "a worker reserves addresses for its own share only",

@@ -26,10 +26,10 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "every rank of a worker takes the first GPU where Ray hides none",
-        "cluster/supervisor/worker_actor.py::assigned_device",
+        "cluster/processes/worker_actor.py::assigned_device",
         "if $VISIBLE else int($GPU_IDS[0])",
         "if $VISIBLE else 0",
-        "tests/unit/cluster/supervisor/test_assigned_device.py",
+        "tests/unit/cluster/processes/test_assigned_device.py",
     ),
     Planted(
         "a leader lets callers in that do not know its group",
@@ -82,17 +82,17 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "two parts of a group take the room of one",
-        "cluster/supervisor/node_fit.py::_bundles_on",
+        "cluster/processes/scaling/node_fit.py::_bundles_on",
         "$LEFT = $LEFT.$WITHOUT($DEMAND)",
         "pass",
-        "tests/unit/cluster/supervisor/test_node_fit.py",
+        "tests/unit/cluster/processes/scaling/test_node_fit.py",
     ),
     Planted(
         "a rank takes a bundle of another node",
-        "cluster/supervisor/worker_actor.py::actor_options",
+        "cluster/processes/worker_actor.py::actor_options",
         "$INDEX // $ENGINE.$RANKS_PER_NODE",
         "index % engine.tensor_parallel_nodes",
-        "tests/unit/cluster/supervisor/test_assigned_device.py",
+        "tests/unit/cluster/processes/test_assigned_device.py",
     ),
     Planted(
         "memory of a worker on several nodes is lent on one",

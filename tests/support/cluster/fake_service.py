@@ -35,7 +35,7 @@ from tidemill.cluster.messages import (
     WorkerStatus,
 )
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
-from tidemill.cluster.server.handshakes import EdgeServer
+from tidemill.cluster.processes.endpoint.handshakes import EdgeServer
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import (
     MemoryUse,

@@ -248,8 +248,8 @@ def serve(options: dict[str, Any]) -> None:
     os.environ.update(ray_environ(joins=False, token=secrets.token_hex(16)))
     from tidemill.cluster.edge.requests.context import Sources  # noqa: PLC0415 - Ray reads the environment when imported
     from tidemill.cluster.edge.requests.limits import EdgeLimits  # noqa: PLC0415 - the same
-    from tidemill.cluster.server.endpoint import Endpoint  # noqa: PLC0415 - the same
-    from tidemill.cluster.server.server import serve  # noqa: PLC0415 - the same
+    from tidemill.cluster.processes.endpoint.endpoint import Endpoint  # noqa: PLC0415 - the same
+    from tidemill.cluster.processes.server import serve  # noqa: PLC0415 - the same
 
     def workers(fleet: dict[str, Any]) -> tuple[WorkerSettings, ...]:
         engine = EngineSettings(

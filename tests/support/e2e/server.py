@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tidemill.cluster.supervisor.private_folder import LOCK
+from tidemill.cluster.processes.system.private_folder import LOCK
 
 EVENTUALLY_S_MAX = 300
 LOOK_S = (0.02, 0.2)

@@ -51,7 +51,7 @@ def fill_and_free():
 """
 
 OF_EDGE = """
-from tidemill.cluster.server import run_endpoint
+from tidemill.cluster.processes.endpoint import run_endpoint
 full_mib = fill_and_free()
 run_endpoint.RETURN_S = 0.01
 async def main():

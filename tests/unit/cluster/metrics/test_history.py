@@ -23,7 +23,7 @@ from tidemill.cluster.metrics import specs
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.metrics.edge_samples import added, samples_of
 from tidemill.cluster.metrics.history import ALL, MARKS, ROWS, History, quantile
-from tidemill.cluster.server.history_recorder import HistoryRecorder
+from tidemill.cluster.processes.endpoint.history_recorder import HistoryRecorder
 
 MIB = 1 << 20
 FLEET = FleetStatus(workers=(worker_status("decode-0"), worker_status("decode-1")))

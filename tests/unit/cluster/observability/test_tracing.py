@@ -287,7 +287,7 @@ def test_unsampled_parent_travels_on_without_spans() -> None:
 def test_tracing_off_opens_and_imports_nothing() -> None:
     assert open_tracer(QUIET, "frontend")[0] is None
     check = (
-        "import sys, tidemill.cluster.worker.worker_process, tidemill.cluster.server.server\n"
+        "import sys, tidemill.cluster.worker.worker_process, tidemill.cluster.processes.server\n"
         "assert 'tidemill.cluster.observability.otel' not in sys.modules\n"
         "assert not [name for name in sys.modules if name.startswith(('opentelemetry.exporter.otlp', "
         "'opentelemetry.sdk.trace'))]"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.support.cluster.heartbeats import heartbeat, worker_info
-from tidemill.cluster.restart_backoff import SOON_S, WAIT_S_MAX, Backoff
+from tidemill.cluster.processes.restart_backoff import SOON_S, WAIT_S_MAX, Backoff
 from tidemill.cluster.router.quarantine import CONTENTS_MAX, QUARANTINE_S, Quarantine
 from tidemill.cluster.router.router import SILENCE_S_MAX, Router
 from tidemill.cluster.worker.assignment import Assignment

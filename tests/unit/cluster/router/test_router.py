@@ -181,7 +181,7 @@ def test_router_status_has_every_worker() -> None:
 
 
 def test_router_imports_no_torch() -> None:
-    modules = "tidemill.cluster.supervisor.router_actor, tidemill.cluster.router.router"
+    modules = "tidemill.cluster.processes.router_actor, tidemill.cluster.router.router"
     script = f"import sys, {modules}; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert found.stdout.strip() == "False"

@@ -15,12 +15,12 @@ from tests.support import grpc_loop
 from tests.support.cluster.heartbeats import worker_info
 from tests.support.sockets import free_port
 from tests.unit.cluster.rpc.test_mutual_tls import issue
-from tidemill.cluster.catalogue import Catalogue, CatalogueKey, CatalogueModel
 from tidemill.cluster.mutual_tls import CLUSTER_NAME, MutualTls, refusal_of
 from tidemill.cluster.router import catalogue_server
 from tidemill.cluster.router.catalogue_server import CatalogueServer
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.router.server import RouterService
+from tidemill.cluster.rpc.catalogue import Catalogue, CatalogueKey, CatalogueModel
 from tidemill.cluster.rpc.catalogue_client import PART_BYTES, CatalogueReader, CatalogueWriter
 from tidemill.cluster.rpc.codec import Malformed, encode
 from tidemill.cluster.rpc.router_client import at

@@ -28,8 +28,8 @@ from tidemill.cluster.edge.requests.api_keys import ApiKey, digest_of
 from tidemill.cluster.edge.requests.json_body import VALUES_MAX
 from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX, EdgeLimits
 from tidemill.cluster.edge.requests.security import Tls
+from tidemill.cluster.processes.endpoint.endpoint import Endpoint, PortTaken, listening
 from tidemill.cluster.rpc.proto import generation_pb2 as pb
-from tidemill.cluster.server.endpoint import Endpoint, PortTaken, listening
 
 KEYS = (
     ApiKey(tenant="search", sha256=digest_of("sk-one")),

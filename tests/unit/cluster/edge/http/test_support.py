@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.cluster.fake_service import FakeService, call, saying, serving, sources, tokenizer
-from tests.unit.cluster.supervisor.test_scaler import worker_settings
+from tests.unit.cluster.processes.scaling.test_scaler import worker_settings
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.fleet import EXIT_NOT_ALL
 from tidemill.cluster.cli.options.server_address import ServerAddress
@@ -28,9 +28,9 @@ from tidemill.cluster.edge.requests.security import Security, Tls
 from tidemill.cluster.observability.logs import keeping
 from tidemill.cluster.observability.redact import REMOVED, plain, without_secrets
 from tidemill.cluster.observability.telemetry import Telemetry
-from tidemill.cluster.server import support_info as about
-from tidemill.cluster.server.endpoint import Endpoint
-from tidemill.cluster.server.support_info import config_of, software, tails
+from tidemill.cluster.processes import support_info as about
+from tidemill.cluster.processes.endpoint.endpoint import Endpoint
+from tidemill.cluster.processes.support_info import config_of, software, tails
 from tidemill.cluster.settings import ClusterSettings, FleetSettings
 from tidemill.kvstore.errors import TidemillError
 

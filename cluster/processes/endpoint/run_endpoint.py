@@ -1,0 +1,187 @@
+"""Run the HTTP and gRPC servers of an endpoint until a signal or an error ends them."""
+
+import asyncio
+import gc
+import logging
+import math
+import signal
+import socket
+import sys
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import uvicorn
+
+from tidemill.cluster.edge.grpc_api.server import PublicServer
+from tidemill.cluster.edge.http.app import app_of
+from tidemill.cluster.edge.http.connection import with_limits
+from tidemill.cluster.edge.requests.context import EdgeContext
+from tidemill.cluster.edge.requests.security import tls_context
+from tidemill.cluster.processes.endpoint.endpoint import Endpoint, PortTaken, Sockets, raise_file_limit
+from tidemill.cluster.processes.endpoint.handshakes import EdgeServer
+from tidemill.cluster.processes.endpoint.history_recorder import HistoryRecorder
+from tidemill.cluster.processes.system.children import STOP_SIGNALS
+from tidemill.workers.malloc import return_freed_memory, share_arenas
+
+log = logging.getLogger(__name__)
+
+Work = Callable[[str], Coroutine[Any, Any, None]]
+"""The coroutine to run while the server is up, given its URL."""
+
+SWITCH_S = 0.001
+"""The time after which a thread yields the interpreter: the event loop waits that long for it, several times
+per token."""
+
+CANCEL_S = 1.0
+"""The time after which a task that has not ended is cancelled again: a library may have swallowed it."""
+
+RETURN_S = 5.0
+"""The period in which freed memory is returned to the system."""
+
+
+def prepare_process(endpoint: Endpoint) -> None:
+    """Let this process hold many connections, and few arenas of malloc. To be called before threads start."""
+    raise_file_limit(endpoint.limits.connections_max)
+    share_arenas()
+    sys.setswitchinterval(SWITCH_S)
+
+
+class Runs(Protocol):
+    async def run(self) -> None:
+        """Run until cancelled."""
+        ...
+
+
+class FreedMemory:
+    """Returns to the system what large bodies have taken."""
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(RETURN_S)
+            await asyncio.to_thread(return_freed_memory)
+
+
+@contextmanager
+def stop_signals(begun: Callable[[], None] = lambda: None) -> Generator[asyncio.Event]:
+    """Yield an event that a signal sets; then `begun` is called. Later signals are ignored, because the
+    process stops already."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    handled = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+
+    def begin() -> None:
+        if not stop.is_set():
+            stop.set()
+            begun()
+
+    for number in handled:
+        loop.add_signal_handler(number, begin)
+    try:
+        yield stop
+    finally:
+        for number in handled:  # the end of the loop would make the next signal kill this process
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
+
+
+async def run_endpoint(
+    endpoint: Endpoint,
+    context: EdgeContext,
+    sockets: Sockets,
+    stop: asyncio.Event,
+    runs: Sequence[Runs],
+    *works: Coroutine[Any, Any, None],
+) -> None:
+    """Serve and run `runs` until one of `works` is done or `stop` is set; then end all of them. Raises what
+    `works` raise, and PortTaken for the gRPC port."""
+    try:
+        grpc_servers = await _start_grpc(endpoint, context, sockets.grpc)
+    except BaseException:
+        for work in works:
+            work.close()
+        raise
+    server = _http_server(endpoint, context)
+
+    def end() -> None:
+        server.config.timeout_graceful_shutdown = math.ceil(context.shutdown_s_max())
+        server.should_exit = True
+
+    all_runs = [*runs, *grpc_servers, HistoryRecorder(context), FreedMemory()]
+    await run_serving(server.serve(sockets=[sockets.http]), end, stop, all_runs, *works)
+
+
+async def run_serving(
+    serve: Coroutine[Any, Any, None],
+    end: Callable[[], None],
+    stop: asyncio.Event,
+    runs: Sequence[Runs],
+    *works: Coroutine[Any, Any, None],
+) -> None:
+    """Run `serve`, which returns some time after `end`, and `runs`, until it or one of `works` is done or
+    `stop` is set; then end all of them. Raises what `serve` and `works` raise."""
+    others = [asyncio.create_task(run.run()) for run in runs]
+    for task in others:
+        task.add_done_callback(_log_error)
+    serving = asyncio.create_task(serve)
+    working = [asyncio.create_task(work) for work in works]
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({serving, *working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        end()
+        left = {*working, stopping, *others}
+        while left:
+            for task in left:
+                task.cancel()
+            _, left = await asyncio.wait(left, timeout=CANCEL_S)
+        await asyncio.wait({serving})
+    for task in (*working, serving):
+        if not task.cancelled():
+            task.result()
+
+
+def url_of(endpoint: Endpoint, sockets: Sockets) -> str:
+    """Return the root of the endpoint that listens here."""
+    return f"{endpoint.scheme}://{endpoint.host}:{sockets.http.getsockname()[1]}"
+
+
+def _http_server(endpoint: Endpoint, context: EdgeContext) -> "_Server":
+    app = app_of(context)
+    app.openapi()  # builds the schema now, later it would delay streams
+    gc.freeze()  # so that collecting the objects of a large body does not visit all others
+    config = uvicorn.Config(
+        app,
+        http=with_limits(context.limits),
+        log_config=None,  # so that uvicorn uses our logging
+        access_log=False,
+        ws="none",
+    )
+    return _Server(config, tls_context(endpoint.security.tls), handed=context.group is not None)
+
+
+async def _start_grpc(
+    endpoint: Endpoint, context: EdgeContext, listener: socket.socket | None
+) -> list[PublicServer]:
+    """Start the gRPC server, if there is a port for one. Raises PortTaken."""
+    if endpoint.grpc_port is None:
+        return []
+    server = PublicServer(context, tls=endpoint.security.tls)
+    try:
+        address = await server.start(endpoint.host, endpoint.grpc_port, listener)
+    except OSError as error:
+        raise PortTaken(f"{error}: give another --grpc-port") from error
+    log.info("gRPC on %s", address)
+    return [server]
+
+
+def _log_error(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("%s broke", task.get_coro(), exc_info=error)
+
+
+class _Server(EdgeServer):
+    """A server that leaves signals to us, because more must be stopped than it."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield

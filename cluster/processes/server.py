@@ -1,0 +1,266 @@
+"""Run a server: start the cluster and its HTTP and gRPC endpoint, and stop both."""
+
+import asyncio
+import faulthandler
+import logging
+import signal
+import tempfile
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from rich.console import Console
+
+from tidemill.cluster.edge.chat.templates import check_chat
+from tidemill.cluster.edge.chat.text import Tokenizer
+from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
+from tidemill.cluster.edge.cluster_service import ClusterService
+from tidemill.cluster.edge.requests.api_keys import KeysWatch
+from tidemill.cluster.edge.requests.context import Sources, StopReason, open_context
+from tidemill.cluster.edge.requests.models import ServedBackend
+from tidemill.cluster.edge.service import ReportingEdge, ServedModel
+from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
+from tidemill.cluster.observability.logs import LINES_KEPT, keeping
+from tidemill.cluster.observability.spans import tracing
+from tidemill.cluster.processes.endpoint.endpoint import Endpoint, Sockets, listening, with_router_ports
+from tidemill.cluster.processes.endpoint.run_endpoint import (
+    Work,
+    prepare_process,
+    run_endpoint,
+    run_serving,
+    stop_signals,
+    url_of,
+)
+from tidemill.cluster.processes.frontends import Frontends, edge_arguments
+from tidemill.cluster.processes.launch import Cluster, RayEnded, start_cluster
+from tidemill.cluster.processes.mooncake_service import planned_store
+from tidemill.cluster.processes.publisher import CataloguePublisher, PublishedFleet
+from tidemill.cluster.processes.store_plan import check_shared, other_tiers
+from tidemill.cluster.processes.support_info import support_parts
+from tidemill.cluster.processes.system.children import STOP_SIGNALS
+from tidemill.cluster.processes.system.private_folder import private_folder
+from tidemill.cluster.quotas.rate_client import RouterRates
+from tidemill.cluster.rpc.router_client import RouterClient
+from tidemill.cluster.settings import ClusterSettings, FleetSettings, StoreProgram
+from tidemill.kvstore.stores.open_store import open_store
+from tidemill.workers.messages import WorkerGone
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.2
+
+STOP_S_MAX = 120.0
+"""The time beside that of open answers that a server has to end: some calls of Ray may never return."""
+
+
+def serve(
+    endpoint: Endpoint, settings: ClusterSettings, sources: Sources, console: Console, work: Work
+) -> None:
+    """Start everything, serve until `work` returns or a signal comes, stop everything. Raises TidemillError
+    when it cannot start; nothing is left running then."""
+    if settings.detached_folder is None:
+        _check(settings)  # report errors before anything is started
+    for fleet in settings.fleets:
+        check_chat(fleet.chat)
+    prepare_process(endpoint)
+    settings = with_router_ports(settings)
+    with (
+        listening(endpoint) as sockets,  # before the cluster starts, so that a port in use is reported early
+        ThreadPoolExecutor(1) as executor,
+        tracing(endpoint.telemetry, "frontend") as tracer,
+    ):
+        sources = replace(sources, tracer=tracer)
+        folders, chats = zip(*((fleet.model_folder, fleet.chat) for fleet in settings.fleets), strict=True)
+        tokenizers = executor.map(load_tokenizer, folders, chats)  # takes as long as starting the cluster
+        cluster = start_cluster(settings, console, partial(_check, settings))
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(_serve(endpoint, settings, cluster, list(tokenizers), sources, sockets, work))
+        finally:
+            for number in STOP_SIGNALS:  # a second one must not interrupt the stop
+                signal.signal(number, signal.SIG_IGN)
+            cluster.stop()
+
+
+def _check(settings: ClusterSettings) -> None:
+    """Raise what the workers would, before they are started."""
+    from tidemill.workers.engine.build import check_settings  # noqa: PLC0415 - torch, which takes a second
+
+    for engine in {worker.engine for worker in settings.workers}:
+        check_settings(engine, here=settings.ray_address is None)
+
+
+async def _serve(
+    endpoint: Endpoint,
+    settings: ClusterSettings,
+    cluster: Cluster,
+    tokenizers: Sequence[Tokenizer],
+    sources: Sources,
+    sockets: Sockets,
+    work: Work,
+) -> None:
+    fleets = settings.fleets
+    metrics = EdgeMetrics(
+        sources.clock_s,
+        {fleet.names[0]: fleet.router.ttft_s_max for fleet in fleets},
+        endpoint.telemetry.metrics_alias,
+    )
+    routers = [cluster.router(fleet) for fleet in fleets]
+    edge = sources.new_id()
+    services = [
+        _service(cluster, fleet, router, sources, ReportingEdge(edge, metrics))
+        for fleet, router in zip(fleets, routers, strict=True)
+    ]
+    lines = deque[str](maxlen=LINES_KEPT)
+    context = open_context(
+        [ServedBackend(*backend) for backend in zip(services, tokenizers, strict=True)],
+        sources,
+        metrics=metrics,
+        limits=endpoint.limits,
+        keys=endpoint.security.keys,
+        parts=support_parts(endpoint, settings, lines),
+    )
+    keys_file = endpoint.security.keys_file
+    watches = [] if keys_file is None else [KeysWatch(context.keys, keys_file)]
+    url = url_of(endpoint, sockets)
+    published = [PublishedFleet(*pair) for pair in zip(fleets, services, strict=True)]
+    writers = cluster.catalogue_writers()
+    publisher = CataloguePublisher(published, writers, context, endpoint.telemetry)
+    rates = RouterRates(
+        edge,
+        lambda: [writer.address for writer in writers.values() if writer.address],
+        settings.fleets[0].router.tls,
+    )
+    context.keys.shared = rates
+    stopping = partial(_end_in_time, context.shutdown_s_max)
+    try:
+        with keeping(lines), stop_signals(stopping) as stop:
+            watch = _watch(cluster, context.stop_reason, stopping)
+            if endpoint.frontends == 1:
+                runs = [*services, *watches, publisher]
+                await run_endpoint(endpoint, context, sockets, stop, runs, work(url), watch)
+            else:
+                join = await _join_arguments(endpoint, settings, cluster, sockets)
+                detached = settings.detached_folder is not None
+                frontends = Frontends(endpoint, sockets, join, context.parts, detached=detached)
+                serving = frontends.run(), frontends.stop
+                runs = [*(_Announced(frontends, service) for service in services), *watches, publisher]
+                await run_serving(*serving, stop, runs, _announced(frontends, work(url)), watch)
+    finally:
+        await rates.close()
+        for service in services:
+            await service.close()
+
+
+async def _join_arguments(
+    endpoint: Endpoint, settings: ClusterSettings, cluster: Cluster, sockets: Sockets
+) -> list[str]:
+    """Return the arguments of `tidemill edge` for this server's edge processes."""
+    writers = cluster.catalogue_writers()
+    addresses: list[str] = []
+    while not addresses:
+        for name, writer in writers.items():
+            try:
+                addresses.append(await writer.connect())
+            except (WorkerGone, OSError) as error:
+                log.info("%s: %s", name, error)
+                await asyncio.sleep(RETRY_S)
+            finally:
+                await writer.close()
+    return edge_arguments(endpoint, sockets.http.getsockname()[1], addresses, settings.fleets[0].router.tls)
+
+
+@dataclass(frozen=True, slots=True)
+class _Announced:
+    """A service that reports to the supervisor from the time on at which all edge processes serve. The time
+    without requests, after which a model loses its workers, begins with the first report."""
+
+    frontends: Frontends
+    service: ClusterService
+
+    async def run(self) -> None:
+        await _announced(self.frontends, self.service.run())
+
+
+async def _announced(frontends: Frontends, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` when all edge processes serve."""
+    try:
+        await frontends.ready()
+    except BaseException:
+        work.close()
+        raise
+    await work
+
+
+async def _watch(cluster: Cluster, stop_reason: StopReason, stopping: Callable[[], None]) -> None:
+    """Wait for the end of the cluster's own Ray; raises RayEnded then, which open answers report."""
+    try:
+        await cluster.run()
+    except RayEnded as error:
+        log.error("%s", error)  # noqa: TRY400 - expected
+        stop_reason.text = str(error)
+        stopping()
+        raise
+
+
+def _end_in_time(answers_s_max: Callable[[], float]) -> None:
+    """Kill this process if it still runs in `answers_s_max()` and STOP_S_MAX, and print where its threads
+    are."""
+    faulthandler.dump_traceback_later(answers_s_max() + STOP_S_MAX, exit=True)
+
+
+def _service(
+    cluster: Cluster,
+    fleet: FleetSettings,
+    router: RouterClient,
+    sources: Sources,
+    edge: ReportingEdge,
+) -> ClusterService:
+    workers = cluster.workers(fleet)
+    name, *aliases = fleet.names
+    model = ServedModel(
+        name=name,
+        aliases=tuple(aliases),
+        folder=fleet.model_folder,
+        max_model_len=min(worker.max_model_len for worker in workers),
+        vocab_size=workers[0].vocab_size,
+        eos_token_ids=workers[0].eos_token_ids,
+        created_s=int(sources.unix_time_s()),
+        prefix_caching=fleet.prefix_caching,
+        cold_start_s_max=fleet.cold_start_s_max,
+    )
+    return ClusterService(
+        model,
+        router,
+        cluster.peers(fleet),
+        workers[0],
+        edge=edge,
+        memory=cluster.memory(fleet),
+        tracer=sources.tracer,
+    )
+
+
+@contextmanager
+def shared_store(
+    url: str | None, folders: tuple[Path, ...], root: Path | None
+) -> Generator[tuple[str, tuple[StoreProgram, ...]]]:
+    """Yield the URL of a store that several processes can share, and the programs to run for it. It is the
+    store of `url`, checked, or a temporary folder without `url`. The folder is made in the first of `folders`
+    that exists. A detached server is in the folder `root`."""
+    if url is None:
+        base = next((folder for folder in folders if folder.is_dir()), None)
+        parent = Path(tempfile.gettempdir()) if base is None else base
+        with private_folder("tidemill-store-", parent) as folder:
+            yield f"file://{folder}", ()
+        return
+    check_shared(url)
+    if files := other_tiers(url):
+        asyncio.run(open_store(files).close())
+    # Mooncake's client would replace the signal handlers of this process, so it is not opened here.
+    yield planned_store(url, root)

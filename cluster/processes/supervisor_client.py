@@ -1,0 +1,146 @@
+"""The client of the supervisor for one fleet, for routers, the store of its journal, which they read, and the
+nodes of Ray."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, cast
+
+import ray
+import ray._private.worker
+import ray.exceptions
+from ray._private.state import available_resources_per_node
+from ray.experimental.internal_kv import internal_kv_get_gcs_client
+
+from tidemill.cluster.messages import JoinAnswer, JoinRequest, MemberOrder, MembersAnswer, Misses, RoleScale
+from tidemill.cluster.processes.scaling.node_fit import Node
+from tidemill.workers.messages import Role, Unserved
+
+RAY: Any = ray  # much of it has no types
+RAY_WORKER: Any = ray._private.worker  # noqa: SLF001 - see `keep_stdout`
+PRINT = RAY_WORKER.print_to_stdstream
+
+KV_NAMESPACE = b"tidemill"
+
+SUPERVISOR = "supervisor"
+"""The name of the actor; Ray has one of a name in a namespace."""
+
+ANSWER_S_MAX = 9.0
+"""The time for the supervisor to answer, which may wait for a router, or to be restarted."""
+
+RETRY_S = 0.1
+
+
+async def find_actor(name: str, namespace: str) -> Any:  # noqa: ANN401 - Ray's types
+    """Return the actor of this name. Raises ValueError if there is none.
+
+    Without GCS this takes a minute.
+    It has a thread of its own, because a process that ends waits for the threads of asyncio.
+    """
+    found = Future[Any]()
+
+    def find() -> None:
+        try:
+            found.set_result(RAY.get_actor(name, namespace))
+        except Exception as error:  # noqa: BLE001 - for the caller
+            found.set_exception(error)
+
+    found.set_running_or_notify_cancel()  # a caller that is cancelled leaves it alone
+    threading.Thread(target=find, daemon=True).start()
+    return await asyncio.wrap_future(found)
+
+
+class RayStore:
+    """Ray's internal key-value store, which is part of GCS, as a JournalStore."""
+
+    def __init__(self) -> None:
+        self._gcs: Any = internal_kv_get_gcs_client()
+
+    def put_new(self, key: str, value: bytes) -> bool:
+        return self._gcs.internal_kv_put(key.encode(), value, overwrite=False, namespace=KV_NAMESPACE) == 1
+
+    def get(self, key: str) -> bytes | None:
+        return self._gcs.internal_kv_get(key.encode(), KV_NAMESPACE)
+
+    def delete(self, key: str) -> None:
+        self._gcs.internal_kv_del(key.encode(), del_by_prefix=False, namespace=KV_NAMESPACE)
+
+    def keys(self, prefix: str) -> list[str]:
+        return [key.decode() for key in self._gcs.internal_kv_keys(prefix.encode(), KV_NAMESPACE)]
+
+
+class SupervisorClient:
+    """The client of the supervisor in a Ray namespace, for the fleet whose first router is `fleet`. Each call
+    may be carried out twice, and raises Unserved while the supervisor is away, or the error that it answers.
+    """
+
+    def __init__(self, fleet: str, namespace: str) -> None:
+        self._fleet = fleet
+        self._namespace = namespace
+
+    async def scale(self, counts: Mapping[Role, int], *, pending: bool) -> str | None:
+        """See Scaler.scale."""
+        return await self._call(lambda actor: actor.scale.remote(self._fleet, dict(counts), pending=pending))
+
+    async def roles(self) -> tuple[RoleScale, ...]:
+        """See Scaler.roles."""
+        return await self._call(lambda actor: actor.roles.remote(self._fleet))
+
+    async def report(self, edge: str, misses: Misses, resets: int, open_requests: int) -> int:
+        """See Supervisor.report."""
+        more = (open_requests,) if open_requests else ()  # the supervisor of 0.2 has no such argument
+        return await self._call(lambda actor: actor.report.remote(self._fleet, edge, misses, resets, *more))
+
+    async def reset(self, edge: str) -> int:
+        """See Supervisor.reset."""
+        return await self._call(lambda actor: actor.reset.remote(self._fleet, edge))
+
+    async def members(self, order: MemberOrder) -> MembersAnswer:
+        """See Supervisor.members. A token that is ordered twice is refused the second time."""
+        return await self._call(lambda actor: actor.members.remote(order))
+
+    async def join(self, request: JoinRequest) -> JoinAnswer:
+        """See Registry.join."""
+        return await self._call(lambda actor: actor.join.remote(request))
+
+    async def _call(self, call: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - Ray's types
+        away = "it does not answer"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER_S_MAX):
+                while True:
+                    try:
+                        return await call(await find_actor(SUPERVISOR, self._namespace))
+                    except ray.exceptions.RayTaskError as error:
+                        raise error.cause from None
+                    except (ray.exceptions.RayError, ValueError) as error:
+                        away = str(error).partition("\n")[0]
+                    await asyncio.sleep(RETRY_S)
+        raise Unserved(f"the supervisor is away ({away}): ask again in some seconds")
+
+
+def nodes() -> list[Node]:
+    """Return the nodes of the Ray cluster that are up."""
+    free = cast("dict[str, dict[str, float]]", available_resources_per_node())
+    return [
+        Node(
+            id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            total=node["Resources"],
+            free=free.get(node["NodeID"]) or node["Resources"],  # a new node has not reported yet
+            labels=node["Labels"],
+        )
+        for node in RAY.nodes()
+        if node["Alive"]
+    ]
+
+
+def keep_stdout() -> None:
+    """Let Ray print to standard error what it would print to standard output, which has our lines alone. Who
+    has read them may read no more; then `ray.shutdown` would wait for the thread that prints."""
+
+    def to_stderr(data: Mapping[str, Any], **options: Any) -> None:  # noqa: ANN401 - Ray's
+        PRINT({**data, "is_err": True}, **options)
+
+    RAY_WORKER.print_to_stdstream = to_stderr

@@ -1,0 +1,1 @@
+"""Processes and folders of the operating system, and their ends."""

@@ -1,1 +1,0 @@
-"""The process of `tidemill serve`: it starts and stops the cluster and the endpoint together."""

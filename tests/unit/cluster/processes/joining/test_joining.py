@@ -1,0 +1,308 @@
+"""An edge gets a certificate by a token over loopback sockets, renews it, and is refused in one line."""
+
+import asyncio
+import ssl
+import stat
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import trustme
+from cryptography import x509
+
+from tests.support import grpc_loop
+from tests.support.cluster.scripted_engine import FIRST, LAST, ScriptedEngine, collect, request
+from tests.unit.cluster.rpc.test_mutual_tls import WORKER, issue, status_of
+from tests.unit.cluster.rpc.test_supervisor_orders import FakeSupervisor
+from tidemill.cluster.messages import MemberOrder
+from tidemill.cluster.mutual_tls import MutualTls
+from tidemill.cluster.processes.joining.authority import CERTIFICATE_S, Authority, AuthorityError, validity
+from tidemill.cluster.processes.joining.credentials import Credentials
+from tidemill.cluster.processes.joining.exchange import JoinServer
+from tidemill.cluster.processes.joining.members import JoinRefused, Members
+from tidemill.cluster.processes.joining.registry import Registry
+from tidemill.cluster.processes.joining.token import Token, TokenError
+from tidemill.cluster.router.router import Router
+from tidemill.cluster.router.server import RouterService
+from tidemill.cluster.rpc import router_client
+from tidemill.cluster.rpc.catalogue_client import CatalogueReader, CatalogueWriter, Expelled
+from tidemill.cluster.rpc.router_client import RouterClient, at
+from tidemill.cluster.rpc.worker_client import WorkerClients
+from tidemill.cluster.worker.server import WorkerServer
+from tidemill.workers.messages import RequestError, Unserved, WorkerGone
+
+
+@dataclass
+class Cluster:
+    """A router, the registry of a supervisor and the place to join, with a clock that tests move."""
+
+    folder: Path
+    tls: MutualTls
+    authority: Authority
+    now_s: float = field(default_factory=time.time)
+    members: Members = field(default_factory=Members)
+    routers: tuple[str, ...] = ()
+    join: str = ""
+    service: RouterService = field(init=False)
+
+    def write(self, change: Callable[[Members], Members]) -> Members:
+        self.members = change(self.members)
+        return self.members
+
+    async def join_address(self) -> str:
+        return self.join
+
+    async def addresses(self) -> tuple[str, ...]:
+        return self.routers
+
+    @property
+    def registry(self) -> Registry:
+        return Registry(
+            self.write, lambda: self.authority, lambda: self.now_s, self.join_address, self.addresses
+        )
+
+    async def token(self, name: str = "web-1", life_s: float = 600.0) -> Token:
+        order = MemberOrder(kind="token", name=name, life_s=life_s)
+        return Token.parse((await self.registry.carry_out(order)).token)
+
+    def credentials(self, token: Token, folder: str = "edge") -> Credentials:
+        return Credentials(
+            addresses=(self.join,),
+            token=token,
+            folder=self.folder / folder,
+            unix_time_s=lambda: self.now_s,
+        )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator["Cluster"]:
+        self.service = RouterService(Router(asyncio.get_running_loop().time), self.tls, FakeSupervisor())
+        server = JoinServer(self.registry.join, self.tls)
+        self.routers = (await self.service.start("127.0.0.1"),)
+        self.join = await server.start("127.0.0.1", 0)
+        try:
+            yield self
+        finally:
+            await server.stop()
+            await self.service.stop()
+
+
+def cluster_in(folder: Path) -> Cluster:
+    ca = trustme.CA()
+    tls = issue(folder / "node", ca)
+    key = folder / "ca.key"
+    ca.private_key_pem.write_to_path(str(key))
+    return Cluster(folder, tls, Authority(key, tls.ca))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return cluster_in(tmp_path)
+
+
+def test_token_gets_a_certificate_of_a_client_alone(cluster: Cluster) -> None:
+    async def main() -> None:
+        async with cluster.running():
+            credentials = cluster.credentials(await cluster.token())
+            await credentials.join()
+            assert credentials.routers == cluster.routers
+            await status_of(cluster.routers[0], credentials.tls)
+            [serial] = cluster.members.edges["web-1"].serials
+            known = x509.load_pem_x509_certificate(credentials.tls.certificate.read_bytes())
+            assert f"{known.serial_number:x}" == serial
+            assert stat.S_IMODE(credentials.tls.key.stat().st_mode) == 0o600
+            assert stat.S_IMODE(credentials.folder.stat().st_mode) == 0o700
+            # It cannot be the server of a connection: no process of the cluster takes it for a router.
+            server = RouterService(Router(asyncio.get_running_loop().time), credentials.tls)
+            address = await server.start("127.0.0.1")
+            reader = CatalogueReader((address,), cluster.tls)
+            with pytest.raises(Unserved, match="has no catalogue"):
+                await reader.changed()
+            await reader.close()
+            await server.stop()
+
+    grpc_loop.run(main(), 60)
+
+
+def test_edge_may_do_nothing_that_is_the_servers(cluster: Cluster) -> None:
+    async def main() -> None:
+        async with cluster.running():
+            credentials = cluster.credentials(await cluster.token())
+            await credentials.join()
+            client = RouterClient(at(cluster.routers[0]), tls=credentials.tls)
+            with pytest.raises(RequestError, match="may not do this") as refused:
+                await client.members(MemberOrder(kind="list"))
+            assert refused.value.status == 403
+            await client.close()
+            writer = CatalogueWriter(at(cluster.routers[0]), credentials.tls)
+            with pytest.raises(Unserved, match="may not do this"):
+                await writer.publish(b"", {})
+
+    grpc_loop.run(main(), 60)
+
+
+def test_tokens_that_are_refused(cluster: Cluster) -> None:
+    async def main() -> None:
+        async with cluster.running():
+            token = await cluster.token()
+            await cluster.credentials(token).join()
+            await cluster.credentials(token).join()  # with the files that are there
+            late, gone = await cluster.token("late"), await cluster.token("gone")
+            await cluster.registry.carry_out(MemberOrder(kind="revoke", name="gone"))
+            cluster.now_s += 601.0
+            for number, (refused, line) in enumerate(
+                [
+                    (token, "was used"),
+                    (Token(token.name, "x" * 32, token.fingerprint), "not one of this cluster"),
+                    (Token("zzzzzz", "x" * 32, token.fingerprint), "not one of this cluster"),
+                    (replace(token, fingerprint="0" * 64), "nothing was sent"),
+                    (late, "has expired"),
+                    (gone, "was revoked"),
+                ]
+            ):
+                credentials = cluster.credentials(refused, f"other-{number}")
+                with pytest.raises(JoinRefused, match=line):
+                    await credentials.join()
+                assert not credentials.tls.certificate.exists()
+
+    grpc_loop.run(main(), 60)
+
+
+def test_nothing_is_sent_to_a_cluster_that_shows_the_authority_of_another(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """An attacker between edge and cluster knows the authority's certificate, and has none by it."""
+    (tmp_path / "attacker").mkdir()
+    attacker = cluster_in(tmp_path / "attacker")
+    asked: list[object] = []
+
+    async def main() -> None:
+        async with cluster.running():
+            token = await cluster.token()
+        imitation = replace(attacker.tls, ca=cluster.tls.ca)
+
+        async def take(request: object) -> None:
+            asked.append(request)
+
+        server = JoinServer(take, imitation)  # pyright: ignore[reportArgumentType] - it answers nothing
+        cluster.join = await server.start("127.0.0.1", 0)
+        with pytest.raises(JoinRefused, match="no certificate of the authority"):
+            await cluster.credentials(token).join()
+        await server.stop()
+
+    grpc_loop.run(main(), 60)
+    assert not asked
+
+
+def test_certificate_is_renewed_before_its_end_and_not_when_revoked(
+    cluster: Cluster,
+) -> None:
+    async def main() -> None:
+        async with cluster.running():
+            cluster.now_s -= 0.75 * CERTIFICATE_S
+            credentials = cluster.credentials(await cluster.token())
+            await credentials.join()
+            first = credentials.tls.certificate.read_bytes()
+            end_s = validity(first)[1]
+            cluster.now_s += 0.75 * CERTIFICATE_S
+            renewing = asyncio.create_task(credentials.renew())
+            async with asyncio.timeout(30):
+                while credentials.tls.certificate.read_bytes() == first:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            assert not renewing.done()
+            renewing.cancel()
+            second_s = validity(credentials.tls.certificate.read_bytes())[1]
+            assert second_s > end_s
+            assert len(cluster.members.edges["web-1"].serials) == 2
+            await status_of(cluster.routers[0], credentials.tls)
+            await cluster.registry.carry_out(MemberOrder(kind="revoke", name="web-1"))
+            assert len(cluster.members.revoked) == 2
+            cluster.now_s = second_s - 10.0
+            with pytest.raises(JoinRefused, match="revoked"):
+                await credentials.renew()
+
+    grpc_loop.run(main(), 60)
+
+
+def test_revoked_certificate_is_refused_and_ends_open_calls(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_client, "STATUS_WAIT_S_MAX", 0.5)
+
+    async def main() -> None:
+        async with cluster.running():
+            credentials = cluster.credentials(await cluster.token())
+            await credentials.join()
+            reader = CatalogueReader(cluster.routers, credentials.tls)
+            waiting = asyncio.create_task(reader.changed())
+            await status_of(cluster.routers[0], credentials.tls)
+            await cluster.registry.carry_out(MemberOrder(kind="revoke", name="web-1"))
+            cluster.service.revoke(cluster.members.revoked)
+            with pytest.raises(Unserved, match="was revoked"):
+                await status_of(cluster.routers[0], credentials.tls)
+            with pytest.raises(Expelled, match="was revoked"):
+                await waiting
+            await reader.close()
+            await status_of(cluster.routers[0], cluster.tls)
+
+    grpc_loop.run(main(), 60)
+
+
+def test_worker_ends_the_streams_of_a_revoked_certificate(cluster: Cluster) -> None:
+    async def main() -> None:
+        async with cluster.running():
+            credentials = cluster.credentials(await cluster.token())
+            await credentials.join()
+            engine = ScriptedEngine()
+            plane = WorkerServer(engine, WORKER, tls=cluster.tls)
+            address = await plane.start("127.0.0.1")
+            revoked, ours = WorkerClients(tls=credentials.tls), WorkerClients(tls=cluster.tls)
+            ending = asyncio.create_task(collect(revoked.generate(WORKER, address, request("a"))))
+            going_on = asyncio.create_task(collect(ours.generate(WORKER, address, request("b"))))
+            await engine.until(lambda seen: len(seen.calls) == 2)
+            plane.revoke(cluster.members.edges["web-1"].serials)
+            with pytest.raises(WorkerGone):
+                await ending
+            with pytest.raises(WorkerGone):
+                await collect(revoked.generate(WORKER, address, request("c")))
+            engine.step(("b", FIRST), ("b", LAST))
+            assert await going_on == [FIRST, LAST]
+            for clients in (revoked, ours):
+                await clients.close()
+            await plane.stop()
+
+    grpc_loop.run(main(), 60)
+
+
+def test_strangers_get_the_authority_and_nothing_else(cluster: Cluster) -> None:
+    async def main() -> None:
+        async with cluster.running():
+            host, port = cluster.join.split(":")
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            for sent in (b"", b"\x00\x00\x00\x04junk", b"\xff\xff\xff\xff" + b"x" * 100):
+                reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
+                writer.write(sent)
+                if not sent:
+                    writer.close()
+                assert not await reader.read()
+                writer.close()
+            await cluster.credentials(await cluster.token()).join()
+
+    grpc_loop.run(main(), 60)
+
+
+def test_key_of_another_authority_is_one_line(cluster: Cluster, tmp_path: Path) -> None:
+    other = tmp_path / "other.key"
+    trustme.CA().private_key_pem.write_to_path(str(other))
+    for key, line in ((other, "is the key of no certificate"), (tmp_path / "none", "not a key")):
+        with pytest.raises(AuthorityError, match=line):
+            Authority(key, cluster.tls.ca)
+
+
+@pytest.mark.parametrize("text", ["", "a.b.c", "sk-key", "AAAAAA." + "x" * 32 + "." + "0" * 64])
+def test_text_that_is_no_token_is_refused(text: str) -> None:
+    with pytest.raises(TokenError, match="tidemill join-token"):
+        Token.parse(text)

@@ -1,0 +1,333 @@
+"""The scaler carries out the decisions of autoscaling.py: it starts workers and removes empty ones."""
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from tests.support.cluster.fake_service import worker_status
+from tidemill.cluster.messages import Bounds, FleetStatus, Hysteresis, WorkerStatus
+from tidemill.cluster.processes.scaling.autoscaling import EdgeReports
+from tidemill.cluster.processes.scaling.journal import FleetPlan, initial_plan
+from tidemill.cluster.processes.scaling.scaler import IDLE_CHECKS, Scaler
+from tidemill.cluster.settings import FleetSettings, RouterSettings, WorkerSettings
+from tidemill.workers.messages import RequestError, Role, Unserved, WorkerId, WorkerLoad
+from tidemill.workers.settings import EngineSettings
+
+ENGINE = EngineSettings(
+    model_folder=Path("none"), memory_bytes=0, store_url="memory:", cache_folder=Path("none")
+)
+
+HYSTERESIS = Hysteresis()
+
+
+def worker_settings(name: str, role: Role) -> WorkerSettings:
+    return WorkerSettings(name=name, role=role, engine=ENGINE, build="package.module:build")
+
+
+@dataclass
+class FakeCluster:
+    """A cluster and its router: workers are ready immediately and report the load that the test sets."""
+
+    workers: dict[str, WorkerStatus] = field(default_factory=dict[str, WorkerStatus])
+    load: WorkerLoad = field(default_factory=WorkerLoad)
+    drained: list[str] = field(default_factory=list[str])
+    forced: list[str] = field(default_factory=list[str])
+    removed: list[str] = field(default_factory=list[str])
+    forgotten: list[str] = field(default_factory=list[str])  # removed after they had gone
+    roles: list[tuple[str, Role]] = field(default_factory=list[tuple[str, Role]])
+    is_away: bool = False
+    is_full: bool = False
+    free: int | None = None  # workers that can still be scheduled; None: any number
+    refuses_drain: frozenset[str] = frozenset()
+    plan: FleetPlan = field(default_factory=FleetPlan)  # as saved last
+
+    def save(self, plan: FleetPlan) -> None:
+        self.plan = plan
+
+    def add_worker(self, worker: WorkerSettings, routers: RouterSettings) -> None:
+        assert routers == RouterSettings()
+        if self.is_full:
+            raise ValueError(f"{worker.name} is taken")
+        assert worker.build == "package.module:build"
+        assert worker.name not in self.workers
+        self.workers[worker.name] = replace(worker_status(worker.name, worker.role), load=self.load)
+
+    def unschedulable_reason(self, *workers: WorkerSettings) -> str | None:
+        assert workers
+        return None if self.free is None or len(workers) <= self.free else f"{workers[-1].name} needs a GPU"
+
+    def remove_worker(self, name: str) -> None:
+        worker = self.workers.pop(name, None)
+        if worker is None:
+            self.forgotten.append(name)
+            return
+        assert not worker.load.running_rows
+        self.removed.append(name)
+
+    async def status(self) -> FleetStatus:
+        if self.is_away:
+            raise Unserved("no answer from the router")
+        return FleetStatus(workers=tuple(self.workers.values()))
+
+    async def drain(self, worker: str, *, drain: bool, force: bool = False) -> None:
+        assert drain
+        if force:
+            self.forced.append(worker)
+        elif worker in self.refuses_drain:
+            raise RequestError("no other worker does its work")
+        self.drained.append(worker)
+        self.workers[worker] = replace(self.workers[worker], state="draining")
+
+    async def set_role(self, worker: str, role: Role) -> None:
+        self.roles.append((worker, role))
+        self.change(worker, role)
+
+    def restart(self, name: str, role: Role) -> None:
+        """Let a new process take the place of a worker; it has the role of its start."""
+        row = self.workers[name]
+        info = replace(row.info, worker=WorkerId(f"{row.info.worker}x"), role=role)
+        self.workers[name] = replace(row, info=info, state="ready")
+
+    def change(self, name: str, role: Role | None = None, state: str = "ready") -> None:
+        """Apply an operator command to a worker, as the router reports it."""
+        worker = self.workers[name]
+        info = replace(worker.info, role=role or worker.info.role)
+        self.workers[name] = replace(worker, info=info, state=state)
+
+    def set_load(self, load: WorkerLoad) -> None:
+        self.load = load
+        self.workers = {name: replace(worker, load=load) for name, worker in self.workers.items()}
+
+
+@dataclass
+class Case:
+    least: int = 1
+    most: int = 8
+    cluster: FakeCluster = field(default_factory=FakeCluster)
+    now_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        workers = [worker_settings("prefill-0", "prefill"), worker_settings("decode-0", "decode")]
+        for worker in workers:
+            self.cluster.add_worker(worker, RouterSettings())
+        bounds: dict[Role, Bounds] = {"prefill": Bounds(least=self.least, most=self.most)}
+        fleet = FleetSettings(workers=tuple(workers), bounds=bounds, hysteresis=HYSTERESIS)
+        self.fleet = fleet
+        self.scaler = Scaler(self.cluster, self.cluster, fleet, EdgeReports(), initial_plan(fleet))
+
+    def restart_supervisor(self) -> None:
+        self.scaler = Scaler(self.cluster, self.cluster, self.fleet, EdgeReports(), self.cluster.plan)
+
+    async def advance(self, seconds: float) -> None:
+        for _ in range(int(seconds / HYSTERESIS.look_s)):
+            await self.scaler.adjust(self.now_s)
+            self.now_s += HYSTERESIS.look_s
+
+    async def until_drained(self) -> str:
+        """Let the load end until a worker is drained, which still has a request; return its name."""
+        self.cluster.set_load(WorkerLoad(running_rows=1))
+        while not self.cluster.drained:
+            await self.advance(HYSTERESIS.look_s)
+        [name] = self.cluster.drained
+        return name
+
+    def names(self, state: str = "ready") -> list[str]:
+        workers = self.cluster.workers.values()
+        return sorted(at.info.name for at in workers if at.info.role == "prefill" and at.state == state)
+
+
+BUSY = WorkerLoad(queued_tokens=100, queued_s=30.0, running_rows=1)
+IDLE = WorkerLoad()
+
+
+def test_scaler_adds_workers_under_load_and_drains_newest_first_after_it() -> None:
+    async def main() -> None:
+        case = Case(most=3)
+        case.cluster.set_load(BUSY)
+        await case.advance(120)
+        assert case.names() == ["prefill-0", "prefill-1", "prefill-2"]
+        case.cluster.set_load(IDLE)
+        await case.advance(HYSTERESIS.down_s - 60)
+        assert len(case.names()) == 3
+        await case.advance(3 * HYSTERESIS.down_s)
+        assert case.names() == ["prefill-0"]
+        assert case.cluster.drained == case.cluster.removed == ["prefill-2", "prefill-1"], "the newest first"
+
+    asyncio.run(main())
+
+
+def test_scaler_removes_drained_worker_once_it_is_idle() -> None:
+    async def main() -> None:
+        case = Case()
+        case.cluster.set_load(BUSY)
+        await case.advance(60)
+        count = len(case.names())
+        name = await case.until_drained()
+        await case.advance(50)
+        assert case.cluster.drained == [name]
+        assert case.names("draining") == [name], "it still has a stream"
+        assert not case.cluster.removed
+        case.cluster.workers[name] = replace(case.cluster.workers[name], load=IDLE)
+        await case.advance(HYSTERESIS.look_s * (IDLE_CHECKS - 1))
+        assert not case.cluster.removed, "a request may still arrive"
+        await case.advance(HYSTERESIS.look_s)
+        assert case.cluster.removed == [name]
+        assert len(case.names()) == count - 1
+        case.cluster.set_load(BUSY)
+        await case.advance(120)
+        assert name in case.names(), "its name is reused"
+
+    asyncio.run(main())
+
+
+def test_scaler_changes_nothing_when_router_is_away_or_refuses_drain() -> None:
+    async def main() -> None:
+        case = Case(least=1)
+        case.cluster.set_load(BUSY)
+        await case.advance(60)
+        names = case.names()
+        assert len(names) > 1
+        case.cluster.is_away = True
+        await case.advance(600)
+        case.cluster.is_away = False
+        assert case.names() == names
+        case.cluster.refuses_drain = frozenset(names)
+        case.cluster.set_load(IDLE)
+        await case.advance(2 * HYSTERESIS.down_s)
+        assert case.names() == names
+
+    asyncio.run(main())
+
+
+def test_scaler_retries_worker_that_cannot_be_started() -> None:
+    async def main() -> None:
+        case = Case(most=2)
+        case.cluster.set_load(BUSY)
+        case.cluster.is_full = True
+        await case.advance(60)
+        assert case.names() == ["prefill-0"]
+        case.cluster.is_full = False
+        await case.advance(HYSTERESIS.look_s)
+        assert case.names() == ["prefill-0", "prefill-1"]
+
+    asyncio.run(main())
+
+
+def test_scaler_counts_worker_in_its_new_role_and_keeps_it() -> None:
+    async def main() -> None:
+        case = Case(least=2, most=3)
+        cluster = case.cluster
+        await case.advance(HYSTERESIS.look_s)
+        assert case.names() == ["prefill-0", "prefill-1"]
+        cluster.change("decode-0", "prefill")
+        await case.advance(2 * HYSTERESIS.down_s)
+        assert case.names() == ["decode-0", "prefill-0"], "one above the minimum: the newest left"
+        cluster.change("prefill-0", "decode")
+        await case.advance(HYSTERESIS.look_s)
+        assert case.names() == ["decode-0", "prefill-1"], "bounds apply to current roles"
+        cluster.change("prefill-1", "decode")
+        await case.advance(HYSTERESIS.look_s)
+        assert case.names() == ["decode-0", "prefill-2"]
+        assert cluster.drained == ["prefill-1"]
+
+    asyncio.run(main())
+
+
+def test_scaler_keeps_workers_that_an_operator_moved_to_role() -> None:
+    async def main() -> None:
+        case = Case(most=1)
+        case.cluster.change("decode-0", "prefill")
+        case.cluster.workers["prefill-0"] = replace(case.cluster.workers["prefill-0"], load=BUSY)
+        await case.advance(HYSTERESIS.look_s)
+        assert case.cluster.drained == ["prefill-0"], "not the one that an operator moved"
+        hidden, case.cluster.workers = case.cluster.workers, {}  # a router that has just restarted
+        await case.advance(HYSTERESIS.look_s)
+        case.cluster.workers = hidden
+        await case.advance(HYSTERESIS.look_s)
+        assert case.cluster.drained == ["prefill-0"], "the scaler remembers the last report"
+
+    asyncio.run(main())
+
+
+def test_scaler_neither_counts_nor_removes_worker_drained_by_operator() -> None:
+    async def main() -> None:
+        case = Case(least=2)
+        await case.advance(HYSTERESIS.look_s)
+        case.cluster.change("prefill-1", state="draining")
+        await case.advance(2 * HYSTERESIS.down_s)
+        assert case.names() == ["prefill-0", "prefill-2"]
+        assert not case.cluster.removed
+        case.cluster.change("prefill-1")
+        await case.advance(HYSTERESIS.look_s)
+        assert case.names() == ["prefill-0", "prefill-1", "prefill-2"], "an undrained worker counts"
+        case.cluster.change("prefill-2", "decode", state="draining")
+        await case.advance(HYSTERESIS.look_s)
+        del case.cluster.workers["prefill-2"]  # SIGTERM: it has gone
+        await case.advance(HYSTERESIS.look_s * (IDLE_CHECKS - 1))
+        assert not case.cluster.forgotten
+        await case.advance(HYSTERESIS.look_s)
+        assert case.cluster.forgotten == ["prefill-2"]
+        case.cluster.set_load(BUSY)
+        await case.advance(60)
+        assert "prefill-3" in case.names()
+        assert "prefill-2" not in case.names(), "the router would make it a decode worker"
+
+    asyncio.run(main())
+
+
+def test_scaler_keeps_worker_whose_drain_an_operator_takes_back() -> None:
+    async def main() -> None:
+        case = Case()
+        case.cluster.set_load(BUSY)
+        await case.advance(60)
+        name = await case.until_drained()
+        await case.advance(HYSTERESIS.look_s)
+        assert name not in case.names()
+        case.cluster.change(name)
+        case.cluster.set_load(BUSY)
+        count = len(case.names())
+        await case.advance(HYSTERESIS.up_s / 2)
+        assert len(case.names()) == count
+        assert name in case.names()
+        assert not case.cluster.removed
+
+    asyncio.run(main())
+
+
+def test_new_process_gets_the_role_and_the_drain_of_the_one_before() -> None:
+    """Its router has restarted meanwhile, and knows neither; and so has the supervisor."""
+
+    async def main() -> None:
+        case = Case(most=3)
+        case.cluster.set_load(BUSY)
+        await case.advance(120)
+        case.cluster.change("prefill-2", role="mixed")
+        await case.advance(10)
+        assert case.cluster.plan.workers["prefill-2"].role == "mixed"
+        case.cluster.restart("prefill-2", "prefill")
+        case.restart_supervisor()
+        await case.advance(10)
+        assert case.cluster.roles == [("prefill-2", "mixed")]
+        assert case.cluster.plan.workers["prefill-2"].role == "mixed"
+        case.cluster.change("prefill-2", role="prefill")  # an operator takes it back
+        await case.advance(10)
+        assert case.cluster.roles == [("prefill-2", "mixed")]
+        assert case.cluster.plan.workers["prefill-2"].role == "prefill"
+
+    asyncio.run(main())
+
+
+def test_leaving_worker_that_restarts_leaves_nevertheless() -> None:
+    async def main() -> None:
+        case = Case()
+        case.cluster.set_load(BUSY)
+        await case.advance(60)
+        name = await case.until_drained()
+        case.cluster.restart(name, "prefill")
+        await case.advance(10)
+        assert case.cluster.drained == [name, name]
+        case.cluster.set_load(IDLE)
+        await case.advance(20)
+        assert case.cluster.removed[0] == name
+
+    asyncio.run(main())

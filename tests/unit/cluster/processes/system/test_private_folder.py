@@ -1,0 +1,257 @@
+"""A folder is private, ends with its process, and the next process removes what a killed one has left."""
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.e2e.server import eventually, runs
+from tidemill.cluster.processes.system.private_folder import (
+    FILES,
+    LOCK,
+    DetachedServer,
+    detached_servers,
+    lasting_folder,
+    private_folder,
+    remove_abandoned,
+)
+
+PREFIX = "tidemill-"
+HOLD = """
+import sys
+from pathlib import Path
+from tidemill.cluster.processes.system.private_folder import private_folder
+with private_folder(sys.argv[1], Path(sys.argv[2])) as files:
+    print(files, flush=True)
+    sys.stdin.read()
+"""
+OPEN = """
+import sys, time
+opened = open(sys.argv[1], sys.argv[2])
+print(flush=True)
+time.sleep(300)
+"""
+REAPED = """
+import subprocess, sys, time
+from pathlib import Path
+from tidemill.cluster.processes.system.private_folder import private_folder
+from tidemill.cluster.processes.system.reaper import reaping
+import psutil
+with reaping([Path(sys.argv[2])]), private_folder(sys.argv[1], Path(sys.argv[2])) as files:
+    print(files, psutil.Process().children()[0].pid, flush=True)
+    time.sleep(300)
+"""
+
+
+def test_folder_is_private_whatever_happens_to_its_files(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with private_folder(PREFIX, tmp_path) as files:
+            files.chmod(0o777)  # as Ray does
+            (files / "a").touch()
+            assert files.parent.parent == tmp_path
+            assert files.parent.stat().st_mode & 0o777 == 0o700
+    finally:
+        os.umask(before)
+    assert not list(tmp_path.iterdir())
+
+
+def test_folder_of_a_killed_process_is_removed_and_those_of_others_stay(tmp_path: Path) -> None:
+    holders = [
+        subprocess.Popen(
+            [sys.executable, "-c", HOLD, PREFIX, str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    folders: list[Path] = []
+    for holder in holders:
+        assert holder.stdout is not None
+        folders.append(Path(holder.stdout.readline().strip()))
+    killed, running = folders
+    try:
+        holders[0].kill()
+        holders[0].wait()
+        assert killed.exists()
+        with private_folder(PREFIX, tmp_path):
+            assert not killed.parent.exists()
+            assert running.exists()
+    finally:
+        for holder in holders:
+            holder.communicate()
+    assert not list(tmp_path.iterdir())
+
+
+def test_processes_that_write_to_an_abandoned_folder_end_with_it(tmp_path: Path) -> None:
+    """A process that only reads there, like `tail -f` of a log, goes on."""
+    folder = tmp_path / f"{PREFIX}abcdefgh"
+    files = folder / FILES
+    files.mkdir(parents=True)
+    (folder / LOCK).touch()
+    (files / "log").write_bytes(bytes(10_000))
+    writer, reader = (
+        subprocess.Popen([sys.executable, "-c", OPEN, str(files / "log"), mode], stdout=subprocess.PIPE)
+        for mode in ("a", "r")
+    )
+    try:
+        for process in (writer, reader):
+            assert process.stdout is not None
+            process.stdout.readline()
+        for dry_run in (True, False):
+            assert folder.exists()
+            assert writer.poll() is None
+            (left,) = remove_abandoned([tmp_path], dry_run=dry_run)
+            assert left.folder == folder
+            assert left.num_bytes >= 10_000
+            assert [process.pid for process in left.processes] == [writer.pid]
+        assert not folder.exists()
+        assert not psutil.pid_exists(writer.pid)
+        assert reader.poll() is None
+    finally:
+        for process in (writer, reader):
+            process.kill()
+            process.communicate()
+    assert remove_abandoned([tmp_path]) == []
+
+
+def test_folder_with_a_file_that_appears_meanwhile_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = tmp_path / f"{PREFIX}abcdefgh" / FILES
+    files.mkdir(parents=True)
+    (files.parent / LOCK).touch()
+    rmtree, removed = shutil.rmtree, list[Path]()
+
+    def remove(path: Path, *, ignore_errors: bool) -> None:
+        rmtree(path, ignore_errors=ignore_errors)
+        if not removed:
+            path.mkdir(parents=True)
+        assert (files.parent / LOCK).exists() or path == files.parent
+        removed.append(path)
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    remove_abandoned([tmp_path])
+    assert removed == [files, files, files.parent]
+    assert not files.parent.exists()
+
+
+def test_reaper_removes_the_folder_of_a_killed_process(tmp_path: Path) -> None:
+    """It ignores the signals that end the process."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", REAPED, PREFIX, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    files, reaper = holder.stdout.readline().split()
+    process = psutil.Process(int(reaper))
+    try:
+        eventually(lambda: ignores(process.pid, signal.SIGTERM))
+        process.terminate()
+        assert Path(files).exists()
+        assert runs(process)
+    finally:
+        holder.kill()
+        holder.communicate()
+    eventually(lambda: not runs(process))
+    assert not list(tmp_path.iterdir())
+
+
+def ignores(pid: int, number: signal.Signals) -> bool:
+    (mask,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "SigIgn" in line)
+    return bool(int(mask.split()[1], 16) & 1 << (number - 1))
+
+
+@pytest.mark.parametrize("name", ["results1", "other-abcdefgh", "ABCDEFGH", "abcdefgh2"])
+def test_folder_of_another_name_stays(name: str, tmp_path: Path) -> None:
+    other = tmp_path / f"{PREFIX}{name}"
+    other.mkdir()
+    if name != "results1":  # which could be ours, but has no lock
+        (other / LOCK).touch()
+    with private_folder(PREFIX, tmp_path):
+        assert other.exists()
+
+
+def test_link_to_a_folder_is_not_followed(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / LOCK).touch()
+    (tmp_path / f"{PREFIX}abcdefgh").symlink_to(target)
+    (tmp_path / f"{PREFIX}12345678").mkdir()
+    (tmp_path / f"{PREFIX}12345678" / LOCK).symlink_to(target / LOCK)
+    with private_folder(PREFIX, tmp_path):
+        assert (target / LOCK).exists()
+        assert (tmp_path / f"{PREFIX}12345678").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file to another user")
+@pytest.mark.parametrize("given", ["", LOCK])
+def test_folder_of_another_user_stays(given: str, tmp_path: Path) -> None:
+    other = tmp_path / f"{PREFIX}abcdefgh"
+    other.mkdir()
+    (other / LOCK).touch()
+    os.chown(other / given, 12345, 12345)
+    with private_folder(PREFIX, tmp_path):
+        assert other.exists()
+
+
+def test_folder_that_is_taken_for_abandoned_while_it_is_made_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock = fcntl.flock
+    removed: list[Path] = []
+
+    def remove_first(lock: int, operation: int) -> None:
+        flock(lock, operation)
+        if not removed:
+            (path,) = tmp_path.iterdir()
+            (path / LOCK).unlink()
+            path.rmdir()
+            removed.append(path)
+
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    with private_folder(PREFIX, tmp_path) as files:
+        assert files.exists()
+        assert files.parent not in removed
+
+
+def test_folder_of_a_detached_server_is_kept_while_a_raylet_writes_there(tmp_path: Path) -> None:
+    """No process writes to the folder of its store, which is kept as well."""
+    parents = [tmp_path / "temp", tmp_path / "shm"]
+    for parent in parents:
+        parent.mkdir()
+    raylet = tmp_path / "raylet"
+    shutil.copy("/bin/sleep", raylet)
+    with (
+        lasting_folder("tidemill-", parents[0]) as root,
+        lasting_folder("tidemill-store-", parents[1]) as store,
+    ):
+        server = DetachedServer(url="http://a:1", root=str(root), store=str(store), cwd="/", open_s_max=5.0)
+        for folder in (root, store):
+            server.write(str(folder))
+        assert not remove_abandoned(parents), "they are locked while the server starts"
+        with (root / FILES / "log").open("w") as log:
+            process = subprocess.Popen([raylet, "600"], stdout=log)
+    try:
+        eventually(lambda: psutil.Process(process.pid).name() == "raylet")
+        assert not remove_abandoned(parents)
+        assert detached_servers(parents[0]) == [server]
+        assert detached_servers(parents[1]) == [], "the store is no server"
+        assert server.is_running()
+    finally:
+        process.kill()
+        process.wait()
+    assert [left.folder for left in remove_abandoned(parents)] == [root, store]
+    assert not detached_servers(parents[0])
+
+
+def test_start_that_fails_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), lasting_folder("tidemill-", tmp_path):
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,289 @@
+"""The link of a server and its edge processes, and the connections that it hands on."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from tests.support.cluster.fake_service import sources
+from tidemill.cluster.cli import main as cli
+from tidemill.cluster.edge.requests.context import PATIENT_S_MAX, open_context
+from tidemill.cluster.edge.requests.security import Security, Tls
+from tidemill.cluster.metrics.edge_samples import EdgeSamples
+from tidemill.cluster.mutual_tls import MutualTls
+from tidemill.cluster.observability.telemetry import Telemetry
+from tidemill.cluster.processes import frontends
+from tidemill.cluster.processes.endpoint import edge_group
+from tidemill.cluster.processes.endpoint import link as module
+from tidemill.cluster.processes.endpoint.edge_group import LinkedGroup
+from tidemill.cluster.processes.endpoint.endpoint import Endpoint, HandedSocket, Sockets
+from tidemill.cluster.processes.endpoint.link import Link
+from tidemill.cluster.processes.frontends import (
+    MISSES_MAX,
+    Frontends,
+    _Edge,  # pyright: ignore[reportPrivateUsage]
+    edge_arguments,
+)
+from tidemill.cluster.rpc.codec import encode
+from tidemill.workers.messages import Unserved
+
+
+def linked(check: Callable[[Link, Link], Awaitable[None]]) -> None:
+    """Run `check` over both ends of a link; each adds its name to what it is asked."""
+
+    async def main() -> None:
+        ends = socket.socketpair()
+
+        def functions(name: bytes) -> dict[str, Callable[[bytes], Awaitable[bytes]]]:
+            async def add(body: bytes) -> bytes:
+                await asyncio.sleep(0.05 if body == b"slow" else 0)
+                return body + name
+
+            async def never(_: bytes) -> bytes:
+                await asyncio.Event().wait()
+                raise AssertionError
+
+            return {"add": add, "never": never}
+
+        links = [await Link.open(end, functions(name)) for end, name in zip(ends, (b"1", b"2"), strict=True)]
+        runs = [asyncio.create_task(link.run()) for link in links]
+        await check(*links)
+        runs[0].cancel()
+        await asyncio.wait(runs)
+        assert not runs[1].cancelled(), "it ends with the other end"
+
+    asyncio.run(main())
+
+
+def test_both_ends_call_and_answers_find_their_calls() -> None:
+    async def check(first: Link, second: Link) -> None:
+        calls = [first.call("add", b"slow"), first.call("add", b"b"), second.call("add", b"c" * 300_000)]
+        assert await asyncio.gather(*calls) == [b"slow2", b"b2", b"c" * 300_000 + b"1"]
+
+    linked(check)
+
+
+def test_call_without_an_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ANSWER_S_MAX", 0.1)
+
+    async def check(first: Link, _: Link) -> None:
+        with pytest.raises(Unserved, match="never"):
+            await first.call("never")
+
+    linked(check)
+
+
+def test_call_ends_with_the_other_process() -> None:
+    async def check(first: Link, second: Link) -> None:
+        call = asyncio.create_task(first.call("never"))
+        await asyncio.sleep(0.05)
+        second._writer.close()  # pyright: ignore[reportPrivateUsage] - its process ends
+        with pytest.raises(Unserved, match="has ended"):
+            await call
+        with pytest.raises(Unserved, match="has ended"):
+            await first.call("add")
+
+    linked(check)
+
+
+def test_handed_connection_is_that_of_the_client() -> None:
+    ours, theirs = socket.socketpair()
+    with (
+        ours,
+        HandedSocket(fileno=theirs.detach()) as handed,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as client,
+    ):
+        accepted, _ = listener.accept()
+        with accepted:
+            socket.send_fds(ours, [b"."], [accepted.fileno()])
+        connection, address = handed.accept()
+        with connection:
+            assert address == client.getsockname()
+            connection.sendall(b"hello")
+            assert client.recv(5) == b"hello"
+        handed.setblocking(False)  # noqa: FBT003 - its only argument
+        with pytest.raises(BlockingIOError):
+            handed.accept()
+        ours.close()
+        with pytest.raises(OSError, match="has ended"):
+            handed.accept()
+
+
+def test_arguments_of_an_edge_process_are_those_of_the_server(tmp_path: Path) -> None:
+    """The parser of the command reads them, and its endpoint is that of the server."""
+    security = Security(tls=Tls(certificate=tmp_path / "c", key=tmp_path / "k", client_ca=tmp_path / "a"))
+    endpoint = Endpoint(
+        host="::1",
+        port=0,
+        grpc_port=8001,
+        security=security,
+        telemetry=Telemetry(log_level="debug", log_json=True),
+    )
+    tls = MutualTls(certificate=tmp_path / "1", key=tmp_path / "2", ca=tmp_path / "3")
+    arguments = edge_arguments(endpoint, 8000, ["10.0.0.1:1", "10.0.0.2:1"], tls)
+    options = vars(cli.parser().parse_args(["edge", *arguments]))
+    assert options["join"] == "10.0.0.1:1,10.0.0.2:1"
+    given = {
+        name.removeprefix("flag --"): value for name, value in options.items() if name.startswith("flag")
+    }
+    assert given == {
+        "host": "::1",
+        "port": 8000,
+        "grpc-port": 8001,
+        "ssl-certfile": str(tmp_path / "c"),
+        "ssl-keyfile": str(tmp_path / "k"),
+        "ssl-ca-certs": str(tmp_path / "a"),
+        "cluster-ssl-certfile": str(tmp_path / "1"),
+        "cluster-ssl-keyfile": str(tmp_path / "2"),
+        "cluster-ssl-ca-certs": str(tmp_path / "3"),
+        "log-level": "debug",
+        "log-json": True,
+    }
+    assert not [
+        argument
+        for argument in edge_arguments(Endpoint(host="a", port=1), 1, ["b:1"], None)
+        if "ssl" in argument
+    ]
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_answers_of_an_edge_have_any_time_if_its_server_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+    is_killed: bool,  # noqa: FBT001 - a parameter of the test
+) -> None:
+    """A running server closes the link when it stops, and its signal follows."""
+    monkeypatch.setattr(edge_group, "ENDING_S_MAX", 0.2)
+    context = open_context([], sources())
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        group = LinkedGroup(theirs)
+        running = asyncio.create_task(group.run(context, []))
+        await asyncio.sleep(0.05)
+        assert context.shutdown_s_max() == context.limits.shutdown_s_max
+        ours.close()
+        if is_killed:
+            monkeypatch.setattr(os, "getppid", lambda: 1)
+        await running
+
+    asyncio.run(main())
+    assert (context.shutdown_s_max() == PATIENT_S_MAX) is is_killed
+
+
+class ScriptedEdge:
+    """An edge process and its link: it answers or misses each poll, by a script that begins again."""
+
+    def __init__(self, answers: str) -> None:
+        self._answers = answers
+        self.polls = 0
+        self.killed_at: list[int] = []
+
+    def kill(self) -> None:
+        self.killed_at.append(self.polls)
+
+    async def call(self, name: str) -> bytes:
+        assert name == "samples"
+        self.polls += 1
+        if self._answers[(self.polls - 1) % len(self._answers)] == "-":
+            raise Unserved("the other process does not answer samples")
+        return encode(EdgeSamples())
+
+
+def test_scrape_has_the_last_counts_of_an_edge_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frontends, "SCRAPE_S_MAX", 0.2)
+
+    class Counting:
+        def __init__(self) -> None:
+            self.answers = asyncio.Event()
+            self.tokens = 0
+
+        async def call(self, _: str) -> bytes:
+            await self.answers.wait()
+            self.tokens += 5
+            return encode(EdgeSamples({"tokens": [("tokens_total", (), float(self.tokens))]}))
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            endpoint = Endpoint(host="127.0.0.1", port=0, frontends=3)
+            served = Frontends(endpoint, Sockets(listener), [], {}, detached=False)
+            edges = [Counting(), Counting()]
+            for index, edge in enumerate(edges):
+                edge.answers.set()
+                run = _Edge(cast("Any", edge), cast("Any", edge), [])
+                served._edges[index] = run  # pyright: ignore[reportPrivateUsage]
+            first = await served.samples()
+            edges[1].answers.clear()
+            async with asyncio.timeout(30):
+                second = await served.samples()
+            edges[1].answers.set()
+            third = await served.samples()
+        up = [found.up for found in (first, second, third)]
+        assert up == [{"0": True, "1": is_up, "2": False} for is_up in (True, False, True)]
+        tokens = [found.families["tokens"][0][2] for found in (first, second, third)]
+        assert tokens == [10, 15, 25]
+
+    asyncio.run(main())
+
+
+def test_edge_answers_with_the_last_sums_while_its_server_does_not() -> None:
+    context = open_context([], sources())
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        group = LinkedGroup(theirs)
+        sums = EdgeSamples({"tokens": [("tokens_total", (), 7.0)]}, up={"0": True, "1": True})
+
+        async def answer(_: bytes) -> bytes:
+            return encode(sums)
+
+        server = await Link.open(ours, {"samples": answer, "ready": answer})
+        runs = [asyncio.create_task(server.run()), asyncio.create_task(group.run(context, []))]
+        await asyncio.sleep(0.05)
+        assert await group.samples() == sums
+        runs[0].cancel()
+        await asyncio.wait(runs)
+        assert await group.samples() == replace(sums, up={"0": False, "1": False})
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("answers", "has_served", "killed_at"),
+    [
+        ("-", True, [MISSES_MAX]),
+        ("-", False, []),
+        ("+-", True, []),
+        ("+--", True, [3, 6]),
+    ],
+    ids=["frozen", "starting", "slow", "frozen later"],
+)
+def test_edge_that_misses_polls_in_a_row_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+    answers: str,
+    has_served: bool,  # noqa: FBT001 - a parameter of the test
+    killed_at: list[int],
+) -> None:
+    """Once, and not while it starts."""
+    monkeypatch.setattr(frontends, "POLL_S", 0.0)
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            endpoint = Endpoint(host="127.0.0.1", port=0)
+            served = Frontends(endpoint, Sockets(listener), [], {}, detached=False)
+            edge = ScriptedEdge(answers)
+            run = _Edge(cast("Any", edge), cast("Any", edge), [], has_served=has_served)
+            served._edges[0] = run  # pyright: ignore[reportPrivateUsage]
+            polling = asyncio.create_task(served._poll())  # pyright: ignore[reportPrivateUsage]
+            while edge.polls < 7:  # noqa: ASYNC110 - a line of ours
+                await asyncio.sleep(0)
+            polling.cancel()
+            await asyncio.wait([polling])
+            assert edge.killed_at == killed_at
+
+    asyncio.run(main())

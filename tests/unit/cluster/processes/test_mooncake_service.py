@@ -1,0 +1,242 @@
+"""The processes of a store start, restart and end with their server; the last test runs real Mooncake."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import httpx
+import psutil
+import pytest
+
+from tidemill.cluster.observability.telemetry import QUIET
+from tidemill.cluster.processes import mooncake_service
+from tidemill.cluster.processes.mooncake_service import StoreActor, SupervisedProcess, planned_store
+from tidemill.cluster.settings import StoreProgram
+from tidemill.kvstore.errors import StoreError
+
+ROOT = Path(__file__).parents[4]
+
+PROGRAM = """
+import os, socket, sys
+peer = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+peer.send(b"%d\\n" % os.getpid())
+print("ready", flush=True)
+peer.recv(1)
+"""
+"""Sends its pid to a port, and runs until the peer closes the connection."""
+
+SLEEPS = "import signal; signal.pause()"
+
+SERVER = f"""
+import sys
+from tidemill.cluster.settings import StoreProgram
+from tidemill.cluster.processes.mooncake_service import SupervisedProcess
+process = SupervisedProcess(StoreProgram(name="program", arguments=("-c", {PROGRAM!r}, sys.argv[1])))
+process.start()
+process.wait_until_ready()
+input()
+"""
+
+
+class Incarnations:
+    """The incarnations of the program over its restarts, in order."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self.port = str(listener.getsockname()[1])
+        self.peer = socket.socket()
+
+    def next_pid(self) -> int:
+        self.peer.close()
+        self.peer, _ = self._listener.accept()
+        return int(self.peer.makefile().readline())
+
+    def has_ended(self) -> bool:
+        """Wait for the end of the current incarnation."""
+        with suppress(ConnectionResetError):
+            return self.peer.recv(1) == b""
+        return True
+
+
+@pytest.fixture
+def incarnations() -> Iterator[Incarnations]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(60)
+        incarnations = Incarnations(listener)
+        yield incarnations
+        incarnations.peer.close()
+
+
+def test_process_restarts_after_crash_until_it_is_stopped(
+    incarnations: Incarnations, caplog: pytest.LogCaptureFixture
+) -> None:
+    process = SupervisedProcess(StoreProgram(name="program", arguments=("-c", PROGRAM, incarnations.port)))
+    process.start()
+    process.wait_until_ready()
+    pids = [incarnations.next_pid()]
+    for _ in range(2):
+        os.kill(pids[-1], signal.SIGKILL)
+        pids.append(incarnations.next_pid())
+    assert os.getsid(pids[-1]) == os.getsid(0)
+    assert os.getpgid(pids[-1]) != os.getpgid(0)
+    process.stop()
+    assert incarnations.has_ended()
+    assert len(set(pids)) == 3
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert [record.message for record in caplog.records] == [
+        "the program ended (SIGKILL) and will be restarted"
+    ] * 2
+    process.stop()
+
+
+def test_process_that_ends_before_ready_raises_its_exit_status() -> None:
+    process = SupervisedProcess(StoreProgram(name="program", arguments=("-c", "raise SystemExit(3)")))
+    process.start()
+    try:
+        with pytest.raises(StoreError, match=r"the program ended \(status 3\) while it started"):
+            process.wait_until_ready()
+    finally:
+        process.stop()
+
+
+def test_process_may_end_twice_before_it_is_ready(tmp_path: Path) -> None:
+    ends = f"""
+from pathlib import Path
+folder = Path({str(tmp_path)!r})
+starts = len(list(folder.iterdir()))
+(folder / str(starts)).touch()
+if starts < 2:
+    raise SystemExit(3)
+print("ready", flush=True)
+import signal
+signal.pause()
+"""
+    process = SupervisedProcess(StoreProgram(name="program", arguments=("-c", ends)))
+    process.start()
+    try:
+        process.wait_until_ready()
+    finally:
+        process.stop()
+
+
+def test_process_that_is_not_ready_in_time_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake_service, "START_S_MAX", 0.05)
+    process = SupervisedProcess(StoreProgram(name="program", arguments=("-c", SLEEPS)))
+    process.start()
+    try:
+        with pytest.raises(StoreError, match="does not answer"):
+            process.wait_until_ready()
+    finally:
+        process.stop()
+
+
+def test_process_with_port_is_ready_when_it_accepts_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        process = SupervisedProcess(
+            StoreProgram(
+                name="program", arguments=("-c", SLEEPS), port="{}:{}".format(*listener.getsockname())
+            )
+        )
+        process.start()
+        try:
+            with monkeypatch.context() as patched:
+                patched.setattr(mooncake_service, "START_S_MAX", 0.05)
+                with pytest.raises(StoreError, match="does not answer"):
+                    process.wait_until_ready()
+            listener.listen()
+            process.wait_until_ready()
+        finally:
+            process.stop()
+
+
+def test_process_ends_with_killed_server(incarnations: Incarnations) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER, incarnations.port],
+        stdin=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}/src"},
+    ) as server:
+        incarnations.next_pid()
+        server.kill()
+        assert incarnations.has_ended()
+
+
+def test_die_with_parent_starts_nothing_without_its_parent(incarnations: Incarnations) -> None:
+    ended = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "tidemill.cluster.processes.system.die_with_parent",
+            "1",
+            "-c",
+            PROGRAM,
+            incarnations.port,
+        ],
+        check=False,
+        capture_output=True,
+    )
+    assert ended.stdout == b""
+    assert ended.returncode == 0
+
+
+def test_file_url_needs_no_programs() -> None:
+    assert planned_store("file:///a?size=1GiB", None) == ("file:///a?size=1GiB", ())
+
+
+def test_joined_master_that_is_away_is_refused() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"mooncake://127.0.0.1:{unused.getsockname()[1]}?size=64MiB"
+        with pytest.raises(StoreError, match="no Mooncake master answers"):
+            planned_store(url, None)
+
+
+def test_detached_server_plans_once(tmp_path: Path) -> None:
+    """Its next endpoint finds the ports taken, by the programs that run."""
+    planned = planned_store("mooncake?size=64MiB&ports=open", tmp_path)
+    master, _ = planned[1]
+    host, _, port = master.port.partition(":")
+    with socket.create_server((host, int(port))):
+        assert planned_store("mooncake?size=64MiB&ports=open", tmp_path) == planned
+
+
+def test_store_lends_memory_to_own_and_joined_master() -> None:
+    """Real Mooncake processes run and have all ended afterwards."""
+    before = set(psutil.Process().children())
+    own, programs = planned_store("mooncake?size=64MiB&ports=open", None)
+    with running(programs):
+        address = urlsplit(own).netloc
+        joined, programs = planned_store(f"mooncake://{address}?size=32MiB&write=hits&ports=open", None)
+        with running(programs):
+            assert joined == f"mooncake://{address}?write=hits&ports=open"
+            assert capacity_bytes(own) == 96 << 20
+            started = set(psutil.Process().children()) - before
+            assert len(started) == 3
+    assert set(psutil.Process().children()) == before
+    assert not [process for process in started if process.is_running()]
+
+
+@contextmanager
+def running(programs: Sequence[StoreProgram]) -> Generator[None]:
+    store = StoreActor(programs, QUIET)
+    try:
+        store.wait_until_ready()
+        yield
+    finally:
+        store.stop()
+
+
+def capacity_bytes(url: str) -> int:
+    [admin] = parse_qs(urlsplit(url).query)["admin"]
+    [line] = [
+        line
+        for line in httpx.get(f"http://{admin}/metrics").text.splitlines()
+        if line.startswith("master_total_capacity_bytes ")
+    ]
+    return int(line.split()[1])
