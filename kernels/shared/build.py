@@ -103,15 +103,15 @@ def build(cache_dir: Path, compiler: str = "g++", ahead: Path = AHEAD, program: 
     made = found_ahead(ahead, platform.machine(), _cpuinfo(), program)
     if made is not None:
         return Library(made, program)
-    path = compiler_path(compiler)
+    target = native_target(compiler_path(compiler))
     cache_dir.mkdir(parents=True, exist_ok=True)
-    built = cache_dir / library_name(native_target(path), program)
+    built = cache_dir / library_name(target.name, program)
     if built.exists():  # no wait for the compilation of other sources, which may take minutes
         return Library(built, program)
     with (cache_dir / f"{program.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not built.exists():
-            compile_into(built, ["-march=native"], path, program)
+            compile_into(built, cache_dir / "objects", target, program)
     return Library(built, program)
 
 

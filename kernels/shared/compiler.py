@@ -1,11 +1,13 @@
 """Compiles C++ into shared objects: for this CPU, or ahead for each kind that there is."""
 
 import hashlib
+import os
 import platform
 import re
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +19,6 @@ FLAGS = (
     "-std=c++17",
     "-O3",
     "-fPIC",
-    "-shared",
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -55,6 +56,15 @@ and, without underscores, of g++. Older CPUs get no library: without a fused mul
 function call."""
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A compiler, the CPU that it compiles for by name, and the flags for it."""
+
+    compiler: str
+    name: str
+    flags: tuple[str, ...]
+
+
 class KernelUnavailable(Exception):
     """The requested variant of an operator cannot run here. The message names what to install or to pass."""
 
@@ -87,9 +97,13 @@ def replay_source(program: Program = KERNELS) -> str:
         f" words += {len(arguments) + 1}; break;\n"
         for at, (name, (_, arguments)) in enumerate(prototypes(program).items())
     )
+    declared = "".join(
+        f'extern "C" {result} {name}({", ".join(arguments)});\n'
+        for name, (result, arguments) in prototypes(program).items()
+    )
     return f"""#include <cstdint>
 #include <cstring>
-static float float_in(int64_t word) {{
+{declared}static float float_in(int64_t word) {{
     float value;
     memcpy(&value, &word, sizeof value);
     return value;
@@ -105,11 +119,16 @@ extern "C" void {REPLAY}(const int64_t* words, const int64_t calls) {{
 
 def library_name(target: str, program: Program = KERNELS) -> str:
     """Return the name of the shared object of these sources and flags for `target`."""
-    digest = hashlib.sha256("\0".join((*FLAGS, *program.flags, target)).encode())
-    for source in (*sorted(FOLDER.glob("shared/*.h")), *sources(program)):
-        digest.update(source.read_bytes())
-    digest.update(replay_source(program).encode())
+    parts = (_object_name(source, target, program) for source in sources(program))
+    digest = hashlib.sha256("\0".join((*parts, replay_source(program))).encode())
     return f"{program.name}-{digest.hexdigest()[:16]}.so"
+
+
+def _object_name(source: Path, target: str, program: Program) -> str:
+    digest = hashlib.sha256("\0".join((*FLAGS, *program.flags, target)).encode())
+    for file in (*sorted(FOLDER.glob("shared/*.h")), source):
+        digest.update(file.read_bytes())
+    return f"{source.parent.name}-{digest.hexdigest()[:16]}.o"
 
 
 def kinds(machine: str) -> dict[str, tuple[str, ...]]:
@@ -126,11 +145,16 @@ def compile_ahead(folder: Path, compiler: str = "g++") -> list[Path]:
     machine = platform.machine()
     folder.mkdir(parents=True, exist_ok=True)
     made: list[Path] = []
-    for program in PROGRAMS:
-        for kind, has in kinds(machine).items():
-            made.append(folder / ahead_name(machine, kind, program))
-            cpu = ["-m" + feature.replace("_", "") for feature in has]
-            compile_into(made[-1], [*cpu, *AHEAD_FLAGS], compiler_path(compiler), program)
+    with tempfile.TemporaryDirectory() as objects:
+        for program in PROGRAMS:
+            for kind, has in kinds(machine).items():
+                made.append(folder / ahead_name(machine, kind, program))
+                target = Target(
+                    compiler_path(compiler),
+                    f"{machine} {kind}",
+                    (*("-m" + feature.replace("_", "") for feature in has), *AHEAD_FLAGS),
+                )
+                compile_into(made[-1], Path(objects), target, program)
     return made
 
 
@@ -155,18 +179,31 @@ def compiler_path(compiler: str) -> str:
     return path
 
 
-def native_target(compiler: str) -> str:
+def native_target(compiler: str) -> Target:
     """Return what -march=native stands for: different machines may share a cache directory."""
-    return _run([compiler, "-march=native", "-Q", "--help=target", "--version"])
+    name = _run([compiler, "-march=native", "-Q", "--help=target", "--version"])
+    return Target(compiler, name, ("-march=native",))
 
 
-def compile_into(built: Path, cpu: list[str], compiler: str, program: Program = KERNELS) -> None:
-    """Compile the sources as one unit, which parses the shared header once. A crash leaves no incomplete
-    library."""
-    unit = "".join(f'#include "{source}"\n' for source in sources(program)) + replay_source(program)
-    with tempfile.TemporaryDirectory(dir=built.parent) as folder:
+def compile_into(built: Path, objects: Path, target: Target, program: Program = KERNELS) -> None:
+    """Compile each source into the folder `objects`, unless it is there, and link. A crash leaves no
+    incomplete file."""
+    command = [target.compiler, *FLAGS, *program.flags, *target.flags]
+
+    def compiled(source: Path) -> Path:
+        there = objects / _object_name(source, target.name, program)
+        if not there.exists():
+            made = Path(folder) / there.name
+            _run([*command, "-c", str(source), "-o", str(made)])
+            made.replace(there)
+        return there
+
+    objects.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=objects) as folder, ThreadPoolExecutor(os.cpu_count()) as threads:
+        parts = [str(part) for part in threads.map(compiled, sources(program))]
         made = Path(folder) / built.name
-        _run([compiler, *FLAGS, *program.flags, *cpu, "-x", "c++", "-", "-o", str(made)], unit)
+        replay = replay_source(program)
+        _run([*command, "-shared", *parts, "-x", "c++", "-", "-o", str(made)], replay)
         made.replace(built)
 
 

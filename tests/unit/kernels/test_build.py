@@ -18,7 +18,17 @@ from tidemill.kernels.linear.cpu import bind_linear, bind_pack
 from tidemill.kernels.linear.stored import plain
 from tidemill.kernels.shared import compiler as compiler_module
 from tidemill.kernels.shared.build import KernelUnavailable, Library, build
-from tidemill.kernels.shared.compiler import KINDS, ahead_name, compile_ahead, found_ahead, kinds, sources
+from tidemill.kernels.shared.compiler import (
+    KINDS,
+    ahead_name,
+    compile_ahead,
+    compiler_path,
+    found_ahead,
+    kinds,
+    library_name,
+    native_target,
+    sources,
+)
 
 WAITS_S_MAX = 60
 """A bound far beyond the slowness of any machine, after which a library that waits is an error."""
@@ -27,17 +37,22 @@ OPERATORS = len(dispatch.NAMES) + 1  # and page_copy
 
 
 @pytest.fixture
-def compiler(tmp_path: Path, kernel_cache: Path, cpu: Operators) -> Path:
-    """Answers like g++ and hands out the library made before; every compilation adds a line to `log`."""
+def made(kernel_cache: Path, cpu: Operators) -> Path:
+    """The library of these sources."""
     assert cpu.linear
-    made = next(kernel_cache.glob("kernels-*.so"))
+    return kernel_cache / library_name(native_target(compiler_path("g++")).name)
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, made: Path) -> Path:
+    """Answers like g++ and hands out the library made before; every file adds its name to `log`."""
     script = tmp_path / "compiler"
     script.write_text(
         f"""#!/bin/sh
 case "$*" in *--version*) echo some compiler; exit 0;; esac
 cat > /dev/null
-echo compiled >> {tmp_path}/log
 for last; do :; done
+basename "$last" >> {tmp_path}/log
 cp {made} "$last"
 """
     )
@@ -45,18 +60,30 @@ cp {made} "$last"
     return script
 
 
-def test_compiles_once(tmp_path: Path, compiler: Path) -> None:
-    for _ in range(2):
-        build(tmp_path / "cache", str(compiler))
-    assert (tmp_path / "log").read_text().split() == ["compiled"]
-
-
-def test_processes_that_start_together_compile_once(tmp_path: Path, compiler: Path) -> None:
+def test_processes_that_start_together_compile_each_source_once(tmp_path: Path, compiler: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         started = [pool.submit(build, tmp_path / "cache", str(compiler)) for _ in range(4)]
         assert all(future.result() for future in started)
-    assert (tmp_path / "log").read_text().split() == ["compiled"]
-    assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".lock", ".so"]
+    files = (tmp_path / "log").read_text().split()
+    assert len({*files}) == len(files) == len(sources()) + 1
+    assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == ["", ".lock", ".so"]
+
+
+def test_only_changed_sources_are_compiled(
+    tmp_path: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_sources(tmp_path / "sources")
+    monkeypatch.setattr(compiler_module, "FOLDER", tmp_path / "sources")
+    for changed in ("linear/cpu.cpp", "linear/cpu.cpp", "shared/cpu.h"):
+        build(tmp_path / "cache", str(compiler))
+        (tmp_path / "log").unlink()
+        file = tmp_path / "sources" / changed
+        file.write_text(file.read_text() + "// changed\n")
+        build(tmp_path / "cache", str(compiler))
+        files = (tmp_path / "log").read_text().split()
+        compiled = {file.partition("-")[0] for file in files}
+        all_of_them = {source.parent.name for source in sources()}
+        assert compiled == {"kernels", *(all_of_them if changed == "shared/cpu.h" else {"linear"})}
 
 
 def test_library_that_is_there_waits_for_no_other_compilation(tmp_path: Path, compiler: Path) -> None:
@@ -81,7 +108,9 @@ def test_failed_compilation_leaves_nothing_behind(tmp_path: Path) -> None:
     broken.chmod(0o755)
     with pytest.raises(KernelUnavailable, match="no space left"):
         build(tmp_path / "cache", str(broken))
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["kernels.lock"]
+    assert sorted(
+        path.relative_to(tmp_path / "cache").as_posix() for path in (tmp_path / "cache").rglob("*")
+    ) == ["kernels.lock", "objects"]
 
 
 X86 = """processor\t: 0
@@ -128,16 +157,22 @@ def test_library_of_other_sources_or_another_machine_is_not_found(ahead: Path, t
     assert found_ahead(ahead, "x86_64", X86.format(flags=AVX512)) == ahead / ahead_name("x86_64", "avx2")
 
 
-def test_name_of_a_library_depends_on_its_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def copy_sources(folder: Path) -> list[Path]:
+    """Copy what kernels are made of, and return the shared headers."""
     headers = list(compiler_module.FOLDER.glob("shared/*.h"))
     for source in (*headers, *sources()):
-        copied = tmp_path / source.relative_to(compiler_module.FOLDER)
-        copied.parent.mkdir(exist_ok=True)
+        copied = folder / source.relative_to(compiler_module.FOLDER)
+        copied.parent.mkdir(exist_ok=True, parents=True)
         shutil.copy(source, copied)
+    return [folder / "shared" / header.name for header in headers]
+
+
+def test_name_of_a_library_depends_on_its_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    headers = copy_sources(tmp_path)
     before = compiler_module.library_name("x86_64")
     monkeypatch.setattr(compiler_module, "FOLDER", tmp_path)
     assert compiler_module.library_name("x86_64") == before != compiler_module.library_name("aarch64")
-    for changed in (*(tmp_path / "shared" / header.name for header in headers), sources()[0]):
+    for changed in (*headers, sources()[0]):
         changed.write_text(changed.read_text() + "// changed\n")
         assert compiler_module.library_name("x86_64") != before
         before = compiler_module.library_name("x86_64")
@@ -149,13 +184,9 @@ def test_machine_that_is_not_x86_has_one_library(tmp_path: Path) -> None:
     assert found_ahead(tmp_path, "aarch64", "Features\t: fp asimd\n") == path
 
 
-def test_prebuilt_library_needs_no_compiler_and_writes_nothing(
-    tmp_path: Path, kernel_cache: Path, cpu: Operators
-) -> None:
-    assert cpu.linear
+def test_prebuilt_library_needs_no_compiler_and_writes_nothing(tmp_path: Path, made: Path) -> None:
     folder = tmp_path / "ahead"
     folder.mkdir()
-    made = next(kernel_cache.glob("kernels-*.so"))
     for kind in kinds(platform.machine()):
         shutil.copy(made, folder / ahead_name(platform.machine(), kind))
     assert build(tmp_path / "cache", "no-such-compiler", folder).function("linear_panel")()
@@ -222,17 +253,17 @@ def _runs_here(path: Path) -> bool:
     return found_ahead(alone, platform.machine(), cpuinfo) is not None
 
 
-def test_table_reports_the_compiled_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_reports_the_compiled_variant(kernel_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table also names the fix. For Triton's variants see tests/triton."""
 
     def refused(_: Path) -> None:
         raise KernelUnavailable("install a compiler")
 
-    found = dispatch.table(tmp_path).splitlines()[1:]
+    found = dispatch.table(kernel_cache).splitlines()[1:]
     assert {line.split()[0] for line in found} >= {"linear", "attention", "gated_delta", "moe_outer"}
     assert all(line.split()[1:4] == ["yes", "yes", "yes"] for line in found[:OPERATORS])
     monkeypatch.setattr(dispatch, "build", refused)
-    found = dispatch.table(tmp_path).splitlines()[1:]
+    found = dispatch.table(kernel_cache).splitlines()[1:]
     assert all(line.split()[1:4] == ["yes", "yes", "missing"] for line in found[:OPERATORS])
     assert "install a compiler" in found[OPERATORS:]
 
