@@ -1,12 +1,14 @@
 """Plant each bug in a copy of the repository and report whether the tests catch it.
 
-    python -m tests.mutations [--jobs N] [--after-tests] [part of a bug's name or file ...]
+    python -m tests.mutations [--jobs N] [--after-tests] [--changed] [part of a bug's name or file ...]
 
 Exit status 1 when a bug survives, or when the tests fail without any bug, which is not checked with
-`--after-tests`.
+`--after-tests`. With `--changed`, only bugs are planted of which something differs from the tag
+`full-run`: their file, a test that catches them, or they themselves. Without such a tag, all are planted.
 """
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -26,11 +28,14 @@ from tests.mutations.planted import Planted
 
 ROOT = Path(__file__).parents[2]
 NOT_COPIED = ("__pycache__", ".*", "dist", "build")
+KERNELS = "kernels"
 SIM_RUNS = 100
 TIMEOUT_S = 180.0
 """A bug may cause an endless loop: a timeout counts as caught."""
 WAIT_S_MAX = 20.0
 """Seconds that a test waits at most (tests/support/waits.py)."""
+FULL_RUN = "full-run"
+"""The tag of the last commit whose tests have caught all planted bugs."""
 ATTEMPTS = 3
 """A test with random cases may miss a bug in one run; a bug survives if it is missed in all of these."""
 
@@ -39,10 +44,13 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="bugs tested concurrently")
     parser.add_argument("--after-tests", action="store_true", help="all tests have just passed without a bug")
+    parser.add_argument("--changed", action="store_true", help=f"what changed since the tag {FULL_RUN} alone")
     parser.add_argument("words", nargs="*", help="parts of a bug's name or file; without any: all bugs")
     options = parser.parse_args(arguments)
     words: list[str] = options.words
     named = [bug for bug in PLANTED if not words or any(word in f"{bug.bug} {bug.where}" for word in words)]
+    if options.changed:
+        named = changed(named)
     here = set(Path("/proc/cpuinfo").read_text().split())
     chosen = [bug for bug in named if not bug.cpu or bug.cpu in here]
     for bug in named:
@@ -60,6 +68,32 @@ def main(arguments: Sequence[str]) -> int:
     lines = [f"SURVIVED {bug.where}: {bug.bug}" for bug in survivors]
     print(*lines, f"{len(chosen) - len(survivors)} of {len(chosen)} caught", sep="\n")  # noqa: T201  the answer
     return 1 if survivors else 0
+
+
+def changed(bugs: list[Planted], root: Path = ROOT) -> list[Planted]:
+    """Return the bugs of which something differs from the last full run; without such a run, all."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+
+    if not git("tag", "--list", FULL_RUN):
+        return bugs
+    files = {
+        *git("diff", "--name-only", FULL_RUN).split(),
+        *git("ls-files", "-o", "--exclude-standard").split(),
+    }
+    if any(file.startswith("tests/mutations/") and file.count("/") == 2 for file in files):
+        return bugs
+    lines = git("diff", "--unified=0", FULL_RUN, "--", "tests/mutations/bugs").splitlines()
+    new = "".join(line for line in lines if line.startswith("+"))
+    return [
+        bug
+        for bug in bugs
+        if bug.path in files
+        or any(test.partition("::")[0] in files for test in bug.tests.split())
+        or any(json.dumps(text) in new or repr(text) in new for text in (bug.bug, bug.find, bug.put))
+    ]
 
 
 def _run(bugs: Iterable[Planted], copies: Sequence[Path]) -> list[bool]:
@@ -114,7 +148,7 @@ def _failure(
     paths = f"{copy}/src:{copy}"  # also for processes that the tests start
     environment = os.environ | {"SIM_RUNS": str(SIM_RUNS), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     environment["TEST_WAIT_S_MAX"] = str(WAIT_S_MAX)
-    environment["KERNEL_CACHE"] = str(copy.parent / "kernels")  # named by their sources
+    environment["KERNEL_CACHE"] = str(copy.parent / KERNELS)  # named by their sources
     if all(test.startswith("tests/triton") for test in tests):
         environment["TRITON_INTERPRET"] = "1"
         forks = None
@@ -142,6 +176,9 @@ def _failure(
 def _copies(count: int) -> Generator[list[Path]]:
     leave = shutil.ignore_patterns(*NOT_COPIED)
     with tempfile.TemporaryDirectory(prefix="tidemill-mutations-") as folder:
+        made = os.environ.get("KERNEL_CACHE", "")
+        if made and Path(made).is_dir():
+            shutil.copytree(made, Path(folder) / KERNELS, ignore=shutil.ignore_patterns("tmp*"))
         copies = [Path(folder) / str(number) for number in range(count)]
         for copy in copies:
             shutil.copytree(ROOT, copy, symlinks=True, ignore=leave)

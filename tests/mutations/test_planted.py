@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutations.__main__ import FULL_RUN, changed
 from tests.mutations.bugs import PLANTED
 from tests.mutations.forks import Forks
 from tests.mutations.planted import Planted
@@ -54,6 +55,34 @@ def test_plant_refuses_patterns_without_exactly_one_match() -> None:
             assert bug.plant(text) == "def go(a, b):\n    return 0\n"
     with pytest.raises(ValueError, match="there is no come"):
         Planted("never", "a.py::come", "a", "0", "").plant(text)
+
+
+def test_changed_bugs_are_those_of_changed_files_and_tests(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)  # noqa: S607 - any git
+
+    old, other, new = (
+        Planted(name, f"{name}.py::go", "1", "2", f"test_{name}.py") for name in ("old", "other", "new")
+    )
+    bugs = [old, other, new]
+    for name in ("old.py", "other.py", "test_other.py", "tests/mutations/bugs/all.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("before\n")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "before")
+    assert changed(bugs, tmp_path) == bugs  # there was no full run
+    git("tag", FULL_RUN)
+    assert changed(bugs, tmp_path) == []
+    (tmp_path / "new.py").touch()
+    (tmp_path / "test_other.py").write_text("after\n")
+    assert changed(bugs, tmp_path) == [other, new]
+    (tmp_path / "tests/mutations/bugs/all.py").write_text('before\n"old",\n')
+    assert changed(bugs, tmp_path) == bugs
+    git("commit", "-am", "after")
+    git("tag", "-f", FULL_RUN)
+    assert changed(bugs, tmp_path) == [new]
 
 
 def test_forks_run_what_pytest_would(tmp_path: Path) -> None:
