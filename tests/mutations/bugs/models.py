@@ -20,7 +20,7 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "attention sinks are not loaded",
         "workers/models/layers/attention.py::AttentionConfig.load",
-        '$SINKS_H=$READ("self_attn.sinks").float() if self.$SINKS else None,',
+        '$SINKS_H=$READ("self_attn.sinks").values.float() if self.$SINKS else None,',
         "$SINKS_H=None,",
         "tests/parity/test_architectures.py::test_architecture_passes[gpt_oss/alternating-logits]",
     ),
