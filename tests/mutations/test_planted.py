@@ -66,7 +66,7 @@ def test_changed_bugs_are_those_of_changed_files_and_tests(tmp_path: Path) -> No
         Planted(name, f"{name}.py::go", "1", "2", f"test_{name}.py") for name in ("old", "other", "new")
     )
     bugs = [old, other, new]
-    for name in ("old.py", "other.py", "test_other.py", "tests/mutations/bugs/all.py"):
+    for name in ("old.py", "other.py", "test_other.py", "tests/mutations/bugs/edge.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("before\n")
     git("init")
@@ -78,7 +78,7 @@ def test_changed_bugs_are_those_of_changed_files_and_tests(tmp_path: Path) -> No
     (tmp_path / "new.py").touch()
     (tmp_path / "test_other.py").write_text("after\n")
     assert changed(bugs, tmp_path) == [other, new]
-    (tmp_path / "tests/mutations/bugs/all.py").write_text('before\n"old",\n')
+    (tmp_path / "tests/mutations/bugs/edge.py").write_text('before\n"old",\n')
     assert changed(bugs, tmp_path) == bugs
     git("commit", "-am", "after")
     git("tag", "-f", FULL_RUN)
