@@ -8,7 +8,7 @@ export LD_LIBRARY_PATH := $(DEBIAN_LIBS)$(addprefix :,$(LD_LIBRARY_PATH))
 PYTHON ?= python3
 STAMP := $(VENV)/.ready
 
-.PHONY: setup demo test test-all abuse browser triton triton-3.6 nodes gpu gpu-parcel check trends bench clients fuzz mutations soak soak-faults soak-nodes soak-overload storm upgrade-test stubs metrics-doc config-doc helm-golden wheel release push docs sbom clean
+.PHONY: setup demo test test-all abuse browser triton triton-3.6 nodes gpu gpu-parcel check trends bench clients fuzz mutations mutations-changed suite triton-3.6-some soak soak-faults soak-nodes soak-overload storm upgrade-test stubs metrics-doc config-doc helm-golden wheel release push docs sbom clean
 
 setup: $(STAMP)
 
@@ -29,10 +29,12 @@ demo: setup
 	tidemill demo
 
 # Otherwise threads of one process wait for those of the other, and spin on a core meanwhile.
-test test-all triton triton-3.6 mutations: export OMP_NUM_THREADS := 1
+test test-all suite triton triton-3.6 triton-3.6-some mutations mutations-changed: export OMP_NUM_THREADS := 1
 # Write bytecode even if the environment disables it: otherwise each of about a hundred processes
 # compiles everything.
-test test-all abuse triton triton-3.6 mutations: export PYTHONDONTWRITEBYTECODE :=
+test test-all suite abuse triton triton-3.6 triton-3.6-some mutations mutations-changed: export PYTHONDONTWRITEBYTECODE :=
+# Compiled kernels are named by their sources, so all runs share them.
+export KERNEL_CACHE := $(CURDIR)/$(VENV)/kernels
 
 # Two processes, because with a third one servers wait for each other. The tests of a file share
 # servers and stay together. The order is that of folders, so that e2e, the slowest one, is not
@@ -42,13 +44,17 @@ SUITE := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore t
 test: setup
 	$(SUITE) -m "not slow"
 
+# All planted bugs. When they are caught on main: `git tag -f full-run` and push the tag, from which
+# `make mutations-changed` counts.
+test-all: setup triton triton-3.6 suite
+	python -m tests.mutations --after-tests
+
 # RUNLEVEL=1: apt does not start a Redis of the system.
-test-all: setup triton triton-3.6
+suite: setup
 	@command -v redis-server >/dev/null \
 	  || { [ "$$(id -u)" = 0 ] && { apt-get update -qq; RUNLEVEL=1 apt-get install -y -qq --no-install-recommends redis-server; }; } \
 	  || echo "redis-server is missing, with which GCS is restarted: as root, apt-get install redis-server; its tests are skipped"
 	$(SUITE)
-	python -m tests.mutations --after-tests
 
 # Everything that abuses a server, with a table of verdicts, in at most 20 minutes.
 # ABUSE_SOAK_S is the length of the soak in seconds (60).
@@ -72,6 +78,13 @@ triton-3.6: setup
 	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON_3_6) python -m pytest -n 2 tests/triton \
 	  -W 'ignore:Conversion of an array:DeprecationWarning'
 	PYTHONPATH=$(TRITON_3_6) python -m pytest -n 2 tests/unit/kernels/test_sm90.py
+
+# What differs between versions of Triton: sums of tiles and of recurrences.
+triton-3.6-some: setup
+	test -d $(TRITON_3_6)/numpy || uv pip install --quiet --target $(TRITON_3_6) triton==3.6.0 'numpy<2.4'
+	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON_3_6) python -m pytest tests/triton/test_dispatch.py \
+	  tests/triton/test_elementwise.py tests/triton/test_recurrences.py -W 'ignore:Conversion of an array:DeprecationWarning'
+	PYTHONPATH=$(TRITON_3_6) python -m pytest tests/unit/kernels/test_sm90.py
 
 # On a machine with a CUDA toolkit, after: uv pip install --no-build-isolation -e '.[gpu]' Operators
 # have hundreds of kernels, compiled by many processes; tests that measure device memory run alone.
@@ -115,6 +128,10 @@ fuzz: setup
 
 mutations: setup
 	python -m tests.mutations
+
+# The planted bugs that differ from the tag full-run, after all tests have passed.
+mutations-changed: setup
+	python -m tests.mutations --after-tests --changed
 
 soak: setup
 	SIM_RUNS=20000 python -m pytest tests/sim

@@ -62,7 +62,7 @@ connection."""
 
 
 class WorkerClients:
-    """The workers over gRPC: the `Peers` of cluster/edge/flow.py. It belongs to one asyncio loop."""
+    """The workers over gRPC: the `WorkerStreams` of cluster/edge/flow.py. It belongs to one asyncio loop."""
 
     def __init__(self, unread_items_max: int = UNREAD_ITEMS_MAX, tls: MutualTls | None = None) -> None:
         self._unread_items_max = unread_items_max

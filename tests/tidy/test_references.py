@@ -1,9 +1,10 @@
 """Files, modules, make targets, decisions and headings that texts name exist."""
 
+import ast
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
-from tests.tidy.tree import EVERYTHING, GENERATED, PAGES, ROOT, none
+from tests.tidy.tree import EVERYTHING, GENERATED, PAGES, ROOT, Source, none
 
 OF_OTHERS = {"grpc_tools.protoc", "pip", "pytest", "venv"}
 """Modules of the standard library and of other packages, which texts start with `python -m`."""
@@ -19,6 +20,11 @@ PATH = re.compile(
 )
 MADE = re.compile(r"_pb2")
 """Files that a build writes."""
+
+BARE_FILE = re.compile(r"(?<![\w/.*{}<>$-])(\w+\.py)(?![\w/*-])")
+CLASS = re.compile(r"`([A-Z][A-Za-z]*[a-z]\w*)`")
+NOT_OURS = {"fused_moe.py", "gpu_works.py", "Origin", "Unreleased"}
+"""Files of others, a header of HTTP and a heading of the changelog."""
 
 TEXTS = {
     **{page: (ROOT / page).read_text() for page in PAGES if page not in GENERATED},
@@ -89,3 +95,51 @@ def test_decisions_in_texts_exist() -> None:
     pages = [text for page, text in TEXTS.items() if page.startswith("docs/decisions/")]
     known = {number for text in pages for number in re.findall(r"^## (\d+)\. ", text, re.MULTILINE)}
     none(missing(DECISION.findall, known.__contains__), "no such heading in docs/decisions")
+
+
+def prose(source: Source) -> list[tuple[int, str]]:
+    return [*source.docstrings, *source.comments]
+
+
+def test_bare_file_names_in_texts_exist() -> None:
+    """Comments, docstrings and pages may name a file without its folder, if there is one of that name."""
+    files = {source.name.rpartition("/")[2] for source in EVERYTHING} | NOT_OURS
+    lines = [(source.name, *found) for source in EVERYTHING for found in prose(source)]
+    pages = [page for page in PAGES if page not in GENERATED]
+    lines += [(page, n, line) for page in pages for n, line in enumerate(TEXTS[page].splitlines(), 1)]
+    none(
+        (
+            f"{file}:{line}: {name}"
+            for file, line, text in lines
+            for name in BARE_FILE.findall(text)
+            if name not in files and not MADE.search(name)
+        ),
+        "no file has this name",
+    )
+
+
+def _words_of_code(source: Source) -> Iterator[str]:
+    yield from (node.id for node in source.nodes(ast.Name))
+    yield from (node.attr for node in source.nodes(ast.Attribute))
+    yield from (node.arg for node in source.nodes(ast.arg))
+    yield from (node.name for node in source.nodes(ast.ClassDef))
+    yield from (node.name for node in source.nodes(ast.alias))
+    docstrings = {*source.docstrings}
+    for node in source.nodes(ast.Constant):
+        if isinstance(node.value, str) and (node.lineno, node.value) not in docstrings:
+            yield from re.findall(r"\w+", node.value)
+
+
+def test_class_names_in_docstrings_and_comments_exist() -> None:
+    """A class in backticks is a name in some code: ours, imported, or of a message."""
+    used = {word for source in EVERYTHING for word in _words_of_code(source)} | NOT_OURS
+    none(
+        (
+            f"{source.name}:{line}: {name}"
+            for source in EVERYTHING
+            for line, text in prose(source)
+            for name in CLASS.findall(text)
+            if name not in used
+        ),
+        "no code has this name",
+    )

@@ -1,11 +1,11 @@
 """Cut a weight for tensor parallelism: the rows or columns of each rank. Pure.
 
-Heads(4, (8,))        | h0 | h1 | h2 | h3 |        2 ranks: h0 h1 | h2 h3; 8 ranks: two have each head
-Heads(2, (4, 4, 8))   | q0 | q1 | k0 | k1 | v0 | v1 |    rank 0 of 2: q0 k0 v0, end to end
-Runs(((2, 4), (1, 2)))  | h0 | h1 | g0 |    rank 0 of 2: h0 g0; rank 1: h1 g0
-Even()                | 3 rows | 3 rows | 2 rows + 1 of zeros |        8 rows on 3 ranks
-Even(runs=2)          | gate | up |    rank 0 of 2: first half of gate, first half of up, end to end
-Even(step=2)          | g0 u0 | g1 u1 | g2 u2 |    pairs stay together: rank 0 of 2: g0 u0 g1 u1
+ByHeads(4, (8,))        | h0 | h1 | h2 | h3 |        2 ranks: h0 h1 | h2 h3; 8 ranks: two have each head
+ByHeads(2, (4, 4, 8))   | q0 | q1 | k0 | k1 | v0 | v1 |    rank 0 of 2: q0 k0 v0, end to end
+ByHeadRuns(((2, 4), (1, 2)))  | h0 | h1 | g0 |    rank 0 of 2: h0 g0; rank 1: h1 g0
+EvenRuns()                | 3 rows | 3 rows | 2 rows + 1 of zeros |        8 rows on 3 ranks
+EvenRuns(runs=2)          | gate | up |    rank 0 of 2: first half of gate, first half of up, end to end
+EvenRuns(step=2)          | g0 u0 | g1 u1 | g2 u2 |    pairs stay together: rank 0 of 2: g0 u0 g1 u1
 OneRank(3, 4)         the fourth of 4 experts: all of it on rank 1 of 2, nothing on rank 0
 """
 
