@@ -2,11 +2,9 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 from benchmarks.serving import serve
 
-RESULTS = Path(__file__).parent / "results"
 WORKLOADS = {"shared-prefix": 1, "multi-turn": 4, "unique": 4, "burst": 128}  # with the concurrency of each
 
 
@@ -19,13 +17,11 @@ def serving() -> None:
             assert server.stdout is not None
             url = server.stdout.readline().removeprefix("ready: ").split("/v1 ")[0]
             for workload, concurrency in WORKLOADS.items():
-                figure = RESULTS / f"{workload}.png"
                 serve.main(
                     [
                         f"--url={url}",
                         f"--workload={workload}",
                         f"--concurrency={concurrency}",
-                        f"--plot={figure}",
                     ]
                 )
         finally:
@@ -33,15 +29,14 @@ def serving() -> None:
 
 
 if __name__ == "__main__":
-    RESULTS.mkdir(exist_ok=True)
     serving()
     for command in (
         "python -m benchmarks.kernels",
-        "python -m benchmarks.engine.engine",
         "python -m benchmarks.store.store",
         "python -m benchmarks.memory.index",
         "python -m benchmarks.memory.arena",
-        "python -m benchmarks.router.router",
-        "python -m benchmarks.serving.frontend",
+        "python -m benchmarks.router.placements",
+        "python -m benchmarks.router.placement_calls",
+        "python -m benchmarks.serving.token_path",
     ):
         subprocess.run([sys.executable, *command.split()[1:]], check=True)  # noqa: S603 - our own command

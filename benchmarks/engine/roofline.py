@@ -17,7 +17,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,30 @@ import torch
 from safetensors import safe_open
 
 from benchmarks.kernels.clock import MATRIX, best_seconds
-from benchmarks.kernels.models import Step, least
 from benchmarks.kernels.shapes import PAGE_TOKENS, step_inputs
 from tidemill.kernels.dispatch import NAMES, Operators, operators
 from tidemill.kernels.shared.huge_pages import HugePages
 from tidemill.kvstore.layout import Layout, layout_of
 from tidemill.workers.execution.recorded_steps import RecordedSteps
-from tidemill.workers.models.architectures.registry import Model, compute_dtype_of, load
+from tidemill.workers.models.architectures.registry import LoadedModel, Model, compute_dtype_of, load
 from tidemill.workers.models.inputs import Caches, Inputs, caches_of
 
 BEFORE, TURNS, BUDGET_S = 128, 7, 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Decode: `batch` sequences, each `new` tokens after a prompt. Prefill: a prompt and its first token."""
+
+    prompt: int
+    batch: int
+    new: int
+
+    @property
+    def name(self) -> str:
+        return f"decode, batch {self.batch}" if self.new else f"prefill {self.prompt}"
+
+
 STEPS = (
     *((Step(BEFORE, rows, 1), 0) for rows in (1, 8, 32, 128)),
     *((Step(512, 1, 0), depth) for depth in (0, 2048, 7488)),
@@ -90,6 +104,19 @@ def weight_bytes(folder: Path, tokens: int) -> int:
             for name in file.keys():  # noqa: SIM118  it is no mapping
                 total += file.get_tensor(name).nbytes * (read if ".experts." in name else 1.0)
     return round(total)
+
+
+def least(
+    model: LoadedModel, layout: Layout, step: Step, weight_bytes: int, hidden: int, depth: int = 0
+) -> tuple[float, float]:
+    """Bytes and FLOPs of a step: weights are read once, states read and written, keys and values read. Their
+    cost has logits of every token; of a prompt only the last one needs them. `depth` tokens precede it."""
+    start = step.prompt + step.new // 2 if step.new else depth
+    end = start + (1 if step.new else step.prompt)
+    kv_bytes = layout.page_bytes / PAGE_TOKENS * end
+    num_bytes = weight_bytes + step.batch * (2 * layout.state_bytes + kv_bytes)
+    unneeded = (end - start - 1) * 2 * model.vocab_size * hidden
+    return num_bytes, step.batch * (model.cost.flops(start, end) - unneeded)
 
 
 def inputs_of(step: Step, layout: Layout, depth: int = 0) -> tuple[Inputs, Caches]:

@@ -1,4 +1,4 @@
-"""Run the named parts, or all, and add their figures to results/faults.json.
+"""Run the named parts, or all, and add their figures to results/faults.jsonl.
 
 python -m benchmarks.faults kills ranks --rounds 5
 
@@ -21,12 +21,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.faults import disconnect, flips, kills, leaving, outage, soak
-
-RESULT = Path(__file__).parents[1] / "results" / "faults.json"
+from benchmarks.rows import read_rows, write_rows
 
 Part = Callable[[argparse.Namespace], dict[str, Any]]
 
@@ -64,8 +62,10 @@ def main(arguments: Sequence[str]) -> int:
         machine = {"cores": os.cpu_count(), "load": [round(load, 1), round(os.getloadavg()[0], 1)]}
         row = {"machine": machine, "took_s": round(time.monotonic() - begin_s), **figures}
         print(name, json.dumps(row, indent=2), flush=True)
-        found: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-        RESULT.write_text(json.dumps({**found, name: found.get(name, {}) | row}, indent=2) + "\n")
+        found = {kept.pop("part"): kept for kept in read_rows("faults")}
+        found[name] = found.get(name, {}) | row
+        rows = ({"part": part} | each for part, each in found.items())
+        write_rows("faults", "python -m benchmarks.faults", rows)
     return 0
 
 

@@ -25,6 +25,7 @@ import torch
 from xxhash import xxh3_128_digest
 
 from tidemill.kernels.dispatch import Operators, operators
+from tidemill.kernels.linear.stored import Stored, plain
 from tidemill.kvstore.layout import KvDtype, Layout, PageId, StateId, layout_of
 from tidemill.kvstore.memory.backing import Fixed
 from tidemill.kvstore.memory.lease import StateWrite
@@ -168,17 +169,17 @@ def layers_for(plan: Plan, free_bytes: int) -> int:
     raise SystemExit(f"four layers do not fit into {free_bytes:,} bytes")
 
 
-def random_weights(config: ArchitectureConfig, device: torch.device) -> Callable[[str], torch.Tensor]:
+def random_weights(config: ArchitectureConfig, device: torch.device) -> Callable[[str], Stored]:
     """Return weights by name, drawn on demand, of a size at which activations neither vanish nor grow."""
     weights = weights_of(config)
 
-    def read(name: str) -> torch.Tensor:
+    def read(name: str) -> Stored:
         shape = weights[name].shape
         if len(shape) == 1:
             middle = 1.0 if name.endswith("linear_attn.norm.weight") else 0.0
-            return torch.full(shape, middle, dtype=torch.bfloat16, device=device)
+            return plain(torch.full(shape, middle, dtype=torch.bfloat16, device=device))
         scale = 1.0 if "embed_tokens" in name else shape[-1] ** -0.5
-        return torch.randn(shape, dtype=torch.bfloat16, device=device) * scale
+        return plain(torch.randn(shape, dtype=torch.bfloat16, device=device) * scale)
 
     return read
 

@@ -33,7 +33,6 @@ class Case:
     flops: float
     run: Callable[[Operators], Call]
     torch: Call | None = None
-    in_vllm: bool = False
     half: bool = False  # products are bfloat16
 
 
@@ -56,7 +55,6 @@ def linear(rows: int, width: int, out: int, dtype: torch.dtype) -> Case:
         flops=2.0 * rows * width * out,
         run=run,
         torch=lambda: functional.linear(x, wide),
-        in_vllm=True,
     )
 
 
@@ -87,7 +85,6 @@ def attention(new: int, before: int, batch: int, heads: tuple[int, int], dim: in
         flops=4.0 * batch * heads[0] * dim * (new * before + new * (new + 1) / 2),
         run=lambda ops: lambda: ops.attention(q_THD, cache, inputs, None, None),
         torch=peer,
-        in_vllm=not kind,
         half=bool(half),
     )  # fmt: skip
 
@@ -106,7 +103,6 @@ def delta(new: int, batch: int, groups: int, heads: int, dim: int) -> Iterator[C
         num_bytes=size_of(mixed, gates) + 2 * size_of(state) + 4 * tokens * groups * heads * dim,
         flops=DELTA_FLOPS * tokens * groups * heads * dim * dim,
         run=lambda ops: lambda: ops.gated_delta(mixed, gates, a_log, dt_bias, state, inputs),
-        in_vllm=True,
     )
     x = torch.cat(
         [window[0].expand(batch, -1, -1, -1).transpose(1, 2), mixed.view(batch, new, groups, -1)], 1
@@ -120,7 +116,6 @@ def delta(new: int, batch: int, groups: int, heads: int, dim: int) -> Iterator[C
         flops=12.0 * mixed.numel(),
         run=lambda ops: lambda: ops.causal_conv(mixed, weight, None, window, inputs),
         torch=lambda: functional.silu(functional.conv1d(x_BCT, taps, groups=len(taps))),
-        in_vllm=True,
     )
 
 
@@ -150,7 +145,6 @@ def elementwise(rows: int, width: int) -> Iterator[Case]:
         flops=5.0 * x.numel(),
         run=lambda ops: lambda: ops.add_norm(residual, x, weight, 1e-6),
         torch=lambda: functional.rms_norm(residual + x, (width,), weight, 1e-6),
-        in_vllm=True,
     )
     yield Case(
         operator="silu_mul",
@@ -159,7 +153,6 @@ def elementwise(rows: int, width: int) -> Iterator[Case]:
         flops=20.0 * x.numel(),
         run=lambda ops: lambda: ops.silu_mul(pair),
         torch=lambda: functional.silu(pair[:, :width]) * pair[:, width:],
-        in_vllm=True,
     )
     yield Case(
         operator="sigmoid_mul",

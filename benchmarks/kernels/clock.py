@@ -29,13 +29,6 @@ def best_seconds(call: Call, budget_seconds: float, clock: Callable[[], float] =
     return best
 
 
-def cpu_seconds(call: Call) -> float:
-    """Return the CPU seconds of one call, on all threads of this process."""
-    start = time.process_time()
-    call()
-    return time.process_time() - start
-
-
 class Roofline:
     """Bytes and float32 FLOPs per CPU second of one thread, as plain torch reaches them at best."""
 
@@ -60,10 +53,6 @@ class Roofline:
     def seconds(self, num_bytes: float, flops: float) -> float:
         """Return the least time for moving and computing this much."""
         return max(num_bytes / self._bytes_s[rounded(num_bytes)], flops / self._flops_s)
-
-    def measured(self) -> dict[str, float]:
-        copies = {f"copy_bytes_s_of_{size}": speed for size, speed in sorted(self._bytes_s.items())}
-        return {"matmul_flops_s": self._flops_s, **copies}
 
 
 def rounded(num_bytes: float) -> int:

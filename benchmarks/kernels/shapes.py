@@ -2,15 +2,11 @@
 # torch has few usable types.
 """The models that are measured, and the rows of a step."""
 
-import shutil
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from tidemill.workers.models.inputs import Inputs
-from tidemill.workers.sources.names import bundled
 
 PAGE_TOKENS = 64
 HYBRID_77M: dict[str, Any] = {
@@ -31,15 +27,6 @@ HYBRID_77M: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 """A small Qwen3-Next with the heads and experts of a large one."""
-
-
-def write_hybrid(folder: Path) -> None:
-    """Random weights in bfloat16, the type that models are published in, with keeper's tokenizer."""
-    torch.manual_seed(0)
-    config = transformers.Qwen3NextConfig(**HYBRID_77M)
-    transformers.Qwen3NextForCausalLM(config).bfloat16().save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(bundled()["keeper"] / name, folder / name)
 
 
 def step_inputs(new: list[int], before: list[int], page_tokens: int = PAGE_TOKENS) -> Inputs:

@@ -7,7 +7,6 @@ reproducible.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,14 +19,14 @@ from rich.table import Table
 
 from benchmarks.memory import workloads
 from benchmarks.memory.figures import Outcome
-from benchmarks.memory.plots import plot_series, plot_splits
+from benchmarks.memory.plots import plot_splits
 from benchmarks.memory.run import PAGE_TOKENS, Setup, serve
 from benchmarks.memory.schemes import SCHEMES, split
+from benchmarks.rows import RESULTS, read_rows, write_rows
 from tidemill.cluster.bench.workloads import Workload
 from tidemill.kvstore.memory.recompute_cost import Policy
 from tidemill.workers.settings import CheckpointStrategy
 
-RESULTS = Path(__file__).parents[1] / "results"
 PAGE_SHARES = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9)
 SPLIT_EXTENTS = 96
 HIT_CLIENTS = 8
@@ -68,7 +67,7 @@ COLUMNS: dict[Part, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One run; the JSON has its `asdict`."""
+    """One run; the file has its `asdict`."""
 
     part: Part
     workload: str
@@ -95,7 +94,6 @@ class Benchmark:
     def splits(self, folder: Path) -> None:
         """Run and plot three workloads, each with the elastic arena and with each split."""
         throughput: dict[str, dict[float | None, float]] = {}
-        outcomes: dict[float | None, Outcome] = {}
         for workload in self._scarce():
             setups: dict[float | None, Setup] = {None: Setup(num_extents=SPLIT_EXTENTS)}
             setups |= {share: Setup(num_extents=SPLIT_EXTENTS, scheme=split(share)) for share in self._shares}
@@ -104,12 +102,6 @@ class Benchmark:
                 share: outcome.figures()["output_tokens_per_s"] for share, outcome in outcomes.items()
             }
         plot_splits(throughput, folder / "memory-splits.png")
-        best = max(self._shares, key=lambda share: throughput["alternating"][share])
-        series = {
-            f"static split, {best:.0%} for pages (the best of them)": outcomes[best].samples,
-            "elastic": outcomes[None].samples,
-        }
-        plot_series(series, folder / "memory-alternating.png")
 
     def schemes(self) -> None:
         """Compare the schemes of other engines, each with its owner's order of eviction and with ours."""
@@ -203,7 +195,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--trace", type=Path, help="a Mooncake request trace (JSON lines) as a third workload"
     )
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of memory.json and the plots")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of memory.jsonl and the plot")
     parser.add_argument("--parts", nargs="+", choices=get_args(Part), default=get_args(Part))
     options = parser.parse_args(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
@@ -220,10 +212,9 @@ def main(arguments: Sequence[str]) -> int:
     results = benchmark.results
     for part in options.parts:
         Console(width=170).print(table_of(part, [result for result in results if result.part == part]))
-    file = options.output / "memory.json"
-    kept: list[dict[str, object]] = json.loads(file.read_text()) if file.exists() else []
-    rows = [row for row in kept if row["part"] not in options.parts]
-    file.write_text(json.dumps([*rows, *map(asdict, results)], indent=1) + "\n")
+    kept = [row for row in read_rows("memory", options.output) if row["part"] not in options.parts]
+    rows = [*kept, *map(asdict, results)]
+    write_rows("memory", "python -m benchmarks.memory.arena", rows, options.output)
     return 0
 
 

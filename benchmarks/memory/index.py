@@ -1,10 +1,9 @@
-"""The prefix index with 100,000 and a million entries, and the cost of caching without hits.
+"""The prefix index with 100,000 and a million entries.
 
-python -m benchmarks.memory.index [--quick] [--cache-dir DIR] [--output benchmarks/results]
+python -m benchmarks.memory.index [--quick] [--output benchmarks/results]
 """
 
 import argparse
-import json
 import sys
 import time
 import tracemalloc
@@ -17,9 +16,8 @@ from typing import get_args
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.memory.index_overhead import Overhead, overhead
 from benchmarks.memory.served_model import COST, NoBytes, qwen_layout
-from tidemill.kernels.dispatch import Variant, operators
+from benchmarks.rows import RESULTS, write_rows
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.memory.arena import Arena
 from tidemill.kvstore.memory.cache import Cache
@@ -27,11 +25,8 @@ from tidemill.kvstore.memory.entry import Checkpoint
 from tidemill.kvstore.memory.prefix_index import PrefixIndex
 from tidemill.kvstore.memory.recompute_cost import Policy
 
-RESULTS = Path(__file__).parents[1] / "results"
 SIZES = (100_000, 1_000_000)
 WORK_PAGES = 20_000
-PROMPT_TOKENS = 20_000
-PROMPTS = 3
 OPERATIONS = ("match", "insert", "evict")
 CHECKPOINT_PAGES = 50  # between checkpoints, as on the grid of a long prompt
 
@@ -180,30 +175,13 @@ def _text(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def overhead_row(overhead: Overhead) -> dict[str, object]:
-    return {
-        "policy": overhead.policy,
-        "model ms": overhead.model_ms,
-        "keys": overhead.keys_ms,
-        **overhead.parts_ms,
-        "caching %": 100 * overhead.caching_ratio,
-        "engine %": 100 * overhead.engine_ratio,
-    }
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory.index")
-    parser.add_argument("--quick", action="store_true", help="a small index and short prompts: for tests")
-    parser.add_argument("--kernels", choices=get_args(Variant), default="cpu")
-    parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "tidemill")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of index.json")
+    parser.add_argument("--quick", action="store_true", help="a small index: for tests")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of index.jsonl")
     options = parser.parse_args(arguments)
-    options.output.mkdir(parents=True, exist_ok=True)
     quick: bool = options.quick
     sizes, work = ((2_000, 4_000), 500) if quick else (SIZES, WORK_PAGES)
-    tokens, prompts = (192, 1) if quick else (PROMPT_TOKENS, PROMPTS)
-    ops = operators(options.kernels, options.cache_dir)
-    overheads = [overhead(policy, ops, prompt_tokens=tokens, prompts=prompts) for policy in get_args(Policy)]
     speeds = [measure(size, policy, work, Random(0)) for size in sizes for policy in get_args(Policy)]
     entry_bytes = {policy: bytes_per_entry(sizes[0], policy, Random(0)) for policy in get_args(Policy)}
     grown = growth(speeds)
@@ -214,19 +192,8 @@ def main(arguments: Sequence[str]) -> int:
         for policy, ratios in grown.items()
     ]
     console.print(table_of("time at the largest : smallest", growths))
-    title = f"a prompt of {tokens:,} tokens that finds nothing, CPU ms"
-    console.print(table_of(title, [overhead_row(overhead) for overhead in overheads]))
-    results = {
-        "speeds": [asdict(speed) for speed in speeds],
-        "growth": grown,
-        "bytes_per_entry": entry_bytes,
-        "overhead": [
-            asdict(overhead)
-            | {"caching_ratio": overhead.caching_ratio, "engine_ratio": overhead.engine_ratio}
-            for overhead in overheads
-        ],
-    }
-    (options.output / "index.json").write_text(json.dumps(results, indent=1) + "\n")
+    rows = [asdict(speed) | {"bytes_per_entry": entry_bytes[speed.policy]} for speed in speeds]
+    write_rows("index", "python -m benchmarks.memory.index", rows, options.output)
     return 0
 
 

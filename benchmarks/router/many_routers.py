@@ -9,13 +9,13 @@ routers 10 ms after a placement.
 """
 
 import argparse
-import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from benchmarks.rows import read_rows, write_rows
 from tidemill.cluster.router.compiled import load
 from tidemill.cluster.simulate.cost import SPEED, StepCost
 from tidemill.cluster.simulate.heartbeats import LOOK_S
@@ -23,7 +23,6 @@ from tidemill.cluster.simulate.setup import Setup, SpreadKind
 from tidemill.cluster.simulate.trace import copied, read_trace, speed_up, spread
 from tidemill.cluster.simulate.world import simulate
 
-RESULTS = Path(__file__).parents[1] / "results" / "many_routers.json"
 LOAD = 9.5
 STUDIED = 16  # workers
 WAYS: tuple[tuple[str, int, SpreadKind, float, float | None], ...] = (
@@ -44,7 +43,7 @@ def main() -> None:
     command.add_argument("--requests", type=int, default=12_000)
     command.add_argument("--ways", nargs="*", help="of the rows of the table, by name")
     options = command.parse_args()
-    found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    found: dict[str, Any] = {row.pop("case"): row for row in read_rows("many_routers")}
     with tempfile.TemporaryDirectory() as folder:
         compiled = load(Path(folder))
         for workers in options.workers:
@@ -69,12 +68,13 @@ def main() -> None:
                     compiled=compiled,
                 )
                 figures = simulate(arrivals, setup).figures()
-                found[f"{workers} workers, {len(arrivals)} requests, {name}"] = row = {
+                found[f"{workers} workers, {name}"] = row = {
                     "hit": figures["hit_ratio"],
                     "mean_s": figures["ttft_ms"]["mean"] / 1000,
                     "p99_s": figures["ttft_ms"]["p99"] / 1000,
                 }
-                RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+                rows = ({"case": case} | each for case, each in found.items())
+                write_rows("many_routers", "python -m benchmarks.router.many_routers --trace FILE", rows)
                 print(f"| {workers} | {name} |", *(f"{value:.3f} |" for value in row.values()), flush=True)
 
 

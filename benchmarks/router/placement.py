@@ -7,33 +7,33 @@ of a prompt and where prompts diverge. Arrivals are spread within the ticks of t
 """
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from benchmarks.rows import read_rows, write_rows
 from tidemill.cluster.simulate.cost import SPEED, StepCost
 from tidemill.cluster.simulate.policies import OURS, POLICIES
 from tidemill.cluster.simulate.setup import Setup
 from tidemill.cluster.simulate.trace import TraceRequest, read_trace, speed_up, spread
 from tidemill.cluster.simulate.world import simulate
 
-RESULTS = Path(__file__).parents[1] / "results" / "placement.json"
 LOADS = {"synthetic": (8.0, 10.0, 11.5), "conversation": (4.0, 9.5, 10.5)}
 NAMES = (OURS, *POLICIES)
 
 
 def main() -> None:
     options = _options()
-    found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    found: dict[str, Any] = {row.pop("case"): row for row in read_rows("placement")}
     for key, trace, load, setup in _runs(options):
         if key in found and setup.policy not in options.again:
             continue
         requests = speed_up(_requests(options.traces / f"{trace}_trace.jsonl", options.seed), load)
         found[key] = _run(requests, setup)
-        RESULTS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+        rows = ({"case": case} | found[case] for case in sorted(found))
+        write_rows("placement", "python -m benchmarks.router.placement --traces FOLDER", rows)
         print(
             key, f"{found[key]['hit']:.3f} {found[key]['mean_s']:.3f} {found[key]['p99_s']:.2f}", flush=True
         )

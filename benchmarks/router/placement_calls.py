@@ -9,12 +9,11 @@ of each whole process. The router gets no heartbeats meanwhile.
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
@@ -22,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.router.placements import router_of
-from benchmarks.router.router import FAMILIES, PAGES, RESULTS, placement_requests
+from benchmarks.router.placements import FAMILIES, PAGES, placement_requests, router_of
+from benchmarks.rows import write_rows
 from tidemill.cluster.messages import PlacementRequest
 from tidemill.cluster.router.compiled import load
 from tidemill.cluster.router.server import RouterService
@@ -121,26 +120,20 @@ def main() -> None:
     command.add_argument("--workers", type=int, nargs="*", default=WORKERS)
     command.add_argument("--waiting", type=int, nargs="*", default=WAITING)
     command.add_argument("--rounds", type=int, default=ROUNDS)
-    command.add_argument("--output", type=Path, default=RESULTS)
     options = command.parse_args()
-    found: dict[str, Any] = {}
+    found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for workers in options.workers:
             for waiting, best in measure(workers, folder, options.waiting, options.rounds).items():
-                found[f"{workers} workers, {waiting} waiting"] = {
-                    "per_s_and_core": 1e6 / best.router_us,
-                    "router_us": best.router_us,
-                    "edge_us": best.edge_us,
-                    "wall_us": best.wall_us,
-                    "answer_us_p50": best.answer_us_p50,
-                }
+                row = {"workers": workers, "waiting": waiting, "per_s": 1e6 / best.router_us}
+                found.append(row | asdict(best))
                 print(
                     f"{workers} workers, {waiting} waiting: {1e6 / best.router_us:,.0f} a second and core; "
                     f"router {best.router_us:.0f}, edge {best.edge_us:.0f}, wall {best.wall_us:.0f}, "
                     f"answer {best.answer_us_p50:.0f} us",
                     flush=True,
                 )
-    (options.output / "placement_calls.json").write_text(json.dumps(found, indent=1) + "\n")
+    write_rows("placement_calls", "python -m benchmarks.router.placement_calls", found)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,24 @@
 """Placements per second and core in the process of a router: compiled beside the Python definition, in turns.
 
-python -m benchmarks.router.placements [--output benchmarks/results]
+python -m benchmarks.router.placements
 
 A frame has 16 requests, prompts of 128 pages of which others have had three quarters. Everything from the
 bytes of a frame to the bytes of its answer counts, as CPU time of the thread; gRPC itself does not. The parts
 are timed one by one in a second pass.
 """
 
-import argparse
 import asyncio
-import json
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.router.router import FAMILIES, HOLDERS, PAGES, RESULTS, placement_requests, report
-from tidemill.cluster.messages import Route
+from tests.support.cluster.heartbeats import heartbeat, placement_request
+
+from benchmarks.rows import write_rows
+from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.cluster.router.compiled import CompiledPlacement, load
 from tidemill.cluster.router.fleet_view import Fleet
 from tidemill.cluster.router.placement import bookings, place
@@ -28,11 +29,53 @@ from tidemill.cluster.rpc.placement_codec import (
     encode_placement_requests,
     encode_placements,
 )
+from tidemill.workers.messages import Heartbeat, Role, Speed
 
 WORKERS = (16, 1024, 10_000)
+PAGES = 128  # of a prompt
+FAMILIES = 64  # of prompts with a common prefix
+HOLDERS = 4  # workers that hold part of the prompt of a family
+PAGE_TOKENS = 64
 FRAME = 16
 FRAMES = 30
 ROUNDS = 5
+
+
+def report(index: int, sequence: int, rng: Random, keys: tuple[bytes, ...] = ()) -> Heartbeat:
+    """Return a heartbeat with random load and speed."""
+    role: Role = "decode" if index % 2 else "prefill"
+    return heartbeat(
+        f"{role}-{index}",
+        role,
+        keys,
+        sequence=sequence,
+        page_tokens=PAGE_TOKENS,
+        page_bytes=3 << 19,
+        state_bytes=77_000_000,
+        queued_s=rng.expovariate(2.0),
+        running_rows=rng.randrange(60),
+        budget_bytes=80 << 30,
+        speed=Speed(
+            step_s=0.0165 * rng.uniform(0.9, 1.1),
+            token_s=1.5e-5 * rng.uniform(0.9, 1.1),
+            pair_s=8e-10,
+            row_s=1e-4,
+            fetch_bytes_per_s=1e10 * rng.uniform(0.5, 1.5),
+        ),
+    )
+
+
+def placement_requests(
+    families: Sequence[tuple[bytes, ...]], count: int, rng: Random
+) -> list[PlacementRequest]:
+    """Return requests that take three quarters of their prompts from a family."""
+    requests: list[PlacementRequest] = []
+    for number in range(count):
+        keys = rng.choice(families)[: 3 * PAGES // 4] + tuple(rng.randbytes(8) for _ in range(PAGES // 4))
+        requests.append(
+            placement_request(PAGES * PAGE_TOKENS + 5, request_id=str(number), keys=keys, max_new_tokens=300)
+        )
+    return requests
 
 
 def router_of(
@@ -101,10 +144,7 @@ def parts(router: Router, frames: list[bytes], compiled: CompiledPlacement | Non
 
 
 def main() -> None:
-    command = argparse.ArgumentParser(description=__doc__)
-    command.add_argument("--output", type=Path, default=RESULTS)
-    options = command.parse_args()
-    found: dict[str, Any] = {}
+    found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         ways = {"definition": None, "compiled": load(Path(folder))}
         for workers in WORKERS:
@@ -123,12 +163,13 @@ def main() -> None:
                     best[name] = min(best[name], _run(router, frames))
             for name, router in routers.items():
                 spent = parts(router, frames, ways[name])
-                found[f"{workers} workers, {name}"] = {"us": best[name], "per_s": 1e6 / best[name]} | spent
+                row = {"workers": workers, "way": name, "per_s": 1e6 / best[name], "us": best[name]}
+                found.append(row | spent)
                 print(
                     f"{workers} workers, {name}: {best[name]:.0f} us, {1e6 / best[name]:,.0f} a second;",
                     ", ".join(f"{part} {us:.1f}" for part, us in spent.items()),
                 )
-    (options.output / "placements.json").write_text(json.dumps(found, indent=1) + "\n")
+    write_rows("placements", "python -m benchmarks.router.placements", found)
 
 
 def _run(router: Router, frames: list[bytes]) -> float:

@@ -1,6 +1,6 @@
 """The page stores, compared with a plain copy and with Mooncake's own client in the same run.
 
-python -m benchmarks.store.store --only throughput --size 1.5MiB --batch 8 --batch 32
+python -m benchmarks.store.store --size 1.5MiB --batch 8 --batch 32
 """
 
 import argparse
@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, astuple, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -35,7 +35,6 @@ from benchmarks.store.raw import (
     touch_lent,
 )
 from tidemill.kvstore.keys import Kind
-from tidemill.kvstore.layout import Attention, Linear, layout_of
 from tidemill.kvstore.sizes import parse_bytes
 from tidemill.kvstore.stores.file_store import FileStore
 from tidemill.kvstore.stores.mooncake_store import open_mooncake
@@ -49,25 +48,6 @@ CALLS_MAX = 32
 OBJECTS_MAX = 512  # ext4 is slow to create files just after thousands were deleted
 LENT_BYTES = 512 << 20
 FILE_BYTES = 2 << 30
-
-LAYOUT = layout_of(  # Qwen3-Next-80B-A3B
-    (Attention(kv_heads=2, head_dim=256),) * 12
-    + (Linear(key_heads=16, value_heads=32, key_dim=128, value_dim=128, conv_width=4),) * 36,
-    page_tokens=64,
-    kv_dtype="bfloat16",
-)
-PAGES = 8192 // LAYOUT.page_tokens
-KV_LAYERS, STATE_LAYERS = len(LAYOUT.attention), len(LAYOUT.linear)
-
-PAGE_FIRST, LAYER_FIRST = "page-first", "layer-first"
-PROMPT: Mapping[str, Sequence[Sized]] = {
-    PAGE_FIRST: [[(Kind.PAGE, LAYOUT.page_bytes)] * PAGES + [(Kind.CHECKPOINT, LAYOUT.state_bytes)]],
-    LAYER_FIRST: [
-        [(Kind.PAGE, LAYOUT.page_bytes // KV_LAYERS)] * (PAGES * KV_LAYERS)
-        + [(Kind.CHECKPOINT, LAYOUT.state_bytes // STATE_LAYERS)] * STATE_LAYERS
-    ],
-}
-"""The pages and the checkpoint of a prompt in one call, whole or cut into layers."""
 
 MEMCPY, PLAIN, OURS = "memcpy", "plain client", "mooncake"
 
@@ -222,35 +202,6 @@ async def throughput(bench: Bench, sizes: Sequence[str], batches: Sequence[int],
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """The time of layer-first relative to page-first: medians over pairs in one round."""
-
-    way: str
-    put: float
-    get: float
-    contains: float
-    put_cpu: float
-    get_cpu: float
-
-
-def layer_ratios(rounds: Sequence[Round]) -> list[Ratio]:
-    def ratio(way: str, operation: str, value: Callable[[Spent], float]) -> float:
-        return median(
-            value(times[LAYER_FIRST, way][operation]) / value(times[PAGE_FIRST, way][operation])
-            for times in rounds
-        )
-
-    return [
-        Ratio(
-            way,
-            *(ratio(way, operation, lambda spent: spent.all_s) for operation in ("put", "get", "contains")),
-            *(ratio(way, operation, lambda spent: spent.cpu_s) for operation in ("put", "get")),
-        )
-        for way in dict.fromkeys(way for _, way in rounds[0])
-    ]
-
-
 def table_of(title: str, results: Sequence[Result]) -> Table:
     table = Table(title=title, box=None, pad_edge=False)
     moved = ("GB/s", ":plain", ":memcpy", "CPU ms/GB", "ms", "asked")
@@ -263,19 +214,10 @@ def table_of(title: str, results: Sequence[Result]) -> Table:
     return table
 
 
-def table_of_ratios(ratios: Sequence[Ratio]) -> Table:
-    table = Table(title="time of layer-first : page-first", box=None, pad_edge=False)
-    for column in fields(Ratio):
-        table.add_column(column.name.replace("_", " "), justify="left" if column.name == "way" else "right")
-    for ratio in ratios:
-        table.add_row(ratio.way, *(f"{number:.2f}" for number in astuple(ratio)[1:]))
-    return table
-
-
 @asynccontextmanager
 async def open_bench(folders: Sequence[Path]) -> AsyncGenerator[Bench]:
     """Open all ways: a Mooncake on this host, and file stores in new folders within `folders`."""
-    memory = Memory.of(max(ROUND_BYTES, LAYOUT.page_bytes * PAGES + LAYOUT.state_bytes))
+    memory = Memory.of(ROUND_BYTES)
     async with AsyncExitStack() as stack:
         log = Path(stack.enter_context(tempfile.TemporaryDirectory()), "log")
         service = stack.enter_context(mooncake(log, LENT_BYTES))
@@ -301,45 +243,25 @@ async def open_bench(folders: Sequence[Path]) -> AsyncGenerator[Bench]:
         )
 
 
-@dataclass(slots=True)
-class Report:
-    throughput: list[Result] = field(default_factory=list[Result])
-    layout: list[Result] = field(default_factory=list[Result])
-    ratios: list[Ratio] = field(default_factory=list[Ratio])
-
-
-async def measure(options: argparse.Namespace) -> Report:
-    report = Report()
+async def measure(options: argparse.Namespace) -> list[Result]:
     folders = options.folder or [Path("/dev/shm"), Path(tempfile.gettempdir())]  # noqa: S108 - tmpfs is the point
     async with open_bench(folders) as bench:
-        if options.only != "layout":
-            sizes, batches = options.size or SIZES, options.batch or BATCHES
-            report.throughput = await throughput(bench, sizes, batches, options.rounds)
-        if options.only != "throughput":
-            rounds = await bench.rounds(PROMPT, options.rounds)
-            report.layout, report.ratios = summarize(rounds, PROMPT), layer_ratios(rounds)
-    return report
+        return await throughput(bench, options.size or SIZES, options.batch or BATCHES, options.rounds)
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.store.store")
-    parser.add_argument("--only", choices=("throughput", "layout"))
     parser.add_argument("--folder", type=Path, action="append", help="of a file store; may be repeated")
     parser.add_argument("--size", choices=SIZES, action="append", help="of an object; may be repeated")
     parser.add_argument("--batch", type=int, action="append", help="objects per call; may be repeated")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
-    report = asyncio.run(measure(options))
+    results = asyncio.run(measure(options))
     if options.json:
-        print(json.dumps(asdict(report), indent=2))
-        return 0
-    console = Console(width=160)
-    if report.throughput:
-        console.print(table_of("page stores", report.throughput))
-    if report.layout:
-        console.print(table_of("a prompt of 8,192 tokens", report.layout))
-        console.print(table_of_ratios(report.ratios))
+        print(json.dumps([asdict(result) for result in results], indent=2))
+    else:
+        Console(width=160).print(table_of("page stores", results))
     return 0
 
 
