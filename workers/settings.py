@@ -5,32 +5,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from tidemill.kernels.shared.compute_dtype import ComputeDtype
+from pydantic.dataclasses import dataclass as checked_dataclass
+
 from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.layout import KvDtype
-from tidemill.kvstore.memory.recompute_cost import Policy
+from tidemill.kvstore.sizes import parse_bytes
+from tidemill.workers.options import Backend, Count, EngineConfig, KvEventsConfig
 from tidemill.workers.pickled_by_name import PickledByName
 from tidemill.workers.sources.names import ModelSource
-
-CheckpointStrategy = Literal["none", "double", "lazy"]
-"""The checkpoint at each boundary of the interval while decoding. "none": there is none, and a sequence holds
-one state. "double": it replaces the one before it, in a slot that is kept ready (3 states). "lazy": it
-borrows a slot only then (2 states)."""
-
-SpeculativeMethod = Literal["auto", "ngram", "mtp"]
-"""The source of guesses: earlier occurrences of the last tokens ("ngram"), or the model's own prediction head
-("mtp"), for which every worker keeps one more layer in its pages. "auto" is the head if the model has one."""
-
-LoadFormat = Literal["auto", "dummy"]
-"""The weights: those of the folder ("auto"), or random ones for its config.json ("dummy")."""
-
-Reduce = Literal["exact", "fast"]
-"""The exchange of the ranks of a group. "exact": all-gathers of whole columns, with the bits of one rank.
-"fast": one all-reduce of sums for each attention and each MLP; the last bits depend on the number of
-ranks."""
-
-Backend = Literal["shared-memory", "gloo", "nccl"]
-"""The library of that exchange: host memory, torch's gloo through the host, or NCCL between GPUs."""
 
 MEMORY_BYTES = 1 << 30
 """The default memory of pages and states on CPUs."""
@@ -41,32 +23,19 @@ STEP, STEP_CUDA = (512, 128), (8192, 256)
 ITL_TARGET_S, ITL_TARGET_CUDA_S = 0.1, 0.05
 """The default times of a step with prompts beside streams, on CPUs and on CUDA devices."""
 
-DRAFTS_MAX = 16
-"""The limit of guesses: in a hybrid each costs a state until it is confirmed, and a row of logits."""
-
 
 class SettingsError(TidemillError):
     """A setting has no meaning; the message names it."""
 
 
-KV_EVENT_ENDPOINT = r"(tcp://[^\s/]+:[0-9]{1,5}|ipc://\S+)"
-"""The endpoints of KV events: those of ZMQ that other processes can reach."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvEventSettings(PickledByName):
-    """The publication of KV events over ZMQ, in vLLM's terms.
+@checked_dataclass(frozen=True, kw_only=True)
+class KvEventSettings(KvEventsConfig, PickledByName):
+    """The publication of a worker's KV events over ZMQ, in vLLM's terms.
 
     `rank` is a number of the worker, which no other worker of the cluster has: it is added to the ports
     that the worker binds.
     """
 
-    endpoint: str
-    replay_endpoint: str | None = None
-    buffer_steps: int = 10_000  # batches that a replay can return
-    hwm: int = 100_000  # batches that wait for one subscriber
-    queue_max: int = 100_000  # batches that wait to be sent
-    topic: str = ""
     rank: int = 0
     stride: int = 1  # workers with the same role and model have every `stride`-th rank
 
@@ -75,60 +44,46 @@ class KvEventSettings(PickledByName):
         return replace(self, rank=self.rank + self.stride * int(name.rpartition("-")[2]))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings(PickledByName):
-    """The settings of one engine. `step_tokens_max` is the token budget of a step, `rows_max` its rows."""
+@dataclass(frozen=True, kw_only=True)
+class HostedSettings(PickledByName):
+    """The settings of any engine, which its worker decides: model, store, device, memory, ranks, threads."""
 
     model_folder: Path
     model_source: ModelSource | None = None  # of a model that each node downloads; None: the folder is there
+    max_model_len: Count | None = None
     cache_folder: Path  # for compiled kernels
     store_url: str
     store_secret_file: Path | None = None  # seals stored objects: all workers of a store have the same one
-    load_format: LoadFormat = "auto"
-    page_tokens: int = 64
-    compute_dtype: ComputeDtype | None = None  # of products; None: that of the weights
-    kv_dtype: KvDtype | None = None  # of pages; None: compute_dtype, on CUDA bfloat16
-    state_dtype: KvDtype = "float32"  # of recurrent states
     device: str = "cpu"  # or cuda, or cuda:1
-    backing: Literal["fixed", "mmap", "kvcached"] | None = None  # None: mmap, on CUDA kvcached
+    device_share: float = 1.0  # the part of a CUDA device that this worker has; others have the rest
     memory_bytes: int | None = None  # None: MEMORY_BYTES, on CUDA what the device has left
     memory_max_bytes: int | None = None  # address space to grow into; None: memory_bytes
-    memory_floor_bytes: int | None = (
-        None  # the least budget; at least what one request of max_model_len needs
-    )
-    starts_at_floor: bool = False  # a memory broker assigns the rest
-    gpu_memory_utilization: float = 0.9  # of the worker's share of a CUDA device: weights and all else
-    device_share: float = 1.0  # the part of a CUDA device that this worker has; others have the rest
-    eviction: Policy = "value"
-    checkpoints_per_path: int = 16
-    checkpoint_strategy: CheckpointStrategy = "lazy"
-    checkpoint_interval: int | None = None  # tokens between checkpoints while decoding; None: a page
-    kernels: Literal["cpu", "triton", "reference"] | None = None  # None: cpu, on CUDA triton
-    enforce_eager: bool = False  # decode steps without CUDA graphs, or recordings of CPU steps
-    threads: int = 1
-    step_tokens_max: int | None = None  # None: by the device
-    rows_max: int | None = None  # None: by the device
-    itl_target_s: float | None = None  # of a step beside streams; None: by the device, 0: no limit
-    max_model_len: int | None = None
-    overlap: bool = True  # launch the next step before the tokens of this one are read
-    async_scheduling: bool = False  # on CUDA: make the inputs of the next step while this one runs
-    numa_bind: bool = False  # keep each rank on the NUMA node of its GPU, ranks on CPUs on one each
-    drafts_max: int = 0  # guessed tokens of a row; 0: no speculation
-    speculative_method: SpeculativeMethod = "auto"
-    tensor_parallel_size: int = 1  # ranks of this worker
-    tensor_parallel_nodes: int = 1  # that its ranks may be spread over, evenly
+    memory_floor_bytes: int | None = None  # the least budget; at least the need of one request
+    threads: Count = 1
+    tensor_parallel_size: Count = 1  # ranks of this worker
+    tensor_parallel_nodes: Count = 1  # that its ranks may be spread over, evenly
     tensor_parallel_sizes: tuple[int, ...] = ()  # of the other workers that use this store
-    tensor_parallel_reduce: Reduce | None = None  # None: exact, on CUDA fast
-    tensor_parallel_backend: Backend | None = None  # None: shared-memory, over nodes gloo, on CUDA nccl
-    tensor_parallel_interface: str | None = None  # of it between nodes; None: that of the node's address
-    one_shot_bytes: int = 0  # of the largest sum that GPUs of one node add up without NCCL
-    allow_inexact_groups: bool = False  # fast groups of different sizes read each other's pages
-    enable_expert_parallel: bool = False  # ranks have whole experts
     kv_events: KvEventSettings | None = None  # None: no events
 
     @property
     def on_cuda(self) -> bool:
         return self.device != "cpu"
+
+    @property
+    def group_sizes(self) -> frozenset[int]:
+        """The group sizes of all workers of this store: they decide how it cuts pages and states."""
+        return frozenset((self.tensor_parallel_size, *self.tensor_parallel_sizes))
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.tensor_parallel_size // self.tensor_parallel_nodes
+
+
+@checked_dataclass(frozen=True, kw_only=True)
+class EngineSettings(HostedSettings, EngineConfig):
+    """The settings of our engine: what a worker decides, and the engine's options."""
+
+    memory_broker: bool = False  # True: start with the least budget, because a broker assigns the rest
 
     @property
     def variant(self) -> Literal["cpu", "triton", "reference"]:
@@ -138,7 +93,7 @@ class EngineSettings(PickledByName):
     @property
     def page_dtype(self) -> KvDtype:
         """The dtype of pages, once `compute_dtype` is known."""
-        return self.kv_dtype or ("bfloat16" if self.on_cuda else self.compute_dtype or "float32")
+        return self.kv_cache_dtype or ("bfloat16" if self.on_cuda else self.compute_dtype or "float32")
 
     @property
     def backing_kind(self) -> Literal["fixed", "mmap", "kvcached"]:
@@ -148,12 +103,7 @@ class EngineSettings(PickledByName):
     def step_target_s(self) -> float:
         """The time that a step with prompts beside streams should take; 0: no limit."""
         default_s = ITL_TARGET_CUDA_S if self.on_cuda else ITL_TARGET_S
-        return default_s if self.itl_target_s is None else self.itl_target_s
-
-    @property
-    def group_sizes(self) -> frozenset[int]:
-        """The group sizes of all workers of this store: they decide how it cuts pages and states."""
-        return frozenset((self.tensor_parallel_size, *self.tensor_parallel_sizes))
+        return default_s if self.itl_target is None else self.itl_target
 
     @property
     def backend(self) -> Backend:
@@ -162,8 +112,9 @@ class EngineSettings(PickledByName):
         return self.tensor_parallel_backend or ("nccl" if self.on_cuda else on_host)
 
     @property
-    def ranks_per_node(self) -> int:
-        return self.tensor_parallel_size // self.tensor_parallel_nodes
+    def one_shot_bytes(self) -> int:
+        """The size of the largest sum that GPUs of one node add up without NCCL."""
+        return parse_bytes(self.tensor_parallel_one_shot or "0")
 
     @property
     def sums(self) -> bool:
@@ -187,35 +138,15 @@ class EngineSettings(PickledByName):
 
     def __post_init__(self) -> None:
         """Raises SettingsError."""
-        for flag, value in (
-            ("--page-size", self.page_tokens),
-            ("--threads", self.threads),
-            ("--max-num-batched-tokens", self.step_tokens_max),
-            ("--max-num-seqs", self.rows_max),
-            ("--max-model-len", self.max_model_len),
-            ("--checkpoints-per-path", self.checkpoints_per_path),
-            ("--tensor-parallel-size", self.tensor_parallel_size),
-            ("--tensor-parallel-nodes", self.tensor_parallel_nodes),
-        ):
-            if value is not None and value < 1:
-                raise SettingsError(f"{flag} is {value}: set it to 1 or more")
-        if self.step_target_s < 0:
-            raise SettingsError(f"--itl-target is {self.itl_target_s} s: set it to 0 or more")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise SettingsError(
-                f"--gpu-memory-utilization is {self.gpu_memory_utilization}: set it above 0, to 1 or less"
-            )
-        if not 0 <= self.drafts_max <= DRAFTS_MAX:
-            raise SettingsError(f"--num-speculative-tokens is {self.drafts_max}: set it to 0 to {DRAFTS_MAX}")
-        if self.speculative_method == "mtp" and not self.drafts_max:
+        if self.speculative_method == "mtp" and not self.num_speculative_tokens:
             raise SettingsError(
                 "--speculative-method mtp needs --num-speculative-tokens: set it to 1 or more"
             )
         interval = self.checkpoint_interval
-        if interval is not None and (interval < 1 or interval % self.page_tokens):
+        if interval is not None and interval % self.page_size:
             raise SettingsError(
                 f"--checkpoint-interval is {interval} tokens: set it to a multiple of the page size,"
-                f" {self.page_tokens}"
+                f" {self.page_size}"
             )
         self._check_device()
         self._check_groups()

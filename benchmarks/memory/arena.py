@@ -25,7 +25,7 @@ from benchmarks.memory.schemes import SCHEMES, split
 from benchmarks.rows import RESULTS, read_rows, write_rows
 from tidemill.cluster.bench.workloads import Workload
 from tidemill.kvstore.memory.recompute_cost import Policy
-from tidemill.workers.settings import CheckpointStrategy
+from tidemill.workers.options import CheckpointStrategy
 
 PAGE_SHARES = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9)
 SPLIT_EXTENTS = 96

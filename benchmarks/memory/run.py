@@ -20,10 +20,10 @@ from tidemill.workers.engine.load_report import memory_use
 from tidemill.workers.engine.memory_plan import capacity_tokens
 from tidemill.workers.execution.step import Step
 from tidemill.workers.messages import Provenance, Request, Sampling
+from tidemill.workers.options import CheckpointStrategy
 from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.plan import Budget
 from tidemill.workers.scheduling.sequence import Sequence
-from tidemill.workers.settings import CheckpointStrategy
 from tidemill.workers.transfer.arena_io import DirectIO
 from tidemill.workers.transfer.transfer import Transfer
 

@@ -21,7 +21,7 @@ from tidemill.cluster.cli.security import (
     find_detached,
     security_of,
 )
-from tidemill.cluster.config.flags import FLAGS, Flag
+from tidemill.cluster.config.flags import FLAGS, KeyFlag
 from tidemill.cluster.config.fleets import telemetry_of, with_visible_gpus
 from tidemill.cluster.config.overrides import GivenFlag
 from tidemill.cluster.config.paths import kind_of
@@ -63,8 +63,8 @@ def add_serving_options(serve: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a YAML file that describes the cluster, see docs/configuration.md; other flags override it",
     )
-    titles = add_flags(serve, FLAGS)
-    titles["security"].add_argument(
+    sections = add_flags(serve, FLAGS)
+    sections["security"].add_argument(
         "--api-key",  # not a configuration key, because no file has a key in clear
         action="append",
         metavar="KEY",
@@ -139,15 +139,18 @@ def routers_of(text: str) -> tuple[str, ...]:
     return addresses
 
 
-def add_flags(command: argparse.ArgumentParser, flags: Sequence[Flag]) -> dict[str, Any]:
-    """Add the flags in groups by their titles, and return the groups."""
-    titles = {
-        title: command.add_argument_group(title) for title in dict.fromkeys(flag.title for flag in flags)
+def add_flags(command: argparse.ArgumentParser, flags: Sequence[KeyFlag]) -> dict[str, Any]:
+    """Add the flags in groups by their sections, and return the groups."""
+    sections = {
+        section: command.add_argument_group(section)
+        for section in dict.fromkeys(flag.section for flag in flags)
     }
     for flag in flags:
         names = [flag.option] if flag.short is None else [flag.option, flag.short]
-        titles[flag.title].add_argument(*names, dest=MARK + flag.option, help=help_of(flag), **_shape(flag))
-    return titles
+        sections[flag.section].add_argument(
+            *names, dest=MARK + flag.option, help=help_of(flag), **_shape(flag)
+        )
+    return sections
 
 
 def config_of_options(options: argparse.Namespace) -> RootConfig:
@@ -165,7 +168,7 @@ def count_gpus() -> int:
     return count_gpus()
 
 
-def help_of(flag: Flag) -> str:
+def help_of(flag: KeyFlag) -> str:
     """Return the help of a flag, with its default if there is one that is not a switch."""
     if flag.text is not None:
         return flag.text
@@ -176,7 +179,7 @@ def help_of(flag: Flag) -> str:
     return f"{flag.config_key.text} ({shown})"
 
 
-def _shape(flag: Flag) -> dict[str, Any]:
+def _shape(flag: KeyFlag) -> dict[str, Any]:
     """Return the arguments of `add_argument` for the value; the configuration checks bounds."""
     kind, is_list = kind_of(flag.field.annotation)
     if kind is bool:

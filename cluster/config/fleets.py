@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from tidemill.cluster.config.flags import with_config_paths
+from tidemill.cluster.config.paths import fields_of
 from tidemill.cluster.config.problems import ConfigError
 from tidemill.cluster.config.threads import threads_of
 from tidemill.cluster.config.tree import (
@@ -29,10 +30,12 @@ from tidemill.cluster.settings import (
 )
 from tidemill.kvstore.sizes import parse_bytes
 from tidemill.workers.messages import Role
+from tidemill.workers.options import EngineConfig
 from tidemill.workers.settings import MEMORY_BYTES, EngineSettings, KvEventSettings, SettingsError
 from tidemill.workers.sources.names import ModelSource, local_folder, source_of
 
 ROLES: tuple[Role, ...] = get_args(Role)
+_ENGINE_FIELDS = {field.name for field in fields(EngineSettings)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +103,6 @@ def engine_settings(
     config: RootConfig, model: ModelConfig, group: GroupConfig, surroundings: Surroundings
 ) -> EngineSettings:
     """Return the engine settings of the workers of a group. Raises SettingsError."""
-    engine, secret_file, floor = model.engine, config.store.secret_file, group.memory_floor
     on_cuda = any(other.device != "cpu" for other in model.groups)
     if group.device not in {"cpu", "cuda"} and group.tensor_parallel_size > 1:
         raise SettingsError(
@@ -111,51 +113,27 @@ def engine_settings(
     on_gpus = any(other.device != "cpu" and other.tensor_parallel_size > 1 for other in model.groups)
     source = source_of_model(model)
     folder = local_folder(model.model) if source is None else surroundings.folders[source]
-    return EngineSettings(
-        model_folder=folder,
-        model_source=None if source is None else source.pinned(folder),
-        memory_bytes=memory_bytes_of(group),
-        memory_max_bytes=_memory_max_bytes(config, model, group),
-        memory_floor_bytes=None if floor is None else parse_bytes(floor),
-        starts_at_floor=engine.memory_broker,
-        gpu_memory_utilization=engine.gpu_memory_utilization,
-        device_share=min(1.0, group.gpus or 1.0),
-        eviction=engine.eviction_policy,
-        checkpoints_per_path=engine.checkpoints_per_path,
-        checkpoint_strategy=engine.checkpoint_strategy,
-        checkpoint_interval=engine.checkpoint_interval,
-        store_url=surroundings.store_url,
-        store_secret_file=None if secret_file is None else Path(secret_file),
-        cache_folder=surroundings.cache_folder,
-        load_format=engine.load_format,
-        page_tokens=engine.page_size,
-        compute_dtype=engine.compute_dtype,
-        kv_dtype=engine.kv_cache_dtype or ("bfloat16" if on_cuda else None),
-        state_dtype=engine.state_dtype,
-        device=group.device,
-        kernels=engine.kernels,
-        backing=engine.backing,
-        enforce_eager=engine.enforce_eager,
-        threads=threads_of(config, model, group, folder, surroundings.cores),
-        step_tokens_max=engine.max_num_batched_tokens,
-        rows_max=engine.max_num_seqs,
-        itl_target_s=engine.itl_target,
-        max_model_len=model.max_model_len,
-        overlap=engine.overlap,
-        async_scheduling=engine.async_scheduling,
-        numa_bind=engine.numa_bind,
-        drafts_max=engine.num_speculative_tokens,
-        speculative_method=engine.speculative_method,
-        tensor_parallel_size=group.tensor_parallel_size,
-        tensor_parallel_nodes=group.tensor_parallel_nodes,
-        tensor_parallel_interface=engine.tensor_parallel_interface,
-        tensor_parallel_reduce=engine.tensor_parallel_reduce or ("fast" if on_gpus else "exact"),
-        tensor_parallel_backend=engine.tensor_parallel_backend,
-        one_shot_bytes=parse_bytes(engine.tensor_parallel_one_shot or "0"),
-        allow_inexact_groups=engine.allow_inexact_groups,
-        enable_expert_parallel=engine.enable_expert_parallel,
-        tensor_parallel_sizes=tuple(sorted({other.tensor_parallel_size for other in model.groups})),
-    )
+    made: dict[str, Any] = {
+        "model_folder": folder,
+        "model_source": None if source is None else source.pinned(folder),
+        "cache_folder": surroundings.cache_folder,
+        "store_url": surroundings.store_url,
+        "store_secret_file": None if config.store.secret_file is None else Path(config.store.secret_file),
+        "kv_cache_dtype": model.engine.kv_cache_dtype or ("bfloat16" if on_cuda else None),
+        "device_share": min(1.0, group.gpus or 1.0),
+        "memory_bytes": memory_bytes_of(group),
+        "memory_max_bytes": _memory_max_bytes(config, model, group),
+        "memory_floor_bytes": None if group.memory_floor is None else parse_bytes(group.memory_floor),
+        "threads": threads_of(config, model, group, folder, surroundings.cores),
+        "tensor_parallel_sizes": tuple(sorted({other.tensor_parallel_size for other in model.groups})),
+        "tensor_parallel_reduce": model.engine.tensor_parallel_reduce or ("fast" if on_gpus else "exact"),
+    }
+    return EngineSettings(**_by_name(model) | _by_name(model.engine) | _by_name(group) | made)
+
+
+def _by_name(node: ModelConfig | EngineConfig | GroupConfig) -> dict[str, Any]:
+    """Return what the mapping sets of EngineSettings: the keys with the names of its fields."""
+    return {name: getattr(node, name) for name in fields_of(type(node)) if name in _ENGINE_FIELDS}
 
 
 def _check_nodes(config: RootConfig, group: GroupConfig) -> None:
@@ -179,16 +157,7 @@ def kv_events_of(config: RootConfig, index: int, role: Role) -> KvEventSettings 
     if not events.enable_kv_cache_events or events.publisher == "null":
         return None
     roles = [(number, known) for number, model in enumerate(config.models) for known in counts_of(model)]
-    return KvEventSettings(
-        endpoint=events.endpoint,
-        replay_endpoint=events.replay_endpoint,
-        buffer_steps=events.buffer_steps,
-        hwm=events.hwm,
-        queue_max=events.max_queue_size,
-        topic=events.topic,
-        rank=roles.index((index, role)),
-        stride=len(roles),
-    )
+    return KvEventSettings(**asdict(events), rank=roles.index((index, role)), stride=len(roles))
 
 
 def with_visible_gpus(config: RootConfig, count_gpus: Callable[[], int]) -> RootConfig:

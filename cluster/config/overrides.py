@@ -9,7 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, cast
 
-from tidemill.cluster.config.flags import ROLES, Flag
+from tidemill.cluster.config.flags import ROLES, KeyFlag
 from tidemill.cluster.config.problems import ConfigError, Location
 from tidemill.workers.messages import Role
 
@@ -22,7 +22,7 @@ Node = tuple[Location, Tree]
 class GivenFlag:
     """A flag on a command line, with its value."""
 
-    flag: Flag
+    flag: KeyFlag
     value: object
 
 
@@ -94,7 +94,7 @@ def _replace_with_mixed(location: Location, model: Tree) -> None:
         model["groups"] = [{**kept, "role": "mixed"}]
 
 
-def _nodes(tree: Tree, models: Sequence[Node], flag: Flag) -> Iterator[Node]:
+def _nodes(tree: Tree, models: Sequence[Node], flag: KeyFlag) -> Iterator[Node]:
     """Yield the mappings that have the flag's key."""
     match flag.scope:
         case "model":
@@ -112,7 +112,7 @@ def _nodes(tree: Tree, models: Sequence[Node], flag: Flag) -> Iterator[Node]:
             yield from _child(tree, (), section)
 
 
-def _role_groups(groups: Sequence[Node], flag: Flag) -> Sequence[Node]:
+def _role_groups(groups: Sequence[Node], flag: KeyFlag) -> Sequence[Node]:
     """Return the groups of a model and a role that the flag sets. Raises ConfigError."""
     if flag.key == "replicas" and len(groups) > 1:
         names = ", ".join(f"groups[{location[-1]}]" for location, _ in groups)

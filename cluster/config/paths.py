@@ -1,13 +1,17 @@
 """The keys of the configuration file with their paths, like `models[].groups[].replicas`. Pure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
-from typing import Annotated, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Union, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from tidemill.cluster.config.tree import ConfigNode, RootConfig
+from tidemill.workers.options import EngineConfig, KvEventsConfig
+
+Node = type[ConfigNode | EngineConfig | KvEventsConfig]
+"""A mapping of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +19,7 @@ class ConfigKey:
     """A key of the file; `owner` is the mapping that has it."""
 
     path: str
-    owner: type[ConfigNode]
+    owner: Node
     field: FieldInfo
     is_node: bool  # its value is a mapping of other keys, or a list of such
 
@@ -30,21 +34,26 @@ class ConfigKey:
     @property
     def text(self) -> str:
         """The meaning of the key in one line."""
-        assert self.field.description, f"{self.path} is explained in tree.py"
+        assert self.field.description, f"{self.path} has a text below it"
         return " ".join(self.field.description.split())
 
 
-def keys(node: type[ConfigNode] = RootConfig, node_path: str = "") -> Iterator[ConfigKey]:
+def keys(node: Node = RootConfig, node_path: str = "") -> Iterator[ConfigKey]:
     """Yield all keys below `node`, each before the keys below itself."""
-    for name, field in node.model_fields.items():
+    for name, field in fields_of(node).items():
         kind, is_list = kind_of(field.annotation)
         path = f"{node_path}.{name}".removeprefix(".")
-        if isinstance(kind, type) and issubclass(kind, ConfigNode):
+        if isinstance(kind, type) and hasattr(kind, "__pydantic_fields__"):
             path += "[]" if is_list else ""
             yield ConfigKey(path, node, field, is_node=True)
-            yield from keys(kind, path)
+            yield from keys(cast("Node", kind), path)
         else:
             yield ConfigKey(path, node, field, is_node=False)
+
+
+def fields_of(node: Node) -> Mapping[str, FieldInfo]:
+    """Return the keys of a mapping."""
+    return cast("Any", node).__pydantic_fields__
 
 
 def kind_of(annotation: object) -> tuple[object, bool]:

@@ -52,7 +52,7 @@ TYPES = {
     "string_type": "text, in quotes if it looks like something else",
     "tuple_type": "a list, each entry after a dash",
     "dict_type": "`name: value` lines below it",
-    "model_type": "`name: value` lines below it, or leave it out",
+    **dict.fromkeys(("model_type", "dataclass_type"), "`name: value` lines below it, or leave it out"),
 }
 
 
@@ -79,7 +79,7 @@ def _line(problem: ErrorDetails, flags: Mapping[Location, str]) -> str:
     location, kind = problem["loc"], problem["type"]
     if kind == "invalid_key" or location[-1:] == ("[key]",):
         return f"{format_location(location[:-1])}: write names of keys as text: `name: value`"
-    if kind == "extra_forbidden":
+    if kind in {"extra_forbidden", "unexpected_keyword_argument"}:
         return f"{format_location(location)}: {_unknown_key(location)}"
     subject = flags.get(location, format_location(location))
     if not subject:

@@ -14,7 +14,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from tidemill.cluster.config.flags import FLAGS
 from tidemill.cluster.config.paths import ConfigKey, keys
 from tidemill.cluster.config.tree import RootConfig
-from tidemill.cluster.config.values import DURATION, SIZE
+from tidemill.workers.options import DURATION, SIZE
 
 INTRODUCTION = """\
 # Configuration

@@ -1,11 +1,12 @@
 """The keys of the configuration file for logs, traces, metrics and KV events. Pure."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from tidemill.cluster.config.values import Count, Endpoint, Text, parse_object
+from tidemill.cluster.config.values import parse_object
 from tidemill.cluster.observability.telemetry import LogLevel, MetricsAlias
+from tidemill.workers.options import Flag, KvEventsConfig, Text
 
 
 class ConfigNode(BaseModel):
@@ -16,40 +17,27 @@ class ConfigNode(BaseModel):
     )
 
 
-class KvEventsConfig(ConfigNode):
-    """The KV events of every worker, for routers outside the cluster: docs/kv_events.md."""
-
-    enable_kv_cache_events: bool = False
-    """publish which pages and checkpoints each worker holds; needs the extra `events`"""
-    publisher: Literal["null", "zmq"] = "zmq"
-    """null publishes nothing"""
-    endpoint: Endpoint = "tcp://127.0.0.1:5557"
-    """address of the first worker: `tcp://*:5557` listens at all addresses of its machine, and the address of
-    another machine is connected to"""
-    replay_endpoint: Endpoint | None = None
-    """address where the first worker listens for requests for past batches"""
-    buffer_steps: Count = 10_000
-    """maximum number of past batches that a worker keeps for replays"""
-    hwm: Count = 100_000
-    """maximum number of batches that wait for one slow subscriber"""
-    max_queue_size: Count = 100_000
-    """maximum number of batches that wait to be sent; when there are more, all are dropped, and the next one
-    has everything that the worker holds"""
-    topic: str = ""
-    """topic of the messages"""
-
-
 class TelemetryConfig(ConfigNode):
     """The logs, traces and metrics of all processes."""
 
-    log_level: LogLevel = "info"
+    log_level: Annotated[LogLevel, Flag("telemetry", "--log-level")] = "info"
     """level of every process; info has a line for each request"""
-    log_json: bool = False
+    log_json: Annotated[bool, Flag("telemetry", "--log-json")] = False
     """write log lines as JSON objects"""
-    otlp_traces_endpoint: Text | None = None
+    otlp_traces_endpoint: Annotated[Text | None, Flag("telemetry", "--otlp-traces-endpoint", "URL")] = None
     """send a trace of each request to this collector: grpc://host:4317, or http://host:4318/v1/traces; needs
     the extra `otel`"""
-    metrics_alias: MetricsAlias | None = None
+    metrics_alias: Annotated[MetricsAlias | None, Flag("telemetry", "--metrics-alias")] = None
     """add the core series of /metrics under this engine's names"""
-    kv_events: Annotated[KvEventsConfig, BeforeValidator(parse_object)] = KvEventsConfig()
+    kv_events: Annotated[
+        KvEventsConfig,
+        BeforeValidator(parse_object),
+        Flag(
+            "telemetry",
+            "--kv-events-config",
+            "JSON",
+            "publish KV events of every worker: a JSON object with the keys of telemetry.kv_events in "
+            "docs/configuration.md, as vLLM has it (off)",
+        ),
+    ] = KvEventsConfig()
     """KV events of every worker; the flag takes the keys below as a JSON object"""

@@ -15,35 +15,18 @@ from pydantic import (
 )
 
 from tidemill.cluster.config.telemetry import ConfigNode, TelemetryConfig
-from tidemill.cluster.config.values import (
-    DEVICE,
-    Amount,
-    Count,
-    Duration,
-    Names,
-    Port,
-    Seconds,
-    Size,
-    Text,
-    Threads,
-)
+from tidemill.cluster.config.values import DEVICE, Amount, Names, Port, Seconds, Threads
 from tidemill.cluster.settings import ReasoningParser, ToolParser
-from tidemill.kvstore.layout import KvDtype
-from tidemill.kvstore.memory.recompute_cost import Policy
 from tidemill.workers.messages import Role
-from tidemill.workers.settings import (
-    DRAFTS_MAX,
-    Backend,
-    CheckpointStrategy,
-    ComputeDtype,
-    LoadFormat,
-    Reduce,
-    SpeculativeMethod,
-)
+from tidemill.workers.options import Count, EngineConfig, Flag, Size, Text
 
 MODELS_MAX = 64
 
 ClusterHost = Literal["loopback", "node", "node-plain"]
+
+
+def _of_role(role: Role, option: str, text: str) -> Flag:
+    return Flag("workers", option, "N", text, role=role)
 
 
 class GroupConfig(ConfigNode):
@@ -51,26 +34,46 @@ class GroupConfig(ConfigNode):
 
     role: Role
     """the role of its workers: prefill computes prompts, decode generates, mixed does both"""
-    replicas: Count = 1
+    replicas: Annotated[
+        Count,
+        _of_role("prefill", "--prefill", "number of workers that compute prompts, beside decode workers"),
+        _of_role("decode", "--decode", "number of workers that generate, beside prefill workers"),
+        _of_role(
+            "mixed",
+            "--mixed",
+            "number of workers that do both, instead of prefill and decode workers (1; on CUDA one for each "
+            "GPU of this machine)",
+        ),
+    ] = 1
     """number of workers (1; of a single group with device cuda, as many as this machine has GPUs for)"""
-    replicas_max: Count | None = None
+    replicas_max: Annotated[
+        Count | None,
+        _of_role("prefill", "--prefill-max", "maximum number of prefill workers under load"),
+        _of_role("decode", "--decode-max", "maximum number of decode workers under load"),
+        _of_role("mixed", "--mixed-max", "maximum number of mixed workers under load"),
+    ] = None
     """maximum number of workers under load; only in the first group of a role"""
-    tensor_parallel_size: Count = 1
+    tensor_parallel_size: Annotated[
+        Count,
+        Flag("workers", "--tensor-parallel-size", "N", short="-tp"),
+        _of_role("prefill", "--prefill-tensor-parallel-size", "number of ranks of a prefill worker"),
+        _of_role("decode", "--decode-tensor-parallel-size", "number of ranks of a decode worker"),
+    ] = 1
     """number of ranks of a worker: its processes, on one node"""
-    tensor_parallel_nodes: Count = 1
+    tensor_parallel_nodes: Annotated[Count, Flag("workers", "--tensor-parallel-nodes", "N")] = 1
     """number of equal parts of these ranks, each on one node, so the maximum number of nodes of a worker"""
-    memory: Size | None = None
+    memory: Annotated[Size | None, Flag("memory", "--memory", "SIZE")] = None
     """memory of each worker for pages and states (1GiB; on CUDA what weights, steps and graphs leave)"""
-    memory_floor: Size | None = None
+    memory_floor: Annotated[Size | None, Flag("memory", "--memory-floor", "SIZE")] = None
     """minimum memory of each worker, never lent (the need of one request of max_model_len tokens)"""
-    device: Annotated[str, Field(pattern=DEVICE)] = "cpu"
+    device: Annotated[str, Field(pattern=DEVICE), Flag("device", "--device", "NAME")] = "cpu"
     """device of the workers: cpu, cuda, cuda:1"""
-    threads: Threads = None
+    threads: Annotated[Threads, Flag("workers", "--threads", "N|auto")] = None
     """CPU threads of each rank; auto is num_cpus, or the cores of the server's machine divided by all ranks
     (1 in a joined Ray cluster); 1 for a model of less than 32 MiB (auto)"""
     num_cpus: Amount = 0.0
     """CPUs that Ray reserves for each rank"""
-    num_gpus: Amount | None = None
+    num_gpus: Annotated[Amount | None, Flag("device", "--num-gpus", "N")] = None
     """GPUs that Ray reserves for each rank; below 1, workers share one and its memory (1 on CUDA, else 0)"""
     resources: dict[Text, Amount] = {}  # noqa: RUF012 - pydantic copies it
     """custom resources that Ray reserves for each rank, by name"""
@@ -100,7 +103,9 @@ class AutoscalingConfig(ConfigNode):
     """seconds of high load before workers are added"""
     downscale_delay_s: Seconds = 300.0
     """seconds of low load before workers are removed"""
-    downscale_to_zero_delay_s: Seconds | None = None
+    downscale_to_zero_delay_s: Annotated[
+        Seconds | None, Flag("workers", "--downscale-to-zero-delay", "SECONDS")
+    ] = None
     """seconds without requests before all workers of the model end; the next request starts as many as at the
     beginning (never)"""
     cold_start_timeout_s: Seconds = 300.0
@@ -117,101 +122,32 @@ class AutoscalingConfig(ConfigNode):
         return self
 
 
-class EngineConfig(ConfigNode):
-    """The settings of all workers of a model."""
-
-    load_format: LoadFormat = "auto"
-    """weights: auto reads them; dummy draws random ones for the config.json, to test speed and memory"""
-    page_size: Count = 64
-    """tokens per page"""
-    compute_dtype: ComputeDtype | None = None
-    """data type of factors; sums are float32 (float32 for weights in float32 or float16, else bfloat16)"""
-    kv_cache_dtype: KvDtype | None = None
-    """data type of pages (that of products; bfloat16 if workers of the model have a CUDA device)"""
-    state_dtype: KvDtype = "float32"
-    """data type of recurrent states of linear attention; bfloat16 halves them, in steps and checkpoints, and
-    rounds a state after each token"""
-    max_num_seqs: Count | None = None
-    """maximum number of rows in a step (128; on CUDA 256)"""
-    max_num_batched_tokens: Count | None = None
-    """maximum number of tokens in a step (512; on CUDA 8192)"""
-    itl_target: Duration | None = None
-    """target for the time of a step with prompts beside streams, for example 50ms; at least twice a step
-    without prompts; 0 for no limit (100ms; on CUDA 50ms)"""
-    num_speculative_tokens: Annotated[int, Field(ge=0, le=DRAFTS_MAX)] = 0
-    """draft tokens per row and step; they are verified, so the answers stay the same (on CUDA but for the
-    rounding of sums: docs/operations.md)"""
-    speculative_method: SpeculativeMethod = "auto"
-    """source of draft tokens: ngram searches the text, mtp is the model's head, auto is mtp if it has one"""
-    tensor_parallel_reduce: Reduce | None = None
-    """exchange between the ranks of a worker: exact gathers columns and has the bits of one rank; fast has
-    two all-reduces a layer, and its last bits depend on the number of ranks (exact; on CUDA fast)"""
-    tensor_parallel_backend: Backend | None = None
-    """library of this exchange; gloo goes through the host (shared-memory; over nodes gloo; on CUDA nccl)"""
-    tensor_parallel_one_shot: Size | None = None
-    """with fast, over NCCL on one node: sums of up to this size are one launch over memory that the GPUs map
-    from each other, for example 256KiB; no device has run it yet (0)"""
-    tensor_parallel_interface: Text | None = None
-    """network interface of this exchange between nodes (that of the node's address in Ray)"""
-    allow_inexact_groups: bool = False
-    """with fast: workers of different numbers of ranks read each other's pages, and round differently"""
-    enable_expert_parallel: bool = False
-    """with fast: each rank has some experts whole, instead of columns of every expert"""
-    overlap: bool = True
-    """launch the next step before the tokens of the current one are read"""
-    kernels: Literal["cpu", "triton", "reference"] | None = None
-    """variants of the operators (cpu; on CUDA triton)"""
-    backing: Literal["fixed", "mmap", "kvcached"] | None = None
-    """allocation of pages and states: fixed at the start, the others on demand (mmap; on CUDA kvcached)"""
-    enforce_eager: bool = False
-    """launch decode steps without CUDA graphs; on CPU call their operators one by one"""
-    async_scheduling: bool = False
-    """on CUDA: make the inputs of the next step while the current one runs; no device has run it yet"""
-    numa_bind: bool = False
-    """keep each rank on the NUMA node of its GPU, threads and memory; the ranks of a worker on CPUs share out
-    the nodes; no device has run it yet"""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """on CUDA: part of the device's memory, or of the worker's share of it, that a worker may take for
-    weights, steps, CUDA graphs, pages and states"""
-    memory_broker: bool = True
-    """let workers on one device lend each other unused memory, also between models, instead of keeping it"""
-    checkpoint_strategy: CheckpointStrategy = "lazy"
-    """checkpoints during decoding: none, double (two more states per row), or lazy (one, at a checkpoint)"""
-    checkpoint_interval: Count | None = None
-    """tokens between checkpoints during decoding, a multiple of the page size (the page size; on CUDA the
-    tokens whose pages are as large as a checkpoint)"""
-    checkpoints_per_path: Count = 16
-    """maximum number of checkpoints kept along one prefix"""
-    eviction_policy: Policy = "value"
-    """evict first: the least recently used entry, or the one that saves the least compute per byte"""
-
-
 class ModelConfig(ConfigNode):
     """A served model with its own workers and routers."""
 
     model: Text
     """a folder, a repository of the hub (ORG/NAME), s3://, gs:// or https://, or a bundled model: keeper"""
-    served_model_name: Names | None = None
+    served_model_name: Annotated[Names | None, Flag("model", "--served-model-name", "NAME")] = None
     """names of the model in requests; replies and metrics have the first one (the value of `model`)"""
-    revision: Text | None = None
+    revision: Annotated[Text | None, Flag("model", "--revision", "REVISION")] = None
     """branch, tag or commit of a repository of the hub (its main branch)"""
-    download_dir: Text | None = None
+    download_dir: Annotated[Text | None, Flag("model", "--download-dir", "FOLDER")] = None
     """folder for downloaded models (the cache of the hub)"""
-    max_model_len: Count | None = None
+    max_model_len: Annotated[Count | None, Flag("model", "--max-model-len", "TOKENS")] = None
     """maximum tokens of prompt and output together (as many as the model and the memory allow)"""
-    chat_template: Text | None = None
+    chat_template: Annotated[Text | None, Flag("model", "--chat-template", "FILE")] = None
     """a file with a Jinja template, or its text (the model's own)"""
-    tool_call_parser: ToolParser = "auto"
+    tool_call_parser: Annotated[ToolParser, Flag("model", "--tool-call-parser")] = "auto"
     """format of the model's tool calls; auto decides by its template and architecture"""
-    reasoning_parser: ReasoningParser = "auto"
+    reasoning_parser: Annotated[ReasoningParser, Flag("model", "--reasoning-parser")] = "auto"
     """format of the model's reasoning; auto decides likewise"""
-    ttft_max: Seconds | None = None
+    ttft_max: Annotated[Seconds | None, Flag("model", "--ttft-max", "SECONDS")] = None
     """refuse a request immediately (429) if it would wait longer than this many seconds for others before its
     first token (no limit)"""
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: Annotated[bool, Flag("model", "--enable-prefix-caching")] = True
     """let requests use the pages of earlier ones; without it each request has keys of its own, so that only
     its own workers find its pages"""
-    routers: Count = 1
+    routers: Annotated[Count, Flag("model", "--routers", "N")] = 1
     """number of routers; requests continue when one is lost"""
     groups: Annotated[tuple[GroupConfig, ...], Field(strict=False, min_length=1)] = (
         GroupConfig(role="mixed"),
@@ -261,35 +197,35 @@ class ModelConfig(ConfigNode):
 class StoreConfig(ConfigNode):
     """The page store through which workers exchange pages."""
 
-    url: Text | None = None
+    url: Annotated[Text | None, Flag("cluster", "--store", "URL")] = None
     """the page store: file:///path?size=8GiB, mooncake?size=8GiB (started here), mooncake://host:port, or
     several tiers separated by commas, the nearest first (a temporary folder)"""
-    secret_file: Text | None = None
+    secret_file: Annotated[Text | None, Flag("cluster", "--store-secret-file", "PATH")] = None
     """file with 32 secret bytes, in hex, base64 or binary, that seal stored objects"""
 
 
 class EdgeConfig(ConfigNode):
     """The endpoint for clients and its security."""
 
-    host: Text = "127.0.0.1"
+    host: Annotated[Text, Flag("endpoint", "--host", "ADDRESS")] = "127.0.0.1"
     """address to listen on"""
-    port: Port = 8000
+    port: Annotated[Port, Flag("endpoint", "--port", "PORT")] = 8000
     """port of HTTP; 0 is any free port"""
-    grpc_port: Port | None = None
+    grpc_port: Annotated[Port | None, Flag("endpoint", "--grpc-port", "PORT")] = None
     """port of gRPC, served only if set; 0 is any free port"""
-    frontends: Annotated[int, Field(ge=1, le=64)] = 1
+    frontends: Annotated[int, Field(ge=1, le=64), Flag("endpoint", "--frontends", "N")] = 1
     """number of processes that answer clients at these ports; one is the server itself"""
-    send_timeout: Seconds = 30.0
+    send_timeout: Annotated[Seconds, Flag("endpoint", "--send-timeout", "SECONDS")] = 30.0
     """end a stream if the client reads nothing for this many seconds"""
-    shutdown_timeout: Seconds = 5.0
+    shutdown_timeout: Annotated[Seconds, Flag("endpoint", "--shutdown-timeout", "SECONDS")] = 5.0
     """on a stop signal, let open requests continue for this many seconds"""
-    api_keys_file: Text | None = None
+    api_keys_file: Annotated[Text | None, Flag("security", "--api-keys-file", "PATH")] = None
     """YAML with digests of keys, their tenants and rates: `tidemill key TENANT` makes an entry"""
-    ssl_certfile: Text | None = None
+    ssl_certfile: Annotated[Text | None, Flag("security", "--ssl-certfile", "PATH")] = None
     """certificate of the server, for HTTPS and gRPC"""
-    ssl_keyfile: Text | None = None
+    ssl_keyfile: Annotated[Text | None, Flag("security", "--ssl-keyfile", "PATH")] = None
     """private key of the certificate"""
-    ssl_ca_certs: Text | None = None
+    ssl_ca_certs: Annotated[Text | None, Flag("security", "--ssl-ca-certs", "PATH")] = None
     """require client certificates signed by these authorities"""
 
     @model_validator(mode="after")
@@ -303,21 +239,31 @@ class EdgeConfig(ConfigNode):
 class ClusterConfig(ConfigNode):
     """The Ray cluster, and the connections between its processes."""
 
-    ray_address: Text | None = None
+    ray_address: Annotated[Text | None, Flag("cluster", "--ray-address", "ADDRESS")] = None
     """join this Ray cluster instead of starting one"""
     namespace: Text = "tidemill"
     """Ray namespace of the actors"""
-    router_port: Port = 0
+    router_port: Annotated[Port, Flag("cluster", "--router-port", "PORT")] = 0
     """port of the first router, which edges join; others take the next ones. 0 is free ports"""
-    host: ClusterHost = "loopback"
+    host: Annotated[ClusterHost, Flag("security between the cluster's processes", "--cluster-host")] = (
+        "loopback"
+    )
     """address of routers and workers: loopback, the node's with certificates, or the node's in plain text"""
-    ssl_certfile: Text | None = None
+    ssl_certfile: Annotated[
+        Text | None, Flag("security between the cluster's processes", "--cluster-ssl-certfile", "PATH")
+    ] = None
     """certificate of every process on every node, for the DNS name tidemill"""
-    ssl_keyfile: Text | None = None
+    ssl_keyfile: Annotated[
+        Text | None, Flag("security between the cluster's processes", "--cluster-ssl-keyfile", "PATH")
+    ] = None
     """private key of the certificate"""
-    ssl_ca_certs: Text | None = None
+    ssl_ca_certs: Annotated[
+        Text | None, Flag("security between the cluster's processes", "--cluster-ssl-ca-certs", "PATH")
+    ] = None
     """authorities that sign the certificates of the cluster's processes"""
-    ssl_ca_keyfile: Text | None = None
+    ssl_ca_keyfile: Annotated[
+        Text | None, Flag("security between the cluster's processes", "--cluster-ssl-ca-keyfile", "PATH")
+    ] = None
     """private key of the authority, with which `tidemill join-token` admits edges"""
 
     @model_validator(mode="after")

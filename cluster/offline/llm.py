@@ -16,6 +16,8 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from tidemill.cluster.config import problems as config
+from tidemill.cluster.config.flags import FLAGS
 from tidemill.cluster.edge.chat.request.hints import TTL_S, check_marks
 from tidemill.cluster.edge.chat.request.messages import ChatMessage
 from tidemill.cluster.edge.chat.request.params import SEED_BITS, SamplingParams, prompts_of
@@ -42,22 +44,8 @@ Chat: TypeAlias = Sequence[dict[str, Any]]
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 """One for all prompts, or one for each; None: the defaults."""
 
-FLAGS = {
-    "memory": "memory_bytes",
-    "page_size": "page_tokens",
-    "kv_cache_dtype": "kv_dtype",
-    "max_num_seqs": "rows_max",
-    "max_num_batched_tokens": "step_tokens_max",
-    "itl_target": "itl_target_s",
-    "num_speculative_tokens": "drafts_max",
-    "eviction_policy": "eviction",
-    "store": "store_url",
-    "tensor_parallel_one_shot": "one_shot_bytes",
-}
+FIELDS = {"memory": "memory_bytes", "store": "store_url"}
 """Flags of `tidemill serve` that have another name among EngineSettings."""
-
-SIZES = ("memory_bytes", "one_shot_bytes")
-"""Fields that may be written as `2GiB`."""
 
 OWN_STORE = "memory:?size=0"
 """No other process exchanges pages, so cached entries stay in the engine's own memory."""
@@ -187,7 +175,7 @@ class LLM:
 
 def settings_of(model: str | Path, settings: dict[str, object]) -> EngineSettings:
     """Return the settings. Raises SettingsError."""
-    fields = {FLAGS.get(name, name): _parsed(name, value) for name, value in settings.items()}
+    fields = {FIELDS.get(name, name): value for name, value in settings.items()}
     revision, download_dir = fields.pop("revision", None), fields.pop("download_dir", None)
     source = source_of(
         str(model),
@@ -195,9 +183,13 @@ def settings_of(model: str | Path, settings: dict[str, object]) -> EngineSetting
         None if download_dir is None else Path(str(download_dir)),
     )
     known = EngineSettings.__dataclass_fields__
-    for name in settings.keys() - {"revision", "download_dir"}:
-        if FLAGS.get(name, name) not in known:
-            raise SettingsError(f"there is no setting {name}: use {', '.join(sorted({*FLAGS, *known}))}")
+    for name in fields.keys() - known:
+        raise SettingsError(f"there is no setting {name}: use {', '.join(sorted({*FIELDS, *known}))}")
+    try:
+        if isinstance(size := fields.get("memory_bytes"), str):
+            fields["memory_bytes"] = parse_bytes(size)
+    except ValueError as error:
+        raise SettingsError(f"memory: {error}") from error
     try:
         return TypeAdapter(EngineSettings).validate_python(
             {
@@ -205,21 +197,14 @@ def settings_of(model: str | Path, settings: dict[str, object]) -> EngineSetting
                 "cache_folder": Path.home() / ".cache" / "tidemill",
                 **fields,
                 "model_folder": local_folder(str(model)) if source is None else download(source),
-            }
+            },
+            strict=False,
         )
     except ValidationError as error:
-        problem = request_error(problems_of(error))
-        raise SettingsError(f"LLM does not take this setting: {problem}") from None
-
-
-def _parsed(name: str, value: object) -> object:
-    """Return the bytes of a size that is a text, and any other value as it is. Raises SettingsError."""
-    if not isinstance(value, str) or FLAGS.get(name, name) not in SIZES:
-        return value
-    try:
-        return parse_bytes(value)
-    except ValueError as error:
-        raise SettingsError(f"{name}: {error}") from error
+        options: dict[config.Location, str] = {
+            (flag.key,): flag.option for flag in FLAGS if flag.role is None and flag.key in known
+        }
+        raise SettingsError(config.problems_of(error, options)[0]) from None
 
 
 def _turns_of(chat: Chat) -> list[ChatMessage]:

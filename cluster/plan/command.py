@@ -27,7 +27,8 @@ from tidemill.cluster.simulate.trace import TraceRequest
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.engine.build import with_compute_dtype
 from tidemill.workers.models.architectures.registry import ModelSizes, sizes_of
-from tidemill.workers.settings import STEP, EngineSettings, LoadFormat
+from tidemill.workers.options import LoadFormat
+from tidemill.workers.settings import STEP, EngineSettings
 from tidemill.workers.sources.download import download
 
 HERE = "here"
@@ -179,7 +180,7 @@ def _calibration(
     config = _config(_tree(options, Arrangement(HERE, 1, mixed=1), is_trial=True))
     found: list[Calibration] = []
     prompt_tokens = round(work.mean_prompt)
-    step_tokens = settings.step_tokens_max or STEP[0]
+    step_tokens = settings.max_num_batched_tokens or STEP[0]
 
     async def measure(url: str) -> None:
         found.append(await calibrate(url, options.model, prompt_tokens, options.threads, step_tokens))

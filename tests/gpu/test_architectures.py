@@ -49,9 +49,9 @@ def settings(request: pytest.FixtureRequest, tmp_path: Path, kernel_cache: Path)
         memory_bytes=64 * MIB,
         store_url="memory:?size=0",
         cache_folder=kernel_cache,
-        kv_dtype="bfloat16",
-        rows_max=4,
-        step_tokens_max=128,
+        kv_cache_dtype="bfloat16",
+        max_num_seqs=4,
+        max_num_batched_tokens=128,
         max_model_len=320,
     )
 

@@ -56,11 +56,11 @@ def settings(folder: Path, kernel_cache: Path) -> EngineSettings:
         memory_max_bytes=512 * MIB,
         store_url="memory:?size=0",
         cache_folder=kernel_cache,
-        page_tokens=PAGE_TOKENS,
-        kv_dtype="float32",
+        page_size=PAGE_TOKENS,
+        kv_cache_dtype="float32",
         backing="fixed",
-        rows_max=12,
-        step_tokens_max=128,
+        max_num_seqs=12,
+        max_num_batched_tokens=128,
         max_model_len=512,
         **ON_DEVICE,
     )
@@ -108,7 +108,7 @@ def wanted(settings: EngineSettings) -> list[list[int]]:
     """Each alone, without graphs, in steps that hold a whole prompt."""
 
     async def main() -> list[list[int]]:
-        async with running(settings, enforce_eager=True, step_tokens_max=1024) as built:
+        async with running(settings, enforce_eager=True, max_num_batched_tokens=1024) as built:
             return [
                 (await answer(built, replace(request, salt=request.request_id)))[0] for request in requests()
             ]
@@ -138,9 +138,9 @@ def test_graphs_answer_as_steps_without(
         return hidden_TH
 
     monkeypatch.setattr(Graphs, "forward", counted)
-    assert answers(settings, backing=backing, drafts_max=drafts_max, enforce_eager=True) == wanted
+    assert answers(settings, backing=backing, num_speculative_tokens=drafts_max, enforce_eager=True) == wanted
     assert not replayed
-    assert answers(settings, backing=backing, drafts_max=drafts_max) == wanted
+    assert answers(settings, backing=backing, num_speculative_tokens=drafts_max) == wanted
     assert len(set(replayed)) > 2
 
 

@@ -38,7 +38,7 @@ class Asked:
             memory_bytes=16 << 20,
             store_url="",
             cache_folder=cache_folder,
-            page_tokens=P,
+            page_size=P,
         )
         self.questions = drawn
         self.requests = [

@@ -68,7 +68,7 @@ def settings(kernel_cache: Path, monkeypatch: pytest.MonkeyPatch) -> EngineSetti
         memory_bytes=EXTENTS * layout.extent_bytes,
         store_url="memory:?size=0",
         cache_folder=kernel_cache,
-        page_tokens=P,
+        page_size=P,
         backing="fixed",
         max_model_len=120,
     )
@@ -100,7 +100,7 @@ async def answers(
         if shaking is not None:
             shaking.cancel()
         counters = built.engine.load().counters
-    if changes.get("drafts_max"):
+    if changes.get("num_speculative_tokens"):
         assert 0 < counters["spec_accepted_tokens"] < counters["spec_drafted_tokens"]
     assert (counters.get("preemptions_for_resize", 0) > 0) == shaken
     return [tokens for tokens, _ in got]
@@ -117,8 +117,8 @@ def test_every_path_gives_the_answer_that_matches(settings: EngineSettings) -> N
     asked = requests()
     plain = asyncio.run(answers(settings, asked, overlap=False))
     assert asyncio.run(answers(settings, asked)) == plain
-    assert asyncio.run(answers(settings, asked, drafts_max=4)) == plain
-    assert asyncio.run(answers(settings, asked, drafts_max=4, shaken=True)) == plain
+    assert asyncio.run(answers(settings, asked, num_speculative_tokens=4)) == plain
+    assert asyncio.run(answers(settings, asked, num_speculative_tokens=4, shaken=True)) == plain
     assert asyncio.run(answers(settings, asked, overlap=False, shaken=True)) == plain
     cuts = [min(number, len(tokens) - 1) for number, tokens in enumerate(plain)]
     moved = [
@@ -128,7 +128,7 @@ def test_every_path_gives_the_answer_that_matches(settings: EngineSettings) -> N
         for request, tokens, cut in zip(asked, plain, cuts, strict=True)
     ]
     rests = [tokens[cut:] for tokens, cut in zip(plain, cuts, strict=True)]
-    assert asyncio.run(answers(settings, moved, drafts_max=4)) == rests
+    assert asyncio.run(answers(settings, moved, num_speculative_tokens=4)) == rests
     _check_grammars(asked, plain)
 
 
@@ -157,7 +157,7 @@ def test_rows_that_sit_out_for_their_masks_answer_the_same(
     monkeypatch.setattr(grammar.Matcher, "_next", slow)
     monkeypatch.setattr(model_runner.Sampler, "draw", counting)
     for drafts_max in (0, 4):
-        assert asyncio.run(answers(settings, asked, drafts_max=drafts_max)) == plain
+        assert asyncio.run(answers(settings, asked, num_speculative_tokens=drafts_max)) == plain
         assert late[0] > 0
         late[0] = 0
 

@@ -78,7 +78,7 @@ def test_groups_answer_as_one_process(name: str, reduce: str, kernel_cache: Path
             memory_bytes=48 << 20,
             store_url="memory:?size=0",
             cache_folder=kernel_cache,
-            page_tokens=16,
+            page_size=16,
         )
         wanted = asyncio.run(answers(alone))
         for size in set(sizes_of(folder)) - tried:

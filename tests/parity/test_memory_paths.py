@@ -24,7 +24,8 @@ from tidemill.workers.execution import model_runner as runner
 from tidemill.workers.execution.step import Drawn, Row
 from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.models.architectures.registry import describe
-from tidemill.workers.settings import CheckpointStrategy, EngineSettings
+from tidemill.workers.options import CheckpointStrategy
+from tidemill.workers.settings import EngineSettings
 from tidemill.workers.sources.names import bundled
 
 P = 16
@@ -114,8 +115,8 @@ def bed(folder: Path, kernel_cache: Path, logits: Logits, colds: dict[str, Cold]
             memory_bytes=EXTENTS * layout.extent_bytes,
             store_url="memory:?size=0",
             cache_folder=kernel_cache,
-            page_tokens=P,
-            kv_dtype=kv_dtype,
+            page_size=P,
+            kv_cache_dtype=kv_dtype,
             state_dtype=state_dtype,
             backing="fixed",
             max_model_len=LONGEST,
@@ -168,9 +169,9 @@ async def cold_of(bed: Bed, requests: list[Request]) -> Cold:
             for request in requests
         ]
 
-    asked = f"{bed.settings.kv_dtype} {bed.settings.state_dtype} {requests}"
+    asked = f"{bed.settings.kv_cache_dtype} {bed.settings.state_dtype} {requests}"
     if asked not in bed.colds:
-        async with serving(bed.settings, step_tokens_max=4096) as built:
+        async with serving(bed.settings, max_num_batched_tokens=4096) as built:
             first = await alone(built, requests)
             second = await alone(built, next_turns(requests, first))
         bed.colds[asked] = Cold(first, second, dict(bed.logits))
@@ -212,8 +213,8 @@ def test_eviction_preemption_junctions_and_thinning(
     overlap: bool,  # noqa: FBT001  a parameter of the test
 ) -> None:
     one = bed("float32")
-    tight = {"checkpoint_strategy": strategy, "eviction": policy, "checkpoint_interval": interval}
-    tight |= {"drafts_max": drafts_max, "overlap": overlap}
+    tight = {"checkpoint_strategy": strategy, "eviction_policy": policy, "checkpoint_interval": interval}
+    tight |= {"num_speculative_tokens": drafts_max, "overlap": overlap}
 
     async def main() -> None:
         cold = await cold_of(one, conversations())
@@ -252,7 +253,7 @@ def test_preemption(bed: Beds, strategy: CheckpointStrategy, drafts_max: int) ->
             one.settings,
             memory_bytes=one.memory_for(10),
             checkpoint_strategy=strategy,
-            drafts_max=drafts_max,
+            num_speculative_tokens=drafts_max,
         ) as built:
             assert await ask(built, requests) == cold.first
             compare(one, cold, 0.0)
@@ -308,7 +309,7 @@ def test_bfloat16_states(bed: Beds) -> None:
 
     async def main() -> None:
         cold = await cold_of(one, conversations())
-        async with serving(one.settings, drafts_max=3, checkpoint_interval=16) as built:
+        async with serving(one.settings, num_speculative_tokens=3, checkpoint_interval=16) as built:
             for _ in range(2):
                 assert await ask(built, conversations()) == cold.first
                 assert await ask(built, next_turns(conversations(), cold.first)) == cold.second

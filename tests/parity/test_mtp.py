@@ -47,8 +47,8 @@ def settings(folder: Path, kernel_cache: Path) -> EngineSettings:
         memory_bytes=16 * MIB,
         store_url="memory:?size=0",
         cache_folder=kernel_cache,
-        page_tokens=P,
-        drafts_max=3,
+        page_size=P,
+        num_speculative_tokens=3,
         tensor_parallel_sizes=(1, 2),
     )
 
@@ -83,7 +83,7 @@ def wanted(settings: EngineSettings) -> list[list[int]]:
     """Each alone, without guesses."""
 
     async def main() -> list[list[int]]:
-        async with serving(settings, drafts_max=0, step_tokens_max=4096) as built:
+        async with serving(settings, num_speculative_tokens=0, max_num_batched_tokens=4096) as built:
             return [
                 (await answer(built, replace(request, salt=request.request_id)))[0] for request in requests()
             ]
@@ -111,7 +111,7 @@ def test_guesses_change_no_token(
     drafts_max: int,
     overlap: bool,  # noqa: FBT001  a parameter of the test
 ) -> None:
-    found, counters = asyncio.run(answers(settings, drafts_max=drafts_max, overlap=overlap))
+    found, counters = asyncio.run(answers(settings, num_speculative_tokens=drafts_max, overlap=overlap))
     assert found == wanted
     assert 0.2 < counters["spec_accepted_tokens"] / counters["spec_drafted_tokens"] < 0.9
 
@@ -122,11 +122,11 @@ def test_head_that_is_never_right_changes_no_token(kernel_cache: Path, tmp_path:
         memory_bytes=16 * MIB,
         store_url="memory:?size=0",
         cache_folder=kernel_cache,
-        page_tokens=P,
-        step_tokens_max=40,
+        page_size=P,
+        max_num_batched_tokens=40,
     )
     plain, _ = asyncio.run(answers(settings))
-    assert asyncio.run(answers(settings, drafts_max=2))[0] == plain
+    assert asyncio.run(answers(settings, num_speculative_tokens=2))[0] == plain
 
 
 def test_preempted(settings: EngineSettings, wanted: list[list[int]]) -> None:
@@ -166,10 +166,12 @@ def test_pages_of_all_workers_are_alike(
     ]
 
     async def main() -> None:
-        async with serving(settings, store_url=stored("a"), step_tokens_max=40, rows_max=4) as prefill:
+        async with serving(
+            settings, store_url=stored("a"), max_num_batched_tokens=40, max_num_seqs=4
+        ) as prefill:
             for rest in rests:
                 assert (await prefill.engine.produce(rest)).depth == restorable_end(len(rest.tokens), P)
-        async with serving(settings, store_url=stored("b"), drafts_max=5) as decode:
+        async with serving(settings, store_url=stored("b"), num_speculative_tokens=5) as decode:
             assert [(await answer(decode, request))[0] for request in requests()] == wanted
         prefilled, decoded = objects(tmp_path / "a"), objects(tmp_path / "b")
         assert len(prefilled.keys() & decoded.keys()) > len(requests()) * 2
@@ -191,7 +193,7 @@ def test_pages_with_and_without_a_head_have_other_names(
     async def main() -> None:
         (one,) = (request for request in requests() if request.request_id == f"{3 * P - 1}-0")
         for name, drafts_max in (("with", 3), ("without", 0)):
-            async with serving(settings, store_url=stored(name), drafts_max=drafts_max) as built:
+            async with serving(settings, store_url=stored(name), num_speculative_tokens=drafts_max) as built:
                 await built.engine.produce(one)
         found, others = objects(tmp_path / "with"), objects(tmp_path / "without")
         assert len(found) == len(others) > 0
@@ -224,10 +226,10 @@ def test_guesses_are_those_of_the_definition(
         memory_bytes=16 * MIB,
         store_url="memory:?size=0",
         cache_folder=kernel_cache,
-        page_tokens=P,
-        drafts_max=3,
+        page_size=P,
+        num_speculative_tokens=3,
         speculative_method="mtp",
-        step_tokens_max=20,
+        max_num_batched_tokens=20,
     )
     asked = [request for request in requests() if not request.sampling.temperature]
 

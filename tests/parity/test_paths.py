@@ -63,7 +63,7 @@ def wanted(settings: EngineSettings) -> dict[str, list[int]]:
 
     async def main() -> dict[str, list[int]]:
         answers: dict[str, list[int]] = {}
-        async with serving(settings, page_tokens=64, step_tokens_max=4096) as built:
+        async with serving(settings, page_size=64, max_num_batched_tokens=4096) as built:
             for page_tokens in PAGES:
                 for request in requests_of(page_tokens):
                     alone = replace(request, salt=f"{page_tokens} {request.request_id}")
@@ -91,13 +91,13 @@ def test_cold_warm_and_in_a_batch(
 ) -> None:
     async def main() -> None:
         requests = requests_of(page_tokens)
-        async with serving(settings, page_tokens=page_tokens) as built:
+        async with serving(settings, page_size=page_tokens) as built:
             for request in requests:
                 await check(built, [request], wanted)
             for request in requests:
                 (warm,) = await check(built, [request], wanted)
                 assert warm.reused_tokens == restorable_end(len(request.tokens), page_tokens)
-        async with serving(settings, page_tokens=page_tokens) as built:
+        async with serving(settings, page_size=page_tokens) as built:
             await check(built, requests[:9], wanted)
             await check(built, requests[::-1], wanted)
 
@@ -105,12 +105,14 @@ def test_cold_warm_and_in_a_batch(
 
 
 @pytest.mark.parametrize("page_tokens", PAGES)
-@pytest.mark.parametrize("budget", [{"step_tokens_max": 1, "rows_max": 3}, {"step_tokens_max": 130}])
+@pytest.mark.parametrize(
+    "budget", [{"max_num_batched_tokens": 1, "max_num_seqs": 3}, {"max_num_batched_tokens": 130}]
+)
 def test_size_of_a_step_does_not_matter(
     settings: EngineSettings, wanted: dict[str, list[int]], page_tokens: int, budget: dict[str, int]
 ) -> None:
     async def main() -> None:
-        async with serving(settings, page_tokens=page_tokens, **budget) as built:
+        async with serving(settings, page_size=page_tokens, **budget) as built:
             await check(built, requests_of(page_tokens), wanted)
 
     asyncio.run(main())
@@ -126,7 +128,9 @@ def test_overlap_and_guesses(
 ) -> None:
     async def main() -> None:
         requests = requests_of(16)
-        async with serving(settings, page_tokens=16, overlap=overlap, drafts_max=drafts_max) as built:
+        async with serving(
+            settings, page_size=16, overlap=overlap, num_speculative_tokens=drafts_max
+        ) as built:
             await check(built, requests, wanted)
             for request in requests[:4]:
                 await check(built, [replace(request, salt="alone")], wanted)
@@ -145,8 +149,8 @@ def test_produced_on_one_engine_and_generated_on_another(
 ) -> None:
     async def main() -> None:
         requests = requests_of(page_tokens)
-        shared = {"page_tokens": page_tokens, "store_url": f"file://{tmp_path}?size=1GiB"}
-        async with serving(settings, **shared, step_tokens_max=80, rows_max=4) as prefill:
+        shared = {"page_size": page_tokens, "store_url": f"file://{tmp_path}?size=1GiB"}
+        async with serving(settings, **shared, max_num_batched_tokens=80, max_num_seqs=4) as prefill:
             for request in requests:
                 produced = await prefill.engine.produce(request)
                 assert produced.depth == restorable_end(len(request.tokens), page_tokens)
@@ -189,7 +193,7 @@ def test_preempted_and_evicted(
             )
             for seed in range(24)
         ]
-        async with serving(settings, page_tokens=page_tokens, memory_bytes=5 * MIB // 2) as built:
+        async with serving(settings, page_size=page_tokens, memory_bytes=5 * MIB // 2) as built:
             beside = asyncio.gather(*(answer(built, filler) for filler in fillers))
             await check(built, requests, wanted)
             await beside

@@ -61,11 +61,11 @@ def test_every_path_gives_the_logprobs_of_a_plain_pass(
         memory_bytes=24 << 20,
         store_url="memory:?size=0",
         cache_folder=kernel_cache,
-        page_tokens=P,
+        page_size=P,
         backing="fixed",
         max_model_len=200,
-        rows_max=8,
-        step_tokens_max=step_tokens_max,
+        max_num_seqs=8,
+        max_num_batched_tokens=step_tokens_max,
     )
     asked = [scored(seed, count) for seed, count in enumerate(LENGTHS)]
     wanted = [definition(folder, cpu, request) for request in asked]
@@ -80,4 +80,4 @@ def test_every_path_gives_the_logprobs_of_a_plain_pass(
             assert [tokens for tokens, _ in again] == [tokens for tokens, _ in answered]
 
     asyncio.run(main())
-    asyncio.run(main(overlap=False, drafts_max=3))
+    asyncio.run(main(overlap=False, num_speculative_tokens=3))

@@ -58,7 +58,9 @@ MAY_IMPORT = {
     "cluster/processes/joining": "kvstore workers cluster cluster/rpc",
     "cluster/processes/scaling": "kvstore workers cluster cluster/processes/joining",
     "cluster/processes/system": "kvstore",
-    "cluster/offline": "kvstore workers workers/engine workers/models workers/sources cluster/edge/chat",
+    "cluster/offline": (
+        "kvstore workers workers/engine workers/models workers/sources cluster/config cluster/edge/chat"
+    ),
     "cluster/config": (
         "kvstore workers workers/models workers/sources cluster cluster/edge/chat cluster/observability"
     ),
@@ -69,7 +71,7 @@ MAY_IMPORT = {
         "kvstore workers cluster cluster/bench cluster/cli/options cluster/config cluster/edge/requests "
         "cluster/metrics cluster/observability cluster/processes cluster/simulate"
     ),
-    "cluster/cli/options": "kvstore cluster/bench cluster/config cluster/plan cluster/simulate",
+    "cluster/cli/options": "kvstore workers cluster/bench cluster/config cluster/plan cluster/simulate",
 }
 """The folders that the modules of a folder may import from, in addition to their own.
 

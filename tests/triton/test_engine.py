@@ -48,11 +48,11 @@ def settings(folder: Path, tmp_path: Path) -> EngineSettings:
         memory_bytes=16 << 20,
         cache_folder=tmp_path,
         store_url="memory:?size=0",
-        page_tokens=PAGE_TOKENS,
-        step_tokens_max=16,
-        rows_max=4,
+        page_size=PAGE_TOKENS,
+        max_num_batched_tokens=16,
+        max_num_seqs=4,
         max_model_len=48,
-        drafts_max=2,
+        num_speculative_tokens=2,
     )
 
 

@@ -199,7 +199,7 @@ def _build(
         group.wait_until_ready()  # to map on all ranks
     arena = open_arena(settings, memory, backing)
     arena_io = open_arena_io(settings, layout, backing.memory, rank_share(shards, 0, ranks))
-    cache = Cache(layout, arena, PrefixIndex(layout, settings.eviction, loaded.cost))
+    cache = Cache(layout, arena, PrefixIndex(layout, settings.eviction_policy, loaded.cost))
     ledger = Ledger(cache, settings.checkpoints_per_path)
     close_events = open_events(settings, ledger)
 
@@ -277,7 +277,7 @@ def open_events(settings: EngineSettings, ledger: Ledger) -> Callable[[], None]:
 
 def open_arena(settings: EngineSettings, memory: Memory, backing: Backing) -> Arena:
     """Return the arena over `backing`. With kvcached, the floor is mapped now. Raises OutOfMemory."""
-    budget, ahead, kept = memory.floor if settings.starts_at_floor else memory.share, 0, 0
+    budget, ahead, kept = memory.floor if settings.memory_broker else memory.share, 0, 0
     if settings.backing_kind == "mmap":
         ahead = AHEAD_BYTES // memory.layout.extent_bytes
     if settings.backing_kind == "kvcached":
@@ -334,7 +334,7 @@ def operators_of(settings: EngineSettings) -> Operators:
 def namespace_of(settings: EngineSettings, layers: Sequence[LayerSpec], shards: Shards) -> str:
     """Return the namespace of the store's objects, which determines the meaning of their bytes apart from the
     tokens. `layers` are those of the whole model. Raises StoreError."""
-    layout = layout_of(layers, settings.page_tokens, settings.page_dtype, settings.state_dtype)
+    layout = layout_of(layers, settings.page_size, settings.page_dtype, settings.state_dtype)
     products = BITS[settings.compute_dtype or "float32"]
     numbers = f"{products}{settings.sums_namespace}"
     return f"{shards.describe(layout)}/{numbers}" + sealing_of(settings).describe()
@@ -342,7 +342,7 @@ def namespace_of(settings: EngineSettings, layers: Sequence[LayerSpec], shards: 
 
 def mtp_of(settings: EngineSettings) -> bool:
     """Return whether a prediction head of the model makes guesses. Raises ModelError."""
-    if not settings.drafts_max or settings.speculative_method == "ngram":
+    if not settings.num_speculative_tokens or settings.speculative_method == "ngram":
         return False
     return settings.speculative_method == "mtp" or has_head(settings.model_folder, settings.load_format)
 
@@ -358,7 +358,7 @@ def limits_of(settings: EngineSettings, memory: Memory, *, mtp: bool = False) ->
         checkpoint_interval=checkpoint_pages(settings, memory.layout),
         itl_target_s=settings.step_target_s,
         overlap=settings.overlap,
-        drafts_max=settings.drafts_max,
+        drafts_max=settings.num_speculative_tokens,
         mtp=mtp,
     )
 

@@ -74,9 +74,9 @@ def _gib(num_bytes: int) -> str:
 
 def budget_of(settings: EngineSettings, page_tokens: int) -> Budget:
     default_tokens, default_rows = STEP_CUDA if settings.on_cuda else STEP
-    rows_max = settings.rows_max or default_rows
+    rows_max = settings.max_num_seqs or default_rows
     return Budget(
-        tokens_max=max(settings.step_tokens_max or default_tokens, rows_max + page_tokens),
+        tokens_max=max(settings.max_num_batched_tokens or default_tokens, rows_max + page_tokens),
         rows_max=rows_max,
         page_tokens=page_tokens,
     )
@@ -119,7 +119,7 @@ def least_memory(settings: EngineSettings, layers: Sequence[LayerSpec], max_leng
     granules = {"granule_bytes": Kvcached.GRANULE_BYTES} if settings.backing_kind == "kvcached" else {}
     try:
         dtypes = settings.page_dtype, settings.state_dtype
-        layout = layout_of(layers, settings.page_tokens, *dtypes, **granules)
+        layout = layout_of(layers, settings.page_size, *dtypes, **granules)
     except ValueError as error:
         raise ModelError(f"{settings.model_folder}: {error}") from error
     wanted = min(settings.max_model_len or max_length, max_length)
@@ -158,4 +158,4 @@ def memory_of(settings: EngineSettings, layers: Sequence[LayerSpec], max_length:
 
 
 def _in_flight_tokens(settings: EngineSettings) -> int:
-    return budget_of(settings, settings.page_tokens).tokens_max * (2 if settings.overlap else 1)
+    return budget_of(settings, settings.page_size).tokens_max * (2 if settings.overlap else 1)

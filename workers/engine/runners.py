@@ -29,7 +29,9 @@ def guesser_of(
 ) -> MtpDrafter | None:
     if loaded.head is None:
         return None
-    return MtpDrafter(loaded.head, loaded.model.logits, caches, layout.page_tokens, settings.drafts_max)
+    return MtpDrafter(
+        loaded.head, loaded.model.logits, caches, layout.page_tokens, settings.num_speculative_tokens
+    )
 
 
 def open_runner(
@@ -63,7 +65,9 @@ def warm_up(settings: EngineSettings, memory: Memory, runner: TorchRunner, devic
     if settings.on_cuda and settings.variant == "triton":
         budget = budget_of(settings, memory.layout.page_tokens)
         with granted(device, "the largest step: lower --memory or --max-num-batched-tokens"):
-            runner.warm_up(budget.rows_max, budget.tokens_max, table_width_of(memory), settings.drafts_max)
+            runner.warm_up(
+                budget.rows_max, budget.tokens_max, table_width_of(memory), settings.num_speculative_tokens
+            )
 
 
 def capture_graphs(
@@ -73,7 +77,7 @@ def capture_graphs(
     if settings.on_cuda and settings.variant == "triton" and not settings.enforce_eager:
         budget = budget_of(settings, memory.layout.page_tokens)
         with granted(device, "CUDA graphs: lower --memory or --max-num-seqs, or pass --enforce-eager"):
-            graphs = graph_shapes(budget.rows_max, budget.tokens_max, settings.drafts_max)
+            graphs = graph_shapes(budget.rows_max, budget.tokens_max, settings.num_speculative_tokens)
             runner.use_graphs(graphs, table_width_of(memory))
 
 

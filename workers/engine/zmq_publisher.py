@@ -56,7 +56,7 @@ class ZmqPublisher:
     def make_room(self) -> int:
         """Drop all that waits if the queue is full, and return how many batches."""
         num = len(self._queue)
-        if num < self._settings.queue_max:
+        if num < self._settings.max_queue_size:
             return 0
         self._queue.clear()
         return num

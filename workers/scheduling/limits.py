@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from tidemill.workers.options import CheckpointStrategy
 from tidemill.workers.scheduling.plan import Budget
-from tidemill.workers.settings import ITL_TARGET_S, CheckpointStrategy
+from tidemill.workers.settings import ITL_TARGET_S
 
 ANSWER_TOKENS = 256
 """The length that answers are assumed not to exceed in predictions, whatever limit a client sets."""

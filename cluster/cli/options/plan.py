@@ -9,7 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from tidemill.cluster.bench.workloads import RandomShape
 from tidemill.cluster.cli.options.arguments import UsageError, bytes_of
-from tidemill.cluster.config.values import Duration
+from tidemill.workers.options import Duration
 
 if TYPE_CHECKING:
     from tidemill.cluster.config.tree import RootConfig

@@ -239,7 +239,7 @@ def build(
         memory_max_bytes=MEMORY_BYTES,
     )
     tokens, rows = STEP
-    engine = PacedEngine(settings.step_tokens_max or tokens, settings.rows_max or rows)
+    engine = PacedEngine(settings.max_num_batched_tokens or tokens, settings.max_num_seqs or rows)
     return FakeBuilt(engine=engine, info=facts)
 
 
@@ -257,8 +257,8 @@ def serve(options: dict[str, Any]) -> None:
             memory_bytes=MEMORY_BYTES,
             store_url="memory:",
             cache_folder=Path("none"),
-            step_tokens_max=fleet["tokens_per_s"],
-            rows_max=fleet["rows_max"],
+            max_num_batched_tokens=fleet["tokens_per_s"],
+            max_num_seqs=fleet["rows_max"],
         )
         return tuple(
             WorkerSettings(name=name, role=role, engine=engine, build="tests.support.e2e.paced:build")

@@ -61,7 +61,7 @@ def journey_of(
         memory_bytes=EXTENTS * layout.extent_bytes,
         store_url="memory:?size=0",
         cache_folder=kernels,
-        page_tokens=PAGE_TOKENS,
+        page_size=PAGE_TOKENS,
         compute_dtype=compute_dtype,
         backing="fixed",
         max_model_len=LENGTH_MAX,
@@ -84,7 +84,7 @@ def journey_of(
 
 async def cold(journey: Journey) -> str:
     """The others are compared with it."""
-    async with serving(journey.settings, page_tokens=64, step_tokens_max=4096) as built:
+    async with serving(journey.settings, page_size=64, max_num_batched_tokens=4096) as built:
         for request in journey.requests:
             found, provenance = await answer(built, replace(request, salt=request.request_id))
             assert provenance == Provenance(computed_tokens=len(request.tokens))
@@ -105,7 +105,7 @@ async def warm(journey: Journey) -> str:
 
 
 async def together(journey: Journey) -> str:
-    async with serving(journey.settings, drafts_max=3, step_tokens_max=40) as built:
+    async with serving(journey.settings, num_speculative_tokens=3, max_num_batched_tokens=40) as built:
         await journey.check(built)
         await journey.check(built, journey.requests[::-1])
     return "in one batch, with guesses and chunks of odd lengths"
@@ -113,7 +113,7 @@ async def together(journey: Journey) -> str:
 
 async def fetched(journey: Journey) -> str:
     shared = {"store_url": f"file://{journey.scratch}/store?size=1GiB"}
-    async with serving(journey.settings, **shared, step_tokens_max=80, rows_max=4) as prefill:
+    async with serving(journey.settings, **shared, max_num_batched_tokens=80, max_num_seqs=4) as prefill:
         for request in journey.requests:
             produced = await prefill.engine.produce(request)
             assert produced.depth == restorable_end(len(request.tokens), PAGE_TOKENS)

@@ -38,10 +38,10 @@ from tidemill.workers.messages import (
     WorkerId,
     WorkerInfo,
 )
+from tidemill.workers.options import CheckpointStrategy
 from tidemill.workers.scheduling.isolation import Notify
 from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.plan import Budget
-from tidemill.workers.settings import CheckpointStrategy
 from tidemill.workers.transfer.arena_io import DirectIO
 from tidemill.workers.transfer.transfer import Transfer
 

@@ -34,9 +34,9 @@ from tidemill.kvstore.stores.page_store import PageStore
 from tidemill.workers.engine.memory_plan import capacity_tokens
 from tidemill.workers.execution.step import Drawn, Runner, Step
 from tidemill.workers.messages import Delta, Provenance, Request, Sampling, TokenLogprob, WorkerGone
+from tidemill.workers.options import CheckpointStrategy
 from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.plan import Budget
-from tidemill.workers.settings import CheckpointStrategy
 from tidemill.workers.transfer.arena_io import DirectIO
 from tidemill.workers.transfer.transfer import Transfer
 

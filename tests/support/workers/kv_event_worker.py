@@ -21,7 +21,7 @@ async def main(folder: str, kernel_cache: str, buffer_steps: str) -> None:
         model_folder=bundled()["keeper"],
         memory_bytes=4 << 20,
         max_model_len=400,
-        page_tokens=16,
+        page_size=16,
         store_url="memory:?size=0",
         cache_folder=Path(kernel_cache),
         kv_events=KvEventSettings(

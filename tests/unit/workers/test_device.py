@@ -49,9 +49,9 @@ def settings_with(**changes: object) -> EngineSettings:
     [
         ({}, "cpu", "mmap", "float32"),
         ({"kernels": "reference", "backing": "fixed"}, "reference", "fixed", "float32"),
-        ({"kv_dtype": "bfloat16"}, "cpu", "mmap", "bfloat16"),
+        ({"kv_cache_dtype": "bfloat16"}, "cpu", "mmap", "bfloat16"),
         ({"device": "cuda"}, "triton", "kvcached", "bfloat16"),
-        ({"device": "cuda", "kv_dtype": "float32"}, "triton", "kvcached", "float32"),
+        ({"device": "cuda", "kv_cache_dtype": "float32"}, "triton", "kvcached", "float32"),
         ({"device": "cuda:1", "kernels": "reference", "backing": "fixed"}, "reference", "fixed", "bfloat16"),
     ],
 )
@@ -203,7 +203,7 @@ def test_sticky_errors_of_a_device(error: Exception, sticky: bool) -> None:  # n
     ("changes", "tokens"),
     [
         ({"device": "cuda"}, 3264),
-        ({"device": "cuda", "kv_dtype": "float32"}, 1664),
+        ({"device": "cuda", "kv_cache_dtype": "float32"}, 1664),
         ({"device": "cuda", "checkpoint_interval": 128}, 128),
         ({}, 64),
     ],
@@ -235,7 +235,7 @@ def test_arena_of_a_device_waits_for_the_newest_step(monkeypatch: pytest.MonkeyP
 def test_extents_are_whole_granules_of_kvcached(page_tokens: int, kv_dtype: str) -> None:
     layers, max_length = describe(bundled()["keeper"])
     settings = settings_with(
-        device="cuda", page_tokens=page_tokens, kv_dtype=kv_dtype, memory_bytes=8 << 30, max_model_len=512
+        device="cuda", page_size=page_tokens, kv_cache_dtype=kv_dtype, memory_bytes=8 << 30, max_model_len=512
     )
     memory = memory_of(settings, layers, max_length)
     assert not memory.layout.extent_bytes % Kvcached.GRANULE_BYTES

@@ -102,7 +102,7 @@ def test_released_models_on_one_device(model: str, total: int, *, fits: bool) ->
 def test_steps_are_larger_on_a_device(device: str, tokens: int, rows: int) -> None:
     budget = budget_of(settings_with(device=device), 64)
     assert (budget.tokens_max, budget.rows_max) == (tokens, rows)
-    budget = budget_of(settings_with(device=device, step_tokens_max=1000, rows_max=7), 64)
+    budget = budget_of(settings_with(device=device, max_num_batched_tokens=1000, max_num_seqs=7), 64)
     assert (budget.tokens_max, budget.rows_max) == (1000, 7)
 
 
@@ -191,7 +191,7 @@ def test_worker_takes_what_its_trial_leaves(fake: FakeDevice, backing: str) -> N
 def test_memory_of_a_worker_on_a_shared_device_is_its_share(fake: FakeDevice) -> None:
     """Another worker starts and grows meanwhile, by a share that it has or has borrowed."""
     settings = settings_with(backing="kvcached", device_share=0.5)
-    settings = replace(settings, starts_at_floor=True)
+    settings = replace(settings, memory_broker=True)
     wanted = info_of(fake, settings)
     fake.others, fake.grown = 60 * MIB, 40 * MIB
     info = info_of(fake, settings)

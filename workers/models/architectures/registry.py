@@ -33,7 +33,7 @@ from tidemill.workers.models.loading.config_json import Raw
 from tidemill.workers.models.loading.dummy import DummyWeights, dummy_dtype
 from tidemill.workers.models.loading.sharding import RankPart
 from tidemill.workers.models.loading.tensor_files import DTYPES, TensorFiles, read_json
-from tidemill.workers.settings import LoadFormat
+from tidemill.workers.options import LoadFormat
 from tidemill.workers.sources.names import bundled
 
 

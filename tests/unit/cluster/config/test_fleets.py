@@ -157,7 +157,7 @@ def test_memory_maximum_is_memory_of_all_workers_on_device_type() -> None:
     unlent = fleet(groups, ", engine: {memory_broker: false}")
     alone = {worker.name: worker.engine for worker in unlent.workers}
     assert (alone["prefill-0"].memory_max_bytes, alone["decode-0"].memory_max_bytes) == (128 * MIB, 64 * MIB)
-    assert (engines["decode-0"].starts_at_floor, alone["decode-0"].starts_at_floor) == (True, False)
+    assert (engines["decode-0"].memory_broker, alone["decode-0"].memory_broker) == (True, False)
 
 
 def test_defaults_of_workers_on_gpus() -> None:

@@ -359,12 +359,12 @@ def test_bad_messages_and_too_few_parameters_are_named(llm: LLM) -> None:
     ("wrong", "text"),
     [
         ({"memory": "much"}, "^memory: "),
-        ({"tensor_parallel_one_shot": "much"}, "^tensor_parallel_one_shot: "),
-        ({"max_num_seqs": "many"}, "rows_max"),
-        ({"max_num_seqs": 0}, "max-num-seqs"),
+        ({"tensor_parallel_one_shot": "much"}, "^--tensor-parallel-one-shot: size"),
+        ({"max_num_seqs": "many"}, "^--max-num-seqs: .* integer"),
+        ({"max_num_seqs": 0}, "^--max-num-seqs is 0: set it to 1 or more"),
         ({"gpu_memory_utilization": 0}, "gpu-memory-utilization"),
         ({"swap_space": 4}, "swap_space"),
-        ({"kernels": "fast"}, "kernels"),
+        ({"kernels": "fast"}, "^--kernels is 'fast': set it to 'cpu'"),
     ],
 )
 def test_bad_setting_is_named(wrong: dict[str, Any], text: str) -> None:
@@ -375,7 +375,7 @@ def test_bad_setting_is_named(wrong: dict[str, Any], text: str) -> None:
 def test_settings_have_the_names_of_the_flags(tmp_path: Path) -> None:
     made = settings_of(tmp_path, {"memory": "3MiB", "max_num_seqs": 5, "kv_cache_dtype": "bfloat16"})
     assert isinstance(made, EngineSettings)
-    assert (made.model_folder, made.memory_bytes, made.rows_max, made.kv_dtype) == (
+    assert (made.model_folder, made.memory_bytes, made.max_num_seqs, made.kv_cache_dtype) == (
         tmp_path,
         3 << 20,
         5,

@@ -24,8 +24,8 @@ from tidemill.kvstore.memory.allocation_sites import AllocationSite
 from tidemill.kvstore.memory.backing import Fixed
 from tidemill.workers.engine.memory_plan import extents_for
 from tidemill.workers.messages import Request
+from tidemill.workers.options import CheckpointStrategy
 from tidemill.workers.scheduling.admission import PREEMPTIONS_MAX
-from tidemill.workers.settings import CheckpointStrategy
 
 layouts = pytest.mark.parametrize(
     "layout", [HYBRID, ATTENTION_ONLY, TIGHT], ids=["hybrid", "attention", "tight"]

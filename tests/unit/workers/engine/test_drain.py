@@ -22,7 +22,7 @@ from tests.support.workers.bench import (
 from tidemill.kvstore.layout import Layout
 from tidemill.workers.engine.drain import WITHIN_S
 from tidemill.workers.messages import HandedOver, Request
-from tidemill.workers.settings import CheckpointStrategy
+from tidemill.workers.options import CheckpointStrategy
 
 FAR = 100
 

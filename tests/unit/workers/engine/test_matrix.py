@@ -26,8 +26,8 @@ from tests.support.workers.bench import (
 from tidemill.kvstore.layout import Layout
 from tidemill.workers.engine.memory_plan import extents_for
 from tidemill.workers.messages import Request
+from tidemill.workers.options import CheckpointStrategy
 from tidemill.workers.scheduling.admission import PREEMPTIONS_MAX
-from tidemill.workers.settings import CheckpointStrategy
 
 pytestmark = pytest.mark.slow
 

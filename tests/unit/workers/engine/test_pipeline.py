@@ -25,7 +25,7 @@ from tidemill.kvstore.layout import Layout
 from tidemill.workers.engine.pipeline import FAILURES_MAX
 from tidemill.workers.execution.step import Drawn, Step
 from tidemill.workers.messages import Produced, Request, RequestError, WorkerGone
-from tidemill.workers.settings import CheckpointStrategy
+from tidemill.workers.options import CheckpointStrategy
 
 VOCABULARY = 3
 

@@ -23,8 +23,8 @@ from tidemill.kvstore.keys import page_keys
 from tidemill.kvstore.layout import Layout
 from tidemill.kvstore.memory.allocation_sites import AllocationSite
 from tidemill.workers.messages import Request
+from tidemill.workers.options import CheckpointStrategy
 from tidemill.workers.scheduling.admission import PREEMPTIONS_MAX
-from tidemill.workers.settings import CheckpointStrategy
 
 STRATEGIES: tuple[CheckpointStrategy, ...] = ("none", "double", "lazy")
 

@@ -182,10 +182,10 @@ def test_engine_with_graphs_answers_the_same(
         memory_bytes=64 << 20,
         cache_folder=kernel_cache,
         store_url="memory:?size=0",
-        page_tokens=16,
-        rows_max=ROWS_MAX,
+        page_size=16,
+        max_num_seqs=ROWS_MAX,
         max_model_len=16 * TABLE_WIDTH,
-        drafts_max=drafts_max,
+        num_speculative_tokens=drafts_max,
     )
     asked = [
         Request(

@@ -241,8 +241,8 @@ def test_engine_on_a_late_device_answers_the_same(
         memory_bytes=64 << 20,
         cache_folder=kernel_cache,
         store_url="memory:?size=0",
-        page_tokens=16,
-        rows_max=ROWS_MAX,
+        page_size=16,
+        max_num_seqs=ROWS_MAX,
         max_model_len=160,
     )
     asked = [
@@ -276,7 +276,7 @@ def test_engine_on_a_late_device_answers_the_same(
         _group: None,
     ) -> TorchRunner:
         streams.append(LateStream())
-        rows_max = settings.rows_max or 64
+        rows_max = settings.max_num_seqs or 64
         tables = PageTables(rows_max, 10, windows=False)
         caches = caches_of(memory.layout, arena)
         runner = OverlappedRunner(

@@ -45,9 +45,9 @@ WORKER = EngineSettings(
     cache_folder=Path("nowhere"),
     store_url="memory:?size=0",
     device="cuda",
-    kv_dtype="float32",
-    rows_max=4,
-    step_tokens_max=80,
+    kv_cache_dtype="float32",
+    max_num_seqs=4,
+    max_num_batched_tokens=80,
     max_model_len=256,
 )
 GROUP = replace(WORKER, tensor_parallel_size=2, tensor_parallel_backend="gloo", enforce_eager=True)

@@ -78,9 +78,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory, kernel_cache: Path) -> Engin
         memory_bytes=24 << 20,
         store_url="memory:?size=0",
         cache_folder=kernel_cache,
-        page_tokens=P,
+        page_size=P,
         tensor_parallel_sizes=(1, 2, 3),
-        step_tokens_max=64,
+        max_num_batched_tokens=64,
     )
 
 
@@ -211,7 +211,7 @@ def test_tokens_are_those_of_one_process(
     settings: EngineSettings, wanted: list[list[int]], size: int, drafts_max: int
 ) -> None:
     async def main() -> None:
-        async with worker(settings, tensor_parallel_size=size, drafts_max=drafts_max) as group:
+        async with worker(settings, tensor_parallel_size=size, num_speculative_tokens=drafts_max) as group:
             assert await answers(group) == wanted
             assert await answers(group) == wanted  # warm
             counters = group.built.engine.load().counters
@@ -244,10 +244,10 @@ def test_group_fetches_pages_of_a_group_of_another_size(
     settings: EngineSettings, wanted: list[list[int]]
 ) -> None:
     async def main() -> None:
-        async with worker(settings, tensor_parallel_size=3, drafts_max=1) as group:
+        async with worker(settings, tensor_parallel_size=3, num_speculative_tokens=1) as group:
             for request in requests():
                 await group.built.engine.produce(request)
-        async with worker(settings, tensor_parallel_size=2, drafts_max=2) as group:
+        async with worker(settings, tensor_parallel_size=2, num_speculative_tokens=2) as group:
             for request, tokens in zip(requests(), wanted, strict=True):
                 found, provenance = await answer(group, request)
                 assert found == tokens
@@ -333,7 +333,7 @@ def test_draw_that_breaks_leaves_the_ranks_together(
         return draw(self, step, logits_NV)
 
     async def main() -> None:
-        async with worker(settings, tensor_parallel_size=2, drafts_max=drafts_max) as group:
+        async with worker(settings, tensor_parallel_size=2, num_speculative_tokens=drafts_max) as group:
             assert await answers(group) == wanted
             assert calls > 60
 
@@ -352,7 +352,7 @@ def test_leader_that_breaks_amid_a_step_ends_the_group(
 
     async def main() -> None:
         drafts_max = int(amid == "the guesses")
-        async with worker(settings, tensor_parallel_size=3, drafts_max=drafts_max) as group:
+        async with worker(settings, tensor_parallel_size=3, num_speculative_tokens=drafts_max) as group:
             await answer(group, requests()[0])
             if drafts_max:
                 monkeypatch.setattr(TorchRunner, "_choose", breaks)

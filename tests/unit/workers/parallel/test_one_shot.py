@@ -141,7 +141,8 @@ def test_gpus_that_cannot_map_each_other_are_one_line(monkeypatch: pytest.Monkey
 
 
 def test_where_it_cannot_work_it_is_refused() -> None:
-    group: dict[str, Any] = {"device": "cuda", "tensor_parallel_size": 2, "one_shot_bytes": 1 << 18}
+    group: dict[str, Any] = {"device": "cuda", "tensor_parallel_size": 2}
+    group["tensor_parallel_one_shot"] = "256KiB"
     assert settings_with(**group).one_shot_bytes == 1 << 18
     for changes in (
         {"tensor_parallel_reduce": "exact"},

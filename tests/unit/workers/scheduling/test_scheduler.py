@@ -17,12 +17,12 @@ from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import PENDING, Row
 from tidemill.workers.messages import Request
+from tidemill.workers.options import CheckpointStrategy
 from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.plan import Budget
 from tidemill.workers.scheduling.scheduler import Batch, Scheduler
 from tidemill.workers.scheduling.sequence import Sequence
 from tidemill.workers.scheduling.sequences import Sequences
-from tidemill.workers.settings import CheckpointStrategy
 
 ROOT = Namespace(model="m", layout="l").root()
 FAR = 1000
