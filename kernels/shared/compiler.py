@@ -126,7 +126,7 @@ def library_name(target: str, program: Program = KERNELS) -> str:
 
 def _object_name(source: Path, target: str, program: Program) -> str:
     digest = hashlib.sha256("\0".join((*FLAGS, *program.flags, target)).encode())
-    for file in (*sorted(FOLDER.glob("shared/*.h")), source):
+    for file in (*sorted(FOLDER.glob("shared/*.h")), *sorted(source.parent.glob("*.h")), source):
         digest.update(file.read_bytes())
     return f"{source.parent.name}-{digest.hexdigest()[:16]}.o"
 

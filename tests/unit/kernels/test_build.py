@@ -158,13 +158,13 @@ def test_library_of_other_sources_or_another_machine_is_not_found(ahead: Path, t
 
 
 def copy_sources(folder: Path) -> list[Path]:
-    """Copy what kernels are made of, and return the shared headers."""
-    headers = list(compiler_module.FOLDER.glob("shared/*.h"))
+    """Copy what kernels are made of, and return the headers."""
+    headers = list(compiler_module.FOLDER.glob("*/*.h"))
     for source in (*headers, *sources()):
         copied = folder / source.relative_to(compiler_module.FOLDER)
         copied.parent.mkdir(exist_ok=True, parents=True)
         shutil.copy(source, copied)
-    return [folder / "shared" / header.name for header in headers]
+    return [folder / header.relative_to(compiler_module.FOLDER) for header in headers]
 
 
 def test_name_of_a_library_depends_on_its_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

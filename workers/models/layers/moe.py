@@ -1,20 +1,21 @@
 """A mixture of experts: each token runs a few of them, and perhaps one that all tokens share."""
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self, TypeAlias, assert_never
+from typing import Literal, Self, TypeAlias
 
 import torch
 from torch.nn import functional
 
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.linear.packed import Packed
-from tidemill.kernels.linear.stored import Stored, join, plain, stack
-from tidemill.kernels.moe.experts import Experts
+from tidemill.kernels.linear.stored import plain
+from tidemill.kernels.moe.experts import Experts, with_shared
 from tidemill.kernels.moe.routing import Choice, Routing
 from tidemill.workers.models.layers.mlp import Dense, DenseConfig
 from tidemill.workers.models.layers.work import Read, Work, matrix_flops
 from tidemill.workers.models.loading.config_json import require
-from tidemill.workers.models.loading.sharding import EvenRuns, OneRank, RankPart, Replicated
+from tidemill.workers.models.loading.experts import ExpertTensors, Form
+from tidemill.workers.models.loading.sharding import RankPart, Replicated
 from tidemill.workers.models.loading.weights import Weight
 
 ROWS = 16
@@ -42,9 +43,7 @@ class RouterConfig:
 class MoeConfig:
     """`count` experts of width `inner`.
 
-    stored      separate: gate_proj, up_proj and down_proj of each expert, under `into`.N.
-                stacked: `into` [E, 2 I, H], gate first, and `back` [E, H, I]
-                woven: `into` [E, H, 2 I], gate and up interleaved, and `back` [E, I, H], both with biases
+    stored      the form of the tensors `into` and `back`; see loading/experts.py
     shared      an expert that all tokens run; `shared_gate` is the name of its gate, if it has one
     own         the half-open range of the experts that this rank has whole; None: it has columns of each
     joins       the shared expert may run among the others
@@ -53,7 +52,7 @@ class MoeConfig:
     router: RouterConfig
     count: int
     inner: int
-    stored: Literal["separate", "stacked", "woven"] = "separate"
+    stored: Form = "separate"
     into: str = "mlp.experts"
     back: str = ""
     activation: Literal["silu", "clamped"] = "silu"
@@ -76,7 +75,7 @@ class MoeConfig:
         require(top_k <= most, f"{top_k} experts for each token, of {most} that it can choose from")
 
     def weights(self, hidden: int) -> dict[str, Weight]:
-        return self._common_weights(hidden) | self._expert_weights(hidden)
+        return self._common_weights(hidden) | self._tensors.weights(hidden)
 
     def token_flops(self, hidden: int) -> float:
         own = 6.0 * self.router.top_k * self.inner * hidden
@@ -143,63 +142,21 @@ class MoeConfig:
             return 0
         return 0 if shared.inner % self.inner else shared.inner // self.inner
 
-    def _expert_weights(self, hidden: int) -> dict[str, Weight]:
-        match self.stored:
-            case "separate":
-                one = DenseConfig(inner=self.inner, prefix="").weights(hidden)
-                return {
-                    f"{self.into}.{expert}.{name}": replace(weight, by_expert=OneRank(expert, self.count))
-                    for expert in range(self.count)
-                    for name, weight in one.items()
-                }
-            case "stacked":
-                into, back = (self.count, 2 * self.inner, hidden), (self.count, hidden, self.inner)
-                return {
-                    self.into: Weight(into, EvenRuns(runs=2, dim=1), by_expert=EvenRuns()),
-                    self.back: Weight(back, EvenRuns(dim=1), EvenRuns(dim=2), EvenRuns()),
-                }
-            case "woven":
-                into, back = (self.count, hidden, 2 * self.inner), (self.count, self.inner, hidden)
-                cut, bias = EvenRuns(dim=2, step=2), EvenRuns(dim=1, step=2)
-                once = OneRank(zeros=True)
-                return {
-                    self.into: Weight(into, cut, by_expert=EvenRuns()),
-                    f"{self.into}_bias": Weight((into[0], into[2]), bias, by_expert=EvenRuns()),
-                    self.back: Weight(back, EvenRuns(dim=2), EvenRuns(dim=1), EvenRuns()),
-                    f"{self.back}_bias": Weight((self.count, hidden), EvenRuns(dim=1), once, EvenRuns()),
-                }
-            case _:
-                assert_never(self.stored)
+    @property
+    def _tensors(self) -> ExpertTensors:
+        return ExpertTensors(self.stored, self.count, self.inner, self.into, self.back)
 
     def _load_experts(self, read: Read, ops: Operators, joined: int) -> Experts:
-        match self.stored:
-            case "separate":
-                names = [f"{self.into}.{expert}." for expert in range(self.count)]
-                first, end = self.own or (0, self.count)
-                # All are read, since their bytes are in the fingerprint; of other ranks' experts none comes.
-                gate_up = stack([_gate_up(name, read) for name in names][first:end])
-                down = stack([read(f"{name}down_proj.weight") for name in names][first:end])
-            case "stacked":
-                gate_up, down = read(self.into), read(self.back)
-            case "woven":
-                into = plain(_unwoven(read(self.into).values.mT))
-                return Experts(
-                    ops.pack([into], _unwoven(read(f"{self.into}_bias").values)),
-                    ops.pack([plain(read(self.back).values.mT)], read(f"{self.back}_bias").values),
-                    self.activation,
-                    self.alpha,
-                    self.limit,
-                )
-            case _:
-                assert_never(self.stored)
+        gate_up, down, gate_up_bias, down_bias = self._tensors.read(read, self.own)
         if joined and self.shared is not None:
-            into, back = self.shared.matrices(read)
-            shared_gate_up = join(into).moved(
-                lambda rows: rows.view(2, joined, -1, rows.shape[1]).transpose(0, 1).flatten(1, 2)
-            )
-            shared_down = back.moved(lambda rows: rows.view(len(rows), joined, -1).transpose(0, 1))
-            gate_up, down = join([gate_up, shared_gate_up], 0), join([down, shared_down], 0)
-        return Experts(ops.pack([gate_up], None), ops.pack([down], None), self.activation)
+            gate_up, down = with_shared(gate_up, down, *self.shared.matrices(read), count=joined)
+        return Experts(
+            ops.pack([gate_up], gate_up_bias),
+            ops.pack([down], down_bias),
+            self.activation,
+            self.alpha,
+            self.limit,
+        )
 
 
 Parts: TypeAlias = tuple[torch.Tensor, Choice, Experts, torch.Tensor | None, torch.Tensor | None]
@@ -251,12 +208,3 @@ class Moe:
             of_ranks_TK = choice.experts_TK.div(end - first, rounding_mode="floor")
             work.expert_pairs_R.add_((of_ranks_TK == ranks_R[:, None, None]).sum((1, 2)))
         return work.ops.own_experts(choice, first, end)
-
-
-def _gate_up(name: str, read: Read) -> Stored:
-    return join([read(f"{name}gate_proj.weight"), read(f"{name}up_proj.weight")])
-
-
-def _unwoven(interleaved: torch.Tensor) -> torch.Tensor:
-    """Reorder interleaved gate and up of each expert to all of gate, then all of up."""
-    return torch.cat([interleaved[:, 0::2], interleaved[:, 1::2]], dim=1)
