@@ -11,7 +11,7 @@ the others.
 """
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -87,7 +87,6 @@ class PrefixIndex:
         self._checkpoints: list[tuple[tuple[float, int], PageKey]] = []
         self._changes = IndexChanges()
         self.log: list[tuple[ChangeKind, Entry]] | None = None  # all changes in order, if it is a list
-        self.publish: Callable[[], None] = lambda: None  # called between steps, and takes `log`
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -1,6 +1,7 @@
 """Build a worker's engine from its model, memory, store and runner."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pkgutil import resolve_name
@@ -37,7 +38,7 @@ from tidemill.workers.device import (
     settle,
     total_memory,
 )
-from tidemill.workers.engine.engine import Engine
+from tidemill.workers.engine.engine import Engine, EngineHooks
 from tidemill.workers.engine.kv_events import BatchQueue, EventForm, KvEvents
 from tidemill.workers.engine.memory_plan import (
     DeviceMemory,
@@ -189,45 +190,44 @@ def _build(
     namespace = namespace_of(settings, loaded.layers, shards)
     memory = memory_of(settings, loaded.local_layers, loaded.max_length)
     layout, ranks = memory.layout, settings.tensor_parallel_size
-    own = open_backing(settings, memory.reserved_bytes, layout.extent_bytes, lambda: runner.newest_step)
-    backing = own if group is None else group.backing(own)
-
-    runner = open_runner(settings, loaded, memory, backing.memory, group)
-    warm_up(settings, memory, runner, device)
-    capture_graphs(settings, memory, runner, device)
-    if group is not None:
-        group.wait_until_ready()  # to map on all ranks
-    arena = open_arena(settings, memory, backing)
-    arena_io = open_arena_io(settings, layout, backing.memory, rank_share(shards, 0, ranks))
-    cache = Cache(layout, arena, PrefixIndex(layout, settings.eviction_policy, loaded.cost))
-    ledger = Ledger(cache, settings.checkpoints_per_path)
-    close_events = open_events(settings, ledger)
-
-    def close() -> None:
-        close_events()
-        runner.close()
-        grammars.close()
+    with ExitStack() as opened:
+        own = open_backing(settings, memory.reserved_bytes, layout.extent_bytes, lambda: runner.newest_step)
+        backing = own if group is None else group.backing(own)
         if settings.on_cuda:  # on a host, memory that is still being stored must not be zeroed
-            backing.close()
+            opened.callback(backing.close)
+        grammars = Grammars(settings.model_folder, loaded.vocab_size, loaded.eos_ids, settings.threads)
+        opened.callback(grammars.close)
+        runner = open_runner(settings, loaded, memory, backing.memory, group)
+        opened.callback(runner.close)
+        warm_up(settings, memory, runner, device)
+        capture_graphs(settings, memory, runner, device)
+        if group is not None:
+            group.wait_until_ready()  # to map on all ranks
 
-    grammars = Grammars(settings.model_folder, loaded.vocab_size, loaded.eos_ids, settings.threads)
-    engine = Engine(
-        ledger,
-        Transfer(layout, arena_io, shards, () if group is None else group.mates()),
-        runner,
-        limits_of(settings, memory, mtp=loaded.head is not None),
-        partial(_root_of, loaded.fingerprint, namespace),
-        grammars,
-        runner.cpu_s,
-    )
-    engine.expert_pairs = partial(_expert_pairs, loaded)
-    return BuiltEngine(
-        engine=engine,
-        info=_info(settings, loaded, memory, namespace, device),
-        grammars=grammars,
-        group=group,
-        close=close,
-    )
+        arena = open_arena(settings, memory, backing)
+        arena_io = open_arena_io(settings, layout, backing.memory, rank_share(shards, 0, ranks))
+        cache = Cache(layout, arena, PrefixIndex(layout, settings.eviction_policy, loaded.cost))
+        ledger = Ledger(cache, settings.checkpoints_per_path)
+        engine = Engine(
+            ledger,
+            Transfer(layout, arena_io, shards, () if group is None else group.mates()),
+            runner,
+            limits_of(settings, memory, mtp=loaded.head is not None),
+            partial(_root_of, loaded.fingerprint, namespace),
+            grammars,
+            EngineHooks(
+                step_cpu_s=runner.cpu_s,
+                expert_pairs=partial(_expert_pairs, loaded),
+                publish_events=open_events(settings, ledger, opened),
+            ),
+        )
+        return BuiltEngine(
+            engine=engine,
+            info=_info(settings, loaded, memory, namespace, device),
+            grammars=grammars,
+            group=group,
+            close=opened.pop_all().close,
+        )
 
 
 def bind(settings: EngineSettings, rank: int, device: torch.device) -> None:
@@ -260,8 +260,9 @@ def load_model(
     return loaded
 
 
-def open_events(settings: EngineSettings, ledger: Ledger) -> Callable[[], None]:
-    """Publish the KV events of the ledger's index, and return what ends that. Raises SettingsError."""
+def open_events(settings: EngineSettings, ledger: Ledger, opened: ExitStack) -> Callable[[], None]:
+    """Return what publishes the latest KV events of the ledger's index, until `opened` closes. Raises
+    SettingsError."""
     if settings.kv_events is None:
         return lambda: None
     try:
@@ -271,8 +272,8 @@ def open_events(settings: EngineSettings, ledger: Ledger) -> Callable[[], None]:
             f"--kv-events-config needs pyzmq ({error}): pip install 'tidemill[events]'"
         ) from error
     publisher = open_publisher(settings.kv_events, EventForm.of(ledger.layout, on_cuda=settings.on_cuda))
-    ledger.index.publish = KvEvents(ledger.index, publisher, ledger.counters, time).flush
-    return publisher.close
+    opened.callback(publisher.close)
+    return KvEvents(ledger.index, publisher, ledger.counters, time).flush
 
 
 def open_arena(settings: EngineSettings, memory: Memory, backing: Backing) -> Arena:

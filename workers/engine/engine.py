@@ -8,6 +8,7 @@ One asyncio loop owns everything here. Only the Runner and the store work elsewh
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -53,6 +54,15 @@ PROGRESS_CPU_S = 0.1
 """The CPU time of steps that counts as progress: in the 3 s after which a worker is lost, 3 % of a core."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineHooks:
+    """The functions that the loop calls outside of it."""
+
+    step_cpu_s: Callable[[], float] = float  # returns the CPU seconds that steps have used so far
+    expert_pairs: Callable[[], list[int]] = list  # returns the load of each rank's experts
+    publish_events: Callable[[], None] = lambda: None  # called between steps
+
+
 class Engine:
     def __init__(
         self,
@@ -62,12 +72,11 @@ class Engine:
         limits: EngineLimits,
         root_of: Callable[[str], PageKey],
         grammars: Grammars | None = None,
-        step_cpu_s: Callable[[], float] = float,
+        hooks: EngineHooks | None = None,
     ) -> None:
-        """Create an engine. Without `grammars`, requests with a grammar are refused. `step_cpu_s` returns the
-        CPU seconds that steps have used so far."""
+        """Create an engine. Without `grammars`, requests with a grammar are refused."""
         self.steps = 0  # iterations of the loop, with idle ones
-        self.expert_pairs: Callable[[], list[int]] = list  # returns the load of each rank's experts
+        self._hooks = EngineHooks() if hooks is None else hooks
         self._limits = limits
         self._ledger = ledger
         self._transfer = transfer
@@ -84,7 +93,7 @@ class Engine:
             StepCommitter(ledger, limits, admission_queue, self._admission.in_progress, self._publisher),
             self._preempt,
             self._landed_last,
-            step_cpu_s,
+            self._hooks.step_cpu_s,
         )
         self._producing: dict[PageKey, asyncio.Lock] = {}
         self._drain = Drain(self._publisher, self._preempt)
@@ -97,7 +106,7 @@ class Engine:
                 self.steps += 1
                 self._drain.advance(self._sequences.running.values(), _now_s())
                 self._ledger.retention.advance(_now_s())
-                self._ledger.index.publish()
+                self._hooks.publish_events()
                 stepped = await self._pipeline.step(self._limits.flights_max)
                 if self._limits.audits:
                     self._audit.run(_now_s(), idle=not stepped)
@@ -235,7 +244,7 @@ class Engine:
             self._transfer.throughput.with_throughput(self._pipeline.speedometer.speed, _now_s()),
             self._limits,
             self.steps,
-            self.expert_pairs(),
+            self._hooks.expert_pairs(),
         )
 
     def take_announcement(self, *, full: bool) -> Announcement:

@@ -31,6 +31,7 @@ from tidemill.kvstore.memory.prefix_index import PrefixIndex
 from tidemill.kvstore.memory.recompute_cost import Policy
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.page_store import PageStore
+from tidemill.workers.engine.engine import EngineHooks
 from tidemill.workers.engine.memory_plan import capacity_tokens
 from tidemill.workers.execution.step import Drawn, Runner, Step
 from tidemill.workers.messages import Delta, Provenance, Request, Sampling, TokenLogprob, WorkerGone
@@ -258,7 +259,7 @@ async def bench(
             mtp=tuning.mtp,
         ),
         root_of,
-        step_cpu_s=tuning.step_cpu_s,
+        hooks=EngineHooks(step_cpu_s=tuning.step_cpu_s),
     )
     loop = asyncio.create_task(engine.run())
     made = Bench(engine, ledger, store, layout, watched, loop, tuning.vocabulary)

@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter, deque
+from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 from time import time
@@ -245,8 +246,11 @@ def test_missing_pyzmq_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
     async def main() -> None:
         async with bench() as made:
-            with pytest.raises(SettingsError, match=r"pip install 'tidemill\[events\]'"):
-                build.open_events(settings, made.ledger)
+            with (
+                ExitStack() as opened,
+                pytest.raises(SettingsError, match=r"pip install 'tidemill\[events\]'"),
+            ):
+                build.open_events(settings, made.ledger, opened)
 
     run(main())
 
