@@ -11,7 +11,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from tests.support.e2e.fake_engine import worker
+from tests.support.cluster.fake_engine import worker
 from tests.support.e2e.faults import run
 from tests.support.e2e.history import Ask, Call, broken
 from tests.support.e2e.server import Server, command_of, eventually, runs

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.support import grpc_loop
-from tests.support.e2e.fake_engine import BREAK_TOKEN
+from tests.support.cluster.fake_engine import BREAK_TOKEN, PAGE_TOKENS, answer
 from tests.support.e2e.server import EVENTUALLY_S_MAX, command_of, listening_of
 from tidemill.cluster.messages import FleetStatus, PlacementRequest, Route
 from tidemill.cluster.processes.launch import Cluster
@@ -67,6 +67,10 @@ def request(*tokens: int, max_new_tokens: int = 5) -> Request:
     return Request(request_id="r", tokens=tokens, max_new_tokens=max_new_tokens)
 
 
+def expected(*tokens: int) -> list[int]:
+    return [answer(tokens, index) for index in range(5)]
+
+
 def test_request_passes_through_real_actors(cluster: Cluster, fleet: FleetSettings) -> None:
     async def main() -> None:
         async with frontend(cluster, fleet) as here:
@@ -75,9 +79,12 @@ def test_request_passes_through_real_actors(cluster: Cluster, fleet: FleetSettin
             route = await here.place(num_tokens=1000)
             prefill = infos["prefill-0"]
             assert route.prefill == prefill.worker
-            produced = await here.peers.produce(prefill.worker, prefill.address, request(1, 2, 3))
-            assert produced.depth == 2
-            assert await here.tokens(route, request(1, 2, 3)) == [4, 5, 6, 7, 8]
+            prompt = range(PAGE_TOKENS + 1)
+            produced = await here.peers.produce(prefill.worker, prefill.address, request(*prompt))
+            assert produced.depth == PAGE_TOKENS
+            assert await here.tokens(route, request(1, 2, 3)) == [
+                answer((1, 2, 3), index) for index in range(5)
+            ]
 
     run(main())
 
@@ -101,7 +108,9 @@ def test_worker_that_is_killed_is_noticed_and_restarted(cluster: Cluster, fleet:
             )
             after = (await here.until_all_are_back())["decode-0"]
             assert after.worker != before.worker
-            assert await here.tokens(await here.place(), request(7)) == [8, 9, 10, 11, 12]
+            assert await here.tokens(await here.place(), request(7)) == [
+                answer((7,), index) for index in range(5)
+            ]
 
     run(main())
 

@@ -15,8 +15,8 @@ import httpx
 import psutil
 import pytest
 
+from tests.support.cluster.fake_engine import answer
 from tests.support.e2e.load import Client, PacedServer, paced_server
-from tests.support.e2e.paced import answer
 from tests.support.e2e.server import EVENTUALLY_S_MAX, eventually, run_cli
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.workers.sources.names import bundled

@@ -20,7 +20,7 @@ DRIVER = """
 import signal, sys
 from pathlib import Path
 from rich.console import Console
-from tests.support.e2e.fake_engine import worker
+from tests.support.cluster.fake_engine import worker
 from tidemill.cluster.processes.launch import LaunchError, start_cluster
 from tidemill.cluster.settings import ClusterSettings, FleetSettings
 

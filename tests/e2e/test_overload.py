@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.cluster.fake_engine import answer
 from tests.support.e2e.load import Client, Outcome, PacedServer, at_rate, in_turns, paced_server
-from tests.support.e2e.paced import answer
 from tests.support.e2e.server import NO_TLS, eventually
 from tests.support.sockets import connected
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer

@@ -6,11 +6,11 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
+from tests.support.cluster.fake_engine import FakeEngine
 from tests.support.cluster.scripted_engine import (
     FIRST,
     LAST,
     WORKER,
-    ScriptedEngine,
     collect,
     fails,
     frontend,
@@ -28,21 +28,21 @@ MORE_THAN_IS_BUFFERED = Delta(tokens=(2**31,) * 2_000_000)
 """10 MB: a connection takes 4 whose other end does not read."""
 
 
-async def notify(engine: ScriptedEngine, name: str, *, alone: bool) -> None:
+async def notify(engine: FakeEngine, name: str, *, alone: bool) -> None:
     """Notify the edges, and return when they must know."""
-    callback = engine.notifiers[name]
+    callback = engine.calls[name].notify
     assert callback is not None
     await callback(alone)
 
 
-async def begun(engine: ScriptedEngine, *names: str) -> None:
+async def begun(engine: FakeEngine, *names: str) -> None:
     await engine.until(lambda engine: set(names) <= set(engine.calls))
 
 
 @pytest.mark.parametrize("kind", ["generate", "produce"])
 def test_worker_that_crashes_in_a_trial_blames_only_its_request(kind: str) -> None:
     async def main() -> None:
-        engine = ScriptedEngine()
+        engine = FakeEngine()
         plane = WorkerServer(engine, WORKER)
         address = await plane.start("127.0.0.1")
         async with frontend() as peers, frontend() as others:
@@ -188,7 +188,7 @@ def test_worker_that_owes_answers_is_silent_after_a_while_and_can_be_given_up() 
 
 def test_calls_are_counted_until_all_have_been_sent_their_ends() -> None:
     async def main() -> None:
-        engine = ScriptedEngine()
+        engine = FakeEngine()
         plane = WorkerServer(engine, WORKER)
         address = await plane.start("127.0.0.1")
         try:

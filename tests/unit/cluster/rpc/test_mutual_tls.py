@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import trustme
 
-from tests.support.cluster.scripted_engine import FIRST, LAST, ScriptedEngine, collect, request, run
+from tests.support.cluster.fake_engine import FakeEngine
+from tests.support.cluster.scripted_engine import FIRST, LAST, collect, request, run
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.security import with_cluster_security
 from tidemill.cluster.cli.serve import config_of_options
@@ -62,8 +63,8 @@ def stranger(request: pytest.FixtureRequest, ours: MutualTls, tmp_path: Path) ->
 
 
 @asynccontextmanager
-async def worker(tls: MutualTls | None) -> AsyncGenerator[tuple[ScriptedEngine, str]]:
-    engine = ScriptedEngine()
+async def worker(tls: MutualTls | None) -> AsyncGenerator[tuple[FakeEngine, str]]:
+    engine = FakeEngine()
     plane = WorkerServer(engine, WORKER, tls=tls)
     try:
         yield engine, await plane.start("127.0.0.1")
@@ -80,7 +81,7 @@ async def router(tls: MutualTls | None) -> AsyncGenerator[str]:
         await service.stop()
 
 
-async def generates(address: str, engine: ScriptedEngine, tls: MutualTls | None) -> None:
+async def generates(address: str, engine: FakeEngine, tls: MutualTls | None) -> None:
     """One request over the data plane. Raises WorkerGone."""
     peers = WorkerClients(tls=tls)
     try:

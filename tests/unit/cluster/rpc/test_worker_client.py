@@ -8,7 +8,8 @@ from random import Random
 
 import pytest
 
-from tests.support.cluster.scripted_engine import FIRST, WORKER, ScriptedEngine, fails, frontend, request, run
+from tests.support.cluster.fake_engine import FakeEngine
+from tests.support.cluster.scripted_engine import FIRST, WORKER, fails, frontend, request, run
 from tests.support.e2e.link import Link, Weather
 from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.cluster.worker.server import WorkerServer
@@ -20,7 +21,7 @@ class Line:
 
     def __init__(self) -> None:
         self.storms: list[Weather] = []
-        self.engine = ScriptedEngine()
+        self.engine = FakeEngine()
         self.plane = WorkerServer(self.engine, WORKER)
         self.link = Link(lambda: self.storms.pop() if self.storms else Weather(), Random(1))
 
@@ -28,7 +29,7 @@ class Line:
         """Return when the call has its first token."""
         waiting = asyncio.ensure_future(call)
         await self.engine.until(lambda engine: name in engine.calls)
-        notify = self.engine.notifiers[name]
+        notify = self.engine.calls[name].notify
         assert notify is not None
         if alone:
             await notify(True)  # noqa: FBT003 - the signature of Notify

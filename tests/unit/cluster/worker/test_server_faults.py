@@ -10,11 +10,11 @@ import grpc
 import grpc.aio
 import pytest
 
+from tests.support.cluster.fake_engine import FakeEngine
 from tests.support.cluster.scripted_engine import (
     FIRST,
     LAST,
     WORKER,
-    ScriptedEngine,
     collect,
     fails,
     frontend,
@@ -95,7 +95,7 @@ def test_lost_worker_fails_all_its_calls() -> None:
 
 def test_stream_opens_again_after_it_broke() -> None:
     async def main() -> None:
-        engine = ScriptedEngine()
+        engine = FakeEngine()
         plane = WorkerServer(engine, WORKER)
         address = await plane.start("127.0.0.1")
         port = int(address.rpartition(":")[2])

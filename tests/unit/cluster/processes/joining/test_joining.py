@@ -14,7 +14,8 @@ import trustme
 from cryptography import x509
 
 from tests.support import grpc_loop
-from tests.support.cluster.scripted_engine import FIRST, LAST, ScriptedEngine, collect, request
+from tests.support.cluster.fake_engine import FakeEngine
+from tests.support.cluster.scripted_engine import FIRST, LAST, collect, request
 from tests.unit.cluster.rpc.test_mutual_tls import WORKER, issue, status_of
 from tests.unit.cluster.rpc.test_supervisor_orders import FakeSupervisor
 from tidemill.cluster.messages import MemberOrder
@@ -255,7 +256,7 @@ def test_worker_ends_the_streams_of_a_revoked_certificate(cluster: Cluster) -> N
         async with cluster.running():
             credentials = cluster.credentials(await cluster.token())
             await credentials.join()
-            engine = ScriptedEngine()
+            engine = FakeEngine()
             plane = WorkerServer(engine, WORKER, tls=cluster.tls)
             address = await plane.start("127.0.0.1")
             revoked, ours = WorkerClients(tls=credentials.tls), WorkerClients(tls=cluster.tls)
