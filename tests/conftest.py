@@ -1,5 +1,6 @@
 """Settings of the whole suite."""
 
+import gc
 import os
 import secrets
 import signal
@@ -21,6 +22,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Equal runs on every machine, however slow: a deadline would be a speed check.
 settings.register_profile("tidemill", deadline=None, derandomize=True)
 settings.load_profile("tidemill")
+
+
+def pytest_collection_finish() -> None:
+    """Keep all that was imported out of the collections of garbage, of which each engine that starts makes
+    several: each would take half a second."""
+    gc.freeze()
+
 
 SHARES_SERVER = {"tests/e2e/test_clients.py", "tests/e2e/test_serving.py", "tests/e2e/lifecycle/test_try.py"}
 """The files that use the server of tests/e2e/conftest.py: one process runs them."""

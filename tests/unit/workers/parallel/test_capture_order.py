@@ -3,6 +3,7 @@
 """The ranks of a group on CUDA devices, without one: all of them warm up and capture in the same order, and
 every exchange in it meets the same exchange on the other ranks."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from benchmarks.engine.released import RELEASED
 
 from tests.support.kernels.launched import META, capturing, launching
 from tidemill.kernels.dispatch import operators
+from tidemill.kernels.linear.stored import Stored, plain
 from tidemill.kvstore.layout import layout_of
 from tidemill.workers.execution import model_runner
 from tidemill.workers.execution.cuda_graphs import Forward, Replay, graph_shapes
@@ -80,12 +82,12 @@ def order_of_rank(
     part, weights = RankPart(index, size, sums=True, by_expert=by_expert), weights_of(config)
     ranks, own = Recorded(index, size), local(config, part)
 
-    def read(tensor: str) -> torch.Tensor:
+    def read(tensor: str) -> Stored:
         weight = weights[tensor]
         piece = weight.part(part)
         shape = list(weight.shape)
         shape[piece.dim] = sum(end - start + piece.zeros for start, end in piece.ranges)
-        return torch.empty(shape, dtype=torch.bfloat16, device=META)
+        return plain(torch.empty(shape, dtype=torch.bfloat16, device=META))
 
     model = Decoder(own, read, operators("triton", Path()), ranks, sums=True, counts=by_expert and not index)
     layout = layout_of(own.specs, PAGE_TOKENS, "bfloat16")
@@ -111,14 +113,22 @@ def order_of_rank(
     return ranks.did
 
 
-@pytest.mark.parametrize("by_expert", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+QUICK = {("Qwen3-Next-80B-A3B", False), ("DeepSeek-V3", True)}
+"""A model with recurrent layers, and one whose experts are whole."""
+
+
+def _cases() -> Iterator[object]:
+    for name, (*_, has_experts) in MODELS.items():
+        for by_expert in (False, True)[: 1 + has_experts]:
+            marks = [] if (name, by_expert) in QUICK else [pytest.mark.slow]
+            yield pytest.param(name, by_expert, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "by_expert"), [*_cases()])
 def test_ranks_warm_up_and_capture_in_the_same_order(
     name: str, monkeypatch: pytest.MonkeyPatch, *, by_expert: bool
 ) -> None:
-    size, more, has_experts = MODELS[name]
-    if by_expert and not has_experts:
-        pytest.skip("it has no experts")
+    size, more, _ = MODELS[name]
     orders = [order_of_rank(name, index, monkeypatch, by_expert=by_expert) for index in range(size)]
     assert all(order == orders[0] for order in orders[1:])
     starts = [at for at, did in enumerate(orders[0]) if did[0] == "capture begins"]

@@ -91,9 +91,9 @@ over_nodes: MutualTls | None = None
 @pytest.fixture(
     params=[
         ("exact", None, False),
-        ("fast", None, False),
-        ("fast", "gloo", False),
-        ("exact", None, True),
+        pytest.param(("fast", None, False), marks=pytest.mark.slow),
+        pytest.param(("fast", "gloo", False), marks=pytest.mark.slow),
+        pytest.param(("exact", None, True), marks=pytest.mark.slow),
         ("fast", None, True),
     ],
     ids=str,
