@@ -169,7 +169,7 @@ class EngineConfig:
         int, Field(strict=True, ge=0, le=DRAFTS_MAX), Flag("workers", "--num-speculative-tokens", "N")
     ] = 0
     """draft tokens per row and step; they are verified, so the answers stay the same (on CUDA but for the
-    rounding of sums: docs/operations.md)"""
+    rounding of sums: docs/gpu.md)"""
     speculative_method: Annotated[SpeculativeMethod, Flag("workers", "--speculative-method")] = "auto"
     """source of draft tokens: ngram searches the text, mtp is the model's head, auto is mtp if it has one"""
     tensor_parallel_reduce: Annotated[Reduce | None, Flag("workers", "--tensor-parallel-reduce")] = None
