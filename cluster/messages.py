@@ -1,17 +1,12 @@
 """Messages between edge, router, workers and supervisor, except those that the engine defines."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from tidemill.workers.messages import Role, WorkerId, WorkerInfo, WorkerLoad
 from tidemill.workers.pickled_by_name import PickledByName
-
-TokenSink = Callable[[int], bool]
-"""Takes the next token of a stream, a Delta of this token and nothing else, in place of the stream's reader.
-It returns False if it cannot, and then the stream has the token as well as all others. It must be called only
-while the reader waits for the next item: then all earlier ones have reached the client."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

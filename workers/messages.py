@@ -318,8 +318,7 @@ class Trace:
         return max(0, prompt_tokens - self.prefilled.computed_tokens - self.provenance.computed_tokens)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamPiece:
+class StreamPiece(msgspec.Struct, frozen=True):
     """An item from the flow to the edge: new tokens of a stream, in order, each exactly once; before them, in
     the same way, the logprobs of the prompt."""
 

@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -38,13 +38,13 @@ from benchmarks.peers.cpu import cpu_name
 from tidemill.cluster.edge.flow import WorkerStreams, serve
 from tidemill.cluster.edge.http.connection import with_limits
 from tidemill.cluster.edge.requests.limits import EdgeLimits
-from tidemill.cluster.messages import PlacementRequest, Route, TokenSink
+from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.cluster.mutual_tls import CLUSTER_NAME, MutualTls
 from tidemill.cluster.processes.endpoint.handshakes import EdgeServer
-from tidemill.cluster.rpc.inbox import Inbox
 from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.cluster.worker.server import WorkerServer
 from tidemill.kvstore.keys import PageKey
+from tidemill.workers.inbox import Emit, Inbox, Pause, done
 from tidemill.workers.messages import Delta, Produced, Provenance, Request, StreamPiece, WorkerId
 from tidemill.workers.scheduling.isolation import Notify
 
@@ -63,7 +63,7 @@ class SteppedEngine:
 
     def __init__(self) -> None:
         self._tokens = tokenizer().encode(PROMPT)
-        self._calls = dict[Inbox, tuple[bool, int]]()  # before its first token, tokens left
+        self._calls = dict[Inbox[Delta], tuple[bool, int]]()  # before its first token, tokens left
 
     async def steps(self) -> None:
         loop = asyncio.get_running_loop()
@@ -75,36 +75,32 @@ class SteppedEngine:
             for call in list(self._calls):
                 self._give(call, token)
 
-    def _give(self, call: Inbox, token: int) -> None:
+    def _give(self, call: Inbox[Delta], token: int) -> None:
         is_first, left = self._calls[call]
         self._calls[call] = (False, left - 1)
-        if is_first or left == 1 or not call.take(token):
-            call.put(
-                Delta(
-                    tokens=(token,),
-                    finish="length" if left == 1 else None,
-                    provenance=Provenance() if is_first else None,
-                )
-            )
         if left == 1:
             del self._calls[call]
+        call.put(
+            Delta(
+                tokens=(token,),
+                finish="length" if left == 1 else None,
+                provenance=Provenance() if is_first else None,
+            )
+        )
 
-    async def deltas(self, request: Request, sink: TokenSink | None) -> AsyncGenerator[Delta]:
-        call = Inbox(sink)
+    async def stream(self, request: Request, emit: Emit[Delta], notify: Notify | None = None) -> None:
+        del notify
+        call = Inbox[Delta]()
         self._calls[call] = (True, request.max_new_tokens)
+
+        def take(delta: Delta) -> Pause | None:
+            pause = emit(delta)
+            return pause if delta.finish is None else done
+
         try:
-            while True:
-                delta = await call.get()
-                assert isinstance(delta, Delta)
-                yield delta
-                if delta.finish is not None:
-                    return
+            await call.read(take)
         finally:
             self._calls.pop(call, None)
-
-    def generate(self, request: Request, notify: Notify | None = None) -> AsyncGenerator[Delta]:
-        del notify
-        return self.deltas(request, None)
 
     async def produce(self, request: Request, notify: Notify | None = None) -> Produced:
         raise NotImplementedError("the only worker is mixed")
@@ -122,11 +118,9 @@ class DecodedStreams:
     def __init__(self, engine: SteppedEngine) -> None:
         self._engine = engine
 
-    def generate(
-        self, worker: WorkerId, address: str, request: Request, sink: TokenSink | None = None
-    ) -> AsyncGenerator[Delta]:
+    async def stream(self, worker: WorkerId, address: str, request: Request, emit: Emit[Delta]) -> None:
         del worker, address
-        return self._engine.deltas(request, sink)
+        await self._engine.stream(request, emit)
 
     async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced:
         raise NotImplementedError("the only worker is mixed")
@@ -159,9 +153,9 @@ class OneWorkerService(FakeService):
         self._streams = streams
         self._router = OneWorker(address)
 
-    def generate(self, request: Request, sink: TokenSink | None = None) -> AsyncGenerator[StreamPiece]:
+    async def stream(self, request: Request, emit: Emit[StreamPiece]) -> None:
         root = PageKey(bytes(32))
-        return serve(request, self._router, self._streams, lambda _: root, PAGE_TOKENS, sink)
+        await serve(request, self._router, self._streams, lambda _: root, PAGE_TOKENS, emit)
 
 
 def tls_in(folder: Path) -> MutualTls:

@@ -1,7 +1,7 @@
 """The service behind the HTTP edge: the flow over a router and the workers of one model."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -17,11 +17,11 @@ from tidemill.cluster.messages import (
     MembersAnswer,
     Misses,
     RoleScale,
-    TokenSink,
 )
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.kvstore.keys import Namespace, PageKey
+from tidemill.workers.inbox import Emit
 from tidemill.workers.messages import EngineInfo, Request, Role, StreamPiece, Unserved
 
 REPORT_S = 1.0
@@ -53,17 +53,17 @@ class ClusterService:
         self.info = info
         self.resets = 0  # of the prefix cache
 
-    def generate(self, request: Request, sink: TokenSink | None = None) -> AsyncGenerator[StreamPiece]:
+    async def stream(self, request: Request, emit: Emit[StreamPiece]) -> None:
         page_tokens = self.info.page_tokens
         wait_s_max = self.model.cold_start_s_max or WAIT_S_MAX
         if self.resets:
             request = replace(request, salt=f"{request.salt}/{self.resets}")
         if self._tracer is None or not request.trace_parent:
             router, peers = self._router, self._peers
-            return serve(request, router, peers, self._root_of, page_tokens, sink, wait_s_max)
-        router = TracedRouter(self._router, self._tracer, request.trace_parent)
-        peers = TracedPeers(self._peers, self._tracer, page_tokens)
-        return serve(request, router, peers, self._root_of, page_tokens, wait_s_max=wait_s_max)
+        else:
+            router = TracedRouter(self._router, self._tracer, request.trace_parent)
+            peers = TracedPeers(self._peers, self._tracer, page_tokens)
+        await serve(request, router, peers, self._root_of, page_tokens, emit, wait_s_max)
 
     async def status(self) -> FleetStatus:
         if self._memory is None:

@@ -4,15 +4,16 @@ import asyncio
 import math
 from array import array
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Protocol
 
-from tidemill.cluster.messages import PlacementRequest, Route, TokenSink
+from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.keys import PageKey, page_keys
 from tidemill.kvstore.layout import restorable_end
+from tidemill.workers.inbox import Emit, Pause
 from tidemill.workers.messages import (
     ANNOUNCED_KEY_BYTES,
     BREAKPOINTS_MAX,
@@ -57,9 +58,7 @@ class WorkerStreams(Protocol):
 
     async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced: ...
     async def prefetch(self, worker: WorkerId, address: str, request: Request) -> None: ...
-    def generate(
-        self, worker: WorkerId, address: str, request: Request, sink: TokenSink | None = None
-    ) -> AsyncGenerator[Delta]: ...
+    async def stream(self, worker: WorkerId, address: str, request: Request, emit: Emit[Delta]) -> None: ...
 
 
 async def serve(
@@ -68,11 +67,10 @@ async def serve(
     peers: WorkerStreams,
     root_of: Callable[[str], PageKey],
     page_tokens: int,
-    sink: TokenSink | None = None,
+    emit: Emit[StreamPiece],
     wait_s_max: float = WAIT_S_MAX,
-) -> AsyncGenerator[StreamPiece]:
-    """Stream the tokens of `request` without those that `sink` takes, placing it again whenever a worker or a
-    page is lost.
+) -> None:
+    """Emit the tokens of `request`, placing it again whenever a worker or a page is lost.
 
     Pages are named by their tokens and a draw is a function of (seed, position). A retry is therefore an
     ordinary request whose prompt includes what was already streamed. After a loss it runs in isolation,
@@ -80,7 +78,6 @@ async def serve(
     Overloaded, Poisonous.
     """
     progress = RequestProgress(request, content_hash_of(request), wait_s_max)
-    counted = None if sink is None else progress.counting(sink)
     while progress.attempt <= ATTEMPTS_MAX and progress.hand_overs <= HAND_OVERS_MAX:
         rest = progress.remaining_request()
         began_s = asyncio.get_running_loop().time()
@@ -101,15 +98,10 @@ async def serve(
             at = route.decode
             patient = progress.attempt <= PATIENT_ATTEMPTS and _is_stored(produced, rest, page_tokens)
             sent = replace(rest, gap_tokens_max=route.gap_tokens_max if patient else None)
-            trace: Trace | None = None
-            async with aclosing(peers.generate(route.decode, route.decode_address, sent, counted)) as deltas:
-                async for delta in deltas:
-                    if delta.provenance is not None:
-                        trace = progress.trace(route, produced, delta)
-                    assert trace is not None, "the first delta of a stream has the source of its prompt"
-                    yield progress.piece(delta, trace)
-                    if delta.finish is not None:
-                        return
+            take = progress.take(emit, route, produced)
+            await peers.stream(route.decode, route.decode_address, sent, take)
+            if progress.finished:
+                return
             raise WorkerGone(f"{at} ended a stream that was not finished")
         except (PagesMissing, WorkerGone) as error:
             await progress.on_failure(at, error, router)
@@ -136,6 +128,7 @@ class RequestProgress:
         False  # a worker fell silent while it ran the request alone; a second one is no coincidence
     )
     placed_s: float = 0.0  # seconds that routers took
+    finished: bool = False
 
     def remaining_request(self) -> Request:
         """Return the rest of the request; what was streamed is part of its prompt."""
@@ -167,40 +160,29 @@ class RequestProgress:
             wait_s_max=min(self.wait_s_max, rest.ttft_s_max or math.inf) if is_first else self.wait_s_max,
         )
 
-    def piece(self, delta: Delta, trace: Trace) -> StreamPiece:
-        """Return what the delta adds, and do not ask for it again."""
-        self.streamed += delta.tokens
-        self.scored += len(delta.prompt_logprobs)
-        return StreamPiece(
-            tokens=delta.tokens,
-            logprobs=delta.logprobs,
-            prompt_logprobs=delta.prompt_logprobs,
-            finish=delta.finish,
-            trace=trace,
-        )
+    def take(self, emit: Emit[StreamPiece], route: Route, produced: Produced | None) -> Emit[Delta]:
+        """Return a function that passes on the deltas of an attempt, and asks for none of them again."""
+        trace: Trace | None = None
 
-    def counting(self, sink: TokenSink) -> TokenSink:
-        """Return the sink with a record of each token that it takes, which is not asked for again."""
-
-        def take(token: int) -> bool:
-            taken = sink(token)
-            if taken:
-                self.streamed.append(token)
-            return taken
+        def take(delta: Delta) -> Pause | None:
+            nonlocal trace
+            if delta.provenance is not None:
+                trace = Trace(
+                    attempts=self.attempt,
+                    hand_overs=self.hand_overs,
+                    placed_s=self.placed_s,
+                    prefill=route.prefill,
+                    decode=route.decode,
+                    produced=produced,
+                    provenance=delta.provenance,
+                )
+            assert trace is not None, "the first delta of a stream has the source of its prompt"
+            self.streamed += delta.tokens
+            self.scored += len(delta.prompt_logprobs)
+            self.finished = delta.finish is not None
+            return emit(StreamPiece(delta.tokens, trace, delta.logprobs, delta.prompt_logprobs, delta.finish))
 
         return take
-
-    def trace(self, route: Route, produced: Produced | None, first: Delta) -> Trace:
-        assert first.provenance is not None
-        return Trace(
-            attempts=self.attempt,
-            hand_overs=self.hand_overs,
-            placed_s=self.placed_s,
-            prefill=route.prefill,
-            decode=route.decode,
-            produced=produced,
-            provenance=first.provenance,
-        )
 
     async def on_failure(self, at: WorkerId, error: PagesMissing | WorkerGone, router: RequestRouter) -> None:
         """Record that an attempt ended at this worker. Raises Poisonous."""

@@ -1,6 +1,6 @@
 """The edge's interface to the cluster: one served model, its streams, and the state of the fleet."""
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -11,8 +11,8 @@ from tidemill.cluster.messages import (
     MembersAnswer,
     Misses,
     RoleScale,
-    TokenSink,
 )
+from tidemill.workers.inbox import Emit
 from tidemill.workers.messages import Request, Role, StreamPiece
 
 
@@ -60,9 +60,8 @@ class ReportingEdge:
 class Service(Protocol):
     model: ServedModel
 
-    def generate(self, request: Request, sink: TokenSink | None = None) -> AsyncGenerator[StreamPiece]:
-        """Yield the tokens of one request until its finish, without those that `sink` takes. Closing the
-        generator cancels it. Raises Unserved."""
+    async def stream(self, request: Request, emit: Emit[StreamPiece]) -> None:
+        """Emit the tokens of one request until its finish. Cancelling this cancels it. Raises Unserved."""
         ...
 
     async def status(self) -> FleetStatus: ...

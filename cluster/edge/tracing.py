@@ -1,14 +1,13 @@
 """A router and worker streams that record a span for each call of one traced request, at the edge."""
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import replace
 
 from opentelemetry.trace import Tracer
 
 from tidemill.cluster.edge.flow import RequestRouter, WorkerStreams
-from tidemill.cluster.messages import PlacementRequest, Route, TokenSink
+from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.cluster.observability.spans import provenance_attributes, span, traceparent
+from tidemill.workers.inbox import Emit, Pause
 from tidemill.workers.messages import Delta, Produced, Request, WorkerId
 
 
@@ -53,23 +52,20 @@ class TracedPeers:
             request = replace(request, trace_parent=traceparent(fetching))
             await self._peers.prefetch(worker, address, request)
 
-    async def generate(
-        self, worker: WorkerId, address: str, request: Request, sink: TokenSink | None = None
-    ) -> AsyncGenerator[Delta]:
-        del sink  # so that its span counts all tokens
+    async def stream(self, worker: WorkerId, address: str, request: Request, emit: Emit[Delta]) -> None:
         attributes = {"tidemill.worker": worker, "tidemill.replayed_answer_tokens": request.drawn}
         num_tokens = 0
         with span(self._tracer, "decode", request.trace_parent, attributes) as decoding:
+
+            def take(delta: Delta) -> Pause | None:
+                nonlocal num_tokens
+                if delta.provenance is not None:
+                    decoding.add_event("first token")
+                    decoding.set_attributes(provenance_attributes(delta.provenance, self._page_tokens))
+                num_tokens += len(delta.tokens)
+                if delta.finish is not None:
+                    decoding.set_attributes({"tidemill.finish": delta.finish, "tidemill.tokens": num_tokens})
+                return emit(delta)
+
             request = replace(request, trace_parent=traceparent(decoding))
-            async with aclosing(self._peers.generate(worker, address, request)) as deltas:
-                async for delta in deltas:
-                    if delta.provenance is not None:
-                        decoding.add_event("first token")
-                        decoding.set_attributes(provenance_attributes(delta.provenance, self._page_tokens))
-                    num_tokens += len(delta.tokens)
-                    if delta.finish is not None:
-                        decoding.set_attributes(
-                            {"tidemill.finish": delta.finish, "tidemill.tokens": num_tokens}
-                        )
-                        decoding.end()  # the reader does not ask for more
-                    yield delta
+            await self._peers.stream(worker, address, request, take)

@@ -21,6 +21,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from tidemill.cluster.observability.telemetry import Telemetry
 from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.inbox import Enough
 from tidemill.workers.messages import Provenance
 
 TRACE_PARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
@@ -75,13 +76,13 @@ def traceparent(span: Span) -> str:
 def span(
     tracer: Tracer, name: str, trace_parent: str, attributes: Mapping[str, str | float]
 ) -> Generator[Span]:
-    """Start a span that ends with the block, unless the block ends it before. It records an exception of the
-    block by its type, and a cancellation as an attribute."""
+    """Start a span that ends with the block. It records an exception of the block by its type, and a
+    cancellation as an attribute."""
     context = PROPAGATOR.extract({"traceparent": trace_parent})
     started = tracer.start_span(name, context, attributes=attributes)
     try:
         yield started
-    except (GeneratorExit, asyncio.CancelledError):
+    except (Enough, asyncio.CancelledError):
         if started.is_recording():
             started.set_attribute("tidemill.cancelled", value=True)
         raise

@@ -2,14 +2,15 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from contextlib import suppress
 from dataclasses import dataclass
 
 from tidemill.cluster.edge.chat.output.detokenizer import Answer, Ending
 from tidemill.cluster.edge.chat.text import Tokenizer
 from tidemill.cluster.offline.outputs import CompletionOutput, Logprob, RequestOutput, logprobs_of
 from tidemill.workers.engine.engine import Engine
-from tidemill.workers.messages import FinishReason, Request, TokenLogprob, WorkerGone
+from tidemill.workers.inbox import Enough
+from tidemill.workers.messages import Delta, FinishReason, Request, TokenLogprob, WorkerGone
 
 IN_LINE_MAX = 1024
 """The requests that the engine has concurrently; others wait before it."""
@@ -90,18 +91,22 @@ async def _answer(
     cached_tokens = 0
     finish: FinishReason | None = None
     stop: str | int | None = None
-    async with aclosing(engine.generate(request)) as deltas:
-        async for delta in deltas:
-            if delta.provenance is not None:
-                cached_tokens = delta.provenance.reused_tokens + delta.provenance.fetched_tokens
-            prompt_logprobs += delta.prompt_logprobs
-            growth = answer.push(delta.tokens, delta.logprobs, delta.finish)
-            texts.append(growth.text)
-            tokens += delta.tokens[: growth.num_tokens]
-            logprobs += delta.logprobs[: growth.num_tokens]
-            finish, stop = growth.finish, growth.stop
-            if finish is not None:
-                break
+
+    def take(delta: Delta) -> None:
+        nonlocal cached_tokens, finish, stop
+        if delta.provenance is not None:
+            cached_tokens = delta.provenance.reused_tokens + delta.provenance.fetched_tokens
+        prompt_logprobs.extend(delta.prompt_logprobs)
+        growth = answer.push(delta.tokens, delta.logprobs, delta.finish)
+        texts.append(growth.text)
+        tokens.extend(delta.tokens[: growth.num_tokens])
+        logprobs.extend(delta.logprobs[: growth.num_tokens])
+        finish, stop = growth.finish, growth.stop
+        if finish is not None:
+            raise Enough
+
+    with suppress(Enough):
+        await engine.stream(request, take)
     if finish is None:
         raise WorkerGone("the engine ended an answer that was not finished")
     scored = request.sampling.logprobs is not None

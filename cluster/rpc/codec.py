@@ -8,7 +8,7 @@ has a default and an array grows at its end.
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from numbers import Integral, Real
 from struct import unpack
@@ -143,8 +143,7 @@ class WireItem(msgspec.Struct, frozen=True, array_like=True):
     body: int | Delta | Produced | Trial | _Failed
 
 
-@dataclass(frozen=True, slots=True)
-class StreamItem:
+class StreamItem(msgspec.Struct, frozen=True):
     """An item that a worker sends for one call. Produced, a failure, and a finished Delta end their call."""
 
     call: int

@@ -1,18 +1,18 @@
 """The edge's side of the data plane: one stream to each worker, shared by all requests that run there."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Collection, Generator
+from collections.abc import AsyncIterable, AsyncIterator, Collection, Generator
 from contextlib import contextmanager, suppress
 from itertools import count
 from typing import TYPE_CHECKING
 
 import grpc.aio
 
-from tidemill.cluster.messages import TokenSink
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.rpc.channels import FRAME_BYTES_MAX, cancellable, open_channel
 from tidemill.cluster.rpc.codec import (
     Cancel,
+    Failure,
     Generate,
     Hello,
     Malformed,
@@ -24,7 +24,7 @@ from tidemill.cluster.rpc.codec import (
     item_of,
     wire_items,
 )
-from tidemill.cluster.rpc.inbox import Inbox
+from tidemill.workers.inbox import Emit, Inbox, Pause, done
 from tidemill.workers.messages import (
     CrashedAlone,
     Delta,
@@ -39,6 +39,8 @@ from tidemill.workers.messages import (
 
 if TYPE_CHECKING:  # generic only in the type stubs
     StreamMethod = grpc.aio.StreamStreamMultiCallable[bytes, bytes]
+
+Item = Delta | Produced | Trial | Failure
 
 UNREAD_ITEMS_MAX = 1024
 """The number of items that a reader may be behind. Beyond it its call is cancelled, and placed again when it
@@ -79,21 +81,24 @@ class WorkerClients:
         call. Raises as `produce` does."""
         await self._produced(worker, address, Prefetch, request)
 
-    async def generate(
-        self, worker: WorkerId, address: str, request: Request, sink: TokenSink | None = None
-    ) -> AsyncGenerator[Delta]:
-        """Yield the answer without the tokens that `sink` takes. Closing the generator cancels the request on
-        the worker. Raises as `produce` does."""
+    async def stream(self, worker: WorkerId, address: str, request: Request, emit: Emit[Delta]) -> None:
+        """Emit the answer. Cancelling this cancels the request on the worker. Raises as `produce` does."""
+
+        def take(item: Item) -> Pause | None:
+            match item:
+                case Delta(finish=finish):
+                    pause = emit(item)
+                    return pause if finish is None else done
+                case Produced():
+                    raise WorkerGone(f"{worker} produces instead of generating")
+                case Trial():
+                    return None
+                case failure:
+                    raise failure
+
         stream = self._stream(worker, address)
-        with stream.call(Generate(stream.new_call(), request), sink) as inbox:
-            while True:
-                match await inbox.get():
-                    case Delta() as delta:
-                        yield delta
-                        if delta.finish is not None:
-                            return
-                    case Produced():
-                        raise WorkerGone(f"{worker} produces instead of generating")
+        with stream.call(Generate(stream.new_call(), request)) as inbox:
+            await inbox.read(take)
 
     def release(self, worker: WorkerId, address: str, tenant: str, name: str) -> None:
         """Let the worker drop what `tenant` retains there under `name`. Nothing answers."""
@@ -102,13 +107,24 @@ class WorkerClients:
     async def _produced(
         self, worker: WorkerId, address: str, kind: type[Produce | Prefetch], request: Request
     ) -> Produced:
-        stream = self._stream(worker, address)
-        with stream.call(kind(stream.new_call(), request)) as inbox:
-            match await inbox.get():
-                case Produced() as produced:
-                    return produced
+        answers: list[Produced] = []
+
+        def take(item: Item) -> Pause | None:
+            match item:
+                case Produced():
+                    answers.append(item)
+                    return done
                 case Delta():
                     raise WorkerGone(f"{worker} generates instead of producing")
+                case Trial():
+                    return None
+                case failure:
+                    raise failure
+
+        stream = self._stream(worker, address)
+        with stream.call(kind(stream.new_call(), request)) as inbox:
+            await inbox.read(take)
+        return answers[0]
 
     def silent(self) -> frozenset[WorkerId]:
         """Return the workers that owe answers and have sent nothing for SILENCE_S_MAX."""
@@ -151,7 +167,7 @@ class _WorkerCall:
         self._reason = "the connection was closed"  # the reason if it breaks
         self._died = True  # ... as far as is known
         self._is_cut = False  # only the connection broke
-        self._inboxes: dict[int, Inbox] = {}
+        self._inboxes: dict[int, Inbox[Item]] = {}
         self._alone: set[int] = set()  # calls on trial that run alone on the worker
         self._frames = asyncio.Queue[bytes | None]()  # None ends it
         self._frames.put_nowait(encode_client_frame(Hello(worker)))
@@ -175,9 +191,9 @@ class _WorkerCall:
             self._frames.put_nowait(encode_client_frame(frame))
 
     @contextmanager
-    def call(self, frame: Generate | Produce | Prefetch, sink: TokenSink | None = None) -> Generator[Inbox]:
-        """Send `frame`. In the block, the inbox receives the worker's items for it, but not the tokens that
-        `sink` takes. Leaving early cancels the call."""
+    def call(self, frame: Generate | Produce | Prefetch) -> Generator[Inbox[Item]]:
+        """Send `frame`. In the block, the inbox receives the worker's items for it. Leaving early cancels the
+        call."""
         data = encode_client_frame(frame)
         if len(data) > FRAME_BYTES_MAX:
             raise RequestError(
@@ -187,7 +203,7 @@ class _WorkerCall:
             raise self._gone()
         if not self._inboxes:  # it owes nothing yet
             self._last_frame_s = asyncio.get_running_loop().time()
-        inbox = self._inboxes[frame.call] = Inbox(sink)
+        inbox = self._inboxes[frame.call] = Inbox[Item]()
         self._frames.put_nowait(data)
         try:
             yield inbox
@@ -214,9 +230,7 @@ class _WorkerCall:
                     self._last_frame_s = asyncio.get_running_loop().time()
                     for wire in wire_items(data):
                         inbox = self._inboxes.get(wire.call)
-                        if inbox is None:  # cancelled while this was on its way
-                            continue
-                        if not isinstance(wire.body, int) or not inbox.take(wire.body):
+                        if inbox is not None:  # else it was cancelled while this was on its way
                             self._deliver(item_of(wire), inbox)
         except grpc.aio.AioRpcError as error:
             self._reason = error.details() or error.code().name
@@ -257,7 +271,7 @@ class _WorkerCall:
         method: StreamMethod = channel.stream_stream("/tidemill.Worker/Stream")
         return method(frames)
 
-    def _deliver(self, item: StreamItem, inbox: Inbox) -> None:
+    def _deliver(self, item: StreamItem, inbox: Inbox[Item]) -> None:
         if len(inbox) >= self._unread_items_max:
             inbox.put(PagesMissing("the stream is not read: its pages are given up until it is"))
             self._cancel(item.call)

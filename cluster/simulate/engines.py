@@ -5,8 +5,7 @@ that `grain` decode steps are one.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -23,6 +22,7 @@ from tidemill.kvstore.memory.recompute_cost import Policy
 from tidemill.workers.engine.engine import Engine
 from tidemill.workers.engine.memory_plan import capacity_tokens
 from tidemill.workers.execution.step import Drawn, Row, Step
+from tidemill.workers.inbox import Emit
 from tidemill.workers.messages import Announcement, Delta, Produced, Request, WorkerInfo, WorkerLoad
 from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.plan import Budget
@@ -173,12 +173,10 @@ class EngineWorker:
     async def prefetch(self, request: Request) -> None:
         await self.engine.prefetch(request)
 
-    async def generate(self, request: Request) -> AsyncGenerator[Delta]:
+    async def stream(self, request: Request, emit: Emit[Delta]) -> None:
         self._report_soon()
         try:
-            async with aclosing(self.engine.generate(request)) as deltas:
-                async for delta in deltas:
-                    yield delta
+            await self.engine.stream(request, emit)
         finally:
             self.on_change()
 

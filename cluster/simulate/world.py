@@ -1,15 +1,14 @@
 """One trace through one cluster in virtual time: arrivals, a router, workers, and an outcome."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from random import Random
 from zlib import crc32
 
 from tidemill.cluster.edge import flow
-from tidemill.cluster.messages import PlacementRequest, Route, TokenSink
+from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.cluster.router.fleet_view import RequestBooked
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.simulate.block_cache import BlockCache, Stored
@@ -22,6 +21,7 @@ from tidemill.cluster.simulate.report import Outcome, SimulatedRequest
 from tidemill.cluster.simulate.setup import Setup
 from tidemill.cluster.simulate.sized_store import SizeOnlyStore
 from tidemill.cluster.simulate.trace import BLOCK_TOKENS, TraceRequest, by_client
+from tidemill.workers.inbox import Emit
 from tidemill.workers.messages import (
     Ack,
     Delta,
@@ -30,6 +30,7 @@ from tidemill.workers.messages import (
     Produced,
     Request,
     Sampling,
+    StreamPiece,
     Trace,
     Unserved,
     WorkerId,
@@ -197,33 +198,32 @@ class _EngineCluster:
         del address
         await self.workers[worker].prefetch(request)
 
-    def generate(
-        self, worker: WorkerId, address: str, request: Request, sink: TokenSink | None = None
-    ) -> AsyncGenerator[Delta]:
-        del address, sink
+    async def stream(self, worker: WorkerId, address: str, request: Request, emit: Emit[Delta]) -> None:
+        del address
         self._sent_at_s[request.request_id] = asyncio.get_running_loop().time()
-        return self.workers[worker].generate(request)
+        await self.workers[worker].stream(request, emit)
 
     async def serve(self, request: TraceRequest, number: int, router: _SimRouter) -> None:
         clock, outcome, grain = asyncio.get_running_loop().time, self.outcome, self._setup.grain
         last_s = 0.0
         is_busy = any(worker.rows for worker in self.workers.values())
         await asyncio.sleep(self._setup.request_s + is_busy * self._setup.busy_s)
-        pieces = flow.serve(
-            self._engine_request(request, number), router, self, root_of, self._layout.page_tokens
-        )
+
+        def record(piece: StreamPiece) -> None:
+            nonlocal last_s
+            now_s = clock()
+            if last_s:
+                outcome.gaps_s.append((now_s - last_s) / grain)
+            else:
+                decode_s = now_s - self._sent_at_s.pop(str(number))
+                excess_s = self._excess_s(decode_s, piece.trace, request)
+                ttft_s = now_s - request.at_s - excess_s
+                outcome.served.append(_served(request, ttft_s, piece.trace, grain))
+            last_s = now_s
+
+        asked = self._engine_request(request, number)
         try:
-            async with aclosing(pieces) as stream:
-                async for piece in stream:
-                    now_s = clock()
-                    if last_s:
-                        outcome.gaps_s.append((now_s - last_s) / grain)
-                    else:
-                        decode_s = now_s - self._sent_at_s.pop(str(number))
-                        excess_s = self._excess_s(decode_s, piece.trace, request)
-                        ttft_s = now_s - request.at_s - excess_s
-                        outcome.served.append(_served(request, ttft_s, piece.trace, grain))
-                    last_s = now_s
+            await flow.serve(asked, router, self, root_of, self._layout.page_tokens, record)
         except Overloaded:
             outcome.refused += 1
         except Unserved:

@@ -3,16 +3,14 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import grpc
 import grpc.aio
 
-from tidemill.cluster.messages import TokenSink
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.rpc.channels import bind, new_server, server_credentials
 from tidemill.cluster.rpc.codec import (
@@ -33,6 +31,7 @@ from tidemill.cluster.rpc.codec import (
 )
 from tidemill.cluster.rpc.guard import Guard
 from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.inbox import Emit
 from tidemill.workers.messages import (
     Delta,
     PagesMissing,
@@ -62,9 +61,7 @@ class StreamingEngine(Protocol):
 
     async def produce(self, request: Request, notify: Notify | None = None) -> Produced: ...
     async def prefetch(self, request: Request) -> Produced: ...
-    def generate(
-        self, request: Request, notify: Notify | None = None, sink: TokenSink | None = None
-    ) -> AsyncGenerator[Delta]: ...
+    async def stream(self, request: Request, emit: Emit[Delta], notify: Notify | None = None) -> None: ...
     def release(self, tenant: str, name: str) -> None: ...
 
 
@@ -213,6 +210,15 @@ class _ServedCall:
             self._put(frame.call, Trial(alone))
             await self._flush()
 
+        finished = False
+
+        def emit(delta: Delta) -> None:
+            nonlocal finished
+            if self._waiting[frame.call] >= self._limits.items_max:
+                raise PagesMissing("the frontend does not read: its pages are given up until it does")
+            self._put(frame.call, delta)
+            finished = delta.finish is not None
+
         try:
             if isinstance(frame, Prefetch):
                 self._put(frame.call, await self._engine.prefetch(frame.request))
@@ -220,15 +226,9 @@ class _ServedCall:
             if isinstance(frame, Produce):
                 self._put(frame.call, await self._engine.produce(frame.request, notify))
                 return
-            sink = partial(self._put_token, frame.call)
-            async with aclosing(self._engine.generate(frame.request, notify, sink)) as deltas:
-                async for delta in deltas:
-                    if self._waiting[frame.call] == self._limits.items_max:
-                        raise PagesMissing("the frontend does not read: its pages are given up until it does")
-                    self._put(frame.call, delta)
-                    if delta.finish is not None:
-                        return
-            raise WorkerGone("the engine ended a stream that was not finished")
+            await self._engine.stream(frame.request, emit, notify)
+            if not finished:
+                raise WorkerGone("the engine ended a stream that was not finished")
         except (PagesMissing, WorkerGone, RequestError) as failure:
             self._put(frame.call, failure)
         except TidemillError as error:
@@ -243,19 +243,9 @@ class _ServedCall:
             self._put(call, WorkerGone(f"the worker broke on this request: {type(error).__name__}"))
 
     def _put(self, call: int, body: Delta | Produced | Trial | Failure) -> None:
-        self._append(wire_of(StreamItem(call, body)))
-
-    def _put_token(self, call: int, token: int) -> bool:
-        """Put a plain token, unless the edge does not read: a TokenSink of the call."""
-        if self._waiting[call] >= self._limits.items_max:
-            return False
-        self._append(WireItem(call, token))
-        return True
-
-    def _append(self, item: WireItem) -> None:
-        self._outbox.append(item)
+        self._outbox.append(wire_of(StreamItem(call, body)))
         self.sent.clear()
-        self._waiting[item.call] += 1
+        self._waiting[call] += 1
         self._filled.set()
 
     async def _send_items(self) -> None:

@@ -1,15 +1,13 @@
 """An engine that records spans for its calls, from the times that the step loop measures for every
 request."""
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from time import time_ns
 
 from opentelemetry.trace import Tracer
 
-from tidemill.cluster.messages import TokenSink
 from tidemill.cluster.observability.spans import add_part, add_parts, provenance_attributes, span
 from tidemill.cluster.worker.server import StreamingEngine
+from tidemill.workers.inbox import Emit, Pause
 from tidemill.workers.messages import Delta, Produced, Provenance, Request
 from tidemill.workers.scheduling.isolation import Notify
 
@@ -44,33 +42,30 @@ class TracedEngine:
             fetching.set_attribute("tidemill.fetched_tokens", produced.depth)
             return produced
 
-    async def generate(
-        self, request: Request, notify: Notify | None = None, sink: TokenSink | None = None
-    ) -> AsyncGenerator[Delta]:
-        passed_on = None if request.trace_parent else sink  # a span counts tokens
-        async with aclosing(self._engine.generate(request, notify, passed_on)) as deltas:
-            if not request.trace_parent:
-                async for delta in deltas:
-                    yield delta
-                return
-            with span(self._tracer, "generate", request.trace_parent, _attributes(request)) as generating:
-                start_ns = first_ns = time_ns()
-                num_tokens = 0
-                async for delta in deltas:
-                    if (provenance := delta.provenance) is not None:
-                        first_ns = time_ns()
-                        parts = *_waits(provenance), ("tail", provenance.times.computed_s)
-                        add_parts(self._tracer, generating, start_ns, parts)
-                        generating.add_event("first token")
-                        generating.set_attributes(provenance_attributes(provenance, self._page_tokens))
-                    num_tokens += len(delta.tokens)
-                    if delta.finish is not None:
-                        add_part(self._tracer, generating, "stream", first_ns)
-                        generating.set_attributes(
-                            {"tidemill.tokens": num_tokens, "tidemill.finish": delta.finish}
-                        )
-                        generating.end()  # the reader stops early
-                    yield delta
+    async def stream(self, request: Request, emit: Emit[Delta], notify: Notify | None = None) -> None:
+        if not request.trace_parent:
+            await self._engine.stream(request, emit, notify)
+            return
+        with span(self._tracer, "generate", request.trace_parent, _attributes(request)) as generating:
+            start_ns = first_ns = time_ns()
+            num_tokens = 0
+
+            def take(delta: Delta) -> Pause | None:
+                nonlocal num_tokens, first_ns
+                if (provenance := delta.provenance) is not None:
+                    first_ns = time_ns()
+                    parts = *_waits(provenance), ("tail", provenance.times.computed_s)
+                    add_parts(self._tracer, generating, start_ns, parts)
+                    generating.add_event("first token")
+                    generating.set_attributes(provenance_attributes(provenance, self._page_tokens))
+                num_tokens += len(delta.tokens)
+                if delta.finish is not None:
+                    add_part(self._tracer, generating, "stream", first_ns)
+                    ended = {"tidemill.tokens": num_tokens, "tidemill.finish": delta.finish}
+                    generating.set_attributes(ended)
+                return emit(delta)
+
+            await self._engine.stream(request, take, notify)
 
     def release(self, tenant: str, name: str) -> None:
         self._engine.release(tenant, name)

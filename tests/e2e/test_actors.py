@@ -12,6 +12,7 @@ import pytest
 
 from tests.support import grpc_loop
 from tests.support.cluster.fake_engine import BREAK_TOKEN, PAGE_TOKENS, answer
+from tests.support.cluster.scripted_engine import answer_of
 from tests.support.e2e.server import EVENTUALLY_S_MAX, command_of, listening_of
 from tidemill.cluster.messages import FleetStatus, PlacementRequest, Route
 from tidemill.cluster.processes.launch import Cluster
@@ -34,7 +35,7 @@ class Frontend:
         )
 
     async def tokens(self, route: Route, request: Request) -> list[int]:
-        async with aclosing(self.peers.generate(route.decode, route.decode_address, request)) as deltas:
+        async with aclosing(answer_of(self.peers, request, route.decode_address, route.decode)) as deltas:
             return [token async for delta in deltas for token in delta.tokens]
 
     async def until(self, holds: Callable[[FleetStatus], bool]) -> FleetStatus:
@@ -95,7 +96,7 @@ def test_worker_that_is_killed_is_noticed_and_restarted(cluster: Cluster, fleet:
             before = (await here.until_all_are_back())["decode-0"]
             route = await here.place()
             endless = request(1, max_new_tokens=10**6)
-            async with aclosing(here.peers.generate(route.decode, route.decode_address, endless)) as deltas:
+            async with aclosing(answer_of(here.peers, endless, route.decode_address, route.decode)) as deltas:
                 await anext(deltas)
                 os.kill(before.pid, signal.SIGKILL)
                 with pytest.raises(WorkerGone):

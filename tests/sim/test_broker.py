@@ -111,9 +111,14 @@ async def _stream(world: World, rng: Random, name: str, *, long: bool) -> None:
     got: list[int] = []
     want = expected(request, hybrid=world.layout.has_states, window=world.layout.window_tokens)
     with suppress(Poisonous):  # a second worker was lost while it ran only this request
-        async with aclosing(serve(request, world, world, world.root_of, world.layout.page_tokens)) as pieces:
-            async for piece in pieces:
-                got += piece.tokens
+        await serve(
+            request,
+            world,
+            world,
+            world.root_of,
+            world.layout.page_tokens,
+            lambda piece: got.extend(piece.tokens),
+        )
         assert got == want
     assert got == want[: len(got)]
 

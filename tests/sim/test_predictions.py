@@ -1,7 +1,6 @@
 """The predicted time to first token is what happens, in virtual time: the router beside real engines."""
 
 import asyncio
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Self
 
@@ -70,9 +69,12 @@ class Fleet:
             max_new_tokens=answer_tokens,
             sampling=Sampling(seed=number),
         )
-        async with aclosing(self.worker.generate(request)) as deltas:
-            async for _ in deltas:
-                first_s = first_s or now_s() - since_s
+
+        def read(_: object) -> None:
+            nonlocal first_s
+            first_s = first_s or now_s() - since_s
+
+        await self.worker.stream(request, read)
         return route.predicted_s, first_s
 
 

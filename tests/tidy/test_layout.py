@@ -40,8 +40,13 @@ MAY_IMPORT = {
         "kvstore workers cluster cluster/edge cluster/edge/chat cluster/metrics cluster/observability "
         "cluster/quotas"
     ),
-    "cluster/edge/http": ("kvstore workers cluster cluster/edge/chat cluster/edge/requests cluster/metrics"),
-    "cluster/edge/grpc_api": "kvstore workers cluster/edge/chat cluster/edge/requests cluster/rpc",
+    "cluster/edge/apis": "kvstore workers cluster/edge/chat cluster/edge/requests",
+    "cluster/edge/http": (
+        "kvstore workers cluster cluster/edge/apis cluster/edge/chat cluster/edge/requests cluster/metrics"
+    ),
+    "cluster/edge/grpc_api": (
+        "kvstore workers cluster/edge/apis cluster/edge/chat cluster/edge/requests cluster/rpc"
+    ),
     "cluster/router": "kernels/shared workers workers/scheduling cluster cluster/quotas cluster/rpc",
     "cluster/worker": (
         "kvstore workers workers/parallel workers/scheduling cluster cluster/observability cluster/rpc"

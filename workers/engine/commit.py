@@ -42,7 +42,7 @@ class StepCommitter:
         for start in range(0, len(drawn.scores), DELTA_SCORES_MAX):
             some = drawn.scores[start : start + DELTA_SCORES_MAX]
             sequence.delivery.scored += len(some)
-            sequence.delivery.outbox.put_nowait(Delta(tokens=(), prompt_logprobs=some))
+            sequence.delivery.inbox.put(Delta(tokens=(), prompt_logprobs=some))
         if row.sampling_state is not None:
             tokens, logprobs = drawn.tokens, drawn.logprobs
             count, finish = sequence.draw(tokens)
@@ -52,7 +52,7 @@ class StepCommitter:
             self._count(row.drafts, count)
             if count < len(tokens):
                 tokens, logprobs = tokens[:count], logprobs[:count]
-            sequence.delivery.outbox.put_drawn(Delta(tokens=tokens, logprobs=logprobs, finish=finish))
+            sequence.delivery.inbox.put(Delta(tokens=tokens, logprobs=logprobs, finish=finish))
         self._ledger.commit(lease, end, sequence.keys)
         self._ledger.counters["computed_tokens"] += end - flight.start
         done = sequence.produces and end == sequence.target
@@ -64,7 +64,7 @@ class StepCommitter:
         if row.is_prompt:
             self._admission_queue.memory_freed()
         if done:
-            sequence.delivery.outbox.put_nowait(Delta(tokens=()))
+            sequence.delivery.inbox.put(Delta(tokens=()))
         if finish is not None:
             self._publish_turn(sequence, lease)
         return done or finish is not None

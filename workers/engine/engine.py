@@ -7,8 +7,8 @@ One asyncio loop owns everything here. Only the Runner and the store work elsewh
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -25,6 +25,7 @@ from tidemill.workers.engine.prefetcher import Prefetcher
 from tidemill.workers.engine.publisher import Publisher
 from tidemill.workers.execution.grammar import Grammars
 from tidemill.workers.execution.step import Runner
+from tidemill.workers.inbox import Emit, Pause, done, generated
 from tidemill.workers.messages import (
     ANNOUNCED_KEY_BYTES,
     RETAIN_S_MAX,
@@ -41,7 +42,7 @@ from tidemill.workers.scheduling.admission_queue import AdmissionQueue
 from tidemill.workers.scheduling.isolation import Notify
 from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.scheduler import Scheduler
-from tidemill.workers.scheduling.sequence import IsolationNotice, Preempted, Sequence
+from tidemill.workers.scheduling.sequence import IsolationNotice, Item, Preempted, Sequence
 from tidemill.workers.scheduling.sequences import Sequences
 from tidemill.workers.transfer.transfer import Transfer
 
@@ -132,7 +133,7 @@ class Engine:
     async def _end_streams(self) -> None:
         self._sequences.closed = True
         for sequence in self._sequences:
-            sequence.delivery.outbox.put_nowait(WorkerGone(LOOP_ENDED))
+            sequence.delivery.inbox.put(WorkerGone(LOOP_ENDED))
         await self._publisher.close()
         await self._pipeline.settle()
 
@@ -164,8 +165,7 @@ class Engine:
                         depth=sequence.target, provenance=Provenance(reused_tokens=sequence.target)
                     )
                 began_s = _now_s()
-                async for _ in self._stream(sequence, notify):
-                    pass
+                await self._run(sequence, lambda _: None, notify)
                 await self._notify(sequence, notify, alone=False)
                 computed_at_s = _now_s()
                 sequence.time_since(began_s, computed_at_s)
@@ -187,24 +187,21 @@ class Engine:
         depth = await self._prefetcher.run(request, keys) * sequence.page_tokens
         return Produced(depth=depth, provenance=Provenance(fetched_tokens=depth))
 
-    async def generate(
-        self,
-        request: Request,
-        notify: Notify | None = None,
-        sink: Callable[[int], bool] | None = None,
-    ) -> AsyncGenerator[Delta]:
-        """Yield the tokens of `request`, one delta per step, without those that `sink` takes; closing the
-        generator cancels it. `notify` is for a request on trial: see workers/scheduling/isolation.py. Raises
-        PagesMissing, RequestError, WorkerGone, HandedOver."""
+    async def stream(self, request: Request, emit: Emit[Delta], notify: Notify | None = None) -> None:
+        """Emit the tokens of `request`, one delta per step; cancelling this ends it. `notify` is for a
+        request on trial: see workers/scheduling/isolation.py. Raises PagesMissing, RequestError, WorkerGone,
+        HandedOver."""
         self._drain.check(produces=False)
         sequence = await self._arrivals.generating(request)
         sequence.restore.prefetched_pages = await self._prefetcher.take(request)
         try:
-            async with aclosing(self._stream(sequence, notify, sink)) as deltas:
-                async for delta in deltas:
-                    yield delta
+            await self._run(sequence, emit, notify)
         finally:
             self._close(sequence)
+
+    def generate(self, request: Request, notify: Notify | None = None) -> AsyncGenerator[Delta]:
+        """Yield what `stream` emits."""
+        return generated(lambda emit: self.stream(request, emit, notify))
 
     def restrict(self, *, produces: bool, generates: bool) -> None:
         """Take only such calls from now on. Other calls end with HandedOver: new and waiting ones
@@ -267,43 +264,50 @@ class Engine:
         """Wait until all publications in the background are stored or refused."""
         await self._publisher.drain()
 
-    async def _stream(
-        self, sequence: Sequence, notify: Notify | None, sink: Callable[[int], bool] | None = None
-    ) -> AsyncGenerator[Delta]:
-        """Admit the sequence, again after each preemption, and yield what its steps bring. From the second
-        item on, `sink` may take it. A producing one yields nothing and ends when its target is computed."""
-        first, began_s = True, _now_s()
+    async def _run(self, sequence: Sequence, emit: Emit[Delta], notify: Notify | None) -> None:
+        """Admit the sequence, again after each preemption, and emit what its steps bring. A producing one
+        emits nothing and ends when its target is computed."""
+        began_s = _now_s()
+        begun = False
+
+        def take(item: Item) -> Pause | None:
+            nonlocal begun
+            if not isinstance(item, Delta):
+                return partial(self._act, sequence, item, notify)
+            if sequence.produces:
+                return done
+            if item.finish is not None and sequence.isolation.alone:
+                return partial(self._act, sequence, item, notify)
+            if not begun:
+                begun = True
+                sequence.time_since(began_s, _now_s())
+                item = replace(item, provenance=sequence.provenance)
+            pause = emit(item)
+            return pause if item.finish is None else done
+
         try:
             await self._admit(sequence)
         except TidemillError as error:
             self._audit.fault(f"{sequence.id} not admitted: {type(error).__name__}", _now_s())
             raise
-        while sequence.computed < sequence.target or not sequence.produces:
-            item = await sequence.delivery.outbox.get()
-            if isinstance(item, Exception):
-                await self._notify(sequence, notify, alone=False)
-                raise item
-            if isinstance(item, IsolationNotice):
-                await self._notify(
-                    sequence, notify, alone=item.alone and sequence.id in self._sequences.running
-                )
-                sequence.isolation.is_notifying = False
-                self._work.set()
-                continue
-            if isinstance(item, Preempted):
-                await self._notify(sequence, notify, alone=False)
+        await sequence.delivery.inbox.read(take)
+
+    async def _act(self, sequence: Sequence, item: Item, notify: Notify | None) -> None:
+        """Carry out an item of a running sequence that is more than tokens."""
+        if isinstance(item, IsolationNotice):
+            alone = item.alone and sequence.id in self._sequences.running
+            await self._notify(sequence, notify, alone=alone)
+            sequence.isolation.is_notifying = False
+            self._work.set()
+            return
+        await self._notify(sequence, notify, alone=False)
+        match item:
+            case Preempted():
                 await self._admit(sequence)
-                continue
-            if sequence.produces:
-                return
-            if first:
-                sequence.time_since(began_s, _now_s())
-            if item.finish is not None:
-                await self._notify(sequence, notify, alone=False)
-            yield replace(item, provenance=sequence.provenance) if first else item
-            first, sequence.delivery.outbox.sink = False, sink
-            if item.finish is not None:
-                return
+            case Delta():
+                sequence.delivery.inbox.put(item)  # the last one: it passes now
+            case error:
+                raise error
 
     async def _admit(self, sequence: Sequence) -> None:
         self._drain.check(produces=sequence.produces)
@@ -320,6 +324,7 @@ class Engine:
             sequence.restore.admission_s += _now_s() - began_s
         if sequence.computed == sequence.target:  # it produces, and all its pages were here
             self._sequences.drop(sequence)
+            sequence.delivery.inbox.put(Delta(tokens=()))
             return
         if self._sequences.closed:
             raise WorkerGone(LOOP_ENDED)
@@ -375,7 +380,7 @@ class Engine:
             self._audit.fault(f"{sequence.id} broke: {type(error).__name__}", _now_s())
         self._sequences.wait(sequence)
         self._release(sequence)
-        sequence.delivery.outbox.put_nowait(error or Preempted())
+        sequence.delivery.inbox.put(error or Preempted())
 
     def _release(self, sequence: Sequence) -> None:
         self._admission.in_progress.left(sequence)

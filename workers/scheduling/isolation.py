@@ -73,4 +73,4 @@ def _notify(sequence: Sequence, *, alone: bool) -> None:
     """Notify the caller once: it may lose its memory and get it back before its caller knows."""
     if not sequence.isolation.is_notifying:
         sequence.isolation.is_notifying = True
-        sequence.delivery.outbox.put_nowait(IsolationNotice(alone))
+        sequence.delivery.inbox.put(IsolationNotice(alone))

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from tidemill.kvstore.memory.lease import Lease
 from tidemill.workers.execution.ngram_drafter import Drafter
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import Scores
+from tidemill.workers.inbox import Inbox
 from tidemill.workers.messages import Delta, FinishReason, Provenance, Request, Times
 from tidemill.workers.scheduling.admission_queue import Precedence
 
@@ -46,11 +47,11 @@ class Publication:
 
 
 class Preempted:
-    """An item of an outbox: the sequence has lost its memory and must be restored."""
+    """An item of an inbox: the sequence has lost its memory and must be restored."""
 
 
 class IsolationNotice(NamedTuple):
-    """An item of an outbox: notify the caller whether the sequence runs alone."""
+    """An item of an inbox: notify the caller whether the sequence runs alone."""
 
     alone: bool
 
@@ -86,46 +87,11 @@ class Restore:
 Item = Delta | Preempted | IsolationNotice | Exception
 
 
-class Outbox:
-    """The items of one stream, in order, for one reader. An asyncio.Queue takes twice the time. A plain token
-    may go to `sink` instead, past the reader."""
-
-    __slots__ = ("_items", "_waiter", "sink")
-
-    def __init__(self) -> None:
-        self.sink: Callable[[int], bool] | None = None
-        self._items: deque[Item] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put_drawn(self, delta: Delta) -> None:
-        """Put what a step drew. The sink is asked only while the reader waits, which has passed on all
-        earlier items by then."""
-        if self.sink is not None and self._waiter is not None and not self._waiter.done():
-            match delta:
-                case Delta(tokens=(token,), logprobs=(), finish=None) if self.sink(token):
-                    return
-                case _:
-                    pass
-        self.put_nowait(delta)
-
-    def put_nowait(self, item: Item) -> None:
-        self._items.append(item)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def get(self) -> Item:
-        """Return the next item, and wait for it."""
-        while not self._items:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._items.popleft()
-
-
 @dataclass(slots=True, eq=False)
 class Delivery:
-    """The deliveries of a sequence: to its caller through the outbox, and to the store."""
+    """The deliveries of a sequence: to its caller through the inbox, and to the store."""
 
-    outbox: Outbox = field(default_factory=Outbox)
+    inbox: Inbox[Item] = field(default_factory=Inbox[Item])
     scored: int = 0  # logprobs of the prompt that were delivered
     publication: Publication = field(default_factory=Publication)
 

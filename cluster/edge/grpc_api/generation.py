@@ -1,12 +1,11 @@
 """The service tidemill.v1.Generation: its methods.
 
-message --body_of--> body --intake--> PreparedRequest --answers--> Increments --grow--> messages
+message --body_of--> body --intake--> Reply --answer--> messages
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,17 +13,18 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 
+from tidemill.cluster.edge.apis.reply import Outgoing, Reply, Writer, answer
 from tidemill.cluster.edge.grpc_api.call_shares import headers_of
 from tidemill.cluster.edge.grpc_api.errors import refusal_of
 from tidemill.cluster.edge.grpc_api.frames import client_at
 from tidemill.cluster.edge.grpc_api.messages import body_of, grow, parse, tokenize_body_of, usage_of
+from tidemill.cluster.edge.requests.answers import Increment
 from tidemill.cluster.edge.requests.api_keys import ApiKey
 from tidemill.cluster.edge.requests.caller import REQUEST_ID_HEADER, caller_of, request_id_of
 from tidemill.cluster.edge.requests.context import EdgeContext
 from tidemill.cluster.edge.requests.intake import PreparedRequest
 from tidemill.cluster.edge.requests.limits import InFlightLimit, client_of
 from tidemill.cluster.edge.requests.models import EdgeModel
-from tidemill.cluster.edge.requests.recent_requests import RequestIdentity
 from tidemill.cluster.edge.requests.usage import UsageCounter
 from tidemill.cluster.rpc.proto import generation_pb2 as pb
 from tidemill.kvstore.errors import TidemillError
@@ -48,6 +48,46 @@ class _RpcCall:
     data: bytes
     headers: Mapping[str, str]
     send: Callable[[bytes], Awaitable[None]]
+
+
+class _Messages(Writer):
+    def __init__(self, reply_id: str, model: EdgeModel, job: PreparedRequest) -> None:
+        super().__init__(UsageCounter(job))
+        self._id = reply_id
+        self._model = model
+        self._choices = [pb.Choice() for _ in job.requests]
+
+
+class WholeMessage(_Messages):
+    """Writes the answer of Generate."""
+
+    def grow(self, increment: Increment) -> Iterable[bytes]:
+        grow(self._choices[increment.choice], increment, self._model.tokenizer.piece)
+        return ()
+
+    async def close(self) -> Iterable[bytes]:
+        usage = usage_of(self.tally)
+        whole = pb.GenerateResponse(id=self._id, model=self._model.name, choices=self._choices, usage=usage)
+        return (whole.SerializeToString(),)
+
+
+class ChunkMessages(_Messages):
+    """Writes the answer of GenerateStream. The usage is part of the last chunk."""
+
+    def __init__(self, reply_id: str, model: EdgeModel, job: PreparedRequest) -> None:
+        super().__init__(reply_id, model, job)
+        self._unfinished = len(job.requests)
+
+    def grow(self, increment: Increment) -> Iterable[bytes]:
+        self._unfinished -= increment.growth.finish is not None
+        chunk = pb.GenerateChunk(id=self._id, model=self._model.name)
+        grow(chunk.choice, increment, self._model.tokenizer.piece)
+        if not self._unfinished:
+            chunk.usage.CopyFrom(usage_of(self.tally))
+        return (chunk.SerializeToString(),)
+
+    async def close(self) -> Iterable[bytes]:
+        return ()
 
 
 class _Gone(TidemillError):
@@ -103,31 +143,20 @@ class Generation:
         return grpc.stream_stream_rpc_method_handler(serve)
 
     async def _generate(self, call: _RpcCall) -> None:
-        model, job, identity = await self._prepare(call)
-        tally = UsageCounter(job)
-        choices = [pb.Choice() for _ in job.requests]
-        async with aclosing(self._edge.answers(model, job, identity)) as increments:
-            async for increment in increments:
-                tally.record(increment)
-                grow(choices[increment.choice], increment, model.tokenizer.piece)
-        whole = pb.GenerateResponse(
-            id=identity.reply_id, model=model.name, choices=choices, usage=usage_of(tally)
-        )
-        await call.send(whole.SerializeToString())
+        await self._answer(call, WholeMessage)
 
     async def _generate_stream(self, call: _RpcCall) -> None:
-        model, job, identity = await self._prepare(call)
-        tally = UsageCounter(job)
-        unfinished = len(job.requests)
-        async with aclosing(self._edge.answers(model, job, identity)) as increments:
-            async for increment in increments:
-                tally.record(increment)
-                unfinished -= increment.growth.finish is not None
-                chunk = pb.GenerateChunk(id=identity.reply_id, model=model.name)
-                grow(chunk.choice, increment, model.tokenizer.piece)
-                if not unfinished:
-                    chunk.usage.CopyFrom(usage_of(tally))
-                await call.send(chunk.SerializeToString())
+        await self._answer(call, ChunkMessages)
+
+    async def _answer(self, call: _RpcCall, kind: type[WholeMessage | ChunkMessages]) -> None:
+        body = body_of(call.data)
+        model = self._edge.models.find(body.model)
+        job = await model.intake.completion(body, caller_of(call.headers, self._edge.keys))
+        reply_id = f"gen-{self._edge.sources.new_id()}"
+        writer = kind(reply_id, model, job)
+        reply = Reply(model=model, job=job, kind="grpc", id=reply_id, writer=writer)
+        out = Outgoing(call.send)
+        await answer(self._edge, reply, out, request_id=call.id, client=call.client, key=call.key)
 
     async def _tokenize(self, call: _RpcCall) -> None:
         body = tokenize_body_of(call.data)
@@ -150,24 +179,6 @@ class Generation:
             for name in model.served.names
         ]
         await call.send(pb.ListModelsResponse(models=models).SerializeToString())
-
-    async def _prepare(self, call: _RpcCall) -> tuple[EdgeModel, PreparedRequest, RequestIdentity]:
-        body = body_of(call.data)
-        model = self._edge.models.find(body.model)
-        job = await model.intake.completion(body, caller_of(call.headers, self._edge.keys))
-        reply_id = f"gen-{self._edge.sources.new_id()}"
-        return (
-            model,
-            job,
-            RequestIdentity(
-                request_id=call.id,
-                reply_id=reply_id,
-                model=model.name,
-                kind="grpc",
-                client=call.client,
-                key=call.key,
-            ),
-        )
 
     async def _read(self, frames: AsyncIterator[bytes]) -> bytes:
         """Return the message of a call. Raises RequestError."""

@@ -1,50 +1,38 @@
 """The HTTP application: its paths. It knows a cluster only through the Services of its models.
 
-body --intake--> PreparedRequest --answers--> Increments --replies--> chunks or one JSON object
+body --API--> Reply --answer--> messages --EventStream or one body--> client
 """
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from dataclasses import asdict, dataclass
-from typing import Annotated
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
 from fastapi import Path as InPath
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from tidemill import __version__
+from tidemill.cluster.edge.apis.openai import chat, completions
+from tidemill.cluster.edge.apis.prefixes import release_prefix, retain_prefix
+from tidemill.cluster.edge.apis.reply import Outgoing, Reply, answer
+from tidemill.cluster.edge.apis.responses import responses
+from tidemill.cluster.edge.apis.tokenize import detokenize, tokenize
 from tidemill.cluster.edge.chat.request.hints import SALT_FORM
-from tidemill.cluster.edge.chat.request.params import session_of
-from tidemill.cluster.edge.http.connection import BodyWriter, body_writer_of
 from tidemill.cluster.edge.http.dashboard import add_page_routes
 from tidemill.cluster.edge.http.errors import add_error_replies
 from tidemill.cluster.edge.http.memory import BudgetBody, memory_of
 from tidemill.cluster.edge.http.middleware import EdgeMiddleware, JsonRoute
 from tidemill.cluster.edge.http.openapi import describe
-from tidemill.cluster.edge.http.replies import (
-    ChunkEvents,
-    Kind,
-    ReplyHead,
-    large_json,
-    opening_chunk,
-    whole_reply,
-)
-from tidemill.cluster.edge.http.responses import add_responses_routes
-from tidemill.cluster.edge.http.stream import CLIENT_CLOSED_REQUEST, DONE, EventStream, event, while_connected
+from tidemill.cluster.edge.http.stream import CLIENT_CLOSED_REQUEST, EventStream, while_connected
 from tidemill.cluster.edge.http.support import add_support_routes
-from tidemill.cluster.edge.http.tokenize import add_token_routes
 from tidemill.cluster.edge.http.workers import add_member_routes, add_worker_routes
-from tidemill.cluster.edge.requests.answers import Increment, IncrementSink
-from tidemill.cluster.edge.requests.bodies import ChatBody, CompletionBody, PrefixBody, StreamOptions
-from tidemill.cluster.edge.requests.caller import caller_of
+from tidemill.cluster.edge.requests.caller import Caller, caller_of
 from tidemill.cluster.edge.requests.context import EdgeContext
-from tidemill.cluster.edge.requests.errors import error_of
-from tidemill.cluster.edge.requests.intake import PreparedRequest
-from tidemill.cluster.edge.requests.models import EdgeModel
-from tidemill.cluster.edge.requests.recent_requests import RequestIdentity, add_recent_routes
-from tidemill.cluster.edge.requests.usage import Json, UsageCounter
+from tidemill.cluster.edge.requests.models import EdgeModel, EdgeModels
+from tidemill.cluster.edge.requests.recent_requests import add_recent_routes
+from tidemill.cluster.edge.requests.usage import Json
 from tidemill.cluster.metrics.exposition import CONTENT_TYPE, exposition
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Unserved
@@ -65,14 +53,13 @@ def app_of(context: EdgeContext) -> FastAPI:
         stop_reason=context.stop_reason,
     )
     add_error_replies(app, context.metrics.count_error)
-    app.add_api_route("/v1/chat/completions", edge.chat, methods=["POST"])
-    app.add_api_route("/v1/completions", edge.completions, methods=["POST"])
-    app.add_api_route("/v1/prefixes", edge.retain_prefix, methods=["POST"])
+    for path, prepare in APIS.items():
+        add_answer_route(app, context, path, prepare)
+    for path, work in TEXTS.items():
+        add_text_route(app, context.models, path, work)
     app.add_api_route("/v1/prefixes/{name}", edge.release_prefix, methods=["DELETE"])
     app.add_api_route("/v1/models", edge.models)
     app.add_api_route("/v1/models/{name:path}", edge.model)
-    add_responses_routes(app, context)
-    add_token_routes(app, context.models)
     for path in ("/reset_prefix_cache", "/flush_cache"):
         app.add_api_route(path, edge.reset_prefix_cache, methods=["POST"])
     for path in ("/health", "/health/ready"):
@@ -100,14 +87,68 @@ PrefixName = Annotated[str, InPath(max_length=64)]
 Salt = Annotated[str | None, Query(pattern=SALT_FORM)]
 
 
-@dataclass(frozen=True, slots=True)
-class _CompletionReply:
-    """The answer to one HTTP request."""
+Prepare = Callable[[EdgeContext, EdgeModel, Any, Caller], Awaitable[Reply]]
+"""An API: makes a reply of a body, whose type FastAPI reads from the function."""
 
-    model: EdgeModel
-    job: PreparedRequest
-    head: ReplyHead
-    identity: RequestIdentity
+APIS: dict[str, Prepare] = {
+    "/v1/chat/completions": chat,
+    "/v1/completions": completions,
+    "/v1/prefixes": retain_prefix,
+    "/v1/responses": responses,
+}
+TEXTS: dict[str, Callable[[EdgeModel, Any], Awaitable[bytes]]] = {
+    "/tokenize": tokenize,
+    "/detokenize": detokenize,
+}
+
+
+def add_answer_route(app: FastAPI, edge: EdgeContext, path: str, prepare: Prepare) -> None:
+    """Add POST `path`, whose replies stream or are whole."""
+
+    async def route(body: Any, request: Request) -> Response:  # noqa: ANN401  see `_post`
+        model = edge.models.find(body.model)
+        reply = await prepare(edge, model, body, caller_of(request.headers, edge.keys))
+        request.state.ignored = reply.job.ignored
+        asked = {name: getattr(request.state, name) for name in ("request_id", "client", "key")}
+
+        async def respond(out: Outgoing) -> None:
+            await answer(edge, reply, out, **asked)
+
+        if reply.streams:
+            return EventStream(respond)
+        whole: list[bytes] = []
+
+        async def keep(message: bytes) -> None:
+            whole.append(message)
+
+        async def work() -> Response:
+            await respond(Outgoing(keep))
+            return Response(whole[0], media_type="application/json")
+
+        found = await while_connected(request.receive, work())
+        return Response(status_code=CLIENT_CLOSED_REQUEST) if found is None else found
+
+    _post(app, path, prepare, route)
+
+
+def add_text_route(
+    app: FastAPI, models: EdgeModels, path: str, work: Callable[[EdgeModel, Any], Awaitable[bytes]]
+) -> None:
+    """Add POST `path`, which returns JSON."""
+
+    async def route(body: Any) -> Response:  # noqa: ANN401  see `_post`
+        return Response(await work(models.find(body.model), body), media_type="application/json")
+
+    _post(app, path, work, route)
+
+
+def _post(
+    app: FastAPI, path: str, work: Callable[..., object], route: Callable[..., Awaitable[Response]]
+) -> None:
+    """Add a route with the name, the text and the type of the body of `work`."""
+    route.__name__, route.__doc__ = work.__name__, work.__doc__
+    route.__annotations__["body"] = work.__annotations__["body"]
+    app.add_api_route(path, route, methods=["POST"])
 
 
 class Edge:
@@ -117,58 +158,10 @@ class Edge:
         self._context = context
         self._models = context.models
 
-    async def chat(self, body: ChatBody, request: Request) -> Response:
-        """Answer a chat as the assistant, streamed or whole."""
-        model = self._models.find(body.model)
-        job = await model.intake.chat(body, caller_of(request.headers, self._context.keys))
-        return await self._reply(request, model, job, "chat", body.stream_options if body.stream else None)
-
-    async def completions(self, body: CompletionBody, request: Request) -> Response:
-        """Continue one prompt or several, streamed or whole."""
-        model = self._models.find(body.model)
-        job = await model.intake.completion(body, caller_of(request.headers, self._context.keys))
-        return await self._reply(request, model, job, "text", body.stream_options if body.stream else None)
-
-    async def retain_prefix(self, body: PrefixBody, request: Request) -> Response:
-        """Compute a prompt for later requests that begin with it, and retain it. Repeat it to renew it."""
-        model, sources = self._models.find(body.model), self._context.sources
-        job, prefix_id = await model.intake.prefix(body, caller_of(request.headers, self._context.keys))
-        request.state.ignored = job.ignored
-        identity = RequestIdentity(
-            request_id=request.state.request_id,
-            reply_id=prefix_id,
-            model=model.name,
-            kind="prefix",
-            client=request.state.client,
-            key=request.state.key,
-        )
-        tally = UsageCounter(job)
-
-        async def compute() -> Response:
-            async with aclosing(self._context.answers(model, job, identity)) as increments:
-                async for increment in increments:
-                    tally.record(increment)
-            return JSONResponse(
-                {
-                    "id": prefix_id,
-                    "object": "prefix",
-                    "model": model.name,
-                    "tokens": len(job.requests[0].tokens),
-                    "cached_tokens": tally.cached_tokens(),
-                    "retain": body.retained_s,
-                    "expires_at": int(sources.unix_time_s() + body.retained_s),
-                }
-            )
-
-        whole = await while_connected(request.receive, compute())
-        return Response(status_code=CLIENT_CLOSED_REQUEST) if whole is None else whole
-
     async def release_prefix(self, name: PrefixName, request: Request, cache_salt: Salt = None) -> Json:
         """Retain a prefix no longer. `cache_salt` is that of its request."""
-        tenant = caller_of(request.headers, self._context.keys).tenant_with(cache_salt)
-        session = session_of(tenant, "prefix", name)
-        await asyncio.gather(*(model.service.release(tenant, session) for model in self._models))
-        return {"id": name, "object": "prefix", "deleted": True}
+        caller = caller_of(request.headers, self._context.keys)
+        return await release_prefix(self._context, name, cache_salt, caller)
 
     async def models(self) -> Json:
         """List the models."""
@@ -241,92 +234,3 @@ class Edge:
         group = self._context.group
         summed = None if group is None else await group.samples()
         return Response(exposition(self._context.metrics, fleets, summed), media_type=CONTENT_TYPE)
-
-    async def _reply(
-        self,
-        request: Request,
-        model: EdgeModel,
-        job: PreparedRequest,
-        kind: Kind,
-        stream: StreamOptions | None,
-    ) -> Response:
-        request.state.ignored = job.ignored
-        sources = self._context.sources
-        head = ReplyHead(
-            kind=kind,
-            reply_id=f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{sources.new_id()}",
-            created_s=int(sources.unix_time_s()),
-            model=model.name,
-            piece=model.tokenizer.piece,
-            prompts=[sent.tokens for sent in job.requests] if job.token_ids else None,
-        )
-        identity = RequestIdentity(
-            request_id=request.state.request_id,
-            reply_id=head.reply_id,
-            model=model.name,
-            kind=kind,
-            client=request.state.client,
-            key=request.state.key,
-        )
-        reply = _CompletionReply(model, job, head, identity)
-        if stream is not None:
-            return EventStream(self._chunks(reply, stream, body_writer_of(request.scope)))
-        whole = await while_connected(request.receive, self._whole(reply))
-        return Response(status_code=CLIENT_CLOSED_REQUEST) if whole is None else whole
-
-    def _answers(
-        self, reply: _CompletionReply, sink: IncrementSink | None = None
-    ) -> AsyncGenerator[Increment]:
-        return self._context.answers(reply.model, reply.job, reply.identity, sink)
-
-    async def _whole(self, reply: _CompletionReply) -> Response:
-        job, head = reply.job, reply.head
-        tally = UsageCounter(job)
-        choices: list[list[Increment]] = [[] for _ in job.requests]
-        async with aclosing(self._answers(reply)) as increments:
-            async for increment in increments:
-                tally.record(increment)
-                choices[increment.choice].append(increment)
-        if not (job.logprobs or job.prompt_logprobs or job.token_ids):
-            return JSONResponse(whole_reply(head, job, choices, tally.usage()))
-        return await large_json(await asyncio.to_thread(whole_reply, head, job, choices, tally.usage()))
-
-    async def _chunks(
-        self, reply: _CompletionReply, options: StreamOptions, writer: BodyWriter | None
-    ) -> AsyncGenerator[bytes]:
-        """Yield server-sent events but those that `writer` writes itself. After the first, an error is an
-        event too, because the status line has been sent."""
-        job, head = reply.job, reply.head
-        tally = UsageCounter(job)
-        chunks = ChunkEvents(head, options, tally)
-        started = False
-
-        def write(increment: Increment) -> bool:
-            if writer is None or not writer.can_write():
-                return False
-            tally.record(increment)
-            writer.write(chunks.event(increment))
-            return True
-
-        try:
-            async with aclosing(self._answers(reply, None if writer is None else write)) as increments:
-                async for increment in increments:
-                    if head.kind == "chat" and not started:
-                        for index in range(len(job.requests)):  # in order, which the openai SDK relies on
-                            yield event(opening_chunk(head, index))
-                            started = True
-                    tally.record(increment)
-                    yield chunks.event(increment)
-                    started = True
-        except Exception as error:
-            if not started:
-                raise
-            status, body = error_of(error)
-            self._context.metrics.count_error(status)
-            yield event(body, "error")
-            if not isinstance(error, TidemillError):
-                raise
-            return
-        if options.include_usage:
-            yield event({**head.chunk([]), "usage": tally.usage()})
-        yield DONE

@@ -38,14 +38,16 @@ class BodyWriter:
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
 
-    def can_write(self) -> bool:
-        """Return whether the body has begun and has not ended, and the client reads fast enough."""
+    def write(self, chunk: bytes) -> bool:
+        """Write a chunk, unless the body has not begun or has ended, or the client does not read fast
+        enough. Return whether it was written."""
         cycle = self._cycle
-        is_open = cycle.chunked_encoding is True and not (cycle.response_complete or cycle.disconnected)
-        return is_open and not cycle.flow.write_paused
-
-    def write(self, chunk: bytes) -> None:
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+        if cycle.chunked_encoding is not True or cycle.flow.write_paused:
+            return False
+        if cycle.response_complete or cycle.disconnected:
+            return False
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+        return True
 
 
 def body_writer_of(scope: Scope) -> BodyWriter | None:

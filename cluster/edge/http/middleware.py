@@ -16,10 +16,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tidemill.cluster.edge.apis.json_bytes import event
 from tidemill.cluster.edge.chat.request.json_text import parse_json
 from tidemill.cluster.edge.http.dashboard import PAGE_PATHS
 from tidemill.cluster.edge.http.same_origin import check_site
-from tidemill.cluster.edge.http.stream import EventStream, event
+from tidemill.cluster.edge.http.stream import EventStream
 from tidemill.cluster.edge.requests.api_keys import ApiKey, ApiKeys
 from tidemill.cluster.edge.requests.caller import REQUEST_ID_HEADER, request_id_of
 from tidemill.cluster.edge.requests.context import StopReason

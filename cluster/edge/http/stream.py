@@ -1,17 +1,16 @@
-"""Server-sent events, and the end of work for clients that have disconnected."""
+"""Replies that stream, and the end of work for clients that have disconnected."""
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-T = TypeVar("T")
+from tidemill.cluster.edge.apis.reply import Outgoing
+from tidemill.cluster.edge.http.connection import body_writer_of
 
-DONE = b"data: [DONE]\n\n"
+T = TypeVar("T")
 
 CLIENT_CLOSED_REQUEST = 499
 """The status of a client that has disconnected; it is never sent."""
@@ -19,15 +18,6 @@ CLIENT_CLOSED_REQUEST = 499
 NOTICE_ITERATIONS = 4
 """The iterations of the event loop before work begins, in which a client that is gone already is noticed.
 Of 1,000 clients that disconnect with their request none reaches a router."""
-
-ENCODER = json.JSONEncoder(separators=(",", ":"))
-"""An encoder for all events; `json.dumps` would make one for each."""
-
-
-def event(body: object, name: str | None = None) -> bytes:
-    """Return one server-sent event."""
-    line = f"event: {name}\n" if name else ""
-    return f"{line}data: {ENCODER.encode(body)}\n\n".encode()
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
@@ -57,29 +47,34 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends events as the client takes them, and closes `events` whatever ends the reply.
+    """Sends the messages that `answer` puts, as the client takes them, and cancels it whatever ends the
+    reply.
 
-    The headers wait for the first event, so an error before it is still an ordinary error reply.
+    The headers wait for the first message, so an error before it is still an ordinary error reply.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes]) -> None:
+    def __init__(self, answer: Callable[[Outgoing], Awaitable[None]]) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._events = events
+        self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        del scope
-        await while_connected(receive, self._send(send))
+        begun = False
 
-    async def _send(self, send: Send) -> None:
-        async with aclosing(self._events) as events:
-            body = await anext(events)
-            await send(
-                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-            )
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-            async for body in events:
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        async def send_body(body: bytes, *, more: bool = True) -> None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                await send(
+                    {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+                )
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        async def work() -> None:
+            writer = body_writer_of(scope)
+            await self._answer(Outgoing(send_body, None if writer is None else writer.write))
+            await send_body(b"", more=False)
+
+        await while_connected(receive, work())

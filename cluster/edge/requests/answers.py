@@ -1,9 +1,11 @@
 """The growing answers of one request: a stream of the service per choice, all merged."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
 
 from tidemill.cluster.edge.chat.output.detokenizer import Answer, Growth
 from tidemill.cluster.edge.chat.output.harmony import open_parser
@@ -12,11 +14,11 @@ from tidemill.cluster.edge.chat.text import Tokenizer
 from tidemill.cluster.edge.requests.echo import Echo
 from tidemill.cluster.edge.requests.intake import PreparedRequest
 from tidemill.cluster.edge.service import Service
-from tidemill.workers.messages import FinishReason, Request, TokenLogprob, Trace, Unserved
+from tidemill.workers.inbox import Emit, Enough, Pause
+from tidemill.workers.messages import Request, StreamPiece, TokenLogprob, Trace, Unserved
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Increment:
+class Increment(msgspec.Struct, frozen=True, kw_only=True):
     """The addition of one piece to a choice."""
 
     choice: int
@@ -28,123 +30,71 @@ class Increment:
     calls: int = 0  # of tools, so far
 
 
-IncrementSink = Callable[[Increment], bool]
-"""Takes an increment in place of its reader, or returns False and leaves everything as it was."""
-
-
-async def answers(
-    service: Service, tokenizer: Tokenizer, job: PreparedRequest, sink: IncrementSink | None = None
-) -> AsyncGenerator[Increment]:
-    """Yield all choices of `job` until each has finished, without what `sink` takes. Closing it cancels the
-    running ones. Raises Unserved and RequestError.
-
-    Every stream of the service is opened and closed here. The reader pulls, so at most one increment of
-    each choice waits.
-    """
-    async with AsyncExitStack() as stack:
-        streams: list[AsyncGenerator[Increment]] = []
-        for index, request in enumerate(job.requests):
-            shown = () if job.output_format is None else job.output_format.tags
-            choice = _Choice(
-                index,
-                Answer(request, tokenizer.decoder(shown), job.ending),
-                None if job.output_format is None else open_parser(job.output_format),
-                None if job.echoes is None else Echo(job.echoes[index // job.n], tokenizer.piece),
-            )
-            streams.append(choice.read(service, request, sink))
-            stack.push_async_callback(streams[-1].aclose)
-        if len(streams) == 1:  # the usual case needs no task per increment
-            async for increment in streams[0]:
-                yield increment
-            return
-        async with aclosing(_merged(streams)) as merged:
-            async for increment in merged:
-                yield increment
+async def answer(service: Service, tokenizer: Tokenizer, job: PreparedRequest, emit: Emit[Increment]) -> None:
+    """Emit all choices of `job` until each has finished. Cancelling this, or a failure, cancels the running
+    ones. Raises Unserved and RequestError."""
+    choices: list[Coroutine[Any, Any, None]] = []
+    for index, request in enumerate(job.requests):
+        shown = () if job.output_format is None else job.output_format.tags
+        choice = _Choice(
+            index,
+            Answer(request, tokenizer.decoder(shown), job.ending),
+            None if job.output_format is None else open_parser(job.output_format),
+            None if job.echoes is None else Echo(job.echoes[index // job.n], tokenizer.piece),
+            emit,
+        )
+        choices.append(choice.run(service, request))
+    if len(choices) == 1:  # the usual case needs no task of its own
+        await choices[0]
+        return
+    tasks = [asyncio.create_task(choice) for choice in choices]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        running = [task for task in tasks if task.cancel()]
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 class _Choice:
     """One growing choice."""
 
-    def __init__(self, index: int, answer: Answer, speech: Parser | None, echo: Echo | None) -> None:
+    def __init__(
+        self, index: int, answer: Answer, speech: Parser | None, echo: Echo | None, emit: Emit[Increment]
+    ) -> None:
         self._index = index
         self._answer = answer
         self._speech = speech
         self._echo = echo
+        self._emit = emit
         self._scores: list[TokenLogprob] = []  # of the prompt, not passed on yet
+        self._finished = False
 
-    async def read(
-        self, service: Service, request: Request, sink: IncrementSink | None
-    ) -> AsyncGenerator[Increment]:
-        trace: Trace | None = None
-        untaken: Increment | None = None  # of the token that the stream brings next
+    async def run(self, service: Service, request: Request) -> None:
+        with suppress(Enough):
+            await service.stream(request, self._take)
+        if not self._finished:
+            raise Unserved("the stream of tokens ended before the answer was complete")
 
-        def take(token: int) -> bool:
-            """Pass on a token now: a TokenSink. One that ends the answer stays to the stream."""
-            nonlocal untaken
-            if sink is None or trace is None:
-                return False
-            increment = self._add((token,), (), None, trace)
-            if increment.growth.finish is None and sink(increment):
-                return True
-            untaken = increment
-            return False
-
-        pieces = service.generate(request) if sink is None else service.generate(request, take)
-        async with aclosing(pieces):
-            async for piece in pieces:
-                trace = piece.trace
-                self._scores += piece.prompt_logprobs
-                if piece.prompt_logprobs and not piece.tokens:
-                    continue
-                increment, untaken = untaken, None
-                if increment is None:
-                    increment = self._add(piece.tokens, piece.logprobs, piece.finish, trace)
-                assert increment.growth.num_tokens <= len(piece.tokens), "an increment is of its own piece"
-                yield increment
-                if increment.growth.finish:
-                    return
-        raise Unserved("the stream of tokens ended before the answer was complete")
-
-    def _add(
-        self,
-        tokens: Sequence[int],
-        logprobs: Sequence[TokenLogprob],
-        finish: FinishReason | None,
-        trace: Trace,
-    ) -> Increment:
+    def _take(self, piece: StreamPiece) -> Pause | None:
+        self._scores += piece.prompt_logprobs
+        if piece.prompt_logprobs and not piece.tokens:
+            return None
         scores, self._scores = self._scores, []
-        growth = self._answer.push(tokens, logprobs, finish)
+        growth = self._answer.push(piece.tokens, piece.logprobs, piece.finish)
         if self._echo is not None:
             growth = self._echo.add(growth, scores)
         speech = self._speech
-        return Increment(
+        increment = Increment(
             choice=self._index,
             growth=growth,
-            trace=trace,
-            tokens=tokens[: growth.num_tokens],
+            trace=piece.trace,
+            tokens=piece.tokens[: growth.num_tokens],
             prompt_logprobs=scores,
             parts=() if speech is None else speech.push(growth.text, last=growth.finish is not None),
             calls=0 if speech is None else speech.num_calls,
         )
-
-
-async def _merged(streams: Sequence[AsyncGenerator[Increment]]) -> AsyncGenerator[Increment]:
-    """Yield items of all streams in the order of their arrival."""
-    waiting = {asyncio.create_task(_next(stream)): stream for stream in streams}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                stream = waiting.pop(task)
-                item = task.result()
-                if item is not None:
-                    yield item
-                    waiting[asyncio.create_task(_next(stream))] = stream
-    finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-
-
-async def _next(stream: AsyncGenerator[Increment]) -> Increment | None:
-    return await anext(stream, None)
+        pause = self._emit(increment)
+        self._finished = growth.finish is not None
+        if self._finished and piece.finish is None:
+            raise Enough
+        return pause

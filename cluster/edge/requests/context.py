@@ -1,7 +1,6 @@
 """State shared by the HTTP and gRPC servers: models, API keys, limits, metrics."""
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from types import MappingProxyType
@@ -9,7 +8,7 @@ from typing import Protocol
 
 from opentelemetry.trace import Tracer
 
-from tidemill.cluster.edge.requests.answers import Increment, IncrementSink, answers
+from tidemill.cluster.edge.requests.answers import Increment, answer
 from tidemill.cluster.edge.requests.api_keys import ApiKey, ApiKeys
 from tidemill.cluster.edge.requests.intake import PreparedRequest
 from tidemill.cluster.edge.requests.limits import EdgeLimits, InFlightLimit
@@ -21,6 +20,7 @@ from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.metrics.edge_samples import EdgeSamples
 from tidemill.cluster.metrics.history import History
 from tidemill.cluster.observability.logs import log_request
+from tidemill.workers.inbox import Emit, Pause
 
 Parts = Mapping[str, Callable[[], object]]
 """The parts of a support bundle by name. Each is called on a thread, returns JSON data, and may raise
@@ -88,15 +88,11 @@ class EdgeContext:
         """Return the time that open answers have when the server stops now."""
         return PATIENT_S_MAX if self.stop_reason.is_patient else self.limits.shutdown_s_max
 
-    async def answers(
-        self,
-        model: EdgeModel,
-        job: PreparedRequest,
-        identity: RequestIdentity,
-        sink: IncrementSink | None = None,
-    ) -> AsyncGenerator[Increment]:
-        """Yield all choices of `job` as they grow, with metrics, without what `sink` takes. Closing it
-        cancels the running ones. Raises Overloaded, Unserved, RequestError."""
+    async def answer(
+        self, model: EdgeModel, job: PreparedRequest, identity: RequestIdentity, emit: Emit[Increment]
+    ) -> None:
+        """Emit all choices of `job` as they grow, with metrics. Cancelling this cancels the running ones.
+        Raises Overloaded, Unserved, RequestError."""
         job = _named(job, identity)
         async with self.keys.answering(identity.key, UsageCounter(job).num_prompt_tokens()) as limited:
             with (
@@ -108,7 +104,7 @@ class EdgeContext:
                 if limited is not None:
                     limited.generated = entry.num_generated
 
-                def record(increment: Increment) -> None:
+                def take(increment: Increment) -> Pause | None:
                     watch.record(
                         increment.choice,
                         num_tokens=increment.growth.num_tokens,
@@ -116,18 +112,9 @@ class EdgeContext:
                         trace=increment.trace,
                     )
                     entry.record(increment)
+                    return emit(increment)
 
-                def take(increment: Increment) -> bool:
-                    taken = sink is not None and sink(increment)
-                    if taken:
-                        record(increment)
-                    return taken
-
-                recorded = None if sink is None else take
-                async with aclosing(answers(model.service, model.tokenizer, going, recorded)) as increments:
-                    async for increment in increments:
-                        record(increment)
-                        yield increment
+                await answer(model.service, model.tokenizer, going, take)
 
 
 def open_context(

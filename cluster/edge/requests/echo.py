@@ -4,6 +4,8 @@ from codecs import getincrementaldecoder
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from tidemill.cluster.edge.chat.output.detokenizer import Growth, Scored
 from tidemill.workers.messages import TokenLogprob
 
@@ -35,12 +37,12 @@ class Echo:
             growth = Growth(text="", num_tokens=0, finish="length")
         scored = tuple(replace(score, start=len(prompt.text) + score.start) for score in growth.scored)
         if self._begun:
-            return replace(growth, scored=scored)
+            return structs.replace(growth, scored=scored)
         self._begun = True
         if prompt.alternatives is not None:
             scores = scores_of(prompt.tokens, logprobs, prompt.alternatives, self._piece)
             scored = (*scores, *scored)
-        return replace(growth, text=prompt.text + growth.text, scored=scored)
+        return structs.replace(growth, text=prompt.text + growth.text, scored=scored)
 
 
 def scores_of(

@@ -60,9 +60,9 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/cluster/edge/test_failure_detector.py",
     ),
     Planted(
-        "tokens that went past the stream are asked for again",
-        "cluster/edge/flow.py::RequestProgress.counting",
-        "self.$STREAMED.append($TOKEN)",
+        "tokens that were streamed are asked for again",
+        "cluster/edge/flow.py::RequestProgress.take.take",
+        "self.$STREAMED += $DELTA.$TOKENS",
         "pass",
         "tests/unit/cluster/edge/test_flow.py",
     ),
@@ -117,9 +117,9 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "token ids behind a stop string are returned",
-        "cluster/edge/requests/answers.py::_Choice._add",
-        "$TOKENS=$TOKENS[: $GROWTH.$NUM_TOKENS],",
-        "$TOKENS=$TOKENS,",
+        "cluster/edge/requests/answers.py::_Choice._take",
+        "$TOKENS=$PIECE.$TOKENS[: $GROWTH.$NUM_TOKENS],",
+        "$TOKENS=$PIECE.$TOKENS,",
         "tests/unit/cluster/edge/grpc_api/test_generation.py",
     ),
     Planted(
@@ -131,7 +131,7 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "a deleted prefix is that of any tenant",
-        "cluster/edge/http/app.py::Edge.release_prefix",
+        "cluster/edge/apis/prefixes.py::release_prefix",
         'session_of($TENANT, "prefix", $NAME)',
         'session_of("", "prefix", $NAME)',
         "tests/unit/cluster/edge/http/test_prefixes.py",

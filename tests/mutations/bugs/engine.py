@@ -11,9 +11,16 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/workers/engine/test_audit.py",
     ),
     Planted(
+        "an item overtakes those that wait for a pause",
+        "workers/inbox.py::Inbox.put",
+        "if idle is None or take is None or idle.done():",
+        "if take is None:",
+        "tests/unit/workers/test_inbox.py",
+    ),
+    Planted(
         "streams of a worker with a violation are not ended",
         "workers/engine/engine.py::Engine._end_streams",
-        "sequence.delivery.outbox.put_nowait(WorkerGone(LOOP_ENDED))",
+        "sequence.delivery.inbox.put(WorkerGone(LOOP_ENDED))",
         "pass",
         "tests/unit/workers/engine/test_audit.py",
     ),

@@ -40,10 +40,10 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "an error in one stream ends all streams of its worker",
-        "cluster/rpc/inbox.py::Inbox.take",
+        "workers/inbox.py::Inbox.put",
         "except Exception as $ERROR:",
         "except AssertionError as $ERROR:",
-        "tests/unit/cluster/rpc/test_inbox.py",
+        "tests/unit/workers/test_inbox.py",
     ),
     Planted(
         "a connection that broke counts as a lost worker",

@@ -4,17 +4,17 @@ Its steps run in `run`. Where nothing runs them, a test puts out the items of ca
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Literal
 
 from tests.support.waits import WAIT_S_MAX
-from tidemill.cluster.messages import TokenSink
 from tidemill.cluster.settings import WorkerSettings
 from tidemill.cluster.worker.worker_process import RunningEngine
 from tidemill.kvstore.errors import StoreError
+from tidemill.workers.inbox import Emit
 from tidemill.workers.messages import (
     Announcement,
     Delta,
@@ -176,10 +176,7 @@ class FakeEngine:
         finally:
             self._leave(call)
 
-    async def generate(
-        self, request: Request, notify: Notify | None = None, sink: TokenSink | None = None
-    ) -> AsyncGenerator[Delta]:
-        del sink
+    async def stream(self, request: Request, emit: Emit[Delta], notify: Notify | None = None) -> None:
         self._check(takes=self._generates)
         tail = len(request.tokens) if request.gap_tokens_max is None else 1
         call = self._begin("generate", request, notify, tail)
@@ -187,7 +184,7 @@ class FakeEngine:
             while True:
                 item = await call.next()
                 assert isinstance(item, Delta)
-                yield item
+                emit(item)
                 if item.finish is not None:
                     return
         finally:

@@ -31,12 +31,12 @@ from tidemill.cluster.messages import (
     MemberOrder,
     MembersAnswer,
     RoleScale,
-    TokenSink,
     WorkerStatus,
 )
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.processes.endpoint.handshakes import EdgeServer
 from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.inbox import Emit
 from tidemill.workers.messages import (
     MemoryUse,
     Produced,
@@ -145,50 +145,50 @@ class FakeService:
     open_streams: int = 0
     resets: int = 0
     pieces: int = 0
-    sunk: int = 0  # of the pieces, those that went past the stream
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     stalled: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def generate(self, request: Request, sink: TokenSink | None = None) -> AsyncGenerator[StreamPiece]:
+    async def stream(self, request: Request, emit: Emit[StreamPiece]) -> None:
         self.requests.append(request)
         self.open_streams += 1
         self.idle.clear()
         try:
-            tokens = list(self.script(request))[: request.max_new_tokens]
-            ends = [index for index, token in enumerate(tokens) if token in request.stop_token_ids]
-            finish = "stop" if ends else "length"
-            tokens = tokens[: ends[0] + 1] if ends else tokens
-            starts = range(0, len(tokens), self.per_piece)
-            for place in range(0, request.to_score, PROMPT_PIECE):
-                targets = request.tokens[place + 1 : place + 1 + PROMPT_PIECE]
-                alternatives = request.sampling.prompt_logprobs or 0
-                scores = tuple(scored(token, alternatives) for token in targets)
-                yield StreamPiece(tokens=(), prompt_logprobs=scores, trace=TRACE)
-            for index, start in enumerate(starts):
-                if index == self.stall_at:
-                    self.stalled.set()
-                    await asyncio.Event().wait()
-                if index == self.fail_at:
-                    raise self.failure
-                await asyncio.sleep(0)
-                last = start == starts[-1]
-                self.pieces += 1
-                new = tuple(tokens[start : start + self.per_piece])
-                asked = request.sampling.logprobs
-                plain = index > 0 and not last and len(new) == 1 and asked is None
-                if plain and sink is not None and sink(new[0]):
-                    self.sunk += 1
-                    continue
-                yield StreamPiece(
-                    tokens=new,
-                    logprobs=() if asked is None else tuple(scored(token, asked) for token in new),
-                    trace=TRACE,
-                    finish=finish if last else None,
-                )
+            async for piece in self._pieces(request):
+                pause = emit(piece)
+                if pause is not None:
+                    await pause()
         finally:
             self.open_streams -= 1
             if self.open_streams == 0:
                 self.idle.set()
+
+    async def _pieces(self, request: Request) -> AsyncGenerator[StreamPiece]:
+        tokens = list(self.script(request))[: request.max_new_tokens]
+        ends = [index for index, token in enumerate(tokens) if token in request.stop_token_ids]
+        finish = "stop" if ends else "length"
+        tokens = tokens[: ends[0] + 1] if ends else tokens
+        starts = range(0, len(tokens), self.per_piece)
+        for place in range(0, request.to_score, PROMPT_PIECE):
+            targets = request.tokens[place + 1 : place + 1 + PROMPT_PIECE]
+            alternatives = request.sampling.prompt_logprobs or 0
+            scores = tuple(scored(token, alternatives) for token in targets)
+            yield StreamPiece(tokens=(), prompt_logprobs=scores, trace=TRACE)
+        for index, start in enumerate(starts):
+            if index == self.stall_at:
+                self.stalled.set()
+                await asyncio.Event().wait()
+            if index == self.fail_at:
+                raise self.failure
+            await asyncio.sleep(0)
+            self.pieces += 1
+            new = tuple(tokens[start : start + self.per_piece])
+            asked = request.sampling.logprobs
+            yield StreamPiece(
+                tokens=new,
+                logprobs=() if asked is None else tuple(scored(token, asked) for token in new),
+                trace=TRACE,
+                finish=finish if start == starts[-1] else None,
+            )
 
     async def status(self) -> FleetStatus:
         return FleetStatus(workers=self.workers)

@@ -19,6 +19,7 @@ from tidemill.cluster.rpc.codec import (
 )
 from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.cluster.worker.server import ServerLimits, WorkerServer
+from tidemill.workers.inbox import generated
 from tidemill.workers.messages import (
     Delta,
     Provenance,
@@ -75,6 +76,13 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
 
 def request(name: str = "r") -> Request:
     return Request(request_id=name, tokens=(1, 2, 3), max_new_tokens=8)
+
+
+def answer_of(
+    peers: WorkerClients, request: Request, address: str, worker: WorkerId = WORKER
+) -> AsyncGenerator[Delta]:
+    """Yield the answer of a worker. Its reader is behind while it does not ask for the next delta."""
+    return generated(lambda emit: peers.stream(worker, address, request, emit))
 
 
 async def collect(deltas: AsyncGenerator[Delta]) -> list[Delta]:

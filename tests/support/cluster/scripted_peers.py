@@ -1,15 +1,15 @@
 """A router and workers that follow the script of a test, for the flow of one request."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from tests.support.waits import WAIT_S_MAX
 from tidemill.cluster.edge.flow import serve
-from tidemill.cluster.messages import PlacementRequest, Route, TokenSink
+from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.kvstore.keys import Namespace, PageKey
+from tidemill.workers.inbox import Emit
 from tidemill.workers.messages import (
     Delta,
     FinishReason,
@@ -122,9 +122,7 @@ class Script:
         finally:
             self.prefetching -= 1
 
-    async def generate(
-        self, worker: WorkerId, address: str, request: Request, sink: TokenSink | None = None
-    ) -> AsyncGenerator[Delta]:
+    async def stream(self, worker: WorkerId, address: str, request: Request, emit: Emit[Delta]) -> None:
         assert (worker, address) == (f"d.{len(self.asks)}", "at:d")
         assert self.prefetching == 0, "the pages are being fetched for a request that could fetch them"
         self.calls.append(("generate", request))
@@ -138,7 +136,7 @@ class Script:
                 await asyncio.sleep(0)
                 last = min(start + act.per_delta, scored)
                 scores = tuple(map(nth_score, range(start, last)))
-                yield Delta(tokens=(), prompt_logprobs=scores, provenance=provenance)
+                emit(Delta(tokens=(), prompt_logprobs=scores, provenance=provenance))
                 provenance = None
             if scored < request.to_score:
                 raise act.end or WorkerGone("amid the prompt")
@@ -146,12 +144,14 @@ class Script:
                 await asyncio.sleep(0)
                 last = min(start + act.per_delta, stop)
                 finish: FinishReason | None = "length" if last == end else None
-                tokens = tuple(map(nth_token, range(start, last)))
-                is_plain = len(tokens) == 1 and finish is None and provenance is None
-                if is_plain and sink is not None and sink(tokens[0]):
-                    continue
-                yield Delta(tokens=tokens, finish=finish, provenance=provenance)
+                emit(
+                    Delta(
+                        tokens=tuple(map(nth_token, range(start, last))), finish=finish, provenance=provenance
+                    )
+                )
                 provenance = None
+                if finish is not None:
+                    return
             if act.end is not None:
                 raise act.end
         finally:
@@ -180,31 +180,11 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(bounded())
 
 
-def pieces_of(
-    script: Script,
-    request: Request,
-    may_take: Callable[[], bool] | None = None,
-    wait_s_max: float = WAIT_S_MAX,
-) -> list[StreamPiece]:
-    """Return all pieces. With `may_take` a sink takes the plain tokens for which it is true, and they are
-    pieces here as well."""
+def pieces_of(script: Script, request: Request, wait_s_max: float = WAIT_S_MAX) -> list[StreamPiece]:
+    """Return all pieces."""
     found: list[StreamPiece] = []
-
-    def sink(token: int) -> bool:
-        assert may_take is not None
-        taken = may_take()
-        if taken:
-            found.append(StreamPiece(tokens=(token,), trace=found[-1].trace))
-        return taken
-
-    async def main() -> list[StreamPiece]:
-        taking = None if may_take is None else sink
-        async with aclosing(serve(request, script, script, root_of, P, taking, wait_s_max)) as pieces:
-            async for piece in pieces:
-                found.append(piece)  # noqa: PERF401  the sink appends between them
-        return found
-
-    return run(main())
+    run(serve(request, script, script, root_of, P, found.append, wait_s_max))
+    return found
 
 
 def check_answer(pieces: list[StreamPiece], request: Request) -> None:

@@ -2,11 +2,13 @@
 
 import asyncio
 from contextlib import aclosing
+from functools import partial
 from random import Random
 
 from tests.support.sim.fold import expected, expected_scores
 from tests.support.sim.world import World
 from tidemill.cluster.edge.flow import serve
+from tidemill.workers.inbox import generated
 from tidemill.workers.messages import Poisonous, Request, Sampling, TokenLogprob, Unserved
 
 SCORED = 5
@@ -57,8 +59,8 @@ async def ask(world: World, request: Request, patience: int) -> list[int] | None
     scores: list[TokenLogprob] = []
     finish = None
     try:
-        stream = serve(request, world, world, world.root_of, world.layout.page_tokens)
-        async with aclosing(stream) as pieces:
+        answer = partial(serve, request, world, world, world.root_of, world.layout.page_tokens)
+        async with aclosing(generated(answer)) as pieces:
             async for piece in pieces:
                 assert finish is None, "a stream continues after its finish"
                 assert not (got and piece.prompt_logprobs), "the prompt comes first"

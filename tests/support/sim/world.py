@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from random import Random
 
@@ -10,7 +10,7 @@ from tests.support.sim.calls import EdgeCalls, Work
 from tests.support.sim.fold import VOCABULARY, Broke, FoldRunner
 from tests.support.sim.watched import WatchedEngine
 from tidemill.cluster.edge.failure_detector import watch
-from tidemill.cluster.messages import PlacementRequest, Route, TokenSink
+from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.worker.assignment import Assignment
 from tidemill.cluster.worker.worker_process import LEAVE_S_MAX
@@ -25,6 +25,7 @@ from tidemill.kvstore.memory.recompute_cost import Policy
 from tidemill.kvstore.stores.page_store import PageStore
 from tidemill.workers.engine.memory_plan import capacity_tokens
 from tidemill.workers.execution.step import Drawn, Step
+from tidemill.workers.inbox import Emit
 from tidemill.workers.messages import (
     CrashedAlone,
     Delta,
@@ -358,23 +359,20 @@ class World:
         async with self._calling(peer, work) as answer:
             await answer()
 
-    async def generate(
-        self, worker: WorkerId, address: str, request: Request, sink: TokenSink | None = None
-    ) -> AsyncGenerator[Delta]:
-        del sink
+    async def stream(self, worker: WorkerId, address: str, request: Request, emit: Emit[Delta]) -> None:
         peer = self._at(worker, address)
 
         async def work(put: Callable[[Delta], None], notify: Notify) -> None:
-            async with aclosing(peer.engine.generate(request, notify)) as deltas:
-                async for delta in deltas:
-                    put(delta)
+            await peer.engine.stream(request, put, notify)
 
         try:
             async with self._calling(peer, work) as answer:
                 while True:
                     delta = await answer()
                     assert isinstance(delta, Delta)
-                    yield delta
+                    pause = emit(delta)
+                    if pause is not None:
+                        await pause()
                     if delta.finish is not None:
                         return
         except (CrashedAlone, LostAlone):

@@ -4,6 +4,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from tidemill.cluster.edge.chat.text import StopScanner, TokenDecoder
 from tidemill.workers.messages import FinishReason, Request, TokenLogprob
 
@@ -33,8 +35,7 @@ class Scored:
     logprob: TokenLogprob | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Growth:
+class Growth(msgspec.Struct, frozen=True, kw_only=True):
     """The addition of some tokens to an answer.
 
     `num_tokens` includes those of a stop string and a stop token; `scored` has only those whose text shows.

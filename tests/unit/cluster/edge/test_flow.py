@@ -1,8 +1,6 @@
 """One request against scripted workers: whatever is lost, each token arrives exactly once."""
 
-from contextlib import aclosing
 from dataclasses import replace
-from itertools import cycle
 
 import pytest
 from hypothesis import given, settings
@@ -31,6 +29,7 @@ from tidemill.cluster.edge.flow import (
     with_shared_end,
 )
 from tidemill.kvstore.keys import page_keys
+from tidemill.workers.inbox import Enough
 from tidemill.workers.messages import (
     ANNOUNCED_KEY_BYTES,
     CrashedAlone,
@@ -43,6 +42,7 @@ from tidemill.workers.messages import (
     Request,
     RequestError,
     Sampling,
+    StreamPiece,
     Unserved,
     WorkerGone,
 )
@@ -67,16 +67,13 @@ acts = st.builds(
     st.lists(acts, max_size=ATTEMPTS_MAX - 1),
     st.integers(1, 12),
     st.sampled_from([None, None, 0, 2]),
-    st.none() | st.lists(st.booleans(), min_size=1, max_size=5),
 )
 def test_whatever_is_lost_each_token_arrives_once(
-    losses: list[Act], max_new_tokens: int, prompt_logprobs: int | None, taken: list[bool] | None
+    losses: list[Act], max_new_tokens: int, prompt_logprobs: int | None
 ) -> None:
-    """The tokens come by the stream, or a sink takes some of them."""
     request = a_request(max_new_tokens, prompt_logprobs)
     script = Script(*losses, Act())
-    may_take = None if taken is None else cycle(taken).__next__
-    check_answer(pieces_of(script, request, may_take), request)
+    check_answer(pieces_of(script, request), request)
     generated = [sent for kind, sent in script.calls if kind == "generate"]
     assert script.closed == len(generated), "every stream is closed"
     assert script.prefetching == 0
@@ -205,12 +202,11 @@ def test_users_mistake_is_not_tried_again() -> None:
 def test_client_that_hangs_up_closes_the_stream() -> None:
     script = Script(Act())
 
-    async def main() -> None:
-        async with aclosing(serve(a_request(), script, script, root_of, P)) as pieces:
-            async for _ in pieces:
-                break
+    def hang_up(_: StreamPiece) -> None:
+        raise Enough
 
-    run(main())
+    with pytest.raises(Enough):
+        run(serve(a_request(), script, script, root_of, P, hang_up))
     assert script.closed == 1
 
 

@@ -4,6 +4,7 @@ it."""
 import asyncio
 import gc
 from contextlib import aclosing
+from functools import partial
 from typing import Literal
 
 import pytest
@@ -21,6 +22,7 @@ from tests.support.cluster.scripted_peers import (
 )
 from tidemill.cluster.edge.flow import serve
 from tidemill.kvstore.errors import OutOfMemory
+from tidemill.workers.inbox import generated
 from tidemill.workers.messages import (
     PagesMissing,
     RequestError,
@@ -36,7 +38,7 @@ def reported(script: Script) -> tuple[list[StreamPiece], list[object]]:
     async def main() -> list[StreamPiece]:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, report: reports.append(report.get("exception")))
-        async with aclosing(serve(a_request(), script, script, root_of, P)) as pieces:
+        async with aclosing(generated(partial(serve, a_request(), script, script, root_of, P))) as pieces:
             answer = [piece async for piece in pieces]
         gc.collect()  # it reports when the task goes
         return answer
@@ -47,7 +49,7 @@ def reported(script: Script) -> tuple[list[StreamPiece], list[object]]:
 def test_decode_worker_fetches_while_the_prefill_worker_produces() -> None:
     async def main() -> None:
         script = Hold()
-        async with aclosing(serve(a_request(1), script, script, root_of, P)) as pieces:
+        async with aclosing(generated(partial(serve, a_request(1), script, script, root_of, P))) as pieces:
             first = asyncio.ensure_future(anext(pieces))
             await script.begun.wait()
             assert [kind for kind, _ in script.calls] == ["produce"]
@@ -84,8 +86,8 @@ def test_prefetch_ends_with_the_prefill_worker() -> None:
 def test_client_that_hangs_up_while_its_prompt_is_produced_leaves_nothing_running() -> None:
     async def main() -> None:
         script = Hold()
-        pieces = serve(a_request(), script, script, root_of, P)
-        first = asyncio.ensure_future(anext(pieces))
+        pieces = list[StreamPiece]()
+        first = asyncio.create_task(serve(a_request(), script, script, root_of, P, pieces.append))
         await script.begun.wait()
         first.cancel()
         await asyncio.wait([first])

@@ -11,6 +11,7 @@ from tests.support.cluster.scripted_engine import (
     FIRST,
     LAST,
     WORKER,
+    answer_of,
     collect,
     fails,
     frontend,
@@ -47,12 +48,12 @@ def test_worker_that_crashes_in_a_trial_blames_only_its_request(kind: str) -> No
         address = await plane.start("127.0.0.1")
         async with frontend() as peers, frontend() as others:
             suspect = (
-                asyncio.create_task(collect(peers.generate(WORKER, address, request("suspect"))))
+                asyncio.create_task(collect(answer_of(peers, request("suspect"), address)))
                 if kind == "generate"
                 else asyncio.create_task(peers.produce(WORKER, address, request("suspect")))
             )
-            beside = asyncio.create_task(collect(peers.generate(WORKER, address, request("beside"))))
-            cleared = asyncio.create_task(collect(others.generate(WORKER, address, request("cleared"))))
+            beside = asyncio.create_task(collect(answer_of(peers, request("beside"), address)))
+            cleared = asyncio.create_task(collect(answer_of(others, request("cleared"), address)))
             await begun(engine, "suspect", "beside", "cleared")
             await notify(engine, "cleared", alone=True)
             engine.step(("cleared", FIRST))
@@ -74,7 +75,7 @@ def test_trial_begins_when_every_edge_has_the_tokens_of_the_others() -> None:
     async def main() -> None:
         async with serving() as (engine, address), frontend() as peers, raw_stream(address) as slow:
             await slow.send(Hello(WORKER), Generate(1, request("slow")))
-            suspect = peers.generate(WORKER, address, request("suspect"))
+            suspect = answer_of(peers, request("suspect"), address)
             answer = asyncio.ensure_future(anext(suspect))
             await begun(engine, "slow", "suspect")
             engine.step(("slow", MORE_THAN_IS_BUFFERED))
@@ -97,8 +98,8 @@ def test_trial_begins_when_every_edge_has_the_tokens_of_the_others() -> None:
 def test_worker_that_falls_silent_in_a_trial_does_not_count_as_crashed(gives_up: bool) -> None:  # noqa: FBT001  a parameter
     async def main() -> None:
         async with serving() as (engine, address), wire(address) as (through, frozen), frontend() as peers:
-            suspect = peers.generate(WORKER, through, request("suspect"))
-            beside = asyncio.create_task(collect(peers.generate(WORKER, through, request("beside"))))
+            suspect = answer_of(peers, request("suspect"), through)
+            beside = asyncio.create_task(collect(answer_of(peers, request("beside"), through)))
             first = asyncio.ensure_future(anext(suspect))
             await begun(engine, "suspect", "beside")
             await notify(engine, "suspect", alone=True)
@@ -149,7 +150,7 @@ async def wire(address: str) -> AsyncGenerator[tuple[str, asyncio.Event]]:
 def test_planned_hand_over_is_no_loss() -> None:
     async def main() -> None:
         async with serving() as (engine, address), frontend() as peers:
-            stream = asyncio.create_task(collect(peers.generate(WORKER, address, request())))
+            stream = asyncio.create_task(collect(answer_of(peers, request(), address)))
             await begun(engine, "r")
             engine.step(("r", FIRST), ("r", HandedOver("it goes")))
             assert await fails(stream, HandedOver) == "it goes"
@@ -161,7 +162,7 @@ def test_worker_that_owes_answers_is_silent_after_a_while_and_can_be_given_up() 
     async def main() -> None:
         async with serving() as (engine, address), frontend() as peers:
             assert peers.silent() == frozenset()
-            stream = asyncio.create_task(collect(peers.generate(WORKER, address, request())))
+            stream = asyncio.create_task(collect(answer_of(peers, request(), address)))
             await begun(engine, "r")
             assert peers.silent() == frozenset()
             await until_silent(peers)
@@ -173,7 +174,7 @@ def test_worker_that_owes_answers_is_silent_after_a_while_and_can_be_given_up() 
             assert "its heartbeats stopped" in await fails(stream, WorkerGone)
             await engine.until(lambda engine: not engine.calls)  # the worker was notified
             assert peers.silent() == frozenset()
-            again = asyncio.create_task(collect(peers.generate(WORKER, address, request("again"))))
+            again = asyncio.create_task(collect(answer_of(peers, request("again"), address)))
             await begun(engine, "again")
             engine.step(("again", FIRST), ("again", LAST))
             assert await again == [FIRST, LAST]
@@ -194,7 +195,7 @@ def test_calls_are_counted_until_all_have_been_sent_their_ends() -> None:
         try:
             async with frontend() as peers:
                 fetching = asyncio.create_task(peers.prefetch(WORKER, address, request("p")))
-                stream = asyncio.create_task(collect(peers.generate(WORKER, address, request())))
+                stream = asyncio.create_task(collect(answer_of(peers, request(), address)))
                 await begun(engine, "p", "r")
                 assert plane.num_calls == 1, "a lost prefetch is no loss"
                 engine.step(("r", HandedOver("it goes")))

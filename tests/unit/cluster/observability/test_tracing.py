@@ -3,8 +3,7 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -16,10 +15,10 @@ from opentelemetry.trace import SpanContext, StatusCode, Tracer
 from tests.support.cluster.fake_service import TRACE, FakeService, build_app, call, saying, sources, tokenizer
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.edge.tracing import TracedPeers
-from tidemill.cluster.messages import TokenSink
 from tidemill.cluster.observability.spans import NoTracing, open_tracer, parent_of, span
 from tidemill.cluster.observability.telemetry import QUIET, Telemetry
 from tidemill.cluster.worker.tracing import TracedEngine
+from tidemill.workers.inbox import Emit, Enough
 from tidemill.workers.messages import (
     Delta,
     PagesMissing,
@@ -121,15 +120,14 @@ class FakeEngine:
         await asyncio.Event().wait()
         raise AssertionError
 
-    async def generate(
-        self, request: Request, notify: Notify | None = None, sink: TokenSink | None = None
-    ) -> AsyncGenerator[Delta]:
-        del notify, sink
+    async def stream(self, request: Request, emit: Emit[Delta], notify: Notify | None = None) -> None:
+        del notify
         self.parents.append(request.trace_parent)
-        yield Delta(tokens=(1,), provenance=PROVENANCE)
+        emit(Delta(tokens=(1,), provenance=PROVENANCE))
+        await asyncio.sleep(0)
         if self.error:
             raise self.error
-        yield Delta(tokens=(1, 2), finish="stop")
+        emit(Delta(tokens=(1, 2), finish="stop"))
 
 
 class FakePeers:
@@ -144,28 +142,28 @@ class FakePeers:
         del worker, address
         await self._engine.prefetch(request)
 
-    def generate(
-        self, worker: WorkerId, address: str, request: Request, sink: TokenSink | None = None
-    ) -> AsyncGenerator[Delta]:
-        del worker, address, sink
-        return self._engine.generate(request)
+    async def stream(self, worker: WorkerId, address: str, request: Request, emit: Emit[Delta]) -> None:
+        del worker, address
+        await self._engine.stream(request, emit)
 
 
-async def read(deltas: AsyncGenerator[Delta], count: int = 9) -> list[Delta]:
-    """Read until the finish or `count` deltas, then close the stream, as the readers in the product do."""
+def reading(count: int = 9) -> Emit[Delta]:
+    """Return a reader of `count` deltas, which then needs no more."""
     got: list[Delta] = []
-    async with aclosing(deltas):
-        async for delta in deltas:
-            got.append(delta)
-            if delta.finish is not None or len(got) == count:
-                break
-    return got
+
+    def take(delta: Delta) -> None:
+        got.append(delta)
+        if len(got) == count:
+            raise Enough
+
+    return take
 
 
 def generated(request: Request, error: Exception | None = None, count: int = 9) -> Recorded:
     recorded = Recorded()
     engine = TracedEngine(FakeEngine(error), recorded.tracer, page_tokens=16)
-    asyncio.run(read(engine.generate(request), count))
+    with suppress(Enough):
+        asyncio.run(engine.stream(request, reading(count)))
     return recorded
 
 
@@ -227,7 +225,7 @@ def test_traced_peers_send_their_spans_as_parents() -> None:
         await asyncio.sleep(0)
         ahead.cancel()
         await asyncio.wait([ahead])
-        await read(peers.generate(*at, REQUEST))
+        await peers.stream(*at, REQUEST, reading())
 
     asyncio.run(main())
     assert [span.name for span in recorded.spans] == ["prefill", "fetch ahead", "decode"]
@@ -277,7 +275,8 @@ def test_unsampled_parent_travels_on_without_spans() -> None:
     recorded, engine = Recorded(), FakeEngine()
     peers = TracedPeers(FakePeers(engine), recorded.tracer, page_tokens=16)
     unsampled = PARENT.removesuffix("01") + "00"
-    asyncio.run(read(peers.generate(WorkerId("w"), "here:1", replace(REQUEST, trace_parent=unsampled))))
+    request = replace(REQUEST, trace_parent=unsampled)
+    asyncio.run(peers.stream(WorkerId("w"), "here:1", request, reading()))
     assert recorded.spans == []
     (parent,) = engine.parents
     assert parent.startswith(PARENT[:36])

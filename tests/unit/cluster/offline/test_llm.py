@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
@@ -23,6 +23,7 @@ from tidemill.cluster.edge.chat.request.request_builder import choice_seed
 from tidemill.cluster.offline.llm import settings_of
 from tidemill.cluster.offline.outputs import RequestOutput
 from tidemill.workers.engine.build import build_engine
+from tidemill.workers.inbox import Emit, Pause
 from tidemill.workers.messages import Delta, Request, RequestError, Sampling, WorkerGone
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.scheduling.isolation import Notify
@@ -390,29 +391,29 @@ class Held:
 
     def __init__(self, llm: LLM) -> None:
         self._engine = llm._built.engine  # pyright: ignore[reportPrivateUsage]
-        self._generate = self._engine.generate
+        self._stream = self._engine.stream
         self.started = threading.Semaphore(0)
         self.ended = 0
 
     def __enter__(self) -> Self:
-        self._engine.generate = self.generate
+        self._engine.stream = self.stream
         return self
 
     def __exit__(self, *_: object) -> None:
-        delattr(self._engine, "generate")
+        delattr(self._engine, "stream")
 
-    async def generate(
-        self, request: Request, notify: Notify | None = None, sink: Callable[[int], bool] | None = None
-    ) -> AsyncGenerator[Delta]:
-        async with aclosing(self._generate(request, notify, sink)) as deltas:
-            yield await anext(deltas)
+    async def stream(self, request: Request, emit: Emit[Delta], notify: Notify | None = None) -> None:
+        def take(delta: Delta) -> Pause:
+            emit(delta)
             self.started.release()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                for _ in range(LEAVING_TURNS):
-                    await asyncio.sleep(0)
-                self.ended += 1
+            return asyncio.Event().wait
+
+        try:
+            await self._stream(request, take, notify)
+        finally:
+            for _ in range(LEAVING_TURNS):
+                await asyncio.sleep(0)
+            self.ended += 1
 
 
 def test_interrupt_aborts_all_of_the_call(settings: dict[str, Any]) -> None:

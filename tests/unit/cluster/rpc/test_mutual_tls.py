@@ -10,7 +10,7 @@ import pytest
 import trustme
 
 from tests.support.cluster.fake_engine import FakeEngine
-from tests.support.cluster.scripted_engine import FIRST, LAST, collect, request, run
+from tests.support.cluster.scripted_engine import FIRST, LAST, answer_of, collect, request, run
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.security import with_cluster_security
 from tidemill.cluster.cli.serve import config_of_options
@@ -85,7 +85,7 @@ async def generates(address: str, engine: FakeEngine, tls: MutualTls | None) -> 
     """One request over the data plane. Raises WorkerGone."""
     peers = WorkerClients(tls=tls)
     try:
-        collecting = asyncio.create_task(collect(peers.generate(WORKER, address, request())))
+        collecting = asyncio.create_task(collect(answer_of(peers, request(), address)))
         begun = asyncio.create_task(engine.until(lambda seen: bool(seen.calls)))
         await asyncio.wait({collecting, begun}, return_when=asyncio.FIRST_COMPLETED)
         begun.cancel()

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from tests.support.cluster.fake_engine import FakeEngine
-from tests.support.cluster.scripted_engine import FIRST, WORKER, fails, frontend, request, run
+from tests.support.cluster.scripted_engine import FIRST, WORKER, answer_of, fails, frontend, request, run
 from tests.support.e2e.link import Link, Weather
 from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.cluster.worker.server import WorkerServer
@@ -55,7 +55,7 @@ def test_worker_that_still_runs_is_called_again(num_resets: int, *, alone: bool)
 
     async def main() -> None:
         async with line() as (here, peers, address):
-            async with aclosing(peers.generate(WORKER, address, request("a"))) as deltas:
+            async with aclosing(answer_of(peers, request("a"), address)) as deltas:
                 await here.first(anext(deltas), "a", alone=alone)
                 here.storms += [Weather(reset_share=1.0)] * num_resets
                 here.engine.step(("a", FIRST))
@@ -63,7 +63,7 @@ def test_worker_that_still_runs_is_called_again(num_resets: int, *, alone: bool)
             assert not here.storms
             assert 1 <= here.link.num_resets <= num_resets
             await here.engine.until(lambda engine: not engine.calls)
-            async with aclosing(peers.generate(WORKER, address, request("b"))) as deltas:
+            async with aclosing(answer_of(peers, request("b"), address)) as deltas:
                 await here.first(anext(deltas), "b")
 
     run(main())
@@ -73,7 +73,7 @@ def test_connection_that_breaks_before_its_first_answer_is_no_loss() -> None:
     async def main() -> None:
         async with line() as (here, peers, address):
             here.storms.append(Weather(reset_share=1.0))
-            async with aclosing(peers.generate(WORKER, address, request("a"))) as deltas:
+            async with aclosing(answer_of(peers, request("a"), address)) as deltas:
                 assert "still runs" in await fails(anext(deltas), PagesMissing)
             assert here.link.num_resets == 1
 
@@ -85,7 +85,7 @@ def test_crashed_worker_is_not_taken_for_a_broken_connection(*, alone: bool) -> 
     async def main() -> None:
         async with (
             line() as (here, peers, address),
-            aclosing(peers.generate(WORKER, address, request("a"))) as deltas,
+            aclosing(answer_of(peers, request("a"), address)) as deltas,
         ):
             await here.first(anext(deltas), "a", alone=alone)
             await here.plane.stop()

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import aclosing
+from functools import partial
 
 import pytest
 
@@ -9,6 +10,7 @@ from tests.support.cluster.scripted_engine import (
     FIRST,
     LAST,
     WORKER,
+    answer_of,
     collect,
     fails,
     frontend,
@@ -26,6 +28,7 @@ from tidemill.cluster.rpc.codec import (
 )
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import Namespace, PageKey
+from tidemill.workers.inbox import generated
 from tidemill.workers.messages import (
     Delta,
     PagesMissing,
@@ -45,7 +48,7 @@ def test_streams_and_answers_arrive_whole() -> None:
     async def main() -> None:
         async with serving() as (engine, address), frontend() as peers:
             streams = [
-                asyncio.create_task(collect(peers.generate(WORKER, address, request(name)))) for name in "ab"
+                asyncio.create_task(collect(answer_of(peers, request(name), address))) for name in "ab"
             ]
             answer = asyncio.create_task(peers.produce(WORKER, address, request("p")))
             await engine.until(lambda engine: len(engine.calls) == 3)
@@ -80,7 +83,7 @@ def test_prefetch_runs_until_it_has_all_or_is_cancelled() -> None:
 def test_failed_prefetch_leaves_the_stream_alone(failure: Exception) -> None:
     async def main() -> None:
         async with serving() as (engine, address), frontend() as peers:
-            answers = asyncio.create_task(collect(peers.generate(WORKER, address, request("a"))))
+            answers = asyncio.create_task(collect(answer_of(peers, request("a"), address)))
             prefetch = asyncio.create_task(peers.prefetch(WORKER, address, request("p")))
             await engine.until(lambda engine: len(engine.calls) == 2)
             engine.step(("p", failure))
@@ -109,7 +112,7 @@ def test_one_step_is_one_frame() -> None:
 def test_failures_of_the_engine_are_failures_of_the_call(failure: Exception) -> None:
     async def main() -> None:
         async with serving() as (engine, address), frontend() as peers:
-            stream = asyncio.create_task(collect(peers.generate(WORKER, address, request("a"))))
+            stream = asyncio.create_task(collect(answer_of(peers, request("a"), address)))
             answer = asyncio.create_task(peers.produce(WORKER, address, request("p")))
             await engine.until(lambda engine: len(engine.calls) == 2)
             engine.step(("a", failure), ("p", failure))
@@ -122,7 +125,7 @@ def test_failures_of_the_engine_are_failures_of_the_call(failure: Exception) -> 
 def test_users_mistake_keeps_its_name() -> None:
     async def main() -> None:
         async with serving() as (engine, address), frontend() as peers:
-            stream = asyncio.create_task(collect(peers.generate(WORKER, address, request())))
+            stream = asyncio.create_task(collect(answer_of(peers, request(), address)))
             await engine.until(lambda engine: "r" in engine.calls)
             engine.step(("r", RequestError("too long", param="prompt", code="context_length_exceeded")))
             with pytest.raises(RequestError, match="too long") as caught:
@@ -142,8 +145,8 @@ def test_whatever_else_breaks_a_request_breaks_it_alone(
 ) -> None:
     async def main() -> None:
         async with serving() as (engine, address), frontend() as peers:
-            poisoned = asyncio.create_task(collect(peers.generate(WORKER, address, request("poisoned"))))
-            healthy = asyncio.create_task(collect(peers.generate(WORKER, address, request("healthy"))))
+            poisoned = asyncio.create_task(collect(answer_of(peers, request("poisoned"), address)))
+            healthy = asyncio.create_task(collect(answer_of(peers, request("healthy"), address)))
             await engine.until(lambda engine: len(engine.calls) == 2)
             engine.step(("poisoned", error), ("healthy", FIRST))
             assert type(error).__name__ in await fails(poisoned, WorkerGone)
@@ -158,7 +161,7 @@ def test_whatever_else_breaks_a_request_breaks_it_alone(
 def test_closing_a_stream_cancels_it_on_the_worker() -> None:
     async def main() -> None:
         async with serving() as (engine, address), frontend() as peers:
-            async with aclosing(peers.generate(WORKER, address, request("a"))) as stream:
+            async with aclosing(answer_of(peers, request("a"), address)) as stream:
                 first = asyncio.ensure_future(anext(stream))
                 await engine.until(lambda engine: "a" in engine.calls)
                 engine.step(("a", FIRST))
@@ -194,7 +197,7 @@ def test_flow_ends_a_prefetch_with_its_prompt(*, hangs_up: bool) -> None:
     async def main() -> None:
         async with serving() as (prefill, at_p), serving() as (decode, at_d), frontend() as peers:
             router = OneRoute(Route(decode=WORKER, decode_address=at_d, prefill=WORKER, prefill_address=at_p))
-            async with aclosing(serve(request("a"), router, peers, root_of, page_tokens=2)) as pieces:
+            async with aclosing(generated(partial(serve, request("a"), router, peers, root_of, 2))) as pieces:
                 first = asyncio.ensure_future(anext(pieces))
                 await prefill.until(lambda engine: engine.begun == ["produce"])
                 await decode.until(lambda engine: engine.begun == ["prefetch"])
@@ -219,13 +222,13 @@ def test_request_can_be_sent_again_while_it_is_being_cancelled() -> None:
     async def main() -> None:
         async with serving() as (engine, address), frontend() as peers:
             for _ in range(20):
-                stream = peers.generate(WORKER, address, request("a"))
+                stream = answer_of(peers, request("a"), address)
                 first = asyncio.ensure_future(anext(stream))
                 await engine.until(lambda engine: "a" in engine.calls)
                 engine.step(("a", FIRST))
                 await first
                 await stream.aclose()
-                again = asyncio.create_task(collect(peers.generate(WORKER, address, request("a"))))
+                again = asyncio.create_task(collect(answer_of(peers, request("a"), address)))
                 await engine.until(lambda engine: not engine.calls)
                 await engine.until(lambda engine: "a" in engine.calls)
                 engine.step(("a", FIRST), ("a", LAST))

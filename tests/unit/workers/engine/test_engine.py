@@ -107,33 +107,6 @@ def test_concurrent_equal_requests() -> None:
     run(main())
 
 
-@pytest.mark.parametrize("declined", [1, 2, 3, 99])
-def test_sink_takes_plain_tokens_in_order(declined: int) -> None:
-    async def main() -> None:
-        async with bench() as one:
-            request = a_request(prompt(9), 40)
-            got: list[int] = []
-            offered = read = 0
-
-            def sink(token: int) -> bool:
-                nonlocal offered
-                offered += 1
-                if offered % declined == 0:
-                    return False
-                got.append(token)
-                return True
-
-            async with aclosing(one.engine.generate(request, sink=sink)) as deltas:
-                async for delta in deltas:
-                    got += delta.tokens
-                    read += 1
-            assert got == one.expected(request)
-            assert offered == 38, "the first and the last token have more to tell"
-            assert read == 2 + offered // declined
-
-    run(main())
-
-
 def test_request_that_can_never_fit_takes_no_memory() -> None:
     async def main() -> None:
         async with bench(num_extents=4) as one:

@@ -222,7 +222,6 @@ def test_client_that_does_not_read_is_cut_and_the_others_get_all(logprobs: int |
     pulled = asyncio.run(main())
     assert len(service.requests) == 2
     assert service.open_streams == 0
-    assert (service.sunk > LONG / 2) == (logprobs is None)
     assert pulled < 2 * LONG, "one of the two was not read to its end"
 
 
@@ -240,7 +239,6 @@ def test_stream_waits_for_its_reader_and_is_read_to_its_end() -> None:
             writer.write(post(body, connection="close"))
             for _ in range(5 * LONG):  # the service makes at most one token in each
                 await asyncio.sleep(0)
-            assert service.sunk > 0
             assert service.pieces < LONG, "it is made no faster than it is read"
             return await until_closed(reader)
 

@@ -3,8 +3,7 @@ stream."""
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -13,7 +12,7 @@ from fastapi import FastAPI
 
 from tests.support.cluster.fake_service import EOS, FakeService, app_over, call, saying, serving
 from tidemill.cluster.edge.http.stream import while_connected
-from tidemill.cluster.messages import TokenSink
+from tidemill.workers.inbox import Emit, Pause
 from tidemill.workers.messages import Request, StreamPiece
 
 PATH = "/v1/completions"
@@ -162,12 +161,13 @@ def test_stream_is_made_only_as_fast_as_it_is_read() -> None:
 
 def test_bug_in_mid_stream_is_reported_to_the_client_and_in_the_log() -> None:
     class Broken(FakeService):
-        async def generate(
-            self, request: Request, sink: TokenSink | None = None
-        ) -> AsyncGenerator[StreamPiece]:
-            async with aclosing(super().generate(request, sink)) as pieces:
-                yield await anext(pieces)
-                raise KeyError("secret")
+        async def stream(self, request: Request, emit: Emit[StreamPiece]) -> None:
+            def take(piece: StreamPiece) -> Pause | None:
+                if self.pieces == 2:
+                    raise KeyError("secret")
+                return emit(piece)
+
+            await super().stream(request, take)
 
     service = Broken(saying(" Emma is in the tower"))
     app = app_over(service)

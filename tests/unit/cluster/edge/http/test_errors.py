@@ -1,8 +1,8 @@
 """Bad input is answered with the field and the fix and never reaches the service; failures are not silent."""
 
 import json
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import suppress
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.support.cluster.fake_service import FakeService, app_over, call, chat, events_of, saying
 from tidemill.cluster.edge.requests.bodies import UNSUPPORTED, ChatBody, CompletionBody
 from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX
-from tidemill.cluster.messages import TokenSink
+from tidemill.workers.inbox import Emit, Enough
 from tidemill.workers.messages import Request, RequestError, StreamPiece
 
 SERVICE = FakeService(saying(" ok"))
@@ -292,11 +292,13 @@ def test_refusal_of_a_worker_in_mid_stream_keeps_its_param(choices: int) -> None
 
 def test_answer_that_just_ends_is_a_failure() -> None:
     class Short(FakeService):
-        async def generate(
-            self, request: Request, sink: TokenSink | None = None
-        ) -> AsyncGenerator[StreamPiece]:
-            async with aclosing(super().generate(request, sink)) as pieces:
-                yield await anext(pieces)
+        async def stream(self, request: Request, emit: Emit[StreamPiece]) -> None:
+            with suppress(Enough):
+                await super().stream(request, partial(self._first, emit))
+
+        def _first(self, emit: Emit[StreamPiece], piece: StreamPiece) -> None:
+            emit(piece)
+            raise Enough
 
     app = app_over(Short(saying(" Emma is here")))
     assert chat(app).status_code == 503

@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from tests.support.cluster.fake_service import FakeService, build_app, call, saying, sources
 from tests.support.cluster.openai_talk import ARGUMENTS
 from tests.unit.cluster.edge.http.test_tools import CALLING, TEMPLATE, ask, prompt_of, tokenizer
+from tidemill.cluster.edge.apis.responses_events import Output
 from tidemill.cluster.edge.chat.output.parts import Call, Part, ReasoningText, Text
-from tidemill.cluster.edge.http.responses_events import Output
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.workers.messages import Unserved
 

@@ -2,15 +2,15 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 
 import httpx
 from httpx_sse import ServerSentEvent, aconnect_sse
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tests.support.cluster.fake_service import (
-    EOS,
     TRACE,
     FakeService,
     app_over,
@@ -20,16 +20,15 @@ from tests.support.cluster.fake_service import (
     tokenizer,
 )
 from tests.support.sockets import connected, until_closed
+from tidemill.cluster.edge.apis.json_bytes import event
+from tidemill.cluster.edge.apis.openai import Chunks, Kind, ReplyHead, chunk_choice
 from tidemill.cluster.edge.chat.output.detokenizer import Answer, Ending
 from tidemill.cluster.edge.chat.output.parts import Call, Part, ReasoningText, Text
-from tidemill.cluster.edge.http.replies import ChunkEvents, Kind, ReplyHead, chunk_choice
-from tidemill.cluster.edge.http.stream import event
 from tidemill.cluster.edge.requests.answers import Increment
 from tidemill.cluster.edge.requests.bodies import StreamOptions
 from tidemill.cluster.edge.requests.intake import PreparedRequest
 from tidemill.cluster.edge.requests.usage import UsageCounter
-from tidemill.cluster.messages import TokenSink
-from tidemill.workers.messages import Request, StreamPiece, Unserved
+from tidemill.workers.messages import Request, Unserved
 
 TRAPS = ["\n", "\r\n", "\r", "\u2028", "\u0085", "data: [DONE]", "\n\n", ": ", "event: error", "\0"]
 TEXTS = st.lists(st.sampled_from(TRAPS) | st.text(min_size=1), min_size=1, max_size=8).map("".join)
@@ -73,21 +72,25 @@ def test_any_error_comes_through(text: str) -> None:
     assert text in last.json()["error"]["message"]
 
 
-class ByTheStream(FakeService):
-    """A service that leaves no token to a sink."""
+class _WithoutWriter:
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
 
-    def generate(self, request: Request, sink: TokenSink | None = None) -> AsyncGenerator[StreamPiece]:
-        del sink
-        return super().generate(request)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app({**scope, "extensions": {}}, receive, send)
 
 
-def received(service: FakeService, path: str, body: Mapping[str, object]) -> bytes:
-    """Return the body of a reply as it comes over a socket, with the heads of its chunks."""
+def received(service: FakeService, path: str, body: Mapping[str, object], *, by_asgi: bool = False) -> bytes:
+    """Return the body of a reply as it comes over a socket, with the heads of its chunks. With `by_asgi` the
+    server sends all of it, as one that is not ours does."""
 
     async def main() -> bytes:
         data = json.dumps({**body, "stream": True}).encode()
         about = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
-        async with serving(app_over(service)) as url, connected(url) as (reader, writer):
+        app = app_over(service)
+        if by_asgi:
+            app.add_middleware(_WithoutWriter)
+        async with serving(app) as url, connected(url) as (reader, writer):
             writer.write(f"POST {path} HTTP/1.1\r\n{about}\r\nconnection: close\r\n\r\n".encode() + data)
             head, _, rest = (await until_closed(reader)).partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 200"), head + rest
@@ -106,7 +109,7 @@ def received(service: FakeService, path: str, body: Mapping[str, object]) -> byt
     echo=st.booleans(),
     fail_at=st.sampled_from([None, None, 3]),
 )
-def test_tokens_that_a_sink_takes_are_the_same_bytes(
+def test_chunks_past_asgi_are_the_same_bytes(
     tokens: list[int],
     per_piece: int,
     is_chat: bool,  # noqa: FBT001
@@ -121,26 +124,19 @@ def test_tokens_that_a_sink_takes_are_the_same_bytes(
     body = {**asked, "max_tokens": len(tokens), "stop": stop, "stream_options": options}
     if echo and not is_chat:
         body["echo"] = True
-    sinking, streaming = (
-        kind(lambda _: tokens, per_piece=per_piece, fail_at=fail_at) for kind in (FakeService, ByTheStream)
-    )
-    assert received(sinking, path, body) == received(streaming, path, body)
-    assert streaming.sunk == 0
-    plain = range(1, (fail_at or len(tokens)) - 1)
-    ends = EOS in tokens or bool(stop) or fail_at is not None
-    assert ends or per_piece > 1 or sinking.sunk == len(plain)
+    service = FakeService(lambda _: tokens, per_piece=per_piece, fail_at=fail_at)
+    assert received(service, path, body) == received(service, path, body, by_asgi=True)
 
 
-def test_choices_whose_tokens_a_sink_takes_are_the_same() -> None:
-    def of_choices(service: FakeService) -> list[list[str]]:
-        text = received(service, "/v1/completions", {"prompt": "a", "n": 3, "max_tokens": 20}).decode()
+def test_choices_past_asgi_are_the_same() -> None:
+    def of_choices(*, by_asgi: bool) -> list[list[str]]:
+        body = {"prompt": "a", "n": 3, "max_tokens": 20}
+        text = received(service, "/v1/completions", body, by_asgi=by_asgi).decode()
         lines = [line for line in text.splitlines() if line.startswith("data: {")]
         return [[line for line in lines if f'"index":{choice},' in line] for choice in range(3)]
 
-    script = saying(" Emma is in the tower. The code of Tina is 6869.", eos=False)
-    sinking, streaming = FakeService(script), ByTheStream(script)
-    assert of_choices(sinking) == of_choices(streaming)
-    assert sinking.sunk > 0
+    service = FakeService(saying(" Emma is in the tower. The code of Tina is 6869.", eos=False))
+    assert of_choices(by_asgi=False) == of_choices(by_asgi=True)
 
 
 @st.composite
@@ -177,7 +173,7 @@ def test_both_ways_write_the_same_bytes(data: st.DataObject, kind: Kind, choices
     head = ReplyHead(kind=kind, reply_id="cmpl-1", created_s=1, model=model, piece=tokenizer().piece)
     job = PreparedRequest(requests=(REQUEST,) * choices, n=choices, ending=Ending(), logprobs=False)
     tally = UsageCounter(job)
-    written = ChunkEvents(head, options, tally)
+    written = Chunks(head, options, tally, job)
     for increment in data.draw(increments(kind, choices)):
         tally.record(increment)
         chunk = head.chunk([chunk_choice(head, increment)])
@@ -185,4 +181,4 @@ def test_both_ways_write_the_same_bytes(data: st.DataObject, kind: Kind, choices
             chunk["usage"] = tally.usage()
         elif options.include_usage:
             chunk["usage"] = None
-        assert written.event(increment) == event(chunk)
+        assert written.grow(increment) == (event(chunk),)

@@ -23,11 +23,11 @@ from tests.support.cluster.fake_service import (
     tokenizer,
     worker_status,
 )
+from tidemill.cluster.edge.apis.json_bytes import SLICE_ITEMS, large_json
 from tidemill.cluster.edge.chat.text import SLICE_TOKENS, MarkedPrompt, text_of
 from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
 from tidemill.cluster.edge.http import middleware
 from tidemill.cluster.edge.http.middleware import PACED_BYTES_MIN
-from tidemill.cluster.edge.http.replies import SLICE_ITEMS, large_json
 from tidemill.cluster.edge.requests.bodies import MESSAGES_MAX
 from tidemill.cluster.edge.requests.intake import INLINE_CHARS_MAX
 
@@ -200,7 +200,7 @@ def test_large_replies_are_those_of_starlette(count: int) -> None:
         "of": [{"é": [["a", None, 1.5, {}]] * count}, [], {}, "x"],
         "text": 'a"\\\n' * count,
     }
-    assert asyncio.run(large_json(body)).body == JSONResponse(body).body
+    assert asyncio.run(large_json(body)) == JSONResponse(body).body
 
 
 def test_larger_bodies_are_checked_one_by_one_with_pauses(monkeypatch: pytest.MonkeyPatch) -> None:

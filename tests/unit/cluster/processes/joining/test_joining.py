@@ -15,7 +15,7 @@ from cryptography import x509
 
 from tests.support import grpc_loop
 from tests.support.cluster.fake_engine import FakeEngine
-from tests.support.cluster.scripted_engine import FIRST, LAST, collect, request
+from tests.support.cluster.scripted_engine import FIRST, LAST, answer_of, collect, request
 from tests.unit.cluster.rpc.test_mutual_tls import WORKER, issue, status_of
 from tests.unit.cluster.rpc.test_supervisor_orders import FakeSupervisor
 from tidemill.cluster.messages import MemberOrder
@@ -260,14 +260,14 @@ def test_worker_ends_the_streams_of_a_revoked_certificate(cluster: Cluster) -> N
             plane = WorkerServer(engine, WORKER, tls=cluster.tls)
             address = await plane.start("127.0.0.1")
             revoked, ours = WorkerClients(tls=credentials.tls), WorkerClients(tls=cluster.tls)
-            ending = asyncio.create_task(collect(revoked.generate(WORKER, address, request("a"))))
-            going_on = asyncio.create_task(collect(ours.generate(WORKER, address, request("b"))))
+            ending = asyncio.create_task(collect(answer_of(revoked, request("a"), address)))
+            going_on = asyncio.create_task(collect(answer_of(ours, request("b"), address)))
             await engine.until(lambda seen: len(seen.calls) == 2)
             plane.revoke(cluster.members.edges["web-1"].serials)
             with pytest.raises(WorkerGone):
                 await ending
             with pytest.raises(WorkerGone):
-                await collect(revoked.generate(WORKER, address, request("c")))
+                await collect(answer_of(revoked, request("c"), address))
             engine.step(("b", FIRST), ("b", LAST))
             assert await going_on == [FIRST, LAST]
             for clients in (revoked, ours):

@@ -1,32 +1,58 @@
-"""The JSON that clients read: chunks of a stream, whole answers, usage."""
+"""OpenAI's chats and completions: chunks of a stream, whole answers, usage."""
 
 import asyncio
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
-from typing import Literal, assert_never, cast
+from typing import Literal, assert_never
 
-from starlette.responses import Response
-
+from tidemill.cluster.edge.apis.json_bytes import event, json_bytes, large_json
+from tidemill.cluster.edge.apis.reply import Reply, Writer
 from tidemill.cluster.edge.chat.output.detokenizer import Growth, Scored
 from tidemill.cluster.edge.chat.output.parts import Call, Part, ReasoningText, Text, joined
-from tidemill.cluster.edge.http.stream import event
 from tidemill.cluster.edge.requests.answers import Increment
-from tidemill.cluster.edge.requests.bodies import StreamOptions
+from tidemill.cluster.edge.requests.bodies import ChatBody, CompletionBody, StreamOptions
+from tidemill.cluster.edge.requests.caller import Caller
+from tidemill.cluster.edge.requests.context import EdgeContext
 from tidemill.cluster.edge.requests.intake import PreparedRequest
 from tidemill.cluster.edge.requests.logprobs import Piece, chat_logprobs, completion_logprobs, prompt_logprobs
+from tidemill.cluster.edge.requests.models import EdgeModel
 from tidemill.cluster.edge.requests.usage import Json, UsageCounter
 
 Kind = Literal["chat", "text"]
 
+DONE = b"data: [DONE]\n\n"
+
 MARK = "\0"
 """A text whose JSON occurs in no event behind the text."""
 
-SLICE_ITEMS = 1024
-"""The items of a list that are written without a pause."""
 
-ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+async def chat(edge: EdgeContext, model: EdgeModel, body: ChatBody, caller: Caller) -> Reply:
+    """Answer a chat as the assistant, streamed or whole."""
+    job = await model.intake.chat(body, caller)
+    return _reply(edge, model, job, "chat", body.stream_options if body.stream else None)
+
+
+async def completions(edge: EdgeContext, model: EdgeModel, body: CompletionBody, caller: Caller) -> Reply:
+    """Continue one prompt or several, streamed or whole."""
+    job = await model.intake.completion(body, caller)
+    return _reply(edge, model, job, "text", body.stream_options if body.stream else None)
+
+
+def _reply(
+    edge: EdgeContext, model: EdgeModel, job: PreparedRequest, kind: Kind, stream: StreamOptions | None
+) -> Reply:
+    head = ReplyHead(
+        kind=kind,
+        reply_id=f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{edge.sources.new_id()}",
+        created_s=int(edge.sources.unix_time_s()),
+        model=model.name,
+        piece=model.tokenizer.piece,
+        prompts=[sent.tokens for sent in job.requests] if job.token_ids else None,
+    )
+    tally = UsageCounter(job)
+    writer: Writer = Whole(head, job, tally) if stream is None else Chunks(head, stream, tally, job)
+    return Reply(model=model, job=job, kind=kind, id=head.reply_id, writer=writer, streams=stream is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,26 +111,42 @@ def chunk_choice(head: ReplyHead, increment: Increment) -> Json:
     return choice if head.prompts is None else {**choice, "token_ids": increment.tokens}
 
 
-class ChunkEvents:
-    """Writes the increments of one reply, in order. Plain ones are the event of another text with their own
-    text in its place, so they have the bytes that `_built` returns."""
+class Chunks(Writer):
+    """Writes a stream. Plain increments are the event of another text with their own text in its place, so
+    they have the bytes that `_built` returns."""
 
-    def __init__(self, head: ReplyHead, options: StreamOptions, tally: UsageCounter) -> None:
+    def __init__(
+        self, head: ReplyHead, options: StreamOptions, tally: UsageCounter, job: PreparedRequest
+    ) -> None:
+        super().__init__(tally)
         self._head = head
         self._options = options
-        self._tally = tally
+        self._choices = len(job.requests)
+        self._is_plain = head.prompts is None and not options.continuous_usage_stats
         self._ready: dict[int, tuple[str, str]] = {}  # by choice: what is around the text
         self._begun: set[int] = set()  # the choices of a completion whose prompts have been sent
 
-    def event(self, increment: Increment) -> bytes:
-        plain = self._head.prompts is None and not self._options.continuous_usage_stats
-        text = self._plain_text(increment) if plain else None
+    def opening(self) -> Iterable[bytes]:
+        if self._head.kind == "chat":
+            for index in range(self._choices):  # in order, which the openai SDK relies on
+                yield event(opening_chunk(self._head, index))
+
+    def grow(self, increment: Increment) -> Iterable[bytes]:
+        text = self._plain_text(increment) if self._is_plain else None
         if text is None:
-            return self._built(increment)
+            return (self._built(increment),)
         around = self._ready.get(increment.choice)
         if around is None:
             around = self._ready[increment.choice] = self._around(increment)
-        return f"{around[0]}{encode_basestring_ascii(text)}{around[1]}".encode()
+        return (f"{around[0]}{encode_basestring_ascii(text)}{around[1]}".encode(),)
+
+    def error(self, body: Mapping[str, object]) -> Iterable[bytes]:
+        return (event(body, "error"),)
+
+    async def close(self) -> Iterable[bytes]:
+        if not self._options.include_usage:
+            return (DONE,)
+        return event({**self._head.chunk([]), "usage": self.tally.usage()}), DONE
 
     def _plain_text(self, increment: Increment) -> str | None:
         """Return the text if the event has nothing else to tell, or None."""
@@ -141,10 +183,30 @@ class ChunkEvents:
             choice["prompt_token_ids"] = self._head.prompts[increment.choice]
         chunk = self._head.chunk([choice])
         if self._options.continuous_usage_stats:
-            chunk["usage"] = self._tally.usage()
+            chunk["usage"] = self.tally.usage()
         elif self._options.include_usage:
             chunk["usage"] = None
         return event(chunk)
+
+
+class Whole(Writer):
+    """Writes a reply that does not stream."""
+
+    def __init__(self, head: ReplyHead, job: PreparedRequest, tally: UsageCounter) -> None:
+        super().__init__(tally)
+        self._head = head
+        self._job = job
+        self._choices: list[list[Increment]] = [[] for _ in job.requests]
+
+    def grow(self, increment: Increment) -> Iterable[bytes]:
+        self._choices[increment.choice].append(increment)
+        return ()
+
+    async def close(self) -> Iterable[bytes]:
+        job, whole = self._job, (self._head, self._job, self._choices, self.tally.usage())
+        if not (job.logprobs or job.prompt_logprobs or job.token_ids):
+            return (json_bytes(whole_reply(*whole)),)
+        return (await large_json(await asyncio.to_thread(whole_reply, *whole)),)
 
 
 def whole_reply(
@@ -265,30 +327,3 @@ def _piece(call: Call, call_id: str) -> Json:
 def _finish(increment: Increment) -> str | None:
     finish = increment.growth.finish
     return "tool_calls" if finish == "stop" and increment.calls else finish
-
-
-async def large_json(body: object) -> Response:
-    """Return the same as JSONResponse(body), written in a thread, in pieces between which streams go on."""
-    content = await asyncio.to_thread(lambda: "".join(_written(body)).encode())
-    return Response(content, media_type="application/json")
-
-
-def _written(value: object) -> Iterator[str]:
-    match value:
-        case dict():
-            members = cast("dict[str, object]", value).items()
-            for position, (name, member) in enumerate(members):
-                yield f"{',' if position else '{'}{ENCODER.encode(name)}:"
-                yield from _written(member)
-            yield "}" if members else "{}"
-        case list():
-            items = cast("list[object]", value)
-            for start in range(0, len(items), SLICE_ITEMS):
-                yield "," if start else "["
-                if len(items) > SLICE_ITEMS:
-                    yield ENCODER.encode(items[start : start + SLICE_ITEMS])[1:-1]
-                else:
-                    yield ",".join("".join(_written(item)) for item in items)
-            yield "]" if items else "[]"
-        case _:
-            yield ENCODER.encode(value)
