@@ -33,7 +33,7 @@ NOT_RUN = {
 """The commands that start servers of their own or do not end, with the reason and what tests them. A command
 matches from its start; the first row counts."""
 
-SMALL = {"bench": ["--num-prompts", "4"]}
+SMALL = {"bench": ["--num-prompts", "4"], "simulate agents": ["--agents", "2"]}
 """More arguments, so that an example ends soon."""
 
 TRACE = [
@@ -103,7 +103,7 @@ def words_of(command: str, server: Server) -> list[str]:
         words = [f"file://{stored}" if word == "URL" else word for word in words]
         words = [stored_key(server, f"file://{stored}") if word == "KEY" else word for word in words]
     own = {"http://HOST:8000": server.url, "12GiB": "48MiB"}
-    return [own.get(word, word) for word in words] + SMALL.get(words[0], [])
+    return [own.get(word, word) for word in words] + SMALL.get(words[0], SMALL.get(" ".join(words[:2]), []))
 
 
 def stored_key(server: Server, store: str) -> str:

@@ -29,13 +29,15 @@ pytestmark = pytest.mark.slow
 
 EDGES = 3
 SIZES = ["--prefill", "1", "--decode", "1", "--memory", "64MiB", "--page-size", "16"]
+OPTIONS = ["keeper", "--port", "0", "--frontends", str(EDGES), *SIZES]
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    server = Server(["keeper", "--port", "0", "--frontends", str(EDGES), *SIZES], tmp_path / "log")
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(OPTIONS, tmp_path_factory.mktemp("edges") / "log")
     try:
         yield server
+        assert server.stop(signal.SIGINT) == 0
     finally:
         server.kill_everything()
 
@@ -85,6 +87,49 @@ async def connected_to(server: Server, wanted: set[int]) -> httpx.AsyncClient:
         await opened.aclose()
 
 
+def test_edges_answer_as_one(server: Server) -> None:
+    asyncio.run(run_all(server, [Stream(body(seed, max_tokens=8)) for seed in range(12)]))
+    for _ in range(20):
+        asyncio.run(run_all(server, [Stream(body(99, max_tokens=8))]))
+    rows = get(server, "/cluster/requests").json()["requests"]
+    assert len(rows) == 32
+    assert [row["started_unix_s"] for row in rows] == sorted(row["started_unix_s"] for row in rows)[::-1]
+    assert tokens(server) == 32 * 8
+    assert get(server, "/load").json() == {"server_load": 0}
+    logs = get(server, "/cluster/support/logs").json()["logs"]
+    assert sum(name.startswith("edge-") for name in logs) == EDGES
+    assert get(server, "/cluster/support/config").json()["config"]["endpoint"]["port"] == 0
+    url = f"{server.url}/cluster/workers/decode-0/drain"
+    for drain in (True, False):
+        assert httpx.post(url, json={"drain": drain, "force": True}, timeout=60, verify=NO_TLS).is_success
+        state = "draining" if drain else "ready"
+        eventually(lambda: {row["state"] for row in server.workers("decode")} == {state})  # noqa: B023
+    for _ in range(2 * EDGES):
+        [cached] = asyncio.run(run_all(server, [Stream(body(99, max_tokens=8))]))
+        assert cached.usage["prompt_tokens_details"]["cached_tokens"]
+    assert httpx.post(f"{server.url}/reset_prefix_cache", timeout=60, verify=NO_TLS).is_success
+    [fresh] = asyncio.run(run_all(server, [Stream(body(99, max_tokens=8))]))
+    assert not fresh.usage["prompt_tokens_details"]["cached_tokens"], "every edge knows of the reset"
+
+
+def test_connections_spread_over_edges(server: Server) -> None:
+    async def pids() -> Counter[int]:
+        clients = [client_of(server.url) for _ in range(48)]
+        answers = await asyncio.gather(*(opened.get("/cluster") for opened in clients))
+        for opened in clients:
+            await opened.aclose()
+        return Counter(answer.json()["frontend"]["pid"] for answer in answers)
+
+    counted = asyncio.run(pids())
+    assert counted == dict.fromkeys(edges(server), 48 // EDGES)
+
+
+def test_port_in_use_is_one_line(server: Server, tmp_path: Path) -> None:
+    port = server.url.rpartition(":")[2]
+    with pytest.raises(AssertionError, match="--port"):
+        Server(["keeper", "--port", port, "--frontends", "2", *SIZES], tmp_path / "second")
+
+
 def test_edges_share_the_cores_with_workers_and_get_no_ctrl_c(server: Server) -> None:
     assert sessions_of(server.processes()) == {os.getsid(server.pid)}
     assert {os.getpgid(edge) for edge in edges(server)}.isdisjoint({os.getpgid(server.pid)})
@@ -125,7 +170,6 @@ def test_killed_edge_breaks_its_own_streams_and_returns(server: Server) -> None:
     assert again[1].outcome == kept.outcome
     assert again[0].usage["prompt_tokens_details"]["cached_tokens"]
     eventually(lambda: len({edge_of(server) for _ in range(4 * EDGES)}) == EDGES)
-    assert server.stop() == 0
 
 
 def test_edge_that_stands_still_is_replaced(server: Server) -> None:
@@ -157,55 +201,14 @@ def test_edge_that_stands_still_is_replaced(server: Server) -> None:
     again = asyncio.run(run_all(server, [Stream(lost.body), Stream(kept.body)]))
     assert again[0].text.startswith(lost.text)
     assert again[1].outcome == kept.outcome
-    assert server.stop() == 0
 
 
-def test_edges_answer_as_one(server: Server) -> None:
-    asyncio.run(run_all(server, [Stream(body(seed, max_tokens=8)) for seed in range(12)]))
-    for _ in range(20):
-        asyncio.run(run_all(server, [Stream(body(99, max_tokens=8))]))
-    rows = get(server, "/cluster/requests").json()["requests"]
-    assert len(rows) == 32
-    assert [row["started_unix_s"] for row in rows] == sorted(row["started_unix_s"] for row in rows)[::-1]
-    assert tokens(server) == 32 * 8
-    assert get(server, "/load").json() == {"server_load": 0}
-    logs = get(server, "/cluster/support/logs").json()["logs"]
-    assert sum(name.startswith("edge-") for name in logs) == EDGES
-    assert get(server, "/cluster/support/config").json()["config"]["endpoint"]["port"] == 0
-    url = f"{server.url}/cluster/workers/decode-0/drain"
-    for drain in (True, False):
-        assert httpx.post(url, json={"drain": drain, "force": True}, timeout=60, verify=NO_TLS).is_success
-        state = "draining" if drain else "ready"
-        eventually(lambda: {row["state"] for row in server.workers("decode")} == {state})  # noqa: B023
-    for _ in range(2 * EDGES):
-        [cached] = asyncio.run(run_all(server, [Stream(body(99, max_tokens=8))]))
-        assert cached.usage["prompt_tokens_details"]["cached_tokens"]
-    assert httpx.post(f"{server.url}/reset_prefix_cache", timeout=60, verify=NO_TLS).is_success
-    [fresh] = asyncio.run(run_all(server, [Stream(body(99, max_tokens=8))]))
-    assert not fresh.usage["prompt_tokens_details"]["cached_tokens"], "every edge knows of the reset"
-
-
-def test_connections_spread_over_edges(server: Server) -> None:
-    async def pids() -> Counter[int]:
-        clients = [client_of(server.url) for _ in range(48)]
-        answers = await asyncio.gather(*(opened.get("/cluster") for opened in clients))
-        for opened in clients:
-            await opened.aclose()
-        return Counter(answer.json()["frontend"]["pid"] for answer in answers)
-
-    counted = asyncio.run(pids())
-    assert counted == dict.fromkeys(edges(server), 48 // EDGES)
-    assert server.stop(signal.SIGINT) == 0
-
-
-def test_killed_server_takes_its_edges_with_it(server: Server) -> None:
-    processes = server.processes()
-    os.kill(server.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(processes, timeout=60)
-    assert not [process for process in alive if "--inherited" in command_of(process)]
-
-
-def test_port_in_use_is_one_line(server: Server, tmp_path: Path) -> None:
-    port = server.url.rpartition(":")[2]
-    with pytest.raises(AssertionError, match="--port"):
-        Server(["keeper", "--port", port, "--frontends", "2", *SIZES], tmp_path / "second")
+def test_killed_server_takes_its_edges_with_it(tmp_path: Path) -> None:
+    server = Server(OPTIONS, tmp_path / "log")
+    try:
+        processes = server.processes()
+        os.kill(server.pid, signal.SIGKILL)
+        _, alive = psutil.wait_procs(processes, timeout=60)
+        assert not [process for process in alive if "--inherited" in command_of(process)]
+    finally:
+        server.kill_everything()

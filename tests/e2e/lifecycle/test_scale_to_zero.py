@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -33,12 +32,13 @@ edge: {{port: 0, frontends: {frontends}}}
 """
 
 
-@pytest.fixture(params=[1, 2])
-def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+@pytest.fixture(scope="module", params=[1, 2])
+def server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Server]:
     """A server that answers itself, or whose edges have joined it."""
-    config = tmp_path / "cluster.yaml"
+    folder = tmp_path_factory.mktemp("zero")
+    config = folder / "cluster.yaml"
     config.write_text(CONFIG.format(held_max=HELD_MAX, frontends=request.param))
-    server = Server(["--config", str(config)], tmp_path / "log")
+    server = Server(["--config", str(config)], folder / "log")
     try:
         yield server
         assert server.stop() == 0

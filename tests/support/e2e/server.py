@@ -69,7 +69,7 @@ def sessions_of(processes: Sequence[psutil.Process]) -> set[int]:
     found: set[int] = set()
     for process in processes:
         with suppress(ProcessLookupError):  # it ends meanwhile
-            if "supervisor.reaper" not in command_of(process):
+            if "system.reaper" not in command_of(process):
                 found.add(os.getsid(process.pid))
     return found
 
