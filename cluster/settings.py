@@ -48,7 +48,7 @@ class WorkerSettings(PickledByName):
     name: str  # `decode-0`
     role: Role
     engine: EngineSettings
-    build: str = "tidemill.workers.engine.build:build_engine"  # (engine, Progress, StartRanks)
+    build: str = "tidemill.workers.engine.build:build_engine"  # a Build of workers/contract/engine.py
     host: str | None = "127.0.0.1"
     num_cpus: float = 0.0
     num_gpus: float = 0.0

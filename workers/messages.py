@@ -1,7 +1,7 @@
 """The messages that cross a process boundary between edge, router and workers."""
 
 from dataclasses import dataclass, field
-from typing import Literal, NewType
+from typing import Literal, NewType, get_args
 
 import msgspec
 
@@ -244,6 +244,9 @@ class Announcement:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """The fixed facts of an engine. All bytes are totals over its ranks."""
+
+    exact: bool = True  # a request sent again with the tokens already drawn continues with the same tokens
+    roles: tuple[Role, ...] = get_args(Role)  # the work that it can do
 
     tensor_parallel_size: int = 1  # ranks
     fingerprint: str = ""  # of the model's weights and configuration

@@ -45,7 +45,7 @@ from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.cluster.worker.server import WorkerServer
 from tidemill.kvstore.keys import PageKey
 from tidemill.workers.inbox import Emit, Inbox, Pause, done
-from tidemill.workers.messages import Delta, Produced, Provenance, Request, StreamPiece, WorkerId
+from tidemill.workers.messages import Delta, EngineInfo, Produced, Provenance, Request, StreamPiece, WorkerId
 from tidemill.workers.scheduling.isolation import Notify
 
 RESULT = Path(__file__).parents[1] / "results" / "token_path.json"
@@ -155,7 +155,9 @@ class OneWorkerService(FakeService):
 
     async def stream(self, request: Request, emit: Emit[StreamPiece]) -> None:
         root = PageKey(bytes(32))
-        await serve(request, self._router, self._streams, lambda _: root, PAGE_TOKENS, emit)
+        await serve(
+            request, self._router, self._streams, lambda _: root, EngineInfo(page_tokens=PAGE_TOKENS), emit
+        )
 
 
 def tls_in(folder: Path) -> MutualTls:

@@ -54,7 +54,6 @@ class ClusterService:
         self.resets = 0  # of the prefix cache
 
     async def stream(self, request: Request, emit: Emit[StreamPiece]) -> None:
-        page_tokens = self.info.page_tokens
         wait_s_max = self.model.cold_start_s_max or WAIT_S_MAX
         if self.resets:
             request = replace(request, salt=f"{request.salt}/{self.resets}")
@@ -62,8 +61,8 @@ class ClusterService:
             router, peers = self._router, self._peers
         else:
             router = TracedRouter(self._router, self._tracer, request.trace_parent)
-            peers = TracedPeers(self._peers, self._tracer, page_tokens)
-        await serve(request, router, peers, self._root_of, page_tokens, emit, wait_s_max)
+            peers = TracedPeers(self._peers, self._tracer, self.info.page_tokens)
+        await serve(request, router, peers, self._root_of, self.info, emit, wait_s_max)
 
     async def status(self) -> FleetStatus:
         if self._memory is None:

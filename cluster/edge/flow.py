@@ -19,6 +19,7 @@ from tidemill.workers.messages import (
     BREAKPOINTS_MAX,
     CrashedAlone,
     Delta,
+    EngineInfo,
     HandedOver,
     LostAlone,
     PagesMissing,
@@ -66,7 +67,7 @@ async def serve(
     router: RequestRouter,
     peers: WorkerStreams,
     root_of: Callable[[str], PageKey],
-    page_tokens: int,
+    info: EngineInfo,
     emit: Emit[StreamPiece],
     wait_s_max: float = WAIT_S_MAX,
 ) -> None:
@@ -74,9 +75,11 @@ async def serve(
 
     Pages are named by their tokens and a draw is a function of (seed, position). A retry is therefore an
     ordinary request whose prompt includes what was already streamed. After a loss it runs in isolation,
-    because it may be what crashed the worker. `root_of(salt)` is the namespace's root key. Raises Unserved,
-    Overloaded, Poisonous.
+    because it may be what crashed the worker. An engine that is not exact would continue with other tokens,
+    so a stream of it that has begun ends with its worker. `root_of(salt)` is the namespace's root key.
+    Raises Unserved, Overloaded, Poisonous.
     """
+    page_tokens = info.page_tokens
     progress = RequestProgress(request, content_hash_of(request), wait_s_max)
     while progress.attempt <= ATTEMPTS_MAX and progress.hand_overs <= HAND_OVERS_MAX:
         rest = progress.remaining_request()
@@ -105,6 +108,8 @@ async def serve(
             raise WorkerGone(f"{at} ended a stream that was not finished")
         except (PagesMissing, WorkerGone) as error:
             await progress.on_failure(at, error, router)
+            if progress.streamed and not info.exact:
+                raise Unserved(f"{error}: the engine cannot continue a stream exactly") from error
     raise Unserved(
         f"{progress.attempt - 1} attempts failed and {progress.hand_overs} workers handed it over: "
         "see `tidemill status` for the workers' state"

@@ -25,6 +25,7 @@ from tidemill.workers.inbox import Emit
 from tidemill.workers.messages import (
     Ack,
     Delta,
+    EngineInfo,
     Heartbeat,
     Overloaded,
     Produced,
@@ -223,7 +224,8 @@ class _EngineCluster:
 
         asked = self._engine_request(request, number)
         try:
-            await flow.serve(asked, router, self, root_of, self._layout.page_tokens, record)
+            info = EngineInfo(page_tokens=self._layout.page_tokens)
+            await flow.serve(asked, router, self, root_of, info, record)
         except Overloaded:
             outcome.refused += 1
         except Unserved:

@@ -1,13 +1,9 @@
 """The current assignment of a worker: its role, and whether it drains. Orders of the router change it."""
 
 from dataclasses import replace
-from typing import Protocol
 
+from tidemill.workers.contract.engine import RestrictableEngine
 from tidemill.workers.messages import Ack, WorkerInfo
-
-
-class RestrictableEngine(Protocol):
-    def restrict(self, *, produces: bool, generates: bool) -> None: ...
 
 
 class Assignment:
@@ -28,7 +24,7 @@ class Assignment:
         """Apply the router's answer to a heartbeat."""
         changed = ack.drain is not self._drains and not self.leaves
         self._drains = ack.drain
-        if ack.role is not None and ack.role != self.info.role:
+        if ack.role in self.info.roles and ack.role != self.info.role:
             self.info = replace(self.info, role=ack.role)
             changed = True
         if changed:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import grpc.aio
 
@@ -12,8 +12,8 @@ from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.rpc.channels import open_channel
 from tidemill.cluster.rpc.codec import Malformed, decode, encode_heartbeat
 from tidemill.cluster.rpc.router_client import FindRouter
-from tidemill.cluster.worker import assignment as duties
 from tidemill.cluster.worker.assignment import Assignment
+from tidemill.workers.contract.engine import AnnouncingEngine, ReportingEngine
 from tidemill.workers.messages import Ack, Announcement, Heartbeat, WorkerGone, WorkerLoad
 
 if TYPE_CHECKING:  # generic only in the type stubs
@@ -30,19 +30,6 @@ RECONNECT_S = 0.1
 log = logging.getLogger(__name__)
 
 
-class Announces(Protocol):
-    def take_announcement(self, *, full: bool) -> Announcement:
-        """Return what was added and removed since the last call, or all that there is."""
-        ...
-
-
-class ReportingEngine(duties.RestrictableEngine, Announces, Protocol):
-    @property
-    def progress(self) -> int: ...
-    def load(self) -> WorkerLoad: ...
-    def resize(self, budget_bytes: int) -> None: ...
-
-
 @dataclass(slots=True)
 class _Unsent:
     added: set[bytes] = field(default_factory=set[bytes])
@@ -52,7 +39,7 @@ class _Unsent:
 class UnsentAnnouncements:
     """The changes that each router has not received yet. The engine itself announces each change once."""
 
-    def __init__(self, engine: Announces) -> None:
+    def __init__(self, engine: AnnouncingEngine) -> None:
         self._engine = engine
         self._unsent: dict[object, _Unsent] = {}
 

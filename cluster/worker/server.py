@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
@@ -31,17 +31,15 @@ from tidemill.cluster.rpc.codec import (
 )
 from tidemill.cluster.rpc.guard import Guard
 from tidemill.kvstore.errors import TidemillError
-from tidemill.workers.inbox import Emit
+from tidemill.workers.contract.engine import StreamingEngine
 from tidemill.workers.messages import (
     Delta,
     PagesMissing,
     Produced,
-    Request,
     RequestError,
     WorkerGone,
     WorkerId,
 )
-from tidemill.workers.scheduling.isolation import Notify
 
 if TYPE_CHECKING:  # generic only in the type stubs
     Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -53,16 +51,6 @@ log = logging.getLogger(__name__)
 FLUSH_S_MAX = 4.0
 """The longest time that an edge that does not read can delay a trial. It is longer than the time until its
 connection counts as broken, so the edge never blames a request that no longer runs alone."""
-
-
-class StreamingEngine(Protocol):
-    """The engine that runs the calls. `notify` is for requests on trial: see
-    workers/scheduling/isolation.py."""
-
-    async def produce(self, request: Request, notify: Notify | None = None) -> Produced: ...
-    async def prefetch(self, request: Request) -> Produced: ...
-    async def stream(self, request: Request, emit: Emit[Delta], notify: Notify | None = None) -> None: ...
-    def release(self, tenant: str, name: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

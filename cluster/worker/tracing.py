@@ -6,7 +6,7 @@ from time import time_ns
 from opentelemetry.trace import Tracer
 
 from tidemill.cluster.observability.spans import add_part, add_parts, provenance_attributes, span
-from tidemill.cluster.worker.server import StreamingEngine
+from tidemill.workers.contract.engine import StreamingEngine
 from tidemill.workers.inbox import Emit, Pause
 from tidemill.workers.messages import Delta, Produced, Provenance, Request
 from tidemill.workers.scheduling.isolation import Notify

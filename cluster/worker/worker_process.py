@@ -5,53 +5,25 @@ import asyncio
 import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pkgutil import resolve_name
-from typing import Protocol, cast
+from typing import cast
 
 from tidemill.cluster.observability.spans import open_tracer
 from tidemill.cluster.observability.worker_line import WorkerLine
 from tidemill.cluster.rpc.router_client import FindRouter
 from tidemill.cluster.settings import WorkerSettings
-from tidemill.cluster.worker import heartbeats
-from tidemill.cluster.worker import server as data_plane
 from tidemill.cluster.worker.assignment import Assignment
 from tidemill.cluster.worker.heartbeats import Heartbeats, UnsentAnnouncements
 from tidemill.cluster.worker.server import WorkerServer
 from tidemill.cluster.worker.tracing import TracedEngine
 from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.contract.engine import Build, RunningEngine
 from tidemill.workers.messages import EngineInfo, WorkerId, WorkerInfo
 from tidemill.workers.parallel.link import StartRanks
-from tidemill.workers.settings import EngineSettings
-
-
-class RunningEngine(data_plane.StreamingEngine, heartbeats.ReportingEngine, Protocol):
-    async def run(self) -> None: ...
-    async def drain_publications(self) -> None: ...
-
-
-class WatchedGroup(Protocol):
-    """The other ranks of the worker."""
-
-    async def watch(self) -> None:
-        """Raise when one of them is gone."""
-        ...
-
-
-class HostedEngine(Protocol):
-    """The result of an engine builder: see workers/engine/build.py."""
-
-    @property
-    def engine(self) -> RunningEngine: ...
-    @property
-    def group(self) -> WatchedGroup | None: ...
-    @property
-    def info(self) -> EngineInfo: ...
-
-
-Build = Callable[[EngineSettings, Callable[[int, int], None], StartRanks], HostedEngine]
+from tidemill.workers.settings import SettingsError
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +100,9 @@ class WorkerProcess:
             engine = replace(engine, kv_events=engine.kv_events.of_worker(self._settings.name))
         built = await asyncio.to_thread(build, engine, self._progress, self._start_ranks)
         favour_steps()
+        if self._settings.role not in built.info.roles:
+            roles = ", ".join(built.info.roles)
+            raise SettingsError(f"the engine does no {self._settings.role} work: set the role to {roles}")
         tls = self._settings.tls
         tracer, close_tracer = await asyncio.to_thread(
             open_tracer, self._settings.telemetry, self._settings.name

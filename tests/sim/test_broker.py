@@ -24,6 +24,7 @@ from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.workers.engine.engine import Engine
 from tidemill.workers.engine.memory_plan import extents_for
 from tidemill.workers.messages import (
+    EngineInfo,
     Heartbeat,
     MemoryUse,
     Poisonous,
@@ -116,7 +117,7 @@ async def _stream(world: World, rng: Random, name: str, *, long: bool) -> None:
             world,
             world,
             world.root_of,
-            world.layout.page_tokens,
+            EngineInfo(page_tokens=world.layout.page_tokens),
             lambda piece: got.extend(piece.tokens),
         )
         assert got == want

@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "workers/execution": "kernels kvstore workers workers/models",
     "workers/scheduling": "kvstore workers workers/execution workers/transfer",
     "workers/parallel": "kvstore workers workers/execution workers/models workers/transfer",
+    "workers/contract": "workers workers/parallel workers/scheduling",
     "workers/engine": "kernels kvstore workers workers/sources",
     "cluster": "workers cluster/observability",
     "cluster/observability": "kvstore workers",

@@ -25,6 +25,7 @@ from tidemill.kvstore.shards import Shards, Share, rank_layers, rank_share, shar
 from tidemill.kvstore.stores.open_store import open_store
 from tidemill.kvstore.stores.seal import Sealing
 from tidemill.kvstore.stores.secret import read_secret
+from tidemill.workers.contract.engine import Progress
 from tidemill.workers.device import (
     check_nccl,
     check_ranks,
@@ -82,9 +83,6 @@ PUBLISHER = "tidemill.workers.engine.zmq_publisher:ZmqPublisher"
 """The publisher of KV events, which is loaded on demand."""
 
 OpenPublisher = Callable[[KvEventSettings, EventForm], BatchQueue]
-
-Progress = Callable[[int, int], None]
-"""Called with (done_bytes, total_bytes) while weights load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

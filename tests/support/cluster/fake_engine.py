@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from tests.support.waits import WAIT_S_MAX
 from tidemill.cluster.settings import WorkerSettings
-from tidemill.cluster.worker.worker_process import RunningEngine
 from tidemill.kvstore.errors import StoreError
+from tidemill.workers.contract.engine import RunningEngine
 from tidemill.workers.inbox import Emit
 from tidemill.workers.messages import (
     Announcement,

@@ -12,6 +12,7 @@ from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.workers.inbox import Emit
 from tidemill.workers.messages import (
     Delta,
+    EngineInfo,
     FinishReason,
     Produced,
     Provenance,
@@ -180,10 +181,15 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(bounded())
 
 
-def pieces_of(script: Script, request: Request, wait_s_max: float = WAIT_S_MAX) -> list[StreamPiece]:
+INFO = EngineInfo(page_tokens=P)
+
+
+def pieces_of(
+    script: Script, request: Request, wait_s_max: float = WAIT_S_MAX, info: EngineInfo = INFO
+) -> list[StreamPiece]:
     """Return all pieces."""
     found: list[StreamPiece] = []
-    run(serve(request, script, script, root_of, P, found.append, wait_s_max))
+    run(serve(request, script, script, root_of, info, found.append, wait_s_max))
     return found
 
 

@@ -9,7 +9,7 @@ from tests.support.sim.fold import expected, expected_scores
 from tests.support.sim.world import World
 from tidemill.cluster.edge.flow import serve
 from tidemill.workers.inbox import generated
-from tidemill.workers.messages import Poisonous, Request, Sampling, TokenLogprob, Unserved
+from tidemill.workers.messages import EngineInfo, Poisonous, Request, Sampling, TokenLogprob, Unserved
 
 SCORED = 5
 """One in this many conversations has a turn with logprobs of its prompt."""
@@ -59,7 +59,8 @@ async def ask(world: World, request: Request, patience: int) -> list[int] | None
     scores: list[TokenLogprob] = []
     finish = None
     try:
-        answer = partial(serve, request, world, world, world.root_of, world.layout.page_tokens)
+        info = EngineInfo(page_tokens=world.layout.page_tokens)
+        answer = partial(serve, request, world, world, world.root_of, info)
         async with aclosing(generated(answer)) as pieces:
             async for piece in pieces:
                 assert finish is None, "a stream continues after its finish"

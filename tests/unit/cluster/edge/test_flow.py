@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.support.cluster.scripted_peers import (
     FETCHED,
     GAP_TOKENS_MAX,
+    INFO,
     PROMPT,
     Act,
     P,
@@ -150,6 +151,17 @@ def test_decode_worker_lost_in_the_middle_is_avoided_and_its_tokens_are_kept() -
     assert [piece.trace.attempts for piece in pieces] == [1] * 3 + [2] * 3
 
 
+def test_stream_of_an_inexact_engine_is_tried_again_only_before_it_begins() -> None:
+    info = replace(INFO, exact=False)
+    check_answer(
+        pieces_of(Script(Act(end=WorkerGone("d"), tokens=0), Act()), a_request(), info=info), a_request()
+    )
+    script = Script(Act(tokens=3, end=WorkerGone("d")), Act())
+    with pytest.raises(Unserved, match="cannot continue a stream exactly"):
+        pieces_of(script, a_request(), info=info)
+    assert script.lost_workers == ["d.1"]
+
+
 def test_stream_that_just_ends_is_a_lost_worker() -> None:
     script = Script(Act(tokens=2), Act())
     check_answer(pieces_of(script, a_request()), a_request())
@@ -206,7 +218,7 @@ def test_client_that_hangs_up_closes_the_stream() -> None:
         raise Enough
 
     with pytest.raises(Enough):
-        run(serve(a_request(), script, script, root_of, P, hang_up))
+        run(serve(a_request(), script, script, root_of, INFO, hang_up))
     assert script.closed == 1
 
 

@@ -10,9 +10,9 @@ from typing import Literal
 import pytest
 
 from tests.support.cluster.scripted_peers import (
+    INFO,
     Act,
     Hold,
-    P,
     Script,
     a_request,
     check_answer,
@@ -38,7 +38,7 @@ def reported(script: Script) -> tuple[list[StreamPiece], list[object]]:
     async def main() -> list[StreamPiece]:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, report: reports.append(report.get("exception")))
-        async with aclosing(generated(partial(serve, a_request(), script, script, root_of, P))) as pieces:
+        async with aclosing(generated(partial(serve, a_request(), script, script, root_of, INFO))) as pieces:
             answer = [piece async for piece in pieces]
         gc.collect()  # it reports when the task goes
         return answer
@@ -49,7 +49,7 @@ def reported(script: Script) -> tuple[list[StreamPiece], list[object]]:
 def test_decode_worker_fetches_while_the_prefill_worker_produces() -> None:
     async def main() -> None:
         script = Hold()
-        async with aclosing(generated(partial(serve, a_request(1), script, script, root_of, P))) as pieces:
+        async with aclosing(generated(partial(serve, a_request(1), script, script, root_of, INFO))) as pieces:
             first = asyncio.ensure_future(anext(pieces))
             await script.begun.wait()
             assert [kind for kind, _ in script.calls] == ["produce"]
@@ -87,7 +87,7 @@ def test_client_that_hangs_up_while_its_prompt_is_produced_leaves_nothing_runnin
     async def main() -> None:
         script = Hold()
         pieces = list[StreamPiece]()
-        first = asyncio.create_task(serve(a_request(), script, script, root_of, P, pieces.append))
+        first = asyncio.create_task(serve(a_request(), script, script, root_of, INFO, pieces.append))
         await script.begun.wait()
         first.cancel()
         await asyncio.wait([first])

@@ -31,6 +31,7 @@ from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.workers.inbox import generated
 from tidemill.workers.messages import (
     Delta,
+    EngineInfo,
     PagesMissing,
     Produced,
     Provenance,
@@ -197,7 +198,8 @@ def test_flow_ends_a_prefetch_with_its_prompt(*, hangs_up: bool) -> None:
     async def main() -> None:
         async with serving() as (prefill, at_p), serving() as (decode, at_d), frontend() as peers:
             router = OneRoute(Route(decode=WORKER, decode_address=at_d, prefill=WORKER, prefill_address=at_p))
-            async with aclosing(generated(partial(serve, request("a"), router, peers, root_of, 2))) as pieces:
+            answer = partial(serve, request("a"), router, peers, root_of, EngineInfo(page_tokens=2))
+            async with aclosing(generated(answer)) as pieces:
                 first = asyncio.ensure_future(anext(pieces))
                 await prefill.until(lambda engine: engine.begun == ["produce"])
                 await decode.until(lambda engine: engine.begun == ["prefetch"])

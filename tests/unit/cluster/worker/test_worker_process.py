@@ -1,6 +1,8 @@
 """The process of a worker: its interpreter disturbs no step, and memory that a step frees stays with it, so
-that the next step does not fault its pages in again. Its device is named for the cluster."""
+that the next step does not fault its pages in again. Its device is named for the cluster, and its engine has
+the roles that it can do."""
 
+import asyncio
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,9 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cluster.fake_engine import FakeBuilt, FakeEngine
 from tidemill.cluster.settings import WorkerSettings
-from tidemill.cluster.worker.worker_process import device_of
-from tidemill.workers.settings import EngineSettings
+from tidemill.cluster.worker.assignment import Assignment
+from tidemill.cluster.worker.worker_process import WorkerProcess, device_of
+from tidemill.workers.engine.rank_processes import start_ranks
+from tidemill.workers.messages import Ack, EngineInfo, WorkerId, WorkerInfo
+from tidemill.workers.settings import EngineSettings, HostedSettings, SettingsError
+
+ENGINE = EngineSettings(model_folder=Path("none"), store_url="memory:", cache_folder=Path("none"))
+DECODES = EngineInfo(roles=("decode",))
 
 INTERPRETER = """
 import gc, sys
@@ -50,10 +59,28 @@ def test_steps_are_not_disturbed() -> None:
 
 def test_worker_on_several_nodes_shares_its_device_with_no_other() -> None:
     """The broker would lend memory of one node that is freed on another."""
-    engine = EngineSettings(
-        model_folder=Path("none"), store_url="memory:", cache_folder=Path("none"), tensor_parallel_size=2
-    )
+    engine = replace(ENGINE, tensor_parallel_size=2)
     worker = WorkerSettings(name="decode-1", role="decode", engine=engine)
     assert device_of(worker, "10.0.0.4", "cpu") == "10.0.0.4/cpu"
     apart = replace(worker, engine=replace(engine, tensor_parallel_nodes=2))
     assert device_of(apart, "10.0.0.4", "cpu") == "10.0.0.4/cpu/decode-1"
+
+
+def build_decoder(settings: HostedSettings, progress: object, starts: object) -> FakeBuilt:
+    """Build an engine that cannot produce."""
+    del settings, progress, starts
+    return FakeBuilt(engine=FakeEngine(), info=DECODES)
+
+
+def test_engine_gets_no_role_that_it_cannot_do() -> None:
+    build = f"{__name__}:build_decoder"
+    settings = WorkerSettings(name="prefill-0", role="prefill", engine=ENGINE, build=build)
+    process = WorkerProcess(settings, "127.0.0.1", "1", "node", start_ranks)
+    with pytest.raises(SettingsError, match="the engine does no prefill work: set the role to decode"):
+        asyncio.run(process.run([]))
+    info = WorkerInfo(
+        worker=WorkerId("w.1"), name="w", role="decode", address="", pid=0, node="", roles=DECODES.roles
+    )
+    assignment = Assignment(FakeEngine(), info)
+    assignment.apply(Ack(role="mixed"))
+    assert assignment.info.role == "decode"
