@@ -1,4 +1,4 @@
-"""The command line: its option names, and mistakes that are refused before anything starts."""
+"""The command line: mistakes that are refused before anything starts, and its small commands."""
 
 import argparse
 import json
@@ -15,103 +15,6 @@ import pytest
 from tests.support.cluster.quiet import same_logs_afterwards
 from tidemill.cluster.cli import main as cli
 from tidemill.workers.sources.names import bundled
-
-# This list fails on every new option, because an option is a decision.
-SERVE_OPTIONS = [
-    "--allow-inexact-groups",
-    "--api-key",
-    "--api-keys-file",
-    "--async-scheduling",
-    "--backing",
-    "--chat-template",
-    "--checkpoint-interval",
-    "--checkpoint-strategy",
-    "--checkpoints-per-path",
-    "--cluster-host",
-    "--cluster-ssl-ca-certs",
-    "--cluster-ssl-ca-keyfile",
-    "--cluster-ssl-certfile",
-    "--cluster-ssl-keyfile",
-    "--compute-dtype",
-    "--config",
-    "--decode",
-    "--decode-max",
-    "--decode-tensor-parallel-size",
-    "--detach",
-    "--detached-folder",
-    "--device",
-    "--download-dir",
-    "--downscale-to-zero-delay",
-    "--enable-expert-parallel",
-    "--enable-prefix-caching",
-    "--enforce-eager",
-    "--eviction-policy",
-    "--frontends",
-    "--gpu-memory-utilization",
-    "--grpc-port",
-    "--help",
-    "--host",
-    "--itl-target",
-    "--kernels",
-    "--kv-cache-dtype",
-    "--kv-events-config",
-    "--load-format",
-    "--log-json",
-    "--log-level",
-    "--max-model-len",
-    "--max-num-batched-tokens",
-    "--max-num-seqs",
-    "--memory",
-    "--memory-broker",
-    "--memory-floor",
-    "--metrics-alias",
-    "--mixed",
-    "--mixed-max",
-    "--model-config",
-    "--no-allow-inexact-groups",
-    "--no-async-scheduling",
-    "--no-enable-expert-parallel",
-    "--no-enable-prefix-caching",
-    "--no-enforce-eager",
-    "--no-log-json",
-    "--no-memory-broker",
-    "--no-numa-bind",
-    "--no-overlap",
-    "--num-gpus",
-    "--num-speculative-tokens",
-    "--numa-bind",
-    "--otlp-traces-endpoint",
-    "--overlap",
-    "--page-size",
-    "--port",
-    "--prefill",
-    "--prefill-max",
-    "--prefill-tensor-parallel-size",
-    "--ray-address",
-    "--reasoning-parser",
-    "--revision",
-    "--router-port",
-    "--routers",
-    "--send-timeout",
-    "--served-model-name",
-    "--shutdown-timeout",
-    "--speculative-method",
-    "--ssl-ca-certs",
-    "--ssl-certfile",
-    "--ssl-keyfile",
-    "--state-dtype",
-    "--store",
-    "--store-secret-file",
-    "--tensor-parallel-backend",
-    "--tensor-parallel-interface",
-    "--tensor-parallel-nodes",
-    "--tensor-parallel-one-shot",
-    "--tensor-parallel-reduce",
-    "--tensor-parallel-size",
-    "--threads",
-    "--tool-call-parser",
-    "--ttft-max",
-]
 
 
 @pytest.fixture(autouse=True)
@@ -149,14 +52,6 @@ class Refused:
         assert err.startswith("tidemill: ")
         assert err.count("\n") == 1
         return err
-
-
-def test_serve_has_exactly_these_options() -> None:
-    parser = argparse.ArgumentParser()
-    cli.add_serving_options(parser)
-    assert (
-        sorted(option for option in parser._option_string_actions if option.startswith("--")) == SERVE_OPTIONS
-    )
 
 
 def test_models_lists_bundled_model(capsys: pytest.CaptureFixture[str]) -> None:

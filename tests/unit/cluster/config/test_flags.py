@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from tests.support.cluster.configs import TREES, Tree
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.serve import config_of_options, help_of
-from tidemill.cluster.config.flags import FLAGS, ROLES
+from tidemill.cluster.config.flags import FLAGS
 from tidemill.cluster.config.overrides import GivenFlag, apply_flags
-from tidemill.cluster.config.paths import keys
 from tidemill.cluster.config.problems import ConfigError
 from tidemill.cluster.config.tree import ModelConfig, RootConfig
 
@@ -249,21 +248,3 @@ def test_every_flag_has_help_with_default() -> None:
     assert "(1GiB; on CUDA what" in help_of(BY_OPTION["--memory"])
     assert help_of(BY_OPTION["--ttft-max"]).endswith("(no limit)")
     assert "%" not in "".join(map(help_of, FLAGS)), "argparse would format it"
-
-
-def test_only_these_keys_have_no_flag() -> None:
-    flagged = {flag.config_key.path for flag in FLAGS}
-    assert {key.path for key in keys() if not (key.is_node or key.parent in flagged)} - flagged == {
-        "models[].model",  # MODEL
-        "models[].autoscaling.cold_start_timeout_s",
-        "models[].autoscaling.downscale_delay_s",
-        "models[].autoscaling.max_queued_requests",
-        "models[].autoscaling.metrics_interval_s",
-        "models[].autoscaling.upscale_delay_s",
-        "models[].groups[].labels",
-        "models[].groups[].num_cpus",
-        "models[].groups[].resources",
-        "models[].groups[].role",
-        "cluster.namespace",
-    }
-    assert {flag.scope for flag in FLAGS} > set(ROLES)
