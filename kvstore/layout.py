@@ -19,7 +19,7 @@ tensor-parallel rank is one contiguous range of the object (shards.py).
             or states_per_extent states, or nothing   An address follows from the id alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Literal, NewType, assert_never
@@ -32,8 +32,47 @@ KvDtype = Literal["float32", "bfloat16"]
 LAYOUT_VERSION = 1
 EXTENT_BYTES_MIN = 1 << 20
 GRANULE_BYTES = 4096
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 WORD_BYTES = 4  # of an element of a convolution's state
+
+PAGES, STATES, WINDOWS = CLASSES = ("pages", "states", "windows")
+"""The names of the classes of objects that every model has rows for."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvFormat:
+    """The storage of pages and states.
+
+    name            of the type in torch, in the configuration and in namespaces
+    element_bytes   of a number
+    scale_bytes     of the scale of one token of a layer, of its keys and values in one head or of its latent;
+                    0: numbers are stored as they are
+    """
+
+    name: KvDtype
+    element_bytes: int
+    scale_bytes: int = 0
+
+
+KV_FORMATS: dict[KvDtype, KvFormat] = {
+    kv_format.name: kv_format for kv_format in (KvFormat("float32", 4), KvFormat("bfloat16", 2))
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectClass:
+    """A class of objects of equal size that share the extents of an arena with the other classes.
+
+    name          in demand, usage, heartbeats and metrics
+    bytes         from one object to the next; 0: the model has none
+    per_extent    the objects of an extent
+    shared        Any number of leases and checkpoints have an object together, and all of them are counted.
+                  Otherwise it has one owner: a lease or an entry of the prefix index.
+    """
+
+    name: str
+    bytes: int
+    per_extent: int
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +126,7 @@ class Linear:
 
     def temporal_bytes(self, dtype: KvDtype) -> int:
         """Return the bytes of the temporal state per head group, whole words."""
-        num_bytes = self.values_per_group * self.key_dim * self.value_dim * DTYPE_BYTES[dtype]
+        num_bytes = self.values_per_group * self.key_dim * self.value_dim * KV_FORMATS[dtype].element_bytes
         return -(-num_bytes // WORD_BYTES) * WORD_BYTES
 
     def group_bytes(self, dtype: KvDtype) -> int:
@@ -105,6 +144,7 @@ class Layout:
     window_bytes    0 without window layers
     window_tokens   the widest window, the query's own token included
     state_bytes     0 without linear layers
+    others          classes of objects beside pages, states and window pages
     """
 
     page_tokens: int
@@ -117,6 +157,22 @@ class Layout:
     state_bytes: int
     state_stride_bytes: int
     extent_bytes: int
+    others: tuple[ObjectClass, ...] = ()
+
+    @property
+    def classes(self) -> tuple[ObjectClass, ...]:
+        """The classes of objects in the arena, one row each."""
+        return (
+            ObjectClass(PAGES, self.page_bytes, self.pages_per_extent),
+            ObjectClass(STATES, self.state_stride_bytes, self.states_per_extent),
+            ObjectClass(WINDOWS, self.window_bytes, self.windows_per_extent, shared=True),
+            *self.others,
+        )
+
+    def extents_for(self, counts: Mapping[str, int]) -> int:
+        """Return the extents that these numbers of objects fill, by class. A model needs none of a class that
+        it does not have."""
+        return sum(-(-counts.get(row.name, 0) // row.per_extent) for row in self.classes if row.bytes)
 
     @property
     def attention(self) -> tuple[Attention, ...]:
@@ -218,7 +274,7 @@ def layout_of(
     """
     if page_tokens < 1:
         raise ValueError(f"page size is {page_tokens} tokens: set --page-size to 1 or more")
-    token_bytes, window_token_bytes, state_bytes = _sizes(layers, DTYPE_BYTES[kv_dtype], state_dtype)
+    token_bytes, window_token_bytes, state_bytes = _sizes(layers, KV_FORMATS[kv_dtype], state_dtype)
     page_bytes, window_bytes = token_bytes * page_tokens, window_token_bytes * page_tokens
     state_pages = -(-state_bytes // page_bytes)
     unit_bytes = lcm(max(state_pages, 1) * page_bytes, window_bytes or 1)
@@ -239,22 +295,22 @@ def layout_of(
     )
 
 
-def _sizes(layers: Sequence[LayerSpec], dtype_bytes: int, state_dtype: KvDtype) -> tuple[int, int, int]:
+def _sizes(layers: Sequence[LayerSpec], kv: KvFormat, state_dtype: KvDtype) -> tuple[int, int, int]:
     """Return the bytes of a token in a page and in a window page, and of a state, or raise."""
     paged, windowed, state_bytes = 0, 0, 0
     heads: dict[type[LayerSpec], set[int]] = {Attention: set(), Window: set(), Latent: set(), Linear: set()}
     for layer in layers:
         match layer:
             case Attention():
-                paged += 2 * layer.kv_heads * layer.head_dim * dtype_bytes
+                paged += 2 * layer.kv_heads * (layer.head_dim * kv.element_bytes + kv.scale_bytes)
                 heads[Attention].add(layer.kv_heads)
             case Window():
                 if layer.tokens < 1:
                     raise ValueError(f"a window of {layer.tokens} tokens: a window has 1 token or more")
-                windowed += 2 * layer.kv_heads * layer.head_dim * dtype_bytes
+                windowed += 2 * layer.kv_heads * (layer.head_dim * kv.element_bytes + kv.scale_bytes)
                 heads[Window].add(layer.kv_heads)
             case Latent():
-                paged += layer.width * dtype_bytes
+                paged += layer.width * kv.element_bytes + kv.scale_bytes
                 heads[Latent].add(1)
             case Linear():
                 state_bytes += layer.key_heads * layer.group_bytes(state_dtype)

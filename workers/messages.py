@@ -6,6 +6,7 @@ from typing import Literal, NewType, get_args
 import msgspec
 
 from tidemill.kvstore.errors import TidemillError
+from tidemill.kvstore.layout import CLASSES
 
 WorkerId = NewType("WorkerId", str)
 """The id of one incarnation of a worker: `decode-0.3f9a1c`. A restarted worker has another id."""
@@ -169,31 +170,16 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True
     provenance: Provenance | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryUse:
-    """The bytes of a worker's arena by use. They add up to its budget, or to more while it shrinks.
+NO_MEMORY = {f"{name}_{use}": 0 for name in CLASSES for use in ("live", "cached")} | {
+    "free": 0,
+    "empty": 0,
+    "unmapped": 0,
+}
+"""The bytes of a worker's arena by use, which add up to its budget, or to more while it shrinks.
 
-    Live bytes are held by running requests. Cached bytes are held only by the prefix index and can be
-    reclaimed.
-    """
-
-    pages_live: int = 0
-    pages_cached: int = 0
-    states_live: int = 0
-    states_cached: int = 0
-    windows_live: int = 0  # pages of layers with a window
-    windows_cached: int = 0
-    free: int = 0  # free slots in extents that hold something
-    empty: int = 0  # mapped extents that hold nothing
-    unmapped: int = 0  # part of the budget that is not mapped
-
-    @property
-    def live(self) -> int:
-        return self.pages_live + self.states_live + self.windows_live
-
-    @property
-    def cached(self) -> int:
-        return self.pages_cached + self.states_cached + self.windows_cached
+Of each class of objects, live ones are held by running requests. Cached ones are held only by the prefix
+index and can be reclaimed. Free bytes are in extents that hold something, empty ones in mapped extents that
+hold nothing, and unmapped ones are a part of the budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,12 +209,20 @@ class WorkerLoad:
     running_rows: int = 0
     waiting_rows: int = 0
     streams: int = 0  # running rows that decode, which prompts run beside
-    memory: MemoryUse = field(default_factory=MemoryUse)
+    memory: dict[str, int] = field(default_factory=NO_MEMORY.copy)  # bytes by use
     budget_bytes: int = 0  # the memory that it may use
     wanted_bytes: int = 0  # the memory that its waiting requests will need
     state_slots: int = 0  # states of running rows, each with the checkpoint that it keeps for itself
     speed: Speed = field(default_factory=Speed)
     counters: dict[str, float] = field(default_factory=dict[str, float])  # totals since the start, by name
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(size for use, size in self.memory.items() if use.endswith("_live"))
+
+    @property
+    def cached_bytes(self) -> int:
+        return sum(size for use, size in self.memory.items() if use.endswith("_cached"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

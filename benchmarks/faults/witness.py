@@ -41,7 +41,7 @@ class Watched(Engine):
         with path.open("w", buffering=1) as file:
             while True:
                 use = memory_use(self._ledger)
-                now = (use.pages_live + use.states_live, self.steps)
+                now = (use["pages_live"] + use["states_live"], self.steps)
                 if now != last:
                     last = now
                     file.write(f"{time.monotonic()} {now[0]} {now[1]}\n")

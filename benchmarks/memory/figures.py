@@ -1,10 +1,9 @@
 """The outcome of a run, and its figures: means are over virtual time. Pure."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from benchmarks.memory.served_model import COST
-from tidemill.workers.messages import MemoryUse
 
 FULL = 0.99
 """The share of the budget at which the memory counts as full."""
@@ -17,7 +16,7 @@ class Sample:
     at_s: float
     running: int
     slots: int
-    memory: MemoryUse
+    memory: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +62,10 @@ class Outcome:
         return weighted / (self.makespan_s - self.samples[0].at_s)
 
 
-def usage(memory: MemoryUse) -> float:
+def usage(memory: Mapping[str, int]) -> float:
     """Return the share of the budget that has pinned or cached objects."""
-    used = memory.live + memory.cached
-    return used / (used + memory.free + memory.empty + memory.unmapped)
+    left = memory["free"] + memory["empty"] + memory["unmapped"]
+    return 1 - left / sum(memory.values())
 
 
 def _flops(lengths: list[int]) -> float:

@@ -19,6 +19,7 @@ from rich.table import Table
 from benchmarks.memory.served_model import COST, NoBytes, qwen_layout
 from benchmarks.rows import RESULTS, write_rows
 from tidemill.kvstore.keys import PageKey
+from tidemill.kvstore.layout import PAGES, STATES
 from tidemill.kvstore.memory.arena import Arena
 from tidemill.kvstore.memory.cache import Cache
 from tidemill.kvstore.memory.entry import Checkpoint
@@ -77,10 +78,10 @@ class Forest:
             cache.pin(entry)
         found = len(path)
         for depth, key in enumerate(keys[found:], found + 1):
-            entry, _ = cache.insert(path[-1] if path else None, key, cache.take_page())
+            entry, _ = cache.insert(path[-1] if path else None, key, cache.take(PAGES))
             path.append(entry)
             if depth % CHECKPOINT_PAGES == 0 or depth == len(keys):
-                cache.keep_checkpoint(entry, Checkpoint(cache.take_state()))
+                cache.keep_checkpoint(entry, Checkpoint((cache.take(STATES),)))
         for entry in reversed(path):
             cache.unpin(entry)
         self.paths.append(keys)
@@ -95,7 +96,7 @@ def full_forest(entries: int, policy: Policy, rng: Random) -> Forest:
     forest = Forest(cache, rng)
     while len(cache.index) < entries:
         forest.keep(forest.next_path())
-    cache.arena.resize(cache.arena.pages.num_extents + cache.arena.states.num_extents)
+    cache.arena.resize(cache.arena.pools[PAGES].num_extents + cache.arena.pools[STATES].num_extents)
     return forest
 
 
@@ -104,7 +105,7 @@ def measure(entries: int, policy: Policy, work: int, rng: Random) -> Speed:
     cpu_s, wall_s = time.process_time(), time.perf_counter()
     forest = full_forest(entries, policy, rng)
     cache, index = forest.cache, forest.cache.index
-    held, checkpoints = len(index), cache.arena.states.num_cached
+    held, checkpoints = len(index), cache.arena.pools[STATES].num_cached
     rounds = max(1, work // 200)
     asked = rng.choices(forest.paths[len(forest.paths) // 2 :], k=rounds)
     matched, match_s = _timed(lambda: sum(len(index.match(keys).path) for keys in asked))
@@ -135,7 +136,7 @@ def bytes_per_entry(entries: int, policy: Policy, rng: Random) -> float:
 
 def _take_pages(cache: Cache, count: int) -> int:
     for _ in range(count):
-        cache.take_page()
+        cache.take(PAGES)
     return count
 
 

@@ -12,13 +12,16 @@ tables of addresses. So each is as good as its owner's, or better. What differs 
 docs/side_by_side.md.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
 from benchmarks.memory.served_model import NoBytes
 from tidemill.kvstore.errors import OutOfMemory
-from tidemill.kvstore.layout import Layout, PageId, StateId
-from tidemill.kvstore.memory.arena import Arena, ArenaUsage, Id, Pool
+from tidemill.kvstore.layout import PAGES, STATES, WINDOWS, Layout, ObjectClass
+from tidemill.kvstore.memory.arena import Arena, ArenaUsage, Pool
 from tidemill.kvstore.memory.cache import Cache
+from tidemill.kvstore.memory.demand import Demand
 from tidemill.kvstore.memory.eviction import Victim
 from tidemill.kvstore.memory.prefix_index import PrefixIndex
 from tidemill.kvstore.memory.recompute_cost import Policy
@@ -82,8 +85,8 @@ class SchemeArena(Arena):
         self._pages_max = num_extents * layout.pages_per_extent
         share = scheme.page_share
         self._share = None if share is None else round(num_extents * share) * layout.pages_per_extent
-        self.pages: Pool[PageId] = self._pool(1, 0)
-        self.states: Pool[StateId] = self._pool(0, 1)
+        pages, states, _ = layout.classes
+        self.pools = {PAGES: self._pool(pages, 1, 0), STATES: self._pool(states, 0, 1)}
 
     def fits(self, pages: int, states: int) -> bool:
         """Return whether the memory holds these numbers of objects."""
@@ -94,33 +97,20 @@ class SchemeArena(Arena):
 
     def has_room(self, pages: int, states: int) -> bool:
         """Return whether it has room for these numbers beside all that is pinned or cached."""
-        return self.fits(self.pages.num_extents + pages, self.states.num_extents + states)
+        return self.fits(self.pools[PAGES].num_extents + pages, self.pools[STATES].num_extents + states)
 
     def usage(self) -> ArenaUsage:
-        return ArenaUsage(
-            page_extents=self.num_extents,  # all is open to pages
-            state_extents=0,
-            empty_extents=0,
-            unmapped_extents=0,
-            pages_pinned=self.pages.num_pinned,
-            pages_cached=self.pages.num_cached,
-            states_pinned=self.states.num_pinned,
-            states_cached=self.states.num_cached,
-        )
+        usage = super().usage()
+        extents = {PAGES: self.num_extents, STATES: 0}  # all is open to pages
+        pinned, cached = ({**counts, WINDOWS: 0} for counts in (usage.pinned, usage.cached))
+        return ArenaUsage(extents=extents, pinned=pinned, cached=cached, empty_extents=0, unmapped_extents=0)
 
-    def check(
-        self,
-        pages: tuple[list[PageId], list[PageId]],
-        states: tuple[list[StateId], list[StateId]],
-        windows: object = None,
-    ) -> None:
-        """Prove that exactly these ids are taken, and that the scheme has room for them."""
-        del windows  # models have none here
-        self.pages.check(*pages)
-        self.states.check(*states)
+    def check(self, extents: Iterable[int]) -> None:
+        """Prove that the scheme has room for the objects, whose pools were checked."""
+        assert len(list(extents)) == sum(pool.num_extents for pool in self.pools.values())
         assert self.has_room(0, 0), "more memory than there is"
 
-    def _pool(self, pages: int, states: int) -> Pool[Id]:
+    def _pool(self, row: ObjectClass, pages: int, states: int) -> Pool[Any]:
         ids = list(range(self._pages_max - 1, -1, -1))
 
         def open_one() -> int:
@@ -128,7 +118,7 @@ class SchemeArena(Arena):
                 raise OutOfMemory(f"{self.scheme.name} has no room for this class")
             return ids.pop()
 
-        return Pool(1, open_one, ids.append)
+        return Pool(replace(row, per_extent=1), open_one, ids.append)
 
 
 class SchemeCache(Cache):
@@ -140,25 +130,11 @@ class SchemeCache(Cache):
         self._arena = arena
         self._scheme = arena.scheme
 
-    def take_page(self) -> PageId:
-        return self._take(self.arena.pages, self._for_page, "pages")
-
-    def take_state(self) -> StateId:
-        return self._take(self.arena.states, self._for_state, "states")
-
-    def free_state_below(self, price: float) -> bool:
-        while not self.state_is_free():
-            victim = self._for_state(self.index)
-            if victim is None or victim.price >= price:
-                return False
-            self._evict(victim, "states")
-        return True
-
-    def could_hold(self, pages: int, states: int, windows: int = 0) -> bool:
+    def could_hold(self, demand: Demand) -> bool:
         """Return whether these numbers would fit after evicting all that is cached, of either class."""
-        assert not windows
-        held = self._arena.pages.num_pinned + self.promised_pages
-        return self._arena.fits(held + pages, self._arena.states.num_pinned + states)
+        assert not demand.get(WINDOWS)
+        pages = self.pools[PAGES].num_pinned + self.promised_pages + demand.get(PAGES, 0)
+        return self._arena.fits(pages, self.pools[STATES].num_pinned + demand.get(STATES, 0))
 
     def state_is_free(self) -> bool:
         promised = 0 if self._scheme.page_share is not None else self.promised_pages
@@ -168,11 +144,9 @@ class SchemeCache(Cache):
         self.counters["dead_ends"] += 1
         super().clear()
 
-    def _for_page(self, index: PrefixIndex, *_: object) -> Victim | None:
-        return self._first(_leaf(index), _checkpoint(index))
-
-    def _for_state(self, index: PrefixIndex, *_: object) -> Victim | None:
-        return self._first(_checkpoint(index), _leaf(index))
+    def _victim_for(self, name: str) -> Victim | None:
+        leaf, checkpoint = _leaf(self.index), _checkpoint(self.index)
+        return self._first(leaf, checkpoint) if name == PAGES else self._first(checkpoint, leaf)
 
     def _first(self, own: Victim | None, other: Victim | None) -> Victim | None:
         """Return the object of the same class, or that of the other one where the scheme allows it."""

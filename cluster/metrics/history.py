@@ -165,4 +165,4 @@ def _row(before: _Totals, now: _Totals, memory: Mapping[str, int]) -> HistoryRow
 
 
 def _memory_of(status: FleetStatus) -> dict[str, int]:
-    return added_up(asdict(worker.load.memory) for worker in status.workers)
+    return added_up(worker.load.memory for worker in status.workers)

@@ -8,7 +8,6 @@ that falls by a part would be taken for a reset as well.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -209,7 +208,7 @@ class FleetCollector:
     def _memory(self) -> Metric:
         gauge = GaugeMetricFamily(MEMORY.full_name, MEMORY.text, labels=MEMORY.labels)
         for model, status in self._rows:
-            for name, num_bytes in asdict(status.load.memory).items():
+            for name, num_bytes in status.load.memory.items():
                 gauge.add_metric([model, status.info.name, status.info.role, name], num_bytes)
         return gauge
 
@@ -244,6 +243,6 @@ def _split(counted: str) -> list[str]:
 
 
 def _usage(status: FleetStatus) -> float:
-    held = sum(worker.load.memory.live for worker in status.workers)
+    held = sum(worker.load.live_bytes for worker in status.workers)
     budget = sum(worker.load.budget_bytes for worker in status.workers)
     return held / budget if budget else 0.0

@@ -2,10 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from tidemill.workers.messages import MemoryUse, WorkerLoad
+from tidemill.workers.messages import WorkerLoad
 
 LINE_S = 10.0
 
@@ -32,16 +32,12 @@ def line_of(before: WorkerLoad, now: WorkerLoad, over_s: float) -> str | None:
     )
 
 
-def _memory(use: MemoryUse) -> str:
-    classes = {
-        "pages": (use.pages_live, use.pages_cached),
-        "states": (use.states_live, use.states_cached),
-        "windows": (use.windows_live, use.windows_cached),
-    }
+def _memory(use: Mapping[str, int]) -> str:
+    names = [name.removesuffix("_live") for name in use if name.endswith("_live")]
     return ", ".join(
-        f"{name} {_mib(live)} live + {_mib(cached)} cached"
-        for name, (live, cached) in classes.items()
-        if live or cached or name == "pages"
+        f"{name} {_mib(use[f'{name}_live'])} live + {_mib(use[f'{name}_cached'])} cached"
+        for name in names
+        if use[f"{name}_live"] or use[f"{name}_cached"] or name == "pages"
     )
 
 

@@ -350,7 +350,7 @@ def _column(member: Member) -> Table:
     column[Column.ROWS] = load.running_rows + load.waiting_rows
     column[Column.STREAMS] = load.streams
     column[Column.BUDGET_BYTES] = load.budget_bytes
-    column[Column.TAKEN_BYTES] = load.memory.live + load.wanted_bytes
+    column[Column.TAKEN_BYTES] = load.live_bytes + load.wanted_bytes
     column[Column.STEP_S] = speed.step_s
     column[Column.TOKEN_S] = speed.token_s
     column[Column.PAIR_S] = speed.pair_s

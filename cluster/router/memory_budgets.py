@@ -140,16 +140,15 @@ class Budgets:
                 budget_bytes=floor_bytes,
                 assigned_bytes=floor_bytes,
             )
-        memory = load.memory
         pressed_at_s = holding.pressed_at_s
         return Account(
             floor_bytes=floor_bytes,
             max_bytes=info.memory_max_bytes,
             budget_bytes=load.budget_bytes,
             assigned_bytes=holding.assigned_bytes,
-            mapped_bytes=memory.live + memory.cached + memory.free + memory.empty,
-            live_bytes=memory.live,
-            cached_bytes=memory.cached,
+            mapped_bytes=sum(load.memory.values()) - load.memory.get("unmapped", 0),
+            live_bytes=load.live_bytes,
+            cached_bytes=load.cached_bytes,
             wanted_bytes=load.wanted_bytes,
             pressed=pressed_at_s is not None and now_s - pressed_at_s <= PRESSED_S,
             pinned_bytes=self._set_by_operator.get(info.name, None if self._broker else info.memory_bytes),

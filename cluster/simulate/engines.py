@@ -151,7 +151,7 @@ class EngineWorker:
 
     @property
     def kv_tokens(self) -> int:
-        return self.engine.load().memory.live
+        return self.engine.load().live_bytes
 
     def expected(self, keys: Sequence[bytes]) -> int:
         self._collect()

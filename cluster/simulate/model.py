@@ -11,7 +11,7 @@ from tidemill.cluster.simulate.block_cache import BlockCache, Stored
 from tidemill.cluster.simulate.cost import StepCost
 from tidemill.cluster.simulate.heartbeats import ignore_changes
 from tidemill.cluster.simulate.trace import BLOCK_TOKENS, TraceRequest
-from tidemill.workers.messages import Announcement, MemoryUse, WorkerInfo, WorkerLoad
+from tidemill.workers.messages import NO_MEMORY, Announcement, WorkerInfo, WorkerLoad
 from tidemill.workers.scheduling.prefill_throttle import prompt_slowdown
 
 
@@ -124,9 +124,12 @@ class ModelWorker:
             queued_s=self.wait_s,
             running_rows=self.rows,
             streams=self.rows if self.kv_tokens else 0,
-            memory=MemoryUse(
-                pages_live=held, pages_cached=cached, empty=max(0, self.info.memory_bytes - held - cached)
-            ),
+            memory=NO_MEMORY
+            | {
+                "pages_live": held,
+                "pages_cached": cached,
+                "empty": max(0, self.info.memory_bytes - held - cached),
+            },
             budget_bytes=self.info.memory_bytes,
             speed=self._cost.measured_speed(self.info.role),
         )

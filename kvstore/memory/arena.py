@@ -1,4 +1,4 @@
-"""The arena: one reservation cut into equal extents that hold pages, window pages or states.
+"""The arena: one reservation cut into equal extents, each of which holds objects of one class.
 
     extent 0        extent 1        extent 2        extent 3        extent 4 ...
     [P p p . P .]   [s S s]         [. . . . . .]   [W W . w W W]   not mapped
@@ -13,13 +13,14 @@ On a device, a number of extents stay mapped, extent 0 always: kernels get addre
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tidemill.kvstore.errors import OutOfMemory
-from tidemill.kvstore.layout import Layout, PageId, StateId, WindowId
+from tidemill.kvstore.layout import Layout, ObjectClass, PageId, StateId, WindowId
 from tidemill.kvstore.memory.backing import Backing
+from tidemill.kvstore.memory.entry import Entry
 
 Id = TypeVar("Id", PageId, StateId, WindowId)
 
@@ -29,41 +30,41 @@ SPARE_EXTENTS_MAX = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaUsage:
-    """The number of extents by class, and of objects that are pinned or cached."""
+    """The number of extents, and of objects that are pinned or cached, by class."""
 
-    page_extents: int
-    state_extents: int
+    extents: Mapping[str, int]
+    pinned: Mapping[str, int]
+    cached: Mapping[str, int]
     empty_extents: int  # mapped
     unmapped_extents: int  # of the budget
-    pages_pinned: int
-    pages_cached: int
-    states_pinned: int
-    states_cached: int
-    window_extents: int = 0
-    windows_pinned: int = 0
-    windows_cached: int = 0
 
 
 class Pool(Generic[Id]):
-    """The objects of one class. Extents in `reclaimable` have no pinned ones."""
+    """The objects of one class, and the pins and owners of each. Extents in `reclaimable` have no pins.
+
+    A pin is a lease that has the object, or an entry of the index from which leases read it. An owner is an
+    entry that has it, be it read or not. An object with owners alone is cached; with neither it is free.
+    """
 
     def __init__(
-        self, objects_per_extent: int, open_extent: Callable[[], int], close: Callable[[int], None]
+        self, row: ObjectClass, open_extent: Callable[[], int], close: Callable[[int], None]
     ) -> None:
-        self.objects_per_extent = objects_per_extent
+        self.shared = row.shared
+        self.objects_per_extent = max(1, row.per_extent)
         self.reclaimable: dict[int, None] = {}
         self._open_extent = open_extent
         self._close = close
         self._free: dict[int, list[int]] = {}  # extent -> its free ids
         self._pinned: dict[int, int] = {}  # extent -> number of its pinned ids
-        self._taken: set[int] = set()
-        self._cached: set[int] = set()
+        self._num_taken = 0
+        self._pins: dict[int, int] = {}
+        self._owners: dict[int, Any] = {}  # an entry, or of a shared class a dictionary of them
         # Extents that are not full, by their number of taken ids.
-        self._buckets: list[dict[int, None]] = [{} for _ in range(objects_per_extent + 1)]
+        self._buckets: list[dict[int, None]] = [{} for _ in range(self.objects_per_extent + 1)]
         self._fullest = 0
 
     def take(self) -> Id:
-        """Allocate an id; it is pinned. Raises OutOfMemory."""
+        """Allocate an id with one pin. Raises OutOfMemory."""
         while self._fullest and not self._buckets[self._fullest]:
             self._fullest -= 1
         if not self._buckets[self._fullest]:
@@ -71,49 +72,68 @@ class Pool(Generic[Id]):
         extent = next(iter(self._buckets[self._fullest]))
         del self._buckets[self._fullest][extent]
         taken = self._free[extent].pop()
-        self._taken.add(taken)
+        self._num_taken += 1
+        self._pins[taken] = 1
         self._put_in_bucket(extent, self.objects_per_extent - len(self._free[extent]))
         self._count_pinned(extent, 1)
         return taken  # pyright: ignore[reportReturnType]  an id is a NewType of int
 
-    def free(self, taken: Id) -> None:
-        """Free a pinned or cached id. If its extent is empty then, the extent leaves the class."""
-        assert taken in self._taken, f"{taken} is freed twice, or was never taken"
-        extent = taken // self.objects_per_extent
-        self._taken.remove(taken)
-        if taken in self._cached:
-            self._cached.remove(taken)
-        else:
-            self._count_pinned(extent, -1)
-        before = self.objects_per_extent - len(self._free[extent])
-        self._buckets[before].pop(extent, None)
-        self._free[extent].append(taken)
-        if before > 1:
-            self._put_in_bucket(extent, before - 1)
-            return
-        del self._free[extent], self._pinned[extent], self.reclaimable[extent]
-        self._close(extent)
+    def pin(self, taken: Id) -> None:
+        """Add a pin to an object that is pinned or cached."""
+        pins = self._pins.get(taken, 0)
+        if not pins:
+            assert taken in self._owners, f"{taken} is pinned, but it is free"
+            self._count_pinned(taken // self.objects_per_extent, 1)
+        self._pins[taken] = pins + 1
 
     def unpin(self, taken: Id) -> None:
-        """Turn a pinned id into a cached one: no lease uses it any more."""
-        assert taken in self._taken
-        assert taken not in self._cached
-        self._cached.add(taken)
+        """Remove a pin. Without pins and owners the object is freed."""
+        pins = self._pins.pop(taken, 0)
+        assert pins, f"{taken} is unpinned twice, or was never pinned"
+        if pins > 1:
+            self._pins[taken] = pins - 1
+            return
         self._count_pinned(taken // self.objects_per_extent, -1)
+        if taken not in self._owners:
+            self._put_back(taken)
 
-    def pin(self, taken: Id) -> None:
-        """Turn a cached id into a pinned one: a lease uses it again."""
-        self._cached.remove(taken)
-        self._count_pinned(taken // self.objects_per_extent, 1)
+    def unpin_all(self, ids: Iterable[Id]) -> None:
+        for taken in ids:
+            self.unpin(taken)
+
+    def own(self, taken: Id, owner: Entry) -> None:
+        """Add an owner to a pinned object."""
+        assert taken in self._pins, f"{taken} is cached without having been pinned"
+        if self.shared:
+            self._owners.setdefault(taken, {})[owner] = None
+        else:
+            assert taken not in self._owners, f"{taken} has an owner"
+            self._owners[taken] = owner
+
+    def disown(self, taken: Id, owner: Entry) -> None:
+        """Remove an owner. Without pins and owners the object is freed."""
+        if self.shared:
+            del self._owners[taken][owner]
+            if self._owners[taken]:
+                return
+        else:
+            assert self._owners[taken] is owner
+        del self._owners[taken]
+        if taken not in self._pins:
+            self._put_back(taken)
+
+    def owners_of(self, taken: Id) -> tuple[Entry, ...]:
+        """Return the entries that have an object, in the order in which they got it."""
+        owners = self._owners.get(taken, ())
+        return tuple(owners) if self.shared or not owners else (owners,)
 
     def extent_of(self, taken: Id) -> int:
         return taken // self.objects_per_extent
 
     def taken_in(self, extent: int) -> list[Id]:
         """Return the ids of `extent` that are pinned or cached."""
-        first = extent * self.objects_per_extent
-        taken = self._taken
-        return [number for number in range(first, first + self.objects_per_extent) if number in taken]  # pyright: ignore[reportReturnType]  ids are NewTypes of int
+        first, free = extent * self.objects_per_extent, set(self._free[extent])
+        return [number for number in range(first, first + self.objects_per_extent) if number not in free]  # pyright: ignore[reportReturnType]  ids are NewTypes of int
 
     @property
     def num_extents(self) -> int:
@@ -121,26 +141,36 @@ class Pool(Generic[Id]):
 
     @property
     def num_pinned(self) -> int:
-        return len(self._taken) - len(self._cached)
+        return len(self._pins)
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached)
+        return self._num_taken - len(self._pins)
 
     @property
     def num_free(self) -> int:
         """The number of ids that can be taken without opening another extent."""
-        return len(self._free) * self.objects_per_extent - len(self._taken)
+        return len(self._free) * self.objects_per_extent - self._num_taken
 
-    def check(self, pinned: Iterable[Id], cached: Iterable[Id]) -> list[int]:
-        """Prove that exactly `pinned` and `cached` are taken; return the extents of this class."""
-        pinned_ids, cached_ids = sorted(pinned), sorted(cached)
-        assert cached_ids == sorted(self._cached), "an object is cached without an owner, or has two"
-        assert sorted([*pinned_ids, *cached_ids]) == sorted(self._taken), "an object leaked or has two owners"
-        num_pinned = Counter(number // self.objects_per_extent for number in pinned_ids)
+    def check(
+        self, leased: Counter[Any], read: Counter[Any], owners: Mapping[Any, Mapping[Entry, None]]
+    ) -> list[int]:
+        """Prove that the pins are exactly those of leases and of entries that are read, that the owners are
+        exactly `owners`, and that all else is free. Prove also that only objects of a shared class have more
+        than one lease or owner. Return the extents of this class."""
+        assert leased + read == self._pins, "an object is pinned without a reason, or has lost a pin"
+        assert self._owners.keys() == owners.keys(), "an object is cached without an owner"
+        assert all(dict.fromkeys(self.owners_of(taken)) == owners[taken] for taken in owners)
+        if not self.shared:
+            assert all(len(found) == 1 for found in owners.values()), "two entries own an object"
+            assert all(count == 1 for count in leased.values()), "two leases own an object"
+            assert leased.keys().isdisjoint(owners), "a lease and an entry own an object"
+        taken = sorted({*self._pins, *self._owners})
+        assert len(taken) == self._num_taken, "an object leaked"
+        assert taken == sorted(number for extent in self._free for number in self.taken_in(extent))
+        num_pinned = Counter(number // self.objects_per_extent for number in self._pins)
         for extent, free in self._free.items():
             assert len(self.taken_in(extent)) + len(free) == self.objects_per_extent
-            assert self._taken.isdisjoint(free)
             assert self._pinned[extent] == num_pinned[extent]
             assert (extent in self.reclaimable) == (not num_pinned[extent])
             assert (extent in self._buckets[self.objects_per_extent - len(free)]) == bool(free)
@@ -153,6 +183,19 @@ class Pool(Generic[Id]):
         self._pinned[extent] = 0
         self._put_in_bucket(extent, 0)
 
+    def _put_back(self, taken: int) -> None:
+        """Free an object. If its extent is empty then, the extent leaves the class."""
+        extent = taken // self.objects_per_extent
+        self._num_taken -= 1
+        before = self.objects_per_extent - len(self._free[extent])
+        self._buckets[before].pop(extent, None)
+        self._free[extent].append(taken)
+        if before > 1:
+            self._put_in_bucket(extent, before - 1)
+            return
+        del self._free[extent], self._pinned[extent], self.reclaimable[extent]
+        self._close(extent)
+
     def _put_in_bucket(self, extent: int, num_taken: int) -> None:
         if num_taken < self.objects_per_extent:  # nothing can be taken from a full extent
             self._buckets[num_taken][extent] = None
@@ -160,7 +203,6 @@ class Pool(Generic[Id]):
 
     def _count_pinned(self, extent: int, change: int) -> None:
         self._pinned[extent] += change
-        assert self._pinned[extent] >= 0
         if self._pinned[extent]:
             self.reclaimable.pop(extent, None)
         else:
@@ -168,8 +210,8 @@ class Pool(Generic[Id]):
 
 
 class Arena:
-    """The extents, and the pools of pages, window pages and states that share them. `take` of a pool raises
-    OutOfMemory, which is expected under load."""
+    """The extents, and the pools that share them, by class. `take` of a pool raises OutOfMemory, which is
+    expected under load."""
 
     def __init__(
         self,
@@ -191,9 +233,9 @@ class Arena:
         self.budget_extents = num_extents if budget_extents is None else budget_extents
         self._extent_bytes = layout.extent_bytes
         self._backing = backing
-        self.pages: Pool[PageId] = Pool(layout.pages_per_extent, self._open, self._close)
-        self.states: Pool[StateId] = Pool(max(1, layout.states_per_extent), self._open, self._close)
-        self.windows: Pool[WindowId] = Pool(max(1, layout.windows_per_extent), self._open, self._close)
+        self.pools: dict[str, Pool[Any]] = {
+            row.name: Pool[Any](row, self._open, self._close) for row in layout.classes
+        }
         assert kept_extents <= self.budget_extents
         self._kept_extents = kept_extents
         for extent in range(kept_extents):
@@ -222,31 +264,19 @@ class Arena:
         return len(self._spare) + max(0, self.budget_extents - self._mapped)
 
     def usage(self) -> ArenaUsage:
+        pools = self.pools.items()
         return ArenaUsage(
-            page_extents=self.pages.num_extents,
-            state_extents=self.states.num_extents,
+            extents={name: pool.num_extents for name, pool in pools},
+            pinned={name: pool.num_pinned for name, pool in pools},
+            cached={name: pool.num_cached for name, pool in pools},
             empty_extents=len(self._spare),
             unmapped_extents=max(0, self.budget_extents - self._mapped),
-            pages_pinned=self.pages.num_pinned,
-            pages_cached=self.pages.num_cached,
-            states_pinned=self.states.num_pinned,
-            states_cached=self.states.num_cached,
-            window_extents=self.windows.num_extents,
-            windows_pinned=self.windows.num_pinned,
-            windows_cached=self.windows.num_cached,
         )
 
-    def check(
-        self,
-        pages: tuple[list[PageId], list[PageId]],
-        states: tuple[list[StateId], list[StateId]],
-        windows: tuple[list[WindowId], list[WindowId]] = ([], []),
-    ) -> None:
-        """Prove that exactly these ids are taken, each class as (pinned, cached). Prove also that each extent
-        is in one class, empty or unmapped."""
-        extents = [*self.pages.check(*pages), *self.states.check(*states), *self.windows.check(*windows)]
-        extents += [*self._spare, *self._unmapped]
-        assert sorted(extents) == list(range(self.num_extents)), "an extent is lost or counted twice"
+    def check(self, extents: Iterable[int]) -> None:
+        """Prove that each extent is in one class, empty or unmapped; `extents` are those of all pools."""
+        found = [*extents, *self._spare, *self._unmapped]
+        assert sorted(found) == list(range(self.num_extents)), "an extent is lost or counted twice"
         assert len(self._ahead) <= max(0, self.budget_extents - self._mapped), "memory beyond the budget"
         assert self._mapped >= self._kept_extents, "memory that a device granted was given back"
         assert not (self._kept_extents and 0 in self._unmapped), "extent 0 was unmapped"

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from tidemill.kvstore.errors import OutOfMemory
-from tidemill.kvstore.layout import StateId
-from tidemill.kvstore.memory.allocation_sites import AllocationSite, FailAllocation
+from tidemill.kvstore.layout import STATES, StateId
 from tidemill.kvstore.memory.cache import Cache
+from tidemill.kvstore.memory.demand import CHECKPOINT_STATE, FailAllocation
 from tidemill.kvstore.memory.entry import Checkpoint, Entry
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.memory.spare_value import GRID_PAGES, roundness
@@ -73,10 +73,7 @@ class Checkpoints:
         is one."""
         entry = lease.shared_entries[depth // self._layout.page_tokens - 1]
         if self._layout.hybrid and entry.checkpoint is None:
-            state = lease.states.pop(depth, None)
-            kept = Checkpoint(state, last_window(self._layout, lease, depth))
-            credit = self._spare_credit(lease, depth) if spare else 0.0
-            self._cache.keep_checkpoint(entry, kept, spare=spare, credit=credit)
+            self._move_state(lease, entry, depth, spare=spare)
             if not spare:
                 self._thin(entry)
 
@@ -102,10 +99,10 @@ class Checkpoints:
         of the checkpoint that the new one replaces is tried first, and then eviction."""
         if not lease.spare_slots and not self._cache.state_is_free():
             lease.spare_slots += self._drop_rolling(lease)
-        refused = not self._cache.could_hold(0, 1) or self._fail_allocation(AllocationSite.CHECKPOINT_STATE)
+        refused = not self._cache.could_hold({STATES: 1}) or self._fail_allocation(CHECKPOINT_STATE)
         if not (lease.spare_slots or refused):
             with suppress(OutOfMemory):
-                lease.spare_slots.append(self._cache.take_state())
+                lease.spare_slots.append(self._cache.take(STATES))
         return bool(lease.spare_slots)
 
     def return_slot(self, lease: Lease, slot: StateId) -> None:
@@ -113,7 +110,7 @@ class Checkpoints:
         if len(lease.spare_slots) < lease.spare_slots_min + (not lease.writes_in_place(0)):
             lease.spare_slots.append(slot)
         else:
-            self._cache.free_state(slot)
+            self._cache.pools[STATES].unpin(slot)
 
     def take_back_optional(self, lease: Lease) -> bool:
         """Take back what the lease holds for its checkpoints; return whether there was any.
@@ -128,15 +125,13 @@ class Checkpoints:
             if lease.rolling is source:
                 lease.rolling = None
             self._cache.unpin_checkpoint(source)
-            slot = self._cache.reclaim_checkpoint(source)
-            assert slot is not None
-            lease.states[lease.committed] = slot
+            [lease.states[lease.committed]] = self._cache.reclaim_checkpoint(source)
             self._cache.counters["evicted_checkpoints_for_run"] += 1
         elif not lease.spare_slots_min:
             return False
         lease.spare_slots_min = 0
         while lease.spare_slots:
-            self._cache.free_state(lease.spare_slots.pop())
+            self._cache.pools[STATES].unpin(lease.spare_slots.pop())
         return True
 
     def _take_slots(self, lease: Lease, most: int) -> list[StateId]:
@@ -154,10 +149,10 @@ class Checkpoints:
         slots: list[StateId] = []
         with suppress(OutOfMemory):  # another process may have the memory
             for depth in depths:
-                refused = self._fail_allocation(AllocationSite.CHECKPOINT_STATE)
+                refused = self._fail_allocation(CHECKPOINT_STATE)
                 if refused or not self.find_spare_slot(lease, depth):
                     break
-                slots.append(self._cache.take_state())
+                slots.append(self._cache.take(STATES))
         return slots
 
     def _spare_credit(self, lease: Lease, depth: int) -> float:
@@ -196,26 +191,29 @@ class Checkpoints:
         ):
             self._cache.counters["checkpoints_skipped"] += 1
             return False
-        state = lease.states.pop(lease.committed, None)
-        kept = Checkpoint(state, last_window(self._layout, lease, lease.committed))
-        credit = self._spare_credit(lease, lease.committed) if spare else 0.0
-        self._cache.keep_checkpoint(entry, kept, spare=spare, credit=credit)
+        self._move_state(lease, entry, lease.committed, spare=spare)
         (in_flight or lease).source = self._cache.pin_checkpoint(entry)
         return True
+
+    def _move_state(self, lease: Lease, entry: Entry, depth: int, *, spare: bool) -> None:
+        """Turn the state of the lease at `depth`, if it has one, and its window there into a checkpoint."""
+        states = (lease.states.pop(depth),) if depth in lease.states else ()
+        kept = Checkpoint(states, last_window(self._layout, lease, depth))
+        credit = self._spare_credit(lease, depth) if spare else 0.0
+        self._cache.keep_checkpoint(entry, kept, spare=spare, credit=credit)
 
     def _boundary(self, lease: Lease) -> Entry:
         assert lease.committed % self._layout.page_tokens == 0
         assert lease.committed > 0
         return lease.shared_entries[-1]
 
-    def _drop_rolling(self, lease: Lease) -> list[StateId]:
+    def _drop_rolling(self, lease: Lease) -> tuple[StateId, ...]:
         """Move the slot of the previous rolling checkpoint to the lease, unless a step reads it."""
         earlier = lease.rolling
         if earlier is None or earlier.checkpoint is None or earlier.checkpoint_pins:
-            return []
+            return ()
         lease.rolling = None
-        slot = self._cache.reclaim_checkpoint(earlier)
-        return [] if slot is None else [slot]
+        return self._cache.reclaim_checkpoint(earlier)
 
     def _thin(self, entry: Entry) -> None:
         """Drop surplus checkpoints above the one of `entry`, but no spare ones; those at junctions stay

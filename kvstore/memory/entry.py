@@ -1,22 +1,33 @@
 """An entry of the prefix index: a full page, and the checkpoint after it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tidemill.kvstore.keys import PageKey
-from tidemill.kvstore.layout import PageId, StateId, WindowId
+from tidemill.kvstore.layout import Layout, PageId, StateId, WindowId
 
 
 class Checkpoint(NamedTuple):
-    """The data that restores a depth in addition to its pages.
+    """The objects that restore a depth in addition to its pages. Fields have the names of their classes.
 
-    state       the slot of the state, if the model has states
+    states      the slot of the state, if the model has states
     windows     the pages of the last window, left to right, if the model has windows
     """
 
-    state: StateId | None
+    states: tuple[StateId, ...] = ()
     windows: tuple[WindowId, ...] = ()
+
+    def by_class(self) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        """Yield the name of each class, with the ids of its objects."""
+        return zip(self._fields, self, strict=True)
+
+    @property
+    def state(self) -> StateId | None:
+        return self.states[0] if self.states else None
+
+    def num_bytes(self, layout: Layout) -> int:
+        return len(self.states) * layout.state_stride_bytes + len(self.windows) * layout.window_bytes
 
 
 @dataclass(slots=True, eq=False)

@@ -3,7 +3,7 @@
     Need                      Candidates:
     a page                    - The least valuable leaf.
                               - All cached checkpoints of one extent of states or of window pages.
-    a state or a window page  - The least valuable checkpoint: its state and unshared window pages.
+    a state, a window page    - The least valuable checkpoint: its state and unshared window pages.
                               - All cached pages of one extent, and the entries below them.
     a smaller budget          - All cached objects of one extent.
 
@@ -14,10 +14,11 @@ model, pages that lead to no checkpoint cost nothing and go first.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
+from typing import Any
 
-from tidemill.kvstore.layout import Layout
-from tidemill.kvstore.memory.arena import Arena
-from tidemill.kvstore.memory.entry import Entry
+from tidemill.kvstore.layout import PAGES, Layout
+from tidemill.kvstore.memory.arena import Arena, Pool
+from tidemill.kvstore.memory.entry import Checkpoint, Entry
 from tidemill.kvstore.memory.prefix_index import PrefixIndex
 
 CANDIDATES_MAX = 4
@@ -60,9 +61,9 @@ def for_page(index: PrefixIndex, arena: Arena, layout: Layout) -> Victim | None:
     return best
 
 
-def for_state(index: PrefixIndex, arena: Arena, layout: Layout) -> Victim | None:
-    """Choose what to evict for a state or a window page; None when no eviction would help. One eviction may
-    not suffice: other checkpoints may share its window pages."""
+def for_other(index: PrefixIndex, arena: Arena, layout: Layout) -> Victim | None:
+    """Choose what to evict for an object of any class but pages; None when no eviction would help. One
+    eviction may not suffice: other checkpoints may share its window pages."""
     checkpoint = index.cheapest_checkpoint()
     best = None
     if checkpoint is not None:
@@ -92,12 +93,11 @@ def _checkpoint_extents(index: PrefixIndex, arena: Arena, layout: Layout) -> Ite
     cheapest = index.cheapest_checkpoint()
     if cheapest is None or cheapest.checkpoint is None:
         return
-    state, windows = cheapest.checkpoint
-    if state is not None and arena.states.extent_of(state) in arena.states.reclaimable:
-        yield _state_extent(index, arena, layout, arena.states.extent_of(state))
-    for extent in dict.fromkeys(map(arena.windows.extent_of, windows)):
-        if extent in arena.windows.reclaimable:
-            yield _window_extent(index, arena, layout, extent)
+    for name, ids in cheapest.checkpoint.by_class():
+        pool = arena.pools[name]
+        for extent in dict.fromkeys(map(pool.extent_of, ids)):
+            if extent in pool.reclaimable:
+                yield _checkpoints_in(index, pool, layout, extent)
 
 
 def _page_extents(index: PrefixIndex, arena: Arena, layout: Layout) -> Iterator[Victim]:
@@ -105,13 +105,13 @@ def _page_extents(index: PrefixIndex, arena: Arena, layout: Layout) -> Iterator[
     takes along the entries below its pages."""
     size_max = SUBTREE_FACTOR_MAX * layout.pages_per_extent
     leaves = index.cheapest_leaves(CANDIDATES_MAX)
-    likely = dict.fromkeys(arena.pages.extent_of(leaf.page) for leaf in leaves)
+    likely = dict.fromkeys(arena.pools[PAGES].extent_of(leaf.page) for leaf in leaves)
     for extent in likely:
-        if extent in arena.pages.reclaimable:
+        if extent in arena.pools[PAGES].reclaimable:
             entries = _subtree(index, arena, extent, size_max)
             if entries:
                 yield Victim(entries=entries, price=_lost_per_byte(index, layout, entries))
-    for extent in islice(arena.pages.reclaimable, OTHERS_MAX):
+    for extent in islice(arena.pools[PAGES].reclaimable, OTHERS_MAX):
         entries = () if extent in likely else _subtree(index, arena, extent, size_max, only_worthless=True)
         if entries:
             yield Victim(entries=entries)
@@ -119,30 +119,21 @@ def _page_extents(index: PrefixIndex, arena: Arena, layout: Layout) -> Iterator[
 
 
 def _any_checkpoints(index: PrefixIndex, arena: Arena, layout: Layout) -> Victim | None:
-    """Return the first reclaimable extent of states or of window pages, at any price."""
-    for extent in arena.states.reclaimable:
-        return _state_extent(index, arena, layout, extent)
-    for extent in arena.windows.reclaimable:
-        return _window_extent(index, arena, layout, extent)
-    return None
+    """Return the first reclaimable extent of checkpoints, at any price."""
+    pools = (arena.pools[name] for name in Checkpoint._fields)
+    found = ((pool, extent) for pool in pools for extent in pool.reclaimable)
+    return next((_checkpoints_in(index, pool, layout, extent) for pool, extent in found), None)
 
 
 def _any_pages(index: PrefixIndex, arena: Arena) -> Victim | None:
     """Return the first reclaimable extent of pages, at any price."""
-    extent = next(iter(arena.pages.reclaimable), None)
+    extent = next(iter(arena.pools[PAGES].reclaimable), None)
     return None if extent is None else Victim(entries=_subtree(index, arena, extent, len(index)))
 
 
-def _state_extent(index: PrefixIndex, arena: Arena, layout: Layout, extent: int) -> Victim:
-    owners = [index.owner_of_state(state) for state in arena.states.taken_in(extent)]
-    entries = tuple(owner for owner in owners if owner is not None)
-    assert len(entries) == len(owners), "a state is cached without an owner"
-    return Victim(checkpoints_only=entries, price=_lost_per_byte(index, layout, entries))
-
-
-def _window_extent(index: PrefixIndex, arena: Arena, layout: Layout, extent: int) -> Victim:
-    owners = [index.owners_of_window(window) for window in arena.windows.taken_in(extent)]
-    assert all(owners), "a window page is cached without an owner"
+def _checkpoints_in(index: PrefixIndex, pool: Pool[Any], layout: Layout, extent: int) -> Victim:
+    owners = [pool.owners_of(taken) for taken in pool.taken_in(extent)]
+    assert all(owners), "an object is cached without an owner"
     entries = tuple(dict.fromkeys(chain.from_iterable(owners)))
     return Victim(checkpoints_only=entries, price=_lost_per_byte(index, layout, entries))
 
@@ -155,9 +146,10 @@ def _subtree(
     Return none if they are more than `size_max`, or with `only_worthless` if one of them has a
     value.
     """
-    owners = [index.owner_of_page(page) for page in arena.pages.taken_in(extent)]
-    stack = [owner for owner in owners if owner is not None]
-    assert len(stack) == len(owners), "a page is cached without an owner"
+    pool = arena.pools[PAGES]
+    owners = [pool.owners_of(page) for page in pool.taken_in(extent)]
+    assert all(owners), "a page is cached without an owner"
+    stack = [owner for [owner] in owners]
     found: dict[Entry, None] = {}  # unlike a set, in a reproducible order
     while stack:
         entry = stack.pop()

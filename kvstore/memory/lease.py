@@ -14,10 +14,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tidemill.kvstore.layout import PageId, StateId, WindowId
-from tidemill.kvstore.memory.allocation_sites import AllocationSite
+from tidemill.kvstore.layout import PAGES, STATES, WINDOWS, PageId, StateId, WindowId
 from tidemill.kvstore.memory.entry import Entry
 
 
@@ -42,13 +41,13 @@ class StateWrite(NamedTuple):
 class StepInFlight:
     """A step that was launched and is not committed: it runs `[start, end)` of one lease.
 
-    reads                 The slot of the state at `start`. None: the state is empty.
-    writes                The states that it writes, ascending by depth: those at `inside`, then one
-                          before each draft, and that at `end`. A model without states has none.
-    inside                Page boundaries inside it whose states become checkpoints when it completes.
-    void                  The step before it was committed only in part, so its output is dropped.
-    deferred_free         Slots that only this step still uses. They are freed when it completes.
-    deferred_free_pages   Pages of its table that the index had already. They are freed likewise.
+    reads       The slot of the state at `start`. None: the state is empty.
+    writes      The states that it writes, ascending by depth: those at `inside`, then one before each
+                draft, and that at `end`. A model without states has none.
+    inside      Page boundaries inside it whose states become checkpoints when it completes.
+    void        The step before it was committed only in part, so its output is dropped.
+    deferred    The class and the id of objects that only this step still uses: rejected states, and pages
+                of its table that the index had already. They are freed when it completes.
     """
 
     start: int
@@ -59,8 +58,7 @@ class StepInFlight:
     source: Entry | None = None  # pinned while its checkpoint is read
     spare: frozenset[int] = frozenset()  # those of `inside` that are kept as spare ones
     void: bool = False
-    deferred_free: tuple[StateId, ...] = ()
-    deferred_free_pages: list[PageId] = field(default_factory=list[PageId])
+    deferred: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +86,10 @@ class Lease:
     rolling: Entry | None = None  # has the last checkpoint made while decoding; the next replaces it
     flights: deque[StepInFlight] = field(default_factory=deque[StepInFlight])
     ended: bool = False
+    held: dict[str, list[Any]] = field(init=False)  # by class; of the usual ones, the lists above
+
+    def __post_init__(self) -> None:
+        self.held = {STATES: self.spare_slots, WINDOWS: self.windows, PAGES: self.private_pages}
 
     @property
     def allocated(self) -> int:
@@ -98,13 +100,13 @@ class Lease:
         end = entry.depth_pages * self.page_tokens
         return self.text.tokens[end - self.page_tokens : end]
 
-    def owned_pages(self) -> list[PageId]:
-        deferred = chain.from_iterable(flight.deferred_free_pages for flight in self.flights)
-        return [*self.private_pages, *deferred]
-
-    def owned_states(self) -> list[StateId]:
-        deferred = chain.from_iterable(flight.deferred_free for flight in self.flights)
-        return [*self.states.values(), *self.spare_slots, *deferred]
+    def owned(self) -> dict[str, list[Any]]:
+        """Return the ids of all objects that it has itself, by class."""
+        owned = {name: list(ids) for name, ids in self.held.items()}
+        owned[STATES] += self.states.values()
+        for name, freed in chain.from_iterable(flight.deferred for flight in self.flights):
+            owned[name].append(freed)
+        return owned
 
     def sources(self) -> list[Entry]:
         """Return the entries whose checkpoints it has pinned, once for each pin."""
@@ -120,20 +122,18 @@ class Lease:
     def num_slots(self) -> int:
         """The number of states for this request: its own, and its rolling checkpoint."""
         checkpoint = None if self.rolling is None else self.rolling.checkpoint
-        rolling = checkpoint is not None and checkpoint.state is not None
-        return len(self.states) + len(self.spare_slots) + rolling
+        return len(self.states) + len(self.spare_slots) + len(checkpoint.states if checkpoint else ())
 
     def writes_in_place(self, drafts: int) -> bool:
         """Return whether the next step can overwrite the state that it reads."""
         return not drafts and self.launched in self.states
 
-    def missing_slots(self, drafts: int) -> tuple[AllocationSite, ...]:
-        """Return the sites of the slots that the lease lacks for its next step."""
+    def missing_slots(self, drafts: int) -> int:
+        """Return the number of slots that the lease lacks for its next step."""
         in_place = self.writes_in_place(drafts)
         if in_place and not self.spare_slots_min:
-            return ()
-        sites = () if in_place else (AllocationSite.RUN_STATE, *[AllocationSite.SCRATCH_STATE] * drafts)
-        return (*sites, *[AllocationSite.SPARE_STATE] * self.spare_slots_min)[len(self.spare_slots) :]
+            return 0
+        return max(0, (not in_place) * (1 + drafts) + self.spare_slots_min - len(self.spare_slots))
 
     @property
     def windows_end(self) -> int:
@@ -160,9 +160,9 @@ class Lease:
                 assert depth == flight.start < flight.end or self.ended
                 depth = flight.end
         assert depth == self.launched or self.ended
-        owned = set(self.owned_states())
+        owned = set(self.owned()[STATES])
         assert all(state in owned for flight in self.flights for _, state in flight.writes)
-        assert all(flight.void or not flight.deferred_free for flight in self.flights)
+        assert all(flight.void or STATES not in dict(flight.deferred) for flight in self.flights)
         assert all(self.committed <= depth <= self.launched for depth in self.states)
         if self.source is not None:
             assert self.source is self.shared_entries[-1]

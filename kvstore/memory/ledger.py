@@ -12,15 +12,17 @@ steps in flight is freed when the last of them has completed.
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain, repeat
+from typing import Any
 
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import PageKey
-from tidemill.kvstore.layout import StateId, WindowId
+from tidemill.kvstore.layout import PAGES, STATES, WINDOWS, StateId
 from tidemill.kvstore.memory import windows
-from tidemill.kvstore.memory.allocation_sites import NOTHING, Demand, FailAllocation, never
 from tidemill.kvstore.memory.arena import ArenaUsage
 from tidemill.kvstore.memory.cache import Cache
 from tidemill.kvstore.memory.checkpoints import Checkpoints
+from tidemill.kvstore.memory.demand import NOTHING, Demand, FailAllocation, never
 from tidemill.kvstore.memory.lease import NO_TEXT, Lease, SequenceText, StateWrite, StepInFlight
 from tidemill.kvstore.memory.prefix_index import Match
 
@@ -43,6 +45,7 @@ class Ledger:
         self.spares = cache.spares
         self.counters = cache.counters
         self._cache = cache
+        self._pools = cache.pools
         self._checkpoints = Checkpoints(cache, checkpoints_per_path, fail_allocation)
         self._fail_allocation = fail_allocation
         self._leases: dict[str, Lease] = {}
@@ -71,7 +74,17 @@ class Ledger:
         lease.committed = lease.launched = num_pages * self.layout.page_tokens
         if lease.shared_entries and lease.shared_entries[-1].checkpoint is not None:
             lease.source = self._cache.pin_checkpoint(lease.shared_entries[-1])
-            self._share_windows(lease, lease.shared_entries[-1].checkpoint.windows)
+            shared = lease.shared_entries[-1].checkpoint.windows
+            self.join(lease, WINDOWS, shared)
+            if shared:
+                lease.first_window = len(lease.shared_entries) - len(shared)
+                lease.rebuild_window_table()
+
+    def join(self, lease: Lease, name: str, ids: Sequence[Any]) -> None:
+        """Let the lease have objects of a shared class that another lease or an entry has."""
+        for joined in ids:
+            self._pools[name].pin(joined)
+        lease.held.setdefault(name, []).extend(ids)
 
     def share(self, request_id: str, lease: Lease, num_pages: int) -> Lease:
         """Open a lease on the first `num_pages` pages of `lease`, to read them after it ends."""
@@ -87,24 +100,25 @@ class Ledger:
         drafts: int = 0,
         headroom: Demand = NOTHING,
         windows_end: int | None = None,
+        others: Demand = NOTHING,
     ) -> None:
-        """Grow the lease to `num_tokens`, and to the state slots that its next step writes.
+        """Grow the lease to `num_tokens`, to the state slots that its next step writes, and by `others`.
 
-        Those are one slot, and one more for each of `drafts` tokens that may be rejected. Window pages are
+        The slots are one, and one more for each of `drafts` tokens that may be rejected. Window pages are
         taken up to `windows_end` tokens (None: all); later steps take the rest.
         All or nothing: raises OutOfMemory, also when `headroom` could not be had after that. Before it fails
-        without `drafts` and `headroom.pages`, it takes back memory that the lease holds for its checkpoints.
+        without `drafts` and pages of headroom, it takes back memory that the lease holds for its checkpoints.
         """
         assert not lease.ended, "memory for a request that has ended"
-        need = self._demand(lease, num_tokens, drafts, windows_end)
-        if need is NOTHING and headroom is NOTHING:
+        need = self._demand(lease, num_tokens, drafts, windows_end, others)
+        if not need and not headroom:
             return
         while not self._could_grow(lease, need, headroom):
-            if headroom.pages or drafts or not self._checkpoints.take_back_optional(lease):
-                wanted = f"{need.pages} pages, {need.windows} window pages and {len(need.slots)} states"
+            if headroom.get(PAGES) or drafts or not self._checkpoints.take_back_optional(lease):
+                wanted = ", ".join(f"{count} {name}" for name, count in need.items())
                 raise OutOfMemory(f"{wanted} are more than all that is not pinned")
-            need = self._demand(lease, num_tokens, drafts, windows_end)
-        self._cache.promise(lease, -min(lease.promised_pages, need.pages))
+            need = self._demand(lease, num_tokens, drafts, windows_end, others)
+        self._cache.promise(lease, -min(lease.promised_pages, need.get(PAGES, 0)))
         self._grow(lease, need)
 
     def promise(self, lease: Lease, num_tokens: int) -> None:
@@ -120,11 +134,11 @@ class Ledger:
         """
         positions = self.layout.last_window(num_pages)
         left = windows.pop_out_of_window(self.layout, lease, num_pages * self.layout.page_tokens)
-        self._cache.windows.unpin(left)
+        self._pools[WINDOWS].unpin_all(left)
         if not lease.windows:
             lease.first_window = positions.start
         missing = range(lease.windows_end, positions.stop)
-        need = Demand(windows=len(missing))
+        need = {WINDOWS: len(missing)}
         self._refuse(need)
         self._grow(lease, need)
         lease.fetched_windows = missing
@@ -186,15 +200,13 @@ class Ledger:
         flight = lease.flights.popleft()
         if flight.source is not None:
             self._cache.unpin_checkpoint(flight.source)
-        for slot in flight.deferred_free:
-            self._cache.free_state(slot)
-        for page in flight.deferred_free_pages:
-            self._cache.free_page(page)
+        for name, freed in flight.deferred:
+            self._pools[name].unpin(freed)
         if not flight.void and not lease.ended:
             assert flight.start <= num_tokens <= flight.end
             rejected = self._reject(lease, num_tokens) if num_tokens < flight.end else []
             self._commit(lease, num_tokens, keys, flight)
-            self._cache.windows.unpin(windows.pop_out_of_window(self.layout, lease, num_tokens))
+            self._pools[WINDOWS].unpin_all(windows.pop_out_of_window(self.layout, lease, num_tokens))
             for slot in rejected:
                 self._checkpoints.return_slot(lease, slot)
         if lease.ended and not lease.flights:
@@ -279,22 +291,11 @@ class Ledger:
         for entry in self.index:
             found = (entry.pins, entry.checkpoint_pins)
             assert found == (pins[entry], reading[entry]), "a pin has no lease"
-        self._cache.check(
-            [page for lease in leases for page in lease.owned_pages()],
-            [state for lease in leases for state in lease.owned_states()],
-            [window for lease in leases for window in lease.windows],
-        )
+        self._cache.check(lease.owned() for lease in leases)
         assert self._cache.promised_pages == sum(lease.promised_pages for lease in leases)
         for lease in leases:
             lease.check()
             assert lease.ended == (lease in self._released)
-
-    def _share_windows(self, lease: Lease, shared: Sequence[WindowId]) -> None:
-        if shared:
-            self._cache.windows.pin(shared)
-            lease.windows += shared
-            lease.first_window = len(lease.shared_entries) - len(shared)
-            lease.rebuild_window_table()
 
     def _commit(
         self, lease: Lease, num_tokens: int, keys: Sequence[PageKey], flight: StepInFlight | None = None
@@ -311,9 +312,9 @@ class Ledger:
             if not taken_over:
                 lease.rebuild_page_table()
                 if lease.flights:
-                    lease.flights[-1].deferred_free_pages.append(page)
+                    lease.flights[-1].deferred.append((PAGES, page))
                 else:
-                    self._cache.free_page(page)
+                    self._pools[PAGES].unpin(page)
         if flight is not None:
             for depth in flight.inside:
                 if depth <= num_tokens:
@@ -330,28 +331,34 @@ class Ledger:
             flight.void = True
         if not lease.flights:
             return slots
-        lease.flights[-1].deferred_free = tuple(slots)
+        lease.flights[-1].deferred += [(STATES, slot) for slot in slots]
         return []
 
-    def _demand(self, lease: Lease, num_tokens: int, drafts: int, windows_end: int | None) -> Demand:
-        """Return what the lease lacks for `reserve`."""
-        slots = lease.missing_slots(drafts) if self.layout.has_states and lease.runs else ()
+    def _demand(
+        self, lease: Lease, num_tokens: int, drafts: int, windows_end: int | None, others: Demand
+    ) -> Demand:
+        """Return what the lease lacks for `reserve`, pages last: others may need whole extents."""
+        need = dict(others) if others else {}
+        if self.layout.has_states and lease.runs and (num_slots := lease.missing_slots(drafts)):
+            need[STATES] = num_slots
         end = num_tokens if windows_end is None else windows_end
-        num_windows = windows.count_missing(self.layout, lease, end)
-        if num_tokens <= lease.allocated and not slots and not num_windows:
-            return NOTHING
-        missing = -(-(num_tokens - lease.allocated) // self.layout.page_tokens)
-        return Demand(max(0, missing), num_windows, slots)
+        if num_windows := windows.count_missing(self.layout, lease, end):
+            need[WINDOWS] = num_windows
+        if num_tokens > lease.allocated:
+            need[PAGES] = -(-(num_tokens - lease.allocated) // self.layout.page_tokens)
+        return need
 
     def _could_grow(self, lease: Lease, need: Demand, headroom: Demand) -> bool:
         """Return whether eviction could make room. Raises OutOfMemory if a test wants that."""
         self._refuse(need)
-        num_slots = len(need.slots) + len(headroom.slots)
-        num_pages = need.pages + headroom.pages - min(lease.promised_pages, need.pages)
-        return self._cache.could_hold(num_pages, num_slots, need.windows + headroom.windows)
+        wanted = {name: need.get(name, 0) + headroom.get(name, 0) for name in need.keys() | headroom.keys()}
+        if PAGES in need:
+            wanted[PAGES] -= min(lease.promised_pages, need[PAGES])
+        return self._cache.could_hold(wanted)
 
     def _refuse(self, need: Demand) -> None:
-        if any(map(self._fail_allocation, need.sites())):
+        sites = chain.from_iterable(repeat(name, count) for name, count in need.items())
+        if self._fail_allocation is not never and any(map(self._fail_allocation, sites)):
             raise OutOfMemory("refused")
 
     def _grow(self, lease: Lease, need: Demand) -> None:
@@ -362,39 +369,30 @@ class Ledger:
             self._take(lease, need)
 
     def _take(self, lease: Lease, need: Demand) -> None:
-        """Take all or nothing. States and windows first: they may need a whole extent."""
-        num_own, num_spare, num_windows = len(lease.private_pages), len(lease.spare_slots), len(lease.windows)
+        """Take all or nothing."""
+        before = {name: len(lease.held.setdefault(name, [])) for name in need}
         try:
-            lease.spare_slots.extend(self._cache.take_state() for _ in need.slots)
-            lease.windows.extend(self._cache.take_window() for _ in range(need.windows))
-            lease.private_pages.extend(self._cache.take_page() for _ in range(need.pages))
+            for name, count in need.items():
+                lease.held[name].extend(self._cache.take(name) for _ in range(count))
         except OutOfMemory:
-            self._free_pages(lease, num_own)
-            while len(lease.spare_slots) > num_spare:
-                self._cache.free_state(lease.spare_slots.pop())
-            self._cache.windows.unpin(lease.windows[num_windows:])
-            del lease.windows[num_windows:]
+            for name, count in before.items():
+                self._pools[name].unpin_all(lease.held[name][count:])
+                del lease.held[name][count:]
             raise
-        if need.pages:
+        if PAGES in need:
             lease.rebuild_page_table()
-        if need.windows:
+        if WINDOWS in need:
             lease.rebuild_window_table()
 
     def _free(self, lease: Lease) -> None:
         if lease.source is not None:
             self._cache.unpin_checkpoint(lease.source)
             lease.source = None
-        for slot in [*lease.states.values(), *lease.spare_slots]:
-            self._cache.free_state(slot)
+        for name, ids in lease.owned().items():
+            self._pools[name].unpin_all(ids)
         lease.states.clear()
-        lease.spare_slots.clear()
-        self._cache.windows.unpin(lease.windows)
-        lease.windows.clear()
+        for ids in lease.held.values():
+            ids.clear()
         while lease.shared_entries:
             self._cache.unpin(lease.shared_entries.pop())
-        self._free_pages(lease, 0)
-
-    def _free_pages(self, lease: Lease, num_kept: int) -> None:
-        while len(lease.private_pages) > num_kept:
-            self._cache.free_page(lease.private_pages.pop())
         lease.rebuild_page_table()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tidemill.kvstore.keys import PageKey
-from tidemill.kvstore.layout import Layout, PageId, StateId, WindowId
+from tidemill.kvstore.layout import Layout, PageId
 from tidemill.kvstore.memory.entry import Checkpoint, Entry
 from tidemill.kvstore.memory.recompute_cost import Policy, RecomputeCost
 
@@ -76,9 +76,6 @@ class PrefixIndex:
         self._layout = layout
         self.cost = cost or RecomputeCost()
         self._entries: dict[PageKey, Entry] = {}
-        self._by_page: dict[PageId, Entry] = {}
-        self._by_state: dict[StateId, Entry] = {}
-        self._by_window: dict[WindowId, dict[Entry, None]] = {}  # checkpoints share window pages
         self._uses = 0
         self._clock = 0.0
         self.now_s = 0.0
@@ -132,7 +129,6 @@ class PrefixIndex:
         depth_pages = 1 if parent is None else parent.depth_pages + 1
         entry = Entry(key, parent, depth_pages, page, pins=1, last_use=self._uses, clock=self._clock)
         self._entries[key] = entry
-        self._by_page[page] = entry
         if parent is not None:
             entry.child_index = len(parent.children)
             parent.children.append(entry)
@@ -159,13 +155,8 @@ class PrefixIndex:
         above = next((above for above in self.checkpoints_above(entry) if above.uses), None)
         above_pages = 0 if above is None else above.depth_pages
         entry.checkpoint = checkpoint
-        if checkpoint.state is not None:
-            self._by_state[checkpoint.state] = entry
-        for window in checkpoint.windows:
-            self._by_window.setdefault(window, {})[entry] = None
         segment_bytes = (entry.depth_pages - above_pages) * self._layout.page_bytes
-        own_bytes = self._layout.state_stride_bytes + len(checkpoint.windows) * self._layout.window_bytes
-        self._appraise(entry, above_pages, segment_bytes + own_bytes)
+        self._appraise(entry, above_pages, segment_bytes + checkpoint.num_bytes(self._layout))
         if credit and not entry.uses:
             entry.score = (self._clock + credit, self._uses)
         self._changes.add(entry.key)
@@ -178,7 +169,6 @@ class PrefixIndex:
         assert entry.checkpoint is not None
         assert entry.checkpoint_pins == 0
         checkpoint = entry.checkpoint
-        self._forget_checkpoint(entry)
         entry.checkpoint = None
         if self.log is not None:
             self.log.append(("dropped", entry))
@@ -190,8 +180,6 @@ class PrefixIndex:
         """Remove an entry without children and pins; the caller owns its page and checkpoint."""
         assert self._is_leaf(entry)
         del self._entries[entry.key]
-        del self._by_page[entry.page]
-        self._forget_checkpoint(entry)
         if self.is_restorable(entry):
             self._changes.remove(entry.key)
         if self.log is not None:
@@ -259,16 +247,6 @@ class PrefixIndex:
                 heapq.heappop(self._checkpoints)
         return None
 
-    def owner_of_page(self, page: PageId) -> Entry | None:
-        return self._by_page.get(page)
-
-    def owner_of_state(self, state: StateId) -> Entry | None:
-        return self._by_state.get(state)
-
-    def owners_of_window(self, window: WindowId) -> list[Entry]:
-        """Return the entries whose checkpoints have `window`."""
-        return list(self._by_window.get(window, ()))
-
     def checkpoints_above(self, entry: Entry) -> Iterator[Entry]:
         """Yield the entries with a checkpoint on the path to `entry`, the nearest first."""
         above = entry.parent
@@ -311,12 +289,11 @@ class PrefixIndex:
         return entry.checkpoint is not None or not self._layout.hybrid
 
     def check(self) -> None:
-        """Prove that entries, owners, pins and eviction candidates are consistent."""
+        """Prove that entries, pins and eviction candidates are consistent."""
         for key, entry in self._entries.items():
             assert entry.key == key
             assert entry.pins >= 0
             assert entry.checkpoint is not None or entry.checkpoint_pins == 0
-            assert self._by_page.get(entry.page) is entry
             if entry.parent is None:
                 assert entry.depth_pages == 1
             else:
@@ -327,30 +304,12 @@ class PrefixIndex:
             for child in entry.children:
                 assert child.parent is entry
                 assert self._entries.get(child.key) is child
-        assert len(self._by_page) == len(self._entries)
-        found = [(entry, entry.checkpoint) for entry in self if entry.checkpoint is not None]
-        by_state = {checkpoint.state: entry for entry, checkpoint in found if checkpoint.state is not None}
-        assert by_state == self._by_state
-        by_window: dict[WindowId, dict[Entry, None]] = {}
-        for entry, checkpoint in found:
-            for window in checkpoint.windows:
-                by_window.setdefault(window, {})[entry] = None
-        assert by_window == self._by_window
         leaves = {key for _, _, key in self._leaves}
         checkpoints = {key for _, key in self._checkpoints}
         for key, entry in self._entries.items():
             assert key in leaves or not self._is_leaf(entry), "an evictable entry would never be found"
             evictable = entry.checkpoint is not None and not entry.checkpoint_pins
             assert key in checkpoints or not evictable, "an evictable checkpoint would never be found"
-
-    def _forget_checkpoint(self, entry: Entry) -> None:
-        state, windows = entry.checkpoint or Checkpoint(None)
-        if state is not None:
-            del self._by_state[state]
-        for window in windows:
-            del self._by_window[window][entry]
-            if not self._by_window[window]:
-                del self._by_window[window]
 
     def _is_leaf(self, entry: Entry) -> bool:
         return not (entry.children or entry.pins or entry.checkpoint_pins)

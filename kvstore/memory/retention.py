@@ -156,11 +156,7 @@ class Retention:
         return None if account is None else account.credits.get(entry)
 
     def _open(self, tenant: str, account: TenantCredits, entry: Entry) -> Credit:
-        checkpoint = entry.checkpoint
-        own_bytes = 0
-        if checkpoint is not None:
-            state_bytes = 0 if checkpoint.state is None else self._layout.state_stride_bytes
-            own_bytes = state_bytes + len(checkpoint.windows) * self._layout.window_bytes
+        own_bytes = 0 if entry.checkpoint is None else entry.checkpoint.num_bytes(self._layout)
         account.own_bytes += own_bytes
         node: Entry | None = entry
         while node is not None:

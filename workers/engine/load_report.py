@@ -1,11 +1,10 @@
 """The report of a worker's work and memory."""
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 
 from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.kvstore.stores.page_store import Got, Put
-from tidemill.workers.messages import MemoryUse, Speed, WorkerLoad
+from tidemill.workers.messages import NO_MEMORY, Speed, WorkerLoad
 from tidemill.workers.scheduling.limits import ANSWER_TOKENS, EngineLimits
 from tidemill.workers.scheduling.prefill_throttle import prompt_slowdown
 from tidemill.workers.scheduling.sequence import Sequence
@@ -107,21 +106,14 @@ def _start(ledger: Ledger, sequence: Sequence) -> int:
     return min(ledger.index.match(keys).restorable_pages * sequence.page_tokens, sequence.target)
 
 
-def memory_use(ledger: Ledger, ranks: int = 1) -> MemoryUse:
-    """Return the memory use of all `ranks` together, in bytes."""
+def memory_use(ledger: Ledger, ranks: int = 1) -> dict[str, int]:
+    """Return the bytes of all `ranks` together, by use."""
     layout, usage = ledger.layout, ledger.usage()
-    page_bytes, state_bytes = layout.page_bytes * ranks, layout.state_stride_bytes * ranks
     extent_bytes = layout.extent_bytes * ranks
-    window_bytes = layout.window_bytes * ranks
-    open_bytes = (usage.page_extents + usage.state_extents + usage.window_extents) * extent_bytes
-    taken = MemoryUse(
-        pages_live=usage.pages_pinned * page_bytes,
-        pages_cached=usage.pages_cached * page_bytes,
-        states_live=usage.states_pinned * state_bytes,
-        states_cached=usage.states_cached * state_bytes,
-        windows_live=usage.windows_pinned * window_bytes,
-        windows_cached=usage.windows_cached * window_bytes,
-        empty=usage.empty_extents * extent_bytes,
-        unmapped=usage.unmapped_extents * extent_bytes,
-    )
-    return replace(taken, free=open_bytes - taken.live - taken.cached)
+    taken = dict[str, int]()
+    for row in layout.classes:
+        taken[f"{row.name}_live"] = usage.pinned[row.name] * row.bytes * ranks
+        taken[f"{row.name}_cached"] = usage.cached[row.name] * row.bytes * ranks
+    free = sum(usage.extents.values()) * extent_bytes - sum(taken.values())
+    empty, unmapped = usage.empty_extents * extent_bytes, usage.unmapped_extents * extent_bytes
+    return NO_MEMORY | taken | {"free": free, "empty": empty, "unmapped": unmapped}

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tidemill.kvstore.layout import LayerSpec, Layout, layout_of
+from tidemill.kvstore.layout import PAGES, STATES, WINDOWS, LayerSpec, Layout, layout_of
 from tidemill.kvstore.memory.backing import Kvcached
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.scheduling.admission import STATES_PER_REQUEST_MAX
@@ -105,12 +105,13 @@ def capacity_tokens(layout: Layout, num_extents: int, in_flight_tokens: int | No
 def extents_for(layout: Layout, num_tokens: int, in_flight_tokens: int | None = None) -> int:
     """Return the smallest arena, in extents, whose `capacity_tokens` are at least `num_tokens`."""
     in_flight = num_tokens if in_flight_tokens is None else in_flight_tokens
-    extents = -(-num_tokens // (layout.pages_per_extent * layout.page_tokens))
-    if layout.has_states:
-        extents += -(-STATES_PER_REQUEST_MAX // layout.states_per_extent)
-    if layout.has_windows:
-        extents += -(-layout.peak_windows(num_tokens, in_flight) // layout.windows_per_extent)
-    return extents
+    return layout.extents_for(
+        {
+            PAGES: -(-num_tokens // layout.page_tokens),
+            STATES: STATES_PER_REQUEST_MAX,
+            WINDOWS: layout.peak_windows(num_tokens, in_flight),
+        }
+    )
 
 
 def least_memory(settings: EngineSettings, layers: Sequence[LayerSpec], max_length: int) -> Memory:

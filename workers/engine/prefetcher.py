@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import PageKey
-from tidemill.kvstore.memory.allocation_sites import Demand
+from tidemill.kvstore.layout import PAGES
 from tidemill.kvstore.memory.lease import Lease, SequenceText
 from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.workers.messages import Request
@@ -114,7 +114,7 @@ class Prefetcher:
     async def _fill(self, lease: Lease, keys: list[PageKey], first: int, num_pages: int) -> int:
         size = self._ledger.layout.page_tokens
         try:  # as many again are left for running requests
-            self._ledger.reserve(lease, num_pages * size, headroom=Demand(num_pages - first))
+            self._ledger.reserve(lease, num_pages * size, headroom={PAGES: num_pages - first})
         except OutOfMemory:
             return first
         late: list[asyncio.Future[int]] = []

@@ -9,7 +9,7 @@ from typing import NamedTuple, assert_never
 import torch
 
 from tidemill.kvstore.layout import (
-    DTYPE_BYTES,
+    KV_FORMATS,
     WORD_BYTES,
     Attention,
     Latent,
@@ -21,7 +21,7 @@ from tidemill.kvstore.layout import (
 ALIGNED_BYTES = 16
 """The alignment in bytes: kernels are compiled once for multiples of it, and once for other addresses."""
 
-KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+KV_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in KV_FORMATS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +183,7 @@ class _Pages:
     ) -> None:
         self._memory = arena.view(KV_DTYPES[layout.kv_dtype])
         self._tokens = layout.page_tokens
-        self._size = page_bytes // DTYPE_BYTES[layout.kv_dtype]
+        self._size = page_bytes // KV_FORMATS[layout.kv_dtype].element_bytes
         self._head_size = sum(2 * layout.page_tokens * layer.head_dim for layer in layers)
         self._offset = 0
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import PageKey
-from tidemill.kvstore.memory.allocation_sites import Demand
+from tidemill.kvstore.layout import PAGES, STATES, WINDOWS
 from tidemill.kvstore.memory.lease import SequenceText
 from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.kvstore.memory.prefix_index import Match
@@ -195,7 +195,7 @@ class Admission:
             )
             at_once = self._windows(length) - len(lease.windows)
             at_once -= count_missing(self._ledger.layout, lease, ahead)
-            headroom = Demand(beside + later, max(0, at_once))
+            headroom = {PAGES: beside + later, WINDOWS: max(0, at_once)}
             self._ledger.reserve(lease, ahead, headroom=headroom, windows_end=ahead)
             self._ledger.promise(lease, length)
         except OutOfMemory:
@@ -223,13 +223,12 @@ class Admission:
             return False
         layout = self._ledger.layout
         rows = [*older, sequence]
-        pages = sum(-(-running.end // layout.page_tokens) for running in rows)
-        extents = -(-pages // layout.pages_per_extent)
-        if layout.has_states:
-            extents += -(-len(rows) * STATES_PER_REQUEST_MAX // layout.states_per_extent)
-        if layout.has_windows:
-            extents += -(-sum(self._windows(running.end) for running in rows) // layout.windows_per_extent)
-        return extents <= self._ledger.budget_extents
+        needed = {
+            PAGES: sum(-(-running.end // layout.page_tokens) for running in rows),
+            STATES: len(rows) * STATES_PER_REQUEST_MAX,
+            WINDOWS: sum(self._windows(running.end) for running in rows),
+        }
+        return layout.extents_for(needed) <= self._ledger.budget_extents
 
     async def _fetch(self, sequence: Sequence, keys: Seq[PageKey], depths: Seq[int]) -> list[int] | None:
         """Resume at the deepest of `depths`, and return None.

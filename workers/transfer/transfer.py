@@ -13,7 +13,7 @@ from itertools import chain, islice
 from typing import Any, NamedTuple, Protocol
 
 from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
-from tidemill.kvstore.layout import Layout, PageId, StateId, WindowId
+from tidemill.kvstore.layout import Layout
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.shards import WHOLE, Shards, Share, rank_share
 from tidemill.kvstore.stores.page_store import Got, finish
@@ -47,49 +47,50 @@ class Mate(Protocol):
     async def get(self, objects: Sequence[Moved]) -> int: ...
 
 
+class ShardedObject(NamedTuple):
+    """The store's view of one kind of objects in the arena of a rank: the shards of each, whether this rank
+    publishes them, the bytes from one object to the next, and those that are stored."""
+
+    shards: range
+    publishes: bool
+    stride_bytes: int
+    num_bytes: int
+
+
 class RankTransfer:
     """The part of one rank: `share` names the shards of each page and state in its arena."""
 
-    def __init__(self, layout: Layout, positions: ArenaIO, share: Share) -> None:
-        self._layout = layout
-        self._places = positions
-        self._share = share
+    def __init__(self, layout: Layout, arena_io: ArenaIO, share: Share) -> None:
+        self._arena_io = arena_io
+        self._kinds = {
+            Kind.PAGE: ShardedObject(
+                share.pages, share.publishes_pages, layout.page_bytes, layout.page_bytes
+            ),
+            Kind.WINDOW: ShardedObject(
+                share.windows, share.publishes_windows, layout.window_bytes, layout.window_bytes
+            ),
+            Kind.CHECKPOINT: ShardedObject(
+                share.states, bool(share.states), layout.state_stride_bytes, layout.state_bytes
+            ),
+        }
 
     async def put(self, objects: Sequence[Moved]) -> int:
         """Store the objects in order, and return how many of the first ones are there. A page that another
         rank publishes counts as there."""
-        offered = [self._shards(moved) if self._publishes(moved.kind) else [] for moved in objects]
-        outcomes = await self._places.put([shard for shards in offered for shard in shards])
+        offered = [self._shards(moved) if self._kinds[moved.kind].publishes else [] for moved in objects]
+        outcomes = await self._arena_io.put([shard for shards in offered for shard in shards])
         return _unbroken(_intact(offered, (outcome.is_there for outcome in outcomes)))
 
     async def get(self, objects: Sequence[Moved]) -> int:
         """Fill the memory of the objects, and return how many of the first ones arrived whole."""
         wanted = [self._shards(moved) for moved in objects]
-        outcomes = await self._places.get([shard for shards in wanted for shard in shards])
+        outcomes = await self._arena_io.get([shard for shards in wanted for shard in shards])
         return _unbroken(_intact(wanted, (outcome is Got.HIT for outcome in outcomes)))
-
-    def _publishes(self, kind: Kind) -> bool:
-        match kind:
-            case Kind.PAGE:
-                return self._share.publishes_pages
-            case Kind.WINDOW:
-                return self._share.publishes_windows
-            case Kind.CHECKPOINT:
-                return True
 
     def _shards(self, moved: Moved) -> list[StagedObject]:
         """Return the shards of an object on this rank."""
-        match moved.kind:
-            case Kind.PAGE:
-                shards, num_bytes = self._share.pages, self._layout.page_bytes
-                offset = self._layout.page_offset(PageId(moved.memory_id))
-            case Kind.WINDOW:
-                shards, num_bytes = self._share.windows, self._layout.window_bytes
-                offset = self._layout.window_offset(WindowId(moved.memory_id))
-            case Kind.CHECKPOINT:
-                shards, num_bytes = self._share.states, self._layout.state_bytes
-                offset = self._layout.state_offset(StateId(moved.memory_id))
-        size = num_bytes // len(shards)
+        shards, _, stride_bytes, num_bytes = self._kinds[moved.kind]
+        offset, size = moved.memory_id * stride_bytes, num_bytes // len(shards)
         return [
             StagedObject(ObjectKey(moved.kind, moved.key, shard), start, size)
             for shard, start in zip(shards, range(offset, offset + num_bytes, size), strict=True)
@@ -118,16 +119,16 @@ class Transfer:
     def __init__(
         self,
         layout: Layout,
-        positions: ArenaIO,
+        arena_io: ArenaIO,
         shards: Shards = WHOLE,
         mates: Sequence[Mate] = (),
         in_flight_bytes_max: int = IN_FLIGHT_BYTES_MAX,
     ) -> None:
-        self.store = positions.store
+        self.store = arena_io.store
         self.throughput = Throughput()  # of fetches, on all ranks together
         self.fetched = Moves()  # likewise
         self.published = Moves()
-        self._own = RankTransfer(layout, positions, rank_share(shards, 0, 1 + len(mates)))
+        self._own = RankTransfer(layout, arena_io, rank_share(shards, 0, 1 + len(mates)))
         self._mates = mates
         self._layout = layout
         self._sizes = {
@@ -211,13 +212,13 @@ class Transfer:
         ]
         last: list[Moved] = []
         if checkpoint and lease.source is not None and lease.source.checkpoint is not None:
-            state, windows = lease.source.checkpoint
+            states, windows = lease.source.checkpoint
             positions = range(len(lease.shared_entries) - len(windows), len(lease.shared_entries))
             last = [
                 Moved(Kind.WINDOW, keys[position], window)
                 for position, window in zip(positions, windows, strict=True)
             ]
-            last += [] if state is None else [Moved(Kind.CHECKPOINT, lease.source.key, state)]
+            last += [Moved(Kind.CHECKPOINT, lease.source.key, state) for state in states]
         num_bytes = self._num_bytes([*pages, *last])
         await self._publishing.take(num_bytes)
         began_s = asyncio.get_running_loop().time()

@@ -1,7 +1,6 @@
 """The memory of workers over HTTP, and the body that sets a worker's budget."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -45,5 +44,5 @@ def _row(worker: WorkerStatus) -> Json:
         "wanted_bytes": worker.load.wanted_bytes,
         "set_by": worker.set_by,
         "set_bytes": worker.set_bytes,
-        "memory": asdict(worker.load.memory),
+        "memory": worker.load.memory,
     }

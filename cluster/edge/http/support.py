@@ -1,7 +1,6 @@
 """GET /cluster/support/NAME, the parts of a support bundle, and GET /server_info as SGLang has it."""
 
 import asyncio
-from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import FastAPI
@@ -62,6 +61,6 @@ def _state(model: str, worker: WorkerStatus) -> Json:
         "tp_size": worker.info.tensor_parallel_size,
         "num_running_reqs": worker.load.running_rows,
         "num_waiting_reqs": worker.load.waiting_rows,
-        "memory_usage": {**asdict(worker.load.memory), "budget": worker.load.budget_bytes},
+        "memory_usage": {**worker.load.memory, "budget": worker.load.budget_bytes},
         "avg_spec_accept_length": 1 + accepted / trials if trials else None,
     }

@@ -174,7 +174,7 @@ def _busy(worker: WorkerStatus) -> float:
     load, info = worker.load, worker.info
     computing = float(load.queued_tokens > 0)
     memory_bytes = max(1, load.budget_bytes, info.memory_bytes)
-    filled = (load.memory.live + load.wanted_bytes) / memory_bytes
+    filled = (load.live_bytes + load.wanted_bytes) / memory_bytes
     return {"prefill": computing, "decode": filled, "mixed": max(computing, filled)}[info.role]
 
 

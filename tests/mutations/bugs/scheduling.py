@@ -27,8 +27,8 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "admission leaves no page for running requests",
         "workers/scheduling/admission.py::Admission._lease",
-        "$DEMAND($BESIDE + $LATER, max(0",
-        "$DEMAND($LATER, max(0",
+        ": $BESIDE + $LATER, ",
+        ": $LATER, ",
         "tests/unit/workers/engine/test_budget.py",
     ),
     Planted(
@@ -41,8 +41,8 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "promised pages are given to others",
         "kvstore/memory/cache.py::Cache.could_hold",
-        "$PAGES + self.$PROMISED_PAGES <=",
-        "$PAGES <=",
+        " + self.$PROMISED_PAGES}",
+        "}",
         "tests/unit/workers/scheduling/test_admission.py",
     ),
     Planted(

@@ -38,7 +38,7 @@ from tidemill.cluster.processes.endpoint.handshakes import EdgeServer
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.inbox import Emit
 from tidemill.workers.messages import (
-    MemoryUse,
+    NO_MEMORY,
     Produced,
     Provenance,
     Request,
@@ -92,7 +92,7 @@ def worker_status(name: str, role: str = "decode", state: str = "ready") -> Work
     )
     load = WorkerLoad(
         running_rows=2,
-        memory=MemoryUse(pages_live=1 << 20, free=3 << 20),
+        memory=NO_MEMORY | {"pages_live": 1 << 20, "free": 3 << 20},
         budget_bytes=4 << 20,
         state_slots=6,
         counters={

@@ -38,7 +38,7 @@ def insert_path(index: PrefixIndex, path: str, *, checkpoints: str = "") -> list
     for entry, mark in zip(entries, checkpoints, strict=False):
         if mark in "xs":
             state = StateId(len(index) * 10 + entry.depth_pages)
-            index.keep_checkpoint(entry, Checkpoint(state), spare=mark == "s")
+            index.keep_checkpoint(entry, Checkpoint((state,)), spare=mark == "s")
     for entry in reversed(entries):
         index.unpin(entry)
     return entries

@@ -7,11 +7,17 @@ from dataclasses import fields
 from typing import Any
 
 from tidemill.kvstore.keys import Namespace, PageKey, page_keys
-from tidemill.kvstore.layout import Attention, Linear, PageId, StateId, Window, WindowId, layout_of
-from tidemill.kvstore.memory.allocation_sites import FailAllocation, never
+from tidemill.kvstore.layout import (
+    PAGES,
+    Attention,
+    Linear,
+    Window,
+    layout_of,
+)
 from tidemill.kvstore.memory.arena import Arena
 from tidemill.kvstore.memory.backing import Backing, Fixed
 from tidemill.kvstore.memory.cache import Cache
+from tidemill.kvstore.memory.demand import Demand, FailAllocation, never
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.kvstore.memory.prefix_index import PrefixIndex
@@ -63,31 +69,22 @@ def a_ledger(
     return Ledger(cache, fail_allocation=fail_allocation)
 
 
-def could_serve(
-    cache: Cache, leases: Iterable[Lease], num_states: int, num_pages: int, num_windows: int = 0
-) -> bool:
+def could_serve(cache: Cache, leases: Iterable[Lease], demand: Demand) -> bool:
     """Return whether the objects would fit if everything that no lease pins was evicted."""
-    layout = cache.layout
-    pages, states, windows = set[PageId](), set[StateId](), set[WindowId]()
+    pinned = {row.name: set[int]() for row in cache.layout.classes}
     for lease in leases:
-        pages |= {*lease.pages, *lease.owned_pages()}
-        states |= set(lease.owned_states())
-        windows |= set(lease.windows)
-        sources = [entry.checkpoint for entry in lease.sources() if entry.checkpoint is not None]
-        states |= {source.state for source in sources if source.state is not None}
-        windows |= {window for source in sources for window in source.windows}
-    in_pages = {cache.arena.pages.extent_of(page) for page in pages}
-    in_states = {cache.arena.states.extent_of(state) for state in states}
-    in_windows = {cache.arena.windows.extent_of(window) for window in windows}
-    extents = cache.arena.budget_extents - len(in_pages) - len(in_states) - len(in_windows)
-    pages_left = len(in_pages) * layout.pages_per_extent - len(pages)
-    states_left = len(in_states) * layout.states_per_extent - len(states)
-    if num_states > states_left:
-        extents -= -(-(num_states - states_left) // layout.states_per_extent)
-    windows_left = len(in_windows) * layout.windows_per_extent - len(windows)
-    if num_windows > windows_left:
-        extents -= -(-(num_windows - windows_left) // layout.windows_per_extent)
-    return extents >= 0 and num_pages <= pages_left + extents * layout.pages_per_extent
+        pinned[PAGES] |= set(lease.pages)
+        for name, ids in lease.owned().items():
+            pinned[name] |= set(ids)
+        for checkpoint in (entry.checkpoint for entry in lease.sources() if entry.checkpoint):
+            for name, ids in checkpoint.by_class():
+                pinned[name] |= set(ids)
+    extents = cache.arena.budget_extents
+    for row in (row for row in cache.layout.classes if row.bytes):
+        used = {taken // row.per_extent for taken in pinned[row.name]}
+        lacking = len(pinned[row.name]) + demand.get(row.name, 0) - len(used) * row.per_extent
+        extents -= len(used) + max(0, -(-lacking // row.per_extent))
+    return extents >= 0
 
 
 def grow(ledger: Ledger, lease: Lease, num_tokens: int, keys: Sequence[PageKey] = KEYS) -> Lease:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tidemill.kvstore.layout import PageId, StateId, WindowId
+from tidemill.kvstore.layout import PAGES, STATES, PageId, StateId, WindowId
 from tidemill.kvstore.memory.arena import Arena
 from tidemill.kvstore.memory.lease import Lease, StepInFlight
 
@@ -167,7 +167,7 @@ class Memory:
         for step in self.steps:
             flight, lease = step.flight, step.lease
             assert {page for page, _ in step.writes} <= set(lease.private_pages)
-            owned = set(lease.owned_states())
+            owned = set(lease.owned()[STATES])
             assert owned.issuperset(step.states)
             assert not set(lease.spare_slots).intersection((*step.states, flight.reads))
             source = None if flight.source is None else flight.source.checkpoint
@@ -175,7 +175,7 @@ class Memory:
             used = {window for window, _ in (*step.window_writes, *step.window_reads)}
             assert used <= set(lease.windows), "a window page in use by a step was freed"
             for page in {page for page, _ in step.reads}:
-                assert page in arena.pages.taken_in(arena.pages.extent_of(page)), (
+                assert page in arena.pools[PAGES].taken_in(arena.pools[PAGES].extent_of(page)), (
                     "a page that is read is free"
                 )
 

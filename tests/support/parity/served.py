@@ -26,10 +26,10 @@ async def serving(settings: EngineSettings, **changes: object) -> AsyncGenerator
         yield built
         await built.engine.drain_publications()
         async with asyncio.timeout(LANDING_S_MAX):
-            while built.engine.load().memory.live:  # noqa: ASYNC110  steps are in flight, and signal nothing
+            while built.engine.load().live_bytes:  # noqa: ASYNC110  steps are in flight, and signal nothing
                 await asyncio.sleep(LOOK_S)
         load = built.engine.load()
-        assert (load.memory.live, load.running_rows, load.waiting_rows) == (0, 0, 0)
+        assert (load.live_bytes, load.running_rows, load.waiting_rows) == (0, 0, 0)
     finally:
         loop.cancel()
         with suppress(asyncio.CancelledError):

@@ -22,10 +22,10 @@ from tests.support.workers import late
 from tests.support.workers.late import LateRunner
 from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.kvstore.layout import Layout, PageId, StateId, WindowId
-from tidemill.kvstore.memory.allocation_sites import AllocationSite, never
 from tidemill.kvstore.memory.arena import Arena
 from tidemill.kvstore.memory.backing import Backing, Fixed
 from tidemill.kvstore.memory.cache import Cache
+from tidemill.kvstore.memory.demand import FailAllocation, never
 from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.kvstore.memory.prefix_index import PrefixIndex
 from tidemill.kvstore.memory.recompute_cost import Policy
@@ -68,7 +68,7 @@ class Tuning:
     policy: Policy = "value"
     checkpoints_per_path: int = 16
     step_s_max: float = 0.02
-    refuses: Callable[[AllocationSite], bool] = never
+    refuses: FailAllocation = never
     breaks: Callable[[Step], Exception | None] = sound
     wraps: bool = True  # the runner is watched
     step_cpu_s: Callable[[], float] = float
@@ -212,7 +212,7 @@ class Bench:
                 await asyncio.sleep(0.01)
         self.ledger.check()
         usage = self.ledger.usage()
-        assert (usage.pages_pinned, usage.states_pinned, usage.windows_pinned) == (0, 0, 0)
+        assert not any(usage.pinned.values())
 
 
 @asynccontextmanager

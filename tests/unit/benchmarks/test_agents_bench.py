@@ -24,7 +24,7 @@ def test_the_checkpoint_that_is_needed_last_goes_first() -> None:
         index = FutureIndex(Setup(hybrid=True).layout, {soon: 5.0, late: 50.0})
         for number, key in enumerate((late, soon, never)):
             entry, _ = index.insert(None, key, PageId(number))
-            index.keep_checkpoint(entry, Checkpoint(StateId(number)))
+            index.keep_checkpoint(entry, Checkpoint((StateId(number),)))
             index.pin(entry)
             index.unpin(entry)
         for expected in (never, late, soon):

@@ -10,7 +10,7 @@ from tidemill.cluster.simulate.clock import run_virtual
 from tidemill.kvstore.layout import PageId, StateId
 from tidemill.kvstore.memory.lease import StateWrite
 from tidemill.workers.execution.step import Row
-from tidemill.workers.messages import MemoryUse
+from tidemill.workers.messages import NO_MEMORY
 
 pytestmark = pytest.mark.slow
 
@@ -72,8 +72,8 @@ def test_deadlock_ends_the_run() -> None:
 
 
 def test_means_are_weighted_by_time() -> None:
-    half = MemoryUse(pages_live=1, states_cached=1, free=1, empty=1)
-    full = MemoryUse(pages_live=4)
+    half = NO_MEMORY | {"pages_live": 1, "states_cached": 1, "free": 1, "empty": 1}
+    full = NO_MEMORY | {"pages_live": 4}
     outcome = Outcome(
         makespan_s=5.0,
         output_tokens=10,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import PageKey
-from tidemill.kvstore.layout import PageId, StateId
+from tidemill.kvstore.layout import PAGES, STATES, PageId, StateId
 from tidemill.kvstore.memory.entry import Checkpoint, Entry
 from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.kvstore.memory.prefix_index import PrefixIndex
@@ -43,22 +43,22 @@ def test_each_class_takes_exactly_its_share_in_any_order(num_extents: int, data:
     while len(full) < 2:
         if rng.random() < 0.9:
             left = page_extents * LAYOUT.pages_per_extent - len(pages)
-            assert cache.could_hold(left, 0)
-            assert not cache.could_hold(left + 1, 0)
+            assert cache.could_hold({PAGES: left, STATES: 0})
+            assert not cache.could_hold({PAGES: left + 1, STATES: 0})
             try:
-                pages.append(cache.take_page())
+                pages.append(cache.take(PAGES))
             except OutOfMemory:
                 full.add("pages")
         else:
             free = cache.state_is_free()
-            assert cache.could_hold(0, 1) == free
+            assert cache.could_hold({PAGES: 0, STATES: 1}) == free
             try:
-                states.append(cache.take_state())
+                states.append(cache.take(STATES))
                 assert free
             except OutOfMemory:
                 assert not free
                 full.add("states")
-        cache.check(pages, states)
+        cache.check([{PAGES: pages, STATES: states}])
     assert len(pages) == page_extents * LAYOUT.pages_per_extent
     assert len(states) == (num_extents - page_extents) * LAYOUT.states_per_extent
 
@@ -67,34 +67,34 @@ def a_kept_path(cache: SchemeCache, num_pages: int, name: int = 0) -> list[Entry
     path: list[Entry] = []
     for depth in range(num_pages):
         key = PageKey((depth + 1000 * name).to_bytes(16, "little"))
-        path.append(cache.insert(path[-1] if path else None, key, cache.take_page())[0])
+        path.append(cache.insert(path[-1] if path else None, key, cache.take(PAGES))[0])
     return path
 
 
 def test_page_evicts_a_page_and_a_state_a_state() -> None:
     cache = a_cache(2, 1)
     path = a_kept_path(cache, LAYOUT.pages_per_extent)
-    cache.keep_checkpoint(path[0], Checkpoint(cache.take_state()))
+    cache.keep_checkpoint(path[0], Checkpoint((cache.take(STATES),)))
     for entry in reversed(path):
         cache.unpin(entry)
-    page = cache.take_page()
+    page = cache.take(PAGES)
     assert path[0].checkpoint is not None
     assert len(cache.index) == LAYOUT.pages_per_extent - 1
-    state = cache.take_state()
+    state = cache.take(STATES)
     assert path[0].checkpoint is None
     assert len(cache.index) == LAYOUT.pages_per_extent - 1
-    cache.check([page], [state])
+    cache.check([{PAGES: [page], STATES: [state]}])
 
 
 def test_held_memory_is_not_taken() -> None:
     cache = a_cache(2, 1)
     path = a_kept_path(cache, LAYOUT.pages_per_extent)
-    cache.keep_checkpoint(path[-1], Checkpoint(cache.take_state()))
+    cache.keep_checkpoint(path[-1], Checkpoint((cache.take(STATES),)))
     cache.pin_checkpoint(path[-1])
     with pytest.raises(OutOfMemory):
-        cache.take_page()
+        cache.take(PAGES)
     with pytest.raises(OutOfMemory):
-        cache.take_state()
+        cache.take(STATES)
 
 
 @pytest.mark.parametrize("num_pages", [1, 10])
@@ -115,7 +115,7 @@ def test_state_takes_nothing_from_pages_and_a_refusal_costs_no_cache(num_pages: 
 def cached(cache: SchemeCache, num_pages: int, name: int) -> Entry:
     """Cache a path with a checkpoint at its end, as a request that has ended leaves it."""
     path = a_kept_path(cache, num_pages, name)
-    cache.keep_checkpoint(path[-1], Checkpoint(cache.take_state()))
+    cache.keep_checkpoint(path[-1], Checkpoint((cache.take(STATES),)))
     for entry in reversed(path):
         cache.unpin(entry)
     return path[-1]
@@ -128,27 +128,27 @@ def test_both_classes_share_all_bytes(name: str, data: st.DataObject) -> None:
     cache = cache_of(NAMED[name], 4)
     pages_max = 4 * LAYOUT.pages_per_extent
     num_states = data.draw(st.integers(0, 4))
-    states = [cache.take_state() for _ in range(num_states)]
+    states = [cache.take(STATES) for _ in range(num_states)]
     left = pages_max - num_states * STATE_PAGES
-    assert cache.could_hold(left, 0)
-    assert not cache.could_hold(left + 1, 0)
-    pages = [cache.take_page() for _ in range(left)]
+    assert cache.could_hold({PAGES: left, STATES: 0})
+    assert not cache.could_hold({PAGES: left + 1, STATES: 0})
+    pages = [cache.take(PAGES) for _ in range(left)]
     with pytest.raises(OutOfMemory):
-        cache.take_page()
+        cache.take(PAGES)
     with pytest.raises(OutOfMemory):
-        cache.take_state()
+        cache.take(STATES)
     for page in pages[:STATE_PAGES]:
-        cache.free_page(page)
+        cache.pools[PAGES].unpin(page)
     if left >= STATE_PAGES:
-        states.append(cache.take_state())
-        cache.check(pages[STATE_PAGES:], states)
+        states.append(cache.take(STATES))
+        cache.check([{PAGES: pages[STATE_PAGES:], STATES: states}])
 
 
 def test_ratio_is_that_of_its_owner() -> None:
     cache = cache_of(NAMED["sglang-ratio"], 19)
-    assert cache.could_hold(10 * LAYOUT.pages_per_extent, 9)
-    assert not cache.could_hold(0, 10)
-    assert not cache.could_hold(10 * LAYOUT.pages_per_extent + 1, 0)
+    assert cache.could_hold({PAGES: 10 * LAYOUT.pages_per_extent, STATES: 9})
+    assert not cache.could_hold({PAGES: 0, STATES: 10})
+    assert not cache.could_hold({PAGES: 10 * LAYOUT.pages_per_extent + 1, STATES: 0})
 
 
 def test_states_at_an_end_get_no_memory_from_cached_pages() -> None:
@@ -160,11 +160,11 @@ def test_states_at_an_end_get_no_memory_from_cached_pages() -> None:
     assert entry.checkpoint is None, "a cached state goes first"
     ledger.release("first")
     num_entries = len(cache.index)
-    first = cache.take_state()
+    first = cache.take(STATES)
     with pytest.raises(OutOfMemory):
-        cache.take_state()
+        cache.take(STATES)
     assert len(cache.index) == num_entries
-    cache.free_state(first)
+    cache.pools[STATES].unpin(first)
     assert not cache.counters["dead_ends"]
     ledger.reserve(ledger.open("second", spare_slots_min=1), 1)
     assert cache.counters["dead_ends"] == 1
@@ -176,12 +176,12 @@ def test_states_of_the_unified_pool_take_memory_from_cached_pages_last() -> None
     cache = cache_of(NAMED["sglang-unified"], 3)
     entry = cached(cache, 3 * LAYOUT.pages_per_extent - STATE_PAGES, 0)
     num_entries = len(cache.index)
-    states = [cache.take_state()]
+    states = [cache.take(STATES)]
     assert entry.checkpoint is None
     assert len(cache.index) == num_entries, "a cached state goes first"
-    states.append(cache.take_state())
+    states.append(cache.take(STATES))
     assert len(cache.index) == num_entries - STATE_PAGES
-    cache.check([], states)
+    cache.check([{PAGES: [], STATES: states}])
 
 
 def test_blocks_of_one_size_are_evicted_by_their_last_use() -> None:
@@ -191,6 +191,6 @@ def test_blocks_of_one_size_are_evicted_by_their_last_use() -> None:
     older = cached(cache, 4 * LAYOUT.pages_per_extent - 2 * STATE_PAGES - 1, 0)
     newer = cached(cache, 1, 1)
     cache.index.use([older])
-    cache.take_page()
+    cache.take(PAGES)
     assert newer not in list(cache.index), "although a leaf of the other path is there"
     assert older.checkpoint is not None

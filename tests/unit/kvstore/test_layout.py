@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.kvstore.layout import (
-    DTYPE_BYTES,
+    KV_FORMATS,
     Attention,
     KvDtype,
     Latent,
@@ -92,7 +92,7 @@ def test_layout_gives_each_byte_of_a_page_to_one_element(layout: Layout) -> None
     owners = torch.zeros(arena.numel(), dtype=torch.int32)
     for view in caches.kv:
         assert view.shape[0] * layout.page_bytes == arena.numel()
-        _own(owners, view, DTYPE_BYTES[layout.kv_dtype])
+        _own(owners, view, KV_FORMATS[layout.kv_dtype].element_bytes)
     assert owners.eq(1).all()
 
 

@@ -25,7 +25,7 @@ from tidemill.cluster.cli.top import Snapshot, WorkerRow, compare, render_top, t
 from tidemill.cluster.metrics import specs
 from tidemill.cluster.metrics.scrape import HistogramSnapshot, Scraped, scraped
 from tidemill.kvstore.errors import TidemillError
-from tidemill.workers.messages import MemoryUse, Unserved, WorkerLoad
+from tidemill.workers.messages import NO_MEMORY, Unserved, WorkerLoad
 
 MIB = 1 << 20
 
@@ -188,7 +188,7 @@ def test_top_tables_fit_and_escape_names() -> None:
             running_rows=128,
             waiting_rows=1024,
             queued_tokens=1_234_567,
-            memory=MemoryUse(pages_live=999 << 30, states_live=999 << 30),
+            memory=NO_MEMORY | {"pages_live": 999 << 30, "states_live": 999 << 30},
             budget_bytes=999 << 31,
         ),
     )

@@ -8,11 +8,11 @@ import pytest
 
 from tidemill.cluster.observability import worker_line
 from tidemill.cluster.observability.worker_line import WorkerLine, line_of
-from tidemill.workers.messages import MemoryUse, WorkerLoad
+from tidemill.workers.messages import NO_MEMORY, WorkerLoad
 
 MIB = 1 << 20
 IDLE = WorkerLoad(
-    memory=MemoryUse(pages_cached=3 * MIB, free=MIB),
+    memory=NO_MEMORY | {"pages_cached": 3 * MIB, "free": MIB},
     budget_bytes=64 * MIB,
     state_slots=0,
     counters={"steps": 5.0, "generated_tokens": 100.0, "computed_tokens": 40.0},
@@ -21,7 +21,7 @@ BUSY = replace(
     IDLE,
     running_rows=3,
     waiting_rows=2,
-    memory=MemoryUse(pages_live=2 * MIB, pages_cached=MIB, states_live=MIB // 2),
+    memory=NO_MEMORY | {"pages_live": 2 * MIB, "pages_cached": MIB, "states_live": MIB // 2},
     counters={
         **IDLE.counters,
         "steps": 900.0,

@@ -433,7 +433,7 @@ def test_interrupt_aborts_all_of_the_call(settings: dict[str, Any]) -> None:
         assert tokens_of(llm.generate(PROMPTS, GREEDY)) == before
 
     async def live_bytes() -> int:
-        return llm._built.engine.load().memory.live  # pyright: ignore[reportPrivateUsage]
+        return llm._built.engine.load().live_bytes  # pyright: ignore[reportPrivateUsage]
 
     assert asyncio.run(live_bytes()) == 0
 

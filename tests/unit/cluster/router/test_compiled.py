@@ -14,7 +14,7 @@ from tidemill.cluster.router.compiled import CompiledPlacement, CompiledPrefixes
 from tidemill.cluster.router.fleet_view import Fleet, HeartbeatArrived, WorkerLost
 from tidemill.cluster.router.placement import bookings, place
 from tidemill.cluster.router.prefix_table import Chain, Prefixes
-from tidemill.workers.messages import Announcement, Heartbeat, MemoryUse, Role, Speed, WorkerId
+from tidemill.workers.messages import NO_MEMORY, Announcement, Heartbeat, Role, Speed, WorkerId
 
 P = 64
 ROLES: tuple[Role, ...] = ("prefill", "decode", "mixed")
@@ -58,7 +58,7 @@ def random_heartbeat(rng: Random, sequence: int, keys: Sequence[bytes], roles: S
         running_rows=rng.randrange(4),
         waiting_rows=rng.randrange(2),
         streams=rng.randrange(3),
-        memory=MemoryUse(pages_live=rng.randrange(30) << 20),
+        memory=NO_MEMORY | {"pages_live": rng.randrange(30) << 20},
     )
 
 

@@ -24,7 +24,7 @@ from tidemill.cluster.router.fleet_view import (
     wants_full_announcement,
 )
 from tidemill.cluster.router.prefix_table import LOG_SLACK
-from tidemill.workers.messages import Announcement, MemoryUse, Role, Speed, WorkerId
+from tidemill.workers.messages import NO_MEMORY, Announcement, Role, Speed, WorkerId
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=80)
 A, B = WorkerId("decode-0.1"), WorkerId("decode-1.1")
@@ -125,7 +125,7 @@ def test_fleet_forgets_a_lost_worker() -> None:
 def test_fleet_replaces_a_heartbeat_by_the_next_one() -> None:
     fleet = Fleet()
     speed = Speed(step_s=0.1, token_s=0.2, pair_s=0.3, row_s=0.4, fetch_bytes_per_s=0.5)
-    memory = MemoryUse(pages_live=30, states_live=12, pages_cached=50)
+    memory = NO_MEMORY | {"pages_live": 30, "states_live": 12, "pages_cached": 50}
     report = partial(
         apply,
         fleet,

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.cluster.heartbeats import heartbeat, worker_info
 from tidemill.cluster.router.memory_budgets import GATHER_S_MAX, LEND_AFTER_S, PRESSED_S, Budgets
-from tidemill.workers.messages import Heartbeat, MemoryUse, RequestError, WorkerInfo
+from tidemill.workers.messages import NO_MEMORY, Heartbeat, RequestError, WorkerInfo
 
 MIB = 1 << 20
 SHARE = 64 * MIB
@@ -47,7 +47,7 @@ class Worker:
     def heartbeat(self) -> Heartbeat:
         return heartbeat(
             self.info(),
-            memory=MemoryUse(pages_live=self.live, empty=self.mapped - self.live),
+            memory=NO_MEMORY | {"pages_live": self.live, "empty": self.mapped - self.live},
             budget_bytes=self.budget,
             wanted_bytes=self.wanted,
             counters=dict(self.counters),

@@ -14,7 +14,7 @@ from tests.support.cluster.heartbeats import heartbeat, placement_request
 from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.cluster.router.fleet_view import Fleet, HeartbeatArrived
 from tidemill.cluster.router.placement import ANSWER_TOKENS, GAP_PAGES_MAX, GAP_S_MAX, HOP_S, bookings, place
-from tidemill.workers.messages import Announcement, Heartbeat, MemoryUse, Role, Speed, WorkerId, WorkerLoad
+from tidemill.workers.messages import NO_MEMORY, Announcement, Heartbeat, Role, Speed, WorkerId, WorkerLoad
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=100)
 P = 64
@@ -289,11 +289,11 @@ def test_placement_takes_full_workers_last(speed: Speed) -> None:
     """It takes one with free memory however long its queue, else the one that is least over its budget."""
     request = prompt(640, max_new_tokens=ANSWER_TOKENS)
     worker = partial(measured, role="mixed", speed=speed, budget_bytes=100 * PAGE_BYTES)
-    full = worker("a", memory=MemoryUse(pages_live=90 * PAGE_BYTES))
+    full = worker("a", memory=NO_MEMORY | {"pages_live": 90 * PAGE_BYTES})
     busy = partial(worker, "b", queued_s=20.0, queued_tokens=20_000, running_rows=5)
-    free = busy(memory=MemoryUse(pages_live=80 * PAGE_BYTES))
+    free = busy(memory=NO_MEMORY | {"pages_live": 80 * PAGE_BYTES})
     assert decode_of(fleet_of(full, free), request) == "b"
-    fuller = busy(memory=MemoryUse(pages_live=100 * PAGE_BYTES))
+    fuller = busy(memory=NO_MEMORY | {"pages_live": 100 * PAGE_BYTES})
     assert decode_of(fleet_of(full, fuller), request) == "a"
 
 

@@ -9,7 +9,8 @@ import torch
 from tests.support.kvstore.leases import ROOT, P, a_cache, snapshot
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import page_keys
-from tidemill.kvstore.memory.allocation_sites import AllocationSite
+from tidemill.kvstore.layout import PAGES, STATES, WINDOWS
+from tidemill.kvstore.memory.demand import CHECKPOINT_STATE
 from tidemill.kvstore.memory.entry import Checkpoint, Entry
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.memory.ledger import Ledger
@@ -18,19 +19,19 @@ KEYS = {0: page_keys(ROOT, [0] * 60, P), 1: page_keys(ROOT, [1] * 60, P)}
 """The keys of the two requests, by their number of spare slots."""
 
 BACKING = "backing.map"
-SITES = (*AllocationSite, BACKING)
+SITES = (PAGES, STATES, WINDOWS, CHECKPOINT_STATE, BACKING)
 
 
 @dataclass
 class Refuser:
     """Refuses the call number `nth` of `site`, also as a backing that refuses to map."""
 
-    site: AllocationSite | str
+    site: str
     nth: int
-    calls: Counter[AllocationSite | str] = field(default_factory=Counter[AllocationSite | str])
+    calls: Counter[str] = field(default_factory=Counter[str])
     memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
-    def __call__(self, site: AllocationSite | str) -> bool:
+    def __call__(self, site: str) -> bool:
         self.calls[site] += 1
         return site == self.site and self.calls[site] == self.nth + 1
 
@@ -94,7 +95,7 @@ class Driver:
         self._reserve(lease, boundary)
         self.ledger.launch(lease, boundary)
         self._reserve(lease, boundary + 1)
-        calls = self.refuser.calls[AllocationSite.CHECKPOINT_STATE]
+        calls = self.refuser.calls[CHECKPOINT_STATE]
         refused = self.refuser.has_refused
         second = self.ledger.launch(lease, boundary + 1, keep=True)
         self.ledger.check()
@@ -103,18 +104,18 @@ class Driver:
         self.ledger.check()
         assert kept == (second.reads not in [state for _, state in second.writes])
         assert kept or self.refuser.has_refused > refused
-        assert kept or self.refuser.calls[AllocationSite.CHECKPOINT_STATE] > calls
+        assert kept or self.refuser.calls[CHECKPOINT_STATE] > calls
         self.ledger.commit(lease, boundary + 1, KEYS[lease.spare_slots_min])
         self.ledger.check()
 
     def _reserve(self, lease: Lease, end: int, drafts: int = 0) -> None:
-        before = (snapshot(lease), self.ledger.usage().pages_pinned, self.ledger.usage().states_pinned)
+        before = (snapshot(lease), self.ledger.usage().pinned[PAGES], self.ledger.usage().pinned[STATES])
         try:
             self.ledger.reserve(lease, end, drafts=drafts)
         except OutOfMemory:
             self.refused_reserves += 1
             self.ledger.check()
-            after = (snapshot(lease), self.ledger.usage().pages_pinned, self.ledger.usage().states_pinned)
+            after = (snapshot(lease), self.ledger.usage().pinned[PAGES], self.ledger.usage().pinned[STATES])
             assert after == before
             self.ledger.reserve(lease, end, drafts=drafts)
         self.ledger.check()
@@ -136,7 +137,7 @@ class Driver:
 
 
 @pytest.mark.parametrize("site", SITES, ids=str)
-def test_ledger_survives_a_refusal_at_each_allocation(site: AllocationSite | str) -> None:
+def test_ledger_survives_a_refusal_at_each_allocation(site: str) -> None:
     nth = 0
     while True:
         refuser = Refuser(site, nth)
@@ -144,13 +145,13 @@ def test_ledger_survives_a_refusal_at_each_allocation(site: AllocationSite | str
         driver.run()
         if not refuser.has_refused:
             break
-        if site is AllocationSite.CHECKPOINT_STATE:
+        if site == CHECKPOINT_STATE:
             assert driver.refused_reserves == 0, "a checkpoint is optional"
         elif site != BACKING:
             assert (driver.refused_reserves, driver.refused_checkpoints) == (1, 0)
         usage = driver.ledger.usage()
-        assert (driver.ledger.num_leases, usage.pages_pinned, usage.states_pinned) == (0, 0, 0)
-        assert usage.windows_pinned == 0
+        assert (driver.ledger.num_leases, usage.pinned[PAGES], usage.pinned[STATES]) == (0, 0, 0)
+        assert usage.pinned[WINDOWS] == 0
         assert driver.ledger.resize(1), "everything can be evicted"
         nth += 1
     assert nth > 1, f"no driver reaches {site}"
@@ -160,7 +161,7 @@ def test_ledger_reuses_cached_memory_when_the_system_refuses_extents() -> None:
     """Requests use cached memory, and fail when there is none; no memory leaks."""
 
     class Full(Refuser):
-        def __call__(self, site: AllocationSite | str) -> bool:
+        def __call__(self, site: str) -> bool:
             self.calls[site] += 1
             return site == BACKING and self.calls[site] > self.nth
 

@@ -4,19 +4,36 @@
 # pyright: reportPrivateUsage=false
 
 from collections import Counter
-from typing import Generic
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tidemill.kvstore.errors import OutOfMemory
-from tidemill.kvstore.layout import Attention, Layout, Linear, PageId, StateId, layout_of
-from tidemill.kvstore.memory.arena import SPARE_EXTENTS_MAX, Arena, Id, Pool
+from tidemill.kvstore.keys import PageKey
+from tidemill.kvstore.layout import (
+    PAGES,
+    STATES,
+    Attention,
+    Layout,
+    Linear,
+    ObjectClass,
+    PageId,
+    layout_of,
+)
+from tidemill.kvstore.memory.arena import SPARE_EXTENTS_MAX, Arena, Pool
+from tidemill.kvstore.memory.entry import Entry
+
+Action = Literal["pin", "unpin", "own", "disown"]
+ACTIONS: tuple[Action, ...] = get_args(Action)
 
 choices = st.integers(0, 999)
+classes = st.sampled_from([PAGES, STATES, "blobs"])
 
 
 class FakeBacking:
@@ -57,30 +74,39 @@ class FakeBacking:
     def close(self) -> None: ...
 
 
-def a_layout(states_per_extent: int, *, hybrid: bool = True) -> Layout:
-    """An extent has `states_per_extent` states of 24 bytes, or 3 times as many pages of 8."""
+def a_layout(states_per_extent: int) -> Layout:
+    """An extent has `states_per_extent` states or blobs of 24 bytes, or 3 times as many pages of 8."""
     linear = Linear(key_heads=1, value_heads=1, key_dim=1, value_dim=2, conv_width=2)
     attention = Attention(kv_heads=1, head_dim=1)
-    layers = (linear, attention) if hybrid else (attention,)
-    layout = layout_of(layers, 1, extent_bytes_min=24 * states_per_extent, granule_bytes=1)
-    assert layout.pages_per_extent == 3 * states_per_extent
-    assert layout.states_per_extent == (states_per_extent if hybrid else 0)
-    return layout
+    layout = layout_of((linear, attention), 1, extent_bytes_min=24 * states_per_extent, granule_bytes=1)
+    assert (layout.pages_per_extent, layout.states_per_extent) == (3 * states_per_extent, states_per_extent)
+    return replace(layout, others=(ObjectClass("blobs", 24, states_per_extent, shared=True),))
 
 
-class PoolModel(Generic[Id]):
-    """The model of a pool: its pinned and cached ids. The extent of an id follows from the id."""
+def an_entry(number: int) -> Entry:
+    return Entry(PageKey(bytes([number])), None, 1, PageId(number))
 
-    def __init__(self, pool: Pool[Id]) -> None:
+
+@dataclass
+class Held:
+    """The pins and the owners of an object."""
+
+    pins: int = 1
+    owners: list[Entry] = field(default_factory=list[Entry])
+
+
+class PoolModel:
+    """The model of a pool. The extent of an id follows from the id."""
+
+    def __init__(self, pool: Pool[Any]) -> None:
         self.pool = pool
-        self.pinned: dict[Id, None] = {}
-        self.cached: dict[Id, None] = {}
+        self.objects: dict[int, Held] = {}
 
     @property
     def by_extent(self) -> Counter[int]:
-        return Counter(taken // self.pool.objects_per_extent for taken in (*self.pinned, *self.cached))
+        return Counter(taken // self.pool.objects_per_extent for taken in self.objects)
 
-    def take(self, *, may_open: bool) -> Id | None:
+    def take(self, *, may_open: bool) -> None:
         """Take an id, and assert that it is from the fullest extent, or else from an empty one."""
         taken = self.by_extent
         fullest = max(
@@ -91,44 +117,41 @@ class PoolModel(Generic[Id]):
         except OutOfMemory:
             assert fullest is None
             assert not may_open
-            return None
-        assert fresh not in self.pinned
-        assert fresh not in self.cached
+            return
+        assert fresh not in self.objects
         assert taken.get(self.pool.extent_of(fresh)) == fullest
         assert fullest is not None or may_open
-        self.pinned[fresh] = None
-        return fresh
+        self.objects[fresh] = Held()
 
-    def free(self, choice: int, *, cached: bool) -> None:
-        ids = self.cached if cached else self.pinned
-        if ids:
-            freed = list(ids)[choice % len(ids)]
-            del ids[freed]
-            self.pool.free(freed)
+    def change(self, choice: int, action: Action) -> None:
+        """Add or remove a pin or an owner, where the class allows it."""
+        taken, held = list(self.objects.items())[choice % len(self.objects)]
+        if action == "pin":
+            self.pool.pin(taken)
+            held.pins += 1
+        elif action == "unpin" and held.pins:
+            self.pool.unpin(taken)
+            held.pins -= 1
+        elif action == "own" and held.pins and (self.pool.shared or not held.owners):
+            held.owners.append(an_entry(choice % 256))
+            self.pool.own(taken, held.owners[-1])
+        elif action == "disown" and held.owners:
+            self.pool.disown(taken, held.owners.pop(choice % len(held.owners)))
+        if not (held.pins or held.owners):
+            del self.objects[taken]
 
-    def unpin(self, choice: int) -> None:
-        if self.pinned:
-            chosen = list(self.pinned)[choice % len(self.pinned)]
-            del self.pinned[chosen]
-            self.cached[chosen] = None
-            self.pool.unpin(chosen)
-
-    def pin(self, choice: int) -> None:
-        if self.cached:
-            chosen = list(self.cached)[choice % len(self.cached)]
-            del self.cached[chosen]
-            self.pinned[chosen] = None
-            self.pool.pin(chosen)
-
-    def check(self) -> None:
-        taken = self.by_extent
-        num_pinned = Counter(number // self.pool.objects_per_extent for number in self.pinned)
+    def check(self) -> list[int]:
+        pinned = {taken for taken, held in self.objects.items() if held.pins}
+        taken, pins = self.by_extent, Counter(number // self.pool.objects_per_extent for number in pinned)
         assert self.pool.num_extents == len(taken), "an extent belongs to its class while it has objects"
-        assert set(self.pool.reclaimable) == set(taken) - set(num_pinned)
-        assert (self.pool.num_pinned, self.pool.num_cached) == (len(self.pinned), len(self.cached))
+        assert set(self.pool.reclaimable) == set(taken) - set(pins)
+        assert (self.pool.num_pinned, self.pool.num_cached) == (len(pinned), len(self.objects) - len(pinned))
         assert self.pool.num_free == len(taken) * self.pool.objects_per_extent - taken.total()
-        for extent, count in taken.items():
-            assert len(self.pool.taken_in(extent)) == count
+        assert all(len(self.pool.taken_in(extent)) == count for extent, count in taken.items())
+        assert all(self.pool.owners_of(number) == tuple(held.owners) for number, held in self.objects.items())
+        read = Counter({number: held.pins for number, held in self.objects.items() if held.pins})
+        owners = {number: dict.fromkeys(held.owners) for number, held in self.objects.items() if held.owners}
+        return self.pool.check(Counter(), read, owners)
 
 
 class ArenaAgainstDicts(RuleBasedStateMachine):
@@ -136,59 +159,35 @@ class ArenaAgainstDicts(RuleBasedStateMachine):
         num_extents=st.integers(1, 14),
         budget=choices,
         states_per_extent=st.integers(1, 3),
-        hybrid=st.booleans(),
         ahead=st.integers(0, 4),
         kept=st.integers(0, 10),
     )
-    def build(
-        self,
-        num_extents: int,
-        budget: int,
-        states_per_extent: int,
-        hybrid: bool,  # noqa: FBT001  drawn
-        ahead: int,
-        kept: int,
-    ) -> None:
-        self.layout = a_layout(states_per_extent, hybrid=hybrid)
+    def build(self, num_extents: int, budget: int, states_per_extent: int, ahead: int, kept: int) -> None:
+        self.layout = a_layout(states_per_extent)
         self.backing = FakeBacking(self.layout.extent_bytes)
         budget = budget % num_extents + 1
         self.kept = min(kept, budget)
         self.arena = Arena(self.layout, num_extents, self.backing, budget, ahead, self.kept)
         self.ahead = ahead
-        self.pages: PoolModel[PageId] = PoolModel(self.arena.pages)
-        self.states: PoolModel[StateId] = PoolModel(self.arena.states)
+        self.pools = {name: PoolModel(pool) for name, pool in self.arena.pools.items()}
 
-    @rule(count=st.integers(1, 12))
-    def take_pages(self, count: int) -> None:
+    @rule(name=classes, count=st.integers(1, 12))
+    def take(self, name: str, count: int) -> None:
         for _ in range(count):
-            self.pages.take(may_open=self._may_open())
+            self.pools[name].take(may_open=self._may_open())
 
-    @precondition(lambda self: self.layout.hybrid)
-    @rule(count=st.integers(1, 4))
-    def take_states(self, count: int) -> None:
-        for _ in range(count):
-            self.states.take(may_open=self._may_open())
-
-    @rule(pages=st.booleans(), cached=st.booleans(), picks=st.lists(choices, max_size=20))
-    def free(self, pages: bool, cached: bool, picks: list[int]) -> None:  # noqa: FBT001  drawn
+    @rule(name=classes, action=st.sampled_from(ACTIONS), picks=st.lists(choices, max_size=20))
+    def change(self, name: str, action: Action, picks: list[int]) -> None:
         for choice in picks:
-            (self.pages if pages else self.states).free(choice, cached=cached)
+            if self.pools[name].objects:
+                self.pools[name].change(choice, action)
 
-    @rule(pages=st.booleans())
-    def free_all(self, pages: bool) -> None:  # noqa: FBT001  drawn
-        pool = self.pages if pages else self.states
-        while pool.pinned or pool.cached:
-            pool.free(0, cached=not pool.pinned)
-
-    @rule(pages=st.booleans(), picks=st.lists(choices, max_size=8))
-    def unpin(self, pages: bool, picks: list[int]) -> None:  # noqa: FBT001  drawn
-        for choice in picks:
-            (self.pages if pages else self.states).unpin(choice)
-
-    @rule(pages=st.booleans(), picks=st.lists(choices, max_size=4))
-    def pin(self, pages: bool, picks: list[int]) -> None:  # noqa: FBT001  drawn
-        for choice in picks:
-            (self.pages if pages else self.states).pin(choice)
+    @rule(name=classes)
+    def free_all(self, name: str) -> None:
+        while self.pools[name].objects:
+            self.pools[name].change(0, "unpin")
+            if self.pools[name].objects:
+                self.pools[name].change(0, "disown")
 
     @rule(budget=choices)
     def resize(self, budget: int) -> None:
@@ -202,16 +201,12 @@ class ArenaAgainstDicts(RuleBasedStateMachine):
 
     @invariant()
     def pools_match_the_model(self) -> None:
-        self.pages.check()
-        self.states.check()
-        pages = (list(self.pages.pinned), list(self.pages.cached))
-        self.arena.check(pages, (list(self.states.pinned), list(self.states.cached)))
+        self.arena.check(chain.from_iterable(pool.check() for pool in self.pools.values()))
 
     @invariant()
     def each_extent_has_one_class_and_is_mapped_while_used(self) -> None:
-        pages, states = self.pages.by_extent, self.states.by_extent
-        assert pages.keys().isdisjoint(states)
-        used = {extent * self.layout.extent_bytes for extent in (*pages, *states)}
+        used = {extent * self.layout.extent_bytes for extent in self._extents()}
+        assert len(used) == len(self._extents())
         assert used <= self.backing.mapped
         assert len(self.backing.mapped - used) <= max(SPARE_EXTENTS_MAX, self.kept)
         assert len(self.backing.mapped) >= self.kept
@@ -229,19 +224,19 @@ class ArenaAgainstDicts(RuleBasedStateMachine):
     @invariant()
     def usage_counts_extents_and_objects(self) -> None:
         usage, mapped = self.arena.usage(), len(self.backing.mapped)
-        assert (usage.page_extents, usage.state_extents) == (
-            len(self.pages.by_extent),
-            len(self.states.by_extent),
-        )
-        assert usage.page_extents + usage.state_extents + usage.empty_extents == mapped
+        assert usage.extents == {name: len(pool.by_extent) for name, pool in self.pools.items()}
+        assert sum(usage.extents.values()) + usage.empty_extents == mapped
         assert usage.unmapped_extents == max(0, self.arena.budget_extents - mapped)
-        assert (usage.pages_pinned, usage.pages_cached) == (len(self.pages.pinned), len(self.pages.cached))
-        states = (len(self.states.pinned), len(self.states.cached))
-        assert (usage.states_pinned, usage.states_cached) == states
+        for name, pool in self.pools.items():
+            pinned = sum(held.pins > 0 for held in pool.objects.values())
+            assert (usage.pinned[name], usage.cached[name]) == (pinned, len(pool.objects) - pinned)
+
+    def _extents(self) -> list[int]:
+        return list(chain.from_iterable(pool.by_extent for pool in self.pools.values()))
 
     def _may_open(self) -> bool:
         """Return whether an extent is empty, or the system grants one."""
-        used, mapped = len(self.pages.by_extent) + len(self.states.by_extent), len(self.backing.mapped)
+        used, mapped = len(self._extents()), len(self.backing.mapped)
         return mapped > used or (mapped < self.arena.budget_extents and not self.backing.refusals)
 
 
@@ -266,7 +261,7 @@ def test_arena_maps_the_next_extents_ahead_of_need() -> None:
     for extent in range(4):
         ahead = {number * layout.extent_bytes for number in range(extent, min(extent + 2, 4))}
         assert backing.ahead == ahead
-        arena.states.take()
+        arena.pools[STATES].take()
         assert extent * layout.extent_bytes in backing.mapped
     assert not backing.ahead
     arena.resize(6)
@@ -279,121 +274,22 @@ def test_arena_maps_ahead_again_when_half_is_left() -> None:
     layout = a_layout(1)
     backing = FakeBacking(layout.extent_bytes)
     arena = Arena(layout, 16, backing, 16, ahead_extents=4)
-    arena.states.take()
+    arena.pools[STATES].take()
     left: list[int] = []
     for _ in range(8):
         left.append(len(backing.ahead))
-        arena.states.take()
+        arena.pools[STATES].take()
     assert left == [4, 3, 4, 3, 4, 3, 4, 3]
     arena.resize(11)  # two of those that were ahead are beyond it
     assert len(backing.ahead) == 2
 
 
-def test_arena_of_a_device_keeps_its_floor() -> None:
-    """More empty extents stay mapped than elsewhere, and the first is the first to be used."""
-    layout = a_layout(1)
-    backing = FakeBacking(layout.extent_bytes)
-    arena = Arena(layout, 14, backing, 14, kept_extents=11)
-    assert len(backing.mapped) == 11
-    states = [arena.states.take() for _ in range(13)]
-    assert arena.states.extent_of(states[0]) == 0
-    for state in states:
-        arena.states.free(state)
-    assert len(backing.mapped) == 11
-    arena.resize(11)
-    arena.check(([], []), ([], []))
-    assert 0 in backing.mapped
-
-
-def test_pool_takes_from_the_fullest_extent() -> None:
-    arena, _ = an_arena(2, 2)
-    pages = [arena.pages.take() for _ in range(9)]  # 6 in the first extent
-    arena.pages.free(pages[0])
-    assert arena.pages.take() == pages[0]
-    arena.pages.free(pages[0])
-    arena.pages.free(pages[1])
-    assert [arena.pages.extent_of(arena.pages.take()) for _ in range(3)] == [0, 0, 1]
-
-
-def test_arena_reuses_an_extent_for_another_class_when_it_is_empty() -> None:
-    arena, backing = an_arena(1, 2)
-    pages = [arena.pages.take() for _ in range(6)]
-    for page in pages[1:]:
-        arena.pages.free(page)
-        with pytest.raises(OutOfMemory):
-            arena.states.take()
-    arena.pages.free(pages[0])
-    states = [arena.states.take(), arena.states.take()]
-    with pytest.raises(OutOfMemory):
-        arena.pages.take()
-    arena.check(([], []), (states, []))
-    assert backing.calls == 1, "the extent was remapped"
-
-
-def test_arena_keeps_working_with_unmapped_extents_anywhere() -> None:
-    arena, _ = an_arena(9)
-    pages = [arena.pages.take() for _ in range(27)]
-    for extent in (1, 4, 7):
-        for page in pages[3 * extent : 3 * extent + 3]:
-            arena.pages.free(page)
-    states = [arena.states.take() for _ in range(3)]
-    assert {arena.states.extent_of(state) for state in states} == {1, 4, 7}
-    with pytest.raises(OutOfMemory):
-        arena.states.take()
-
-
-def test_arena_shrinks_to_the_budget_with_any_contents() -> None:
-    arena, backing = an_arena(6)
-    pages = [arena.pages.take() for _ in range(18)]
-    arena.resize(2)
-    assert arena.excess == 4
-    for num_freed, extent in enumerate((3, 0, 5, 2), 1):
-        for page in pages[3 * extent : 3 * extent + 3]:
-            arena.pages.free(page)
-        assert (arena.excess, len(backing.mapped)) == (4 - num_freed, 6 - num_freed)
-    with pytest.raises(OutOfMemory):
-        arena.states.take()
-    arena.resize(3)
-    arena.states.take()
-    assert len(backing.mapped) == 3
-
-
-def test_arena_unmaps_empty_extents_when_the_budget_shrinks() -> None:
-    arena, backing = an_arena(6)
-    pages = [arena.pages.take() for _ in range(15)]
-    for page in pages[:9]:
-        arena.pages.free(page)
-    assert (len(backing.mapped), arena.num_empty) == (5, 4)
-    arena.resize(3)
-    assert (len(backing.mapped), arena.num_empty) == (3, 1)
-    arena.resize(1)
-    assert (len(backing.mapped), arena.excess) == (2, 1)
-    arena.check((pages[9:], []), ([], []))
-
-
-def test_arena_keeps_an_extent_when_the_system_refuses_to_map_it() -> None:
-    arena, backing = an_arena(3)
-    for _ in range(3):
-        backing.refusals = 1
-        with pytest.raises(OutOfMemory, match="refused"):
-            arena.states.take()
-        arena.states.take()
-    assert len(backing.mapped) == 3
-
-
 def test_arena_does_not_remap_under_a_fluctuating_load() -> None:
     arena, backing = an_arena(SPARE_EXTENTS_MAX)
     for _ in range(5):
-        for page in [arena.pages.take() for _ in range(3 * SPARE_EXTENTS_MAX)]:
-            arena.pages.free(page)
+        for page in [arena.pools[PAGES].take() for _ in range(3 * SPARE_EXTENTS_MAX)]:
+            arena.pools[PAGES].unpin(page)
     assert backing.calls == SPARE_EXTENTS_MAX
-
-
-def test_arena_unmaps_idle_extents() -> None:
-    arena, backing = an_arena(20)
-    for page in [arena.pages.take() for _ in range(60)]:
-        arena.pages.free(page)
-    assert len(backing.mapped) == SPARE_EXTENTS_MAX
 
 
 class Buckets(list[dict[int, None]]):
@@ -410,39 +306,66 @@ class Buckets(list[dict[int, None]]):
 def test_pool_take_and_free_are_amortised_constant(num_extents: int) -> None:
     """Count accesses to buckets, instead of time, while the fullest extent empties and fills."""
     arena, _ = an_arena(num_extents, 8)
-    buckets = arena.pages._buckets = Buckets(arena.pages._buckets)
-    pages = [arena.pages.take() for _ in range(arena.pages.objects_per_extent * num_extents)]
+    buckets = arena.pools[PAGES]._buckets = Buckets(arena.pools[PAGES]._buckets)
+    pages = [arena.pools[PAGES].take() for _ in range(arena.pools[PAGES].objects_per_extent * num_extents)]
     for page in [*pages[::2], *pages[1::4]]:
-        arena.pages.free(page)
-    again = [arena.pages.take() for _ in range(len(pages) // 2)]
+        arena.pools[PAGES].unpin(page)
+    again = [arena.pools[PAGES].take() for _ in range(len(pages) // 2)]
     operations = len(pages) + len(pages) // 2 + len(pages[1::4]) + len(again)
     assert buckets.looks <= 6 * operations
 
 
-def test_pool_free_asserts_when_an_id_is_freed_twice() -> None:
+def test_pool_asserts_that_each_pin_and_owner_is_removed_once() -> None:
     arena, _ = an_arena(1)
-    page, _ = arena.pages.take(), arena.pages.take()
-    arena.pages.free(page)
-    with pytest.raises(AssertionError, match="twice"):
-        arena.pages.free(page)
+    pages, owner = arena.pools[PAGES], an_entry(1)
+    freed, cached = pages.take(), pages.take()
+    pages.unpin(freed)
+    pages.own(cached, owner)
+    pages.unpin(cached)
+    for wrong in (
+        lambda: pages.unpin(freed),
+        lambda: pages.pin(freed),
+        lambda: pages.own(freed, owner),
+        lambda: pages.unpin(cached),
+        lambda: pages.disown(cached, an_entry(2)),
+    ):
+        with pytest.raises(AssertionError):
+            wrong()
+    pages.pin(cached)
+    with pytest.raises(AssertionError, match="has an owner"):
+        pages.own(cached, an_entry(2))
 
 
-def test_pool_unpin_asserts_when_an_id_is_cached() -> None:
-    arena, _ = an_arena(1)
-    page = arena.pages.take()
-    arena.pages.unpin(page)
-    with pytest.raises(AssertionError):
-        arena.pages.unpin(page)
-
-
-@pytest.mark.parametrize(
-    ("pinned", "cached", "problem"),
-    [(2, 1, "leaked or has two"), (0, 1, "leaked or has two"), (1, 2, "two"), (1, 0, "without an owner")],
-)
-def test_pool_check_finds_leaks_and_double_owners(pinned: int, cached: int, problem: str) -> None:
+@pytest.mark.parametrize("name", [PAGES, "blobs"])
+def test_pool_check_finds_leaks_and_double_owners(name: str) -> None:
     arena, _ = an_arena(2)
-    page, other, state = arena.pages.take(), arena.pages.take(), arena.states.take()
-    arena.pages.unpin(other)
-    arena.check(([page], [other]), ([state], []))
-    with pytest.raises(AssertionError, match=problem):
-        arena.check(([page] * pinned, [other] * cached), ([state], []))
+    pool, owner = arena.pools[name], an_entry(1)
+    leased, cached = pool.take(), pool.take()
+    pool.own(cached, owner)
+    pool.unpin(cached)
+    owners = {cached: {owner: None}}
+    pool.check(Counter([leased]), Counter(), owners)
+    for wrong in (
+        (Counter[int](), Counter[int](), owners),
+        (Counter([leased, leased]), Counter[int](), owners),
+        (Counter([leased]), Counter([cached]), owners),
+        (Counter([leased]), Counter[int](), dict[int, dict[Entry, None]]()),
+        (Counter([leased]), Counter[int](), {cached: {an_entry(2): None}}),
+        (Counter([leased]), Counter[int](), {cached: {owner: None, an_entry(2): None}}),
+    ):
+        with pytest.raises(AssertionError):
+            pool.check(*wrong)
+
+
+def test_only_objects_of_a_shared_class_have_several_leases_and_owners() -> None:
+    arena, _ = an_arena(2)
+    owners = {an_entry(1): None, an_entry(2): None}
+    blobs, states = arena.pools["blobs"], arena.pools[STATES]
+    blob, state = blobs.take(), states.take()
+    for pool, taken in ((blobs, blob), (states, state)):
+        pool.pin(taken)
+        pool.own(taken, next(iter(owners)))
+    blobs.own(blob, list(owners)[1])
+    blobs.check(Counter([blob, blob]), Counter(), {blob: owners})
+    with pytest.raises(AssertionError, match="own an object"):
+        states.check(Counter([state, state]), Counter(), {state: {next(iter(owners)): None}})

@@ -3,7 +3,7 @@
 An extent has two pages of two tokens, or one state, unless a test sets another size.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from random import Random
 
@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from tests.support.kvstore.leases import ROOT, P, a_cache, could_serve
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import PageKey, page_keys
-from tidemill.kvstore.layout import PageId, StateId
+from tidemill.kvstore.layout import PAGES, STATES, WINDOWS, StateId
 from tidemill.kvstore.memory import eviction
-from tidemill.kvstore.memory.arena import Id
 from tidemill.kvstore.memory.cache import Cache
 from tidemill.kvstore.memory.entry import Checkpoint, Entry
 from tidemill.kvstore.memory.lease import Lease
@@ -28,14 +27,14 @@ def keep(cache: Cache, path: str, *, credit: float | None = None, pinned: str = 
     as `pinned` has an h stay pinned, and the checkpoint if it has an x."""
     entries: list[Entry] = []
     for key in (PageKey(path[:end].encode()) for end in range(1, len(path) + 1)):
-        page = cache.arena.pages.take()
+        page = cache.pools[PAGES].take()
         entry, taken_over = cache.insert(entries[-1] if entries else None, key, page)
         if not taken_over:
-            cache.free_page(page)
+            cache.pools[PAGES].unpin(page)
         entries.append(entry)
     if credit is not None:
         last = entries[-1]
-        cache.keep_checkpoint(last, Checkpoint(cache.arena.states.take()))
+        cache.keep_checkpoint(last, Checkpoint((cache.pools[STATES].take(),)))
         last.score = (credit, 0)
         cache.pin_checkpoint(last)
         if "x" not in pinned:
@@ -47,14 +46,7 @@ def keep(cache: Cache, path: str, *, credit: float | None = None, pinned: str = 
 
 
 def check(cache: Cache) -> None:
-    cache.index.check()
-    pages: tuple[list[PageId], list[PageId]] = [], []
-    states: tuple[list[StateId], list[StateId]] = [], []
-    for entry in cache.index:
-        pages[not entry.pins].append(entry.page)
-        if entry.checkpoint is not None:
-            states[not entry.checkpoint_pins].append(state_of(entry))
-    cache.arena.check(pages, states)
+    cache.check(())
 
 
 def state_of(entry: Entry) -> StateId:
@@ -76,28 +68,30 @@ def test_for_page_evicts_a_leaf_without_a_checkpoint_first() -> None:
     keep(cache, "ab", credit=1)
     keep(cache, "cd")
     keep(cache, "abe")  # in the last extent, and worthless below a checkpoint
-    cache.take_page()
-    cache.take_page()
+    cache.take(PAGES)
+    cache.take(PAGES)
     assert names(cache) == {"a", "ab", "c", "abe"}
     assert checkpoints(cache) == {"ab"}
-    cache.take_page()
-    cache.take_page()
+    cache.take(PAGES)
+    cache.take(PAGES)
     assert names(cache) == {"a", "ab"}
 
 
-def test_for_state_evicts_worthless_pages_before_a_checkpoint() -> None:
+def test_for_other_evicts_worthless_pages_before_a_checkpoint() -> None:
     cache = a_cache(4)
     keep(cache, "ab", credit=1)
     keep(cache, "cd", credit=2)
     with pytest.raises(OutOfMemory):
-        cache.arena.states.take()
+        cache.pools[STATES].take()
     (first, last) = cache.index.match([PageKey(b"c"), PageKey(b"cd")]).path
     cache.drop_checkpoint(last, "test")
-    cache.free_state(cache.take_state())  # the slot of the dropped checkpoint
-    taken = [cache.take_state(), cache.take_state()]
+    cache.pools[STATES].unpin(cache.take(STATES))  # the slot of the dropped checkpoint
+    taken = [cache.take(STATES), cache.take(STATES)]
     assert checkpoints(cache) == {"ab"}
     assert names(cache) == {"a", "ab"}
-    assert cache.arena.pages.extent_of(first.page) in {cache.arena.states.extent_of(state) for state in taken}
+    assert cache.pools[PAGES].extent_of(first.page) in {
+        cache.pools[STATES].extent_of(state) for state in taken
+    }
 
 
 def test_for_page_empties_an_extent_of_states_cheaper_than_any_leaf() -> None:
@@ -106,20 +100,20 @@ def test_for_page_empties_an_extent_of_states_cheaper_than_any_leaf() -> None:
     keep(cache, "efgh", credit=90)
     for path in ("a", "e"):
         (entry,) = cache.index.match([PageKey(path.encode())]).path
-        cache.keep_checkpoint(entry, Checkpoint(cache.arena.states.take()))
+        cache.keep_checkpoint(entry, Checkpoint((cache.pools[STATES].take(),)))
     for path in ("a", "e"):
         cache.index.match([PageKey(path.encode())]).path[0].score = (0.001, 0)
     cheap = {state_of(entry) for entry in cache.index if entry.key in {b"a", b"e"}}
-    assert {state // 2 for state in cheap} == {cache.arena.states.extent_of(state) for state in cheap}
-    assert cache.arena.usage().state_extents == 2
-    cache.take_page()  # the last extent
+    assert {state // 2 for state in cheap} == {cache.pools[STATES].extent_of(state) for state in cheap}
+    assert cache.arena.usage().extents[STATES] == 2
+    cache.take(PAGES)  # the last extent
     for _ in range(3):
-        cache.take_page()
+        cache.take(PAGES)
     assert checkpoints(cache) == {"a", "e", "abcd", "efgh"}
-    cache.take_page()
+    cache.take(PAGES)
     assert checkpoints(cache) == {"abcd", "efgh"}
     assert names(cache) == {"a", "ab", "abc", "abcd", "e", "ef", "efg", "efgh"}
-    assert cache.arena.usage().state_extents == 1
+    assert cache.arena.usage().extents[STATES] == 1
 
 
 def test_for_page_evicts_a_leaf_when_no_extent_of_states_can_be_emptied() -> None:
@@ -127,24 +121,24 @@ def test_for_page_evicts_a_leaf_when_no_extent_of_states_can_be_emptied() -> Non
     cache = a_cache(2, states_per_extent=2)
     keep(cache, "ab", credit=1)
     keep(cache, "cd", credit=5, pinned="hhx")
-    cache.take_page()
+    cache.take(PAGES)
     assert names(cache) == {"a", "c", "cd"}
     assert checkpoints(cache) == {"cd"}
 
 
-def test_for_state_evicts_the_cheapest_checkpoint() -> None:
+def test_for_other_evicts_the_cheapest_checkpoint() -> None:
     cache = a_cache(6)
     for path, credit in (("ab", 3), ("cd", 2), ("ef", 4)):
         keep(cache, path, credit=credit, pinned="h")
     for left in ({"ab", "ef"}, {"ef"}, set[str]()):
-        cache.take_state()
+        cache.take(STATES)
         assert checkpoints(cache) == left
         assert names(cache) == {"a", "ab", "c", "cd", "e", "ef"}, "an entry can lose only its checkpoint"
     with pytest.raises(OutOfMemory):
-        cache.take_state()
+        cache.take(STATES)
 
 
-def test_for_state_evicts_entries_below_the_pages_of_an_extent() -> None:
+def test_for_other_evicts_entries_below_the_pages_of_an_extent() -> None:
     """Leaves go first. The pages of `ab` and `x` share an extent; `abcd` is below, in another one."""
     cache = a_cache(3)
     keep(cache, "a", pinned="h")
@@ -152,11 +146,11 @@ def test_for_state_evicts_entries_below_the_pages_of_an_extent() -> None:
     keep(cache, "ab")
     keep(cache, "x")
     keep(cache, "abcd")
-    victim = eviction.for_state(cache.index, cache.arena, cache.layout)
+    victim = eviction.for_other(cache.index, cache.arena, cache.layout)
     assert victim is not None
     assert [entry.key for entry in victim.entries[:2]] == [b"abcd", b"abc"]
     assert {entry.key for entry in victim.entries[2:]} == {b"ab", b"x"}
-    cache.take_state()
+    cache.take(STATES)
     assert names(cache) == {"a", "y"}
 
 
@@ -186,10 +180,10 @@ def test_for_extent_finds_none_when_each_has_a_pinned_object() -> None:
     )
 
 
-def until_refused(take: Callable[[], Id]) -> Iterator[Id]:
+def until_refused(cache: Cache, name: str) -> Iterator[int]:
     with suppress(OutOfMemory):
         while True:
-            yield take()
+            yield cache.take(name)
 
 
 @pytest.mark.parametrize("pinned", ["", "h", "hh", "hhh", "hhhx"])
@@ -197,18 +191,18 @@ def test_eviction_never_chooses_pinned_objects(pinned: str) -> None:
     cache = a_cache(4, states_per_extent=2)
     keep(cache, "abc", credit=1, pinned=pinned)
     keep(cache, "def", credit=9)
-    pages = list(until_refused(cache.take_page))
-    states = list(until_refused(cache.take_state))
+    pages = list(until_refused(cache, PAGES))
+    states = list(until_refused(cache, STATES))
     assert names(cache) == {"abc"[: end + 1] for end in range(pinned.count("h"))}
     assert checkpoints(cache) == ({"abc"} if "x" in pinned else set())
-    cache.check(pages, states)
+    cache.check([{PAGES: pages, STATES: states}])
 
 
 def test_cache_advances_the_clock_by_the_price_of_a_victim() -> None:
     cache = a_cache(4)
     cheap = keep(cache, "ab", credit=2, pinned="h")[-1]
     expensive = keep(cache, "cd", credit=5, pinned="h")[-1]
-    cache.take_state()
+    cache.take(STATES)
     assert cheap.checkpoint is None
     assert cache.index.credit(expensive) == 3
 
@@ -266,23 +260,22 @@ def test_reserve_fails_only_when_evicting_everything_would_not_suffice(
     situation = Situation(Random(seed))
     cache, ledger = situation.cache, situation.ledger
     lease = ledger.open("new")
-    slots = 1 + drafts if cache.layout.has_states else 0
     pages = -(-num_tokens // P)
-    windows = pages if cache.layout.has_windows else 0
-    possible = could_serve(cache, situation.leases.values(), slots, pages, windows)
+    wanted = {
+        STATES: (1 + drafts) * cache.layout.has_states,
+        WINDOWS: pages * cache.layout.has_windows,
+        PAGES: pages,
+    }
+    possible = could_serve(cache, situation.leases.values(), wanted)
     cached, before = (entries_of(cache), cache.arena.usage()), ledger.counters.copy()
     try:
         ledger.reserve(lease, num_tokens, drafts=drafts)
     except OutOfMemory:
         assert not possible
         assert (entries_of(cache), cache.arena.usage(), ledger.counters) == (*cached, before)
-        assert not [*lease.private_pages, *lease.spare_slots, *lease.windows]
+        assert not any(lease.held.values())
     else:
-        assert (len(lease.private_pages), len(lease.spare_slots), len(lease.windows)) == (
-            pages,
-            slots,
-            windows,
-        )
+        assert {name: len(ids) for name, ids in lease.held.items()} == wanted
     ledger.check()
 
 

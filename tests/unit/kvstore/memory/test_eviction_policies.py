@@ -129,7 +129,7 @@ def test_spare_checkpoint_takes_no_value_from_those_below_it() -> None:
     below = insert_path(index, "aaac", checkpoints="...x")[-1]
     index.drop_checkpoint(last)
     index.drop_checkpoint(below)
-    index.keep_checkpoint(below, Checkpoint(StateId(99)))
+    index.keep_checkpoint(below, Checkpoint((StateId(99),)))
     assert below.saved_flops == 3, "a used one does"
 
 

@@ -7,7 +7,8 @@ import pytest
 from tests.support.kvstore.leases import KEYS, ROOT, P, a_cache, a_ledger, grow, scatter
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import page_keys
-from tidemill.kvstore.memory.allocation_sites import AllocationSite, Demand
+from tidemill.kvstore.layout import PAGES, STATES
+from tidemill.kvstore.memory.demand import CHECKPOINT_STATE
 from tidemill.kvstore.memory.ledger import Ledger
 
 
@@ -28,7 +29,7 @@ def test_roll_checkpoint_replaces_the_previous_one() -> None:
     ledger.release("a")
     ledger.release("reader")
     ledger.check()
-    assert ledger.usage().states_cached == 2
+    assert ledger.usage().cached[STATES] == 2
 
 
 def test_roll_checkpoint_is_skipped_without_memory_and_retried() -> None:
@@ -91,7 +92,7 @@ def test_keep_state_does_not_replace_an_existing_checkpoint() -> None:
     assert (first.states, first.source) == (states, None)
     assert first.pages == other.pages, "the page of the first writer is not shared"
     usage = ledger.usage()
-    assert (usage.pages_pinned, usage.states_pinned) == (1, 2)
+    assert (usage.pinned[PAGES], usage.pinned[STATES]) == (1, 2)
 
 
 def test_commit_frees_a_duplicate_page_when_no_step_reads_it() -> None:
@@ -110,7 +111,7 @@ def test_commit_frees_a_duplicate_page_when_no_step_reads_it() -> None:
     assert table[0] not in fresh.private_pages
     ledger.commit(lease, P + 1, KEYS)
     ledger.check()
-    assert ledger.usage().pages_pinned == 2 + 3
+    assert ledger.usage().pinned[PAGES] == 2 + 3
 
 
 def test_commit_returns_the_slots_of_rejected_drafts() -> None:
@@ -134,7 +135,7 @@ def test_commit_of_a_void_step_only_frees_its_memory() -> None:
     ledger.commit(lease, 3, KEYS)
     assert (void.void, lease.committed, lease.launched) == (True, 3, 3)
     assert lease.allocated == 4 * P
-    assert {state for _, state in void.writes} <= set(lease.owned_states())
+    assert {state for _, state in void.writes} <= set(lease.owned()[STATES])
     ledger.check()
     ledger.commit(lease, 7, KEYS)
     assert (lease.committed, lease.launched, ledger.num_slots) == (3, 3, 1)
@@ -155,7 +156,7 @@ def test_release_in_flight_frees_memory_after_the_last_step() -> None:
         assert (ledger.usage(), ledger.num_leases) == (before, 2)
         ledger.commit(lease, committed, KEYS)
     ledger.check()
-    assert (len(ledger.index), ledger.num_leases, ledger.usage().pages_pinned) == (0, 1, 0)
+    assert (len(ledger.index), ledger.num_leases, ledger.usage().pinned[PAGES]) == (0, 1, 0)
     assert not again.private_pages
 
 
@@ -220,9 +221,9 @@ def test_reserve_fails_without_its_headroom() -> None:
     ledger = a_ledger(4)
     lease = ledger.open("a")
     with pytest.raises(OutOfMemory):
-        ledger.reserve(lease, 2 * P, headroom=Demand(5))
+        ledger.reserve(lease, 2 * P, headroom={PAGES: 5})
     assert not [*lease.private_pages, *lease.spare_slots]
-    ledger.reserve(lease, 2 * P, headroom=Demand(4))
+    ledger.reserve(lease, 2 * P, headroom={PAGES: 4})
     assert len(lease.private_pages) == 2
     grow(ledger, lease, 6 * P)
 
@@ -259,7 +260,7 @@ def test_reserve_evicts_a_checkpoint_when_its_pages_need_the_extent() -> None:
     ledger.release("b")
     lease = ledger.open("c")
     ledger.reserve(lease, 7 * P)
-    assert (len(lease.private_pages), ledger.usage().state_extents) == (7, 1)
+    assert (len(lease.private_pages), ledger.usage().extents[STATES]) == (7, 1)
     ledger.check()
 
 
@@ -295,13 +296,13 @@ def test_reserve_fails_when_pages_are_scattered_over_all_extents() -> None:
 
 def test_skipped_checkpoint_evicts_no_other() -> None:
     """The path has its most checkpoints, and no slot is free for another."""
-    refused = set[AllocationSite]()
+    refused = set[str]()
     ledger = Ledger(a_cache(9), checkpoints_per_path=2, fail_allocation=refused.__contains__)
     lease = ledger.open("a")
     for num_pages in (1, 2):
         assert ledger.keep_state(grow(ledger, lease, num_pages * P))
     grow(ledger, lease, 3 * P)
-    refused.add(AllocationSite.CHECKPOINT_STATE)
+    refused.add(CHECKPOINT_STATE)
     assert not ledger.keep_state(lease)
     assert [entry.checkpoint is not None for entry in lease.shared_entries] == [True, True, False]
     refused.clear()
@@ -328,9 +329,7 @@ def test_open_asserts_one_lease_per_request() -> None:
 
 def test_deepest_states_inside_a_step_get_the_slots() -> None:
     asked = count()
-    ledger = a_ledger(
-        8, fail_allocation=lambda site: site is AllocationSite.CHECKPOINT_STATE and next(asked) > 0
-    )
+    ledger = a_ledger(8, fail_allocation=lambda site: site is CHECKPOINT_STATE and next(asked) > 0)
     lease = ledger.open("a")
     ledger.reserve(lease, 4 * P)
     flight = ledger.launch(lease, 4 * P, inside=(P, 2 * P, 3 * P))

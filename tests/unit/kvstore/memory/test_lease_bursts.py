@@ -4,6 +4,7 @@ import pytest
 
 from tests.support.kvstore.leases import ROOT, a_cache
 from tidemill.kvstore.keys import page_keys
+from tidemill.kvstore.layout import STATES
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.memory.ledger import Ledger
 
@@ -69,7 +70,7 @@ def test_roll_checkpoint_skips_leases_without_a_slot_in_a_burst() -> None:
         if end == LAST:
             assert kept >= 10
     usage = cache.arena.usage()
-    assert usage.states_pinned + usage.states_cached == NUM_LEASES + 10
+    assert usage.pinned[STATES] + usage.cached[STATES] == NUM_LEASES + 10
 
 
 def _roll(ledger: Ledger, lease: Lease) -> bool:

@@ -13,8 +13,7 @@ from tests.support.kvstore.leases import ROOT, P, a_cache, could_serve, snapshot
 from tests.support.kvstore.written import DeviceStep, Memory
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import PageKey, page_keys
-from tidemill.kvstore.layout import PageId, StateId
-from tidemill.kvstore.memory.allocation_sites import Demand
+from tidemill.kvstore.layout import PAGES, STATES, WINDOWS, PageId, StateId
 from tidemill.kvstore.memory.entry import Checkpoint, Entry
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.memory.ledger import FLIGHTS_MAX, Ledger
@@ -158,14 +157,8 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         if row.lease.flights:
             assert (row.lease.shared_entries, row.lease.committed, len(self.ledger.index)) == before
         else:
-            lease = row.lease
-            assert not [
-                *lease.shared_entries,
-                *lease.private_pages,
-                *lease.owned_states(),
-                *lease.sources(),
-                *lease.windows,
-            ]
+            assert not [*row.lease.shared_entries, *row.lease.sources()]
+            assert not any(row.lease.owned().values())
             self.released.remove(row)
 
     @precondition(lambda self: self.rows)
@@ -208,10 +201,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         enough = self.ledger.resize(budget_extents)
         assert self.ledger.budget_extents == budget_extents
         assert enough == (not self.ledger.excess)
-        arena = self.cache.arena
-        assert enough or not (
-            arena.pages.reclaimable or arena.states.reclaimable or arena.windows.reclaimable
-        )
+        assert enough or not any(pool.reclaimable for pool in self.cache.pools.values())
 
     @rule()
     def announce(self) -> None:
@@ -273,7 +263,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
                 assert own <= 1 + lease.spare_slots_min, "slots of the last step were not freed"
                 assert len(lease.states) <= 1
             else:
-                assert not lease.owned_states()
+                assert not lease.owned()[STATES]
 
     @invariant()
     def window_pages_out_of_the_window_are_freed(self) -> None:
@@ -291,8 +281,8 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
             self.ledger.commit(step.lease, step.flight.end, ())
         self.ledger.check()
         usage = self.ledger.usage()
-        assert (self.ledger.num_leases, usage.pages_pinned, usage.states_pinned) == (0, 0, 0)
-        assert usage.windows_pinned == 0
+        assert not self.ledger.num_leases
+        assert not any(usage.pinned.values())
         assert self.ledger.resize(1), "everything can be evicted"
 
     def _start(self, name: str, tokens: list[int], spare_slots_min: int) -> None:
@@ -312,7 +302,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
             self.ledger.reserve_fetched(row.lease, num_pages)
         except OutOfMemory:
             missing = num_pages - row.lease.windows_end
-            assert not could_serve(self.cache, self._leases(), 0, 0, missing)
+            assert not could_serve(self.cache, self._leases(), {WINDOWS: missing})
             self._release(row)
             return False
         positions = row.lease.fetched_windows
@@ -331,9 +321,10 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         num_windows = (
             -(-num_tokens // P) - lease.windows_end if headroom_windows is None else headroom_windows
         )
-        possible = could_serve(self.cache, self._leases(), slots, pages, max(0, num_windows) * has_windows)
+        wanted = {STATES: slots, PAGES: pages, WINDOWS: max(0, num_windows) * has_windows}
+        possible = could_serve(self.cache, self._leases(), wanted)
         source, spare_slots_min = lease.source, lease.spare_slots_min
-        headroom = Demand(windows=(headroom_windows or 0) * has_windows)
+        headroom = {WINDOWS: (headroom_windows or 0) * has_windows}
         end = None if headroom_windows is None else 0
         try:
             self.ledger.reserve(lease, num_tokens, drafts=drafts, headroom=headroom, windows_end=end)
@@ -386,7 +377,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         self.memory.launch(lease, flight, row.tokens, hybrid=self.has_states)
         indexes = range(flight.start // P, -(-end // P) if lease.windows else 0)
         written = [lease.window_table[index] for index in indexes]
-        assert not any(map(self.ledger.index.owners_of_window, written)), (
+        assert not any(map(self.cache.pools[WINDOWS].owners_of, written)), (
             "a cached window page is written again"
         )
         return True

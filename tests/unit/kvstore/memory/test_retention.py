@@ -34,7 +34,7 @@ class Retained:
             page = PageId(next(self._serial))
             entries.append(self.index.insert(entries[-1] if entries else None, key, page)[0])
         if self._hybrid and entries[-1].checkpoint is None:
-            self.index.keep_checkpoint(entries[-1], Checkpoint(StateId(next(self._serial))))
+            self.index.keep_checkpoint(entries[-1], Checkpoint((StateId(next(self._serial)),)))
         for entry in reversed(entries):
             self.index.unpin(entry)
         return entries[-1]

@@ -169,7 +169,7 @@ def test_spare_checkpoint_has_its_credit_until_the_clock_has_passed_it() -> None
     seen = Seen()
     index = seen.index
     entry = insert_path(index, "aaaa")[-1]
-    index.keep_checkpoint(entry, Checkpoint(StateId(5)), spare=True, credit=2.0)
+    index.keep_checkpoint(entry, Checkpoint((StateId(5),)), spare=True, credit=2.0)
     assert index.credit(entry) == 2
     index.age(1.5)
     assert index.credit(entry) == 0.5

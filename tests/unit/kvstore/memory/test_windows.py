@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.support.kvstore.leases import KEYS, ROOT, a_cache, a_ledger, grow
 from tests.support.kvstore.leases import P as PAGE
 from tidemill.kvstore.keys import PageKey, page_keys
-from tidemill.kvstore.layout import Attention, Latent, LayerSpec, Layout, Window, layout_of
+from tidemill.kvstore.layout import WINDOWS, Attention, Latent, LayerSpec, Layout, Window, layout_of
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.memory.ledger import Ledger
 
@@ -73,18 +73,18 @@ def test_long_prompt_pins_only_its_window_and_steps_in_flight(window: int, chunk
     assert lease.first_window == ledger.layout.first_visible_window(150)
     assert lease.window_table[: lease.first_window] == (0,) * lease.first_window
     ledger.release("long")
-    assert ledger.usage().windows_pinned == 0
+    assert ledger.usage().pinned[WINDOWS] == 0
 
 
 def test_checkpoint_shares_the_window_of_its_lease_and_outlives_it() -> None:
     ledger = a_ledger(20, hybrid=False, window=2 * PAGE + 1)
     lease = grow(ledger, ledger.open("a"), 3 * PAGE)
-    pinned = ledger.usage().windows_pinned
+    pinned = ledger.usage().pinned[WINDOWS]
     assert ledger.keep_state(lease)
     _check_windows(ledger, pinned=pinned, cached=0)
     window = lease.shared_entries[-1].checkpoint
     assert window is not None
-    assert (window.state, window.windows) == (None, tuple(lease.windows))
+    assert window == ((), tuple(lease.windows))
     grow(ledger, lease, 4 * PAGE)
     assert ledger.keep_state(lease)
     assert lease.shared_entries[-1].checkpoint is not None
@@ -124,7 +124,7 @@ def test_window_page_evicts_a_checkpoint_and_then_pages() -> None:
     lease = grow(ledger, ledger.open("a"), 4 * PAGE)
     ledger.keep_state(lease, last=True)
     ledger.release("a")
-    assert ledger.usage().windows_cached == 1
+    assert ledger.usage().cached[WINDOWS] == 1
     other = ledger.open("b")
     ledger.reserve(other, 6 * PAGE)
     ledger.check()
@@ -160,4 +160,4 @@ def _resume(ledger: Ledger, name: str, keys: list[PageKey]) -> Lease:
 def _check_windows(ledger: Ledger, *, pinned: int, cached: int) -> None:
     ledger.check()
     usage = ledger.usage()
-    assert (usage.windows_pinned, usage.windows_cached) == (pinned, cached)
+    assert (usage.pinned[WINDOWS], usage.cached[WINDOWS]) == (pinned, cached)

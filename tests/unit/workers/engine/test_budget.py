@@ -19,9 +19,9 @@ from tests.support.workers.bench import (
     run,
 )
 from tidemill.kvstore.errors import OutOfMemory
-from tidemill.kvstore.layout import Layout
-from tidemill.kvstore.memory.allocation_sites import AllocationSite
+from tidemill.kvstore.layout import PAGES, STATES, Layout
 from tidemill.kvstore.memory.backing import Fixed
+from tidemill.kvstore.memory.demand import CHECKPOINT_STATE
 from tidemill.workers.engine.memory_plan import extents_for
 from tidemill.workers.messages import Request
 from tidemill.workers.options import CheckpointStrategy
@@ -69,7 +69,7 @@ def test_overload_that_lasts(layout: Layout, strategy: CheckpointStrategy) -> No
             while not work.done():
                 load = one.engine.load()
                 if load.waiting_rows:
-                    unused = load.memory.empty + load.memory.unmapped
+                    unused = load.memory["empty"] + load.memory["unmapped"]
                     looks.append(1 - unused / load.budget_bytes)
                 await asyncio.sleep(0.5)
             await work
@@ -150,12 +150,12 @@ def test_cached_objects_are_evicted_before_running_requests(layout: Layout) -> N
             work = asyncio.create_task(one.answer(a_request(prompt(20, 77), 40)))
             await one.until(lambda: one.engine.load().running_rows == 1)
             kept = one.ledger.usage()
-            assert kept.page_extents + kept.state_extents > floor
+            assert kept.extents[PAGES] + kept.extents[STATES] > floor
             one.engine.resize(0)
             await one.until(lambda: not one.ledger.excess)
             await work
             used = one.ledger.usage()
-            assert used.page_extents + used.state_extents + used.empty_extents <= floor
+            assert used.extents[PAGES] + used.extents[STATES] + used.empty_extents <= floor
             assert one.count("evicted_pages_for_resize") > 0
             if layout is TIGHT:  # an extent holds one thing, so nothing that runs is in the way
                 assert one.engine.preempted == []
@@ -185,39 +185,39 @@ def test_idle_worker_shrinks_immediately() -> None:
             await one.settle()
             one.engine.resize(7 * one.layout.extent_bytes)
             used = one.ledger.usage()
-            assert used.page_extents + used.state_extents + used.empty_extents <= 7
+            assert used.extents[PAGES] + used.extents[STATES] + used.empty_extents <= 7
             await one.answer_all(requests_of(12, 20, 10))
 
     run(main())
 
 
 REACHED = {
-    "none": (AllocationSite.RUN_PAGE, AllocationSite.RUN_STATE, AllocationSite.CHECKPOINT_STATE),
-    "lazy": (AllocationSite.RUN_PAGE, AllocationSite.RUN_STATE, AllocationSite.CHECKPOINT_STATE),
-    "double": (AllocationSite.RUN_PAGE, AllocationSite.RUN_STATE, AllocationSite.SPARE_STATE),
+    "none": (PAGES, STATES, CHECKPOINT_STATE),
+    "lazy": (PAGES, STATES, CHECKPOINT_STATE),
+    "double": (PAGES, STATES),
 }
 
 
 @pytest.mark.parametrize(
     ("strategy", "site"), [(name, site) for name, sites in REACHED.items() for site in sites]
 )
-def test_memory_refused_at_each_site(strategy: CheckpointStrategy, site: AllocationSite) -> None:
+def test_memory_refused_at_each_site(strategy: CheckpointStrategy, site: str) -> None:
     """Refuse memory at the n-th time, once or a few times in a row, for every n that is reached."""
 
     async def main() -> None:
         requests = requests_of(4, 9, 14)
         for first in range(1, 1000):
-            asked = Counter[AllocationSite]()
+            asked = Counter[str]()
             times = 1 + first % 4
 
             def refuses(
-                asking: AllocationSite,
+                asking: str,
                 first: int = first,
                 times: int = times,
-                asked: Counter[AllocationSite] = asked,
+                asked: Counter[str] = asked,
             ) -> bool:
                 asked[asking] += 1
-                return asking is site and first <= asked[site] < first + times
+                return asking == site and first <= asked[site] < first + times
 
             async with bench(strategy=strategy, num_extents=8, tuning=Tuning(refuses=refuses)) as one:
                 await one.answer_all(requests)

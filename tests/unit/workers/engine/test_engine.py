@@ -2,7 +2,7 @@
 
 import asyncio
 from contextlib import aclosing
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 import pytest
 
@@ -20,7 +20,7 @@ from tests.support.workers.bench import (
     run,
 )
 from tidemill.kvstore.keys import PageKey, page_keys
-from tidemill.kvstore.layout import layout_of
+from tidemill.kvstore.layout import STATES, layout_of
 from tidemill.workers.messages import (
     ANNOUNCED_KEY_BYTES,
     Produced,
@@ -135,8 +135,8 @@ def test_bytes_of_the_load_add_up_at_any_time() -> None:
             rows_max = 0
             while not work.done():
                 load = one.engine.load()
-                assert sum(astuple(load.memory)) == load.budget_bytes == budget_bytes
-                assert min(*astuple(load.memory), load.queued_tokens, load.wanted_bytes) >= 0
+                assert sum(load.memory.values()) == load.budget_bytes == budget_bytes
+                assert min(*load.memory.values(), load.queued_tokens, load.wanted_bytes) >= 0
                 rows_max = max(rows_max, load.running_rows + load.waiting_rows)
                 one.ledger.check()
                 await asyncio.sleep(0.003)
@@ -145,7 +145,7 @@ def test_bytes_of_the_load_add_up_at_any_time() -> None:
             await one.settle()
             load = one.engine.load()
             assert (load.running_rows, load.waiting_rows, load.queued_tokens) == (0, 0, 0)
-            assert (load.memory.live, load.wanted_bytes, load.state_slots) == (0, 0, 0)
+            assert (load.live_bytes, load.wanted_bytes, load.state_slots) == (0, 0, 0)
             assert load.counters["generated_tokens"] == 5 * 20
 
     run(main())
@@ -156,7 +156,7 @@ def test_decoding_keeps_one_checkpoint_per_stream() -> None:
         async with bench(layout=fold_layout(1, hybrid=True)) as one:
             await one.answer(a_request(prompt(2), 100))
             await one.settle()
-            assert one.ledger.usage().states_cached == 2, "at the end of the prompt, and of the answer"
+            assert one.ledger.usage().cached[STATES] == 2, "at the end of the prompt, and of the answer"
 
     run(main())
 

@@ -19,7 +19,7 @@ from tests.support.workers.bench import (
     run,
 )
 from tidemill.kvstore.keys import Kind, ObjectKey, page_keys
-from tidemill.kvstore.layout import Latent, Layout, layout_of, restorable_end
+from tidemill.kvstore.layout import STATES, Latent, Layout, layout_of, restorable_end
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.page_store import Got, Put
 from tidemill.workers.engine.publisher import PUBLICATIONS_MAX
@@ -241,7 +241,7 @@ def test_pages_in_every_extent_do_not_lock_out_a_request_that_is_fetched(
         async with bench(store, layout=layout, num_extents=8, tuning=tuning) as one:
             scatter(one.ledger, page_keys(root_of(""), request.tokens, 2), path_pages=7)
             one.engine.resize(num_extents * layout.extent_bytes)
-            assert one.ledger.usage().state_extents == num_extents - 7
+            assert one.ledger.usage().extents[STATES] == num_extents - 7
             (delta,) = [delta async for delta in one.engine.generate(request)]
             assert delta.provenance is not None
             assert delta.provenance.computed_tokens == 1

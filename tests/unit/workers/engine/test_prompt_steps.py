@@ -22,7 +22,7 @@ from tests.support.workers.bench import (
     run,
 )
 from tidemill.kvstore.keys import Kind, page_keys
-from tidemill.kvstore.layout import Layout, Linear, layout_of
+from tidemill.kvstore.layout import STATES, Layout, Linear, layout_of
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.workers.messages import Request
 
@@ -73,7 +73,7 @@ def test_prompts_that_do_not_come_again_push_out_nothing(
         async with bench(layout=layout, num_extents=num_extents) as one:
             await one.answer(requests[0])
             usage = one.ledger.usage()
-            assert max(usage.states_cached, usage.windows_cached) > 5, "while memory is free"
+            assert max(usage.cached[STATES], usage.cached["windows"]) > 5, "while memory is free"
             for request in requests[1:]:
                 await one.answer(request)
             for request in requests:

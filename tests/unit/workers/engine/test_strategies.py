@@ -21,7 +21,7 @@ from tests.support.workers.bench import (
 )
 from tidemill.kvstore.keys import page_keys
 from tidemill.kvstore.layout import Layout
-from tidemill.kvstore.memory.allocation_sites import AllocationSite
+from tidemill.kvstore.memory.demand import CHECKPOINT_STATE
 from tidemill.workers.messages import Request
 from tidemill.workers.options import CheckpointStrategy
 from tidemill.workers.scheduling.admission import PREEMPTIONS_MAX
@@ -88,10 +88,10 @@ def test_boundary_without_a_slot_is_caught_up_with_at_the_next_page(
     """The second slot of `double` is its own: nothing that others take can refuse it."""
     asked = 0
 
-    def refuses(site: AllocationSite) -> bool:
+    def refuses(site: str) -> bool:
         nonlocal asked
-        asked += site is AllocationSite.CHECKPOINT_STATE
-        return site is AllocationSite.CHECKPOINT_STATE and 2 <= asked < 2 + refusals
+        asked += site == CHECKPOINT_STATE
+        return site == CHECKPOINT_STATE and 2 <= asked < 2 + refusals
 
     async def main() -> None:
         async with bench(strategy=strategy, tuning=Tuning(interval=4, refuses=refuses)) as one:

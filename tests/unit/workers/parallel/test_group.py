@@ -146,7 +146,7 @@ async def worker(settings: EngineSettings, **changes: object) -> AsyncGenerator[
         if not running.done():
             await built.engine.drain_publications()
             load = built.engine.load()
-            assert (load.memory.live, load.running_rows, load.waiting_rows) == (0, 0, 0)
+            assert (load.live_bytes, load.running_rows, load.waiting_rows) == (0, 0, 0)
     finally:
         running.cancel()
         await asyncio.wait({running})

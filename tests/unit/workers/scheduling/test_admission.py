@@ -4,6 +4,7 @@ import asyncio
 from contextlib import aclosing
 
 from tests.support.workers.bench import ATTENTION_ONLY, HYBRID, Bench, Tuning, a_request, bench, prompt, run
+from tidemill.kvstore.layout import PAGES
 
 P = HYBRID.page_tokens
 STEP_TOKENS = 16
@@ -37,7 +38,7 @@ def test_long_prompts_take_memory_one_after_the_other_and_as_they_advance() -> N
                 ):  # of which the launched ones may still be counted
                     looks += 1
                     assert load.running_rows == 1
-                    assert (usage.pages_pinned - 1) * P <= length - left + AHEAD_TOKENS
+                    assert (usage.pinned[PAGES] - 1) * P <= length - left + AHEAD_TOKENS
             assert looks > 20
             assert order == ["first", "second", "third"]
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from random import Random
 
 import pytest
@@ -11,8 +11,8 @@ from tests.support.kvstore.leases import P, a_ledger
 from tests.support.sim.fold import fold_layout
 from tests.support.workers.bench import ATTENTION_ONLY, HYBRID, TIGHT, Tuning, a_request, bench, prompt, run
 from tidemill.kvstore.keys import Namespace, page_keys
-from tidemill.kvstore.layout import Layout, StateId
-from tidemill.kvstore.memory.allocation_sites import AllocationSite, never
+from tidemill.kvstore.layout import PAGES, STATES, Layout, StateId
+from tidemill.kvstore.memory.demand import FailAllocation, never
 from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import PENDING, Row
@@ -50,7 +50,7 @@ class Desk:
         *,
         num_extents: int = 60,
         hybrid: bool = True,
-        refuses: Callable[[AllocationSite], bool] = never,
+        refuses: FailAllocation = never,
         drafts_max: int = 0,
         tokens_max: int = 40,
         strategy: CheckpointStrategy = "lazy",
@@ -194,14 +194,14 @@ def test_guesses_do_not_go_beyond_the_answer() -> None:
     assert desk.launch().rows[0].row.drafts == 2, "and the one that is drawn behind them"
 
 
-@pytest.mark.parametrize("refused", [AllocationSite.SCRATCH_STATE, AllocationSite.RUN_PAGE])
-def test_without_memory_for_guesses_it_runs_without_them(refused: AllocationSite) -> None:
-    asked = Counter[AllocationSite]()
+@pytest.mark.parametrize("refused", [STATES, PAGES])
+def test_without_memory_for_guesses_it_runs_without_them(refused: str) -> None:
+    asked = Counter[str]()
     strict = False
 
-    def refuses(site: AllocationSite) -> bool:
+    def refuses(site: str) -> bool:
         asked[site] += 1
-        return strict and site is refused
+        return strict and site == refused
 
     desk = Desk(drafts_max=4, strategy="none", refuses=refuses)
     desk.arrives("a", (1, 2, 3), guesses=(8, 9, 10, 11))
@@ -215,9 +215,7 @@ def test_without_memory_for_guesses_it_runs_without_them(refused: AllocationSite
 def test_no_request_loses_memory_while_a_step_is_in_flight() -> None:
     """The next step waits instead; when nothing is in flight the youngest gives way."""
     strict = False
-    desk = Desk(
-        hybrid=False, refuses=lambda site: strict and site is AllocationSite.RUN_PAGE and not desk.preempted
-    )
+    desk = Desk(hybrid=False, refuses=lambda site: strict and site == PAGES and not desk.preempted)
     desk.arrives("old", (1, 2))
     desk.arrives("young", (3, 4))
     first = desk.launch()

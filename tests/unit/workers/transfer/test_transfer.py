@@ -130,7 +130,7 @@ class Group:
         for depth, (key, page) in enumerate(zip(KEYS, PAGES, strict=True), 1):
             entries.append(Entry(key, entries[-1] if entries else None, depth, page))
         if self.layout.hybrid:
-            entries[-1].checkpoint = Checkpoint(SLOT if self.layout.has_states else None, tuple(self.windows))
+            entries[-1].checkpoint = Checkpoint((SLOT,) * self.layout.has_states, tuple(self.windows))
         return Lease(P, shared_entries=entries, source=entries[-1])
 
     def _places(self) -> Iterator[list[tuple[slice, bytes]]]:

@@ -22,7 +22,7 @@ from tidemill.cluster.processes.scaling.autoscaling import (
     role_load,
     take_sample,
 )
-from tidemill.workers.messages import MemoryUse, Role, WorkerLoad
+from tidemill.workers.messages import NO_MEMORY, Role, WorkerLoad
 
 STEP_S = 2.0
 START_S = 20.0
@@ -209,7 +209,7 @@ def test_decide_waits_for_starting_workers_up_to_start_s_max() -> None:
 def test_busy_share_depends_on_role(role: Role, busy: float) -> None:
     status = worker_status("w", role)  # 2 MiB of streams; its budget is 4 MiB, it brought 8 MiB
     half = worker_status("v", role, state="draining")
-    load = WorkerLoad(memory=MemoryUse(pages_live=2 << 20), budget_bytes=4 << 20)
+    load = WorkerLoad(memory=NO_MEMORY | {"pages_live": 2 << 20}, budget_bytes=4 << 20)
     shrunk = type(status)(
         info=status.info, load=load, state="ready", heard_ago_s=0, restorable_depths=0, set_bytes=0
     )
