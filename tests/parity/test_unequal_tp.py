@@ -152,7 +152,8 @@ class Group:
         entries: list[Entry] = []
         for depth, (key, page) in enumerate(zip(KEYS, self.pages, strict=False), 1):
             entries.append(Entry(key, entries[-1] if entries else None, depth, page))
-        entries[-1].checkpoint = Checkpoint((self.slot,), tuple(self.windows[i] for i in self.last_window))
+        states = () if self.slot is None else (self.slot,)
+        entries[-1].checkpoint = Checkpoint(states, tuple(self.windows[i] for i in self.last_window))
         lease = Lease(P, shared_entries=entries, source=entries[-1])
         return await self.transfer.publish(lease, KEYS, 0, checkpoint=True)
 

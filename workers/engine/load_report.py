@@ -110,10 +110,11 @@ def memory_use(ledger: Ledger, ranks: int = 1) -> dict[str, int]:
     """Return the bytes of all `ranks` together, by use."""
     layout, usage = ledger.layout, ledger.usage()
     extent_bytes = layout.extent_bytes * ranks
-    taken = dict[str, int]()
+    use = NO_MEMORY.copy()
     for row in layout.classes:
-        taken[f"{row.name}_live"] = usage.pinned[row.name] * row.bytes * ranks
-        taken[f"{row.name}_cached"] = usage.cached[row.name] * row.bytes * ranks
-    free = sum(usage.extents.values()) * extent_bytes - sum(taken.values())
-    empty, unmapped = usage.empty_extents * extent_bytes, usage.unmapped_extents * extent_bytes
-    return NO_MEMORY | taken | {"free": free, "empty": empty, "unmapped": unmapped}
+        use[f"{row.name}_live"] = usage.pinned[row.name] * row.bytes * ranks
+        use[f"{row.name}_cached"] = usage.cached[row.name] * row.bytes * ranks
+    use["free"] = sum(usage.extents.values()) * extent_bytes - sum(use.values())
+    use["empty"] = usage.empty_extents * extent_bytes
+    use["unmapped"] = usage.unmapped_extents * extent_bytes
+    return use

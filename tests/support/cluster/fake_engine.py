@@ -16,11 +16,11 @@ from tidemill.kvstore.errors import StoreError
 from tidemill.workers.contract.engine import RunningEngine
 from tidemill.workers.inbox import Emit
 from tidemill.workers.messages import (
+    NO_MEMORY,
     Announcement,
     Delta,
     EngineInfo,
     HandedOver,
-    NO_MEMORY,
     Produced,
     Provenance,
     Request,

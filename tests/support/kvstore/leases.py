@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from tidemill.kvstore.keys import Namespace, PageKey, page_keys
@@ -11,6 +11,7 @@ from tidemill.kvstore.layout import (
     PAGES,
     Attention,
     Linear,
+    ObjectClass,
     Window,
     layout_of,
 )
@@ -38,6 +39,7 @@ def a_cache(
     window: int = 0,
     policy: Policy = "value",
     backing: Backing | None = None,
+    others: Sequence[ObjectClass] = (),
 ) -> Cache:
     """A token takes 8 bytes, and 8 more with a `window`; a state takes 24.
 
@@ -52,6 +54,7 @@ def a_cache(
     extent_bytes = 8 * page_tokens * state_pages * states_per_extent
     layout = layout_of(layers, page_tokens, extent_bytes_min=extent_bytes, granule_bytes=1)
     assert layout.pages_per_extent == state_pages * states_per_extent
+    layout = replace(layout, others=tuple(others))
     arena = Arena(layout, num_extents, backing or Fixed(num_extents * layout.extent_bytes))
     return Cache(layout, arena, PrefixIndex(layout, policy))
 

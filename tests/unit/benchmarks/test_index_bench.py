@@ -22,7 +22,7 @@ def test_forest_is_full_seeded_and_shares_prefixes() -> None:
     assert forest.paths == full_forest(2_000, "value", Random(0)).paths
     assert is_prefix_of_another(forest)
     assert cache.arena.num_empty == 0
-    cache.check([], [])
+    cache.check(())
 
 
 def test_command_writes_its_figures(tmp_path: Path) -> None:

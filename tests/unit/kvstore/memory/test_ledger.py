@@ -13,7 +13,8 @@ from tests.support.kvstore.leases import ROOT, P, a_cache, could_serve, snapshot
 from tests.support.kvstore.written import DeviceStep, Memory
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import PageKey, page_keys
-from tidemill.kvstore.layout import PAGES, STATES, WINDOWS, PageId, StateId
+from tidemill.kvstore.layout import PAGES, STATES, WINDOWS, ObjectClass, PageId, StateId
+from tidemill.kvstore.memory.demand import NOTHING, Demand
 from tidemill.kvstore.memory.entry import Checkpoint, Entry
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.memory.ledger import FLIGHTS_MAX, Ledger
@@ -27,6 +28,9 @@ Keep = Literal["keep", "last", "roll", "nothing"]
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 choices = st.integers(0, 999)
 keeps = st.sampled_from(["keep", "last", "roll", "nothing"])
+
+BLOBS = ObjectClass("blobs", 24, 2, shared=True)
+"""A class that only this test has: leases have its objects together, as they will have adapters."""
 
 
 @dataclass(eq=False)
@@ -66,7 +70,9 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         policy: Policy,
         checkpoints_per_path: int,
     ) -> None:
-        self.cache = a_cache(num_extents, states_per_extent, hybrid=hybrid, window=window, policy=policy)
+        self.cache = a_cache(
+            num_extents, states_per_extent, hybrid=hybrid, window=window, policy=policy, others=[BLOBS]
+        )
         self.ledger = Ledger(self.cache, checkpoints_per_path)
         self.has_states, self.hybrid = hybrid, hybrid or window > 0
         self.memory = Memory(P, window)
@@ -178,6 +184,17 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
 
     @precondition(lambda self: self.rows)
     @rule(choice=choices)
+    def share_a_blob(self, choice: int) -> None:
+        """Give a row a blob that others have, or a new one."""
+        row = self.rows[choice % len(self.rows)]
+        held = sorted(self._blobs() - set(row.lease.held.get(BLOBS.name, [])))
+        if held and choice % 3:
+            self.ledger.join(row.lease, BLOBS.name, [held[choice % len(held)]])
+        else:
+            self._reserve(row, row.lease.allocated, others={BLOBS.name: 1})
+
+    @precondition(lambda self: self.rows)
+    @rule(choice=choices)
     def release(self, choice: int) -> None:
         self._release(self.rows[choice % len(self.rows)])
 
@@ -219,6 +236,11 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         reading = Counter(entry for lease in leases for entry in lease.sources())
         for entry in self.ledger.index:
             assert (entry.pins, entry.checkpoint_pins) == (pins[entry], reading[entry])
+
+    @invariant()
+    def blobs_are_freed_with_their_last_lease(self) -> None:
+        usage = self.ledger.usage()
+        assert (usage.pinned[BLOBS.name], usage.cached[BLOBS.name]) == (len(self._blobs()), 0)
 
     @invariant()
     def memory_contains_the_tokens_of_each_row(self) -> None:
@@ -309,8 +331,16 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         self.memory.allocate((), (), row.lease.windows[-len(positions) :] if positions else ())
         return True
 
+    def _blobs(self) -> set[int]:
+        return {blob for lease in self._leases() for blob in lease.held.get(BLOBS.name, [])}
+
     def _reserve(
-        self, row: Row, num_tokens: int, drafts: int = 0, headroom_windows: int | None = None
+        self,
+        row: Row,
+        num_tokens: int,
+        drafts: int = 0,
+        headroom_windows: int | None = None,
+        others: Demand = NOTHING,
     ) -> bool:
         """Reserve; or assert that memory was short, the lease is unchanged, and end the request."""
         lease = row.lease
@@ -321,13 +351,15 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         num_windows = (
             -(-num_tokens // P) - lease.windows_end if headroom_windows is None else headroom_windows
         )
-        wanted = {STATES: slots, PAGES: pages, WINDOWS: max(0, num_windows) * has_windows}
+        wanted = {**others, STATES: slots, PAGES: pages, WINDOWS: max(0, num_windows) * has_windows}
         possible = could_serve(self.cache, self._leases(), wanted)
         source, spare_slots_min = lease.source, lease.spare_slots_min
         headroom = {WINDOWS: (headroom_windows or 0) * has_windows}
         end = None if headroom_windows is None else 0
         try:
-            self.ledger.reserve(lease, num_tokens, drafts=drafts, headroom=headroom, windows_end=end)
+            self.ledger.reserve(
+                lease, num_tokens, drafts=drafts, headroom=headroom, windows_end=end, others=others
+            )
         except OutOfMemory:
             took_back = (lease.source, lease.spare_slots_min) != (source, spare_slots_min)
             assert not possible
