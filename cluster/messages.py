@@ -50,7 +50,7 @@ SetBy = Literal["operator", "broker", "share"]
 """The origin of a budget: an operator, the broker, or the share that the worker started with."""
 
 
-class SetBudget(NamedTuple):
+class BudgetTarget(NamedTuple):
     """A target for the memory budget of a worker, and its origin."""
 
     by: SetBy
@@ -81,7 +81,7 @@ class FleetStatus:
     workers: tuple[WorkerStatus, ...]
     held: int = 0
 
-    def with_budgets(self, budgets: Mapping[str, SetBudget]) -> "FleetStatus":
+    def with_budgets(self, budgets: Mapping[str, BudgetTarget]) -> "FleetStatus":
         """Replace the budget targets by those of another router, given by worker name."""
         return replace(
             self,
@@ -109,16 +109,6 @@ class RoleScale:
     leaving: tuple[str, ...] = ()
     least: int | None = None
     most: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemberOrder:
-    """An order about the edges that join by a token: list them, make a token for an edge of this `name`, or
-    revoke what `name` is: an edge, or the serial of a certificate. A token lasts for `life_s`."""
-
-    kind: Literal["list", "token", "revoke"]
-    name: str = ""
-    life_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

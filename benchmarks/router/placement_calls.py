@@ -26,7 +26,8 @@ from benchmarks.rows import write_rows
 from tidemill.cluster.messages import PlacementRequest
 from tidemill.cluster.router.compiled import load
 from tidemill.cluster.router.server import RouterService
-from tidemill.cluster.rpc.router_client import RouterClient, at
+from tidemill.cluster.rpc.router_client import RouterClient
+from tidemill.cluster.rpc.router_failover import always_at
 
 WORKERS = (16, 1024, 10_000)
 WAITING = (1, 16, 64)
@@ -73,7 +74,7 @@ def _is_asked(pipe: Connection) -> bool:
 
 async def ask(address: str, requests: Sequence[PlacementRequest], waiting: int) -> list[float]:
     """Place all requests, `waiting` of them at a time. Return the seconds of each answer."""
-    client, taken_s, left = RouterClient(at(address)), list[float](), list(requests)
+    client, taken_s, left = RouterClient(always_at(address)), list[float](), list(requests)
     await client.place(left[0])  # connects
 
     async def one_after_another() -> None:

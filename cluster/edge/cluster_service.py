@@ -1,7 +1,6 @@
 """The service behind the HTTP edge: the flow over a router and the workers of one model."""
 
 import asyncio
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -11,18 +10,13 @@ from tidemill.cluster.edge.failure_detector import watch
 from tidemill.cluster.edge.flow import WAIT_S_MAX, serve
 from tidemill.cluster.edge.service import ReportingEdge, ServedModel
 from tidemill.cluster.edge.tracing import TracedPeers, TracedRouter
-from tidemill.cluster.messages import (
-    FleetStatus,
-    MemberOrder,
-    MembersAnswer,
-    Misses,
-    RoleScale,
-)
+from tidemill.cluster.messages import FleetStatus, Misses
+from tidemill.cluster.orders import AnswerT, Order, Reset, SetBudget
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.workers.inbox import Emit
-from tidemill.workers.messages import EngineInfo, Request, Role, StreamPiece, Unserved
+from tidemill.workers.messages import EngineInfo, Request, StreamPiece, Unserved
 
 REPORT_S = 1.0
 """The period of an edge's reports to the supervisor."""
@@ -76,25 +70,13 @@ class ClusterService:
 
     async def reset_prefix_cache(self) -> None:
         """Change all names; entries under the old names are evicted like anything unused."""
-        self.resets = max(self.resets, await self._router.reset(self._edge.id))
+        self.resets = max(self.resets, await self._router.carry_out(Reset(self._edge.id)))
 
-    async def set_budget(self, worker: str, budget_bytes: int | None) -> None:
-        await (self._memory or self._router).set_budget(worker, budget_bytes)
-
-    async def drain(self, worker: str, *, drain: bool, force: bool = False) -> None:
-        await self._router.drain(worker, drain=drain, force=force)
-
-    async def set_role(self, worker: str, role: Role) -> None:
-        await self._router.set_role(worker, role)
-
-    async def scale(self, counts: Mapping[Role, int], *, pending: bool = False) -> str | None:
-        return await self._router.scale(counts, pending=pending)
-
-    async def roles(self) -> tuple[RoleScale, ...]:
-        return await self._router.roles()
-
-    async def members(self, order: MemberOrder) -> MembersAnswer:
-        return await self._router.members(order)
+    async def carry_out(self, order: Order[AnswerT]) -> AnswerT:
+        router = self._router
+        if self._memory is not None and issubclass(type(order), SetBudget):
+            router = self._memory
+        return await router.carry_out(order)
 
     async def run(self) -> None:
         """Give up workers that are lost, and report to the supervisor, until cancelled."""

@@ -1,19 +1,13 @@
 """The edge's interface to the cluster: one served model, its streams, and the state of the fleet."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from tidemill.cluster.messages import (
-    FleetStatus,
-    MemberOrder,
-    MembersAnswer,
-    Misses,
-    RoleScale,
-)
+from tidemill.cluster.messages import FleetStatus, Misses
+from tidemill.cluster.orders import AnswerT, Order
 from tidemill.workers.inbox import Emit
-from tidemill.workers.messages import Request, Role, StreamPiece
+from tidemill.workers.messages import Request, StreamPiece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,28 +68,6 @@ class Service(Protocol):
         """Make new requests find nothing cached before, at every edge. Raises Unserved."""
         ...
 
-    async def set_budget(self, worker: str, budget_bytes: int | None) -> None:
-        """Set a worker's budget by its name; None returns it to the broker. Raises RequestError, Unserved."""
-        ...
-
-    async def drain(self, worker: str, *, drain: bool, force: bool = False) -> None:
-        """Drain a worker, or let it take work again; with `force` also if no other worker does its work.
-        Raises RequestError, Unserved."""
-        ...
-
-    async def set_role(self, worker: str, role: Role) -> None:
-        """Set a worker's role. Raises RequestError, Unserved."""
-        ...
-
-    async def scale(self, counts: Mapping[Role, int], *, pending: bool = False) -> str | None:
-        """Set the number of workers per role. With `pending`, accept the change even if the cluster cannot
-        schedule them yet, and return what it lacks. Raises RequestError, Unserved."""
-        ...
-
-    async def roles(self) -> tuple[RoleScale, ...]:
-        """Return the state of each role. Raises Unserved."""
-        ...
-
-    async def members(self, order: MemberOrder) -> MembersAnswer:
-        """Carry out an order about edges that join by a token. Raises RequestError, Unserved."""
+    async def carry_out(self, order: Order[AnswerT]) -> AnswerT:
+        """Carry out an order of an operator. Raises RequestError, Unserved."""
         ...

@@ -42,7 +42,8 @@ from tidemill.cluster.processes.endpoint.run_endpoint import (
 from tidemill.cluster.quotas.rate_client import RouterRates
 from tidemill.cluster.rpc.catalogue import Catalogue, CatalogueModel
 from tidemill.cluster.rpc.catalogue_client import CatalogueReader, Expelled
-from tidemill.cluster.rpc.router_client import RouterClient, at
+from tidemill.cluster.rpc.router_client import RouterClient
+from tidemill.cluster.rpc.router_failover import always_at
 from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Unserved
@@ -253,13 +254,14 @@ class _JoinedEdge:
             prefix_caching=model.prefix_caching,
             cold_start_s_max=model.cold_start_s_max,
         )
+        memory = model.memory_router
         service = ClusterService(
             served,
-            RouterClient(*map(at, model.routers), tls=tls),
+            RouterClient(*map(always_at, model.routers), tls=tls),
             WorkerClients(tls=tls),
             model.info,
             edge=ReportingEdge(self._edge, self.context.metrics),
-            memory=None if model.memory_router is None else RouterClient(at(model.memory_router), tls=tls),
+            memory=None if memory is None else RouterClient(always_at(memory), tls=tls),
             tracer=self._sources.tracer,
         )
         return _Served(model, service, tokenizer)

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,17 @@ import ray.exceptions
 from ray._private.state import jobs
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tidemill.cluster.messages import JoinAnswer, JoinRequest, MemberOrder, MembersAnswer, Misses, RoleScale
+from tidemill.cluster.messages import JoinAnswer, JoinRequest, Misses
 from tidemill.cluster.observability.logs import start_logs
+from tidemill.cluster.orders import (
+    ListEdges,
+    MakeToken,
+    Reset,
+    RevokeEdge,
+    Roles,
+    Scale,
+    SupervisorOrder,
+)
 from tidemill.cluster.processes.joining.authority import Authority
 from tidemill.cluster.processes.joining.members import Members
 from tidemill.cluster.processes.joining.registry import Registry
@@ -40,7 +49,7 @@ from tidemill.cluster.processes.system.private_folder import read_record
 from tidemill.cluster.processes.worker_actor import WorkerActor, actor_options, call_router, find_router
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings, WorkerSettings
-from tidemill.workers.messages import Role, WorkerGone
+from tidemill.workers.messages import WorkerGone
 
 RAY: Any = ray  # much of it has no types
 
@@ -190,15 +199,22 @@ class Supervisor:
         if not self._plan.served:
             await asyncio.to_thread(self._write, served=True)
 
-    async def scale(self, fleet: str, counts: Mapping[Role, int], *, pending: bool) -> str | None:
-        """See Scaler.scale. `fleet` is the name of its first router."""
+    async def carry_out(self, fleet: str, order: SupervisorOrder) -> object:
+        """Carry out an order about the fleet whose first router is `fleet`, or about edges. Raises
+        RequestError, Unserved."""
         await self._start
-        return await self._scalers[self._index[fleet]].scale(counts, pending=pending)
-
-    async def roles(self, fleet: str) -> tuple[RoleScale, ...]:
-        """See Scaler.roles."""
-        await self._start
-        return await self._scalers[self._index[fleet]].roles()
+        match order:
+            case Scale(counts, pending):
+                return await self._scalers[self._index[fleet]].scale(counts, pending=pending)
+            case Roles():
+                return await self._scalers[self._index[fleet]].roles()
+            case Reset(edge):
+                return await self._reset(fleet, edge)
+            case ListEdges() | MakeToken() | RevokeEdge():
+                answer = await self._registry.carry_out(order)
+                if isinstance(order, RevokeEdge):  # a router that starts reads it from the journal
+                    await asyncio.gather(*map(self._send_revoked, self._plan.routers))
+                return answer
 
     async def report(self, fleet: str, edge: str, misses: Misses, resets: int, open_requests: int = 0) -> int:
         """Count what an edge has refused or answered since its last report, and note how many `resets` of the
@@ -212,23 +228,13 @@ class Supervisor:
         """Return the totals of all reports."""
         return self._reports[fleet].misses
 
-    async def reset(self, fleet: str, edge: str) -> int:
+    async def _reset(self, fleet: str, edge: str) -> int:
         """Count a reset of the prefix cache, ordered at `edge`; return their number when all other edges that
         run know it."""
-        await self._start
         resets = await asyncio.to_thread(self._write_reset, fleet)
         while self._reports[fleet].lags(edge, resets, _now_s()):  # noqa: ASYNC110 - edges may also fall silent
             await asyncio.sleep(ASK_S)
         return resets
-
-    async def members(self, order: MemberOrder) -> MembersAnswer:
-        """Carry out an order about edges that join by a token. A revocation is known to all routers that run
-        then; one that starts reads it from the journal."""
-        await self._start
-        answer = await self._registry.carry_out(order)
-        if order.kind == "revoke":
-            await asyncio.gather(*map(self._send_revoked, self._plan.routers))
-        return answer
 
     async def join(self, request: JoinRequest) -> JoinAnswer:
         """See Registry.join."""

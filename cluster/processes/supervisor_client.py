@@ -14,9 +14,10 @@ import ray.exceptions
 from ray._private.state import available_resources_per_node
 from ray.experimental.internal_kv import internal_kv_get_gcs_client
 
-from tidemill.cluster.messages import JoinAnswer, JoinRequest, MemberOrder, MembersAnswer, Misses, RoleScale
+from tidemill.cluster.messages import JoinAnswer, JoinRequest, Misses
+from tidemill.cluster.orders import SupervisorOrder
 from tidemill.cluster.processes.scaling.node_fit import Node
-from tidemill.workers.messages import Role, Unserved
+from tidemill.workers.messages import Unserved
 
 RAY: Any = ray  # much of it has no types
 RAY_WORKER: Any = ray._private.worker  # noqa: SLF001 - see `keep_stdout`
@@ -80,26 +81,14 @@ class SupervisorClient:
         self._fleet = fleet
         self._namespace = namespace
 
-    async def scale(self, counts: Mapping[Role, int], *, pending: bool) -> str | None:
-        """See Scaler.scale."""
-        return await self._call(lambda actor: actor.scale.remote(self._fleet, dict(counts), pending=pending))
-
-    async def roles(self) -> tuple[RoleScale, ...]:
-        """See Scaler.roles."""
-        return await self._call(lambda actor: actor.roles.remote(self._fleet))
+    async def carry_out(self, order: SupervisorOrder) -> object:
+        """See Supervisor.carry_out. A token that is ordered twice is refused the second time."""
+        return await self._call(lambda actor: actor.carry_out.remote(self._fleet, order))
 
     async def report(self, edge: str, misses: Misses, resets: int, open_requests: int) -> int:
         """See Supervisor.report."""
         more = (open_requests,) if open_requests else ()  # the supervisor of 0.2 has no such argument
         return await self._call(lambda actor: actor.report.remote(self._fleet, edge, misses, resets, *more))
-
-    async def reset(self, edge: str) -> int:
-        """See Supervisor.reset."""
-        return await self._call(lambda actor: actor.reset.remote(self._fleet, edge))
-
-    async def members(self, order: MemberOrder) -> MembersAnswer:
-        """See Supervisor.members. A token that is ordered twice is refused the second time."""
-        return await self._call(lambda actor: actor.members.remote(order))
 
     async def join(self, request: JoinRequest) -> JoinAnswer:
         """See Registry.join."""

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tidemill.cluster.observability.logs import start_logs
 from tidemill.cluster.processes.supervisor_client import find_actor
-from tidemill.cluster.rpc.router_client import FindRouter
+from tidemill.cluster.rpc.router_failover import FindRouter
 from tidemill.cluster.settings import RouterSettings, WorkerSettings
 from tidemill.cluster.worker.worker_process import Ready, State, WorkerProcess
 from tidemill.workers.malloc import keep_freed_memory

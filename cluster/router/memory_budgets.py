@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from tidemill.cluster.messages import SetBudget
+from tidemill.cluster.messages import BudgetTarget
 from tidemill.cluster.router.memory_broker import Account, rebalance
 from tidemill.workers.messages import Heartbeat, RequestError, WorkerInfo, WorkerLoad
 
@@ -84,16 +84,16 @@ class Budgets:
             return
         raise RequestError(f"{name} cannot have {budget_bytes:,} bytes: {reason}", param="budget")
 
-    def target(self, info: WorkerInfo) -> SetBudget:
+    def target(self, info: WorkerInfo) -> BudgetTarget:
         """Return the budget target of a worker, and its origin."""
         if info.name in self._set_by_operator:
-            return SetBudget("operator", self._set_by_operator[info.name])
+            return BudgetTarget("operator", self._set_by_operator[info.name])
         if not self._broker:
-            return SetBudget("share", info.memory_bytes)
+            return BudgetTarget("share", info.memory_bytes)
         holding = self._holdings.get(info.name)
-        return SetBudget("broker", 0 if holding is None else holding.assigned_bytes)
+        return BudgetTarget("broker", 0 if holding is None else holding.assigned_bytes)
 
-    def all(self) -> dict[str, SetBudget]:
+    def all(self) -> dict[str, BudgetTarget]:
         """Return the budget targets of all workers that have reported, by name."""
         return {name: self.target(holding.info) for name, holding in self._holdings.items()}
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from tidemill.cluster.orders import Drain, SetRole
 from tidemill.cluster.router.fleet_view import Member
 from tidemill.workers.messages import RequestError, Role, WorkerId, WorkerInfo
 
@@ -27,24 +28,21 @@ class OperatorCommands:
             self._drained[info.name] = info.worker
         return self._is_drained(info), self._roles.get(info.name)
 
-    def drain(self, name: str, members: Iterable[Member], *, drain: bool, force: bool) -> None:
-        """Make a worker hand all its work over, or take work again. Raises RequestError."""
+    def carry_out(self, order: Drain | SetRole, members: Iterable[Member]) -> None:
+        """Note what the next heartbeat of a worker gets as its answer. Raises RequestError."""
         members = list(members)
-        info = _find(name, members)
-        if not drain:
-            self._drained.pop(name, None)
-            return
-        if not force:
-            self._check_others(info, members)
-        self._drained[name] = info.worker
-
-    def set_role(self, name: str, role: Role, members: Iterable[Member]) -> None:
-        """Change the role of a worker. Raises RequestError."""
-        members = list(members)
-        info = _find(name, members)
-        if role != "mixed" and role not in SUBSTITUTES[info.role]:
-            self._check_others(info, members)
-        self._roles[name] = role
+        info = _find(order.worker, members)
+        match order:
+            case Drain(drain=False):
+                self._drained.pop(info.name, None)
+            case Drain():
+                if not order.force:
+                    self._check_others(info, members)
+                self._drained[info.name] = info.worker
+            case SetRole(role=role):
+                if role != "mixed" and role not in SUBSTITUTES[info.role]:
+                    self._check_others(info, members)
+                self._roles[info.name] = role
 
     def _is_drained(self, info: WorkerInfo) -> bool:
         return self._drained.get(info.name) == info.worker

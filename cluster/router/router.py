@@ -9,12 +9,13 @@ from dataclasses import replace
 import numpy as np
 
 from tidemill.cluster.messages import (
+    BudgetTarget,
     FleetStatus,
     PlacementRequest,
     Route,
-    SetBudget,
     WorkerStatus,
 )
+from tidemill.cluster.orders import RouterOrder, SetBudget
 from tidemill.cluster.router.admission import LoadShedder
 from tidemill.cluster.router.compiled import CompiledPlacement
 from tidemill.cluster.router.fleet_view import (
@@ -29,7 +30,7 @@ from tidemill.cluster.router.memory_budgets import Budgets
 from tidemill.cluster.router.operator_commands import OperatorCommands
 from tidemill.cluster.router.placement import Affinity, bookings, place
 from tidemill.cluster.router.quarantine import Quarantine
-from tidemill.workers.messages import Ack, Heartbeat, Role, Unserved, WorkerId
+from tidemill.workers.messages import Ack, Heartbeat, Unserved, WorkerId
 
 SILENCE_S_MAX = 3.0
 """The silence after which a worker is lost: three heartbeats, which need progress of its engine."""
@@ -167,22 +168,18 @@ class Router:
         or another router sets the budgets."""
         return None if self._budgets is None else self._budgets.report(heartbeat)
 
-    def budgets(self) -> dict[str, SetBudget]:
+    def budgets(self) -> dict[str, BudgetTarget]:
         """Return the budget targets that this router sets, by worker name, in any fleet."""
         return {} if self._budgets is None else self._budgets.all()
 
-    def set_budget(self, name: str, budget_bytes: int | None) -> None:
-        """Pin the budget of a worker for an operator; None ends that. Raises RequestError."""
-        assert self._budgets is not None, "budgets are set on the router that has them"
-        self._budgets.set(name, budget_bytes)
-
-    def drain(self, name: str, *, drain: bool, force: bool) -> None:
-        """Make a worker hand all its work over, or take work again. Raises RequestError."""
-        self._commands.drain(name, self._fleet.members.values(), drain=drain, force=force)
-
-    def set_role(self, name: str, role: Role) -> None:
-        """Change the role of a worker. Raises RequestError."""
-        self._commands.set_role(name, role, self._fleet.members.values())
+    def carry_out(self, order: RouterOrder) -> None:
+        """Carry out an order about a worker of this fleet; budgets may be of any fleet. Raises
+        RequestError."""
+        if isinstance(order, SetBudget):
+            assert self._budgets is not None, "budgets are set on the router that has them"
+            self._budgets.set(order.worker, order.budget_bytes)
+        else:
+            self._commands.carry_out(order, self._fleet.members.values())
 
     def silent_workers(self, workers: Iterable[WorkerId]) -> frozenset[WorkerId]:
         """Return the workers among these that are silent: their requests must be placed again. The result is
@@ -218,7 +215,7 @@ class Router:
         return FleetStatus(workers=tuple(self._row(member, now_s) for member in members), held=self._held)
 
     def _row(self, member: Member, now_s: float) -> WorkerStatus:
-        budget = SetBudget("broker", member.load.budget_bytes)
+        budget = BudgetTarget("broker", member.load.budget_bytes)
         if self._budgets is not None:
             budget = self._budgets.target(member.info)
         return WorkerStatus(

@@ -1,40 +1,34 @@
 """The gRPC server of a router, for edges, workers and operators."""
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+)
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import grpc
 import grpc.aio
 
-from tidemill.cluster.messages import (
-    FleetStatus,
-    MemberOrder,
-    MembersAnswer,
-    Misses,
-    PlacementRequest,
-    RoleScale,
-    Route,
-    SetBudget,
-)
+from tidemill.cluster.messages import BudgetTarget, FleetStatus, Misses, PlacementRequest, Route
 from tidemill.cluster.mutual_tls import MutualTls
+from tidemill.cluster.orders import Answer, EdgeOrder, Order, Refused, RouterOrder, SupervisorOrder
 from tidemill.cluster.quotas.rates import Rates
 from tidemill.cluster.quotas.router_quotas import QuotaRequest, Quotas
 from tidemill.cluster.router.catalogue_server import CatalogueServer
 from tidemill.cluster.rpc.channels import ROUTER_STREAMS_MAX, bind, new_server, server_credentials
 from tidemill.cluster.rpc.codec import (
-    BudgetCommand,
-    DrainCommand,
     EdgeReport,
     LossReport,
     Malformed,
-    MembersReply,
     RateCount,
-    RoleCommand,
-    ScaleAnswer,
-    ScaleCommand,
     decode,
     decode_heartbeat,
     encode,
@@ -52,7 +46,6 @@ from tidemill.workers.messages import (
     Overloaded,
     Poisonous,
     RequestError,
-    Role,
     Unserved,
     WorkerId,
 )
@@ -61,14 +54,14 @@ if TYPE_CHECKING:  # generic in the type stubs alone
     Context = grpc.aio.ServicerContext[bytes, bytes]
     Handler = grpc.RpcMethodHandler[bytes, bytes]
 
-OrderT = TypeVar("OrderT", BudgetCommand, DrainCommand, RoleCommand)
+Call = Callable[[bytes], Awaitable[bytes]]
 
-NOT_FOR_EDGES = frozenset(("Report", "Memory", "Publish", "PutPart", "Members"))
+NOT_FOR_EDGES = frozenset(
+    ("Report", "Memory", "Publish", "PutPart", *(kind.__name__ for kind in get_args(EdgeOrder)))
+)
 """The methods for workers, the server and its operators: an edge that joined by a token may not call them."""
 
 TICK_S = 0.25
-
-log = logging.getLogger(__name__)
 
 
 class ServedRouter(Protocol):
@@ -78,24 +71,19 @@ class ServedRouter(Protocol):
     def place_now(self, request: PlacementRequest) -> Route | None: ...
     def heartbeat(self, heartbeat: Heartbeat) -> Ack: ...
     def budget_for(self, heartbeat: Heartbeat) -> int | None: ...
-    def budgets(self) -> Mapping[str, SetBudget]: ...
+    def budgets(self) -> Mapping[str, BudgetTarget]: ...
     def report_lost(self, worker: WorkerId, blamed: bytes = b"") -> None: ...
     def silent_workers(self, workers: Iterable[WorkerId]) -> frozenset[WorkerId]: ...
     def tick(self) -> None: ...
     def status(self) -> FleetStatus: ...
-    def set_budget(self, name: str, budget_bytes: int | None) -> None: ...
-    def drain(self, name: str, *, drain: bool, force: bool) -> None: ...
-    def set_role(self, name: str, role: Role) -> None: ...
+    def carry_out(self, order: RouterOrder) -> None: ...
 
 
 class FleetSupervisor(Protocol):
     """The part of the supervisor that edges reach through a router. All of it raises Unserved."""
 
-    async def scale(self, counts: Mapping[Role, int], *, pending: bool) -> str | None: ...
-    async def roles(self) -> tuple[RoleScale, ...]: ...
     async def report(self, edge: str, misses: Misses, resets: int, open_requests: int) -> int: ...
-    async def reset(self, edge: str) -> int: ...
-    async def members(self, order: MemberOrder) -> MembersAnswer: ...
+    async def carry_out(self, order: SupervisorOrder) -> object: ...
 
 
 class RouterService:
@@ -116,32 +104,34 @@ class RouterService:
         self._fence = 0
         self._streams: dict[WorkerId, object] = {}  # the latest stream of each worker
         self._server = new_server(ROUTER_STREAMS_MAX)
-        handlers: dict[str, Handler] = {
-            "Place": grpc.unary_unary_rpc_method_handler(self._place),
-            "PlaceAll": grpc.unary_unary_rpc_method_handler(self._place_all),
+        calls: dict[str, Call] = {
+            "Place": self._place,
+            "PlaceAll": self._place_all,
+            "Budgets": self._budgets,
+            "Lost": self._lost,
+            "Status": self._status,
+            "Out": self._out,
+            "Count": self._count,
+            "Quota": self._quota,
+        }
+        orders = {kind.__name__: _ordered(kind, self._obey) for kind in get_args(RouterOrder)}
+        if supervisor is not None:
+            calls["Missed"] = _edge_reports(supervisor)
+            for kind in get_args(SupervisorOrder):
+                orders[kind.__name__] = _ordered(kind, lambda _, order: supervisor.carry_out(order))
+        methods: dict[str, Handler] = {
             "Report": grpc.stream_stream_rpc_method_handler(self._report),
             "Memory": grpc.stream_stream_rpc_method_handler(self._memory),
-            "Budgets": grpc.unary_unary_rpc_method_handler(self._budgets),
-            "Lost": grpc.unary_unary_rpc_method_handler(self._lost),
-            "Status": grpc.unary_unary_rpc_method_handler(self._status),
-            "Out": grpc.unary_unary_rpc_method_handler(self._out),
-            "Count": grpc.unary_unary_rpc_method_handler(self._count),
-            "Quota": grpc.unary_unary_rpc_method_handler(self._quota),
-            "SetBudget": self._order(
-                BudgetCommand, lambda order: router.set_budget(order.name, order.budget_bytes)
-            ),
-            "Drain": self._order(
-                DrainCommand, lambda order: router.drain(order.name, drain=order.drain, force=order.force)
-            ),
-            "SetRole": self._order(RoleCommand, lambda order: router.set_role(order.name, order.role)),
+            **{name: _unary(call) for name, call in calls.items()},
             **CatalogueServer().handlers(),
-            **({} if supervisor is None else _supervised(supervisor)),
         }
+        self._serve("tidemill.Router", methods)
+        self._serve("tidemill.Orders", {name: _unary(call) for name, call in orders.items()})
+
+    def _serve(self, service: str, methods: "dict[str, Handler]") -> None:
         if self._guard is not None:
-            handlers = {name: self._guard.guarded(name, method) for name, method in handlers.items()}
-        self._server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler("tidemill.Router", handlers),)
-        )
+            methods = {name: self._guard.guarded(name, method) for name, method in methods.items()}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
 
     def fence(self, number: int) -> None:
         """Refuse orders of supervisors with a lower number: they were replaced."""
@@ -168,21 +158,14 @@ class RouterService:
     async def stop(self) -> None:
         await self._server.stop(grace=None)
 
-    async def _place(self, data: bytes, context: "Context") -> bytes:
+    async def _place(self, data: bytes) -> bytes:
         try:
             return encode_placement(await self._router.place(decode_placement_request(data)))
         except (Overloaded, Poisonous) as error:
             return encode_placement(error)
-        except Unserved as error:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-        except Malformed as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
-    async def _place_all(self, data: bytes, context: "Context") -> bytes:
-        try:
-            return encode_placements(map(self.place_now, decode_placement_requests(data)))
-        except Malformed as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+    async def _place_all(self, data: bytes) -> bytes:
+        return encode_placements(map(self.place_now, decode_placement_requests(data)))
 
     def place_now(self, request: PlacementRequest) -> Route | Overloaded | Poisonous | Unserved:
         """Return the route of a request in a frame, or why it has none. A frame waits for no worker."""
@@ -195,19 +178,18 @@ class RouterService:
         stream = object()
         worker: WorkerId | None = None
         try:
-            async for data in frames:
-                heartbeat = decode_heartbeat(data)
-                if worker is None:
-                    worker = heartbeat.info.worker
-                    self._streams[worker] = stream
-                elif heartbeat.info.worker != worker:
-                    raise Malformed(f"{worker} reports for {heartbeat.info.worker}")
-                ack = self._router.heartbeat(heartbeat)
-                if self._guard is not None and self._guard.revoked:
-                    ack = replace(ack, revoked=self._guard.revoked)
-                await context.write(encode(ack))
-        except Malformed as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            async with _refusing(context):
+                async for data in frames:
+                    heartbeat = decode_heartbeat(data)
+                    if worker is None:
+                        worker = heartbeat.info.worker
+                        self._streams[worker] = stream
+                    elif heartbeat.info.worker != worker:
+                        raise Malformed(f"{worker} reports for {heartbeat.info.worker}")
+                    ack = self._router.heartbeat(heartbeat)
+                    if self._guard is not None and self._guard.revoked:
+                        ack = replace(ack, revoked=self._guard.revoked)
+                    await context.write(encode(ack))
         finally:
             if worker is not None and self._streams.get(worker) is stream:
                 del self._streams[worker]
@@ -215,104 +197,75 @@ class RouterService:
 
     async def _memory(self, frames: AsyncIterator[bytes], context: "Context") -> None:
         """Send a worker of another fleet its budget, which it keeps for a while when silent."""
-        try:
+        async with _refusing(context):
             async for data in frames:
                 budget_bytes = self._router.budget_for(decode_heartbeat(data))
                 await context.write(encode(Ack(budget_bytes=budget_bytes)))
-        except Malformed as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
-    async def _budgets(self, _: bytes, context: "Context") -> bytes:  # noqa: ARG002 - gRPC passes both
+    async def _budgets(self, _: bytes) -> bytes:
         return encode(self._router.budgets())
 
-    async def _lost(self, data: bytes, context: "Context") -> bytes:
-        try:
-            loss = decode(LossReport, data)
-            self._router.report_lost(loss.worker, loss.content)
-        except Malformed as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+    async def _lost(self, data: bytes) -> bytes:
+        loss = decode(LossReport, data)
+        self._router.report_lost(loss.worker, loss.content)
         return b""
 
-    async def _status(self, _: bytes, context: "Context") -> bytes:  # noqa: ARG002 - gRPC passes both
+    async def _status(self, _: bytes) -> bytes:
         return encode(self._router.status())
 
-    async def _out(self, data: bytes, context: "Context") -> bytes:
-        try:
-            return encode(self._router.silent_workers(decode(frozenset[WorkerId], data)))
-        except Malformed as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+    async def _out(self, data: bytes) -> bytes:
+        return encode(self._router.silent_workers(decode(frozenset[WorkerId], data)))
 
-    async def _count(self, data: bytes, context: "Context") -> bytes:
-        try:
-            asked = decode(RateCount, data)
-        except Malformed as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        now_s = asyncio.get_running_loop().time()
+    async def _count(self, data: bytes) -> bytes:
+        asked, now_s = decode(RateCount, data), asyncio.get_running_loop().time()
         return encode(self._rates.count(asked.name, max(1, asked.per_minute), now_s, asked.ahead_s))
 
-    async def _quota(self, data: bytes, context: "Context") -> bytes:
+    async def _quota(self, data: bytes) -> bytes:
+        return encode(self._quotas.ask(decode(QuotaRequest, data), asyncio.get_running_loop().time()))
+
+    async def _obey(self, fence: int, order: RouterOrder) -> None:
+        if fence and fence < self._fence:
+            raise Unserved(f"the supervisor {fence} was replaced by {self._fence}")
+        self.fence(fence)
+        self._router.carry_out(order)
+
+
+@asynccontextmanager
+async def _refusing(context: "Context") -> AsyncGenerator[None]:
+    """Turn the errors that callers expect into statuses of gRPC."""
+    try:
+        yield
+    except Unserved as error:
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+    except Malformed as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+
+def _unary(call: Call) -> "Handler":
+    async def method(data: bytes, context: "Context") -> bytes:
+        async with _refusing(context):
+            return await call(data)
+        raise AssertionError("a refused call has raised")
+
+    return grpc.unary_unary_rpc_method_handler(method)
+
+
+def _ordered(kind: type[Order[Any]], carry_out: Callable[[int, Any], Awaitable[object]]) -> Call:
+    """Return the call for orders of this kind, which come with a fencing number."""
+
+    async def call(data: bytes) -> bytes:
+        fence, order = decode(tuple[int, kind], data)
         try:
-            asked = decode(QuotaRequest, data)
-        except Malformed as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        return encode(self._quotas.ask(asked, asyncio.get_running_loop().time()))
-
-    def _order(self, kind: type[OrderT], carry_out: Callable[[OrderT], None]) -> "Handler":
-        """Return the gRPC method for a command of an operator, which the router may refuse."""
-
-        async def call(data: bytes, context: "Context") -> bytes:
-            try:
-                order = decode(kind, data)
-                if order.fence and order.fence < self._fence:
-                    refusal = f"the supervisor {order.fence} was replaced by {self._fence}"
-                    await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, refusal)
-                self.fence(order.fence)
-                carry_out(order)
-            except RequestError as error:
-                await context.abort(_CODES.get(error.status, grpc.StatusCode.OUT_OF_RANGE), str(error))
-            except Malformed as error:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-            return b""
-
-        return grpc.unary_unary_rpc_method_handler(call)
-
-
-def _supervised(supervisor: FleetSupervisor) -> "dict[str, Handler]":
-    """Return the gRPC methods that the supervisor answers."""
-
-    async def scale(order: ScaleCommand) -> ScaleAnswer:
-        try:
-            return ScaleAnswer(lacks=await supervisor.scale(order.counts, pending=order.pending))
+            return encode(Answer(await carry_out(fence, order)))
         except RequestError as error:
-            return ScaleAnswer(refusal=(str(error), error.param, error.status, error.code))
+            return encode(Answer(refused=Refused.of(error)))
 
-    async def report(sent: EdgeReport) -> int:
-        return await supervisor.report(sent.edge, sent.misses, sent.resets, sent.open_requests)
-
-    async def members(order: MemberOrder) -> MembersReply:
-        try:
-            return MembersReply(answer=await supervisor.members(order))
-        except RequestError as error:
-            return MembersReply(refusal=(str(error), error.param, error.status, error.code))
-
-    def method(kind: Any, carry_out: Callable[[Any], Awaitable[object]]) -> "Handler":  # noqa: ANN401
-        async def call(data: bytes, context: "Context") -> bytes:
-            try:
-                return encode(await carry_out(decode(kind, data) if data else None))
-            except Unserved as error:
-                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-            except Malformed as error:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-
-        return grpc.unary_unary_rpc_method_handler(call)
-
-    return {
-        "Scale": method(ScaleCommand, scale),
-        "Roles": method(None, lambda _: supervisor.roles()),
-        "Missed": method(EdgeReport, report),
-        "Reset": method(str, supervisor.reset),
-        "Members": method(MemberOrder, members),
-    }
+    return call
 
 
-_CODES = {404: grpc.StatusCode.NOT_FOUND, 409: grpc.StatusCode.FAILED_PRECONDITION}
+def _edge_reports(supervisor: FleetSupervisor) -> Call:
+    async def call(data: bytes) -> bytes:
+        sent = decode(EdgeReport, data)
+        return encode(await supervisor.report(sent.edge, sent.misses, sent.resets, sent.open_requests))
+
+    return call

@@ -13,7 +13,7 @@ from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.rpc.catalogue import Catalogue
 from tidemill.cluster.rpc.channels import open_channel
 from tidemill.cluster.rpc.codec import Malformed, decode, encode
-from tidemill.cluster.rpc.router_client import FindRouter
+from tidemill.cluster.rpc.router_failover import FindRouter
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Unserved, WorkerGone
 

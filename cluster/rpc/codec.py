@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, overload
 import msgspec
 import numpy as np
 
-from tidemill.cluster.messages import MembersAnswer, Misses
+from tidemill.cluster.messages import Misses
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import (
     ANNOUNCED_KEY_BYTES,
@@ -28,7 +28,6 @@ from tidemill.workers.messages import (
     Produced,
     Request,
     RequestError,
-    Role,
     WorkerGone,
     WorkerId,
 )
@@ -281,50 +280,6 @@ class LossReport(msgspec.Struct, frozen=True):
 
     worker: WorkerId
     content: bytes = b""
-
-
-class BudgetCommand(msgspec.Struct, frozen=True):
-    """An operator's budget for the worker `name`. None returns the decision to the router."""
-
-    name: str
-    budget_bytes: int | None = None
-    fence: int = 0  # of the supervisor that orders it; 0: an operator
-
-
-class DrainCommand(msgspec.Struct, frozen=True):
-    """Drain the worker `name` or let it work again. `force` drains it even if no other does its work."""
-
-    name: str
-    drain: bool = True
-    force: bool = False
-    fence: int = 0
-
-
-class RoleCommand(msgspec.Struct, frozen=True):
-    name: str
-    role: Role
-    fence: int = 0
-
-
-class ScaleCommand(msgspec.Struct, frozen=True):
-    """An operator's number of workers by role; see Scaler.scale."""
-
-    counts: dict[Role, int]
-    pending: bool = False
-
-
-class ScaleAnswer(msgspec.Struct, frozen=True):
-    """The capacity that is lacking, or why the order was refused: the parts of a RequestError."""
-
-    lacks: str | None = None
-    refusal: tuple[str, str | None, int, str | None] | None = None  # message, param, status, code
-
-
-class MembersReply(msgspec.Struct, frozen=True):
-    """The answer to a MemberOrder, or why it was refused, as in ScaleAnswer."""
-
-    answer: MembersAnswer | None = None
-    refusal: tuple[str, str | None, int, str | None] | None = None
 
 
 class RateCount(msgspec.Struct, frozen=True):

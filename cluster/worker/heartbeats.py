@@ -11,7 +11,7 @@ import grpc.aio
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.rpc.channels import open_channel
 from tidemill.cluster.rpc.codec import Malformed, decode, encode_heartbeat
-from tidemill.cluster.rpc.router_client import FindRouter
+from tidemill.cluster.rpc.router_failover import FindRouter
 from tidemill.cluster.worker.assignment import Assignment
 from tidemill.workers.contract.engine import AnnouncingEngine, ReportingEngine
 from tidemill.workers.messages import Ack, Announcement, Heartbeat, WorkerGone, WorkerLoad

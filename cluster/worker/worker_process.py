@@ -13,7 +13,7 @@ from typing import cast
 
 from tidemill.cluster.observability.spans import open_tracer
 from tidemill.cluster.observability.worker_line import WorkerLine
-from tidemill.cluster.rpc.router_client import FindRouter
+from tidemill.cluster.rpc.router_failover import FindRouter
 from tidemill.cluster.settings import WorkerSettings
 from tidemill.cluster.worker.assignment import Assignment
 from tidemill.cluster.worker.heartbeats import Heartbeats, UnsentAnnouncements

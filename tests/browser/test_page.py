@@ -27,6 +27,7 @@ from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.messages import FleetStatus
 from tidemill.cluster.metrics import specs
 from tidemill.cluster.metrics.edge_samples import samples_of
+from tidemill.cluster.orders import Drain
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 KEYS = (
@@ -218,7 +219,7 @@ def test_drain_is_asked_twice_and_by_keyboard(pages: Pages) -> None:
         page.keyboard.press("Tab")
         page.keyboard.press("Enter")
         expect(page.get_by_role("dialog")).to_be_hidden()
-        assert service.orders == [("decode-0", True, False)]
+        assert service.orders == [Drain("decode-0")]
 
 
 def test_hidden_page_sends_no_requests(pages: Pages) -> None:

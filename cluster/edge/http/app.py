@@ -34,6 +34,7 @@ from tidemill.cluster.edge.requests.models import EdgeModel, EdgeModels
 from tidemill.cluster.edge.requests.recent_requests import add_recent_routes
 from tidemill.cluster.edge.requests.usage import Json
 from tidemill.cluster.metrics.exposition import CONTENT_TYPE, exposition
+from tidemill.cluster.orders import SetBudget
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Unserved
 
@@ -213,7 +214,7 @@ class Edge:
     async def set_budget(self, body: BudgetBody) -> Json:
         """Give a worker another memory budget, or return it to the broker. It takes effect within seconds;
         the reply is the memory of every worker now."""
-        await self._models.order(lambda service: service.set_budget(body.worker, body.budget))
+        await self._models.order(SetBudget(body.worker, body.budget))
         return memory_of(await self._models.fleets())
 
     async def reset_prefix_cache(self) -> Json:

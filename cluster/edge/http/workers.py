@@ -9,7 +9,17 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tidemill.cluster.edge.requests.models import EdgeModels
 from tidemill.cluster.edge.requests.usage import Json
-from tidemill.cluster.messages import MemberOrder
+from tidemill.cluster.messages import MembersAnswer
+from tidemill.cluster.orders import (
+    Drain,
+    ListEdges,
+    MakeToken,
+    Order,
+    RevokeEdge,
+    Roles,
+    Scale,
+    SetRole,
+)
 from tidemill.workers.messages import Role
 
 WORKERS_MAX = 1024
@@ -73,12 +83,12 @@ def add_worker_routes(app: FastAPI, models: EdgeModels) -> None:
 
     async def drain(name: Name, body: DrainBody) -> Json:
         """Take a worker out of service, or return it."""
-        await models.order(lambda service: service.drain(name, drain=body.drain, force=body.force))
+        await models.order(Drain(name, body.drain, body.force))
         return {"worker": name, "drain": body.drain}
 
     async def set_role(name: Name, body: RoleBody) -> Json:
         """Give a worker another role."""
-        await models.order(lambda service: service.set_role(name, body.role))
+        await models.order(SetRole(name, body.role))
         return {"worker": name, "role": body.role}
 
     async def roles(model: str | None = None) -> Json:
@@ -86,7 +96,9 @@ def add_worker_routes(app: FastAPI, models: EdgeModels) -> None:
         progress."""
         found = models if model is None else [models.find(model)]
         rows = [
-            {"model": model.name, **asdict(role)} for model in found for role in await model.service.roles()
+            {"model": model.name, **asdict(role)}
+            for model in found
+            for role in await model.service.carry_out(Roles())
         ]
         return {"roles": rows}
 
@@ -94,7 +106,7 @@ def add_worker_routes(app: FastAPI, models: EdgeModels) -> None:
         """Change the number of workers of a role: new ones start, others hand their work over and leave. The
         reply is immediate; GET shows the progress."""
         model = models.find(body.model)
-        lacks = await model.service.scale(body.workers, pending=body.pending)
+        lacks = await model.service.carry_out(Scale(body.workers, body.pending))
         return {**await roles(model.name), "lacks": lacks}
 
     app.add_api_route("/cluster/scale", roles)
@@ -104,20 +116,20 @@ def add_worker_routes(app: FastAPI, models: EdgeModels) -> None:
 
 
 def add_member_routes(app: FastAPI, models: EdgeModels) -> None:
-    async def carry_out(order: MemberOrder) -> Json:
-        return asdict(await models.find(next(iter(models)).name).service.members(order))
+    async def carry_out(order: Order[MembersAnswer]) -> Json:
+        return asdict(await models.find(next(iter(models)).name).service.carry_out(order))
 
     async def members() -> Json:
         """Return the edges that may join by a token or have joined, and the revoked certificates."""
-        return await carry_out(MemberOrder(kind="list"))
+        return await carry_out(ListEdges())
 
     async def make_token(body: TokenBody) -> Json:
         """Make a token, with which one edge gets a certificate, and return it with the address to join at."""
-        return await carry_out(MemberOrder(kind="token", name=body.name, life_s=body.life_s))
+        return await carry_out(MakeToken(body.name, body.life_s))
 
     async def revoke(body: RevokeBody) -> Json:
         """Revoke the token and the certificates of an edge, or a certificate. Routers know it immediately."""
-        return await carry_out(MemberOrder(kind="revoke", name=body.name))
+        return await carry_out(RevokeEdge(body.name))
 
     app.add_api_route("/cluster/edges", members)
     app.add_api_route("/cluster/edges", make_token, methods=["POST"])

@@ -1,7 +1,7 @@
 """The models behind one endpoint, each with its own fleet, tokenizer and intake."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -10,6 +10,7 @@ from tidemill.cluster.edge.requests.intake import Intake
 from tidemill.cluster.edge.requests.usage import Json
 from tidemill.cluster.edge.service import ServedModel, Service
 from tidemill.cluster.messages import FleetStatus
+from tidemill.cluster.orders import Order
 from tidemill.workers.messages import RequestError, Unserved
 
 
@@ -124,17 +125,17 @@ class EdgeModels:
         workers = [worker for status in fleets.values() for worker in status.workers]
         return any(worker.state == "ready" and worker.info.role != "prefill" for worker in workers)
 
-    async def order(self, give: Callable[[Service], Awaitable[None]]) -> None:
-        """Send a command about a worker to the fleet that knows it, because names of workers are unique.
+    async def order(self, order: Order[None]) -> None:
+        """Send an order about a worker to the fleet that knows it, because names of workers are unique.
         Raises RequestError, Unserved."""
         *others, last = self._models
         for model in others:
             try:
-                return await give(model.service)
+                return await model.service.carry_out(order)
             except RequestError as error:
                 if error.status != UNKNOWN:
                     raise
-        return await give(last.service)
+        return await last.service.carry_out(order)
 
 
 UNKNOWN = 404

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from hashlib import sha256
 
-from tidemill.cluster.messages import JoinAnswer, JoinRequest, MemberOrder, MembersAnswer, MemberStatus
+from tidemill.cluster.messages import JoinAnswer, JoinRequest, MembersAnswer, MemberStatus
+from tidemill.cluster.orders import EdgeOrder, ListEdges, MakeToken, RevokeEdge
 from tidemill.cluster.processes.joining.authority import Authority, key_of_request
 from tidemill.cluster.processes.joining.members import JoiningEdge, JoinRefused, Members
 from tidemill.cluster.processes.joining.token import Token
@@ -33,26 +34,26 @@ class Registry:
         self._join_address = join_address
         self._routers = routers
 
-    async def carry_out(self, order: MemberOrder) -> MembersAnswer:
+    async def carry_out(self, order: EdgeOrder) -> MembersAnswer:
         """Carry out an order. A revoked certificate is in the journal then. Raises RequestError."""
-        now_s, token = self._unix_time_s(), ""
-        if order.kind == "token":
-            authority = await asyncio.to_thread(self._authority)
-            if authority is None:
-                raise RequestError(
-                    "this cluster has no authority to sign with: start it with --cluster-ssl-ca-keyfile",
-                    status=409,
-                )
-            made = Token.new(authority.fingerprint)
-            digest = sha256(made.secret.encode()).hexdigest()
-            member = JoiningEdge(token=made.name, secret_sha256=digest, until_s=now_s + order.life_s)
-            members = await self._changed(lambda members: members.with_token(order.name, member, now_s))
-            token = str(made)
-        elif order.kind == "revoke":
-            members = await self._changed(lambda members: members.without(order.name, now_s))
-        else:
-            members = await self._changed(lambda members: members)
-        join = await self._join_address() if token else ""
+        now_s, token, join = self._unix_time_s(), "", ""
+        match order:
+            case MakeToken(name, life_s):
+                authority = await asyncio.to_thread(self._authority)
+                if authority is None:
+                    raise RequestError(
+                        "this cluster has no authority to sign with: start it with --cluster-ssl-ca-keyfile",
+                        status=409,
+                    )
+                made = Token.new(authority.fingerprint)
+                digest = sha256(made.secret.encode()).hexdigest()
+                member = JoiningEdge(token=made.name, secret_sha256=digest, until_s=now_s + life_s)
+                members = await self._changed(lambda members: members.with_token(name, member, now_s))
+                token, join = str(made), await self._join_address()
+            case RevokeEdge(name):
+                members = await self._changed(lambda members: members.without(name, now_s))
+            case ListEdges():
+                members = await self._changed(lambda members: members)
         return MembersAnswer(edges=statuses(members, now_s), token=token, join=join)
 
     async def join(self, request: JoinRequest) -> JoinAnswer:

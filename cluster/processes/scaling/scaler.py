@@ -14,6 +14,7 @@ from itertools import count, islice
 from typing import Protocol, get_args
 
 from tidemill.cluster.messages import FleetStatus, RoleScale, WorkerStatus
+from tidemill.cluster.orders import Drain, SetRole
 from tidemill.cluster.processes.scaling import autoscaling
 from tidemill.cluster.processes.scaling.autoscaling import Change, EdgeReports, Sample
 from tidemill.cluster.processes.scaling.journal import FleetPlan, Lifecycle, PlannedWorker
@@ -42,8 +43,7 @@ class ScalableCluster(Protocol):
 
 class DrainingRouter(Protocol):
     async def status(self) -> FleetStatus: ...
-    async def drain(self, worker: str, *, drain: bool, force: bool = False) -> None: ...
-    async def set_role(self, worker: str, role: Role) -> None: ...
+    async def carry_out(self, order: Drain | SetRole) -> None: ...
 
 
 _ON_DRAINING = {Lifecycle.SERVING: Lifecycle.DRAINED, Lifecycle.LEAVING: Lifecycle.DRAINING}
@@ -339,7 +339,7 @@ class Scaler:
         await self._save()
         try:
             if name in rows:
-                await self._router.drain(name, drain=True, force=force)
+                await self._router.carry_out(Drain(name, force=force))
         except (RequestError, Unserved):
             worker.state = Lifecycle.SERVING
             raise
@@ -348,7 +348,7 @@ class Scaler:
     async def _send_drain(self, name: str) -> None:
         worker = self._workers[name]
         try:
-            await self._router.drain(name, drain=True)
+            await self._router.carry_out(Drain(name))
             worker.drain_sent = True
         except (RequestError, Unserved) as error:
             log.info("%s stays: %s", name, error)
@@ -358,7 +358,7 @@ class Scaler:
         """Give a worker that has restarted the role that it had; its router may have restarted, too."""
         worker = self._workers[name]
         try:
-            await self._router.set_role(name, worker.role)
+            await self._router.carry_out(SetRole(name, worker.role))
         except (RequestError, Unserved) as error:
             log.info("%s stays a %s worker: %s", name, worker.started_as, error)
             worker.role, worker.role_lost = worker.started_as, False

@@ -5,8 +5,8 @@ from tests.mutations.planted import Planted
 BUGS: tuple[Planted, ...] = (
     Planted(
         "a router carries out orders of a supervisor that was replaced",
-        "cluster/router/server.py::RouterService._order",
-        "if $ORDER.fence and $ORDER.fence < self._fence:",
+        "cluster/router/server.py::RouterService._obey",
+        "if $FENCE and $FENCE < self._fence:",
         "if False:",
         "tests/unit/cluster/router/test_server.py",
     ),

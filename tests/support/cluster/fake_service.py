@@ -3,7 +3,7 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -28,12 +28,12 @@ from tidemill.cluster.edge.requests.security import Tls, tls_context
 from tidemill.cluster.edge.service import ServedModel
 from tidemill.cluster.messages import (
     FleetStatus,
-    MemberOrder,
     MembersAnswer,
     RoleScale,
     WorkerStatus,
 )
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
+from tidemill.cluster.orders import AnswerT, Drain, Order, Roles, Scale, SetBudget, SetRole
 from tidemill.cluster.processes.endpoint.handshakes import EdgeServer
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.inbox import Emit
@@ -43,7 +43,6 @@ from tidemill.workers.messages import (
     Provenance,
     Request,
     RequestError,
-    Role,
     StreamPiece,
     TokenLogprob,
     Trace,
@@ -140,7 +139,7 @@ class FakeService:
     workers: tuple[WorkerStatus, ...] = (worker_status("prefill-0", "prefill"), worker_status("decode-0"))
     requests: list[Request] = field(default_factory=list[Request])
     budgets: list[tuple[str, int | None]] = field(default_factory=list[tuple[str, int | None]])
-    orders: list[tuple[object, ...]] = field(default_factory=list[tuple[object, ...]])
+    orders: list[object] = field(default_factory=list[object])
     scaled: RoleScale = field(default_factory=lambda: RoleScale(role="decode", workers=1))
     open_streams: int = 0
     resets: int = 0
@@ -199,32 +198,30 @@ class FakeService:
     async def reset_prefix_cache(self) -> None:
         self.resets += 1
 
-    async def set_budget(self, worker: str, budget_bytes: int | None) -> None:
-        if worker not in [member.info.name for member in self.workers]:
-            raise RequestError(f"there is no worker {worker!r}", param="worker", status=404)
-        self.budgets.append((worker, budget_bytes))
+    async def carry_out(self, order: Order[AnswerT]) -> AnswerT:
+        answer: Any = self._answer(order)
+        return answer
 
-    async def drain(self, worker: str, *, drain: bool, force: bool = False) -> None:
-        if worker not in [member.info.name for member in self.workers]:
-            raise RequestError(f"there is no worker {worker!r}", param="worker", status=404)
-        self.orders.append((worker, drain, force))
-
-    async def set_role(self, worker: str, role: Role) -> None:
-        self.orders.append((worker, role))
-
-    async def scale(self, counts: Mapping[Role, int], *, pending: bool = False) -> str | None:
-        if counts.get("mixed"):
-            raise RequestError("there was no mixed worker at the start", param="workers")
-        self.orders.append((dict(counts), pending))
-        self.scaled = replace(self.scaled, workers=counts.get("decode", self.scaled.workers))
-        return "decode-1 needs a GPU" if pending else None
-
-    async def roles(self) -> tuple[RoleScale, ...]:
-        return (self.scaled,)
-
-    async def members(self, order: MemberOrder) -> MembersAnswer:
-        self.orders.append((order.kind, order.name, order.life_s))
-        return MembersAnswer(edges=(), join="10.0.0.1:20002")
+    def _answer(self, order: object) -> object:
+        names = {row.info.name for row in self.workers}
+        if isinstance(order, SetBudget | Drain) and order.worker not in names:
+            raise RequestError(f"there is no worker {order.worker!r}", param="worker", status=404)
+        match order:
+            case Roles():
+                return (self.scaled,)
+            case SetBudget(worker, budget_bytes):
+                return self.budgets.append((worker, budget_bytes))
+            case Scale(counts, pending):
+                if counts.get("mixed"):
+                    raise RequestError("there was no mixed worker at the start", param="workers")
+                self.scaled = replace(self.scaled, workers=counts.get("decode", self.scaled.workers))
+                answer = "decode-1 needs a GPU" if pending else None
+            case Drain() | SetRole():
+                answer = None
+            case _:
+                answer = MembersAnswer(edges=(), join="10.0.0.1:20002")
+        self.orders.append(order)
+        return answer
 
 
 def scored(token: int, count: int) -> TokenLogprob:

@@ -20,7 +20,7 @@ from typing import Any
 from tests.support.e2e import link
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.config import fleets
-from tidemill.cluster.rpc.router_client import FindRouter
+from tidemill.cluster.rpc.router_failover import FindRouter
 from tidemill.cluster.worker import worker_process
 from tidemill.cluster.worker.heartbeats import Heartbeats
 from tidemill.cluster.worker.server import WorkerServer

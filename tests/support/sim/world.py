@@ -11,6 +11,7 @@ from tests.support.sim.fold import VOCABULARY, Broke, FoldRunner
 from tests.support.sim.watched import WatchedEngine
 from tidemill.cluster.edge.failure_detector import watch
 from tidemill.cluster.messages import PlacementRequest, Route
+from tidemill.cluster.orders import Drain, SetRole
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.worker.assignment import Assignment
 from tidemill.cluster.worker.worker_process import LEAVE_S_MAX
@@ -493,11 +494,11 @@ class World:
             self._later(leave())
             return
         with suppress(RequestError):
-            self.router.drain(worker.name, drain=True, force=self.rng.random() < 0.2)
+            self.router.carry_out(Drain(worker.name, force=self.rng.random() < 0.2))
             await asyncio.sleep(self.rng.random() * 10)
         with suppress(RequestError):
-            self.router.drain(worker.name, drain=False, force=False)
+            self.router.carry_out(Drain(worker.name, drain=False))
 
     async def _change_role(self) -> None:
         with suppress(RequestError):
-            self.router.set_role(self._any().name, self.rng.choice(["prefill", "decode", "mixed"]))
+            self.router.carry_out(SetRole(self._any().name, self.rng.choice(["prefill", "decode", "mixed"])))

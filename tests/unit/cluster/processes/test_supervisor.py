@@ -9,6 +9,7 @@ import pytest
 
 from tests.unit.cluster.processes.scaling.test_journal import Store, fleet
 from tidemill.cluster.messages import FleetStatus, Misses
+from tidemill.cluster.orders import Reset
 from tidemill.cluster.processes import supervisor as module
 from tidemill.cluster.processes.scaling import autoscaling
 from tidemill.cluster.processes.scaling.journal import ClusterPlan, FleetPlan, Journal
@@ -201,7 +202,7 @@ def test_reset_is_done_when_every_edge_knows_it_and_outlives_the_supervisor(worl
     async def resets(supervisor: Supervisor) -> None:
         await supervisor.report("router", "a", Misses(), 0)
         await supervisor.report("router", "b", Misses(), 0)
-        reset = asyncio.create_task(supervisor.reset("router", "a"))
+        reset = asyncio.create_task(supervisor.carry_out("router", Reset("a")))
         while await supervisor.report("router", "a", Misses(), 0) == 0:  # noqa: ASYNC110 - a thread writes
             await asyncio.sleep(0.01)
         assert not reset.done(), "b does not know it yet"
@@ -214,7 +215,7 @@ def test_reset_is_done_when_every_edge_knows_it_and_outlives_the_supervisor(worl
 
     async def still_counts(supervisor: Supervisor) -> None:
         assert await supervisor.report("router", "a", Misses(), 1) == 1
-        assert await supervisor.reset("router", "a") == 2
+        assert await supervisor.carry_out("router", Reset("a")) == 2
 
     world.run("a", still_counts)
 
@@ -224,6 +225,6 @@ def test_reset_does_not_wait_for_an_edge_that_is_gone(world: World, monkeypatch:
 
     async def resets(supervisor: Supervisor) -> None:
         await supervisor.report("router", "gone", Misses(), 0)
-        assert await supervisor.reset("router", "a") == 1
+        assert await supervisor.carry_out("router", Reset("a")) == 1
 
     world.run("a", resets)

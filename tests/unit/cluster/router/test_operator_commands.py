@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.support.cluster.heartbeats import heartbeat, worker_info
+from tidemill.cluster.orders import Drain, SetRole
 from tidemill.cluster.processes.restart_backoff import SOON_S, WAIT_S_MAX, Backoff
 from tidemill.cluster.router.quarantine import CONTENTS_MAX, QUARANTINE_S, Quarantine
 from tidemill.cluster.router.router import SILENCE_S_MAX, Router
@@ -54,13 +55,13 @@ def states(router: Router) -> dict[str, str]:
 def test_drain_lasts_until_it_is_undone() -> None:
     router = Router(Clock())
     first, second = fleet(router, "decode", "decode")
-    router.drain("decode-0", drain=True, force=False)
+    router.carry_out(Drain("decode-0"))
     assert first.report().drain
     assert first.takes == (False, False)
     assert states(router) == {"decode-0": "draining", "decode-1": "ready"}
     assert not second.report().drain
     assert first.report().drain
-    router.drain("decode-0", drain=False, force=False)
+    router.carry_out(Drain("decode-0", drain=False))
     first.report()
     first.report()
     assert states(router)["decode-0"] == "ready"
@@ -71,29 +72,29 @@ def test_drain_of_the_last_worker_of_a_role_needs_force() -> None:
     router = Router(Clock())
     fleet(router, "prefill", "decode", "mixed")
     with pytest.raises(RequestError, match="the only worker that takes prompts") as refused:
-        router.drain("prefill-0", drain=True, force=False)
+        router.carry_out(Drain("prefill-0"))
     assert refused.value.status == 409
-    router.drain("decode-1", drain=True, force=False)
+    router.carry_out(Drain("decode-1"))
     with pytest.raises(RequestError, match="the only worker that takes streams"):
-        router.drain("mixed-2", drain=True, force=False)
+        router.carry_out(Drain("mixed-2"))
     with pytest.raises(RequestError, match="streams"):
-        router.set_role("mixed-2", "prefill")
-    router.drain("mixed-2", drain=True, force=True)
+        router.carry_out(SetRole("mixed-2", "prefill"))
+    router.carry_out(Drain("mixed-2", force=True))
     with pytest.raises(
         RequestError, match="there is no worker absent, the workers are: decode-1, mixed-2, prefill-0"
     ):
-        router.drain("absent", drain=True, force=False)
+        router.carry_out(Drain("absent"))
 
 
 def test_restarted_router_keeps_drains() -> None:
     router = Router(Clock())
     first, _ = fleet(router, "decode", "decode")
-    router.drain("decode-0", drain=True, force=False)
+    router.carry_out(Drain("decode-0"))
     first.report()
     first.router = Router(Clock())
     assert first.report().drain
     assert first.takes == (False, False)
-    first.router.drain("decode-0", drain=False, force=False)
+    first.router.carry_out(Drain("decode-0", drain=False))
     first.report()
     assert first.takes == (False, True), "as its role allows"
 
@@ -101,8 +102,8 @@ def test_restarted_router_keeps_drains() -> None:
 def test_restarted_worker_takes_work_in_the_same_role() -> None:
     router = Router(Clock())
     fleet(router, "decode", "decode")
-    router.drain("decode-0", drain=True, force=False)
-    router.set_role("decode-0", "mixed")
+    router.carry_out(Drain("decode-0"))
+    router.carry_out(SetRole("decode-0", "mixed"))
     again = Worker(router, worker_info("decode-0.2"))
     ack = again.report()
     assert (ack.drain, ack.role) == (False, "mixed")
@@ -111,15 +112,15 @@ def test_restarted_worker_takes_work_in_the_same_role() -> None:
 def test_role_changes_at_the_next_heartbeat() -> None:
     router = Router(Clock())
     prefill, decode, _ = fleet(router, "prefill", "decode", "decode")
-    router.set_role("decode-1", "prefill")
+    router.carry_out(SetRole("decode-1", "prefill"))
     decode.report()
     assert decode.takes == (True, False)
     decode.report()
     assert {row.info.name: row.info.role for row in router.status().workers}["decode-1"] == "prefill"
-    router.set_role("prefill-0", "decode")
+    router.carry_out(SetRole("prefill-0", "decode"))
     prefill.report()
     assert prefill.takes == (False, True)
-    router.set_role("prefill-0", "mixed")
+    router.carry_out(SetRole("prefill-0", "mixed"))
     prefill.report()
     assert prefill.takes == (True, True)
 
@@ -131,10 +132,10 @@ def test_leaving_worker_takes_no_work_whatever_its_commands_are() -> None:
     assert first.takes == (False, False)
     first.report()
     assert states(router)["decode-0"] == "draining"
-    router.drain("decode-0", drain=True, force=False)
+    router.carry_out(Drain("decode-0"))
     first.report()
-    router.drain("decode-0", drain=False, force=False)
-    router.set_role("decode-0", "mixed")
+    router.carry_out(Drain("decode-0", drain=False))
+    router.carry_out(SetRole("decode-0", "mixed"))
     first.report()
     assert first.takes == (False, False)
 

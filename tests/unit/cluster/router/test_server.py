@@ -13,6 +13,7 @@ import pytest
 from tests.support import grpc_loop
 from tests.support.cluster.heartbeats import heartbeat, placement_request, worker_info
 from tidemill.cluster.messages import FleetStatus, PlacementRequest
+from tidemill.cluster.orders import Drain, SetBudget, SetRole
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.router.server import RouterService
 from tidemill.cluster.rpc.channels import open_channel
@@ -332,13 +333,13 @@ def test_engine_gets_the_budget_of_broker_and_operator() -> None:
         ):
             await answered.wait()
             await until(lambda: engine.budgets == [INFO.memory_bytes])  # it is the only worker of its device
-            await router_client.set_budget(INFO.name, 500)
+            await router_client.carry_out(SetBudget(INFO.name, 500))
             await until(lambda: engine.budgets == [INFO.memory_bytes, 500])
             (worker,) = (await router_client.status()).workers
             assert (worker.set_by, worker.set_bytes) == ("operator", 500)
             answered.clear()
             await answered.wait()
-            await router_client.set_budget(INFO.name, None)
+            await router_client.carry_out(SetBudget(INFO.name, None))
             await until(lambda: engine.budgets == [INFO.memory_bytes, 500, INFO.memory_bytes])
 
     run(main())
@@ -369,7 +370,7 @@ def test_router_of_another_model_sets_the_budget_and_nothing_else() -> None:
             await until(lambda: engine.budgets[-1:] == [INFO.memory_bytes])
             async with sending_heartbeats(lending, lender, other):
                 await until(lambda: lender.budgets[-1:] == [INFO.memory_bytes])
-                await memory.set_budget(INFO.name, 1700)
+                await memory.carry_out(SetBudget(INFO.name, 1700))
                 await until(lambda: (engine.budgets[-1:], lender.budgets[-1:]) == ([1700], [300]))
                 assert (await memory.budgets())[INFO.name] == ("operator", 1700)
                 (row,) = own.status().workers
@@ -427,7 +428,7 @@ def test_client_raises_for_an_impossible_budget(
         ):
             await answered.wait()
             with pytest.raises(RequestError, match=words) as caught:
-                await router_client.set_budget(name, budget)
+                await router_client.carry_out(SetBudget(name, budget))
             assert (caught.value.status, caught.value.param) == (status, param)
 
     run(main())
@@ -459,16 +460,16 @@ def test_client_places_requests_with_the_second_router_when_the_first_is_lost() 
             router_client = RouterClient(first.find, second.find)
             assert (await router_client.place(REQUEST)).decode == INFO.worker
             await until(lambda: len(second.router.status().workers) == 1)
-            second.router.drain(INFO.name, drain=True, force=True)
-            await router_client.set_role(INFO.name, "mixed")
+            second.router.carry_out(Drain(INFO.name, force=True))
+            await router_client.carry_out(SetRole(INFO.name, "mixed"))
             await until(lambda: second.router.status().workers[0].info.role == "mixed")
             assert engine.takes == [(True, True)], "the second router has no say"
-            second.router.drain(INFO.name, drain=False, force=True)
+            second.router.carry_out(Drain(INFO.name, drain=False, force=True))
             await first.service.stop()
             first.away = True
             assert (await router_client.place(REQUEST)).decode == INFO.worker
             with pytest.raises(Unserved):
-                await router_client.drain(INFO.name, drain=True)
+                await router_client.carry_out(Drain(INFO.name))
             await router_client.close()
             for task in tasks:
                 task.cancel()
@@ -490,15 +491,15 @@ def test_orders_of_a_supervisor_that_was_replaced_are_refused() -> None:
                 RouterClient(running.find, fence=lambda number=number: number) for number in (6, 7, 0)
             )
             with pytest.raises(Unserved, match="the supervisor 6 was replaced by 7"):
-                await old.drain(INFO.name, drain=True, force=True)
+                await old.carry_out(Drain(INFO.name, force=True))
             with pytest.raises(Unserved, match="was replaced"):
-                await old.set_role(INFO.name, "mixed")
+                await old.carry_out(SetRole(INFO.name, "mixed"))
             for allowed in (new, operator):
-                await allowed.drain(INFO.name, drain=True, force=True)
+                await allowed.carry_out(Drain(INFO.name, force=True))
             newer = RouterClient(running.find, fence=lambda: 9)
-            await newer.set_role(INFO.name, "mixed")
+            await newer.carry_out(SetRole(INFO.name, "mixed"))
             with pytest.raises(Unserved, match="the supervisor 7 was replaced by 9"):
-                await new.drain(INFO.name, drain=False)
+                await new.carry_out(Drain(INFO.name, drain=False))
             for client in (old, new, operator, newer):
                 await client.close()
 

@@ -23,7 +23,7 @@ from tidemill.cluster.router.server import RouterService
 from tidemill.cluster.rpc.catalogue import Catalogue, CatalogueKey, CatalogueModel
 from tidemill.cluster.rpc.catalogue_client import PART_BYTES, CatalogueReader, CatalogueWriter
 from tidemill.cluster.rpc.codec import Malformed, encode
-from tidemill.cluster.rpc.router_client import at
+from tidemill.cluster.rpc.router_failover import always_at
 from tidemill.workers.messages import Unserved
 
 FILES = {sha256(body).hexdigest(): body for body in (b"", b"{}", b"tokens" * PART_BYTES)}
@@ -58,7 +58,7 @@ async def reading(*addresses: str, tls: MutualTls | None = None) -> AsyncGenerat
 
 
 async def publish(address: str, catalogue: Catalogue, tls: MutualTls | None = None) -> None:
-    writer = CatalogueWriter(at(address), tls)
+    writer = CatalogueWriter(always_at(address), tls)
     try:
         await writer.publish(encode(catalogue), FILES)
     finally:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import numpy as np
@@ -12,12 +12,18 @@ from hypothesis import strategies as st
 
 from tests.support.cluster.heartbeats import heartbeat
 from tests.support.workers.bench import a_request, bench, prompt, run
-from tidemill.cluster.messages import FleetStatus, PlacementRequest, Route, SetBudget, WorkerStatus
+from tidemill.cluster.messages import (
+    BudgetTarget,
+    FleetStatus,
+    PlacementRequest,
+    RoleScale,
+    Route,
+    WorkerStatus,
+)
+from tidemill.cluster.orders import Order, RouterOrder, SupervisorOrder
 from tidemill.cluster.rpc.codec import (
-    BudgetCommand,
     Cancel,
     ClientFrame,
-    DrainCommand,
     Generate,
     Hello,
     LossReport,
@@ -25,7 +31,6 @@ from tidemill.cluster.rpc.codec import (
     PackedTokens,
     Prefetch,
     Produce,
-    RoleCommand,
     StreamItem,
     Trial,
     WireItem,
@@ -89,7 +94,7 @@ for nested in (
     Speed,
     WorkerLoad,
     WorkerStatus,
-    SetBudget,
+    BudgetTarget,
 ):
     st.register_type_strategy(nested, every(nested))
 infos = every(
@@ -110,7 +115,8 @@ for kind in (Generate, Produce, Prefetch):
 items = st.builds(StreamItem, U63, every(Delta) | every(Produced) | every(Trial))
 announcements = every(Announcement, added=keys, removed=keys)
 heartbeats = every(Heartbeat, sequence=U63, announcement=announcements)
-plain = st.one_of(*map(every, (Ack, FleetStatus, LossReport, BudgetCommand, DrainCommand, RoleCommand)))
+ORDERS: tuple[type[Order[Any]], ...] = (*get_args(RouterOrder), *get_args(SupervisorOrder))
+plain = st.one_of(*map(every, (Ack, FleetStatus, LossReport, RoleScale, *ORDERS)))
 
 DECODERS: list[Callable[[bytes], Any]] = [
     decode_client_frame,
@@ -118,7 +124,7 @@ DECODERS: list[Callable[[bytes], Any]] = [
     decode_placement_request,
     decode_placement,
     decode_heartbeat,
-    *(lambda data, kind=kind: decode(kind, data) for kind in (Ack, FleetStatus, LossReport, RoleCommand)),
+    *(lambda data, kind=kind: decode(kind, data) for kind in (Ack, FleetStatus, LossReport, *ORDERS)),
 ]
 
 
@@ -143,10 +149,10 @@ def test_fleet_message_survives_trip(
     assert decode(type(message), encode(message)) == message
 
 
-@given(st.frozensets(ids), st.dictionaries(ids, every(SetBudget)))
-def test_collection_survives_trip(workers: frozenset[WorkerId], budgets: dict[str, SetBudget]) -> None:
+@given(st.frozensets(ids), st.dictionaries(ids, every(BudgetTarget)))
+def test_collection_survives_trip(workers: frozenset[WorkerId], budgets: dict[str, BudgetTarget]) -> None:
     assert decode(frozenset[WorkerId], encode(workers)) == workers
-    assert decode(dict[str, SetBudget], encode(budgets)) == budgets
+    assert decode(dict[str, BudgetTarget], encode(budgets)) == budgets
 
 
 @given(

@@ -12,7 +12,7 @@ import pytest
 from tests.support import grpc_loop
 from tests.support.cluster.heartbeats import placement_request
 from tidemill.cluster.messages import FleetStatus, Route
-from tidemill.cluster.rpc import router_client
+from tidemill.cluster.rpc import router_failover
 from tidemill.cluster.rpc.channels import bind, new_server
 from tidemill.cluster.rpc.codec import encode
 from tidemill.cluster.rpc.placement_codec import (
@@ -20,7 +20,9 @@ from tidemill.cluster.rpc.placement_codec import (
     encode_placement,
     encode_placements,
 )
-from tidemill.cluster.rpc.router_client import FRAME_REQUESTS_MAX, RouterClient, at
+from tidemill.cluster.rpc.placements import FRAME_REQUESTS_MAX
+from tidemill.cluster.rpc.router_client import RouterClient
+from tidemill.cluster.rpc.router_failover import always_at
 from tidemill.workers.messages import Overloaded, Unserved, WorkerId
 
 if TYPE_CHECKING:  # generic in the type stubs alone
@@ -68,7 +70,7 @@ def test_requests_that_come_meanwhile_share_a_frame() -> None:
 
     async def main() -> None:
         server, address = await serve({"Place": place_one, "PlaceAll": place_all})
-        client = RouterClient(at(address))
+        client = RouterClient(always_at(address))
 
         def place(name: str, tenant: str = "") -> asyncio.Task[Route]:
             return asyncio.create_task(client.place(replace(ASK, request_id=name, tenant=tenant)))
@@ -106,7 +108,7 @@ def test_request_without_a_worker_waits_in_a_call_of_its_own() -> None:
 
     async def main() -> None:
         server, address = await serve({"PlaceAll": place_all, "Place": place})
-        client = RouterClient(at(address))
+        client = RouterClient(always_at(address))
         assert await asyncio.gather(client.place(ASK), client.place(ASK)) == [ROUTE] * 2
         assert len(framed) == 1, "the other one had a call of its own from the start"
         await client.close()
@@ -133,7 +135,7 @@ def test_call_that_finds_the_router_away_leaves_those_that_wait_alone() -> None:
 
     async def main() -> None:
         server, address = await serve({"Place": place, "Status": status})
-        client = RouterClient(at(address))
+        client = RouterClient(always_at(address))
         async with asyncio.timeout(WAIT_S_MAX):
             placing = asyncio.create_task(client.place(ASK))
             await asked.wait()
@@ -150,7 +152,7 @@ def test_call_that_finds_the_router_away_leaves_those_that_wait_alone() -> None:
 def test_clients_return_to_the_first_router_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """One router places for all clients while it runs. Another one does it meanwhile, and until the first has
     answered twice."""
-    monkeypatch.setattr(router_client, "RETURN_S", 0.1)
+    monkeypatch.setattr(router_failover, "RETURN_S", 0.1)
     questions: list[bytes] = []
 
     def methods(name: str) -> dict[str, Callable[..., Awaitable[bytes]]]:
@@ -166,7 +168,7 @@ def test_clients_return_to_the_first_router_when_it_is_back(monkeypatch: pytest.
     async def main() -> None:
         first, address = await serve(methods("first"))
         second, other = await serve(methods("second"))
-        client = RouterClient(at(address), at(other))
+        client = RouterClient(always_at(address), always_at(other))
 
         async def placed_by() -> str:
             return (await client.place(ASK)).decode

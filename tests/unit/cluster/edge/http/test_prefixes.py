@@ -117,7 +117,7 @@ def test_deleted_prefix_is_released_by_its_tenant_alone() -> None:
     app = build_app([ServedBackend(service, tokenizer())], sources(), keys=keys)
     mine = {"authorization": "Bearer key-a"}
     made = call(app, "POST", PREFIXES, json={"prompt": "a"}, headers=mine).json()
-    sessions: list[tuple[object, ...]] = []
+    sessions: list[object] = []
     for headers in (mine, {"authorization": "Bearer key-b"}):
         reply = call(app, "DELETE", f"{PREFIXES}/{made['id']}", headers=headers)
         assert reply.json() == {"id": made["id"], "object": "prefix", "deleted": True}

@@ -18,6 +18,7 @@ from tests.support.cluster.fake_service import (
 )
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.messages import FleetStatus
+from tidemill.cluster.orders import Drain
 from tidemill.workers.messages import Unserved
 
 TEXT = "/v1/completions"
@@ -114,7 +115,7 @@ def test_orders_find_their_worker() -> None:
     app = app_of(*services)
     for name, service in (("large-decode-0", services[0]), ("small-mixed-0", services[1])):
         assert call(app, "POST", f"/cluster/workers/{name}/drain", json={}).status_code == 200
-        assert service.orders == [(name, True, False)]
+        assert service.orders == [Drain(name)]
         assert call(app, "POST", "/cluster/memory", json={"worker": name, "budget": None}).status_code == 200
         assert service.budgets == [(name, None)]
     assert call(app, "POST", "/cluster/workers/nobody/drain", json={}).status_code == 404

@@ -17,9 +17,9 @@ from tests.support import grpc_loop
 from tests.support.cluster.fake_engine import FakeEngine
 from tests.support.cluster.scripted_engine import FIRST, LAST, answer_of, collect, request
 from tests.unit.cluster.rpc.test_mutual_tls import WORKER, issue, status_of
-from tests.unit.cluster.rpc.test_supervisor_orders import FakeSupervisor
-from tidemill.cluster.messages import MemberOrder
+from tests.unit.cluster.rpc.test_orders import Obedient
 from tidemill.cluster.mutual_tls import MutualTls
+from tidemill.cluster.orders import ListEdges, MakeToken, RevokeEdge
 from tidemill.cluster.processes.joining.authority import CERTIFICATE_S, Authority, AuthorityError, validity
 from tidemill.cluster.processes.joining.credentials import Credentials
 from tidemill.cluster.processes.joining.exchange import JoinServer
@@ -30,7 +30,8 @@ from tidemill.cluster.router.router import Router
 from tidemill.cluster.router.server import RouterService
 from tidemill.cluster.rpc import router_client
 from tidemill.cluster.rpc.catalogue_client import CatalogueReader, CatalogueWriter, Expelled
-from tidemill.cluster.rpc.router_client import RouterClient, at
+from tidemill.cluster.rpc.router_client import RouterClient
+from tidemill.cluster.rpc.router_failover import always_at
 from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.cluster.worker.server import WorkerServer
 from tidemill.workers.messages import RequestError, Unserved, WorkerGone
@@ -66,7 +67,7 @@ class Cluster:
         )
 
     async def token(self, name: str = "web-1", life_s: float = 600.0) -> Token:
-        order = MemberOrder(kind="token", name=name, life_s=life_s)
+        order = MakeToken(name, life_s)
         return Token.parse((await self.registry.carry_out(order)).token)
 
     def credentials(self, token: Token, folder: str = "edge") -> Credentials:
@@ -79,7 +80,7 @@ class Cluster:
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator["Cluster"]:
-        self.service = RouterService(Router(asyncio.get_running_loop().time), self.tls, FakeSupervisor())
+        self.service = RouterService(Router(asyncio.get_running_loop().time), self.tls, Obedient())
         server = JoinServer(self.registry.join, self.tls)
         self.routers = (await self.service.start("127.0.0.1"),)
         self.join = await server.start("127.0.0.1", 0)
@@ -132,12 +133,13 @@ def test_edge_may_do_nothing_that_is_the_servers(cluster: Cluster) -> None:
         async with cluster.running():
             credentials = cluster.credentials(await cluster.token())
             await credentials.join()
-            client = RouterClient(at(cluster.routers[0]), tls=credentials.tls)
-            with pytest.raises(RequestError, match="may not do this") as refused:
-                await client.members(MemberOrder(kind="list"))
-            assert refused.value.status == 403
+            client = RouterClient(always_at(cluster.routers[0]), tls=credentials.tls)
+            for order in (ListEdges(), MakeToken("web-2", 60.0), RevokeEdge("web-1")):
+                with pytest.raises(RequestError, match="may not do this") as refused:
+                    await client.carry_out(order)
+                assert refused.value.status == 403
             await client.close()
-            writer = CatalogueWriter(at(cluster.routers[0]), credentials.tls)
+            writer = CatalogueWriter(always_at(cluster.routers[0]), credentials.tls)
             with pytest.raises(Unserved, match="may not do this"):
                 await writer.publish(b"", {})
 
@@ -151,7 +153,7 @@ def test_tokens_that_are_refused(cluster: Cluster) -> None:
             await cluster.credentials(token).join()
             await cluster.credentials(token).join()  # with the files that are there
             late, gone = await cluster.token("late"), await cluster.token("gone")
-            await cluster.registry.carry_out(MemberOrder(kind="revoke", name="gone"))
+            await cluster.registry.carry_out(RevokeEdge("gone"))
             cluster.now_s += 601.0
             for number, (refused, line) in enumerate(
                 [
@@ -218,7 +220,7 @@ def test_certificate_is_renewed_before_its_end_and_not_when_revoked(
             assert second_s > end_s
             assert len(cluster.members.edges["web-1"].serials) == 2
             await status_of(cluster.routers[0], credentials.tls)
-            await cluster.registry.carry_out(MemberOrder(kind="revoke", name="web-1"))
+            await cluster.registry.carry_out(RevokeEdge("web-1"))
             assert len(cluster.members.revoked) == 2
             cluster.now_s = second_s - 10.0
             with pytest.raises(JoinRefused, match="revoked"):
@@ -239,7 +241,7 @@ def test_revoked_certificate_is_refused_and_ends_open_calls(
             reader = CatalogueReader(cluster.routers, credentials.tls)
             waiting = asyncio.create_task(reader.changed())
             await status_of(cluster.routers[0], credentials.tls)
-            await cluster.registry.carry_out(MemberOrder(kind="revoke", name="web-1"))
+            await cluster.registry.carry_out(RevokeEdge("web-1"))
             cluster.service.revoke(cluster.members.revoked)
             with pytest.raises(Unserved, match="was revoked"):
                 await status_of(cluster.routers[0], credentials.tls)

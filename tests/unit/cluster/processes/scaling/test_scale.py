@@ -22,6 +22,7 @@ from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.fleet import EXIT_NOT_ALL
 from tidemill.cluster.cli.worker_commands import render_roles
 from tidemill.cluster.messages import RoleScale
+from tidemill.cluster.orders import Scale
 from tidemill.cluster.processes.scaling.autoscaling import EdgeReports
 from tidemill.cluster.processes.scaling.journal import initial_plan
 from tidemill.cluster.processes.scaling.scaler import IDLE_CHECKS, Scaler
@@ -230,7 +231,7 @@ def test_edge_answers_scale_requests() -> None:
     }
     starting = call(app, "POST", "/cluster/scale", json={**body, "model": "keeper", "pending": True})
     assert starting.json()["lacks"] == "decode-1 needs a GPU"
-    assert service.orders == [({"decode": 3}, False), ({"decode": 3}, True)]
+    assert service.orders == [Scale({"decode": 3}), Scale({"decode": 3}, pending=True)]
 
 
 @pytest.mark.parametrize(
@@ -275,7 +276,7 @@ def test_scale_command_orders_and_waits(capsys: pytest.CaptureFixture[str]) -> N
             scale(url, "mixed=1")
 
     with_server(service, main)
-    assert service.orders == [({"decode": 2}, True), ({"decode": 2}, False)]
+    assert service.orders == [Scale({"decode": 2}, pending=True), Scale({"decode": 2})]
 
 
 @pytest.mark.parametrize("word", ["decode", "decode=", "decode=two", "encode=1", "=1", "decode=1=2"])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tests.support.cluster.fake_service import worker_status
 from tidemill.cluster.messages import Bounds, FleetStatus, Hysteresis, WorkerStatus
+from tidemill.cluster.orders import Drain, SetRole
 from tidemill.cluster.processes.scaling.autoscaling import EdgeReports
 from tidemill.cluster.processes.scaling.journal import FleetPlan, initial_plan
 from tidemill.cluster.processes.scaling.scaler import IDLE_CHECKS, Scaler
@@ -69,18 +70,19 @@ class FakeCluster:
             raise Unserved("no answer from the router")
         return FleetStatus(workers=tuple(self.workers.values()))
 
-    async def drain(self, worker: str, *, drain: bool, force: bool = False) -> None:
-        assert drain
-        if force:
+    async def carry_out(self, order: Drain | SetRole) -> None:
+        worker = order.worker
+        if isinstance(order, SetRole):
+            self.roles.append((worker, order.role))
+            self.change(worker, order.role)
+            return
+        assert order.drain
+        if order.force:
             self.forced.append(worker)
         elif worker in self.refuses_drain:
             raise RequestError("no other worker does its work")
         self.drained.append(worker)
         self.workers[worker] = replace(self.workers[worker], state="draining")
-
-    async def set_role(self, worker: str, role: Role) -> None:
-        self.roles.append((worker, role))
-        self.change(worker, role)
 
     def restart(self, name: str, role: Role) -> None:
         """Let a new process take the place of a worker; it has the role of its start."""
