@@ -14,6 +14,7 @@ from benchmarks.engine.released import RELEASED
 from tests.support.kernels.launched import META, Counted, Launch, capturing, launching
 from tests.unit.workers.execution.test_model_runner import a_row
 from tidemill.kernels.dispatch import operators
+from tidemill.kernels.linear.stored import Stored, plain
 from tidemill.kvstore.layout import PageId, layout_of
 from tidemill.workers.execution import model_runner as runner_module
 from tidemill.workers.execution.cuda_graphs import Forward, Graphs, Replay, graph_shapes, padding
@@ -55,8 +56,8 @@ def model_of() -> Callable[[str], Model]:
         config = ARCHITECTURES[raw["architectures"][0]].parse(raw)
         weights = weights_of(config)
 
-        def read(name: str) -> torch.Tensor:
-            return torch.empty(weights[name].shape, dtype=torch.bfloat16, device=META)
+        def read(name: str) -> Stored:
+            return plain(torch.empty(weights[name].shape, dtype=torch.bfloat16, device=META))
 
         layout = layout_of(config.specs, PAGE_TOKENS, "bfloat16")
         arena = torch.empty(8 * layout.extent_bytes, dtype=torch.uint8, device=META)
