@@ -12,7 +12,7 @@ from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.observability.telemetry import QUIET, Telemetry
 from tidemill.workers.messages import Role
 from tidemill.workers.pickled_by_name import PickledByName
-from tidemill.workers.settings import EngineSettings
+from tidemill.workers.settings import HostedSettings
 
 ToolParser = Literal[
     "auto",
@@ -47,8 +47,9 @@ class WorkerSettings(PickledByName):
 
     name: str  # `decode-0`
     role: Role
-    engine: EngineSettings
+    engine: HostedSettings
     build: str = "tidemill.workers.engine.build:build_engine"  # a Build of workers/contract/engine.py
+    check: str = "tidemill.workers.engine.build:check_settings"  # its Check
     host: str | None = "127.0.0.1"
     num_cpus: float = 0.0
     num_gpus: float = 0.0

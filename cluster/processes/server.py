@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from pkgutil import resolve_name
+from typing import Any, cast
 
 import uvloop
 from rich.console import Console
@@ -49,6 +50,7 @@ from tidemill.cluster.quotas.rate_client import RouterRates
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, StoreProgram
 from tidemill.kvstore.stores.open_store import open_store
+from tidemill.workers.contract.engine import Check
 from tidemill.workers.messages import WorkerGone
 
 log = logging.getLogger(__name__)
@@ -90,10 +92,9 @@ def serve(
 
 def _check(settings: ClusterSettings) -> None:
     """Raise what the workers would, before they are started."""
-    from tidemill.workers.engine.build import check_settings  # noqa: PLC0415 - torch, which takes a second
-
-    for engine in {worker.engine for worker in settings.workers}:
-        check_settings(engine, here=settings.ray_address is None)
+    for name, engine in {(worker.check, worker.engine) for worker in settings.workers}:
+        check = cast("Check", resolve_name(name))  # imports torch, which takes a second
+        check(engine, here=settings.ray_address is None)
 
 
 async def _serve(

@@ -26,9 +26,10 @@ from tidemill.workers.malloc import keep_freed_memory
 from tidemill.workers.messages import WorkerGone
 from tidemill.workers.parallel.link import Ended, StartRanks
 from tidemill.workers.parallel.network import Meeting, Network
-from tidemill.workers.settings import EngineSettings
+from tidemill.workers.settings import EngineSettings, HostedSettings
 
 _Answer = TypeVar("_Answer")
+_Settings = TypeVar("_Settings", bound=HostedSettings)
 
 FIND_S_MAX = 1.0
 
@@ -86,24 +87,23 @@ def assigned_device(device: str, gpu_ids: Sequence[str], visible: Sequence[str] 
     return f"cuda:{index}"
 
 
-def on_assigned_device(engine: EngineSettings, device: str) -> EngineSettings:
+def on_assigned_device(engine: _Settings, device: str) -> _Settings:
     """Return the settings with the device of this actor, where `device` is that of the configuration."""
     gpu_ids: list[str] = RAY.get_runtime_context().get_accelerator_ids().get("GPU", [])
     visible = NvidiaGPUAcceleratorManager.get_current_process_visible_accelerator_ids()
     return replace(engine, device=assigned_device(device, gpu_ids, visible))
 
 
-def on_reserved_nodes(engine: EngineSettings, node_ids: Collection[str]) -> EngineSettings:
+def on_reserved_nodes(engine: _Settings, node_ids: Collection[str]) -> _Settings:
     """Return the settings for the nodes of the bundles: on a single one, ranks meet as on any one node."""
     return replace(engine, tensor_parallel_nodes=1) if len(set(node_ids)) == 1 else engine
 
 
-def network_of(settings: WorkerSettings, engine: EngineSettings, node: str) -> Network | None:
+def network_of(settings: WorkerSettings, engine: HostedSettings, node: str) -> Network | None:
     """Return the network of a rank on the node with this address; None if all ranks are on one node."""
     if engine.tensor_parallel_nodes == 1:
         return None
-    host = settings.host or node
-    return Network(host=host, interface=engine.tensor_parallel_interface, certificates=settings.tls)
+    return Network(host=settings.host or node, certificates=settings.tls)
 
 
 class WorkerActor:

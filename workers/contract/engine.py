@@ -3,7 +3,7 @@
     HostedSettings -> Build -> HostedEngine: an Engine, its facts (EngineInfo), the other ranks
 
 `workers/engine/build.py` builds ours. An adapter of another engine, vLLM for example, is a module with a
-`Build` of its own, which `WorkerSettings.build` names.
+`Build` and a `Check` of its own, which `WorkerSettings` names.
 Messages: Request, Produced, Delta, Announcement, WorkerLoad. Facts: EngineInfo. Errors: RequestError (the
 engine refuses the request), PagesMissing, HandedOver, WorkerGone. All are in `workers/messages.py`.
 """
@@ -96,6 +96,15 @@ class HostedEngine(Protocol):
 
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes) while weights load."""
+
+
+class Check(Protocol):
+    """Raises the TidemillError that Build would, as far as it can be known without reading weights."""
+
+    def __call__(self, settings: HostedSettings, *, here: bool) -> None:
+        """`here`: the worker will run on this machine, so the check may look at its devices."""
+        ...
+
 
 Build = Callable[[HostedSettings, Progress, StartRanks], HostedEngine]
 """Builds an engine. Raises TidemillError or OSError, with one line that names the fix."""

@@ -1,6 +1,7 @@
 """The exchanges of one rank with the others: of what the leader decides, and inside the model."""
 
 import socket
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -53,6 +54,7 @@ def open_exchange(
     """Meet the other ranks; block until all have come. Over several nodes `network` is that of this rank, and
     the leader passes the socket at `meeting.store`. Raises GroupBroken."""
     size, backend = settings.tensor_parallel_size, settings.backend
+    network = network and replace(network, interface=settings.tensor_parallel_interface)
     wait_s_max = WARM_UP_S_MAX if device.type == "cuda" else WAIT_S_MAX
     if isinstance(meeting, Ports):
         own, store = port_stores(meeting, listener, WAIT_S_MAX)

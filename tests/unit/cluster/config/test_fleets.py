@@ -21,8 +21,8 @@ from tidemill.cluster.config.reading import parse_config
 from tidemill.cluster.config.tree import RootConfig
 from tidemill.cluster.messages import Bounds
 from tidemill.cluster.observability.telemetry import Telemetry
-from tidemill.cluster.settings import ChatSettings, ClusterSettings, FleetSettings
-from tidemill.workers.settings import SettingsError
+from tidemill.cluster.settings import ChatSettings, ClusterSettings, FleetSettings, WorkerSettings
+from tidemill.workers.settings import EngineSettings, SettingsError
 from tidemill.workers.sources.names import bundled
 
 SURROUNDINGS = Surroundings(store_url="memory:", cache_folder=Path("cache"))
@@ -36,6 +36,12 @@ def settings(text: str) -> ClusterSettings:
 def fleet(groups: str, more: str = "") -> FleetSettings:
     (fleet,) = settings(f"models: [{{model: keeper, groups: [{groups}]{more}}}]").fleets
     return fleet
+
+
+def engine_of(worker: WorkerSettings) -> EngineSettings:
+    """Return the settings of our engine, which a configuration makes."""
+    assert isinstance(worker.engine, EngineSettings)
+    return worker.engine
 
 
 def test_kv_events_have_a_rank_for_each_worker() -> None:
@@ -113,7 +119,7 @@ def test_groups_of_role_differ_and_share_numbering() -> None:
     assert (fast.num_gpus, fast.num_cpus, fast.labels, fast.resources) == (1, 0, {"pool": "fast"}, {})
     assert (slow.num_gpus, slow.num_cpus, slow.labels, slow.resources) == (0, 2, {}, {"slow": 0.5})
     assert (fast.engine.device, slow.engine.device) == ("cuda", "cpu")
-    assert (fast.engine.page_dtype, slow.engine.page_dtype) == ("bfloat16", "bfloat16")
+    assert (engine_of(fast).page_dtype, engine_of(slow).page_dtype) == ("bfloat16", "bfloat16")
     assert (slow.engine.threads, decode.engine.threads) == (3, 1)
     assert [worker.engine.tensor_parallel_size for worker in cluster.workers] == [1, 1, 2, 1]
     assert {worker.engine.tensor_parallel_sizes for worker in cluster.workers} == {(1, 2)}
@@ -127,7 +133,7 @@ def test_ranks_over_nodes_need_a_ray_cluster_and_an_address_that_others_reach() 
         settings(f"models: [{{model: keeper, groups: [{groups}]}}]\ncluster: {{ray_address: auto}}")
     over = "cluster: {ray_address: auto, host: node-plain}"
     (worker,) = settings(f"models: [{{model: keeper, groups: [{groups}]}}]\n{over}").workers
-    assert (worker.engine.tensor_parallel_nodes, worker.engine.backend) == (2, "gloo")
+    assert (worker.engine.tensor_parallel_nodes, engine_of(worker).backend) == (2, "gloo")
 
 
 def test_memory_maximum_is_memory_of_all_workers_on_device_type() -> None:
@@ -136,7 +142,7 @@ def test_memory_maximum_is_memory_of_all_workers_on_device_type() -> None:
         "{role: decode, memory: 32MiB, replicas: 3},"
         "{role: decode, memory: 1GiB, device: 'cuda:0'}, {role: decode, memory: 512MiB, device: cuda}"
     )
-    engines = {worker.name: worker.engine for worker in fleet(groups).workers}
+    engines = {worker.name: engine_of(worker) for worker in fleet(groups).workers}
     assert {name: (engine.memory_bytes or 0) // MIB for name, engine in engines.items()} == {
         "prefill-0": 64,
         "prefill-1": 64,
@@ -155,7 +161,7 @@ def test_memory_maximum_is_memory_of_all_workers_on_device_type() -> None:
     )
 
     unlent = fleet(groups, ", engine: {memory_broker: false}")
-    alone = {worker.name: worker.engine for worker in unlent.workers}
+    alone = {worker.name: engine_of(worker) for worker in unlent.workers}
     assert (alone["prefill-0"].memory_max_bytes, alone["decode-0"].memory_max_bytes) == (128 * MIB, 64 * MIB)
     assert (engines["decode-0"].memory_broker, alone["decode-0"].memory_broker) == (True, False)
 
@@ -168,7 +174,7 @@ def test_defaults_of_workers_on_gpus() -> None:
     assert [worker.engine.memory_bytes for worker in (first, second, host)] == [1 << 30, None, 1 << 30]
     assert [worker.engine.memory_max_bytes for worker in (first, second, host)] == [None, None, 1 << 30]
     assert {worker.engine.device_share for worker in (first, second, host)} == {1.0}
-    assert {worker.engine.gpu_memory_utilization for worker in (first, second, host)} == {0.9}
+    assert {engine_of(worker).gpu_memory_utilization for worker in (first, second, host)} == {0.9}
     (alone,) = fleet("{role: mixed, device: cuda}", ", engine: {memory_broker: false}").workers
     assert alone.engine.memory_max_bytes is None
 
@@ -179,7 +185,7 @@ def test_workers_share_a_gpu_when_they_ask_for_parts_of_it() -> None:
     first, second = fleet(shares, more).workers
     assert (first.num_gpus, first.engine.device_share) == (0.25, 0.25)
     assert (second.num_gpus, second.engine.device_share) == (0.75, 0.75)
-    assert second.engine.gpu_memory_utilization == 0.8
+    assert engine_of(second).gpu_memory_utilization == 0.8
     (numbered,) = fleet("{role: mixed, device: 'cuda:1'}").workers
     assert (numbered.num_gpus, numbered.engine.device_share) == (0, 1), "Ray would hide the others"
 

@@ -39,7 +39,6 @@ GROUP = EngineSettings(
     cache_folder=Path("none"),
     tensor_parallel_size=4,
     tensor_parallel_nodes=2,
-    tensor_parallel_interface="eth1",
 )
 TLS = MutualTls(certificate=Path("c"), key=Path("k"), ca=Path("a"))
 WORKER = WorkerSettings(name="decode-0", role="decode", engine=GROUP, host=None, tls=TLS)
@@ -58,9 +57,7 @@ def test_ranks_have_the_bundles_that_the_supervisor_reserved() -> None:
 
 def test_ranks_over_nodes_that_found_room_on_one_meet_as_on_one_node() -> None:
     apart = on_reserved_nodes(GROUP, ["a", "b"])
-    assert network_of(WORKER, apart, "10.0.0.4") == Network(
-        host="10.0.0.4", interface="eth1", certificates=TLS
-    )
+    assert network_of(WORKER, apart, "10.0.0.4") == Network(host="10.0.0.4", certificates=TLS)
     together = on_reserved_nodes(GROUP, ["a", "a"])
     assert (together.tensor_parallel_nodes, together.backend) == (1, "shared-memory")
     assert network_of(WORKER, together, "10.0.0.4") is None

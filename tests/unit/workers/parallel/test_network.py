@@ -173,9 +173,11 @@ def test_link_ends_soon_after_the_other_node_has_vanished() -> None:
         assert 0 < found[3] <= 5000
 
 
-def exchanges(size: int, networks: list[Network]) -> list[Exchange]:
+def exchanges(size: int, networks: list[Network], interface: str | None = None) -> list[Exchange]:
     """Return those of ranks on threads, over ports."""
-    settings = settings_of(tensor_parallel_size=size, tensor_parallel_nodes=size)
+    settings = settings_of(
+        tensor_parallel_size=size, tensor_parallel_nodes=size, tensor_parallel_interface=interface
+    )
     with meeting_place(networks[0]) as place, ThreadPoolExecutor(size) as threads:
 
         def meet(index: int) -> Exchange:
@@ -220,7 +222,7 @@ def test_ranks_on_several_nodes_exchange_at_their_own_addresses() -> None:
 
 
 def test_collectives_use_the_interface_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = exchanges(2, [Network(host=network_of(None, 0).host, interface="lo"), network_of(None, 1)])
+    found = exchanges(2, [network_of(None, 0), network_of(None, 1)], interface="lo")
     hosts = {host for host, _ in listening()}
     assert "127.0.0.1" in hosts, "gloo listens at the interface's own address"
     for each in found:
