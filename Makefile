@@ -159,8 +159,8 @@ upgrade-test: setup
 stubs: setup
 	cd src && python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. tidemill/cluster/rpc/proto/*.proto
 
-# The rendered examples of the Helm charts, and the part of their schema that comes from the
-# configuration file.
+# The rendered example of the Helm charts, and the part of their schema that comes from the
+# configuration file. KUBERAY_CRDS=folder lets tests validate them with KubeRay's CRDs.
 helm-golden: setup
 	python -m tests.deploy.renew
 

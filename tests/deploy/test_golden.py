@@ -62,7 +62,7 @@ def test_every_template_is_in_the_golden_file_or_the_traffic_example() -> None:
 
 
 def test_values_schema_matches_configuration_file() -> None:
-    assert schema_text() == SCHEMA.read_text(), "make helm-golden"
+    assert schema_text() == SCHEMA.read_text(), "run `make helm-golden`"
 
 
 def test_charts_pass_helm_lint(example: Path) -> None:

@@ -32,7 +32,7 @@ KERNELS = "kernels"
 SIM_RUNS = 100
 TIMEOUT_S = 180.0
 """A bug may cause an endless loop: a timeout counts as caught."""
-WAIT_S_MAX = 20.0
+WAIT_S_MAX = 10.0
 """Seconds that a test waits at most (tests/support/waits.py)."""
 FULL_RUN = "full-run"
 """The tag of the last commit whose tests have caught all planted bugs."""

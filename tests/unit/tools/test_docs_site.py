@@ -40,7 +40,7 @@ def listed(entry: Any) -> Iterator[str]:  # noqa: ANN401 - YAML
 def test_navigation_has_every_page() -> None:
     navigation = set(listed(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
     documents = {str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md")}
-    assert documents <= navigation
+    assert documents <= navigation, "add a line to mkdocs.yml for each new page"
     assert not [name for name in navigation if not (ROOT / name).is_file()]
 
 

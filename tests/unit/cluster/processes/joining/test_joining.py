@@ -16,6 +16,7 @@ from cryptography import x509
 from tests.support import grpc_loop
 from tests.support.cluster.fake_engine import FakeEngine
 from tests.support.cluster.scripted_engine import FIRST, LAST, answer_of, collect, request
+from tests.support.waits import WAIT_S_MAX
 from tests.unit.cluster.rpc.test_mutual_tls import WORKER, issue, status_of
 from tests.unit.cluster.rpc.test_orders import Obedient
 from tidemill.cluster.mutual_tls import MutualTls
@@ -125,7 +126,7 @@ def test_token_gets_a_certificate_of_a_client_alone(cluster: Cluster) -> None:
             await reader.close()
             await server.stop()
 
-    grpc_loop.run(main(), 60)
+    grpc_loop.run(main(), WAIT_S_MAX)
 
 
 def test_edge_may_do_nothing_that_is_the_servers(cluster: Cluster) -> None:
@@ -143,7 +144,7 @@ def test_edge_may_do_nothing_that_is_the_servers(cluster: Cluster) -> None:
             with pytest.raises(Unserved, match="may not do this"):
                 await writer.publish(b"", {})
 
-    grpc_loop.run(main(), 60)
+    grpc_loop.run(main(), WAIT_S_MAX)
 
 
 def test_tokens_that_are_refused(cluster: Cluster) -> None:
@@ -170,7 +171,7 @@ def test_tokens_that_are_refused(cluster: Cluster) -> None:
                     await credentials.join()
                 assert not credentials.tls.certificate.exists()
 
-    grpc_loop.run(main(), 60)
+    grpc_loop.run(main(), WAIT_S_MAX)
 
 
 def test_nothing_is_sent_to_a_cluster_that_shows_the_authority_of_another(
@@ -195,7 +196,7 @@ def test_nothing_is_sent_to_a_cluster_that_shows_the_authority_of_another(
             await cluster.credentials(token).join()
         await server.stop()
 
-    grpc_loop.run(main(), 60)
+    grpc_loop.run(main(), WAIT_S_MAX)
     assert not asked
 
 
@@ -226,7 +227,7 @@ def test_certificate_is_renewed_before_its_end_and_not_when_revoked(
             with pytest.raises(JoinRefused, match="revoked"):
                 await credentials.renew()
 
-    grpc_loop.run(main(), 60)
+    grpc_loop.run(main(), WAIT_S_MAX)
 
 
 def test_revoked_certificate_is_refused_and_ends_open_calls(
@@ -250,7 +251,7 @@ def test_revoked_certificate_is_refused_and_ends_open_calls(
             await reader.close()
             await status_of(cluster.routers[0], cluster.tls)
 
-    grpc_loop.run(main(), 60)
+    grpc_loop.run(main(), WAIT_S_MAX)
 
 
 def test_worker_ends_the_streams_of_a_revoked_certificate(cluster: Cluster) -> None:
@@ -276,7 +277,7 @@ def test_worker_ends_the_streams_of_a_revoked_certificate(cluster: Cluster) -> N
                 await clients.close()
             await plane.stop()
 
-    grpc_loop.run(main(), 60)
+    grpc_loop.run(main(), WAIT_S_MAX)
 
 
 def test_strangers_get_the_authority_and_nothing_else(cluster: Cluster) -> None:
@@ -294,7 +295,7 @@ def test_strangers_get_the_authority_and_nothing_else(cluster: Cluster) -> None:
                 writer.close()
             await cluster.credentials(await cluster.token()).join()
 
-    grpc_loop.run(main(), 60)
+    grpc_loop.run(main(), WAIT_S_MAX)
 
 
 def test_key_of_another_authority_is_one_line(cluster: Cluster, tmp_path: Path) -> None:
