@@ -7,9 +7,9 @@ are on the worker: `u` tokens can be restored there, and the pages of `k` tokens
 there. The term with kappa is the cost for later requests. A prefix computed away from its home is
 computed twice and evicts other pages, and in a busy fleet others wait for that work. The term is
 bounded by the patience of one request (decision 17). `extra` is what else speaks against a worker
-(an `Affinity`). A decode worker is chosen by the cost
-of prompt and answer. Ties break by rendezvous hashing on the first page that no worker has, so that
-routers agree without communication.
+(an `Affinity`). A decode worker is chosen by the cost of prompt and answer. Ties break by
+rendezvous hashing on the first page that no worker has, so that routers agree without
+communication.
 """
 
 from collections.abc import Callable

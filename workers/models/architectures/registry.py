@@ -111,9 +111,8 @@ class LoadedModel:
     local_layers    of this rank: they determine the layout of its arena
     max_length      tokens of prompt and answer together
     eos_ids         token ids that end an answer
-    fingerprint     digest of architecture, config and weights, for the namespace of keys; the leader's is
-    the
-                    same in groups of every size, that of other ranks is empty
+    fingerprint     digest of architecture, config and weights, for the namespace of keys: the leader's is
+                    the same in groups of every size, that of other ranks is empty
     cost            FLOPs of its forward pass
     expert_pairs_R  int64, the pairs of a token and one of its experts so far, by the rank that has the
                     expert; None: they are not counted

@@ -2,8 +2,7 @@
 
 Plain        NAME
 Scaled       NAME in 8 bits, NAME_scale_inv or NAME_scale, perhaps NAME_zero_point    (fp8, int8)
-PackedInts   NAME_packed, NAME_scale, perhaps NAME_zero_point and NAME_g_idx          (int8 or int4 in
-int32)
+PackedInts   NAME_packed, NAME_scale, perhaps NAME_zero_point and NAME_g_idx       (int8, int4 in int32)
 Mxfp4        NAME_blocks [E, N, K / 32, 16] and NAME_scales of a tensor [E, K, N]     (gpt-oss)
 Stacked      experts.N.gate_proj.weight .. of experts.gate_up_proj, each as above
 """
