@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.loops import in_loop
 from tests.support.parity.architectures import random_model, save
 from tests.support.parity.served import LOOK_S, answer, serving
 from tidemill import LLM, SamplingParams
@@ -151,24 +152,23 @@ async def generated(built: BuiltEngine, count: int) -> None:
 
 
 @pytest.mark.parametrize("backing", BACKINGS)
-def test_budget_goes_down_and_up_while_they_run(
+@in_loop
+async def test_budget_goes_down_and_up_while_they_run(
     settings: EngineSettings, wanted: list[list[int]], backing: str
 ) -> None:
-    async def main() -> None:
-        async with running(settings, backing=backing) as built:
-            work = asyncio.create_task(ask(built, requests()))
-            for tokens, budget_bytes in ((20, 0), (50, 512 * MIB), (90, 0), (130, 512 * MIB)):
-                await generated(built, tokens)
-                built.engine.resize(budget_bytes)
-            assert await work == wanted
-            built.engine.resize(0)
-            assert await ask(built, requests()) == wanted
-
-    asyncio.run(main())
+    async with running(settings, backing=backing) as built:
+        work = asyncio.create_task(ask(built, requests()))
+        for tokens, budget_bytes in ((20, 0), (50, 512 * MIB), (90, 0), (130, 512 * MIB)):
+            await generated(built, tokens)
+            built.engine.resize(budget_bytes)
+        assert await work == wanted
+        built.engine.resize(0)
+        assert await ask(built, requests()) == wanted
 
 
 @needs_kvcached
-def test_budget_that_falls_gives_memory_back() -> None:
+@in_loop
+async def test_budget_that_falls_gives_memory_back() -> None:
     """Cached memory stays mapped until the budget is the least."""
 
     def long(number: int) -> Request:
@@ -176,15 +176,12 @@ def test_budget_that_falls_gives_memory_back() -> None:
         tokens = torch.randint(VOCABULARY, (500,), generator=draw).tolist()
         return Request(request_id=str(number), tokens=tuple(tokens), max_new_tokens=1)
 
-    async def main() -> None:
-        keeper = settings_of("keeper", {"memory": "256MiB", "page_size": PAGE_TOKENS, **ON_DEVICE})
-        async with running(keeper, max_model_len=512, enforce_eager=True) as built:
-            await ask(built, [long(number) for number in range(40)])
-            before = free_bytes()
-            built.engine.resize(0)
-            assert free_bytes() - before >= 4 * Kvcached.GRANULE_BYTES
-
-    asyncio.run(main())
+    keeper = settings_of("keeper", {"memory": "256MiB", "page_size": PAGE_TOKENS, **ON_DEVICE})
+    async with running(keeper, max_model_len=512, enforce_eager=True) as built:
+        await ask(built, [long(number) for number in range(40)])
+        before = free_bytes()
+        built.engine.resize(0)
+        assert free_bytes() - before >= 4 * Kvcached.GRANULE_BYTES
 
 
 def free_bytes() -> int:

@@ -9,7 +9,6 @@ import torch
 from tests.support.kernels.cases import random, relative_error, same_bits
 from tests.triton import (
     test_attention,
-    test_causal_conv,
     test_draw,
     test_elementwise,
     test_moe,
@@ -28,7 +27,6 @@ MODULES = {
     "attention": test_attention,
     "rope_store": test_rope_store,
     "recurrences": test_recurrences,
-    "causal_conv": test_causal_conv,
     "elementwise": test_elementwise,
     "moe": test_moe,
     "route": test_routing,

@@ -19,7 +19,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),  # a copy computes nothing
 ]
 
-HOST_CYCLES = 100_000_000  # about 50 ms
 DIRECTIONS: tuple[Direction, ...] = ("export", "import")
 CASES = (
     Case(tokens=1, page_tokens=1, block_tokens=1, heads=1, dims=(1,)),
@@ -63,33 +62,3 @@ def test_offsets_beyond_32_bits(compiled: PageCopy, direction: Direction) -> Non
     page_N = torch.tensor([1, 0], dtype=torch.int32, device="cuda")
     compiled([Plane(*sides)], page_N, torch.arange(8, device="cuda"), direction)
     assert torch.equal(target, source.flip(0))
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("cache", ["vllm", "flashinfer-hnd", "sglang"])
-def test_print_share_of_a_plain_copy(compiled: PageCopy, cache: str, direction: Direction) -> None:
-    """Print a figure without a limit, with -s: 8k tokens of Qwen3-Next, all layers together."""
-    case = Case(
-        cache=cache, heads=2, dims=(256,) * 12, page_tokens=64, block_tokens=16, tokens=8192,
-        dtype=torch.bfloat16,
-    )  # fmt: skip
-    memory = Memory(case, device="cuda")
-    num_bytes = 8192 * 2 * 2 * 12 * 256 * 2
-    source = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-
-    def seconds(call: object) -> float:
-        assert callable(call)
-        call()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(HOST_CYCLES)  # meanwhile the host launches
-        start.record()
-        for _ in range(20):
-            call()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / 20e3
-
-    plain_s = seconds(lambda: target.copy_(source))
-    own_s = seconds(lambda: compiled(memory.planes, memory.page_N, memory.slot_T, direction))
-    print(f"{cache} {direction}: {num_bytes / own_s / 1e9:.0f} GB/s, {plain_s / own_s:.2f} of a plain copy")  # noqa: T201

@@ -1,11 +1,10 @@
 # pyright: basic
 """The staging ring with real device memory: right bytes, and no wait for other streams."""
 
-import asyncio
-
 import pytest
 import torch
 
+from tests.support.loops import in_loop
 from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.page_store import Got, Put
@@ -30,29 +29,26 @@ def objects(first: int = 0) -> list[StagedObject]:
     ]
 
 
-def test_there_and_back_beside_a_step() -> None:
+@in_loop
+async def test_there_and_back_beside_a_step() -> None:
     """The step occupies its stream before, while and after the objects move."""
-
-    async def main() -> None:
-        draw = torch.Generator("cuda").manual_seed(0)
-        shape, cuda = (2 * OBJECTS * OBJECT_BYTES,), torch.device("cuda")
-        source = torch.randint(256, shape, dtype=torch.uint8, device=cuda, generator=draw)
-        target = torch.zeros(shape, dtype=torch.uint8, device=cuda)
-        store = MemoryStore(1 << 30)
-        rings = [StagingRing(store, memory, 8 * OBJECT_BYTES, OBJECT_BYTES) for memory in (source, target)]
-        torch.cuda.synchronize()
-        step_stream = torch.cuda.Stream()
-        with torch.cuda.stream(step_stream):
-            torch.cuda._sleep(OTHER_CYCLES)
-            step = step_stream.record_event()
-        assert await rings[0].put(objects()) == [Put.STORED] * OBJECTS
-        assert await rings[1].get(objects(first=OBJECTS)) == [Got.HIT] * OBJECTS
-        assert not step.query(), "a transfer waited for the whole device"
-        half = OBJECTS * OBJECT_BYTES
-        assert torch.equal(target[half:].cpu(), source[:half].cpu())
-        assert not bool(target[:half].cpu().any())
-        for ring in rings:
-            await ring.close()
-        torch.cuda.synchronize()
-
-    asyncio.run(main())
+    draw = torch.Generator("cuda").manual_seed(0)
+    shape, cuda = (2 * OBJECTS * OBJECT_BYTES,), torch.device("cuda")
+    source = torch.randint(256, shape, dtype=torch.uint8, device=cuda, generator=draw)
+    target = torch.zeros(shape, dtype=torch.uint8, device=cuda)
+    store = MemoryStore(1 << 30)
+    rings = [StagingRing(store, memory, 8 * OBJECT_BYTES, OBJECT_BYTES) for memory in (source, target)]
+    torch.cuda.synchronize()
+    step_stream = torch.cuda.Stream()
+    with torch.cuda.stream(step_stream):
+        torch.cuda._sleep(OTHER_CYCLES)
+        step = step_stream.record_event()
+    assert await rings[0].put(objects()) == [Put.STORED] * OBJECTS
+    assert await rings[1].get(objects(first=OBJECTS)) == [Got.HIT] * OBJECTS
+    assert not step.query(), "a transfer waited for the whole device"
+    half = OBJECTS * OBJECT_BYTES
+    assert torch.equal(target[half:].cpu(), source[:half].cpu())
+    assert not bool(target[:half].cpu().any())
+    for ring in rings:
+        await ring.close()
+    torch.cuda.synchronize()

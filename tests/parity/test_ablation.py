@@ -2,12 +2,12 @@
 # transformers' classes have no usable types.
 """Right answers come out of what was fetched: without its pages or its checkpoint the model forgets."""
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
 from tools.keeper.questions import Question, questions
 
+from tests.support.loops import in_loop
 from tests.support.parity.served import answer, serving
 from tidemill.cluster.edge.chat.text import Message
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
@@ -100,20 +100,17 @@ async def _ablated(
     return folder / name
 
 
-def test_answers_come_from_the_fetched_objects(kernel_cache: Path, tmp_path: Path) -> None:
+@in_loop
+async def test_answers_come_from_the_fetched_objects(kernel_cache: Path, tmp_path: Path) -> None:
     """The model forgets static facts without its pages, and the latest ones without its state."""
-
     asked = Asked(questions(24, context_tokens=200, seed=7), kernel_cache)
 
-    async def main() -> None:
-        keys = await asked.produce(tmp_path / PRODUCED)
-        whole = await _ablated(tmp_path, "whole", keys, asked.layout, None)
-        assert await asked.share_right(whole, "static") > 0.95
-        assert await asked.share_right(whole, "changing") > 0.9
-        no_pages = await _ablated(tmp_path, "no pages", keys, asked.layout, Kind.PAGE)
-        assert await asked.share_right(no_pages, "static") < 0.1
-        no_states = await _ablated(tmp_path, "no states", keys, asked.layout, Kind.CHECKPOINT)
-        assert await asked.share_right(no_states, "static") > 0.95
-        assert await asked.share_right(no_states, "changing") < 0.5
-
-    asyncio.run(main())
+    keys = await asked.produce(tmp_path / PRODUCED)
+    whole = await _ablated(tmp_path, "whole", keys, asked.layout, None)
+    assert await asked.share_right(whole, "static") > 0.95
+    assert await asked.share_right(whole, "changing") > 0.9
+    no_pages = await _ablated(tmp_path, "no pages", keys, asked.layout, Kind.PAGE)
+    assert await asked.share_right(no_pages, "static") < 0.1
+    no_states = await _ablated(tmp_path, "no states", keys, asked.layout, Kind.CHECKPOINT)
+    assert await asked.share_right(no_states, "static") > 0.95
+    assert await asked.share_right(no_states, "changing") < 0.5

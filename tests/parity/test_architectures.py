@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from tests.support.parity.architectures import MODELS, names, random_model, save
+from tests.support.parity.architectures import MODELS, VOCABULARY, names, random_model, save
 from tests.support.parity.proof import CHECKS, PAGES, Subject
 from tests.support.parity.steps import Runner
 from tests.support.parity.ways import WAYS, journey_of, take
@@ -36,7 +36,9 @@ def _quick_shape(name: str) -> object:
 
 
 def _quick_way(name: str) -> object:
-    quick = name.startswith(("qwen3_next", "gpt_oss/alternating", "deepseek", "granitemoehybrid", "llama"))
+    quick = name.startswith(
+        ("qwen3_next", "gpt_oss/alternating", "deepseek", "granitemoehybrid", "llama", "keeper")
+    )
     return pytest.param(name, marks=[] if quick else pytest.mark.slow)
 
 
@@ -63,16 +65,14 @@ def test_architecture_passes(subject: Subject, check: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [_quick_way(name) for name in sorted(FIRST | {"gpt_oss/page-wide", "gpt_oss/narrow"})]
+    "name", [_quick_way(name) for name in sorted(FIRST | {"gpt_oss/page-wide", "gpt_oss/narrow", "keeper"})]
 )
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
 def test_every_way_gives_the_same_answer(
     name: str, compute_dtype: ComputeDtype, kernel_cache: Path, tmp_path: Path
 ) -> None:
-    model = random_model(name)
-    vocabulary = model.config.get_text_config().vocab_size
-    folder = save(model, tmp_path / "model")
-    journey = journey_of(folder, kernel_cache, tmp_path, vocabulary, compute_dtype)
+    folder = bundled()[name] if name == "keeper" else save(random_model(name), tmp_path / "model")
+    journey = journey_of(folder, kernel_cache, tmp_path, VOCABULARY, compute_dtype)
     for way in WAYS:
         take(way, journey)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.loops import in_loop
 from tests.support.parity.architectures import random_model, save
 from tests.support.parity.served import answer, generated, serving
 from tidemill.kvstore.layout import KvDtype, Layout, layout_of
@@ -204,7 +205,8 @@ def compare(bed: Bed, cold: Cold, kl_max: float) -> None:
         ("lazy", "value", 48, 3, False),
     ],
 )
-def test_eviction_preemption_junctions_and_thinning(
+@in_loop
+async def test_eviction_preemption_junctions_and_thinning(
     bed: Beds,
     strategy: CheckpointStrategy,
     policy: Policy,
@@ -216,30 +218,26 @@ def test_eviction_preemption_junctions_and_thinning(
     tight = {"checkpoint_strategy": strategy, "eviction_policy": policy, "checkpoint_interval": interval}
     tight |= {"num_speculative_tokens": drafts_max, "overlap": overlap}
 
-    async def main() -> None:
-        cold = await cold_of(one, conversations())
-        async with serving(one.settings, **tight, checkpoints_per_path=1) as built:
-            for _ in range(2):
-                assert await ask(built, conversations()) == cold.first
-                assert await ask(built, next_turns(conversations(), cold.first)) == cold.second
-                compare(one, cold, 0.0)
-            counters = built.engine.load().counters
-            assert counters["kv_hit_without_state_tokens"] > 0
-            assert strategy == "none" or counters["evicted_checkpoints_for_cap"] > 0
-            built.engine.resize(0)
+    cold = await cold_of(one, conversations())
+    async with serving(one.settings, **tight, checkpoints_per_path=1) as built:
+        for _ in range(2):
             assert await ask(built, conversations()) == cold.first
+            assert await ask(built, next_turns(conversations(), cold.first)) == cold.second
             compare(one, cold, 0.0)
-            counters = built.engine.load().counters
-            assert (
-                sum(counters.get(f"evicted_pages_for_{why}", 0) for why in ("pages", "states", "resize")) > 0
-            )
-
-    asyncio.run(main())
+        counters = built.engine.load().counters
+        assert counters["kv_hit_without_state_tokens"] > 0
+        assert strategy == "none" or counters["evicted_checkpoints_for_cap"] > 0
+        built.engine.resize(0)
+        assert await ask(built, conversations()) == cold.first
+        compare(one, cold, 0.0)
+        counters = built.engine.load().counters
+        assert sum(counters.get(f"evicted_pages_for_{why}", 0) for why in ("pages", "states", "resize")) > 0
 
 
 @pytest.mark.parametrize("drafts_max", [0, 4])
 @pytest.mark.parametrize("strategy", ["none", "lazy"])
-def test_preemption(bed: Beds, strategy: CheckpointStrategy, drafts_max: int) -> None:
+@in_loop
+async def test_preemption(bed: Beds, strategy: CheckpointStrategy, drafts_max: int) -> None:
     """Short prompts are admitted together; their answers do not fit together."""
     one = bed("float32")
     requests = [
@@ -247,72 +245,63 @@ def test_preemption(bed: Beds, strategy: CheckpointStrategy, drafts_max: int) ->
         for index, request in enumerate(conversations()[:5])
     ]
 
-    async def main() -> None:
-        cold = await cold_of(one, requests)
-        async with serving(
-            one.settings,
-            memory_bytes=one.memory_for(10),
-            checkpoint_strategy=strategy,
-            num_speculative_tokens=drafts_max,
-        ) as built:
-            assert await ask(built, requests) == cold.first
-            compare(one, cold, 0.0)
-            assert built.engine.load().counters["preemptions"] > 0
-
-    asyncio.run(main())
+    cold = await cold_of(one, requests)
+    async with serving(
+        one.settings,
+        memory_bytes=one.memory_for(10),
+        checkpoint_strategy=strategy,
+        num_speculative_tokens=drafts_max,
+    ) as built:
+        assert await ask(built, requests) == cold.first
+        compare(one, cold, 0.0)
+        assert built.engine.load().counters["preemptions"] > 0
 
 
 @pytest.mark.parametrize("strategy", ["double", "lazy"])
-def test_budget_goes_down_and_up_while_they_run(bed: Beds, strategy: CheckpointStrategy) -> None:
+@in_loop
+async def test_budget_goes_down_and_up_while_they_run(bed: Beds, strategy: CheckpointStrategy) -> None:
     one = bed("float32")
 
-    async def main() -> None:
-        cold = await cold_of(one, conversations())
-        memory = {"memory_max_bytes": 60 * one.extent_bytes, "memory_bytes": 50 * one.extent_bytes}
-        async with serving(one.settings, checkpoint_strategy=strategy, **memory) as built:
-            work = asyncio.create_task(ask(built, conversations()))
-            for tokens, budget_bytes in ((24, 0), (40, memory["memory_max_bytes"]), (90, 0), (120, 1 << 40)):
-                await generated(built, tokens)
-                built.engine.resize(budget_bytes)
-            assert await work == cold.first
-            assert built.engine.load().counters["preemptions_for_resize"] > 0
-            built.engine.resize(0)
-            assert await ask(built, next_turns(conversations(), cold.first)) == cold.second
-            compare(one, cold, 0.0)
-
-    asyncio.run(main())
+    cold = await cold_of(one, conversations())
+    memory = {"memory_max_bytes": 60 * one.extent_bytes, "memory_bytes": 50 * one.extent_bytes}
+    async with serving(one.settings, checkpoint_strategy=strategy, **memory) as built:
+        work = asyncio.create_task(ask(built, conversations()))
+        for tokens, budget_bytes in ((24, 0), (40, memory["memory_max_bytes"]), (90, 0), (120, 1 << 40)):
+            await generated(built, tokens)
+            built.engine.resize(budget_bytes)
+        assert await work == cold.first
+        assert built.engine.load().counters["preemptions_for_resize"] > 0
+        built.engine.resize(0)
+        assert await ask(built, next_turns(conversations(), cold.first)) == cold.second
+        compare(one, cold, 0.0)
 
 
-def test_bfloat16_pages(bed: Beds) -> None:
+@in_loop
+async def test_bfloat16_pages(bed: Beds) -> None:
     """They are equal bit by bit where both cut on the grid: first turns, and first turns from their
     checkpoints. A second turn resumes where its first one decoded token by token, and the cold one computed
     whole pages."""
     one = bed("bfloat16")
 
-    async def main() -> None:
-        cold = await cold_of(one, conversations())
-        async with serving(one.settings, memory_bytes=100 * one.extent_bytes) as built:
-            for _ in range(2):
-                assert await ask(built, conversations()) == cold.first
-            compare(one, cold, 0.0)
-            assert await ask(built, next_turns(conversations(), cold.first)) == cold.second
-            compare(one, cold, 1e-4)
-
-    asyncio.run(main())
+    cold = await cold_of(one, conversations())
+    async with serving(one.settings, memory_bytes=100 * one.extent_bytes) as built:
+        for _ in range(2):
+            assert await ask(built, conversations()) == cold.first
+        compare(one, cold, 0.0)
+        assert await ask(built, next_turns(conversations(), cold.first)) == cold.second
+        compare(one, cold, 1e-4)
 
 
-def test_bfloat16_states(bed: Beds) -> None:
+@in_loop
+async def test_bfloat16_states(bed: Beds) -> None:
     """A state is rounded after each token, however it came there: every path has the same bits."""
     one = bed("float32", "bfloat16")
     if not one.layout.has_states:
         pytest.skip("the model has no states")
 
-    async def main() -> None:
-        cold = await cold_of(one, conversations())
-        async with serving(one.settings, num_speculative_tokens=3, checkpoint_interval=16) as built:
-            for _ in range(2):
-                assert await ask(built, conversations()) == cold.first
-                assert await ask(built, next_turns(conversations(), cold.first)) == cold.second
-                compare(one, cold, 0.0)
-
-    asyncio.run(main())
+    cold = await cold_of(one, conversations())
+    async with serving(one.settings, num_speculative_tokens=3, checkpoint_interval=16) as built:
+        for _ in range(2):
+            assert await ask(built, conversations()) == cold.first
+            assert await ask(built, next_turns(conversations(), cold.first)) == cold.second
+            compare(one, cold, 0.0)

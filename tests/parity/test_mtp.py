@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
+from tests.support.loops import in_loop
 from tests.support.parity.heads import folder_with_head
 from tests.support.parity.served import answer, serving
 from tests.support.parity.steps import Runner
@@ -129,22 +130,20 @@ def test_head_that_is_never_right_changes_no_token(kernel_cache: Path, tmp_path:
     assert asyncio.run(answers(settings, num_speculative_tokens=2))[0] == plain
 
 
-def test_preempted(settings: EngineSettings, wanted: list[list[int]]) -> None:
+@in_loop
+async def test_preempted(settings: EngineSettings, wanted: list[list[int]]) -> None:
     tight = replace(settings, memory_bytes=5 * MIB // 2)
 
-    async def main() -> None:
-        fillers = [
-            Request(request_id=f"filler {seed}", tokens=tokens_of(200 + seed, seed), max_new_tokens=100)
-            for seed in range(16)
-        ]
-        async with serving(tight) as built:
-            beside = asyncio.gather(*(answer(built, filler) for filler in fillers))
-            found = await asyncio.gather(*(answer(built, request) for request in requests()))
-            await beside
-            assert [tokens for tokens, _ in found] == wanted
-            assert built.engine.load().counters.get("preemptions", 0) > 0
-
-    asyncio.run(main())
+    fillers = [
+        Request(request_id=f"filler {seed}", tokens=tokens_of(200 + seed, seed), max_new_tokens=100)
+        for seed in range(16)
+    ]
+    async with serving(tight) as built:
+        beside = asyncio.gather(*(answer(built, filler) for filler in fillers))
+        found = await asyncio.gather(*(answer(built, request) for request in requests()))
+        await beside
+        assert [tokens for tokens, _ in found] == wanted
+        assert built.engine.load().counters.get("preemptions", 0) > 0
 
 
 def objects(folder: Path) -> dict[str, bytes]:
@@ -154,7 +153,8 @@ def objects(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_pages_of_all_workers_are_alike(
+@in_loop
+async def test_pages_of_all_workers_are_alike(
     settings: EngineSettings, wanted: list[list[int]], tmp_path: Path, stored: Callable[[str], str]
 ) -> None:
     """A prefill worker makes pages in steps of any size, a decode worker token by token or guess by guess. A
@@ -165,41 +165,32 @@ def test_pages_of_all_workers_are_alike(
         for request, tokens in zip(requests(), wanted, strict=True)
     ]
 
-    async def main() -> None:
-        async with serving(
-            settings, store_url=stored("a"), max_num_batched_tokens=40, max_num_seqs=4
-        ) as prefill:
-            for rest in rests:
-                assert (await prefill.engine.produce(rest)).depth == restorable_end(len(rest.tokens), P)
-        async with serving(settings, store_url=stored("b"), num_speculative_tokens=5) as decode:
-            assert [(await answer(decode, request))[0] for request in requests()] == wanted
-        prefilled, decoded = objects(tmp_path / "a"), objects(tmp_path / "b")
-        assert len(prefilled.keys() & decoded.keys()) > len(requests()) * 2
-        assert all(prefilled[name] == decoded[name] for name in prefilled.keys() & decoded.keys())
-        async with serving(settings, store_url=stored("a")) as moved:
-            for rest, tokens in zip(rests, wanted, strict=True):
-                found, provenance = await answer(moved, rest)
-                assert found == tokens[done:]
-                assert provenance.fetched_tokens + provenance.reused_tokens == restorable_end(
-                    len(rest.tokens), P
-                )
-
-    asyncio.run(main())
+    async with serving(settings, store_url=stored("a"), max_num_batched_tokens=40, max_num_seqs=4) as prefill:
+        for rest in rests:
+            assert (await prefill.engine.produce(rest)).depth == restorable_end(len(rest.tokens), P)
+    async with serving(settings, store_url=stored("b"), num_speculative_tokens=5) as decode:
+        assert [(await answer(decode, request))[0] for request in requests()] == wanted
+    prefilled, decoded = objects(tmp_path / "a"), objects(tmp_path / "b")
+    assert len(prefilled.keys() & decoded.keys()) > len(requests()) * 2
+    assert all(prefilled[name] == decoded[name] for name in prefilled.keys() & decoded.keys())
+    async with serving(settings, store_url=stored("a")) as moved:
+        for rest, tokens in zip(rests, wanted, strict=True):
+            found, provenance = await answer(moved, rest)
+            assert found == tokens[done:]
+            assert provenance.fetched_tokens + provenance.reused_tokens == restorable_end(len(rest.tokens), P)
 
 
-def test_pages_with_and_without_a_head_have_other_names(
+@in_loop
+async def test_pages_with_and_without_a_head_have_other_names(
     settings: EngineSettings, tmp_path: Path, stored: Callable[[str], str]
 ) -> None:
-    async def main() -> None:
-        (one,) = (request for request in requests() if request.request_id == f"{3 * P - 1}-0")
-        for name, drafts_max in (("with", 3), ("without", 0)):
-            async with serving(settings, store_url=stored(name), num_speculative_tokens=drafts_max) as built:
-                await built.engine.produce(one)
-        found, others = objects(tmp_path / "with"), objects(tmp_path / "without")
-        assert len(found) == len(others) > 0
-        assert not found.keys() & others.keys()
-
-    asyncio.run(main())
+    (one,) = (request for request in requests() if request.request_id == f"{3 * P - 1}-0")
+    for name, drafts_max in (("with", 3), ("without", 0)):
+        async with serving(settings, store_url=stored(name), num_speculative_tokens=drafts_max) as built:
+            await built.engine.produce(one)
+    found, others = objects(tmp_path / "with"), objects(tmp_path / "without")
+    assert len(found) == len(others) > 0
+    assert not found.keys() & others.keys()
 
 
 @pytest.fixture

@@ -2,58 +2,23 @@
 # safetensors leaves a type parameter of its paths open.
 """A tensor-parallel group computes the bits of one process. Of every architecture: test_architectures.py."""
 
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.nn import functional
 
 from tests.support.parity.architectures import random_model, save
 from tests.support.parity.sharded import (
     PAGE_TOKENS,
-    Found,
-    check,
-    check_sums,
-    over_gloo,
-    run_rank,
-    run_threads,
 )
 from tests.support.parity.steps import Runner
-from tests.support.waits import WAIT_S_MAX
 from tidemill.kernels.dispatch import Operators
 from tidemill.workers.models.architectures.registry import describe, load
 from tidemill.workers.models.collectives import LEADER, Sharing
 from tidemill.workers.models.errors import ModelError
-from tidemill.workers.parallel.distributed import Distributed
-from tidemill.workers.parallel.shared_memory import SharedMemory
 from tidemill.workers.sources.names import bundled
-
-ROOT = Path(__file__).parents[2]
-FOUR_WAYS = {"vocab_size": 9, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
-
-
-def test_keeper_in_two_parts(cpu: Operators, tmp_path: Path) -> None:
-    keeper = bundled()["keeper"]
-
-    def meet(index: int) -> Distributed:
-        return over_gloo(tmp_path, index, 2, WAIT_S_MAX)
-
-    found = run_threads(keeper, cpu, meet, 2)
-    alone = run_rank(keeper, cpu)
-    check(found, alone)
-    assert [rank.fingerprint for rank in found] == [alone.fingerprint, ""]
-
-
-def test_keeper_in_two_parts_that_are_added_up(cpu: Operators, tmp_path: Path) -> None:
-    keeper = bundled()["keeper"]
-    found = run_threads(keeper, cpu, lambda index: SharedMemory(tmp_path, index, 2, WAIT_S_MAX), 2, sums=True)
-    alone = run_rank(keeper, cpu)
-    check_sums(found, alone)
-    assert torch.equal(found[0].logits_TV.argmax(-1), alone.logits_TV.argmax(-1))
 
 
 def test_experts_are_whole_only_where_ranks_divide_them(tmp_path: Path) -> None:
@@ -119,17 +84,3 @@ def test_error_of_a_group_names_the_sizes_that_share_the_heads() -> None:
     with pytest.raises(ModelError, match=message):
         describe(keeper, 4)
     assert describe(keeper, 2) == describe(keeper)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("collectives", "size"), [("gloo", 2), ("shared-memory", 4)])
-def test_processes(collectives: str, size: int, cpu: Operators, kernel_cache: Path, tmp_path: Path) -> None:
-    folder = save(random_model("qwen3_next/moe-two-values", **FOUR_WAYS), tmp_path / "model")
-    program = [sys.executable, "-m", "tests.support.parity.sharded", collectives]
-    processes = [
-        subprocess.Popen([*program, str(index), str(size), folder, tmp_path, kernel_cache], cwd=ROOT)
-        for index in range(size)
-    ]
-    assert [process.wait() for process in processes] == [0] * size
-    tensors = [load_file(tmp_path / f"found-{index}.safetensors") for index in range(size)]
-    check([Found("", rank["hidden"], rank["logits"]) for rank in tensors], run_rank(folder, cpu))

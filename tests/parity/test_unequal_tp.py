@@ -6,14 +6,16 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
-from threading import Barrier
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 
+from tests.support.loops import in_loop
 from tests.support.parity.architectures import random_model, save
 from tests.support.parity.proof import ERROR_MAX_LINEAR
 from tests.support.parity.sharded import SUMS_ERROR_MAX
+from tests.support.waits import WAIT_S_MAX
 from tidemill.kernels.dispatch import Operators
 from tidemill.kvstore.keys import Namespace, page_keys
 from tidemill.kvstore.layout import PageId, StateId, WindowId, layout_of
@@ -28,8 +30,9 @@ from tidemill.workers.execution.step import Row
 from tidemill.workers.execution.step_tensors import inputs_of
 from tidemill.workers.messages import Request
 from tidemill.workers.models.architectures.registry import describe, load
-from tidemill.workers.models.collectives import Sharing
+from tidemill.workers.models.collectives import ALONE, Ranks, Sharing
 from tidemill.workers.models.inputs import caches_of
+from tidemill.workers.parallel.shared_memory import SharedMemory
 from tidemill.workers.transfer.arena_io import DirectIO
 from tidemill.workers.transfer.transfer import RankTransfer, Transfer
 
@@ -50,41 +53,6 @@ MODELS: dict[str, dict[str, int]] = {
 }
 """The changes to each model that let four ranks share it."""
 DRAWS = SamplingState(Request(request_id="", tokens=TOKENS, max_new_tokens=1))
-TIMEOUT_S = 60.0
-
-
-class Exchange:
-    """Collectives of ranks that are threads of this process."""
-
-    def __init__(self, size: int) -> None:
-        self.barrier = Barrier(size, timeout=TIMEOUT_S)
-        self.given: list[torch.Tensor] = [torch.empty(0)] * size
-
-
-class ThreadRank:
-    def __init__(self, index: int, exchange: Exchange) -> None:
-        self.index = index
-        self.size = len(exchange.given)
-        self._exchange = exchange
-
-    def gather(self, x_TN: torch.Tensor, width: int) -> torch.Tensor:
-        return torch.cat(self._all(x_TN), dim=1)[:, :width].contiguous()
-
-    def reduce(self, x_TN: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._all(x_TN)).sum(0)
-
-    def gather_to_leader(self, x_TN: torch.Tensor, width: int) -> torch.Tensor:
-        return self.gather(x_TN, width if self.index == 0 else 0)
-
-    def broadcast(self, x: torch.Tensor) -> None:
-        x.copy_(self._all(x)[0])
-
-    def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
-        self._exchange.given[self.index] = x.clone()
-        self._exchange.barrier.wait()
-        given = list(self._exchange.given)
-        self._exchange.barrier.wait()
-        return given
 
 
 class Group:
@@ -96,9 +64,9 @@ class Group:
         self._threads = ThreadPoolExecutor(size)
         self._size = size
         self.late: list[asyncio.Future[int]] = []
-        self._exchange = Exchange(size)
-        ranks = [ThreadRank(rank, self._exchange) for rank in range(size)]
-        loaded = [load(folder, cpu, lambda _done, _total: None, Sharing(rank, sums)) for rank in ranks]
+        self._meeting = TemporaryDirectory()
+        self._ranks = list(self._threads.map(self._meet, range(size)))
+        loaded = [load(folder, cpu, lambda _done, _total: None, Sharing(rank, sums)) for rank in self._ranks]
         self.fingerprint = loaded[0].fingerprint
         self.models = [part.model for part in loaded]
         self.layout = layout_of(loaded[0].local_layers, P, extent_bytes_min=1, granule_bytes=1)
@@ -108,7 +76,7 @@ class Group:
         first_slot = -(-end_bytes // (self.layout.state_stride_bytes or 1))
         end_bytes += 2 * self.layout.state_stride_bytes
         num_bytes = -(-end_bytes // self.layout.extent_bytes) * self.layout.extent_bytes
-        arenas = [torch.full((num_bytes,), 0xFF, dtype=torch.uint8) for _ in ranks]
+        arenas = [torch.full((num_bytes,), 0xFF, dtype=torch.uint8) for _ in self._ranks]
         self.caches = [caches_of(self.layout, arena) for arena in arenas]
         parts = [
             RankTransfer(self.layout, DirectIO(store, arena.numpy().data), rank_share(shards, rank, size))
@@ -135,14 +103,10 @@ class Group:
         return leader
 
     def _rank(self, rank: int, row: Row) -> torch.Tensor | None:
-        try:
-            with torch.inference_mode():
-                inputs = inputs_of((row,), list(row.tokens), P)
-                hidden_TH = self.models[rank].forward(inputs, self.caches[rank])
-                return logits_of(self.models[rank], hidden_TH, (row,))
-        except BaseException:
-            self._exchange.barrier.abort()
-            raise
+        with torch.inference_mode():
+            inputs = inputs_of((row,), list(row.tokens), P)
+            hidden_TH = self.models[rank].forward(inputs, self.caches[rank])
+            return logits_of(self.models[rank], hidden_TH, (row,))
 
     @property
     def last_window(self) -> range:
@@ -168,8 +132,17 @@ class Group:
         )
         return await self.transfer.fetch(lease, KEYS, NUM_PAGES, self.late.append)
 
+    def _meet(self, rank: int) -> Ranks:
+        if self._size == 1:
+            return ALONE
+        return SharedMemory(Path(self._meeting.name), rank, self._size, WAIT_S_MAX)
+
     def close(self) -> None:
         self._threads.shutdown()
+        for rank in self._ranks:
+            if isinstance(rank, SharedMemory):
+                rank.close()
+        self._meeting.cleanup()
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -180,7 +153,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("sums", [False, True])
 @pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (2, 4), (4, 1)])
-def test_prompt_computed_by_one_group_is_continued_by_another(
+@in_loop
+async def test_prompt_computed_by_one_group_is_continued_by_another(
     folder: Path, cpu: Operators, tmp_path: Path, writers: int, readers: int, *, sums: bool
 ) -> None:
     """Compare bits; with ranks that add up, numbers."""
@@ -188,23 +162,20 @@ def test_prompt_computed_by_one_group_is_continued_by_another(
     shards = shards_of(layers, {1, writers, readers})
     boundary = NUM_PAGES * P
 
-    async def main() -> None:
-        store = FileStore(tmp_path, 1 << 30)
-        groups = [Group(folder, cpu, store, shards, size, sums=sums) for size in (1, writers, readers)]
-        assert len({group.fingerprint for group in groups}) == 1, "their keys would differ"
-        cold, prefill, decode = groups
-        wanted = cold.run(0, len(TOKENS))
-        assert wanted is not None
-        assert prefill.run(0, boundary) is None
-        assert await prefill.publish()
-        assert await decode.fetch() == NUM_PAGES
-        found = decode.run(boundary, len(TOKENS))
-        assert found is not None
-        assert torch.equal(found, wanted) != sums
-        allowed = ERROR_MAX_LINEAR if decode.layout.has_states else SUMS_ERROR_MAX
-        assert float((found - wanted).norm() / wanted.norm()) < allowed
-        for group in groups:
-            group.close()
-        await store.close()
-
-    asyncio.run(main())
+    store = FileStore(tmp_path, 1 << 30)
+    groups = [Group(folder, cpu, store, shards, size, sums=sums) for size in (1, writers, readers)]
+    assert len({group.fingerprint for group in groups}) == 1, "their keys would differ"
+    cold, prefill, decode = groups
+    wanted = cold.run(0, len(TOKENS))
+    assert wanted is not None
+    assert prefill.run(0, boundary) is None
+    assert await prefill.publish()
+    assert await decode.fetch() == NUM_PAGES
+    found = decode.run(boundary, len(TOKENS))
+    assert found is not None
+    assert torch.equal(found, wanted) != sums
+    allowed = ERROR_MAX_LINEAR if decode.layout.has_states else SUMS_ERROR_MAX
+    assert float((found - wanted).norm() / wanted.norm()) < allowed
+    for group in groups:
+        group.close()
+    await store.close()

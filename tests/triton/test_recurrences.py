@@ -1,8 +1,10 @@
 # pyright: basic
-"""The recurrences in Triton: their definitions over odd sizes, and the same bits however a row is cut."""
+"""The causal convolution and the recurrences in Triton: their definitions over odd sizes, and the same bits
+however a row is cut."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
@@ -20,6 +22,8 @@ from tests.support.kernels.cases import (
     slots_inside,
     step,
 )
+from tidemill.kernels.causal_conv import cuda as causal_conv_cuda
+from tidemill.kernels.causal_conv import reference as causal_conv_reference
 from tidemill.kernels.gated_delta import cuda as gated_delta_cuda
 from tidemill.kernels.gated_delta import reference as gated_delta_reference
 from tidemill.kernels.mamba2 import cuda as mamba2_cuda
@@ -28,8 +32,9 @@ from tidemill.kernels.mamba2.heads import Heads
 from tidemill.kernels.shared.recurrence import CHUNK
 
 SLOTS = 12
-Operator = Literal["gated_delta", "mamba2"]
+Operator = Literal["causal_conv", "gated_delta", "mamba2"]
 VARIANTS: dict[Operator, tuple[ModuleType, ModuleType]] = {
+    "causal_conv": (causal_conv_cuda, causal_conv_reference),
     "gated_delta": (gated_delta_cuda, gated_delta_reference),
     "mamba2": (mamba2_cuda, mamba2_reference),
 }
@@ -53,6 +58,16 @@ class Case:
     same_keys: bool = False
     bounds: tuple[float, float] = (0.0, float("inf"))  # of time steps
 
+    channels: int = 33  # of the convolution, like the two below
+    width: int = 4
+    biased: bool = False
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        if self.operator == "causal_conv":
+            return self.width - 1, self.channels
+        return self.heads, self.key_dim, self.value_dim
+
     @property
     def rows(self) -> Step:
         return step(self.new, read=self.read, writes=self.writes)
@@ -63,9 +78,25 @@ class Layer:
 
     def __init__(self, case: Case, device: str = "cpu") -> None:
         draw = torch.Generator().manual_seed(sum(case.new))
+        self.case, self.inputs = case, self._inputs(case, draw)
+        size = prod(case.state_shape)
+        self.arena = torch.full((1 + SLOTS, 2, case.groups, 5 + size), torch.nan, dtype=case.state_dtype)
+        read = sorted({slot for slot in case.read if slot >= 0})
+        states = random(draw, len(read), *self.arena.shape[1:])
+        if case.operator == "causal_conv":  # its states are copies of inputs
+            states = states.to(case.dtype)
+        self.arena[1:][read] = states.to(case.state_dtype)
+        self.arena = self.arena.to(device)
+        self.state = self.arena[1:, 1, :, 5:].view(SLOTS, case.groups, *case.state_shape)
+
+    def _inputs(self, case: Case, draw: torch.Generator) -> list[torch.Tensor]:
+        """Return views of wider rows, as a model cuts them from its projections."""
         tokens, groups, heads, dtype = sum(case.new), case.groups, case.heads, case.dtype
+        if case.operator == "causal_conv":
+            self.weight_WGC = random(draw, case.width, groups, case.channels).to(dtype)
+            self.bias_GC = random(draw, groups, case.channels).to(dtype) if case.biased else None
+            return [random(draw, tokens, groups, case.channels + 8)[..., : case.channels].to(dtype)]
         channels = 2 * case.key_dim + heads * case.value_dim
-        # Inputs are views of wider rows, as a model cuts them from its projections.
         mixed = random(draw, tokens, groups, channels + 8)[..., :channels]
         if case.operator == "gated_delta":
             mixed[::2] *= 1e-3  # so that the epsilon of the lengths counts
@@ -73,19 +104,11 @@ class Layer:
             mixed[..., case.key_dim : 2 * case.key_dim] = mixed[:1, :, : case.key_dim] * 1e3
         gates = random(draw, tokens, 8 + (2 if case.operator == "gated_delta" else 1) * groups * heads)[:, 8:]
         gates[::3] *= case.spread
-        self.inputs = [mixed.to(dtype), gates.to(dtype)]
-        if case.operator == "mamba2":
-            z = random(draw, tokens, 8 + groups * heads * case.value_dim).to(dtype)[:, 8:]
-            self.inputs.insert(1, z.view(tokens, groups, heads, case.value_dim))
         self.per_head = random(draw, 3, groups * heads).unbind()
-        shape = (SLOTS, groups, heads, case.key_dim, case.value_dim)
-        size = heads * case.key_dim * case.value_dim
-        self.arena = torch.full((1 + SLOTS, 2, groups, 5 + size), torch.nan, dtype=case.state_dtype)
-        read = sorted({slot for slot in case.read if slot >= 0})
-        self.arena[1:][read] = random(draw, len(read), *self.arena.shape[1:]).to(case.state_dtype)
-        self.arena = self.arena.to(device)
-        self.state = self.arena[1:, 1, :, 5:].view(shape)
-        self.case = case
+        if case.operator == "gated_delta":
+            return [mixed.to(dtype), gates.to(dtype)]
+        z = random(draw, tokens, 8 + groups * heads * case.value_dim).to(dtype)[:, 8:]
+        return [mixed.to(dtype), z.view(tokens, groups, heads, case.value_dim), gates.to(dtype)]
 
     def call(
         self,
@@ -95,7 +118,11 @@ class Layer:
         rows: Step,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Run a variant of the operator. `dtype` is that of the parameters of heads."""
+        """Run a variant of the operator. `dtype` is that of its parameters."""
+        if self.case.operator == "causal_conv":
+            weight_WGC = self.weight_WGC.to(state.device, dtype)
+            bias_GC = None if self.bias_GC is None else self.bias_GC.to(state.device, dtype)
+            return module.causal_conv(*inputs, weight_WGC, bias_GC, state, rows)
         a_log_H, dt_bias_H, skip_H = (part.to(state.device, dtype) for part in self.per_head)
         if self.case.operator == "gated_delta":
             return module.gated_delta(*inputs, a_log_H, dt_bias_H, state, rows)
@@ -105,7 +132,7 @@ class Layer:
         device = self.state.device
         inputs = [part[picked].to(device) for part in self.inputs]
         rows = (rows or self.case.rows).to(device)
-        dtype = self.case.dtype if self.case.operator == "gated_delta" else torch.float32
+        dtype = torch.float32 if self.case.operator == "mamba2" else self.case.dtype
         return self.call(VARIANTS[self.case.operator][0], inputs, self.state, rows, dtype).cpu()
 
 
@@ -121,7 +148,9 @@ def check(case: Case, device: str = "cpu") -> None:
     written = rows.writes_BK[rows.writes_BK >= 0].long()
     state, arena = layer.state.cpu(), layer.arena.cpu()
     if len(written):
-        assert relative_error(state[written], wanted_state[written]) < limit
+        exact_states = case.operator == "causal_conv"
+        error = relative_error(state[written], wanted_state[written]) if state.numel() else 0.0
+        assert error == 0 if exact_states else error < limit
     # All but those states of this layer is as it was.
     arena[1:, 1, :, 5:].view(state.shape)[written] = before[1:, 1, :, 5:].view(state.shape)[written]
     assert same_bits(arena, before)
@@ -170,11 +199,32 @@ SHARED = {
     "500 tokens": Case(**LONG),
     "500 tokens bfloat16": Case(**LONG, dtype=torch.bfloat16),
 }
+CONVOLUTIONS = {
+    "decode": Case(new=[1] * 3, read=[0, -1, 2], writes=[[1], [3], [2]], groups=2),
+    "decode bfloat16": Case(
+        new=[1] * 3, read=[0, -1, 2], writes=[[1], [-1], [2]], channels=300, dtype=torch.bfloat16
+    ),
+    "drafts": Case(new=[5, 2, 1], read=[0, 1, 2], writes=[[3, 0, 4], [-1, 1, 5], [-1, -1, 2]], width=5),
+    "mixed": Case(**ODD),
+    "mixed bfloat16": Case(**ODD, dtype=torch.bfloat16, channels=130, biased=True),
+    "kept and read": Case(
+        new=[40, 3], read=[0, 1], writes=[[3, 0, 4], [1, -1, 5]], groups=2, width=3, biased=True
+    ),
+    "kept far inside": Case(
+        new=[300, 2],
+        read=[0, 1],
+        writes=slots_inside([300, 2], {1: 3, 2: 4, 33: 5, 200: 6, 299: 7, 300: 0}, {1: 8, 2: 1}),
+    ),
+    "nothing kept": Case(new=[33, 1], read=[0, -1], writes=[[-1, -1]] * 2),
+    "width 1": Case(new=[2, 1], read=[0, -1], writes=[[3], [4]], width=1),
+    "width 2": Case(new=[2, 1], read=[0, -1], writes=[[0], [4]], width=2, channels=1),
+}
 CASES = {
     f"{operator} {name}": replace(case, operator=operator)
-    for operator in VARIANTS
+    for operator in ("gated_delta", "mamba2")
     for name, case in SHARED.items()
 } | {
+    **{f"causal_conv {name}": replace(case, operator="causal_conv") for name, case in CONVOLUTIONS.items()},
     "gated_delta the same key again and again": Case(
         operator="gated_delta", new=[60], read=[0], writes=[[1]], same_keys=True
     ),
@@ -202,6 +252,8 @@ def test_same_bits_in_any_batch_and_cut_at_chunks(
     whole, cut = Layer(case), Layer(case)
     together = whole.run()
     found = [cut.run(step([1], read=[0], writes=[[3]]), slice(1))]
+    if case.operator == "causal_conv":  # which may be cut anywhere
+        first -= 27
     found.append(cut.run(step([first], read=[1], writes=[[1]]), slice(1, 1 + first)))
     found.append(cut.run(step([130 - first], read=[1], writes=[[4]]), slice(1 + first, 131)))
     found.append(cut.run(step([20], read=[2], writes=[[5]]), slice(131, 151)))
@@ -239,7 +291,7 @@ def test_no_tokens(case_of: Callable[..., Case]) -> None:
     layer = Layer(case_of(new=[1], read=[0], writes=[[0]]))
     rows = step([], read=[], writes=[])
     rows = Step(rows.cu_B1, rows.lens_B, rows.pages_BN, rows.read_B, int32([[0]])[:0])
-    assert layer.run(rows, slice(0)).shape == (0, 1, 1, 16)
+    assert layer.run(rows, slice(0)).shape == layer.run()[:0].shape
 
 
 @pytest.mark.parametrize("new", [[1], [65]], ids=str)
@@ -258,8 +310,9 @@ def test_states_far_into_the_arena(case_of: Callable[..., Case], tmp_path: Path,
     assert same_bits(layer.state[skipped + 1], wanted_state)
 
 
-def test_tokens_one_after_the_other_round_states_as_steps_of_their_own(case_of: Callable[..., Case]) -> None:
-    case = case_of(new=[5], read=[0], writes=[[1]], key_dim=32, state_dtype=torch.bfloat16)
+@pytest.mark.parametrize("operator", ["gated_delta", "mamba2"])
+def test_tokens_one_after_the_other_round_states_as_steps_of_their_own(operator: Operator) -> None:
+    case = Case(operator=operator, new=[5], read=[0], writes=[[1]], key_dim=32, state_dtype=torch.bfloat16)
     whole, cut = Layer(case), Layer(case)
     together = whole.run()
     found = [cut.run(step([1], read=[min(t, 1)], writes=[[1]]), slice(t, t + 1)) for t in range(5)]

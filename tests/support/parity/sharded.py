@@ -1,9 +1,7 @@
 # pyright: reportUnknownVariableType=false
 # safetensors leaves a type parameter of its paths open.
-"""One schedule of steps over a model that ranks share, each on a thread or, as a program, each a process."""
+"""One schedule of steps over a model that ranks share, each on a thread."""
 
-import sys
-from argparse import ArgumentParser
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -12,11 +10,9 @@ from random import Random
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import save_file
 
 from tests.support.parity.steps import Runner
-from tests.support.waits import WAIT_S_MAX
-from tidemill.kernels.dispatch import Operators, operators
+from tidemill.kernels.dispatch import Operators
 from tidemill.workers.models.architectures.registry import describe, load
 from tidemill.workers.models.collectives import ALONE, Ranks, Sharing
 from tidemill.workers.models.errors import ModelError
@@ -116,23 +112,3 @@ def sizes_of(folder: Path, *, by_expert: bool = False) -> list[int]:
         return True
 
     return [size for size in SIZES if fits(size)]
-
-
-def main() -> None:
-    """Writes what this rank found beside the model."""
-    parser = ArgumentParser()
-    parser.add_argument("collectives", choices=["gloo", "shared-memory"])
-    parser.add_argument("index", type=int)
-    parser.add_argument("size", type=int)
-    for folder in ("model", "meeting", "kernels"):
-        parser.add_argument(folder, type=Path)
-    given = parser.parse_args(sys.argv[1:])
-    torch.set_num_threads(1)
-    meet = over_gloo if given.collectives == "gloo" else SharedMemory
-    with closing(meet(given.meeting, given.index, given.size, WAIT_S_MAX)) as ranks:
-        _, hidden, logits = run_rank(given.model, operators("cpu", given.kernels), ranks)
-    save_file({"hidden": hidden, "logits": logits}, given.meeting / f"found-{given.index}.safetensors")
-
-
-if __name__ == "__main__":
-    main()

@@ -108,7 +108,9 @@ async def together(journey: Journey) -> str:
     async with serving(journey.settings, num_speculative_tokens=3, max_num_batched_tokens=40) as built:
         await journey.check(built)
         await journey.check(built, journey.requests[::-1])
-    return "in one batch, with guesses and chunks of odd lengths"
+    async with serving(journey.settings, page_size=64, max_num_batched_tokens=1, max_num_seqs=3) as built:
+        await journey.check(built)
+    return "in one batch, with guesses and chunks of odd lengths, and token by token in pages of 64"
 
 
 async def fetched(journey: Journey) -> str:

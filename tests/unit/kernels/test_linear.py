@@ -16,18 +16,27 @@ OUT = (1, 16, 17, 63, 127, 300)
 IN = (1, 2, 63, 64, 127, 600)
 
 
+def weights_of(compute_dtype: ComputeDtype) -> torch.dtype:
+    """Return the type of weights whose products are of this type."""
+    return torch.bfloat16 if compute_dtype == "bfloat16" else torch.float32
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", ROWS)
-def test_matches_the_definition(cpu: Operators, reference: Operators, rows: int, *, bias: bool) -> None:
+@pytest.mark.parametrize("compute_dtype", COMPUTE_DTYPES)
+def test_matches_the_definition(
+    kernel_cache: Path, compute_dtype: ComputeDtype, rows: int, *, bias: bool
+) -> None:
+    cpu, reference = (operators(variant, kernel_cache, compute_dtype) for variant in ("cpu", "reference"))
     draw = torch.Generator().manual_seed(rows)
     for n, k in itertools.product(OUT, IN):
-        x, weight = random(draw, rows, k), random(draw, n, k)
+        x, weight = random(draw, rows, k), random(draw, n, k).to(weights_of(compute_dtype))
         bias_N = random(draw, n) if bias else None
-        wide = reference.pack([plain(weight.double())], None if bias_N is None else bias_N.double())
-        wanted = reference.linear(x.double(), wide)
+        wanted = reference.linear(x.double(), reference.pack([plain(weight)], bias_N))
         terms = x.double().abs() @ weight.double().abs().T + 1
-        found = cpu.linear(x, cpu.pack([plain(weight)], bias_N))
-        assert float(((found - wanted).abs() / terms).max()) < 1e-5, (n, k)
+        packed = cpu.pack([plain(weight)], bias_N)
+        assert packed.rounds == (compute_dtype == "bfloat16")
+        assert float(((cpu.linear(x, packed) - wanted).abs() / terms).max()) < 1e-5, (n, k)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -40,12 +49,16 @@ def test_logits_are_linear(cpu: Operators, reference: Operators, dtype: torch.dt
     assert reference.logits(x.bfloat16(), reference.pack([plain(weight)], None)).dtype == torch.float32
 
 
-@pytest.mark.parametrize(("n", "k"), [(17, 63), (300, 600), (64, 256), (130, 1000)])
-def test_row_has_the_same_bits_in_any_batch(cpu: Operators, n: int, k: int) -> None:
-    draw = torch.Generator().manual_seed(n)
-    x, weight = random(draw, 400, k), cpu.pack([plain(random(draw, n, k))], random(draw, n))
+@pytest.mark.parametrize(("n", "k"), [(17, 63), (300, 600), (64, 256), (130, 1000), (130, 1001)])
+@pytest.mark.parametrize("compute_dtype", COMPUTE_DTYPES)
+def test_row_has_the_same_bits_in_any_batch(
+    kernel_cache: Path, compute_dtype: ComputeDtype, n: int, k: int
+) -> None:
+    cpu, draw = operators("cpu", kernel_cache, compute_dtype), torch.Generator().manual_seed(n)
+    x, weight_NK = random(draw, 400, k), random(draw, n, k).to(weights_of(compute_dtype))
+    weight = cpu.pack([plain(weight_NK)], random(draw, n))
     whole = cpu.linear(x, weight)
-    for rows in (1, 2, 3, 5, 6, 7, 11, 12, 13, 64, 191, 193):
+    for rows in (1, 2, 3, 5, 6, 7, 11, 12, 13, 16, 17, 64, 191, 193):
         picked = torch.randperm(400, generator=draw)[:rows]
         assert same_bits(cpu.linear(x[picked], weight), whole[picked]), rows
 
@@ -59,28 +72,6 @@ def test_threads_change_no_bit(cpu: Operators, half_cpu: Operators, depth: int) 
         two = cpu.linear(x, weight)
         torch.set_num_threads(1)
         assert same_bits(cpu.linear(x, weight), two)
-
-
-@pytest.mark.parametrize("rows", ROWS)
-def test_products_in_bfloat16_match_the_definition(half_cpu: Operators, tmp_path: Path, rows: int) -> None:
-    draw, reference = torch.Generator().manual_seed(rows), operators("reference", tmp_path, "bfloat16")
-    for n, k in itertools.product(OUT, IN):
-        x, weight, bias_N = random(draw, rows, k), random(draw, n, k).bfloat16(), random(draw, n)
-        wanted = reference.linear(x.double(), reference.pack([plain(weight)], bias_N))
-        terms = x.double().abs() @ weight.double().abs().T + 1
-        packed = half_cpu.pack([plain(weight)], bias_N)
-        assert packed.rounds
-        assert float(((half_cpu.linear(x, packed) - wanted).abs() / terms).max()) < 1e-5, (n, k)
-
-
-@pytest.mark.parametrize(("n", "k"), [(17, 63), (300, 600), (64, 256), (130, 1001)])
-def test_products_in_bfloat16_have_the_same_bits_in_any_batch(half_cpu: Operators, n: int, k: int) -> None:
-    draw = torch.Generator().manual_seed(n)
-    x, weight = random(draw, 400, k), half_cpu.pack([plain(random(draw, n, k).bfloat16())], random(draw, n))
-    whole = half_cpu.linear(x, weight)
-    for rows in (1, 2, 6, 7, 12, 13, 16, 17, 191, 193):
-        picked = torch.randperm(400, generator=draw)[:rows]
-        assert same_bits(half_cpu.linear(x[picked], weight), whole[picked]), rows
 
 
 def test_products_in_bfloat16_of_wide_weights_are_in_float32(cpu: Operators, half_cpu: Operators) -> None:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import zmq
 
+from tests.support.loops import run_by
 from tests.support.workers.bench import ATTENTION_ONLY, HYBRID, WINDOWS, Bench, a_request, bench, root_of, run
 from tests.support.workers.subscriber import Mirror, documented_subscriber
 from tidemill.kvstore.keys import PageKey, chain
@@ -124,50 +125,48 @@ async def work(made: Bench, random: Random, number: int) -> None:
 
 @LAYOUTS
 @pytest.mark.parametrize("length_max", [2, 1 << 20], ids=["overflows", "keeps up"])
-def test_mirror_equals_the_index(example: ModuleType, layout: Layout, length_max: int) -> None:
+@run_by(run)
+async def test_mirror_equals_the_index(example: ModuleType, layout: Layout, length_max: int) -> None:
     random, decoder = Random(layout.page_bytes + length_max), msgspec.msgpack.Decoder(example.EventBatch)
     form = EventForm.of(layout, on_cuda=False)
     kinds = Counter[str]()
 
-    async def main() -> None:
-        async with bench(layout=layout, num_extents=12) as made:
-            queue = Queue(length_max)
-            counters = Counter[str]()
-            events = KvEvents(made.ledger.index, queue, counters, time)
-            mirror = example.Mirror()
-            for number in range(60):
-                await work(made, random, number)
-                kinds.update(kind for kind, _ in made.ledger.index.log or ())
-                events.flush()
-                if number % 5 == 0:
-                    for sent, payload in queue.sent(form):
-                        mirror.take(sent, decoder.decode(payload))
-                    assert_mirrors(mirror, made.ledger.index)
-            kept = sum(entry.checkpoint is not None for entry in made.ledger.index)
-            assert kinds["kept"] - kinds["dropped"] == kept
-            assert bool(counters["kv_event_batches_dropped"]) == (length_max == 2)
+    async with bench(layout=layout, num_extents=12) as made:
+        queue = Queue(length_max)
+        counters = Counter[str]()
+        events = KvEvents(made.ledger.index, queue, counters, time)
+        mirror = example.Mirror()
+        for number in range(60):
+            await work(made, random, number)
+            kinds.update(kind for kind, _ in made.ledger.index.log or ())
+            events.flush()
+            if number % 5 == 0:
+                for sent, payload in queue.sent(form):
+                    mirror.take(sent, decoder.decode(payload))
+                assert_mirrors(mirror, made.ledger.index)
+        kept = sum(entry.checkpoint is not None for entry in made.ledger.index)
+        assert kinds["kept"] - kinds["dropped"] == kept
+        assert bool(counters["kv_event_batches_dropped"]) == (length_max == 2)
 
-    run(main())
     assert kinds["stored"]
     assert kinds["removed"]
     assert bool(kinds["kept"] and kinds["dropped"]) == layout.hybrid
 
 
 @LAYOUTS
-def test_vllm_decodes_the_events(layout: Layout) -> None:
+@run_by(run)
+async def test_vllm_decodes_the_events(layout: Layout) -> None:
     """Each of its fields has what vLLM documents, and the ones of ours do not disturb it."""
     form, queue = EventForm.of(layout, on_cuda=True), Queue()
     decoded: list[KVEventBatch] = []
 
-    async def main() -> None:
-        async with bench(layout=layout, num_extents=12) as made:
-            events = KvEvents(made.ledger.index, queue, Counter(), time)
-            for number in range(20):
-                await work(made, Random(number), number)
-                events.flush()
-            decoded.extend(msgspec.msgpack.decode(sent, type=KVEventBatch) for _, sent in queue.sent(form))
+    async with bench(layout=layout, num_extents=12) as made:
+        events = KvEvents(made.ledger.index, queue, Counter(), time)
+        for number in range(20):
+            await work(made, Random(number), number)
+            events.flush()
+        decoded.extend(msgspec.msgpack.decode(sent, type=KVEventBatch) for _, sent in queue.sent(form))
 
-    run(main())
     assert decoded[0].events[0] == AllBlocksCleared()
     assert all(batch.data_parallel_rank == 3 and batch.ts > 0 for batch in decoded)
     stored = [event for batch in decoded for event in batch.events if isinstance(event, BlockStored)]
@@ -182,17 +181,16 @@ def test_vllm_decodes_the_events(layout: Layout) -> None:
     assert {(SALTS[1],)} == {keys[0] for event in stored if (keys := event.extra_keys) is not None}
 
 
-def test_consecutive_pages_are_one_event() -> None:
+@run_by(run)
+async def test_consecutive_pages_are_one_event() -> None:
     queue, form = Queue(), EventForm.of(HYBRID, on_cuda=False)
 
-    async def main() -> None:
-        async with bench() as made:
-            events = KvEvents(made.ledger.index, queue, Counter(), time)
-            await made.answer(a_request(tuple(range(9)) * 5))
-            events.flush()
-            events.flush()  # nothing has changed
+    async with bench() as made:
+        events = KvEvents(made.ledger.index, queue, Counter(), time)
+        await made.answer(a_request(tuple(range(9)) * 5))
+        events.flush()
+        events.flush()  # nothing has changed
 
-    run(main())
     (batch,) = queue.waiting
     _, pages, *checkpoints = events_of(batch, form)
     assert isinstance(pages, kv_events.BlockStored)
@@ -202,14 +200,12 @@ def test_consecutive_pages_are_one_event() -> None:
     assert 44 in depths
 
 
-def test_index_without_events_logs_nothing() -> None:
-    async def main() -> None:
-        async with bench() as made:
-            await made.answer(a_request(tuple(range(9)) * 5))
-            assert made.ledger.index.log is None
-            assert not any(entry.tokens for entry in made.ledger.index)
-
-    run(main())
+@run_by(run)
+async def test_index_without_events_logs_nothing() -> None:
+    async with bench() as made:
+        await made.answer(a_request(tuple(range(9)) * 5))
+        assert made.ledger.index.log is None
+        assert not any(entry.tokens for entry in made.ledger.index)
 
 
 def test_publisher_survives_wrong_requests(tmp_path: Path) -> None:
@@ -233,7 +229,8 @@ def test_publisher_survives_wrong_requests(tmp_path: Path) -> None:
         publisher.close()
 
 
-def test_missing_pyzmq_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@run_by(run)
+async def test_missing_pyzmq_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
     monkeypatch.delitem(sys.modules, build.PUBLISHER.partition(":")[0])
     settings = EngineSettings(
@@ -244,15 +241,10 @@ def test_missing_pyzmq_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         kv_events=KvEventSettings(endpoint=f"ipc://{tmp_path}/live"),
     )
 
-    async def main() -> None:
-        async with bench() as made:
-            with (
-                ExitStack() as opened,
-                pytest.raises(SettingsError, match=r"pip install 'tidemill\[events\]'"),
-            ):
-                build.open_events(settings, made.ledger, opened)
-
-    run(main())
+    async with bench() as made:
+        missing = pytest.raises(SettingsError, match=r"pip install 'tidemill\[events\]'")
+        with ExitStack() as opened, missing:
+            build.open_events(settings, made.ledger, opened)
 
 
 def test_endpoint_that_is_taken_is_refused() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.cluster.heartbeats import heartbeat, placement_request
-from tests.support.sim.loop import simulate
+from tests.support.loops import in_virtual_time
 from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.cluster.router.admission import HEAD_START_S, LOOK_S, RETRY_S_MAX, LoadShedder
 from tidemill.cluster.router.fleet_view import Booking, RequestBooked
@@ -61,12 +61,6 @@ def admit(
     return placed
 
 
-def test_admission_takes_a_request_in_time_and_returns_its_prediction() -> None:
-    placed = admit(LoadShedder(), FakeLoad(), request())
-    assert placed.predicted_s == pytest.approx(1.0)
-    assert placed.queue_offset_s == 0.0
-
-
 def test_admission_bounds_the_queue_by_the_limit_of_the_server() -> None:
     load_shedder, view = LoadShedder(ttft_s_max=5.0), FakeLoad()
     for number in range(6):  # the sixth waits 5 s for the others
@@ -80,30 +74,32 @@ def test_admission_bounds_the_queue_by_the_limit_of_the_server() -> None:
     admit(load_shedder, view, request(), now_s=1.0)
 
 
-def test_admission_compares_the_clients_deadline_with_the_whole_prediction() -> None:
-    with pytest.raises(Overloaded):
-        admit(LoadShedder(), FakeLoad(), request(ttft_s_max=0.9))
-    admit(LoadShedder(), FakeLoad(), request(ttft_s_max=1.1))
-
-
-def test_admission_never_waits_longer_than_the_limit_of_the_server() -> None:
-    view = FakeLoad()
-    view.queued[PREFILL] = 61_000
-    with pytest.raises(Overloaded):
-        admit(LoadShedder(60.0), view, request(ttft_s_max=1000.0))
-    assert LoadShedder(60.0).patience_s(request(ttft_s_max=1000.0)) == 60.0
-
-
-def test_admission_refuses_nothing_without_a_limit() -> None:
-    view = FakeLoad()
-    view.queued[PREFILL] = 10**9
-    assert admit(LoadShedder(), view, request()).predicted_s == pytest.approx(10**6, rel=0.01)
-    with pytest.raises(Overloaded):
-        admit(LoadShedder(), view, request(ttft_s_max=1000.0))
-
-
-def test_admission_takes_prompts_of_any_length_in_an_idle_fleet() -> None:
-    assert admit(LoadShedder(), FakeLoad(), request(), work=10**6).predicted_s == pytest.approx(1000.0)
+@pytest.mark.parametrize(
+    ("limit_s", "wanted_s", "queued", "work", "predicted_s"),
+    [
+        (math.inf, None, 0, 1000, 1.0),
+        (math.inf, None, 0, 10**6, 1000.0),  # a prompt of any length in an idle fleet
+        (math.inf, None, 10**9, 1000, 1_000_001.0),
+        (math.inf, 1.1, 0, 1000, 1.0),
+        (math.inf, 0.9, 0, 1000, None),  # the whole prediction counts for a client
+        (math.inf, 1000.0, 10**9, 1000, None),
+        (60.0, 1000.0, 61_000, 1000, None),  # the limit of the server is never exceeded
+    ],
+)
+def test_admission_compares_predictions_with_limits(
+    limit_s: float, wanted_s: float | None, queued: int, work: int, predicted_s: float | None
+) -> None:
+    load_shedder, view = LoadShedder(ttft_s_max=limit_s), FakeLoad()
+    view.queued[PREFILL] = queued
+    if predicted_s is None:
+        with pytest.raises(Overloaded):
+            admit(load_shedder, view, request(ttft_s_max=wanted_s), work=work)
+    else:
+        placed = admit(load_shedder, view, request(ttft_s_max=wanted_s), work=work)
+        assert placed.predicted_s == pytest.approx(predicted_s)
+        assert placed.queue_offset_s == 0.0
+    patience_s = load_shedder.patience_s(request(ttft_s_max=wanted_s))
+    assert patience_s == min(limit_s, wanted_s or math.inf)
 
 
 def test_admission_never_refuses_a_resumed_request_and_puts_it_first() -> None:
@@ -185,31 +181,27 @@ def busy_worker(queued_s: float, sequence: int = 0) -> Heartbeat:
     )
 
 
-def test_router_refuses_by_the_reported_load() -> None:
-    async def main() -> None:
-        router = Router(asyncio.get_running_loop().time, broker=False, ttft_s_max=20.0)
-        router.heartbeat(busy_worker(50.0))
-        for refused_request in (request(), request(ttft_s_max=49.0)):
-            with pytest.raises(Overloaded) as refused:
-                await router.place(refused_request)
-            assert refused.value.predicted_s == pytest.approx(50.0, rel=0.1)
-        again = await router.place(RESUMED)
-        assert again.decode == "mixed-0.1"
-        assert again.queue_offset_s == -HEAD_START_S
-        router.heartbeat(busy_worker(1.0, sequence=1))
-        assert (await router.place(request())).queue_offset_s == 0.0
-
-    simulate(0, main())
+@in_virtual_time
+async def test_router_refuses_by_the_reported_load() -> None:
+    router = Router(asyncio.get_running_loop().time, broker=False, ttft_s_max=20.0)
+    router.heartbeat(busy_worker(50.0))
+    for refused_request in (request(), request(ttft_s_max=49.0)):
+        with pytest.raises(Overloaded) as refused:
+            await router.place(refused_request)
+        assert refused.value.predicted_s == pytest.approx(50.0, rel=0.1)
+    again = await router.place(RESUMED)
+    assert again.decode == "mixed-0.1"
+    assert again.queue_offset_s == -HEAD_START_S
+    router.heartbeat(busy_worker(1.0, sequence=1))
+    assert (await router.place(request())).queue_offset_s == 0.0
 
 
-def test_router_waits_for_a_worker_up_to_the_deadline() -> None:
-    async def main() -> None:
-        now_s = asyncio.get_running_loop().time
-        router = Router(now_s, broker=False, ttft_s_max=20.0)
-        for waiting, wait_s in ((request(), 20.0), (request(ttft_s_max=0.5), 0.5), (RESUMED, 60.0)):
-            since_s = now_s()
-            with pytest.raises(Unserved, match="no decode worker"):
-                await router.place(waiting)
-            assert now_s() - since_s == pytest.approx(wait_s)
-
-    simulate(0, main())
+@in_virtual_time
+async def test_router_waits_for_a_worker_up_to_the_deadline() -> None:
+    now_s = asyncio.get_running_loop().time
+    router = Router(now_s, broker=False, ttft_s_max=20.0)
+    for waiting, wait_s in ((request(), 20.0), (request(ttft_s_max=0.5), 0.5), (RESUMED, 60.0)):
+        since_s = now_s()
+        with pytest.raises(Unserved, match="no decode worker"):
+            await router.place(waiting)
+        assert now_s() - since_s == pytest.approx(wait_s)

@@ -173,26 +173,6 @@ def test_fleet_replaces_a_heartbeat_by_the_next_one() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("role", "columns"),
-    [("prefill", (0.0, 1.0, 0.0)), ("decode", (1.0, 0.0, 0.0)), ("mixed", (1.0, 0.0, 1.0))],
-)
-def test_fleet_follows_the_role_of_a_worker(role: Role, columns: tuple[float, float, float]) -> None:
-    fleet = Fleet()
-    apply(fleet, role="mixed")
-    apply(fleet, sequence=1, role=role)  # an operator changed it
-    assert tuple(value(fleet, A, column) for column in ROLE_COLUMNS) == columns
-
-
-def test_silent_since_returns_workers_without_recent_heartbeats() -> None:
-    fleet = Fleet()
-    apply(fleet, 10.0, "a.1")
-    apply(fleet, 12.0, "b.1")
-    assert fleet.silent_since(13.0, silence_s_max=3.0) == []
-    assert fleet.silent_since(13.5, silence_s_max=3.0) == ["a.1"]
-    assert fleet.silent_since(16.0, silence_s_max=3.0) == ["a.1", "b.1"]
-
-
 def test_booking_counts_until_heartbeats_include_it() -> None:
     fleet = Fleet()
     report = partial(apply, fleet, queued_tokens=5, queued_s=0.5, running_rows=1)

@@ -241,6 +241,8 @@ def test_budgets_keep_the_budget_of_an_operator_until_it_is_removed(*, broker: b
 @pytest.mark.parametrize("broker", [True, False])
 def test_budgets_refuse_an_impossible_budget_with_the_reason(*, broker: bool) -> None:
     budgets = new_budgets(Clock(), broker=broker)
+    with pytest.raises(RequestError, match="none has reported yet"):
+        budgets.set("decode-0", SHARE)
     exchange(budgets, [Worker(name, most=3 * SHARE) for name in NAMES])
 
     def check_refusal(name: str, budget: int, *words: str) -> None:
@@ -257,8 +259,3 @@ def test_budgets_refuse_an_impossible_budget_with_the_reason(*, broker: bool) ->
     left = 3 * SHARE - FLOOR - (FLOOR if broker else SHARE)
     check_refusal("decode-1", left + 1, f"leaves {left:,}")
     budgets.set("decode-1", left)
-
-
-def test_budgets_know_no_worker_at_first() -> None:
-    with pytest.raises(RequestError, match="none has reported yet"):
-        new_budgets(Clock()).set("decode-0", SHARE)

@@ -183,9 +183,3 @@ def test_backoff_grows_with_each_early_crash() -> None:
     assert backoff.begin("other", now_s) == 0.0
     now_s += SOON_S
     assert backoff.begin("w", now_s) == 0.0, "it ran for long enough"
-
-
-def test_role_change_keeps_the_rest_of_a_worker_info() -> None:
-    assignment = Assignment(Worker(Router(Clock()), worker_info("w")), worker_info("w"))
-    assignment.apply(Ack(role="mixed"))
-    assert assignment.info == worker_info("w", "mixed")

@@ -229,20 +229,6 @@ def test_placement_spreads_a_flood_within_one_heartbeat_interval() -> None:
         assert min(chosen.values()) >= 8
 
 
-def test_placement_returns_to_a_failed_worker_only_without_another() -> None:
-    a, b = measured("a"), measured("b", queued_s=1000.0)
-    assert decode_of(fleet_of(a, b), prompt(5, "f", "a.1", "gone.1")) == "b"
-    assert decode_of(fleet_of(a), prompt(5, "f", "a.1")) == "a"
-
-
-def test_placement_skips_draining_workers() -> None:
-    draining = measured("a", draining=True)
-    assert decode_of(fleet_of(draining, measured("b", queued_s=1000.0)), prompt(5)) == "b"
-    assert place(fleet_of(draining), prompt(5), 0.0) is None
-    assert place(fleet_of(measured("p", "prefill")), prompt(5), 0.0) is None
-    assert place(Fleet(), prompt(5), 0.0) is None
-
-
 HOLDERS: list[tuple[str, Role]] = [("p", "prefill"), ("d", "decode")]
 
 

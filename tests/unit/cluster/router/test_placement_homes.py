@@ -1,7 +1,9 @@
 """The homes of prompt families: locality, the patience of requests, and ties."""
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 import pytest
@@ -20,45 +22,41 @@ from tests.unit.cluster.router.test_placement import (
 )
 from tidemill.cluster.router.fleet_view import Booking, Fleet, HeartbeatArrived, RequestBooked
 from tidemill.cluster.router.placement import HOME_SHARE
-from tidemill.workers.messages import WorkerId
+from tidemill.workers.messages import Heartbeat, WorkerId
+
+
+def with_work(heartbeats: Sequence[Heartbeat], work_s: Mapping[str, float]) -> Fleet:
+    """Return a fleet whose workers have these loads now, and had this much booked work a second ago."""
+    fleet = fleet_of(*heartbeats)
+    for worker, seconds in work_s.items():
+        work = Booking(tokens=0, rows=0, at_s=0.0, due_s=0.0, seconds=seconds)
+        fleet.apply(RequestBooked(WorkerId(worker), work))
+    for report in heartbeats:  # without the booked work, which is done
+        fleet.apply(HeartbeatArrived(report, 1.0))
+    return fleet
+
+
+SLOW = replace(SPEED, fetch_bytes_per_s=1.0)
 
 
 def test_placement_resumes_at_checkpoints_and_makes_its_home_at_pages() -> None:
     """Pages without a checkpoint save this request nothing. In a busy fleet they count for later ones."""
-    slow, request = replace(SPEED, fetch_bytes_per_s=1.0), prompt()
-
-    def workers() -> Fleet:
-        fleet = fleet_of(
-            measured("p0", "prefill", speed=slow, state_bytes=1 << 26),
-            measured("p1", "prefill", speed=slow, state_bytes=1 << 26),
-            measured("d", speed=slow, state_bytes=1 << 26, queued_s=9.0),
-        )
-        fleet.apply(
-            RequestBooked(WorkerId("p0.1"), Booking(tokens=0, rows=0, at_s=0.0, due_s=0.0, keys=request.keys))
-        )
-        fleet.apply(
-            HeartbeatArrived(measured("p0", "prefill", speed=slow, state_bytes=1 << 26, queued_s=0.95), 1.0)
-        )
-        return fleet
-
-    assert placed(workers(), request, 1.0).prefill == "p1.1"
-    busy = workers()
+    request, hybrid = prompt(), partial(measured, speed=SLOW, state_bytes=1 << 26)
+    fleet = fleet_of(hybrid("p0", "prefill"), hybrid("p1", "prefill"), hybrid("d", queued_s=9.0))
+    pages = Booking(tokens=0, rows=0, at_s=0.0, due_s=0.0, keys=request.keys)
+    fleet.apply(RequestBooked(WorkerId("p0.1"), pages))
+    fleet.apply(HeartbeatArrived(hybrid("p0", "prefill", queued_s=0.95), 1.0))
+    assert placed(fleet, request, 1.0).prefill == "p1.1"
     for worker in ("p0.1", "p1.1"):
-        busy.apply(
-            RequestBooked(WorkerId(worker), Booking(tokens=0, rows=0, at_s=1.0, due_s=1.0, seconds=8.0))
-        )
-    assert placed(busy, request, 1.0).prefill == "p0.1"
+        work = Booking(tokens=0, rows=0, at_s=1.0, due_s=1.0, seconds=8.0)
+        fleet.apply(RequestBooked(WorkerId(worker), work))
+    assert placed(fleet, request, 1.0).prefill == "p0.1"
 
 
 def test_placement_keeps_families_together_in_a_flood() -> None:
     """The load term makes each worker compute the prefixes of a few families, not of all."""
-    fleet = fleet_of(
-        *(
-            measured(f"p{index}", "prefill", speed=replace(SPEED, fetch_bytes_per_s=1.0))
-            for index in range(4)
-        ),
-        measured("d", queued_s=99.0),
-    )
+    workers = [measured(f"p{index}", "prefill", speed=SLOW) for index in range(4)]
+    fleet = fleet_of(*workers, measured("d", queued_s=99.0))
     homes: dict[int, set[str]] = {}
     rng = Random(1)
     for index in range(400):
@@ -87,19 +85,13 @@ def test_placement_waits_for_the_home_up_to_the_patience_of_a_request(
     work_s: float, home_s: float, other_s: float, prefill: str
 ) -> None:
     """The wait is longer in a busy fleet, because others would wait for duplicate work."""
-    slow, request = replace(SPEED, fetch_bytes_per_s=1.0), prompt()
     heartbeats = [
-        measured("home", "prefill", keys_of("f", 4097), speed=slow, queued_s=home_s),
-        measured("other", "prefill", speed=slow, queued_s=other_s),
-        measured("d", speed=slow, queued_s=99.0),
+        measured("home", "prefill", keys_of("f", 4097), speed=SLOW, queued_s=home_s),
+        measured("other", "prefill", speed=SLOW, queued_s=other_s),
+        measured("d", speed=SLOW, queued_s=99.0),
     ]
-    fleet = fleet_of(*heartbeats)
-    fleet.apply(
-        RequestBooked(WorkerId("other.1"), Booking(tokens=0, rows=0, at_s=0.0, due_s=0.0, seconds=work_s))
-    )
-    for report in heartbeats:  # without the booked work, which is done
-        fleet.apply(HeartbeatArrived(report, 1.0))
-    assert placed(fleet, request, 1.0).prefill == f"{prefill}.1"
+    fleet = with_work(heartbeats, {"other.1": work_s})
+    assert placed(fleet, prompt(), 1.0).prefill == f"{prefill}.1"
 
 
 def test_placement_ignores_the_cost_to_others_that_all_workers_share() -> None:
@@ -109,12 +101,7 @@ def test_placement_ignores_the_cost_to_others_that_all_workers_share() -> None:
         measured("p1", "prefill", queued_s=4.0),
         measured("d", queued_s=99.0),
     ]
-    fleet = fleet_of(*heartbeats)
-    for worker in ("p0.1", "p1.1"):
-        work = Booking(tokens=0, rows=0, at_s=0.0, due_s=0.0, seconds=40.0)
-        fleet.apply(RequestBooked(WorkerId(worker), work))
-    for report in heartbeats:
-        fleet.apply(HeartbeatArrived(report, 1.0))
+    fleet = with_work(heartbeats, {"p0.1": 40.0, "p1.1": 40.0})
     for index in range(20):
         assert placed(fleet, prompt(4097, f"family{index}-"), 1.0).prefill == "p1.1"
 
@@ -160,7 +147,7 @@ def test_placement_computes_a_prompt_at_its_home() -> None:
     share = int(HOME_SHARE * len(request.keys))
 
     def prefill(home: int, here: int) -> str | None:
-        slow = replace(SPEED, fetch_bytes_per_s=1.0)
+        slow = SLOW
         busy = measured("p", "prefill", request.keys[:home], speed=slow, queued_s=2.0)
         return prefill_of(fleet_of(busy, measured("d", "decode", request.keys[:here], speed=slow)), request)
 

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from tests.support.cluster.heartbeats import heartbeat, placement_request
+from tests.support.loops import in_virtual_time
 from tests.support.sim.loop import simulate
 from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.cluster.router.cost_model import Vector
 from tidemill.cluster.router.fleet_view import Fleet
 from tidemill.cluster.router.router import HELD_TOKENS_MAX, SILENCE_S_MAX, Router
-from tidemill.workers.messages import Announcement, Unserved, WorkerId
+from tidemill.workers.messages import Unserved, WorkerId
 
 
 def run(main: Coroutine[None, None, None]) -> None:
@@ -26,85 +27,77 @@ def new_router() -> Router:
     return Router(asyncio.get_running_loop().time)
 
 
-def test_router_places_immediately_when_a_worker_is_ready() -> None:
-    async def main() -> None:
-        router = new_router()
-        router.heartbeat(heartbeat("a", "mixed"))
-        assert await router.place(placement_request(wait_s_max=0.0)) == Route(
-            decode=WorkerId("a.1"), decode_address="at:a.1"
-        )
-
-    run(main())
+@in_virtual_time
+async def test_router_places_immediately_when_a_worker_is_ready() -> None:
+    router = new_router()
+    router.heartbeat(heartbeat("a", "mixed"))
+    assert await router.place(placement_request(wait_s_max=0.0)) == Route(
+        decode=WorkerId("a.1"), decode_address="at:a.1"
+    )
 
 
-def test_router_places_all_waiting_requests_when_a_worker_comes() -> None:
-    async def main() -> None:
-        router = new_router()
-        clock = asyncio.get_running_loop().time
-        waiting = [
-            asyncio.create_task(router.place(placement_request(wait_s_max=wait_s)))
-            for wait_s in (5.0, 60.0, 60.0)
-        ]
-        await asyncio.sleep(1.0)
-        router.heartbeat(heartbeat("p", "prefill"))
-        router.heartbeat(heartbeat("d", "mixed", draining=True))
-        await asyncio.sleep(1.0)
-        assert not any(task.done() for task in waiting)
-        router.heartbeat(heartbeat("a", "mixed"))
-        assert [route.decode for route in await asyncio.gather(*waiting)] == ["a.1"] * 3
-        assert clock() == 2.0
-
-    run(main())
+@in_virtual_time
+async def test_router_places_all_waiting_requests_when_a_worker_comes() -> None:
+    router = new_router()
+    clock = asyncio.get_running_loop().time
+    waiting = [
+        asyncio.create_task(router.place(placement_request(wait_s_max=wait_s)))
+        for wait_s in (5.0, 60.0, 60.0)
+    ]
+    await asyncio.sleep(1.0)
+    router.heartbeat(heartbeat("p", "prefill"))
+    router.heartbeat(heartbeat("d", "mixed", draining=True))
+    await asyncio.sleep(1.0)
+    assert not any(task.done() for task in waiting)
+    router.heartbeat(heartbeat("a", "mixed"))
+    assert [route.decode for route in await asyncio.gather(*waiting)] == ["a.1"] * 3
+    assert clock() == 2.0
 
 
 @pytest.mark.parametrize("wait_s_max", [0.0, 7.0])
-def test_router_gives_up_after_the_wait_of_a_request(wait_s_max: float) -> None:
-    async def main() -> None:
-        router = new_router()
-        heartbeats = asyncio.create_task(_prefill_heartbeats(router))
-        with pytest.raises(Unserved, match="no decode worker"):
-            await router.place(placement_request(wait_s_max=wait_s_max))
-        assert asyncio.get_running_loop().time() == wait_s_max
-        heartbeats.cancel()
-        await asyncio.wait({heartbeats})
-
-    run(main())
+@in_virtual_time
+async def test_router_gives_up_after_the_wait_of_a_request(wait_s_max: float) -> None:
+    router = new_router()
+    heartbeats = asyncio.create_task(_prefill_heartbeats(router))
+    with pytest.raises(Unserved, match="no decode worker"):
+        await router.place(placement_request(wait_s_max=wait_s_max))
+    assert asyncio.get_running_loop().time() == wait_s_max
+    heartbeats.cancel()
+    await asyncio.wait({heartbeats})
 
 
-def test_router_holds_a_bounded_number_of_requests_and_prompt_tokens() -> None:
-    async def main() -> None:
-        request = placement_request(wait_s_max=60.0)
-        router = Router(asyncio.get_running_loop().time, held_max=2)
-        waiting = [asyncio.create_task(router.place(request)) for _ in range(2)]
-        await asyncio.sleep(1.0)
-        assert router.status().held == 2
-        with pytest.raises(Unserved, match=r"2 requests .* wait for one already: retry"):
-            await router.place(request)
-        resumed = asyncio.create_task(router.place(replace(request, resumed=True)))
-        await asyncio.sleep(1.0)
-        assert router.status().held == 3, "its client has a part of the answer"
-        waiting[0].cancel()
-        await asyncio.wait({waiting[0]})
-        assert router.status().held == 2
-        router.heartbeat(heartbeat("a", "mixed"))
-        assert (await waiting[1]).decode == (await resumed).decode == "a.1"
-        assert router.status().held == 0
+@in_virtual_time
+async def test_router_holds_a_bounded_number_of_requests_and_prompt_tokens() -> None:
+    request = placement_request(wait_s_max=60.0)
+    router = Router(asyncio.get_running_loop().time, held_max=2)
+    waiting = [asyncio.create_task(router.place(request)) for _ in range(2)]
+    await asyncio.sleep(1.0)
+    assert router.status().held == 2
+    with pytest.raises(Unserved, match=r"2 requests .* wait for one already: retry"):
+        await router.place(request)
+    resumed = asyncio.create_task(router.place(replace(request, resumed=True)))
+    await asyncio.sleep(1.0)
+    assert router.status().held == 3, "its client has a part of the answer"
+    waiting[0].cancel()
+    await asyncio.wait({waiting[0]})
+    assert router.status().held == 2
+    router.heartbeat(heartbeat("a", "mixed"))
+    assert (await waiting[1]).decode == (await resumed).decode == "a.1"
+    assert router.status().held == 0
 
-        router = Router(asyncio.get_running_loop().time, held_max=9)
-        long = asyncio.create_task(router.place(replace(request, num_tokens=HELD_TOKENS_MAX + 1)))
-        await asyncio.sleep(1.0)
-        assert router.status().held == 1, "a prompt of any length can be held alone"
-        with pytest.raises(Unserved, match="prompt tokens"):
-            await router.place(request)
-        long.cancel()
-        await asyncio.wait({long})
-        held = asyncio.create_task(router.place(request))
-        await asyncio.sleep(1.0)
-        assert router.status().held == 1
-        held.cancel()
-        await asyncio.wait({held})
-
-    run(main())
+    router = Router(asyncio.get_running_loop().time, held_max=9)
+    long = asyncio.create_task(router.place(replace(request, num_tokens=HELD_TOKENS_MAX + 1)))
+    await asyncio.sleep(1.0)
+    assert router.status().held == 1, "a prompt of any length can be held alone"
+    with pytest.raises(Unserved, match="prompt tokens"):
+        await router.place(request)
+    long.cancel()
+    await asyncio.wait({long})
+    held = asyncio.create_task(router.place(request))
+    await asyncio.sleep(1.0)
+    assert router.status().held == 1
+    held.cancel()
+    await asyncio.wait({held})
 
 
 async def _prefill_heartbeats(router: Router) -> None:
@@ -116,68 +109,43 @@ async def _prefill_heartbeats(router: Router) -> None:
         await asyncio.sleep(1.0)
 
 
-def test_router_wants_a_full_announcement_after_missed_heartbeats() -> None:
-    async def main() -> None:
-        router = new_router()
-        part, full = Announcement(added=(b"k",)), Announcement(full=True)
-
-        def wants(sequence: int, announcement: Announcement) -> bool:
-            return router.heartbeat(heartbeat("a", sequence=sequence, announcement=announcement)).want_full
-
-        assert wants(4, part), "a new worker"
-        assert not wants(5, full)
-        assert not wants(6, part)
-        assert wants(8, part)
-        assert not wants(9, full)
-        router.report_lost(WorkerId("a.1"))
-        assert wants(10, part), "it was reported lost"
-
-    run(main())
+@in_virtual_time
+async def test_router_drops_a_silent_worker_until_its_next_heartbeat() -> None:
+    router = new_router()
+    router.heartbeat(heartbeat("a", "mixed"))
+    await asyncio.sleep(SILENCE_S_MAX)
+    router.tick()
+    assert (await router.place(placement_request(wait_s_max=0.0))).decode == "a.1"
+    await asyncio.sleep(0.5)
+    router.tick()
+    with pytest.raises(Unserved):
+        await router.place(placement_request(wait_s_max=0.0))
+    assert router.heartbeat(heartbeat("a", "mixed", sequence=1)).want_full
+    assert (await router.place(placement_request(wait_s_max=0.0))).decode == "a.1"
 
 
-def test_router_drops_a_silent_worker_until_its_next_heartbeat() -> None:
-    async def main() -> None:
-        router = new_router()
-        router.heartbeat(heartbeat("a", "mixed"))
-        await asyncio.sleep(SILENCE_S_MAX)
-        router.tick()
-        assert (await router.place(placement_request(wait_s_max=0.0))).decode == "a.1"
-        await asyncio.sleep(0.5)
-        router.tick()
-        with pytest.raises(Unserved):
-            await router.place(placement_request(wait_s_max=0.0))
-        assert router.heartbeat(heartbeat("a", "mixed", sequence=1)).want_full
-        assert (await router.place(placement_request(wait_s_max=0.0))).decode == "a.1"
-
-    run(main())
+@in_virtual_time
+async def test_router_counts_placed_requests_before_heartbeats_include_them() -> None:
+    router = new_router()
+    for worker in ("a", "b"):
+        router.heartbeat(heartbeat(worker, "mixed"))
+    placed = [(await router.place(placement_request(wait_s_max=0.0))).decode for _ in range(6)]
+    assert sorted(placed) == ["a.1"] * 3 + ["b.1"] * 3
 
 
-def test_router_counts_placed_requests_before_heartbeats_include_them() -> None:
-    async def main() -> None:
-        router = new_router()
-        for worker in ("a", "b"):
-            router.heartbeat(heartbeat(worker, "mixed"))
-        placed = [(await router.place(placement_request(wait_s_max=0.0))).decode for _ in range(6)]
-        assert sorted(placed) == ["a.1"] * 3 + ["b.1"] * 3
-
-    run(main())
-
-
-def test_router_status_has_every_worker() -> None:
-    async def main() -> None:
-        router = new_router()
-        router.heartbeat(heartbeat("b", added=(b"k", b"l")))
-        await asyncio.sleep(2.0)
-        router.heartbeat(heartbeat("a", draining=True))
-        assert [
-            (row.info.worker, row.state, row.heard_ago_s, row.restorable_depths)
-            for row in router.status().workers
-        ] == [
-            ("a.1", "draining", 0.0, 0),
-            ("b.1", "ready", 2.0, 2),
-        ]
-
-    run(main())
+@in_virtual_time
+async def test_router_status_has_every_worker() -> None:
+    router = new_router()
+    router.heartbeat(heartbeat("b", added=(b"k", b"l")))
+    await asyncio.sleep(2.0)
+    router.heartbeat(heartbeat("a", draining=True))
+    assert [
+        (row.info.worker, row.state, row.heard_ago_s, row.restorable_depths)
+        for row in router.status().workers
+    ] == [
+        ("a.1", "draining", 0.0, 0),
+        ("b.1", "ready", 2.0, 2),
+    ]
 
 
 def test_router_imports_no_torch() -> None:
@@ -187,18 +155,16 @@ def test_router_imports_no_torch() -> None:
     assert found.stdout.strip() == "False"
 
 
-def test_router_adds_what_its_affinities_say_against_a_worker() -> None:
+@in_virtual_time
+async def test_router_adds_what_its_affinities_say_against_a_worker() -> None:
     def loads_first(fleet: Fleet, request: PlacementRequest) -> Vector:
         cost = np.zeros(fleet.table.shape[1])
         cost[fleet.members[WorkerId("a.1")].slot] = 30.0 * request.num_tokens
         return cost
 
-    async def main() -> None:
-        router = new_router()
-        router.affinities = [loads_first, loads_first]
-        for name in ("a", "b"):
-            router.heartbeat(heartbeat(name, "mixed"))
-        requests = [placement_request(request_id=str(number)) for number in range(20)]
-        assert {(await router.place(request)).decode for request in requests} == {"b.1"}
-
-    run(main())
+    router = new_router()
+    router.affinities = [loads_first, loads_first]
+    for name in ("a", "b"):
+        router.heartbeat(heartbeat(name, "mixed"))
+    requests = [placement_request(request_id=str(number)) for number in range(20)]
+    assert {(await router.place(request)).decode for request in requests} == {"b.1"}

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import grpc
 import grpc.aio
@@ -12,6 +12,7 @@ import pytest
 
 from tests.support import grpc_loop
 from tests.support.cluster.heartbeats import heartbeat, placement_request, worker_info
+from tests.support.loops import run_by
 from tidemill.cluster.messages import FleetStatus, PlacementRequest
 from tidemill.cluster.orders import Drain, SetBudget, SetRole
 from tidemill.cluster.router.router import Router
@@ -134,8 +135,36 @@ async def client(running: Cluster) -> AsyncGenerator[RouterClient]:
         await client.close()
 
 
+class Scene(NamedTuple):
+    """A router, a worker that has had an answer from it, and the client of an edge."""
+
+    running: Cluster
+    engine: CountingEngine
+    answered: asyncio.Event
+    client: RouterClient
+
+
+@asynccontextmanager
+async def scene(engine: CountingEngine | None = None) -> AsyncGenerator[Scene]:
+    engine = engine or CountingEngine()
+    async with (
+        cluster() as running,
+        client(running) as router_client,
+        sending_heartbeats(running, engine) as answered,
+    ):
+        await answered.wait()
+        yield Scene(running, engine, answered, router_client)
+
+
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
     grpc_loop.run(coroutine, 3 * WAIT_S_MAX)
+
+
+async def until_known(running: Cluster) -> None:
+    """Wait until the router knows everything of its worker."""
+    await until(
+        lambda: [worker.restorable_depths for worker in running.router.status().workers] == [len(KEYS)]
+    )
 
 
 def open_report(channel: grpc.aio.Channel) -> Any:  # noqa: ANN401  half of gRPC's call types are unknown
@@ -158,374 +187,273 @@ async def error_text(awaitable: Awaitable[object], kind: type[Exception]) -> str
     return str(caught.value)
 
 
-def test_first_heartbeats_announce_everything_and_let_requests_be_placed() -> None:
-    async def main() -> None:
-        engine = CountingEngine(rows=3)
-        async with cluster() as running, client(running) as router_client:
-            placed = asyncio.create_task(router_client.place(REQUEST))  # waits for a worker
-            async with sending_heartbeats(running, engine) as answered:
-                await answered.wait()
-                assert (await placed).decode == INFO.worker
-                (worker,) = (await router_client.status()).workers
-                assert worker.info == INFO
-                assert worker.restorable_depths == len(KEYS)
-                assert worker.load.running_rows == 3
-                await until(lambda: len(engine.announced) >= 4)
-                assert engine.announced[:4] == [
-                    False,
-                    True,
-                    False,
-                    False,
-                ]  # the full one has these changes, too
-
-    run(main())
-
-
-def test_heartbeats_stop_with_a_wedged_step_loop() -> None:
-    async def main() -> None:
-        engine = CountingEngine()
-        async with cluster() as running, sending_heartbeats(running, engine) as answered:
+@run_by(run)
+async def test_first_heartbeats_announce_everything_and_let_requests_be_placed() -> None:
+    """A worker that was reported lost comes back, and one whose report breaks is lost without a tick."""
+    engine = CountingEngine(rows=3)
+    async with cluster() as running, client(running) as router_client:
+        placed = asyncio.create_task(router_client.place(REQUEST))  # waits for a worker
+        async with sending_heartbeats(running, engine) as answered:
             await answered.wait()
-            engine.wedged = True
-            engine.rows = 1  # a change to report
-            num_announced = len(engine.announced)
-            await asyncio.sleep(0)
-            answered.clear()
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(1.5):
-                    await answered.wait()
-            assert len(engine.announced) <= num_announced + 1  # of the step before
-            engine.wedged = False
-            await answered.wait()
-
-    run(main())
-
-
-def test_server_loses_a_worker_immediately_when_its_report_breaks() -> None:
-    async def main() -> None:
-        async with cluster() as running:
-            async with sending_heartbeats(running, CountingEngine()) as answered:
-                await answered.wait()
-            await until(lambda: not running.router.status().workers)  # without a tick
-
-    run(main())
-
-
-def test_server_loses_a_silent_worker_at_the_tick() -> None:
-    async def main() -> None:
-        engine = CountingEngine()
-        async with cluster() as running, sending_heartbeats(running, engine) as answered:
-            ticks = asyncio.create_task(running.service.run())
-            await answered.wait()
-            engine.wedged = True
-            await until(lambda: not running.router.status().workers)
-            engine.wedged = False
-            await until(
-                lambda: (
-                    [worker.restorable_depths for worker in running.router.status().workers] == [len(KEYS)]
-                )
-            )
-            ticks.cancel()
-
-    run(main())
-
-
-def test_server_takes_back_a_worker_that_was_reported_lost() -> None:
-    async def main() -> None:
-        async with (
-            cluster() as running,
-            client(running) as router_client,
-            sending_heartbeats(running, CountingEngine()) as answered,
-        ):
-            await answered.wait()
-            await router_client.report_lost(INFO.worker)
-            await until(
-                lambda: (
-                    [worker.restorable_depths for worker in running.router.status().workers] == [len(KEYS)]
-                )
-            )
-
-    run(main())
-
-
-def test_restarted_router_is_found_and_gets_full_announcements() -> None:
-    async def main() -> None:
-        async with (
-            cluster() as running,
-            client(running) as router_client,
-            sending_heartbeats(running, CountingEngine()) as answered,
-        ):
-            await answered.wait()
-            assert (await router_client.place(REQUEST)).decode == INFO.worker
-            running.away = True
-            await running.restart()
-            placed = asyncio.create_task(router_client.place(REQUEST))
-            await asyncio.sleep(0.2)
-            running.away = False
             assert (await placed).decode == INFO.worker
             (worker,) = (await router_client.status()).workers
+            assert worker.info == INFO
             assert worker.restorable_depths == len(KEYS)
-
-    run(main())
-
-
-def test_server_keeps_a_worker_when_its_old_report_ends_late() -> None:
-    async def main() -> None:
-        async with cluster() as running:
-            async with open_channel(running.address) as old:
-                stream = open_report(old)
-                await stream.write(encode_heartbeat(heartbeat(INFO)))
-                await stream.read()
-                heartbeats = sending_heartbeats(running, CountingEngine())
-                await (await heartbeats.__aenter__()).wait()
-            await asyncio.sleep(0.1)
-            assert len(running.router.status().workers) == 1
-            await heartbeats.__aexit__(None, None, None)
-
-    run(main())
+            assert worker.load.running_rows == 3
+            await until(lambda: len(engine.announced) >= 4)
+            # The full one has the changes of the first, too.
+            assert engine.announced[:4] == [False, True, False, False]
+            await router_client.report_lost(INFO.worker)
+            await until_known(running)
+        await until(lambda: not running.router.status().workers)
 
 
-def test_client_raises_unserved_without_worker_and_without_router() -> None:
-    async def main() -> None:
-        async with cluster() as running, client(running) as router_client:
-            request = replace(REQUEST, wait_s_max=0.1)
-            assert "no decode worker" in await error_text(router_client.place(request), Unserved)
-            running.away = True
-            await running.service.stop()
-            assert "router" in await error_text(router_client.place(request), Unserved)
-            await router_client.report_lost(INFO.worker)  # fails silently without a router
+@run_by(run)
+async def test_heartbeats_stop_with_a_wedged_step_loop() -> None:
+    async with scene() as (_, engine, answered, _):
+        engine.wedged = True
+        engine.rows = 1  # a change to report
+        num_announced = len(engine.announced)
+        await asyncio.sleep(0)
+        answered.clear()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.5):
+                await answered.wait()
+        assert len(engine.announced) <= num_announced + 1  # of the step before
+        engine.wedged = False
+        await answered.wait()
 
-    run(main())
+
+@run_by(run)
+async def test_server_loses_a_silent_worker_at_the_tick() -> None:
+    async with scene() as (running, engine, _, _):
+        ticks = asyncio.create_task(running.service.run())
+        engine.wedged = True
+        await until(lambda: not running.router.status().workers)
+        engine.wedged = False
+        await until_known(running)
+        ticks.cancel()
 
 
-def test_client_leaves_no_task_when_a_placement_is_cancelled() -> None:
-    async def main() -> None:
-        async with cluster() as running, client(running) as router_client:
-            before = asyncio.all_tasks()
-            placed = asyncio.create_task(router_client.place(REQUEST))
-            await asyncio.sleep(0.1)
-            placed.cancel()
-            await asyncio.wait([placed])
-            await until(lambda: len(asyncio.all_tasks()) <= len(before))
+@run_by(run)
+async def test_restarted_router_is_found_and_gets_full_announcements() -> None:
+    async with scene() as (running, _, _, router_client):
+        assert (await router_client.place(REQUEST)).decode == INFO.worker
+        running.away = True
+        await running.restart()
+        placed = asyncio.create_task(router_client.place(REQUEST))
+        await asyncio.sleep(0.2)
+        running.away = False
+        assert (await placed).decode == INFO.worker
+        (worker,) = (await router_client.status()).workers
+        assert worker.restorable_depths == len(KEYS)
 
-    run(main())
+
+@run_by(run)
+async def test_server_keeps_a_worker_when_its_old_report_ends_late() -> None:
+    async with cluster() as running:
+        async with open_channel(running.address) as old:
+            stream = open_report(old)
+            await stream.write(encode_heartbeat(heartbeat(INFO)))
+            await stream.read()
+            heartbeats = sending_heartbeats(running, CountingEngine())
+            await (await heartbeats.__aenter__()).wait()
+        await asyncio.sleep(0.1)
+        assert len(running.router.status().workers) == 1
+        await heartbeats.__aexit__(None, None, None)
+
+
+@run_by(run)
+async def test_client_raises_unserved_without_worker_and_without_router() -> None:
+    async with cluster() as running, client(running) as router_client:
+        request = replace(REQUEST, wait_s_max=0.1)
+        assert "no decode worker" in await error_text(router_client.place(request), Unserved)
+        running.away = True
+        await running.service.stop()
+        assert "router" in await error_text(router_client.place(request), Unserved)
+        await router_client.report_lost(INFO.worker)  # fails silently without a router
+
+
+@run_by(run)
+async def test_client_leaves_no_task_when_a_placement_is_cancelled() -> None:
+    async with cluster() as running, client(running) as router_client:
+        before = asyncio.all_tasks()
+        placed = asyncio.create_task(router_client.place(REQUEST))
+        await asyncio.sleep(0.1)
+        placed.cancel()
+        await asyncio.wait([placed])
+        await until(lambda: len(asyncio.all_tasks()) <= len(before))
 
 
 @pytest.mark.parametrize("method", ["Place", "Lost"])
 @pytest.mark.parametrize("data", [b"", b"\xff" * 9, encode({"field": "of a newer version"})])
-def test_server_refuses_malformed_requests(method: str, data: bytes) -> None:
-    async def main() -> None:
-        async with cluster() as running, open_channel(running.address) as channel:
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await call(channel, method, data)
-            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-    run(main())
+@run_by(run)
+async def test_server_refuses_malformed_requests(method: str, data: bytes) -> None:
+    async with cluster() as running, open_channel(running.address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(channel, method, data)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_engine_gets_the_budget_of_broker_and_operator() -> None:
-    async def main() -> None:
-        engine = CountingEngine()
-        async with (
-            cluster() as running,
-            client(running) as router_client,
-            sending_heartbeats(running, engine) as answered,
+@run_by(run)
+async def test_engine_gets_the_budget_of_broker_and_operator() -> None:
+    async with scene() as (_, engine, answered, router_client):
+        await until(lambda: engine.budgets == [INFO.memory_bytes])  # it is the only worker of its device
+        await router_client.carry_out(SetBudget(INFO.name, 500))
+        await until(lambda: engine.budgets == [INFO.memory_bytes, 500])
+        (worker,) = (await router_client.status()).workers
+        assert (worker.set_by, worker.set_bytes) == ("operator", 500)
+        answered.clear()
+        await answered.wait()
+        await router_client.carry_out(SetBudget(INFO.name, None))
+        await until(lambda: engine.budgets == [INFO.memory_bytes, 500, INFO.memory_bytes])
+        for name, budget, status, param, words in (
+            ("decode-7", 500, 404, "worker", INFO.name),
+            (INFO.name, 2001, 400, "budget", "2,000"),
         ):
-            await answered.wait()
-            await until(lambda: engine.budgets == [INFO.memory_bytes])  # it is the only worker of its device
-            await router_client.carry_out(SetBudget(INFO.name, 500))
-            await until(lambda: engine.budgets == [INFO.memory_bytes, 500])
-            (worker,) = (await router_client.status()).workers
-            assert (worker.set_by, worker.set_bytes) == ("operator", 500)
-            answered.clear()
-            await answered.wait()
-            await router_client.carry_out(SetBudget(INFO.name, None))
-            await until(lambda: engine.budgets == [INFO.memory_bytes, 500, INFO.memory_bytes])
-
-    run(main())
+            with pytest.raises(RequestError, match=words) as caught:
+                await router_client.carry_out(SetBudget(name, budget))
+            assert (caught.value.status, caught.value.param) == (status, param)
 
 
-def test_router_of_another_model_sets_the_budget_and_nothing_else() -> None:
+@run_by(run)
+async def test_router_of_another_model_sets_the_budget_and_nothing_else() -> None:
     """Two models share a device, and the router of one broker serves both.
 
     It lends memory and takes budgets of operators. It places no request on the worker of the other model.
     """
+    engine, lender = CountingEngine(), CountingEngine()
+    other = replace(INFO, worker=WorkerId("lender-0.1"), name="lender-0", memory_floor_bytes=300)
+    async with cluster() as lending, client(lending) as memory:
+        own = Router(asyncio.get_running_loop().time, has_budgets=False)
+        service = RouterService(own)
+        address = await service.start("127.0.0.1")
 
-    async def main() -> None:
-        engine, lender = CountingEngine(), CountingEngine()
-        other = replace(INFO, worker=WorkerId("lender-0.1"), name="lender-0", memory_floor_bytes=300)
-        async with cluster() as lending, client(lending) as memory:
-            own = Router(asyncio.get_running_loop().time, has_budgets=False)
-            service = RouterService(own)
-            address = await service.start("127.0.0.1")
+        async def find() -> str:
+            return address
 
-            async def find() -> str:
-                return address
-
-            assignment = Assignment(engine, INFO)
-            heartbeats = Heartbeats(engine, assignment, find, UnsentAnnouncements(engine))
-            heartbeats.follow(lambda: None, budgets=False)
-            borrowing = Heartbeats(engine, assignment, lending.find, None)
-            tasks = [asyncio.create_task(sender.run()) for sender in (heartbeats, borrowing)]
-            await until(lambda: engine.budgets[-1:] == [INFO.memory_bytes])
-            async with sending_heartbeats(lending, lender, other):
-                await until(lambda: lender.budgets[-1:] == [INFO.memory_bytes])
-                await memory.carry_out(SetBudget(INFO.name, 1700))
-                await until(lambda: (engine.budgets[-1:], lender.budgets[-1:]) == ([1700], [300]))
-                assert (await memory.budgets())[INFO.name] == ("operator", 1700)
-                (row,) = own.status().workers
-                assert (row.set_by, own.budgets()) == ("broker", {})
-                (row,) = FleetStatus(workers=(row,)).with_budgets(await memory.budgets()).workers
-                assert (row.info, row.set_by, row.set_bytes) == (INFO, "operator", 1700)
-                assert [row.info.name for row in lending.router.status().workers] == ["lender-0"]
-                assert (await memory.place(REQUEST)).decode == other.worker
-                lending.away = True
-                await lending.service.stop()
-                assert await memory.budgets() == {}
-                assert FleetStatus(workers=(row,)).with_budgets({}).workers == (row,)
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-            await service.stop()
-
-    run(main())
+        assignment = Assignment(engine, INFO)
+        heartbeats = Heartbeats(engine, assignment, find, UnsentAnnouncements(engine))
+        heartbeats.follow(lambda: None, budgets=False)
+        borrowing = Heartbeats(engine, assignment, lending.find, None)
+        tasks = [asyncio.create_task(sender.run()) for sender in (heartbeats, borrowing)]
+        await until(lambda: engine.budgets[-1:] == [INFO.memory_bytes])
+        async with sending_heartbeats(lending, lender, other):
+            await until(lambda: lender.budgets[-1:] == [INFO.memory_bytes])
+            await memory.carry_out(SetBudget(INFO.name, 1700))
+            await until(lambda: (engine.budgets[-1:], lender.budgets[-1:]) == ([1700], [300]))
+            assert (await memory.budgets())[INFO.name] == ("operator", 1700)
+            (row,) = own.status().workers
+            assert (row.set_by, own.budgets()) == ("broker", {})
+            (row,) = FleetStatus(workers=(row,)).with_budgets(await memory.budgets()).workers
+            assert (row.info, row.set_by, row.set_bytes) == (INFO, "operator", 1700)
+            assert [row.info.name for row in lending.router.status().workers] == ["lender-0"]
+            assert (await memory.place(REQUEST)).decode == other.worker
+            lending.away = True
+            await lending.service.stop()
+            assert await memory.budgets() == {}
+            assert FleetStatus(workers=(row,)).with_budgets({}).workers == (row,)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        await service.stop()
 
 
-def test_engine_gets_a_budget_once_even_if_it_rounds_it() -> None:
+@run_by(run)
+async def test_engine_gets_a_budget_once_even_if_it_rounds_it() -> None:
     class Rounding(CountingEngine):
         def load(self) -> WorkerLoad:
             load = super().load()
             return replace(load, budget_bytes=load.budget_bytes - load.budget_bytes % 64)
 
-    async def main() -> None:
-        engine = Rounding()
-        async with cluster() as running, sending_heartbeats(running, engine) as answered:
-            for _ in range(3):
-                await answered.wait()
-                answered.clear()
-            assert engine.budgets == [INFO.memory_bytes]
-
-    run(main())
-
-
-@pytest.mark.parametrize(
-    ("name", "budget", "status", "param", "words"),
-    [
-        ("decode-7", 500, 404, "worker", "decode-0"),
-        (INFO.name, 99, 400, "budget", "100"),
-        (INFO.name, 1001, 400, "budget", "1,000"),
-        (INFO.name, 2001, 400, "budget", "2,000"),
-    ],
-)
-def test_client_raises_for_an_impossible_budget(
-    name: str, budget: int, status: int, param: str, words: str
-) -> None:
-    async def main() -> None:
-        async with (
-            cluster() as running,
-            client(running) as router_client,
-            sending_heartbeats(running, CountingEngine()) as answered,
-        ):
+    async with scene(Rounding()) as (_, engine, answered, _):
+        for _ in range(2):
+            answered.clear()
             await answered.wait()
-            with pytest.raises(RequestError, match=words) as caught:
-                await router_client.carry_out(SetBudget(name, budget))
-            assert (caught.value.status, caught.value.param) == (status, param)
-
-    run(main())
+        assert engine.budgets == [INFO.memory_bytes]
 
 
-def test_server_refuses_heartbeats_of_another_worker() -> None:
-    async def main() -> None:
-        async with cluster() as running, open_channel(running.address) as channel:
-            stream = open_report(channel)
-            for info in (INFO, replace(INFO, worker=WorkerId("decode-1.1"), name="decode-1")):
-                await stream.write(encode_heartbeat(heartbeat(info)))
-            await stream.read()  # the answer to the first one
-            assert await stream.code() is grpc.StatusCode.INVALID_ARGUMENT
-            await until(lambda: not running.router.status().workers)
-
-    run(main())
+@run_by(run)
+async def test_server_refuses_heartbeats_of_another_worker() -> None:
+    async with cluster() as running, open_channel(running.address) as channel:
+        stream = open_report(channel)
+        for info in (INFO, replace(INFO, worker=WorkerId("decode-1.1"), name="decode-1")):
+            await stream.write(encode_heartbeat(heartbeat(info)))
+        await stream.read()  # the answer to the first one
+        assert await stream.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await until(lambda: not running.router.status().workers)
 
 
-def test_client_places_requests_with_the_second_router_when_the_first_is_lost() -> None:
+@run_by(run)
+async def test_client_places_requests_with_the_second_router_when_the_first_is_lost() -> None:
     """The commands of the first router count alone, and fail while it is away."""
-
-    async def main() -> None:
-        engine = CountingEngine()
-        async with cluster() as first, cluster() as second:
-            unsent, assignment = UnsentAnnouncements(engine), Assignment(engine, INFO)
-            senders = [Heartbeats(engine, assignment, running.find, unsent) for running in (first, second)]
-            senders[0].follow(lambda: None)
-            tasks = [asyncio.create_task(sender.run()) for sender in senders]
-            router_client = RouterClient(first.find, second.find)
-            assert (await router_client.place(REQUEST)).decode == INFO.worker
-            await until(lambda: len(second.router.status().workers) == 1)
-            second.router.carry_out(Drain(INFO.name, force=True))
-            await router_client.carry_out(SetRole(INFO.name, "mixed"))
-            await until(lambda: second.router.status().workers[0].info.role == "mixed")
-            assert engine.takes == [(True, True)], "the second router has no say"
-            second.router.carry_out(Drain(INFO.name, drain=False, force=True))
-            await first.service.stop()
-            first.away = True
-            assert (await router_client.place(REQUEST)).decode == INFO.worker
-            with pytest.raises(Unserved):
-                await router_client.carry_out(Drain(INFO.name))
-            await router_client.close()
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-
-    run(main())
+    engine = CountingEngine()
+    async with cluster() as first, cluster() as second:
+        unsent, assignment = UnsentAnnouncements(engine), Assignment(engine, INFO)
+        senders = [Heartbeats(engine, assignment, running.find, unsent) for running in (first, second)]
+        senders[0].follow(lambda: None)
+        tasks = [asyncio.create_task(sender.run()) for sender in senders]
+        router_client = RouterClient(first.find, second.find)
+        assert (await router_client.place(REQUEST)).decode == INFO.worker
+        await until(lambda: len(second.router.status().workers) == 1)
+        second.router.carry_out(Drain(INFO.name, force=True))
+        await router_client.carry_out(SetRole(INFO.name, "mixed"))
+        await until(lambda: second.router.status().workers[0].info.role == "mixed")
+        assert engine.takes == [(True, True)], "the second router has no say"
+        second.router.carry_out(Drain(INFO.name, drain=False, force=True))
+        await first.service.stop()
+        first.away = True
+        assert (await router_client.place(REQUEST)).decode == INFO.worker
+        with pytest.raises(Unserved):
+            await router_client.carry_out(Drain(INFO.name))
+        await router_client.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
-def test_orders_of_a_supervisor_that_was_replaced_are_refused() -> None:
+@run_by(run)
+async def test_orders_of_a_supervisor_that_was_replaced_are_refused() -> None:
     """Operators have no number, and a router that starts takes that of the journal."""
-
-    async def main() -> None:
-        async with cluster() as running, open_channel(running.address) as channel:
-            stream = cast("Any", channel.stream_stream("/tidemill.Router/Report"))()
-            await stream.write(encode_heartbeat(heartbeat(INFO)))
-            await stream.read()
-            running.service.fence(7)
-            old, new, operator = (
-                RouterClient(running.find, fence=lambda number=number: number) for number in (6, 7, 0)
-            )
-            with pytest.raises(Unserved, match="the supervisor 6 was replaced by 7"):
-                await old.carry_out(Drain(INFO.name, force=True))
-            with pytest.raises(Unserved, match="was replaced"):
-                await old.carry_out(SetRole(INFO.name, "mixed"))
-            for allowed in (new, operator):
-                await allowed.carry_out(Drain(INFO.name, force=True))
-            newer = RouterClient(running.find, fence=lambda: 9)
-            await newer.carry_out(SetRole(INFO.name, "mixed"))
-            with pytest.raises(Unserved, match="the supervisor 7 was replaced by 9"):
-                await new.carry_out(Drain(INFO.name, drain=False))
-            for client in (old, new, operator, newer):
-                await client.close()
-
-    run(main())
+    async with cluster() as running, open_channel(running.address) as channel:
+        stream = cast("Any", channel.stream_stream("/tidemill.Router/Report"))()
+        await stream.write(encode_heartbeat(heartbeat(INFO)))
+        await stream.read()
+        running.service.fence(7)
+        old, new, operator = (
+            RouterClient(running.find, fence=lambda number=number: number) for number in (6, 7, 0)
+        )
+        with pytest.raises(Unserved, match="the supervisor 6 was replaced by 7"):
+            await old.carry_out(Drain(INFO.name, force=True))
+        with pytest.raises(Unserved, match="was replaced"):
+            await old.carry_out(SetRole(INFO.name, "mixed"))
+        for allowed in (new, operator):
+            await allowed.carry_out(Drain(INFO.name, force=True))
+        newer = RouterClient(running.find, fence=lambda: 9)
+        await newer.carry_out(SetRole(INFO.name, "mixed"))
+        with pytest.raises(Unserved, match="the supervisor 7 was replaced by 9"):
+            await new.carry_out(Drain(INFO.name, drain=False))
+        for client in (old, new, operator, newer):
+            await client.close()
 
 
-def test_router_places_the_requests_of_a_frame_in_order() -> None:
+@run_by(run)
+async def test_router_places_the_requests_of_a_frame_in_order() -> None:
     """A request that cannot be placed has its own error, and none waits for a worker."""
+    async with cluster() as running, open_channel(running.address) as channel:
+        call = cast("Any", channel.unary_unary("/tidemill.Router/PlaceAll"))
 
-    async def main() -> None:
-        async with cluster() as running, open_channel(running.address) as channel:
-            call = cast("Any", channel.unary_unary("/tidemill.Router/PlaceAll"))
+        async def place_all(*requests: PlacementRequest) -> list[Any]:
+            return decode_placements(await call(encode_placement_requests(requests)))
 
-            async def place_all(*requests: PlacementRequest) -> list[Any]:
-                return decode_placements(await call(encode_placement_requests(requests)))
-
-            assert [type(answer) for answer in await place_all(REQUEST, REQUEST)] == [Unserved, Unserved]
-            running.router.heartbeat(heartbeat(INFO))
-            routes = await place_all(REQUEST, replace(REQUEST, keys=(b"depth--1",)))
-            assert [route.decode for route in routes] == [INFO.worker] * 2
-            running.router.report_lost(WorkerId("other"), b"bad")
-            poisonous, route = await place_all(replace(REQUEST, content_hash=b"bad"), REQUEST)
-            assert isinstance(poisonous, Poisonous)
-            assert route.decode == INFO.worker
-            with pytest.raises(grpc.aio.AioRpcError) as error:
-                await call(b"nonsense")
-            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-    run(main())
+        assert [type(answer) for answer in await place_all(REQUEST, REQUEST)] == [Unserved, Unserved]
+        running.router.heartbeat(heartbeat(INFO))
+        routes = await place_all(REQUEST, replace(REQUEST, keys=(b"depth--1",)))
+        assert [route.decode for route in routes] == [INFO.worker] * 2
+        running.router.report_lost(WorkerId("other"), b"bad")
+        poisonous, route = await place_all(replace(REQUEST, content_hash=b"bad"), REQUEST)
+        assert isinstance(poisonous, Poisonous)
+        assert route.decode == INFO.worker
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await call(b"nonsense")
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -18,6 +18,7 @@ from tidemill.cluster.simulate.policies import (
     LeastLoad,
     LlmD,
     MinTtft,
+    Policy,
     PrefixAffinity,
     Sglang,
     UnknownPolicy,
@@ -118,64 +119,54 @@ def test_store_restores_the_work_of_any_worker() -> None:
         assert stored.restorable(names(1, 2, 3)) == depth
 
 
-def test_policies_choose_by_their_rule() -> None:
-    busy_holder = worker("a", wait_s=4.0, rows=2, held=8)
-    idle = worker("b", wait_s=3.0, rows=1)
-    both = views(busy_holder, idle)
-    assert LeastLoad(RNG)(REQUEST, both, 0.0) is idle
-    assert MinTtft(RNG)(REQUEST, both, 0.0) is busy_holder
-    assert PrefixAffinity(RNG)(REQUEST, both, 0.0) is busy_holder
-    assert PrefixAffinity(RNG, rows_max=0)(REQUEST, both, 0.0) is idle
-    assert PrefixAffinity(RNG, match_min=0.9)(REQUEST, both, 0.0) is idle
+BUSY_HOLDER, IDLE = worker("a", wait_s=4.0, rows=2, held=8), worker("b", wait_s=3.0, rows=1)
+HOME, PROMISED = worker("a", wait_s=9.0, held=8), worker("a", wait_s=1.0, promised=8)
+QUEUED, BUSY = (
+    worker("a", held=6, queued_tokens=5 * BLOCK_TOKENS, kv_tokens=blocks * BLOCK_TOKENS) for blocks in (0, 2)
+)
+THREE = (worker("a", held=8, rows=3), worker("b", held=4, rows=1), worker("c"))
+OTHER = worker("b")
 
 
-def test_formula_leaves_the_prefix_at_low_load_and_follows_it_at_high_load() -> None:
-    home = worker("a", wait_s=9.0, held=8)
-    elsewhere = worker("b")
-    assert Formula(RNG)(REQUEST, views(home, elsewhere), 0.0) is elsewhere
-    assert Formula(RNG, rho=0.9)(REQUEST, views(home, elsewhere), 0.0) is home
-    assert Formula(RNG, rho=0.9)(REQUEST, views(home, elsewhere), 1000.0) is elsewhere  # old load
+@pytest.mark.parametrize(
+    ("policy", "workers", "chosen"),
+    [
+        (LeastLoad(RNG), (BUSY_HOLDER, IDLE), "b"),
+        (MinTtft(RNG), (BUSY_HOLDER, IDLE), "a"),
+        (PrefixAffinity(RNG), (BUSY_HOLDER, IDLE), "a"),
+        (PrefixAffinity(RNG, rows_max=0), (BUSY_HOLDER, IDLE), "b"),
+        (PrefixAffinity(RNG, match_min=0.9), (BUSY_HOLDER, IDLE), "b"),
+        (Formula(RNG), (HOME, OTHER), "b"),
+        (Formula(RNG, rho=0.9), (HOME, OTHER), "a"),
+        (MinTtft(RNG), (PROMISED, OTHER), "b"),
+        (Formula(RNG, rho=0.9), (PROMISED, OTHER), "a"),
+        (Dynamo(RNG), (QUEUED, OTHER), "a"),  # 9 blocks are fewer than 10
+        (Dynamo(RNG), (BUSY, OTHER), "b"),
+        (Dynamo(RNG, overlap_weight=4.0), (BUSY, OTHER), "a"),
+        (Sglang(RNG), (worker("a", held=4, rows=64), OTHER), "a"),
+        (Sglang(RNG), (worker("a", held=4, rows=65), OTHER), "b"),
+        (Aibrix(RNG), THREE, "b"),  # a has more than the mean + deviation
+        (Aibrix(RNG, deviation_factor=2.0), THREE, "a"),
+        (Aibrix(RNG, deviation_factor=9.0), (worker("a", held=8, rows=9), OTHER), "b"),
+        (Aibrix(RNG), (worker("a", rows=1), OTHER), "b"),  # without any prefix
+        (LlmD(RNG), (worker("a", held=7, rows=1), OTHER), "a"),  # 3 * 0.7 is more than 2
+        (LlmD(RNG), (worker("a", held=6, rows=1), OTHER), "b"),
+    ],
+)
+def test_policies_choose_by_their_rule(policy: Policy, workers: tuple[FixedWorker, ...], chosen: str) -> None:
+    assert policy(REQUEST, views(*workers), 0.0).info.name == chosen
 
 
-def test_formula_follows_promised_pages_at_high_load() -> None:
-    home, elsewhere = worker("a", wait_s=1.0, promised=8), worker("b")
-    assert MinTtft(RNG)(REQUEST, views(home, elsewhere), 0.0) is elsewhere
-    assert Formula(RNG, rho=0.9)(REQUEST, views(home, elsewhere), 0.0) is home
+def test_formula_forgets_old_load() -> None:
+    assert Formula(RNG, rho=0.9)(REQUEST, views(HOME, OTHER), 1000.0) is OTHER
 
 
-def test_dynamo_adds_up_blocks_to_compute_and_blocks_that_generate() -> None:
-    home, idle = worker("a", held=6, queued_tokens=5 * BLOCK_TOKENS), worker("b")
-    assert Dynamo(RNG)(REQUEST, views(home, idle), 0.0) is home, "9 blocks are fewer than 10"
-    busy = worker("a", held=6, queued_tokens=5 * BLOCK_TOKENS, kv_tokens=2 * BLOCK_TOKENS)
-    assert Dynamo(RNG)(REQUEST, views(busy, idle), 0.0) is idle
-    assert Dynamo(RNG, overlap_weight=4.0)(REQUEST, views(busy, idle), 0.0) is busy
-
-
-def test_sglang_prefers_a_long_prefix_unless_queues_differ_and_spreads_new_prompts() -> None:
-    home, idle = worker("a", held=4, rows=64), worker("b")
-    assert Sglang(RNG)(REQUEST, views(home, idle), 0.0) is home
-    assert Sglang(RNG)(REQUEST, views(worker("a", held=4, rows=65), idle), 0.0) is idle
-    short, policy = worker("a", held=3), Sglang(RNG)
+def test_sglang_sends_new_prompts_to_the_smaller_tree() -> None:
+    short, idle, policy = worker("a", held=3), worker("b"), Sglang(RNG)
     policy.trees[short.info.worker] = 1
     assert policy(REQUEST, views(short, idle), 0.0) is idle, "3 of 10 pages are not more than 0.3"
     assert policy.trees[idle.info.worker] == 10
     assert policy(REQUEST, views(short, idle), 0.0) is short, "its tree is smaller now"
-
-
-def test_aibrix_prefers_the_longest_prefix_among_workers_that_are_not_busy() -> None:
-    home, other, idle = worker("a", held=8, rows=3), worker("b", held=4, rows=1), worker("c")
-    assert Aibrix(RNG)(REQUEST, views(home, other, idle), 0.0) is other, (
-        "a has more than the mean + deviation"
-    )
-    assert Aibrix(RNG, deviation_factor=2.0)(REQUEST, views(home, other, idle), 0.0) is home
-    assert Aibrix(RNG, deviation_factor=9.0)(REQUEST, views(worker("a", held=8, rows=9), idle), 0.0) is idle
-    assert Aibrix(RNG)(REQUEST, views(worker("a", rows=1), idle), 0.0) is idle, "without any prefix"
-
-
-def test_llm_d_weighs_prefixes_and_queues() -> None:
-    home, idle = worker("a", held=7, rows=1), worker("b")
-    assert LlmD(RNG)(REQUEST, views(home, idle), 0.0) is home, "3 * 0.7 is more than 2"
-    assert LlmD(RNG)(REQUEST, views(worker("a", held=6, rows=1), idle), 0.0) is idle
 
 
 def test_make_policy_takes_every_listed_name_and_no_other() -> None:

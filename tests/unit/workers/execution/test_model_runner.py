@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.loops import in_loop
 from tests.support.workers.drawing import draw
 from tidemill.kernels.dispatch import REFERENCE
 from tidemill.kvstore.layout import PageId, StateId, WindowId
@@ -196,20 +197,20 @@ def test_tokens_that_draw_or_have_scores_are_kept(drawn: tuple[Step, int], score
         assert (kept.tokens_K.tolist(), kept.cu_B1.tolist()) == (wanted, starts)
 
 
-def test_step_runs_beside_the_event_loop() -> None:
+@in_loop
+async def test_step_runs_beside_the_event_loop() -> None:
     model = Echo()
     runner = TorchRunner(model, NO_CACHES, page_tokens=4, threads=1)
-
-    async def main() -> None:
-        assert await runner.run((a_row("a", (3, 4), 0),)) == [Drawn()]
-
-    asyncio.run(main())
+    assert await runner.run((a_row("a", (3, 4), 0),)) == [Drawn()]
     assert len(model.seen) == 1
     runner.close()
 
 
 @pytest.mark.parametrize("computes", [True, False])
-def test_cpu_time_of_a_step_is_seen_while_it_runs(monkeypatch: pytest.MonkeyPatch, computes: bool) -> None:  # noqa: FBT001  a parameter
+@in_loop
+async def test_cpu_time_of_a_step_is_seen_while_it_runs(
+    monkeypatch: pytest.MonkeyPatch, *, computes: bool
+) -> None:
     ends = threading.Event()
 
     def forward(_inputs: Inputs, _caches: Caches) -> torch.Tensor:
@@ -217,25 +218,22 @@ def test_cpu_time_of_a_step_is_seen_while_it_runs(monkeypatch: pytest.MonkeyPatc
             pass
         return torch.zeros(1, VOCABULARY)
 
-    async def main() -> None:
-        step = asyncio.ensure_future(runner.run((a_row("a", (3,), 0),)))
-        await asyncio.sleep(0.2)
-        before_s = runner.cpu_s()
-        if computes:  # a busy machine grants time late
-            while True:
-                await asyncio.sleep(0.01)
-                if runner.cpu_s() - before_s > 0.1:
-                    break
-        else:
-            await asyncio.sleep(0.2)
-            assert runner.cpu_s() - before_s < 0.1
-        ends.set()
-        await step
-
     model = Echo()
     monkeypatch.setattr(model, "forward", forward)
     runner = TorchRunner(model, NO_CACHES, page_tokens=4, threads=1)
-    asyncio.run(main())
+    step = asyncio.ensure_future(runner.run((a_row("a", (3,), 0),)))
+    await asyncio.sleep(0.2)
+    before_s = runner.cpu_s()
+    if computes:  # a busy machine grants time late
+        while True:
+            await asyncio.sleep(0.01)
+            if runner.cpu_s() - before_s > 0.1:
+                break
+    else:
+        await asyncio.sleep(0.2)
+        assert runner.cpu_s() - before_s < 0.1
+    ends.set()
+    await step
     runner.close()
     assert runner.cpu_s() == 0.0
 

@@ -29,7 +29,7 @@ def found(tokens: Sequence[int], longest: int, shortest: int, length: int) -> li
     st.lists(st.integers(1, 9), max_size=10),
     st.integers(1, 3),
     st.integers(0, 3),
-    st.integers(1, 12),
+    st.integers(0, 12),
 )
 def test_guesses_equal_those_of_a_search(
     tokens: list[int], steps: list[int], shortest: int, more: int, most: int
@@ -68,10 +68,6 @@ def test_text_that_repeats_itself_comes_in_ever_longer_steps() -> None:
     assert all(tried == right for tried, right in trials[:-1])
 
 
-def test_one_token_again_and_again_is_guessed_at_full_length() -> None:
-    assert list(NgramDrafter().propose([1, 7, 7, 7], 4)) == [7, 7, 7, 7]
-
-
 def test_guesses_that_fail_get_fewer() -> None:
     drafter = NgramDrafter()
     text = [1, 2, 3, 4, 5, 6, 7, 1, 2]
@@ -90,12 +86,6 @@ def test_untried_guesses_are_compared_with_the_actual_tokens() -> None:
     assert len(drafter.propose(text, 8)) == 4
     text += [3]  # right, as far as one can see
     assert list(drafter.propose(text, 8)) == [4, 5, 6, 7]
-
-
-def test_nothing_is_guessed_where_nothing_matches() -> None:
-    assert list(NgramDrafter().propose([1, 2, 3, 4, 5], 8)) == []
-    assert list(NgramDrafter().propose([1], 8)) == []
-    assert list(NgramDrafter().propose([1, 2, 1, 2], 0)) == []
 
 
 def test_trial_that_was_cut_short_takes_nothing_away() -> None:

@@ -94,26 +94,6 @@ def test_memory_is_unmapped_after_the_newest_launch() -> None:
         asyncio.run(main())
 
 
-def test_step_that_draws_on_the_host_waits_for_those_before_it() -> None:
-    random = Sampling(temperature=1.0, seed=3, repetition_penalty=1.1)
-    model = Echo()
-    steps = (
-        (a_row("a", (3,), 0, draws_at(1, GREEDY)), a_row("b", (8,), 0, draws_at(1, GREEDY))),
-        (pending("a", 1), pending("b", 1, random)),
-        (pending("a", 2),),
-        (pending("a", 3),),
-    )
-
-    async def main(runner: TorchRunner) -> list[list[Drawn]]:
-        return [*await asyncio.gather(*map(runner.run, steps))]
-
-    with late_runner(model) as (runner, _):
-        found = asyncio.run(main(runner))
-    plain = TorchRunner(Echo(), NO_CACHES, 4, threads=1)
-    assert found == asyncio.run(main(plain))
-    plain.close()
-
-
 def test_tokens_that_would_end_the_answer_too_early_are_not_drawn() -> None:
     """A draw ahead knows its position, although the tokens before it are on the device."""
     stop = tuple(range(25))

@@ -19,6 +19,7 @@ import pytest
 import torch
 import trustme
 
+from tests.support.loops import in_loop
 from tests.support.parity.heads import folder_with_head
 from tests.support.workers.ranks import RANKS, end, network_of, rank_of_a_model, started
 from tests.unit.cluster.rpc.test_mutual_tls import issue
@@ -207,17 +208,15 @@ def wanted(alone: EngineSettings) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("size", "drafts_max"), [(2, 0), (3, 3)])
-def test_tokens_are_those_of_one_process(
+@in_loop
+async def test_tokens_are_those_of_one_process(
     settings: EngineSettings, wanted: list[list[int]], size: int, drafts_max: int
 ) -> None:
-    async def main() -> None:
-        async with worker(settings, tensor_parallel_size=size, num_speculative_tokens=drafts_max) as group:
-            assert await answers(group) == wanted
-            assert await answers(group) == wanted  # warm
-            counters = group.built.engine.load().counters
-            assert drafts_max == 0 or counters["spec_accepted_tokens"] > counters["spec_drafted_tokens"] // 10
-
-    asyncio.run(main())
+    async with worker(settings, tensor_parallel_size=size, num_speculative_tokens=drafts_max) as group:
+        assert await answers(group) == wanted
+        assert await answers(group) == wanted  # warm
+        counters = group.built.engine.load().counters
+        assert drafts_max == 0 or counters["spec_accepted_tokens"] > counters["spec_drafted_tokens"] // 10
 
 
 def test_group_scores_a_prompt_as_one_process_does(settings: EngineSettings) -> None:
@@ -240,86 +239,78 @@ def test_group_scores_a_prompt_as_one_process_does(settings: EngineSettings) -> 
         assert isclose(score.logprob, wanted_score.logprob, abs_tol=1e-3)
 
 
-def test_group_fetches_pages_of_a_group_of_another_size(
+@in_loop
+async def test_group_fetches_pages_of_a_group_of_another_size(
     settings: EngineSettings, wanted: list[list[int]]
 ) -> None:
-    async def main() -> None:
-        async with worker(settings, tensor_parallel_size=3, num_speculative_tokens=1) as group:
-            for request in requests():
-                await group.built.engine.produce(request)
-        async with worker(settings, tensor_parallel_size=2, num_speculative_tokens=2) as group:
-            for request, tokens in zip(requests(), wanted, strict=True):
-                found, provenance = await answer(group, request)
-                assert found == tokens
-                held = provenance.fetched_tokens + provenance.reused_tokens
-                assert held == (len(request.tokens) - 1) // P * P
-
-    asyncio.run(main())
+    async with worker(settings, tensor_parallel_size=3, num_speculative_tokens=1) as group:
+        for request in requests():
+            await group.built.engine.produce(request)
+    async with worker(settings, tensor_parallel_size=2, num_speculative_tokens=2) as group:
+        for request, tokens in zip(requests(), wanted, strict=True):
+            found, provenance = await answer(group, request)
+            assert found == tokens
+            held = provenance.fetched_tokens + provenance.reused_tokens
+            assert held == (len(request.tokens) - 1) // P * P
 
 
-def test_killed_rank_ends_the_group(settings: EngineSettings, wanted: list[list[int]]) -> None:
+@in_loop
+async def test_killed_rank_ends_the_group(settings: EngineSettings, wanted: list[list[int]]) -> None:
     """Every stream breaks off for a reason that sends its request elsewhere, none with a wrong token."""
     request, tokens = requests()[8], wanted[8]
 
-    async def main() -> None:
-        async with worker(settings, tensor_parallel_size=3) as group:
-            assert group.built.group is not None
-            watching = asyncio.create_task(group.built.group.watch())
-            async with aclosing(group.built.engine.generate(request)) as deltas:
-                found = list((await anext(deltas)).tokens)
-                group.ranks[1].kill()
-                with pytest.raises(WorkerGone):
-                    await take_all(deltas, found)
-            assert found == tokens[: len(found)]
-            with pytest.raises(GroupBroken):
-                await watching
+    async with worker(settings, tensor_parallel_size=3) as group:
+        assert group.built.group is not None
+        watching = asyncio.create_task(group.built.group.watch())
+        async with aclosing(group.built.engine.generate(request)) as deltas:
+            found = list((await anext(deltas)).tokens)
+            group.ranks[1].kill()
             with pytest.raises(WorkerGone):
-                await group.running
-            await asyncio.to_thread(end, group.ranks)
+                await take_all(deltas, found)
+        assert found == tokens[: len(found)]
+        with pytest.raises(GroupBroken):
+            await watching
+        with pytest.raises(WorkerGone):
+            await group.running
+        await asyncio.to_thread(end, group.ranks)
 
-    asyncio.run(main())
 
-
-def test_frozen_rank_stops_the_step_loop_of_an_idle_group(
+@in_loop
+async def test_frozen_rank_stops_the_step_loop_of_an_idle_group(
     settings: EngineSettings, wanted: list[list[int]]
 ) -> None:
     """Its worker falls silent before a request reaches it."""
-
-    async def main() -> None:
-        async with worker(settings, tensor_parallel_size=3) as group:
-            engine, rank = group.built.engine, group.ranks[1]
-            assert (await answer(group, requests()[3]))[0] == wanted[3]
-            assert rank.pid is not None
-            os.kill(rank.pid, signal.SIGSTOP)
-            try:
-                async with asyncio.timeout(FROZEN_S_MAX):
-                    steps = -1
-                    while engine.steps != steps:
-                        steps = engine.steps
-                        await asyncio.sleep(0.5)  # several idle turns
-            finally:
-                os.kill(rank.pid, signal.SIGCONT)
-            assert (await answer(group, requests()[3]))[0] == wanted[3]
-            assert engine.steps > steps
-
-    asyncio.run(main())
+    async with worker(settings, tensor_parallel_size=3) as group:
+        engine, rank = group.built.engine, group.ranks[1]
+        assert (await answer(group, requests()[3]))[0] == wanted[3]
+        assert rank.pid is not None
+        os.kill(rank.pid, signal.SIGSTOP)
+        try:
+            async with asyncio.timeout(FROZEN_S_MAX):
+                steps = -1
+                while engine.steps != steps:
+                    steps = engine.steps
+                    await asyncio.sleep(0.5)  # several idle turns
+        finally:
+            os.kill(rank.pid, signal.SIGCONT)
+        assert (await answer(group, requests()[3]))[0] == wanted[3]
+        assert engine.steps > steps
 
 
-def test_step_that_breaks_before_the_ranks_know_of_it_is_its_own_requests_error(
+@in_loop
+async def test_step_that_breaks_before_the_ranks_know_of_it_is_its_own_requests_error(
     settings: EngineSettings, wanted: list[list[int]]
 ) -> None:
-    async def main() -> None:
-        async with worker(settings, tensor_parallel_size=2) as group:
-            good = asyncio.gather(*(answer(group, request) for request in requests()))
-            with pytest.raises(RequestError):
-                await answer(group, replace(requests()[0], tokens=(5, VOCABULARY)))
-            assert [tokens for tokens, _ in await good] == wanted
-
-    asyncio.run(main())
+    async with worker(settings, tensor_parallel_size=2) as group:
+        good = asyncio.gather(*(answer(group, request) for request in requests()))
+        with pytest.raises(RequestError):
+            await answer(group, replace(requests()[0], tokens=(5, VOCABULARY)))
+        assert [tokens for tokens, _ in await good] == wanted
 
 
 @pytest.mark.parametrize("drafts_max", [0, 2])
-def test_draw_that_breaks_leaves_the_ranks_together(
+@in_loop
+async def test_draw_that_breaks_leaves_the_ranks_together(
     settings: EngineSettings, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch, drafts_max: int
 ) -> None:
     """They wait for the tokens that were not drawn: in the step after it, or for their own guesses."""
@@ -332,17 +323,15 @@ def test_draw_that_breaks_leaves_the_ranks_together(
             raise ValueError("no luck")
         return draw(self, step, logits_NV)
 
-    async def main() -> None:
-        async with worker(settings, tensor_parallel_size=2, num_speculative_tokens=drafts_max) as group:
-            assert await answers(group) == wanted
-            assert calls > 60
-
     monkeypatch.setattr(TorchRunner, "_draw", breaks_at_times)
-    asyncio.run(main())
+    async with worker(settings, tensor_parallel_size=2, num_speculative_tokens=drafts_max) as group:
+        assert await answers(group) == wanted
+        assert calls > 60
 
 
 @pytest.mark.parametrize("amid", ["the model", "the guesses"])
-def test_leader_that_breaks_amid_a_step_ends_the_group(
+@in_loop
+async def test_leader_that_breaks_amid_a_step_ends_the_group(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch, amid: str
 ) -> None:
     """The other ranks wait for it there, and nothing else would wake them."""
@@ -350,18 +339,15 @@ def test_leader_that_breaks_amid_a_step_ends_the_group(
     def breaks(*_: object) -> None:
         raise ValueError("no luck")
 
-    async def main() -> None:
-        drafts_max = int(amid == "the guesses")
-        async with worker(settings, tensor_parallel_size=3, num_speculative_tokens=drafts_max) as group:
-            await answer(group, requests()[0])
-            if drafts_max:
-                monkeypatch.setattr(TorchRunner, "_choose", breaks)
-            else:
-                monkeypatch.setattr(runner, "logits_of", breaks)
-            with pytest.raises(WorkerGone, match="the worker's step loop has ended"):
-                await answer(group, requests()[1])
-            with pytest.raises(GroupBroken, match="no luck"):
-                await group.running
-            await asyncio.to_thread(end, group.ranks)
-
-    asyncio.run(main())
+    drafts_max = int(amid == "the guesses")
+    async with worker(settings, tensor_parallel_size=3, num_speculative_tokens=drafts_max) as group:
+        await answer(group, requests()[0])
+        if drafts_max:
+            monkeypatch.setattr(TorchRunner, "_choose", breaks)
+        else:
+            monkeypatch.setattr(runner, "logits_of", breaks)
+        with pytest.raises(WorkerGone, match="the worker's step loop has ended"):
+            await answer(group, requests()[1])
+        with pytest.raises(GroupBroken, match="no luck"):
+            await group.running
+        await asyncio.to_thread(end, group.ranks)

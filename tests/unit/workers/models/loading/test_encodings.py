@@ -145,47 +145,32 @@ def test_quantised_folder_is_the_model_that_its_values_are(tmp_path: Path) -> No
     assert load_folder(tmp_path / "quantised")[0].fingerprint != quantised_model.fingerprint
 
 
-def without_scale(case: Case) -> Case:
-    del case.stored[f"{NAME}_scale_inv"]
-    return case
-
-
-def with_fewer_scales(case: Case) -> Case:
-    return case._replace(stored=case.stored | {f"{NAME}_scale_inv": torch.ones(2, 3)})
-
-
-def with_scales_of_experts(case: Case) -> Case:
-    return case._replace(stored=case.stored | {f"{NAME}_scale_inv": torch.ones(1, 3, 3)})
-
-
-def with_scales_of_integers(case: Case) -> Case:
-    return case._replace(stored=case.stored | {f"{NAME}_scale_inv": torch.ones(3, 3, dtype=torch.int32)})
-
-
-def with_other_blocks(case: Case) -> Case:
-    return case._replace(config=FP8_BLOCKS | {"weight_block_size": [2, 2]})
-
-
-def with_more_tensors(case: Case) -> Case:
-    return case._replace(stored=case.stored | {"layer.weight_scale_2": torch.ones(1)})
-
-
-def without_its_config(case: Case) -> Case:
-    return case._replace(config={})
+def with_scales(*shape: int, dtype: torch.dtype = torch.float32) -> Callable[[Case], Case]:
+    scales = torch.ones(shape, dtype=dtype)
+    return lambda case: case._replace(stored=case.stored | {f"{NAME}_scale_inv": scales})
 
 
 MISFITS: list[tuple[Callable[[Case], Case], str]] = [
-    (without_scale, r"lacks tensor layer\.weight_scale_inv: the weights and config"),
     (
-        with_fewer_scales,
-        r"layer\.weight_scale_inv has shape \(2, 3\), but .* of blocks of \(4, 3\)",
+        lambda case: case._replace(stored={NAME: case.stored[NAME]}),
+        r"lacks tensor layer\.weight_scale_inv: the weights and config",
     ),
-    (with_scales_of_experts, r"layer\.weight_scale_inv has shape \(1, 3, 3\), but these are no scales"),
-    (with_scales_of_integers, r"layer\.weight_scale_inv is I32 but BF16 or F16 or F32 or F8_E8M0 is needed"),
-    (with_other_blocks, r"no scales of blocks of \(2, 2\) for a weight of \(10, 7\): .* different models"),
-    (with_more_tensors, r"has unexpected tensor layer\.weight_scale_2"),
+    (with_scales(2, 3), r"layer\.weight_scale_inv has shape \(2, 3\), but .* of blocks of \(4, 3\)"),
+    (with_scales(1, 3, 3), r"layer\.weight_scale_inv has shape \(1, 3, 3\), but these are no scales"),
     (
-        without_its_config,
+        with_scales(3, 3, dtype=torch.int32),
+        r"layer\.weight_scale_inv is I32 but BF16 or F16 or F32 or F8_E8M0 is needed",
+    ),
+    (
+        lambda case: case._replace(config=FP8_BLOCKS | {"weight_block_size": [2, 2]}),
+        r"no scales of blocks of \(2, 2\) for a weight of \(10, 7\): .* different models",
+    ),
+    (
+        lambda case: case._replace(stored=case.stored | {"layer.weight_scale_2": torch.ones(1)}),
+        r"has unexpected tensor layer\.weight_scale_2",
+    ),
+    (
+        lambda case: case._replace(config={}),
         r"quant_method None: supported are fp8, compressed-tensors .* and mxfp4; use",
     ),
 ]

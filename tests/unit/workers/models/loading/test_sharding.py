@@ -24,7 +24,6 @@ from tidemill.workers.models.loading.sharding import (
     OneRank,
     RankPart,
     RankSlice,
-    Replicated,
     heads_fit,
     part_of,
 )
@@ -97,21 +96,6 @@ MODELS: dict[str, ArchitectureConfig] = {
     "woven experts": gpt_oss.parse(GPT_OSS),
     "mamba": granite.parse(GRANITE),
     "latent": deepseek.parse(DEEPSEEK),
-}
-TWO_KV = qwen3_next.parse(BASE | EXPERTS | {"attention_bias": True})
-CUTS: dict[str, tuple[ArchitectureConfig, Cut]] = {
-    "q_proj.weight": (TWO_KV, ByHeads(4, (96,))),
-    "k_proj.bias": (TWO_KV, ByHeads(2, (24,))),
-    "conv1d.weight": (TWO_KV, ByHeads(4, (32, 32, 48))),
-    "A_log": (TWO_KV, ByHeads(4, (4,))),
-    "experts.2.down_proj.weight": (TWO_KV, EvenRuns()),
-    "lm_head.weight": (TWO_KV, EvenRuns()),
-    "mlp.gate.weight": (TWO_KV, Replicated()),
-    "q_norm.weight": (TWO_KV, Replicated()),
-    "experts.gate_up_proj": (MODELS["stacked experts"], EvenRuns(runs=2, dim=1)),
-    "experts.gate_up_proj_bias": (MODELS["woven experts"], EvenRuns(dim=1, step=2)),
-    "experts.down_proj_bias": (MODELS["woven experts"], EvenRuns(dim=1)),
-    "sinks": (MODELS["woven experts"], ByHeads(4, (4,))),
 }
 
 
@@ -189,23 +173,6 @@ def test_inputs_of_a_projection_back_are_what_the_rank_has_computed(config: Arch
                 if "o_proj.bias" in name and size > 1:
                     own = RankSlice(((0, 50),)) if rank.index == 0 else RankSlice(((0, 0),), zeros=50)
                     assert part == own
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_whole_experts_are_shared_in_order(size: int) -> None:
-    owners = [
-        [index for index in range(size) if part_of(OneRank(expert, 8), 5, index, size).ranges == ((0, 5),)]
-        for expert in range(8)
-    ]
-    assert owners == [[expert * size // 8] for expert in range(8)]
-    assert all(part_of(OneRank(0, 8), 5, index, size).zeros == 0 for index in range(size))
-
-
-@pytest.mark.parametrize(("ending", "wanted"), CUTS.items(), ids=CUTS)
-def test_cuts(ending: str, wanted: tuple[ArchitectureConfig, Cut]) -> None:
-    config, cut = wanted
-    found = {weight.cut for name, weight in weights_of(config).items() if name.endswith(ending)}
-    assert found == {cut}
 
 
 @given(st.sampled_from([1, 2, 3, 4, 6, 8]), st.integers(1, 6), st.integers(1, 24))
