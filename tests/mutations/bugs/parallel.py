@@ -78,6 +78,6 @@ BUGS: tuple[Planted, ...] = (
         "workers/parallel/rank.py::_Obeying._ended",
         "if $ERROR is not None and not self.$BROKEN.$DONE():",
         "if $ERROR is not None and self.$BROKEN.$DONE():",
-        "tests/unit/workers/parallel/test_link.py",
+        "tests/unit/workers/parallel/test_link.py::test_rank_whose_step_raises_reports_it_and_ends",
     ),
 )

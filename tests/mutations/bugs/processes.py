@@ -8,7 +8,7 @@ BUGS: tuple[Planted, ...] = (
         "cluster/router/server.py::RouterService._obey",
         "if $FENCE and $FENCE < self._fence:",
         "if False:",
-        "tests/unit/cluster/router/test_server.py",
+        "tests/unit/cluster/router/test_server.py::test_orders_of_a_supervisor_that_was_replaced_are_refused",
     ),
     Planted(
         "a token admits any number of edges",

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from threading import Event
 from typing import NamedTuple
 
+from tests.support.waits import WAIT_S_MAX
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.memory.backing import Mmap
 from tidemill.workers.engine.build_rank import build_rank
@@ -24,7 +25,6 @@ from tidemill.workers.parallel.rank import RankParts, carry_out
 from tidemill.workers.settings import EngineSettings
 from tidemill.workers.transfer.transfer import Moved
 
-WAIT_S_MAX = 30
 GRANULE = Mmap.granule_bytes
 EXTENTS = 4
 BREAKS, HANGS = 1, 2

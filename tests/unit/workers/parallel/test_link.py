@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import trustme
 
+from tests.support.waits import WAIT_S_MAX
 from tests.support.workers import ranks as support
 from tests.support.workers.ranks import (
     BREAKS,
@@ -17,7 +18,6 @@ from tests.support.workers.ranks import (
     GRANULE,
     HANGS,
     SLOW,
-    WAIT_S_MAX,
     Memory,
     rank,
     rank_that_builds_for_ever,

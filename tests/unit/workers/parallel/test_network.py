@@ -19,6 +19,7 @@ import torch
 import trustme
 from pydantic import ValidationError
 
+from tests.support.waits import WAIT_S_MAX
 from tests.support.workers.ranks import network_of
 from tests.unit.cluster.rpc.test_mutual_tls import issue
 from tidemill.cluster.mutual_tls import CLUSTER_NAME, MutualTls
@@ -48,7 +49,6 @@ SETTINGS = EngineSettings(
 )
 BIG_INTS = 300_000
 FRAMES = 20
-WAIT_S_MAX = 20
 
 
 @pytest.fixture
