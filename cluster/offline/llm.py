@@ -6,7 +6,6 @@ prompts -> tokens -> Requests (all checked) -> the engine, on its own thread -> 
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -21,7 +20,7 @@ from tidemill.cluster.config.flags import FLAGS
 from tidemill.cluster.edge.chat.request.hints import TTL_S, check_marks
 from tidemill.cluster.edge.chat.request.messages import ChatMessage
 from tidemill.cluster.edge.chat.request.params import SEED_BITS, SamplingParams, prompts_of
-from tidemill.cluster.edge.chat.request.request_builder import requests_of, terms_of
+from tidemill.cluster.edge.chat.request.request_builder import Sender, requests_of, sampling_of, terms_of
 from tidemill.cluster.edge.chat.request.structured import grammar_of
 from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
 from tidemill.cluster.edge.chat.text import MarkedPrompt, Rendering, marked_prompt
@@ -159,17 +158,19 @@ class LLM:
             return self._thread.run(answer_all(self._built.engine, self._tokenizer, jobs, advance))
 
     def _job(self, text: str | None, prompt: MarkedPrompt, params: SamplingParams) -> PromptJob:
-        terms = terms_of(
+        info = self._built.info
+        sampling = sampling_of(
             params,
-            self._built.info,
+            info,
             self._tokenizer.encode_inside,
             seed=self._rng.getrandbits(SEED_BITS),
             logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
             grammar=grammar_of(params.response_format, params.structured_outputs),
         )
-        requests = requests_of(terms, self._built.info, prompt, "prompts", lambda: str(next(self._ids)))
-        retain_s, session = params.retain_s(), params.session("")
-        requests = [replace(request, retain_s=retain_s, session=session) for request in requests]
+        terms = terms_of(params, info, sampling, max_tokens=params.max_tokens, n=params.n)
+        sender = Sender(retain_s=params.retain_s(), session=params.session(""))
+        requests = requests_of(terms, info, prompt, "prompts", lambda: str(next(self._ids)), sender)
         return PromptJob(requests, terms.ending, text)
 
 

@@ -22,7 +22,7 @@ async def retain_prefix(edge: EdgeContext, model: EdgeModel, body: PrefixBody, c
         "model": model.name,
         "tokens": len(job.requests[0].tokens),
     }
-    writer = _Retained(edge, about, body.retained_s, UsageCounter(job))
+    writer = _Retained(edge, about, body.retain_s(), UsageCounter(job))
     return Reply(model=model, job=job, kind="prefix", id=prefix_id, writer=writer)
 
 

@@ -229,9 +229,7 @@ class PrefixBody(ChatBody):
     prompt: Annotated[str | list[int] | None, PlainValidator(one_prompt)] = None
     cache_breakpoints: Breakpoints = Field(default=[])
 
-    @property
-    def retained_s(self) -> float:
-        """The seconds from its last use for which it is kept."""
+    def retain_s(self) -> float:
         return self.retain or RETAIN_S
 
     @model_validator(mode="after")

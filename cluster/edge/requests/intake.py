@@ -4,16 +4,22 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import ParamSpec, TypeVar
+from typing import Literal, ParamSpec, TypeVar
 
 from tidemill.cluster.edge.chat.formats import CALL_END, FINAL, RETURN, START
 from tidemill.cluster.edge.chat.output.detokenizer import Ending
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
 from tidemill.cluster.edge.chat.request.params import SEED_BITS, session_of
-from tidemill.cluster.edge.chat.request.request_builder import GenerationTerms, requests_of, terms_of
+from tidemill.cluster.edge.chat.request.request_builder import (
+    GenerationTerms,
+    Sender,
+    requests_of,
+    sampling_of,
+    terms_of,
+)
 from tidemill.cluster.edge.chat.request.structured import grammar_of
 from tidemill.cluster.edge.chat.request.tool_grammar import forced
 from tidemill.cluster.edge.chat.request.tools import Tool, offered
@@ -64,6 +70,14 @@ MESSAGE_CHARS = 64
 """The characters that take as long to tokenize as a message to render, several times."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """The tokens of a body, and the field that they came in."""
+
+    prompts: list[MarkedPrompt]
+    param: Literal["messages", "prompt"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
     """One HTTP request. Choice c of prompt p is `requests[p * n + c]`. `output_format` is None for
@@ -82,7 +96,10 @@ class PreparedRequest:
 
 
 class Intake:
-    """Turns bodies into requests for one served model."""
+    """Turns bodies into requests for one served model.
+
+    body --_rendered--> Rendered --_sampling, terms_of--> GenerationTerms --_requests--> PreparedRequest
+    """
 
     def __init__(
         self, model: ServedModel, tokenizer: Tokenizer, new_id: Callable[[], str], rng: Random
@@ -99,7 +116,8 @@ class Intake:
         tools = offered(body.tools, body.tool_choice)
         grammar = grammar_of(body.response_format, body.structured_outputs, body.guided())
         max_tokens = body.max_completion_tokens or body.max_tokens
-        prompt = self._cut(await self._rendered(body, tools, self._opening(body, grammar)), body, max_tokens)
+        rendered = await self._chat_prompt(body, tools, self._opening(body, grammar))
+        prompt = self._cut(rendered, body, max_tokens)
         output_format = self._output_format(body, tools, prompt.tokens, grammar)
         if body.tool_choice not in ("auto", "none"):
             if grammar is not None:
@@ -108,13 +126,21 @@ class Intake:
                     param="tool_choice",
                 )
             grammar = forced(tools, output_format, self._tokenizer.added)
-        terms = self._terms(body, 1, max_tokens, body.num_logprobs(), grammar)
-        if output_format.channels and not body.ignore_eos:
-            ends = (self._tokenizer.added.get(tag) for tag in (RETURN, CALL_END))
-            more = (token for token in ends if token is not None and token not in terms.stop_token_ids)
-            terms = replace(terms, stop_token_ids=(*terms.stop_token_ids, *more))
-        job = self._job(terms, [prompt], "messages", body, caller)
-        return replace(job, output_format=output_format)
+        logprobs = body.num_logprobs()
+        sampling = self._sampling(body, logprobs, body.prompt_logprobs, grammar)
+        ends = self._channel_ends() if output_format.channels and not body.ignore_eos else ()
+        terms = terms_of(body, self._model, sampling, max_tokens=max_tokens, n=body.n, ends=ends)
+        sender = self._sender(body, caller)
+        return PreparedRequest(
+            requests=self._requests(body, terms, Rendered([prompt], "messages"), sender),
+            n=terms.n,
+            ending=terms.ending,
+            logprobs=logprobs is not None,
+            prompt_logprobs=body.prompt_logprobs,
+            output_format=output_format,
+            token_ids=body.return_token_ids,
+            ignored=body.ignored(UNSUPPORTED),
+        )
 
     async def prefix(self, body: PrefixBody, caller: Caller) -> tuple[PreparedRequest, str]:
         """Prepare a prompt that is retained and whose answer, one token, no client sees; return also its id.
@@ -122,25 +148,27 @@ class Intake:
         self._check(body)
         if not self._model.prefix_caching:
             raise RequestError("this model keeps no prefixes: serve it without --no-enable-prefix-caching")
-        if body.prompt is not None:
-            prompt = await self._encoded(body.prompt, body.cache_breakpoints)
-        else:
-            prompt = await self._rendered(body, offered(body.tools, body.tool_choice), answers=False)
-        terms = replace(self._terms(body, 1, 1, None, None), n=1, sampling=Sampling(temperature=0.0))
-        job = self._job(terms, [prompt], "messages" if body.prompt is None else "prompt", body, caller)
-        (request,) = job.requests
-        prefix_id = f"prefix-{content_hash_of(request).hex()}"
-        session = session_of(request.tenant, "prefix", prefix_id)
-        request = replace(request, retain_s=body.retained_s, session=session)
-        ignored = (*job.ignored, *body.unused())
-        return replace(job, requests=(request,), ignored=ignored, prompt_logprobs=None), prefix_id
+        rendered = await self._rendered(body, body.cache_breakpoints, answers=False)
+        self._sampling(body)  # a check: the one token is always the likeliest
+        terms = terms_of(body, self._model, Sampling(temperature=0.0), max_tokens=1, n=1)
+        (prompt,) = rendered.prompts
+        sender = self._sender(body, caller)
+        (unsent,) = requests_of(terms, self._model, prompt, rendered.param, str, sender)
+        prefix_id = f"prefix-{content_hash_of(unsent).hex()}"
+        sender = self._sender(body, caller, prefix_id)
+        job = PreparedRequest(
+            requests=self._requests(body, terms, rendered, sender),
+            n=terms.n,
+            ending=terms.ending,
+            logprobs=False,
+            token_ids=body.return_token_ids,
+            ignored=(*body.ignored(UNSUPPORTED), *body.unused()),
+        )
+        return job, prefix_id
 
     async def prompt_of(self, body: TokenizeBody) -> list[int]:
         """Return the tokens of a chat or of a text. Raises RequestError."""
-        if body.prompt is not None:
-            prompt = await self._encoded(body.prompt)
-        else:
-            prompt = await self._rendered(body, offered(body.tools, body.tool_choice))
+        (prompt,) = (await self._rendered(body)).prompts
         most = max(TOKENIZED_MAX, self._model.max_model_len)
         if len(prompt.tokens) > most:
             count = f"{len(prompt.tokens):,}"
@@ -154,6 +182,15 @@ class Intake:
         return FINAL if asked and not body.continue_final_message else ""
 
     async def _rendered(
+        self, body: TokenizeBody | PrefixBody, breakpoints: Sequence[int] = (), *, answers: bool = True
+    ) -> Rendered:
+        """Return the tokens of the prompt or of the messages, of which a body has one."""
+        if body.prompt is not None:
+            return Rendered([await self._encoded(body.prompt, breakpoints)], "prompt")
+        tools = offered(body.tools, body.tool_choice)
+        return Rendered([await self._chat_prompt(body, tools, answers=answers)], "messages")
+
+    async def _chat_prompt(
         self, body: ChatBody, tools: list[Tool], begun: str = "", *, answers: bool = True
     ) -> MarkedPrompt:
         """Return the tokens of a chat; `answers` up to the start of the answer, if the body names no end."""
@@ -174,7 +211,7 @@ class Intake:
         body: ChatBody,
         tools: list[Tool],
         begun: str,
-        answers: bool,  # noqa: FBT001 - see `_rendered`
+        answers: bool,  # noqa: FBT001 - see `_chat_prompt`
     ) -> tuple[list[Message], Rendering]:
         """Return what a template gets. Raises RequestError."""
         messages = [turn.message() for turn in body.messages]
@@ -225,18 +262,31 @@ class Intake:
         grammar = grammar_of(body.response_format, body.structured_outputs, body.guided())
         num_drawn = body.num_drawn()
         logprobs = 0 if body.logprobs is None and num_drawn > body.n else body.logprobs
-        terms = self._terms(body, len(prompts), body.num_tokens(), logprobs, grammar)
-        terms = replace(terms, n=num_drawn)
-        if body.echo and body.logprobs is not None:
-            scored = max(body.logprobs, body.prompt_logprobs or 0)
-            terms = replace(
-                terms,
-                sampling=replace(terms.sampling, prompt_logprobs=scored),
-                ending=replace(terms.ending, scores_stop=True),
+        max_tokens = body.num_tokens()
+        if len(prompts) * num_drawn > REQUEST_CHOICES_MAX:
+            raise RequestError(
+                f"{len(prompts)} prompts with n = {num_drawn}: ask for at most {REQUEST_CHOICES_MAX} answers",
+                param="n",
             )
-        job = self._job(terms, prompts, "prompt", body, caller)
-        job = replace(job, logprobs=body.logprobs is not None)
-        return replace(job, echoes=await self.in_thread(self._echoes, body, prompts)) if body.echo else job
+        scored, shows_scores = body.prompt_logprobs, body.echo and body.logprobs is not None
+        if shows_scores:
+            scored = max(body.logprobs or 0, scored or 0)
+        sampling = self._sampling(body, logprobs, scored, grammar)
+        terms = terms_of(
+            body, self._model, sampling, max_tokens=max_tokens, n=num_drawn, scores_stop=shows_scores
+        )
+        sender = self._sender(body, caller)
+        return PreparedRequest(
+            requests=self._requests(body, terms, Rendered(prompts, "prompt"), sender),
+            n=num_drawn,
+            best_of=body.n if body.n < num_drawn else None,
+            ending=terms.ending,
+            logprobs=body.logprobs is not None,
+            prompt_logprobs=body.prompt_logprobs,
+            echoes=await self.in_thread(self._echoes, body, prompts) if body.echo else None,
+            token_ids=body.return_token_ids,
+            ignored=body.ignored(UNSUPPORTED),
+        )
 
     def _echoes(self, body: CompletionBody, prompts: list[MarkedPrompt]) -> tuple[Prompt, ...]:
         return tuple(
@@ -295,61 +345,56 @@ class Intake:
                 f"{field} is not supported yet: leave it out", param=field, code="unsupported_parameter"
             )
 
-    def _terms(
+    def _channel_ends(self) -> list[int]:
+        """Return the tokens that end an answer in channels."""
+        ends = (self._tokenizer.added.get(tag) for tag in (RETURN, CALL_END))
+        return [token for token in ends if token is not None]
+
+    def _sampling(
         self,
         body: Body,
-        num_prompts: int,
-        max_tokens: int | None,
-        logprobs: int | None,
-        grammar: Grammar | None,
-    ) -> GenerationTerms:
-        num_drawn = body.num_drawn() if isinstance(body, CompletionBody) else body.n
-        if num_prompts * num_drawn > REQUEST_CHOICES_MAX:
-            raise RequestError(
-                f"{num_prompts} prompts with n = {num_drawn}: ask for at most {REQUEST_CHOICES_MAX} answers",
-                param="n",
-            )
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        grammar: Grammar | None = None,
+    ) -> Sampling:
         if body.prompt_logprobs is not None and body.stream:
             raise RequestError(
                 "prompt_logprobs are no part of a stream: do not stream, or use echo with logprobs",
                 param="prompt_logprobs",
             )
-        seed = self._rng.getrandbits(SEED_BITS)
-        return replace(
-            terms_of(
-                body,
-                self._model,
-                self._tokenizer.encode_inside,
-                seed=seed,
-                logprobs=logprobs,
-                grammar=grammar,
-            ),
-            max_tokens=max_tokens,
-            priority=body.sort_class(),
+        return sampling_of(
+            body,
+            self._model,
+            self._tokenizer.encode_inside,
+            seed=self._rng.getrandbits(SEED_BITS),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            grammar=grammar,
         )
 
-    def _job(
-        self, terms: GenerationTerms, prompts: list[MarkedPrompt], param: str, body: Body, caller: Caller
-    ) -> PreparedRequest:
+    def _sender(self, body: Body, caller: Caller, prefix_id: str = "") -> Sender:
+        """Return the sender; what is kept is the prefix of that id, if one is given. Raises RequestError."""
         salt = body.salt()
-        terms = replace(terms, salt=caller.salt_with(salt))
         tenant = caller.tenant_with(salt)
-        sent = {
-            "tenant": tenant,
-            "ttft_s_max": caller.ttft_s_max,
-            "trace_parent": caller.trace_parent,
-            "retain_s": body.retain_s(),
-            "session": body.session(tenant),
-        }
-        requests = tuple(
-            replace(request, **sent)
-            for prompt in prompts
-            for request in requests_of(terms, self._model, prompt, param, self._new_id)
+        return Sender(
+            tenant=tenant,
+            salt=caller.salt_with(salt),
+            shares_prefixes=self._model.prefix_caching,
+            priority=body.sort_class(),
+            ttft_s_max=caller.ttft_s_max,
+            trace_parent=caller.trace_parent,
+            retain_s=body.retain_s(),
+            session=session_of(tenant, "prefix", prefix_id) if prefix_id else body.session(tenant),
         )
-        if not self._model.prefix_caching:
-            requests = tuple(
-                replace(request, salt=f"{request.salt}/{request.request_id}") for request in requests
-            )
+
+    def _requests(
+        self, body: Body, terms: GenerationTerms, rendered: Rendered, sender: Sender
+    ) -> tuple[Request, ...]:
+        requests = tuple(
+            request
+            for prompt in rendered.prompts
+            for request in requests_of(terms, self._model, prompt, rendered.param, self._new_id, sender)
+        )
         numbers = sum(
             request.to_score * (1 + (request.sampling.prompt_logprobs or 0)) for request in requests
         )
@@ -359,13 +404,4 @@ class Intake:
                 "fewer or shorter prompts, fewer answers or fewer alternatives",
                 param="prompt_logprobs" if body.prompt_logprobs is not None else "logprobs",
             )
-        return PreparedRequest(
-            requests=requests,
-            n=terms.n,
-            best_of=body.n if body.n < terms.n else None,
-            ending=terms.ending,
-            logprobs=terms.sampling.logprobs is not None,
-            prompt_logprobs=body.prompt_logprobs,
-            token_ids=body.return_token_ids,
-            ignored=body.ignored(UNSUPPORTED),
-        )
+        return requests

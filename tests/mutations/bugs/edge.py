@@ -5,9 +5,9 @@ from tests.mutations.planted import Planted
 BUGS: tuple[Planted, ...] = (
     Planted(
         "requests share pages without prefix caching",
-        "cluster/edge/requests/intake.py::Intake._job",
-        "if not self.$MODEL.prefix_caching:",
-        "if False:",
+        "cluster/edge/chat/request/request_builder.py::requests_of",
+        "if $SENDER.shares_prefixes else",
+        "if True else",
         "tests/unit/cluster/edge/requests/test_intake.py",
     ),
     Planted(

@@ -32,58 +32,89 @@ class GenerationTerms:
     stop_token_ids: tuple[int, ...]
     max_tokens: int | None  # None: as many as fit
     n: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sender:
+    """The fields of requests that no answer depends on: who sent them, and what is shared and kept."""
+
+    tenant: str = ""
     salt: str = ""
+    shares_prefixes: bool = True  # else each request has a salt of its own
     priority: int = 0
+    ttft_s_max: float | None = None
+    trace_parent: str = ""
+    retain_s: float = 0.0
+    session: str = ""
 
 
-def terms_of(
+NO_SENDER = Sender()
+
+
+def sampling_of(
     params: Params,
     model: ModelLimits,
     encode: Callable[[str], list[int]],
     *,
     seed: int,
     logprobs: int | None,
+    prompt_logprobs: int | None,
     grammar: Grammar | None,
-) -> GenerationTerms:
-    """Return the terms; `seed` is used when the client gave none. `encode` is Tokenizer.encode_inside.
-    Raises RequestError."""
+) -> Sampling:
+    """Return how tokens are drawn, after a check of all ids in `params`; `seed` is used when the client gave
+    none. `encode` is Tokenizer.encode_inside. Raises RequestError."""
     bad_words = bad_words_of(params.bad_words, encode)
     check_tokens([token for word in bad_words for token in word], "bad_words", model)
     check_tokens(params.stop_token_ids, "stop_token_ids", model)
     check_tokens(list(params.logit_bias), "logit_bias", model)
-    eos = () if params.ignore_eos else model.eos_token_ids
-    if grammar is not None and not eos:
+    if grammar is not None and (params.ignore_eos or not model.eos_token_ids):
         raise RequestError(
             "an answer that must match something ends with the model's end-of-sequence token: "
             "leave ignore_eos out",
             param="ignore_eos",
         )
+    return Sampling(
+        temperature=params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=seed if params.seed is None else params.seed,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=tuple(sorted(params.logit_bias.items())),
+        bad_words=bad_words,
+        min_tokens=params.min_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
+    )
+
+
+def terms_of(
+    params: Params,
+    model: ModelLimits,
+    sampling: Sampling,
+    *,
+    max_tokens: int | None,
+    n: int,
+    ends: Sequence[int] = (),
+    scores_stop: bool = False,
+) -> GenerationTerms:
+    """Return the terms; `ends` are more tokens that end an answer, after the model's and the client's."""
+    stops = (*(() if params.ignore_eos else model.eos_token_ids), *params.stop_token_ids)
     return GenerationTerms(
-        sampling=Sampling(
-            temperature=params.temperature,
-            top_k=max(params.top_k, 0),
-            top_p=params.top_p,
-            min_p=params.min_p,
-            seed=seed if params.seed is None else params.seed,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            repetition_penalty=params.repetition_penalty,
-            logit_bias=tuple(sorted(params.logit_bias.items())),
-            bad_words=bad_words,
-            min_tokens=params.min_tokens,
-            logprobs=logprobs,
-            prompt_logprobs=params.prompt_logprobs,
-            grammar=grammar,
-        ),
+        sampling=sampling,
         ending=Ending(
             stops=tuple(params.stop),
             stop_token_ids=tuple(params.stop_token_ids),
             include_stop=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
+            scores_stop=scores_stop,
         ),
-        stop_token_ids=(*eos, *params.stop_token_ids),
-        max_tokens=params.max_tokens,
-        n=params.n,
+        stop_token_ids=(*stops, *(token for token in ends if token not in stops)),
+        max_tokens=max_tokens,
+        n=n,
     )
 
 
@@ -107,7 +138,12 @@ def bad_words_of(words: Sequence[str], encode: Callable[[str], list[int]]) -> tu
 
 
 def requests_of(
-    terms: GenerationTerms, model: ModelLimits, prompt: MarkedPrompt, param: str, new_id: Callable[[], str]
+    terms: GenerationTerms,
+    model: ModelLimits,
+    prompt: MarkedPrompt,
+    param: str,
+    new_id: Callable[[], str],
+    sender: Sender = NO_SENDER,
 ) -> list[Request]:
     """Return the `n` requests for one prompt, which came in the field `param`. Raises RequestError."""
     tokens = tuple(prompt.tokens)
@@ -119,18 +155,24 @@ def requests_of(
             "lower it or raise max_tokens",
             param="min_tokens",
         )
+    ids = [new_id() for _ in range(terms.n)]
     return [
         Request(
-            request_id=new_id(),
+            request_id=request_id,
             tokens=tokens,
             max_new_tokens=allowance,
             sampling=replace(terms.sampling, seed=choice_seed(terms.sampling.seed, choice)),
             stop_token_ids=terms.stop_token_ids,
-            salt=terms.salt,
-            priority=terms.priority,
+            salt=sender.salt if sender.shares_prefixes else f"{sender.salt}/{request_id}",
+            priority=sender.priority,
             breakpoints=prompt.breakpoints,
+            tenant=sender.tenant,
+            ttft_s_max=sender.ttft_s_max,
+            trace_parent=sender.trace_parent,
+            retain_s=sender.retain_s,
+            session=sender.session,
         )
-        for choice in range(terms.n)
+        for choice, request_id in enumerate(ids)
     ]
 
 
