@@ -1,9 +1,12 @@
 """Settings of the whole suite."""
 
+import asyncio
 import gc
+import inspect
 import os
 import secrets
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,6 +31,20 @@ def pytest_collection_finish() -> None:
     """Keep all that was imported out of the collections of garbage, of which each engine that starts makes
     several: each would take half a second."""
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine by its mark `run_with`, also with its `seed`, else by asyncio.run."""
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return None
+    mark = pyfuncitem.get_closest_marker("run_with")
+    run: Callable[..., object] = asyncio.run if mark is None else mark.args[0]
+    given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
+    seeds = given.keys() & {"seed"} & inspect.signature(run).parameters.keys()
+    run(test(**given), **{name: given[name] for name in seeds})
+    return True
 
 
 SHARES_SERVER = {"tests/e2e/test_clients.py", "tests/e2e/test_serving.py", "tests/e2e/lifecycle/test_try.py"}

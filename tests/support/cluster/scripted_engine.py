@@ -74,6 +74,10 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
     grpc_loop.run(coroutine, 3 * WAIT_S_MAX)
 
 
+IN_GRPC_LOOP = pytest.mark.run_with.with_args(run)
+"""The mark of files whose tests are coroutines for `run`."""
+
+
 def request(name: str = "r") -> Request:
     return Request(request_id=name, tokens=(1, 2, 3), max_new_tokens=8)
 

@@ -6,6 +6,8 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from random import Random
 
+import pytest
+
 from tests.support.sim.fold import (
     VOCABULARY,
     Broke,
@@ -317,3 +319,7 @@ def a_request(tokens: tuple[int, ...], max_new_tokens: int = 6, **changes: str |
 
 def run(main: Coroutine[None, None, None], seed: int = 0) -> None:
     simulate(seed, main)
+
+
+IN_VIRTUAL_TIME = pytest.mark.run_with.with_args(run)
+"""The mark of files whose tests are coroutines for `run`."""

@@ -87,45 +87,37 @@ def edge(security: Security) -> FastAPI:
 
 
 @pytest.mark.parametrize("mutual", [False, True])
-def test_edge_serves_tls_and_mutual_tls(files: dict[str, str], *, mutual: bool) -> None:
+async def test_edge_serves_tls_and_mutual_tls(files: dict[str, str], *, mutual: bool) -> None:
     arguments = ["--ssl-certfile", files["certificate"], "--ssl-keyfile", files["key"]]
     settings = security(*arguments, *(["--ssl-ca-certs", files["ca"]] if mutual else []))
     trusting = ssl.create_default_context(cafile=files["ca"])
     known = ssl.create_default_context(cafile=files["ca"])
     known.load_cert_chain(files["client"])
 
-    async def main() -> None:
-        async with serving(edge(settings), settings.tls) as url:
-            async with httpx.AsyncClient(verify=known) as client:
-                assert (await client.get(f"{url}/v1/models")).status_code == 200
-            async with httpx.AsyncClient(verify=trusting) as client:
-                if mutual:
-                    with pytest.raises(httpx.TransportError):
-                        await client.get(f"{url}/v1/models")
-                else:
-                    assert (await client.get(f"{url}/v1/models")).status_code == 200
-            async with httpx.AsyncClient() as client:  # does not trust this authority
-                with pytest.raises(httpx.ConnectError):
+    async with serving(edge(settings), settings.tls) as url:
+        async with httpx.AsyncClient(verify=known) as client:
+            assert (await client.get(f"{url}/v1/models")).status_code == 200
+        async with httpx.AsyncClient(verify=trusting) as client:
+            if mutual:
+                with pytest.raises(httpx.TransportError):
                     await client.get(f"{url}/v1/models")
+            else:
+                assert (await client.get(f"{url}/v1/models")).status_code == 200
+        async with httpx.AsyncClient() as client:  # does not trust this authority
+            with pytest.raises(httpx.ConnectError):
+                await client.get(f"{url}/v1/models")
 
-    asyncio.run(main())
 
-
-def test_commands_send_their_api_key(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_commands_send_their_api_key(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", files["ca"])
     settings = security(
         "--ssl-certfile", files["certificate"], "--ssl-keyfile", files["key"], "--api-key", "sk-operator"
     )
 
-    async def main() -> None:
-        async with serving(edge(settings), settings.tls) as url:
-            assert await asyncio.to_thread(fetch_status, ServerAddress(url, "sk-operator"))
-            for wrong in ("", "sk-other"):
-                with pytest.raises(RequestError, match="--api-key"):
-                    await asyncio.to_thread(fetch_status, ServerAddress(url, wrong))
-            with pytest.raises(Unserved):
-                await asyncio.to_thread(
-                    fetch_status, ServerAddress(url.replace("https", "http"), "sk-operator")
-                )
-
-    asyncio.run(main())
+    async with serving(edge(settings), settings.tls) as url:
+        assert await asyncio.to_thread(fetch_status, ServerAddress(url, "sk-operator"))
+        for wrong in ("", "sk-other"):
+            with pytest.raises(RequestError, match="--api-key"):
+                await asyncio.to_thread(fetch_status, ServerAddress(url, wrong))
+        with pytest.raises(Unserved):
+            await asyncio.to_thread(fetch_status, ServerAddress(url.replace("https", "http"), "sk-operator"))

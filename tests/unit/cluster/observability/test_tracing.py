@@ -214,20 +214,17 @@ def test_traced_engine_records_parts_of_prompt() -> None:
     assert attributes_of(recorded.root())["tidemill.depth_tokens"] == 32
 
 
-def test_traced_peers_send_their_spans_as_parents() -> None:
+async def test_traced_peers_send_their_spans_as_parents() -> None:
     recorded, engine = Recorded(), FakeEngine()
     peers = TracedPeers(FakePeers(engine), recorded.tracer, page_tokens=16)
     at = WorkerId("decode-0.a"), "here:1"
 
-    async def main() -> None:
-        await peers.produce(*at, REQUEST)
-        ahead = asyncio.create_task(peers.prefetch(*at, REQUEST))
-        await asyncio.sleep(0)
-        ahead.cancel()
-        await asyncio.wait([ahead])
-        await peers.stream(*at, REQUEST, reading())
-
-    asyncio.run(main())
+    await peers.produce(*at, REQUEST)
+    ahead = asyncio.create_task(peers.prefetch(*at, REQUEST))
+    await asyncio.sleep(0)
+    ahead.cancel()
+    await asyncio.wait([ahead])
+    await peers.stream(*at, REQUEST, reading())
     assert [span.name for span in recorded.spans] == ["prefill", "fetch ahead", "decode"]
     assert {traceparent_of(span) for span in recorded.spans} == {PARENT}
     assert engine.parents == [own_traceparent(span) for span in recorded.spans]

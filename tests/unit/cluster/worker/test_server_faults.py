@@ -13,6 +13,7 @@ import pytest
 from tests.support.cluster.fake_engine import FakeEngine
 from tests.support.cluster.scripted_engine import (
     FIRST,
+    IN_GRPC_LOOP,
     LAST,
     WORKER,
     answer_of,
@@ -21,7 +22,6 @@ from tests.support.cluster.scripted_engine import (
     frontend,
     raw_stream,
     request,
-    run,
     serving,
 )
 from tidemill.cluster.rpc.codec import (
@@ -49,141 +49,118 @@ from tidemill.workers.messages import (
     WorkerId,
 )
 
+pytestmark = IN_GRPC_LOOP
+
 KINDS = (Generate, Produce, Prefetch)
 
 
-def test_vanished_frontend_holds_nothing() -> None:
-    async def main() -> None:
+async def test_vanished_frontend_holds_nothing() -> None:
+    async with serving() as (engine, address):
+        async with raw_stream(address) as stream:
+            await stream.send(
+                Hello(WORKER), *(kind(call, request(str(call))) for call, kind in enumerate(KINDS))
+            )
+            await engine.until(lambda engine: len(engine.calls) == len(KINDS))
+        await engine.until(lambda engine: not engine.calls)
+
+
+async def test_edge_that_closes_its_stream_holds_nothing() -> None:
+    async with serving() as (engine, address), raw_stream(address) as stream:
+        await stream.send(Hello(WORKER), Generate(1, request("a")))
+        await engine.until(lambda engine: len(engine.calls) == 1)
+        await stream.call.done_writing()
+        await engine.until(lambda engine: not engine.calls)
+
+
+async def test_lost_worker_fails_all_its_calls() -> None:
+    async with frontend() as peers:
         async with serving() as (engine, address):
-            async with raw_stream(address) as stream:
-                await stream.send(
-                    Hello(WORKER), *(kind(call, request(str(call))) for call, kind in enumerate(KINDS))
-                )
-                await engine.until(lambda engine: len(engine.calls) == len(KINDS))
-            await engine.until(lambda engine: not engine.calls)
-
-    run(main())
-
-
-def test_edge_that_closes_its_stream_holds_nothing() -> None:
-    async def main() -> None:
-        async with serving() as (engine, address), raw_stream(address) as stream:
-            await stream.send(Hello(WORKER), Generate(1, request("a")))
-            await engine.until(lambda engine: len(engine.calls) == 1)
-            await stream.call.done_writing()
-            await engine.until(lambda engine: not engine.calls)
-
-    run(main())
+            streams = [
+                asyncio.create_task(collect(answer_of(peers, request(name), address))) for name in "abc"
+            ]
+            answer = asyncio.create_task(peers.produce(WORKER, address, request("p")))
+            prefetch = asyncio.create_task(peers.prefetch(WORKER, address, request("f")))
+            await engine.until(lambda engine: len(engine.calls) == 5)
+        for call in [*streams, answer, prefetch]:
+            assert WORKER in await fails(call, WorkerGone)
+        assert WORKER in await fails(peers.produce(WORKER, address, request()), WorkerGone)
 
 
-def test_lost_worker_fails_all_its_calls() -> None:
-    async def main() -> None:
-        async with frontend() as peers:
-            async with serving() as (engine, address):
-                streams = [
-                    asyncio.create_task(collect(answer_of(peers, request(name), address))) for name in "abc"
-                ]
-                answer = asyncio.create_task(peers.produce(WORKER, address, request("p")))
-                prefetch = asyncio.create_task(peers.prefetch(WORKER, address, request("f")))
-                await engine.until(lambda engine: len(engine.calls) == 5)
-            for call in [*streams, answer, prefetch]:
-                assert WORKER in await fails(call, WorkerGone)
-            assert WORKER in await fails(peers.produce(WORKER, address, request()), WorkerGone)
-
-    run(main())
-
-
-def test_stream_opens_again_after_it_broke() -> None:
-    async def main() -> None:
-        engine = FakeEngine()
+async def test_stream_opens_again_after_it_broke() -> None:
+    engine = FakeEngine()
+    plane = WorkerServer(engine, WORKER)
+    address = await plane.start("127.0.0.1")
+    port = int(address.rpartition(":")[2])
+    async with frontend() as peers:
+        lost = asyncio.create_task(peers.produce(WORKER, address, request("a")))
+        await engine.until(lambda engine: "a" in engine.calls)
+        await plane.stop()
+        await fails(lost, WorkerGone)
         plane = WorkerServer(engine, WORKER)
-        address = await plane.start("127.0.0.1")
-        port = int(address.rpartition(":")[2])
-        async with frontend() as peers:
-            lost = asyncio.create_task(peers.produce(WORKER, address, request("a")))
-            await engine.until(lambda engine: "a" in engine.calls)
-            await plane.stop()
-            await fails(lost, WorkerGone)
-            plane = WorkerServer(engine, WORKER)
-            await plane.start("127.0.0.1", port)
-            answer = asyncio.create_task(peers.produce(WORKER, address, request("b")))
-            await engine.until(lambda engine: "b" in engine.calls)
-            produced = Produced(depth=0, provenance=Provenance())
-            engine.step(("b", produced))
-            assert await answer == produced
-            await plane.stop()
-
-    run(main())
+        await plane.start("127.0.0.1", port)
+        answer = asyncio.create_task(peers.produce(WORKER, address, request("b")))
+        await engine.until(lambda engine: "b" in engine.calls)
+        produced = Produced(depth=0, provenance=Provenance())
+        engine.step(("b", produced))
+        assert await answer == produced
+        await plane.stop()
 
 
-def test_another_life_of_the_worker_is_not_the_worker() -> None:
-    async def main() -> None:
-        async with serving() as (engine, address), frontend() as peers:
-            before = WorkerId("decode-0.0")
-            await fails(collect(answer_of(peers, request(), address, before)), WorkerGone)
-            await fails(peers.prefetch(before, address, request()), WorkerGone)
-            assert not engine.calls
-
-    run(main())
+async def test_another_life_of_the_worker_is_not_the_worker() -> None:
+    async with serving() as (engine, address), frontend() as peers:
+        before = WorkerId("decode-0.0")
+        await fails(collect(answer_of(peers, request(), address, before)), WorkerGone)
+        await fails(peers.prefetch(before, address, request()), WorkerGone)
+        assert not engine.calls
 
 
-def test_slow_frontend_does_not_hold_up_the_engine() -> None:
+async def test_slow_frontend_does_not_hold_up_the_engine() -> None:
     """The engine makes more than a connection buffers; what is not read is given up, and nothing waits."""
-
-    async def main() -> None:
-        limits = ServerLimits(items_max=50)
-        async with serving(limits) as (engine, address), raw_stream(address) as stream:
-            await stream.send(Hello(WORKER), Generate(1, request("slow")))
-            await engine.until(lambda engine: "slow" in engine.calls)
-            delta = Delta(tokens=tuple(range(100_000, 101_000)))
-            made = 0
-            while "slow" in engine.calls:
-                engine.step(("slow", delta))
-                made += 1
-                assert made < 100_000, "nothing bounds what a frontend may leave unread"
-                await asyncio.sleep(0)
-            items = await stream.frame()
-            while items[-1].body == delta:
-                items += await stream.frame()
-            assert isinstance(items[-1].body, PagesMissing)
-            assert all(item.body == delta for item in items[:-1])
-
-    run(main())
+    limits = ServerLimits(items_max=50)
+    async with serving(limits) as (engine, address), raw_stream(address) as stream:
+        await stream.send(Hello(WORKER), Generate(1, request("slow")))
+        await engine.until(lambda engine: "slow" in engine.calls)
+        delta = Delta(tokens=tuple(range(100_000, 101_000)))
+        made = 0
+        while "slow" in engine.calls:
+            engine.step(("slow", delta))
+            made += 1
+            assert made < 100_000, "nothing bounds what a frontend may leave unread"
+            await asyncio.sleep(0)
+        items = await stream.frame()
+        while items[-1].body == delta:
+            items += await stream.frame()
+        assert isinstance(items[-1].body, PagesMissing)
+        assert all(item.body == delta for item in items[:-1])
 
 
-def test_slow_reader_gets_kept_items_and_then_retries() -> None:
-    async def main() -> None:
-        async with serving() as (engine, address), frontend(unread_items_max=10) as peers:
-            slow, fast = (answer_of(peers, request(name), address) for name in ("slow", "fast"))
-            firsts = [asyncio.ensure_future(anext(stream)) for stream in (slow, fast)]
-            await engine.until(lambda engine: len(engine.calls) == 2)
-            engine.step(("slow", FIRST), ("fast", FIRST))
-            for first in firsts:
-                await first
-            for token in range(13):  # one more than the reader may be behind, and two in the generator
-                delta = Delta(tokens=(token,))
-                engine.step(("slow", delta), ("fast", delta))
-                assert await anext(fast) == delta
-            await engine.until(lambda engine: "slow" not in engine.calls)
-            assert [(await anext(slow)).tokens for _ in range(12)] == [(token,) for token in range(12)]
-            await fails(anext(slow), PagesMissing)
-            engine.step(("fast", LAST))
-            assert await anext(fast) == LAST
-            await fast.aclose()
-
-    run(main())
+async def test_slow_reader_gets_kept_items_and_then_retries() -> None:
+    async with serving() as (engine, address), frontend(unread_items_max=10) as peers:
+        slow, fast = (answer_of(peers, request(name), address) for name in ("slow", "fast"))
+        firsts = [asyncio.ensure_future(anext(stream)) for stream in (slow, fast)]
+        await engine.until(lambda engine: len(engine.calls) == 2)
+        engine.step(("slow", FIRST), ("fast", FIRST))
+        for first in firsts:
+            await first
+        for token in range(13):  # one more than the reader may be behind, and two in the generator
+            delta = Delta(tokens=(token,))
+            engine.step(("slow", delta), ("fast", delta))
+            assert await anext(fast) == delta
+        await engine.until(lambda engine: "slow" not in engine.calls)
+        assert [(await anext(slow)).tokens for _ in range(12)] == [(token,) for token in range(12)]
+        await fails(anext(slow), PagesMissing)
+        engine.step(("fast", LAST))
+        assert await anext(fast) == LAST
+        await fast.aclose()
 
 
-def test_frontend_has_a_bounded_number_of_calls() -> None:
-    async def main() -> None:
-        async with serving(ServerLimits(calls_max=2)) as (engine, address), raw_stream(address) as stream:
-            await stream.send(Hello(WORKER), *(Generate(i, request(str(i))) for i in range(3)))
-            (item,) = await stream.frame()
-            assert item.call == 2
-            assert isinstance(item.body, PagesMissing), "the worker is healthy and must not be dropped"
-            assert sorted(engine.calls) == ["0", "1"]
-
-    run(main())
+async def test_frontend_has_a_bounded_number_of_calls() -> None:
+    async with serving(ServerLimits(calls_max=2)) as (engine, address), raw_stream(address) as stream:
+        await stream.send(Hello(WORKER), *(Generate(i, request(str(i))) for i in range(3)))
+        (item,) = await stream.frame()
+        assert item.call == 2
+        assert isinstance(item.body, PagesMissing), "the worker is healthy and must not be dropped"
+        assert sorted(engine.calls) == ["0", "1"]
 
 
 HELLO, WORK = encode_client_frame(Hello(WORKER)), encode_client_frame(Generate(1, request("work")))
@@ -201,27 +178,24 @@ MALFORMED = [
 ]
 
 
-def test_malformed_frames_tie_up_nothing_and_kill_nothing() -> None:
+async def test_malformed_frames_tie_up_nothing_and_kill_nothing() -> None:
     """Garbage ends the stream that it came on; every other frontend goes on."""
     random = Random(5)
     fuzz = [[HELLO, WORK, random.randbytes(random.randrange(1, 60))] for _ in range(50)]
 
-    async def main() -> None:
-        async with serving() as (engine, address), frontend() as peers:
-            healthy = asyncio.create_task(collect(answer_of(peers, request("healthy"), address)))
-            await engine.until(lambda engine: "healthy" in engine.calls)
-            for frames in MALFORMED + fuzz:
-                async with raw_stream(address) as stream:
-                    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # refused already
-                        for frame in frames:
-                            await stream.call.write(frame)
-                    if frames in MALFORMED:
-                        assert await stream.call.code() is grpc.StatusCode.INVALID_ARGUMENT
-                await engine.until(lambda engine: list(engine.calls) == ["healthy"])
-            engine.step(("healthy", FIRST), ("healthy", LAST))
-            assert await healthy == [FIRST, LAST]
-
-    run(main())
+    async with serving() as (engine, address), frontend() as peers:
+        healthy = asyncio.create_task(collect(answer_of(peers, request("healthy"), address)))
+        await engine.until(lambda engine: "healthy" in engine.calls)
+        for frames in MALFORMED + fuzz:
+            async with raw_stream(address) as stream:
+                with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # refused already
+                    for frame in frames:
+                        await stream.call.write(frame)
+                if frames in MALFORMED:
+                    assert await stream.call.code() is grpc.StatusCode.INVALID_ARGUMENT
+            await engine.until(lambda engine: list(engine.calls) == ["healthy"])
+        engine.step(("healthy", FIRST), ("healthy", LAST))
+        assert await healthy == [FIRST, LAST]
 
 
 @asynccontextmanager
@@ -249,21 +223,18 @@ async def impostor(
     ("data", "reason"),
     [(b"\xff" * 20, "not the expected message"), (encode([(1, ("Surprise",))]), "Surprise")],
 )
-def test_worker_that_talks_nonsense_is_gone(data: bytes, reason: str) -> None:
+async def test_worker_that_talks_nonsense_is_gone(data: bytes, reason: str) -> None:
     async def serve(frames: AsyncIterator[bytes], context: Any) -> None:  # noqa: ANN401 - as above
         await anext(frames)
         await anext(frames)
         await context.write(data)
         await anext(frames)
 
-    async def main() -> None:
-        async with impostor(serve) as address, frontend() as peers:
-            assert reason in await fails(peers.produce(WORKER, address, request()), WorkerGone)
-
-    run(main())
+    async with impostor(serve) as address, frontend() as peers:
+        assert reason in await fails(peers.produce(WORKER, address, request()), WorkerGone)
 
 
-def test_call_that_has_ended_is_not_cancelled() -> None:
+async def test_call_that_has_ended_is_not_cancelled() -> None:
     async def serve(frames: AsyncIterator[bytes], context: Any) -> None:  # noqa: ANN401 - as above
         produced = Produced(depth=0, provenance=Provenance())
         answers = {Generate: LAST, Produce: produced, Prefetch: produced}
@@ -276,17 +247,14 @@ def test_call_that_has_ended_is_not_cancelled() -> None:
                 case Hello():
                     pass
 
-    async def main() -> None:
-        async with impostor(serve) as address, frontend() as peers:
-            for _ in range(3):
-                assert await collect(answer_of(peers, request(), address)) == [LAST]
-                await peers.produce(WORKER, address, request())
-                await peers.prefetch(WORKER, address, request())
-
-    run(main())
+    async with impostor(serve) as address, frontend() as peers:
+        for _ in range(3):
+            assert await collect(answer_of(peers, request(), address)) == [LAST]
+            await peers.produce(WORKER, address, request())
+            await peers.prefetch(WORKER, address, request())
 
 
-def test_prefetch_is_cancelled_before_the_request_that_it_was_for() -> None:
+async def test_prefetch_is_cancelled_before_the_request_that_it_was_for() -> None:
     """The worker never fetches for a prefetch and for its request concurrently."""
     received: list[ClientFrame] = []
     came = asyncio.Queue[ClientFrame]()
@@ -300,24 +268,18 @@ def test_prefetch_is_cancelled_before_the_request_that_it_was_for() -> None:
         while not isinstance(await came.get(), kind):
             pass
 
-    async def main() -> None:
-        async with impostor(serve) as address, frontend() as peers:
-            prefetch = asyncio.create_task(peers.prefetch(WORKER, address, request("a")))
-            await until_received(Prefetch)
-            prefetch.cancel()
-            await asyncio.wait([prefetch])
-            stream = asyncio.create_task(collect(answer_of(peers, request("a"), address)))
-            await until_received(Generate)
-        await fails(stream, WorkerGone)
-
-    run(main())
+    async with impostor(serve) as address, frontend() as peers:
+        prefetch = asyncio.create_task(peers.prefetch(WORKER, address, request("a")))
+        await until_received(Prefetch)
+        prefetch.cancel()
+        await asyncio.wait([prefetch])
+        stream = asyncio.create_task(collect(answer_of(peers, request("a"), address)))
+        await until_received(Generate)
+    await fails(stream, WorkerGone)
     assert received == [Hello(WORKER), Prefetch(1, request("a")), Cancel(1), Generate(2, request("a"))]
 
 
-def test_prompt_too_large_to_send_is_the_users_mistake() -> None:
-    async def main() -> None:
-        async with serving() as (_, address), frontend() as peers:
-            huge = Request(request_id="huge", tokens=(2**31,) * 4_500_000, max_new_tokens=1)
-            await fails(peers.produce(WORKER, address, huge), RequestError)
-
-    run(main())
+async def test_prompt_too_large_to_send_is_the_users_mistake() -> None:
+    async with serving() as (_, address), frontend() as peers:
+        huge = Request(request_id="huge", tokens=(2**31,) * 4_500_000, max_new_tokens=1)
+        await fails(peers.produce(WORKER, address, huge), RequestError)

@@ -9,6 +9,7 @@ import pytest
 from tests.support.kvstore.leases import scatter
 from tests.support.sim.fold import ATTENTION, LINEAR, expected, fold_layout
 from tests.support.workers.bench import (
+    IN_VIRTUAL_TIME,
     Bench,
     BrokenRunner,
     Tuning,
@@ -17,7 +18,6 @@ from tests.support.workers.bench import (
     bench,
     prompt,
     root_of,
-    run,
 )
 from tidemill.kvstore.keys import PageKey, page_keys
 from tidemill.kvstore.layout import STATES, layout_of
@@ -30,258 +30,206 @@ from tidemill.workers.messages import (
     WorkerGone,
 )
 
+pytestmark = IN_VIRTUAL_TIME
+
 
 @pytest.mark.parametrize("tokens_max", [12, 13, 40, 1000])
-def test_size_of_a_step_does_not_matter(tokens_max: int) -> None:
-    async def main() -> None:
-        async with bench(tokens_max=tokens_max) as one:
-            await asyncio.gather(
-                *(one.answer(a_request(prompt(50 + seed, seed), 20)) for seed in range(5)),
-            )
-
-    run(main())
+async def test_size_of_a_step_does_not_matter(tokens_max: int) -> None:
+    async with bench(tokens_max=tokens_max) as one:
+        await asyncio.gather(
+            *(one.answer(a_request(prompt(50 + seed, seed), 20)) for seed in range(5)),
+        )
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_after_eviction_and_preemption(seed: int) -> None:
+async def test_after_eviction_and_preemption(seed: int) -> None:  # noqa: ARG001
     """More conversations run than the memory holds."""
-
-    async def main() -> None:
-        async with bench(num_extents=8) as one:
-            for _ in range(2):
-                requests = [a_request(prompt(10 + 3 * index, index), 60) for index in range(6)]
-                await asyncio.gather(*map(one.answer, requests))
-            counters = one.engine.load().counters
-            assert counters["preemptions"] > 0
-            assert counters["evicted_pages_for_pages"] > 0
-
-    run(main(), seed)
+    async with bench(num_extents=8) as one:
+        for _ in range(2):
+            requests = [a_request(prompt(10 + 3 * index, index), 60) for index in range(6)]
+            await asyncio.gather(*map(one.answer, requests))
+        counters = one.engine.load().counters
+        assert counters["preemptions"] > 0
+        assert counters["evicted_pages_for_pages"] > 0
 
 
-def test_oldest_request_is_never_held_up_by_a_younger_one() -> None:
+async def test_oldest_request_is_never_held_up_by_a_younger_one() -> None:
     """Each fits alone, and no two of them together."""
+    async with bench(num_extents=4) as one:
+        ended: list[int] = []
 
-    async def main() -> None:
-        async with bench(num_extents=4) as one:
-            ended: list[int] = []
+        async def answer(seed: int) -> None:
+            await one.answer(a_request(prompt(10, seed), 34))
+            ended.append(seed)
 
-            async def answer(seed: int) -> None:
-                await one.answer(a_request(prompt(10, seed), 34))
-                ended.append(seed)
-
-            async with asyncio.TaskGroup() as clients:
-                for seed in range(3):
-                    clients.create_task(answer(seed))
-                    await asyncio.sleep(0.1)
-            assert ended == [0, 1, 2]
-            assert one.engine.load().counters["preemptions"] > 0
-
-    run(main())
+        async with asyncio.TaskGroup() as clients:
+            for seed in range(3):
+                clients.create_task(answer(seed))
+                await asyncio.sleep(0.1)
+        assert ended == [0, 1, 2]
+        assert one.engine.load().counters["preemptions"] > 0
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("hybrid", [True, False])
-def test_memory_for_one_request_serves_one_after_the_other(
-    seed: int,
+async def test_memory_for_one_request_serves_one_after_the_other(
+    seed: int,  # noqa: ARG001  of the run
     hybrid: bool,  # noqa: FBT001  a parameter of the test
 ) -> None:
-    async def main() -> None:
-        async with bench(layout=fold_layout(4, hybrid=hybrid), num_extents=3) as one:
-            capacity = 32 if hybrid else 48
+    async with bench(layout=fold_layout(4, hybrid=hybrid), num_extents=3) as one:
+        capacity = 32 if hybrid else 48
+        with pytest.raises(RequestError):
+            await one.answer(a_request(prompt(capacity), 1))
+        requests = [a_request(prompt(1 + 6 * index, index), capacity - 1 - 6 * index) for index in range(5)]
+        await asyncio.gather(*map(one.answer, requests), *map(one.engine.produce, requests))
+
+
+async def test_concurrent_equal_requests() -> None:
+    async with bench() as one:
+        request = a_request(prompt(21), 20)
+        await asyncio.gather(*(one.answer(request) for _ in range(4)))
+
+
+async def test_request_that_can_never_fit_takes_no_memory() -> None:
+    async with bench(num_extents=4) as one:
+        before = one.ledger.usage()
+        capacity = 48
+        for request in (
+            a_request(prompt(capacity - 5), 6),
+            a_request((), 1),
+            a_request(prompt(3), 0),
+        ):
             with pytest.raises(RequestError):
-                await one.answer(a_request(prompt(capacity), 1))
-            requests = [
-                a_request(prompt(1 + 6 * index, index), capacity - 1 - 6 * index) for index in range(5)
-            ]
-            await asyncio.gather(*map(one.answer, requests), *map(one.engine.produce, requests))
-
-    run(main(), seed)
+                await one.answer(request)
+            with pytest.raises(RequestError):
+                await one.engine.produce(request)
+        assert one.ledger.usage() == before
+        await one.answer(a_request(prompt(capacity - 6), 6))
 
 
-def test_concurrent_equal_requests() -> None:
-    async def main() -> None:
-        async with bench() as one:
-            request = a_request(prompt(21), 20)
-            await asyncio.gather(*(one.answer(request) for _ in range(4)))
-
-    run(main())
-
-
-def test_request_that_can_never_fit_takes_no_memory() -> None:
-    async def main() -> None:
-        async with bench(num_extents=4) as one:
-            before = one.ledger.usage()
-            capacity = 48
-            for request in (
-                a_request(prompt(capacity - 5), 6),
-                a_request((), 1),
-                a_request(prompt(3), 0),
-            ):
-                with pytest.raises(RequestError):
-                    await one.answer(request)
-                with pytest.raises(RequestError):
-                    await one.engine.produce(request)
-            assert one.ledger.usage() == before
-            await one.answer(a_request(prompt(capacity - 6), 6))
-
-    run(main())
-
-
-def test_bytes_of_the_load_add_up_at_any_time() -> None:
-    async def main() -> None:
-        async with bench(num_extents=8) as one:
-            budget_bytes = 8 * one.layout.extent_bytes
-            work = asyncio.gather(*(one.answer(a_request(prompt(30, seed), 20)) for seed in range(5)))
-            rows_max = 0
-            while not work.done():
-                load = one.engine.load()
-                assert sum(load.memory.values()) == load.budget_bytes == budget_bytes
-                assert min(*load.memory.values(), load.queued_tokens, load.wanted_bytes) >= 0
-                rows_max = max(rows_max, load.running_rows + load.waiting_rows)
-                one.ledger.check()
-                await asyncio.sleep(0.003)
-            await work
-            assert rows_max == 5
-            await one.settle()
+async def test_bytes_of_the_load_add_up_at_any_time() -> None:
+    async with bench(num_extents=8) as one:
+        budget_bytes = 8 * one.layout.extent_bytes
+        work = asyncio.gather(*(one.answer(a_request(prompt(30, seed), 20)) for seed in range(5)))
+        rows_max = 0
+        while not work.done():
             load = one.engine.load()
-            assert (load.running_rows, load.waiting_rows, load.queued_tokens) == (0, 0, 0)
-            assert (load.live_bytes, load.wanted_bytes, load.state_slots) == (0, 0, 0)
-            assert load.counters["generated_tokens"] == 5 * 20
-
-    run(main())
-
-
-def test_decoding_keeps_one_checkpoint_per_stream() -> None:
-    async def main() -> None:
-        async with bench(layout=fold_layout(1, hybrid=True)) as one:
-            await one.answer(a_request(prompt(2), 100))
-            await one.settle()
-            assert one.ledger.usage().cached[STATES] == 2, "at the end of the prompt, and of the answer"
-
-    run(main())
+            assert sum(load.memory.values()) == load.budget_bytes == budget_bytes
+            assert min(*load.memory.values(), load.queued_tokens, load.wanted_bytes) >= 0
+            rows_max = max(rows_max, load.running_rows + load.waiting_rows)
+            one.ledger.check()
+            await asyncio.sleep(0.003)
+        await work
+        assert rows_max == 5
+        await one.settle()
+        load = one.engine.load()
+        assert (load.running_rows, load.waiting_rows, load.queued_tokens) == (0, 0, 0)
+        assert (load.live_bytes, load.wanted_bytes, load.state_slots) == (0, 0, 0)
+        assert load.counters["generated_tokens"] == 5 * 20
 
 
-def test_stop_token_ends_the_answer() -> None:
-    async def main() -> None:
-        async with bench() as one:
-            request = a_request(prompt(9), 30)
-            stop = expected(request, hybrid=True)[12]
-            stopped = replace(request, stop_token_ids=(stop,))
-            assert len(expected(stopped, hybrid=True)) <= 13
-            await one.answer(stopped)
-
-    run(main())
+async def test_decoding_keeps_one_checkpoint_per_stream() -> None:
+    async with bench(layout=fold_layout(1, hybrid=True)) as one:
+        await one.answer(a_request(prompt(2), 100))
+        await one.settle()
+        assert one.ledger.usage().cached[STATES] == 2, "at the end of the prompt, and of the answer"
 
 
-def test_salt_shares_nothing() -> None:
-    async def main() -> None:
-        async with bench() as one:
-            await one.answer(a_request(prompt(20)))
-            foreign = await one.answer(a_request(prompt(20), salt="tenant"))
-            assert foreign == Provenance(computed_tokens=20)
+async def test_stop_token_ends_the_answer() -> None:
+    async with bench() as one:
+        request = a_request(prompt(9), 30)
+        stop = expected(request, hybrid=True)[12]
+        stopped = replace(request, stop_token_ids=(stop,))
+        assert len(expected(stopped, hybrid=True)) <= 13
+        await one.answer(stopped)
 
-    run(main())
+
+async def test_salt_shares_nothing() -> None:
+    async with bench() as one:
+        await one.answer(a_request(prompt(20)))
+        foreign = await one.answer(a_request(prompt(20), salt="tenant"))
+        assert foreign == Provenance(computed_tokens=20)
 
 
-def test_announcements_add_up_to_the_restorable_depths() -> None:
-    async def main() -> None:
-        async with bench(num_extents=6) as one:
-            announced: set[bytes] = set()
-            for seed in range(12):
-                await one.answer(a_request(prompt(20, seed % 5), 10))
-                changed = one.engine.take_announcement(full=seed == 6)
-                announced = ((set[bytes]() if changed.full else announced) - set(changed.removed)) | set(
-                    changed.added
-                )
-                keys: list[PageKey] = one.ledger.index.restorable_keys()
-                assert announced == {key[:ANNOUNCED_KEY_BYTES] for key in keys}
-
-    run(main())
+async def test_announcements_add_up_to_the_restorable_depths() -> None:
+    async with bench(num_extents=6) as one:
+        announced: set[bytes] = set()
+        for seed in range(12):
+            await one.answer(a_request(prompt(20, seed % 5), 10))
+            changed = one.engine.take_announcement(full=seed == 6)
+            announced = ((set[bytes]() if changed.full else announced) - set(changed.removed)) | set(
+                changed.added
+            )
+            keys: list[PageKey] = one.ledger.index.restorable_keys()
+            assert announced == {key[:ANNOUNCED_KEY_BYTES] for key in keys}
 
 
 @pytest.mark.parametrize("produces", [True, False])
-def test_aborted_at_any_moment_the_memory_comes_back(produces: bool) -> None:  # noqa: FBT001  a parameter
-    async def main() -> None:
-        store = a_store()
-        async with bench(store) as first:
-            await first.engine.produce(a_request(prompt(13)))
-        for turns in range(0, 120, 3):
-            async with bench(store, num_extents=6) as one:
-                request = a_request(prompt(40, turns)) if turns % 2 else a_request(prompt(13) + prompt(30))
-                call = one.engine.produce(request) if produces else one.answer(request)
-                beside = asyncio.create_task(one.answer(a_request(prompt(11, 99), 30)))
-                aborted = asyncio.create_task(call)
-                for _ in range(turns):
-                    await asyncio.sleep(0)
-                aborted.cancel()
-                await asyncio.wait({aborted})
-                await beside
-
-    run(main())
+async def test_aborted_at_any_moment_the_memory_comes_back(produces: bool) -> None:  # noqa: FBT001  a parameter
+    store = a_store()
+    async with bench(store) as first:
+        await first.engine.produce(a_request(prompt(13)))
+    for turns in range(0, 120, 3):
+        async with bench(store, num_extents=6) as one:
+            request = a_request(prompt(40, turns)) if turns % 2 else a_request(prompt(13) + prompt(30))
+            call = one.engine.produce(request) if produces else one.answer(request)
+            beside = asyncio.create_task(one.answer(a_request(prompt(11, 99), 30)))
+            aborted = asyncio.create_task(call)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            aborted.cancel()
+            await asyncio.wait({aborted})
+            await beside
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 1.0])
-def test_step_that_uses_cpu_time_is_progress_however_long_it_takes(share: float) -> None:
-    async def main() -> None:
-        now_s = asyncio.get_running_loop().time
-        async with bench(tuning=Tuning(step_cpu_s=lambda: share * now_s())) as one:
-            one.runner.gate.clear()
-            answer = asyncio.create_task(one.answer(a_request(prompt(9), 2)))
-            await asyncio.sleep(1.0)
-            seen = [one.engine.progress]
-            for _ in range(20):
-                await asyncio.sleep(3.0)
-                seen.append(one.engine.progress)
-            assert len(set(seen)) == (len(seen) if share else 1)
-            one.runner.gate.set()
-            await answer
-
-    run(main())
+async def test_step_that_uses_cpu_time_is_progress_however_long_it_takes(share: float) -> None:
+    now_s = asyncio.get_running_loop().time
+    async with bench(tuning=Tuning(step_cpu_s=lambda: share * now_s())) as one:
+        one.runner.gate.clear()
+        answer = asyncio.create_task(one.answer(a_request(prompt(9), 2)))
+        await asyncio.sleep(1.0)
+        seen = [one.engine.progress]
+        for _ in range(20):
+            await asyncio.sleep(3.0)
+            seen.append(one.engine.progress)
+        assert len(set(seen)) == (len(seen) if share else 1)
+        one.runner.gate.set()
+        await answer
 
 
-def test_client_that_hangs_up_frees_its_memory() -> None:
-    async def main() -> None:
-        async with bench() as one:
-            for patience in range(1, 12):
-                async with aclosing(one.engine.generate(a_request(prompt(9, patience), 20))) as deltas:
-                    for _ in range(patience):
-                        await anext(deltas)
-                await one.settle()
-
-    run(main())
+async def test_client_that_hangs_up_frees_its_memory() -> None:
+    async with bench() as one:
+        for patience in range(1, 12):
+            async with aclosing(one.engine.generate(a_request(prompt(9, patience), 20))) as deltas:
+                for _ in range(patience):
+                    await anext(deltas)
+            await one.settle()
 
 
 @pytest.mark.parametrize("last", [1, 2, 5])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_when_the_step_loop_breaks_every_stream_ends(last: int, overlap: bool) -> None:  # noqa: FBT001  a parameter
+async def test_when_the_step_loop_breaks_every_stream_ends(last: int, overlap: bool) -> None:  # noqa: FBT001  a parameter
     """Streams that run, that wait for memory, and that wait for the same prompt to be produced."""
-
-    async def main() -> None:
-        async with bench(num_extents=4, runner=BrokenRunner(last), tuning=Tuning(overlap=overlap)) as one:
-            requests = [a_request(prompt(30, index), 9) for index in range(5)]
-            streams = [_all_of(one, request) for request in requests]
-            prompts = [one.engine.produce(requests[0]) for _ in range(3)]
-            ended = await asyncio.gather(*streams, *prompts, return_exceptions=True)
-            assert all(isinstance(result, WorkerGone | Produced) for result in ended), ended
-            assert sum(isinstance(result, WorkerGone) for result in ended) >= 5
-            with pytest.raises(WorkerGone):
-                await _all_of(one, requests[0])
-
-    run(main())
+    async with bench(num_extents=4, runner=BrokenRunner(last), tuning=Tuning(overlap=overlap)) as one:
+        requests = [a_request(prompt(30, index), 9) for index in range(5)]
+        streams = [_all_of(one, request) for request in requests]
+        prompts = [one.engine.produce(requests[0]) for _ in range(3)]
+        ended = await asyncio.gather(*streams, *prompts, return_exceptions=True)
+        assert all(isinstance(result, WorkerGone | Produced) for result in ended), ended
+        assert sum(isinstance(result, WorkerGone) for result in ended) >= 5
+        with pytest.raises(WorkerGone):
+            await _all_of(one, requests[0])
 
 
 async def _all_of(one: Bench, request: Request) -> int:
     return len([delta async for delta in one.engine.generate(request)])
 
 
-def test_pages_scattered_over_all_extents_do_not_lock_a_request_out() -> None:
-    async def main() -> None:
-        layout = layout_of((LINEAR, ATTENTION), 2, extent_bytes_min=1, granule_bytes=1)
-        async with bench(layout=layout, num_extents=6) as one:
-            request = a_request(prompt(11), 1)
-            scatter(one.ledger, page_keys(root_of(""), request.tokens, 2))
-            deltas = [delta async for delta in one.engine.generate(request)]
-            assert [delta.provenance for delta in deltas] == [Provenance(reused_tokens=10, computed_tokens=1)]
-            # its token is nonsense: the pages that it shares with `scattered` were never written
-
-    run(main())
+async def test_pages_scattered_over_all_extents_do_not_lock_a_request_out() -> None:
+    layout = layout_of((LINEAR, ATTENTION), 2, extent_bytes_min=1, granule_bytes=1)
+    async with bench(layout=layout, num_extents=6) as one:
+        request = a_request(prompt(11), 1)
+        scatter(one.ledger, page_keys(root_of(""), request.tokens, 2))
+        deltas = [delta async for delta in one.engine.generate(request)]
+        assert [delta.provenance for delta in deltas] == [Provenance(reused_tokens=10, computed_tokens=1)]

@@ -9,6 +9,7 @@ import pytest
 from tests.support.kvstore.leases import scatter
 from tests.support.sim.fold import ATTENTION, LINEAR, expected, fold_layout
 from tests.support.workers.bench import (
+    IN_VIRTUAL_TIME,
     STORE_BYTES,
     Tuning,
     a_request,
@@ -16,7 +17,6 @@ from tests.support.workers.bench import (
     bench,
     prompt,
     root_of,
-    run,
 )
 from tidemill.kvstore.keys import Kind, ObjectKey, page_keys
 from tidemill.kvstore.layout import STATES, Latent, Layout, layout_of, restorable_end
@@ -29,6 +29,8 @@ from tidemill.workers.messages import (
     Provenance,
 )
 
+pytestmark = IN_VIRTUAL_TIME
+
 SHAPES = sorted(
     {(P, num_tokens) for P in (1, 4, 16) for num_tokens in (1, P - 1, P, P + 1, 2 * P, 3 * P - 1, 3 * P + 1)}
     - {(P, 0) for P in (1, 4, 16)}
@@ -37,7 +39,7 @@ SHAPES = sorted(
 
 @pytest.mark.parametrize("hybrid", [True, False])
 @pytest.mark.parametrize(("page_tokens", "num_tokens"), SHAPES)
-def test_cold_warm_fetched_and_produced_are_the_same(
+async def test_cold_warm_fetched_and_produced_are_the_same(
     page_tokens: int,
     num_tokens: int,
     hybrid: bool,  # noqa: FBT001  a parameter of the test
@@ -46,48 +48,42 @@ def test_cold_warm_fetched_and_produced_are_the_same(
     boundary = restorable_end(num_tokens, page_tokens)
     layout = fold_layout(page_tokens, hybrid=hybrid)
 
-    async def main() -> None:
-        store = a_store()
-        async with bench(store, layout=layout) as first:
-            cold = await first.answer(request)
-            assert cold == Provenance(computed_tokens=num_tokens)
-            warm = await first.answer(request)
-            assert warm == Provenance(reused_tokens=boundary, computed_tokens=num_tokens - boundary)
-        async with bench(store, layout=layout) as second:
-            fetched = await second.answer(request)
-            assert fetched == Provenance(fetched_tokens=boundary, computed_tokens=num_tokens - boundary)
-        other = a_store()
-        async with bench(other, layout=layout) as prefill:
-            produced = await prefill.engine.produce(request)
-            assert produced == Produced(depth=boundary, provenance=Provenance(computed_tokens=boundary))
-            async with bench(other, layout=layout) as decode:
-                assert await decode.answer(replace(request, gap_tokens_max=0)) == fetched
-
-    run(main())
+    store = a_store()
+    async with bench(store, layout=layout) as first:
+        cold = await first.answer(request)
+        assert cold == Provenance(computed_tokens=num_tokens)
+        warm = await first.answer(request)
+        assert warm == Provenance(reused_tokens=boundary, computed_tokens=num_tokens - boundary)
+    async with bench(store, layout=layout) as second:
+        fetched = await second.answer(request)
+        assert fetched == Provenance(fetched_tokens=boundary, computed_tokens=num_tokens - boundary)
+    other = a_store()
+    async with bench(other, layout=layout) as prefill:
+        produced = await prefill.engine.produce(request)
+        assert produced == Produced(depth=boundary, provenance=Provenance(computed_tokens=boundary))
+        async with bench(other, layout=layout) as decode:
+            assert await decode.answer(replace(request, gap_tokens_max=0)) == fetched
 
 
-def test_short_shared_part_is_restorable_from_its_third_sight_on() -> None:
+async def test_short_shared_part_is_restorable_from_its_third_sight_on() -> None:
     """The second prompt leaves the path of the first one: there, at the junction, a checkpoint is made."""
     shared = prompt(10)
 
-    async def main() -> None:
-        async with bench() as one:
-            reused: list[int] = []
-            for seed in (1, 2, 3):
-                provenance = await one.answer(a_request(shared + prompt(11, seed), 3))
-                reused.append(provenance.reused_tokens)
-            assert reused == [0, 0, 8]
-            assert one.count("kv_hit_without_state_tokens") == 8, "of the second one"
-            assert one.count("prefix_queried_tokens") == 3 * 20
-            assert one.count("prefix_found_tokens") == 8 + 8, "pages, also without a checkpoint"
-            assert one.count("prefix_resumed_tokens") == 8, "of the third one"
-        async with bench(one.store) as other:
-            provenance = await other.answer(a_request(shared + prompt(9, 4), 3))
-            assert provenance.fetched_tokens == 8, "junctions are published"
-            assert other.count("prefix_found_tokens") == 0, "fetched pages were not in memory"
-            assert other.count("prefix_resumed_tokens") == 8
-
-    run(main())
+    async with bench() as one:
+        reused: list[int] = []
+        for seed in (1, 2, 3):
+            provenance = await one.answer(a_request(shared + prompt(11, seed), 3))
+            reused.append(provenance.reused_tokens)
+        assert reused == [0, 0, 8]
+        assert one.count("kv_hit_without_state_tokens") == 8, "of the second one"
+        assert one.count("prefix_queried_tokens") == 3 * 20
+        assert one.count("prefix_found_tokens") == 8 + 8, "pages, also without a checkpoint"
+        assert one.count("prefix_resumed_tokens") == 8, "of the third one"
+    async with bench(one.store) as other:
+        provenance = await other.answer(a_request(shared + prompt(9, 4), 3))
+        assert provenance.fetched_tokens == 8, "junctions are published"
+        assert other.count("prefix_found_tokens") == 0, "fetched pages were not in memory"
+        assert other.count("prefix_resumed_tokens") == 8
 
 
 @pytest.mark.parametrize(
@@ -100,108 +96,87 @@ def test_short_shared_part_is_restorable_from_its_third_sight_on() -> None:
     ],
     ids=["states", "windows", "states and windows", "states and latents"],
 )
-def test_breakpoint_is_restorable_from_its_second_sight_on(layout: Layout) -> None:
+async def test_breakpoint_is_restorable_from_its_second_sight_on(layout: Layout) -> None:
     """The first prompt names where the others will leave it, between two page boundaries."""
     shared = prompt(10)
 
-    async def main() -> None:
-        async with bench(layout=layout) as one:
-            for seed, reused in ((1, 0), (2, 8)):
-                request = replace(a_request(shared + prompt(11, seed), 3), breakpoints=(2, 10, 21))
-                assert (await one.answer(request)).reused_tokens == reused
-        async with bench(one.store, layout=layout) as other:
-            provenance = await other.answer(a_request(shared + prompt(9, 3), 3))
-            assert provenance.fetched_tokens == 8, "breakpoints are published"
-
-    run(main())
+    async with bench(layout=layout) as one:
+        for seed, reused in ((1, 0), (2, 8)):
+            request = replace(a_request(shared + prompt(11, seed), 3), breakpoints=(2, 10, 21))
+            assert (await one.answer(request)).reused_tokens == reused
+    async with bench(one.store, layout=layout) as other:
+        provenance = await other.answer(a_request(shared + prompt(9, 3), 3))
+        assert provenance.fetched_tokens == 8, "breakpoints are published"
 
 
-def test_long_shared_part_is_restorable_from_its_second_sight_on() -> None:
+async def test_long_shared_part_is_restorable_from_its_second_sight_on() -> None:
     """The first prompt has left checkpoints on the grid, one for every four pages."""
     shared = prompt(18)
 
-    async def main() -> None:
-        async with bench() as one:
-            await one.answer(a_request(shared + prompt(11, 1), 3))
-            provenance = await one.answer(a_request(shared + prompt(11, 2), 3))
-            assert provenance.reused_tokens == 16
-
-    run(main())
+    async with bench() as one:
+        await one.answer(a_request(shared + prompt(11, 1), 3))
+        provenance = await one.answer(a_request(shared + prompt(11, 2), 3))
+        assert provenance.reused_tokens == 16
 
 
-def test_pages_that_are_here_are_not_attached_beyond_the_checkpoint_in_the_store() -> None:
-    async def main() -> None:
-        async with bench() as one:
-            await one.answer(a_request(prompt(33)))  # checkpoints at 16 and 32
-            await one.settle()
-            async with bench(one.store) as other:
-                await other.engine.produce(a_request(prompt(25)))  # and at 24, in the store alone
-            provenance = await one.answer(a_request(prompt(30) + prompt(9, 1)))
-            assert provenance == Provenance(reused_tokens=24, computed_tokens=15)
-
-    run(main())
+async def test_pages_that_are_here_are_not_attached_beyond_the_checkpoint_in_the_store() -> None:
+    async with bench() as one:
+        await one.answer(a_request(prompt(33)))  # checkpoints at 16 and 32
+        await one.settle()
+        async with bench(one.store) as other:
+            await other.engine.produce(a_request(prompt(25)))  # and at 24, in the store alone
+        provenance = await one.answer(a_request(prompt(30) + prompt(9, 1)))
+        assert provenance == Provenance(reused_tokens=24, computed_tokens=15)
 
 
-def test_next_turn_resumes_in_the_answer_of_this_one() -> None:
-    async def main() -> None:
-        async with bench() as one:
-            request = a_request(prompt(10), 15)
-            await one.answer(request)
-            answer = tuple(expected(request, hybrid=True))
-            following = a_request(request.tokens + answer + prompt(7, 1), 5)
-            await one.settle()
-            async with bench(one.store) as other:
-                assert (await other.answer(following)).fetched_tokens == 24
-            assert (await one.answer(following)).reused_tokens == 24
-
-    run(main())
+async def test_next_turn_resumes_in_the_answer_of_this_one() -> None:
+    async with bench() as one:
+        request = a_request(prompt(10), 15)
+        await one.answer(request)
+        answer = tuple(expected(request, hybrid=True))
+        following = a_request(request.tokens + answer + prompt(7, 1), 5)
+        await one.settle()
+        async with bench(one.store) as other:
+            assert (await other.answer(following)).fetched_tokens == 24
+        assert (await one.answer(following)).reused_tokens == 24
 
 
 @pytest.mark.parametrize(
     ("kind", "index"), [(Kind.PAGE, 0), (Kind.PAGE, 2), (Kind.PAGE, 4), (Kind.CHECKPOINT, -1)]
 )
-def test_damaged_object_is_found_and_computed_again(kind: Kind, index: int) -> None:
-    async def main() -> None:
-        store = a_store()
-        async with bench(store) as first:
-            for num_tokens in (9, 13, 21):  # checkpoints at 8, 12 and 20
-                await first.engine.produce(a_request(prompt(num_tokens)))
-        held = [key for key in store.objects if key.kind is kind]
-        store.objects[held[index]][-1] ^= 1
-        async with bench(store) as second:
-            provenance = await second.answer(a_request(prompt(21)))
-            assert second.engine.load().counters["store_gets_as_corrupt"] == 1
-            assert provenance.computed_tokens > 1
-            assert (await second.answer(a_request(prompt(21)))).reused_tokens == 20
-        async with bench(store) as third:
-            assert (await third.answer(a_request(prompt(21)))).fetched_tokens == 20, "it was stored again"
-
-    run(main())
+async def test_damaged_object_is_found_and_computed_again(kind: Kind, index: int) -> None:
+    store = a_store()
+    async with bench(store) as first:
+        for num_tokens in (9, 13, 21):  # checkpoints at 8, 12 and 20
+            await first.engine.produce(a_request(prompt(num_tokens)))
+    held = [key for key in store.objects if key.kind is kind]
+    store.objects[held[index]][-1] ^= 1
+    async with bench(store) as second:
+        provenance = await second.answer(a_request(prompt(21)))
+        assert second.engine.load().counters["store_gets_as_corrupt"] == 1
+        assert provenance.computed_tokens > 1
+        assert (await second.answer(a_request(prompt(21)))).reused_tokens == 20
+    async with bench(store) as third:
+        assert (await third.answer(a_request(prompt(21)))).fetched_tokens == 20, "it was stored again"
 
 
-def test_store_that_takes_nothing() -> None:
-    async def main() -> None:
-        async with bench(MemoryStore(0)) as one:
-            produced = await one.engine.produce(a_request(prompt(21)))
-            assert produced == Produced(depth=0, provenance=Provenance(computed_tokens=20))
-            assert (await one.answer(a_request(prompt(21)))).reused_tokens == 20
-            assert one.engine.load().counters["store_puts_as_full"] > 0
-
-    run(main())
+async def test_store_that_takes_nothing() -> None:
+    async with bench(MemoryStore(0)) as one:
+        produced = await one.engine.produce(a_request(prompt(21)))
+        assert produced == Produced(depth=0, provenance=Provenance(computed_tokens=20))
+        assert (await one.answer(a_request(prompt(21)))).reused_tokens == 20
+        assert one.engine.load().counters["store_puts_as_full"] > 0
 
 
-def test_prompt_produced_twice_concurrently_is_computed_once() -> None:
-    async def main() -> None:
-        async with bench() as one:
-            request = a_request(prompt(40))
-            both = await asyncio.gather(*(one.engine.produce(request) for _ in range(3)))
-            assert {produced.depth for produced in both} == {36}
-            assert one.engine.load().counters["computed_tokens"] == 36
-            again = await one.engine.produce(request)
-            assert again == Produced(depth=36, provenance=Provenance(reused_tokens=36))
-            assert one.engine.load().counters["computed_tokens"] == 36
-
-    run(main())
+async def test_prompt_produced_twice_concurrently_is_computed_once() -> None:
+    async with bench() as one:
+        request = a_request(prompt(40))
+        both = await asyncio.gather(*(one.engine.produce(request) for _ in range(3)))
+        assert {produced.depth for produced in both} == {36}
+        assert one.engine.load().counters["computed_tokens"] == 36
+        again = await one.engine.produce(request)
+        assert again == Produced(depth=36, provenance=Provenance(reused_tokens=36))
+        assert one.engine.load().counters["computed_tokens"] == 36
 
 
 class SlowStore(MemoryStore):
@@ -215,66 +190,53 @@ class SlowStore(MemoryStore):
         return await super().put(objects)
 
 
-def test_prompt_produced_twice_concurrently_is_published_once() -> None:
-    async def main() -> None:
-        store = SlowStore(STORE_BYTES)
-        async with bench(store) as one:
-            await asyncio.gather(*(one.engine.produce(a_request(prompt(40))) for _ in range(3)))
-            assert store.puts == 36 // 4 + 1, "its pages and its checkpoint"
-
-    run(main())
+async def test_prompt_produced_twice_concurrently_is_published_once() -> None:
+    store = SlowStore(STORE_BYTES)
+    async with bench(store) as one:
+        await asyncio.gather(*(one.engine.produce(a_request(prompt(40))) for _ in range(3)))
+        assert store.puts == 36 // 4 + 1, "its pages and its checkpoint"
 
 
 @pytest.mark.parametrize(("num_extents", "num_tokens"), [(7, 15), (8, 17)])
-def test_pages_in_every_extent_do_not_lock_out_a_request_that_is_fetched(
+async def test_pages_in_every_extent_do_not_lock_out_a_request_that_is_fetched(
     num_extents: int, num_tokens: int
 ) -> None:
     """Its first seven pages, kept here in an extent each, leave none for a state. They are given up; or, with
     an eighth extent, it takes the place of their checkpoint."""
-
-    async def main() -> None:
-        layout = layout_of((LINEAR, ATTENTION), 2, extent_bytes_min=1, granule_bytes=1)
-        store, request = a_store(), a_request(prompt(num_tokens), 1)
-        async with bench(store, layout=layout) as one:
-            await one.engine.produce(request)
-        tuning = Tuning(extents_min=num_extents)
-        async with bench(store, layout=layout, num_extents=8, tuning=tuning) as one:
-            scatter(one.ledger, page_keys(root_of(""), request.tokens, 2), path_pages=7)
-            one.engine.resize(num_extents * layout.extent_bytes)
-            assert one.ledger.usage().extents[STATES] == num_extents - 7
-            (delta,) = [delta async for delta in one.engine.generate(request)]
-            assert delta.provenance is not None
-            assert delta.provenance.computed_tokens == 1
-
-    run(main())
+    layout = layout_of((LINEAR, ATTENTION), 2, extent_bytes_min=1, granule_bytes=1)
+    store, request = a_store(), a_request(prompt(num_tokens), 1)
+    async with bench(store, layout=layout) as one:
+        await one.engine.produce(request)
+    tuning = Tuning(extents_min=num_extents)
+    async with bench(store, layout=layout, num_extents=8, tuning=tuning) as one:
+        scatter(one.ledger, page_keys(root_of(""), request.tokens, 2), path_pages=7)
+        one.engine.resize(num_extents * layout.extent_bytes)
+        assert one.ledger.usage().extents[STATES] == num_extents - 7
+        (delta,) = [delta async for delta in one.engine.generate(request)]
+        assert delta.provenance is not None
+        assert delta.provenance.computed_tokens == 1
 
 
-def test_cached_pages_are_published_without_computing() -> None:
-    async def main() -> None:
-        async with bench() as one:
-            await one.engine.produce(a_request(prompt(21)))
-            await one.store.close()  # which forgets all
-            produced = await one.engine.produce(a_request(prompt(21)))
-            assert produced == Produced(depth=20, provenance=Provenance(reused_tokens=20))
-            assert one.engine.load().counters["computed_tokens"] == 20
-
-    run(main())
+async def test_cached_pages_are_published_without_computing() -> None:
+    async with bench() as one:
+        await one.engine.produce(a_request(prompt(21)))
+        await one.store.close()  # which forgets all
+        produced = await one.engine.produce(a_request(prompt(21)))
+        assert produced == Produced(depth=20, provenance=Provenance(reused_tokens=20))
+        assert one.engine.load().counters["computed_tokens"] == 20
 
 
 @pytest.mark.parametrize("gap_tokens_max", [0, 8, 15, 16])
-def test_longer_gap_than_allowed_is_not_computed(gap_tokens_max: int) -> None:
-    async def main() -> None:
-        async with bench() as one:
-            request = a_request(prompt(19), gap_tokens_max=gap_tokens_max)
-            if gap_tokens_max < 16:
-                with pytest.raises(PagesMissing):
-                    await one.answer(request)
-                assert one.ledger.num_leases == 0
-                assert one.engine.num_requests == 0
-                await one.engine.produce(request)
-            await one.answer(request)
-
-    run(main())
+async def test_longer_gap_than_allowed_is_not_computed(gap_tokens_max: int) -> None:
+    async with bench() as one:
+        request = a_request(prompt(19), gap_tokens_max=gap_tokens_max)
+        if gap_tokens_max < 16:
+            with pytest.raises(PagesMissing):
+                await one.answer(request)
+            assert one.ledger.num_leases == 0
+            assert one.engine.num_requests == 0
+            await one.engine.produce(request)
+        await one.answer(request)
 
 
 class PutOrder(MemoryStore):
@@ -289,19 +251,15 @@ class PutOrder(MemoryStore):
         return await super().put(objects)
 
 
-def test_checkpoint_is_published_behind_its_pages() -> None:
+async def test_checkpoint_is_published_behind_its_pages() -> None:
     """A stored checkpoint implies that its pages are stored."""
-
-    async def main() -> None:
-        store = PutOrder()
-        async with bench(store) as one:
-            request = a_request(prompt(15))
-            await one.engine.produce(request)
-            keys = page_keys(root_of(""), request.tokens[:12], 4)
-            pages = [ObjectKey(Kind.PAGE, key) for key in keys]
-            assert store.offered == [*pages, ObjectKey(Kind.CHECKPOINT, keys[-1])]
-
-    run(main())
+    store = PutOrder()
+    async with bench(store) as one:
+        request = a_request(prompt(15))
+        await one.engine.produce(request)
+        keys = page_keys(root_of(""), request.tokens[:12], 4)
+        pages = [ObjectKey(Kind.PAGE, key) for key in keys]
+        assert store.offered == [*pages, ObjectKey(Kind.CHECKPOINT, keys[-1])]
 
 
 class Stuck(MemoryStore):
@@ -316,21 +274,17 @@ class Stuck(MemoryStore):
         return await super().put(objects)
 
 
-def test_store_that_is_stuck_does_not_hold_all_memory() -> None:
+async def test_store_that_is_stuck_does_not_hold_all_memory() -> None:
     """Publishing is best effort: beyond some publications under way the next ones are left out."""
-
-    async def main() -> None:
-        store = Stuck()
-        async with bench(store) as one:
-            for seed in range(PUBLICATIONS_MAX + 3):
-                await one.answer(a_request(prompt(5, seed), 1))
-            assert one.ledger.num_leases == PUBLICATIONS_MAX
-            assert one.engine.load().counters["publications_skipped"] == 3
-            store.opened.set()
-            await one.settle()
-            assert len(store.objects) == 2 * PUBLICATIONS_MAX
-
-    run(main())
+    store = Stuck()
+    async with bench(store) as one:
+        for seed in range(PUBLICATIONS_MAX + 3):
+            await one.answer(a_request(prompt(5, seed), 1))
+        assert one.ledger.num_leases == PUBLICATIONS_MAX
+        assert one.engine.load().counters["publications_skipped"] == 3
+        store.opened.set()
+        await one.settle()
+        assert len(store.objects) == 2 * PUBLICATIONS_MAX
 
 
 class SlowLoss(MemoryStore):
@@ -342,19 +296,15 @@ class SlowLoss(MemoryStore):
         return await super().get(wanted)
 
 
-def test_fetch_that_fails_lets_the_next_one_have_its_memory() -> None:
+async def test_fetch_that_fails_lets_the_next_one_have_its_memory() -> None:
     """Otherwise it waits for its turn behind the one that waits for its memory."""
-
-    async def main() -> None:
-        store = SlowLoss(1 << 20)
-        async with bench(store) as first:
-            await first.engine.produce(a_request(prompt(29)))
-        async with bench(store, num_extents=3) as second:
-            fetching = asyncio.create_task(second.answer(a_request(prompt(29), 3)))
-            await asyncio.sleep(0.5)
-            waiting = asyncio.create_task(second.answer(a_request(prompt(29, 1), 3)))
-            await asyncio.sleep(0.1)
-            assert second.ledger.num_leases == 1
-            await asyncio.gather(fetching, waiting)
-
-    run(main())
+    store = SlowLoss(1 << 20)
+    async with bench(store) as first:
+        await first.engine.produce(a_request(prompt(29)))
+    async with bench(store, num_extents=3) as second:
+        fetching = asyncio.create_task(second.answer(a_request(prompt(29), 3)))
+        await asyncio.sleep(0.5)
+        waiting = asyncio.create_task(second.answer(a_request(prompt(29, 1), 3)))
+        await asyncio.sleep(0.1)
+        assert second.ledger.num_leases == 1
+        await asyncio.gather(fetching, waiting)

@@ -17,11 +17,13 @@ import pytest
 from tests.support.sim.faulty_store import FaultyStore
 from tests.support.sim.fold import fold_layout
 from tests.support.sim.in_order import InOrder
-from tests.support.workers.bench import Bench, Tuning, a_request, bench, prompt, run
+from tests.support.workers.bench import IN_VIRTUAL_TIME, Bench, Tuning, a_request, bench, prompt, run
 from tidemill.kvstore.layout import Layout
 from tidemill.workers.execution.step import Drawn, Row, Step
 from tidemill.workers.messages import Request
 from tidemill.workers.scheduling.sequence import PRIORITY_AGE_S
+
+pytestmark = IN_VIRTUAL_TIME
 
 P = 16
 ATTENTION = fold_layout(P, hybrid=False)
@@ -158,7 +160,7 @@ async def flooded(one: Bench, num_streams: int, num_prompts: int = FLOOD) -> tup
         (24, 0.01, NOISES[2]),
     ],
 )
-def test_streams_beside_a_flood_of_long_prompts(
+async def test_streams_beside_a_flood_of_long_prompts(
     num_streams: int,
     token_s: float,
     noise: tuple[float, ...],
@@ -167,59 +169,48 @@ def test_streams_beside_a_flood_of_long_prompts(
     """Steps keep the target on average, and the prompts get what the streams leave."""
     machine = Machine(base_s=0.02, row_s=0.001, token_s=token_s, noise=noise, rng=Random(1))
 
-    async def main() -> None:
-        async with a_machine(machine, overlap=overlap) as one:
-            num_prompts = max(FLOOD, int(0.006 / token_s))
-            gap_s, last_s = await flooded(one, num_streams, num_prompts)
-            light_s = 0.02 + 0.001 * num_streams
-            assert gap_s <= 1.2 * mean(noise) * max(TARGET_S, 2 * light_s, light_s + 2 * P * token_s)
-            work_s = num_prompts * PROMPT_TOKENS * token_s * mean(noise)
-            steps_s = num_prompts * PROMPT_TOKENS / 256 * (0.02 + 0.001 * (num_streams + 2)) * mean(noise)
-            start_s = 40 * (0.02 + 0.001 * num_streams) * mean(noise)  # to learn the times of steps
-            assert last_s <= 3 * (work_s + steps_s) + start_s
-
-    run(main())
+    async with a_machine(machine, overlap=overlap) as one:
+        num_prompts = max(FLOOD, int(0.006 / token_s))
+        gap_s, last_s = await flooded(one, num_streams, num_prompts)
+        light_s = 0.02 + 0.001 * num_streams
+        assert gap_s <= 1.2 * mean(noise) * max(TARGET_S, 2 * light_s, light_s + 2 * P * token_s)
+        work_s = num_prompts * PROMPT_TOKENS * token_s * mean(noise)
+        steps_s = num_prompts * PROMPT_TOKENS / 256 * (0.02 + 0.001 * (num_streams + 2)) * mean(noise)
+        start_s = 40 * (0.02 + 0.001 * num_streams) * mean(noise)  # to learn the times of steps
+        assert last_s <= 3 * (work_s + steps_s) + start_s
 
 
 @pytest.mark.parametrize("light_s", [0.001, 0.01, 0.05, 0.5])
-def test_p95_of_steps_keeps_the_target_in_a_flood(light_s: float) -> None:
+async def test_p95_of_steps_keeps_the_target_in_a_flood(light_s: float) -> None:
     machine = Machine(base_s=light_s, token_s=0.0002, rng=Random(1))
 
-    async def main() -> None:
-        async with a_machine(machine, tokens_max=4096) as one:
-            stream = Stream(one, "stream")
-            await one.until(lambda: len(stream.at_s) > 40)
-            start = len(stream.at_s)
-            prompts = [a_request(prompt(8000, index), 1, request_id=f"p{index}") for index in range(12)]
-            await asyncio.gather(*(first_token_s(one, request) for request in prompts))
-            gaps = sorted(after - before for before, after in pairwise(stream.at_s[start:]))
-            assert gaps[len(gaps) * 95 // 100] <= 1.2 * max(TARGET_S, 2 * light_s)
-            stream.task.cancel()
-            await asyncio.wait([stream.task])
-
-    run(main())
+    async with a_machine(machine, tokens_max=4096) as one:
+        stream = Stream(one, "stream")
+        await one.until(lambda: len(stream.at_s) > 40)
+        start = len(stream.at_s)
+        prompts = [a_request(prompt(8000, index), 1, request_id=f"p{index}") for index in range(12)]
+        await asyncio.gather(*(first_token_s(one, request) for request in prompts))
+        gaps = sorted(after - before for before, after in pairwise(stream.at_s[start:]))
+        assert gaps[len(gaps) * 95 // 100] <= 1.2 * max(TARGET_S, 2 * light_s)
+        stream.task.cancel()
+        await asyncio.wait([stream.task])
 
 
-def test_requests_that_come_together_fill_the_batch() -> None:
+async def test_requests_that_come_together_fill_the_batch() -> None:
     """32 requests decode as about 30 rows, from the first step on that carries their prompts."""
     machine = Machine(base_s=0.003, row_s=0.0004, token_s=0.00023, rng=Random(1))
 
-    async def main() -> None:
-        async with a_machine(machine, layout=fold_layout(64, hybrid=False), tokens_max=512) as one:
-            requests = [a_request(prompt(128, index), 64, request_id=f"r{index}") for index in range(32)]
-            await asyncio.gather(*(_read(one, request) for request in requests))
-            steps = [step for step in one.runner.steps if all(len(row.tokens) == 1 for row in step)]
-            assert mean(len(step) for step in steps) >= 28, (
-                "under the ratio that this target replaced it was 8"
-            )
-
-    run(main())
+    async with a_machine(machine, layout=fold_layout(64, hybrid=False), tokens_max=512) as one:
+        requests = [a_request(prompt(128, index), 64, request_id=f"r{index}") for index in range(32)]
+        await asyncio.gather(*(_read(one, request) for request in requests))
+        steps = [step for step in one.runner.steps if all(len(row.tokens) == 1 for row in step)]
+        assert mean(len(step) for step in steps) >= 28, "under the ratio that this target replaced it was 8"
 
 
 @overlaps
 @pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize(("num_streams", "token_s"), [(1, 0.001), (4, 0.01)])
-def test_streams_that_guess_beside_a_flood(
+async def test_streams_that_guess_beside_a_flood(
     num_streams: int,
     token_s: float,
     right: float,
@@ -228,16 +219,13 @@ def test_streams_that_guess_beside_a_flood(
     """A stream that waits for its guesses is a stream."""
     machine = Machine(base_s=0.02, row_s=0.001, token_s=token_s, right=right, rng=Random(1))
 
-    async def main() -> None:
-        async with a_machine(machine, overlap=overlap, drafts_max=4) as one:
-            gap_s, _ = await flooded(one, num_streams)
-            assert gap_s <= 1.2 * max(TARGET_S, 0.03 + 2 * P * token_s)
-            for step in one.runner.steps:
-                names = {row.sequence_id[0] for row in step}
-                assert "s" in names, "a step of prompts alone, for which all streams wait"
-            assert right < 1 or one.count("spec_accepted_tokens") > 0
-
-    run(main())
+    async with a_machine(machine, overlap=overlap, drafts_max=4) as one:
+        gap_s, _ = await flooded(one, num_streams)
+        assert gap_s <= 1.2 * max(TARGET_S, 0.03 + 2 * P * token_s)
+        for step in one.runner.steps:
+            names = {row.sequence_id[0] for row in step}
+            assert "s" in names, "a step of prompts alone, for which all streams wait"
+        assert right < 1 or one.count("spec_accepted_tokens") > 0
 
 
 @pytest.mark.parametrize("right", [0.7, 1.0])
@@ -261,117 +249,100 @@ def test_streams_that_guess_stay_in_one_step(right: float) -> None:
 
 
 @overlaps
-def test_one_stream_that_stays_of_many(overlap: bool) -> None:  # noqa: FBT001  a parameter of the test
+async def test_one_stream_that_stays_of_many(overlap: bool) -> None:  # noqa: FBT001  a parameter of the test
     """The times that were learned with thirty streams do not hold for one."""
     machine = Machine(base_s=0.002, row_s=0.005, token_s=0.0001, rng=Random(1))
 
-    async def main() -> None:
-        async with a_machine(machine, overlap=overlap) as one:
-            many = [Stream(one, f"early{index}") for index in range(30)]
-            await one.until(lambda: all(len(stream.at_s) > 30 for stream in many))
-            flood = [
-                asyncio.create_task(
-                    first_token_s(one, a_request(prompt(4000, index), 1, request_id=f"f{index}"))
-                )
-                for index in range(12)
-            ]
-            await asyncio.sleep(1.0)
-            for stream in many[1:]:
-                stream.task.cancel()
-            await asyncio.sleep(1.0)
-            start_s = now_s()
-            await asyncio.sleep(2.0)
-            assert not all(task.done() for task in flood)
-            assert many[0].mean_s(start_s, now_s()) <= 1.2 * TARGET_S
-            for task in [*flood, many[0].task]:
-                task.cancel()
-            await asyncio.wait([*flood, many[0].task])
-
-    run(main())
+    async with a_machine(machine, overlap=overlap) as one:
+        many = [Stream(one, f"early{index}") for index in range(30)]
+        await one.until(lambda: all(len(stream.at_s) > 30 for stream in many))
+        flood = [
+            asyncio.create_task(first_token_s(one, a_request(prompt(4000, index), 1, request_id=f"f{index}")))
+            for index in range(12)
+        ]
+        await asyncio.sleep(1.0)
+        for stream in many[1:]:
+            stream.task.cancel()
+        await asyncio.sleep(1.0)
+        start_s = now_s()
+        await asyncio.sleep(2.0)
+        assert not all(task.done() for task in flood)
+        assert many[0].mean_s(start_s, now_s()) <= 1.2 * TARGET_S
+        for task in [*flood, many[0].task]:
+            task.cancel()
+        await asyncio.wait([*flood, many[0].task])
 
 
 @overlaps
-def test_without_streams_prompts_have_the_whole_machine(overlap: bool) -> None:  # noqa: FBT001  a parameter of the test
+async def test_without_streams_prompts_have_the_whole_machine(overlap: bool) -> None:  # noqa: FBT001  a parameter of the test
     """Full steps, from the first one on."""
     machine = Machine(base_s=0.02, token_s=0.001, rng=Random(1))
 
-    async def main() -> None:
-        async with a_machine(machine, overlap=overlap) as one:
-            request = a_request(prompt(8 * 256), 1)
-            last_s = await first_token_s(one, request)
-            assert last_s <= 9 * (0.02 + 0.256)
-            assert max(sum(len(row.tokens) for row in step) for step in one.runner.steps) == 256
-
-    run(main())
+    async with a_machine(machine, overlap=overlap) as one:
+        request = a_request(prompt(8 * 256), 1)
+        last_s = await first_token_s(one, request)
+        assert last_s <= 9 * (0.02 + 0.256)
+        assert max(sum(len(row.tokens) for row in step) for step in one.runner.steps) == 256
 
 
 @pytest.mark.parametrize("streams", [0, 3])
-def test_flood_of_short_prompts_does_not_starve_a_long_one(streams: int) -> None:
+async def test_flood_of_short_prompts_does_not_starve_a_long_one(streams: int) -> None:
     """Each short one answers with one token, and the next one takes its place. They overtake the long one for
     a while; then it is its turn."""
     machine = Machine(base_s=0.02, token_s=0.001, rng=Random(1))
 
-    async def main() -> None:
-        async with a_machine(machine, rows_max=12, tokens_max=64) as one:
-            decoding = [Stream(one, f"stream{index}") for index in range(streams)]
-            long = asyncio.create_task(first_token_s(one, a_request(prompt(800, 1), 1, request_id="long")))
-            count = 0
+    async with a_machine(machine, rows_max=12, tokens_max=64) as one:
+        decoding = [Stream(one, f"stream{index}") for index in range(streams)]
+        long = asyncio.create_task(first_token_s(one, a_request(prompt(800, 1), 1, request_id="long")))
+        count = 0
 
-            async def short_ones() -> None:
-                nonlocal count
-                while not long.done():
-                    count += 1
-                    await first_token_s(one, a_request(prompt(P, 1000 + count), 1, request_id=f"s{count}"))
+        async def short_ones() -> None:
+            nonlocal count
+            while not long.done():
+                count += 1
+                await first_token_s(one, a_request(prompt(P, 1000 + count), 1, request_id=f"s{count}"))
 
-            flood = [asyncio.create_task(short_ones()) for _ in range(10)]
-            async with asyncio.timeout(300):
-                last_s = await long
-            assert last_s <= PRIORITY_AGE_S + 3 * 2 * 800 / 64 * (0.02 + 0.064) + 5
-            assert count > 100
-            for task in [*flood, *(stream.task for stream in decoding)]:
-                task.cancel()
-            await asyncio.wait([*flood, *(stream.task for stream in decoding)])
-
-    run(main())
+        flood = [asyncio.create_task(short_ones()) for _ in range(10)]
+        async with asyncio.timeout(300):
+            last_s = await long
+        assert last_s <= PRIORITY_AGE_S + 3 * 2 * 800 / 64 * (0.02 + 0.064) + 5
+        assert count > 100
+        for task in [*flood, *(stream.task for stream in decoding)]:
+            task.cancel()
+        await asyncio.wait([*flood, *(stream.task for stream in decoding)])
 
 
 @pytest.mark.parametrize("layout", [ATTENTION, HYBRID], ids=["attention", "hybrid"])
-def test_no_more_rows_run_than_may(layout: Layout) -> None:
+async def test_no_more_rows_run_than_may(layout: Layout) -> None:
     machine = Machine(base_s=0.02, rng=Random(1))
 
-    async def main() -> None:
-        async with a_machine(machine, layout=layout, rows_max=5) as one:
-            requests = [a_request(prompt(20 + index, index), 9, request_id=str(index)) for index in range(40)]
-            work = asyncio.gather(*(_read(one, request) for request in requests))
-            most = 0
-            while not work.done():
-                most = max(most, one.engine.load().running_rows)
-                await asyncio.sleep(0.005)
-            await work
-            assert most == 5
-
-    run(main())
+    async with a_machine(machine, layout=layout, rows_max=5) as one:
+        requests = [a_request(prompt(20 + index, index), 9, request_id=str(index)) for index in range(40)]
+        work = asyncio.gather(*(_read(one, request) for request in requests))
+        most = 0
+        while not work.done():
+            most = max(most, one.engine.load().running_rows)
+            await asyncio.sleep(0.005)
+        await work
+        assert most == 5
 
 
-def test_those_that_are_being_fetched_count_as_rows() -> None:
+async def test_those_that_are_being_fetched_count_as_rows() -> None:
     """They take long to arrive from the store. Then they run, at most as many as allowed."""
     requests = [a_request(prompt(40, index), 9, request_id=str(index)) for index in range(20)]
 
-    async def main() -> None:
-        store = FaultyStore(Random(2), delay_s_max=0.5)
-        async with bench(store, layout=ATTENTION, num_extents=500) as one:
-            await asyncio.gather(*map(one.engine.produce, requests))
-        async with bench(store, layout=ATTENTION, num_extents=500, tuning=Tuning(rows_max=5)) as one:
-            work = asyncio.create_task(one.answer_all(requests))
-            most = 0
-            while not work.done():
-                most = max(most, one.engine.load().running_rows)
-                await asyncio.sleep(0.005)
-            provenances = await work
-            assert {provenance.fetched_tokens for provenance in provenances} == {32}
-            assert 1 < most <= 5
-
-    run(main())
+    store = FaultyStore(Random(2), delay_s_max=0.5)
+    async with bench(store, layout=ATTENTION, num_extents=500) as one:
+        await asyncio.gather(*map(one.engine.produce, requests))
+    async with bench(store, layout=ATTENTION, num_extents=500, tuning=Tuning(rows_max=5)) as one:
+        work = asyncio.create_task(one.answer_all(requests))
+        most = 0
+        while not work.done():
+            most = max(most, one.engine.load().running_rows)
+            await asyncio.sleep(0.005)
+        provenances = await work
+        assert {provenance.fetched_tokens for provenance in provenances} == {32}
+        assert 1 < most <= 5
 
 
 async def _read(one: Bench, request: Request) -> None:

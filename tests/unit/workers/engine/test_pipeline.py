@@ -12,6 +12,7 @@ from tests.support.sim.fold import Broke
 from tests.support.workers.bench import (
     ATTENTION_ONLY,
     HYBRID,
+    IN_VIRTUAL_TIME,
     WINDOWS,
     Bench,
     BrokenRunner,
@@ -19,13 +20,14 @@ from tests.support.workers.bench import (
     a_request,
     bench,
     prompt,
-    run,
 )
 from tidemill.kvstore.layout import Layout
 from tidemill.workers.engine.pipeline import FAILURES_MAX
 from tidemill.workers.execution.step import Drawn, Step
 from tidemill.workers.messages import Produced, Request, RequestError, WorkerGone
 from tidemill.workers.options import CheckpointStrategy
+
+pytestmark = IN_VIRTUAL_TIME
 
 VOCABULARY = 3
 
@@ -74,7 +76,7 @@ def requests_of(count: int, name: str = "good", seed: int = 0) -> list[Request]:
 @pytest.mark.parametrize("drafts_max", [0, 3])
 @pytest.mark.parametrize("strategy", ["none", "double", "lazy"])
 @pytest.mark.parametrize("until", [4, 17, 30])
-def test_poison_request_gets_its_error_and_no_other(
+async def test_poison_request_gets_its_error_and_no_other(
     layout: Layout,
     overlap: bool,  # noqa: FBT001  a parameter of the test
     drafts_max: int,
@@ -83,61 +85,50 @@ def test_poison_request_gets_its_error_and_no_other(
 ) -> None:
     """The request breaks in the first row of its prompt, in a later one, and while it decodes; as the oldest
     and among others."""
-
-    async def main() -> None:
-        tuning = Tuning(overlap=overlap, drafts_max=drafts_max, vocabulary=VOCABULARY, breaks=poisoned(until))
-        async with bench(layout=layout, strategy=strategy, tuning=tuning) as one:
-            for place in (0, 2):
-                good = [asyncio.create_task(one.answer(request)) for request in requests_of(place)]
-                poison = a_request(prompt(18, 50, VOCABULARY), 20, request_id="poison")
-                bad = asyncio.create_task(refused(one, poison))
-                good += [asyncio.create_task(one.answer(request)) for request in requests_of(4, seed=7)]
-                while not bad.done() or not all(task.done() for task in good):
-                    one.ledger.check()
-                    await asyncio.sleep(0.01)
-                await asyncio.gather(bad, *good)
-                await one.settle()
-
-    run(main())
+    tuning = Tuning(overlap=overlap, drafts_max=drafts_max, vocabulary=VOCABULARY, breaks=poisoned(until))
+    async with bench(layout=layout, strategy=strategy, tuning=tuning) as one:
+        for place in (0, 2):
+            good = [asyncio.create_task(one.answer(request)) for request in requests_of(place)]
+            poison = a_request(prompt(18, 50, VOCABULARY), 20, request_id="poison")
+            bad = asyncio.create_task(refused(one, poison))
+            good += [asyncio.create_task(one.answer(request)) for request in requests_of(4, seed=7)]
+            while not bad.done() or not all(task.done() for task in good):
+                one.ledger.check()
+                await asyncio.sleep(0.01)
+            await asyncio.gather(bad, *good)
+            await one.settle()
 
 
 @overlaps
 @pytest.mark.parametrize("until", [4, 9])
 @pytest.mark.parametrize("count", [2, 3, 6])
-def test_several_poison_requests_together(count: int, until: int, overlap: bool) -> None:  # noqa: FBT001  a parameter
+async def test_several_poison_requests_together(count: int, until: int, overlap: bool) -> None:  # noqa: FBT001  a parameter
     """However many of them break one after the other, each alone: it is they that are broken."""
-
-    async def main() -> None:
-        tuning = Tuning(overlap=overlap, vocabulary=VOCABULARY, breaks=poisoned(until), rows_max=16)
-        async with bench(tuning=tuning) as one:
-            good = [one.answer(request) for request in requests_of(3)]
-            bad = [
-                refused(one, a_request(prompt(8, 60 + index, VOCABULARY), 20, request_id=f"poison{index}"))
-                for index in range(count)
-            ]
-            await asyncio.gather(*bad, *good)
-
-    run(main())
+    tuning = Tuning(overlap=overlap, vocabulary=VOCABULARY, breaks=poisoned(until), rows_max=16)
+    async with bench(tuning=tuning) as one:
+        good = [one.answer(request) for request in requests_of(3)]
+        bad = [
+            refused(one, a_request(prompt(8, 60 + index, VOCABULARY), 20, request_id=f"poison{index}"))
+            for index in range(count)
+        ]
+        await asyncio.gather(*bad, *good)
 
 
 @overlaps
 @pytest.mark.parametrize("produces", [True, False])
-def test_poison_prompt_that_is_produced(produces: bool, overlap: bool) -> None:  # noqa: FBT001  parameters
-    async def main() -> None:
-        async with bench(tuning=Tuning(overlap=overlap, breaks=poisoned(16))) as one:
-            poison = a_request(prompt(40, 50), 20, request_id="poison")
-            calls: list[Awaitable[object]] = [*map(one.answer, requests_of(2))]
-            calls += [one.engine.produce(poison) if produces else one.answer(poison)]
-            ended = await asyncio.gather(*calls, return_exceptions=True)
-            assert [isinstance(end, RequestError) for end in ended] == [False, False, True], ended
-
-    run(main())
+async def test_poison_prompt_that_is_produced(produces: bool, overlap: bool) -> None:  # noqa: FBT001  parameters
+    async with bench(tuning=Tuning(overlap=overlap, breaks=poisoned(16))) as one:
+        poison = a_request(prompt(40, 50), 20, request_id="poison")
+        calls: list[Awaitable[object]] = [*map(one.answer, requests_of(2))]
+        calls += [one.engine.produce(poison) if produces else one.answer(poison)]
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+        assert [isinstance(end, RequestError) for end in ended] == [False, False, True], ended
 
 
 @layouts
 @overlaps
 @pytest.mark.parametrize("number", [1, 2, 3, 5, 8, 13, 18])
-def test_step_that_breaks_once_costs_no_request_anything(
+async def test_step_that_breaks_once_costs_no_request_anything(
     number: int,
     overlap: bool,  # noqa: FBT001  a parameter of the test
     layout: Layout,
@@ -153,37 +144,30 @@ def test_step_that_breaks_once_costs_no_request_anything(
         struck |= strikes
         return Broke("once") if strikes else None
 
-    async def main() -> None:
-        tuning = Tuning(overlap=overlap, drafts_max=2, vocabulary=VOCABULARY, breaks=breaks)
-        async with bench(layout=layout, tuning=tuning) as one:
-            requests = requests_of(5)
-            requests[3] = replace(requests[3], stop_token_ids=(2,))
-            produced = asyncio.create_task(one.engine.produce(a_request(prompt(33, 9), 1)))
-            await one.answer_all(requests)
-            assert (await produced).depth == 32
-            assert struck
-            assert 2 <= len(one.engine.preempted) <= 6, "those of the step, once each"
-
-    run(main())
+    tuning = Tuning(overlap=overlap, drafts_max=2, vocabulary=VOCABULARY, breaks=breaks)
+    async with bench(layout=layout, tuning=tuning) as one:
+        requests = requests_of(5)
+        requests[3] = replace(requests[3], stop_token_ids=(2,))
+        produced = asyncio.create_task(one.engine.produce(a_request(prompt(33, 9), 1)))
+        await one.answer_all(requests)
+        assert (await produced).depth == 32
+        assert struck
+        assert 2 <= len(one.engine.preempted) <= 6, "those of the step, once each"
 
 
 @overlaps
 @pytest.mark.parametrize("last", [1, 3, 7])
-def test_when_every_step_breaks_the_loop_ends(last: int, overlap: bool) -> None:  # noqa: FBT001  a parameter
+async def test_when_every_step_breaks_the_loop_ends(last: int, overlap: bool) -> None:  # noqa: FBT001  a parameter
     """Beyond FAILURES_MAX it is not the requests that are broken."""
-
-    async def main() -> None:
-        runner = BrokenRunner(last, Broke)
-        async with bench(runner=runner, tuning=Tuning(overlap=overlap)) as one:
-            requests = [a_request(prompt(5, index), 30, request_id=str(index)) for index in range(8)]
-            ended = await asyncio.gather(*(_all_of(one, request) for request in requests))
-            assert {type(end) for end in ended} <= {WorkerGone, RequestError}
-            assert sum(isinstance(end, WorkerGone) for end in ended) >= len(requests) - FAILURES_MAX
-            with pytest.raises(Broke):
-                await one.loop
-            assert len(one.runner.steps) <= last + 2 * FAILURES_MAX
-
-    run(main())
+    runner = BrokenRunner(last, Broke)
+    async with bench(runner=runner, tuning=Tuning(overlap=overlap)) as one:
+        requests = [a_request(prompt(5, index), 30, request_id=str(index)) for index in range(8)]
+        ended = await asyncio.gather(*(_all_of(one, request) for request in requests))
+        assert {type(end) for end in ended} <= {WorkerGone, RequestError}
+        assert sum(isinstance(end, WorkerGone) for end in ended) >= len(requests) - FAILURES_MAX
+        with pytest.raises(Broke):
+            await one.loop
+        assert len(one.runner.steps) <= last + 2 * FAILURES_MAX
 
 
 class DeviceFailed(Broke, RuntimeError):
@@ -199,41 +183,34 @@ STICKY = [
 @overlaps
 @pytest.mark.parametrize("first", [1, 3, 21])
 @pytest.mark.parametrize("text", STICKY, ids=["torch", "Triton"])
-def test_device_that_fails_ends_the_worker_and_blames_no_request(
+async def test_device_that_fails_ends_the_worker_and_blames_no_request(
     text: str,
     first: int,
     overlap: bool,  # noqa: FBT001  a parameter of the test
 ) -> None:
     """Every call of the device fails from the first failure on, as after an Xid."""
-
-    async def main() -> None:
-        runner = BrokenRunner(first, lambda: DeviceFailed(text))
-        async with bench(runner=runner, tuning=Tuning(overlap=overlap, rows_max=24)) as one:
-            requests = [a_request(prompt(5, index), 30, request_id=str(index)) for index in range(24)]
-            ended = await asyncio.gather(*(_all_of(one, request) for request in requests))
-            assert {type(end) for end in ended} == {WorkerGone}
-            with pytest.raises(DeviceFailed, match=re.escape(text)):
-                await one.loop
-            assert len(one.runner.steps) <= first + overlap
-            assert isinstance(await _all_of(one, requests[0]), WorkerGone), "also who comes later"
-
-    run(main())
+    runner = BrokenRunner(first, lambda: DeviceFailed(text))
+    async with bench(runner=runner, tuning=Tuning(overlap=overlap, rows_max=24)) as one:
+        requests = [a_request(prompt(5, index), 30, request_id=str(index)) for index in range(24)]
+        ended = await asyncio.gather(*(_all_of(one, request) for request in requests))
+        assert {type(end) for end in ended} == {WorkerGone}
+        with pytest.raises(DeviceFailed, match=re.escape(text)):
+            await one.loop
+        assert len(one.runner.steps) <= first + overlap
+        assert isinstance(await _all_of(one, requests[0]), WorkerGone), "also who comes later"
 
 
 @overlaps
 @pytest.mark.parametrize("last", [1, 4])
-def test_lost_worker_ends_the_loop_immediately(last: int, overlap: bool) -> None:  # noqa: FBT001  a parameter
-    async def main() -> None:
-        async with bench(runner=BrokenRunner(last), tuning=Tuning(overlap=overlap)) as one:
-            requests = [a_request(prompt(5, index), 30, request_id=str(index)) for index in range(5)]
-            ended = await asyncio.gather(*(_all_of(one, request) for request in requests))
-            assert {type(end) for end in ended} == {WorkerGone}
-            with pytest.raises(WorkerGone):
-                await one.loop
-            assert len(one.runner.steps) <= last + overlap
-            assert isinstance(await _all_of(one, requests[0]), WorkerGone), "also who comes later"
-
-    run(main())
+async def test_lost_worker_ends_the_loop_immediately(last: int, overlap: bool) -> None:  # noqa: FBT001  a parameter
+    async with bench(runner=BrokenRunner(last), tuning=Tuning(overlap=overlap)) as one:
+        requests = [a_request(prompt(5, index), 30, request_id=str(index)) for index in range(5)]
+        ended = await asyncio.gather(*(_all_of(one, request) for request in requests))
+        assert {type(end) for end in ended} == {WorkerGone}
+        with pytest.raises(WorkerGone):
+            await one.loop
+        assert len(one.runner.steps) <= last + overlap
+        assert isinstance(await _all_of(one, requests[0]), WorkerGone), "also who comes later"
 
 
 class Refusing:
@@ -251,53 +228,46 @@ class Refusing:
 
 
 @overlaps
-def test_step_that_cannot_be_started(overlap: bool) -> None:  # noqa: FBT001  a parameter of the test
-    async def main() -> None:
-        async with bench(runner=Refusing(), tuning=Tuning(overlap=overlap, wraps=False)) as one:
-            requests = [a_request(prompt(5, index), 30, request_id=str(index)) for index in range(5)]
-            ended = await asyncio.gather(*(_all_of(one, request) for request in requests))
-            assert {type(end) for end in ended} == {WorkerGone}
-
-    run(main())
+async def test_step_that_cannot_be_started(overlap: bool) -> None:  # noqa: FBT001  a parameter of the test
+    async with bench(runner=Refusing(), tuning=Tuning(overlap=overlap, wraps=False)) as one:
+        requests = [a_request(prompt(5, index), 30, request_id=str(index)) for index in range(5)]
+        ended = await asyncio.gather(*(_all_of(one, request) for request in requests))
+        assert {type(end) for end in ended} == {WorkerGone}
 
 
 @layouts
 @overlaps
 @pytest.mark.parametrize("turns", [0, 1, 5, 20, 60, 150])
-def test_loop_is_cancelled_in_the_middle_of_a_step(
+async def test_loop_is_cancelled_in_the_middle_of_a_step(
     turns: int,
     overlap: bool,  # noqa: FBT001  a parameter of the test
     layout: Layout,
 ) -> None:
     """It ends when its steps have: nothing writes to the memory afterwards, and all of it is freed."""
-
-    async def main() -> None:
-        tuning = Tuning(overlap=overlap, drafts_max=2, vocabulary=VOCABULARY)
-        async with bench(layout=layout, num_extents=12, tuning=tuning) as one:
-            calls: list[asyncio.Task[Produced | Exception | None]] = [
-                asyncio.create_task(_all_of(one, request)) for request in requests_of(6)
-            ]
-            calls.append(asyncio.create_task(_produced(one, a_request(prompt(40, 3), 1))))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            await one.until(lambda: len(one.runner.in_flight) > 0)
-            one.runner.gate.clear()
-            await one.until(lambda: len(one.runner.in_flight) == 1 + overlap or bool(turns))
-            calls[0].cancel()
-            one.loop.cancel()
-            await asyncio.sleep(1.0)
-            assert bool(one.runner.in_flight) == (not one.loop.done())
-            one.ledger.check()
-            one.runner.gate.set()
-            with suppress(asyncio.CancelledError):
-                await one.loop
-            assert one.runner.in_flight == []
-            one.ledger.check()
-            ended = await asyncio.gather(*calls, return_exceptions=True)
-            assert isinstance(ended[0], asyncio.CancelledError)
-            assert all(isinstance(end, WorkerGone | Produced | None) for end in ended[1:]), ended
-
-    run(main())
+    tuning = Tuning(overlap=overlap, drafts_max=2, vocabulary=VOCABULARY)
+    async with bench(layout=layout, num_extents=12, tuning=tuning) as one:
+        calls: list[asyncio.Task[Produced | Exception | None]] = [
+            asyncio.create_task(_all_of(one, request)) for request in requests_of(6)
+        ]
+        calls.append(asyncio.create_task(_produced(one, a_request(prompt(40, 3), 1))))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await one.until(lambda: len(one.runner.in_flight) > 0)
+        one.runner.gate.clear()
+        await one.until(lambda: len(one.runner.in_flight) == 1 + overlap or bool(turns))
+        calls[0].cancel()
+        one.loop.cancel()
+        await asyncio.sleep(1.0)
+        assert bool(one.runner.in_flight) == (not one.loop.done())
+        one.ledger.check()
+        one.runner.gate.set()
+        with suppress(asyncio.CancelledError):
+            await one.loop
+        assert one.runner.in_flight == []
+        one.ledger.check()
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(ended[0], asyncio.CancelledError)
+        assert all(isinstance(end, WorkerGone | Produced | None) for end in ended[1:]), ended
 
 
 async def _produced(one: Bench, request: Request) -> Produced | Exception | None:

@@ -11,12 +11,23 @@ from hypothesis import strategies as st
 
 from tests.support.kernels.launched import META, Counted
 from tests.support.sim.fold import expected_scores
-from tests.support.workers.bench import ATTENTION_ONLY, HYBRID, Bench, Tuning, a_request, bench, prompt, run
+from tests.support.workers.bench import (
+    ATTENTION_ONLY,
+    HYBRID,
+    IN_VIRTUAL_TIME,
+    Bench,
+    Tuning,
+    a_request,
+    bench,
+    prompt,
+)
 from tests.support.workers.logprobs import token_logprob
 from tidemill.kvstore.layout import Layout
 from tidemill.workers.execution.logprobs import CHUNK_TOKENS, scores_of, start_logprobs, start_scores
 from tidemill.workers.execution.step import Row, Scores
 from tidemill.workers.messages import Request, Sampling, TokenLogprob
+
+pytestmark = IN_VIRTUAL_TIME
 
 LAYOUTS = pytest.mark.parametrize("layout", [HYBRID, ATTENTION_ONLY], ids=["hybrid", "attention"])
 
@@ -29,86 +40,67 @@ def scored(num_tokens: int, seed: int = 0, max_new_tokens: int = 6, alternatives
 @LAYOUTS
 @pytest.mark.parametrize("tokens_max", [12, 13, 40, 1000])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_whatever_a_step_holds(layout: Layout, tokens_max: int, *, overlap: bool) -> None:
+async def test_whatever_a_step_holds(layout: Layout, tokens_max: int, *, overlap: bool) -> None:
     """`answer` compares each of them with the definition."""
-
-    async def main() -> None:
-        async with bench(layout=layout, tokens_max=tokens_max, tuning=Tuning(overlap=overlap)) as one:
-            plain = [a_request(prompt(20, seed), 20) for seed in (7, 8)]
-            await asyncio.gather(*(one.answer(scored(n, n)) for n in (1, 2, 3, 4, 5, 8, 9, 50)))
-            await asyncio.gather(*map(one.answer, plain), *(one.answer(scored(n, n)) for n in (16, 17, 33)))
-            chunks = [row.scores for step in one.runner.steps for row in step if row.scores is not None]
-            assert max(len(chunk.targets) for chunk in chunks) <= max(tokens_max, 12)
-
-    run(main())
+    async with bench(layout=layout, tokens_max=tokens_max, tuning=Tuning(overlap=overlap)) as one:
+        plain = [a_request(prompt(20, seed), 20) for seed in (7, 8)]
+        await asyncio.gather(*(one.answer(scored(n, n)) for n in (1, 2, 3, 4, 5, 8, 9, 50)))
+        await asyncio.gather(*map(one.answer, plain), *(one.answer(scored(n, n)) for n in (16, 17, 33)))
+        chunks = [row.scores for step in one.runner.steps for row in step if row.scores is not None]
+        assert max(len(chunk.targets) for chunk in chunks) <= max(tokens_max, 12)
 
 
 @LAYOUTS
-def test_nothing_is_restored_for_it_and_all_is_kept(layout: Layout) -> None:
-    async def main() -> None:
-        async with bench(layout=layout) as one:
-            request = scored(30, max_new_tokens=1)
-            assert (await one.answer(request)).computed_tokens == 30
-            assert (await one.answer(request)).computed_tokens == 30, "the model must see all of it again"
-            assert (await one.answer(a_request(prompt(30), 1))).reused_tokens == 28
-
-    run(main())
+async def test_nothing_is_restored_for_it_and_all_is_kept(layout: Layout) -> None:
+    async with bench(layout=layout) as one:
+        request = scored(30, max_new_tokens=1)
+        assert (await one.answer(request)).computed_tokens == 30
+        assert (await one.answer(request)).computed_tokens == 30, "the model must see all of it again"
+        assert (await one.answer(a_request(prompt(30), 1))).reused_tokens == 28
 
 
 @LAYOUTS
 @pytest.mark.parametrize("seed", range(4))
-def test_after_preemption(layout: Layout, seed: int) -> None:
-    async def main() -> None:
-        async with bench(layout=layout, num_extents=8, tokens_max=16, tuning=Tuning(drafts_max=2)) as one:
-            for _ in range(2):
-                requests = [scored(10 + 9 * index, index, max_new_tokens=40) for index in range(5)]
-                await one.answer_all(requests)
-            assert one.count("preemptions") > 0
-
-    run(main(), seed)
+async def test_after_preemption(layout: Layout, seed: int) -> None:  # noqa: ARG001
+    async with bench(layout=layout, num_extents=8, tokens_max=16, tuning=Tuning(drafts_max=2)) as one:
+        for _ in range(2):
+            requests = [scored(10 + 9 * index, index, max_new_tokens=40) for index in range(5)]
+            await one.answer_all(requests)
+        assert one.count("preemptions") > 0
 
 
 @LAYOUTS
-def test_change_of_the_memory_amid_a_prompt_starts_where_it_was(layout: Layout) -> None:
-    async def main() -> None:
-        async with bench(layout=layout, tokens_max=12, tuning=Tuning(extents_min=40)) as one:
-            work = asyncio.create_task(one.answer(scored(60)))
-            for _ in range(8):
-                for extents in (40, 64):
-                    one.engine.resize(extents * layout.extent_bytes)
-                    await asyncio.sleep(0.03)
-            await work
-
-    run(main())
+async def test_change_of_the_memory_amid_a_prompt_starts_where_it_was(layout: Layout) -> None:
+    async with bench(layout=layout, tokens_max=12, tuning=Tuning(extents_min=40)) as one:
+        work = asyncio.create_task(one.answer(scored(60)))
+        for _ in range(8):
+            for extents in (40, 64):
+                one.engine.resize(extents * layout.extent_bytes)
+                await asyncio.sleep(0.03)
+        await work
 
 
 @LAYOUTS
 @pytest.mark.parametrize("done", [0, 1, 3, 4, 5, 11, 28, 29, 30])
-def test_retry_delivers_only_the_missing_logprobs(layout: Layout, done: int) -> None:
-    async def main() -> None:
-        async with bench(layout=layout, tokens_max=12) as one:
-            await one.answer(a_request(prompt(31), 1))
-            request = replace(scored(31), scored=done)
-            provenance = await one.answer(request)
-            if done == 30:
-                assert provenance.computed_tokens <= 7, "nothing is left of it"
-            else:
-                assert provenance.reused_tokens <= done
-            assert one.runner.steps[-1]
-
-    run(main())
+async def test_retry_delivers_only_the_missing_logprobs(layout: Layout, done: int) -> None:
+    async with bench(layout=layout, tokens_max=12) as one:
+        await one.answer(a_request(prompt(31), 1))
+        request = replace(scored(31), scored=done)
+        provenance = await one.answer(request)
+        if done == 30:
+            assert provenance.computed_tokens <= 7, "nothing is left of it"
+        else:
+            assert provenance.reused_tokens <= done
+        assert one.runner.steps[-1]
 
 
-def test_answer_of_a_lost_worker_is_no_part_of_the_prompt() -> None:
-    async def main() -> None:
-        async with bench() as one:
-            request = scored(10)
-            async with aclosing(one.engine.generate(request)) as deltas:
-                drawn = [token async for delta in deltas for token in delta.tokens]
-            again = replace(request, tokens=(*request.tokens, *drawn[:3]), drawn=3, max_new_tokens=3)
-            assert await _scores(one, again) == expected_scores(request, hybrid=True)
-
-    run(main())
+async def test_answer_of_a_lost_worker_is_no_part_of_the_prompt() -> None:
+    async with bench() as one:
+        request = scored(10)
+        async with aclosing(one.engine.generate(request)) as deltas:
+            drawn = [token async for delta in deltas for token in delta.tokens]
+        again = replace(request, tokens=(*request.tokens, *drawn[:3]), drawn=3, max_new_tokens=3)
+        assert await _scores(one, again) == expected_scores(request, hybrid=True)
 
 
 async def _scores(one: Bench, request: Request) -> list[TokenLogprob]:

@@ -8,16 +8,18 @@ import pytest
 from tests.support.workers.bench import (
     ATTENTION_ONLY,
     HYBRID,
+    IN_VIRTUAL_TIME,
     TIGHT,
     WINDOWS,
     Bench,
     a_request,
     bench,
     prompt,
-    run,
 )
 from tidemill.kvstore.layout import Layout
 from tidemill.workers.messages import Request
+
+pytestmark = IN_VIRTUAL_TIME
 
 FIRST = prompt(90, 99)
 PRESSURE = 30
@@ -44,102 +46,80 @@ async def reused(one: Bench, tokens: tuple[int, ...]) -> int:
 @pytest.mark.parametrize(
     ("retain_s", "wait_s", "kept"), [(0, 0, False), (300, 0, True), (300, 301, False), (1e9, 301, True)]
 )
-def test_prompt_stays_under_pressure_for_the_time_of_its_request(
+async def test_prompt_stays_under_pressure_for_the_time_of_its_request(
     layout: Layout,
     retain_s: float,
     wait_s: float,
     kept: bool,  # noqa: FBT001
 ) -> None:
-    async def main() -> None:
-        async with bench(layout=layout, num_extents=EXTENTS[layout]) as one:
-            await one.answer(retained(FIRST, retain_s=retain_s))
-            await asyncio.sleep(wait_s)
-            await press(one)
-            assert (await reused(one, FIRST) == 88) is kept
-
-    run(main())
+    async with bench(layout=layout, num_extents=EXTENTS[layout]) as one:
+        await one.answer(retained(FIRST, retain_s=retain_s))
+        await asyncio.sleep(wait_s)
+        await press(one)
+        assert (await reused(one, FIRST) == 88) is kept
 
 
 EXTENTS = {HYBRID: 40, TIGHT: 140, ATTENTION_ONLY: 40, WINDOWS: 40}
 
 
-def test_breakpoints_stay_with_the_prompt() -> None:
+async def test_breakpoints_stay_with_the_prompt() -> None:
     """Another prompt that shares its first part resumes there."""
-
-    async def main() -> None:
-        async with bench(num_extents=40) as one:
-            await one.answer(replace(retained(FIRST), breakpoints=(40,)))
-            await press(one)
-            assert await reused(one, FIRST[:42] + prompt(9, 1)) == 40
-
-    run(main())
+    async with bench(num_extents=40) as one:
+        await one.answer(replace(retained(FIRST), breakpoints=(40,)))
+        await press(one)
+        assert await reused(one, FIRST[:42] + prompt(9, 1)) == 40
 
 
-def test_greedy_tenant_does_not_push_out_what_others_retain() -> None:
-    async def main() -> None:
-        async with bench(num_extents=60) as one:
-            await one.answer(retained(FIRST, tenant="modest"))
-            await press(one, tenant="greedy")
-            assert await reused(one, FIRST) == 88
-            others = [await reused(one, prompt(90, seed)) for seed in range(PRESSURE)]
-            assert 0 < others.count(88) < PRESSURE / 2
-
-    run(main())
+async def test_greedy_tenant_does_not_push_out_what_others_retain() -> None:
+    async with bench(num_extents=60) as one:
+        await one.answer(retained(FIRST, tenant="modest"))
+        await press(one, tenant="greedy")
+        assert await reused(one, FIRST) == 88
+        others = [await reused(one, prompt(90, seed)) for seed in range(PRESSURE)]
+        assert 0 < others.count(88) < PRESSURE / 2
 
 
-def test_session_retains_its_last_prompt() -> None:
+async def test_session_retains_its_last_prompt() -> None:
     """The first prompt of the session goes with those of others, the second one stays."""
-
-    async def main() -> None:
-        async with bench(num_extents=40) as one:
-            second = prompt(90, 98)
-            for tokens in (FIRST, second):
-                await one.answer(retained(tokens, session="s"))
-            await press(one)
-            assert await reused(one, second) == 88
-            assert await reused(one, FIRST) == 0
-
-    run(main())
+    async with bench(num_extents=40) as one:
+        second = prompt(90, 98)
+        for tokens in (FIRST, second):
+            await one.answer(retained(tokens, session="s"))
+        await press(one)
+        assert await reused(one, second) == 88
+        assert await reused(one, FIRST) == 0
 
 
 @pytest.mark.parametrize(
     ("released", "kept"), [([], True), ([("a", "p")], False), ([("b", "p"), ("a", "q")], True)]
 )
-def test_prefix_stays_until_its_tenant_releases_it(released: list[tuple[str, str]], kept: bool) -> None:  # noqa: FBT001
+async def test_prefix_stays_until_its_tenant_releases_it(released: list[tuple[str, str]], kept: bool) -> None:  # noqa: FBT001
     """A prefix as `POST /v1/prefixes` computes it and `DELETE` gives it back."""
-
-    async def main() -> None:
-        async with bench(num_extents=40) as one:
-            warmed = replace(retained(FIRST, tenant="a", session="p"), max_new_tokens=1)
-            assert (await one.answer(warmed)).computed_tokens == len(FIRST)
-            again = replace(warmed, request_id="again")
-            assert (await one.answer(again)).reused_tokens == 88, "it is computed once"
-            for tenant, name in released:
-                one.engine.release(tenant, name)
-            await press(one)
-            assert (await reused(one, FIRST) == 88) is kept
-
-    run(main())
+    async with bench(num_extents=40) as one:
+        warmed = replace(retained(FIRST, tenant="a", session="p"), max_new_tokens=1)
+        assert (await one.answer(warmed)).computed_tokens == len(FIRST)
+        again = replace(warmed, request_id="again")
+        assert (await one.answer(again)).reused_tokens == 88, "it is computed once"
+        for tenant, name in released:
+            one.engine.release(tenant, name)
+        await press(one)
+        assert (await reused(one, FIRST) == 88) is kept
 
 
-def test_answers_do_not_depend_on_hints() -> None:
+async def test_answers_do_not_depend_on_hints() -> None:
     """Each answer is compared with that of the model alone."""
-
-    async def main() -> None:
-        async with bench(num_extents=40) as one:
-            requests = [
-                replace(
-                    retained(
-                        prompt(30, seed % 3) + prompt(20 + seed, seed),
-                        tenant=str(seed % 2),
-                        retain_s=seed % 5,
-                    ),
-                    session="s" if seed % 2 else "",
-                    breakpoints=(30,) if seed % 3 else (),
-                    request_id=str(seed),
-                )
-                for seed in range(24)
-            ]
-            await one.answer_all(requests)
-
-    run(main())
+    async with bench(num_extents=40) as one:
+        requests = [
+            replace(
+                retained(
+                    prompt(30, seed % 3) + prompt(20 + seed, seed),
+                    tenant=str(seed % 2),
+                    retain_s=seed % 5,
+                ),
+                session="s" if seed % 2 else "",
+                breakpoints=(30,) if seed % 3 else (),
+                request_id=str(seed),
+            )
+            for seed in range(24)
+        ]
+        await one.answer_all(requests)

@@ -11,6 +11,7 @@ from tests.support.sim.fold import fold_layout
 from tests.support.workers.bench import (
     ATTENTION_ONLY,
     HYBRID,
+    IN_VIRTUAL_TIME,
     Bench,
     BrokenRunner,
     Tuning,
@@ -19,11 +20,12 @@ from tests.support.workers.bench import (
     bench,
     prompt,
     root_of,
-    run,
 )
 from tidemill.kvstore.keys import page_keys
 from tidemill.kvstore.layout import Layout
 from tidemill.workers.messages import PagesMissing, Request, WorkerGone
+
+pytestmark = IN_VIRTUAL_TIME
 
 MANY = 128
 NEW_TOKENS = 3
@@ -54,43 +56,37 @@ def restorable_tokens(one: Bench, tokens: tuple[int, ...], salt: str = "") -> in
 
 @layouts
 @pytest.mark.parametrize("num_shared", [4, 29, 30, 32, 77])
-def test_concurrent_requests_compute_a_shared_prompt_once(num_shared: int, layout: Layout) -> None:
+async def test_concurrent_requests_compute_a_shared_prompt_once(num_shared: int, layout: Layout) -> None:
     requests = sharing(prompt(num_shared))
     boundary = num_shared // 4 * 4
 
-    async def main() -> None:
-        async with bench(layout=layout, num_extents=1000, tuning=Tuning(rows_max=MANY)) as one:
-            came_from = await one.answer_all(requests)
-            assert one.count("computed_tokens") == boundary + own_tokens(requests, boundary)
-            assert sum(provenance.reused_tokens == boundary for provenance in came_from) == MANY - 1
-            assert restorable_tokens(one, prompt(num_shared)) == boundary
-
-    run(main())
+    async with bench(layout=layout, num_extents=1000, tuning=Tuning(rows_max=MANY)) as one:
+        came_from = await one.answer_all(requests)
+        assert one.count("computed_tokens") == boundary + own_tokens(requests, boundary)
+        assert sum(provenance.reused_tokens == boundary for provenance in came_from) == MANY - 1
+        assert restorable_tokens(one, prompt(num_shared)) == boundary
 
 
 @layouts
 @pytest.mark.parametrize("arrival", range(8, 80, 8))
-def test_request_that_comes_amid_the_prompt_of_another_computes_its_own_part(
+async def test_request_that_comes_amid_the_prompt_of_another_computes_its_own_part(
     arrival: int, layout: Layout
 ) -> None:
     """Between two checkpoints of the grid it waits for the one where the prompts part."""
     first, *others = sharing(LONG, 5)
 
-    async def main() -> None:
-        async with bench(layout=layout, num_extents=200, tokens_max=8, tuning=Tuning(rows_max=4)) as one:
-            maker = asyncio.create_task(one.answer(first))
-            await one.until(lambda: one.count("computed_tokens") >= arrival)
-            came_from = await one.answer_all(others)
-            await maker
-            assert [provenance.reused_tokens for provenance in came_from] == [96] * 4
-
-    run(main())
+    async with bench(layout=layout, num_extents=200, tokens_max=8, tuning=Tuning(rows_max=4)) as one:
+        maker = asyncio.create_task(one.answer(first))
+        await one.until(lambda: one.count("computed_tokens") >= arrival)
+        came_from = await one.answer_all(others)
+        await maker
+        assert [provenance.reused_tokens for provenance in came_from] == [96] * 4
 
 
 @layouts
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("seed", range(3))
-def test_prompts_that_part_at_different_depths(seed: int, overlap: bool, layout: Layout) -> None:  # noqa: FBT001  a parameter
+async def test_prompts_that_part_at_different_depths(seed: int, overlap: bool, layout: Layout) -> None:  # noqa: ARG001, FBT001
     """A tree: each of its parts is computed once. A row in flight may have passed a place when it turns out
     that prompts part there: without a checkpoint at it, a hybrid computes that part once more."""
     trunk = prompt(16)
@@ -102,138 +98,112 @@ def test_prompts_that_part_at_different_depths(seed: int, overlap: bool, layout:
         for number in sharing(twig, 6)
     ]
 
-    async def main() -> None:
-        async with bench(layout=layout, num_extents=1000, tuning=Tuning(rows_max=64, overlap=overlap)) as one:
-            await one.answer_all(requests)
-            once = 16 + 4 * 12 + 8 * 8 + own_tokens(requests, 36)
-            if layout.hybrid:
-                assert once <= one.count("computed_tokens") <= once + 28
-            else:
-                assert one.count("computed_tokens") == once
-                assert all(restorable_tokens(one, part) == len(part) for part in [trunk, *branches, *twigs])
-
-    run(main(), seed)
+    async with bench(layout=layout, num_extents=1000, tuning=Tuning(rows_max=64, overlap=overlap)) as one:
+        await one.answer_all(requests)
+        once = 16 + 4 * 12 + 8 * 8 + own_tokens(requests, 36)
+        if layout.hybrid:
+            assert once <= one.count("computed_tokens") <= once + 28
+        else:
+            assert one.count("computed_tokens") == once
+            assert all(restorable_tokens(one, part) == len(part) for part in [trunk, *branches, *twigs])
 
 
-def test_each_salt_computes_its_own() -> None:
+async def test_each_salt_computes_its_own() -> None:
     requests = [*sharing(prompt(32), 20, "a"), *sharing(prompt(32), 20, "b")]
 
-    async def main() -> None:
-        async with bench(num_extents=400, tuning=Tuning(rows_max=40)) as one:
-            await one.answer_all(requests)
-            assert one.count("computed_tokens") == 2 * 32 + own_tokens(requests, 32)
-            assert restorable_tokens(one, prompt(32)) == 0
-
-    run(main())
+    async with bench(num_extents=400, tuning=Tuning(rows_max=40)) as one:
+        await one.answer_all(requests)
+        assert one.count("computed_tokens") == 2 * 32 + own_tokens(requests, 32)
+        assert restorable_tokens(one, prompt(32)) == 0
 
 
 @pytest.mark.parametrize("steps", range(7))
-def test_its_maker_is_aborted_in_the_middle(steps: int) -> None:
+async def test_its_maker_is_aborted_in_the_middle(steps: int) -> None:
     """Another request continues at the last checkpoint of the grid."""
     requests = sharing(LONG, 20)
 
-    async def main() -> None:
-        async with _small_steps() as one:
-            maker = asyncio.create_task(one.answer(requests[0]))
-            await one.until(lambda: one.engine.num_requests == 1)
-            others = asyncio.create_task(one.answer_all(requests[1:]))
-            await one.until(lambda: len(one.runner.steps) >= steps)
-            maker.cancel()
-            await others
-            assert one.count("computed_tokens") <= 96 + 16 + 20 + own_tokens(requests, 96)
-            assert restorable_tokens(one, LONG) == 96
-
-    run(main())
+    async with _small_steps() as one:
+        maker = asyncio.create_task(one.answer(requests[0]))
+        await one.until(lambda: one.engine.num_requests == 1)
+        others = asyncio.create_task(one.answer_all(requests[1:]))
+        await one.until(lambda: len(one.runner.steps) >= steps)
+        maker.cancel()
+        await others
+        assert one.count("computed_tokens") <= 96 + 16 + 20 + own_tokens(requests, 96)
+        assert restorable_tokens(one, LONG) == 96
 
 
 @pytest.mark.parametrize("computed", range(8, 80, 16))
-def test_its_maker_is_preempted_in_the_middle(computed: int) -> None:
+async def test_its_maker_is_preempted_in_the_middle(computed: int) -> None:
     """The budget shrinks below what it and an older request hold, and is given back."""
     requests = sharing(LONG, 20)
     older = a_request(prompt(60, 5), 40, request_id="older")
 
-    async def main() -> None:
-        async with _small_steps() as one:
-            first = asyncio.create_task(one.answer(older))
-            await one.until(lambda: one.count("generated_tokens") > 0)
-            work = asyncio.create_task(one.answer_all(requests))
-            await one.until(lambda: one.engine.load().running_rows == 2)
-            start = one.count("computed_tokens")
-            await one.until(lambda: one.count("computed_tokens") >= start + computed)
-            one.engine.resize(0)
-            await one.until(lambda: bool(one.engine.preempted))
-            one.engine.resize(200 * one.layout.extent_bytes)
-            await asyncio.gather(first, work)
-            assert one.engine.preempted[0] != "older"
-            assert restorable_tokens(one, LONG) == 96
-            useful = 99 + 96 + own_tokens(requests, 96)
-            assert one.count("computed_tokens") <= useful + 99 + 96, "once more at most"
-
-    run(main())
+    async with _small_steps() as one:
+        first = asyncio.create_task(one.answer(older))
+        await one.until(lambda: one.count("generated_tokens") > 0)
+        work = asyncio.create_task(one.answer_all(requests))
+        await one.until(lambda: one.engine.load().running_rows == 2)
+        start = one.count("computed_tokens")
+        await one.until(lambda: one.count("computed_tokens") >= start + computed)
+        one.engine.resize(0)
+        await one.until(lambda: bool(one.engine.preempted))
+        one.engine.resize(200 * one.layout.extent_bytes)
+        await asyncio.gather(first, work)
+        assert one.engine.preempted[0] != "older"
+        assert restorable_tokens(one, LONG) == 96
+        useful = 99 + 96 + own_tokens(requests, 96)
+        assert one.count("computed_tokens") <= useful + 99 + 96, "once more at most"
 
 
-def test_its_maker_fails() -> None:
+async def test_its_maker_fails() -> None:
     """It may not compute that many tokens itself; the others stop waiting for it."""
     requests = sharing(LONG, 20)
     requests[0] = replace(requests[0], gap_tokens_max=8)
 
-    async def main() -> None:
-        async with _small_steps() as one:
-            maker = asyncio.create_task(one.answer(requests[0]))
-            await asyncio.sleep(0)
-            others = asyncio.create_task(one.answer_all(requests[1:]))
-            with pytest.raises(PagesMissing):
-                await maker
-            await others
-            assert one.count("computed_tokens") == 96 + own_tokens(requests[1:], 96)
-
-    run(main())
+    async with _small_steps() as one:
+        maker = asyncio.create_task(one.answer(requests[0]))
+        await asyncio.sleep(0)
+        others = asyncio.create_task(one.answer_all(requests[1:]))
+        with pytest.raises(PagesMissing):
+            await maker
+        await others
+        assert one.count("computed_tokens") == 96 + own_tokens(requests[1:], 96)
 
 
-def test_step_loop_breaks_in_the_middle() -> None:
+async def test_step_loop_breaks_in_the_middle() -> None:
     """The requests that wait for the maker end as well."""
-
-    async def main() -> None:
-        async with bench(runner=BrokenRunner(3), tokens_max=20) as one:
-            ended = await asyncio.gather(*map(one.answer, sharing(LONG, 20)), return_exceptions=True)
-            assert all(isinstance(end, WorkerGone) for end in ended), ended
-
-    run(main())
+    async with bench(runner=BrokenRunner(3), tokens_max=20) as one:
+        ended = await asyncio.gather(*map(one.answer, sharing(LONG, 20)), return_exceptions=True)
+        assert all(isinstance(end, WorkerGone) for end in ended), ended
 
 
-def test_worker_produces_it_once_for_all() -> None:
+async def test_worker_produces_it_once_for_all() -> None:
     requests = sharing(prompt(64), 32)
 
-    async def main() -> None:
-        store = a_store()
-        async with bench(store, num_extents=400) as one:
-            made = await asyncio.gather(*map(one.engine.produce, requests))
-            assert {produced.depth for produced in made} == {68}
-            assert one.count("computed_tokens") == 64 + 32 * 4
-        async with bench(store, num_extents=400) as other:
-            came_from = await other.answer_all(replace(request, gap_tokens_max=0) for request in requests)
-            assert sum(provenance.computed_tokens for provenance in came_from) == 32 * 2
-
-    run(main())
+    store = a_store()
+    async with bench(store, num_extents=400) as one:
+        made = await asyncio.gather(*map(one.engine.produce, requests))
+        assert {produced.depth for produced in made} == {68}
+        assert one.count("computed_tokens") == 64 + 32 * 4
+    async with bench(store, num_extents=400) as other:
+        came_from = await other.answer_all(replace(request, gap_tokens_max=0) for request in requests)
+        assert sum(provenance.computed_tokens for provenance in came_from) == 32 * 2
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_in_scarce_memory_and_at_different_moments(seed: int) -> None:
+async def test_in_scarce_memory_and_at_different_moments(seed: int) -> None:
     """All are exact, whichever request waits for which."""
+    layout = fold_layout(4, hybrid=seed % 3 != 2)
+    tuning = Tuning(rows_max=8, extents_min=10, extents_max=12)
+    async with bench(layout=layout, num_extents=10, tuning=tuning) as one:
 
-    async def main() -> None:
-        layout = fold_layout(4, hybrid=seed % 3 != 2)
-        tuning = Tuning(rows_max=8, extents_min=10, extents_max=12)
-        async with bench(layout=layout, num_extents=10, tuning=tuning) as one:
+        async def late(request: Request, index: int) -> None:
+            await asyncio.sleep(index % 7 * 0.05)
+            await one.answer(request)
 
-            async def late(request: Request, index: int) -> None:
-                await asyncio.sleep(index % 7 * 0.05)
-                await one.answer(request)
-
-            requests = [*sharing(prompt(40), 12), *sharing(prompt(21), 12), *sharing(prompt(60), 12)]
-            await asyncio.gather(*(late(request, index) for index, request in enumerate(requests)))
-
-    run(main(), seed)
+        requests = [*sharing(prompt(40), 12), *sharing(prompt(21), 12), *sharing(prompt(60), 12)]
+        await asyncio.gather(*(late(request, index) for index, request in enumerate(requests)))
 
 
 def _small_steps() -> AbstractAsyncContextManager[Bench]:
