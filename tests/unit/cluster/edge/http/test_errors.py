@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from tests.support.cluster.fake_service import FakeService, app_over, call, chat, events_of, saying
 from tidemill.cluster.edge.requests.bodies import UNSUPPORTED, ChatBody, CompletionBody
 from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX
+from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.inbox import Emit, Enough
-from tidemill.workers.messages import Request, RequestError, StreamPiece
+from tidemill.workers.messages import Request, RequestError, StreamPiece, Unserved
 
 SERVICE = FakeService(saying(" ok"))
 APP = app_over(SERVICE)
@@ -137,15 +138,10 @@ BAD_MESSAGES: list[tuple[object, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("messages", "param"), BAD_MESSAGES)
-def test_bad_message_is_named(messages: object, param: str) -> None:
-    status, error = refused(CHAT, {"messages": messages})
-    assert (status, error["param"]) == (400, param)
-
-
 @pytest.mark.parametrize(
     ("field", "param"),
     [
+        *(({"messages": messages}, param) for messages, param in BAD_MESSAGES),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": 5}, "logprobs"),
@@ -245,48 +241,50 @@ def test_unknown_paths_and_methods() -> None:
         assert path in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_missing_workers_are_503_before_the_first_token(*, stream: bool) -> None:
-    response = chat(app_over(FakeService(saying(" ok"), fail_at=0)), stream=stream)
-    assert response.status_code == 503
-    assert response.headers["retry-after"] == "1"
-    assert response.json()["error"]["type"] == "server_error"
-
-
-def test_failure_in_mid_stream_is_an_event() -> None:
-    service = FakeService(saying(" Emma is here"), fail_at=2)
-    response = chat(app_over(service), stream=True)
-    assert response.status_code == 200
-    assert "event: error\n" in response.text
-    *chunks, error = events_of(response)
-    assert len(chunks) == 1 + 2
-    assert error["error"]["code"] == "unserved"
-    assert service.open_streams == 0
-
-
 UNFIT = RequestError("schema: patternProperties is not supported", param="response_format", code="unfit")
+FAILURES: list[tuple[TidemillError, int, str | None, tuple[str | None, ...]]] = [
+    (
+        Unserved("no worker is left"),
+        503,
+        "1",
+        (
+            "server_error",
+            None,
+            "unserved",
+            "the request could not be served now, try again: no worker is left",
+        ),
+    ),
+    (UNFIT, 400, None, ("invalid_request_error", "response_format", "unfit", str(UNFIT))),
+]
 
 
+@pytest.mark.parametrize(("failure", "status", "retry_after", "about"), FAILURES, ids=["unserved", "unfit"])
+@pytest.mark.parametrize("fail_at", [0, 2])
+@pytest.mark.parametrize("choices", [1, 4])
 @pytest.mark.parametrize("stream", [False, True])
-def test_refusal_of_a_worker_is_the_clients_error(*, stream: bool) -> None:
-    """Grammars are read by workers: what is wrong with them comes back through the data plane."""
-    service = FakeService(saying(" ok"), fail_at=0, failure=UNFIT)
-    response = chat(app_over(service), stream=stream)
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert (error["param"], error["code"], error["message"]) == ("response_format", "unfit", str(UNFIT))
-    assert service.open_streams == 0
-
-
-@pytest.mark.parametrize("choices", [1, 3])
-def test_refusal_of_a_worker_in_mid_stream_keeps_its_param(choices: int) -> None:
-    service = FakeService(saying(" Emma is here"), fail_at=2, failure=UNFIT)
-    error = events_of(chat(app_over(service), stream=True, n=choices))[-1]["error"]
-    assert (error["param"], error["code"], error["type"]) == (
-        "response_format",
-        "unfit",
-        "invalid_request_error",
-    )
+def test_failure_is_a_status_before_the_first_message_and_an_event_after_it(
+    failure: TidemillError,
+    status: int,
+    retry_after: str | None,
+    about: tuple[str | None, ...],
+    fail_at: int,
+    choices: int,
+    *,
+    stream: bool,
+) -> None:
+    """Grammars are read by workers, so what is wrong with them comes back through the data plane."""
+    service = FakeService(saying(" Emma is here"), fail_at=fail_at, failure=failure)
+    response = chat(app_over(service), stream=stream, n=choices)
+    if stream and fail_at:
+        assert response.status_code == 200
+        assert "event: error\n" in response.text
+        *chunks, last = events_of(response)
+        assert choices > 1 or len(chunks) == 1 + fail_at, "the opening, and a chunk for each piece"
+    else:
+        assert (response.status_code, response.headers.get("retry-after")) == (status, retry_after)
+        last = response.json()
+    error = last["error"]
+    assert (error["type"], error["param"], error["code"], error["message"]) == about
     assert service.open_streams == 0
 
 
@@ -303,12 +301,6 @@ def test_answer_that_just_ends_is_a_failure() -> None:
     app = app_over(Short(saying(" Emma is here")))
     assert chat(app).status_code == 503
     assert events_of(chat(app, stream=True))[-1]["error"]["code"] == "unserved"
-
-
-def test_one_failed_answer_of_several_closes_the_others() -> None:
-    service = FakeService(saying(" Emma is here"), fail_at=2)
-    assert chat(app_over(service), n=4).status_code == 503
-    assert service.open_streams == 0
 
 
 JSON = st.recursive(

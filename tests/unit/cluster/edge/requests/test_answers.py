@@ -68,24 +68,49 @@ def test_streamed_chat_answer() -> None:
     assert [part["choices"][0]["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["stop"]
 
 
-@settings(max_examples=30, deadline=None)
+def gathered(chunks: list[Any]) -> dict[str, list[Any]]:
+    columns: dict[str, list[Any]] = {}
+    for chunk in chunks:
+        logprobs: dict[str, list[Any]] = chunk["choices"][0]["logprobs"] or {}
+        for name, values in logprobs.items():
+            columns.setdefault(name, []).extend(values)
+    return columns
+
+
+@settings(max_examples=60, deadline=None)
 @given(
     stop=st.lists(
-        st.sampled_from(["tower", " in the", "Emma is", ".", "日", "nowhere"]), max_size=4, unique=True
+        st.sampled_from(["tower", " in the", "Emma is", "Emma", ".", "日", "本", "nowhere"]),
+        max_size=4,
+        unique=True,
     ),
     per_piece=st.integers(1, 5),
     max_tokens=st.integers(1, 30),
+    logprobs=st.sampled_from([None, 1]),
+    include=st.booleans(),
 )
-def test_streamed_and_whole_answers_agree(stop: list[str], per_piece: int, max_tokens: int) -> None:
+def test_streamed_and_whole_answers_agree(
+    stop: list[str], per_piece: int, max_tokens: int, logprobs: int | None, *, include: bool
+) -> None:
     app = app_over(FakeService(saying(WORDS), per_piece=per_piece))
-    ask = {"stop": stop, "max_tokens": max_tokens}
+    ask = {
+        "stop": stop,
+        "max_tokens": max_tokens,
+        "logprobs": logprobs,
+        "include_stop_str_in_output": include,
+    }
     whole = complete(app, **ask)
+    (choice,) = whole["choices"]
     body = {"prompt": "Hello", "stream": True, "stream_options": {"include_usage": True}, **ask}
     *chunks, usage, _ = events_of(call(app, "POST", "/v1/completions", json=body))
-    assert joined(chunks) == whole["choices"][0]["text"]
-    assert chunks[-1]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+    assert joined(chunks) == choice["text"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
     assert usage["usage"] == whole["usage"]
-    assert not any(text in whole["choices"][0]["text"] for text in stop)
+    assert include or not any(text in choice["text"] for text in stop)
+    columns: dict[str, list[Any]] = choice["logprobs"] or {}
+    assert (choice["logprobs"] is None) is (logprobs is None)
+    assert gathered(chunks) == {name: column for name, column in columns.items() if column}
+    assert all(offset <= len(choice["text"]) for offset in columns.get("text_offset", ()))
 
 
 @pytest.mark.parametrize("per_piece", [1, 4, 99])
@@ -117,12 +142,6 @@ def test_end_of_the_allowance_shows_held_back_text() -> None:
     body = complete(app_over(FakeService(saying(WORDS))), max_tokens=num_tokens, stop=" is in")
     assert body["choices"][0]["text"] == " Emma is"
     assert body["choices"][0]["finish_reason"] == "length"
-
-
-def test_without_max_tokens_the_answer_may_fill_the_model() -> None:
-    service = FakeService(saying(" a"))
-    complete(app_over(service), prompt=[5] * 100)
-    assert service.requests[0].max_new_tokens == service.model.max_model_len - 100
 
 
 @pytest.mark.parametrize(
@@ -216,18 +235,6 @@ def test_messages_may_hold_text_parts_nulls_and_a_developer() -> None:
         n=None,
     )
     assert service.requests[0].tokens == service.requests[1].tokens
-
-
-def test_max_completion_tokens_wins() -> None:
-    service = FakeService(saying(" a"))
-    chat(app_over(service), max_tokens=3, max_completion_tokens=5)
-    assert service.requests[0].max_new_tokens == 5
-
-
-def test_salt_reaches_the_service() -> None:
-    service = FakeService(saying(" a"))
-    complete(app_over(service), cache_salt="tenant-1")
-    assert service.requests[0].salt == "tenant-1"
 
 
 def test_request_id_is_echoed_or_made() -> None:

@@ -189,13 +189,6 @@ def test_unsupported_combinations_are_named(body: dict[str, object], param: str)
     assert PROMPT_LOGPROBS_MAX < 40 * 500 * 21
 
 
-def test_chats_have_neither_echo_nor_best_of() -> None:
-    for field in ({"echo": True}, {"best_of": 2}):
-        messages = [{"role": "user", "content": "Hello!"}]
-        (name,) = field
-        assert refused("/v1/chat/completions", messages=messages, **field) == (400, name)
-
-
 def test_sdk_reads_them() -> None:
     async def main() -> None:
         async with (

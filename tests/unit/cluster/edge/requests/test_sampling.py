@@ -1,18 +1,17 @@
 """The fields by which clients control an answer, and its logprobs."""
 
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support.cluster.fake_service import (
+    MODEL,
     FakeService,
     app_over,
-    call,
     chat,
     complete,
-    events_of,
     saying,
     scored,
     tokenizer,
@@ -65,19 +64,25 @@ def test_missing_fields_change_nothing() -> None:
         assert sampling.logprobs == plain.logprobs
 
 
-def test_priority_reaches_the_workers() -> None:
-    service = FakeService(saying(" a"))
-    complete(app_over(service), priority=-7)
-    assert service.requests[0].priority == -7
-
-
 @pytest.mark.parametrize(
-    ("asked", "count"), [({}, None), ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 20}, 20)]
+    ("send", "body", "field", "value"),
+    [
+        (complete, {"priority": -7}, "priority", -7),
+        (complete, {"cache_salt": "tenant-1"}, "salt", "tenant-1"),
+        (complete, {"prompt": [5] * 100}, "max_new_tokens", MODEL.max_model_len - 100),
+        (complete, {"min_tokens": 5, "max_tokens": 5}, "sampling.min_tokens", 5),
+        (chat, {"max_tokens": 3, "max_completion_tokens": 5}, "max_new_tokens", 5),
+        (chat, {}, "sampling.logprobs", None),
+        (chat, {"logprobs": True}, "sampling.logprobs", 0),
+        (chat, {"logprobs": True, "top_logprobs": 20}, "sampling.logprobs", 20),
+    ],
 )
-def test_chat_asks_for_logprobs_and_alternatives(asked: dict[str, object], count: int | None) -> None:
+def test_field_reaches_the_workers(
+    send: Callable[..., object], body: dict[str, object], field: str, value: object
+) -> None:
     service = FakeService(saying(" a"))
-    chat(app_over(service), **asked)
-    assert service.requests[0].sampling.logprobs == count
+    send(app_over(service), **body)
+    assert attrgetter(field)(service.requests[0]) == value
 
 
 def test_logprobs_of_a_whole_chat() -> None:
@@ -103,34 +108,6 @@ def test_logprobs_of_a_whole_completion() -> None:
         assert token.startswith("bytes:") or choice["text"][offset:].startswith(token)
 
 
-def gathered(chunks: list[Any]) -> dict[str, list[Any]]:
-    columns: dict[str, list[Any]] = {}
-    for chunk in chunks:
-        logprobs: dict[str, list[Any]] = chunk["choices"][0]["logprobs"] or {}
-        for name, values in logprobs.items():
-            columns.setdefault(name, []).extend(values)
-    return columns
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    stop=st.lists(st.sampled_from(["tower", " in the", "Emma", ".", "日", "本"]), max_size=2, unique=True),
-    per_piece=st.integers(1, 5),
-    max_tokens=st.integers(1, 30),
-    include=st.booleans(),
-)
-def test_logprobs_of_streams_and_of_whole_answers_agree(
-    stop: list[str], per_piece: int, max_tokens: int, *, include: bool
-) -> None:
-    app = app_over(FakeService(saying(WORDS), per_piece=per_piece))
-    ask = {"stop": stop, "max_tokens": max_tokens, "logprobs": 1, "include_stop_str_in_output": include}
-    whole = complete(app, **ask)["choices"][0]
-    response = call(app, "POST", "/v1/completions", json={"prompt": "Hello", "stream": True, **ask})
-    chunks = events_of(response)[:-1]
-    assert gathered(chunks) == {name: column for name, column in whole["logprobs"].items() if column}
-    assert all(offset <= len(whole["text"]) for offset in whole["logprobs"]["text_offset"])
-
-
 @pytest.mark.parametrize(("include", "text"), [(False, " Emma is in "), (True, " Emma is in the tow")])
 def test_no_logprobs_behind_a_stop_string(text: str, *, include: bool) -> None:
     app = app_over(FakeService(saying(WORDS), per_piece=4))
@@ -145,10 +122,6 @@ def test_stop_string_may_not_end_the_answer_before_min_tokens() -> None:
     num_tokens = len(tokenizer().encode(" Emma is in"))
     assert complete(app, stop="Emma", min_tokens=num_tokens)["choices"][0]["text"] == WORDS
     assert complete(app, stop="Emma", min_tokens=0)["choices"][0]["text"] == " "
-
-
-def test_min_tokens_may_be_all_tokens() -> None:
-    assert sampling_of(min_tokens=5, max_tokens=5).min_tokens == 5
 
 
 def test_numbers_that_json_has_not() -> None:
