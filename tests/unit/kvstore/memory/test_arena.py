@@ -182,12 +182,13 @@ class ArenaAgainstDicts(RuleBasedStateMachine):
             if self.pools[name].objects:
                 self.pools[name].change(choice, action)
 
-    @rule(name=classes)
-    def free_all(self, name: str) -> None:
-        while self.pools[name].objects:
-            self.pools[name].change(0, "unpin")
-            if self.pools[name].objects:
-                self.pools[name].change(0, "disown")
+    @rule(names=st.lists(classes, min_size=1))
+    def free_all(self, names: list[str]) -> None:
+        for name in names:
+            while self.pools[name].objects:
+                self.pools[name].change(0, "unpin")
+                if self.pools[name].objects:
+                    self.pools[name].change(0, "disown")
 
     @rule(budget=choices)
     def resize(self, budget: int) -> None:
@@ -290,6 +291,74 @@ def test_arena_does_not_remap_under_a_fluctuating_load() -> None:
         for page in [arena.pools[PAGES].take() for _ in range(3 * SPARE_EXTENTS_MAX)]:
             arena.pools[PAGES].unpin(page)
     assert backing.calls == SPARE_EXTENTS_MAX
+
+
+def test_arena_unmaps_empty_extents_when_the_budget_shrinks() -> None:
+    arena, backing = an_arena(6)
+    pages = [arena.pools[PAGES].take() for _ in range(15)]
+    for page in pages[:9]:
+        arena.pools[PAGES].unpin(page)
+    assert (len(backing.mapped), arena.num_empty) == (5, 4)
+    arena.resize(3)
+    assert (len(backing.mapped), arena.num_empty) == (3, 1)
+    arena.resize(1)
+    assert (len(backing.mapped), arena.excess) == (2, 1)
+
+
+def test_arena_of_a_device_keeps_its_floor() -> None:
+    """More empty extents stay mapped than elsewhere, and the first is the first to be used."""
+    layout = a_layout(1)
+    backing = FakeBacking(layout.extent_bytes)
+    arena = Arena(layout, 14, backing, 14, kept_extents=11)
+    assert len(backing.mapped) == 11
+    states = [arena.pools[STATES].take() for _ in range(13)]
+    assert arena.pools[STATES].extent_of(states[0]) == 0
+    arena.pools[STATES].unpin_all(states)
+    assert len(backing.mapped) == 11
+    arena.resize(11)
+    arena.check(())
+    assert 0 in backing.mapped
+
+
+def test_pool_takes_from_the_fullest_extent() -> None:
+    arena, _ = an_arena(2, 2)
+    pool = arena.pools[PAGES]
+    pages = [pool.take() for _ in range(9)]  # 6 in the first extent
+    pool.unpin(pages[0])
+    assert pool.take() == pages[0]
+    pool.unpin_all(pages[:2])
+    assert [pool.extent_of(pool.take()) for _ in range(3)] == [0, 0, 1]
+
+
+def test_arena_shrinks_to_the_budget_with_any_contents() -> None:
+    arena, backing = an_arena(6)
+    pages = [arena.pools[PAGES].take() for _ in range(18)]
+    arena.resize(2)
+    assert arena.excess == 4
+    for num_freed, extent in enumerate((3, 0, 5, 2), 1):
+        arena.pools[PAGES].unpin_all(pages[3 * extent : 3 * extent + 3])
+        assert (arena.excess, len(backing.mapped)) == (4 - num_freed, 6 - num_freed)
+    with pytest.raises(OutOfMemory):
+        arena.pools[STATES].take()
+    arena.resize(3)
+    arena.pools[STATES].take()
+    assert len(backing.mapped) == 3
+
+
+def test_arena_keeps_an_extent_when_the_system_refuses_to_map_it() -> None:
+    arena, backing = an_arena(3)
+    for _ in range(3):
+        backing.refusals = 1
+        with pytest.raises(OutOfMemory, match="refused"):
+            arena.pools[STATES].take()
+        arena.pools[STATES].take()
+    assert len(backing.mapped) == 3
+
+
+def test_arena_unmaps_idle_extents() -> None:
+    arena, backing = an_arena(20)
+    arena.pools[PAGES].unpin_all([arena.pools[PAGES].take() for _ in range(60)])
+    assert len(backing.mapped) == SPARE_EXTENTS_MAX
 
 
 class Buckets(list[dict[int, None]]):
