@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from tests.support.cluster.fake_service import sources
+from tests.support.grpc_loop import in_loop
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.edge.requests.context import PATIENT_S_MAX, open_context
 from tidemill.cluster.edge.requests.security import Security, Tls
@@ -195,7 +196,10 @@ class ScriptedEdge:
         return encode(EdgeSamples())
 
 
-def test_scrape_has_the_last_counts_of_an_edge_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_scrape_has_the_last_counts_of_an_edge_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(frontends, "SCRAPE_S_MAX", 0.2)
 
     class Counting:
@@ -208,49 +212,44 @@ def test_scrape_has_the_last_counts_of_an_edge_that_does_not_answer(monkeypatch:
             self.tokens += 5
             return encode(EdgeSamples({"tokens": [("tokens_total", (), float(self.tokens))]}))
 
-    async def main() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            endpoint = Endpoint(host="127.0.0.1", port=0, frontends=3)
-            served = Frontends(endpoint, Sockets(listener), [], {}, detached=False)
-            edges = [Counting(), Counting()]
-            for index, edge in enumerate(edges):
-                edge.answers.set()
-                run = _Edge(cast("Any", edge), cast("Any", edge), [])
-                served._edges[index] = run  # pyright: ignore[reportPrivateUsage]
-            first = await served.samples()
-            edges[1].answers.clear()
-            async with asyncio.timeout(30):
-                second = await served.samples()
-            edges[1].answers.set()
-            third = await served.samples()
-        up = [found.up for found in (first, second, third)]
-        assert up == [{"0": True, "1": is_up, "2": False} for is_up in (True, False, True)]
-        tokens = [found.families["tokens"][0][2] for found in (first, second, third)]
-        assert tokens == [10, 15, 25]
-
-    asyncio.run(main())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = Endpoint(host="127.0.0.1", port=0, frontends=3)
+        served = Frontends(endpoint, Sockets(listener), [], {}, detached=False)
+        edges = [Counting(), Counting()]
+        for index, edge in enumerate(edges):
+            edge.answers.set()
+            run = _Edge(cast("Any", edge), cast("Any", edge), [])
+            served._edges[index] = run  # pyright: ignore[reportPrivateUsage]
+        first = await served.samples()
+        edges[1].answers.clear()
+        async with asyncio.timeout(30):
+            second = await served.samples()
+        edges[1].answers.set()
+        third = await served.samples()
+    up = [found.up for found in (first, second, third)]
+    assert up == [{"0": True, "1": is_up, "2": False} for is_up in (True, False, True)]
+    tokens = [found.families["tokens"][0][2] for found in (first, second, third)]
+    assert tokens == [10, 15, 25]
 
 
-def test_edge_answers_with_the_last_sums_while_its_server_does_not() -> None:
+@in_loop
+async def test_edge_answers_with_the_last_sums_while_its_server_does_not() -> None:
     context = open_context([], sources())
 
-    async def main() -> None:
-        ours, theirs = socket.socketpair()
-        group = LinkedGroup(theirs)
-        sums = EdgeSamples({"tokens": [("tokens_total", (), 7.0)]}, up={"0": True, "1": True})
+    ours, theirs = socket.socketpair()
+    group = LinkedGroup(theirs)
+    sums = EdgeSamples({"tokens": [("tokens_total", (), 7.0)]}, up={"0": True, "1": True})
 
-        async def answer(_: bytes) -> bytes:
-            return encode(sums)
+    async def answer(_: bytes) -> bytes:
+        return encode(sums)
 
-        server = await Link.open(ours, {"samples": answer, "ready": answer})
-        runs = [asyncio.create_task(server.run()), asyncio.create_task(group.run(context, []))]
-        await asyncio.sleep(0.05)
-        assert await group.samples() == sums
-        runs[0].cancel()
-        await asyncio.wait(runs)
-        assert await group.samples() == replace(sums, up={"0": False, "1": False})
-
-    asyncio.run(main())
+    server = await Link.open(ours, {"samples": answer, "ready": answer})
+    runs = [asyncio.create_task(server.run()), asyncio.create_task(group.run(context, []))]
+    await asyncio.sleep(0.05)
+    assert await group.samples() == sums
+    runs[0].cancel()
+    await asyncio.wait(runs)
+    assert await group.samples() == replace(sums, up={"0": False, "1": False})
 
 
 @pytest.mark.parametrize(
@@ -263,7 +262,8 @@ def test_edge_answers_with_the_last_sums_while_its_server_does_not() -> None:
     ],
     ids=["frozen", "starting", "slow", "frozen later"],
 )
-def test_edge_that_misses_polls_in_a_row_is_killed(
+@in_loop
+async def test_edge_that_misses_polls_in_a_row_is_killed(
     monkeypatch: pytest.MonkeyPatch,
     answers: str,
     has_served: bool,  # noqa: FBT001 - a parameter of the test
@@ -272,18 +272,15 @@ def test_edge_that_misses_polls_in_a_row_is_killed(
     """Once, and not while it starts."""
     monkeypatch.setattr(frontends, "POLL_S", 0.0)
 
-    async def main() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            endpoint = Endpoint(host="127.0.0.1", port=0)
-            served = Frontends(endpoint, Sockets(listener), [], {}, detached=False)
-            edge = ScriptedEdge(answers)
-            run = _Edge(cast("Any", edge), cast("Any", edge), [], has_served=has_served)
-            served._edges[0] = run  # pyright: ignore[reportPrivateUsage]
-            polling = asyncio.create_task(served._poll())  # pyright: ignore[reportPrivateUsage]
-            while edge.polls < 7:  # noqa: ASYNC110 - a line of ours
-                await asyncio.sleep(0)
-            polling.cancel()
-            await asyncio.wait([polling])
-            assert edge.killed_at == killed_at
-
-    asyncio.run(main())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = Endpoint(host="127.0.0.1", port=0)
+        served = Frontends(endpoint, Sockets(listener), [], {}, detached=False)
+        edge = ScriptedEdge(answers)
+        run = _Edge(cast("Any", edge), cast("Any", edge), [], has_served=has_served)
+        served._edges[0] = run  # pyright: ignore[reportPrivateUsage]
+        polling = asyncio.create_task(served._poll())  # pyright: ignore[reportPrivateUsage]
+        while edge.polls < 7:  # noqa: ASYNC110 - a line of ours
+            await asyncio.sleep(0)
+        polling.cancel()
+        await asyncio.wait([polling])
+        assert edge.killed_at == killed_at

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import trustme
 
-from tests.support import grpc_loop
 from tests.support.cluster.heartbeats import worker_info
+from tests.support.grpc_loop import in_loop
 from tests.support.sockets import free_port
 from tests.unit.cluster.rpc.test_mutual_tls import issue
 from tidemill.cluster.mutual_tls import CLUSTER_NAME, MutualTls, refusal_of
@@ -65,82 +65,74 @@ async def publish(address: str, catalogue: Catalogue, tls: MutualTls | None = No
         await writer.close()
 
 
-def test_reader_gets_catalogue_and_files() -> None:
-    async def check() -> None:
-        async with router() as address, reading(address) as reader:
-            await publish(address, WHOLE)
-            catalogue = await reader.changed()
-            assert catalogue is not None
-            assert (catalogue.models[0].names, catalogue.models[0].info.page_tokens) == (
-                MODEL.names,
-                MODEL.info.page_tokens,
-            )
-            assert catalogue.limits == WHOLE.limits
-            for digest in catalogue.models[0].files.values():
-                assert await reader.file(digest) == FILES[digest]
-            with pytest.raises(Unserved, match="no such file"):
-                await reader.file("0" * 64)
-
-    grpc_loop.run(check())
+@in_loop
+async def test_reader_gets_catalogue_and_files() -> None:
+    async with router() as address, reading(address) as reader:
+        await publish(address, WHOLE)
+        catalogue = await reader.changed()
+        assert catalogue is not None
+        assert (catalogue.models[0].names, catalogue.models[0].info.page_tokens) == (
+            MODEL.names,
+            MODEL.info.page_tokens,
+        )
+        assert catalogue.limits == WHOLE.limits
+        for digest in catalogue.models[0].files.values():
+            assert await reader.file(digest) == FILES[digest]
+        with pytest.raises(Unserved, match="no such file"):
+            await reader.file("0" * 64)
 
 
-def test_file_of_another_digest_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_file_of_another_digest_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async def send_nothing(*_: object) -> bytes:
         return b""
 
     monkeypatch.setattr(CatalogueServer, "_get_part", send_nothing)
 
-    async def check() -> None:
-        async with router() as address, reading(address) as reader:
-            await publish(address, WHOLE)
-            with pytest.raises(Unserved, match="another file"):
-                await reader.file(sha256(b"{}").hexdigest())
-
-    grpc_loop.run(check())
+    async with router() as address, reading(address) as reader:
+        await publish(address, WHOLE)
+        with pytest.raises(Unserved, match="another file"):
+            await reader.file(sha256(b"{}").hexdigest())
 
 
-def test_change_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_change_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogue_server, "CATALOGUE_WAIT_S", 600.0)
 
-    async def check() -> None:
-        async with router() as address, reading(address) as reader:
-            await publish(address, WHOLE)
-            await reader.changed()
-            waiting = asyncio.create_task(reader.changed())
-            await publish(address, WHOLE)  # the same again is no change
-            await asyncio.sleep(0.2)
-            assert not waiting.done()
-            await publish(address, WITH_KEY)
-            changed = await waiting
+    async with router() as address, reading(address) as reader:
+        await publish(address, WHOLE)
+        await reader.changed()
+        waiting = asyncio.create_task(reader.changed())
+        await publish(address, WHOLE)  # the same again is no change
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        await publish(address, WITH_KEY)
+        changed = await waiting
+        assert changed is not None
+        assert changed.keys == WITH_KEY.keys
+
+
+@in_loop
+async def test_reader_goes_to_the_next_router_and_to_one_that_has_restarted() -> None:
+    async with router() as second:
+        port = free_port()
+        known = replace(WHOLE, models=(replace(MODEL, routers=(f"127.0.0.1:{port}", second)),))
+        await publish(second, known)
+        async with reading(f"127.0.0.1:{port}") as reader:
+            async with router(port) as first:
+                await publish(first, known)
+                assert await reader.changed() is not None
+            with pytest.raises(Unserved):
+                await reader.changed()
+            assert reader.address == second
+            await publish(second, WITH_KEY)
+            changed = await reader.changed()
             assert changed is not None
             assert changed.keys == WITH_KEY.keys
-
-    grpc_loop.run(check())
-
-
-def test_reader_goes_to_the_next_router_and_to_one_that_has_restarted() -> None:
-    async def check() -> None:
-        async with router() as second:
-            port = free_port()
-            known = replace(WHOLE, models=(replace(MODEL, routers=(f"127.0.0.1:{port}", second)),))
-            await publish(second, known)
-            async with reading(f"127.0.0.1:{port}") as reader:
-                async with router(port) as first:
-                    await publish(first, known)
-                    assert await reader.changed() is not None
-                with pytest.raises(Unserved):
-                    await reader.changed()
-                assert reader.address == second
-                await publish(second, WITH_KEY)
-                changed = await reader.changed()
-                assert changed is not None
-                assert changed.keys == WITH_KEY.keys
-            async with router(port) as first, reading(first) as reader:
-                watching = asyncio.create_task(reader.changed())
-                await publish(first, known)
-                assert await watching is not None
-
-    grpc_loop.run(check())
+        async with router(port) as first, reading(first) as reader:
+            watching = asyncio.create_task(reader.changed())
+            await publish(first, known)
+            assert await watching is not None
 
 
 def test_catalogue_without_its_files_is_not_served() -> None:
@@ -170,7 +162,8 @@ def test_wrong_part_is_refused(digest: str, start: int, size: int, part: bytes) 
         CatalogueServer().put_part(digest, start, size, part)
 
 
-def test_process_without_a_valid_certificate_gets_nothing(tmp_path: Path) -> None:
+@in_loop
+async def test_process_without_a_valid_certificate_gets_nothing(tmp_path: Path) -> None:
     authority = trustme.CA()
     ours = issue(tmp_path / "ours", authority)
     expired = replace(ours, certificate=tmp_path / "cert.pem", key=tmp_path / "key.pem")
@@ -179,26 +172,23 @@ def test_process_without_a_valid_certificate_gets_nothing(tmp_path: Path) -> Non
     old.private_key_pem.write_to_path(str(expired.key))
     foreign = replace(issue(tmp_path / "theirs", trustme.CA()), ca=ours.ca)
 
-    async def check() -> None:
-        async with router(tls=ours) as address:
-            await publish(address, WHOLE, ours)
-            for stranger in (None, expired, foreign):
-                async with reading(address, tls=stranger) as reader:
-                    with pytest.raises(Unserved):
-                        await reader.changed()
+    async with router(tls=ours) as address:
+        await publish(address, WHOLE, ours)
+        for stranger in (None, expired, foreign):
+            async with reading(address, tls=stranger) as reader:
                 with pytest.raises(Unserved):
-                    await publish(address, WITH_KEY, stranger)
-                refusal = await asyncio.to_thread(refusal_of, address, stranger)
-                assert refusal is not None
-                assert "--cluster-ssl-certfile" in refusal
-            assert await asyncio.to_thread(refusal_of, address, ours) is None
-            async with reading(address, tls=ours) as reader:
-                catalogue = await reader.changed()
-                assert catalogue is not None
-                assert not catalogue.keys
-        async with router() as address:
-            assert await asyncio.to_thread(refusal_of, address, None) is None
-            assert "has no certificate" in (await asyncio.to_thread(refusal_of, address, ours) or "")
-        assert await asyncio.to_thread(refusal_of, address, ours) is None, "there is no process"
-
-    grpc_loop.run(check())
+                    await reader.changed()
+            with pytest.raises(Unserved):
+                await publish(address, WITH_KEY, stranger)
+            refusal = await asyncio.to_thread(refusal_of, address, stranger)
+            assert refusal is not None
+            assert "--cluster-ssl-certfile" in refusal
+        assert await asyncio.to_thread(refusal_of, address, ours) is None
+        async with reading(address, tls=ours) as reader:
+            catalogue = await reader.changed()
+            assert catalogue is not None
+            assert not catalogue.keys
+    async with router() as address:
+        assert await asyncio.to_thread(refusal_of, address, None) is None
+        assert "has no certificate" in (await asyncio.to_thread(refusal_of, address, ours) or "")
+    assert await asyncio.to_thread(refusal_of, address, ours) is None, "there is no process"

@@ -8,8 +8,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from tests.support import grpc_loop
 from tests.support.cluster.heartbeats import heartbeat, placement_request
+from tests.support.grpc_loop import in_loop
 from tests.support.waits import WAIT_S_MAX
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.router.server import RouterService
@@ -20,69 +20,62 @@ from tidemill.cluster.rpc.placement_codec import decode_placement, encode_placem
 WORKERS = 1100
 
 
-def test_router_takes_heartbeats_of_1000_workers_and_placements() -> None:
-    async def main() -> None:
-        router = Router(asyncio.get_running_loop().time)
-        service = RouterService(router)
-        try:
-            async with open_channel(await service.start("127.0.0.1")) as channel, asyncio.timeout(WAIT_S_MAX):
-                calls = cast("Any", channel)
-                reports = [calls.stream_stream("/tidemill.Router/Report")() for _ in range(WORKERS)]
-                for index, report in enumerate(reports):
-                    await report.write(encode_heartbeat(heartbeat(f"mixed-{index}", "mixed")))
-                for report in reports:
-                    assert isinstance(await report.read(), bytes), "refused"
-                assert len(router.status().workers) == WORKERS
-                place = calls.unary_unary("/tidemill.Router/Place")
-                placed = decode_placement(await place(encode_placement_request(placement_request())))
-                assert not isinstance(placed, Exception)
-                assert placed.decode.startswith("mixed-")
-                for report in reports:
-                    report.cancel()
-        finally:
-            await service.stop()
-
-    grpc_loop.run(main())
+@in_loop
+async def test_router_takes_heartbeats_of_1000_workers_and_placements() -> None:
+    router = Router(asyncio.get_running_loop().time)
+    service = RouterService(router)
+    try:
+        async with open_channel(await service.start("127.0.0.1")) as channel, asyncio.timeout(WAIT_S_MAX):
+            calls = cast("Any", channel)
+            reports = [calls.stream_stream("/tidemill.Router/Report")() for _ in range(WORKERS)]
+            for index, report in enumerate(reports):
+                await report.write(encode_heartbeat(heartbeat(f"mixed-{index}", "mixed")))
+            for report in reports:
+                assert isinstance(await report.read(), bytes), "refused"
+            assert len(router.status().workers) == WORKERS
+            place = calls.unary_unary("/tidemill.Router/Place")
+            placed = decode_placement(await place(encode_placement_request(placement_request())))
+            assert not isinstance(placed, Exception)
+            assert placed.decode.startswith("mixed-")
+            for report in reports:
+                report.cancel()
+    finally:
+        await service.stop()
 
 
-def test_one_stream_too_many_is_refused_and_the_others_stay() -> None:
-    async def main() -> None:
-        async def echo(frames: Any, context: Any) -> None:  # noqa: ANN401 - as above
-            async for frame in frames:
-                await context.write(frame)
+@in_loop
+async def test_one_stream_too_many_is_refused_and_the_others_stay() -> None:
+    async def echo(frames: Any, context: Any) -> None:  # noqa: ANN401 - as above
+        async for frame in frames:
+            await context.write(frame)
 
-        server = new_server(3)
-        server.add_generic_rpc_handlers(
-            (
-                grpc.method_handlers_generic_handler(
-                    "test", {"Echo": grpc.stream_stream_rpc_method_handler(echo)}
-                ),
-            )
-        )
-        address = bind(server, "127.0.0.1", 0)
-        await server.start()
-        try:
-            async with open_channel(address) as channel, asyncio.timeout(WAIT_S_MAX):
-                method = cast("Any", channel).stream_stream("/test/Echo")
-                streams = [method() for _ in range(3)]
-                for stream in streams:
-                    await stream.write(b"1")
-                    assert await stream.read() == b"1"
-                refused = method()
-                with pytest.raises(grpc.aio.AioRpcError) as error:
-                    await refused.read()
-                assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-                for stream in streams:
-                    await stream.write(b"2")
-                    assert await stream.read() == b"2"
-                    stream.cancel()
-        finally:
-            await server.stop(grace=None)
-
-    grpc_loop.run(main())
+    server = new_server(3)
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("test", {"Echo": grpc.stream_stream_rpc_method_handler(echo)}),)
+    )
+    address = bind(server, "127.0.0.1", 0)
+    await server.start()
+    try:
+        async with open_channel(address) as channel, asyncio.timeout(WAIT_S_MAX):
+            method = cast("Any", channel).stream_stream("/test/Echo")
+            streams = [method() for _ in range(3)]
+            for stream in streams:
+                await stream.write(b"1")
+                assert await stream.read() == b"1"
+            refused = method()
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await refused.read()
+            assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            for stream in streams:
+                await stream.write(b"2")
+                assert await stream.read() == b"2"
+                stream.cancel()
+    finally:
+        await server.stop(grace=None)
 
 
-def test_a_call_that_fails_while_it_is_cancelled_is_cancelled() -> None:
+@in_loop
+async def test_a_call_that_fails_while_it_is_cancelled_is_cancelled() -> None:
     """gRPC raises the error of such a call alone, and a caller who retries under a time limit never ends."""
     error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
 
@@ -101,10 +94,7 @@ def test_a_call_that_fails_while_it_is_cancelled_is_cancelled() -> None:
                 with suppress(grpc.aio.AioRpcError), cancellable():
                     await fail()
 
-    async def main() -> None:
-        with pytest.raises(TimeoutError):
-            await retry()
-        with pytest.raises(grpc.aio.AioRpcError), cancellable():
-            raise error
-
-    asyncio.run(main())
+    with pytest.raises(TimeoutError):
+        await retry()
+    with pytest.raises(grpc.aio.AioRpcError), cancellable():
+        raise error

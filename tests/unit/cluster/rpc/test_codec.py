@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.cluster.heartbeats import heartbeat
-from tests.support.workers.bench import a_request, bench, prompt, run
+from tests.support.grpc_loop import in_loop
+from tests.support.workers.bench import a_request, bench, prompt
 from tidemill.cluster.messages import (
     BudgetTarget,
     FleetStatus,
@@ -311,11 +312,9 @@ def test_token_takes_few_bytes() -> None:
     assert len(encode_client_frame(Generate(1, prompt))) < 5000
 
 
-def test_codec_keeps_the_load_of_an_engine() -> None:
-    async def main() -> None:
-        async with bench(num_extents=8) as one:
-            await one.answer(a_request(prompt(50), 20))
-            sent = replace(heartbeat(), load=one.engine.load())
-            assert decode_heartbeat(encode_heartbeat(sent)) == sent
-
-    run(main())
+@in_loop
+async def test_codec_keeps_the_load_of_an_engine() -> None:
+    async with bench(num_extents=8) as one:
+        await one.answer(a_request(prompt(50), 20))
+        sent = replace(heartbeat(), load=one.engine.load())
+        assert decode_heartbeat(encode_heartbeat(sent)) == sent

@@ -10,7 +10,8 @@ import pytest
 import trustme
 
 from tests.support.cluster.fake_engine import FakeEngine
-from tests.support.cluster.scripted_engine import FIRST, LAST, answer_of, collect, request, run
+from tests.support.cluster.scripted_engine import FIRST, LAST, answer_of, collect, request
+from tests.support.grpc_loop import in_loop
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.security import with_cluster_security
 from tidemill.cluster.cli.serve import config_of_options
@@ -109,65 +110,57 @@ async def status_of(address: str, tls: MutualTls | None) -> None:
         await client.close()
 
 
-def test_processes_of_a_cluster_connect(ours: MutualTls) -> None:
-    async def main() -> None:
-        async with worker(ours) as (engine, address):
-            await generates(address, engine, ours)
-        async with router(ours) as address:
-            await status_of(address, ours)
-
-    run(main())
+@in_loop
+async def test_processes_of_a_cluster_connect(ours: MutualTls) -> None:
+    async with worker(ours) as (engine, address):
+        await generates(address, engine, ours)
+    async with router(ours) as address:
+        await status_of(address, ours)
 
 
-def test_stranger_is_refused(
+@in_loop
+async def test_stranger_is_refused(
     ours: MutualTls, stranger: MutualTls | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(router_client, "STATUS_WAIT_S_MAX", 0.5)
 
-    async def main() -> None:
-        async with worker(ours) as (engine, address):
-            with pytest.raises(WorkerGone):
-                await generates(address, engine, stranger)
-            assert not engine.begun
-        async with router(ours) as address:
-            with pytest.raises(Unserved):
-                await status_of(address, stranger)
-
-    run(main())
+    async with worker(ours) as (engine, address):
+        with pytest.raises(WorkerGone):
+            await generates(address, engine, stranger)
+        assert not engine.begun
+    async with router(ours) as address:
+        with pytest.raises(Unserved):
+            await status_of(address, stranger)
 
 
 @pytest.mark.parametrize("name", [None, "elsewhere"])
-def test_server_that_is_not_of_the_cluster_gets_nothing(
+@in_loop
+async def test_server_that_is_not_of_the_cluster_gets_nothing(
     name: str | None, authority: trustme.CA, ours: MutualTls, tmp_path: Path
 ) -> None:
     theirs = None if name is None else issue(tmp_path / name, authority, name)
 
-    async def main() -> None:
-        async with worker(theirs) as (engine, address):
-            with pytest.raises(WorkerGone):
-                await generates(address, engine, ours)
-            assert not engine.begun
-
-    run(main())
+    async with worker(theirs) as (engine, address):
+        with pytest.raises(WorkerGone):
+            await generates(address, engine, ours)
+        assert not engine.begun
 
 
-def test_new_files_count_from_the_next_connection_on(
+@in_loop
+async def test_new_files_count_from_the_next_connection_on(
     ours: MutualTls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(router_client, "STATUS_WAIT_S_MAX", 0.5)
 
-    async def main() -> None:
-        async with router(ours) as address:
+    async with router(ours) as address:
+        await status_of(address, ours)
+        renewed = issue(tmp_path / "renewed", trustme.CA())
+        for path in ("certificate", "key", "ca"):
+            getattr(ours, path).write_bytes(getattr(renewed, path).read_bytes())
+        with pytest.raises(Unserved):
             await status_of(address, ours)
-            renewed = issue(tmp_path / "renewed", trustme.CA())
-            for path in ("certificate", "key", "ca"):
-                getattr(ours, path).write_bytes(getattr(renewed, path).read_bytes())
-            with pytest.raises(Unserved):
-                await status_of(address, ours)
-        async with router(ours) as address:
-            await status_of(address, ours)
-
-    run(main())
+    async with router(ours) as address:
+        await status_of(address, ours)
 
 
 def clustered(*arguments: str) -> ClusterSettings:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import grpc_loop
+from tests.support.grpc_loop import in_loop
 from tidemill.cluster.messages import MembersAnswer, Misses, RoleScale
 from tidemill.cluster.orders import (
     Drain,
@@ -76,29 +76,27 @@ class ObedientRouter(Router):
         self._obedient.obey(order)
 
 
-def test_orders_are_carried_out_and_answers_and_refusals_come_back_whole() -> None:
+@in_loop
+async def test_orders_are_carried_out_and_answers_and_refusals_come_back_whole() -> None:
     obedient = Obedient()
 
-    async def check() -> None:
-        service = RouterService(ObedientRouter(obedient), supervisor=obedient)
-        client = RouterClient(always_at(await service.start("127.0.0.1")))
-        try:
-            assert await client.report("a", Misses(late=2), 4, 3) == 5
-            for order, answer in ANSWERS:
-                obedient.answers = [answer]
-                assert await client.carry_out(order) == answer
-                assert obedient.carried_out.pop() == order
-                for refusal in REFUSALS:
-                    obedient.answers = [refusal]
-                    with pytest.raises(RequestError) as refused:
-                        await client.carry_out(order)
-                    assert str(refused.value) == str(refusal)
-                    assert vars(refused.value) == vars(refusal)
-                obedient.answers = [Unserved("the supervisor is away")]
-                with pytest.raises(Unserved, match="is away"):
+    service = RouterService(ObedientRouter(obedient), supervisor=obedient)
+    client = RouterClient(always_at(await service.start("127.0.0.1")))
+    try:
+        assert await client.report("a", Misses(late=2), 4, 3) == 5
+        for order, answer in ANSWERS:
+            obedient.answers = [answer]
+            assert await client.carry_out(order) == answer
+            assert obedient.carried_out.pop() == order
+            for refusal in REFUSALS:
+                obedient.answers = [refusal]
+                with pytest.raises(RequestError) as refused:
                     await client.carry_out(order)
-        finally:
-            await client.close()
-            await service.stop()
-
-    grpc_loop.run(check())
+                assert str(refused.value) == str(refusal)
+                assert vars(refused.value) == vars(refusal)
+            obedient.answers = [Unserved("the supervisor is away")]
+            with pytest.raises(Unserved, match="is away"):
+                await client.carry_out(order)
+    finally:
+        await client.close()
+        await service.stop()

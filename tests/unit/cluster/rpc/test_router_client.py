@@ -9,8 +9,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from tests.support import grpc_loop
 from tests.support.cluster.heartbeats import placement_request
+from tests.support.grpc_loop import in_loop
 from tidemill.cluster.messages import FleetStatus, Route
 from tidemill.cluster.rpc import router_failover
 from tidemill.cluster.rpc.channels import bind, new_server
@@ -46,7 +46,8 @@ async def serve(
     return server, address
 
 
-def test_requests_that_come_meanwhile_share_a_frame() -> None:
+@in_loop
+async def test_requests_that_come_meanwhile_share_a_frame() -> None:
     """A single request has a call of its own. Each of the others gets its own answer, in any order of
     waiting, and one whose client has left is not placed."""
     frames: list[list[str]] = []
@@ -68,35 +69,33 @@ def test_requests_that_come_meanwhile_share_a_frame() -> None:
             for request in requests
         )
 
-    async def main() -> None:
-        server, address = await serve({"Place": place_one, "PlaceAll": place_all})
-        client = RouterClient(always_at(address))
+    server, address = await serve({"Place": place_one, "PlaceAll": place_all})
+    client = RouterClient(always_at(address))
 
-        def place(name: str, tenant: str = "") -> asyncio.Task[Route]:
-            return asyncio.create_task(client.place(replace(ASK, request_id=name, tenant=tenant)))
+    def place(name: str, tenant: str = "") -> asyncio.Task[Route]:
+        return asyncio.create_task(client.place(replace(ASK, request_id=name, tenant=tenant)))
 
-        async with asyncio.timeout(WAIT_S_MAX):
-            first = place("first")
-            await arrived.wait()
-            later = [place(str(number)) for number in range(FRAME_REQUESTS_MAX)]
-            left, refused = place("left"), place("refused", "greedy")
-            await asyncio.sleep(0)
-            left.cancel()
-            await asyncio.sleep(0)
-            answer.set()
-            assert await first == ROUTE
-            routes = await asyncio.gather(*later)
-            assert [route.decode for route in routes] == [str(number) for number in range(FRAME_REQUESTS_MAX)]
-            with pytest.raises(Overloaded):
-                await refused
-        assert frames == [[str(number) for number in range(FRAME_REQUESTS_MAX)], ["refused"]]
-        await client.close()
-        await server.stop(grace=None)
-
-    grpc_loop.run(main())
+    async with asyncio.timeout(WAIT_S_MAX):
+        first = place("first")
+        await arrived.wait()
+        later = [place(str(number)) for number in range(FRAME_REQUESTS_MAX)]
+        left, refused = place("left"), place("refused", "greedy")
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.sleep(0)
+        answer.set()
+        assert await first == ROUTE
+        routes = await asyncio.gather(*later)
+        assert [route.decode for route in routes] == [str(number) for number in range(FRAME_REQUESTS_MAX)]
+        with pytest.raises(Overloaded):
+            await refused
+    assert frames == [[str(number) for number in range(FRAME_REQUESTS_MAX)], ["refused"]]
+    await client.close()
+    await server.stop(grace=None)
 
 
-def test_request_without_a_worker_waits_in_a_call_of_its_own() -> None:
+@in_loop
+async def test_request_without_a_worker_waits_in_a_call_of_its_own() -> None:
     framed: list[bytes] = []
 
     async def place_all(data: bytes, _: object) -> bytes:
@@ -106,18 +105,16 @@ def test_request_without_a_worker_waits_in_a_call_of_its_own() -> None:
     async def place(_: bytes, __: object) -> bytes:
         return encode_placement(ROUTE)
 
-    async def main() -> None:
-        server, address = await serve({"PlaceAll": place_all, "Place": place})
-        client = RouterClient(always_at(address))
-        assert await asyncio.gather(client.place(ASK), client.place(ASK)) == [ROUTE] * 2
-        assert len(framed) == 1, "the other one had a call of its own from the start"
-        await client.close()
-        await server.stop(grace=None)
-
-    grpc_loop.run(main())
+    server, address = await serve({"PlaceAll": place_all, "Place": place})
+    client = RouterClient(always_at(address))
+    assert await asyncio.gather(client.place(ASK), client.place(ASK)) == [ROUTE] * 2
+    assert len(framed) == 1, "the other one had a call of its own from the start"
+    await client.close()
+    await server.stop(grace=None)
 
 
-def test_call_that_finds_the_router_away_leaves_those_that_wait_alone() -> None:
+@in_loop
+async def test_call_that_finds_the_router_away_leaves_those_that_wait_alone() -> None:
     """Other calls may wait for answers on the broken connection, which arrive or fail by themselves."""
     asked, answer = asyncio.Event(), asyncio.Event()
     found: list[str] = []
@@ -133,23 +130,21 @@ def test_call_that_finds_the_router_away_leaves_those_that_wait_alone() -> None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "on its way out")
         return encode(FleetStatus(workers=()))
 
-    async def main() -> None:
-        server, address = await serve({"Place": place, "Status": status})
-        client = RouterClient(always_at(address))
-        async with asyncio.timeout(WAIT_S_MAX):
-            placing = asyncio.create_task(client.place(ASK))
-            await asked.wait()
-            assert await client.status() == FleetStatus(workers=())
-            assert found == ["away"]
-            answer.set()
-            assert await placing == ROUTE
-        await client.close()
-        await server.stop(grace=None)
-
-    grpc_loop.run(main())
+    server, address = await serve({"Place": place, "Status": status})
+    client = RouterClient(always_at(address))
+    async with asyncio.timeout(WAIT_S_MAX):
+        placing = asyncio.create_task(client.place(ASK))
+        await asked.wait()
+        assert await client.status() == FleetStatus(workers=())
+        assert found == ["away"]
+        answer.set()
+        assert await placing == ROUTE
+    await client.close()
+    await server.stop(grace=None)
 
 
-def test_clients_return_to_the_first_router_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_clients_return_to_the_first_router_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """One router places for all clients while it runs. Another one does it meanwhile, and until the first has
     answered twice."""
     monkeypatch.setattr(router_failover, "RETURN_S", 0.1)
@@ -165,27 +160,24 @@ def test_clients_return_to_the_first_router_when_it_is_back(monkeypatch: pytest.
 
         return {"Place": place, "Out": out}
 
-    async def main() -> None:
-        first, address = await serve(methods("first"))
-        second, other = await serve(methods("second"))
-        client = RouterClient(always_at(address), always_at(other))
+    first, address = await serve(methods("first"))
+    second, other = await serve(methods("second"))
+    client = RouterClient(always_at(address), always_at(other))
 
-        async def placed_by() -> str:
-            return (await client.place(ASK)).decode
+    async def placed_by() -> str:
+        return (await client.place(ASK)).decode
 
-        async with asyncio.timeout(WAIT_S_MAX):
-            assert await placed_by() == "first"
-            await first.stop(grace=None)
-            assert await placed_by() == "second"
-            await asyncio.sleep(0.3)
-            assert await placed_by() == "second", "it is still away"
-            first, _ = await serve(methods("first"), int(address.rpartition(":")[2]))
-            while await placed_by() != "first":  # noqa: ASYNC110 - it sends no event
-                await asyncio.sleep(0.02)
-            assert len(questions) == 2
-            await second.stop(grace=None)
-            assert await placed_by() == "first"
-        await client.close()
+    async with asyncio.timeout(WAIT_S_MAX):
+        assert await placed_by() == "first"
         await first.stop(grace=None)
-
-    grpc_loop.run(main())
+        assert await placed_by() == "second"
+        await asyncio.sleep(0.3)
+        assert await placed_by() == "second", "it is still away"
+        first, _ = await serve(methods("first"), int(address.rpartition(":")[2]))
+        while await placed_by() != "first":  # noqa: ASYNC110 - it sends no event
+            await asyncio.sleep(0.02)
+        assert len(questions) == 2
+        await second.stop(grace=None)
+        assert await placed_by() == "first"
+    await client.close()
+    await first.stop(grace=None)

@@ -9,8 +9,9 @@ from random import Random
 import pytest
 
 from tests.support.cluster.fake_engine import FakeEngine
-from tests.support.cluster.scripted_engine import FIRST, WORKER, answer_of, fails, frontend, request, run
+from tests.support.cluster.scripted_engine import FIRST, WORKER, answer_of, fails, frontend, request
 from tests.support.e2e.link import Link, Weather
+from tests.support.grpc_loop import in_loop
 from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.cluster.worker.server import WorkerServer
 from tidemill.workers.messages import CrashedAlone, Delta, PagesMissing, WorkerGone
@@ -50,54 +51,45 @@ async def line() -> AsyncGenerator[tuple[Line, WorkerClients, str]]:
 
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("num_resets", [1, 3])
-def test_worker_that_still_runs_is_called_again(num_resets: int, *, alone: bool) -> None:
+@in_loop
+async def test_worker_that_still_runs_is_called_again(num_resets: int, *, alone: bool) -> None:
     """The connections that ask whether it still runs may break as well."""
-
-    async def main() -> None:
-        async with line() as (here, peers, address):
-            async with aclosing(answer_of(peers, request("a"), address)) as deltas:
-                await here.first(anext(deltas), "a", alone=alone)
-                here.storms += [Weather(reset_share=1.0)] * num_resets
-                here.engine.step(("a", FIRST))
-                assert "still runs" in await fails(anext(deltas), PagesMissing)
-            assert not here.storms
-            assert 1 <= here.link.num_resets <= num_resets
-            await here.engine.until(lambda engine: not engine.calls)
-            async with aclosing(answer_of(peers, request("b"), address)) as deltas:
-                await here.first(anext(deltas), "b")
-
-    run(main())
+    async with line() as (here, peers, address):
+        async with aclosing(answer_of(peers, request("a"), address)) as deltas:
+            await here.first(anext(deltas), "a", alone=alone)
+            here.storms += [Weather(reset_share=1.0)] * num_resets
+            here.engine.step(("a", FIRST))
+            assert "still runs" in await fails(anext(deltas), PagesMissing)
+        assert not here.storms
+        assert 1 <= here.link.num_resets <= num_resets
+        await here.engine.until(lambda engine: not engine.calls)
+        async with aclosing(answer_of(peers, request("b"), address)) as deltas:
+            await here.first(anext(deltas), "b")
 
 
-def test_connection_that_breaks_before_its_first_answer_is_no_loss() -> None:
-    async def main() -> None:
-        async with line() as (here, peers, address):
-            here.storms.append(Weather(reset_share=1.0))
-            async with aclosing(answer_of(peers, request("a"), address)) as deltas:
-                assert "still runs" in await fails(anext(deltas), PagesMissing)
-            assert here.link.num_resets == 1
-
-    run(main())
+@in_loop
+async def test_connection_that_breaks_before_its_first_answer_is_no_loss() -> None:
+    async with line() as (here, peers, address):
+        here.storms.append(Weather(reset_share=1.0))
+        async with aclosing(answer_of(peers, request("a"), address)) as deltas:
+            assert "still runs" in await fails(anext(deltas), PagesMissing)
+        assert here.link.num_resets == 1
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_crashed_worker_is_not_taken_for_a_broken_connection(*, alone: bool) -> None:
-    async def main() -> None:
-        async with (
-            line() as (here, peers, address),
-            aclosing(answer_of(peers, request("a"), address)) as deltas,
-        ):
-            await here.first(anext(deltas), "a", alone=alone)
-            await here.plane.stop()
-            await fails(anext(deltas), CrashedAlone if alone else WorkerGone)
-
-    run(main())
+@in_loop
+async def test_crashed_worker_is_not_taken_for_a_broken_connection(*, alone: bool) -> None:
+    async with (
+        line() as (here, peers, address),
+        aclosing(answer_of(peers, request("a"), address)) as deltas,
+    ):
+        await here.first(anext(deltas), "a", alone=alone)
+        await here.plane.stop()
+        await fails(anext(deltas), CrashedAlone if alone else WorkerGone)
 
 
-def test_worker_is_asked_to_release_what_a_tenant_retains() -> None:
-    async def main() -> None:
-        async with line() as (here, peers, address):
-            peers.release(WORKER, address, "key:a", "prefix")
-            await here.engine.until(lambda engine: engine.released == [("key:a", "prefix")])
-
-    run(main())
+@in_loop
+async def test_worker_is_asked_to_release_what_a_tenant_retains() -> None:
+    async with line() as (here, peers, address):
+        peers.release(WORKER, address, "key:a", "prefix")
+        await here.engine.until(lambda engine: engine.released == [("key:a", "prefix")])

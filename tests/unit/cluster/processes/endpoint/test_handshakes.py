@@ -15,6 +15,7 @@ import trustme
 import uvloop
 
 from tests.support.cluster.fake_service import FakeService, app_over, saying, serving
+from tests.support.grpc_loop import in_loop
 from tests.support.waits import WAIT_S_MAX
 from tidemill.cluster.edge.requests import security
 from tidemill.cluster.edge.requests.limits import EdgeLimits, InFlightLimit
@@ -152,34 +153,30 @@ def test_an_address_that_waits_delays_no_other() -> None:
     assert "".join(asyncio.run(main())) == "aaaabaa"
 
 
-def test_a_handshake_that_is_given_up_as_it_begins_counts_no_longer() -> None:
-    async def main() -> None:
-        shared = security.Handshakes(2)
-        await shared.begin("a")
-        second = asyncio.create_task(shared.begin("a"))
-        await asyncio.sleep(0)
-        shared.end("a")  # lets the second one begin
-        second.cancel()
-        await asyncio.wait([second])
-        await asyncio.wait_for(shared.begin("a"), WAIT_S_MAX)
-
-    asyncio.run(main())
+@in_loop
+async def test_a_handshake_that_is_given_up_as_it_begins_counts_no_longer() -> None:
+    shared = security.Handshakes(2)
+    await shared.begin("a")
+    second = asyncio.create_task(shared.begin("a"))
+    await asyncio.sleep(0)
+    shared.end("a")  # lets the second one begin
+    second.cancel()
+    await asyncio.wait([second])
+    await asyncio.wait_for(shared.begin("a"), WAIT_S_MAX)
 
 
-def test_a_connection_that_was_just_accepted_ends_with_its_listener() -> None:
-    async def main() -> None:
-        places = InFlightLimit(8, "connections")
-        protocol = cast("security.Accepted", SimpleNamespace(transport=None, place=None))
-        with (
-            socket.create_server(("127.0.0.1", 0)) as opened,
-            socket.create_connection(opened.getsockname()) as client,
-        ):
-            listener = security.Listener(opened, None, lambda: protocol, places, security.Handshakes(8))
-            while places.held == 0:  # noqa: ASYNC110 - afterwards its task has not run yet
-                await asyncio.sleep(0)
-            listener.close()
-            await listener.wait_closed()
-            assert places.held == 0
-            assert client.recv(1) == b""
-
-    asyncio.run(main())
+@in_loop
+async def test_a_connection_that_was_just_accepted_ends_with_its_listener() -> None:
+    places = InFlightLimit(8, "connections")
+    protocol = cast("security.Accepted", SimpleNamespace(transport=None, place=None))
+    with (
+        socket.create_server(("127.0.0.1", 0)) as opened,
+        socket.create_connection(opened.getsockname()) as client,
+    ):
+        listener = security.Listener(opened, None, lambda: protocol, places, security.Handshakes(8))
+        while places.held == 0:  # noqa: ASYNC110 - afterwards its task has not run yet
+            await asyncio.sleep(0)
+        listener.close()
+        await listener.wait_closed()
+        assert places.held == 0
+        assert client.recv(1) == b""

@@ -16,6 +16,7 @@ from cryptography import x509
 from tests.support import grpc_loop
 from tests.support.cluster.fake_engine import FakeEngine
 from tests.support.cluster.scripted_engine import FIRST, LAST, answer_of, collect, request
+from tests.support.grpc_loop import in_loop
 from tests.support.waits import WAIT_S_MAX
 from tests.unit.cluster.rpc.test_mutual_tls import WORKER, issue, status_of
 from tests.unit.cluster.rpc.test_orders import Obedient
@@ -105,73 +106,67 @@ def cluster(tmp_path: Path) -> Cluster:
     return cluster_in(tmp_path)
 
 
-def test_token_gets_a_certificate_of_a_client_alone(cluster: Cluster) -> None:
-    async def main() -> None:
-        async with cluster.running():
-            credentials = cluster.credentials(await cluster.token())
-            await credentials.join()
-            assert credentials.routers == cluster.routers
-            await status_of(cluster.routers[0], credentials.tls)
-            [serial] = cluster.members.edges["web-1"].serials
-            known = x509.load_pem_x509_certificate(credentials.tls.certificate.read_bytes())
-            assert f"{known.serial_number:x}" == serial
-            assert stat.S_IMODE(credentials.tls.key.stat().st_mode) == 0o600
-            assert stat.S_IMODE(credentials.folder.stat().st_mode) == 0o700
-            # It cannot be the server of a connection: no process of the cluster takes it for a router.
-            server = RouterService(Router(asyncio.get_running_loop().time), credentials.tls)
-            address = await server.start("127.0.0.1")
-            reader = CatalogueReader((address,), cluster.tls)
-            with pytest.raises(Unserved, match="has no catalogue"):
-                await reader.changed()
-            await reader.close()
-            await server.stop()
-
-    grpc_loop.run(main(), WAIT_S_MAX)
+@in_loop
+async def test_token_gets_a_certificate_of_a_client_alone(cluster: Cluster) -> None:
+    async with cluster.running():
+        credentials = cluster.credentials(await cluster.token())
+        await credentials.join()
+        assert credentials.routers == cluster.routers
+        await status_of(cluster.routers[0], credentials.tls)
+        [serial] = cluster.members.edges["web-1"].serials
+        known = x509.load_pem_x509_certificate(credentials.tls.certificate.read_bytes())
+        assert f"{known.serial_number:x}" == serial
+        assert stat.S_IMODE(credentials.tls.key.stat().st_mode) == 0o600
+        assert stat.S_IMODE(credentials.folder.stat().st_mode) == 0o700
+        # It cannot be the server of a connection: no process of the cluster takes it for a router.
+        server = RouterService(Router(asyncio.get_running_loop().time), credentials.tls)
+        address = await server.start("127.0.0.1")
+        reader = CatalogueReader((address,), cluster.tls)
+        with pytest.raises(Unserved, match="has no catalogue"):
+            await reader.changed()
+        await reader.close()
+        await server.stop()
 
 
-def test_edge_may_do_nothing_that_is_the_servers(cluster: Cluster) -> None:
-    async def main() -> None:
-        async with cluster.running():
-            credentials = cluster.credentials(await cluster.token())
-            await credentials.join()
-            client = RouterClient(always_at(cluster.routers[0]), tls=credentials.tls)
-            for order in (ListEdges(), MakeToken("web-2", 60.0), RevokeEdge("web-1")):
-                with pytest.raises(RequestError, match="may not do this") as refused:
-                    await client.carry_out(order)
-                assert refused.value.status == 403
-            await client.close()
-            writer = CatalogueWriter(always_at(cluster.routers[0]), credentials.tls)
-            with pytest.raises(Unserved, match="may not do this"):
-                await writer.publish(b"", {})
-
-    grpc_loop.run(main(), WAIT_S_MAX)
+@in_loop
+async def test_edge_may_do_nothing_that_is_the_servers(cluster: Cluster) -> None:
+    async with cluster.running():
+        credentials = cluster.credentials(await cluster.token())
+        await credentials.join()
+        client = RouterClient(always_at(cluster.routers[0]), tls=credentials.tls)
+        for order in (ListEdges(), MakeToken("web-2", 60.0), RevokeEdge("web-1")):
+            with pytest.raises(RequestError, match="may not do this") as refused:
+                await client.carry_out(order)
+            assert refused.value.status == 403
+        await client.close()
+        writer = CatalogueWriter(always_at(cluster.routers[0]), credentials.tls)
+        with pytest.raises(Unserved, match="may not do this"):
+            await writer.publish(b"", {})
 
 
-def test_tokens_that_are_refused(cluster: Cluster) -> None:
-    async def main() -> None:
-        async with cluster.running():
-            token = await cluster.token()
-            await cluster.credentials(token).join()
-            await cluster.credentials(token).join()  # with the files that are there
-            late, gone = await cluster.token("late"), await cluster.token("gone")
-            await cluster.registry.carry_out(RevokeEdge("gone"))
-            cluster.now_s += 601.0
-            for number, (refused, line) in enumerate(
-                [
-                    (token, "was used"),
-                    (Token(token.name, "x" * 32, token.fingerprint), "not one of this cluster"),
-                    (Token("zzzzzz", "x" * 32, token.fingerprint), "not one of this cluster"),
-                    (replace(token, fingerprint="0" * 64), "nothing was sent"),
-                    (late, "has expired"),
-                    (gone, "was revoked"),
-                ]
-            ):
-                credentials = cluster.credentials(refused, f"other-{number}")
-                with pytest.raises(JoinRefused, match=line):
-                    await credentials.join()
-                assert not credentials.tls.certificate.exists()
-
-    grpc_loop.run(main(), WAIT_S_MAX)
+@in_loop
+async def test_tokens_that_are_refused(cluster: Cluster) -> None:
+    async with cluster.running():
+        token = await cluster.token()
+        await cluster.credentials(token).join()
+        await cluster.credentials(token).join()  # with the files that are there
+        late, gone = await cluster.token("late"), await cluster.token("gone")
+        await cluster.registry.carry_out(RevokeEdge("gone"))
+        cluster.now_s += 601.0
+        for number, (refused, line) in enumerate(
+            [
+                (token, "was used"),
+                (Token(token.name, "x" * 32, token.fingerprint), "not one of this cluster"),
+                (Token("zzzzzz", "x" * 32, token.fingerprint), "not one of this cluster"),
+                (replace(token, fingerprint="0" * 64), "nothing was sent"),
+                (late, "has expired"),
+                (gone, "was revoked"),
+            ]
+        ):
+            credentials = cluster.credentials(refused, f"other-{number}")
+            with pytest.raises(JoinRefused, match=line):
+                await credentials.join()
+            assert not credentials.tls.certificate.exists()
 
 
 def test_nothing_is_sent_to_a_cluster_that_shows_the_authority_of_another(
@@ -200,102 +195,94 @@ def test_nothing_is_sent_to_a_cluster_that_shows_the_authority_of_another(
     assert not asked
 
 
-def test_certificate_is_renewed_before_its_end_and_not_when_revoked(
+@in_loop
+async def test_certificate_is_renewed_before_its_end_and_not_when_revoked(
     cluster: Cluster,
 ) -> None:
-    async def main() -> None:
-        async with cluster.running():
-            cluster.now_s -= 0.75 * CERTIFICATE_S
-            credentials = cluster.credentials(await cluster.token())
-            await credentials.join()
-            first = credentials.tls.certificate.read_bytes()
-            end_s = validity(first)[1]
-            cluster.now_s += 0.75 * CERTIFICATE_S
-            renewing = asyncio.create_task(credentials.renew())
-            async with asyncio.timeout(30):
-                while credentials.tls.certificate.read_bytes() == first:  # noqa: ASYNC110
-                    await asyncio.sleep(0.02)
-            assert not renewing.done()
-            renewing.cancel()
-            second_s = validity(credentials.tls.certificate.read_bytes())[1]
-            assert second_s > end_s
-            assert len(cluster.members.edges["web-1"].serials) == 2
-            await status_of(cluster.routers[0], credentials.tls)
-            await cluster.registry.carry_out(RevokeEdge("web-1"))
-            assert len(cluster.members.revoked) == 2
-            cluster.now_s = second_s - 10.0
-            with pytest.raises(JoinRefused, match="revoked"):
-                await credentials.renew()
-
-    grpc_loop.run(main(), WAIT_S_MAX)
+    async with cluster.running():
+        cluster.now_s -= 0.75 * CERTIFICATE_S
+        credentials = cluster.credentials(await cluster.token())
+        await credentials.join()
+        first = credentials.tls.certificate.read_bytes()
+        end_s = validity(first)[1]
+        cluster.now_s += 0.75 * CERTIFICATE_S
+        renewing = asyncio.create_task(credentials.renew())
+        async with asyncio.timeout(30):
+            while credentials.tls.certificate.read_bytes() == first:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert not renewing.done()
+        renewing.cancel()
+        second_s = validity(credentials.tls.certificate.read_bytes())[1]
+        assert second_s > end_s
+        assert len(cluster.members.edges["web-1"].serials) == 2
+        await status_of(cluster.routers[0], credentials.tls)
+        await cluster.registry.carry_out(RevokeEdge("web-1"))
+        assert len(cluster.members.revoked) == 2
+        cluster.now_s = second_s - 10.0
+        with pytest.raises(JoinRefused, match="revoked"):
+            await credentials.renew()
 
 
-def test_revoked_certificate_is_refused_and_ends_open_calls(
+@in_loop
+async def test_revoked_certificate_is_refused_and_ends_open_calls(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(router_client, "STATUS_WAIT_S_MAX", 0.5)
 
-    async def main() -> None:
-        async with cluster.running():
-            credentials = cluster.credentials(await cluster.token())
-            await credentials.join()
-            reader = CatalogueReader(cluster.routers, credentials.tls)
-            waiting = asyncio.create_task(reader.changed())
+    async with cluster.running():
+        credentials = cluster.credentials(await cluster.token())
+        await credentials.join()
+        reader = CatalogueReader(cluster.routers, credentials.tls)
+        waiting = asyncio.create_task(reader.changed())
+        await status_of(cluster.routers[0], credentials.tls)
+        await cluster.registry.carry_out(RevokeEdge("web-1"))
+        cluster.service.revoke(cluster.members.revoked)
+        with pytest.raises(Unserved, match="was revoked"):
             await status_of(cluster.routers[0], credentials.tls)
-            await cluster.registry.carry_out(RevokeEdge("web-1"))
-            cluster.service.revoke(cluster.members.revoked)
-            with pytest.raises(Unserved, match="was revoked"):
-                await status_of(cluster.routers[0], credentials.tls)
-            with pytest.raises(Expelled, match="was revoked"):
-                await waiting
-            await reader.close()
-            await status_of(cluster.routers[0], cluster.tls)
-
-    grpc_loop.run(main(), WAIT_S_MAX)
+        with pytest.raises(Expelled, match="was revoked"):
+            await waiting
+        await reader.close()
+        await status_of(cluster.routers[0], cluster.tls)
 
 
-def test_worker_ends_the_streams_of_a_revoked_certificate(cluster: Cluster) -> None:
-    async def main() -> None:
-        async with cluster.running():
-            credentials = cluster.credentials(await cluster.token())
-            await credentials.join()
-            engine = FakeEngine()
-            plane = WorkerServer(engine, WORKER, tls=cluster.tls)
-            address = await plane.start("127.0.0.1")
-            revoked, ours = WorkerClients(tls=credentials.tls), WorkerClients(tls=cluster.tls)
-            ending = asyncio.create_task(collect(answer_of(revoked, request("a"), address)))
-            going_on = asyncio.create_task(collect(answer_of(ours, request("b"), address)))
-            await engine.until(lambda seen: len(seen.calls) == 2)
-            plane.revoke(cluster.members.edges["web-1"].serials)
-            with pytest.raises(WorkerGone):
-                await ending
-            with pytest.raises(WorkerGone):
-                await collect(answer_of(revoked, request("c"), address))
-            engine.step(("b", FIRST), ("b", LAST))
-            assert await going_on == [FIRST, LAST]
-            for clients in (revoked, ours):
-                await clients.close()
-            await plane.stop()
-
-    grpc_loop.run(main(), WAIT_S_MAX)
+@in_loop
+async def test_worker_ends_the_streams_of_a_revoked_certificate(cluster: Cluster) -> None:
+    async with cluster.running():
+        credentials = cluster.credentials(await cluster.token())
+        await credentials.join()
+        engine = FakeEngine()
+        plane = WorkerServer(engine, WORKER, tls=cluster.tls)
+        address = await plane.start("127.0.0.1")
+        revoked, ours = WorkerClients(tls=credentials.tls), WorkerClients(tls=cluster.tls)
+        ending = asyncio.create_task(collect(answer_of(revoked, request("a"), address)))
+        going_on = asyncio.create_task(collect(answer_of(ours, request("b"), address)))
+        await engine.until(lambda seen: len(seen.calls) == 2)
+        plane.revoke(cluster.members.edges["web-1"].serials)
+        with pytest.raises(WorkerGone):
+            await ending
+        with pytest.raises(WorkerGone):
+            await collect(answer_of(revoked, request("c"), address))
+        engine.step(("b", FIRST), ("b", LAST))
+        assert await going_on == [FIRST, LAST]
+        for clients in (revoked, ours):
+            await clients.close()
+        await plane.stop()
 
 
-def test_strangers_get_the_authority_and_nothing_else(cluster: Cluster) -> None:
-    async def main() -> None:
-        async with cluster.running():
-            host, port = cluster.join.split(":")
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-            for sent in (b"", b"\x00\x00\x00\x04junk", b"\xff\xff\xff\xff" + b"x" * 100):
-                reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
-                writer.write(sent)
-                if not sent:
-                    writer.close()
-                assert not await reader.read()
+@in_loop
+async def test_strangers_get_the_authority_and_nothing_else(cluster: Cluster) -> None:
+    async with cluster.running():
+        host, port = cluster.join.split(":")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        for sent in (b"", b"\x00\x00\x00\x04junk", b"\xff\xff\xff\xff" + b"x" * 100):
+            reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
+            writer.write(sent)
+            if not sent:
                 writer.close()
-            await cluster.credentials(await cluster.token()).join()
-
-    grpc_loop.run(main(), WAIT_S_MAX)
+            assert not await reader.read()
+            writer.close()
+        await cluster.credentials(await cluster.token()).join()
 
 
 def test_key_of_another_authority_is_one_line(cluster: Cluster, tmp_path: Path) -> None:

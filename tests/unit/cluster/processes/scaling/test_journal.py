@@ -1,6 +1,5 @@
 """The journal over random orders, crashes and concurrent supervisors, and a scaler that resumes from it."""
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -9,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.grpc_loop import in_loop
 from tests.unit.cluster.processes.scaling.test_scaler import FakeCluster, worker_settings
 from tidemill.cluster.processes.scaling.autoscaling import EdgeReports
 from tidemill.cluster.processes.scaling.journal import (
@@ -178,7 +178,8 @@ class CrashingCluster(FakeCluster):
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32))
-def test_resumed_scaler_does_what_the_journal_has(seed: int) -> None:
+@in_loop
+async def test_resumed_scaler_does_what_the_journal_has(seed: int) -> None:
     """In the end as many workers run as were ordered last, whichever act a crash interrupted."""
     rng = Random(seed)  # draws of threads are no draws of hypothesis
     cluster = CrashingCluster(plan=initial_plan(fleet()))
@@ -186,27 +187,24 @@ def test_resumed_scaler_does_what_the_journal_has(seed: int) -> None:
     def started() -> Scaler:
         return Scaler(cluster, cluster, fleet(), EdgeReports(), cluster.plan)
 
-    async def main() -> None:
-        scaler, now_s = started(), 0.0
-        for _ in range(rng.randint(1, 8)):
-            counts: dict[Role, int] = {"decode": rng.randint(1, 4)}
-            cluster.crashes = lambda: rng.random() < 0.1
-            try:
-                await scaler.start()
-                await scaler.scale(counts, pending=False)
-                await scaler.adjust(now_s)
-            except Crash:
-                scaler = started()
-            now_s += 1.0
-        cluster.crashes = lambda: False
-        scaler = started()
-        await scaler.start()
-        await scaler.scale({"decode": 3}, pending=False)
-        for _ in range(4):
+    scaler, now_s = started(), 0.0
+    for _ in range(rng.randint(1, 8)):
+        counts: dict[Role, int] = {"decode": rng.randint(1, 4)}
+        cluster.crashes = lambda: rng.random() < 0.1
+        try:
+            await scaler.start()
+            await scaler.scale(counts, pending=False)
             await scaler.adjust(now_s)
-        states = {name: worker.state for name, worker in cluster.plan.workers.items()}
-        assert set(states.values()) == {Lifecycle.SERVING}
-        assert states.keys() == cluster.workers.keys(), "the plan is what runs"
-        assert sum(name.startswith("decode") for name in states) == 3
-
-    asyncio.run(main())
+        except Crash:
+            scaler = started()
+        now_s += 1.0
+    cluster.crashes = lambda: False
+    scaler = started()
+    await scaler.start()
+    await scaler.scale({"decode": 3}, pending=False)
+    for _ in range(4):
+        await scaler.adjust(now_s)
+    states = {name: worker.state for name, worker in cluster.plan.workers.items()}
+    assert set(states.values()) == {Lifecycle.SERVING}
+    assert states.keys() == cluster.workers.keys(), "the plan is what runs"
+    assert sum(name.startswith("decode") for name in states) == 3

@@ -1,8 +1,8 @@
 """The scaler ends all workers of a fleet without requests, and starts them with the next one."""
 
-import asyncio
 from dataclasses import dataclass, field
 
+from tests.support.grpc_loop import in_loop
 from tests.unit.cluster.processes.scaling.test_scaler import FakeCluster, worker_settings
 from tidemill.cluster.messages import Bounds, Hysteresis, Misses
 from tidemill.cluster.processes.scaling.autoscaling import EDGE_SILENT_S_MAX, EdgeReports, EdgeState
@@ -61,112 +61,96 @@ class Case:
         return sorted(self.cluster.workers)
 
 
-def test_idle_fleet_ends_and_the_next_request_starts_it_under_its_old_names() -> None:
-    async def main() -> None:
-        case = Case()
-        await case.advance(ZERO_S)
-        assert case.names() == FIRST
-        assert not case.cluster.drained
-        await case.advance(ENDS_S)
-        assert sorted(case.cluster.forced) == sorted(case.cluster.removed) == FIRST
-        await case.advance(10 * ZERO_S)
-        assert case.names() == [], "the minimum of a role is for a fleet with requests"
-        case.num_open = 1
-        await case.advance(LOOK_S)
-        assert case.names() == FIRST
-        await case.advance(10 * ZERO_S)
-        assert case.names() == FIRST
-
-    asyncio.run(main())
+@in_loop
+async def test_idle_fleet_ends_and_the_next_request_starts_it_under_its_old_names() -> None:
+    case = Case()
+    await case.advance(ZERO_S)
+    assert case.names() == FIRST
+    assert not case.cluster.drained
+    await case.advance(ENDS_S)
+    assert sorted(case.cluster.forced) == sorted(case.cluster.removed) == FIRST
+    await case.advance(10 * ZERO_S)
+    assert case.names() == [], "the minimum of a role is for a fleet with requests"
+    case.num_open = 1
+    await case.advance(LOOK_S)
+    assert case.names() == FIRST
+    await case.advance(10 * ZERO_S)
+    assert case.names() == FIRST
 
 
-def test_fleet_without_the_setting_keeps_its_workers() -> None:
-    async def main() -> None:
-        case = Case(zero=False)
-        await case.advance(20 * ZERO_S)
-        await case.scaler.wake()
-        assert case.names() == FIRST
-
-    asyncio.run(main())
+@in_loop
+async def test_fleet_without_the_setting_keeps_its_workers() -> None:
+    case = Case(zero=False)
+    await case.advance(20 * ZERO_S)
+    await case.scaler.wake()
+    assert case.names() == FIRST
 
 
-def test_short_answers_between_two_reports_and_starting_workers_count_as_use() -> None:
-    async def main() -> None:
-        case = Case()
-        for _ in range(8):
-            await case.advance(ZERO_S - LOOK_S)
-            case.report(Misses(answered=1))
-        assert case.names() == FIRST
-        hidden, case.cluster.workers = case.cluster.workers, {}  # they start again, and it takes long
-        await case.advance(5 * ZERO_S)
-        case.cluster.workers = hidden
+@in_loop
+async def test_short_answers_between_two_reports_and_starting_workers_count_as_use() -> None:
+    case = Case()
+    for _ in range(8):
         await case.advance(ZERO_S - LOOK_S)
-        assert not case.cluster.drained
+        case.report(Misses(answered=1))
+    assert case.names() == FIRST
+    hidden, case.cluster.workers = case.cluster.workers, {}  # they start again, and it takes long
+    await case.advance(5 * ZERO_S)
+    case.cluster.workers = hidden
+    await case.advance(ZERO_S - LOOK_S)
+    assert not case.cluster.drained
 
-    asyncio.run(main())
 
-
-def test_time_without_requests_begins_when_an_edge_serves() -> None:
+@in_loop
+async def test_time_without_requests_begins_when_an_edge_serves() -> None:
     """Another model of the server, or its edges, may take long to start."""
-
-    async def main() -> None:
-        case = Case()
-        await case.advance(5 * ZERO_S, serves=False)
-        await case.advance(ZERO_S - LOOK_S)
-        assert not case.cluster.drained
-        await case.advance(ENDS_S)
-        assert case.names() == []
-
-    asyncio.run(main())
+    case = Case()
+    await case.advance(5 * ZERO_S, serves=False)
+    await case.advance(ZERO_S - LOOK_S)
+    assert not case.cluster.drained
+    await case.advance(ENDS_S)
+    assert case.names() == []
 
 
-def test_workers_that_are_leaving_are_gone_before_the_next_ones_start() -> None:
+@in_loop
+async def test_workers_that_are_leaving_are_gone_before_the_next_ones_start() -> None:
     """Two workers of one name or on one device would be too many."""
-
-    async def main() -> None:
-        case = Case()
-        await case.advance(ZERO_S + LOOK_S)
-        case.cluster.set_load(WorkerLoad(running_rows=1))
-        case.num_open = 1
-        await case.advance(5 * LOOK_S)
-        assert case.names() == FIRST
-        assert not case.cluster.removed
-        case.cluster.set_load(WorkerLoad())
-        await case.advance(ENDS_S)
-        assert sorted(case.cluster.removed) == FIRST
-        assert case.names() == FIRST, "they are new ones"
-        assert {worker.state for worker in case.cluster.workers.values()} == {"ready"}
-
-    asyncio.run(main())
+    case = Case()
+    await case.advance(ZERO_S + LOOK_S)
+    case.cluster.set_load(WorkerLoad(running_rows=1))
+    case.num_open = 1
+    await case.advance(5 * LOOK_S)
+    assert case.names() == FIRST
+    assert not case.cluster.removed
+    case.cluster.set_load(WorkerLoad())
+    await case.advance(ENDS_S)
+    assert sorted(case.cluster.removed) == FIRST
+    assert case.names() == FIRST, "they are new ones"
+    assert {worker.state for worker in case.cluster.workers.values()} == {"ready"}
 
 
-def test_supervisor_that_restarts_keeps_a_fleet_at_zero_until_a_server_or_a_request_comes() -> None:
-    async def main() -> None:
-        case = Case()
-        await case.advance(ZERO_S + ENDS_S)
-        case.restart_supervisor()
-        await case.advance(5 * LOOK_S)
-        assert case.names() == []
-        await case.scaler.wake()
-        assert case.names() == FIRST
-        await case.advance(ZERO_S)
-        assert case.names() == FIRST, "its time without requests begins with its start"
-        await case.advance(ENDS_S)
-        assert case.names() == []
-
-    asyncio.run(main())
+@in_loop
+async def test_supervisor_that_restarts_keeps_a_fleet_at_zero_until_a_server_or_a_request_comes() -> None:
+    case = Case()
+    await case.advance(ZERO_S + ENDS_S)
+    case.restart_supervisor()
+    await case.advance(5 * LOOK_S)
+    assert case.names() == []
+    await case.scaler.wake()
+    assert case.names() == FIRST
+    await case.advance(ZERO_S)
+    assert case.names() == FIRST, "its time without requests begins with its start"
+    await case.advance(ENDS_S)
+    assert case.names() == []
 
 
-def test_operator_can_start_workers_of_a_fleet_at_zero() -> None:
-    async def main() -> None:
-        case = Case()
-        await case.advance(ZERO_S + ENDS_S)
-        await case.scaler.scale({"decode": 2}, pending=False)
-        assert case.names() == ["decode-0", "decode-1"]
-        await case.advance(ZERO_S)
-        assert len(case.names()) == 2
-
-    asyncio.run(main())
+@in_loop
+async def test_operator_can_start_workers_of_a_fleet_at_zero() -> None:
+    case = Case()
+    await case.advance(ZERO_S + ENDS_S)
+    await case.scaler.scale({"decode": 2}, pending=False)
+    assert case.names() == ["decode-0", "decode-1"]
+    await case.advance(ZERO_S)
+    assert len(case.names()) == 2
 
 
 def test_open_requests_of_an_edge_that_is_gone_do_not_count() -> None:

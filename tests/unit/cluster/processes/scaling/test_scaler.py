@@ -1,10 +1,10 @@
 """The scaler carries out the decisions of autoscaling.py: it starts workers and removes empty ones."""
 
-import asyncio
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.support.cluster.fake_service import worker_status
+from tests.support.grpc_loop import in_loop
 from tidemill.cluster.messages import Bounds, FleetStatus, Hysteresis, WorkerStatus
 from tidemill.cluster.orders import Drain, SetRole
 from tidemill.cluster.processes.scaling.autoscaling import EdgeReports
@@ -142,194 +142,173 @@ BUSY = WorkerLoad(queued_tokens=100, queued_s=30.0, running_rows=1)
 IDLE = WorkerLoad()
 
 
-def test_scaler_adds_workers_under_load_and_drains_newest_first_after_it() -> None:
-    async def main() -> None:
-        case = Case(most=3)
-        case.cluster.set_load(BUSY)
-        await case.advance(120)
-        assert case.names() == ["prefill-0", "prefill-1", "prefill-2"]
-        case.cluster.set_load(IDLE)
-        await case.advance(HYSTERESIS.down_s - 60)
-        assert len(case.names()) == 3
-        await case.advance(3 * HYSTERESIS.down_s)
-        assert case.names() == ["prefill-0"]
-        assert case.cluster.drained == case.cluster.removed == ["prefill-2", "prefill-1"], "the newest first"
-
-    asyncio.run(main())
+@in_loop
+async def test_scaler_adds_workers_under_load_and_drains_newest_first_after_it() -> None:
+    case = Case(most=3)
+    case.cluster.set_load(BUSY)
+    await case.advance(120)
+    assert case.names() == ["prefill-0", "prefill-1", "prefill-2"]
+    case.cluster.set_load(IDLE)
+    await case.advance(HYSTERESIS.down_s - 60)
+    assert len(case.names()) == 3
+    await case.advance(3 * HYSTERESIS.down_s)
+    assert case.names() == ["prefill-0"]
+    assert case.cluster.drained == case.cluster.removed == ["prefill-2", "prefill-1"], "the newest first"
 
 
-def test_scaler_removes_drained_worker_once_it_is_idle() -> None:
-    async def main() -> None:
-        case = Case()
-        case.cluster.set_load(BUSY)
-        await case.advance(60)
-        count = len(case.names())
-        name = await case.until_drained()
-        await case.advance(50)
-        assert case.cluster.drained == [name]
-        assert case.names("draining") == [name], "it still has a stream"
-        assert not case.cluster.removed
-        case.cluster.workers[name] = replace(case.cluster.workers[name], load=IDLE)
-        await case.advance(HYSTERESIS.look_s * (IDLE_CHECKS - 1))
-        assert not case.cluster.removed, "a request may still arrive"
-        await case.advance(HYSTERESIS.look_s)
-        assert case.cluster.removed == [name]
-        assert len(case.names()) == count - 1
-        case.cluster.set_load(BUSY)
-        await case.advance(120)
-        assert name in case.names(), "its name is reused"
-
-    asyncio.run(main())
+@in_loop
+async def test_scaler_removes_drained_worker_once_it_is_idle() -> None:
+    case = Case()
+    case.cluster.set_load(BUSY)
+    await case.advance(60)
+    count = len(case.names())
+    name = await case.until_drained()
+    await case.advance(50)
+    assert case.cluster.drained == [name]
+    assert case.names("draining") == [name], "it still has a stream"
+    assert not case.cluster.removed
+    case.cluster.workers[name] = replace(case.cluster.workers[name], load=IDLE)
+    await case.advance(HYSTERESIS.look_s * (IDLE_CHECKS - 1))
+    assert not case.cluster.removed, "a request may still arrive"
+    await case.advance(HYSTERESIS.look_s)
+    assert case.cluster.removed == [name]
+    assert len(case.names()) == count - 1
+    case.cluster.set_load(BUSY)
+    await case.advance(120)
+    assert name in case.names(), "its name is reused"
 
 
-def test_scaler_changes_nothing_when_router_is_away_or_refuses_drain() -> None:
-    async def main() -> None:
-        case = Case(least=1)
-        case.cluster.set_load(BUSY)
-        await case.advance(60)
-        names = case.names()
-        assert len(names) > 1
-        case.cluster.is_away = True
-        await case.advance(600)
-        case.cluster.is_away = False
-        assert case.names() == names
-        case.cluster.refuses_drain = frozenset(names)
-        case.cluster.set_load(IDLE)
-        await case.advance(2 * HYSTERESIS.down_s)
-        assert case.names() == names
-
-    asyncio.run(main())
+@in_loop
+async def test_scaler_changes_nothing_when_router_is_away_or_refuses_drain() -> None:
+    case = Case(least=1)
+    case.cluster.set_load(BUSY)
+    await case.advance(60)
+    names = case.names()
+    assert len(names) > 1
+    case.cluster.is_away = True
+    await case.advance(600)
+    case.cluster.is_away = False
+    assert case.names() == names
+    case.cluster.refuses_drain = frozenset(names)
+    case.cluster.set_load(IDLE)
+    await case.advance(2 * HYSTERESIS.down_s)
+    assert case.names() == names
 
 
-def test_scaler_retries_worker_that_cannot_be_started() -> None:
-    async def main() -> None:
-        case = Case(most=2)
-        case.cluster.set_load(BUSY)
-        case.cluster.is_full = True
-        await case.advance(60)
-        assert case.names() == ["prefill-0"]
-        case.cluster.is_full = False
-        await case.advance(HYSTERESIS.look_s)
-        assert case.names() == ["prefill-0", "prefill-1"]
-
-    asyncio.run(main())
+@in_loop
+async def test_scaler_retries_worker_that_cannot_be_started() -> None:
+    case = Case(most=2)
+    case.cluster.set_load(BUSY)
+    case.cluster.is_full = True
+    await case.advance(60)
+    assert case.names() == ["prefill-0"]
+    case.cluster.is_full = False
+    await case.advance(HYSTERESIS.look_s)
+    assert case.names() == ["prefill-0", "prefill-1"]
 
 
-def test_scaler_counts_worker_in_its_new_role_and_keeps_it() -> None:
-    async def main() -> None:
-        case = Case(least=2, most=3)
-        cluster = case.cluster
-        await case.advance(HYSTERESIS.look_s)
-        assert case.names() == ["prefill-0", "prefill-1"]
-        cluster.change("decode-0", "prefill")
-        await case.advance(2 * HYSTERESIS.down_s)
-        assert case.names() == ["decode-0", "prefill-0"], "one above the minimum: the newest left"
-        cluster.change("prefill-0", "decode")
-        await case.advance(HYSTERESIS.look_s)
-        assert case.names() == ["decode-0", "prefill-1"], "bounds apply to current roles"
-        cluster.change("prefill-1", "decode")
-        await case.advance(HYSTERESIS.look_s)
-        assert case.names() == ["decode-0", "prefill-2"]
-        assert cluster.drained == ["prefill-1"]
-
-    asyncio.run(main())
+@in_loop
+async def test_scaler_counts_worker_in_its_new_role_and_keeps_it() -> None:
+    case = Case(least=2, most=3)
+    cluster = case.cluster
+    await case.advance(HYSTERESIS.look_s)
+    assert case.names() == ["prefill-0", "prefill-1"]
+    cluster.change("decode-0", "prefill")
+    await case.advance(2 * HYSTERESIS.down_s)
+    assert case.names() == ["decode-0", "prefill-0"], "one above the minimum: the newest left"
+    cluster.change("prefill-0", "decode")
+    await case.advance(HYSTERESIS.look_s)
+    assert case.names() == ["decode-0", "prefill-1"], "bounds apply to current roles"
+    cluster.change("prefill-1", "decode")
+    await case.advance(HYSTERESIS.look_s)
+    assert case.names() == ["decode-0", "prefill-2"]
+    assert cluster.drained == ["prefill-1"]
 
 
-def test_scaler_keeps_workers_that_an_operator_moved_to_role() -> None:
-    async def main() -> None:
-        case = Case(most=1)
-        case.cluster.change("decode-0", "prefill")
-        case.cluster.workers["prefill-0"] = replace(case.cluster.workers["prefill-0"], load=BUSY)
-        await case.advance(HYSTERESIS.look_s)
-        assert case.cluster.drained == ["prefill-0"], "not the one that an operator moved"
-        hidden, case.cluster.workers = case.cluster.workers, {}  # a router that has just restarted
-        await case.advance(HYSTERESIS.look_s)
-        case.cluster.workers = hidden
-        await case.advance(HYSTERESIS.look_s)
-        assert case.cluster.drained == ["prefill-0"], "the scaler remembers the last report"
-
-    asyncio.run(main())
+@in_loop
+async def test_scaler_keeps_workers_that_an_operator_moved_to_role() -> None:
+    case = Case(most=1)
+    case.cluster.change("decode-0", "prefill")
+    case.cluster.workers["prefill-0"] = replace(case.cluster.workers["prefill-0"], load=BUSY)
+    await case.advance(HYSTERESIS.look_s)
+    assert case.cluster.drained == ["prefill-0"], "not the one that an operator moved"
+    hidden, case.cluster.workers = case.cluster.workers, {}  # a router that has just restarted
+    await case.advance(HYSTERESIS.look_s)
+    case.cluster.workers = hidden
+    await case.advance(HYSTERESIS.look_s)
+    assert case.cluster.drained == ["prefill-0"], "the scaler remembers the last report"
 
 
-def test_scaler_neither_counts_nor_removes_worker_drained_by_operator() -> None:
-    async def main() -> None:
-        case = Case(least=2)
-        await case.advance(HYSTERESIS.look_s)
-        case.cluster.change("prefill-1", state="draining")
-        await case.advance(2 * HYSTERESIS.down_s)
-        assert case.names() == ["prefill-0", "prefill-2"]
-        assert not case.cluster.removed
-        case.cluster.change("prefill-1")
-        await case.advance(HYSTERESIS.look_s)
-        assert case.names() == ["prefill-0", "prefill-1", "prefill-2"], "an undrained worker counts"
-        case.cluster.change("prefill-2", "decode", state="draining")
-        await case.advance(HYSTERESIS.look_s)
-        del case.cluster.workers["prefill-2"]  # SIGTERM: it has gone
-        await case.advance(HYSTERESIS.look_s * (IDLE_CHECKS - 1))
-        assert not case.cluster.forgotten
-        await case.advance(HYSTERESIS.look_s)
-        assert case.cluster.forgotten == ["prefill-2"]
-        case.cluster.set_load(BUSY)
-        await case.advance(60)
-        assert "prefill-3" in case.names()
-        assert "prefill-2" not in case.names(), "the router would make it a decode worker"
-
-    asyncio.run(main())
+@in_loop
+async def test_scaler_neither_counts_nor_removes_worker_drained_by_operator() -> None:
+    case = Case(least=2)
+    await case.advance(HYSTERESIS.look_s)
+    case.cluster.change("prefill-1", state="draining")
+    await case.advance(2 * HYSTERESIS.down_s)
+    assert case.names() == ["prefill-0", "prefill-2"]
+    assert not case.cluster.removed
+    case.cluster.change("prefill-1")
+    await case.advance(HYSTERESIS.look_s)
+    assert case.names() == ["prefill-0", "prefill-1", "prefill-2"], "an undrained worker counts"
+    case.cluster.change("prefill-2", "decode", state="draining")
+    await case.advance(HYSTERESIS.look_s)
+    del case.cluster.workers["prefill-2"]  # SIGTERM: it has gone
+    await case.advance(HYSTERESIS.look_s * (IDLE_CHECKS - 1))
+    assert not case.cluster.forgotten
+    await case.advance(HYSTERESIS.look_s)
+    assert case.cluster.forgotten == ["prefill-2"]
+    case.cluster.set_load(BUSY)
+    await case.advance(60)
+    assert "prefill-3" in case.names()
+    assert "prefill-2" not in case.names(), "the router would make it a decode worker"
 
 
-def test_scaler_keeps_worker_whose_drain_an_operator_takes_back() -> None:
-    async def main() -> None:
-        case = Case()
-        case.cluster.set_load(BUSY)
-        await case.advance(60)
-        name = await case.until_drained()
-        await case.advance(HYSTERESIS.look_s)
-        assert name not in case.names()
-        case.cluster.change(name)
-        case.cluster.set_load(BUSY)
-        count = len(case.names())
-        await case.advance(HYSTERESIS.up_s / 2)
-        assert len(case.names()) == count
-        assert name in case.names()
-        assert not case.cluster.removed
-
-    asyncio.run(main())
+@in_loop
+async def test_scaler_keeps_worker_whose_drain_an_operator_takes_back() -> None:
+    case = Case()
+    case.cluster.set_load(BUSY)
+    await case.advance(60)
+    name = await case.until_drained()
+    await case.advance(HYSTERESIS.look_s)
+    assert name not in case.names()
+    case.cluster.change(name)
+    case.cluster.set_load(BUSY)
+    count = len(case.names())
+    await case.advance(HYSTERESIS.up_s / 2)
+    assert len(case.names()) == count
+    assert name in case.names()
+    assert not case.cluster.removed
 
 
-def test_new_process_gets_the_role_and_the_drain_of_the_one_before() -> None:
+@in_loop
+async def test_new_process_gets_the_role_and_the_drain_of_the_one_before() -> None:
     """Its router has restarted meanwhile, and knows neither; and so has the supervisor."""
-
-    async def main() -> None:
-        case = Case(most=3)
-        case.cluster.set_load(BUSY)
-        await case.advance(120)
-        case.cluster.change("prefill-2", role="mixed")
-        await case.advance(10)
-        assert case.cluster.plan.workers["prefill-2"].role == "mixed"
-        case.cluster.restart("prefill-2", "prefill")
-        case.restart_supervisor()
-        await case.advance(10)
-        assert case.cluster.roles == [("prefill-2", "mixed")]
-        assert case.cluster.plan.workers["prefill-2"].role == "mixed"
-        case.cluster.change("prefill-2", role="prefill")  # an operator takes it back
-        await case.advance(10)
-        assert case.cluster.roles == [("prefill-2", "mixed")]
-        assert case.cluster.plan.workers["prefill-2"].role == "prefill"
-
-    asyncio.run(main())
+    case = Case(most=3)
+    case.cluster.set_load(BUSY)
+    await case.advance(120)
+    case.cluster.change("prefill-2", role="mixed")
+    await case.advance(10)
+    assert case.cluster.plan.workers["prefill-2"].role == "mixed"
+    case.cluster.restart("prefill-2", "prefill")
+    case.restart_supervisor()
+    await case.advance(10)
+    assert case.cluster.roles == [("prefill-2", "mixed")]
+    assert case.cluster.plan.workers["prefill-2"].role == "mixed"
+    case.cluster.change("prefill-2", role="prefill")  # an operator takes it back
+    await case.advance(10)
+    assert case.cluster.roles == [("prefill-2", "mixed")]
+    assert case.cluster.plan.workers["prefill-2"].role == "prefill"
 
 
-def test_leaving_worker_that_restarts_leaves_nevertheless() -> None:
-    async def main() -> None:
-        case = Case()
-        case.cluster.set_load(BUSY)
-        await case.advance(60)
-        name = await case.until_drained()
-        case.cluster.restart(name, "prefill")
-        await case.advance(10)
-        assert case.cluster.drained == [name, name]
-        case.cluster.set_load(IDLE)
-        await case.advance(20)
-        assert case.cluster.removed[0] == name
-
-    asyncio.run(main())
+@in_loop
+async def test_leaving_worker_that_restarts_leaves_nevertheless() -> None:
+    case = Case()
+    case.cluster.set_load(BUSY)
+    await case.advance(60)
+    name = await case.until_drained()
+    case.cluster.restart(name, "prefill")
+    await case.advance(10)
+    assert case.cluster.drained == [name, name]
+    case.cluster.set_load(IDLE)
+    await case.advance(20)
+    assert case.cluster.removed[0] == name
