@@ -19,6 +19,8 @@ from tidemill.cluster.processes.supervisor_client import find_actor
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, WorkerSettings
 from tidemill.workers.settings import EngineSettings
 
+SLOW = f"The current node {RAY_WAS_SLOW}. This could happen"
+
 
 class SlowRay:
     """A Ray that leaves a process behind whenever it fails to start."""
@@ -53,24 +55,17 @@ def start(ray: SlowRay, monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[b
 
 
 def test_cluster_retries_ray_that_is_slow_to_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    ray = SlowRay(2, f"The current node {RAY_WAS_SLOW}. This could happen")
-    assert start(ray, monkeypatch, tmp_path) == [False, False, True]
+    assert start(SlowRay(2, SLOW), monkeypatch, tmp_path) == [False, False, True]
 
 
-def test_cluster_stops_retrying_slow_ray_after_maximum(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(("reason", "starts"), [(SLOW, RAY_STARTS_MAX), ("no such address", 1)])
+def test_cluster_that_stays_slow_or_fails_otherwise_raises(
+    reason: str, starts: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    ray = SlowRay(99, f"The current node {RAY_WAS_SLOW}. This could happen")
-    with pytest.raises(LaunchError, match=RAY_WAS_SLOW):
+    ray = SlowRay(99, reason)
+    with pytest.raises(LaunchError, match=reason):
         start(ray, monkeypatch, tmp_path)
-    assert ray.starts == RAY_STARTS_MAX
-
-
-def test_cluster_raises_other_ray_errors_immediately(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    ray = SlowRay(99, "no such address")
-    with pytest.raises(LaunchError, match="no such address"):
-        start(ray, monkeypatch, tmp_path)
-    assert ray.starts == 1
+    assert ray.starts == starts
 
 
 def test_ray_that_does_not_kill_actors_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,36 +73,50 @@ def incarnations() -> Iterator[Incarnations]:
         incarnations.peer.close()
 
 
+@contextmanager
+def started(*arguments: str, port: str = "") -> Generator[SupervisedProcess]:
+    process = SupervisedProcess(StoreProgram(name="program", arguments=("-c", *arguments), port=port))
+    process.start()
+    try:
+        yield process
+    finally:
+        process.stop()
+
+
 def test_process_restarts_after_crash_until_it_is_stopped(
     incarnations: Incarnations, caplog: pytest.LogCaptureFixture
 ) -> None:
-    process = SupervisedProcess(StoreProgram(name="program", arguments=("-c", PROGRAM, incarnations.port)))
-    process.start()
-    process.wait_until_ready()
-    pids = [incarnations.next_pid()]
-    for _ in range(2):
-        os.kill(pids[-1], signal.SIGKILL)
-        pids.append(incarnations.next_pid())
-    assert os.getsid(pids[-1]) == os.getsid(0)
-    assert os.getpgid(pids[-1]) != os.getpgid(0)
-    process.stop()
-    assert incarnations.has_ended()
+    with started(PROGRAM, incarnations.port) as process:
+        process.wait_until_ready()
+        pids = [incarnations.next_pid()]
+        for _ in range(2):
+            os.kill(pids[-1], signal.SIGKILL)
+            pids.append(incarnations.next_pid())
+        assert os.getsid(pids[-1]) == os.getsid(0)
+        assert os.getpgid(pids[-1]) != os.getpgid(0)
+        process.stop()
+        assert incarnations.has_ended()
     assert len(set(pids)) == 3
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
     assert [record.message for record in caplog.records] == [
         "the program ended (SIGKILL) and will be restarted"
     ] * 2
-    process.stop()
 
 
-def test_process_that_ends_before_ready_raises_its_exit_status() -> None:
-    process = SupervisedProcess(StoreProgram(name="program", arguments=("-c", "raise SystemExit(3)")))
-    process.start()
-    try:
-        with pytest.raises(StoreError, match=r"the program ended \(status 3\) while it started"):
-            process.wait_until_ready()
-    finally:
-        process.stop()
+@pytest.mark.parametrize(
+    ("program", "error"),
+    [
+        ("raise SystemExit(3)", r"the program ended \(status 3\) while it started"),
+        (SLEEPS, "does not answer"),
+    ],
+)
+def test_process_that_ends_or_is_not_ready_in_time_raises(
+    program: str, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if program == SLEEPS:
+        monkeypatch.setattr(mooncake_service, "START_S_MAX", 0.05)
+    with started(program) as process, pytest.raises(StoreError, match=error):
+        process.wait_until_ready()
 
 
 def test_process_may_end_twice_before_it_is_ready(tmp_path: Path) -> None:
@@ -117,43 +131,20 @@ print("ready", flush=True)
 import signal
 signal.pause()
 """
-    process = SupervisedProcess(StoreProgram(name="program", arguments=("-c", ends)))
-    process.start()
-    try:
+    with started(ends) as process:
         process.wait_until_ready()
-    finally:
-        process.stop()
-
-
-def test_process_that_is_not_ready_in_time_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mooncake_service, "START_S_MAX", 0.05)
-    process = SupervisedProcess(StoreProgram(name="program", arguments=("-c", SLEEPS)))
-    process.start()
-    try:
-        with pytest.raises(StoreError, match="does not answer"):
-            process.wait_until_ready()
-    finally:
-        process.stop()
 
 
 def test_process_with_port_is_ready_when_it_accepts_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        process = SupervisedProcess(
-            StoreProgram(
-                name="program", arguments=("-c", SLEEPS), port="{}:{}".format(*listener.getsockname())
-            )
-        )
-        process.start()
-        try:
+        with started(SLEEPS, port="{}:{}".format(*listener.getsockname())) as process:
             with monkeypatch.context() as patched:
                 patched.setattr(mooncake_service, "START_S_MAX", 0.05)
                 with pytest.raises(StoreError, match="does not answer"):
                     process.wait_until_ready()
             listener.listen()
             process.wait_until_ready()
-        finally:
-            process.stop()
 
 
 def test_process_ends_with_killed_server(incarnations: Incarnations) -> None:

@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from tests.unit.cluster.processes.scaling.test_journal import fleet
+from tests.unit.cluster.processes.scaling.test_scaler import fleet
 from tidemill.cluster import settings as cluster_settings
 from tidemill.cluster.settings import ClusterSettings, RouterSettings
 from tidemill.workers import settings as worker_settings

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.cluster.processes.scaling.test_journal import Store, fleet
+from tests.unit.cluster.processes.scaling.test_journal import Store
+from tests.unit.cluster.processes.scaling.test_scaler import fleet
 from tidemill.cluster.messages import FleetStatus, Misses
 from tidemill.cluster.orders import Reset
 from tidemill.cluster.processes import supervisor as module

@@ -26,12 +26,12 @@ RATED = ApiKey(tenant="shop", sha256=digest_of("sk-rated"), tokens_per_minute=60
 class Cluster:
     """Two routers and some edges."""
 
-    def __init__(self, num_edges: int) -> None:
+    def __init__(self, num_edges: int, *keys: ApiKey) -> None:
         time_s = asyncio.get_running_loop().time
         self.ports = [free_port(), free_port()]
         self.routers = {f"127.0.0.1:{port}": RouterService(Router(time_s)) for port in self.ports}
         self.clients = [RouterRates(f"edge-{n}", lambda: list(self.routers), None) for n in range(num_edges)]
-        self.edges = [ApiKeys([KEY, RATED], time_s) for _ in self.clients]
+        self.edges = [ApiKeys(keys, time_s) for _ in self.clients]
         for edge, client in zip(self.edges, self.clients, strict=True):
             edge.shared = client
 
@@ -40,8 +40,8 @@ class Cluster:
 
 
 @asynccontextmanager
-async def running(num_edges: int) -> AsyncGenerator[Cluster]:
-    cluster = Cluster(num_edges)
+async def running(num_edges: int, *keys: ApiKey) -> AsyncGenerator[Cluster]:
+    cluster = Cluster(num_edges, *keys)
     for port, router in zip(cluster.ports, cluster.routers.values(), strict=True):
         await router.start("127.0.0.1", port)
     try:
@@ -62,9 +62,9 @@ async def refusal(edge: ApiKeys, key: ApiKey, num_tokens: int = 1) -> LimitReach
         return error
 
 
-def run(check: Callable[[Cluster], Awaitable[None]], num_edges: int = 2) -> None:
+def run(check: Callable[[Cluster], Awaitable[None]], num_edges: int, *keys: ApiKey) -> None:
     async def main() -> None:
-        async with running(num_edges) as cluster:
+        async with running(num_edges, *keys) as cluster:
             await check(cluster)
 
     grpc_loop.run(main())
@@ -82,7 +82,7 @@ def test_open_answers_are_counted_over_all_edges_until_they_end() -> None:
             for edge in cluster.edges:
                 assert await refusal(edge, KEY) is None
 
-    run(check, 3)
+    run(check, 3, KEY)
 
 
 def test_burst_is_granted_up_to_the_limit_and_clients_that_leave_hold_nothing() -> None:
@@ -111,7 +111,7 @@ def test_burst_is_granted_up_to_the_limit_and_clients_that_leave_hold_nothing() 
             for _ in range(2):
                 await stack.enter_async_context(two.answering(KEY, 1))
 
-    run(check)
+    run(check, 2, KEY)
 
 
 def test_killed_edge_and_dead_routers_block_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_killed_edge_and_dead_routers_block_no_client(monkeypatch: pytest.Monkey
                 await stack.enter_async_context(two.answering(KEY, 1))
             assert await refusal(two, KEY) is not None, "without a router each edge has the limit"
 
-    run(check)
+    run(check, 2, KEY)
 
 
 def test_tokens_of_all_edges_are_counted_and_a_router_that_ends_loses_none_of_the_edge_that_asks() -> None:
@@ -157,7 +157,7 @@ def test_tokens_of_all_edges_are_counted_and_a_router_that_ends_loses_none_of_th
             await router.stop()
         assert await refusal(two, RATED) is not None, "and knows it without one"
 
-    run(check)
+    run(check, 2, RATED)
 
 
 @given(

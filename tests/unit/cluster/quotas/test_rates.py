@@ -1,17 +1,12 @@
 """The rate of a key is one over all edges and routers, also while routers end."""
 
-import asyncio
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.grpc_loop import in_loop
-from tests.support.sockets import free_port
+from tests.unit.cluster.quotas.test_quotas import Cluster, run
 from tidemill.cluster.edge.requests.api_keys import ApiKey, ApiKeys, digest_of
-from tidemill.cluster.quotas.rate_client import RouterRates, in_order
+from tidemill.cluster.quotas.rate_client import in_order
 from tidemill.cluster.quotas.rates import MINUTE_S, Rates
-from tidemill.cluster.router.router import Router
-from tidemill.cluster.router.server import RouterService
 from tidemill.workers.messages import Overloaded
 
 KEY = ApiKey(tenant="shop", sha256=digest_of("sk-shop"), requests_per_minute=12)
@@ -31,29 +26,18 @@ async def admitted(edges: list[ApiKeys], asked: int) -> int:
     return count
 
 
-@in_loop
-async def test_edges_share_the_rate_of_a_key_and_keep_it_when_a_router_ends() -> None:
-    ports = [free_port(), free_port()]
-    services = {f"127.0.0.1:{port}": RouterService(Router(asyncio.get_running_loop().time)) for port in ports}
-    for port, service in zip(ports, services.values(), strict=True):
-        await service.start("127.0.0.1", port)
-    shared = [RouterRates(f"edge-{n}", lambda: list(services), None) for n in range(3)]
-    edges = [ApiKeys([KEY], asyncio.get_running_loop().time) for _ in shared]
-    for edge, rates in zip(edges, shared, strict=True):
-        edge.shared = rates
-    try:
+def test_edges_share_the_rate_of_a_key_and_keep_it_when_a_router_ends() -> None:
+    async def check(cluster: Cluster) -> None:
+        edges = cluster.edges
         assert await admitted(edges[:2], 3) == 6
-        first, second = in_order(list(services), KEY.sha256)
-        await services[first].stop()
+        first, second = in_order(list(cluster.routers), KEY.sha256)
+        await cluster.routers[first].stop()
         late = len(edges)  # what an edge has not seen of the others' requests, and time that passes
         assert 6 <= await admitted(edges, 8) < 6 + late, "edges tell the next router what was counted"
-        await services[second].stop()
+        await cluster.routers[second].stop()
         assert await admitted(edges, 8) <= late, "and each edge counts by itself without one"
-    finally:
-        for rates in shared:
-            await rates.close()
-        for service in services.values():
-            await service.stop()
+
+    run(check, 3, KEY)
 
 
 @given(st.lists(st.floats(0, 30), max_size=60), st.integers(1, 90))

@@ -1,7 +1,8 @@
 """A frontend's calls of the router are many at a time: none is broken by what becomes of another."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,16 @@ async def serve(
     return server, address
 
 
+@asynccontextmanager
+async def client_of(methods: dict[str, Callable[..., Awaitable[bytes]]]) -> AsyncGenerator[RouterClient]:
+    server, address = await serve(methods)
+    client = RouterClient(always_at(address))
+    async with asyncio.timeout(WAIT_S_MAX):
+        yield client
+    await client.close()
+    await server.stop(grace=None)
+
+
 @in_loop
 async def test_requests_that_come_meanwhile_share_a_frame() -> None:
     """A single request has a call of its own. Each of the others gets its own answer, in any order of
@@ -69,13 +80,11 @@ async def test_requests_that_come_meanwhile_share_a_frame() -> None:
             for request in requests
         )
 
-    server, address = await serve({"Place": place_one, "PlaceAll": place_all})
-    client = RouterClient(always_at(address))
+    async with client_of({"Place": place_one, "PlaceAll": place_all}) as client:
 
-    def place(name: str, tenant: str = "") -> asyncio.Task[Route]:
-        return asyncio.create_task(client.place(replace(ASK, request_id=name, tenant=tenant)))
+        def place(name: str, tenant: str = "") -> asyncio.Task[Route]:
+            return asyncio.create_task(client.place(replace(ASK, request_id=name, tenant=tenant)))
 
-    async with asyncio.timeout(WAIT_S_MAX):
         first = place("first")
         await arrived.wait()
         later = [place(str(number)) for number in range(FRAME_REQUESTS_MAX)]
@@ -89,9 +98,7 @@ async def test_requests_that_come_meanwhile_share_a_frame() -> None:
         assert [route.decode for route in routes] == [str(number) for number in range(FRAME_REQUESTS_MAX)]
         with pytest.raises(Overloaded):
             await refused
-    assert frames == [[str(number) for number in range(FRAME_REQUESTS_MAX)], ["refused"]]
-    await client.close()
-    await server.stop(grace=None)
+        assert frames == [[str(number) for number in range(FRAME_REQUESTS_MAX)], ["refused"]]
 
 
 @in_loop
@@ -105,12 +112,9 @@ async def test_request_without_a_worker_waits_in_a_call_of_its_own() -> None:
     async def place(_: bytes, __: object) -> bytes:
         return encode_placement(ROUTE)
 
-    server, address = await serve({"PlaceAll": place_all, "Place": place})
-    client = RouterClient(always_at(address))
-    assert await asyncio.gather(client.place(ASK), client.place(ASK)) == [ROUTE] * 2
-    assert len(framed) == 1, "the other one had a call of its own from the start"
-    await client.close()
-    await server.stop(grace=None)
+    async with client_of({"PlaceAll": place_all, "Place": place}) as client:
+        assert await asyncio.gather(client.place(ASK), client.place(ASK)) == [ROUTE] * 2
+        assert len(framed) == 1, "the other one had a call of its own from the start"
 
 
 @in_loop
@@ -130,17 +134,13 @@ async def test_call_that_finds_the_router_away_leaves_those_that_wait_alone() ->
             await context.abort(grpc.StatusCode.UNAVAILABLE, "on its way out")
         return encode(FleetStatus(workers=()))
 
-    server, address = await serve({"Place": place, "Status": status})
-    client = RouterClient(always_at(address))
-    async with asyncio.timeout(WAIT_S_MAX):
+    async with client_of({"Place": place, "Status": status}) as client:
         placing = asyncio.create_task(client.place(ASK))
         await asked.wait()
         assert await client.status() == FleetStatus(workers=())
         assert found == ["away"]
         answer.set()
         assert await placing == ROUTE
-    await client.close()
-    await server.stop(grace=None)
 
 
 @in_loop

@@ -13,11 +13,9 @@ import pytest
 import trustme
 from cryptography import x509
 
-from tests.support import grpc_loop
 from tests.support.cluster.fake_engine import FakeEngine
 from tests.support.cluster.scripted_engine import FIRST, LAST, answer_of, collect, request
 from tests.support.grpc_loop import in_loop
-from tests.support.waits import WAIT_S_MAX
 from tests.unit.cluster.rpc.test_mutual_tls import WORKER, issue, status_of
 from tests.unit.cluster.rpc.test_orders import Obedient
 from tidemill.cluster.mutual_tls import MutualTls
@@ -92,6 +90,13 @@ class Cluster:
             await server.stop()
             await self.service.stop()
 
+    @asynccontextmanager
+    async def joined(self) -> AsyncGenerator[Credentials]:
+        async with self.running():
+            credentials = self.credentials(await self.token())
+            await credentials.join()
+            yield credentials
+
 
 def cluster_in(folder: Path) -> Cluster:
     ca = trustme.CA()
@@ -108,9 +113,7 @@ def cluster(tmp_path: Path) -> Cluster:
 
 @in_loop
 async def test_token_gets_a_certificate_of_a_client_alone(cluster: Cluster) -> None:
-    async with cluster.running():
-        credentials = cluster.credentials(await cluster.token())
-        await credentials.join()
+    async with cluster.joined() as credentials:
         assert credentials.routers == cluster.routers
         await status_of(cluster.routers[0], credentials.tls)
         [serial] = cluster.members.edges["web-1"].serials
@@ -118,6 +121,7 @@ async def test_token_gets_a_certificate_of_a_client_alone(cluster: Cluster) -> N
         assert f"{known.serial_number:x}" == serial
         assert stat.S_IMODE(credentials.tls.key.stat().st_mode) == 0o600
         assert stat.S_IMODE(credentials.folder.stat().st_mode) == 0o700
+        await cluster.credentials(credentials.token).join()  # with the files that are there
         # It cannot be the server of a connection: no process of the cluster takes it for a router.
         server = RouterService(Router(asyncio.get_running_loop().time), credentials.tls)
         address = await server.start("127.0.0.1")
@@ -130,9 +134,7 @@ async def test_token_gets_a_certificate_of_a_client_alone(cluster: Cluster) -> N
 
 @in_loop
 async def test_edge_may_do_nothing_that_is_the_servers(cluster: Cluster) -> None:
-    async with cluster.running():
-        credentials = cluster.credentials(await cluster.token())
-        await credentials.join()
+    async with cluster.joined() as credentials:
         client = RouterClient(always_at(cluster.routers[0]), tls=credentials.tls)
         for order in (ListEdges(), MakeToken("web-2", 60.0), RevokeEdge("web-1")):
             with pytest.raises(RequestError, match="may not do this") as refused:
@@ -145,31 +147,7 @@ async def test_edge_may_do_nothing_that_is_the_servers(cluster: Cluster) -> None
 
 
 @in_loop
-async def test_tokens_that_are_refused(cluster: Cluster) -> None:
-    async with cluster.running():
-        token = await cluster.token()
-        await cluster.credentials(token).join()
-        await cluster.credentials(token).join()  # with the files that are there
-        late, gone = await cluster.token("late"), await cluster.token("gone")
-        await cluster.registry.carry_out(RevokeEdge("gone"))
-        cluster.now_s += 601.0
-        for number, (refused, line) in enumerate(
-            [
-                (token, "was used"),
-                (Token(token.name, "x" * 32, token.fingerprint), "not one of this cluster"),
-                (Token("zzzzzz", "x" * 32, token.fingerprint), "not one of this cluster"),
-                (replace(token, fingerprint="0" * 64), "nothing was sent"),
-                (late, "has expired"),
-                (gone, "was revoked"),
-            ]
-        ):
-            credentials = cluster.credentials(refused, f"other-{number}")
-            with pytest.raises(JoinRefused, match=line):
-                await credentials.join()
-            assert not credentials.tls.certificate.exists()
-
-
-def test_nothing_is_sent_to_a_cluster_that_shows_the_authority_of_another(
+async def test_nothing_is_sent_to_a_cluster_that_shows_the_authority_of_another(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     """An attacker between edge and cluster knows the authority's certificate, and has none by it."""
@@ -177,21 +155,22 @@ def test_nothing_is_sent_to_a_cluster_that_shows_the_authority_of_another(
     attacker = cluster_in(tmp_path / "attacker")
     asked: list[object] = []
 
-    async def main() -> None:
-        async with cluster.running():
-            token = await cluster.token()
-        imitation = replace(attacker.tls, ca=cluster.tls.ca)
+    async def take(request: object) -> None:
+        asked.append(request)
 
-        async def take(request: object) -> None:
-            asked.append(request)
-
-        server = JoinServer(take, imitation)  # pyright: ignore[reportArgumentType] - it answers nothing
-        cluster.join = await server.start("127.0.0.1", 0)
-        with pytest.raises(JoinRefused, match="no certificate of the authority"):
-            await cluster.credentials(token).join()
-        await server.stop()
-
-    grpc_loop.run(main(), WAIT_S_MAX)
+    async with cluster.running():
+        token = await cluster.token()
+    server = JoinServer(take, replace(attacker.tls, ca=cluster.tls.ca))  # pyright: ignore[reportArgumentType] - it answers nothing
+    cluster.join = await server.start("127.0.0.1", 0)
+    for sent, line in (
+        (token, "no certificate of the authority"),
+        (replace(token, fingerprint="0" * 64), "nothing was sent"),
+    ):
+        credentials = cluster.credentials(sent)
+        with pytest.raises(JoinRefused, match=line):
+            await credentials.join()
+        assert not credentials.tls.certificate.exists()
+    await server.stop()
     assert not asked
 
 
@@ -229,9 +208,7 @@ async def test_revoked_certificate_is_refused_and_ends_open_calls(
 ) -> None:
     monkeypatch.setattr(router_client, "STATUS_WAIT_S_MAX", 0.5)
 
-    async with cluster.running():
-        credentials = cluster.credentials(await cluster.token())
-        await credentials.join()
+    async with cluster.joined() as credentials:
         reader = CatalogueReader(cluster.routers, credentials.tls)
         waiting = asyncio.create_task(reader.changed())
         await status_of(cluster.routers[0], credentials.tls)
@@ -247,9 +224,7 @@ async def test_revoked_certificate_is_refused_and_ends_open_calls(
 
 @in_loop
 async def test_worker_ends_the_streams_of_a_revoked_certificate(cluster: Cluster) -> None:
-    async with cluster.running():
-        credentials = cluster.credentials(await cluster.token())
-        await credentials.join()
+    async with cluster.joined() as credentials:
         engine = FakeEngine()
         plane = WorkerServer(engine, WORKER, tls=cluster.tls)
         address = await plane.start("127.0.0.1")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.grpc_loop import in_loop
-from tests.unit.cluster.processes.scaling.test_scaler import FakeCluster, worker_settings
+from tests.unit.cluster.processes.scaling.test_scaler import FakeCluster, fleet
 from tidemill.cluster.processes.scaling.autoscaling import EdgeReports
 from tidemill.cluster.processes.scaling.journal import (
     ClusterPlan,
@@ -20,7 +20,7 @@ from tidemill.cluster.processes.scaling.journal import (
     initial_plan,
 )
 from tidemill.cluster.processes.scaling.scaler import Scaler
-from tidemill.cluster.settings import FleetSettings, RouterSettings, WorkerSettings
+from tidemill.cluster.settings import RouterSettings, WorkerSettings
 from tidemill.workers.messages import Role
 
 STEPS_MAX = 30
@@ -139,11 +139,6 @@ def test_replaced_supervisor_cannot_write() -> None:
     assert Journal(store, "space").open() == ClusterPlan(server="c")
     assert len(store.values) == 1, "earlier entries are removed"
     assert Journal(store, "other").open() == ClusterPlan(), "a namespace has its own"
-
-
-def fleet() -> FleetSettings:
-    workers = (worker_settings("prefill-0", "prefill"), worker_settings("decode-0", "decode"))
-    return FleetSettings(workers=workers)
 
 
 @dataclass

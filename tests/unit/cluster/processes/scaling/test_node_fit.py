@@ -83,12 +83,6 @@ def test_assign_spreads_replicas_of_role() -> None:
     }
 
 
-def test_assign_keeps_ranks_of_worker_on_one_node() -> None:
-    nodes = [node("a", GPU=3), node("b", GPU=4), node("c", GPU=3)]
-    assert assign([demand("decode-0", ranks=4, GPU=1)], nodes, {}).node_ids == {"decode-0": "b"}
-    assert assign([demand("decode-0", ranks=5, GPU=1)], nodes, {}).node_ids == {}
-
-
 def over(name: str, ranks: int, nodes: int, **each: float) -> WorkerDemand:
     return replace(demand(name, ranks, None, **each), nodes=nodes)
 
@@ -103,11 +97,8 @@ def test_assign_spreads_ranks_over_nodes_where_one_has_no_room() -> None:
     both = assign([eight, over("decode-1", 2, 2, GPU=1)], nodes, {})
     assert both.node_ids == {"decode-0": "a", "decode-1": "c"}, "the least used first"
     assert demand("decode-0", ranks=2, GPU=0.5).bundles == [{"GPU": 0.5}] * 2, "ranks on one node"
-
-
-def test_ranks_over_nodes_stay_on_one_that_has_room() -> None:
-    nodes = [node("a", GPU=1), node("b", GPU=4)]
-    assert [left.free["GPU"] for left in assign([over("d-0", 4, 2, GPU=1)], nodes, {}).remaining] == [1, 0]
+    four = assign([over("decode-0", 4, 2, GPU=1)], [node("a", GPU=1), node("b", GPU=4)], {})
+    assert [left.free["GPU"] for left in four.remaining] == [1, 0], "one node has room for all"
 
 
 def test_reason_describes_ranks_over_nodes() -> None:

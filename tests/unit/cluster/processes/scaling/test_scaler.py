@@ -1,11 +1,16 @@
-"""The scaler carries out the decisions of autoscaling.py: it starts workers and removes empty ones."""
+"""The scaler carries out the decisions of autoscaling.py and the commands of operators: it starts workers and
+removes empty ones."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
+
+import pytest
 
 from tests.support.cluster.fake_service import worker_status
 from tests.support.grpc_loop import in_loop
-from tidemill.cluster.messages import Bounds, FleetStatus, Hysteresis, WorkerStatus
+from tidemill.cluster.messages import Bounds, FleetStatus, Hysteresis, RoleScale, WorkerStatus
 from tidemill.cluster.orders import Drain, SetRole
 from tidemill.cluster.processes.scaling.autoscaling import EdgeReports
 from tidemill.cluster.processes.scaling.journal import FleetPlan, initial_plan
@@ -14,15 +19,29 @@ from tidemill.cluster.settings import FleetSettings, RouterSettings, WorkerSetti
 from tidemill.workers.messages import RequestError, Role, Unserved, WorkerId, WorkerLoad
 from tidemill.workers.settings import EngineSettings
 
-ENGINE = EngineSettings(
-    model_folder=Path("none"), memory_bytes=0, store_url="memory:", cache_folder=Path("none")
-)
-
 HYSTERESIS = Hysteresis()
+LOOK_S = HYSTERESIS.look_s
+BUSY = WorkerLoad(queued_tokens=100, queued_s=30.0, running_rows=1)
+STREAM = WorkerLoad(running_rows=1)
+IDLE = WorkerLoad()
 
 
 def worker_settings(name: str, role: Role) -> WorkerSettings:
-    return WorkerSettings(name=name, role=role, engine=ENGINE, build="package.module:build")
+    engine = EngineSettings(
+        model_folder=Path("none"), memory_bytes=0, store_url="memory:", cache_folder=Path("none")
+    )
+    return WorkerSettings(name=name, role=role, engine=engine, build="package.module:build")
+
+
+def fleet(
+    bounds: Mapping[Role, Bounds] | None = None,
+    hysteresis: Hysteresis = HYSTERESIS,
+    cold_start_s_max: float | None = None,
+) -> FleetSettings:
+    workers = (worker_settings("prefill-0", "prefill"), worker_settings("decode-0", "decode"))
+    return FleetSettings(
+        workers=workers, bounds=bounds or {}, hysteresis=hysteresis, cold_start_s_max=cold_start_s_max
+    )
 
 
 @dataclass
@@ -96,55 +115,68 @@ class FakeCluster:
         info = replace(worker.info, role=role or worker.info.role)
         self.workers[name] = replace(worker, info=info, state=state)
 
-    def set_load(self, load: WorkerLoad) -> None:
-        self.load = load
-        self.workers = {name: replace(worker, load=load) for name, worker in self.workers.items()}
+    def set_load(self, load: WorkerLoad, *names: str) -> None:
+        """Set the load of these workers, or of all and of those that start."""
+        if not names:
+            self.load = load
+        for name in names or self.workers:
+            self.workers[name] = replace(self.workers[name], load=load)
 
 
 @dataclass
 class Case:
-    least: int = 1
-    most: int = 8
+    """A cluster of one prefill and one decode worker, which a scaler looks after."""
+
+    fleet: FleetSettings = field(default_factory=fleet)
     cluster: FakeCluster = field(default_factory=FakeCluster)
     now_s: float = 0.0
+    reports: EdgeReports = field(default_factory=EdgeReports)
 
     def __post_init__(self) -> None:
-        workers = [worker_settings("prefill-0", "prefill"), worker_settings("decode-0", "decode")]
-        for worker in workers:
+        for worker in self.fleet.workers:
             self.cluster.add_worker(worker, RouterSettings())
-        bounds: dict[Role, Bounds] = {"prefill": Bounds(least=self.least, most=self.most)}
-        fleet = FleetSettings(workers=tuple(workers), bounds=bounds, hysteresis=HYSTERESIS)
-        self.fleet = fleet
-        self.scaler = Scaler(self.cluster, self.cluster, fleet, EdgeReports(), initial_plan(fleet))
+        self.cluster.save(initial_plan(self.fleet))
+        self.restart_supervisor()
 
     def restart_supervisor(self) -> None:
-        self.scaler = Scaler(self.cluster, self.cluster, self.fleet, EdgeReports(), self.cluster.plan)
+        self.reports = EdgeReports()
+        self.scaler = Scaler(self.cluster, self.cluster, self.fleet, self.reports, self.cluster.plan)
 
-    async def advance(self, seconds: float) -> None:
-        for _ in range(int(seconds / HYSTERESIS.look_s)):
+    async def advance(self, seconds: float = LOOK_S) -> None:
+        for _ in range(int(seconds / LOOK_S)):
             await self.scaler.adjust(self.now_s)
-            self.now_s += HYSTERESIS.look_s
+            self.now_s += LOOK_S
 
-    async def until_drained(self) -> str:
-        """Let the load end until a worker is drained, which still has a request; return its name."""
-        self.cluster.set_load(WorkerLoad(running_rows=1))
+    async def draining(self) -> str:
+        """Let the load come and end until a worker is drained, which still has a request; return its name."""
+        self.cluster.set_load(BUSY)
+        await self.advance(60)
+        self.cluster.set_load(STREAM)
         while not self.cluster.drained:
-            await self.advance(HYSTERESIS.look_s)
+            await self.advance()
         [name] = self.cluster.drained
         return name
+
+    async def scale(self, *, pending: bool = False, **counts: int) -> str | None:
+        return await self.scaler.scale(cast("dict[Role, int]", counts), pending=pending)
+
+    async def role(self, name: Role) -> RoleScale:
+        (scale,) = [scale for scale in await self.scaler.roles() if scale.role == name]
+        return scale
 
     def names(self, state: str = "ready") -> list[str]:
         workers = self.cluster.workers.values()
         return sorted(at.info.name for at in workers if at.info.role == "prefill" and at.state == state)
 
 
-BUSY = WorkerLoad(queued_tokens=100, queued_s=30.0, running_rows=1)
-IDLE = WorkerLoad()
+def by_load(least: int = 1, most: int = 8) -> Case:
+    """Return a case whose prefill workers are scaled by load."""
+    return Case(fleet({"prefill": Bounds(least=least, most=most)}))
 
 
 @in_loop
 async def test_scaler_adds_workers_under_load_and_drains_newest_first_after_it() -> None:
-    case = Case(most=3)
+    case = by_load(most=3)
     case.cluster.set_load(BUSY)
     await case.advance(120)
     assert case.names() == ["prefill-0", "prefill-1", "prefill-2"]
@@ -158,21 +190,19 @@ async def test_scaler_adds_workers_under_load_and_drains_newest_first_after_it()
 
 @in_loop
 async def test_scaler_removes_drained_worker_once_it_is_idle() -> None:
-    case = Case()
-    case.cluster.set_load(BUSY)
-    await case.advance(60)
+    case = by_load()
+    name = await case.draining()
     count = len(case.names())
-    name = await case.until_drained()
     await case.advance(50)
     assert case.cluster.drained == [name]
     assert case.names("draining") == [name], "it still has a stream"
     assert not case.cluster.removed
-    case.cluster.workers[name] = replace(case.cluster.workers[name], load=IDLE)
-    await case.advance(HYSTERESIS.look_s * (IDLE_CHECKS - 1))
+    case.cluster.set_load(IDLE, name)
+    await case.advance(LOOK_S * (IDLE_CHECKS - 1))
     assert not case.cluster.removed, "a request may still arrive"
-    await case.advance(HYSTERESIS.look_s)
+    await case.advance()
     assert case.cluster.removed == [name]
-    assert len(case.names()) == count - 1
+    assert len(case.names()) == count
     case.cluster.set_load(BUSY)
     await case.advance(120)
     assert name in case.names(), "its name is reused"
@@ -180,7 +210,7 @@ async def test_scaler_removes_drained_worker_once_it_is_idle() -> None:
 
 @in_loop
 async def test_scaler_changes_nothing_when_router_is_away_or_refuses_drain() -> None:
-    case = Case(least=1)
+    case = by_load()
     case.cluster.set_load(BUSY)
     await case.advance(60)
     names = case.names()
@@ -197,65 +227,65 @@ async def test_scaler_changes_nothing_when_router_is_away_or_refuses_drain() -> 
 
 @in_loop
 async def test_scaler_retries_worker_that_cannot_be_started() -> None:
-    case = Case(most=2)
+    case = by_load(most=2)
     case.cluster.set_load(BUSY)
     case.cluster.is_full = True
     await case.advance(60)
     assert case.names() == ["prefill-0"]
     case.cluster.is_full = False
-    await case.advance(HYSTERESIS.look_s)
+    await case.advance()
     assert case.names() == ["prefill-0", "prefill-1"]
 
 
 @in_loop
 async def test_scaler_counts_worker_in_its_new_role_and_keeps_it() -> None:
-    case = Case(least=2, most=3)
+    case = by_load(least=2, most=3)
     cluster = case.cluster
-    await case.advance(HYSTERESIS.look_s)
+    await case.advance()
     assert case.names() == ["prefill-0", "prefill-1"]
     cluster.change("decode-0", "prefill")
     await case.advance(2 * HYSTERESIS.down_s)
     assert case.names() == ["decode-0", "prefill-0"], "one above the minimum: the newest left"
     cluster.change("prefill-0", "decode")
-    await case.advance(HYSTERESIS.look_s)
+    await case.advance()
     assert case.names() == ["decode-0", "prefill-1"], "bounds apply to current roles"
     cluster.change("prefill-1", "decode")
-    await case.advance(HYSTERESIS.look_s)
+    await case.advance()
     assert case.names() == ["decode-0", "prefill-2"]
     assert cluster.drained == ["prefill-1"]
 
 
 @in_loop
 async def test_scaler_keeps_workers_that_an_operator_moved_to_role() -> None:
-    case = Case(most=1)
+    case = by_load(most=1)
     case.cluster.change("decode-0", "prefill")
-    case.cluster.workers["prefill-0"] = replace(case.cluster.workers["prefill-0"], load=BUSY)
-    await case.advance(HYSTERESIS.look_s)
+    case.cluster.set_load(BUSY, "prefill-0")
+    await case.advance()
     assert case.cluster.drained == ["prefill-0"], "not the one that an operator moved"
     hidden, case.cluster.workers = case.cluster.workers, {}  # a router that has just restarted
-    await case.advance(HYSTERESIS.look_s)
+    await case.advance()
     case.cluster.workers = hidden
-    await case.advance(HYSTERESIS.look_s)
+    await case.advance()
     assert case.cluster.drained == ["prefill-0"], "the scaler remembers the last report"
 
 
 @in_loop
 async def test_scaler_neither_counts_nor_removes_worker_drained_by_operator() -> None:
-    case = Case(least=2)
-    await case.advance(HYSTERESIS.look_s)
+    case = by_load(least=2)
+    await case.advance()
     case.cluster.change("prefill-1", state="draining")
     await case.advance(2 * HYSTERESIS.down_s)
     assert case.names() == ["prefill-0", "prefill-2"]
     assert not case.cluster.removed
     case.cluster.change("prefill-1")
-    await case.advance(HYSTERESIS.look_s)
+    await case.advance()
     assert case.names() == ["prefill-0", "prefill-1", "prefill-2"], "an undrained worker counts"
     case.cluster.change("prefill-2", "decode", state="draining")
-    await case.advance(HYSTERESIS.look_s)
+    await case.advance()
     del case.cluster.workers["prefill-2"]  # SIGTERM: it has gone
-    await case.advance(HYSTERESIS.look_s * (IDLE_CHECKS - 1))
+    await case.advance(LOOK_S * (IDLE_CHECKS - 1))
     assert not case.cluster.forgotten
-    await case.advance(HYSTERESIS.look_s)
+    await case.advance()
     assert case.cluster.forgotten == ["prefill-2"]
     case.cluster.set_load(BUSY)
     await case.advance(60)
@@ -265,11 +295,9 @@ async def test_scaler_neither_counts_nor_removes_worker_drained_by_operator() ->
 
 @in_loop
 async def test_scaler_keeps_worker_whose_drain_an_operator_takes_back() -> None:
-    case = Case()
-    case.cluster.set_load(BUSY)
-    await case.advance(60)
-    name = await case.until_drained()
-    await case.advance(HYSTERESIS.look_s)
+    case = by_load()
+    name = await case.draining()
+    await case.advance()
     assert name not in case.names()
     case.cluster.change(name)
     case.cluster.set_load(BUSY)
@@ -283,7 +311,7 @@ async def test_scaler_keeps_worker_whose_drain_an_operator_takes_back() -> None:
 @in_loop
 async def test_new_process_gets_the_role_and_the_drain_of_the_one_before() -> None:
     """Its router has restarted meanwhile, and knows neither; and so has the supervisor."""
-    case = Case(most=3)
+    case = by_load(most=3)
     case.cluster.set_load(BUSY)
     await case.advance(120)
     case.cluster.change("prefill-2", role="mixed")
@@ -302,13 +330,145 @@ async def test_new_process_gets_the_role_and_the_drain_of_the_one_before() -> No
 
 @in_loop
 async def test_leaving_worker_that_restarts_leaves_nevertheless() -> None:
-    case = Case()
-    case.cluster.set_load(BUSY)
-    await case.advance(60)
-    name = await case.until_drained()
+    case = by_load()
+    name = await case.draining()
     case.cluster.restart(name, "prefill")
     await case.advance(10)
     assert case.cluster.drained == [name, name]
     case.cluster.set_load(IDLE)
     await case.advance(20)
     assert case.cluster.removed[0] == name
+
+
+@in_loop
+async def test_operator_starts_and_drains_workers() -> None:
+    case = Case()
+    assert await case.scale(prefill=3) is None
+    assert case.names() == ["prefill-0", "prefill-1", "prefill-2"]
+    case.cluster.set_load(STREAM)
+    case.cluster.set_load(BUSY, "prefill-1")
+    await case.scale(prefill=2)
+    assert case.cluster.drained == ["prefill-2"], "the newest of equally loaded workers"
+    assert (await case.role("prefill")).leaving == ("prefill-2",)
+    assert (await case.role("prefill")).workers == 2
+    await case.advance(60)
+    assert not case.cluster.removed, "it still has a stream"
+    case.cluster.set_load(IDLE)
+    await case.advance(LOOK_S * IDLE_CHECKS)
+    assert case.cluster.removed == ["prefill-2"]
+    await case.advance(2 * HYSTERESIS.down_s)
+    assert case.names() == ["prefill-0", "prefill-1"], "load does not change it"
+    assert await case.role("prefill") == RoleScale(role="prefill", workers=2)
+    case.cluster.set_load(BUSY, "prefill-1")
+    await case.scale(prefill=1)
+    assert case.cluster.drained[-1] == "prefill-0", "the least loaded"
+
+
+@pytest.mark.parametrize(
+    ("counts", "named"),
+    [
+        ({"mixed": 1}, "--mixed"),
+        ({"prefill": 0}, "one prefill worker has to stay"),
+        ({"decode": 3, "prefill": 0}, "one prefill worker has to stay"),
+        ({"prefill": 1}, "--prefill\\)"),
+        ({"prefill": 5}, "--prefill-max"),
+    ],
+)
+@in_loop
+async def test_impossible_counts_are_refused_and_change_nothing(counts: dict[str, int], named: str) -> None:
+    case = by_load(least=2, most=4)
+    with pytest.raises(RequestError, match=named) as refused:
+        await case.scale(pending=False, **counts)
+    assert refused.value.param == "workers"
+    assert len(case.cluster.workers) == 2
+    assert not case.cluster.drained
+
+
+@in_loop
+async def test_operator_scales_within_the_bounds_of_a_role_that_load_scales() -> None:
+    case = by_load(least=2, most=4)
+    await case.scale(prefill=4)
+    assert len(case.names()) == 4
+    await case.advance(HYSTERESIS.down_s / 2)
+    assert len(case.names()) == 4, "load shrinks it as slowly as before"
+    prefill = await case.role("prefill")
+    assert (prefill.least, prefill.most) == (2, 4)
+
+
+@in_loop
+async def test_unschedulable_workers_are_refused_unless_pending() -> None:
+    case = Case(cluster=FakeCluster(free=1))
+    with pytest.raises(RequestError, match="decode-2 needs a GPU") as refused:
+        await case.scale(decode=3, prefill=1)
+    assert (refused.value.status, refused.value.code) == (409, "no_place")
+    assert len(case.cluster.workers) == 2, "none is started, not even the schedulable one"
+    assert await case.scale(decode=3, pending=True) == "decode-2 needs a GPU"
+    assert len(case.cluster.workers) == 4
+
+
+@in_loop
+async def test_starting_worker_is_drained_once_the_router_reports_it() -> None:
+    case = Case()
+    await case.scale(decode=2)
+    starting = case.cluster.workers.pop("decode-1")  # the router does not know it
+    assert (await case.role("decode")).starting == ("decode-1",)
+    await case.scale(decode=1)
+    assert not case.cluster.drained
+    assert (await case.role("decode")).leaving == ("decode-1",)
+    await case.advance()
+    case.cluster.workers["decode-1"] = starting  # it started nevertheless
+    await case.advance()
+    assert case.cluster.drained == ["decode-1"]
+    await case.advance(LOOK_S * (IDLE_CHECKS + 1))
+    assert case.cluster.removed == ["decode-1"]
+    await case.scale(decode=2)
+    del case.cluster.workers["decode-1"]
+    await case.scale(decode=1)
+    await case.advance(LOOK_S * IDLE_CHECKS)
+    assert case.cluster.forgotten == ["decode-1"]
+    assert (await case.role("decode")) == RoleScale(role="decode", workers=1)
+
+
+@in_loop
+async def test_operator_scales_workers_moved_to_role() -> None:
+    case = Case()
+    await case.scale(decode=2)
+    case.cluster.change("decode-0", "prefill")
+    assert (await case.role("prefill")).workers == 1, "not reported yet"
+    await case.advance()
+    assert (await case.role("prefill")).workers == 2
+    await case.scale(prefill=1)
+    assert case.cluster.drained == ["decode-0"]
+
+
+@in_loop
+async def test_scaler_without_bounds_keeps_drained_worker_that_is_gone() -> None:
+    case = Case()
+    await case.scale(decode=2)
+    case.cluster.change("decode-1", state="draining")
+    await case.advance()
+    assert (await case.role("decode")).workers == 1
+    gone = case.cluster.workers.pop("decode-1")
+    await case.advance(10 * LOOK_S)
+    assert not case.cluster.forgotten, "Ray restarts it"
+    case.cluster.workers["decode-1"] = replace(gone, state="ready")
+    await case.advance()
+    assert (await case.role("decode")).workers == 2
+
+
+@in_loop
+async def test_operator_learns_that_the_router_is_away_or_refuses() -> None:
+    case = Case()
+    case.cluster.is_away = True
+    with pytest.raises(Unserved):
+        await case.scale(decode=2)
+    case.cluster.is_away = False
+    case.cluster.is_full = True
+    with pytest.raises(Unserved, match="decode-1 cannot be started"):
+        await case.scale(decode=2)
+    case.cluster.is_full = False
+    await case.scale(decode=2)
+    case.cluster.refuses_drain = frozenset({"decode-0", "decode-1"})
+    with pytest.raises(RequestError, match="no other worker does its work"):
+        await case.scale(decode=1)
+    assert (await case.role("decode")).leaving == ()

@@ -168,37 +168,31 @@ def ignores(pid: int, number: signal.Signals) -> bool:
     return bool(int(mask.split()[1], 16) & 1 << (number - 1))
 
 
-@pytest.mark.parametrize("name", ["results1", "other-abcdefgh", "ABCDEFGH", "abcdefgh2"])
-def test_folder_of_another_name_stays(name: str, tmp_path: Path) -> None:
-    other = tmp_path / f"{PREFIX}{name}"
+@pytest.mark.parametrize("name", ["results1", "other-abcdefgh", "ABCDEFGH", "abcdefgh2", "", LOCK])
+def test_folders_of_other_names_and_users_stay(name: str, tmp_path: Path) -> None:
+    is_of_another_user = name in {"", LOCK}
+    other = tmp_path / f"{PREFIX}{'abcdefgh' if is_of_another_user else name}"
     other.mkdir()
     if name != "results1":  # which could be ours, but has no lock
         (other / LOCK).touch()
+    if is_of_another_user:
+        if os.geteuid() != 0:
+            pytest.skip("only root may give a file to another user")
+        os.chown(other / name, 12345, 12345)
     with private_folder(PREFIX, tmp_path):
         assert other.exists()
 
 
 def test_link_to_a_folder_is_not_followed(tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    target.mkdir()
+    target, linked = tmp_path / "target", tmp_path / f"{PREFIX}12345678"
+    for folder in (target, linked):
+        folder.mkdir()
     (target / LOCK).touch()
     (tmp_path / f"{PREFIX}abcdefgh").symlink_to(target)
-    (tmp_path / f"{PREFIX}12345678").mkdir()
-    (tmp_path / f"{PREFIX}12345678" / LOCK).symlink_to(target / LOCK)
+    (linked / LOCK).symlink_to(target / LOCK)
     with private_folder(PREFIX, tmp_path):
         assert (target / LOCK).exists()
-        assert (tmp_path / f"{PREFIX}12345678").exists()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file to another user")
-@pytest.mark.parametrize("given", ["", LOCK])
-def test_folder_of_another_user_stays(given: str, tmp_path: Path) -> None:
-    other = tmp_path / f"{PREFIX}abcdefgh"
-    other.mkdir()
-    (other / LOCK).touch()
-    os.chown(other / given, 12345, 12345)
-    with private_folder(PREFIX, tmp_path):
-        assert other.exists()
+        assert linked.exists()
 
 
 def test_folder_that_is_taken_for_abandoned_while_it_is_made_is_made_again(
