@@ -15,9 +15,14 @@ from tidemill.cluster.cli.worker_commands import render_roles
 from tidemill.cluster.orders import Scale
 from tidemill.workers.messages import RequestError
 
-ROW: dict[str, Any] = {"model": "keeper", "role": "decode", "starting": [], "leaving": []} | dict.fromkeys(
-    ("least", "most")
-)
+ROW: dict[str, Any] = {
+    "model": "keeper",
+    "role": "decode",
+    "starting": [],
+    "leaving": [],
+    "least": None,
+    "most": None,
+}
 
 
 def test_edge_answers_scale_requests() -> None:
