@@ -86,7 +86,7 @@ class SchemeArena(Arena):
         share = scheme.page_share
         self._share = None if share is None else round(num_extents * share) * layout.pages_per_extent
         pages, states, _ = layout.classes
-        self.pools = {PAGES: self._pool(pages, 1, 0), STATES: self._pool(states, 0, 1)}
+        self.pools |= {PAGES: self._pool(pages, 1, 0), STATES: self._pool(states, 0, 1)}
 
     def fits(self, pages: int, states: int) -> bool:
         """Return whether the memory holds these numbers of objects."""
@@ -102,8 +102,7 @@ class SchemeArena(Arena):
     def usage(self) -> ArenaUsage:
         usage = super().usage()
         extents = {PAGES: self.num_extents, STATES: 0}  # all is open to pages
-        pinned, cached = ({**counts, WINDOWS: 0} for counts in (usage.pinned, usage.cached))
-        return ArenaUsage(extents=extents, pinned=pinned, cached=cached, empty_extents=0, unmapped_extents=0)
+        return replace(usage, extents=extents, empty_extents=0, unmapped_extents=0)
 
     def check(self, extents: Iterable[int]) -> None:
         """Prove that the scheme has room for the objects, whose pools were checked."""
