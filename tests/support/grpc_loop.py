@@ -6,25 +6,20 @@ whenever its last object is collected, waits for them: in a loop that is closed 
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from functools import cache, wraps
-from typing import Any, ParamSpec, TypeVar
+from functools import cache
+from typing import Any, TypeVar
 
 import grpc.aio
 
+from tests.support.loops import Given, Main, run_by
 from tests.support.waits import WAIT_S_MAX
 
-_Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
-def in_loop(test: Callable[_Arguments, Coroutine[Any, Any, None]]) -> Callable[_Arguments, None]:
+def in_loop(test: Callable[Given, Main]) -> Callable[Given, None]:
     """Let an async test run in this loop, for a bounded time."""
-
-    @wraps(test)
-    def in_it(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
-        run(test(*args, **kwargs), 3 * WAIT_S_MAX)
-
-    return in_it
+    return run_by(lambda main: run(main, 3 * WAIT_S_MAX))(test)
 
 
 def run(coroutine: Coroutine[Any, Any, _Result], s_max: float | None = None) -> _Result:
