@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.deploy.chart import CHART, Document, containers, documents, find_one, pods
+from tests.support.deploy.chart import CHART, Document, config_of, containers, documents, find_one, pods
 from tidemill.cluster.cli.main import parser
 from tidemill.cluster.cli.serve import MARK, routers_of
-from tidemill.cluster.config.reading import parse_config
 
 SECRET = {"clusterTls": {"existingSecret": "cluster"}}
 ON = SECRET | {"edges": {"enabled": True}}
@@ -44,7 +43,7 @@ def test_edges_join_the_routers_of_the_frontend() -> None:
     assert [str(entry["port"]) for entry in service["spec"]["ports"]] == [port]
     assert selects(service, pods(found)["frontend"])
     assert not selects(service, pods(found)["edge"])
-    config = parse_config(find_one(found, "ConfigMap", "-config")["data"]["cluster.yaml"], "cluster.yaml")
+    config = config_of(found)
     assert str(config.cluster.router_port) == port
 
 
@@ -107,7 +106,7 @@ def test_edges_elsewhere_join_by_tokens() -> None:
         "models": models,
     }
     found = documents(CHART, values)
-    config = parse_config(find_one(found, "ConfigMap", "-config")["data"]["cluster.yaml"], "cluster.yaml")
+    config = config_of(found)
     key = config.cluster.ssl_ca_keyfile
     assert key is not None
     folder, _, name = key.rpartition("/")
@@ -137,5 +136,5 @@ def test_edges_elsewhere_join_by_tokens() -> None:
 def test_release_without_the_key_of_the_authority_admits_no_edges_elsewhere() -> None:
     found = documents(CHART, ON)
     assert [port["name"] for port in find_one(found, "Service", "-routers")["spec"]["ports"]] == ["router"]
-    config = parse_config(find_one(found, "ConfigMap", "-config")["data"]["cluster.yaml"], "cluster.yaml")
+    config = config_of(found)
     assert config.cluster.ssl_ca_keyfile is None

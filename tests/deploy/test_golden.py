@@ -28,6 +28,7 @@ from tests.support.deploy.chart import (
     WITH_GOLDEN_FILE,
     Document,
     chart_of,
+    config_text,
     documents_of,
     find_one,
     render,
@@ -106,13 +107,6 @@ def test_ray_pod_templates_are_valid_pods() -> None:
             kubernetes_validate.validate(pod, KUBERNETES[0], strict=True)
 
 
-def test_kubernetes_schema_refuses_unknown_field() -> None:
-    deployment = find_one(documents_of(SERVERS[0]), "Deployment", "-frontend")
-    wrong: Document = {**deployment, "spec": {**deployment["spec"], "replica": 1}}
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(wrong, KUBERNETES[0], strict=True)
-
-
 @pytest.mark.skipif(not CRDS.is_dir(), reason="set KUBERAY_CRDS to a folder with ray.io_rayclusters.yaml")
 def test_kuberay_schema_has_every_field() -> None:
     for example in SERVERS:
@@ -144,13 +138,9 @@ def _strict(schema: Any) -> Any:  # noqa: ANN401 - JSON
 
 
 def test_service_monitor_matches_service() -> None:
-    """The operator's schema is not available offline, so the fields are those of its documentation."""
-    found = documents_of(next(example for example in SERVERS if example.stem == "2p4d"))
+    found = documents_of(WITH_GOLDEN_FILE)
     monitor, service = find_one(found, "ServiceMonitor"), find_one(found, "Service", "chat-tidemill")
-    assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
-    assert set(monitor["spec"]) == {"selector", "endpoints"}
     [endpoint] = monitor["spec"]["endpoints"]
-    assert set(endpoint) == {"port", "path", "interval", "scheme", "tlsConfig"}
     assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
     assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
 
@@ -186,14 +176,12 @@ def test_examples_fit_the_gpus_that_they_name(name: str) -> None:
 
 def test_ray_autoscaler_derives_node_types_of_groups() -> None:
     """The autoscaler starts a pod for a waiting worker by the resource and the label in its demand."""
-    found = documents_of(next(example for example in SERVERS if example.stem == "2p4d"))
+    found = documents_of(WITH_GOLDEN_FILE)
     cluster: Document = json.loads(json.dumps(find_one(found, "RayCluster")))
     cluster["metadata"]["namespace"] = NAMESPACE
     read = autoscaling_config._derive_autoscaling_config_from_ray_cr  # pyright: ignore[reportPrivateUsage]
     types = read(cluster)["available_node_types"]
-    groups = yaml.safe_load(find_one(found, "ConfigMap", "-config")["data"]["cluster.yaml"])["models"][0][
-        "groups"
-    ]
+    groups = yaml.safe_load(config_text(found))["models"][0]["groups"]
     by_label = {group["labels"]["tidemill-group"]: group for group in groups}
     for name, (least, most) in {"prefill": (2, 2), "decode": (4, 8)}.items():
         offered = types[name]

@@ -61,15 +61,11 @@ def test_dockerfile_base_is_one_release_and_an_argument() -> None:
     assert bases - stages().keys() == {"${BASE}"}
 
 
-def test_image_runs_as_unprivileged_user(target: str) -> None:
-    users = [text for instruction, text in lineage(target) if instruction == "USER"]
-    assert users[-1] == "10001:10001"
+def test_image_has_unprivileged_user_volume_health_check_and_labels(target: str) -> None:
     [made] = [text for _, text in lineage(target) if "useradd" in text]
     assert "--uid 10001 --gid 10001" in made
-
-
-def test_image_has_volume_health_check_and_labels(target: str) -> None:
     result = dict(lineage(target))
+    assert result["USER"] == "10001:10001"
     assert result["VOLUME"] == "/tmp"  # noqa: S108 - of the image
     assert "/health/ready" in result["HEALTHCHECK"]
     assert json.loads(result["ENTRYPOINT"])[-1] == "tidemill"

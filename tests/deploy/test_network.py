@@ -13,6 +13,7 @@ from tests.support.deploy.chart import (
     TRAFFIC_EXAMPLE,
     Document,
     all_values_of,
+    config_of,
     containers,
     documents,
     documents_of,
@@ -21,7 +22,6 @@ from tests.support.deploy.chart import (
     values_of,
 )
 from tests.support.deploy.commands import Flags, lines_of, ray_start, start_options
-from tidemill.cluster.config.reading import parse_config
 
 Ports = set[tuple[int, int]]
 
@@ -73,7 +73,8 @@ def test_frontend_policy_opens_listening_ports(found: list[Document]) -> None:
     frontend = pods(found)["frontend"]
     [container] = frontend["spec"]["containers"]
     [start] = [words[2:] for words in lines_of(container) if words[:2] == ["ray", "start"]]
-    edge = parse_config(find_one(found, "ConfigMap", "-config")["data"]["cluster.yaml"], "cluster.yaml").edge
+    config = config_of(found)
+    edge = config.edge
     for_clients = {(port, port) for port in (edge.port, edge.grpc_port) if port is not None}
     assert {(port["containerPort"],) * 2 for port in container["ports"]} == for_clients
 
@@ -84,7 +85,6 @@ def test_frontend_policy_opens_listening_ports(found: list[Document]) -> None:
     routers = opened([ray]) - (ray_node_ports(ray_start(start)) | ephemeral_ports(frontend))
     assert opened([ray]) >= ray_node_ports(ray_start(start)) | ephemeral_ports(frontend)
     [(first, last)] = routers
-    config = parse_config(find_one(found, "ConfigMap", "-config")["data"]["cluster.yaml"], "cluster.yaml")
     assert first == config.cluster.router_port
     assert first + sum(model.routers for model in config.models) <= last + 1
     assert bool(edges) is ("edge" in pods(found))
@@ -163,10 +163,8 @@ def test_store_policies_admit_only_users_of_store(found: list[Document]) -> None
 def test_mooncake_opens_ports_only_behind_policy() -> None:
     """These pods lack the capability that newer kernels need to restrict the ports to their peers."""
     for enabled in (True, False):
-        values = {"clusterTls": {"plain": True}, "networkPolicy": {"enabled": enabled}}
-        found = documents(CHART, values)
-        config = find_one(found, "ConfigMap", "-config")["data"]["cluster.yaml"]
-        assert ("ports=open" in (parse_config(config, "cluster.yaml").store.url or "")) is enabled
+        found = documents(CHART, {"clusterTls": {"plain": True}, "networkPolicy": {"enabled": enabled}})
+        assert ("ports=open" in (config_of(found).store.url or "")) is enabled
         [owner] = pods(found)["store-memory"]["spec"]["containers"]
         assert ("--ports=open" in owner["command"]) is enabled
         assert any(document["kind"] == "NetworkPolicy" for document in found) is enabled
@@ -201,11 +199,11 @@ def test_services_target_existing_ports(found: list[Document]) -> None:
             if service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
         ]
         named = {port["name"] for container in containers(pod) for port in container.get("ports", [])}
-        config = parse_config(find_one(found, "ConfigMap", "-config")["data"]["cluster.yaml"], "cluster.yaml")
+        config = config_of(found).cluster
         targets = {port["targetPort"] for port in service["spec"]["ports"]}
-        first = config.cluster.router_port
-        joins = {first + len(config.models)} if config.cluster.ssl_ca_keyfile else set[int]()
-        assert targets <= named | {first} | joins
+        join_port = config.router_port + len(config_of(found).models)
+        joins = {join_port} if config.ssl_ca_keyfile else set[int]()
+        assert targets <= named | {config.router_port} | joins
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
@@ -229,37 +227,12 @@ def test_service_and_ingress_are_those_of_the_values(example: Path) -> None:
     if values["ingress"]["enabled"]:
         ingress, given = find_one(found, "Ingress"), values["ingress"]
         assert ingress["metadata"].get("annotations", {}) == given["annotations"]
-        assert ingress["spec"] == {
-            "ingressClassName": given["className"],
-            "tls": [{"hosts": [given["host"]], "secretName": given["tlsSecret"]}],
-            "rules": [
-                {
-                    "host": given["host"],
-                    "http": {
-                        "paths": [
-                            {
-                                "path": "/",
-                                "pathType": "Prefix",
-                                "backend": {"service": {"name": own, "port": {"name": "http"}}},
-                            }
-                        ]
-                    },
-                }
-            ],
-        }
-
-
-def test_only_leading_master_is_ready() -> None:
-    """A standby is alive, but does not listen on the RPC port."""
-    example = next(example for example in SERVERS if example.stem == "2p4d")
-    deployment = find_one(documents_of(example), "Deployment", "-mooncake")["spec"]
-    [master] = deployment["template"]["spec"]["containers"]
-    assert deployment["replicas"] == 3
-    assert {"--enable_ha=true", "--enable_oplog=true"} <= set(master["command"])
-    assert "--etcd_endpoints=etcd-0.etcd:2379;etcd-1.etcd:2379;etcd-2.etcd:2379" in master["command"]
-    assert master["readinessProbe"]["tcpSocket"] == {"port": "rpc"}
-    assert master["livenessProbe"]["httpGet"] == {"path": "/health", "port": "admin"}
-    assert deployment["strategy"]["rollingUpdate"]["maxUnavailable"] == "100%"
+        assert ingress["spec"]["ingressClassName"] == given["className"]
+        assert ingress["spec"]["tls"] == [{"hosts": [given["host"]], "secretName": given["tlsSecret"]}]
+        [rule] = ingress["spec"]["rules"]
+        [path] = rule["http"]["paths"]
+        assert (rule["host"], path["path"], path["pathType"]) == (given["host"], "/", "Prefix")
+        assert path["backend"]["service"] == {"name": own, "port": {"name": "http"}}
 
 
 def test_traffic_service_selects_one_of_two_releases() -> None:
@@ -273,21 +246,13 @@ def test_traffic_service_selects_one_of_two_releases() -> None:
     assert not names[0] & names[1]
     for release, found in releases.items():
         traffic = documents(TRAFFIC, {**values_of(TRAFFIC_EXAMPLE), "release": release})
-        service = find_one(traffic, "Service")
-        assert service["metadata"]["name"] == "chat"
-        answers = [
-            name
-            for name, others in releases.items()
-            for pod in pods(others).values()
-            if service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
-        ]
-        assert answers == [release]
-        for document in found:
+        assert find_one(traffic, "Service")["metadata"]["name"] == "chat"
+        for document in [*traffic, *found]:
             if document["kind"] == "Service":
-                assert not [
-                    pod
+                answers = {
+                    name
                     for name, others in releases.items()
-                    if name != release
                     for pod in pods(others).values()
                     if document["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
-                ]
+                }
+                assert answers == {release}, document["metadata"]["name"]

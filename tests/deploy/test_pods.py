@@ -5,7 +5,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -15,6 +14,8 @@ from tests.support.deploy.chart import (
     SERVERS,
     Document,
     all_values_of,
+    config_of,
+    config_text,
     containers,
     documents,
     documents_of,
@@ -24,7 +25,6 @@ from tests.support.deploy.chart import (
     values_of,
 )
 from tests.support.deploy.commands import lends, lines_of, ray_start, start_options, tidemill
-from tidemill.cluster.config.reading import parse_config
 from tidemill.cluster.config.tree import EdgeConfig
 from tidemill.cluster.edge.requests.api_keys import read_keys
 from tidemill.cluster.processes.mooncake_service import master_process
@@ -46,13 +46,16 @@ def found(example: Path) -> list[Document]:
     return documents_of(example)
 
 
-def config_of(found: list[Document]) -> str:
-    return find_one(found, "ConfigMap", "-config")["data"]["cluster.yaml"]
-
-
-def test_pods_run_unprivileged_with_read_only_root(found: list[Document]) -> None:
+def test_pods_run_unprivileged_with_read_only_root_and_no_kubernetes_token(found: list[Document]) -> None:
+    """A head in which Ray's autoscaler runs has a token, and the autoscaler the security of the head."""
     assert {"frontend", "head"} < set(pods(found))
-    for pod in pods(found).values():
+    cluster = find_one(found, "RayCluster")["spec"]
+    scales = cluster.get("enableInTreeAutoscaling", False)
+    if scales:
+        [head] = containers(pods(found)["head"])
+        assert cluster["autoscalerOptions"]["securityContext"] == head["securityContext"]
+    for name, pod in pods(found).items():
+        assert pod["spec"].get("automountServiceAccountToken", True) is (scales and name == "head")
         security = pod["spec"]["securityContext"]
         assert security["runAsNonRoot"]
         assert min(security[name] for name in ("runAsUser", "runAsGroup", "fsGroup")) > 0
@@ -65,20 +68,6 @@ def test_pods_run_unprivileged_with_read_only_root(found: list[Document]) -> Non
             assert own["allowPrivilegeEscalation"] is False
             assert own["capabilities"] == {"drop": ["ALL"]}
             assert container["resources"]["limits"]["memory"]
-
-
-def test_pods_have_no_kubernetes_token(found: list[Document]) -> None:
-    """The exception is a head in which Ray's autoscaler runs."""
-    cluster = find_one(found, "RayCluster")
-    for name, pod in pods(found).items():
-        scales = name == "head" and cluster["spec"].get("enableInTreeAutoscaling", False)
-        assert pod["spec"].get("automountServiceAccountToken", True) is scales
-
-
-def test_autoscaler_has_same_security_context() -> None:
-    spec = find_one(documents_of(EVERYTHING), "RayCluster")["spec"]
-    [container] = spec["headGroupSpec"]["template"]["spec"]["containers"]
-    assert spec["autoscalerOptions"]["securityContext"] == container["securityContext"]
 
 
 def test_mounts_are_unique_and_have_volumes(found: list[Document]) -> None:
@@ -108,7 +97,7 @@ def test_sources_of_volumes_exist(found: list[Document], example: Path) -> None:
 
 
 def test_configmap_has_valid_configuration(found: list[Document]) -> None:
-    config = parse_config(config_of(found), "cluster.yaml")
+    config = config_of(found)
     assert config.edge.host == "0.0.0.0"  # noqa: S104 - a pod's own address
     assert config.cluster.ray_address == "auto"
     assert config.store.url is not None
@@ -118,7 +107,7 @@ def test_configmap_has_valid_configuration(found: list[Document]) -> None:
 def test_values_of_models_reach_configuration_and_pods(found: list[Document], example: Path) -> None:
     """The chart adds what ties a group to its pods, and moves `pod` to them."""
     models = all_values_of(example)["models"]
-    configured = yaml.safe_load(config_of(found))["models"]
+    configured = yaml.safe_load(config_text(found))["models"]
     for group in (group for model in configured for group in model["groups"]):
         assert {*group.pop("labels"), *group.pop("resources")}
     for group in (group for model in models for group in model["groups"]):
@@ -152,24 +141,6 @@ def test_values_of_the_release_reach_every_pod(found: list[Document], example: P
                 assert mounted[volume] in (source, source.get("secret", {}).get("secretName"))
 
 
-def test_objects_are_labelled_with_release_and_chart(found: list[Document], example: Path) -> None:
-    tag = all_values_of(example)["image"]["tag"] or VERSION
-    for document in found:
-        assert document["metadata"]["name"].startswith("chat-tidemill")
-        labels = document["metadata"]["labels"]
-        assert labels["app.kubernetes.io/component"]
-        assert (
-            labels.items()
-            >= {
-                "app.kubernetes.io/name": "tidemill",
-                "app.kubernetes.io/instance": "chat",
-                "app.kubernetes.io/version": tag,
-                "app.kubernetes.io/managed-by": "Helm",
-                "helm.sh/chart": f"tidemill-{VERSION}",
-            }.items()
-        )
-
-
 def test_notes_name_the_port_and_the_feature_gates_of_kuberay(example: Path) -> None:
     values = all_values_of(example)
     notes = render(CHART, values)["templates/NOTES.txt"]
@@ -179,7 +150,7 @@ def test_notes_name_the_port_and_the_feature_gates_of_kuberay(example: Path) -> 
 
 
 def test_files_named_in_configuration_are_mounted(found: list[Document]) -> None:
-    config = parse_config(config_of(found), "cluster.yaml")
+    config = config_of(found)
     read = {
         "frontend": [*config.edge.model_dump().values(), config.store.secret_file],
         "worker": [config.store.secret_file],
@@ -199,7 +170,7 @@ def test_each_pod_of_group_fits_one_worker_or_its_part_of_one(found: list[Docume
     groups = {
         group["groupName"]: group for group in find_one(found, "RayCluster")["spec"]["workerGroupSpecs"]
     }
-    models = parse_config(config_of(found), "cluster.yaml").models
+    models = config_of(found).models
     for wanted in (group for model in models for group in model.groups):
         offers = groups.pop(wanted.labels["tidemill-group"])
         assert wanted.labels == offers["labels"]
@@ -211,22 +182,6 @@ def test_each_pod_of_group_fits_one_worker_or_its_part_of_one(found: list[Docume
         assert offers["maxReplicas"] == (wanted.replicas_max or wanted.replicas)
         assert not resource.endswith("gpu"), "KubeRay would count it as GPUs"
     assert not groups
-
-
-def test_pod_offers_resource_for_all_ranks_of_worker() -> None:
-    values: dict[str, Any] = {
-        "clusterTls": {"plain": True},
-        "models": [
-            {
-                "model": "keeper",
-                "groups": [
-                    {"name": "gpu", "role": "mixed", "tensor_parallel_size": 4, "pod": {"resources": {}}}
-                ],
-            }
-        ],
-    }
-    [group] = find_one(documents(CHART, values), "RayCluster")["spec"]["workerGroupSpecs"]
-    assert group["resources"] == {"tidemill-gpu-ranks": "4"}
 
 
 def test_commands_are_accepted_by_their_programs(
@@ -294,7 +249,7 @@ def test_frontend_drains_before_it_is_killed(example: Path, found: list[Document
 
 def test_frontend_probes_check_health(found: list[Document]) -> None:
     [frontend] = pods(found)["frontend"]["spec"]["containers"]
-    edge = parse_config(config_of(found), "cluster.yaml").edge
+    edge = config_of(found).edge
     for name, path in (
         ("startup", "/health/live"),
         ("readiness", "/health/ready"),

@@ -22,15 +22,8 @@ def model(**group: object) -> dict[str, Any]:
         ({"modles": []}, "additional properties 'modles' not allowed"),
         ({"frontend": {"replicas": 2}}, "at '/frontend/replicas': value must be 1"),
         ({"frontend": {"drainSeconds": 3}}, "at '/frontend/drainSeconds': minimum: got 3, want 6"),
-        ({"image": {"pullPolicy": "Never!"}}, "at '/image/pullPolicy': value must be one of 'Always'"),
-        ({"service": {"port": "http"}}, "at '/service/port': got string, want integer"),
-        ({"edges": {"replicas": 0}}, "at '/edges/replicas': minimum: got 0, want 1"),
         ({"podSecurity": {"runAsUser": 0}}, "at '/podSecurity/runAsUser': minimum: got 0, want 1"),
-        ({"models": []}, "at '/models': minItems: got 0, want 1"),
-        (
-            model(role="both"),
-            "at '/models/0/groups/0/role': value must be one of 'prefill', 'decode', 'mixed'",
-        ),
+        (model(role="both"), "at '/models/0/groups/0/role': value must be one of 'prefill', 'decode'"),
         (model(memory="lots"), "at '/models/0/groups/0/memory': 'lots' does not match pattern"),
         (model(replica=2), "at '/models/0/groups/0': additional properties 'replica' not allowed"),
         (model(labels={"a": "b"}), "at '/models/0/groups/0': additional properties 'labels' not allowed"),
@@ -38,7 +31,6 @@ def model(**group: object) -> dict[str, Any]:
         (model(pod={}), "at '/models/0/groups/0/pod': missing property 'resources'"),
         ({"apiKeys": {"keys": [{"tenant": "a", "sha256": "sk-a"}]}}, "at '/apiKeys/keys/0/sha256': 'sk-a'"),
         ({"mooncake": {"ha": {"etcdEndpoints": ["etcd"]}}}, "at '/mooncake/ha/etcdEndpoints/0': 'etcd' does"),
-        ({"telemetry": {"log_level": "loud"}}, "at '/telemetry/log_level': value must be one of"),
     ],
 )
 def test_wrong_value_is_named_with_its_path(values: dict[str, Any], message: str) -> None:

@@ -7,6 +7,9 @@ from typing import Any
 import helm_python
 import yaml
 
+from tidemill.cluster.config.reading import parse_config
+from tidemill.cluster.config.tree import RootConfig
+
 ROOT = Path(__file__).parents[3]
 HELM = ROOT / "deploy" / "helm"
 CHART = HELM / "tidemill"
@@ -86,6 +89,15 @@ def find_one(found: list[Document], kind: str, suffix: str = "") -> Document:
         if document["kind"] == kind and document["metadata"]["name"].endswith(suffix)
     ]
     return document
+
+
+def config_text(found: list[Document]) -> str:
+    """Return the configuration file of the servers."""
+    return find_one(found, "ConfigMap", "-config")["data"]["cluster.yaml"]
+
+
+def config_of(found: list[Document]) -> RootConfig:
+    return parse_config(config_text(found), "cluster.yaml")
 
 
 def pods(found: list[Document]) -> dict[str, Document]:
