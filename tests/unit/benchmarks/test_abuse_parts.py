@@ -9,7 +9,7 @@ import pytest
 from benchmarks.serving.verdicts import GOOD, MISSED, NOT_JUDGED, NOT_RUN, STATUSES
 
 from tests.abuse import __main__ as abuse
-from tests.abuse.__main__ import PARTS, TOO_LONG, Part, main, run
+from tests.abuse.__main__ import TOO_LONG, Part, main, run
 from tests.support.e2e.server import eventually, runs
 
 STUBBORN = """
@@ -81,7 +81,3 @@ def test_part_gets_what_earlier_ones_have_left(
     assert main([]) == 2
     assert left == [40.0, 60.0, 80.0, 100.0]
     assert "not judged" in capsys.readouterr().out
-
-
-def test_shares_add_up_to_twenty_minutes() -> None:
-    assert sum(part.share_s for part in PARTS.values()) <= 20 * 60

@@ -27,11 +27,5 @@ def test_bytes_of_a_token_follow_from_its_config(name: str, token_bytes: int) ->
     assert released_layout(name).page_bytes == PAGE_TOKENS * token_bytes
 
 
-def test_window_is_two_pages_of_64_in_half_of_the_layers_of_gpt_oss() -> None:
-    layout = released_layout("gpt-oss-20b")
-    assert layout.window_bytes == layout.page_bytes
-    assert len(layout.last_window(100)) == 2
-
-
 def test_table_that_is_published_is_the_one_that_the_specs_make() -> None:
     assert read_rows("architectures") == bytes_by_architecture()

@@ -47,22 +47,6 @@ def test_step_costs_its_start_its_flops_and_its_bytes() -> None:
     assert both == pytest.approx(first + alone - 1.0)
 
 
-def test_sleep_moves_the_clock_and_keeps_the_order() -> None:
-    seen: list[tuple[str, float]] = []
-
-    async def sleeper(name: str, delay_s: float) -> None:
-        await asyncio.sleep(delay_s)
-        seen.append((name, asyncio.get_running_loop().time()))
-
-    async def main() -> str:
-        await asyncio.gather(sleeper("late", 3600.0), sleeper("early", 0.5), sleeper("now", 0.0))
-        return "done"
-
-    assert run_virtual(main()) == "done"
-    assert [name for name, _ in seen] == ["now", "early", "late"]
-    assert [at for _, at in seen] == pytest.approx([0.0, 0.5, 3600.0])
-
-
 def test_deadlock_ends_the_run() -> None:
     async def main() -> None:
         await asyncio.Event().wait()

@@ -71,47 +71,6 @@ def a_kept_path(cache: SchemeCache, num_pages: int, name: int = 0) -> list[Entry
     return path
 
 
-def test_page_evicts_a_page_and_a_state_a_state() -> None:
-    cache = a_cache(2, 1)
-    path = a_kept_path(cache, LAYOUT.pages_per_extent)
-    cache.keep_checkpoint(path[0], Checkpoint((cache.take(STATES),)))
-    for entry in reversed(path):
-        cache.unpin(entry)
-    page = cache.take(PAGES)
-    assert path[0].checkpoint is not None
-    assert len(cache.index) == LAYOUT.pages_per_extent - 1
-    state = cache.take(STATES)
-    assert path[0].checkpoint is None
-    assert len(cache.index) == LAYOUT.pages_per_extent - 1
-    cache.check([{PAGES: [page], STATES: [state]}])
-
-
-def test_held_memory_is_not_taken() -> None:
-    cache = a_cache(2, 1)
-    path = a_kept_path(cache, LAYOUT.pages_per_extent)
-    cache.keep_checkpoint(path[-1], Checkpoint((cache.take(STATES),)))
-    cache.pin_checkpoint(path[-1])
-    with pytest.raises(OutOfMemory):
-        cache.take(PAGES)
-    with pytest.raises(OutOfMemory):
-        cache.take(STATES)
-
-
-@pytest.mark.parametrize("num_pages", [1, 10])
-def test_state_takes_nothing_from_pages_and_a_refusal_costs_no_cache(num_pages: int) -> None:
-    """A reservation of the last pages and the last state is granted; one more state evicts nothing."""
-    cache = a_cache(2, 1)
-    ledger = Ledger(cache)
-    path = a_kept_path(cache, LAYOUT.pages_per_extent - num_pages)
-    for entry in reversed(path):
-        cache.unpin(entry)
-    ledger.reserve(ledger.open("first"), num_pages * LAYOUT.page_tokens)
-    with pytest.raises(OutOfMemory):
-        ledger.reserve(ledger.open("second"), 1)
-    assert len(cache.index) == LAYOUT.pages_per_extent - num_pages
-    ledger.check()
-
-
 def cached(cache: SchemeCache, num_pages: int, name: int) -> Entry:
     """Cache a path with a checkpoint at its end, as a request that has ended leaves it."""
     path = a_kept_path(cache, num_pages, name)
@@ -142,13 +101,6 @@ def test_both_classes_share_all_bytes(name: str, data: st.DataObject) -> None:
     if left >= STATE_PAGES:
         states.append(cache.take(STATES))
         cache.check([{PAGES: pages[STATE_PAGES:], STATES: states}])
-
-
-def test_ratio_is_that_of_its_owner() -> None:
-    cache = cache_of(NAMED["sglang-ratio"], 19)
-    assert cache.could_hold({PAGES: 10 * LAYOUT.pages_per_extent, STATES: 9})
-    assert not cache.could_hold({PAGES: 0, STATES: 10})
-    assert not cache.could_hold({PAGES: 10 * LAYOUT.pages_per_extent + 1, STATES: 0})
 
 
 def test_states_at_an_end_get_no_memory_from_cached_pages() -> None:
