@@ -28,8 +28,9 @@ class EdgeMetrics:
         ttft_s_max: Mapping[str, float] | None = None,
         alias: MetricsAlias | None = None,
     ) -> None:
-        """Create the instruments. A first token is late after its model's `ttft_s_max`, or after the deadline
-        of its own request. `alias` is the engine whose metric names are added."""
+        """Create the instruments, and the counters of rare events at 0: a series that is born at 1 has no
+        increase. A first token is late after its model's `ttft_s_max`, or after the deadline of its own
+        request. `alias` is the engine whose metric names are added."""
         self.alias: MetricsAlias | None = alias
         self._clock = clock
         self._ttft_s_max = ttft_s_max or {}
@@ -48,6 +49,10 @@ class EdgeMetrics:
             if spec.kind == "counter" and spec is not specs.GENERATION_TOKENS
         }
         registry.register(_PerToken(self._by_model))
+        for status in specs.STATUSES:
+            self._counters[specs.ERRORS].labels(code=str(status))
+        for model in self._ttft_s_max:
+            self.of_model(model)
 
     def misses(self, model: str) -> Misses:
         """Return totals since the start: the requests to this model, and those that were refused or late."""
@@ -69,6 +74,8 @@ class EdgeMetrics:
         if found is None:
             found = self._by_model[model] = ModelMetrics(self._histograms, self._counters, model)
             self.under_way[model] += 0
+            for reason in specs.FINISH_REASONS:
+                self._counters[specs.SUCCESS].labels(model_name=model, finished_reason=reason)
         return found
 
     def record_refusal(self, model: str) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from tidemill.cluster.metrics.exposition import ALIASES
-from tidemill.cluster.metrics.specs import EDGE, EDGE_UP, PREFIX, STATE_OF_MODELS, Spec
+from tidemill.cluster.metrics.specs import EDGE, EDGE_UP, PREFIX, STATE_OF_MODELS, STATUSES, Spec
 from tidemill.cluster.metrics.worker_metrics import COUNTERS, GAUGES, MEMORY, STATES, metric_name
 
 INTRODUCTION = """\
@@ -21,6 +21,10 @@ Grafana dashboard in [deploy/grafana](../deploy/grafana).
 - `model_name` is the first name of a served model. Labels come from fixed sets, whatever clients send.
 - Counters of workers are those of one life: a worker that was restarted begins at 0 under its old name, which
   `rate()` and `increase()` take for what it is. Sum over workers after `rate()`, never before.
+  `worker_ownership_violations_total` goes on over restarts: a violation ends its worker.
+- Counters exist at 0 from the start of an edge and of a worker, except those by `reason`, `outcome`, `rank`,
+  `position`, and by a `code` other than those below: they begin with their first event, which `increase()`
+  does not see. The codes are CODES.
 - Times are those of the frontend: a request begins when its body has been read.
 - An edge process that does not answer a scrape within a second has `tidemill:edge_up` 0, and counts as in its
   last answer, so that no sum falls.
@@ -33,7 +37,7 @@ def reference() -> str:
     gauges = [spec for spec, _ in GAUGES]
     return "\n".join(
         (
-            INTRODUCTION,
+            INTRODUCTION.replace("CODES", ", ".join(map(str, STATUSES))),
             *_section("Requests, at the frontend", EDGE),
             *_section("The edge processes of a server now", [EDGE_UP]),
             *_section("A model's fleet now", STATE_OF_MODELS),

@@ -103,6 +103,10 @@ LATE = _counter("late_first_tokens", "First tokens after their deadline.", "requ
 SUCCESS = _counter("request_success", "Answers by finish reason.", "requests", (MODEL, "finished_reason"))
 ERRORS = _counter("request_errors", "Error replies by HTTP status.", "replies", ("code",))
 
+FINISH_REASONS = ("stop", "length", "abort")
+STATUSES = (400, 401, 403, 404, 413, 429, 500, 503, 504)
+"""The statuses of error replies that are counted from 0 on; others are born with their first reply."""
+
 EDGE = (
     *(TTFT, ITL, TPOT, E2E, QUEUE, PREFILL, DECODE, INFERENCE),
     *(PROMPT_LENGTH, ANSWER_LENGTH, HIT_DEPTH, ATTEMPTS),

@@ -159,6 +159,9 @@ SPLIT = {
 }
 """The counters that workers keep for each value of their last label: `evicted_pages_for_resize`."""
 
+FROM_START = dict.fromkeys((name for name, spec in COUNTERS.items() if spec.labels == WORKER), 0.0)
+"""The counters that exist before their first event: a series that is born at 1 has no increase."""
+
 UNKNOWN = _counter("A counter of the worker since its start.", "")
 
 
@@ -215,7 +218,7 @@ class FleetCollector:
     def _counters(self) -> Iterator[Metric]:
         families: defaultdict[str, list[tuple[list[str], float]]] = defaultdict(list)
         for model, status in self._rows:
-            for counted, value in status.load.counters.items():
+            for counted, value in (FROM_START | status.load.counters).items():
                 name, *part = _split("".join(char if char.isalnum() else "_" for char in counted))
                 families[name].append(([model, status.info.name, status.info.role, *part], value))
         for name, samples in sorted(families.items()):

@@ -222,6 +222,7 @@ class _JoinedEdge:
             raise
         for (name, *_), entry in served.items():
             self._ttft_s_max[name] = entry.model.ttft_s_max
+            self.context.metrics.of_model(name)
             entry.service.resets = max(entry.service.resets, catalogue.resets.get(name, 0))
         self.context.models.replace(
             [ServedBackend(entry.service, entry.tokenizer) for entry in served.values()]

@@ -5,7 +5,8 @@ are in a table with one column per worker, so that a decision among a thousand w
 array operations.
 """
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from enum import IntEnum, auto, unique
 from hashlib import blake2b
 from math import exp
@@ -16,6 +17,9 @@ import numpy.typing as npt
 
 from tidemill.cluster.router.prefix_table import Chain, Keys, Prefixes, Slots, cut_keys
 from tidemill.workers.messages import Heartbeat, WorkerId, WorkerInfo, WorkerLoad
+
+VIOLATIONS = "ownership_violations"
+"""The counter of workers that goes on over their restarts, because its event ends the worker."""
 
 HELD_KEYS_MAX = 1 << 20
 """The number of announced depths of a worker that the router remembers: the latest ones."""
@@ -147,6 +151,7 @@ class Fleet:
         self.table: Table = _vacant(SLOTS_MIN)
         self._workers: list[WorkerId | None] = [None] * SLOTS_MIN  # of each slot
         self._by_name: dict[str, WorkerId] = {}
+        self._violations = Counter[str]()  # of earlier lives, by the name of the worker
         self._bookings: dict[WorkerId, list[Booking]] = {}
         # Two sets for each slot, announced and placed keys; and LOST.
         self.prefixes: PrefixTable = prefixes or Prefixes()
@@ -227,7 +232,7 @@ class Fleet:
         slot = self._new_slot() if before is None else before.slot
         member = self.members[info.worker] = Member(
             info=info,
-            load=heartbeat.load,
+            load=self._over_restarts(heartbeat),
             heartbeat_at_s=now_s,
             sequence=heartbeat.sequence,
             slot=slot,
@@ -249,10 +254,20 @@ class Fleet:
                 self.prefixes.remove(_placed(slot), removed)
         self.prefixes.add(_announced(slot), cut_keys(announcement.added), HELD_KEYS_MAX)
 
+    def _over_restarts(self, heartbeat: Heartbeat) -> WorkerLoad:
+        """Return the load with the violations of earlier workers of this name."""
+        load, earlier = heartbeat.load, self._violations[heartbeat.info.name]
+        if not earlier:
+            return load
+        counters = load.counters | {VIOLATIONS: earlier + load.counters.get(VIOLATIONS, 0)}
+        return replace(load, counters=counters)
+
     def _remove(self, worker: WorkerId) -> None:
         member = self.members.pop(worker, None)
         if member is None:
             return
+        if violations := member.load.counters.get(VIOLATIONS):
+            self._violations[member.info.name] = int(violations)
         del self._by_name[member.info.name]
         del self._bookings[worker]
         self._workers[member.slot] = None

@@ -1,7 +1,12 @@
-"""The alert rules: their metrics and runbooks exist, and the chart has the same rules."""
+"""The alert rules: they fire, their metrics and runbooks exist, and the chart has the same rules."""
 
+import json
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.support.deploy.chart import CHART, ROOT, render, values_of
@@ -54,3 +59,66 @@ def test_chart_has_the_same_rules_on_demand() -> None:
     assert made["kind"] == "PrometheusRule"
     assert made["metadata"]["labels"]["release"] == "x"
     assert made["spec"]["groups"][0]["rules"] == RULES
+
+
+PROMTOOL = shutil.which("promtool")
+MODEL = 'model_name="keeper"'
+WORKER = f'{MODEL},worker="decode-0",role="decode"'
+SERVER_UP = {f"tidemill:num_requests_running{{{MODEL}}}": "_x4 0x200"}
+EVENTS = {
+    "TidemillSilent": {},
+    "TidemillNoWorker": {'tidemill:request_errors_total{code="503"}': "_x4 0x8 1+1x100"},
+    "TidemillErrors": {'tidemill:request_errors_total{code="500"}': "_x4 0x8 1+1x100"},
+    "TidemillOverload": {
+        'tidemill:request_errors_total{code="429"}': "_x4 0x8 1+1x100",
+        f'tidemill:request_success_total{{{MODEL},finished_reason="stop"}}': "_x4 0x8 10+10x100",
+    },
+    "TidemillSlowFirstToken": {
+        f'tidemill:time_to_first_token_seconds_bucket{{{MODEL},le="10.0"}}': "_x4 0x108",
+        f'tidemill:time_to_first_token_seconds_bucket{{{MODEL},le="20.0"}}': "_x4 0x8 1+1x100",
+        f'tidemill:time_to_first_token_seconds_bucket{{{MODEL},le="+Inf"}}': "_x4 0x8 1+1x100",
+    },
+    "TidemillPreemptions": {f"tidemill:num_preemptions_total{{{WORKER}}}": "_x4 0x8 9+9x100"},
+    "TidemillWorkerUnheard": {f"tidemill:worker_heard_ago_seconds{{{WORKER}}}": "_x4 1x8 6+15x20"},
+    "TidemillMigrations": {f"tidemill:request_migrations_total{{{MODEL}}}": "_x4 0x8 12x100"},
+    "TidemillStoreDown": {f"tidemill:worker_store_is_down{{{WORKER}}}": "_x4 0x8 1x100"},
+    # The violation ends the worker, which has no row until it has started again.
+    "TidemillOwnershipViolation": {
+        f"tidemill:worker_ownership_violations_total{{{WORKER}}}": "_x4 0x8 _x4 1x100"
+    },
+}
+"""What makes each alert fire: values every 15 s of series that begin a minute after Prometheus."""
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is missing")
+def test_each_alert_fires_for_a_series_that_is_born_late_and_only_then(tmp_path: Path) -> None:
+    assert EVENTS.keys() == {rule["alert"] for rule in RULES}
+    calm = {series: re.sub(r" [1-9].*", " 0x200", values) for series, values in _all(EVENTS).items()}
+    calm[f"tidemill:worker_heard_ago_seconds{{{WORKER}}}"] = "_x4 1x200"
+    cases = [_case(None, SERVER_UP | calm)]
+    for alert, events in EVENTS.items():
+        cases.append(_case(alert, events if alert == "TidemillSilent" else SERVER_UP | events))
+    test = {
+        "rule_files": [str(ROOT / "deploy/grafana/alerts.yaml")],
+        "evaluation_interval": "15s",
+        "tests": cases,
+    }
+    path = tmp_path / "alerts.json"
+    path.write_text(json.dumps(test))
+    ran = subprocess.run([str(PROMTOOL), "test", "rules", path], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def _all(events: dict[str, dict[str, str]]) -> dict[str, str]:
+    return {series: values for of_alert in events.values() for series, values in of_alert.items()}
+
+
+def _case(alert: str | None, events: dict[str, str]) -> dict[str, object]:
+    """Return a test of Prometheus' rules: `alert` alone has fired within 25 minutes."""
+    fired = 'count by (alertname) (last_over_time(ALERTS{alertstate="firing"}[25m]))'
+    samples = [] if alert is None else [{"labels": f'{{alertname="{alert}"}}', "value": 1}]
+    return {
+        "interval": "15s",
+        "input_series": [{"series": series, "values": values} for series, values in events.items()],
+        "promql_expr_test": [{"expr": fired, "eval_time": "25m", "exp_samples": samples}],
+    }

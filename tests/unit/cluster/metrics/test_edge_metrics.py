@@ -246,6 +246,17 @@ def test_without_a_router_the_edges_own_figures_remain() -> None:
     assert call(app, "GET", "/cluster").status_code == 503
 
 
+def test_counters_of_rare_events_begin_at_zero() -> None:
+    metrics = EdgeMetrics(lambda: 0.0, {"keeper": 1.0})
+    seen = read(exposition(metrics, {"keeper": fleet(1)}).decode())
+    zero = {sample for sample, value in seen.items() if value == 0}
+    worker = labels(role="decode", worker="decode-0")
+    assert {("worker_ownership_violations_total", worker), ("num_preemptions_total", worker)} <= zero
+    assert ("request_migrations_total", ME) in zero
+    assert ("request_errors_total", (("code", "500"),)) in zero
+    assert ("request_success_total", labels(finished_reason="abort")) in zero
+
+
 def test_token_costs_no_look_up_of_labels() -> None:
     """Each answer takes the instruments of its model once."""
     metrics = EdgeMetrics(iter(range(100)).__next__)

@@ -15,6 +15,7 @@ from tidemill.cluster.router.fleet_view import (
     PLACED_KEYS_MAX,
     RHO_TAU_S,
     SLOTS_MIN,
+    VIOLATIONS,
     Booking,
     Column,
     Fleet,
@@ -105,6 +106,17 @@ def test_fleet_replaces_a_worker_by_its_next_incarnation() -> None:
     assert sorted(fleet.members) == ["decode-0.2", "decode-1.1"]
     assert announced(fleet, "decode-0.2") == resident(fleet, "decode-0.2") == 0
     assert fleet.queued_tokens(WorkerId("decode-0.2")) == 0.0
+
+
+def test_violations_that_ended_workers_of_a_name_add_up() -> None:
+    fleet = Fleet()
+    for life, total in enumerate((1, 2, 3), start=1):
+        apply(fleet, worker=f"decode-0.{life}", counters={VIOLATIONS: 1.0, "steps": 9.0})
+        counters = fleet.members[WorkerId(f"decode-0.{life}")].load.counters
+        assert counters == {VIOLATIONS: total, "steps": 9}
+        fleet.apply(WorkerLost(WorkerId(f"decode-0.{life}")))
+    apply(fleet, worker="decode-0.4")
+    assert fleet.members[WorkerId("decode-0.4")].load.counters == {VIOLATIONS: 3}
 
 
 def test_fleet_forgets_a_lost_worker() -> None:
