@@ -1,11 +1,12 @@
-"""`helm install` refuses wrong values with an error that names them."""
+"""Values reach the pods and services that they are for; `helm install` refuses wrong ones by name."""
 
+from collections.abc import Callable
 from typing import Any
 
 import helm_python
 import pytest
 
-from tests.support.deploy.chart import CHART, TRAFFIC, documents, find_one, render
+from tests.support.deploy.chart import CHART, TRAFFIC, documents, find_one, pods, render
 
 PLAIN: dict[str, Any] = {"clusterTls": {"plain": True}}
 POD: dict[str, Any] = {"resources": {}}
@@ -106,3 +107,68 @@ def test_cluster_name_is_short_enough_for_kuberay() -> None:
 def test_traffic_chart_requires_release() -> None:
     with pytest.raises(helm_python.HelmValuesError, match="at '/release'"):
         render(TRAFFIC, {})
+
+
+TOKEN: dict[str, Any] = {
+    "name": "HF_TOKEN",
+    "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}},
+}
+PROXY = {"name": "HTTPS_PROXY", "value": "http://proxy:3128"}
+SPREAD: dict[str, Any] = {
+    "maxSkew": 1,
+    "topologyKey": "zone",
+    "whenUnsatisfiable": "DoNotSchedule",
+    "labelSelector": {"matchLabels": {"a": "b"}},
+}
+PLACE = {"priorityClassName": "high", "topologySpreadConstraints": [SPREAD]}
+MARKED = {"labels": {"team": "a"}, "annotations": {"note": "b"}}
+Values = dict[str, Any]
+PARTS: dict[str, Callable[[Values], Values]] = {
+    "frontend": lambda own: {"frontend": own},
+    "edge": lambda own: {"edges": own},
+    "head": lambda own: {"ray": {"head": own}},
+    "worker/mixed": lambda own: model(pod=POD | own),
+    "mooncake": lambda own: {"mooncake": own},
+    "store-memory": lambda own: {"mooncake": {"memory": own}},
+}
+"""The values of the chart with these ones for a component."""
+
+
+def rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
+    return documents(CHART, PLAIN | model() | values)
+
+
+def of_part(part: str, own: Values) -> dict[str, Any]:
+    """Return the pod of a component with these values of its own."""
+    values = PARTS[part](own)
+    return pods(rendered(values | {"edges": {"enabled": True} | values.get("edges", {})}))[part]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_pods_are_placed_and_marked(part: str) -> None:
+    marked = MARKED if part not in ("mooncake", "store-memory") else {}
+    pod = of_part(part, PLACE | marked)
+    assert PLACE.items() <= pod["spec"].items()
+    assert all(found.items() <= pod["metadata"][where].items() for where, found in marked.items())
+
+
+@pytest.mark.parametrize("part", ["frontend", "edge", "worker/mixed"])
+def test_pods_that_download_have_the_environment_of_all_and_their_own(part: str) -> None:
+    given: dict[str, Any] = {"env": [TOKEN], "edges": {"enabled": True}}
+    assert TOKEN in pods(rendered(given))[part]["spec"]["containers"][0]["env"]
+    assert PROXY in of_part(part, {"env": [PROXY]})["spec"]["containers"][0]["env"]
+
+
+def test_ids_that_are_null_are_left_to_the_cluster() -> None:
+    values = {"podSecurity": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}}
+    for pod in pods(rendered(values | {"edges": {"enabled": True}})).values():
+        security = pod["spec"]["securityContext"]
+        assert security["runAsNonRoot"]
+        assert not {"runAsUser", "runAsGroup", "fsGroup"} & security.keys()
+
+
+def test_service_has_its_node_ports_and_marks() -> None:
+    values = {"type": "NodePort", "nodePort": 30080, "grpcNodePort": 30081} | MARKED
+    service = find_one(rendered({"service": values, "frontend": {"grpc": True}}), "Service", "tidemill")
+    assert [port["nodePort"] for port in service["spec"]["ports"]] == [30080, 30081]
+    assert all(found.items() <= service["metadata"][where].items() for where, found in MARKED.items())

@@ -3,9 +3,11 @@
 {{- define "tidemill.podSecurity" -}}
 {{- $ours := index (fromYaml (include "tidemill.ports" .)) "ours" -}}
 runAsNonRoot: true
-runAsUser: {{ .Values.podSecurity.runAsUser | int64 }}
-runAsGroup: {{ .Values.podSecurity.runAsGroup | int64 }}
-fsGroup: {{ .Values.podSecurity.fsGroup | int64 }}
+{{- range $id, $number := .Values.podSecurity }}
+{{- if $number }}
+{{ $id }}: {{ $number | int64 }}
+{{- end }}
+{{- end }}
 fsGroupChangePolicy: OnRootMismatch
 seccompProfile:
   type: RuntimeDefault
@@ -35,6 +37,26 @@ tolerations:
 affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- with .priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .topologySpreadConstraints }}
+topologySpreadConstraints:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{- /* Several pods of a component are on several nodes, unless the values say where. */ -}}
+{{- define "tidemill.spread" -}}
+{{- if not .place.topologySpreadConstraints }}
+topologySpreadConstraints:
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- include "tidemill.selector" . | nindent 8 }}
+{{- end }}
 {{- end -}}
 
 {{- define "tidemill.podBasics" -}}
@@ -62,6 +84,13 @@ imagePullSecrets:
   valueFrom:
     fieldRef:
       fieldPath: status.podIP
+{{- end -}}
+
+{{- /* The environment of pods that download: that of all, then their own. */ -}}
+{{- define "tidemill.downloadEnv" -}}
+{{- with concat .root.Values.env (.own | default list) }}
+{{- toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{- define "tidemill.mounts" -}}

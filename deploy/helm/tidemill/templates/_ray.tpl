@@ -92,6 +92,9 @@ resource as it has ranks. */ -}}
     metadata:
       labels:
         {{- include "tidemill.rayLabels" (dict "root" $root "component" "worker") | nindent 8 }}
+        {{- with $group.pod.labels }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
       {{- with $group.pod.annotations }}
       annotations:
         {{- toYaml . | nindent 8 }}
@@ -109,9 +112,7 @@ resource as it has ranks. */ -}}
           imagePullPolicy: {{ $root.Values.image.pullPolicy }}
           env:
             {{- include "tidemill.env" $root | nindent 12 }}
-            {{- with $group.pod.env }}
-            {{- toYaml . | nindent 12 }}
-            {{- end }}
+            {{- with include "tidemill.downloadEnv" (dict "root" $root "own" $group.pod.env) }}{{ . | nindent 12 }}{{- end }}
           resources:
             {{- toYaml $group.pod.resources | nindent 12 }}
           securityContext:
