@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from opentelemetry.trace import Tracer
+from opentelemetry.trace import SpanKind, Tracer
 
 from tidemill.cluster.edge.flow import RequestRouter, WorkerStreams
 from tidemill.cluster.messages import PlacementRequest, Route
@@ -19,7 +19,7 @@ class TracedRouter:
 
     async def place(self, request: PlacementRequest) -> Route:
         pages = {"tidemill.pages": len(request.keys)}
-        with span(self._tracer, "route", self._trace_parent, pages) as routing:
+        with span(self._tracer, SpanKind.CLIENT, "route", self._trace_parent, pages) as routing:
             route = await self._router.place(request)
             routing.set_attribute("tidemill.decode", route.decode)
             routing.set_attribute("tidemill.predicted_s", route.predicted_s)
@@ -40,7 +40,9 @@ class TracedPeers:
         self._page_tokens = page_tokens
 
     async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced:
-        with span(self._tracer, "prefill", request.trace_parent, {"tidemill.worker": worker}) as producing:
+        with span(
+            self._tracer, SpanKind.CLIENT, "prefill", request.trace_parent, {"tidemill.worker": worker}
+        ) as producing:
             request = replace(request, trace_parent=traceparent(producing))
             produced = await self._peers.produce(worker, address, request)
             producing.set_attribute("tidemill.depth_tokens", produced.depth)
@@ -48,14 +50,16 @@ class TracedPeers:
             return produced
 
     async def prefetch(self, worker: WorkerId, address: str, request: Request) -> None:
-        with span(self._tracer, "fetch ahead", request.trace_parent, {"tidemill.worker": worker}) as fetching:
+        with span(
+            self._tracer, SpanKind.CLIENT, "fetch ahead", request.trace_parent, {"tidemill.worker": worker}
+        ) as fetching:
             request = replace(request, trace_parent=traceparent(fetching))
             await self._peers.prefetch(worker, address, request)
 
     async def stream(self, worker: WorkerId, address: str, request: Request, emit: Emit[Delta]) -> None:
         attributes = {"tidemill.worker": worker, "tidemill.replayed_answer_tokens": request.drawn}
         num_tokens = 0
-        with span(self._tracer, "decode", request.trace_parent, attributes) as decoding:
+        with span(self._tracer, SpanKind.CLIENT, "decode", request.trace_parent, attributes) as decoding:
 
             def take(delta: Delta) -> Pause | None:
                 nonlocal num_tokens

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pkgutil import resolve_name
 from typing import cast
 
-from opentelemetry.trace import Span, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from tidemill.cluster.observability.telemetry import Telemetry
@@ -74,12 +74,12 @@ def traceparent(span: Span) -> str:
 
 @contextmanager
 def span(
-    tracer: Tracer, name: str, trace_parent: str, attributes: Mapping[str, str | float]
+    tracer: Tracer, kind: SpanKind, name: str, trace_parent: str, attributes: Mapping[str, str | float]
 ) -> Generator[Span]:
-    """Start a span that ends with the block. It records an exception of the block by its type, and a
-    cancellation as an attribute."""
+    """Start a span that ends with the block: CLIENT where a process calls another one, SERVER where it
+    answers. The span records an exception of the block by its type, and a cancellation as an attribute."""
     context = PROPAGATOR.extract({"traceparent": trace_parent})
-    started = tracer.start_span(name, context, attributes=attributes)
+    started = tracer.start_span(name, context, kind, attributes)
     try:
         yield started
     except (Enough, asyncio.CancelledError):

@@ -151,7 +151,7 @@ class Fleet:
         self.table: Table = _vacant(SLOTS_MIN)
         self._workers: list[WorkerId | None] = [None] * SLOTS_MIN  # of each slot
         self._by_name: dict[str, WorkerId] = {}
-        self._violations = Counter[str]()  # of earlier lives, by the name of the worker
+        self._violations = Counter[str]()  # of earlier workers, by name
         self._bookings: dict[WorkerId, list[Booking]] = {}
         # Two sets for each slot, announced and placed keys; and LOST.
         self.prefixes: PrefixTable = prefixes or Prefixes()

@@ -3,7 +3,7 @@ request."""
 
 from time import time_ns
 
-from opentelemetry.trace import Tracer
+from opentelemetry.trace import SpanKind, Tracer
 
 from tidemill.cluster.observability.spans import add_part, add_parts, provenance_attributes, span
 from tidemill.workers.contract.engine import StreamingEngine
@@ -23,7 +23,9 @@ class TracedEngine:
     async def produce(self, request: Request, notify: Notify | None = None) -> Produced:
         if not request.trace_parent:
             return await self._engine.produce(request, notify)
-        with span(self._tracer, "produce", request.trace_parent, _attributes(request)) as producing:
+        with span(
+            self._tracer, SpanKind.SERVER, "produce", request.trace_parent, _attributes(request)
+        ) as producing:
             start_ns = time_ns()
             produced = await self._engine.produce(request, notify)
             provenance = produced.provenance
@@ -37,7 +39,9 @@ class TracedEngine:
     async def prefetch(self, request: Request) -> Produced:
         if not request.trace_parent:
             return await self._engine.prefetch(request)
-        with span(self._tracer, "fetch ahead", request.trace_parent, _attributes(request)) as fetching:
+        with span(
+            self._tracer, SpanKind.SERVER, "fetch ahead", request.trace_parent, _attributes(request)
+        ) as fetching:
             produced = await self._engine.prefetch(request)
             fetching.set_attribute("tidemill.fetched_tokens", produced.depth)
             return produced
@@ -46,7 +50,9 @@ class TracedEngine:
         if not request.trace_parent:
             await self._engine.stream(request, emit, notify)
             return
-        with span(self._tracer, "generate", request.trace_parent, _attributes(request)) as generating:
+        with span(
+            self._tracer, SpanKind.SERVER, "generate", request.trace_parent, _attributes(request)
+        ) as generating:
             start_ns = first_ns = time_ns()
             num_tokens = 0
 

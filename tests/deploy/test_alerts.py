@@ -87,7 +87,7 @@ EVENTS = {
         f"tidemill:worker_ownership_violations_total{{{WORKER}}}": "_x4 0x8 _x4 1x100"
     },
 }
-"""What makes each alert fire: values every 15 s of series that begin a minute after Prometheus."""
+"""The events of each alert: values every 15 s of series that begin a minute after Prometheus."""
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is missing")

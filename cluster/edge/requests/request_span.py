@@ -4,7 +4,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from opentelemetry.trace import Tracer
+from opentelemetry.trace import SpanKind, Tracer
 
 from tidemill.cluster.edge.requests.intake import PreparedRequest
 from tidemill.cluster.edge.requests.recent_requests import RequestIdentity, RequestRecord
@@ -36,7 +36,9 @@ def traced(
         "gen_ai.response.id": identity.reply_id,
         "tidemill.choices": len(job.requests),
     }
-    with span(tracer, f"request {identity.kind}", job.requests[0].trace_parent, named) as answering:
+    with span(
+        tracer, SpanKind.SERVER, f"request {identity.kind}", job.requests[0].trace_parent, named
+    ) as answering:
         parent = traceparent(answering)
         requests = tuple(replace(request, trace_parent=parent) for request in job.requests)
         try:

@@ -10,7 +10,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import SpanContext, StatusCode, Tracer
+from opentelemetry.trace import SpanContext, SpanKind, StatusCode, Tracer
 
 from tests.support.cluster.fake_service import TRACE, FakeService, build_app, call, saying, sources, tokenizer
 from tidemill.cluster.edge.requests.models import ServedBackend
@@ -170,7 +170,7 @@ def generated(request: Request, error: Exception | None = None, count: int = 9) 
 def test_traced_engine_records_parts_of_stream() -> None:
     recorded = generated(REQUEST)
     root, parts = recorded.root(), recorded.parts()
-    assert (root.name, traceparent_of(root)) == ("generate", PARENT)
+    assert (root.name, root.kind, traceparent_of(root)) == ("generate", SpanKind.SERVER, PARENT)
     assert sorted(parts) == [("fetch", 1, 3), ("stream", 0, 0), ("tail", 3, 7), ("wait", 0, 1)]
     assert [event.name for event in root.events] == ["first token"]
     assert root.end_time is not None
@@ -226,7 +226,7 @@ async def test_traced_peers_send_their_spans_as_parents() -> None:
     await asyncio.wait([ahead])
     await peers.stream(*at, REQUEST, reading())
     assert [span.name for span in recorded.spans] == ["prefill", "fetch ahead", "decode"]
-    assert {traceparent_of(span) for span in recorded.spans} == {PARENT}
+    assert {(span.kind, traceparent_of(span)) for span in recorded.spans} == {(SpanKind.CLIENT, PARENT)}
     assert engine.parents == [own_traceparent(span) for span in recorded.spans]
     assert all(span.status.status_code is StatusCode.UNSET for span in recorded.spans)
     cancelled = [attributes_of(span).get("tidemill.cancelled", False) for span in recorded.spans]
@@ -244,7 +244,7 @@ def test_edge_records_root_span_of_request(header: str | None, parent: str) -> N
     body = {"prompt": "Hello", "n": 2}
     assert call(app, "POST", "/v1/completions", json=body, headers=headers).status_code == 200
     root = recorded.root()
-    assert traceparent_of(root) == parent
+    assert (root.kind, traceparent_of(root)) == (SpanKind.SERVER, parent)
     attributes = attributes_of(root)
     assert attributes["gen_ai.request.id"] == "mine"
     assert attributes["tidemill.choices"] == 2
@@ -261,7 +261,7 @@ def test_parent_of_checks_traceparent() -> None:
 
 def test_span_ends_without_error() -> None:
     recorded = Recorded()
-    with span(recorded.tracer, "a", "", {"number": 1}):
+    with span(recorded.tracer, SpanKind.SERVER, "a", "", {"number": 1}):
         pass
     root = recorded.root()
     assert (root.name, traceparent_of(root), attributes_of(root)) == ("a", "", {"number": 1})
