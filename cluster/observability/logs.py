@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
-from typing import TextIO
+from traceback import format_tb
+from typing import TextIO, cast
 
 from pythonjsonlogger.json import JsonFormatter
 
@@ -37,10 +38,34 @@ def start_logs(telemetry: Telemetry, stream: TextIO | None = None, **always: str
     are fields of every line of JSON, for example the worker's name."""
     output = logging.StreamHandler(sys.stderr if stream is None else stream)
     output.setFormatter(_json(always) if telemetry.log_json else logging.Formatter(TEXT_FORM))
+    output.addFilter(_without_words)
     root = logging.getLogger()
     root.handlers[:] = [output]
     root.setLevel(logging.WARNING)
     logging.getLogger(OURS).setLevel(telemetry.log_level.upper())
+
+
+OF_REQUESTS = ("tidemill.cluster.edge", "tidemill.cluster.worker", "uvicorn", "asyncio", "grpc")
+"""The loggers whose errors may be those of requests."""
+
+
+def _without_words(record: logging.LogRecord) -> bool:
+    """Leave out what the errors of requests say, which may be words of clients."""
+    error = record.exc_info[1] if record.exc_info else None
+    if error is not None and record.name.startswith(OF_REQUESTS):
+        record.exc_info, record.exc_text = None, _frames(error)
+    return True
+
+
+def _frames(error: BaseException) -> str:
+    """Return the traceback of an error and its causes without their messages."""
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    frames = "".join(format_tb(error.__traceback__))
+    own = f"Traceback (most recent call last):\n{frames}{type(error).__name__}"
+    inner: list[BaseException] = [] if cause is None else [cause]
+    if isinstance(error, BaseExceptionGroup):
+        inner += cast("BaseExceptionGroup[Exception]", error).exceptions
+    return "\n\n".join([*map(_frames, inner), own])
 
 
 class _Keeping(logging.Handler):
@@ -49,13 +74,14 @@ class _Keeping(logging.Handler):
         self._lines = lines
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._lines.append(self.format(record))
+        self._lines.append(self.format(record).encode(errors="backslashreplace").decode())
 
 
 @contextmanager
 def keeping(lines: deque[str]) -> Generator[None]:
     """Copy the log of this process during the block to `lines`."""
     root, kept = logging.getLogger(), _Keeping(lines)
+    kept.addFilter(_without_words)
     kept.setFormatter(logging.Formatter(TEXT_FORM))
     root.addHandler(kept)
     try:

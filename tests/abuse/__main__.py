@@ -60,6 +60,7 @@ CROWDS = ("--rounds", "0", "--bomb-rounds", "0", "--crowd-rounds", "1", "--outpu
 PARTS: Mapping[str, Part] = {
     "limits of connections, bodies and clients": tests(
         f"{EDGE}/http/test_connection.py",
+        f"{EDGE}/http/test_errors.py",
         f"{EDGE}/http/test_tokenize.py",
         f"{EDGE}/requests/test_limits.py",
         f"{EDGE}/requests/test_json_body.py",

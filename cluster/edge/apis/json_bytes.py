@@ -20,12 +20,17 @@ def event(body: object, name: str | None = None) -> bytes:
 
 
 def json_bytes(body: object) -> bytes:
-    return BODIES.encode(body).encode()
+    return _encoded(BODIES.encode(body))
 
 
 async def large_json(body: object) -> bytes:
     """Return the same as `json_bytes`, written in a thread, in pieces between which streams go on."""
-    return await asyncio.to_thread(lambda: "".join(_written(body)).encode())
+    return await asyncio.to_thread(lambda: _encoded("".join(_written(body))))
+
+
+def _encoded(text: str) -> bytes:
+    """Return the bytes of JSON. Half of a surrogate pair becomes its escape, which is JSON as well."""
+    return text.encode(errors="backslashreplace")
 
 
 def _written(value: object) -> Iterator[str]:

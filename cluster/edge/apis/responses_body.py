@@ -8,7 +8,6 @@ the model should see.
 from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -22,7 +21,7 @@ from pydantic import (
 )
 
 from tidemill.cluster.edge.chat.request.hints import CacheControl, Mark, marked_parts, marks_of
-from tidemill.cluster.edge.chat.request.params import TokenCount, absent_if_null, valid_text
+from tidemill.cluster.edge.chat.request.params import TokenCount, absent_if_null
 from tidemill.cluster.edge.chat.request.tools import TOOLS_MAX, Function
 from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
 from tidemill.cluster.edge.requests.bodies import MESSAGES_MAX, ChatBody
@@ -83,7 +82,7 @@ def _choice(value: object) -> str | dict[str, Any]:
             raise ValueError(CHOICE_FORMS)
 
 
-Text = Annotated[str, BeforeValidator(_text), AfterValidator(valid_text)]
+Text = Annotated[str, BeforeValidator(_text)]
 Choice = Annotated[
     str | dict[str, Any],
     PlainValidator(_choice),
@@ -99,8 +98,8 @@ class InputItem(BaseModel):
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: Text | None = None
-    call_id: Annotated[str, AfterValidator(valid_text)] | None = None
-    name: Annotated[str, AfterValidator(valid_text)] | None = None
+    call_id: str | None = None
+    name: str | None = None
     arguments: str | None = None
     output: Text | None = None
 
@@ -183,7 +182,7 @@ class ResponsesBody(BaseModel):
         Field(min_length=1, max_length=MESSAGES_MAX, description="a text, or items"),
         BeforeValidator(_items),
     ]
-    instructions: Annotated[str, AfterValidator(valid_text)] | None = None
+    instructions: str | None = None
     max_output_tokens: TokenCount | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -195,6 +194,7 @@ class ResponsesBody(BaseModel):
     reasoning: ReasoningOptions = ReasoningOptions()
     store: bool = False
     metadata: Annotated[dict[str, str], Field(max_length=METADATA_MAX)] = Field(default={})
+    include: list[str] = Field(default=[])
 
     _nulls = model_validator(mode="before")(absent_if_null)
 
@@ -208,7 +208,7 @@ class ResponsesBody(BaseModel):
                 param=kept,
                 code="unsupported_parameter",
             )
-        if extra.get("top_logprobs") or "message.output_text.logprobs" in (extra.get("include") or ()):
+        if extra.get("top_logprobs") or "message.output_text.logprobs" in self.include:
             raise RequestError(
                 "responses have no logprobs here: ask /v1/chat/completions for them",
                 param="top_logprobs" if extra.get("top_logprobs") else "include",
@@ -235,7 +235,7 @@ class ResponsesBody(BaseModel):
     def ignored(self) -> tuple[str, ...]:
         """Return the fields without an effect that the chat does not know of."""
         names = [name for name in self.model_extra or {} if name in NOT_PASSED_ON]
-        return (*names, *(["store"] if self.store else []))
+        return (*names, *(name for name in ("include", "store") if getattr(self, name)))
 
     def _response_format(self) -> dict[str, Any]:
         wanted = self.text.format

@@ -21,7 +21,7 @@ from tidemill.cluster.edge.apis.responses import responses
 from tidemill.cluster.edge.apis.tokenize import detokenize, tokenize
 from tidemill.cluster.edge.chat.request.hints import SALT_FORM
 from tidemill.cluster.edge.http.dashboard import add_page_routes
-from tidemill.cluster.edge.http.errors import add_error_replies
+from tidemill.cluster.edge.http.errors import JsonReply, add_error_replies
 from tidemill.cluster.edge.http.memory import BudgetBody, memory_of
 from tidemill.cluster.edge.http.middleware import EdgeMiddleware, JsonRoute
 from tidemill.cluster.edge.http.openapi import describe
@@ -43,7 +43,13 @@ def app_of(context: EdgeContext) -> FastAPI:
     """Return the OpenAI API over the models of a context, with /tokenize, /health, /metrics, /cluster,
     /version and /docs."""
     edge = Edge(context)
-    app = FastAPI(title="Tidemill", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Tidemill",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        default_response_class=JsonReply,
+    )
     app.router.route_class = JsonRoute
     app.add_middleware(
         EdgeMiddleware,

@@ -8,9 +8,17 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
+from tidemill.cluster.edge.apis.json_bytes import json_bytes
 from tidemill.cluster.edge.chat.request.validation import request_error
 from tidemill.cluster.edge.requests.errors import error_body, error_of, headers_of
 from tidemill.kvstore.errors import TidemillError
+
+
+class JsonReply(JSONResponse):
+    """A reply that can be sent whatever texts it repeats."""
+
+    def render(self, content: object) -> bytes:
+        return json_bytes(content)
 
 
 def add_error_replies(app: FastAPI, count: Callable[[int], None]) -> None:
@@ -19,7 +27,7 @@ def add_error_replies(app: FastAPI, count: Callable[[int], None]) -> None:
     async def expected(_: Request, error: Exception) -> Response:
         status, body = error_of(error)
         count(status)
-        return JSONResponse(body, status, headers_of(error))
+        return JsonReply(body, status, headers_of(error))
 
     async def invalid(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -32,9 +40,7 @@ def add_error_replies(app: FastAPI, count: Callable[[int], None]) -> None:
             405: f"{request.url.path[:256]} does not take {request.method[:16]}: /docs lists its methods",
         }.get(error.status_code, str(error.detail))
         count(error.status_code)
-        return JSONResponse(
-            error_body(error.status_code, message, None, None), error.status_code, error.headers
-        )
+        return JsonReply(error_body(error.status_code, message, None, None), error.status_code, error.headers)
 
     app.add_exception_handler(TidemillError, expected)
     app.add_exception_handler(RequestValidationError, invalid)

@@ -12,13 +12,15 @@ from weakref import WeakValueDictionary
 
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemill.cluster.edge.apis.json_bytes import event
 from tidemill.cluster.edge.chat.request.json_text import parse_json
 from tidemill.cluster.edge.http.dashboard import PAGE_PATHS
+from tidemill.cluster.edge.http.errors import JsonReply
 from tidemill.cluster.edge.http.same_origin import check_site
 from tidemill.cluster.edge.http.stream import EventStream
 from tidemill.cluster.edge.requests.api_keys import ApiKey, ApiKeys
@@ -141,10 +143,10 @@ class EdgeMiddleware:
             return True
         return False
 
-    def _refuse(self, error: Exception) -> JSONResponse:
+    def _refuse(self, error: Exception) -> JsonReply:
         """Refuse a request. The rest of its body is not read, so the connection cannot be reused."""
         status, reply = self._error_reply(error)
-        return JSONResponse(reply, status, {"connection": "close"} | (headers_of(error) or {}))
+        return JsonReply(reply, status, {"connection": "close"} | (headers_of(error) or {}))
 
     def _error_reply(self, error: Exception) -> tuple[int, dict[str, object]]:
         status, reply = error_of(error)
@@ -164,7 +166,12 @@ class JsonRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handle_parsed(request: Request) -> Response:
-            return await handle(_JsonRequest(request.scope, request.receive))
+            try:
+                return await handle(_JsonRequest(request.scope, request.receive))
+            except HTTPException as error:
+                if isinstance(error.__cause__, RequestError):  # of the parser; FastAPI hides it
+                    raise error.__cause__ from None
+                raise
 
         return handle_parsed
 

@@ -32,7 +32,6 @@ from tidemill.cluster.edge.chat.request.params import (
     one_or_many,
     one_prompt,
     prompts_of,
-    valid_text,
 )
 from tidemill.cluster.edge.chat.request.tools import TOOLS_MAX, Tool, ToolChoice
 from tidemill.workers.messages import RequestError
@@ -203,7 +202,7 @@ class TokenizeBody(ChatBody):
     """The body of POST /tokenize: `messages` as for a chat, or a `prompt`."""
 
     messages: Messages = Field(default=[])
-    prompt: Annotated[str, AfterValidator(valid_text)] | None = None
+    prompt: str | None = None
     return_token_strs: bool = False
 
     @model_validator(mode="after")

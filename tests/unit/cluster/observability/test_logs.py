@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+from collections import deque
 from collections.abc import Iterator
 from hashlib import sha256
 from typing import Any
@@ -14,7 +15,7 @@ from tests.support.cluster.fake_service import FakeService, build_app, call, say
 from tests.support.cluster.quiet import same_logs_afterwards
 from tidemill.cluster.edge.requests.api_keys import ApiKey
 from tidemill.cluster.edge.requests.models import ServedBackend
-from tidemill.cluster.observability.logs import start_logs
+from tidemill.cluster.observability.logs import keeping, start_logs
 from tidemill.cluster.observability.telemetry import QUIET, LogLevel, Telemetry
 
 SECRET = "sk-not-to-be-told"  # noqa: S105 - made up
@@ -59,6 +60,25 @@ def test_each_line_is_an_object() -> None:
     assert first["ts"].endswith("+00:00")
     assert first["pid"] > 0
     assert "ValueError: out of luck" in second["error"]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_error_of_a_request_is_logged_without_its_words(*, as_json: bool) -> None:
+    """Words of clients stand in messages of exceptions, and in those that they came from."""
+    stream, kept = started(as_json=as_json), deque[str]()
+    with keeping(kept):
+        for name in ("uvicorn.error", "tidemill.cluster.edge.grpc_api.generation", "asyncio"):
+            try:
+                try:
+                    {}[PROMPT]
+                except KeyError as error:
+                    raise ExceptionGroup(PROMPT, [ValueError(f"{PROMPT} \ud800")]) from error
+            except ExceptionGroup:
+                logging.getLogger(name).exception("a call \ud800 broke")
+    for log in (stream.getvalue(), "\n".join(kept)):
+        assert all(kind in log for kind in ("KeyError", "ExceptionGroup", "ValueError", "test_logs.py"))
+        assert PROMPT not in log
+    "\n".join(kept).encode()
 
 
 @pytest.mark.parametrize(("level", "count"), [("debug", 4), ("info", 3), ("warning", 2), ("error", 1)])

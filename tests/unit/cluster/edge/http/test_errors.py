@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.cluster.fake_service import FakeService, app_over, call, chat, events_of, saying
-from tidemill.cluster.edge.requests.bodies import UNSUPPORTED, ChatBody, CompletionBody
+from tidemill.cluster.edge.apis.responses_body import ResponsesBody
+from tidemill.cluster.edge.requests.bodies import UNSUPPORTED, ChatBody, CompletionBody, PrefixBody
 from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.inbox import Emit, Enough
@@ -128,7 +129,7 @@ BAD_MESSAGES: list[tuple[object, str]] = [
     ([{"role": "user", "content": None}], "messages[0].content"),
     ([{"role": "user", "content": "\ud800"}], "messages[0].content"),
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content"),
-    ([{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}], "messages[0].content"),
+    ([{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}], "messages[0].content[0].text"),
     ([{"role": "assistant", "content": "a", "tool_calls": [{}]}], "messages[0].tool_calls[0].function"),
     (
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],
@@ -217,6 +218,49 @@ def test_body_is_json_by_its_type() -> None:
     assert "application/json" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("written", "param"),
+    [
+        (r'{"prompt": "\ud800"}', "prompt"),
+        (r'{"prompt": "\uDFFF\ud800"}', "prompt"),
+        (r'{"prompt": "a", "\udc00": 1}', None),
+        (r'{"prompt": "a", "user": {"a": [0, {"b\ud83d": 1}]}}', "user.a[1]"),
+        (r'{"prompt": "a", "structured_outputs": {"\ud800": 1}}', "structured_outputs"),
+        (r'{"prompt": "a", "metadata": {"a": "\ud83d"}}', "metadata.a"),
+        ('{"prompt": "a", "user": "\ud800"}', "user"),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/responses", "/detokenize"])
+def test_half_of_a_surrogate_pair_is_refused_wherever_it_is(
+    path: str, written: str, param: str | None
+) -> None:
+    body = written.encode(errors="surrogatepass")
+    response = call(APP, "POST", path, content=body, headers={"content-type": "application/json"})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert error["message"] == f"{param or 'the body'} holds half of a surrogate pair: send valid Unicode"
+
+
+def test_pairs_and_escaped_backslashes_are_no_half_pairs() -> None:
+    body = rb'{"prompt": "\ud83d\ude00 \\ud800"}'
+    assert (
+        call(APP, "POST", TEXT, content=body, headers={"content-type": "application/json"}).status_code == 200
+    )
+
+
+def test_reply_can_be_sent_whatever_it_repeats() -> None:
+    broken = app_over(FakeService(saying("a"), fail_at=0, failure=RequestError("no \ud800", param="\udc00")))
+    error = chat(broken).json()["error"]
+    assert (error["message"], error["param"]) == ("no \ud800", "\udc00")
+
+
+@pytest.mark.parametrize("include", [True, 7, "message.output_text.logprobs", {"a": 1}, [1], [[]]])
+def test_include_is_a_list_of_texts(include: object) -> None:
+    status, error = refused("/v1/responses", {"input": "a", "include": include})
+    assert status == 400
+    assert str(error["param"]).startswith("include")
+
+
 @pytest.mark.parametrize("size", [BODY_BYTES_MAX, BODY_BYTES_MAX + 1])
 @pytest.mark.parametrize("length", ["known", "unknown"])
 def test_body_of_bounded_size(size: int, length: str) -> None:
@@ -303,13 +347,24 @@ def test_answer_that_just_ends_is_a_failure() -> None:
     assert events_of(chat(app, stream=True))[-1]["error"]["code"] == "unserved"
 
 
+NAMES = st.text(max_size=5) | st.just("\udfff")
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just("\ud800"),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
     max_leaves=6,
 )
-FIELDS = sorted({*CompletionBody.model_fields, *ChatBody.model_fields, *UNSUPPORTED, "extra"})
+FIELDS = sorted(
+    {
+        *(
+            name
+            for body in (CompletionBody, ChatBody, ResponsesBody, PrefixBody)
+            for name in body.model_fields
+        ),
+        *(*UNSUPPORTED, "extra", "\ud800"),
+    }
+)
 MESSAGE = st.fixed_dictionaries({"role": st.just("user") | JSON, "content": st.text(max_size=5) | JSON})
+PATHS = (CHAT, TEXT, "/v1/responses", "/v1/prefixes", "/tokenize")
 BODIES = st.fixed_dictionaries(
     {
         "prompt": st.just("a") | st.lists(st.integers(-1, 900), max_size=4) | JSON,
@@ -320,8 +375,10 @@ BODIES = st.fixed_dictionaries(
 
 
 @settings(max_examples=200, deadline=None)
-@given(body=BODIES | JSON, path=st.sampled_from([CHAT, TEXT]))
+@given(body=BODIES | JSON, path=st.sampled_from(PATHS))
 def test_no_body_is_a_server_error(body: object, path: str) -> None:
-    response = call(APP, "POST", path, content=json.dumps(body), headers={"content-type": "application/json"})
+    written = json.dumps(body)
+    response = call(APP, "POST", path, content=written, headers={"content-type": "application/json"})
     assert response.status_code in (200, 400, 404)
+    assert response.status_code == 400 or "\\ud800" not in written.replace("\\\\", "")
     assert SERVICE.open_streams == 0

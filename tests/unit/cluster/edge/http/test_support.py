@@ -258,6 +258,13 @@ def test_where_it_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.C
     assert "--output" in capsys.readouterr().err
 
 
+def test_odd_characters_in_a_part_can_be_read() -> None:
+    parts: Parts = {"logs": lambda: {"frontend": "no \ud800"}}
+    served = [ServedBackend(FakeService(saying(" a")), tokenizer())]
+    reply = call(app_of(open_context(served, sources(), parts=parts)), "GET", "/cluster/support/logs")
+    assert reply.json() == {"logs": {"frontend": "no \ud800"}}
+
+
 def test_unknown_part_is_named() -> None:
     app = app_of(
         open_context([ServedBackend(FakeService(saying(" a")), tokenizer())], sources(), parts=PARTS)
