@@ -1,18 +1,23 @@
-"""Whole clusters with crashes, a faulty store and little memory. Each run is a function of its seed.
+"""Whole clusters with crashes, little memory, and a faulty store or a failing Mooncake.
 
-`SIM_SEED=17 SIM_RUNS=1 pytest tests/sim` replays one seed, `SIM_RUNS=10000` is a soak.
+Each run is a function of its seed. `SIM_SEED=17 SIM_RUNS=1 pytest tests/sim` replays one, `SIM_RUNS=10000` is
+a soak.
 """
 
 import asyncio
 import os
-from contextlib import suppress
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from random import Random
 
 import pytest
 
+from tests.support.sim.fake_mooncake import FakeMooncake
 from tests.support.sim.faulty_store import FaultyStore
 from tests.support.sim.fold import VOCABULARY, fold_layout
 from tests.support.sim.loop import simulate
+from tests.support.sim.storms import Stores, Storm
 from tests.support.sim.traffic import ask, converse
 from tests.support.sim.world import DEADLY, POISON, World, WorldSettings
 from tidemill.kvstore.layout import Layout
@@ -21,30 +26,17 @@ from tidemill.workers.messages import Poisonous, Request, RequestError, Unserved
 from tidemill.workers.scheduling.admission import PREEMPTIONS_MAX
 
 FIRST = int(os.environ.get("SIM_SEED", "0"))
-SEEDS = range(FIRST, FIRST + int(os.environ.get("SIM_RUNS", "100")))
+RUNS = int(os.environ.get("SIM_RUNS", "0"))
 VIRTUAL_S_MAX = 36_000.0
-LATEST_S = 10.0
-"""The time by which abandoned fetches have ended and freed their memory."""
-
-
 WINDOWS = (0, 0, 1, 3, 8, 17)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + (RUNS or 100)))
 def test_cluster_streams_are_exact_or_unserved(seed: int) -> None:
     rng = Random(seed)
-    simulate(seed, _run(rng))
-
-
-async def _run(rng: Random) -> None:
-    kind = rng.random()
-    layout = fold_layout(
-        rng.choice([1, 2, 4, 16]),
-        hybrid=kind < 0.8,
-        window=WINDOWS[int(kind * 100) % len(WINDOWS)],
-        extent_bytes_min=rng.choice([1, 256, 1024]),
-    )
+    layout = _draw_layout(rng)
     settings = _draw_settings(rng, layout)
+    poisoned = rng.random() < 0.1
     store = FaultyStore(
         rng,
         drop=rng.choice([0, 0.05]),
@@ -53,26 +45,84 @@ async def _run(rng: Random) -> None:
         refuse=rng.choice([0, 0.05, 1.0]),
         delay_s_max=rng.choice([0.001, 0.2]),
     )
-    world = World(rng, settings, lambda: store, layout)
-    longest = min(100, capacity_tokens(layout, settings.extents_min))
-    shared = [rng.randrange(settings.vocabulary) for _ in range(rng.randrange(longest // 2))]
-    poisoned = rng.random() < 0.1
-    try:
-        async with asyncio.timeout(VIRTUAL_S_MAX), asyncio.TaskGroup() as clients:
+
+    async def main() -> None:
+        world = World(rng, settings, lambda: store, layout)
+        longest, shared = _prompts(world, rng)
+        async with _serving(world, latest_s=10.0) as clients:
             for index in range(8):
                 clients.create_task(converse(world, rng, index, shared, longest))
             if poisoned:
                 clients.create_task(_poison(world, rng, shared))
             if rng.random() < 0.2:
                 clients.create_task(_deadly(world, rng, shared))
+        if not (settings.resize_s or settings.broker or settings.breaks or poisoned):
+            assert all(worker.engine.preemptions_max <= PREEMPTIONS_MAX for worker in world.incarnations)
+
+    simulate(seed, main())
+
+
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + (RUNS or 30)))
+def test_cluster_streams_are_exact_over_a_failing_mooncake(seed: int) -> None:
+    rng = Random(seed)
+    layout = _draw_layout(rng)
+    settings = replace(_draw_settings(rng, layout), fault_s=0.0, breaks=0.0)
+
+    async def main() -> None:
+        stores = Stores(
+            FakeMooncake(
+                rng,
+                capacity_bytes=rng.choice([1 << 20, 3000]),
+                lease_s=rng.choice([5.0, 5.0, 0.05]),
+                bytes_per_s=rng.choice([1e9, 1e9, 1e9, 1e4, 500.0]),
+                ghosts=rng.choice([0, 0.02]),
+                full=rng.choice([0, 0.03]),
+                damage=rng.choice([0, 0.1]),
+                stalls=rng.choice([0, 0.2]),
+                late_writes=rng.random() < 0.5,
+            )
+        )
+        world = World(rng, settings, stores.open, layout)
+        longest, shared = _prompts(world, rng)
+        storm = asyncio.create_task(Storm(rng, stores.cluster, pause_s_max=rng.choice([1.0, 20.0])).run())
+        async with _serving(world, latest_s=120.0) as clients:
+            served = [clients.create_task(converse(world, rng, index, shared, longest)) for index in range(6)]
+        assert storm.cancel()
+        await asyncio.wait({storm})
+        await stores.close()
+        assert world.kills or all(client.result() for client in served), "a store prevents no answer"
+
+    simulate(seed, main())
+
+
+@asynccontextmanager
+async def _serving(world: World, latest_s: float) -> AsyncGenerator[asyncio.TaskGroup]:
+    """Await all clients. Check that every lease ends within `latest_s`, as abandoned fetches do."""
+    try:
+        async with asyncio.timeout(VIRTUAL_S_MAX), asyncio.TaskGroup() as clients:
+            yield clients
     finally:
         await world.stop()
-        await asyncio.sleep(LATEST_S)
+        await asyncio.sleep(latest_s)
     for worker in world.incarnations:
         assert worker.ledger.num_leases == 0, "a lease outlived its request"
         worker.ledger.check()
-        troubled = settings.resize_s or settings.breaks or poisoned  # other reasons for preemptions
-        assert troubled or worker.engine.preemptions_max <= PREEMPTIONS_MAX
+
+
+def _draw_layout(rng: Random) -> Layout:
+    kind = rng.random()
+    return fold_layout(
+        rng.choice([1, 2, 4, 16]),
+        hybrid=kind < 0.8,
+        window=WINDOWS[int(kind * 100) % len(WINDOWS)],
+        extent_bytes_min=rng.choice([1, 256, 1024]),
+    )
+
+
+def _prompts(world: World, rng: Random) -> tuple[int, list[int]]:
+    """Return the length of the longest prompt, and the tokens with which all begin."""
+    longest = min(100, capacity_tokens(world.layout, world.settings.extents_min))
+    return longest, [rng.randrange(world.settings.vocabulary) for _ in range(rng.randrange(longest // 2))]
 
 
 def _draw_settings(rng: Random, layout: Layout) -> WorldSettings:
@@ -80,6 +130,7 @@ def _draw_settings(rng: Random, layout: Layout) -> WorldSettings:
     longest = rng.choice([3 * layout.page_tokens, 40, 100])
     extents_min = extents_for(layout, longest)
     num_extents = extents_min * rng.choice([1, 2, 6])
+    broker = rng.random() < 0.2
     return WorldSettings(
         crash=rng.choice([0, 0, 0.003, 0.02]),
         delay_s_max=rng.choice([0.001, 0.1]),
@@ -87,8 +138,8 @@ def _draw_settings(rng: Random, layout: Layout) -> WorldSettings:
         restart_s=2.0,
         num_extents=num_extents,
         extents_min=extents_min,
-        extents_max=num_extents + rng.choice([0, 0, num_extents]),
-        resize_s=rng.choice([0, 0.2, 5.0]),
+        extents_max=num_extents + rng.choice([num_extents] if broker else [0, 0, num_extents]),
+        resize_s=0.0 if broker else rng.choice([0, 0.2, 5.0]),
         strategy=rng.choice(["none", "double", "lazy", "lazy"]),
         checkpoint_interval=rng.choice([1, 1, 2, 3]),
         checkpoints_per_path=rng.choice([2, 4, 16]),
@@ -96,6 +147,7 @@ def _draw_settings(rng: Random, layout: Layout) -> WorldSettings:
         prefill=0 if mixed else rng.choice([1, 2]),
         decode=0 if mixed else rng.choice([1, 2]),
         mixed=mixed,
+        broker=broker,
         overlap=rng.random() < 0.75,
         drafts_max=(drafts_max := rng.choice([0, 0, 1, 2, 4])),
         mtp=drafts_max == 2,

@@ -8,7 +8,7 @@ BUGS: tuple[Planted, ...] = (
         "workers/scheduling/admission.py::Admission._leave",
         "$MOVING.add_done_callback($ENDED)",
         "$ENDED($MOVING)",
-        "tests/sim/test_store_faults.py",
+        "tests/sim/test_serving.py",
     ),
     Planted(
         "a partial fetch counts as complete",

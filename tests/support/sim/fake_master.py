@@ -8,7 +8,6 @@ OK = 0
 NO_SPACE = -200
 INVALID = -600
 MISSING = -704
-LEASED = -706
 EXPIRED = -707
 OWNER_FAILED = -800
 MASTER_FAILED = -900
@@ -52,7 +51,6 @@ class Master:
     def __init__(self, rng: Random, clock: Callable[[], float], lease_s: float) -> None:
         self.entries: dict[str, Entry] = {}
         self.owners: list[Owner] = []
-        self.evicted: set[str] = set()
         self._rng, self._clock, self._lease_s = rng, clock, lease_s
         self._evicts_at: float | None = None
 
@@ -101,19 +99,14 @@ class Master:
         entry.leased_until = self._clock() + self._lease_s
         return entry
 
-    def remove(self, name: str, *, force: bool) -> int:
+    def remove(self, name: str) -> int:
+        """Remove by force, also while leased."""
         self.advance()
         entry = self.entries.get(name)
         if entry is None or not entry.is_complete:
             return MISSING
-        if entry.leased_until > self._clock() and not force:
-            return LEASED
         del self.entries[name]
         return OK
-
-    def evict(self, name: str) -> None:
-        del self.entries[name]
-        self.evicted.add(name)
 
     def advance(self) -> None:
         """Run the events that are due. Every other method does so first."""
@@ -137,7 +130,7 @@ class Master:
         for entry in sorted(victims, key=lambda entry: entry.leased_until):
             if self._used() <= EVICTED_TO:
                 return
-            self.evict(entry.name)
+            del self.entries[entry.name]
 
     def _evict_soon(self) -> None:
         if self._evicts_at is None:

@@ -5,6 +5,10 @@ from collections.abc import Awaitable, Callable
 from random import Random
 
 from tests.support.sim.fake_mooncake import FakeMooncake
+from tidemill.kvstore.stores.circuit_breaker import GuardedStore
+from tidemill.kvstore.stores.remote_store import RemoteStore
+
+TIMEOUT_S = 0.25
 
 OUTAGE_S_MAX = 40.0
 """An outage longer than a frozen process blocks a call and a silent owner is remembered."""
@@ -78,4 +82,21 @@ class Storm:
     async def _lose_objects(self) -> None:
         for name in list(self._cluster.master.entries):
             if self._rng.random() < 0.2:
-                self._cluster.master.evict(name)
+                del self._cluster.master.entries[name]
+
+
+class Stores:
+    """A client, a store and a circuit breaker for each incarnation of a worker."""
+
+    def __init__(self, cluster: FakeMooncake) -> None:
+        self.cluster = cluster
+        self.guards: list[GuardedStore] = []
+
+    def open(self) -> GuardedStore:
+        store = RemoteStore(self.cluster.client(), lease_s=self.cluster.lease_s)
+        self.guards.append(GuardedStore(store, TIMEOUT_S))
+        return self.guards[-1]
+
+    async def close(self) -> None:
+        for guard in self.guards:
+            await guard.close()

@@ -53,6 +53,9 @@ POISON = "poison"
 DEADLY = "deadly"
 """The prefix of the ids of requests that crash the worker in each of their steps."""
 
+LOOK_S = 0.05
+"""The time between two checks of the memory of a device."""
+
 Answer = Callable[[], Awaitable[Delta | Produced]]
 
 
@@ -80,12 +83,17 @@ class WorldSettings:
     decode: int
     mixed: int
     broker: bool = False  # all workers share one device, and start at their floors
+    lost: float = 0.0  # of an answer to a heartbeat
     overlap: bool = True
     drafts_max: int = 0
     mtp: bool = False  # the runners make guesses
     vocabulary: int = VOCABULARY
     fault_s: float = 0.0  # mean time between two faults other than crashes; 0: none
     breaks: float = 0.0  # of a step with several rows, which would run one at a time
+
+    @property
+    def extents_at_start(self) -> int:
+        return self.extents_min if self.broker else self.num_extents
 
 
 class _FreezingRunner(FoldRunner):
@@ -126,8 +134,7 @@ class SimWorker:
         settings = world.settings
         backing = Fixed(layout.extent_bytes * settings.extents_max)
         memory = backing.memory.numpy().data
-        start = settings.extents_min if settings.broker else settings.num_extents
-        arena = Arena(layout, settings.extents_max, backing, start)
+        arena = Arena(layout, settings.extents_max, backing, settings.extents_at_start)
         cache = Cache(layout, arena, PrefixIndex(layout, settings.policy))
         self.ledger = Ledger(cache, settings.checkpoints_per_path)
         self.awake, self.linked, self.reports = (asyncio.Event() for _ in range(3))
@@ -152,7 +159,7 @@ class SimWorker:
             world.root_of,
         )
         info = WorkerInfo(
-            worker=WorkerId(f"{name}.{world.next_incarnation()}"),
+            worker=WorkerId(f"{name}.{len(world.incarnations)}"),
             name=name,
             role=role,
             address=f"sim:{name}",
@@ -241,10 +248,17 @@ class SimWorker:
                 draining=self.assignment.draining,
             )
             ack = router.heartbeat(heartbeat)
-            full = ack.want_full
-            self.assignment.apply(ack)
-            if ack.budget_bytes is not None:
-                self.engine.resize(ack.budget_bytes)
+            budget_bytes = ack.budget_bytes
+            if self.world.broker is not None:
+                assert budget_bytes is None
+                budget_bytes = self.world.broker.router.budget_for(heartbeat)
+            settings = self.world.settings
+            is_lost = settings.lost > 0 and self.world.rng.random() < settings.lost
+            full = is_lost or ack.want_full
+            if not is_lost:
+                self.assignment.apply(ack)
+                if budget_bytes is not None:
+                    self.engine.resize(budget_bytes)
             sequence += 1
             await asyncio.sleep(self.world.rng.random())
 
@@ -275,17 +289,29 @@ class World:
     """The cluster, with the calls of the flow to a router and to workers."""
 
     def __init__(
-        self, rng: Random, settings: WorldSettings, open_store: Callable[[], PageStore], layout: Layout
+        self,
+        rng: Random,
+        settings: WorldSettings,
+        open_store: Callable[[], PageStore],
+        layout: Layout,
+        model: str = "fold",
+        broker: "World | None" = None,
     ) -> None:
-        """`open_store` is called by each incarnation of each worker."""
+        """`open_store` is called by each incarnation of each worker.
+
+        The router of `broker`, a world on the same device, sets the budgets of this one, too.
+        """
         self.rng, self.settings, self.open_store, self.layout = rng, settings, open_store, layout
-        self.router = Router(asyncio.get_running_loop().time)
+        self.model, self.broker = model, broker
+        self.sharing = [self] if broker is None else broker.sharing
+        if broker is not None:
+            self.sharing.append(self)
+        self.router = Router(asyncio.get_running_loop().time, has_budgets=broker is None)
         self.router_up, self.router_ended = asyncio.Event(), asyncio.Event()
         self.router_up.set()
         self.edge_calls = EdgeCalls(rng, settings.delay_s_max, self._later)
         self.kills = 0
         self.deadly_kills = 0
-        self._incarnations = 0
         self._background: set[asyncio.Task[None]] = set()
         self.workers: dict[str, SimWorker] = {}
         self.incarnations: list[SimWorker] = []
@@ -296,17 +322,24 @@ class World:
         }
         for role, count in counts.items():
             for index in range(count):
-                self._start(f"{role}-{index}", role)
+                self._start(f"{model}-{role}-{index}", role)
         self._later(self._tick())
         self._later(self._faults())
         self._later(watch(self, self))
+        if settings.broker and broker is None:
+            self._later(self._check_memory())
 
     def root_of(self, salt: str) -> PageKey:
-        return Namespace(model="fold", layout=self.layout.describe(), salt=salt).root()
+        return Namespace(model=self.model, layout=self.layout.describe(), salt=salt).root()
 
-    def next_incarnation(self) -> int:
-        self._incarnations += 1
-        return self._incarnations
+    @property
+    def total_bytes(self) -> int:
+        return len(self.workers) * self.settings.num_extents * self.layout.extent_bytes
+
+    def mapped_bytes(self) -> int:
+        running = [worker for worker in self.workers.values() if not worker.ended.is_set()]
+        memory = [worker.engine.load().memory for worker in running]
+        return sum(sum(by_use.values()) - by_use["unmapped"] for by_use in memory)
 
     def kill(self, worker: SimWorker) -> None:
         """Kill a worker as with SIGKILL. It is restarted later."""
@@ -422,8 +455,15 @@ class World:
         for step in peer.last_steps if peer.ended.is_set() else peer.runner.steps:
             assert [row.sequence_id.rpartition("#")[0] for row in step] == [request.request_id]
 
+    async def _check_memory(self) -> None:
+        while True:
+            mapped = sum(world.mapped_bytes() for world in self.sharing)
+            assert mapped <= sum(world.total_bytes for world in self.sharing)
+            await asyncio.sleep(LOOK_S)
+
     def _later(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
+        task.add_done_callback(_fail_loudly)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
