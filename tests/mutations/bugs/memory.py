@@ -43,7 +43,7 @@ BUGS: tuple[Planted, ...] = (
         "kvstore/memory/cache.py::Cache.pin_checkpoint",
         "$ENTRY.$CHECKPOINT.by_class():",
         "(('states', $ENTRY.$CHECKPOINT.states),):",
-        "tests/unit/kvstore/memory/test_windows.py tests/unit/kvstore/memory/test_ledger.py",
+        "tests/unit/kvstore/memory/test_ledger.py",
     ),
     Planted(
         "the next step writes into the checkpoint",
@@ -57,7 +57,7 @@ BUGS: tuple[Planted, ...] = (
         "kvstore/memory/checkpoints.py::Checkpoints._move_state",
         "self.$LAYOUT, $LEASE, $DEPTH)",
         "self.$LAYOUT, $LEASE, $LEASE.committed)",
-        "tests/unit/kvstore/memory/test_ledger.py",
+        "tests/unit/kvstore/memory/test_lease.py",
     ),
     Planted(
         "when slots are short, the shallowest states inside a step are kept",
@@ -85,7 +85,7 @@ BUGS: tuple[Planted, ...] = (
         "kvstore/memory/lease.py::Lease.missing_slots",
         "+ self.$SPARE_SLOTS_MIN - len",
         "- len",
-        "tests/unit/kvstore/memory/test_allocation_sites.py tests/unit/kvstore/memory/test_lease_bursts.py",
+        "tests/unit/kvstore/memory/test_lease_bursts.py",
     ),
     Planted(
         "shared pages are not pinned",
@@ -163,14 +163,14 @@ BUGS: tuple[Planted, ...] = (
         "kvstore/memory/arena.py::Pool.unpin",
         "if $TAKEN not in self.$OWNERS:",
         "if True:",
-        "tests/unit/kvstore/memory/test_windows.py tests/unit/kvstore/memory/test_ledger.py",
+        "tests/unit/kvstore/memory/test_ledger.py",
     ),
     Planted(
         "dropping one checkpoint frees a window page that two share",
         "kvstore/memory/arena.py::Pool.disown",
         "if self.$OWNERS[$TAKEN]: return",
         "pass",
-        "tests/unit/kvstore/memory/test_windows.py tests/unit/kvstore/memory/test_ledger.py",
+        "tests/unit/kvstore/memory/test_ledger.py",
     ),
     Planted(
         "an entry whose credit ended is found at its old rank",

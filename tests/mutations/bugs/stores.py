@@ -22,7 +22,7 @@ BUGS: tuple[Planted, ...] = (
         "kvstore/layout.py::Layout.first_visible_window",
         "return max(0, $DEPTH - $SEEN) // self.$PAGE_TOKENS",
         "return -(-max(0, $DEPTH - $SEEN) // self.$PAGE_TOKENS)",
-        "tests/unit/kvstore/memory/test_windows.py tests/unit/kvstore/memory/test_ledger.py",
+        "tests/unit/kvstore/test_layout.py tests/unit/kvstore/memory/test_ledger.py",
     ),
     Planted(
         "every rank publishes its copy of a shared page",

@@ -3,9 +3,12 @@
 from collections import deque
 from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import torch
+
+from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import Namespace, PageKey, page_keys
 from tidemill.kvstore.layout import (
     PAGES,
@@ -28,6 +31,37 @@ P = 2
 ROOT = Namespace(model="m", layout="l").root()
 TOKENS = list(range(20))
 KEYS = page_keys(ROOT, TOKENS, P)
+
+
+MAPPING = "map"
+
+
+@dataclass
+class Refusals:
+    """Refuses the call at `site` after `left` others, or all from then on; also as a backing."""
+
+    site: str = ""
+    left: int = 0
+    forever: bool = False
+    count: int = 0  # of refused calls
+    memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+
+    def __call__(self, site: str) -> bool:
+        self.left -= site == self.site
+        refused = site == self.site and (self.left == -1 or (self.forever and self.left < 0))
+        self.count += refused
+        return refused
+
+    def map(self, offset_bytes: int, num_bytes: int) -> None:
+        del offset_bytes, num_bytes
+        if self(MAPPING):
+            raise OutOfMemory("refused")
+
+    def map_ahead(self, offset_bytes: int, num_bytes: int) -> None: ...
+
+    def unmap(self, offset_bytes: int, num_bytes: int) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def a_cache(

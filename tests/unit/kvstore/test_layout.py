@@ -1,5 +1,7 @@
 """Each byte of a page and of a state has one address, and addresses do not change unnoticed."""
 
+from math import lcm
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,10 +31,20 @@ QWEN3_NEXT_LINEAR = Linear(key_heads=16, value_heads=32, key_dim=128, value_dim=
 QWEN3_NEXT = [*[QWEN3_NEXT_LINEAR] * 3, Attention(kv_heads=2, head_dim=256)] * 12
 
 
+GPT_OSS_20B: list[LayerSpec] = [
+    Window(kv_heads=8, head_dim=64, tokens=128),
+    Attention(kv_heads=8, head_dim=64),
+] * 12
+DEEPSEEK_V3: list[LayerSpec] = [Latent(width=512 + 64)] * 61
+
+DIMS = st.sampled_from([1, 2, 3, 8])
+
+
 @st.composite
 def layer_lists(draw: st.DrawFn) -> list[LayerSpec]:
     kv_heads, key_heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    attention = st.builds(Attention, kv_heads=st.just(kv_heads), head_dim=st.sampled_from([1, 2, 3, 8]))
+    attention = st.builds(Attention, kv_heads=st.just(kv_heads), head_dim=DIMS)
+    window = st.builds(Window, kv_heads=st.just(2), head_dim=DIMS, tokens=st.just(4))
     linear = st.builds(
         Linear,
         key_heads=st.just(key_heads),
@@ -41,15 +53,18 @@ def layer_lists(draw: st.DrawFn) -> list[LayerSpec]:
         value_dim=st.integers(1, 4),
         conv_width=st.integers(2, 4),
     )
-    layers: list[LayerSpec] = [draw(attention)]
-    layers += draw(st.lists(attention | linear, max_size=4))
+    paged = draw(st.sampled_from([attention, attention, st.builds(Latent, width=DIMS)]))
+    layers: list[LayerSpec] = [draw(paged)]
+    layers += draw(st.lists(paged | linear, max_size=4))
+    layers += draw(st.just([]) | st.lists(window, max_size=3))
     return draw(st.permutations(layers))
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
-    return layout_of(
-        draw(layer_lists()),
+def layouts(draw: st.DrawFn) -> tuple[list[LayerSpec], Layout]:
+    layers = draw(layer_lists())
+    return layers, layout_of(
+        layers,
         draw(st.sampled_from([1, 2, 5, 16])),
         draw(st.sampled_from(["float32", "bfloat16"])),
         draw(st.sampled_from(["float32", "bfloat16"])),
@@ -60,13 +75,15 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 @PROPERTY
 @given(layouts())
-def test_layout_tiles_an_extent_with_pages_and_states(layout: Layout) -> None:
+def test_layout_tiles_an_extent_with_objects_of_each_class(drawn: tuple[list[LayerSpec], Layout]) -> None:
+    layers, layout = drawn
     assert layout.pages_per_extent * layout.page_bytes == layout.extent_bytes
-    assert layout.hybrid == bool(layout.linear)
-    if layout.hybrid:
+    assert layout.has_states == any(isinstance(layer, Linear) for layer in layers)
+    if layout.has_windows:
+        assert layout.windows_per_extent * layout.window_bytes == layout.extent_bytes
+    if layout.has_states:
         assert layout.states_per_extent * layout.state_stride_bytes == layout.extent_bytes
-        assert layout.state_bytes <= layout.state_stride_bytes < layout.state_bytes + layout.page_bytes
-        assert layout.state_stride_bytes % layout.page_bytes == 0
+        assert layout.state_bytes <= layout.state_stride_bytes
     else:
         assert layout.states_per_extent == layout.state_bytes == layout.state_stride_bytes == 0
 
@@ -77,7 +94,7 @@ def test_layout_of_makes_the_smallest_extent_allowed(
     layers: list[LayerSpec], extent_bytes_min: int, granule_bytes: int
 ) -> None:
     layout = layout_of(layers, 4, extent_bytes_min=extent_bytes_min, granule_bytes=granule_bytes)
-    step_bytes = layout.state_stride_bytes or layout.page_bytes
+    step_bytes = lcm(layout.page_bytes, layout.state_stride_bytes or 1, layout.window_bytes or 1)
     assert layout.extent_bytes >= extent_bytes_min
     assert layout.extent_bytes % granule_bytes == 0
     smaller = range(step_bytes, layout.extent_bytes, step_bytes)
@@ -86,25 +103,29 @@ def test_layout_of_makes_the_smallest_extent_allowed(
 
 @PROPERTY
 @given(layouts())
-def test_layout_gives_each_byte_of_a_page_to_one_element(layout: Layout) -> None:
-    """Layers, heads, K, V and tokens do not overlap and leave no gap."""
+def test_layout_gives_each_byte_of_a_page_to_one_element(drawn: tuple[list[LayerSpec], Layout]) -> None:
+    """Layers, heads, K, V and tokens do not overlap and leave no gap, in pages and in window pages."""
+    layers, layout = drawn
     arena, caches = _caches(layout, num_extents=2)
-    owners = torch.zeros(arena.numel(), dtype=torch.int32)
-    for view in caches.kv:
-        assert view.shape[0] * layout.page_bytes == arena.numel()
-        _own(owners, view, KV_FORMATS[layout.kv_dtype].element_bytes)
-    assert owners.eq(1).all()
+    paged = [layer for layer in layers if not isinstance(layer, Linear)]
+    for of_windows in {isinstance(layer, Window) for layer in paged}:
+        owners = torch.zeros(arena.numel(), dtype=torch.int32)
+        for layer, view in zip(paged, caches.kv, strict=True):
+            if isinstance(layer, Window) == of_windows:
+                _own(owners, view, KV_FORMATS[layout.kv_dtype].element_bytes)
+        assert owners.eq(1).all()
 
 
 @PROPERTY
 @given(layouts())
-def test_layout_gives_each_byte_of_a_state_to_one_element(layout: Layout) -> None:
+def test_layout_gives_each_byte_of_a_state_to_one_element(drawn: tuple[list[LayerSpec], Layout]) -> None:
+    _, layout = drawn
     arena, caches = _caches(layout, num_extents=2)
     owners = torch.zeros(arena.numel(), dtype=torch.int32)
     for view in [*caches.conv, *caches.temporal]:
         assert view.shape[0] * layout.state_stride_bytes == arena.numel()
         _own(owners, view, view.element_size())
-    if layout.hybrid:
+    if layout.has_states:
         by_state = owners.view(-1, layout.state_stride_bytes)
         # States of an odd number of bfloat16 end with half a word.
         parts = layout.linear[0].key_heads * len(layout.linear)
@@ -116,139 +137,146 @@ def test_layout_gives_each_byte_of_a_state_to_one_element(layout: Layout) -> Non
 
 @PROPERTY
 @given(layouts(), st.data())
-def test_layout_offsets_follow_from_ids(layout: Layout, data: st.DataObject) -> None:
+def test_layout_stores_the_share_of_a_head_contiguously(
+    drawn: tuple[list[LayerSpec], Layout], data: st.DataObject
+) -> None:
+    """Ranks of unequal tensor parallelism can read each other's pages and states. Ids give their offsets."""
+    layers, layout = drawn
     arena, caches = _caches(layout, num_extents=2)
-    page = PageId(data.draw(st.integers(0, 2 * layout.pages_per_extent - 1)))
-    for view in caches.kv:
-        view[page] = 1.0
-    _only_within(arena, layout.page_offset(page), layout.page_bytes)
-    arena.zero_()
-    if layout.hybrid:
-        state = StateId(data.draw(st.integers(0, 2 * layout.states_per_extent - 1)))
-        for view in [*caches.conv, *caches.temporal]:
-            view[state] = 1.0
-        _only_within(arena, layout.state_offset(state), layout.state_bytes)
-
-
-@PROPERTY
-@given(layouts())
-def test_layout_stores_the_share_of_a_head_contiguously(layout: Layout) -> None:
-    """Ranks of unequal tensor parallelism can read each other's pages and states."""
-    arena, caches = _caches(layout, num_extents=1)
-    kv_heads = layout.attention[0].kv_heads
-    for head in range(kv_heads):
-        arena.zero_()
-        for view in caches.kv:
-            view[0, head] = 1.0
-        _only_within(arena, head * layout.page_bytes // kv_heads, layout.page_bytes // kv_heads)
-    if layout.hybrid:
+    if layout.attention:
+        kv_heads = layout.attention[0].kv_heads
+        page = PageId(data.draw(st.integers(0, 2 * layout.pages_per_extent - 1)))
+        paged = [layer for layer in layers if not isinstance(layer, Linear)]
+        for head in range(kv_heads):
+            arena.zero_()
+            for layer, view in zip(paged, caches.kv, strict=True):
+                if isinstance(layer, Attention):
+                    view[page, head] = 1.0
+            size = layout.page_bytes // kv_heads
+            _only_within(arena, layout.page_offset(page) + head * size, size)
+    if layout.has_states:
         key_heads = layout.linear[0].key_heads
+        state = StateId(data.draw(st.integers(0, 2 * layout.states_per_extent - 1)))
         for group in range(key_heads):
             arena.zero_()
             for view in [*caches.conv, *caches.temporal]:
-                view[0, group] = 1.0
-            _only_within(arena, group * layout.state_bytes // key_heads, layout.state_bytes // key_heads)
+                view[state, group] = 1.0
+            size = layout.state_bytes // key_heads
+            _only_within(arena, layout.state_offset(state) + group * size, size)
 
 
-def test_layout_of_keeper() -> None:
-    layout = layout_of(KEEPER, 64)
-    assert (layout.page_bytes, layout.state_bytes) == (32_768, 31_488)
-    assert (layout.state_stride_bytes, layout.extent_bytes) == (32_768, 1 << 20)
-    assert (layout.pages_per_extent, layout.states_per_extent) == (32, 32)
-    _, caches = _caches(layout, num_extents=1)
-    assert [(view.storage_offset() * 4, _strides_bytes(view)) for view in caches.kv] == [
-        (0, (32_768, 16_384, 8_192, 128, 4))
-    ]
-    assert [view.storage_offset() * 4 for view in caches.conv] == [0, 5_248, 10_496]
-    assert [view.storage_offset() * 4 for view in caches.temporal] == [1_152, 6_400, 11_648]
-    assert {_strides_bytes(view) for view in caches.conv} == {(32_768, 15_744, 384, 4)}
-    assert {_strides_bytes(view) for view in caches.temporal} == {(32_768, 15_744, 4_096, 128, 4)}
+def _every(step: int, count: int, first: int = 0) -> list[int]:
+    return [first + index * step for index in range(count)]
 
 
-def test_layout_of_qwen3_next_80b() -> None:
-    layout = layout_of(QWEN3_NEXT, 64, "bfloat16")
-    assert layout.page_bytes // layout.page_tokens == 24_576
-    assert layout.page_bytes == 3 << 19  # 1.5 MiB
-    temporal_bytes = 36 * 32 * 128 * 128 * 4
-    conv_bytes = 36 * 3 * (16 * 2 * 128 + 32 * 128) * 4
-    assert layout.state_bytes == temporal_bytes + conv_bytes == 79_036_416
-    assert layout.state_stride_bytes == layout.extent_bytes == 51 * layout.page_bytes
-    assert (layout.pages_per_extent, layout.states_per_extent) == (51, 1)
-    head_bytes = layout.page_bytes // 2
-    assert [QWEN3_NEXT.count(layer) for layer in (QWEN3_NEXT_LINEAR, layout.attention[0])] == [36, 12]
+Views = tuple[list[int], tuple[int, ...]]
+"""The offsets of the views of all layers, and the strides of each, in bytes."""
+
+NO_VIEWS: Views = ([], ())
+
+
+@pytest.mark.parametrize(
+    ("layers", "kv_dtype", "sizes", "kv", "conv", "temporal"),
+    [
+        (
+            KEEPER,
+            "float32",
+            (32_768, 31_488, 32_768, 1 << 20, 0),
+            ([0], (32_768, 16_384, 8_192, 128, 4)),
+            (_every(5_248, 3), (32_768, 15_744, 384, 4)),
+            (_every(5_248, 3, 1_152), (32_768, 15_744, 4_096, 128, 4)),
+        ),
+        (
+            QWEN3_NEXT,
+            "bfloat16",
+            (3 << 19, 79_036_416, 51 * 3 << 19, 51 * 3 << 19, 0),
+            (_every(65_536, 12), (3 << 19, 3 << 18, 32_768, 512, 2)),
+            (_every(137_216, 36), (51 * 3 << 19, 4_939_776, 2_048, 4)),
+            (_every(137_216, 36, 6_144), (51 * 3 << 19, 4_939_776, 65_536, 512, 4)),
+        ),
+        (
+            GPT_OSS_20B,
+            "bfloat16",
+            (3 << 19, 0, 0, 3 << 19, 3 << 19),
+            ([index // 2 * 16_384 for index in range(24)], (3 << 19, 196_608, 8_192, 128, 2)),
+            NO_VIEWS,
+            NO_VIEWS,
+        ),
+        (
+            DEEPSEEK_V3,
+            "bfloat16",
+            (64 * 70_272, 0, 0, 64 * 70_272, 0),
+            (_every(73_728, 61), (64 * 70_272, 0, 0, 1_152, 2)),
+            NO_VIEWS,
+            NO_VIEWS,
+        ),
+    ],
+    ids=["keeper", "qwen3-next-80b", "gpt-oss-20b", "deepseek-v3"],
+)
+def test_layout_of_models_does_not_change(
+    layers: list[LayerSpec],
+    kv_dtype: KvDtype,
+    sizes: tuple[int, ...],
+    kv: Views,
+    conv: Views,
+    temporal: Views,
+) -> None:
+    layout = layout_of(layers, 64, kv_dtype)
+    assert sizes == (
+        layout.page_bytes,
+        layout.state_bytes,
+        layout.state_stride_bytes,
+        layout.extent_bytes,
+        layout.window_bytes,
+    )
     _, caches = _caches(layout, num_extents=1, device="meta")
-    assert [view.storage_offset() * 2 for view in caches.kv] == [index * 65_536 for index in range(12)]
-    assert {_strides_bytes(view) for view in caches.kv} == {(3 << 19, head_bytes, 32_768, 512, 2)}
-    group_bytes = layout.state_bytes // 16
-    layer_bytes = group_bytes // 36
-    conv_group_bytes = 3 * 512 * 4
-    assert [view.storage_offset() * 4 for view in caches.conv] == [index * layer_bytes for index in range(36)]
-    assert [view.storage_offset() * 4 for view in caches.temporal] == [
-        index * layer_bytes + conv_group_bytes for index in range(36)
-    ]
-    stride_bytes = layout.state_stride_bytes
-    assert {_strides_bytes(view) for view in caches.conv} == {(stride_bytes, group_bytes, 2_048, 4)}
-    assert {_strides_bytes(view) for view in caches.temporal} == {(stride_bytes, group_bytes, 65_536, 512, 4)}
+    for views, (offsets, strides) in ((caches.kv, kv), (caches.conv, conv), (caches.temporal, temporal)):
+        assert [view.storage_offset() * view.element_size() for view in views] == offsets
+        assert {_strides_bytes(view) for view in views} <= {strides}
 
 
-GPT_OSS_20B: list[LayerSpec] = [
-    Window(kv_heads=8, head_dim=64, tokens=128),
-    Attention(kv_heads=8, head_dim=64),
-] * 12
-DEEPSEEK_V3: list[LayerSpec] = [Latent(width=512 + 64)] * 61
-
-
-def test_layout_of_gpt_oss_20b() -> None:
+def test_layout_of_windows_and_latents() -> None:
     layout = layout_of(GPT_OSS_20B, 64, "bfloat16")
-    assert layout.page_bytes == layout.window_bytes == 12 * 2 * 8 * 64 * 64 * 2 == 3 << 19
-    assert (layout.extent_bytes, layout.pages_per_extent, layout.windows_per_extent) == (3 << 19, 1, 1)
     assert layout.checkpoint_bytes == 2 * layout.window_bytes
     assert (layout.last_window(1), layout.last_window(9)) == (range(1), range(7, 9))
-    assert (layout.hybrid, layout.has_states, layout.state_bytes) == (True, False, 0)
-    _, caches = _caches(layout, num_extents=2, device="meta")
-    assert [view.storage_offset() * 2 for view in caches.kv] == [i // 2 * 16_384 for i in range(24)]
-    assert {_strides_bytes(view) for view in caches.kv} == {(3 << 19, 196_608, 8_192, 128, 2)}
-    assert caches.has_windows
-    assert layout.describe() == (f"v1/p64/bfloat16/{tuple(GPT_OSS_20B[1::2])}/()/{tuple(GPT_OSS_20B[::2])}")
-
-
-def test_layout_of_deepseek_v3() -> None:
+    assert (layout.hybrid, layout.has_states) == (True, False)
+    assert layout.describe() == f"v1/p64/bfloat16/{tuple(GPT_OSS_20B[1::2])}/()/{tuple(GPT_OSS_20B[::2])}"
     layout = layout_of(DEEPSEEK_V3, 64, "bfloat16")
-    assert layout.page_bytes // layout.page_tokens == 70_272
-    assert (layout.hybrid, layout.checkpoint_bytes, layout.windows_per_extent) == (False, 0, 0)
-    _, caches = _caches(layout, num_extents=1, device="meta")
-    assert {tuple(view.shape) for view in caches.kv} == {(1, 1, 1, 64, 576)}
-    assert [view.storage_offset() * 2 for view in caches.kv] == [i * 73_728 for i in range(61)]
-    assert {_strides_bytes(view) for view in caches.kv} == {(layout.page_bytes, 0, 0, 1_152, 2)}
+    assert (layout.hybrid, layout.checkpoint_bytes) == (False, 0)
     assert layout.describe() == f"v1/p64/bfloat16/()/()/{tuple(DEEPSEEK_V3)}"
 
 
-WINDOW_SIZES = st.sampled_from([1, 2, 3, 8])
+shapes = st.tuples(st.integers(1, 9), st.integers(1, 40))
+"""The tokens of a page, and of the window."""
 
 
-@PROPERTY
-@given(st.lists(WINDOW_SIZES, min_size=1, max_size=3), WINDOW_SIZES, st.integers(1, 5), st.data())
-def test_layout_tiles_an_extent_with_window_pages(
-    dims: list[int], head_dim: int, page_tokens: int, data: st.DataObject
-) -> None:
-    """A page, a window page and a state of any size divide the extent."""
-    windows = [Window(kv_heads=2, head_dim=dim, tokens=4) for dim in dims]
-    pages: list[LayerSpec] = [Attention(kv_heads=3, head_dim=head_dim)]
-    if data.draw(st.booleans()):
-        pages = [Latent(width=head_dim), Latent(width=2)]
-    linear = [KEEPER_LINEAR] * data.draw(st.integers(0, 1))
-    layers = data.draw(st.permutations([*windows, *pages, *linear]))
-    layout = layout_of(layers, page_tokens, extent_bytes_min=1, granule_bytes=4)
-    for num_bytes in (layout.page_bytes, layout.window_bytes, layout.state_stride_bytes or 1):
-        assert layout.extent_bytes % num_bytes == 0
-    arena, caches = _caches(layout, num_extents=1)
-    paged = [layer for layer in layers if not isinstance(layer, Linear)]
-    for of_windows in (True, False):
-        owners = torch.zeros(arena.numel(), dtype=torch.int32)
-        for layer, view in zip(paged, caches.kv, strict=True):
-            if isinstance(layer, Window) == of_windows:
-                _own(owners, view, 4)
-        assert owners.eq(1).all()
+def with_window(page_tokens: int, window: int) -> Layout:
+    layers = (Attention(kv_heads=1, head_dim=1), Window(kv_heads=1, head_dim=1, tokens=window))
+    return layout_of(layers, page_tokens, extent_bytes_min=1, granule_bytes=1)
+
+
+@settings(PROPERTY, max_examples=300)
+@given(shapes, st.integers(0, 12))
+def test_last_window_is_exactly_what_the_next_token_sees(shape: tuple[int, int], depth_pages: int) -> None:
+    size, window = shape
+    layout = with_window(size, window)
+    positions = layout.last_window(depth_pages)
+    depth, seen = depth_pages * size, max(window, 2) - 1  # at least one page
+    assert set(positions) == {position // size for position in range(max(0, depth - seen), depth)}
+    assert layout.first_visible_window(depth_pages * size) == positions.start
+    assert layout.checkpoint_bytes == len(layout.last_window(1000)) * layout.window_bytes
+
+
+@settings(PROPERTY, max_examples=300)
+@given(shapes, st.integers(0, 60), st.integers(1, 30))
+def test_peak_windows_is_a_tight_bound(shape: tuple[int, int], depth: int, in_flight: int) -> None:
+    size, window = shape
+    layout = with_window(size, window)
+    pinned = len(range(layout.first_visible_window(depth), -(-(depth + in_flight) // size)))
+    assert pinned <= layout.peak_windows(depth + in_flight, in_flight)
+    reach = range(10 * (window + in_flight), 10 * (window + in_flight) + size)
+    peak = max(len(range(layout.first_visible_window(at), -(-(at + in_flight) // size))) for at in reach)
+    assert layout.peak_windows(1 << 20, in_flight) - 1 <= peak
 
 
 def test_describe_differs_for_different_layouts() -> None:
@@ -274,6 +302,14 @@ def test_describe_differs_for_different_layouts() -> None:
             [*KEEPER, Linear(key_heads=1, value_heads=1, key_dim=32, value_dim=32, conv_width=4)],
             64,
             "heads",
+        ),
+        ([Window(kv_heads=1, head_dim=1, tokens=4)], 4, "without attention"),
+        ([Attention(kv_heads=1, head_dim=1), Window(kv_heads=1, head_dim=1, tokens=0)], 4, "window of 0"),
+        ([Attention(kv_heads=1, head_dim=1), Latent(width=3)], 4, "two kinds of pages"),
+        (
+            [Attention(kv_heads=1, head_dim=1), *(Window(kv_heads=n, head_dim=1, tokens=4) for n in (1, 2))],
+            4,
+            "number of",
         ),
     ],
 )

@@ -5,21 +5,16 @@ An extent has two pages of two tokens, or one state, unless a test sets another 
 
 from collections.abc import Iterator
 from contextlib import suppress
-from random import Random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.support.kvstore.leases import ROOT, P, a_cache, could_serve
+from tests.support.kvstore.leases import a_cache
 from tidemill.kvstore.errors import OutOfMemory
-from tidemill.kvstore.keys import PageKey, page_keys
-from tidemill.kvstore.layout import PAGES, STATES, WINDOWS, StateId
+from tidemill.kvstore.keys import PageKey
+from tidemill.kvstore.layout import PAGES, STATES, StateId
 from tidemill.kvstore.memory import eviction
 from tidemill.kvstore.memory.cache import Cache
 from tidemill.kvstore.memory.entry import Checkpoint, Entry
-from tidemill.kvstore.memory.lease import Lease
-from tidemill.kvstore.memory.ledger import Ledger
 
 
 def keep(cache: Cache, path: str, *, credit: float | None = None, pinned: str = "") -> list[Entry]:
@@ -205,79 +200,3 @@ def test_cache_advances_the_clock_by_the_price_of_a_victim() -> None:
     cache.take(STATES)
     assert cheap.checkpoint is None
     assert cache.index.credit(expensive) == 3
-
-
-class Situation:
-    """Random leases in a small memory, with cached objects of released leases."""
-
-    def __init__(self, random: Random) -> None:
-        self.random = random
-        hybrid = random.random() < 0.8
-        extents, window = random.randint(2, 8), random.choice([0, 0, 1, P + 1, 3 * P])
-        self.cache = a_cache(extents, random.randint(1, 3), hybrid=hybrid, window=window)
-        self.ledger = Ledger(self.cache)
-        self.leases: dict[str, Lease] = {}
-        for number in range(random.randint(1, 10)):
-            self._start(f"r{number}")
-            if self.leases and random.random() < 0.4:
-                name = random.choice(list(self.leases))
-                del self.leases[name]
-                self.ledger.release(name)
-        if random.random() < 0.3:
-            self.ledger.resize(random.randint(1, self.cache.arena.num_extents))
-
-    def _start(self, name: str) -> None:
-        random = self.random
-        tokens = [random.randint(0, 1) for _ in range(random.randint(1, 9))]
-        keys = page_keys(ROOT, tokens, P)
-        lease = self.leases[name] = self.ledger.open(name, spare_slots_min=random.randint(0, 1))
-        match = self.ledger.index.match(keys[: (len(tokens) - 1) // P])
-        self.ledger.attach(lease, match, match.restorable_pages)
-        start = lease.committed
-        cut = random.randrange(start + 1, len(tokens) + 1)
-        for end in {cut // P * P, cut} - {start}:
-            if end > lease.committed and not self._step(lease, end, keys):
-                return
-
-    def _step(self, lease: Lease, end: int, keys: list[PageKey]) -> bool:
-        try:
-            self.ledger.reserve(lease, end)
-        except OutOfMemory:
-            return False
-        self.ledger.launch(lease, end)
-        self.ledger.commit(lease, end, keys)
-        if end % P == 0:
-            self.ledger.keep_state(lease, last=self.random.random() < 0.5)
-        return True
-
-
-@settings(deadline=None, derandomize=True, max_examples=1500)
-@given(seed=st.integers(0, 2**32), num_tokens=st.integers(1, 40), drafts=st.integers(0, 4))
-def test_reserve_fails_only_when_evicting_everything_would_not_suffice(
-    seed: int, num_tokens: int, drafts: int
-) -> None:
-    """A refusal changes nothing: no object is evicted."""
-    situation = Situation(Random(seed))
-    cache, ledger = situation.cache, situation.ledger
-    lease = ledger.open("new")
-    pages = -(-num_tokens // P)
-    wanted = {
-        STATES: (1 + drafts) * cache.layout.has_states,
-        WINDOWS: pages * cache.layout.has_windows,
-        PAGES: pages,
-    }
-    possible = could_serve(cache, situation.leases.values(), wanted)
-    cached, before = (entries_of(cache), cache.arena.usage()), ledger.counters.copy()
-    try:
-        ledger.reserve(lease, num_tokens, drafts=drafts)
-    except OutOfMemory:
-        assert not possible
-        assert (entries_of(cache), cache.arena.usage(), ledger.counters) == (*cached, before)
-        assert not any(lease.held.values())
-    else:
-        assert {name: len(ids) for name, ids in lease.held.items()} == wanted
-    ledger.check()
-
-
-def entries_of(cache: Cache) -> set[tuple[PageKey, Checkpoint | None]]:
-    return {(entry.key, entry.checkpoint) for entry in cache.index}

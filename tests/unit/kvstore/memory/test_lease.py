@@ -4,7 +4,7 @@ from itertools import count
 
 import pytest
 
-from tests.support.kvstore.leases import KEYS, ROOT, P, a_cache, a_ledger, grow, scatter
+from tests.support.kvstore.leases import KEYS, MAPPING, ROOT, P, Refusals, a_cache, a_ledger, grow, scatter
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import page_keys
 from tidemill.kvstore.layout import PAGES, STATES
@@ -47,24 +47,6 @@ def test_roll_checkpoint_is_skipped_without_memory_and_retried() -> None:
     assert ledger.num_slots == 2
 
 
-def test_roll_checkpoint_replaces_the_earlier_one_after_a_skip() -> None:
-    """A reader and a full memory prevent the replacement; later it succeeds."""
-    ledger = a_ledger(5)
-    lease = grow(ledger, ledger.open("a"), P)
-    assert ledger.roll_checkpoint(lease)
-    reader = ledger.share("reader", lease, 1)
-    grow(ledger, lease, 2 * P)
-    other = grow(ledger, ledger.open("other"), 1)
-    assert not ledger.roll_checkpoint(lease)
-    assert (lease.rolling, ledger.num_slots) == (lease.shared_entries[0], 3)
-    assert reader.source is lease.rolling
-    ledger.release("reader")
-    ledger.release("other")
-    assert other.ended
-    assert ledger.roll_checkpoint(lease)
-    assert [entry.checkpoint is None for entry in lease.shared_entries] == [True, False]
-
-
 def test_roll_checkpoint_without_a_free_slot_reuses_only_its_own_checkpoint() -> None:
     ledger = a_ledger(6)
     others = grow(ledger, ledger.open("others"), P, page_keys(ROOT, [7] * P, P))
@@ -78,86 +60,6 @@ def test_roll_checkpoint_without_a_free_slot_reuses_only_its_own_checkpoint() ->
     assert [entry.checkpoint is None for entry in lease.shared_entries] == [True, False]
     assert not ledger.counters["evicted_checkpoints_for_states"]
     assert ledger.index.match(page_keys(ROOT, [7] * P, P)).restorable_pages == 1
-
-
-def test_keep_state_does_not_replace_an_existing_checkpoint() -> None:
-    ledger = a_ledger(8)
-    first, other = ledger.open("first"), ledger.open("other")
-    ledger.reserve(first, P)
-    ledger.launch(first, P)
-    ledger.keep_state(grow(ledger, other, P), last=True)
-    ledger.commit(first, P, KEYS)
-    states = dict(first.states)
-    assert ledger.keep_state(first)
-    assert (first.states, first.source) == (states, None)
-    assert first.pages == other.pages, "the page of the first writer is not shared"
-    usage = ledger.usage()
-    assert (usage.pinned[PAGES], usage.pinned[STATES]) == (1, 2)
-
-
-def test_commit_frees_a_duplicate_page_when_no_step_reads_it() -> None:
-    """The second step in flight has the page in its page table."""
-    ledger = a_ledger(8)
-    lease = ledger.open("a")
-    for end in (P, P + 1):
-        ledger.reserve(lease, end)
-        ledger.launch(lease, end)
-    table = lease.pages
-    grow(ledger, ledger.open("first"), P)
-    ledger.commit(lease, P, KEYS)
-    assert lease.pages[0] != table[0]
-    fresh = ledger.open("fresh")
-    ledger.reserve(fresh, 3 * P)
-    assert table[0] not in fresh.private_pages
-    ledger.commit(lease, P + 1, KEYS)
-    ledger.check()
-    assert ledger.usage().pinned[PAGES] == 2 + 3
-
-
-def test_commit_returns_the_slots_of_rejected_drafts() -> None:
-    ledger = a_ledger(8)
-    lease = ledger.open("a")
-    ledger.reserve(lease, 4, drafts=2)
-    ledger.launch(lease, 4, drafts=2)
-    assert ledger.num_slots == 3
-    ledger.commit(lease, 2, KEYS)
-    ledger.check()
-    assert (ledger.num_slots, list(lease.states)) == (1, [2])
-
-
-def test_commit_of_a_void_step_only_frees_its_memory() -> None:
-    ledger = a_ledger(9)
-    lease = ledger.open("a")
-    ledger.reserve(lease, 4, drafts=1)
-    ledger.launch(lease, 4, drafts=1)
-    ledger.reserve(lease, 7)
-    void = ledger.launch(lease, 7)
-    ledger.commit(lease, 3, KEYS)
-    assert (void.void, lease.committed, lease.launched) == (True, 3, 3)
-    assert lease.allocated == 4 * P
-    assert {state for _, state in void.writes} <= set(lease.owned()[STATES])
-    ledger.check()
-    ledger.commit(lease, 7, KEYS)
-    assert (lease.committed, lease.launched, ledger.num_slots) == (3, 3, 1)
-    ledger.check()
-
-
-def test_release_in_flight_frees_memory_after_the_last_step() -> None:
-    ledger = a_ledger(8)
-    lease = ledger.open("a")
-    for end in (P, 2 * P):
-        ledger.reserve(lease, end)
-        ledger.launch(lease, end)
-    before = ledger.usage()
-    ledger.release("a")
-    again = ledger.open("a")
-    for committed in (P, 2 * P):
-        ledger.check()
-        assert (ledger.usage(), ledger.num_leases) == (before, 2)
-        ledger.commit(lease, committed, KEYS)
-    ledger.check()
-    assert (len(ledger.index), ledger.num_leases, ledger.usage().pinned[PAGES]) == (0, 1, 0)
-    assert not again.private_pages
 
 
 @pytest.mark.parametrize("rolls", [False, True])
@@ -207,16 +109,6 @@ def test_spare_checkpoint_evicts_nothing() -> None:
     ledger.check()
 
 
-def test_reserve_is_all_or_nothing() -> None:
-    ledger = a_ledger(4)
-    lease = grow(ledger, ledger.open("a"), 1)
-    before = ledger.usage()
-    with pytest.raises(OutOfMemory):
-        ledger.reserve(lease, 9 * P)
-    assert ledger.usage() == before
-    ledger.check()
-
-
 def test_reserve_fails_without_its_headroom() -> None:
     ledger = a_ledger(4)
     lease = ledger.open("a")
@@ -239,29 +131,6 @@ def test_reserve_takes_back_the_checkpoint_of_its_own_lease() -> None:
     assert slot is not None
     assert (lease.states, lease.source, lease.rolling, ledger.num_slots) == ({P: slot.state}, None, None, 1)
     grow(ledger, lease, 5 * P)
-
-
-def test_reserve_does_not_take_back_a_checkpoint_of_another_reader() -> None:
-    ledger = a_ledger(4)
-    lease = grow(ledger, ledger.open("a"), P)
-    assert ledger.roll_checkpoint(lease)
-    reader = ledger.share("reader", lease, 1)
-    with pytest.raises(OutOfMemory):
-        ledger.reserve(lease, 5 * P)
-    assert reader.source is lease.source is lease.rolling is lease.shared_entries[0]
-    ledger.check()
-
-
-def test_reserve_evicts_a_checkpoint_when_its_pages_need_the_extent() -> None:
-    """A checkpoint has one of the state slots; the pages need the last empty extent."""
-    ledger = a_ledger(3, states_per_extent=2)
-    grow(ledger, ledger.open("a"), 1)
-    ledger.keep_state(grow(ledger, ledger.open("b"), P), last=True)
-    ledger.release("b")
-    lease = ledger.open("c")
-    ledger.reserve(lease, 7 * P)
-    assert (len(lease.private_pages), ledger.usage().extents[STATES]) == (7, 1)
-    ledger.check()
 
 
 def test_counters_count_evictions_by_reason() -> None:
@@ -310,16 +179,6 @@ def test_skipped_checkpoint_evicts_no_other() -> None:
     assert [entry.checkpoint is not None for entry in lease.shared_entries] == [False, True, True]
 
 
-def test_resize_succeeds_after_the_last_lease_is_released() -> None:
-    ledger = a_ledger(6)
-    grow(ledger, ledger.open("a"), 4 * P)
-    assert not ledger.resize(1)
-    assert (ledger.excess, ledger.budget_extents) == (2, 1)
-    ledger.release("a")
-    assert ledger.resize(1)
-    assert ledger.excess == 0
-
-
 def test_open_asserts_one_lease_per_request() -> None:
     ledger = a_ledger(2)
     ledger.open("a")
@@ -339,3 +198,41 @@ def test_deepest_states_inside_a_step_get_the_slots() -> None:
     depths = [entry.depth_pages for entry in lease.shared_entries if entry.checkpoint is not None]
     assert depths == [3]
     assert ledger.counters["checkpoints_skipped"] == 2
+
+
+def test_ledger_reuses_cached_memory_when_the_system_refuses_extents() -> None:
+    """Requests use cached memory, and fail when there is none; no memory leaks."""
+
+    for nth in range(8):
+        cache = a_cache(8, backing=Refusals(MAPPING, nth, forever=True))
+        ledger = Ledger(cache)
+        served = 0
+        for number in range(6):
+            lease = ledger.open("r")
+            try:
+                ledger.reserve(lease, 3 * P)
+            except OutOfMemory:
+                assert not [*lease.private_pages, *lease.spare_slots]
+            else:
+                ledger.launch(lease, 3 * P)
+                ledger.commit(lease, 3 * P, page_keys(ROOT, [number] * 3 * P, P))
+                ledger.keep_state(lease, last=True)
+                served += 1
+            ledger.release("r")
+            ledger.check()
+        assert served == (6 if nth >= 3 else 0)
+
+
+def test_checkpoint_inside_a_step_has_the_window_at_its_depth() -> None:
+    ledger = a_ledger(20, window=P + 1)
+    lease = ledger.open("a")
+    ledger.reserve(lease, 3 * P)
+    ledger.launch(lease, 3 * P, inside=(P, 2 * P))
+    windows = lease.window_table
+    ledger.commit(lease, 3 * P, KEYS)
+    ledger.check()
+    for depth_pages, entry in enumerate(lease.shared_entries[:2], 1):
+        assert entry.checkpoint is not None
+        assert entry.checkpoint.windows == tuple(
+            windows[index] for index in ledger.layout.last_window(depth_pages)
+        )

@@ -4,7 +4,6 @@ import pytest
 
 from tests.support.kvstore.leases import ROOT, a_cache
 from tidemill.kvstore.keys import page_keys
-from tidemill.kvstore.layout import STATES
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.memory.ledger import Ledger
 
@@ -51,30 +50,3 @@ def _check_last_boundary(ledger: Ledger, lease: Lease, strategy: str) -> None:
         entry = lease.shared_entries[boundary - 1]
         assert lease.rolling is entry
         assert ledger.index.is_restorable(entry)
-
-
-def test_roll_checkpoint_skips_leases_without_a_slot_in_a_burst() -> None:
-    """Ten slots for the second states of 64 requests: the others skip their checkpoint."""
-    cache = a_cache(NUM_LEASES * (LAST // BURST_P // 2 + 1) + 10)
-    ledger = Ledger(cache)
-    leases = [ledger.open(f"r{number}") for number in range(NUM_LEASES)]
-    for lease in leases:
-        ledger.reserve(lease, LAST)
-    for end in range(1, LAST + 1):
-        for number, lease in enumerate(leases):
-            ledger.reserve(lease, end)
-            ledger.launch(lease, end)
-            ledger.commit(lease, end, page_keys(ROOT, [number] * end, BURST_P))
-        kept = sum(_roll(ledger, lease) for lease in leases) if end % BURST_P == 0 else 0
-        ledger.check()
-        if end == LAST:
-            assert kept >= 10
-    usage = cache.arena.usage()
-    assert usage.pinned[STATES] + usage.cached[STATES] == NUM_LEASES + 10
-
-
-def _roll(ledger: Ledger, lease: Lease) -> bool:
-    before = lease.rolling
-    kept = ledger.roll_checkpoint(lease)
-    assert lease.rolling is (lease.shared_entries[-1] if kept else before)
-    return kept

@@ -9,12 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.support.kvstore.leases import ROOT, P, a_cache, could_serve, snapshot
+from tests.support.kvstore.leases import MAPPING, ROOT, P, Refusals, a_cache, could_serve, snapshot
 from tests.support.kvstore.written import DeviceStep, Memory
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import PageKey, page_keys
 from tidemill.kvstore.layout import PAGES, STATES, WINDOWS, ObjectClass, PageId, StateId
-from tidemill.kvstore.memory.demand import NOTHING, Demand
+from tidemill.kvstore.memory.demand import CHECKPOINT_STATE, NOTHING, Demand
 from tidemill.kvstore.memory.entry import Checkpoint, Entry
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.memory.ledger import FLIGHTS_MAX, Ledger
@@ -70,10 +70,17 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         policy: Policy,
         checkpoints_per_path: int,
     ) -> None:
+        self.refusals = Refusals()
         self.cache = a_cache(
-            num_extents, states_per_extent, hybrid=hybrid, window=window, policy=policy, others=[BLOBS]
+            num_extents,
+            states_per_extent,
+            hybrid=hybrid,
+            window=window,
+            policy=policy,
+            backing=self.refusals,
+            others=[BLOBS],
         )
-        self.ledger = Ledger(self.cache, checkpoints_per_path)
+        self.ledger = Ledger(self.cache, checkpoints_per_path, self.refusals)
         self.has_states, self.hybrid = hybrid, hybrid or window > 0
         self.memory = Memory(P, window)
         self.rows: list[Row] = []
@@ -220,6 +227,11 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         assert enough == (not self.ledger.excess)
         assert enough or not any(pool.reclaimable for pool in self.cache.pools.values())
 
+    @rule(site=st.sampled_from([PAGES, STATES, WINDOWS, CHECKPOINT_STATE, MAPPING]), left=st.integers(0, 3))
+    def refuse(self, site: str, left: int) -> None:
+        """Refuse memory to a later call, like a system that has none."""
+        self.refusals.site, self.refusals.left = site, left
+
     @rule()
     def announce(self) -> None:
         changes = self.ledger.index.take_changes()
@@ -320,11 +332,13 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         return row
 
     def _reserve_fetched(self, row: Row, num_pages: int) -> bool:
+        before = self.refusals.count
         try:
             self.ledger.reserve_fetched(row.lease, num_pages)
         except OutOfMemory:
             missing = num_pages - row.lease.windows_end
-            assert not could_serve(self.cache, self._leases(), {WINDOWS: missing})
+            refused = self.refusals.count > before
+            assert refused or not could_serve(self.cache, self._leases(), {WINDOWS: missing})
             self._release(row)
             return False
         positions = row.lease.fetched_windows
@@ -353,6 +367,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         )
         wanted = {**others, STATES: slots, PAGES: pages, WINDOWS: max(0, num_windows) * has_windows}
         possible = could_serve(self.cache, self._leases(), wanted)
+        refusals = self.refusals.count
         source, spare_slots_min = lease.source, lease.spare_slots_min
         headroom = {WINDOWS: (headroom_windows or 0) * has_windows}
         end = None if headroom_windows is None else 0
@@ -362,10 +377,10 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
             )
         except OutOfMemory:
             took_back = (lease.source, lease.spare_slots_min) != (source, spare_slots_min)
-            assert not possible
-            assert took_back or (snapshot(lease), self._evictions()) == (before, evicted), (
-                "a refusal changed something"
-            )
+            refused = self.refusals.count > refusals
+            assert refused or not possible
+            assert took_back or snapshot(lease) == before, "a refusal changed the lease"
+            assert took_back or (refused and self.refusals.site == MAPPING) or self._evictions() == evicted
             self._release(row)
             return False
         took_back = (lease.source, lease.spare_slots_min) != (source, spare_slots_min)
@@ -375,7 +390,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         assert lease.private_pages[: len(private)] == private
         assert lease.spare_slots[: len(spare)] == spare
         if took_back:
-            assert not possible, "its own checkpoint is evicted last"
+            assert self.refusals.count > refusals or not possible, "its own checkpoint is evicted last"
             assert lease.source is source or lease.committed in lease.states
         else:
             assert len(lease.spare_slots) == len(spare) + slots
