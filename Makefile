@@ -101,7 +101,6 @@ check: setup
 	ruff check .
 	ruff format --check .
 	pyright
-	pyright -p benchmarks
 	python -m pytest tests/tidy
 
 # Sizes by folder: counts that fail nothing.
