@@ -7,20 +7,21 @@ import signal
 import tempfile
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, cast
+from threading import Thread
+from typing import Any, TypeVar, cast
 
 import uvloop
 from rich.console import Console
 
-from tidemill.cluster.edge.chat.templates import check_chat
+from tidemill.cluster.edge.chat.templates import Template
 from tidemill.cluster.edge.chat.text import Tokenizer
-from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
+from tidemill.cluster.edge.chat.tokenizer_files import load_template, load_tokenizer
 from tidemill.cluster.edge.cluster_service import ClusterService
 from tidemill.cluster.edge.requests.api_keys import KeysWatch
 from tidemill.cluster.edge.requests.context import Sources, StopReason, open_context
@@ -55,6 +56,8 @@ from tidemill.workers.messages import WorkerGone
 
 log = logging.getLogger(__name__)
 
+_Result = TypeVar("_Result")
+
 RETRY_S = 0.2
 
 STOP_S_MAX = 120.0
@@ -68,26 +71,42 @@ def serve(
     when it cannot start; nothing is left running then."""
     if settings.detached_folder is None:
         _check(settings)  # report errors before anything is started
-    for fleet in settings.fleets:
-        check_chat(fleet.chat)
+    templates = [load_template(fleet.model_folder, fleet.chat) for fleet in settings.fleets]
     prepare_process(endpoint)
     settings = with_router_ports(settings)
     with (
         listening(endpoint) as sockets,  # before the cluster starts, so that a port in use is reported early
-        ThreadPoolExecutor(1) as executor,
         tracing(endpoint.telemetry, "frontend") as tracer,
     ):
         sources = replace(sources, tracer=tracer)
-        folders, chats = zip(*((fleet.model_folder, fleet.chat) for fleet in settings.fleets), strict=True)
-        tokenizers = executor.map(load_tokenizer, folders, chats)  # takes as long as starting the cluster
+        tokenizers = beside(partial(_tokenizers, settings.fleets, templates))  # as long as the cluster takes
         cluster = start_cluster(settings, console, partial(_check, settings))
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(_serve(endpoint, settings, cluster, list(tokenizers), sources, sockets, work))
+                runner.run(_serve(endpoint, settings, cluster, tokenizers.result(), sources, sockets, work))
         finally:
             for number in STOP_SIGNALS:  # a second one must not interrupt the stop
                 signal.signal(number, signal.SIG_IGN)
             cluster.stop()
+
+
+def beside(work: Callable[[], _Result]) -> Future[_Result]:
+    """Do something in a thread for which the end of this process does not wait."""
+    done = Future[_Result]()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is read
+            done.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return done
+
+
+def _tokenizers(fleets: Sequence[FleetSettings], templates: Sequence[Template | None]) -> list[Tokenizer]:
+    pairs = zip(fleets, templates, strict=True)
+    return [load_tokenizer(fleet.model_folder, fleet.chat, template) for fleet, template in pairs]
 
 
 def _check(settings: ClusterSettings) -> None:

@@ -37,7 +37,11 @@ def fleet() -> FleetSettings:
     )
 
 
-OF_OTHER_TESTS = ("multiprocessing", "tidemill.workers.execution.grammar_trial")
+OF_OTHER_TESTS = (
+    "multiprocessing",
+    "tidemill.cluster.edge.chat.template_process",
+    "tidemill.workers.execution.grammar_trial",
+)
 """Children of this process that engines in other tests have started."""
 
 

@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "cluster/quotas": "workers cluster cluster/rpc",
     "cluster/metrics": "workers cluster cluster/observability",
     "cluster/edge": "kvstore workers cluster cluster/observability cluster/rpc",
-    "cluster/edge/chat": "kvstore workers cluster",
+    "cluster/edge/chat": "kvstore workers workers/models cluster",
     "cluster/edge/chat/output": "workers cluster/edge/chat",
     "cluster/edge/chat/request": "workers cluster/edge/chat cluster/edge/chat/output",
     "cluster/edge/requests": (

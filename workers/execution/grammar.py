@@ -16,10 +16,12 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
+from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.execution.grammar_library import FIELD, compile_grammar, error_of, read_tokenizer
 from tidemill.workers.execution.grammar_trial import NICE, GrammarTrial
 from tidemill.workers.execution.mask_pool import MaskPool, lower_priority
 from tidemill.workers.messages import Grammar, RequestError
+from tidemill.workers.models.model_files import read_text
 
 Mask = npt.NDArray[np.int32]
 """The allowed tokens, `[W]`: a bit for each, the lowest first, as the library and the kernels have them. An
@@ -387,9 +389,8 @@ class Grammars:
         with self._reading:
             if self._tokenizer is None:
                 try:
-                    text = self._path.read_text(encoding="utf-8")
-                    self._tokenizer = read_tokenizer(text, list(self._eos_ids))
-                except (OSError, ValueError) as error:
+                    self._tokenizer = read_tokenizer(read_text(self._path), list(self._eos_ids))
+                except (OSError, ValueError, TidemillError) as error:
                     raise RequestError(
                         f"no grammar can be followed, the model's tokenizer.json is unfit: {error}",
                         param=FIELD,

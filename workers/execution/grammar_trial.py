@@ -1,32 +1,19 @@
 """Compile a grammar in a child process first, which the kernel kills when it takes too long.
 
 python -m tidemill.workers.execution.grammar_trial    tries what it reads from its standard input
-
-A call of llguidance cannot be interrupted, and few characters can keep it busy for minutes. The child is
-started with the first grammar and kept. Its standard input ends with its worker, and so does the child.
 """
 
-import json
 import os
-import resource
-import select
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from threading import Lock
 
+from tidemill.workers.bounded_child import MEMORY_BYTES, BoundedChild, answer_questions, head_of_parent
 from tidemill.workers.execution.grammar_library import FIELD, compile_grammar, read_tokenizer, refusal
 from tidemill.workers.messages import Grammar, RequestError
+from tidemill.workers.models.model_files import read_text
 
 COMPILE_S_MAX = 1.0
 """The CPU time of one compilation."""
-
-ANSWER_S_MAX = 20.0
-"""The time to wait for the child, which may share its core with many others."""
-
-MEMORY_BYTES = 1 << 30
-"""The memory that the child may reserve beyond what it has after its start."""
 
 NICE = 5
 
@@ -35,14 +22,15 @@ class GrammarTrial:
     """The child process of one worker. `refuse` may be called from any thread."""
 
     def __init__(self, tokenizer_json: Path, eos_ids: list[int], lexer_states: int) -> None:
-        self._head = json.dumps([str(tokenizer_json), eos_ids, lexer_states]).encode() + b"\n"
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child = BoundedChild(
+            "tidemill.workers.execution.grammar_trial", [str(tokenizer_json), eos_ids, lexer_states]
+        )
         self._lock = Lock()
 
     def refuse(self, grammar: Grammar) -> None:
         """Raise the RequestError that compiling `grammar` raises, or one if it takes too long."""
         with self._lock:
-            reply = self._ask(grammar)
+            reply: str | None = self._child.ask([grammar.kind, grammar.text])
         if reply is None:
             raise refusal(
                 grammar,
@@ -54,63 +42,23 @@ class GrammarTrial:
 
     def close(self) -> None:
         with self._lock:
-            self._end()
-
-    def _ask(self, grammar: Grammar) -> str | None:
-        """Return the refusal of the child, "" for none, or None if the child did not answer."""
-        child = self._running()
-        assert child.stdin is not None
-        assert child.stdout is not None
-        try:
-            child.stdin.write(json.dumps([grammar.kind, grammar.text]).encode() + b"\n")
-            child.stdin.flush()
-            ready, _, _ = select.select([child.stdout], [], [], ANSWER_S_MAX)
-            line = child.stdout.readline() if ready else b""
-        except BrokenPipeError:
-            line = b""
-        if line.endswith(b"\n"):
-            return str(json.loads(line))
-        self._end()
-        return None
-
-    def _running(self) -> "subprocess.Popen[bytes]":
-        if self._child is None or self._child.poll() is not None:
-            self._end()
-            command = [sys.executable, "-m", "tidemill.workers.execution.grammar_trial"]
-            self._child = subprocess.Popen(  # noqa: S603  our own command
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-            )
-            assert self._child.stdin is not None
-            self._child.stdin.write(self._head)
-        return self._child
-
-    def _end(self) -> None:
-        child, self._child = self._child, None
-        if child is not None:
-            child.kill()
-            child.communicate()
+            self._child.close()
 
 
 def main() -> None:
     os.nice(NICE)
-    path, eos_ids, lexer_states = json.loads(sys.stdin.buffer.readline())
-    tokenizer = read_tokenizer(Path(path).read_text(encoding="utf-8"), eos_ids)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    memory = pages * resource.getpagesize() + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, also inside a call of the library
-    for line in sys.stdin.buffer:
-        kind, text = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, COMPILE_S_MAX)
-        reason = ""
+    path, eos_ids, lexer_states = head_of_parent()
+    tokenizer = read_tokenizer(read_text(Path(path)), eos_ids)
+
+    def reason(question: list[str]) -> str:
+        kind, text = question
         try:
-            compile_grammar(tokenizer, Grammar(kind=kind, text=text), lexer_states)
+            compile_grammar(tokenizer, Grammar(kind=kind, text=text), lexer_states)  # type: ignore[arg-type]
         except RequestError as error:
-            reason = str(error)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(json.dumps(reason).encode() + b"\n")
-        sys.stdout.buffer.flush()
+            return str(error)
+        return ""
+
+    answer_questions(reason, COMPILE_S_MAX)
 
 
 if __name__ == "__main__":

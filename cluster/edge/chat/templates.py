@@ -8,16 +8,22 @@ import json
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
-from tidemill.cluster.edge.chat.text import PLAIN, Message, Rendering
-from tidemill.cluster.settings import ChatSettings
+from tidemill.cluster.edge.chat.text import PLAIN, Message, Rendering, check_chars
 from tidemill.kvstore.errors import TidemillError
+from tidemill.kvstore.files import read_regular
 from tidemill.workers.messages import BREAKPOINTS_MAX, RequestError
 
 Turns = Sequence[Mapping[str, Any]]
 Render = Callable[[Turns, Rendering], str]
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+TEMPLATE_BYTES_MAX = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +60,47 @@ def _as_text(call: dict[str, Any]) -> dict[str, Any]:
 PLAINLY = Shape()
 
 
-def careful(render: Render) -> Render:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Template:
+    """A chat template.
+
+    source     its text
+    tried      what it writes for some chats
+    render     from a chat to its text and to where later chats are likely to leave that, in characters;
+               raises only RequestError
+    is_inline  short chats take about a millisecond, whatever they hold
+    """
+
+    source: str
+    tried: str
+    render: Callable[[Sequence[Message], Rendering], tuple[str, list[int]]]
+    is_inline: bool = True
+
+
+def inline_template(source: str, render: Render) -> Template:
+    """Return a template that is rendered in this process."""
+    render = careful(render)
+    shape = shape_of(render)
+    return Template(source=source, tried=tried(render, shape), render=partial(rendered_chat, render, shape))
+
+
+def rendered_chat(
+    render: Render, shape: Shape, messages: Sequence[Message], how: Rendering
+) -> tuple[str, list[int]]:
+    """Return what `Template.render` does. `render` raises only RequestError."""
+    text = render(shape.turns(messages), how)
+    if how.chars_max is not None:
+        check_chars(len(text), how.chars_max, "tools" if how.tools else "messages")
+    return text, shared_ends(render, shape, messages, how, text)
+
+
+def careful(render: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """Return the renderer with RequestError for whatever the template raises: it is a program that came with
     the model."""
 
-    def rendered(turns: Turns, how: Rendering) -> str:
+    def rendered(*args: _Args.args, **named: _Args.kwargs) -> _Result:
         try:
-            return render(turns, how)
+            return render(*args, **named)
         except RequestError:
             raise
         except Exception as error:
@@ -165,18 +205,12 @@ def _num_equal(left: str, right: str) -> int:
     return bisect_left(sizes, 1, key=lambda size: int(not right.startswith(left[:size])))
 
 
-def check_chat(chat: ChatSettings) -> None:
-    """Check the operator's template. Raises TidemillError if it does not exist."""
-    if chat.template is not None:
-        template_of(chat.template)
-
-
 def template_of(given: str) -> str:
     """Return the text of an operator's template: of a file, or itself. Raises TidemillError."""
     if any(mark in given for mark in ("{{", "{%", "\n")):
         return given
     try:
-        return Path(given).read_text(encoding="utf-8")
+        return read_regular(Path(given), TEMPLATE_BYTES_MAX).decode()
     except (OSError, ValueError) as error:
         raise TidemillError(
             f"--chat-template {given} cannot be read, give a file with a Jinja template: {error}"

@@ -100,6 +100,11 @@ class Tokenizer(Protocol):
         """Return the texts that are single tokens wherever they stand."""
         ...
 
+    @property
+    def renders_inline(self) -> bool:
+        """Return whether `chat` takes no longer for a template than for its text."""
+        ...
+
     def chat(self, messages: Sequence[Message], how: Rendering = PLAIN) -> MarkedPrompt:
         """Return the tokens of a conversation, with breakpoints where its next requests and other
         conversations are likely to leave it. Raises RequestError."""

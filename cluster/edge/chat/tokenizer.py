@@ -5,7 +5,6 @@
 import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from tokenizers import AddedToken, Encoding, normalizers
 from tokenizers import Tokenizer as RawTokenizer
@@ -14,15 +13,10 @@ from tokenizers.decoders import DecodeStream
 from tidemill.cluster.edge.chat.control_tokens import MARK, ControlTokens, control_texts
 from tidemill.cluster.edge.chat.families import SILENT, Style
 from tidemill.cluster.edge.chat.formats import FORMS
-from tidemill.cluster.edge.chat.templates import (
-    PLAINLY,
-    Render,
-    Shape,
-    shared_ends,
-    tried,
-)
-from tidemill.cluster.edge.chat.text import PLAIN, MarkedPrompt, Message, Rendering, check_chars
+from tidemill.cluster.edge.chat.templates import Template
+from tidemill.cluster.edge.chat.text import PLAIN, MarkedPrompt, Message, Rendering
 from tidemill.workers.messages import RequestError
+from tidemill.workers.models.model_files import is_panic
 
 PENDING_TOKENS_MAX = 8
 """A character has at most 4 bytes: after this many tokens without text, the pending bytes are no
@@ -33,15 +27,6 @@ SHOWS_TOOLS = re.compile(r"\btools\b")
 
 
 BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
-
-
-@dataclass(frozen=True, slots=True)
-class Template:
-    """A chat template: its text, its renderer, which raises only RequestError, and its form of messages."""
-
-    text: str
-    render: Render
-    shape: Shape = PLAINLY
 
 
 class FolderTokenizer:
@@ -61,11 +46,14 @@ class FolderTokenizer:
         self._bytes_of = byte_alphabet() if "ByteLevel" in str(raw.decoder) else None
         texts = frozenset[str]()
         if template is not None:
-            shown = template.text + tried(template.render, template.shape)
-            texts = control_texts(self._special.values(), self.added, shown)
+            texts = control_texts(self._special.values(), self.added, template.source + template.tried)
         self._control_ids = frozenset(self.added[text] for text in texts)
         self._control = ControlTokens(texts, style.tags & texts - {*self._special.values()})
         _hide_marked(raw, [added[token] for token in sorted(self._control_ids)])
+
+    @property
+    def renders_inline(self) -> bool:
+        return self._template is None or self._template.is_inline
 
     def encode(self, text: str) -> list[int]:
         return self.encode_marked(text, ()).tokens
@@ -85,7 +73,7 @@ class FolderTokenizer:
                 "--chat-template FILE",
                 param="messages",
             )
-        if how.tools and not SHOWS_TOOLS.search(template.text):
+        if how.tools and not SHOWS_TOOLS.search(template.source):
             raise RequestError(
                 "this model's chat template shows no tools: leave them out, or start the server with another "
                 "--chat-template",
@@ -99,10 +87,7 @@ class FolderTokenizer:
                 param="tools",
             )
         messages, how = self._control.marked(messages, how)
-        text = template.render(template.shape.turns(messages), how)
-        if how.chars_max is not None:
-            check_chars(len(text), how.chars_max, "tools" if how.tools else "messages")
-        ends = shared_ends(template.render, template.shape, messages, how, text)
+        text, ends = template.render(messages, how)
         text += how.begun
         has_marks = MARK in text
         encoding = self._encoding(text, offsets=bool(ends or has_marks), add_special_tokens=False)
@@ -113,7 +98,12 @@ class FolderTokenizer:
     def _encoding(self, text: str, *, offsets: bool, add_special_tokens: bool) -> Encoding:
         """Encode a text as a batch, so that other threads run meanwhile."""
         encode = self._raw.encode_batch if offsets else self._raw.encode_batch_fast
-        (encoding,) = encode([text], add_special_tokens=add_special_tokens)
+        try:
+            (encoding,) = encode([text], add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise RequestError(f"the model's tokenizer cannot take this text: {error}") from error
         return encoding
 
     def _check_control(self, text: str, encoding: Encoding) -> None:

@@ -4,7 +4,7 @@
 
 import json
 from collections.abc import Mapping
-from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,12 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as RawTokenizer
 
 from tidemill.cluster.edge.chat.families import style_of
-from tidemill.cluster.edge.chat.jinja_template import RESERVED, JinjaTemplate
-from tidemill.cluster.edge.chat.templates import (
-    Turns,
-    careful,
-    shape_of,
-    template_of,
-)
-from tidemill.cluster.edge.chat.text import Rendering
-from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer, Template
+from tidemill.cluster.edge.chat.template_process import template_of_folder
+from tidemill.cluster.edge.chat.templates import Template, template_of
+from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
 from tidemill.cluster.settings import AUTO, ChatSettings
 from tidemill.kvstore.errors import TidemillError
-from tidemill.workers.messages import RequestError
+from tidemill.workers.models.model_files import read_json, read_text, reading
 
 SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 """The special tokens, as tokenizer_config.json names them and templates see them."""
@@ -39,37 +33,43 @@ FILES = (
 ADDED_FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 
 
-def load_tokenizer(folder: Path, chat: ChatSettings = AUTO) -> FolderTokenizer:
-    """Read the tokenizer of a model folder; nothing is downloaded, and no code of the folder runs. Raises
-    TidemillError."""
+ADDED_MAX = 1 << 16
+"""The most tokens beside the vocabulary: the library takes seconds for more."""
+
+GROWTH_MAX = 4096
+"""The factor by which a normalizer or a decoder may make a text longer."""
+
+
+def load_tokenizer(
+    folder: Path, chat: ChatSettings = AUTO, template: Template | None = None
+) -> FolderTokenizer:
+    """Read the tokenizer of a model folder; nothing is downloaded, and no code of the folder runs. `template`
+    is what `load_template` returned, if it has been called. Raises TidemillError."""
     raw = _read_raw(folder / "tokenizer.json")
-    config = _read_json(folder / "tokenizer_config.json")
-    if "added_tokens_decoder" not in config:  # older releases of transformers saved special tokens so
-        config |= _read_json(folder / "special_tokens_map.json")
-    special = {name: text for name in SPECIAL_TOKENS if (text := _content(config.get(name))) is not None}
-    _add_tokens(raw, config, special)
-    texts = _templates_of(folder, config, chat)
-    shown = "".join(texts.values())
+    config, special = _config_of(folder)
+    with reading(folder / "tokenizer_config.json"):
+        _add_tokens(raw, config, special)
+    template = template or load_template(folder, chat)
     added = {token.content for token in raw.get_added_tokens_decoder().values()}
-    style = style_of(model_type_of(folder), shown, added, chat)
-    if not shown:
-        return FolderTokenizer(raw, None, style)
+    style = style_of(model_type_of(folder), template.source if template else "", added, chat)
+    with reading(folder / "tokenizer.json"):
+        return FolderTokenizer(raw, template, style)
 
-    @cache
-    def compiled(name: str) -> JinjaTemplate:
-        return JinjaTemplate(texts.get(name, texts["default"]), special)
 
-    @careful
-    def render(turns: Turns, how: Rendering) -> str:
-        return compiled("tool_use" if how.tools else "default").render(
-            turns,
-            how.tools,
-            checked_options(how.options),
-            add_generation_prompt=how.answers,
-            continue_final_message=how.continues,
-        )
+def load_template(folder: Path, chat: ChatSettings = AUTO) -> Template | None:
+    """Read the chat template of a model folder and try it; None if there is none. Raises TidemillError."""
+    config, special = _config_of(folder)
+    with reading(folder / "tokenizer_config.json"):
+        texts = _templates_of(folder, config, chat)
+        return template_of_folder(texts, special) if "".join(texts.values()) else None
 
-    return FolderTokenizer(raw, Template(shown, render, shape_of(render)), style)
+
+def _config_of(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return tokenizer_config.json, and the special tokens by their names in it."""
+    config = _read_optional(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:  # older releases of transformers saved special tokens so
+        config |= _read_optional(folder / "special_tokens_map.json")
+    return config, {name: text for name in SPECIAL_TOKENS if (text := _content(config.get(name))) is not None}
 
 
 def tokenizer_files(folder: Path) -> dict[str, Path]:
@@ -81,29 +81,38 @@ def tokenizer_files(folder: Path) -> dict[str, Path]:
 
 def _read_raw(path: Path) -> RawTokenizer:
     try:
-        return RawTokenizer.from_str(path.read_text(encoding="utf-8"))
+        text = read_text(path)
     except FileNotFoundError as error:
         raise TidemillError(
             f"{path.parent} has no tokenizer.json: transformers writes one, with "
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         ) from error
-    except Exception as error:  # the library raises Exception itself
-        raise TidemillError(
-            f"{path} cannot be read as a tokenizer: {' '.join(str(error).split())}"
-        ) from error
+    with reading(path):
+        parts = json.loads(text)
+        _check_count(len(parts.get("added_tokens") or ()))
+        for part in ("normalizer", "decoder"):
+            if (growth := _growth(parts.get(part))) > GROWTH_MAX:
+                raise ValueError(f"{part} makes texts {growth} times longer, {GROWTH_MAX} is the most")
+        return RawTokenizer.from_str(text)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file; empty without the file. Raises TidemillError."""
+def _growth(part: object) -> int:
+    """Return how many times longer the steps of a normalizer or a decoder can make a text."""
+    if isinstance(part, list):
+        return prod(map(_growth, part))
+    if not isinstance(part, dict):
+        return 1
+    texts = (part.get(name) for name in ("content", "prepend"))
+    own = prod(1 + len(text) for text in texts if isinstance(text, str))
+    return own * prod(_growth(step) for step in part.values() if isinstance(step, (list, dict)))
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty without the file. Raises ModelError."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        raise TidemillError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise TidemillError(f"{path} is not a JSON object")
-    return found
 
 
 def _content(token: object) -> str | None:
@@ -119,6 +128,7 @@ def _add_tokens(raw: RawTokenizer, config: Mapping[str, Any], special: Mapping[s
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     named = [*special.values(), *(extra.values() if isinstance(extra, dict) else extra)]
     known = set(raw.get_vocab())
+    added: list[AddedToken] = []
     for token in (*listed, *named):
         text = _content(token)
         if text is None or text in known:
@@ -127,7 +137,14 @@ def _add_tokens(raw: RawTokenizer, config: Mapping[str, Any], special: Mapping[s
         flags = (
             {name: token[name] for name in ADDED_FLAGS if name in token} if isinstance(token, dict) else {}
         )
-        raw.add_tokens([AddedToken(text, **{"special": True, **flags})])
+        added.append(AddedToken(text, **{"special": True, **flags}))
+    _check_count(len(added))
+    raw.add_tokens(added)
+
+
+def _check_count(count: int) -> None:
+    if count > ADDED_MAX:
+        raise ValueError(f"{count} added tokens, {ADDED_MAX} are the most")
 
 
 def _templates_of(folder: Path, config: Mapping[str, Any], chat: ChatSettings) -> dict[str, str]:
@@ -140,7 +157,7 @@ def _templates_of(folder: Path, config: Mapping[str, Any], chat: ChatSettings) -
     found = {name: template_of(str(path)) for name, path in files.items() if path.exists()}
     given = config.get("chat_template") or ""
     if not found and not isinstance(given, str):
-        found = {named["name"]: named["template"] for named in given}
+        found = {str(named["name"]): str(named["template"]) for named in given}
     if not found and given:
         found = {"default": given}
     if found and "default" not in found:
@@ -151,19 +168,6 @@ def _templates_of(folder: Path, config: Mapping[str, Any], chat: ChatSettings) -
 def model_type_of(folder: Path) -> str:
     """Return the model type; empty if config.json has none."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return str(read_json(folder / "config.json").get("model_type", ""))
+    except (TidemillError, FileNotFoundError):
         return ""
-    return str(config.get("model_type", "")) if isinstance(config, dict) else ""
-
-
-def checked_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the template variables of a client. Those that determine how a template runs are refused. Raises
-    RequestError."""
-    taken = next((name for name in options if name in RESERVED), None)
-    if taken is not None:
-        raise RequestError(
-            f"chat_template_kwargs: {taken} is not a variable of the template: leave it out",
-            param="chat_template_kwargs",
-        )
-    return options

@@ -202,7 +202,7 @@ class Intake:
         is_plain = not (
             tools or how.options or how.message_marks or any(message.more for message in messages)
         )
-        if is_plain and chars <= INLINE_CHARS_MAX:
+        if is_plain and chars <= INLINE_CHARS_MAX and self._tokenizer.renders_inline:
             return self._tokenizer.chat(messages, how)
         return await self.in_thread(self._tokenizer.chat, messages, how)
 

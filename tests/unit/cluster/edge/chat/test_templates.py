@@ -11,10 +11,9 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from tests.support.cluster.fake_service import KEEPER
 from tidemill.cluster.edge.chat.formats import CHANNELS, FINAL, FORMS, THINKING
-from tidemill.cluster.edge.chat.templates import check_chat
 from tidemill.cluster.edge.chat.text import Message, Rendering, text_of
 from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
-from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
+from tidemill.cluster.edge.chat.tokenizer_files import load_template, load_tokenizer
 from tidemill.cluster.settings import ChatSettings
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError
@@ -79,16 +78,16 @@ def test_template_in_a_file_goes_before_the_models_own(folder: Path) -> None:
     assert rendered(load_tokenizer(folder), Message("user", "a")) == "own a"
     (folder / "other").write_text("other {{ messages[0].content }}")
     other = ChatSettings(template=str(folder / "other"))
-    check_chat(other)
     tokenizer = load_tokenizer(folder, other)
     assert rendered(tokenizer, Message("user", "a")) == "other a"
     assert rendered(tokenizer, Message("user", "a"), how=Rendering(begun="!")) == "other a!"
 
 
-def test_template_that_is_not_there_is_named() -> None:
-    with pytest.raises(TidemillError, match="--chat-template /nowhere"):
-        check_chat(ChatSettings(template="/nowhere"))
-    check_chat(ChatSettings())
+@pytest.mark.parametrize("given", ["/nowhere", "/dev/zero", "/"])
+def test_template_that_cannot_be_read_is_named(folder: Path, given: str) -> None:
+    with pytest.raises(TidemillError, match=f"--chat-template {given} "):
+        load_template(folder, ChatSettings(template=given))
+    assert load_template(folder) is None
 
 
 @pytest.mark.parametrize("template", ["{{ messages", "{{ tried | unknown }}"])

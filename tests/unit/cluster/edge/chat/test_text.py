@@ -9,9 +9,9 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.decoders import ByteFallback, Fuse, Metaspace, Sequence
 from tokenizers.models import BPE
 
-from tidemill.cluster.edge.chat.templates import careful
+from tidemill.cluster.edge.chat.templates import inline_template
 from tidemill.cluster.edge.chat.text import Message, StopScanner
-from tidemill.cluster.edge.chat.tokenizer import PENDING_TOKENS_MAX, FolderTokenizer, Template, byte_alphabet
+from tidemill.cluster.edge.chat.tokenizer import PENDING_TOKENS_MAX, FolderTokenizer, byte_alphabet
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError
@@ -146,7 +146,7 @@ def test_template_that_refuses_is_the_users_error() -> None:
         raise ValueError("roles must alternate")
 
     with pytest.raises(RequestError, match="roles must alternate"):
-        FolderTokenizer(raw(), Template("", careful(refuse))).chat([Message("user", "a")])
+        FolderTokenizer(raw(), inline_template("", refuse)).chat([Message("user", "a")])
     with pytest.raises(RequestError, match="--chat-template"):
         FolderTokenizer(raw(), None).chat([Message("user", "a")])
 

@@ -168,8 +168,8 @@ def test_message_that_the_template_does_not_show_cannot_be_continued(folder: Pat
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer.json", "{", "as a tokenizer"),
-        ("tokenizer_config.json", "{", "as JSON"),
+        ("tokenizer.json", "{", "JSONDecodeError"),
+        ("tokenizer_config.json", "{", "not valid JSON"),
         ("tokenizer_config.json", "[]", "not a JSON object"),
     ],
 )
@@ -183,3 +183,58 @@ def test_error_without_tokenizer_json_names_the_fix(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(TidemillError, match="save_pretrained"):
         load_tokenizer(folder)
+
+
+def replaced(pattern: str, content: str) -> dict[str, object]:
+    return {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("normalizer", {"type": "Sequence", "normalizers": [replaced("a", "aa")] * 30}, "times longer"),
+        ("normalizer", {"type": "Prepend", "prepend": "a" * 9999}, "times longer"),
+        ("decoder", {"type": "Sequence", "decoders": [replaced("", "a" * 99)] * 2}, "times longer"),
+        ("added_tokens", [{"id": 0, "content": "a"}] * ((1 << 16) + 1), "65537 added tokens"),
+        ("normalizer", replaced("(a", ""), "Oniguruma"),
+        ("model", 7, "untagged enum"),
+    ],
+)
+def test_tokenizer_that_multiplies_texts_or_is_none_is_refused(
+    folder: Path, part: str, value: object, message: str
+) -> None:
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {part: value}))
+    with pytest.raises(TidemillError, match=f"tokenizer.json cannot be used .*{message}.*: download"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"added_tokens_decoder": {"first": {"content": "<a>"}}},
+        {"added_tokens_decoder": [1, 2]},
+        {"added_tokens_decoder": {str(index): {"content": f"<{index}>"} for index in range((1 << 16) + 1)}},
+        {"bos_token": "\ud800"},
+        {"pad_token": {"content": "<" * 99_999}, "chat_template": "{{ pad_token }}"},
+        {"chat_template": 7, "extra_special_tokens": 7},
+        {"chat_template": [{"name": "default"}]},
+    ],
+)
+def test_settings_that_no_tokenizer_has_are_refused_in_one_line(
+    folder: Path, config: dict[str, object]
+) -> None:
+    write(folder, **config)
+    with pytest.raises(TidemillError, match=r"^\S*tokenizer\S* cannot be used [^\n]*: download") as refused:
+        load_tokenizer(folder)
+    str(refused.value).encode()
+
+
+def test_pattern_that_the_library_gives_up_on_refuses_the_text(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    split = {"type": "Split", "pattern": {"Regex": "(a|a)+$"}, "behavior": "Isolated", "invert": False}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pre_tokenizer": split}))
+    tokenizer = load_tokenizer(folder)
+    with pytest.raises(RequestError, match="retry-limit"):
+        tokenizer.encode("a" * 60 + "b")
+    assert tokenizer.encode("b")
