@@ -36,14 +36,14 @@ BUGS: tuple[Planted, ...] = (
         "workers/engine/commit.py::StepCommitter.commit",
         "if $LEASE.$ENDED: self.$VOID(",
         "if False:\n            self.$VOID(",
-        "tests/unit/workers/engine/test_engine.py tests/sim/test_serving.py",
+        "tests/unit/workers/engine/test_whole_runs.py",
     ),
     Planted(
         "a checkpoint inside a row is not published",
         "workers/engine/commit.py::StepCommitter._publish_inside",
         "$DEPTH == $BOUNDARY:",
         "False:",
-        "tests/unit/workers/engine/test_engine.py tests/unit/workers/engine/test_engine_store.py",
+        "tests/unit/workers/engine/test_whole_runs.py tests/unit/workers/engine/test_engine_store.py",
     ),
     Planted(
         "a stream moves before its state is stored",

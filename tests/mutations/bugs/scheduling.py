@@ -22,7 +22,7 @@ BUGS: tuple[Planted, ...] = (
         "workers/scheduling/admission.py::Admission.admit",
         "[: $SEQUENCE.$RESTORABLE // $SEQUENCE.$PAGE_TOKENS]",
         "",
-        "tests/unit/workers/engine/test_engine.py tests/unit/workers/engine/test_engine_store.py",
+        "tests/unit/workers/engine/test_whole_runs.py tests/unit/workers/engine/test_engine_store.py",
     ),
     Planted(
         "admission leaves no page for running requests",
@@ -85,7 +85,7 @@ BUGS: tuple[Planted, ...] = (
         "workers/scheduling/scheduler.py::Scheduler._launch",
         "and $END >= len($SEQUENCE.$TOKENS) else",
         "else",
-        "tests/unit/workers/engine/test_engine.py tests/unit/workers/engine/test_engine_store.py",
+        "tests/unit/workers/engine/test_whole_runs.py tests/unit/workers/engine/test_engine_store.py",
     ),
     Planted(
         "a sequence runs past the last token of its answer",
@@ -99,6 +99,6 @@ BUGS: tuple[Planted, ...] = (
         "workers/scheduling/sequence.py::Sequence.draw",
         '"length" if $FINISH is not None: break self',
         '"length"\n        self',
-        "tests/unit/workers/engine/test_matrix.py",
+        "tests/unit/workers/engine/test_whole_runs.py",
     ),
 )

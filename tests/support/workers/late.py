@@ -2,7 +2,7 @@
 
     TIDEMILL_TESTS_LATE=1 python -m pytest tests/unit/workers/engine
 
-runs these tests with every fake runner late; `test_late.py` there is the part of every run.
+runs these tests with every fake runner late; `test_whole_runs.py` there draws some late in every run.
 """
 
 import asyncio

@@ -59,29 +59,26 @@ def test_no_item_overtakes_another(steps: list[str]) -> None:
 
 
 @pytest.mark.parametrize("is_waiting", [True, False], ids=["passes", "waits"])
-def test_error_and_end_of_a_reader_are_its_own(*, is_waiting: bool) -> None:
+async def test_error_and_end_of_a_reader_are_its_own(*, is_waiting: bool) -> None:
     def broken(item: int) -> Pause | None:
         if item == 7:
             raise KeyError(item)
         return done
 
-    async def main() -> None:
-        inbox = Inbox[int]()
-        if not is_waiting:
-            inbox.put(7)
-        reading = asyncio.create_task(inbox.read(broken))
-        await asyncio.sleep(0)
-        if is_waiting:
-            inbox.put(7)
-        with pytest.raises(KeyError):
-            await reading
-        inbox.put(8)
-        await inbox.read(broken)
-
-    asyncio.run(main())
+    inbox = Inbox[int]()
+    if not is_waiting:
+        inbox.put(7)
+    reading = asyncio.create_task(inbox.read(broken))
+    await asyncio.sleep(0)
+    if is_waiting:
+        inbox.put(7)
+    with pytest.raises(KeyError):
+        await reading
+    inbox.put(8)
+    await inbox.read(broken)
 
 
-def test_generator_is_two_items_behind_at_most_and_closes_its_source() -> None:
+async def test_generator_is_two_items_behind_at_most_and_closes_its_source() -> None:
     emitted: list[int] = []
     ended: list[str] = []
 
@@ -95,14 +92,11 @@ def test_generator_is_two_items_behind_at_most_and_closes_its_source() -> None:
         finally:
             ended.append("closed")
 
-    async def main() -> None:
-        async with aclosing(generated(count)) as numbers:
-            async for number in numbers:
-                await asyncio.sleep(0)
-                assert len(emitted) <= number + 3
-                if number == 9:
-                    break
-        assert ended == ["closed"]
-        assert [number async for number in generated(count)] == list(range(100))
-
-    asyncio.run(main())
+    async with aclosing(generated(count)) as numbers:
+        async for number in numbers:
+            await asyncio.sleep(0)
+            assert len(emitted) <= number + 3
+            if number == 9:
+                break
+    assert ended == ["closed"]
+    assert [number async for number in generated(count)] == list(range(100))

@@ -11,12 +11,12 @@ from tests.support.sim.fold import fold_layout
 from tests.support.workers.bench import (
     ATTENTION_ONLY,
     HYBRID,
+    IN_VIRTUAL_TIME,
     TIGHT,
     Tuning,
     a_request,
     bench,
     prompt,
-    run,
 )
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.layout import PAGES, STATES, Layout
@@ -26,6 +26,8 @@ from tidemill.workers.engine.memory_plan import extents_for
 from tidemill.workers.messages import Request
 from tidemill.workers.options import CheckpointStrategy
 from tidemill.workers.scheduling.admission import PREEMPTIONS_MAX
+
+pytestmark = IN_VIRTUAL_TIME
 
 layouts = pytest.mark.parametrize(
     "layout", [HYBRID, ATTENTION_ONLY, TIGHT], ids=["hybrid", "attention", "tight"]
@@ -54,141 +56,106 @@ def requests_of(count: int, num_tokens: int, max_new_tokens: int) -> list[Reques
 
 
 @strategies
-def test_overload_that_lasts(layout: Layout, strategy: CheckpointStrategy) -> None:
+async def test_overload_that_lasts(layout: Layout, strategy: CheckpointStrategy) -> None:
     """Need more than ten times the memory for minutes. No request is preempted more often than promised. A
     preempted one resumes at its last checkpoint, so little is computed twice. The loop stands still only
     while memory changes hands: before the first step, and after the last one."""
     requests = requests_of(64, 20, 60)
     num_extents = 128 // layout.pages_per_extent
 
-    async def main() -> None:
-        tuning = Tuning(step_s_max=0.3)
-        async with bench(strategy=strategy, layout=layout, num_extents=num_extents, tuning=tuning) as one:
-            work = asyncio.create_task(one.answer_all(requests))
-            looks: list[float] = []
-            while not work.done():
-                load = one.engine.load()
-                if load.waiting_rows:
-                    unused = load.memory["empty"] + load.memory["unmapped"]
-                    looks.append(1 - unused / load.budget_bytes)
-                await asyncio.sleep(0.5)
-            await work
-            assert len(looks) > 2 * 100, "minutes"
-            # admission leaves a page for each that runs, which in the tight layout is an extent
-            assert median(looks) >= (0.94 if layout is TIGHT else 0.99)
-            assert len(one.engine.preempted) > 0
-            assert one.engine.preemptions_max <= PREEMPTIONS_MAX
-            assert one.count("computed_tokens") <= 1.25 * work_of(requests)
-            assert one.idle_turns <= 5
-
-    run(main())
-
-
-@pytest.mark.parametrize("seed", range(3))
-@layouts
-def test_budget_for_one_request_serves_one_after_the_other(layout: Layout, seed: int) -> None:
-    """Each of them fills it."""
-
-    async def main() -> None:
-        floor = extents_for(layout, 53)
-        async with bench(layout=layout, num_extents=floor) as one:
-            rows_max = 0
-            work = asyncio.create_task(one.answer_all(requests_of(6, 40, 7)))
-            while not work.done():
-                rows_max = max(rows_max, one.engine.load().running_rows)
-                await asyncio.sleep(0.01)
-            await work
-            assert rows_max == 1
-            assert one.engine.preemptions_max <= PREEMPTIONS_MAX
-
-    run(main(), seed)
+    tuning = Tuning(step_s_max=0.3)
+    async with bench(strategy=strategy, layout=layout, num_extents=num_extents, tuning=tuning) as one:
+        work = asyncio.create_task(one.answer_all(requests))
+        looks: list[float] = []
+        while not work.done():
+            load = one.engine.load()
+            if load.waiting_rows:
+                unused = load.memory["empty"] + load.memory["unmapped"]
+                looks.append(1 - unused / load.budget_bytes)
+            await asyncio.sleep(0.5)
+        await work
+        assert len(looks) > 2 * 100, "minutes"
+        # admission leaves a page for each that runs, which in the tight layout is an extent
+        assert median(looks) >= (0.94 if layout is TIGHT else 0.99)
+        assert len(one.engine.preempted) > 0
+        assert one.engine.preemptions_max <= PREEMPTIONS_MAX
+        assert one.count("computed_tokens") <= 1.25 * work_of(requests)
+        assert one.idle_turns <= 5
 
 
 @strategies
-def test_down_to_the_floor_while_eight_run_and_up_again(layout: Layout, strategy: CheckpointStrategy) -> None:
+async def test_down_to_the_floor_and_up_again(layout: Layout, strategy: CheckpointStrategy) -> None:
     """The youngest lose their memory first, and all resume exactly."""
     floor = extents_for(layout, 63)
     requests = requests_of(8, 20, 37)
 
-    async def main() -> None:
-        tuning = Tuning(extents_min=floor, extents_max=300)
-        async with bench(strategy=strategy, layout=layout, num_extents=200, tuning=tuning) as one:
-            work = asyncio.create_task(one.answer_all(requests))
+    tuning = Tuning(extents_min=floor, extents_max=300)
+    async with bench(strategy=strategy, layout=layout, num_extents=200, tuning=tuning) as one:
+        work = asyncio.create_task(one.answer_all(requests))
 
-            def ran() -> set[str]:
-                return {row.sequence_id for step in one.runner.steps for row in step}
+        def ran() -> set[str]:
+            return {row.sequence_id for step in one.runner.steps for row in step}
 
-            await one.until(lambda: len(ran()) == 8 and one.count("generated_tokens") > 8 * 10)
-            assert one.engine.load().running_rows == 8
-            order = [name.split("#")[0] for name in sorted(ran(), key=_arrival)]
-            one.engine.resize(0)
-            assert one.ledger.budget_extents == floor, "never less"
-            await one.until(lambda: not one.ledger.excess)
-            gone = list(one.engine.preempted)
-            assert gone == order[::-1][: len(gone)]
-            assert 0 < len(gone) <= 8
-            await asyncio.sleep(0.1)
-            assert 0 < one.engine.load().running_rows < 8
-            one.engine.resize(1000 * layout.extent_bytes)
-            assert one.ledger.budget_extents == 300, "never more"
-            await one.until(lambda: one.engine.load().running_rows == 8)
-            assert sorted(one.engine.preempted) == sorted(set(one.engine.preempted)), "once each"
-            await work
-            assert one.count("preemptions_for_resize") == len(one.engine.preempted)
-
-    run(main())
+        await one.until(lambda: len(ran()) == 8 and one.count("generated_tokens") > 8 * 10)
+        assert one.engine.load().running_rows == 8
+        order = [name.split("#")[0] for name in sorted(ran(), key=_arrival)]
+        one.engine.resize(0)
+        assert one.ledger.budget_extents == floor, "never less"
+        await one.until(lambda: not one.ledger.excess)
+        gone = list(one.engine.preempted)
+        assert gone == order[::-1][: len(gone)]
+        assert 0 < len(gone) <= 8
+        await asyncio.sleep(0.1)
+        assert 0 < one.engine.load().running_rows < 8
+        one.engine.resize(1000 * layout.extent_bytes)
+        assert one.ledger.budget_extents == 300, "never more"
+        await one.until(lambda: one.engine.load().running_rows == 8)
+        assert sorted(one.engine.preempted) == sorted(set(one.engine.preempted)), "once each"
+        await work
+        assert one.count("preemptions_for_resize") == len(one.engine.preempted)
 
 
 @layouts
-def test_cached_objects_are_evicted_before_running_requests(layout: Layout) -> None:
+async def test_cached_objects_are_evicted_before_running_requests(layout: Layout) -> None:
     floor = extents_for(layout, 63)
 
-    async def main() -> None:
-        async with bench(layout=layout, num_extents=200, tuning=Tuning(extents_min=floor)) as one:
-            await one.answer_all(requests_of(30, 20, 10))
-            await one.settle()
-            work = asyncio.create_task(one.answer(a_request(prompt(20, 77), 40)))
-            await one.until(lambda: one.engine.load().running_rows == 1)
-            kept = one.ledger.usage()
-            assert kept.extents[PAGES] + kept.extents[STATES] > floor
-            one.engine.resize(0)
-            await one.until(lambda: not one.ledger.excess)
-            await work
-            used = one.ledger.usage()
-            assert used.extents[PAGES] + used.extents[STATES] + used.empty_extents <= floor
-            assert one.count("evicted_pages_for_resize") > 0
-            if layout is TIGHT:  # an extent holds one thing, so nothing that runs is in the way
-                assert one.engine.preempted == []
-
-    run(main())
+    async with bench(layout=layout, num_extents=200, tuning=Tuning(extents_min=floor)) as one:
+        await one.answer_all(requests_of(30, 20, 10))
+        await one.settle()
+        work = asyncio.create_task(one.answer(a_request(prompt(20, 77), 40)))
+        await one.until(lambda: one.engine.load().running_rows == 1)
+        kept = one.ledger.usage()
+        assert kept.extents[PAGES] + kept.extents[STATES] > floor
+        one.engine.resize(0)
+        await one.until(lambda: not one.ledger.excess)
+        await work
+        used = one.ledger.usage()
+        assert used.extents[PAGES] + used.extents[STATES] + used.empty_extents <= floor
+        assert one.count("evicted_pages_for_resize") > 0
+        if layout is TIGHT:  # an extent holds one thing, so nothing that runs is in the way
+            assert one.engine.preempted == []
 
 
-def test_request_waits_while_those_that_run_need_the_last_pages() -> None:
+async def test_request_waits_while_those_that_run_need_the_last_pages() -> None:
     """Ten pages: the first request holds two or three and needs eight at its end, the prompt of the second
     one has six."""
     layout = fold_layout(4, hybrid=False, extent_bytes_min=1)
 
-    async def main() -> None:
-        async with bench(layout=layout, num_extents=10) as one:
-            first = asyncio.create_task(one.answer(a_request(prompt(8, 1), 24, request_id="first")))
-            await one.until(lambda: one.count("generated_tokens") > 0)
-            await asyncio.gather(first, one.answer(a_request(prompt(24, 2), 8, request_id="second")))
-            assert one.engine.preempted == []
-
-    run(main())
+    async with bench(layout=layout, num_extents=10) as one:
+        first = asyncio.create_task(one.answer(a_request(prompt(8, 1), 24, request_id="first")))
+        await one.until(lambda: one.count("generated_tokens") > 0)
+        await asyncio.gather(first, one.answer(a_request(prompt(24, 2), 8, request_id="second")))
+        assert one.engine.preempted == []
 
 
-def test_idle_worker_shrinks_immediately() -> None:
-    async def main() -> None:
-        async with bench(num_extents=40, tuning=Tuning(extents_min=4)) as one:
-            await one.answer_all(requests_of(12, 20, 10))
-            await one.settle()
-            one.engine.resize(7 * one.layout.extent_bytes)
-            used = one.ledger.usage()
-            assert used.extents[PAGES] + used.extents[STATES] + used.empty_extents <= 7
-            await one.answer_all(requests_of(12, 20, 10))
-
-    run(main())
+async def test_idle_worker_shrinks_immediately() -> None:
+    async with bench(num_extents=40, tuning=Tuning(extents_min=4)) as one:
+        await one.answer_all(requests_of(12, 20, 10))
+        await one.settle()
+        one.engine.resize(7 * one.layout.extent_bytes)
+        used = one.ledger.usage()
+        assert used.extents[PAGES] + used.extents[STATES] + used.empty_extents <= 7
+        await one.answer_all(requests_of(12, 20, 10))
 
 
 REACHED = {
@@ -201,54 +168,30 @@ REACHED = {
 @pytest.mark.parametrize(
     ("strategy", "site"), [(name, site) for name, sites in REACHED.items() for site in sites]
 )
-def test_memory_refused_at_each_site(strategy: CheckpointStrategy, site: str) -> None:
-    """Refuse memory at the n-th time, once or a few times in a row, for every n that is reached."""
+async def test_memory_refused_at_each_site(strategy: CheckpointStrategy, site: str) -> None:
+    """Refuse memory at the n-th time, once or a few times in a row, for n over all that is reached."""
 
-    async def main() -> None:
-        requests = requests_of(4, 9, 14)
-        for first in range(1, 1000):
-            asked = Counter[str]()
-            times = 1 + first % 4
+    requests = requests_of(4, 9, 14)
+    for first in (*range(1, 20), *range(20, 1000, 7)):
+        asked = Counter[str]()
+        times = 1 + first % 4
 
-            def refuses(
-                asking: str,
-                first: int = first,
-                times: int = times,
-                asked: Counter[str] = asked,
-            ) -> bool:
-                asked[asking] += 1
-                return asking == site and first <= asked[site] < first + times
+        def refuses(
+            asking: str,
+            first: int = first,
+            times: int = times,
+            asked: Counter[str] = asked,
+        ) -> bool:
+            asked[asking] += 1
+            return asking == site and first <= asked[site] < first + times
 
-            async with bench(strategy=strategy, num_extents=8, tuning=Tuning(refuses=refuses)) as one:
-                await one.answer_all(requests)
-                assert one.engine.preemptions_max <= PREEMPTIONS_MAX
-            if asked[site] < first:
-                assert first > 2, "the site was never reached"
-                return
-        pytest.fail("it never ends")
-
-    run(main())
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("count", [16, 40])
-@pytest.mark.parametrize(
-    "layout", [HYBRID, TIGHT, fold_layout(1, hybrid=False)], ids=["hybrid", "tight", "attention"]
-)
-def test_short_prompts_with_long_answers(layout: Layout, count: int, overlap: bool) -> None:  # noqa: FBT001  a parameter
-    """Admit all of them although memory suffices for the ends of a few."""
-
-    async def main() -> None:
-        tuning = Tuning(rows_max=count, overlap=overlap)
-        async with bench(layout=layout, num_extents=extents_for(layout, 90), tuning=tuning) as one:
-            rng = Random(count)
-            await one.answer_all(
-                a_request(prompt(rng.randrange(1, 5), seed), rng.randrange(20, 80), request_id=str(seed))
-                for seed in range(count)
-            )
-            assert 0 < one.engine.preemptions_max <= PREEMPTIONS_MAX
-
-    run(main())
+        async with bench(strategy=strategy, num_extents=8, tuning=Tuning(refuses=refuses)) as one:
+            await one.answer_all(requests)
+            assert one.engine.preemptions_max <= PREEMPTIONS_MAX
+        if asked[site] < first:
+            assert first > 2, "the site was never reached"
+            return
+    pytest.fail("it never ends")
 
 
 class Grudging(Fixed):
@@ -264,7 +207,7 @@ class Grudging(Fixed):
 
 @layouts
 @pytest.mark.parametrize("generated", [-1, 0, 30, 100])
-def test_memory_that_another_process_took_for_a_while(layout: Layout, generated: int) -> None:
+async def test_memory_that_another_process_took_for_a_while(layout: Layout, generated: int) -> None:
     """Requests wait, and go on when it is granted again."""
     backings: list[Grudging] = []
 
@@ -272,20 +215,17 @@ def test_memory_that_another_process_took_for_a_while(layout: Layout, generated:
         backings.append(Grudging(num_bytes))
         return backings[-1]
 
-    async def main() -> None:
-        async with bench(layout=layout, num_extents=120, tuning=Tuning(backing=backing)) as one:
-            backings[0].refuses = generated < 0
-            work = asyncio.create_task(one.answer_all(requests_of(10, 20, 30)))
-            await one.until(lambda: one.count("generated_tokens") >= generated)
-            backings[0].refuses = True
-            await asyncio.sleep(60)
-            if generated < 0:
-                assert one.count("computed_tokens") == 0
-            backings[0].refuses = False
-            await work
-            assert one.engine.preemptions_max <= PREEMPTIONS_MAX
-
-    run(main())
+    async with bench(layout=layout, num_extents=120, tuning=Tuning(backing=backing)) as one:
+        backings[0].refuses = generated < 0
+        work = asyncio.create_task(one.answer_all(requests_of(10, 20, 30)))
+        await one.until(lambda: one.count("generated_tokens") >= generated)
+        backings[0].refuses = True
+        await asyncio.sleep(60)
+        if generated < 0:
+            assert one.count("computed_tokens") == 0
+        backings[0].refuses = False
+        await work
+        assert one.engine.preemptions_max <= PREEMPTIONS_MAX
 
 
 def _arrival(sequence_id: str) -> int:
@@ -300,7 +240,9 @@ def _arrival(sequence_id: str) -> int:
         *(("none", seed) for seed in (*range(4), 45)),
     ],
 )
-def test_requests_that_fill_the_memory_to_its_last_page(strategy: CheckpointStrategy, seed: int) -> None:
+async def test_requests_that_fill_the_memory_to_its_last_page(
+    strategy: CheckpointStrategy, seed: int
+) -> None:
     """Several states in an extent, so that those of one request may lie in several."""
     rng = Random(seed)
     lengths = [(rng.randrange(8, 30), rng.randrange(5), rng.randrange(3)) for _ in range(8)]
@@ -309,10 +251,7 @@ def test_requests_that_fill_the_memory_to_its_last_page(strategy: CheckpointStra
         for index, (length, which, less) in enumerate(lengths)
     ]
 
-    async def main() -> None:
-        async with bench(layout=fold_layout(2, hybrid=True), num_extents=4, strategy=strategy) as one:
-            async with asyncio.timeout(300):
-                await asyncio.gather(*map(one.answer, requests))
-            assert one.engine.preemptions_max <= PREEMPTIONS_MAX
-
-    run(main(), seed)
+    async with bench(layout=fold_layout(2, hybrid=True), num_extents=4, strategy=strategy) as one:
+        async with asyncio.timeout(300):
+            await asyncio.gather(*map(one.answer, requests))
+        assert one.engine.preemptions_max <= PREEMPTIONS_MAX

@@ -1,26 +1,23 @@
 """The engine gives the same tokens whatever its memory and its store do, and gives its memory back."""
 
 import asyncio
-from contextlib import aclosing
-from dataclasses import replace
 
 import pytest
 
 from tests.support.kvstore.leases import scatter
-from tests.support.sim.fold import ATTENTION, LINEAR, expected, fold_layout
+from tests.support.sim.fold import ATTENTION, LINEAR
 from tests.support.workers.bench import (
     IN_VIRTUAL_TIME,
     Bench,
     BrokenRunner,
     Tuning,
     a_request,
-    a_store,
     bench,
     prompt,
     root_of,
 )
 from tidemill.kvstore.keys import PageKey, page_keys
-from tidemill.kvstore.layout import STATES, layout_of
+from tidemill.kvstore.layout import layout_of
 from tidemill.workers.messages import (
     ANNOUNCED_KEY_BYTES,
     Produced,
@@ -31,26 +28,6 @@ from tidemill.workers.messages import (
 )
 
 pytestmark = IN_VIRTUAL_TIME
-
-
-@pytest.mark.parametrize("tokens_max", [12, 13, 40, 1000])
-async def test_size_of_a_step_does_not_matter(tokens_max: int) -> None:
-    async with bench(tokens_max=tokens_max) as one:
-        await asyncio.gather(
-            *(one.answer(a_request(prompt(50 + seed, seed), 20)) for seed in range(5)),
-        )
-
-
-@pytest.mark.parametrize("seed", range(4))
-async def test_after_eviction_and_preemption(seed: int) -> None:  # noqa: ARG001
-    """More conversations run than the memory holds."""
-    async with bench(num_extents=8) as one:
-        for _ in range(2):
-            requests = [a_request(prompt(10 + 3 * index, index), 60) for index in range(6)]
-            await asyncio.gather(*map(one.answer, requests))
-        counters = one.engine.load().counters
-        assert counters["preemptions"] > 0
-        assert counters["evicted_pages_for_pages"] > 0
 
 
 async def test_oldest_request_is_never_held_up_by_a_younger_one() -> None:
@@ -68,26 +45,6 @@ async def test_oldest_request_is_never_held_up_by_a_younger_one() -> None:
                 await asyncio.sleep(0.1)
         assert ended == [0, 1, 2]
         assert one.engine.load().counters["preemptions"] > 0
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("hybrid", [True, False])
-async def test_memory_for_one_request_serves_one_after_the_other(
-    seed: int,  # noqa: ARG001  of the run
-    hybrid: bool,  # noqa: FBT001  a parameter of the test
-) -> None:
-    async with bench(layout=fold_layout(4, hybrid=hybrid), num_extents=3) as one:
-        capacity = 32 if hybrid else 48
-        with pytest.raises(RequestError):
-            await one.answer(a_request(prompt(capacity), 1))
-        requests = [a_request(prompt(1 + 6 * index, index), capacity - 1 - 6 * index) for index in range(5)]
-        await asyncio.gather(*map(one.answer, requests), *map(one.engine.produce, requests))
-
-
-async def test_concurrent_equal_requests() -> None:
-    async with bench() as one:
-        request = a_request(prompt(21), 20)
-        await asyncio.gather(*(one.answer(request) for _ in range(4)))
 
 
 async def test_request_that_can_never_fit_takes_no_memory() -> None:
@@ -128,22 +85,6 @@ async def test_bytes_of_the_load_add_up_at_any_time() -> None:
         assert load.counters["generated_tokens"] == 5 * 20
 
 
-async def test_decoding_keeps_one_checkpoint_per_stream() -> None:
-    async with bench(layout=fold_layout(1, hybrid=True)) as one:
-        await one.answer(a_request(prompt(2), 100))
-        await one.settle()
-        assert one.ledger.usage().cached[STATES] == 2, "at the end of the prompt, and of the answer"
-
-
-async def test_stop_token_ends_the_answer() -> None:
-    async with bench() as one:
-        request = a_request(prompt(9), 30)
-        stop = expected(request, hybrid=True)[12]
-        stopped = replace(request, stop_token_ids=(stop,))
-        assert len(expected(stopped, hybrid=True)) <= 13
-        await one.answer(stopped)
-
-
 async def test_salt_shares_nothing() -> None:
     async with bench() as one:
         await one.answer(a_request(prompt(20)))
@@ -164,24 +105,6 @@ async def test_announcements_add_up_to_the_restorable_depths() -> None:
             assert announced == {key[:ANNOUNCED_KEY_BYTES] for key in keys}
 
 
-@pytest.mark.parametrize("produces", [True, False])
-async def test_aborted_at_any_moment_the_memory_comes_back(produces: bool) -> None:  # noqa: FBT001  a parameter
-    store = a_store()
-    async with bench(store) as first:
-        await first.engine.produce(a_request(prompt(13)))
-    for turns in range(0, 120, 3):
-        async with bench(store, num_extents=6) as one:
-            request = a_request(prompt(40, turns)) if turns % 2 else a_request(prompt(13) + prompt(30))
-            call = one.engine.produce(request) if produces else one.answer(request)
-            beside = asyncio.create_task(one.answer(a_request(prompt(11, 99), 30)))
-            aborted = asyncio.create_task(call)
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            aborted.cancel()
-            await asyncio.wait({aborted})
-            await beside
-
-
 @pytest.mark.parametrize("share", [0.0, 0.05, 1.0])
 async def test_step_that_uses_cpu_time_is_progress_however_long_it_takes(share: float) -> None:
     now_s = asyncio.get_running_loop().time
@@ -196,15 +119,6 @@ async def test_step_that_uses_cpu_time_is_progress_however_long_it_takes(share: 
         assert len(set(seen)) == (len(seen) if share else 1)
         one.runner.gate.set()
         await answer
-
-
-async def test_client_that_hangs_up_frees_its_memory() -> None:
-    async with bench() as one:
-        for patience in range(1, 12):
-            async with aclosing(one.engine.generate(a_request(prompt(9, patience), 20))) as deltas:
-                for _ in range(patience):
-                    await anext(deltas)
-            await one.settle()
 
 
 @pytest.mark.parametrize("last", [1, 2, 5])

@@ -1,16 +1,14 @@
 """Engines that share a store: what is fetched, published, lost, damaged or refused there changes no token."""
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from tests.support.kvstore.leases import scatter
-from tests.support.sim.fold import ATTENTION, LINEAR, expected, fold_layout
+from tests.support.sim.fold import ATTENTION, LINEAR, fold_layout
 from tests.support.workers.bench import (
     IN_VIRTUAL_TIME,
-    STORE_BYTES,
     Tuning,
     a_request,
     a_store,
@@ -18,10 +16,10 @@ from tests.support.workers.bench import (
     prompt,
     root_of,
 )
-from tidemill.kvstore.keys import Kind, ObjectKey, page_keys
+from tests.support.workers.timed_store import TimedStore
+from tidemill.kvstore.keys import Kind, page_keys
 from tidemill.kvstore.layout import STATES, Latent, Layout, layout_of, restorable_end
 from tidemill.kvstore.stores.memory_store import MemoryStore
-from tidemill.kvstore.stores.page_store import Got, Put
 from tidemill.workers.engine.publisher import PUBLICATIONS_MAX
 from tidemill.workers.messages import (
     PagesMissing,
@@ -129,18 +127,6 @@ async def test_pages_that_are_here_are_not_attached_beyond_the_checkpoint_in_the
         assert provenance == Provenance(reused_tokens=24, computed_tokens=15)
 
 
-async def test_next_turn_resumes_in_the_answer_of_this_one() -> None:
-    async with bench() as one:
-        request = a_request(prompt(10), 15)
-        await one.answer(request)
-        answer = tuple(expected(request, hybrid=True))
-        following = a_request(request.tokens + answer + prompt(7, 1), 5)
-        await one.settle()
-        async with bench(one.store) as other:
-            assert (await other.answer(following)).fetched_tokens == 24
-        assert (await one.answer(following)).reused_tokens == 24
-
-
 @pytest.mark.parametrize(
     ("kind", "index"), [(Kind.PAGE, 0), (Kind.PAGE, 2), (Kind.PAGE, 4), (Kind.CHECKPOINT, -1)]
 )
@@ -168,33 +154,17 @@ async def test_store_that_takes_nothing() -> None:
         assert one.engine.load().counters["store_puts_as_full"] > 0
 
 
-async def test_prompt_produced_twice_concurrently_is_computed_once() -> None:
-    async with bench() as one:
+async def test_prompt_produced_twice_concurrently_is_computed_and_published_once() -> None:
+    store = TimedStore(put_s=1.0)
+    async with bench(store) as one:
         request = a_request(prompt(40))
         both = await asyncio.gather(*(one.engine.produce(request) for _ in range(3)))
         assert {produced.depth for produced in both} == {36}
         assert one.engine.load().counters["computed_tokens"] == 36
+        assert sum(map(len, store.puts)) == 36 // 4 + 1, "its pages and its checkpoint"
         again = await one.engine.produce(request)
         assert again == Produced(depth=36, provenance=Provenance(reused_tokens=36))
         assert one.engine.load().counters["computed_tokens"] == 36
-
-
-class SlowStore(MemoryStore):
-    """Counts what it is given, and takes its time."""
-
-    puts = 0
-
-    async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
-        self.puts += len(objects)
-        await asyncio.sleep(1.0)
-        return await super().put(objects)
-
-
-async def test_prompt_produced_twice_concurrently_is_published_once() -> None:
-    store = SlowStore(STORE_BYTES)
-    async with bench(store) as one:
-        await asyncio.gather(*(one.engine.produce(a_request(prompt(40))) for _ in range(3)))
-        assert store.puts == 36 // 4 + 1, "its pages and its checkpoint"
 
 
 @pytest.mark.parametrize(("num_extents", "num_tokens"), [(7, 15), (8, 17)])
@@ -239,44 +209,10 @@ async def test_longer_gap_than_allowed_is_not_computed(gap_tokens_max: int) -> N
         await one.answer(request)
 
 
-class PutOrder(MemoryStore):
-    """Remembers in which order it was offered what."""
-
-    def __init__(self) -> None:
-        super().__init__(1 << 20)
-        self.offered: list[ObjectKey] = []
-
-    async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
-        self.offered += [key for key, _ in objects]
-        return await super().put(objects)
-
-
-async def test_checkpoint_is_published_behind_its_pages() -> None:
-    """A stored checkpoint implies that its pages are stored."""
-    store = PutOrder()
-    async with bench(store) as one:
-        request = a_request(prompt(15))
-        await one.engine.produce(request)
-        keys = page_keys(root_of(""), request.tokens[:12], 4)
-        pages = [ObjectKey(Kind.PAGE, key) for key in keys]
-        assert store.offered == [*pages, ObjectKey(Kind.CHECKPOINT, keys[-1])]
-
-
-class Stuck(MemoryStore):
-    """Takes nothing before `opened` is set."""
-
-    def __init__(self) -> None:
-        super().__init__(1 << 20)
-        self.opened = asyncio.Event()
-
-    async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
-        await self.opened.wait()
-        return await super().put(objects)
-
-
 async def test_store_that_is_stuck_does_not_hold_all_memory() -> None:
     """Publishing is best effort: beyond some publications under way the next ones are left out."""
-    store = Stuck()
+    store = TimedStore()
+    store.opened.clear()
     async with bench(store) as one:
         for seed in range(PUBLICATIONS_MAX + 3):
             await one.answer(a_request(prompt(5, seed), 1))
@@ -287,18 +223,9 @@ async def test_store_that_is_stuck_does_not_hold_all_memory() -> None:
         assert len(store.objects) == 2 * PUBLICATIONS_MAX
 
 
-class SlowLoss(MemoryStore):
-    """Loses everything while it is being fetched."""
-
-    async def get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
-        await asyncio.sleep(1.0)
-        self.objects.clear()
-        return await super().get(wanted)
-
-
 async def test_fetch_that_fails_lets_the_next_one_have_its_memory() -> None:
     """Otherwise it waits for its turn behind the one that waits for its memory."""
-    store = SlowLoss(1 << 20)
+    store = TimedStore(get_s=1.0)
     async with bench(store) as first:
         await first.engine.produce(a_request(prompt(29)))
     async with bench(store, num_extents=3) as second:
@@ -307,4 +234,5 @@ async def test_fetch_that_fails_lets_the_next_one_have_its_memory() -> None:
         waiting = asyncio.create_task(second.answer(a_request(prompt(29, 1), 3)))
         await asyncio.sleep(0.1)
         assert second.ledger.num_leases == 1
+        store.objects.clear()  # what is being fetched is lost
         await asyncio.gather(fetching, waiting)

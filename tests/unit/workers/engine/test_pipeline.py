@@ -115,12 +115,11 @@ async def test_several_poison_requests_together(count: int, until: int, overlap:
 
 
 @overlaps
-@pytest.mark.parametrize("produces", [True, False])
-async def test_poison_prompt_that_is_produced(produces: bool, overlap: bool) -> None:  # noqa: FBT001  parameters
+async def test_poison_prompt_that_is_produced(overlap: bool) -> None:  # noqa: FBT001  a parameter of the test
     async with bench(tuning=Tuning(overlap=overlap, breaks=poisoned(16))) as one:
         poison = a_request(prompt(40, 50), 20, request_id="poison")
         calls: list[Awaitable[object]] = [*map(one.answer, requests_of(2))]
-        calls += [one.engine.produce(poison) if produces else one.answer(poison)]
+        calls += [one.engine.produce(poison)]
         ended = await asyncio.gather(*calls, return_exceptions=True)
         assert [isinstance(end, RequestError) for end in ended] == [False, False, True], ended
 
@@ -174,42 +173,30 @@ class DeviceFailed(Broke, RuntimeError):
     """An error as torch and Triton raise it, which the bench expects at the end of the loop."""
 
 
-STICKY = [
-    "CUDA error: an illegal memory access was encountered",
-    "Triton Error [CUDA]: an illegal memory access was encountered",
-]
+FATAL: dict[str, Exception] = {
+    "torch": DeviceFailed("CUDA error: an illegal memory access was encountered"),
+    "Triton": DeviceFailed("Triton Error [CUDA]: an illegal memory access was encountered"),
+    "lost": WorkerGone("a rank is gone"),
+}
 
 
 @overlaps
 @pytest.mark.parametrize("first", [1, 3, 21])
-@pytest.mark.parametrize("text", STICKY, ids=["torch", "Triton"])
-async def test_device_that_fails_ends_the_worker_and_blames_no_request(
-    text: str,
+@pytest.mark.parametrize("error", FATAL.values(), ids=FATAL)
+async def test_device_or_worker_that_fails_ends_the_loop_and_blames_no_request(
+    error: Exception,
     first: int,
     overlap: bool,  # noqa: FBT001  a parameter of the test
 ) -> None:
     """Every call of the device fails from the first failure on, as after an Xid."""
-    runner = BrokenRunner(first, lambda: DeviceFailed(text))
+    runner = BrokenRunner(first, lambda: error)
     async with bench(runner=runner, tuning=Tuning(overlap=overlap, rows_max=24)) as one:
         requests = [a_request(prompt(5, index), 30, request_id=str(index)) for index in range(24)]
         ended = await asyncio.gather(*(_all_of(one, request) for request in requests))
         assert {type(end) for end in ended} == {WorkerGone}
-        with pytest.raises(DeviceFailed, match=re.escape(text)):
+        with pytest.raises(type(error), match=re.escape(str(error))):
             await one.loop
         assert len(one.runner.steps) <= first + overlap
-        assert isinstance(await _all_of(one, requests[0]), WorkerGone), "also who comes later"
-
-
-@overlaps
-@pytest.mark.parametrize("last", [1, 4])
-async def test_lost_worker_ends_the_loop_immediately(last: int, overlap: bool) -> None:  # noqa: FBT001  a parameter
-    async with bench(runner=BrokenRunner(last), tuning=Tuning(overlap=overlap)) as one:
-        requests = [a_request(prompt(5, index), 30, request_id=str(index)) for index in range(5)]
-        ended = await asyncio.gather(*(_all_of(one, request) for request in requests))
-        assert {type(end) for end in ended} == {WorkerGone}
-        with pytest.raises(WorkerGone):
-            await one.loop
-        assert len(one.runner.steps) <= last + overlap
         assert isinstance(await _all_of(one, requests[0]), WorkerGone), "also who comes later"
 
 

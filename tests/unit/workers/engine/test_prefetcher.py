@@ -1,8 +1,6 @@
 """Pages are published while they are computed, and fetched elsewhere meanwhile."""
 
 import asyncio
-import math
-from collections.abc import Sequence
 
 import pytest
 
@@ -11,7 +9,6 @@ from tests.support.workers.bench import (
     ATTENTION_ONLY,
     HYBRID,
     IN_VIRTUAL_TIME,
-    STORE_BYTES,
     Bench,
     a_request,
     a_store,
@@ -19,10 +16,9 @@ from tests.support.workers.bench import (
     prompt,
     root_of,
 )
+from tests.support.workers.timed_store import TimedStore
 from tidemill.kvstore.keys import Kind, ObjectKey, page_keys
 from tidemill.kvstore.layout import Layout
-from tidemill.kvstore.stores.memory_store import MemoryStore
-from tidemill.kvstore.stores.page_store import Got, Put
 from tidemill.workers.engine.memory_plan import extents_for
 from tidemill.workers.engine.prefetcher import AHEAD_PAGES_MAX, POLL_S_MAX
 from tidemill.workers.messages import Produced, Provenance
@@ -34,54 +30,10 @@ KEYS = page_keys(root_of(""), LONG[:120], 4)
 LAYOUTS = pytest.mark.parametrize("layout", [HYBRID, ATTENTION_ONLY], ids=["hybrid", "attention"])
 
 
-class Timed(MemoryStore):
-    """Takes `get_s` and `put_s` of time, and is patient for `patience`. Remembers its puts as it ends them,
-    and how many pages were held when each was asked for the first time."""
-
-    def __init__(self, *, get_s: float = 0.0, put_s: float = 0.0, patience: float = math.inf) -> None:
-        super().__init__(STORE_BYTES)
-        self.get_s = get_s
-        self.put_s = put_s
-        self.patience = patience
-        self.puts: list[list[ObjectKey]] = []
-        self.gets: list[list[ObjectKey]] = []
-        self.refuses = 0  # puts from now on
-        self.under_way = 0
-        self.asked: list[list[ObjectKey]] = []
-
-    async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
-        self.puts.append([key for key, _ in objects])
-        self.under_way += 1
-        await asyncio.sleep(self.put_s)
-        self.under_way -= 1
-        if self.refuses:
-            self.refuses -= 1
-            return [Put.FULL, *[Put.SKIPPED] * (len(objects) - 1)][: len(objects)]
-        return await super().put(objects)
-
-    async def get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
-        self.gets.append([key for key, _ in wanted])
-        self.under_way += 1
-        try:
-            for _, view in wanted:
-                view[:] = bytes([0xEE]) * len(view)
-            await asyncio.sleep(self.get_s)
-            return await super().get(wanted)
-        finally:
-            self.under_way -= 1
-
-    async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        self.asked.append(list(keys))
-        return await super().contains(keys)
-
-    def patience_s(self, num_bytes: int) -> float:  # noqa: ARG002
-        return self.patience
-
-
 @LAYOUTS
 async def test_prompt_is_published_while_it_is_computed(layout: Layout) -> None:
     """Each page is offered once, in order, and the first ones are there long before the last is computed."""
-    store = Timed()
+    store = TimedStore()
     async with bench(store, layout=layout, tokens_max=12) as one:
         task = asyncio.create_task(one.engine.produce(a_request(LONG)))
         await one.until(lambda: one.ledger.counters["computed_tokens"] > 60)
@@ -95,7 +47,7 @@ async def test_prompt_is_published_while_it_is_computed(layout: Layout) -> None:
 
 
 async def test_puts_of_one_prompt_are_consecutive_and_cover_later_pages() -> None:
-    store = Timed(put_s=0.1)
+    store = TimedStore(put_s=0.1)
     async with bench(store, tokens_max=12) as one:
         assert (await one.engine.produce(a_request(LONG))).depth == 120
         assert 2 < len(store.puts) < 10, "fewer than steps"
@@ -107,7 +59,7 @@ async def test_puts_of_one_prompt_are_consecutive_and_cover_later_pages() -> Non
 @pytest.mark.parametrize("refuses", [1, 2, 5])
 async def test_no_page_counts_as_stored_after_one_that_was_not(layout: Layout, refuses: int) -> None:
     """Later puts begin where the store has ended; one that comes too late for that leaves the depth at 0."""
-    store = Timed()
+    store = TimedStore()
     async with bench(store, layout=layout, tokens_max=12) as one:
         task = asyncio.create_task(one.engine.produce(a_request(LONG)))
         await one.until(lambda: one.ledger.counters["computed_tokens"] > 30)
@@ -122,7 +74,7 @@ async def test_no_page_counts_as_stored_after_one_that_was_not(layout: Layout, r
 
 async def test_pieces_after_a_refused_put_are_not_offered() -> None:
     """The end of the prompt waits for its turn, which never comes."""
-    store = Timed(put_s=5.0)
+    store = TimedStore(put_s=5.0)
     store.refuses = 1
     async with bench(store, tokens_max=12) as one:
         assert (await one.engine.produce(a_request(LONG))).depth == 0
@@ -136,7 +88,7 @@ async def test_checkpoint_of_a_junction_is_published_though_later_pages_wait_as_
     shared = prompt(47)
     keys = page_keys(root_of(""), shared, 4)
 
-    store = Timed()
+    store = TimedStore()
     async with bench(store) as one, bench(store, tokens_max=12) as other:
         await one.engine.produce(a_request(shared + prompt(10, 1)))
         assert (await other.engine.prefetch(a_request(shared))).depth == 44
@@ -146,7 +98,7 @@ async def test_checkpoint_of_a_junction_is_published_though_later_pages_wait_as_
 
 
 async def test_store_that_is_late_does_not_hold_up_the_answer_of_a_prefill_worker() -> None:
-    store = Timed(put_s=500.0, patience=3.0)
+    store = TimedStore(put_s=500.0, patience=3.0)
     async with bench(store) as one:
         async with asyncio.timeout(50.0):
             produced = await one.engine.produce(a_request(LONG))
@@ -161,7 +113,7 @@ async def test_store_that_is_late_does_not_hold_up_the_answer_of_a_prefill_worke
 async def test_late_fetch_is_given_up_and_its_memory_kept_until_it_has_ended(layout: Layout) -> None:
     """The store writes noise into the pages while it is late: a request that reused them would answer
     nonsense."""
-    store = Timed()
+    store = TimedStore()
     async with bench(store, layout=layout) as first:
         await first.engine.produce(a_request(LONG))
     store.get_s, store.patience = 100.0, 2.0
@@ -178,7 +130,7 @@ async def test_late_fetch_is_given_up_and_its_memory_kept_until_it_has_ended(lay
 
 
 async def test_request_cancelled_during_its_fetch_ends_immediately() -> None:
-    store = Timed()
+    store = TimedStore()
     async with bench(store) as first:
         await first.engine.produce(a_request(LONG))
     store.get_s = 100.0
@@ -197,7 +149,7 @@ async def test_request_cancelled_during_its_fetch_ends_immediately() -> None:
 @LAYOUTS
 @pytest.mark.parametrize("get_s", [0.0, 0.003, 0.05])
 async def test_pages_are_fetched_while_they_are_computed_elsewhere(layout: Layout, get_s: float) -> None:
-    store = Timed(get_s=get_s)
+    store = TimedStore(get_s=get_s)
     async with bench(store, layout=layout, tokens_max=12) as one, bench(store, layout=layout) as other:
         request = a_request(LONG)
         ahead = asyncio.create_task(other.engine.prefetch(request))
@@ -209,18 +161,6 @@ async def test_pages_are_fetched_while_they_are_computed_elsewhere(layout: Layou
         assert provenance == Provenance(fetched_tokens=120, computed_tokens=1)
         fetched = [key for get in store.gets for key in get]
         assert len(set(fetched)) == len(fetched) == 30 + layout.hybrid, "nothing is fetched twice"
-
-
-@LAYOUTS
-async def test_prefetch_ends_by_itself_when_all_pages_are_here(layout: Layout) -> None:
-    store = a_store()
-    async with bench(store, layout=layout) as one, bench(store, layout=layout) as other:
-        await one.engine.produce(a_request(LONG))
-        produced = await other.engine.prefetch(a_request(LONG))
-        assert produced.depth == 120
-        assert other.ledger.num_leases == 0
-        again = await other.engine.prefetch(a_request(LONG, request_id="again"))
-        assert again.depth == 120
 
 
 async def _prefetched(one: Bench, depth_max: int) -> None:
@@ -249,7 +189,7 @@ async def test_prefetch_takes_no_memory_that_is_needed() -> None:
 
 async def test_prefetch_that_waits_holds_no_memory() -> None:
     """A stream needs all there is, while the last page of the prefetch is not stored yet."""
-    store, rest = Timed(), a_store()
+    store, rest = TimedStore(), a_store()
     async with bench(store, layout=ATTENTION_ONLY) as one:
         await one.engine.produce(a_request(LONG))
     rest.objects, store.objects = store.objects, rest.objects
@@ -268,7 +208,7 @@ async def test_prefetch_that_waits_holds_no_memory() -> None:
 
 
 async def test_prefetch_that_finds_nothing_asks_ever_less_often() -> None:
-    store = Timed()
+    store = TimedStore()
     async with bench(store) as one:
         ahead = asyncio.create_task(one.engine.prefetch(a_request(LONG)))
         await asyncio.sleep(10.0)
@@ -277,7 +217,7 @@ async def test_prefetch_that_finds_nothing_asks_ever_less_often() -> None:
 
 
 async def test_prefetch_asks_for_a_part_of_a_long_prompt() -> None:
-    store, layout = Timed(), fold_layout(1, hybrid=False)
+    store, layout = TimedStore(), fold_layout(1, hybrid=False)
     async with bench(store, layout=layout) as one, bench(store, layout=layout) as other:
         await one.engine.produce(a_request(LONG))
         store.asked.clear()
@@ -286,7 +226,7 @@ async def test_prefetch_asks_for_a_part_of_a_long_prompt() -> None:
 
 
 async def test_prefetch_that_is_late_keeps_its_memory_and_the_request_does_not_wait_for_it() -> None:
-    store = Timed()
+    store = TimedStore()
     async with bench(store) as one:
         await one.engine.produce(a_request(LONG))
     store.get_s, store.patience = 500.0, 2.0
@@ -300,15 +240,11 @@ async def test_prefetch_that_is_late_keeps_its_memory_and_the_request_does_not_w
         await asyncio.sleep(500.0)
 
 
-@pytest.mark.parametrize("damage", ["lost", "late"])
-async def test_prefetch_that_finds_no_page_ends_and_the_request_is_served(damage: str) -> None:
-    store = Timed()
+async def test_prefetch_that_finds_no_page_ends_and_the_request_is_served() -> None:
+    store = TimedStore()
     async with bench(store) as one:
         await one.engine.produce(a_request(LONG))
-    if damage == "lost":
-        for key in list(store.objects):
-            store.objects[key][-1] ^= 1
-    else:
-        store.get_s, store.patience = 50.0, 1.0
+    for key in list(store.objects):
+        store.objects[key][-1] ^= 1
     async with bench(store) as other:
         await _prefetched(other, 0)

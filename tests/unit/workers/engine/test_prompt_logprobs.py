@@ -1,6 +1,5 @@
 """The logprobs of a prompt come whole and once, whatever is kept, cut, preempted or lost."""
 
-import asyncio
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -16,7 +15,6 @@ from tests.support.workers.bench import (
     HYBRID,
     IN_VIRTUAL_TIME,
     Bench,
-    Tuning,
     a_request,
     bench,
     prompt,
@@ -38,46 +36,12 @@ def scored(num_tokens: int, seed: int = 0, max_new_tokens: int = 6, alternatives
 
 
 @LAYOUTS
-@pytest.mark.parametrize("tokens_max", [12, 13, 40, 1000])
-@pytest.mark.parametrize("overlap", [False, True])
-async def test_whatever_a_step_holds(layout: Layout, tokens_max: int, *, overlap: bool) -> None:
-    """`answer` compares each of them with the definition."""
-    async with bench(layout=layout, tokens_max=tokens_max, tuning=Tuning(overlap=overlap)) as one:
-        plain = [a_request(prompt(20, seed), 20) for seed in (7, 8)]
-        await asyncio.gather(*(one.answer(scored(n, n)) for n in (1, 2, 3, 4, 5, 8, 9, 50)))
-        await asyncio.gather(*map(one.answer, plain), *(one.answer(scored(n, n)) for n in (16, 17, 33)))
-        chunks = [row.scores for step in one.runner.steps for row in step if row.scores is not None]
-        assert max(len(chunk.targets) for chunk in chunks) <= max(tokens_max, 12)
-
-
-@LAYOUTS
 async def test_nothing_is_restored_for_it_and_all_is_kept(layout: Layout) -> None:
     async with bench(layout=layout) as one:
         request = scored(30, max_new_tokens=1)
         assert (await one.answer(request)).computed_tokens == 30
         assert (await one.answer(request)).computed_tokens == 30, "the model must see all of it again"
         assert (await one.answer(a_request(prompt(30), 1))).reused_tokens == 28
-
-
-@LAYOUTS
-@pytest.mark.parametrize("seed", range(4))
-async def test_after_preemption(layout: Layout, seed: int) -> None:  # noqa: ARG001
-    async with bench(layout=layout, num_extents=8, tokens_max=16, tuning=Tuning(drafts_max=2)) as one:
-        for _ in range(2):
-            requests = [scored(10 + 9 * index, index, max_new_tokens=40) for index in range(5)]
-            await one.answer_all(requests)
-        assert one.count("preemptions") > 0
-
-
-@LAYOUTS
-async def test_change_of_the_memory_amid_a_prompt_starts_where_it_was(layout: Layout) -> None:
-    async with bench(layout=layout, tokens_max=12, tuning=Tuning(extents_min=40)) as one:
-        work = asyncio.create_task(one.answer(scored(60)))
-        for _ in range(8):
-            for extents in (40, 64):
-                one.engine.resize(extents * layout.extent_bytes)
-                await asyncio.sleep(0.03)
-        await work
 
 
 @LAYOUTS
@@ -151,13 +115,6 @@ def test_concurrent_requests_get_what_each_gets_alone(
         token_logprob(row_V, token, alternatives) for row_V, token in zip(logprobs_NV, tokens, strict=True)
     ]
     assert start_logprobs(logprobs_NV, torch.tensor(tokens), alternatives).read() == alone
-
-
-def test_equal_alternatives_come_by_their_ids() -> None:
-    logprobs_V = torch.tensor([-1.0, -0.5, -0.5, -2.0, -0.5], dtype=torch.float64)
-    assert token_logprob(logprobs_V, 3, 2) == TokenLogprob(-2.0, ((1, -0.5), (2, -0.5)))
-    assert token_logprob(logprobs_V, 3, 0) == TokenLogprob(-2.0)
-    assert len(token_logprob(logprobs_V, 3, 20).top) == 5
 
 
 def test_host_waits_for_no_part_of_a_prompt() -> None:

@@ -104,22 +104,3 @@ async def test_prefix_stays_until_its_tenant_releases_it(released: list[tuple[st
             one.engine.release(tenant, name)
         await press(one)
         assert (await reused(one, FIRST) == 88) is kept
-
-
-async def test_answers_do_not_depend_on_hints() -> None:
-    """Each answer is compared with that of the model alone."""
-    async with bench(num_extents=40) as one:
-        requests = [
-            replace(
-                retained(
-                    prompt(30, seed % 3) + prompt(20 + seed, seed),
-                    tenant=str(seed % 2),
-                    retain_s=seed % 5,
-                ),
-                session="s" if seed % 2 else "",
-                breakpoints=(30,) if seed % 3 else (),
-                request_id=str(seed),
-            )
-            for seed in range(24)
-        ]
-        await one.answer_all(requests)

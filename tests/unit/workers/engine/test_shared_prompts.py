@@ -7,13 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.sim.fold import fold_layout
 from tests.support.workers.bench import (
     ATTENTION_ONLY,
     HYBRID,
     IN_VIRTUAL_TIME,
     Bench,
-    BrokenRunner,
     Tuning,
     a_request,
     a_store,
@@ -23,7 +21,7 @@ from tests.support.workers.bench import (
 )
 from tidemill.kvstore.keys import page_keys
 from tidemill.kvstore.layout import Layout
-from tidemill.workers.messages import PagesMissing, Request, WorkerGone
+from tidemill.workers.messages import PagesMissing, Request
 
 pytestmark = IN_VIRTUAL_TIME
 
@@ -108,15 +106,6 @@ async def test_prompts_that_part_at_different_depths(seed: int, overlap: bool, l
             assert all(restorable_tokens(one, part) == len(part) for part in [trunk, *branches, *twigs])
 
 
-async def test_each_salt_computes_its_own() -> None:
-    requests = [*sharing(prompt(32), 20, "a"), *sharing(prompt(32), 20, "b")]
-
-    async with bench(num_extents=400, tuning=Tuning(rows_max=40)) as one:
-        await one.answer_all(requests)
-        assert one.count("computed_tokens") == 2 * 32 + own_tokens(requests, 32)
-        assert restorable_tokens(one, prompt(32)) == 0
-
-
 @pytest.mark.parametrize("steps", range(7))
 async def test_its_maker_is_aborted_in_the_middle(steps: int) -> None:
     """Another request continues at the last checkpoint of the grid."""
@@ -171,13 +160,6 @@ async def test_its_maker_fails() -> None:
         assert one.count("computed_tokens") == 96 + own_tokens(requests[1:], 96)
 
 
-async def test_step_loop_breaks_in_the_middle() -> None:
-    """The requests that wait for the maker end as well."""
-    async with bench(runner=BrokenRunner(3), tokens_max=20) as one:
-        ended = await asyncio.gather(*map(one.answer, sharing(LONG, 20)), return_exceptions=True)
-        assert all(isinstance(end, WorkerGone) for end in ended), ended
-
-
 async def test_worker_produces_it_once_for_all() -> None:
     requests = sharing(prompt(64), 32)
 
@@ -189,21 +171,6 @@ async def test_worker_produces_it_once_for_all() -> None:
     async with bench(store, num_extents=400) as other:
         came_from = await other.answer_all(replace(request, gap_tokens_max=0) for request in requests)
         assert sum(provenance.computed_tokens for provenance in came_from) == 32 * 2
-
-
-@pytest.mark.parametrize("seed", range(6))
-async def test_in_scarce_memory_and_at_different_moments(seed: int) -> None:
-    """All are exact, whichever request waits for which."""
-    layout = fold_layout(4, hybrid=seed % 3 != 2)
-    tuning = Tuning(rows_max=8, extents_min=10, extents_max=12)
-    async with bench(layout=layout, num_extents=10, tuning=tuning) as one:
-
-        async def late(request: Request, index: int) -> None:
-            await asyncio.sleep(index % 7 * 0.05)
-            await one.answer(request)
-
-        requests = [*sharing(prompt(40), 12), *sharing(prompt(21), 12), *sharing(prompt(60), 12)]
-        await asyncio.gather(*(late(request, index) for index, request in enumerate(requests)))
 
 
 def _small_steps() -> AbstractAsyncContextManager[Bench]:

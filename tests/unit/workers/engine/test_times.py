@@ -1,31 +1,18 @@
 """A worker reports the exact times of the parts of a prompt and what it moved, in virtual time."""
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import aclosing
 
 import pytest
 
-from tests.support.workers.bench import IN_VIRTUAL_TIME, STORE_BYTES, Bench, Tuning, a_request, bench, prompt
-from tidemill.kvstore.keys import ObjectKey
-from tidemill.kvstore.stores.memory_store import MemoryStore
-from tidemill.kvstore.stores.page_store import Got, Put
+from tests.support.workers.bench import IN_VIRTUAL_TIME, Bench, Tuning, a_request, bench, prompt
+from tests.support.workers.timed_store import TimedStore
 from tidemill.workers.messages import Request, Times
 
 pytestmark = IN_VIRTUAL_TIME
 
 GET_S, PUT_S = 2.0, 0.5
 REQUEST = a_request(prompt(29))
-
-
-class SlowStore(MemoryStore):
-    async def get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
-        await asyncio.sleep(GET_S)
-        return await super().get(wanted)
-
-    async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
-        await asyncio.sleep(PUT_S)
-        return await super().put(objects)
 
 
 async def first_token(one: Bench, request: Request) -> tuple[Times, float]:
@@ -45,7 +32,7 @@ def total_s(times: Times) -> float:
 
 
 async def test_parts_add_up_to_the_elapsed_time() -> None:
-    store = SlowStore(STORE_BYTES)
+    store = TimedStore(get_s=GET_S, put_s=PUT_S)
     async with bench(store) as prefill:
         began_s = asyncio.get_running_loop().time()
         times = (await prefill.engine.produce(REQUEST)).provenance.times
@@ -73,7 +60,7 @@ async def test_time_in_the_admission_queue_is_reported() -> None:
 
 
 async def test_moved_bytes_are_counted_with_their_time() -> None:
-    store = SlowStore(STORE_BYTES)
+    store = TimedStore(get_s=GET_S, put_s=PUT_S)
     async with bench(store) as prefill:
         await prefill.engine.produce(REQUEST)
         counters = prefill.engine.load().counters

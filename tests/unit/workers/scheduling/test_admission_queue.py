@@ -6,8 +6,10 @@ from random import Random
 
 import pytest
 
-from tests.support.workers.bench import run
+from tests.support.workers.bench import IN_VIRTUAL_TIME
 from tidemill.workers.scheduling.admission_queue import RETRY_S, AdmissionQueue
+
+pytestmark = IN_VIRTUAL_TIME
 
 
 class Clients:
@@ -30,121 +32,98 @@ class Clients:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_queue_serves_by_arrival_whenever_requests_join(seed: int) -> None:
-    async def main() -> None:
-        clients = Clients()
-        holder = asyncio.create_task(clients.take(50))
-        await asyncio.sleep(0.5)
-        others = list(range(20))
-        Random(seed).shuffle(others)
-        tasks = [asyncio.create_task(clients.take(arrival)) for arrival in others]
-        await asyncio.gather(holder, *tasks)
-        assert clients.served == [50, *range(20)]
-
-    run(main(), seed)
+async def test_queue_serves_by_arrival_whenever_requests_join(seed: int) -> None:
+    clients = Clients()
+    holder = asyncio.create_task(clients.take(50))
+    await asyncio.sleep(0.5)
+    others = list(range(20))
+    Random(seed).shuffle(others)
+    tasks = [asyncio.create_task(clients.take(arrival)) for arrival in others]
+    await asyncio.gather(holder, *tasks)
+    assert clients.served == [50, *range(20)]
 
 
-def test_urgent_one_goes_before_those_that_came_first_and_equals_by_their_numbers() -> None:
-    async def main() -> None:
-        line = AdmissionQueue()
-        served: list[tuple[float, int]] = []
+async def test_urgent_one_goes_before_those_that_came_first_and_equals_by_their_numbers() -> None:
+    line = AdmissionQueue()
+    served: list[tuple[float, int]] = []
 
-        async def take(seniority: tuple[float, int]) -> None:
-            async with line.wait_until_first(seniority):
-                await asyncio.sleep(1.0)
-                served.append(seniority)
+    async def take(seniority: tuple[float, int]) -> None:
+        async with line.wait_until_first(seniority):
+            await asyncio.sleep(1.0)
+            served.append(seniority)
 
-        tasks = [asyncio.create_task(take((0.0, 0)))]
-        await asyncio.sleep(0.5)
-        waiting = [(20.0, 1), (10.0, 2), (-5.0, 3), (10.0, 4), (9.0, 5)]
-        tasks += [asyncio.create_task(take(waiter)) for waiter in waiting]
-        await asyncio.gather(*tasks)
-        assert served == [(0.0, 0), *sorted(waiting)]
-
-    run(main())
+    tasks = [asyncio.create_task(take((0.0, 0)))]
+    await asyncio.sleep(0.5)
+    waiting = [(20.0, 1), (10.0, 2), (-5.0, 3), (10.0, 4), (9.0, 5)]
+    tasks += [asyncio.create_task(take(waiter)) for waiter in waiting]
+    await asyncio.gather(*tasks)
+    assert served == [(0.0, 0), *sorted(waiting)]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_request_cancelled_at_any_moment_passes_its_position_on(seed: int) -> None:
-    async def main() -> None:
-        clients, rng = Clients(), Random(seed)
-        tasks = [asyncio.create_task(clients.take(arrival)) for arrival in range(12)]
-        gone = set(rng.sample(range(12), 6))
-        for arrival in rng.sample(sorted(gone), 6):
-            for _ in range(rng.randrange(12)):
-                await asyncio.sleep(0)
-            await asyncio.sleep(rng.choice([0, 0, 0.5, 1.0]))
-            tasks[arrival].cancel()
-        await asyncio.wait(tasks)
-        assert all(
-            tasks[arrival].done() and not tasks[arrival].cancelled() for arrival in set(range(12)) - gone
-        )
-        assert len(clients.served) == len(set(clients.served))
-        assert set(range(12)) - gone <= set(clients.served)
-        await clients.take(99)
-
-    run(main(), seed)
+async def test_request_cancelled_at_any_moment_passes_its_position_on(seed: int) -> None:
+    clients, rng = Clients(), Random(seed)
+    tasks = [asyncio.create_task(clients.take(arrival)) for arrival in range(12)]
+    gone = set(rng.sample(range(12), 6))
+    for arrival in rng.sample(sorted(gone), 6):
+        for _ in range(rng.randrange(12)):
+            await asyncio.sleep(0)
+        await asyncio.sleep(rng.choice([0, 0, 0.5, 1.0]))
+        tasks[arrival].cancel()
+    await asyncio.wait(tasks)
+    assert all(tasks[arrival].done() and not tasks[arrival].cancelled() for arrival in set(range(12)) - gone)
+    assert len(clients.served) == len(set(clients.served))
+    assert set(range(12)) - gone <= set(clients.served)
+    await clients.take(99)
 
 
-def test_cancelled_in_the_moment_in_which_it_is_called() -> None:
-    async def main() -> None:
-        clients = Clients()
-        first, second, third = (asyncio.create_task(clients.take(arrival)) for arrival in range(3))
-        await asyncio.sleep(0.5)
-        first.cancel()  # its turn goes to the second, which is cancelled before it can run
-        await asyncio.wait({first})
-        second.cancel()
-        await third
-        assert clients.served == [2]
-
-    run(main())
+async def test_cancelled_in_the_moment_in_which_it_is_called() -> None:
+    clients = Clients()
+    first, second, third = (asyncio.create_task(clients.take(arrival)) for arrival in range(3))
+    await asyncio.sleep(0.5)
+    first.cancel()  # its turn goes to the second, which is cancelled before it can run
+    await asyncio.wait({first})
+    second.cancel()
+    await third
+    assert clients.served == [2]
 
 
-def test_news_that_came_before_it_was_awaited_is_not_lost() -> None:
-    async def main() -> None:
-        line = AdmissionQueue()
-        line.forget_change()
-        line.memory_freed()
-        before_s = asyncio.get_running_loop().time()
-        await line.changed()
-        assert asyncio.get_running_loop().time() == before_s
-
-    run(main())
+async def test_news_that_came_before_it_was_awaited_is_not_lost() -> None:
+    line = AdmissionQueue()
+    line.forget_change()
+    line.memory_freed()
+    before_s = asyncio.get_running_loop().time()
+    await line.changed()
+    assert asyncio.get_running_loop().time() == before_s
 
 
-def test_waiting_request_notices_freed_memory_and_new_requests() -> None:
-    async def main() -> None:
-        line = AdmissionQueue()
-        woken_s: list[float] = []
-        clock = asyncio.get_running_loop().time
+async def test_waiting_request_notices_freed_memory_and_new_requests() -> None:
+    line = AdmissionQueue()
+    woken_s: list[float] = []
+    clock = asyncio.get_running_loop().time
 
-        async def wait() -> None:
-            line.forget_change()
-            await line.changed()
-            woken_s.append(clock())
-
-        async def join() -> None:
-            async with line.wait_until_first((0.0, 7)):
-                pass
-
-        for wrap in (asyncio.create_task, None):
-            waiting = asyncio.create_task(wait())
-            await asyncio.sleep(RETRY_S / 2)
-            if wrap is None:
-                line.memory_freed()
-            else:
-                await wrap(join())
-            await waiting
-        assert woken_s == [RETRY_S / 2, RETRY_S]
-
-    run(main())
-
-
-def test_it_looks_again_after_a_moment_without_news() -> None:
-    async def main() -> None:
-        line = AdmissionQueue()
+    async def wait() -> None:
         line.forget_change()
         await line.changed()
-        assert asyncio.get_running_loop().time() == RETRY_S
+        woken_s.append(clock())
 
-    run(main())
+    async def join() -> None:
+        async with line.wait_until_first((0.0, 7)):
+            pass
+
+    for wrap in (asyncio.create_task, None):
+        waiting = asyncio.create_task(wait())
+        await asyncio.sleep(RETRY_S / 2)
+        if wrap is None:
+            line.memory_freed()
+        else:
+            await wrap(join())
+        await waiting
+    assert woken_s == [RETRY_S / 2, RETRY_S]
+
+
+async def test_it_looks_again_after_a_moment_without_news() -> None:
+    line = AdmissionQueue()
+    line.forget_change()
+    await line.changed()
+    assert asyncio.get_running_loop().time() == RETRY_S

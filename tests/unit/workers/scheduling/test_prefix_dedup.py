@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tests.support.kvstore.leases import P, a_ledger, grow
-from tests.support.workers.bench import run
+from tests.support.workers.bench import IN_VIRTUAL_TIME
 from tidemill.kvstore.keys import Namespace, page_keys
 from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.workers.execution.sampling_state import SamplingState
@@ -13,6 +13,8 @@ from tidemill.workers.messages import Request
 from tidemill.workers.scheduling.prefix_dedup import InProgressPrefixes
 from tidemill.workers.scheduling.sequence import Sequence
 from tidemill.workers.scheduling.sequences import Sequences
+
+pytestmark = IN_VIRTUAL_TIME
 
 ROOT = Namespace(model="m", layout="l").root()
 SHARED = (1, 2, 3, 4, 5, 6)
@@ -64,128 +66,103 @@ class Scene:
 
 
 @pytest.mark.parametrize("depth", [2, 4, 6])
-def test_follower_waits_until_the_last_page_that_both_have_is_there(depth: int) -> None:
-    async def main() -> None:
-        scene = Scene()
-        maker = scene.running(0, (*SHARED, 7, 8, 9))
-        assert await scene.follows(maker) is None
-        waiting = await scene.follows(a_sequence(1, (*SHARED[:depth], 90, 91, 92)))
-        assert waiting is not None
-        assert maker.restore.junctions == {depth}, "the maker leaves a checkpoint where they part"
-        for computed in range(2, depth, 2):
-            scene.compute(maker, computed)
-            await asyncio.sleep(1)
-            assert not waiting.done()
-        scene.compute(maker, depth)
-        await waiting
-
-    run(main())
+async def test_follower_waits_until_the_last_page_that_both_have_is_there(depth: int) -> None:
+    scene = Scene()
+    maker = scene.running(0, (*SHARED, 7, 8, 9))
+    assert await scene.follows(maker) is None
+    waiting = await scene.follows(a_sequence(1, (*SHARED[:depth], 90, 91, 92)))
+    assert waiting is not None
+    assert maker.restore.junctions == {depth}, "the maker leaves a checkpoint where they part"
+    for computed in range(2, depth, 2):
+        scene.compute(maker, computed)
+        await asyncio.sleep(1)
+        assert not waiting.done()
+    scene.compute(maker, depth)
+    await waiting
 
 
-def test_follower_waits_for_a_maker_that_has_left_no_checkpoint_yet() -> None:
+async def test_follower_waits_for_a_maker_that_has_left_no_checkpoint_yet() -> None:
     """Pages before the maker are here, but nothing can resume at their end."""
-
-    async def main() -> None:
-        scene = Scene()
-        maker = scene.running(0, (*SHARED, 7, 8, 9))
-        assert await scene.follows(maker) is None
-        scene.compute(maker, 4, keep=False)
-        waiting = await scene.follows(a_sequence(1, (*SHARED, 90, 91)))
-        assert waiting is not None
-        assert maker.restore.junctions == {6}
-        assert await scene.follows(a_sequence(2, (*SHARED[:4], 90, 91))) is None, "it is beyond that"
-        scene.compute(maker, 6)
-        await waiting
-
-    run(main())
+    scene = Scene()
+    maker = scene.running(0, (*SHARED, 7, 8, 9))
+    assert await scene.follows(maker) is None
+    scene.compute(maker, 4, keep=False)
+    waiting = await scene.follows(a_sequence(1, (*SHARED, 90, 91)))
+    assert waiting is not None
+    assert maker.restore.junctions == {6}
+    assert await scene.follows(a_sequence(2, (*SHARED[:4], 90, 91))) is None, "it is beyond that"
+    scene.compute(maker, 6)
+    await waiting
 
 
-def test_prefix_without_a_maker_is_not_waited_for() -> None:
-    async def main() -> None:
-        scene = Scene()
-        maker = scene.running(0, SHARED)
-        assert await scene.follows(maker) is None
-        assert await scene.follows(a_sequence(1, (9, *SHARED))) is None
-        assert await scene.follows(a_sequence(2, SHARED[:2])) is None, "its last token is its own"
-        scene.compute(maker, 4)
-        assert await scene.follows(a_sequence(3, (*SHARED[:4], 50, 51))) is None, "it is there"
-
-    run(main())
+async def test_prefix_without_a_maker_is_not_waited_for() -> None:
+    scene = Scene()
+    maker = scene.running(0, SHARED)
+    assert await scene.follows(maker) is None
+    assert await scene.follows(a_sequence(1, (9, *SHARED))) is None
+    assert await scene.follows(a_sequence(2, SHARED[:2])) is None, "its last token is its own"
+    scene.compute(maker, 4)
+    assert await scene.follows(a_sequence(3, (*SHARED[:4], 50, 51))) is None, "it is there"
 
 
 @pytest.mark.parametrize("computed", [0, 2])
-def test_when_the_maker_leaves_one_follower_takes_its_place(computed: int) -> None:
-    async def main() -> None:
-        scene = Scene()
-        maker = scene.running(0, (*SHARED, 7))
-        assert await scene.follows(maker) is None
-        followers = [scene.running(arrival, (*SHARED, 10 + arrival)) for arrival in range(1, 6)]
-        waits = [await scene.follows(follower) for follower in followers]
-        assert None not in waits
-        if computed:
-            scene.compute(maker, computed)
-        scene.in_progress.left(maker)
-        await asyncio.sleep(1)
-        successors = [
-            follower
-            for follower, wait in zip(followers, waits, strict=True)
-            if wait is not None and wait.done()
-        ]
-        assert len(successors) == 1
-        scene.compute(successors[0], 6)
-        await asyncio.sleep(1)
-        assert all(wait is not None and wait.done() for wait in waits)
-
-    run(main())
+async def test_when_the_maker_leaves_one_follower_takes_its_place(computed: int) -> None:
+    scene = Scene()
+    maker = scene.running(0, (*SHARED, 7))
+    assert await scene.follows(maker) is None
+    followers = [scene.running(arrival, (*SHARED, 10 + arrival)) for arrival in range(1, 6)]
+    waits = [await scene.follows(follower) for follower in followers]
+    assert None not in waits
+    if computed:
+        scene.compute(maker, computed)
+    scene.in_progress.left(maker)
+    await asyncio.sleep(1)
+    successors = [
+        follower for follower, wait in zip(followers, waits, strict=True) if wait is not None and wait.done()
+    ]
+    assert len(successors) == 1
+    scene.compute(successors[0], 6)
+    await asyncio.sleep(1)
+    assert all(wait is not None and wait.done() for wait in waits)
 
 
-def test_request_does_not_wait_for_a_younger_one_behind_it() -> None:
-    async def main() -> None:
-        scene = Scene()
-        younger = a_sequence(5, (*SHARED, 7))
-        assert await scene.follows(younger) is None
-        assert await scene.follows(a_sequence(3, (*SHARED, 8))) is None
-        assert await scene.follows(a_sequence(6, (*SHARED, 8))) is not None
-        scene = Scene()
-        assert await scene.follows(scene.running(5, (*SHARED, 7))) is None
-        assert await scene.follows(a_sequence(3, (*SHARED, 8))) is not None, "it runs already"
-
-    run(main())
+async def test_request_does_not_wait_for_a_younger_one_behind_it() -> None:
+    scene = Scene()
+    younger = a_sequence(5, (*SHARED, 7))
+    assert await scene.follows(younger) is None
+    assert await scene.follows(a_sequence(3, (*SHARED, 8))) is None
+    assert await scene.follows(a_sequence(6, (*SHARED, 8))) is not None
+    scene = Scene()
+    assert await scene.follows(scene.running(5, (*SHARED, 7))) is None
+    assert await scene.follows(a_sequence(3, (*SHARED, 8))) is not None, "it runs already"
 
 
 @pytest.mark.parametrize("preemptions", [0, 1])
-def test_request_does_not_wait_for_one_that_was_preempted(preemptions: int) -> None:
+async def test_request_does_not_wait_for_one_that_was_preempted(preemptions: int) -> None:
     """It may wait for memory that this one gets first, and then both would wait forever."""
-
-    async def main() -> None:
-        scene = Scene()
-        maker = a_sequence(0, (*SHARED, 7))
-        maker.restore.preemptions = preemptions
-        assert await scene.follows(maker) is None
-        second = await scene.follows(a_sequence(1, (*SHARED, 8)))
-        assert (second is None) == bool(preemptions)
-        third = await scene.follows(a_sequence(2, (*SHARED, 9)))
-        assert third is not None, "the second one makes the prefix instead"
-        scene.in_progress.left(maker)
-        await asyncio.sleep(1)
-        assert not third.done() or not preemptions
-
-    run(main())
+    scene = Scene()
+    maker = a_sequence(0, (*SHARED, 7))
+    maker.restore.preemptions = preemptions
+    assert await scene.follows(maker) is None
+    second = await scene.follows(a_sequence(1, (*SHARED, 8)))
+    assert (second is None) == bool(preemptions)
+    third = await scene.follows(a_sequence(2, (*SHARED, 9)))
+    assert third is not None, "the second one makes the prefix instead"
+    scene.in_progress.left(maker)
+    await asyncio.sleep(1)
+    assert not third.done() or not preemptions
 
 
-def test_follower_that_is_cancelled_leaves_the_others_waiting() -> None:
-    async def main() -> None:
-        scene = Scene()
-        maker = scene.running(0, (*SHARED, 7))
-        assert await scene.follows(maker) is None
-        first = await scene.follows(a_sequence(1, (*SHARED, 8)))
-        second = await scene.follows(a_sequence(2, (*SHARED, 9)))
-        assert first is not None
-        assert second is not None
-        first.cancel()
-        await asyncio.wait({first})
-        assert not second.done()
-        scene.compute(maker, 6)
-        await second
-
-    run(main())
+async def test_follower_that_is_cancelled_leaves_the_others_waiting() -> None:
+    scene = Scene()
+    maker = scene.running(0, (*SHARED, 7))
+    assert await scene.follows(maker) is None
+    first = await scene.follows(a_sequence(1, (*SHARED, 8)))
+    second = await scene.follows(a_sequence(2, (*SHARED, 9)))
+    assert first is not None
+    assert second is not None
+    first.cancel()
+    await asyncio.wait({first})
+    assert not second.done()
+    scene.compute(maker, 6)
+    await second

@@ -6,9 +6,11 @@ from random import Random
 
 import pytest
 
-from tests.support.workers.bench import Bench, Tuning, a_request, bench, prompt, run
+from tests.support.workers.bench import IN_VIRTUAL_TIME, Bench, Tuning, a_request, bench, prompt
 from tests.unit.workers.engine.test_fairness import Machine, now_s
 from tidemill.workers.scheduling.sequence import PRIORITY_AGE_S
+
+pytestmark = IN_VIRTUAL_TIME
 
 STEP_S = 0.1
 
@@ -30,96 +32,80 @@ def hash_of(name: str) -> int:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_those_that_wait_are_served_in_the_order_of_their_classes(seed: int) -> None:
+async def test_those_that_wait_are_served_in_the_order_of_their_classes(seed: int) -> None:
     """One at a time; the lower the number the earlier, and within a class who came first."""
-
-    async def main() -> None:
-        rng = Random(seed)
-        tuning = Tuning(rows_max=1)
-        async with bench(num_extents=200, runner=Machine(base_s=STEP_S, rng=rng), tuning=tuning) as one:
-            order: list[str] = []
-            tasks = [asyncio.create_task(served(one, "first", 5, order))]
-            await one.until(lambda: one.engine.load().running_rows == 1)
-            classes = [(rng.randrange(-2, 3), index) for index in range(12)]
-            for priority, index in classes:
-                tasks.append(asyncio.create_task(served(one, f"{priority}.{index}", priority, order)))
-                await asyncio.sleep(0.001)
-            await asyncio.gather(*tasks)
-            assert order == ["first", *(f"{priority}.{index}" for priority, index in sorted(classes))]
-
-    run(main(), seed)
+    rng = Random(seed)
+    tuning = Tuning(rows_max=1)
+    async with bench(num_extents=200, runner=Machine(base_s=STEP_S, rng=rng), tuning=tuning) as one:
+        order: list[str] = []
+        tasks = [asyncio.create_task(served(one, "first", 5, order))]
+        await one.until(lambda: one.engine.load().running_rows == 1)
+        classes = [(rng.randrange(-2, 3), index) for index in range(12)]
+        for priority, index in classes:
+            tasks.append(asyncio.create_task(served(one, f"{priority}.{index}", priority, order)))
+            await asyncio.sleep(0.001)
+        await asyncio.gather(*tasks)
+        assert order == ["first", *(f"{priority}.{index}" for priority, index in sorted(classes))]
 
 
-def test_flood_of_urgent_requests_does_not_starve_a_low_class() -> None:
+async def test_flood_of_urgent_requests_does_not_starve_a_low_class() -> None:
     """A request two classes lower waits only for those that came within its disadvantage."""
+    machine = Machine(base_s=STEP_S, rng=Random(0))
+    async with bench(num_extents=400, runner=machine, tuning=Tuning(rows_max=2)) as one:
+        order: list[str] = []
+        low = {
+            priority: asyncio.create_task(served(one, f"low{priority}", priority, order))
+            for priority in (1, 2)
+        }
+        count = 0
 
-    async def main() -> None:
-        machine = Machine(base_s=STEP_S, rng=Random(0))
-        async with bench(num_extents=400, runner=machine, tuning=Tuning(rows_max=2)) as one:
-            order: list[str] = []
-            low = {
-                priority: asyncio.create_task(served(one, f"low{priority}", priority, order))
-                for priority in (1, 2)
-            }
-            count = 0
+        async def urgent() -> None:
+            nonlocal count
+            while not all(task.done() for task in low.values()):
+                count += 1
+                await served(one, f"urgent{count}", 0, order)
 
-            async def urgent() -> None:
-                nonlocal count
-                while not all(task.done() for task in low.values()):
-                    count += 1
-                    await served(one, f"urgent{count}", 0, order)
-
-            flood = [asyncio.create_task(urgent()) for _ in range(8)]
-            for priority, task in low.items():
-                waited_s = await task
-                one_by_one_s = 8 * 6 * STEP_S  # those of the flood that were there before
-                assert PRIORITY_AGE_S * priority * 0.5 <= waited_s <= PRIORITY_AGE_S * priority + one_by_one_s
-            await asyncio.gather(*flood)
-            assert count > 50
-
-    run(main())
+        flood = [asyncio.create_task(urgent()) for _ in range(8)]
+        for priority, task in low.items():
+            waited_s = await task
+            one_by_one_s = 8 * 6 * STEP_S  # those of the flood that were there before
+            assert PRIORITY_AGE_S * priority * 0.5 <= waited_s <= PRIORITY_AGE_S * priority + one_by_one_s
+        await asyncio.gather(*flood)
+        assert count > 50
 
 
-def test_low_class_gives_way_when_memory_is_scarce() -> None:
+async def test_low_class_gives_way_when_memory_is_scarce() -> None:
     """An urgent one that came later keeps its memory."""
-
-    async def main() -> None:
-        async with bench(num_extents=8) as one:
-            low = [
-                asyncio.create_task(
-                    one.answer(a_request(prompt(10, index), 60, request_id=f"low{index}", priority=3))
-                )
-                for index in range(4)
-            ]
-            await one.until(lambda: one.engine.load().running_rows > 1)
-            urgent = asyncio.create_task(
-                one.answer(a_request(prompt(10, 77), 60, request_id="urgent", priority=0))
+    async with bench(num_extents=8) as one:
+        low = [
+            asyncio.create_task(
+                one.answer(a_request(prompt(10, index), 60, request_id=f"low{index}", priority=3))
             )
-            await asyncio.gather(urgent, *low)
-            assert one.engine.preempted
-            assert "urgent" not in one.engine.preempted
+            for index in range(4)
+        ]
+        await one.until(lambda: one.engine.load().running_rows > 1)
+        urgent = asyncio.create_task(
+            one.answer(a_request(prompt(10, 77), 60, request_id="urgent", priority=0))
+        )
+        await asyncio.gather(urgent, *low)
+        assert one.engine.preempted
+        assert "urgent" not in one.engine.preempted
 
-    run(main())
 
-
-def test_urgent_prompt_is_computed_before_the_others() -> None:
+async def test_urgent_prompt_is_computed_before_the_others() -> None:
     """Its pages come first in the step, also when all of them run."""
+    machine = Machine(base_s=STEP_S, rng=Random(0))
+    async with bench(num_extents=400, tokens_max=16, runner=machine) as one:
+        order: list[str] = []
 
-    async def main() -> None:
-        machine = Machine(base_s=STEP_S, rng=Random(0))
-        async with bench(num_extents=400, tokens_max=16, runner=machine) as one:
-            order: list[str] = []
+        async def first_token(name: str, priority: int) -> None:
+            request = a_request(prompt(100, hash_of(name)), 1, request_id=name, priority=priority)
+            async with aclosing(one.engine.generate(request)) as deltas:
+                await anext(deltas)
+            order.append(name)
 
-            async def first_token(name: str, priority: int) -> None:
-                request = a_request(prompt(100, hash_of(name)), 1, request_id=name, priority=priority)
-                async with aclosing(one.engine.generate(request)) as deltas:
-                    await anext(deltas)
-                order.append(name)
-
-            tasks = [asyncio.create_task(first_token(f"usual{index}", 1)) for index in range(3)]
-            await one.until(lambda: len(one.runner.steps) > 1)
-            tasks.append(asyncio.create_task(first_token("urgent", 0)))
-            await asyncio.gather(*tasks)
-            assert order[0] == "urgent"
-
-    run(main())
+        tasks = [asyncio.create_task(first_token(f"usual{index}", 1)) for index in range(3)]
+        await one.until(lambda: len(one.runner.steps) > 1)
+        tasks.append(asyncio.create_task(first_token("urgent", 0)))
+        await asyncio.gather(*tasks)
+        assert order[0] == "urgent"

@@ -1,17 +1,13 @@
 """The rows of the next step: unread tokens, unconfirmed guesses, and memory of their own."""
 
-import asyncio
 from collections import Counter
 from collections.abc import Iterable
-from random import Random
 
 import pytest
 
 from tests.support.kvstore.leases import P, a_ledger
-from tests.support.sim.fold import fold_layout
-from tests.support.workers.bench import ATTENTION_ONLY, HYBRID, TIGHT, Tuning, a_request, bench, prompt, run
 from tidemill.kvstore.keys import Namespace, page_keys
-from tidemill.kvstore.layout import PAGES, STATES, Layout, StateId
+from tidemill.kvstore.layout import PAGES, STATES, StateId
 from tidemill.kvstore.memory.demand import FailAllocation, never
 from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.workers.execution.sampling_state import SamplingState
@@ -265,55 +261,3 @@ def test_suspect_runs_alone_and_with_nothing_in_flight() -> None:
     assert tokens_of(fourth) == {"c": (1, 2, 3)}, "now the other suspect"
     desk.land(fourth, (9,))
     assert tokens_of(desk.launch()).keys() >= {"a", "b", "c"}
-
-
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turn"])
-@pytest.mark.parametrize("drafts_max", [0, 4])
-@pytest.mark.parametrize(
-    "layout",
-    [HYBRID, ATTENTION_ONLY, TIGHT, fold_layout(1, hybrid=True)],
-    ids=["hybrid", "attention", "tight", "1"],
-)
-@pytest.mark.parametrize("seed", range(2))
-def test_rows_in_flight_touch_nothing_of_others(
-    seed: int,
-    layout: Layout,
-    drafts_max: int,
-    overlap: bool,  # noqa: FBT001  a parameter of the test
-) -> None:
-    """Random arrivals, aborts and budgets; each step is checked against itself and the one in flight
-    (`Watched`), the ledger all the time, and every answer."""
-    rng = Random(seed)
-    strategy: CheckpointStrategy = rng.choice(["none", "double", "lazy"])
-
-    async def main() -> None:
-        tuning = Tuning(
-            overlap=overlap, drafts_max=drafts_max, vocabulary=3, extents_min=40, extents_max=160, rows_max=6
-        )
-        async with bench(layout=layout, num_extents=60, strategy=strategy, tuning=tuning) as one:
-
-            async def client(index: int) -> None:
-                await asyncio.sleep(rng.random() * 2)
-                tokens = prompt(12, index % 3, 3) + prompt(1 + rng.randrange(12), index, 3)
-                answer = asyncio.create_task(
-                    one.answer(a_request(tokens, 1 + rng.randrange(30), request_id=str(index)))
-                )
-                if rng.random() < 0.3:
-                    await asyncio.sleep(rng.random() * 0.4)
-                    answer.cancel()
-                await asyncio.wait([answer])
-                if not answer.cancelled():
-                    answer.result()
-
-            async def weather() -> None:
-                while True:
-                    await asyncio.sleep(rng.random() * 0.2)
-                    one.engine.resize(rng.randrange(170) * layout.extent_bytes)
-                    one.ledger.check()
-
-            changes = asyncio.create_task(weather())
-            await asyncio.gather(*map(client, range(30)))
-            changes.cancel()
-            await asyncio.wait([changes])
-
-    run(main(), seed)

@@ -1,10 +1,9 @@
 """Objects pass through the ring: right bytes, right order, and memory that is not reused too early."""
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from random import Random
 from threading import Event
-from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -19,8 +18,6 @@ from tidemill.workers.messages import WorkerGone
 from tidemill.workers.settings import SettingsError
 from tidemill.workers.transfer.arena_io import DirectIO, StagedObject
 from tidemill.workers.transfer.staging import Lane, StagingRing
-
-_Result = TypeVar("_Result")
 
 CAPACITY_BYTES = 1 << 20
 NOISE = 0xEE
@@ -96,10 +93,6 @@ def _span(view: memoryview) -> tuple[int, int]:
     return start, start + view.nbytes
 
 
-def run(main: Coroutine[Any, Any, _Result]) -> _Result:
-    return asyncio.run(main)
-
-
 def test_there_and_back_and_nothing_else() -> None:
     """Pieces have one, several or all objects; other memory stays as it is."""
     sizes = [1, 700, 64, 1, 333, 1024, 5, 900, 64]
@@ -122,7 +115,7 @@ def test_there_and_back_and_nothing_else() -> None:
         await other.close()
 
     for ring_bytes in (1024, 1500, 4096, 1 << 16):
-        run(main(ring_bytes))
+        asyncio.run(main(ring_bytes))
 
 
 @settings(max_examples=40)
@@ -158,145 +151,127 @@ def test_objects_arrive_unchanged_whatever_the_store_does(
             assert ring.used_bytes == 0
             await ring.close()
 
-    run(main())
+    asyncio.run(main())
 
 
-def test_outcomes_are_in_order_and_behind_a_loss_all_is_skipped() -> None:
-    async def main() -> None:
-        store = Gated()
-        store.gate.set()
-        store.loses = frozenset({key(5)})
-        memory, objects = device(10 * 100, seed=3), placed([100] * 10)
-        ring = StagingRing(store, memory, 400, 200)  # two objects make a piece
-        outcomes = await ring.put(objects)
-        assert outcomes == [Put.STORED] * 5 + [Put.UNREACHABLE] + [Put.SKIPPED] * 4
-        assert store.entered == [[key(0), key(1)], [key(2), key(3)], [key(4), key(5)]]
-        target = device(1000)
-        other = StagingRing(store, target, 400, 200)
-        wanted = [objects[9], *objects[:6], objects[0]]
-        assert await other.get(wanted) == [Got.MISS, *[Got.HIT] * 5, Got.MISS, Got.HIT]
-        assert bytes(target[500:].numpy()) == bytes([NOISE]) * 500
-        await ring.close()
-        await other.close()
-
-    run(main())
+async def test_outcomes_are_in_order_and_behind_a_loss_all_is_skipped() -> None:
+    store = Gated()
+    store.gate.set()
+    store.loses = frozenset({key(5)})
+    memory, objects = device(10 * 100, seed=3), placed([100] * 10)
+    ring = StagingRing(store, memory, 400, 200)  # two objects make a piece
+    outcomes = await ring.put(objects)
+    assert outcomes == [Put.STORED] * 5 + [Put.UNREACHABLE] + [Put.SKIPPED] * 4
+    assert store.entered == [[key(0), key(1)], [key(2), key(3)], [key(4), key(5)]]
+    target = device(1000)
+    other = StagingRing(store, target, 400, 200)
+    wanted = [objects[9], *objects[:6], objects[0]]
+    assert await other.get(wanted) == [Got.MISS, *[Got.HIT] * 5, Got.MISS, Got.HIT]
+    assert bytes(target[500:].numpy()) == bytes([NOISE]) * 500
+    await ring.close()
+    await other.close()
 
 
-def test_pieces_of_a_get_are_in_flight_together_and_within_the_ring() -> None:
-    async def main() -> None:
-        store = Gated()
-        memory, objects = device(1000, seed=3), placed([100] * 10)
-        ring = StagingRing(store, memory, 450, 100)
-        wanted = asyncio.create_task(ring.get(objects))
-        await store.calls(4)
-        assert store.entered == [[key(0)], [key(1)], [key(2)], [key(3)]]
-        store.gate.set()
-        assert await wanted == [Got.MISS] * 10
-        await ring.close()
-
-    run(main())
+async def test_pieces_of_a_get_are_in_flight_together_and_within_the_ring() -> None:
+    store = Gated()
+    memory, objects = device(1000, seed=3), placed([100] * 10)
+    ring = StagingRing(store, memory, 450, 100)
+    wanted = asyncio.create_task(ring.get(objects))
+    await store.calls(4)
+    assert store.entered == [[key(0)], [key(1)], [key(2)], [key(3)]]
+    store.gate.set()
+    assert await wanted == [Got.MISS] * 10
+    await ring.close()
 
 
-def test_next_piece_is_copied_while_one_is_stored_but_stored_after_it(
+async def test_next_piece_is_copied_while_one_is_stored_but_stored_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def main() -> None:
-        all_copied, lane_copy, left = asyncio.Event(), Lane.copy, [4]
+    all_copied, lane_copy, left = asyncio.Event(), Lane.copy, [4]
 
-        async def copy(lane: Lane, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-            await lane_copy(lane, pairs)
-            left[0] -= 1
-            if not left[0]:
-                all_copied.set()
+    async def copy(lane: Lane, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        await lane_copy(lane, pairs)
+        left[0] -= 1
+        if not left[0]:
+            all_copied.set()
 
-        monkeypatch.setattr(Lane, "copy", copy)
-        store = Gated()
-        ring = StagingRing(store, device(400, seed=3), 400, 100)
-        putting = asyncio.create_task(ring.put(placed([100] * 4)))
-        await store.calls(1)
-        await all_copied.wait()
-        assert store.entered == [[key(0)]]
-        store.gate.set()
-        assert await putting == [Put.STORED] * 4
-        assert store.entered == [[key(index)] for index in range(4)]
-        await ring.close()
-
-    run(main())
+    monkeypatch.setattr(Lane, "copy", copy)
+    store = Gated()
+    ring = StagingRing(store, device(400, seed=3), 400, 100)
+    putting = asyncio.create_task(ring.put(placed([100] * 4)))
+    await store.calls(1)
+    await all_copied.wait()
+    assert store.entered == [[key(0)]]
+    store.gate.set()
+    assert await putting == [Put.STORED] * 4
+    assert store.entered == [[key(index)] for index in range(4)]
+    await ring.close()
 
 
 @pytest.mark.parametrize("kind", ["put", "get"])
 @pytest.mark.parametrize("cancels", [1, 3])
-def test_cancelled_call_keeps_its_memory_until_its_transfer_has_ended(kind: str, cancels: int) -> None:
-    async def main() -> None:
-        store = Gated()
-        memory, objects = device(400, seed=3), placed([100] * 4)
-        ring = StagingRing(store, memory, 200, 100)
-        call = asyncio.ensure_future(ring.put(objects) if kind == "put" else ring.get(objects))
-        await store.calls(1 if kind == "put" else 2)
-        behind = asyncio.create_task(ring.get(objects[:1]))
-        for _ in range(cancels):
-            call.cancel()
-            for _ in range(5):
-                await asyncio.sleep(0)
-        assert not call.done()
-        store.gate.set()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        await behind
-        begun = [[key(0)]] if kind == "put" else [[key(0)], [key(1)]]
-        assert store.entered == [*begun, [key(0)]], "a piece started after the cancellation"
-        assert ring.used_bytes == 0
-        await ring.close()
-
-    run(main())
-
-
-def test_call_cancelled_while_it_copies_ends_after_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        loop, begun, go_on = asyncio.get_running_loop(), asyncio.Event(), Event()
-
-        def copy(_lane: Lane, _pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-            loop.call_soon_threadsafe(begun.set)
-            assert go_on.wait(60)
-
-        monkeypatch.setattr(Lane, "_copy", copy)
-        ring = StagingRing(MemoryStore(CAPACITY_BYTES), device(100, seed=1), 100, 100)
-        call = asyncio.create_task(ring.put(placed([100])))
-        await begun.wait()
+async def test_cancelled_call_keeps_its_memory_until_its_transfer_has_ended(kind: str, cancels: int) -> None:
+    store = Gated()
+    memory, objects = device(400, seed=3), placed([100] * 4)
+    ring = StagingRing(store, memory, 200, 100)
+    call = asyncio.ensure_future(ring.put(objects) if kind == "put" else ring.get(objects))
+    await store.calls(1 if kind == "put" else 2)
+    behind = asyncio.create_task(ring.get(objects[:1]))
+    for _ in range(cancels):
         call.cancel()
         for _ in range(5):
             await asyncio.sleep(0)
-        assert not call.done()
-        assert ring.used_bytes == 100
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        assert ring.used_bytes == 0
-        await ring.close()
+    assert not call.done()
+    store.gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await behind
+    begun = [[key(0)]] if kind == "put" else [[key(0)], [key(1)]]
+    assert store.entered == [*begun, [key(0)]], "a piece started after the cancellation"
+    assert ring.used_bytes == 0
+    await ring.close()
 
-    run(main())
+
+async def test_call_cancelled_while_it_copies_ends_after_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, begun, go_on = asyncio.get_running_loop(), asyncio.Event(), Event()
+
+    def copy(_lane: Lane, _pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        loop.call_soon_threadsafe(begun.set)
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(Lane, "_copy", copy)
+    ring = StagingRing(MemoryStore(CAPACITY_BYTES), device(100, seed=1), 100, 100)
+    call = asyncio.create_task(ring.put(placed([100])))
+    await begun.wait()
+    call.cancel()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not call.done()
+    assert ring.used_bytes == 100
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert ring.used_bytes == 0
+    await ring.close()
 
 
-def test_call_cancelled_while_it_waits_lets_those_behind_it_go_on() -> None:
-    async def main() -> None:
-        store = Gated()
-        memory = device(400, seed=3)
-        ring = StagingRing(store, memory, 200, 200)
-        first = asyncio.create_task(ring.get([StagedObject(key(0), 0, 120)]))
-        await store.calls(1)
-        large = asyncio.create_task(ring.get([StagedObject(key(1), 0, 200)]))
-        small = asyncio.create_task(ring.get([StagedObject(key(2), 0, 80)]))
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert len(store.entered) == 1, "first come, first served: the large one would starve"
-        large.cancel()
-        await store.calls(2)
-        store.gate.set()
-        assert await first == await small == [Got.MISS]
-        assert large.cancelled()
-        await ring.close()
-
-    run(main())
+async def test_call_cancelled_while_it_waits_lets_those_behind_it_go_on() -> None:
+    store = Gated()
+    memory = device(400, seed=3)
+    ring = StagingRing(store, memory, 200, 200)
+    first = asyncio.create_task(ring.get([StagedObject(key(0), 0, 120)]))
+    await store.calls(1)
+    large = asyncio.create_task(ring.get([StagedObject(key(1), 0, 200)]))
+    small = asyncio.create_task(ring.get([StagedObject(key(2), 0, 80)]))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert len(store.entered) == 1, "first come, first served: the large one would starve"
+    large.cancel()
+    await store.calls(2)
+    store.gate.set()
+    assert await first == await small == [Got.MISS]
+    assert large.cancelled()
+    await ring.close()
 
 
 @pytest.mark.parametrize(
@@ -331,23 +306,17 @@ def test_object_that_does_not_pass_is_refused_before_anything_moves() -> None:
         StagingRing(MemoryStore(CAPACITY_BYTES), device(1), 2 << 20, 3_000_000)
 
 
-def test_no_object_needs_no_transfer() -> None:
-    async def main() -> None:
-        ring = StagingRing(MemoryStore(CAPACITY_BYTES), device(1), 100, 100)
-        assert await ring.put([]) == []
-        assert await ring.get([]) == []
-        await ring.close()
-
-    run(main())
+async def test_no_object_needs_no_transfer() -> None:
+    ring = StagingRing(MemoryStore(CAPACITY_BYTES), device(1), 100, 100)
+    assert await ring.put([]) == []
+    assert await ring.get([]) == []
+    await ring.close()
 
 
-def test_direct_gives_the_store_the_arena_itself() -> None:
-    async def main() -> None:
-        store = MemoryStore(CAPACITY_BYTES)
-        memory, objects = device(500, seed=4), placed([100, 200], gap=50)
-        assert await DirectIO(store, memory.numpy().data).put(objects) == [Put.STORED] * 2
-        target = device(500)
-        assert await DirectIO(store, target.numpy().data).get(objects) == [Got.HIT] * 2
-        assert all(bytes_at(target, key) == bytes_at(memory, key) for key in objects)
-
-    run(main())
+async def test_direct_gives_the_store_the_arena_itself() -> None:
+    store = MemoryStore(CAPACITY_BYTES)
+    memory, objects = device(500, seed=4), placed([100, 200], gap=50)
+    assert await DirectIO(store, memory.numpy().data).put(objects) == [Put.STORED] * 2
+    target = device(500)
+    assert await DirectIO(store, target.numpy().data).get(objects) == [Got.HIT] * 2
+    assert all(bytes_at(target, key) == bytes_at(memory, key) for key in objects)

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from tests.support.sim.loop import simulate
+from tests.support.workers.bench import IN_VIRTUAL_TIME
 from tidemill.kvstore.keys import Kind, Namespace, ObjectKey, PageKey, page_keys
 from tidemill.kvstore.layout import (
     Attention,
@@ -171,66 +171,57 @@ UNEQUAL = [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2), (1, 4), (4, 1), (4, 4)]
     "layers", [LAYERS, ATTENTION_ONLY, WINDOWED, LATENT], ids=["hybrid", "attention", "windows", "latents"]
 )
 @pytest.mark.parametrize(("writers", "readers"), UNEQUAL)
-def test_group_reads_pages_of_a_group_of_another_size(
+async def test_group_reads_pages_of_a_group_of_another_size(
     writers: int, readers: int, layers: tuple[LayerSpec, ...], kind: str, tmp_path: Path
 ) -> None:
     shards = shards_of(layers, {writers, readers})
 
-    async def main() -> None:
-        store = MemoryStore(STORE_BYTES) if kind == "memory" else FileStore(tmp_path, STORE_BYTES)
-        one, other = Group(store, writers, shards, layers), Group(store, readers, shards, layers)
-        assert not await other.transfer.holds(KEYS)
-        assert await one.publish()
-        assert await other.transfer.holds(KEYS)
-        depths = [NUM_PAGES] if other.layout.hybrid else list(range(1, NUM_PAGES + 1))
-        assert await other.transfer.restorable_depths(KEYS, 0) == depths
-        assert await other.restore() == NUM_PAGES
-        other.check()
-        stats = store.stats()
-        windows = len(SEEN) * other.layout.has_windows
-        objects = NUM_PAGES * shards.pages + other.layout.has_states * shards.states
-        objects += windows * shards.windows
-        assert stats.puts == stats.objects == objects, "what is replicated is published once"
-        gets = NUM_PAGES * max(readers, shards.pages) + other.layout.has_states * shards.states
-        gets += windows * max(readers, shards.windows)
-        assert stats.gets == stats.hits == gets
-        await store.close()
-
-    asyncio.run(main())
+    store = MemoryStore(STORE_BYTES) if kind == "memory" else FileStore(tmp_path, STORE_BYTES)
+    one, other = Group(store, writers, shards, layers), Group(store, readers, shards, layers)
+    assert not await other.transfer.holds(KEYS)
+    assert await one.publish()
+    assert await other.transfer.holds(KEYS)
+    depths = [NUM_PAGES] if other.layout.hybrid else list(range(1, NUM_PAGES + 1))
+    assert await other.transfer.restorable_depths(KEYS, 0) == depths
+    assert await other.restore() == NUM_PAGES
+    other.check()
+    stats = store.stats()
+    windows = len(SEEN) * other.layout.has_windows
+    objects = NUM_PAGES * shards.pages + other.layout.has_states * shards.states
+    objects += windows * shards.windows
+    assert stats.puts == stats.objects == objects, "what is replicated is published once"
+    gets = NUM_PAGES * max(readers, shards.pages) + other.layout.has_states * shards.states
+    gets += windows * max(readers, shards.windows)
+    assert stats.gets == stats.hits == gets
+    await store.close()
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("place", SEEN)
-def test_window_is_fetched_whole_or_not_at_all(size: int, place: int) -> None:
-    async def main() -> None:
-        store, shards = Watched(), shards_of(WINDOWED, {2, 4})
-        one, other = Group(store, 2, shards, WINDOWED), Group(store, size, shards, WINDOWED)
-        await one.publish()
-        windows = [key.key for key in store.stored if key.kind is Kind.WINDOW]
-        assert set(windows) == {KEYS[seen] for seen in SEEN}, "the last window, and no more"
-        assert [key.kind for key in store.stored][-len(windows) :] == [Kind.WINDOW] * len(windows)
-        lost = ObjectKey(Kind.WINDOW, KEYS[place], shards.windows - 1)
-        store.loses = lambda key: key == lost
-        assert await other.restore() == NUM_PAGES - 1, "all pages, and a checkpoint with a hole"
-        assert not await other.transfer.holds(KEYS)
-        assert await other.transfer.restorable_depths(KEYS, 0) == []
-
-    asyncio.run(main())
+async def test_window_is_fetched_whole_or_not_at_all(size: int, place: int) -> None:
+    store, shards = Watched(), shards_of(WINDOWED, {2, 4})
+    one, other = Group(store, 2, shards, WINDOWED), Group(store, size, shards, WINDOWED)
+    await one.publish()
+    windows = [key.key for key in store.stored if key.kind is Kind.WINDOW]
+    assert set(windows) == {KEYS[seen] for seen in SEEN}, "the last window, and no more"
+    assert [key.kind for key in store.stored][-len(windows) :] == [Kind.WINDOW] * len(windows)
+    lost = ObjectKey(Kind.WINDOW, KEYS[place], shards.windows - 1)
+    store.loses = lambda key: key == lost
+    assert await other.restore() == NUM_PAGES - 1, "all pages, and a checkpoint with a hole"
+    assert not await other.transfer.holds(KEYS)
+    assert await other.transfer.restorable_depths(KEYS, 0) == []
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_cached_pages_are_not_fetched(size: int) -> None:
-    async def main() -> None:
-        store, shards = Watched(), shards_of(LAYERS, {2, 4})
-        one, other = Group(store, 2, shards), Group(store, size, shards)
-        await one.publish()
-        await one.publish()
-        assert max(Counter(store.stored).values()) == 1
-        assert await other.restore(reused_pages=NUM_PAGES) == NUM_PAGES
-        assert store.stats().gets == shards.states
-        assert await other.restore(reused_pages=2) == NUM_PAGES
-
-    asyncio.run(main())
+async def test_cached_pages_are_not_fetched(size: int) -> None:
+    store, shards = Watched(), shards_of(LAYERS, {2, 4})
+    one, other = Group(store, 2, shards), Group(store, size, shards)
+    await one.publish()
+    await one.publish()
+    assert max(Counter(store.stored).values()) == 1
+    assert await other.restore(reused_pages=NUM_PAGES) == NUM_PAGES
+    assert store.stats().gets == shards.states
+    assert await other.restore(reused_pages=2) == NUM_PAGES
 
 
 SHARDS = shards_of(LAYERS, {1, 2, 4})
@@ -243,79 +234,65 @@ OBJECTS = [
 @pytest.mark.parametrize("key", OBJECTS, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("is_lost", [True, False], ids=["lost", "damaged"])
-def test_one_bad_shard_on_one_rank_is_a_miss_for_the_group(
+async def test_one_bad_shard_on_one_rank_is_a_miss_for_the_group(
     key: ObjectKey,
     size: int,
     is_lost: bool,  # noqa: FBT001  a parameter of the test
 ) -> None:
     """Lost after the store was asked, or damaged: either way the depth before it is what remains."""
-
-    async def main() -> None:
-        store = Watched()
-        one, other = Group(store, 1, SHARDS), Group(store, size, SHARDS)
-        await one.publish()
-        if is_lost:
-            store.loses = lambda other_key: other_key == key
-        else:
-            store.objects[key][-1] ^= 1
-        good = KEYS.index(key.key) if key.kind is Kind.PAGE else NUM_PAGES - 1
-        assert await other.restore() == good
-        assert not await other.transfer.holds(KEYS)
-        if key.kind is Kind.CHECKPOINT:
-            assert await other.transfer.restorable_depths(KEYS, 0) == []
-        store.loses = lambda _: False
-        assert await one.publish(), "the missing shard alone is stored again"
-        assert store.stored.count(key) == 2
-        assert max(Counter(store.stored).values()) == 2
-        assert await other.restore() == NUM_PAGES
-        other.check()
-
-    asyncio.run(main())
+    store = Watched()
+    one, other = Group(store, 1, SHARDS), Group(store, size, SHARDS)
+    await one.publish()
+    if is_lost:
+        store.loses = lambda other_key: other_key == key
+    else:
+        store.objects[key][-1] ^= 1
+    good = KEYS.index(key.key) if key.kind is Kind.PAGE else NUM_PAGES - 1
+    assert await other.restore() == good
+    assert not await other.transfer.holds(KEYS)
+    if key.kind is Kind.CHECKPOINT:
+        assert await other.transfer.restorable_depths(KEYS, 0) == []
+    store.loses = lambda _: False
+    assert await one.publish(), "the missing shard alone is stored again"
+    assert store.stored.count(key) == 2
+    assert max(Counter(store.stored).values()) == 2
+    assert await other.restore() == NUM_PAGES
+    other.check()
 
 
 @pytest.mark.parametrize("shard", [0, 1])
-def test_page_without_one_of_its_shards_ends_the_run(shard: int) -> None:
-    async def main() -> None:
-        store, shards = MemoryStore(STORE_BYTES), shards_of(ATTENTION_ONLY, {2})
-        one = Group(store, 2, shards, ATTENTION_ONLY)
-        await one.publish()
-        store.forget(ObjectKey(Kind.PAGE, KEYS[2], shard))
-        assert await one.transfer.restorable_depths(KEYS, 0) == [1, 2]
-        assert await one.transfer.restorable_depths(KEYS, 3) == [4, 5]
-
-    asyncio.run(main())
+async def test_page_without_one_of_its_shards_ends_the_run(shard: int) -> None:
+    store, shards = MemoryStore(STORE_BYTES), shards_of(ATTENTION_ONLY, {2})
+    one = Group(store, 2, shards, ATTENTION_ONLY)
+    await one.publish()
+    store.forget(ObjectKey(Kind.PAGE, KEYS[2], shard))
+    assert await one.transfer.restorable_depths(KEYS, 0) == [1, 2]
+    assert await one.transfer.restorable_depths(KEYS, 3) == [4, 5]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_checkpoint_is_stored_behind_the_pages_of_all_ranks(size: int) -> None:
+async def test_checkpoint_is_stored_behind_the_pages_of_all_ranks(size: int) -> None:
     """A stored shard of a checkpoint implies that every shard of every page is stored."""
-
-    async def main() -> None:
-        store = Watched()
-        assert await Group(store, size, SHARDS).publish()
-        kinds = [key.kind for key in store.stored]
-        assert kinds == [Kind.PAGE] * (2 * NUM_PAGES) + [Kind.CHECKPOINT] * 4
-
-    asyncio.run(main())
+    store = Watched()
+    assert await Group(store, size, SHARDS).publish()
+    kinds = [key.kind for key in store.stored]
+    assert kinds == [Kind.PAGE] * (2 * NUM_PAGES) + [Kind.CHECKPOINT] * 4
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("refused", OBJECTS, ids=str)
-def test_refused_shard_of_a_page_keeps_every_rank_from_its_checkpoint(size: int, refused: ObjectKey) -> None:
-    async def main() -> None:
-        store = Watched()
-        store.refuses = lambda key: key == refused
-        one = Group(store, size, SHARDS)
-        assert not await one.publish()
-        assert not await one.transfer.holds(KEYS)
-        checkpoints = [key for key in store.stored if key.kind is Kind.CHECKPOINT]
-        assert refused not in checkpoints
-        assert refused.kind is Kind.CHECKPOINT or not checkpoints
-        store.refuses = lambda _: False
-        assert await one.publish()
-        assert await one.transfer.holds(KEYS)
-
-    asyncio.run(main())
+async def test_refused_shard_keeps_every_rank_from_the_checkpoint(size: int, refused: ObjectKey) -> None:
+    store = Watched()
+    store.refuses = lambda key: key == refused
+    one = Group(store, size, SHARDS)
+    assert not await one.publish()
+    assert not await one.transfer.holds(KEYS)
+    checkpoints = [key for key in store.stored if key.kind is Kind.CHECKPOINT]
+    assert refused not in checkpoints
+    assert refused.kind is Kind.CHECKPOINT or not checkpoints
+    store.refuses = lambda _: False
+    assert await one.publish()
+    assert await one.transfer.holds(KEYS)
 
 
 class Stalled(MemoryStore):
@@ -369,165 +346,144 @@ def _with_a_slow_mate(patience_s: float = math.inf) -> tuple[Group, Slow]:
     return one, slow
 
 
+@IN_VIRTUAL_TIME
 @pytest.mark.parametrize("reused_pages", [0, 2, NUM_PAGES])
-def test_fetch_that_finds_no_place_in_the_quota_has_fetched_nothing(reused_pages: int) -> None:
+async def test_fetch_that_finds_no_place_in_the_quota_has_fetched_nothing(reused_pages: int) -> None:
     """Least of all the checkpoint, where all pages are here."""
-
-    async def main() -> None:
-        let = asyncio.Event()
-        let.set()
-        one = Group(Stalled(let, 3.0), 1, SHARDS)
-        places = DirectIO(one.transfer.store, memoryview(one.arenas[0]))
-        one.transfer = Transfer(one.layout, places, SHARDS, in_flight_bytes_max=1)
-        await one.publish()
-        let.clear()
-        first = asyncio.ensure_future(one.restore())
-        await asyncio.sleep(1.0)
-        second = asyncio.ensure_future(one.restore(reused_pages))
-        assert await first == 0
-        assert await second == min(reused_pages, NUM_PAGES - 1)
-        let.set()
-        for moving in one.late:
-            await moving
-
-    simulate(0, main())
-
-
-def test_cancelled_fetch_leaves_its_transfer_to_the_owner_of_the_memory() -> None:
-    async def main() -> None:
-        one, slow = _with_a_slow_mate()
-        task = asyncio.ensure_future(one.restore())
-        await slow.called.wait()
-        task.cancel()
-        await asyncio.wait({task})
-        assert task.cancelled()
-        [moving] = one.late
-        assert slow.busy
-        assert not moving.done()
-        slow.let.set()
+    let = asyncio.Event()
+    let.set()
+    one = Group(Stalled(let, 3.0), 1, SHARDS)
+    places = DirectIO(one.transfer.store, memoryview(one.arenas[0]))
+    one.transfer = Transfer(one.layout, places, SHARDS, in_flight_bytes_max=1)
+    await one.publish()
+    let.clear()
+    first = asyncio.ensure_future(one.restore())
+    await asyncio.sleep(1.0)
+    second = asyncio.ensure_future(one.restore(reused_pages))
+    assert await first == 0
+    assert await second == min(reused_pages, NUM_PAGES - 1)
+    let.set()
+    for moving in one.late:
         await moving
-        assert not slow.busy
-
-    asyncio.run(main())
 
 
-def test_fetch_ends_when_it_is_not_worth_waiting_for_any_more() -> None:
-    async def main() -> None:
-        one, slow = _with_a_slow_mate(patience_s=3.0)
-        began_s = asyncio.get_running_loop().time()
-        assert await one.restore() == 0
-        assert asyncio.get_running_loop().time() - began_s == pytest.approx(3.0)
-        [moving] = one.late
-        assert not moving.done()
-        slow.let.set()
-        await moving
-        assert await one.restore() == 0, "in time: what the store does not have is a miss"
-        assert len(one.late) == 1
+async def test_cancelled_fetch_leaves_its_transfer_to_the_owner_of_the_memory() -> None:
+    one, slow = _with_a_slow_mate()
+    task = asyncio.ensure_future(one.restore())
+    await slow.called.wait()
+    task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled()
+    [moving] = one.late
+    assert slow.busy
+    assert not moving.done()
+    slow.let.set()
+    await moving
+    assert not slow.busy
 
-    simulate(0, main())
+
+@IN_VIRTUAL_TIME
+async def test_fetch_ends_when_it_is_not_worth_waiting_for_any_more() -> None:
+    one, slow = _with_a_slow_mate(patience_s=3.0)
+    began_s = asyncio.get_running_loop().time()
+    assert await one.restore() == 0
+    assert asyncio.get_running_loop().time() - began_s == pytest.approx(3.0)
+    [moving] = one.late
+    assert not moving.done()
+    slow.let.set()
+    await moving
+    assert await one.restore() == 0, "in time: what the store does not have is a miss"
+    assert len(one.late) == 1
 
 
+@IN_VIRTUAL_TIME
 @pytest.mark.parametrize("patience_s", [3.0, 30.0])
-def test_fetch_and_publication_end_when_the_store_goes_down(patience_s: float) -> None:
-    async def main() -> None:
-        one, slow = _with_a_slow_mate(patience_s)
-        store = one.transfer.store
-        assert isinstance(store, Stalled)
-        began_s = asyncio.get_running_loop().time()
-        fetching = asyncio.ensure_future(one.restore())
-        publishing = asyncio.ensure_future(slow.let.wait())
-        published = asyncio.ensure_future(one.transfer.wait_published(publishing, 1))
-        await asyncio.sleep(1.0)
-        assert not fetching.done()
-        assert not published.done()
-        store.patience_now_s = 0.0
-        assert await fetching == 0
-        await published
-        assert asyncio.get_running_loop().time() - began_s < 1.0 + 2 * LOOK_S
-        slow.let.set()
-        await asyncio.gather(publishing, *one.late)
-
-    simulate(0, main())
+async def test_fetch_and_publication_end_when_the_store_goes_down(patience_s: float) -> None:
+    one, slow = _with_a_slow_mate(patience_s)
+    store = one.transfer.store
+    assert isinstance(store, Stalled)
+    began_s = asyncio.get_running_loop().time()
+    fetching = asyncio.ensure_future(one.restore())
+    publishing = asyncio.ensure_future(slow.let.wait())
+    published = asyncio.ensure_future(one.transfer.wait_published(publishing, 1))
+    await asyncio.sleep(1.0)
+    assert not fetching.done()
+    assert not published.done()
+    store.patience_now_s = 0.0
+    assert await fetching == 0
+    await published
+    assert asyncio.get_running_loop().time() - began_s < 1.0 + 2 * LOOK_S
+    slow.let.set()
+    await asyncio.gather(publishing, *one.late)
 
 
-def test_no_more_bytes_are_in_flight_than_the_quota() -> None:
-    async def main() -> None:
-        quota, rng = Quota(100), Random(1)
-        in_flight = most = 0
+@IN_VIRTUAL_TIME
+async def test_no_more_bytes_are_in_flight_than_the_quota() -> None:
+    quota, rng = Quota(100), Random(1)
+    in_flight = most = 0
 
-        async def move(num_bytes: int) -> None:
-            nonlocal in_flight, most
-            await asyncio.sleep(rng.random())
-            await quota.take(num_bytes)
-            in_flight += num_bytes
-            most = max(most, in_flight)
-            assert in_flight <= max(100, num_bytes)
-            try:
-                await asyncio.sleep(rng.random())
-            finally:
-                in_flight -= num_bytes
-                quota.give_back(num_bytes)
-
-        moves = [asyncio.ensure_future(move(rng.choice([1, 30, 60, 100, 250]))) for _ in range(300)]
-        for task in rng.sample(moves, 60):
-            await asyncio.sleep(rng.random() / 20)
-            task.cancel()
-        await asyncio.wait(moves)
-        assert most > 90
-        assert quota.wanted_bytes == 0
-        await asyncio.wait_for(quota.take(100), 1.0)
-
-    simulate(0, main())
-
-
-def test_cancelled_publication_ends_when_every_rank_has_left_its_memory() -> None:
-    async def main() -> None:
-        one, slow = _with_a_slow_mate()
-        task = asyncio.ensure_future(one.publish())
-        await slow.called.wait()
+    async def move(num_bytes: int) -> None:
+        nonlocal in_flight, most
+        await asyncio.sleep(rng.random())
+        await quota.take(num_bytes)
+        in_flight += num_bytes
+        most = max(most, in_flight)
+        assert in_flight <= max(100, num_bytes)
         try:
-            for _ in range(3):
-                task.cancel()
-                await asyncio.sleep(0)
-                assert not task.done()
+            await asyncio.sleep(rng.random())
         finally:
-            slow.let.set()
-            await asyncio.wait({task})
-        assert task.cancelled()
-        assert not slow.busy
+            in_flight -= num_bytes
+            quota.give_back(num_bytes)
 
-    asyncio.run(main())
+    moves = [asyncio.ensure_future(move(rng.choice([1, 30, 60, 100, 250]))) for _ in range(300)]
+    for task in rng.sample(moves, 60):
+        await asyncio.sleep(rng.random() / 20)
+        task.cancel()
+    await asyncio.wait(moves)
+    assert most > 90
+    assert quota.wanted_bytes == 0
+    await asyncio.wait_for(quota.take(100), 1.0)
+
+
+async def test_cancelled_publication_ends_when_every_rank_has_left_its_memory() -> None:
+    one, slow = _with_a_slow_mate()
+    task = asyncio.ensure_future(one.publish())
+    await slow.called.wait()
+    try:
+        for _ in range(3):
+            task.cancel()
+            await asyncio.sleep(0)
+            assert not task.done()
+    finally:
+        slow.let.set()
+        await asyncio.wait({task})
+    assert task.cancelled()
+    assert not slow.busy
 
 
 @pytest.mark.parametrize("broken", [1, 2, 3])
-def test_mate_whose_link_is_broken_is_a_loss(broken: int) -> None:
-    async def main() -> None:
-        store = Watched()
-        one = Group(store, 4, SHARDS)
-        await one.publish()
-        gone = Slow(0)
-        gone.let.set()
-        one.mates[broken] = gone
-        one.lead(one.mates[1:], store, SHARDS)
-        assert await one.restore() == 0
-        store.objects.clear()
-        assert not await one.publish()
-        assert not any(key.kind is Kind.CHECKPOINT for key in store.objects)
-
-    asyncio.run(main())
+async def test_mate_whose_link_is_broken_is_a_loss(broken: int) -> None:
+    store = Watched()
+    one = Group(store, 4, SHARDS)
+    await one.publish()
+    gone = Slow(0)
+    gone.let.set()
+    one.mates[broken] = gone
+    one.lead(one.mates[1:], store, SHARDS)
+    assert await one.restore() == 0
+    store.objects.clear()
+    assert not await one.publish()
+    assert not any(key.kind is Kind.CHECKPOINT for key in store.objects)
 
 
-def test_rank_that_publishes_no_pages_has_no_part_in_their_loss() -> None:
-    async def main() -> None:
-        store, shards = Watched(), shards_of(LAYERS, {4})
-        one = Group(store, 4, shards)
-        pages = [Moved(Kind.PAGE, key, page) for key, page in zip(KEYS, PAGES, strict=True)]
-        state = Moved(Kind.CHECKPOINT, PageKey(KEYS[-1]), SLOT)
-        assert await one.mates[1].put([*pages, state]) == NUM_PAGES + 1
-        assert store.stored == [ObjectKey(Kind.CHECKPOINT, KEYS[-1], 1)]
-        assert await one.mates[1].put([]) == await one.mates[1].get([]) == 0
-        store.objects.clear()
-        store.refuses = lambda key: key.kind is Kind.CHECKPOINT
-        assert await one.mates[1].put([*pages, state]) == NUM_PAGES
-
-    asyncio.run(main())
+async def test_rank_that_publishes_no_pages_has_no_part_in_their_loss() -> None:
+    store, shards = Watched(), shards_of(LAYERS, {4})
+    one = Group(store, 4, shards)
+    pages = [Moved(Kind.PAGE, key, page) for key, page in zip(KEYS, PAGES, strict=True)]
+    state = Moved(Kind.CHECKPOINT, PageKey(KEYS[-1]), SLOT)
+    assert await one.mates[1].put([*pages, state]) == NUM_PAGES + 1
+    assert store.stored == [ObjectKey(Kind.CHECKPOINT, KEYS[-1], 1)]
+    assert await one.mates[1].put([]) == await one.mates[1].get([]) == 0
+    store.objects.clear()
+    store.refuses = lambda key: key.kind is Kind.CHECKPOINT
+    assert await one.mates[1].put([*pages, state]) == NUM_PAGES
