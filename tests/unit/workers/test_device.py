@@ -14,13 +14,12 @@ from tests.support.kvstore.fake_vmm import FakeVmm
 from tidemill import LLM
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.layout import layout_of
-from tidemill.kvstore.memory.backing import Fixed, Kvcached, Mmap
+from tidemill.kvstore.memory.backing import Kvcached
 from tidemill.workers.device import (
     check_ranks,
     device_of,
     device_of_rank,
     granted,
-    memory_name,
     open_backing,
 )
 from tidemill.workers.device_errors import is_sticky
@@ -151,18 +150,6 @@ def test_ranks_share_a_device_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     check_ranks(settings)
     assert [device_of_rank(settings, rank) for rank in range(2)] == ["cuda:0", "cuda:0"]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_ranks_without_devices_do_not_start() -> None:
-    with pytest.raises(SettingsError, match=r"no CUDA device here: use --device cpu"):
-        LLM("keeper", device="cuda", tensor_parallel_size=2)
-
-
-def test_memory_of_a_host() -> None:
-    assert memory_name(device_of(settings_with())) == "cpu"
-    assert isinstance(open_backing(settings_with(), 1 << 20), Mmap)
-    assert isinstance(open_backing(settings_with(backing="fixed"), 1 << 20), Fixed)
 
 
 def test_without_kvcached_the_other_backing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,14 +200,6 @@ async def test_consecutive_pages_are_one_event() -> None:
     assert 44 in depths
 
 
-@run_by(run)
-async def test_index_without_events_logs_nothing() -> None:
-    async with bench() as made:
-        await made.answer(a_request(tuple(range(9)) * 5))
-        assert made.ledger.index.log is None
-        assert not any(entry.tokens for entry in made.ledger.index)
-
-
 def test_publisher_survives_wrong_requests(tmp_path: Path) -> None:
     settings = KvEventSettings(endpoint=f"ipc://{tmp_path}/live", replay_endpoint=f"ipc://{tmp_path}/past")
     publisher = ZmqPublisher(settings, EventForm.of(HYBRID, on_cuda=False))

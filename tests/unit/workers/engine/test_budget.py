@@ -1,7 +1,6 @@
 """The budget of memory: overload, one request at a time, changes while requests run, and refusals."""
 
 import asyncio
-from collections import Counter
 from random import Random
 from statistics import median
 
@@ -21,7 +20,6 @@ from tests.support.workers.bench import (
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.layout import PAGES, STATES, Layout
 from tidemill.kvstore.memory.backing import Fixed
-from tidemill.kvstore.memory.demand import CHECKPOINT_STATE
 from tidemill.workers.engine.memory_plan import extents_for
 from tidemill.workers.messages import Request
 from tidemill.workers.options import CheckpointStrategy
@@ -146,52 +144,6 @@ async def test_request_waits_while_those_that_run_need_the_last_pages() -> None:
         await one.until(lambda: one.count("generated_tokens") > 0)
         await asyncio.gather(first, one.answer(a_request(prompt(24, 2), 8, request_id="second")))
         assert one.engine.preempted == []
-
-
-async def test_idle_worker_shrinks_immediately() -> None:
-    async with bench(num_extents=40, tuning=Tuning(extents_min=4)) as one:
-        await one.answer_all(requests_of(12, 20, 10))
-        await one.settle()
-        one.engine.resize(7 * one.layout.extent_bytes)
-        used = one.ledger.usage()
-        assert used.extents[PAGES] + used.extents[STATES] + used.empty_extents <= 7
-        await one.answer_all(requests_of(12, 20, 10))
-
-
-REACHED = {
-    "none": (PAGES, STATES, CHECKPOINT_STATE),
-    "lazy": (PAGES, STATES, CHECKPOINT_STATE),
-    "double": (PAGES, STATES),
-}
-
-
-@pytest.mark.parametrize(
-    ("strategy", "site"), [(name, site) for name, sites in REACHED.items() for site in sites]
-)
-async def test_memory_refused_at_each_site(strategy: CheckpointStrategy, site: str) -> None:
-    """Refuse memory at the n-th time, once or a few times in a row, for n over all that is reached."""
-
-    requests = requests_of(4, 9, 14)
-    for first in (*range(1, 20), *range(20, 1000, 7)):
-        asked = Counter[str]()
-        times = 1 + first % 4
-
-        def refuses(
-            asking: str,
-            first: int = first,
-            times: int = times,
-            asked: Counter[str] = asked,
-        ) -> bool:
-            asked[asking] += 1
-            return asking == site and first <= asked[site] < first + times
-
-        async with bench(strategy=strategy, num_extents=8, tuning=Tuning(refuses=refuses)) as one:
-            await one.answer_all(requests)
-            assert one.engine.preemptions_max <= PREEMPTIONS_MAX
-        if asked[site] < first:
-            assert first > 2, "the site was never reached"
-            return
-    pytest.fail("it never ends")
 
 
 class Grudging(Fixed):

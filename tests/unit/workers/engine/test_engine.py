@@ -16,10 +16,9 @@ from tests.support.workers.bench import (
     prompt,
     root_of,
 )
-from tidemill.kvstore.keys import PageKey, page_keys
+from tidemill.kvstore.keys import page_keys
 from tidemill.kvstore.layout import layout_of
 from tidemill.workers.messages import (
-    ANNOUNCED_KEY_BYTES,
     Produced,
     Provenance,
     Request,
@@ -64,45 +63,11 @@ async def test_request_that_can_never_fit_takes_no_memory() -> None:
         await one.answer(a_request(prompt(capacity - 6), 6))
 
 
-async def test_bytes_of_the_load_add_up_at_any_time() -> None:
-    async with bench(num_extents=8) as one:
-        budget_bytes = 8 * one.layout.extent_bytes
-        work = asyncio.gather(*(one.answer(a_request(prompt(30, seed), 20)) for seed in range(5)))
-        rows_max = 0
-        while not work.done():
-            load = one.engine.load()
-            assert sum(load.memory.values()) == load.budget_bytes == budget_bytes
-            assert min(*load.memory.values(), load.queued_tokens, load.wanted_bytes) >= 0
-            rows_max = max(rows_max, load.running_rows + load.waiting_rows)
-            one.ledger.check()
-            await asyncio.sleep(0.003)
-        await work
-        assert rows_max == 5
-        await one.settle()
-        load = one.engine.load()
-        assert (load.running_rows, load.waiting_rows, load.queued_tokens) == (0, 0, 0)
-        assert (load.live_bytes, load.wanted_bytes, load.state_slots) == (0, 0, 0)
-        assert load.counters["generated_tokens"] == 5 * 20
-
-
 async def test_salt_shares_nothing() -> None:
     async with bench() as one:
         await one.answer(a_request(prompt(20)))
         foreign = await one.answer(a_request(prompt(20), salt="tenant"))
         assert foreign == Provenance(computed_tokens=20)
-
-
-async def test_announcements_add_up_to_the_restorable_depths() -> None:
-    async with bench(num_extents=6) as one:
-        announced: set[bytes] = set()
-        for seed in range(12):
-            await one.answer(a_request(prompt(20, seed % 5), 10))
-            changed = one.engine.take_announcement(full=seed == 6)
-            announced = ((set[bytes]() if changed.full else announced) - set(changed.removed)) | set(
-                changed.added
-            )
-            keys: list[PageKey] = one.ledger.index.restorable_keys()
-            assert announced == {key[:ANNOUNCED_KEY_BYTES] for key in keys}
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 1.0])

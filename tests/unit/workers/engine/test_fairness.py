@@ -14,7 +14,6 @@ from statistics import mean
 
 import pytest
 
-from tests.support.sim.faulty_store import FaultyStore
 from tests.support.sim.fold import fold_layout
 from tests.support.sim.in_order import InOrder
 from tests.support.workers.bench import IN_VIRTUAL_TIME, Bench, Tuning, a_request, bench, prompt, run
@@ -232,18 +231,6 @@ def test_streams_that_guess_stay_in_one_step(right: float) -> None:
     assert rates[True] >= 0.9 * rates[False]
 
 
-@overlaps
-async def test_without_streams_prompts_have_the_whole_machine(overlap: bool) -> None:  # noqa: FBT001  a parameter of the test
-    """Full steps, from the first one on."""
-    machine = Machine(base_s=0.02, token_s=0.001, rng=Random(1))
-
-    async with a_machine(machine, overlap=overlap) as one:
-        request = a_request(prompt(8 * 256), 1)
-        last_s = await first_token_s(one, request)
-        assert last_s <= 9 * (0.02 + 0.256)
-        assert max(sum(len(row.tokens) for row in step) for step in one.runner.steps) == 256
-
-
 @pytest.mark.parametrize("streams", [0, 3])
 async def test_flood_of_short_prompts_does_not_starve_a_long_one(streams: int) -> None:
     """Each short one answers with one token, and the next one takes its place. They overtake the long one for
@@ -269,39 +256,6 @@ async def test_flood_of_short_prompts_does_not_starve_a_long_one(streams: int) -
         for task in [*flood, *(stream.task for stream in decoding)]:
             task.cancel()
         await asyncio.wait([*flood, *(stream.task for stream in decoding)])
-
-
-@pytest.mark.parametrize("layout", [ATTENTION, HYBRID], ids=["attention", "hybrid"])
-async def test_no_more_rows_run_than_may(layout: Layout) -> None:
-    machine = Machine(base_s=0.02, rng=Random(1))
-
-    async with a_machine(machine, layout=layout, rows_max=5) as one:
-        requests = [a_request(prompt(20 + index, index), 9, request_id=str(index)) for index in range(40)]
-        work = asyncio.gather(*(_read(one, request) for request in requests))
-        most = 0
-        while not work.done():
-            most = max(most, one.engine.load().running_rows)
-            await asyncio.sleep(0.005)
-        await work
-        assert most == 5
-
-
-async def test_those_that_are_being_fetched_count_as_rows() -> None:
-    """They take long to arrive from the store. Then they run, at most as many as allowed."""
-    requests = [a_request(prompt(40, index), 9, request_id=str(index)) for index in range(20)]
-
-    store = FaultyStore(Random(2), delay_s_max=0.5)
-    async with bench(store, layout=ATTENTION, num_extents=500) as one:
-        await asyncio.gather(*map(one.engine.produce, requests))
-    async with bench(store, layout=ATTENTION, num_extents=500, tuning=Tuning(rows_max=5)) as one:
-        work = asyncio.create_task(one.answer_all(requests))
-        most = 0
-        while not work.done():
-            most = max(most, one.engine.load().running_rows)
-            await asyncio.sleep(0.005)
-        provenances = await work
-        assert {provenance.fetched_tokens for provenance in provenances} == {32}
-        assert 1 < most <= 5
 
 
 async def _read(one: Bench, request: Request) -> None:

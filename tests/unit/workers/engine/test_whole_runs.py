@@ -19,7 +19,7 @@ from tests.support.sim.fold import VOCABULARY, fold_layout
 from tests.support.workers.bench import LOOK_S, Bench, Tuning, a_request, bench, prompt, run
 from tidemill.kvstore.memory.demand import never
 from tidemill.workers.engine.memory_plan import extents_for
-from tidemill.workers.messages import Request, Sampling
+from tidemill.workers.messages import ANNOUNCED_KEY_BYTES, Request, Sampling
 from tidemill.workers.scheduling.admission import PREEMPTIONS_MAX
 
 RUNS = 50
@@ -90,10 +90,18 @@ async def client(one: Bench, rng: Random, request: Request, met: Counter[str]) -
             met["fetched_tokens"] += (await one.answer(request)).fetched_tokens
 
 
-async def changes(one: Bench, rng: Random, met: Counter[str], *, resizes: bool) -> None:
-    """Look at the memory often, and change its budget."""
+async def changes(one: Bench, rng: Random, met: Counter[str], tuning: Tuning, *, resizes: bool) -> None:
+    """Look at the memory and the load often, and change the budget."""
+    announced = set[bytes]()
     while True:
         one.ledger.check()
+        load = one.engine.load()
+        assert sum(load.memory.values()) == load.budget_bytes or one.ledger.excess
+        assert min(*load.memory.values(), load.queued_tokens, load.wanted_bytes) >= 0
+        assert load.running_rows <= tuning.rows_max
+        news = one.engine.take_announcement(full=rng.random() < 0.1)
+        announced = (set[bytes]() if news.full else announced - {*news.removed}) | {*news.added}
+        assert announced == {key[:ANNOUNCED_KEY_BYTES] for key in one.ledger.index.restorable_keys()}
         met["two steps in flight"] += len(one.runner.in_flight) == 2
         if resizes and rng.random() < 0.1:
             one.engine.resize(rng.choice([0, 20, 1000]) * one.layout.extent_bytes)
@@ -148,13 +156,17 @@ async def whole_run(rng: Random, met: Counter[str]) -> None:
         strategy=rng.choice(["none", "double", "lazy"]),
         tuning=tuning,
     ) as one:
-        looking = asyncio.create_task(changes(one, rng, met, resizes=resizes))
+        looking = asyncio.create_task(changes(one, rng, met, tuning, resizes=resizes))
         try:
             await asyncio.gather(*(client(one, rng, request, met) for request in requests))
             assert not looking.done(), looking.exception()
         finally:
             looking.cancel()
             await asyncio.wait([looking])
+        await one.settle()
+        load = one.engine.load()
+        assert (load.running_rows, load.waiting_rows, load.queued_tokens) == (0, 0, 0)
+        assert (load.live_bytes, load.wanted_bytes, load.state_slots) == (0, 0, 0)
         assert one.engine.preemptions_max <= PREEMPTIONS_MAX or resizes or refusals
         met.update({name: int(value) for name, value in one.engine.load().counters.items() if name in MET})
         results = [result for step in one.runner.drawn for result in step]

@@ -197,15 +197,6 @@ def test_tokens_that_draw_or_have_scores_are_kept(drawn: tuple[Step, int], score
         assert (kept.tokens_K.tolist(), kept.cu_B1.tolist()) == (wanted, starts)
 
 
-@in_loop
-async def test_step_runs_beside_the_event_loop() -> None:
-    model = Echo()
-    runner = TorchRunner(model, NO_CACHES, page_tokens=4, threads=1)
-    assert await runner.run((a_row("a", (3, 4), 0),)) == [Drawn()]
-    assert len(model.seen) == 1
-    runner.close()
-
-
 @pytest.mark.parametrize("computes", [True, False])
 @in_loop
 async def test_cpu_time_of_a_step_is_seen_while_it_runs(
@@ -238,33 +229,6 @@ async def test_cpu_time_of_a_step_is_seen_while_it_runs(
     assert runner.cpu_s() == 0.0
 
 
-def test_pending_token_is_the_one_that_its_sequence_drew_in_the_step_before() -> None:
-    """Two steps are in flight. The second one has the rows in another order, and one of its own."""
-    greedy = Sampling(temperature=0.0)
-    model = Echo()
-    runner = TorchRunner(model, NO_CACHES, page_tokens=4, threads=1)
-    first = (
-        a_row("a", (3, 4), 0, draws_at(2, greedy)),
-        a_row("b", (7,), 5, draws_at(6, greedy)),
-        a_row("c", (1, 2), 0),
-    )
-    second = (
-        a_row("b", (PENDING,), 6, draws_at(7, greedy)),
-        a_row("c", (5,), 2),
-        a_row("a", (PENDING,), 2, draws_at(3, greedy)),
-    )
-
-    async def main() -> list[list[Drawn]]:
-        return [*await asyncio.gather(runner.run(first), runner.run(second))]
-
-    drawn, then = asyncio.run(main())
-    runner.close()
-    assert [len(result.tokens) for result in drawn] == [1, 1, 0]
-    tokens = [int(token) for token in model.seen[1].tokens_T]
-    assert tokens == [drawn[1].tokens[0], 5, drawn[0].tokens[0]]
-    assert then[0].tokens == (int(noise(tokens[0], 6).argmax()),)
-
-
 def test_with_guesses_it_is_the_last_one_of_those_drawn() -> None:
     greedy = Sampling(temperature=0.0)
     truth = [int(noise(4, 1).argmax())]
@@ -276,18 +240,4 @@ def test_with_guesses_it_is_the_last_one_of_those_drawn() -> None:
     assert runner.run_now((guessed,)) == [Drawn(tuple(truth))]
     runner.run_now((a_row("a", (PENDING,), 4, draws_at(5, greedy)),))
     assert model.seen[1].tokens_T.tolist() == truth[2:]
-    runner.close()
-
-
-def test_draws_of_a_broken_step_are_not_used() -> None:
-    greedy = Sampling(temperature=0.0)
-    model = Echo()
-    runner = TorchRunner(model, NO_CACHES, page_tokens=4, threads=1)
-    runner.run_now((a_row("a", (4,), 0, draws_at(1, greedy)),))
-    model.broken = True
-    with pytest.raises(ZeroDivisionError):
-        runner.run_now((a_row("a", (PENDING,), 1, draws_at(2, greedy)),))
-    model.broken = False
-    with pytest.raises(KeyError):
-        runner.run_now((a_row("a", (PENDING,), 2, draws_at(3, greedy)),))
     runner.close()

@@ -6,7 +6,6 @@ right place."""
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -177,14 +176,6 @@ def check_guesses(fed: Fed, row: Row, guesses: tuple[int, ...], most: int, page_
     for guess in guesses:
         assert guess == guess_of(token, at)
         token, at = guess, at + 1
-
-
-def test_row_that_ends_amid_a_page_draws() -> None:
-    """Otherwise no row would write the slot after it."""
-    guesser = MtpDrafter(Recorder(4), lambda hidden_NH: hidden_NH, NO_CACHES, 4, 2)
-    row = Row("", (1, 2), 0, (PageId(1),), None, ())
-    with pytest.raises(AssertionError, match="no row would write"):
-        guesser.run((row,), (1, 2), torch.zeros(2, 2), [DrawnEnd()], choose)
 
 
 def test_without_a_slot_the_head_rests() -> None:

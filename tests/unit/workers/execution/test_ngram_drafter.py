@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.workers.execution.ngram_drafter import START_TOKENS, HeadDrafter, NgramDrafter, next_length
+from tidemill.workers.execution.ngram_drafter import START_TOKENS, HeadDrafter, NgramDrafter
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=200)
 
@@ -80,30 +80,12 @@ def test_guesses_that_fail_get_fewer() -> None:
     assert list(drafter.propose(text, 8)) == [2, 8]
 
 
-def test_untried_guesses_are_compared_with_the_actual_tokens() -> None:
-    drafter = NgramDrafter()
-    text = [1, 2, 3, 4, 5, 6, 7, 1, 2]
-    assert len(drafter.propose(text, 8)) == 4
-    text += [3]  # right, as far as one can see
-    assert list(drafter.propose(text, 8)) == [4, 5, 6, 7]
-
-
 def test_trial_that_was_cut_short_takes_nothing_away() -> None:
     """Guesses stop at a page boundary, and go on behind it as before."""
     drafter, truth = NgramDrafter(), list(range(10)) * 12
     assert len(drafter.propose(truth[:22], 16)) == 4
     assert len(drafter.propose(truth[:27], 1)) == 1
     assert len(drafter.propose(truth[:29], 16)) == 8
-
-
-@PROPERTY
-@given(st.integers(1, 100), st.data())
-def test_next_trial_is_longer_after_success_only(length: int, data: st.DataObject) -> None:
-    tried = data.draw(st.integers(1, length))
-    right = data.draw(st.integers(0, tried))
-    following = next_length(length, tried, right)
-    assert following == (max(length, 2 * tried) if right == tried else right + 1)
-    assert following > right
 
 
 def test_guesses_of_the_runner_are_given_out_for_the_tokens_they_follow() -> None:

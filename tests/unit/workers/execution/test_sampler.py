@@ -121,12 +121,6 @@ def test_ties_go_to_the_lower_id() -> None:
     assert {draw_once(wide_NV, [Sampling(top_k=3)], [position])[0] for position in range(1, 60)} == {0, 1, 2}
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=0.5), Sampling(temperature=0, logprobs=1)])
-def test_broken_model_draws_tokens_of_its_vocabulary(sampling: Sampling) -> None:
-    (token,) = draw_once(torch.full((1, 9), torch.nan), [sampling], [1])
-    assert 0 <= token < 9
-
-
 @PROPERTY
 @given(full_samplings, st.integers(0, 2**20), st.randoms(use_true_random=False))
 def test_guesses_void_steps_and_moves_change_nothing(sampling: Sampling, seed: int, rng: Random) -> None:

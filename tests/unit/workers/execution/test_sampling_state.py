@@ -62,15 +62,6 @@ def test_prompt_counts_for_repetition_only() -> None:
     assert counts_of(sampling_state) == (set(), Counter({5: 1}))
 
 
-@pytest.mark.parametrize("position", [2, 6])
-def test_tokens_not_drawn_yet_are_unknown(position: int) -> None:
-    sampling_state = SamplingState(request_of(Sampling(), (1, 2, 3)))
-    sampling_state.push(4)
-    sampling_state.push(4)
-    with pytest.raises(AssertionError):
-        sampling_state.rewind(position)
-
-
 def test_answer_that_is_too_short_cannot_end() -> None:
     sampling_state = SamplingState(replace(request_of(Sampling(min_tokens=2), (1, 2, 3), (7, 8)), drawn=1))
     assert sampling_state.barred_at(sampling_state.position) == (7, 8)

@@ -17,7 +17,6 @@ from tidemill.workers.models.architectures.config import weights_of
 from tidemill.workers.models.architectures.qwen3_next import parse
 from tidemill.workers.models.architectures.registry import LoadedModel, describe, load
 from tidemill.workers.models.errors import ModelError
-from tidemill.workers.sources.names import bundled
 
 CONFIG: dict[str, object] = {
     "architectures": ["Qwen3NextForCausalLM"],
@@ -242,7 +241,3 @@ def test_files_that_are_not_there(folder: Path) -> None:
         load_folder(folder)
     with pytest.raises(ModelError, match=r"there is no model folder .* or one of keeper"):
         load_folder(folder / "nowhere")
-
-
-def test_bundled_models_are_there() -> None:
-    assert all((folder / "config.json").exists() for folder in bundled().values())

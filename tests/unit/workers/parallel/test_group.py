@@ -3,8 +3,6 @@
 """A small model on groups of real processes: the tokens of one process, and an end that leaves nothing."""
 
 import asyncio
-import os
-import signal
 import sys
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, asynccontextmanager
@@ -29,7 +27,6 @@ from tidemill.workers.execution import model_runner as runner
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.execution.step import Drawn, Step
 from tidemill.workers.messages import (
-    Delta,
     Provenance,
     Request,
     RequestError,
@@ -43,7 +40,6 @@ from tidemill.workers.parallel.network import Meeting
 from tidemill.workers.settings import EngineSettings
 
 P = 16
-FROZEN_S_MAX = 30.0
 VOCABULARY = 97
 SIX_HEADS = {
     "num_attention_heads": 6,
@@ -183,11 +179,6 @@ async def answer(worker: Worker, request: Request) -> tuple[list[int], Provenanc
     return tokens, provenance
 
 
-async def take_all(deltas: AsyncGenerator[Delta], found: list[int]) -> None:
-    async for delta in deltas:
-        found += delta.tokens
-
-
 async def answers(worker: Worker) -> list[list[int]]:
     return [
         tokens for tokens, _ in await asyncio.gather(*(answer(worker, request) for request in requests()))
@@ -237,64 +228,6 @@ def test_group_scores_a_prompt_as_one_process_does(settings: EngineSettings) -> 
     assert (found == wanted) != settings.sums
     for score, wanted_score in zip(chain(*found), chain(*wanted), strict=True):
         assert isclose(score.logprob, wanted_score.logprob, abs_tol=1e-3)
-
-
-@in_loop
-async def test_group_fetches_pages_of_a_group_of_another_size(
-    settings: EngineSettings, wanted: list[list[int]]
-) -> None:
-    async with worker(settings, tensor_parallel_size=3, num_speculative_tokens=1) as group:
-        for request in requests():
-            await group.built.engine.produce(request)
-    async with worker(settings, tensor_parallel_size=2, num_speculative_tokens=2) as group:
-        for request, tokens in zip(requests(), wanted, strict=True):
-            found, provenance = await answer(group, request)
-            assert found == tokens
-            held = provenance.fetched_tokens + provenance.reused_tokens
-            assert held == (len(request.tokens) - 1) // P * P
-
-
-@in_loop
-async def test_killed_rank_ends_the_group(settings: EngineSettings, wanted: list[list[int]]) -> None:
-    """Every stream breaks off for a reason that sends its request elsewhere, none with a wrong token."""
-    request, tokens = requests()[8], wanted[8]
-
-    async with worker(settings, tensor_parallel_size=3) as group:
-        assert group.built.group is not None
-        watching = asyncio.create_task(group.built.group.watch())
-        async with aclosing(group.built.engine.generate(request)) as deltas:
-            found = list((await anext(deltas)).tokens)
-            group.ranks[1].kill()
-            with pytest.raises(WorkerGone):
-                await take_all(deltas, found)
-        assert found == tokens[: len(found)]
-        with pytest.raises(GroupBroken):
-            await watching
-        with pytest.raises(WorkerGone):
-            await group.running
-        await asyncio.to_thread(end, group.ranks)
-
-
-@in_loop
-async def test_frozen_rank_stops_the_step_loop_of_an_idle_group(
-    settings: EngineSettings, wanted: list[list[int]]
-) -> None:
-    """Its worker falls silent before a request reaches it."""
-    async with worker(settings, tensor_parallel_size=3) as group:
-        engine, rank = group.built.engine, group.ranks[1]
-        assert (await answer(group, requests()[3]))[0] == wanted[3]
-        assert rank.pid is not None
-        os.kill(rank.pid, signal.SIGSTOP)
-        try:
-            async with asyncio.timeout(FROZEN_S_MAX):
-                steps = -1
-                while engine.steps != steps:
-                    steps = engine.steps
-                    await asyncio.sleep(0.5)  # several idle turns
-        finally:
-            os.kill(rank.pid, signal.SIGCONT)
-        assert (await answer(group, requests()[3]))[0] == wanted[3]
-        assert engine.steps > steps
 
 
 @in_loop

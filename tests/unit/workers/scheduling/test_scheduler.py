@@ -183,13 +183,6 @@ def test_guesses_stop_where_a_checkpoint_is_wanted(strategy: CheckpointStrategy,
     assert attention.launch().rows[0].row.drafts == 4, "no states, no such place"
 
 
-def test_guesses_do_not_go_beyond_the_answer() -> None:
-    desk = Desk(drafts_max=4, strategy="none")
-    desk.arrives("a", (1, 2), guesses=(8, 9, 10, 11), new_tokens=4)
-    desk.land(desk.launch(), (7,))
-    assert desk.launch().rows[0].row.drafts == 2, "and the one that is drawn behind them"
-
-
 @pytest.mark.parametrize("refused", [STATES, PAGES])
 def test_without_memory_for_guesses_it_runs_without_them(refused: str) -> None:
     asked = Counter[str]()
@@ -221,22 +214,6 @@ def test_no_request_loses_memory_while_a_step_is_in_flight() -> None:
     desk.land(first, (7,), (8,))
     assert tokens_of(desk.launch()) == {"old": (7,)}
     assert desk.preempted == ["young"]
-
-
-@pytest.mark.parametrize("strategy", ["lazy", "double", "none"])
-def test_state_of_a_boundary_in_flight_is_not_overwritten(strategy: CheckpointStrategy) -> None:
-    """The step in flight ends where a checkpoint is wanted: the next one writes to another slot."""
-    desk = Desk(strategy=strategy)
-    desk.arrives("a", (1, 2, 3))
-    first = desk.launch()
-    second = desk.launch(in_flight=True)
-    assert second.rows[0].row.end == 4
-    assert slots(second.rows[0].row) == [second.rows[0].row.read], "3 is no boundary: in place"
-    desk.land(first, (7,))
-    third = desk.launch(in_flight=True)
-    (row,) = (planned.row for planned in third.rows)
-    assert row.read == second.rows[0].row.writes[0].state
-    assert (slots(row) == [row.read]) == (strategy == "none")
 
 
 def test_suspect_runs_alone_and_with_nothing_in_flight() -> None:

@@ -271,15 +271,6 @@ async def test_page_without_one_of_its_shards_ends_the_run(shard: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-async def test_checkpoint_is_stored_behind_the_pages_of_all_ranks(size: int) -> None:
-    """A stored shard of a checkpoint implies that every shard of every page is stored."""
-    store = Watched()
-    assert await Group(store, size, SHARDS).publish()
-    kinds = [key.kind for key in store.stored]
-    assert kinds == [Kind.PAGE] * (2 * NUM_PAGES) + [Kind.CHECKPOINT] * 4
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("refused", OBJECTS, ids=str)
 async def test_refused_shard_keeps_every_rank_from_the_checkpoint(size: int, refused: ObjectKey) -> None:
     store = Watched()
