@@ -76,10 +76,12 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetStatus:
-    """The workers of a fleet, and the number of requests that wait at its router for one to start."""
+    """The workers of a fleet, the number of requests that wait at its router for one to start, and that of
+    the router's failed rounds."""
 
     workers: tuple[WorkerStatus, ...]
     held: int = 0
+    failed_rounds: int = 0
 
     def with_budgets(self, budgets: Mapping[str, BudgetTarget]) -> "FleetStatus":
         """Replace the budget targets by those of another router, given by worker name."""

@@ -15,6 +15,7 @@ from tidemill.cluster.orders import AnswerT, Order, Reset, SetBudget
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.kvstore.keys import Namespace, PageKey
+from tidemill.kvstore.periodic import every
 from tidemill.workers.inbox import Emit
 from tidemill.workers.messages import EngineInfo, Request, StreamPiece, Unserved
 
@@ -46,6 +47,7 @@ class ClusterService:
         self._peers = peers
         self.info = info
         self.resets = 0  # of the prefix cache
+        self._reported = Misses()
 
     async def stream(self, request: Request, emit: Emit[StreamPiece]) -> None:
         wait_s_max = self.model.cold_start_s_max or WAIT_S_MAX
@@ -82,22 +84,20 @@ class ClusterService:
         """Give up workers that are lost, and report to the supervisor, until cancelled."""
         async with asyncio.TaskGroup() as both:
             both.create_task(watch(self._peers, self._router))
-            both.create_task(self._report())
+            both.create_task(every(REPORT_S, self._report, "reports"))
 
     async def _report(self) -> None:
-        """Report what this edge answers and refuses, and learn of resets."""
-        reported = Misses()
-        while True:
+        """Report what this edge has answered and refused, and learn of resets."""
+        known = -1
+        while self.resets != known:  # the supervisor waits for a report that knows them
             misses, known = self._edge.counts.misses(self.model.name), self.resets
             num_open = 0
             if self.model.cold_start_s_max is not None:
                 num_open = self._edge.counts.open_requests(self.model.name)
             with suppress(Unserved):  # the next report has it, too
-                resets = await self._router.report(self._edge.id, misses - reported, known, num_open)
+                resets = await self._router.report(self._edge.id, misses - self._reported, known, num_open)
                 self.resets = max(self.resets, resets)  # one may have been ordered here meanwhile
-                reported = misses
-            if self.resets == known:  # else the supervisor waits for the next report
-                await asyncio.sleep(REPORT_S)
+                self._reported = misses
 
     async def close(self) -> None:
         await self._peers.close()

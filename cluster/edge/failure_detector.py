@@ -1,9 +1,9 @@
 """Detects lost workers among those that owe this edge answers, even if their connections look alive."""
 
-import asyncio
 from collections.abc import Collection
 from typing import Protocol
 
+from tidemill.kvstore.periodic import every
 from tidemill.workers.messages import WorkerId
 
 LOOK_S = 0.25
@@ -20,8 +20,10 @@ class SilenceReports(Protocol):
 
 async def watch(peers: WorkerConnections, router: SilenceReports) -> None:
     """Watch until cancelled. A worker that sends tokens is never asked about: it is not lost."""
-    while True:
-        await asyncio.sleep(LOOK_S)
+
+    async def look() -> None:
         if silent := peers.silent():
             out = await router.silent_workers(silent)
             peers.give_up(out & peers.silent())
+
+    await every(LOOK_S, look, "silent workers")

@@ -16,6 +16,7 @@ from tidemill.cluster.messages import Misses
 from tidemill.cluster.metrics import specs
 from tidemill.cluster.metrics.specs import EDGE, MODEL, Spec
 from tidemill.cluster.observability.telemetry import MetricsAlias
+from tidemill.kvstore.periodic import FAILED_ROUNDS
 from tidemill.workers.messages import Overloaded, Request, Trace, Unserved
 
 
@@ -53,6 +54,7 @@ class EdgeMetrics:
             self._counters[specs.ERRORS].labels(code=str(status))
         for model in self._ttft_s_max:
             self.of_model(model)
+        registry.register(_FailedRounds())
 
     def misses(self, model: str) -> Misses:
         """Return totals since the start: the requests to this model, and those that were refused or late."""
@@ -158,6 +160,17 @@ class _PerToken:
             gaps.add_metric([model], totals, counted.gaps_s)
         yield tokens
         yield gaps
+
+
+class _FailedRounds:
+    """Makes samples of what this process counts."""
+
+    def collect(self) -> Iterator[Metric]:
+        spec = specs.FAILED_ROUNDS
+        family = CounterMetricFamily(spec.full_name, spec.text, labels=spec.labels)
+        for task, count in FAILED_ROUNDS.items():
+            family.add_metric([task], count)
+        yield family
 
 
 class _Times:

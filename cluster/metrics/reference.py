@@ -5,7 +5,16 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from tidemill.cluster.metrics.exposition import ALIASES
-from tidemill.cluster.metrics.specs import EDGE, EDGE_UP, PREFIX, STATE_OF_MODELS, STATUSES, Spec
+from tidemill.cluster.metrics.specs import (
+    EDGE,
+    EDGE_UP,
+    FAILED_ROUNDS,
+    PREFIX,
+    ROUTER_FAILED_ROUNDS,
+    STATE_OF_MODELS,
+    STATUSES,
+    Spec,
+)
 from tidemill.cluster.metrics.worker_metrics import COUNTERS, GAUGES, MEMORY, STATES, metric_name
 
 INTRODUCTION = """\
@@ -38,9 +47,9 @@ def reference() -> str:
     return "\n".join(
         (
             INTRODUCTION.replace("CODES", ", ".join(map(str, STATUSES))),
-            *_section("Requests, at the frontend", EDGE),
+            *_section("Requests, at the frontend", (*EDGE, FAILED_ROUNDS)),
             *_section("The edge processes of a server now", [EDGE_UP]),
-            *_section("A model's fleet now", STATE_OF_MODELS),
+            *_section("A model's fleet now", (*STATE_OF_MODELS, ROUTER_FAILED_ROUNDS)),
             *_section("Each worker now", [*gauges, MEMORY, *STATES.values()]),
             *_section("Each worker since its start", counters),
         )

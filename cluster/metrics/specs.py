@@ -107,6 +107,16 @@ FINISH_REASONS = ("stop", "length", "abort")
 STATUSES = (400, 401, 403, 404, 413, 429, 500, 503, 504)
 """The statuses of error replies that are counted from 0 on; others are born with their first reply."""
 
+FAILED_ROUNDS = _counter(
+    "failed_rounds",
+    "Failed rounds of what the process repeats, such as reading changed API keys. The reason is in its log.",
+    "rounds",
+    ("task",),
+)
+"""The rounds of kvstore/periodic.py."""
+
+ROUTER_FAILED_ROUNDS = _counter("router_failed_rounds", "The same in the router of this model.", "rounds")
+
 EDGE = (
     *(TTFT, ITL, TPOT, E2E, QUEUE, PREFILL, DECODE, INFERENCE),
     *(PROMPT_LENGTH, ANSWER_LENGTH, HIT_DEPTH, ATTEMPTS),

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from tidemill.cluster.messages import FleetStatus, WorkerStatus
-from tidemill.cluster.metrics.specs import HELD, MODEL, RUNNING, USAGE, WAITING, Spec
+from tidemill.cluster.metrics.specs import HELD, MODEL, ROUTER_FAILED_ROUNDS, RUNNING, USAGE, WAITING, Spec
 
 WORKER = (MODEL, "worker", "role")
 
@@ -80,6 +80,10 @@ STATES = {
 """The states among the counters: they are true or false now."""
 
 COUNTERS = {
+    "failed_rounds": _counter(
+        "Failed rounds of what the worker's process repeats, such as heartbeats. The reason is in its log.",
+        "rounds",
+    ),
     "steps": _counter("Iterations of the step loop, with idle ones.", "iterations"),
     "expert_pairs": _counter(
         "Pairs of a token and one of its experts, by the rank that has the expert; with "
@@ -207,6 +211,12 @@ class FleetCollector:
             for model, value in values.items():
                 gauge.add_metric([model], value)
             yield gauge
+        failed = CounterMetricFamily(
+            ROUTER_FAILED_ROUNDS.full_name, ROUTER_FAILED_ROUNDS.text, labels=ROUTER_FAILED_ROUNDS.labels
+        )
+        for model, status in self._fleets.items():
+            failed.add_metric([model], status.failed_rounds)
+        yield failed
 
     def _memory(self) -> Metric:
         gauge = GaugeMetricFamily(MEMORY.full_name, MEMORY.text, labels=MEMORY.labels)

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from tidemill.kvstore.periodic import every
 from tidemill.workers.messages import WorkerLoad
 
 LINE_S = 10.0
@@ -51,15 +52,18 @@ class WorkerLine:
     def __init__(self, name: str, load: Callable[[], WorkerLoad]) -> None:
         self._name = name
         self._load = load
+        self._last: tuple[WorkerLoad, float] | None = None
 
     async def run(self) -> None:
         """Log until cancelled."""
-        now_s = asyncio.get_running_loop().time
-        before, before_s = self._load(), now_s()
-        while True:
-            await asyncio.sleep(LINE_S)
-            load, at_s = self._load(), now_s()
+        await every(LINE_S, self.log, "worker line")
+
+    async def log(self) -> None:
+        """Log the line of the time since the last call."""
+        load, at_s = self._load(), asyncio.get_running_loop().time()
+        if self._last is not None:
+            before, before_s = self._last
             line = line_of(before, load, at_s - before_s)
             if line is not None:
                 log.info("%s: %s", self._name, line)
-            before, before_s = load, at_s
+        self._last = load, at_s

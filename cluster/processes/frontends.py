@@ -15,12 +15,14 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import cycle
 from typing import cast
 
 from tidemill.cluster.edge.requests.context import Parts
 from tidemill.cluster.edge.requests.recent_requests import RECENT_MAX
 from tidemill.cluster.edge.requests.usage import Json
+from tidemill.cluster.metrics import specs
 from tidemill.cluster.metrics.edge_samples import EdgeSamples, added
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.processes.endpoint.endpoint import Endpoint, Sockets
@@ -28,6 +30,7 @@ from tidemill.cluster.processes.endpoint.link import Functions, Link
 from tidemill.cluster.processes.restart_backoff import Backoff
 from tidemill.cluster.rpc.codec import decode, encode
 from tidemill.kvstore.errors import TidemillError
+from tidemill.kvstore.periodic import FAILED_ROUNDS, every
 from tidemill.workers.messages import Unserved
 
 log = logging.getLogger(__name__)
@@ -102,8 +105,14 @@ class Frontends:
         """Keep the edges running until `stop`. Raises FrontendEnded if one ends before it has ever served."""
         for listener in self._listeners:
             listener.setblocking(False)  # noqa: FBT003 - its only argument
-        keeping = [asyncio.create_task(self._keep(index)) for index in range(self._endpoint.frontends)]
-        others = [asyncio.create_task(self._poll()), asyncio.create_task(self._stop.wait())]
+        keeping = [
+            asyncio.create_task(every(0, partial(self._keep, index), "edge", fatal=(FrontendEnded,)))
+            for index in range(self._endpoint.frontends)
+        ]
+        others = [
+            asyncio.create_task(every(POLL_S, self._poll, "edge processes")),
+            asyncio.create_task(self._stop.wait()),
+        ]
         try:
             done, _ = await asyncio.wait({*keeping, *others}, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -117,22 +126,26 @@ class Frontends:
             await asyncio.gather(*(self._end(edge.process) for edge in self._edges.values()))
 
     async def _keep(self, index: int) -> None:
-        """Run the edge of this index again and again."""
-        while True:
-            await asyncio.sleep(self._backoff.begin(str(index), asyncio.get_running_loop().time()))
+        """Run the edge of this index once. Raises FrontendEnded if it ends before it has ever served."""
+        await asyncio.sleep(self._backoff.begin(str(index), asyncio.get_running_loop().time()))
+        try:
             edge = self._edges[index] = await self._start(index)
-            await edge.link.run()
-            status = await edge.process.wait()
-            del self._edges[index]
-            self._set_serves(edge, serves=False)
-            for handed in edge.handed:
-                handed.close()
-            self._ended = added([self._ended, edge.samples.ended()])
-            if index not in self._ready:
-                raise FrontendEnded(
-                    f"edge process {index} ended with status {status} while it started: see its log"
-                )
-            log.warning("edge process %d has ended with status %d and is started again", index, status)
+        except OSError as error:
+            if index in self._ready:
+                raise
+            raise FrontendEnded(f"edge process {index} cannot be started: {error}") from error
+        await edge.link.run()
+        status = await edge.process.wait()
+        del self._edges[index]
+        self._set_serves(edge, serves=False)
+        for handed in edge.handed:
+            handed.close()
+        self._ended = added([self._ended, edge.samples.ended()])
+        if index not in self._ready:
+            raise FrontendEnded(
+                f"edge process {index} ended with status {status} while it started: see its log"
+            )
+        log.warning("edge process %d has ended with status %d and is started again", index, status)
 
     def _hand_on(self, at: int) -> None:
         """Accept a connection of the listener at this index, and hand it to the next edge that serves."""
@@ -199,15 +212,13 @@ class Frontends:
 
     async def _poll(self) -> None:
         """Keep the counts of each edge, for they remain when it is killed, and kill one that stands still."""
-        while True:
-            await asyncio.sleep(POLL_S)
-            await self._refresh()
-            for index, edge in self._edges.items():
-                edge.misses = edge.misses + 1 if edge.has_served and not edge.serves else 0
-                if edge.misses == MISSES_MAX:
-                    log.warning("edge process %d does not answer and is killed", index)
-                    with suppress(ProcessLookupError):
-                        edge.process.kill()
+        await self._refresh()
+        for index, edge in self._edges.items():
+            edge.misses = edge.misses + 1 if edge.has_served and not edge.serves else 0
+            if edge.misses == MISSES_MAX:
+                log.warning("edge process %d does not answer and is killed", index)
+                with suppress(ProcessLookupError):
+                    edge.process.kill()
 
     async def _refresh(self) -> None:
         async def refresh(edge: _Edge) -> None:
@@ -257,7 +268,7 @@ class Frontends:
         with suppress(TimeoutError):
             async with asyncio.timeout(SCRAPE_S_MAX):
                 await self._refresh()
-        summed = added([self._ended, *(edge.samples for edge in self._edges.values())])
+        summed = added([_own_samples(), self._ended, *(edge.samples for edge in self._edges.values())])
         answered = {index for index, edge in self._edges.items() if edge.sampled_s >= began_s}
         return replace(
             summed, up={str(index): index in answered for index in range(self._endpoint.frontends)}
@@ -282,6 +293,13 @@ class Frontends:
             lines = enumerate(await self._ask_all("lines"))
             part = {**logs, **{f"edge-{index}": decode(str, text) for index, text in lines}}
         return encode((part, ""))
+
+
+def _own_samples() -> EdgeSamples:
+    """Return what this process counts itself."""
+    name = specs.FAILED_ROUNDS.full_name
+    counts = FAILED_ROUNDS.items()
+    return EdgeSamples({name: [(f"{name}_total", (("task", task),), float(count)) for task, count in counts]})
 
 
 def _start_s(row: Json) -> float:

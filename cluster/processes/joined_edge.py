@@ -46,12 +46,17 @@ from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.rpc.router_failover import always_at
 from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.kvstore.errors import TidemillError
+from tidemill.kvstore.files import read_regular
+from tidemill.kvstore.periodic import every
 from tidemill.workers.messages import Unserved
 
 if TYPE_CHECKING:
     from tidemill.cluster.processes.joining.credentials import Credentials  # cryptography
 
 log = logging.getLogger(__name__)
+
+FILE_BYTES_MAX = 1 << 30
+"""The size of a file that a model's tokenizer may have."""
 
 RETRY_S = 0.2
 REPORT_S = 10.0
@@ -200,16 +205,17 @@ class _JoinedEdge:
     async def run(self) -> None:
         """Follow the catalogue until cancelled. What cannot be used is logged, and what was known stays.
         Raises Expelled."""
-        while True:
-            try:
-                catalogue = await self._reader.changed()
-                if catalogue is not None:
-                    await self.apply(catalogue)
-            except Expelled:
-                raise
-            except TidemillError as error:
-                log.info("this edge serves what it knows: %s", error)
-                await asyncio.sleep(RETRY_S)
+        await every(RETRY_S, self._follow, "catalogue", fatal=(Expelled,))
+
+    async def _follow(self) -> None:
+        try:
+            catalogue = await self._reader.changed()
+            if catalogue is not None:
+                await self.apply(catalogue)
+        except Expelled:
+            raise
+        except TidemillError as error:
+            log.info("this edge serves what it knows: %s", error)
 
     async def apply(self, catalogue: Catalogue) -> None:
         """Serve this catalogue from now on. Models that are as before keep their connections. Raises
@@ -217,7 +223,7 @@ class _JoinedEdge:
         self.context.keys.replace(keys_of(catalogue))
         try:
             served = {model.names: await self._serve(model) for model in catalogue.models}
-        except TidemillError:
+        except BaseException:
             self._reader.forget()
             raise
         for (name, *_), entry in served.items():
@@ -277,7 +283,7 @@ class _JoinedEdge:
                 raise JoinError(f"the catalogue names a file {file!r}, which is not below a model's folder")
             path = folder / parts
             with suppress(OSError):
-                if sha256(path.read_bytes()).hexdigest() == digest:
+                if sha256(read_regular(path, FILE_BYTES_MAX)).hexdigest() == digest:
                     continue
             body = await self._reader.file(digest)
             try:

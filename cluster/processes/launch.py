@@ -1,6 +1,5 @@
 """Start and stop a cluster: Ray, the routers, the workers. A failed start leaves nothing running."""
 
-import asyncio
 import contextlib
 import secrets
 import signal
@@ -43,6 +42,7 @@ from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, WorkerSettings
 from tidemill.cluster.worker.worker_process import Failed, Loading, Ready, State
 from tidemill.kvstore.errors import TidemillError
+from tidemill.kvstore.periodic import every
 from tidemill.workers.messages import WorkerInfo
 
 RAY: Any = ray  # much of it has no types
@@ -179,9 +179,11 @@ class Cluster:
 
     async def run(self) -> None:
         """Call `check` until it raises RayEnded or this is cancelled."""
-        while True:
+
+        async def check() -> None:
             self.check()
-            await asyncio.sleep(CHECK_S)
+
+        await every(CHECK_S, check, "Ray's processes", fatal=(RayEnded,))
 
     def unschedulable_reason(self, *workers: WorkerSettings) -> str | None:
         """Explain in one line why Ray cannot schedule these workers beside all that runs now; None if it

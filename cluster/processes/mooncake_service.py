@@ -128,14 +128,21 @@ class SupervisedProcess:
         """Run the program over all its restarts, in one thread. Linux ends the process with the thread that
         started it, see die_with_parent.py."""
         pause_s, ends = PAUSE_S_MIN, 0
-        while (process := self._start()) is not None:
-            with process:
-                if self._becomes_ready(process):
-                    pause_s = PAUSE_S_MIN
-                    self._set_first_start(None)
-                for _ in process.stdout or ():  # wait for its end
-                    pass
-            ended = f"the {self._program.name} ended ({_status(process.returncode)})"
+        while not self._stopped.is_set():
+            try:
+                process = self._start()
+            except OSError as error:  # no process or memory
+                ended = f"the {self._program.name} cannot be started ({error})"
+            else:
+                if process is None:
+                    return
+                with process:
+                    if self._becomes_ready(process):
+                        pause_s = PAUSE_S_MIN
+                        self._set_first_start(None)
+                    for _ in process.stdout or ():  # wait for its end
+                        pass
+                ended = f"the {self._program.name} ended ({_status(process.returncode)})"
             ends += 1
             if ends == STARTS_MAX:
                 self._set_first_start(StoreError(f"{ended} while it started: use file:///path meanwhile"))

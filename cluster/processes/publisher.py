@@ -16,6 +16,7 @@ from tidemill.cluster.rpc.catalogue import Catalogue, CatalogueKey, CatalogueMod
 from tidemill.cluster.rpc.catalogue_client import CatalogueWriter
 from tidemill.cluster.rpc.codec import encode
 from tidemill.cluster.settings import ChatSettings, FleetSettings
+from tidemill.kvstore.periodic import every
 from tidemill.workers.messages import Unserved, WorkerGone
 
 log = logging.getLogger(__name__)
@@ -86,20 +87,22 @@ class CataloguePublisher:
 
     async def run(self) -> None:
         """Publish until cancelled."""
-        await asyncio.gather(*(self._try(name, writer.connect) for name, writer in self._writers.items()))
+        connecting = (self._try(name, writer.connect) for name, writer in self._writers.items())
+        await asyncio.gather(*connecting, return_exceptions=True)
         try:
-            while True:
-                data = encode(self.catalogue())
-                await asyncio.gather(
-                    *(
-                        self._try(name, partial(writer.publish, data, self._files))
-                        for name, writer in self._writers.items()
-                    )
-                )
-                await asyncio.sleep(PUBLISH_S)
+            await every(PUBLISH_S, self._publish, "catalogue")
         finally:
             for writer in self._writers.values():
                 await writer.close()
+
+    async def _publish(self) -> None:
+        data = encode(self.catalogue())
+        await asyncio.gather(
+            *(
+                self._try(name, partial(writer.publish, data, self._files))
+                for name, writer in self._writers.items()
+            )
+        )
 
     async def _try(self, name: str, call: Callable[[], Awaitable[object]]) -> None:
         """Log the first failure of a router, and not the next ones."""

@@ -49,6 +49,7 @@ from tidemill.cluster.processes.system.private_folder import read_record
 from tidemill.cluster.processes.worker_actor import WorkerActor, actor_options, call_router, find_router
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings, WorkerSettings
+from tidemill.kvstore.periodic import every
 from tidemill.workers.messages import WorkerGone
 
 RAY: Any = ray  # much of it has no types
@@ -335,21 +336,23 @@ class Supervisor:
         """Start the endpoint of a detached server whenever none runs."""
         backoff, server = Backoff(), read_record(root)
         assert server is not None, "it is written before Ray starts"
-        while True:
+
+        async def look() -> None:
             if endpoint_pid(root) is None:
                 await asyncio.sleep(backoff.begin("endpoint", asyncio.get_running_loop().time()))
                 log.warning("the endpoint has ended and is started again")
                 process = start_endpoint(root, server.cwd)
                 await asyncio.to_thread(process.wait)
-            await asyncio.sleep(LOOK_S)
+
+        await every(LOOK_S, look, "endpoint")
 
     async def _hold_lease(self) -> None:
         """End the cluster when the process that it belongs to has ended: the next incarnation of this actor
         finds a stopped plan."""
-        if self._job_id is None:
+        job_id = self._job_id
+        if job_id is None:
             return
-        while not await asyncio.to_thread(job_has_ended, self._job_id):  # noqa: ASYNC110 - Ray notes it
-            await asyncio.sleep(LEASE_S)
+        await every(LEASE_S, lambda: asyncio.to_thread(job_has_ended, job_id), "lease")
         log.warning("the process that started this cluster has ended, and with it the cluster")
         await asyncio.to_thread(stop_plan, self._settings.namespace)
         os._exit(1)

@@ -40,6 +40,7 @@ from tidemill.cluster.rpc.placement_codec import (
     encode_placement,
     encode_placements,
 )
+from tidemill.kvstore.periodic import FAILED_ROUNDS, every
 from tidemill.workers.messages import (
     Ack,
     Heartbeat,
@@ -151,9 +152,11 @@ class RouterService:
 
     async def run(self) -> None:
         """Drop silent workers, until cancelled."""
-        while True:
+
+        async def tick() -> None:
             self._router.tick()
-            await asyncio.sleep(TICK_S)
+
+        await every(TICK_S, tick, "silent workers")
 
     async def stop(self) -> None:
         await self._server.stop(grace=None)
@@ -211,7 +214,7 @@ class RouterService:
         return b""
 
     async def _status(self, _: bytes) -> bytes:
-        return encode(self._router.status())
+        return encode(replace(self._router.status(), failed_rounds=FAILED_ROUNDS.total()))
 
     async def _out(self, data: bytes) -> bytes:
         return encode(self._router.silent_workers(decode(frozenset[WorkerId], data)))

@@ -3,15 +3,18 @@
 import asyncio
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 
 import grpc
 import grpc.aio
 
 from tidemill.cluster.mutual_tls import CLUSTER_NAME, MutualTls
+from tidemill.kvstore.files import read_regular
 
 FRAME_BYTES_MAX = 16 * 2**20
 """A prompt of a million tokens is 3 MB; a full announcement of a million pages is 8 MB."""
 
+PEM_BYTES_MAX = 2**20
 METADATA_BYTES_MAX = 8 * 2**10
 STREAMS_MAX = 1024
 """The maximum number of open streams and calls of a worker: one stream per edge."""
@@ -37,6 +40,11 @@ _LIMITS = [
 ]
 
 
+def read_pem(path: Path) -> bytes:
+    """Return the content of a file of keys or certificates. Raises OSError."""
+    return read_regular(path, PEM_BYTES_MAX)
+
+
 def open_channel(address: str, tls: MutualTls | None = None) -> grpc.aio.Channel:
     """Open a separate connection to `address` (host:port), without proxy and without back-off from earlier
     ones. Raises OSError when the files of `tls` cannot be read."""
@@ -48,9 +56,7 @@ def open_channel(address: str, tls: MutualTls | None = None) -> grpc.aio.Channel
     ]
     if tls is None:
         return grpc.aio.insecure_channel(address, options)
-    credentials = grpc.ssl_channel_credentials(
-        tls.ca.read_bytes(), tls.key.read_bytes(), tls.certificate.read_bytes()
-    )
+    credentials = grpc.ssl_channel_credentials(read_pem(tls.ca), read_pem(tls.key), read_pem(tls.certificate))
     return grpc.aio.secure_channel(
         address, credentials, [*options, ("grpc.ssl_target_name_override", CLUSTER_NAME)]
     )
@@ -90,8 +96,8 @@ def server_credentials(tls: MutualTls | None) -> grpc.ServerCredentials | None:
     """Return the credentials for `bind`, which admit only processes of the cluster. Raises OSError."""
     if tls is None:
         return None
-    pair = (tls.key.read_bytes(), tls.certificate.read_bytes())
-    return grpc.ssl_server_credentials([pair], tls.ca.read_bytes(), require_client_auth=True)
+    pair = (read_pem(tls.key), read_pem(tls.certificate))
+    return grpc.ssl_server_credentials([pair], read_pem(tls.ca), require_client_auth=True)
 
 
 def bind(

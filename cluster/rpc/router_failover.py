@@ -17,6 +17,7 @@ import grpc.aio
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.rpc.channels import cancellable, open_channel
 from tidemill.cluster.rpc.codec import encode
+from tidemill.kvstore.periodic import every
 from tidemill.workers.messages import RequestError, Unserved, WorkerGone
 
 if TYPE_CHECKING:  # generic only in the type stubs
@@ -102,13 +103,18 @@ class RouterLinks:
 
     async def _return(self) -> None:
         """Make the earliest router that answers twice in turn the current one, until it is the first."""
+        answered = set[int]()
+
+        async def look() -> bool:
+            nonlocal answered
+            await asyncio.sleep(RETURN_S)
+            before, earlier = answered, range(self._current)
+            answered = {index for index in earlier if await self._answers(index)}
+            self._current = min(before & answered, default=self._current)
+            return self._current == FIRST
+
         try:
-            answered = set[int]()
-            while self._current != FIRST:
-                await asyncio.sleep(RETURN_S)
-                before, earlier = answered, range(self._current)
-                answered = {index for index in earlier if await self._answers(index)}
-                self._current = min(before & answered, default=self._current)
+            await every(0, look, "return to the first router")
         finally:
             self._returning = None
 

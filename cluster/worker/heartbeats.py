@@ -13,6 +13,7 @@ from tidemill.cluster.rpc.channels import open_channel
 from tidemill.cluster.rpc.codec import Malformed, decode, encode_heartbeat
 from tidemill.cluster.rpc.router_failover import FindRouter
 from tidemill.cluster.worker.assignment import Assignment
+from tidemill.kvstore.periodic import every
 from tidemill.workers.contract.engine import AnnouncingEngine, ReportingEngine
 from tidemill.workers.messages import Ack, Announcement, Heartbeat, WorkerGone, WorkerLoad
 
@@ -92,22 +93,24 @@ class Heartbeats:
 
     async def run(self) -> None:
         """Report until cancelled, to the current router; a new connection starts with a full announcement."""
-        while True:
-            try:
-                async with open_channel(await self._find_router(), self._tls) as channel:
-                    await self._report(channel)
-            except (
-                grpc.aio.AioRpcError,
-                asyncio.InvalidStateError,
-                WorkerGone,
-                Malformed,
-                OSError,
-            ) as error:
-                log.info("the router did not acknowledge a heartbeat: %s", error)
-            finally:
-                if self._unsent is not None:
-                    self._unsent.forget(self)
-            await asyncio.sleep(RECONNECT_S)
+        await every(RECONNECT_S, self._connect, "heartbeats")
+
+    async def _connect(self) -> None:
+        """Report over one connection, until it ends."""
+        try:
+            async with open_channel(await self._find_router(), self._tls) as channel:
+                await self._report(channel)
+        except (
+            grpc.aio.AioRpcError,
+            asyncio.InvalidStateError,
+            WorkerGone,
+            Malformed,
+            OSError,
+        ) as error:
+            log.info("the router did not acknowledge a heartbeat: %s", error)
+        finally:
+            if self._unsent is not None:
+                self._unsent.forget(self)
 
     async def _report(self, channel: grpc.aio.Channel) -> None:
         name = "Report" if self._unsent is not None else "Memory"

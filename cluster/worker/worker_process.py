@@ -20,6 +20,7 @@ from tidemill.cluster.worker.heartbeats import Heartbeats, UnsentAnnouncements
 from tidemill.cluster.worker.server import WorkerServer
 from tidemill.cluster.worker.tracing import TracedEngine
 from tidemill.kvstore.errors import TidemillError
+from tidemill.kvstore.periodic import every
 from tidemill.workers.contract.engine import Build, RunningEngine
 from tidemill.workers.messages import EngineInfo, WorkerId, WorkerInfo
 from tidemill.workers.parallel.link import StartRanks
@@ -142,12 +143,14 @@ class WorkerProcess:
         """Return when the engine has made no progress for too long."""
         progress, since_s = -1, 0.0
         now_s = asyncio.get_running_loop().time
-        while True:
+
+        async def hangs() -> bool:
+            nonlocal progress, since_s
             if self._engine is None or self._engine.progress != progress:
                 progress, since_s = (-1 if self._engine is None else self._engine.progress), now_s()
-            elif now_s() - since_s > HANG_S_MAX:
-                return
-            await asyncio.sleep(WATCH_S)
+            return now_s() - since_s > HANG_S_MAX
+
+        await every(WATCH_S, hangs, "hang of the engine")
 
     def fail(self, error: BaseException) -> Failed:
         """Return what broke, as one line for operators."""

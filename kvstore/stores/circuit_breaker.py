@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import DIGEST_BYTES, Kind, ObjectKey, PageKey
+from tidemill.kvstore.periodic import every
 from tidemill.kvstore.stores.page_store import Got, Objects, PageStore, Put, StoredObject, StoreStats
 
 _Result = TypeVar("_Result")
@@ -246,7 +247,8 @@ class GuardedStore:
         A probe without an answer keeps the breaker open, and no other probe starts.
         """
         loop = asyncio.get_running_loop()
-        while self._breaker.is_open:
+
+        async def probe() -> bool:
             await asyncio.sleep(self._breaker.next_wait_s())
             if held:
                 await asyncio.wait(held)
@@ -254,6 +256,9 @@ class GuardedStore:
             [got] = await self._store.get([(key, memoryview(bytearray(num_bytes)))])
             if got is not Got.UNREACHABLE and loop.time() - started <= self._due_s(num_bytes):
                 self._breaker.close()
+            return not self._breaker.is_open
+
+        await every(0, probe, "probe of the store")
 
     def _due_s(self, num_bytes: int) -> float:
         """Return the time after which a transfer is late, in seconds."""

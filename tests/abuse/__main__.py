@@ -73,6 +73,8 @@ PARTS: Mapping[str, Part] = {
         f"{CLI}/test_security.py",
         f"{CLI}/test_security_rules.py",
         f"{EDGE}/requests/test_api_keys.py",
+        "tests/unit/kvstore/test_files.py",
+        "tests/unit/kvstore/test_periodic.py",
         "tests/tidy/test_security.py",
         share_s=30.0,
     ),

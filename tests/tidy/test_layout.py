@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "cluster/observability": "kvstore workers",
     "cluster/rpc": "kvstore workers cluster cluster/observability",
     "cluster/quotas": "workers cluster cluster/rpc",
-    "cluster/metrics": "workers cluster cluster/observability",
+    "cluster/metrics": "kvstore workers cluster cluster/observability",
     "cluster/edge": "kvstore workers cluster cluster/observability cluster/rpc",
     "cluster/edge/chat": "kvstore workers workers/models cluster",
     "cluster/edge/chat/output": "workers cluster/edge/chat",
@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "cluster/edge/grpc_api": (
         "kvstore workers cluster/edge/apis cluster/edge/chat cluster/edge/requests cluster/rpc"
     ),
-    "cluster/router": "kernels/shared workers workers/scheduling cluster cluster/quotas cluster/rpc",
+    "cluster/router": "kernels/shared kvstore workers workers/scheduling cluster cluster/quotas cluster/rpc",
     "cluster/worker": (
         "kvstore workers workers/parallel workers/scheduling cluster cluster/observability cluster/rpc"
     ),

@@ -1,6 +1,7 @@
 """House rules no linter knows. Add a rule here before repeating a review comment."""
 
 import ast
+import re
 from collections.abc import Iterator
 
 from tests.tidy.tree import EVERYTHING, PRODUCT, ROOT, Source, none
@@ -106,6 +107,26 @@ def test_broad_handlers_pass_the_error_on() -> None:
             if not any(map(_passes_on, ast.walk(node)))
         ),
         "an `except` of everything raises, or gives the error to a future",
+    )
+
+
+def test_what_is_repeated_for_ever_survives_a_failed_round() -> None:
+    """A loop that sleeps and has no end of its own is `every`, or belongs to one call of a client."""
+    allowed = {"every", "_watch"}
+    none(
+        (
+            f"{source.name}:{node.lineno}: {node.name}"
+            for source in PRODUCT
+            if source.name.startswith(("kvstore/", "workers/", "cluster/"))
+            for node in source.nodes(ast.AsyncFunctionDef)
+            if node.name not in allowed
+            for loop in ast.walk(node)
+            if isinstance(loop, ast.While)
+            and ast.unparse(loop.test) == "True"
+            and re.search(r"asyncio\.sleep\((?!0\))", ast.unparse(loop))
+            and not any(isinstance(end, ast.Return | ast.Break) for end in ast.walk(loop))
+        ),
+        "use kvstore/periodic.py",
     )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Seq
 
 from tidemill.kvstore.memory.ledger import Ledger
+from tidemill.kvstore.periodic import FAILED_ROUNDS
 from tidemill.kvstore.stores.page_store import Got, Put
 from tidemill.workers.messages import NO_MEMORY, Speed, WorkerLoad
 from tidemill.workers.scheduling.limits import ANSWER_TOKENS, EngineLimits
@@ -53,6 +54,7 @@ def load_of(  # noqa: PLR0913, PLR0917  each is a part of the worker
         speed=speed,
         counters={
             **ledger.counters,
+            "failed_rounds": FAILED_ROUNDS.total(),
             "steps": float(steps),
             **{f"expert_pairs_on_rank_{rank}": float(pairs) for rank, pairs in enumerate(expert_pairs)},
             **{f"store_puts_as_{outcome.value}": stats.put.get(outcome, 0) for outcome in Put},

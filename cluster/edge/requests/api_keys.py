@@ -28,7 +28,11 @@ from tidemill.cluster.quotas.edge_quotas import EdgeQuotas, LimitReached, OpenAn
 from tidemill.cluster.quotas.rates import Counted, Rates
 from tidemill.cluster.quotas.router_quotas import QuotaGrant, QuotaRequest
 from tidemill.kvstore.errors import TidemillError
+from tidemill.kvstore.files import read_regular
+from tidemill.kvstore.periodic import every
 from tidemill.workers.messages import RequestError
+
+FILE_BYTES_MAX = 1 << 20
 
 LOOK_S = 2.0
 """The period in which the file of keys is looked at: a key that was taken out is valid for as long."""
@@ -169,14 +173,14 @@ def digest_of(key: str) -> str:
 def read_keys(path: Path) -> list[ApiKey]:
     """Return the keys of a file. Raises TidemillError with the location and the fix."""
     try:
-        content: object = yaml.safe_load(path.read_text())
+        content: object = yaml.safe_load(read_regular(path, FILE_BYTES_MAX).decode())
         keys = _File.model_validate(content).keys
     except OSError as error:
         raise TidemillError(f"--api-keys-file: {path} cannot be read ({error.strerror})") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise TidemillError(f"--api-keys-file: {path} is no YAML: {' '.join(str(error).split())}") from error
     except ValidationError as error:
         raise TidemillError(f"--api-keys-file: {path}: {request_error(problems_of(error))}") from None
+    except Exception as error:  # PyYAML also raises what int() and date() do
+        raise TidemillError(f"--api-keys-file: {path} is no YAML: {' '.join(str(error).split())}") from error
     return keys
 
 
@@ -207,20 +211,26 @@ class KeysWatch:
         self._keys = keys
         self._file = file
         self._version: tuple[int, ...] | None = ()  # the file may have changed since it was read first
+        self._warned: tuple[int, ...] | None = ()
 
     async def run(self) -> None:
         """Look until cancelled."""
-        while True:
-            await self.look()
-            await asyncio.sleep(LOOK_S)
+        await every(LOOK_S, self.look, "API keys")
 
     async def look(self) -> None:
-        """Admit the keys of the file if it has changed; keep the former ones if it cannot be read."""
+        """Admit the keys of the file if it has changed; keep the former ones if it cannot be used. The next
+        look tries again what the system did not read."""
         version = self._file.version()
         if version == self._version:
             return
-        self._version = version
         try:
-            self._keys.replace(await asyncio.to_thread(self._file.read))
+            keys = await asyncio.to_thread(self._file.read)
         except TidemillError as error:
-            log.warning("%s: the keys from before stay valid", error)
+            if version != self._warned:
+                log.warning("%s: the keys from before stay valid", error)
+            self._warned = version
+            if isinstance(error.__cause__, OSError):
+                return
+        else:
+            self._keys.replace(keys)
+        self._version = version

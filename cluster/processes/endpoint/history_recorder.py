@@ -1,12 +1,12 @@
 """Records the history of an edge; with several edges behind a port each has their sums, as in /metrics."""
 
-import asyncio
 import logging
 
 from tidemill.cluster.edge.requests.context import EdgeContext
 from tidemill.cluster.metrics.edge_samples import samples_of
 from tidemill.cluster.metrics.history import PERIOD_S
 from tidemill.kvstore.errors import TidemillError
+from tidemill.kvstore.periodic import every
 
 log = logging.getLogger(__name__)
 
@@ -17,9 +17,7 @@ class HistoryRecorder:
 
     async def run(self) -> None:
         """Record every PERIOD_S seconds until cancelled."""
-        while True:
-            await self.record()
-            await asyncio.sleep(PERIOD_S)
+        await every(PERIOD_S, self.record, "history")
 
     async def record(self) -> None:
         """Add the period that ends now. Without a router its memory is empty; without another edge the period

@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import uvicorn
@@ -22,6 +23,7 @@ from tidemill.cluster.processes.endpoint.endpoint import Endpoint, PortTaken, So
 from tidemill.cluster.processes.endpoint.handshakes import EdgeServer
 from tidemill.cluster.processes.endpoint.history_recorder import HistoryRecorder
 from tidemill.cluster.processes.system.children import STOP_SIGNALS
+from tidemill.kvstore.periodic import every
 from tidemill.workers.malloc import return_freed_memory, share_arenas
 
 log = logging.getLogger(__name__)
@@ -57,9 +59,7 @@ class FreedMemory:
     """Returns to the system what large bodies have taken."""
 
     async def run(self) -> None:
-        while True:
-            await asyncio.sleep(RETURN_S)
-            await asyncio.to_thread(return_freed_memory)
+        await every(RETURN_S, partial(asyncio.to_thread, return_freed_memory), "freed memory")
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from tidemill.cluster.processes.joining.members import JoinRefused
+from tidemill.cluster.rpc.channels import read_pem
 from tidemill.kvstore.errors import TidemillError
 
 CERTIFICATE_S = 86_400.0
@@ -49,8 +50,8 @@ class Authority:
     def __init__(self, key: Path, ca: Path) -> None:
         """Read the files. Raises AuthorityError."""
         try:
-            loaded = load_pem_private_key(key.read_bytes(), password=None)
-            authorities = fingerprints(ca.read_bytes())
+            loaded = load_pem_private_key(read_pem(key), password=None)
+            authorities = fingerprints(read_pem(ca))
         except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise AuthorityError(f"{key} and {ca} are not a key and certificates in PEM: {error}") from error
         if not isinstance(loaded, CertificateIssuerPrivateKeyTypes):

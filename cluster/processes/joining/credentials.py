@@ -20,6 +20,8 @@ from tidemill.cluster.processes.joining.authority import fingerprints, new_key, 
 from tidemill.cluster.processes.joining.exchange import ask
 from tidemill.cluster.processes.joining.members import JoinRefused
 from tidemill.cluster.processes.joining.token import Token
+from tidemill.cluster.rpc.channels import read_pem
+from tidemill.kvstore.periodic import every
 from tidemill.workers.messages import Unserved
 
 RETRY_S = 1.0
@@ -73,21 +75,23 @@ class Credentials:
 
     async def renew(self) -> None:
         """Renew the certificate before its end, again and again. Raises JoinRefused when it may not."""
-        while True:
-            begin_s, end_s = validity(self.tls.certificate.read_bytes())
-            life_s = end_s - begin_s
-            await asyncio.sleep(max(0.0, begin_s + RENEW_AT * life_s - self.unix_time_s()))
-            for address in self.addresses:
-                request = JoinRequest(request=request_of(self.tls.key.read_bytes()))
-                try:
-                    self._keep(await ask(address, self.tls.client(), request))
-                except (OSError, Unserved) as error:
-                    log.warning("the certificate of this edge is not renewed yet: %s: %s", address, error)
-                else:
-                    log.info("the certificate of this edge is renewed")
-                    break
+        await every(RETRY_S, self._renew, "certificate", fatal=(JoinRefused,))
+
+    async def _renew(self) -> None:
+        """Wait until the certificate is to be renewed, and try once at each address."""
+        begin_s, end_s = validity(read_pem(self.tls.certificate))
+        life_s = end_s - begin_s
+        await asyncio.sleep(max(0.0, begin_s + RENEW_AT * life_s - self.unix_time_s()))
+        for address in self.addresses:
+            request = JoinRequest(request=request_of(read_pem(self.tls.key)))
+            try:
+                self._keep(await ask(address, self.tls.client(), request))
+            except (OSError, Unserved) as error:
+                log.warning("the certificate of this edge is not renewed yet: %s: %s", address, error)
             else:
-                await asyncio.sleep(min(RENEW_RETRY_S_MAX, life_s / 20))
+                log.info("the certificate of this edge is renewed")
+                return
+        await asyncio.sleep(min(RENEW_RETRY_S_MAX, life_s / 20))
 
     async def _by_token(self, address: str) -> JoinAnswer:
         """Ask for the authority, and send the token only if its fingerprint is right, over a connection that
@@ -107,7 +111,7 @@ class Credentials:
         pinned = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         pinned.load_verify_locations(cadata=authority.decode())
         request = JoinRequest(
-            request=request_of(self.tls.key.read_bytes()), token=self.token.name, secret=self.token.secret
+            request=request_of(read_pem(self.tls.key)), token=self.token.name, secret=self.token.secret
         )
         try:
             return await ask(address, pinned, request)
@@ -142,7 +146,7 @@ class Credentials:
 
     def _is_valid(self) -> bool:
         try:
-            begin_s, end_s = validity(self.tls.certificate.read_bytes())
+            begin_s, end_s = validity(read_pem(self.tls.certificate))
             return begin_s <= self.unix_time_s() < end_s and bool(self.routers)
         except (OSError, ValueError):
             return False

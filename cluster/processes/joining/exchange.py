@@ -10,6 +10,7 @@ from dataclasses import replace
 from tidemill.cluster.messages import JoinAnswer, JoinRequest
 from tidemill.cluster.mutual_tls import CLUSTER_NAME, MutualTls
 from tidemill.cluster.processes.joining.authority import serial_of
+from tidemill.cluster.rpc.channels import read_pem
 from tidemill.cluster.rpc.codec import Malformed, decode, encode
 from tidemill.workers.messages import Unserved
 
@@ -57,7 +58,7 @@ class JoinServer:
             async with self._places, asyncio.timeout(EXCHANGE_S_MAX):
                 request = decode(JoinRequest, await _read(reader))
                 if not request.request:
-                    answer = JoinAnswer(ca=await asyncio.to_thread(self._tls.ca.read_bytes))
+                    answer = JoinAnswer(ca=await asyncio.to_thread(read_pem, self._tls.ca))
                 else:
                     answer = await self._join(replace(request, serial=_serial(writer)))
                 _write(writer, encode(answer))

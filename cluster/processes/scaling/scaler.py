@@ -17,9 +17,10 @@ from tidemill.cluster.messages import FleetStatus, RoleScale, WorkerStatus
 from tidemill.cluster.orders import Drain, SetRole
 from tidemill.cluster.processes.scaling import autoscaling
 from tidemill.cluster.processes.scaling.autoscaling import Change, EdgeReports, Sample
-from tidemill.cluster.processes.scaling.journal import FleetPlan, Lifecycle, PlannedWorker
+from tidemill.cluster.processes.scaling.journal import Fenced, FleetPlan, Lifecycle, PlannedWorker
 from tidemill.cluster.settings import FleetSettings, RouterSettings, WorkerSettings, worker_name
 from tidemill.kvstore.errors import TidemillError
+from tidemill.kvstore.periodic import every
 from tidemill.workers.messages import RequestError, Role, Unserved
 
 IDLE_CHECKS = 2
@@ -136,13 +137,15 @@ class Scaler:
 
     async def run(self) -> None:
         """Adjust the fleet periodically until cancelled."""
-        while True:
+
+        async def check() -> None:
             try:
                 await self.start()
             except Unserved as error:
                 log.warning("%s", error)
             await self.adjust(asyncio.get_running_loop().time())
-            await asyncio.sleep(self._hysteresis.look_s)
+
+        await every(self._hysteresis.look_s, check, "scaling", fatal=(Fenced,))
 
     async def adjust(self, now_s: float) -> None:
         """Remove drained workers, then scale by load. Do nothing while the router does not answer."""

@@ -4,6 +4,13 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
+        "a file of keys that the system did not read is not read again",
+        "cluster/edge/requests/api_keys.py::KeysWatch.look",
+        "if isinstance($ERROR.__cause__, $OS_ERROR):",
+        "if False:",
+        "tests/unit/cluster/edge/requests/test_api_keys.py",
+    ),
+    Planted(
         "requests share pages without prefix caching",
         "cluster/edge/chat/request/request_builder.py::requests_of",
         "if $SENDER.shares_prefixes else",

@@ -4,6 +4,27 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
+        "the panic of a library in Rust ends what repeats itself",
+        "kvstore/periodic.py::every",
+        "except BaseException as",
+        "except Exception as",
+        "tests/unit/kvstore/test_periodic.py",
+    ),
+    Planted(
+        "a call that another task cancelled ends what repeats itself",
+        "kvstore/periodic.py::_is_cancelled",
+        "$CURRENT.cancelling() > 0",
+        "True",
+        "tests/unit/kvstore/test_periodic.py",
+    ),
+    Planted(
+        "a pipe in place of a file stops its reader",
+        "kvstore/files.py::open_regular",
+        "S_ISREG(",
+        "bool(",
+        "tests/unit/kvstore/test_files.py",
+    ),
+    Planted(
         "processes listen on all interfaces by default",
         "cluster/cli/security.py::with_cluster_security",
         '"127.0.0.1" if $CONFIG.$HOST == "loopback" else None',

@@ -33,7 +33,7 @@ class Both:
 def watched(both: Both) -> Both:
     async def main() -> None:
         task = asyncio.create_task(watch(both, both))
-        await asyncio.sleep(1.5 * LOOK_S)
+        await asyncio.sleep(0.5 * LOOK_S)
         task.cancel()
         await asyncio.wait({task})
 

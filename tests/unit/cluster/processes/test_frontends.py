@@ -266,23 +266,17 @@ def test_edge_answers_with_the_last_sums_while_its_server_does_not() -> None:
 )
 @in_loop
 async def test_edge_that_misses_polls_in_a_row_is_killed(
-    monkeypatch: pytest.MonkeyPatch,
     answers: str,
     has_served: bool,  # noqa: FBT001 - a parameter of the test
     killed_at: list[int],
 ) -> None:
     """Once, and not while it starts."""
-    monkeypatch.setattr(frontends, "POLL_S", 0.0)
-
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = Endpoint(host="127.0.0.1", port=0)
         served = Frontends(endpoint, Sockets(listener), [], {}, detached=False)
         edge = ScriptedEdge(answers)
         run = _Edge(cast("Any", edge), cast("Any", edge), [], has_served=has_served)
         served._edges[0] = run  # pyright: ignore[reportPrivateUsage]
-        polling = asyncio.create_task(served._poll())  # pyright: ignore[reportPrivateUsage]
-        while edge.polls < 7:  # noqa: ASYNC110 - a line of ours
-            await asyncio.sleep(0)
-        polling.cancel()
-        await asyncio.wait([polling])
+        for _ in range(7):
+            await served._poll()  # pyright: ignore[reportPrivateUsage]
         assert edge.killed_at == killed_at

@@ -1,7 +1,10 @@
 """API keys at the edge: who may ask what, how often, and whose prefixes are whose."""
 
 import asyncio
+import errno
+import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -9,7 +12,16 @@ from fastapi import FastAPI
 
 from tests.support.cluster.fake_service import FakeService, build_app, call, saying, sources, tokenizer
 from tidemill.cluster.edge.http.middleware import OPEN_PATHS
-from tidemill.cluster.edge.requests.api_keys import ApiKey, ApiKeys, KeysFile, KeysWatch, digest_of, read_keys
+from tidemill.cluster.edge.requests import api_keys
+from tidemill.cluster.edge.requests.api_keys import (
+    FILE_BYTES_MAX,
+    ApiKey,
+    ApiKeys,
+    KeysFile,
+    KeysWatch,
+    digest_of,
+    read_keys,
+)
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Overloaded, RequestError
@@ -177,6 +189,12 @@ def test_keys_of_a_file(tmp_path: Path) -> None:
         ("keys:\n- tenant: a\n  sha256: plain-text-key", r"keys\[0\].sha256"),
         ("keys:\n- tenant: a\n  key: sk-plain", r"keys\[0\]"),
         ("keys: [", "is no YAML"),
+        ("keys: 2026-99-99", "is no YAML"),
+        (f"keys: {'9' * 5000}", "is no YAML"),
+        ("[" * 2000, "is no YAML"),
+        ("keys: !!python/name:os.system", "is no YAML"),
+        ("\0", "is no YAML"),
+        ("#" * (FILE_BYTES_MAX + 1), "cannot be read .more than"),
     ],
 )
 def test_broken_file_is_named_with_its_place(tmp_path: Path, text: str, message: str) -> None:
@@ -222,16 +240,35 @@ def test_changed_file_takes_effect_and_a_broken_one_changes_nothing(
     assert valid() == {"both", "new", "fixed"}
     with pytest.raises(Overloaded):
         asyncio.run(keys.admit(CHAT, {"authorization": "Bearer both"}))
-    for broken in ("keys: []", "keys: [", None):
-        if broken is None:
-            path.unlink()
-        else:
+    for broken in ("keys: []", "keys: [", "keys: 2026-99-99", None, "pipe"):
+        path.unlink(missing_ok=True)
+        if broken == "pipe":
+            os.mkfifo(path)
+        elif broken is not None:
             path.write_text(broken)
         caplog.clear()
         assert valid() == valid() == {"both", "new", "fixed"}
         assert len([record for record in caplog.records if "stay valid" in record.message]) == 1
     write_keys(path, "old")
     assert valid() == {"old", "fixed"}
+
+
+def test_file_that_the_system_did_not_read_is_read_at_the_next_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key that was taken out while no descriptor was free would stay valid otherwise."""
+    path = tmp_path / "keys.yaml"
+    write_keys(path, "old")
+    file = KeysFile(path=path)
+    keys = ApiKeys(file.read())
+    watch = KeysWatch(keys, file)
+    write_keys(path, "new")
+    with monkeypatch.context() as patched:
+        patched.setattr(api_keys, "read_regular", Mock(side_effect=OSError(errno.EMFILE, "no descriptor")))
+        asyncio.run(watch.look())
+    assert [key.tenant for key in keys.known] == ["old"]
+    asyncio.run(watch.look())
+    assert [key.tenant for key in keys.known] == ["new"]
 
 
 def test_first_look_finds_what_has_changed_since_the_start(tmp_path: Path) -> None:
