@@ -69,7 +69,7 @@ class WorkerClients:
     def __init__(self, unread_items_max: int = UNREAD_ITEMS_MAX, tls: MutualTls | None = None) -> None:
         self._unread_items_max = unread_items_max
         self._tls = tls
-        self._streams: dict[tuple[WorkerId, str], _WorkerCall] = {}
+        self._streams: dict[tuple[WorkerId, str], _Stream] = {}
 
     async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced:
         """Compute and store the prompt. Raises PagesMissing, WorkerGone, HandedOver, CrashedAlone, LostAlone,
@@ -139,20 +139,20 @@ class WorkerClients:
     async def close(self) -> None:
         await asyncio.gather(*(stream.close() for stream in self._streams.values()))
 
-    def _stream(self, worker: WorkerId, address: str) -> "_WorkerCall":
+    def _stream(self, worker: WorkerId, address: str) -> "_Stream":
         key = (worker, address)
         stream = self._streams.get(key)
         if stream is None:
-            stream = self._streams[key] = _WorkerCall(worker, address, self._unread_items_max, self._tls)
+            stream = self._streams[key] = _Stream(worker, address, self._unread_items_max, self._tls)
             stream.reader.add_done_callback(lambda _: self._forget(key, stream))
         return stream
 
-    def _forget(self, key: tuple[WorkerId, str], stream: "_WorkerCall") -> None:
+    def _forget(self, key: tuple[WorkerId, str], stream: "_Stream") -> None:
         if self._streams.get(key) is stream:
             del self._streams[key]
 
 
-class _WorkerCall:
+class _Stream:
     """One connection to one incarnation of a worker. Once broken it stays so, and every call on it fails
     immediately."""
 

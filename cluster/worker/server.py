@@ -77,7 +77,7 @@ class WorkerServer:
         self._limits = ServerLimits() if limits is None else limits
         self._tls = tls
         self._guard = None if tls is None else Guard()
-        self._streams: set[_ServedCall] = set()
+        self._streams: set[_Stream] = set()
         self._server = new_server()
         method: Handler = grpc.stream_stream_rpc_method_handler(self._serve)
         if self._guard is not None:
@@ -118,7 +118,7 @@ class WorkerServer:
             hello = decode_client_frame(await anext(frames, b""))
             if hello != Hello(self._worker):
                 raise Malformed(f"this is {self._worker}: not the worker that was asked for")
-            stream = _ServedCall(self._engine, self._limits, context.write, self.flush)
+            stream = _Stream(self._engine, self._limits, context.write, self.flush)
             self._streams.add(stream)
             try:
                 await stream.run(frames)
@@ -128,7 +128,7 @@ class WorkerServer:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
 
-class _ServedCall:
+class _Stream:
     """The calls of one edge. Items wait in `_outbox` until the frame before them is sent. So a slow edge gets
     fewer and larger frames and never delays the engine."""
 

@@ -33,7 +33,7 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "a request is blamed forever after its isolated run",
-        "cluster/rpc/worker_client.py::_WorkerCall._deliver",
+        "cluster/rpc/worker_client.py::_Stream._deliver",
         "elif isinstance($ITEM.$BODY, $TRIAL) or $ITEM.$LAST:",
         "elif $ITEM.$LAST:",
         "tests/unit/cluster/edge/test_isolation_between_workers.py",
@@ -47,7 +47,7 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "a connection that broke counts as a lost worker",
-        "cluster/rpc/worker_client.py::_WorkerCall._read",
+        "cluster/rpc/worker_client.py::_Stream._read",
         "self.$IS_CUT = await self.$LIVES()",
         "self.$IS_CUT = False",
         "tests/unit/cluster/rpc/test_worker_client.py",
