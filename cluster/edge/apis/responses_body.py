@@ -127,9 +127,9 @@ class InputItem(BaseModel):
     @model_validator(mode="after")
     def _whole(self) -> Self:
         needed = {
-            "message": ("role", "content"),
-            "function_call": ("call_id", "name", "arguments"),
-            "function_call_output": ("call_id", "output"),
+            "message": ("role",) if self.role == "assistant" else ("role", "content"),
+            "function_call": ("call_id", "name"),
+            "function_call_output": ("call_id",),
             "reasoning": (),
         }[self.type]
         missing = [name for name in needed if getattr(self, name) is None]

@@ -1,7 +1,7 @@
 """Chat templates: their source, and the form of messages that each wants. jinja_template.py renders them.
 
 Templates differ in earlier calls: with arguments as an object or as its text, and with words, reasoning or
-both beside them. The form is found by trying.
+both beside them. Some refuse roles, or their order. The form, and what is refused, is found by trying.
 """
 
 import json
@@ -28,32 +28,83 @@ TEMPLATE_BYTES_MAX = 4 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The form of messages with calls.
+    """The form of messages.
 
-    text_arguments  as the text of their object
+    text_arguments  calls have the text of their object
     one_text        the template takes either words or reasoning beside calls, so both are one text
+    replaced        what becomes a part of a message of the user: keys of REFUSED
     """
 
     text_arguments: bool = False
     one_text: bool = False
+    replaced: frozenset[str] = frozenset()
 
     def turns(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        return [self._turn(message) for message in messages]
+        """Return the messages as the template wants them. What replaces one depends on nothing behind it, so
+        later turns of a conversation begin with the same text."""
+        taken: list[Message] = []
+        for message in messages:
+            new = self._marked(message, taken) if self.replaced else message
+            before = taken[-1] if taken else None
+            if before is not None and f"second {new.role}" in self.replaced and _may_join(before, new):
+                taken[-1] = Message(new.role, f"{before.content}\n\n{new.content}")
+            else:
+                taken.append(new)
+        return [self._turn(message) for message in taken]
+
+    def _marked(self, message: Message, before: Sequence[Message]) -> Message:
+        """Return a part of the user in place of a message that the template refuses."""
+        if _kind(message, before) in self.replaced:
+            return Message("user", f"<{message.role}>\n{message.content}\n</{message.role}>")
+        calls = message.more.get("tool_calls")
+        if calls and "tool" in self.replaced:
+            written = "\n".join(json.dumps(call["function"], ensure_ascii=False) for call in calls)
+            content = f"{message.content}\n<tool_calls>\n{written}\n</tool_calls>".lstrip("\n")
+            return Message(message.role, content, {**message.more, "tool_calls": None})
+        return message
 
     def _turn(self, message: Message) -> dict[str, Any]:
         turn: dict[str, Any] = {"role": message.role, "content": message.content, **message.more}
         calls = cast("list[dict[str, Any]]", turn.get("tool_calls") or [])
-        if calls and self.text_arguments:
-            turn["tool_calls"] = [_as_text(call) for call in calls]
+        if calls:
+            turn["tool_calls"] = [*map(_as_text if self.text_arguments else _as_object, calls)]
         reasoning = turn.get("reasoning_content")
         if calls and self.one_text and reasoning and message.content:
             turn |= {"reasoning_content": f"{reasoning}\n{message.content}", "content": ""}
         return turn
 
 
+def _as_object(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call whose arguments are an object, also where a model wrote none."""
+    function = call["function"]
+    if not isinstance(function["arguments"], str):
+        return call
+    return {**call, "function": {**function, "arguments": {"arguments": function["arguments"]}}}
+
+
+def _kind(message: Message, before: Sequence[Message]) -> str:
+    """Return the key of REFUSED for a message behind others."""
+    begun = any(earlier.role != "system" for earlier in before)
+    match message.role:
+        case "system" if before:
+            return "system inside" if begun else "second system"
+        case "assistant" if not begun:
+            return "first assistant"
+        case "tool" if not before or not (before[-1].role == "tool" or before[-1].more.get("tool_calls")):
+            return "tool alone"
+        case role:
+            return role
+
+
+def _may_join(before: Message, message: Message) -> bool:
+    return before.role == message.role and not any(before.more.values()) and not any(message.more.values())
+
+
 def _as_text(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
-    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    arguments = function["arguments"]
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -81,14 +132,22 @@ def inline_template(source: str, render: Render) -> Template:
     """Return a template that is rendered in this process."""
     render = careful(render)
     shape = shape_of(render)
-    return Template(source=source, tried=tried(render, shape), render=partial(rendered_chat, render, shape))
+    shapes = (shape, lenient(render, shape))
+    return Template(source=source, tried=tried(render, shape), render=partial(rendered_chat, render, shapes))
 
 
 def rendered_chat(
-    render: Render, shape: Shape, messages: Sequence[Message], how: Rendering
+    render: Render, shapes: tuple[Shape, Shape], messages: Sequence[Message], how: Rendering
 ) -> tuple[str, list[int]]:
-    """Return what `Template.render` does. `render` raises only RequestError."""
-    text = render(shape.turns(messages), how)
+    """Return what `Template.render` does, by the second shape what is refused by the first. `render` raises
+    only RequestError."""
+    shape, lenient = shapes
+    try:
+        text = render(shape.turns(messages), how)
+    except RequestError:
+        if not lenient.replaced:
+            raise
+        shape, text = lenient, render(lenient.turns(messages), how)
     if how.chars_max is not None:
         check_chars(len(text), how.chars_max, "tools" if how.tools else "messages")
     return text, shared_ends(render, shape, messages, how, text)
@@ -112,14 +171,35 @@ def careful(render: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 
 
 _FUNCTION = {"name": "tried_call", "arguments": {"tried_key": "tried_value"}}
-_CALLS = {"tool_calls": [{"id": "call-0", "type": "function", "function": _FUNCTION}]}
+_ID = "tried0000"  # Mistral's ids are 9 letters and digits
+_CALLS = {"tool_calls": [{"id": _ID, "type": "function", "function": _FUNCTION}]}
 _TRIED = (
     Message("user", "a"),
     Message("assistant", "", _CALLS),
-    Message("tool", "b", {"name": "tried_call", "tool_call_id": "call-0"}),
+    Message("tool", "b", {"name": "tried_call", "tool_call_id": _ID}),
 )
 _SYSTEM = Message("system", "e")
 _BOTH = (_TRIED[0], Message("assistant", "c", {**_CALLS, "reasoning_content": "d"}), _TRIED[2])
+
+
+_USER, _ANSWERED = _TRIED[0], Message("assistant", "c")
+REFUSED: Mapping[str, Sequence[Message]] = {
+    "system": (_SYSTEM, _USER),
+    "second system": (_SYSTEM, _SYSTEM, _USER),
+    "system inside": (_USER, _ANSWERED, _SYSTEM, _USER),
+    "first assistant": (_ANSWERED, _USER),
+    "tool": _TRIED,
+    "tool alone": (_USER, _TRIED[2]),
+    "second user": (_USER, _USER),
+    "second assistant": (_USER, _ANSWERED, _ANSWERED, _USER),
+}
+"""Chats that some templates refuse, by what is wrong with them."""
+
+
+def lenient(render: Render, shape: Shape) -> Shape:
+    """Return the form for chats that the template refuses: it replaces what the template refuses alone."""
+    refused = (kind for kind, chat in REFUSED.items() if not _tried(render, shape, chat))
+    return replace(shape, replaced=frozenset(refused) if _tried(render, shape, [_USER]) else frozenset())
 
 
 def shape_of(render: Render) -> Shape:

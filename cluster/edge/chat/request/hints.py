@@ -157,7 +157,7 @@ def marks_of(content: object) -> tuple[Mark, ...]:
     chars = 0
     for part in cast("list[object]", content) if isinstance(content, list) else ():
         fields = cast("dict[str, Any]", part) if isinstance(part, dict) else {}
-        text, control = fields.get("text"), fields.get("cache_control")
+        text, control = fields.get("text", fields.get("refusal")), fields.get("cache_control")
         chars += len(text) if isinstance(text, str) else 0
         if control is not None:
             try:

@@ -1,5 +1,9 @@
-"""The messages of a chat, as clients write them and as chat templates read them."""
+"""The messages of a chat, as clients write them and as chat templates read them.
 
+What a client repeats of earlier turns is rendered, not judged: any model may have written it.
+"""
+
+import json
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import (
@@ -9,6 +13,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
+    PlainValidator,
     ValidationInfo,
     model_validator,
 )
@@ -17,6 +22,7 @@ from tidemill.cluster.edge.chat.request.hints import Mark, marks_of
 from tidemill.cluster.edge.chat.request.json_text import parse_json
 from tidemill.cluster.edge.chat.request.params import absent_if_null, valid_text
 from tidemill.cluster.edge.chat.text import Message
+from tidemill.workers.messages import RequestError
 
 CALLS_MAX = 128
 ARGUMENTS_BRACKETS_MAX = 1 << 17
@@ -26,13 +32,13 @@ while they are parsed: each limit alone takes some 10 ms."""
 
 
 def _content(value: object) -> object:
-    """Join a list of text parts to one text."""
+    """Join a list of text parts to one text; an earlier refusal is text as well."""
     if not isinstance(value, list):
         return value
     texts: list[str] = []
     for part in cast("list[object]", value):
         match part:
-            case {"type": "text", "text": str(text)}:
+            case {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
                 texts.append(text)
             case _:
                 raise ValueError(
@@ -44,16 +50,17 @@ def _content(value: object) -> object:
 Content = Annotated[str, BeforeValidator(_content), AfterValidator(valid_text)]
 
 
-def _arguments(value: object) -> dict[str, Any]:
-    """Parse the arguments: clients send a text, templates want an object."""
-    if isinstance(value, str):
-        try:
-            value = parse_json(value or "{}")
-        except (ValueError, RecursionError):
-            raise ValueError("give the text of a JSON object, as it came") from None
-    if not isinstance(value, dict):
-        raise ValueError("give the text of a JSON object, as it came")  # noqa: TRY004 - pydantic's
-    return cast("dict[str, Any]", value)
+def _arguments(value: object) -> dict[str, Any] | str:
+    """Parse the arguments: clients send a text, templates want an object. Text that is none stays a text: a
+    client repeats what a model wrote."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    try:
+        parsed = parse_json(text if text.strip() else "{}") if isinstance(value, str) else value
+    except (ValueError, RecursionError, RequestError):
+        return text
+    if parsed is None:
+        return {}
+    return cast("dict[str, Any]", parsed) if isinstance(parsed, dict) else text
 
 
 def _items(value: object) -> list[object]:
@@ -86,7 +93,7 @@ class CalledFunction(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     name: Annotated[str, AfterValidator(valid_text)]
-    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)] = {}
+    arguments: Annotated[dict[str, Any] | str, PlainValidator(_arguments)] = {}
 
 
 class MadeCall(BaseModel):
@@ -105,14 +112,27 @@ class MadeCall(BaseModel):
 
 
 def _not_none(content: str | None, info: ValidationInfo) -> str | None:
-    calls = info.data.get("role") == "assistant" and info.data.get("tool_calls")
-    if content is None and not calls:
-        raise ValueError("is needed: only an assistant that calls tools may leave it out")
+    if content is None and info.data.get("role") not in ("assistant", "tool"):
+        raise ValueError("is needed: only an assistant and a tool may leave it out")
     return content
 
 
+def _today(value: object) -> object:
+    """Return the fields of a message, with today's names for older ones. A null field counts as absent."""
+    if not isinstance(value, dict):
+        return value
+    message = cast("dict[str, object]", absent_if_null(cast("dict[str, object]", value)))
+    if message.get("role") == "function":
+        message["role"] = "tool"
+    if isinstance(reasoning := message.get("reasoning"), str):
+        message.setdefault("reasoning_content", reasoning)
+    if "function_call" in message:
+        message.setdefault("tool_calls", [{"function": message["function_call"]}])
+    return message
+
+
 class ChatMessage(BaseModel):
-    """One message of a chat. Other fields that clients send (refusal, audio, ...) are ignored."""
+    """One message of a chat. Other fields that clients send (audio, annotations, ...) are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -130,7 +150,7 @@ class ChatMessage(BaseModel):
     longer than the rest of a short message.
     """
 
-    _nulls = model_validator(mode="before")(absent_if_null)
+    _names = model_validator(mode="before")(_today)
 
     @model_validator(mode="wrap")
     @classmethod

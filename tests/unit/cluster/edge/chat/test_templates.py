@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RawTokenizer
 
 from tests.support.cluster.fake_service import KEEPER
 from tidemill.cluster.edge.chat.formats import CHANNELS, FINAL, FORMS, THINKING
+from tidemill.cluster.edge.chat.request.messages import ChatMessage
 from tidemill.cluster.edge.chat.text import Message, Rendering, text_of
 from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
 from tidemill.cluster.edge.chat.tokenizer_files import load_template, load_tokenizer
@@ -58,6 +61,91 @@ def test_earlier_calls_come_as_the_template_wants_them(folder: Path, template: s
     tokenizer = load_tokenizer(folder, ChatSettings(template=template))
     assert rendered(tokenizer, *CALLED) == f"Where?|{PROMPT}|here|"
     assert rendered(tokenizer, Message("assistant", "So.", {"tool_calls": [CALL]})) == f"So.{PROMPT}|"
+
+
+WORN = [
+    ('{"at": "the har', "cut"),
+    ("look at it", "words"),
+    ('["a"]', "a list"),
+    ("null", "null"),
+    (" ", "blank"),
+    (r'{"at": "\ud800"}', "half a pair"),
+]
+
+
+@pytest.mark.parametrize("template", [OBJECTS, TEXTS, SHOWN, ONE_TEXT])
+@pytest.mark.parametrize(("arguments", "about"), WORN, ids=[about for _, about in WORN])
+def test_worn_calls_are_rendered(folder: Path, template: str, arguments: str, about: str) -> None:
+    call = {"function": {"name": "look", "arguments": arguments}}
+    turn = ChatMessage.model_validate({"role": "assistant", "tool_calls": [call]})
+    tokenizer = load_tokenizer(folder, ChatSettings(template=template))
+    shown = rendered(tokenizer, Message("user", "a"), turn.message())
+    if about in ("null", "blank"):
+        assert shown == "a|look: {}|"
+    elif template in (OBJECTS, ONE_TEXT):
+        assert json.loads(shown.removeprefix("a|look: ").removesuffix("|")) == {"arguments": arguments}
+    else:
+        assert shown == f"a|look: {arguments}|"
+
+
+CHECKED = """{% for m in messages %}
+{%- if m.role == 'system' and not loop.first %}{{ raise_exception('system first') }}{% endif %}
+{%- set before = {} if loop.first else messages[loop.index0 - 1] %}
+{%- if m.role == 'tool' and not (before.tool_calls or before.role == 'tool') %}
+{{- raise_exception('no call') }}{% endif %}
+{{- m.role }}: {{ m.content }}{{ m.tool_calls | tojson if m.tool_calls else '' }}|{% endfor %}"""
+ALTERNATING = """{% for m in messages %}
+{%- if m.role != ['user', 'assistant'][loop.index0 % 2] %}{{ raise_exception('alternate') }}{% endif %}
+{{- m.role }}: {{ m.content }}|{% endfor %}"""
+LATE = Message("system", "s")
+ANSWER = Message("assistant", "b")
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "shown"),
+    [
+        (CHECKED, [LATE, Message("user", "a")], "system: s|user: a|"),
+        (CHECKED, [Message("user", "a"), LATE], "user: a|user: <system>\ns\n</system>|"),
+        (CHECKED, [Message("user", "a"), CALLED[2]], "user: a|user: <tool>\nhere\n</tool>|"),
+        (ALTERNATING, [LATE, Message("user", "a")], "user: <system>\ns\n</system>\n\na|"),
+        (ALTERNATING, [Message("user", "a"), Message("user", "c")], "user: a\n\nc|"),
+        (ALTERNATING, [ANSWER, ANSWER], "user: <assistant>\nb\n</assistant>|assistant: b|"),
+        (
+            ALTERNATING,
+            CALLED,
+            (
+                'user: Where?|assistant: <tool_calls>\n{"name": "look", "arguments": {"at": "the harbor"}}\n'
+                "</tool_calls>|user: <tool>\nhere\n</tool>|"
+            ),
+        ),
+    ],
+)
+def test_refused_messages_are_marked_parts_of_the_user(
+    folder: Path, template: str, messages: list[Message], shown: str
+) -> None:
+    assert rendered(load_tokenizer(folder, ChatSettings(template=template)), *messages) == shown
+
+
+@pytest.fixture(scope="module")
+def checking(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FolderTokenizer]:
+    folder = tmp_path_factory.mktemp("checking")
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        shutil.copy(KEEPER / name, folder)
+    return {text: load_tokenizer(folder, ChatSettings(template=text)) for text in (CHECKED, ALTERNATING)}
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from([CHECKED, ALTERNATING]),
+    st.lists(st.sampled_from([LATE, ANSWER, *CALLED, Message("user", "c")]), min_size=1, max_size=9),
+)
+def test_any_conversation_keeps_its_bytes_when_it_grows(
+    checking: dict[str, FolderTokenizer], template: str, messages: list[Message]
+) -> None:
+    whole = rendered(checking[template], *messages)
+    for turn in range(1, len(messages)):
+        if messages[turn].role == "assistant" and messages[turn - 1].role != "assistant":
+            assert whole.startswith(rendered(checking[template], *messages[:turn]))
 
 
 def test_words_and_reasoning_beside_a_call_are_one_text_where_the_template_takes_one(folder: Path) -> None:

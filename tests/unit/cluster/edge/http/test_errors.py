@@ -131,10 +131,6 @@ BAD_MESSAGES: list[tuple[object, str]] = [
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content"),
     ([{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}], "messages[0].content[0].text"),
     ([{"role": "assistant", "content": "a", "tool_calls": [{}]}], "messages[0].tool_calls[0].function"),
-    (
-        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],
-        "messages[0].tool_calls[0].function.arguments",
-    ),
     ([{"role": "user", "tool_calls": [{"function": {"name": "f"}}]}], "messages[0].content"),
 ]
 
@@ -152,6 +148,47 @@ BAD_MESSAGES: list[tuple[object, str]] = [
 def test_bad_field_of_a_chat_is_named(field: dict[str, object], param: str) -> None:
     status, error = refused(CHAT, {"messages": [USER], **field})
     assert (status, error["param"]) == (400, param)
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "assistant"},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        {"role": "assistant", "content": None, "refusal": "No."},
+        {"role": "assistant", "content": "a", "reasoning": "Hm.", "audio": None},
+        {"role": "assistant", "content": None, "reasoning": {"effort": "low"}},
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+        {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[1]"}}]},
+        {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": None}}]},
+        {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "{" * 99}}]},
+        {"role": "tool", "content": None, "tool_call_id": "c"},
+        {"role": "tool", "tool_call_id": "unknown"},
+        {"role": "function", "name": "f", "content": "a"},
+        {"role": "developer", "content": "Be short."},
+        {"role": "system", "content": "Be short."},
+    ],
+)
+def test_old_and_worn_history_is_answered(turn: dict[str, object]) -> None:
+    messages = [USER, {"role": "assistant", "tool_calls": [CALL]}, turn, USER]
+    assert call(APP, "POST", CHAT, json={"messages": messages}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"role": "assistant", "content": None},
+        {"type": "function_call", "call_id": "c", "name": "f"},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a'},
+        {"type": "function_call_output", "call_id": "c", "output": None},
+    ],
+)
+def test_worn_items_are_answered(item: dict[str, object]) -> None:
+    assert call(APP, "POST", "/v1/responses", json={"input": [USER, item, USER]}).status_code == 200
 
 
 @pytest.mark.parametrize(
