@@ -5,27 +5,26 @@ whenever its last object is collected, waits for them: in a loop that is closed 
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from functools import cache
 from typing import Any, TypeVar
 
 import grpc.aio
+import pytest
 
-from tests.support.loops import Given, Main, run_by
 from tests.support.waits import WAIT_S_MAX
 
 _Result = TypeVar("_Result")
 
 
-def in_loop(test: Callable[Given, Main]) -> Callable[Given, None]:
-    """Let an async test run in this loop, for a bounded time."""
-    return run_by(lambda main: run(main, 3 * WAIT_S_MAX))(test)
-
-
-def run(coroutine: Coroutine[Any, Any, _Result], s_max: float | None = None) -> _Result:
+def run(coroutine: Coroutine[Any, Any, _Result], s_max: float = 3 * WAIT_S_MAX) -> _Result:
     """Run the coroutine like asyncio.run, in a loop that stays open; what it leaves running is cancelled and
     awaited. Raises TimeoutError after `s_max`."""
     return _runner().run(_alone(coroutine, s_max))
+
+
+IN_GRPC_LOOP = pytest.mark.run_with.with_args(run)
+"""The mark of files whose tests are coroutines for `run`."""
 
 
 @cache
@@ -39,7 +38,7 @@ def _runner() -> asyncio.Runner:
     return runner
 
 
-async def _alone(coroutine: Coroutine[Any, Any, _Result], s_max: float | None) -> _Result:
+async def _alone(coroutine: Coroutine[Any, Any, _Result], s_max: float) -> _Result:
     try:
         async with asyncio.timeout(s_max):
             return await coroutine

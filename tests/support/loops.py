@@ -2,8 +2,10 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, ParamSpec
+
+import pytest
 
 from tests.support.sim.loop import simulate
 
@@ -31,6 +33,5 @@ def in_loop(test: Callable[Given, Main]) -> Callable[Given, None]:
     return run_by(asyncio.run)(test)
 
 
-def in_virtual_time(test: Callable[Given, Main]) -> Callable[Given, None]:
-    """Run a test in a loop whose clock jumps to the next timer."""
-    return run_by(lambda main: simulate(0, main))(test)
+IN_VIRTUAL_TIME = pytest.mark.run_with.with_args(partial(simulate, 0))
+"""The mark of files whose tests are coroutines for a loop whose clock jumps to the next timer."""

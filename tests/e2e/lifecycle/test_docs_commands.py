@@ -28,7 +28,7 @@ NOT_RUN = {
     r"tidemill edge --join": "needs a running cluster at these addresses: tests/e2e/lifecycle",
     r"tidemill join-token": "needs certificates: tests/e2e/lifecycle/test_join_tokens.py",
     r"tidemill plan MODEL": "needs your model and cards: tests/unit/cluster/plan/test_command.py",
-    r"tidemill status --watch": "runs until it is interrupted: tests/unit/cluster/cli/test_watch_screen.py",
+    r"tidemill status --watch": "runs until it is interrupted: tests/unit/cluster/cli/test_top.py",
 }
 """The commands that start servers of their own or do not end, with the reason and what tests them. A command
 matches from its start; the first row counts."""

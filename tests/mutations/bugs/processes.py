@@ -15,14 +15,14 @@ BUGS: tuple[Planted, ...] = (
         "cluster/processes/joining/members.py::Members.admitted",
         'if $MEMBER.key_sha256 not in {"", $KEY}:',
         "if False:",
-        "tests/unit/cluster/processes/joining/test_members.py",
+        "tests/unit/cluster/processes/joining/test_joining.py",
     ),
     Planted(
         "a revoked certificate is renewed",
         "cluster/processes/joining/members.py::Members.renewing",
         "if $SERIAL in self.revoked:",
         "if False:",
-        "tests/unit/cluster/processes/joining/test_members.py",
+        "tests/unit/cluster/processes/joining/test_joining.py",
     ),
     Planted(
         "the open streams of a revoked certificate go on",
@@ -64,7 +64,7 @@ BUGS: tuple[Planted, ...] = (
         "cluster/worker/assignment.py::Assignment.draining",
         "return self.$LEAVES or self.$DRAINS",
         "return self.$DRAINS",
-        "tests/unit/cluster/router/test_operator_commands.py",
+        "tests/unit/cluster/router/test_router.py",
     ),
     Planted(
         "a router learns of removed pages before it learned of them",

@@ -29,7 +29,7 @@ BUGS: tuple[Planted, ...] = (
         "cluster/router/fair_queueing.py::FairQueue._start",
         "return max(self.$VIRTUAL, self.$ENDS.$GET($TENANT, self.$VIRTUAL))",
         "return self.$ENDS.$GET($TENANT, 0.0)",
-        "tests/unit/cluster/router/test_fair_queueing.py",
+        "tests/unit/cluster/router/test_admission.py",
     ),
     Planted(
         "a restarted worker keeps its earlier incarnation",
@@ -50,14 +50,14 @@ BUGS: tuple[Planted, ...] = (
         "cluster/router/operator_commands.py::OperatorCommands.confirm",
         '"" if $IS_NEW and $DRAINING: self.$DRAINED[$INFO.$NAME] = $INFO.$WORKER return',
         '""\n        return',
-        "tests/unit/cluster/router/test_operator_commands.py",
+        "tests/unit/cluster/router/test_router.py",
     ),
     Planted(
         "two workers that depend on each other can both be drained",
         "cluster/router/operator_commands.py::OperatorCommands._check_others",
         "$INFO or $MEMBER.$DRAINING or self.$IS_DRAINED($OTHER) if",
         "$INFO\n            if",
-        "tests/unit/cluster/router/test_operator_commands.py",
+        "tests/unit/cluster/router/test_router.py",
     ),
     Planted(
         "a prompt is computed by a worker of another version",
@@ -71,14 +71,14 @@ BUGS: tuple[Planted, ...] = (
         "cluster/router/placement.py::_View.__init__",
         "$NP.$WHERE($HYBRID, self.$ANNOUNCED, self.$RESIDENT)",
         "self.$RESIDENT",
-        "tests/unit/cluster/router/test_placement_homes.py",
+        "tests/unit/cluster/router/test_placement.py",
     ),
     Planted(
         "a quarantined request may run again immediately",
         "cluster/router/quarantine.py::Quarantine.add",
         "self.$UNTIL_S[$CONTENT] = $NOW_S + $QUARANTINE_S",
         "self.$UNTIL_S[$CONTENT] = $NOW_S",
-        "tests/unit/cluster/router/test_operator_commands.py",
+        "tests/unit/cluster/router/test_router.py",
     ),
     Planted(
         "a new worker does not wake waiting placements",

@@ -10,12 +10,13 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import uvicorn
 from fastapi import FastAPI
 
+from tests.support.cluster.heartbeats import worker_info
 from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.cluster.edge.http.app import app_of
@@ -43,14 +44,16 @@ from tidemill.workers.messages import (
     Provenance,
     Request,
     RequestError,
+    Role,
     StreamPiece,
     TokenLogprob,
     Trace,
     Unserved,
     WorkerId,
-    WorkerInfo,
     WorkerLoad,
 )
+
+Result = TypeVar("Result")
 
 KEEPER = Path(__file__).parents[3] / "workers" / "models" / "keeper"
 EOS = 1
@@ -74,12 +77,29 @@ TRACE = Trace(
 )
 
 
-def worker_status(name: str, role: str = "decode", state: str = "ready") -> WorkerStatus:
-    assert role in ("prefill", "decode", "mixed")
-    info = WorkerInfo(
-        worker=WorkerId(f"{name}.x"),
-        name=name,
-        role=role,
+COUNTERS = {
+    "pages_published": 5,
+    "spec_trials": 4,
+    "spec_accepted_tokens": 3,
+    "store_put_bytes": 2048,
+    "store_is_down": 0,
+    "evicted_pages_for_states": 2,
+    "evicted_pages_for_resize": 3,
+    "spec_accepted_tokens_at_0": 2,
+    "spec_accepted_tokens_at_1": 1,
+    "store_puts_as_stored": 6,
+    "store_puts_as_existed": 1,
+    "store_puts_as_full": 1,
+    "store_puts_as_skipped": 3,
+    "store_gets_as_corrupt": 4,
+    "store_gets_as_truncated": 1,
+}
+
+
+def worker_status(name: str, role: Role = "decode", state: str = "ready") -> WorkerStatus:
+    info = worker_info(
+        f"{name}.x",
+        role,
         address="127.0.0.1:1",
         pid=7,
         node="here",
@@ -89,38 +109,10 @@ def worker_status(name: str, role: str = "decode", state: str = "ready") -> Work
         memory_floor_bytes=1 << 20,
         memory_max_bytes=16 << 20,
     )
-    load = WorkerLoad(
-        running_rows=2,
-        memory=NO_MEMORY | {"pages_live": 1 << 20, "free": 3 << 20},
-        budget_bytes=4 << 20,
-        state_slots=6,
-        counters={
-            "pages_published": 5,
-            "evicted_pages_for_states": 2,
-            "evicted_pages_for_resize": 3,
-            "spec_trials": 4,
-            "spec_accepted_tokens": 3,
-            "spec_accepted_tokens_at_0": 2,
-            "spec_accepted_tokens_at_1": 1,
-            "store_puts_as_stored": 6,
-            "store_puts_as_existed": 1,
-            "store_puts_as_full": 1,
-            "store_puts_as_skipped": 3,
-            "store_gets_as_corrupt": 4,
-            "store_gets_as_truncated": 1,
-            "store_put_bytes": 2048,
-            "store_is_down": 0,
-        },
-    )
-    return WorkerStatus(
-        info=info,
-        load=load,
-        state=state,
-        heard_ago_s=0.5,
-        restorable_depths=3,
-        set_by="broker",
-        set_bytes=5 << 20,
-    )
+    memory = NO_MEMORY | {"pages_live": 1 << 20, "free": 3 << 20}
+    load = WorkerLoad(running_rows=2, memory=memory, budget_bytes=4 << 20, state_slots=6, counters=COUNTERS)
+    status = WorkerStatus(info=info, load=load, state=state, heard_ago_s=0.5, restorable_depths=3)
+    return replace(status, set_by="broker", set_bytes=5 << 20)
 
 
 @dataclass
@@ -294,6 +286,16 @@ def events_of(response: httpx.Response) -> list[Any]:
 def chat(app: FastAPI, **body: object) -> httpx.Response:
     messages = [{"role": "user", "content": "Hello!"}]
     return call(app, "POST", "/v1/chat/completions", json={"messages": messages, **body})
+
+
+def with_server(service: FakeService, use: Callable[[str], Result]) -> Result:
+    """Serve the API of `service`; return the result of `use`, which gets the URL, on a thread."""
+
+    async def main() -> Result:
+        async with serving(app_over(service)) as url:
+            return await asyncio.to_thread(use, url)
+
+    return asyncio.run(main())
 
 
 @asynccontextmanager

@@ -1,15 +1,15 @@
 """Both ends of a data plane for tests: edges, and a worker whose engine a test steps."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
 
-from tests.support import grpc_loop
 from tests.support.cluster.fake_engine import FakeEngine
 from tests.support.waits import WAIT_S_MAX
+from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.rpc.channels import open_channel
 from tidemill.cluster.rpc.codec import (
     ClientFrame,
@@ -31,9 +31,11 @@ WORKER = WorkerId("decode-0.1")
 
 
 @asynccontextmanager
-async def serving(limits: ServerLimits | None = None) -> AsyncGenerator[tuple[FakeEngine, str]]:
+async def serving(
+    limits: ServerLimits | None = None, tls: MutualTls | None = None
+) -> AsyncGenerator[tuple[FakeEngine, str]]:
     engine = FakeEngine()
-    plane = WorkerServer(engine, WORKER, limits)
+    plane = WorkerServer(engine, WORKER, limits, tls=tls)
     try:
         yield engine, await plane.start("127.0.0.1")
     finally:
@@ -41,8 +43,8 @@ async def serving(limits: ServerLimits | None = None) -> AsyncGenerator[tuple[Fa
 
 
 @asynccontextmanager
-async def frontend(unread_items_max: int = 64) -> AsyncGenerator[WorkerClients]:
-    peers = WorkerClients(unread_items_max)
+async def frontend(unread_items_max: int = 64, tls: MutualTls | None = None) -> AsyncGenerator[WorkerClients]:
+    peers = WorkerClients(unread_items_max, tls=tls)
     try:
         yield peers
     finally:
@@ -68,14 +70,6 @@ class RawStream:
 async def raw_stream(address: str) -> AsyncGenerator[RawStream]:
     async with open_channel(address) as channel:
         yield RawStream(channel.stream_stream("/tidemill.Worker/Stream")())
-
-
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    grpc_loop.run(coroutine, 3 * WAIT_S_MAX)
-
-
-IN_GRPC_LOOP = pytest.mark.run_with.with_args(run)
-"""The mark of files whose tests are coroutines for `run`."""
 
 
 def request(name: str = "r") -> Request:

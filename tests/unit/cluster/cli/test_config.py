@@ -124,13 +124,6 @@ def test_check_parses_store_urls(file: Path, capsys: pytest.CaptureFixture[str],
         assert message in problem
 
 
-def test_check_offline_accepts_master_of_other_machine(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = "models: [{model: keeper}]\nstore: {url: 'mooncake://there:50051'}"
-    assert check(file, text, capsys, "--offline") == []
-
-
 def test_check_reads_certificates_and_secret_file(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,25 +1,41 @@
-"""Keys and certificates as options of the commands, and over a real socket with TLS."""
+"""Keys and certificates as options of the commands, and rules of SECURITY.md for the whole edge."""
 
 import asyncio
+import json
 import ssl
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import trustme
 import yaml
 from fastapi import FastAPI
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.routing import Route
 
-from tests.support.cluster.fake_service import FakeService, build_app, saying, serving, sources, tokenizer
+from tests.support.cluster.fake_service import (
+    FakeService,
+    build_app,
+    call,
+    saying,
+    serving,
+    sources,
+    tokenizer,
+)
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.options.server_address import ServerAddress
 from tidemill.cluster.cli.security import KEY_VARIABLE, security_of
 from tidemill.cluster.cli.serve import config_of_options
 from tidemill.cluster.cli.status import fetch_status
-from tidemill.cluster.edge.requests.api_keys import digest_of
+from tidemill.cluster.edge.http.middleware import OPEN_PATHS
+from tidemill.cluster.edge.requests.api_keys import ApiKey, ApiKeys, digest_of
+from tidemill.cluster.edge.requests.caller import caller_of
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.edge.requests.security import Security
 from tidemill.kvstore.errors import TidemillError
+from tidemill.kvstore.keys import Namespace, page_keys
 from tidemill.workers.messages import RequestError, Unserved
 
 
@@ -49,11 +65,8 @@ def test_keys_come_from_options_environment_and_file(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(yaml.safe_dump({"keys": [{"tenant": "shop", "sha256": digest_of("c")}]}))
     merged = security("--api-key", "a", "--api-key", "b", "--api-keys-file", str(file), **{KEY_VARIABLE: "d"})
-    assert [(key.sha256, key.operator) for key in merged.keys] == [
-        (digest_of("a"), True),
-        (digest_of("b"), True),
-        (digest_of("c"), False),
-    ]
+    known = [(key.sha256, key.operator) for key in merged.keys]
+    assert known == [(digest_of("a"), True), (digest_of("b"), True), (digest_of("c"), False)]
     assert [key.sha256 for key in security(**{KEY_VARIABLE: "d"}).keys] == [digest_of("d")]
     assert security() == Security()
 
@@ -70,11 +83,12 @@ def test_key_command_prints_entry_for_keys_file(capsys: pytest.CaptureFixture[st
 
 
 def test_wrong_certificate_options_are_named(files: dict[str, str], tmp_path: Path) -> None:
+    certificate, key, ca = (files[name] for name in ("certificate", "key", "ca"))
     for arguments, message in (
-        (["--ssl-certfile", files["certificate"]], "together"),
-        (["--ssl-ca-certs", files["ca"]], "together"),
-        (["--ssl-certfile", "/nowhere", "--ssl-keyfile", files["key"]], "--ssl-certfile: there is no file"),
-        (["--ssl-certfile", files["key"], "--ssl-keyfile", files["certificate"]], "PEM"),
+        (["--ssl-certfile", certificate], "together"),
+        (["--ssl-ca-certs", ca], "together"),
+        (["--ssl-certfile", "/nowhere", "--ssl-keyfile", key], "--ssl-certfile: there is no file"),
+        (["--ssl-certfile", key, "--ssl-keyfile", certificate], "PEM"),
         (["--api-key", ""], "--api-key is empty"),
         (["--api-keys-file", str(tmp_path / "none")], "--api-keys-file"),
     ):
@@ -121,3 +135,95 @@ async def test_commands_send_their_api_key(files: dict[str, str], monkeypatch: p
                 await asyncio.to_thread(fetch_status, ServerAddress(url, wrong))
         with pytest.raises(Unserved):
             await asyncio.to_thread(fetch_status, ServerAddress(url.replace("https", "http"), "sk-operator"))
+
+
+KEYS = (ApiKey(tenant="people", sha256=digest_of("sk-people"), operator=True),)
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+USER = {"role": "user", "content": "Hello!"}
+
+
+def test_every_path_except_open_ones_needs_a_key() -> None:
+    app = build_app([ServedBackend(FakeService(saying("a")), tokenizer())], sources(), keys=KEYS)
+    routes = [route for route in app.routes if isinstance(route, Route)]
+    assert len(routes) > len(OPEN_PATHS) > 4
+    for route in routes:
+        path = route.path.replace("{name:path}", "a").replace("{name}", "a")
+        for method in route.methods or ():
+            status = call(app, method, path).status_code
+            assert (status == 401) is (path not in OPEN_PATHS), (method, path, status)
+
+
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        schema = {"items": schema}
+    return schema
+
+
+LIMITS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    (TEXT, {"n": 16}, {"n": 17}),
+    (TEXT, {"prompt": ["a"] * 64}, {"prompt": ["a"] * 65}),
+    (TEXT, {"prompt": ["a"] * 8, "n": 16}, {"prompt": ["a"] * 9, "n": 16}),
+    (TEXT, {"prompt": [5] * 511, "max_tokens": 1}, {"prompt": [5] * 512, "max_tokens": 1}),
+    (TEXT, {"logprobs": 20}, {"logprobs": 21}),
+    (TEXT, {"stop": ["x"] * 4}, {"stop": ["x"] * 5}),
+    (TEXT, {"stop": "x" * 256}, {"stop": "x" * 257}),
+    (TEXT, {"stop_token_ids": [5] * 64}, {"stop_token_ids": [5] * 65}),
+    (TEXT, {"logit_bias": {"5": 100}}, {"logit_bias": {"5": 100.5}}),
+    (TEXT, {"priority": -100}, {"priority": -101}),
+    (TEXT, {"cache_salt": "s" * 128}, {"cache_salt": "s" * 129}),
+    (TEXT, {"model": "keeper"}, {"model": "k" * 257}),
+    (
+        TEXT,
+        {"structured_outputs": {"regex": "a" * (4 << 10)}},
+        {"structured_outputs": {"regex": "a" * ((4 << 10) + 1)}},
+    ),
+    (TEXT, {"structured_outputs": {"json": nested(64)}}, {"structured_outputs": {"json": nested(65)}}),
+    (CHAT, {"logprobs": True, "top_logprobs": 20}, {"logprobs": True, "top_logprobs": 21}),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "most", "more"), LIMITS, ids=[json.dumps(limit[1])[:40] for limit in LIMITS]
+)
+def test_request_is_accepted_up_to_its_limit(path: str, most: dict[str, Any], more: dict[str, Any]) -> None:
+    service = FakeService(saying("a"))
+    app = build_app([ServedBackend(service, tokenizer())], sources())
+    base: dict[str, Any] = {"messages": [USER]} if path == CHAT else {"prompt": "a"}
+    assert call(app, "POST", path, json={**base, **more}).status_code == 400
+    assert not service.requests
+    assert call(app, "POST", path, json={**base, **most}).status_code == 200
+    assert service.requests
+
+
+@pytest.mark.parametrize(
+    "field", ["kv_transfer_params", "prompt_embeds", "chat_template", "logits_processors", "documents"]
+)
+def test_fields_that_reach_into_server_are_refused(field: str) -> None:
+    service = FakeService(saying("a"))
+    app = build_app([ServedBackend(service, tokenizer())], sources())
+    reply = call(app, "POST", CHAT, json={"messages": [USER], field: {"remote_host": "127.0.0.1"}})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
+    assert not service.requests
+
+
+tenants = st.from_regex(r"[A-Za-z0-9_.-]{1,8}", fullmatch=True)
+salts = st.none() | st.from_regex(r"[A-Za-z0-9_-]{1,8}", fullmatch=True)
+prompts = st.lists(st.integers(0, 9), min_size=4, max_size=40)
+
+
+@given(st.tuples(tenants, salts), st.tuples(tenants, salts), prompts)
+@settings(max_examples=200, deadline=None)
+def test_page_keys_differ_between_tenants_and_salts(
+    first: tuple[str, str | None], second: tuple[str, str | None], tokens: list[int]
+) -> None:
+    def names(caller: tuple[str, str | None]) -> set[bytes]:
+        tenant, salt = caller
+        keys = ApiKeys([ApiKey(tenant=tenant, sha256=digest_of("sk"))])
+        known = caller_of({"authorization": "Bearer sk"}, keys)
+        root = Namespace(model="m", layout="l", salt=known.salt_with(salt)).root()
+        return set(page_keys(root, tokens, 4))
+
+    is_same = first == second
+    assert (names(first) == names(second)) is is_same
+    assert names(first).isdisjoint(names(second)) is not is_same

@@ -1,53 +1,48 @@
-"""`tidemill top`: rates, means and quantiles between two snapshots of a server, and the tables."""
+"""`tidemill top`: rates, means and quantiles between two snapshots of a server, the tables, and watching."""
 
 import json
 import math
 from dataclasses import replace
+from io import StringIO
+from itertools import accumulate
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
+from rich.text import Text
 
 from tests.support.cluster.fake_service import (
     FakeService,
-    app_over,
-    call,
-    complete,
     saying,
+    with_server,
     worker_status,
 )
-from tests.support.cluster.served import with_server
 from tests.unit.cluster.edge.requests.test_reading import drawn
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.options.server_address import ServerAddress
 from tidemill.cluster.cli.top import Snapshot, WorkerRow, compare, render_top, take_snapshot
+from tidemill.cluster.cli.watch_screen import poll, show_live
 from tidemill.cluster.metrics import specs
-from tidemill.cluster.metrics.scrape import HistogramSnapshot, Scraped, scraped
+from tidemill.cluster.metrics.scrape import HistogramSnapshot, scraped
 from tidemill.kvstore.errors import TidemillError
-from tidemill.workers.messages import NO_MEMORY, Unserved, WorkerLoad
+from tidemill.workers.messages import NO_MEMORY, RequestError, Unserved, WorkerLoad
 
 MIB = 1 << 20
 
 
 def worker(name: str, heard_ago_s: float = 0.0, incarnation: str = "x", **load: Any) -> dict[str, Any]:  # noqa: ANN401
     """Return a row of GET /cluster."""
-    row: dict[str, Any] = {
+    plain: dict[str, Any] = dict.fromkeys(("running_rows", "waiting_rows", "queued_tokens"), 0)
+    plain["memory"] = dict.fromkeys(("pages_live", "states_live", "windows_live"), 0)
+    return {
         "model": "keeper",
         "info": {"name": name, "worker": f"{name}.{incarnation}", "role": "decode"},
         "state": "ready",
         "heard_ago_s": heard_ago_s,
-        "load": {
-            "running_rows": 0,
-            "waiting_rows": 0,
-            "queued_tokens": 0,
-            "budget_bytes": 4 * MIB,
-            "memory": {"pages_live": 0, "states_live": 0, "windows_live": 0},
-            "counters": {},
-        },
+        "load": plain | {"budget_bytes": 4 * MIB, "counters": {}} | load,
     }
-    row["load"] |= load
-    return row
 
 
 def snapshot(at_s: float, *workers: dict[str, Any], metrics: str = "") -> Snapshot:
@@ -100,30 +95,19 @@ def test_workers_are_sorted_by_load() -> None:
 
 def metrics_text(queries: int, hits: int, ttft: tuple[int, int, int], total_s: float) -> str:
     """Return /metrics of one model; `ttft` counts first tokens within 0.1 s, within 1 s, and later."""
-    label = '{model_name="keeper"}'
-    first = "tidemill:time_to_first_token_seconds"
-    sums = [sum(ttft[: index + 1]) for index in range(3)]
-    buckets = [
-        f'{first}_bucket{{model_name="keeper",le="{bound}"}} {count}'
-        for bound, count in zip(("0.1", "1.0", "+Inf"), sums, strict=True)
+    of = 'model_name="keeper"'
+    counted = {"prompt_tokens": queries, "prefix_cache_queries": queries, "prefix_cache_hits": hits}
+    lines = [
+        f"# TYPE tidemill:{name} counter\ntidemill:{name}_total{{{of}}} {value}"
+        for name, value in counted.items()
     ]
-    return "\n".join(
-        [
-            "# TYPE tidemill:prompt_tokens counter",
-            f"tidemill:prompt_tokens_total{label} {queries}",
-            "# TYPE tidemill:prefix_cache_queries counter",
-            f"tidemill:prefix_cache_queries_total{label} {queries}",
-            "# TYPE tidemill:prefix_cache_hits counter",
-            f"tidemill:prefix_cache_hits_total{label} {hits}",
-            "# TYPE tidemill:num_requests_running gauge",
-            f"tidemill:num_requests_running{label} 7",
-            f"# TYPE {first} histogram",
-            *buckets,
-            f"{first}_sum{label} {total_s}",
-            f"{first}_count{label} {sum(ttft)}",
-            "",
-        ]
-    )
+    lines += [f"# TYPE tidemill:num_requests_running gauge\ntidemill:num_requests_running{{{of}}} 7"]
+    first = "tidemill:time_to_first_token_seconds"
+    bounds = zip(("0.1", "1.0", "+Inf"), accumulate(ttft), strict=True)
+    lines += [f"# TYPE {first} histogram"]
+    lines += [f'{first}_bucket{{{of},le="{bound}"}} {count}' for bound, count in bounds]
+    lines += [f"{first}_sum{{{of}}} {total_s}\n{first}_count{{{of}}} {sum(ttft)}\n"]
+    return "\n".join(lines)
 
 
 def test_model_row_covers_requests_between_snapshots() -> None:
@@ -161,25 +145,6 @@ def test_quantile_lies_in_bucket_of_value(values: list[float], share: float) -> 
     assert lower <= quantile <= upper
 
 
-def test_empty_histogram_has_no_quantile_and_no_mean() -> None:
-    assert HistogramSnapshot().quantile(0.5) is None
-    assert HistogramSnapshot(bounds=(1.0, math.inf), counts=(0.0, 0.0)).mean() is None
-    assert Scraped().value(specs.RUNNING, "keeper") == 0.0
-    assert Scraped().seen(specs.TTFT, "keeper") == HistogramSnapshot()
-
-
-def test_top_reads_metric_names_of_server() -> None:
-    app = app_over(FakeService(saying(" a b c d")))
-    complete(app)
-    metrics = scraped(call(app, "GET", "/metrics").text)
-    for spec in (specs.PROMPT_TOKENS, specs.GENERATION_TOKENS, specs.QUERIES):
-        assert metrics.value(spec, "keeper") > 0, spec.name
-    assert any(name == f"{specs.HITS.full_name}_total" for name, _ in metrics.values)
-    assert metrics.seen(specs.TTFT, "keeper").count == 1
-    assert metrics.seen(specs.ITL, "keeper").count == 4
-    assert metrics.seen(specs.TTFT, "keeper").mean() is not None
-
-
 def test_top_tables_fit_and_escape_names() -> None:
     busy = replace(
         worker_status("[red]d-1"),
@@ -202,7 +167,12 @@ def test_top_tables_fit_and_escape_names() -> None:
     assert "no worker is alive" in drawn(render_top(compare(snapshot(0.0), snapshot(1.0))))
 
 
-def test_snapshot_of_foreign_server_names_url_option(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshot_without_server_or_of_a_foreign_one_names_url_option(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(TidemillError, match="--url"):
+        take_snapshot(ServerAddress("http://127.0.0.1:9"), 0.0)
+
     def page(server: ServerAddress, path: str) -> str:
         return f"<html>{server.url}{path}"
 
@@ -235,6 +205,91 @@ def test_top_refuses_wrong_interval(interval: str, capsys: pytest.CaptureFixture
     assert "is no time" in capsys.readouterr().err
 
 
-def test_snapshot_without_server_names_url_option() -> None:
-    with pytest.raises(TidemillError, match="--url"):
-        take_snapshot(ServerAddress("http://127.0.0.1:9"), 0.0)
+def show(*items: str | Exception, terminal: bool = False) -> str:
+    """Return the output for these views, after which Ctrl-C ends the command."""
+    left = list(items)
+
+    def fetch() -> str:
+        if not left:
+            raise KeyboardInterrupt
+        item = left.pop(0)
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    console = Console(file=StringIO(), width=80, force_terminal=terminal)
+    show_live(poll(fetch, lambda: None), Text, console)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+def test_show_live_restores_terminal_screen() -> None:
+    assert "\x1b" not in show("one", "two")
+    text = show("one", "two", terminal=True)
+    assert text.count("\x1b[?1049h") == text.count("\x1b[?1049l") == 1
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is visible again"
+    assert text.index("one") < text.index("two") < text.index("\x1b[?1049l")
+
+
+def test_show_live_shows_error_above_last_view_and_ends_on_a_request_error() -> None:
+    shown = show(Unserved("connection refused"), "one", Unserved("gone"), "two")
+    before, away, after = shown.split("one\n")[:3]
+    assert before == "connection refused. Trying again.\n"
+    assert away == "gone. Trying again.\nThe view below is outdated.\n\n"
+    assert after == "two\n"
+    with pytest.raises(RequestError):
+        show(RequestError("an unknown key"))
+
+
+class Session:
+    """Replaces the sleeps of a command; the last one raises KeyboardInterrupt."""
+
+    def __init__(self, sleeps: int) -> None:
+        self.left = sleeps
+        self.slept: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+    def run(self, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
+        monkeypatch.setattr(cli.time, "sleep", self.sleep)
+        options = cli.parser().parse_args(arguments)
+        return options.run(options)
+
+
+@pytest.mark.parametrize("command", [("status", "--watch", "0.5"), ("top", "--interval", "0.5")])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_watching_commands_end_on_interrupt(
+    command: tuple[str, ...],
+    as_json: bool,  # noqa: FBT001 - a parameter of a test
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    session = Session(3)
+
+    def run(url: str) -> int:
+        arguments = (*command, "--url", url, *(("--json",) if as_json else ()))
+        return session.run(*arguments, monkeypatch=monkeypatch)
+
+    assert with_server(FakeService(saying(" a")), run) == 0
+    assert set(session.slept) == {0.5}
+    out = capsys.readouterr().out
+    num_frames = 3 if command[0] == "status" else 2  # a rate takes two snapshots
+    if as_json:
+        assert len([json.loads(line) for line in out.splitlines()]) == num_frames
+    else:
+        assert out.count("prefill-0") % num_frames == 0
+        assert "prefill-0" in out
+
+
+def test_watch_json_prints_nothing_while_server_is_away(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = "http://127.0.0.1:9"
+    assert Session(2).run("status", "--url", url, "--watch", "--json", monkeypatch=monkeypatch) == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("Trying again.") == 2

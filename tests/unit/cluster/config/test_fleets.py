@@ -1,13 +1,16 @@
-"""A configuration is translated into the settings of its cluster."""
+"""A configuration is translated into the settings of its cluster; threads follow the cores of the machine."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 
 from tests.support.cluster.configs import TREES, Tree
+from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.config import local_problems
+from tidemill.cluster.cli.serve import config_of_options
 from tidemill.cluster.config.flags import with_config_paths
 from tidemill.cluster.config.fleets import (
     Surroundings,
@@ -18,6 +21,7 @@ from tidemill.cluster.config.fleets import (
 )
 from tidemill.cluster.config.problems import ConfigError
 from tidemill.cluster.config.reading import parse_config
+from tidemill.cluster.config.threads import SMALL_BYTES, arrangement, count_cores
 from tidemill.cluster.config.tree import RootConfig
 from tidemill.cluster.messages import Bounds
 from tidemill.cluster.observability.telemetry import Telemetry
@@ -99,15 +103,6 @@ def test_each_model_has_its_own_fleet() -> None:
     )
 
 
-def test_single_model_has_names_without_prefix() -> None:
-    cluster = settings("models: [{model: keeper, served_model_name: [a, b]}]")
-    (only,) = cluster.fleets
-    assert only.names == ("a", "b")
-    assert [worker.name for worker in only.workers] == ["mixed-0"]
-    assert only.router.name == "router"
-    assert (cluster.ray_address, only.bounds) == (None, {})
-
-
 def test_groups_of_role_differ_and_share_numbering() -> None:
     cluster = fleet(
         "{role: prefill, replicas: 2, device: cuda, num_gpus: 1, labels: {pool: fast}, memory: 64MiB},"
@@ -143,31 +138,26 @@ def test_memory_maximum_is_memory_of_all_workers_on_device_type() -> None:
         "{role: decode, memory: 1GiB, device: 'cuda:0'}, {role: decode, memory: 512MiB, device: cuda}"
     )
     engines = {worker.name: engine_of(worker) for worker in fleet(groups).workers}
-    assert {name: (engine.memory_bytes or 0) // MIB for name, engine in engines.items()} == {
-        "prefill-0": 64,
-        "prefill-1": 64,
-        "decode-0": 32,
-        "decode-1": 32,
-        "decode-2": 32,
-        "decode-3": 1024,
-        "decode-4": 512,
+    sizes = {
+        name: ((engine.memory_bytes or 0) // MIB, (engine.memory_max_bytes or 0) // MIB)
+        for name, engine in engines.items()
     }
-    most = {name: (engine.memory_max_bytes or 0) // MIB for name, engine in engines.items()}
-    assert {most[name] for name in ("prefill-0", "decode-2")} == {2 * 64 + 3 * 32}
-    assert {most[name] for name in ("decode-3", "decode-4")} == {1024 + 512}
-    assert (engines["prefill-0"].memory_floor_bytes, engines["decode-0"].memory_floor_bytes) == (
-        8 * MIB,
-        None,
-    )
-
+    assert sizes == {
+        **dict.fromkeys(("prefill-0", "prefill-1"), (64, 2 * 64 + 3 * 32)),
+        **dict.fromkeys(("decode-0", "decode-1", "decode-2"), (32, 2 * 64 + 3 * 32)),
+        "decode-3": (1024, 1024 + 512),
+        "decode-4": (512, 1024 + 512),
+    }
+    floors = (engines["prefill-0"].memory_floor_bytes, engines["decode-0"].memory_floor_bytes)
+    assert floors == (8 * MIB, None)
     unlent = fleet(groups, ", engine: {memory_broker: false}")
     alone = {worker.name: engine_of(worker) for worker in unlent.workers}
     assert (alone["prefill-0"].memory_max_bytes, alone["decode-0"].memory_max_bytes) == (128 * MIB, 64 * MIB)
     assert (engines["decode-0"].memory_broker, alone["decode-0"].memory_broker) == (True, False)
 
 
-def test_defaults_of_workers_on_gpus() -> None:
-    """Each has a GPU; its memory, also that it may borrow, follows from what the device has left."""
+def test_workers_on_gpus_have_one_each_or_the_parts_that_they_ask_for() -> None:
+    """Its memory, also that it may borrow, follows from what the device has left."""
     groups = "{role: prefill, device: cuda, memory: 1GiB}, {role: decode, device: cuda}, {role: decode}"
     first, second, host = fleet(groups).workers
     assert [worker.num_gpus for worker in (first, second, host)] == [1, 1, 0]
@@ -175,17 +165,10 @@ def test_defaults_of_workers_on_gpus() -> None:
     assert [worker.engine.memory_max_bytes for worker in (first, second, host)] == [None, None, 1 << 30]
     assert {worker.engine.device_share for worker in (first, second, host)} == {1.0}
     assert {engine_of(worker).gpu_memory_utilization for worker in (first, second, host)} == {0.9}
-    (alone,) = fleet("{role: mixed, device: cuda}", ", engine: {memory_broker: false}").workers
-    assert alone.engine.memory_max_bytes is None
-
-
-def test_workers_share_a_gpu_when_they_ask_for_parts_of_it() -> None:
     shares = "{role: prefill, device: cuda, num_gpus: 0.25}, {role: decode, device: cuda, num_gpus: 0.75}"
-    more = ", engine: {gpu_memory_utilization: 0.8}"
-    first, second = fleet(shares, more).workers
-    assert (first.num_gpus, first.engine.device_share) == (0.25, 0.25)
-    assert (second.num_gpus, second.engine.device_share) == (0.75, 0.75)
-    assert engine_of(second).gpu_memory_utilization == 0.8
+    parts = fleet(shares, ", engine: {gpu_memory_utilization: 0.8}").workers
+    assert [(part.num_gpus, part.engine.device_share) for part in parts] == [(0.25, 0.25), (0.75, 0.75)]
+    assert engine_of(parts[1]).gpu_memory_utilization == 0.8
     (numbered,) = fleet("{role: mixed, device: 'cuda:1'}").workers
     assert (numbered.num_gpus, numbered.engine.device_share) == (0, 1), "Ray would hide the others"
 
@@ -298,27 +281,15 @@ def test_engine_errors_name_path_in_file_and_flag() -> None:
 
 
 def test_chat_settings_default_to_model_and_follow_keys() -> None:
-    model = "{model: keeper, served_model_name: NAME, KEYS}"
-    explicit = model.replace(
-        "KEYS", "chat_template: a.jinja, tool_call_parser: granite, reasoning_parser: none"
-    )
-    plain = model.replace(", KEYS", "").replace("NAME", "b")
-    first, second = settings(f"models: [{explicit.replace('NAME', 'a')}, {plain}]").fleets
+    keys = "chat_template: a.jinja, tool_call_parser: granite, reasoning_parser: none"
+    first, second = settings(
+        f"models: [{{model: keeper, {keys}}}, {{model: keeper, served_model_name: b}}]"
+    ).fleets
     assert first.chat == ChatSettings(template="a.jinja", tool_parser="granite", reasoning_parser="none")
     assert second.chat == ChatSettings()
-
-
-@pytest.mark.parametrize(
-    ("key", "known"),
-    [
-        ("tool_call_parser", ["hermes", "llama3_json", "openai"]),
-        ("reasoning_parser", ["qwen3", "deepseek_r1"]),
-    ],
-)
-def test_unknown_parser_is_refused_with_list_of_known_ones(key: str, known: list[str]) -> None:
-    with pytest.raises(ConfigError) as refused:
-        settings(f"models: [{{model: keeper, {key}: unknown}}]")
-    assert all(name in str(refused.value) for name in ["auto", "none", *known])
+    for key, known in (("tool_call_parser", "hermes"), ("reasoning_parser", "qwen3")):
+        with pytest.raises(ConfigError, match=rf"{key} .*auto.*none.*{known}"):
+            settings(f"models: [{{model: keeper, {key}: unknown}}]")
 
 
 def test_telemetry_settings_follow_keys() -> None:
@@ -349,3 +320,65 @@ def test_worker_and_router_names_are_unique(tree: Tree) -> None:
             growing = next(group for group in model.groups if group.role == role)
             assert growing.replicas_max == bounds.most - bounds.least + growing.replicas
             assert first[role].engine.device == growing.device
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder with weights that are large enough for threads."""
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(SMALL_BYTES)
+    return tmp_path
+
+
+def fleets(cores: int, *words: object) -> tuple[FleetSettings, ...]:
+    config = config_of_options(cli.parser().parse_args(["serve", *map(str, words)]))
+    return cluster_settings(config, replace(SURROUNDINGS, cores=cores)).fleets
+
+
+def threads(cores: int, *words: object) -> list[int]:
+    return [worker.engine.threads for fleet in fleets(cores, *words) for worker in fleet.workers]
+
+
+def test_threads_share_the_cores_of_the_machine(model: Path) -> None:
+    assert threads(8, model) == [8]
+    assert threads(8, model, "--prefill", 1, "--decode", 2) == [2, 2, 2]
+    assert threads(8, model, "--mixed", 2, "-tp", 2) == [2, 2]
+    assert threads(2, model, "--mixed", 3) == [1, 1, 1]
+    assert threads(8, model, "--threads", 3) == [3]
+    assert threads(8, model, "--device", "cuda") == [1]
+
+
+def test_small_models_run_on_one_thread() -> None:
+    assert threads(8, "keeper") == [1]
+    assert threads(8, "keeper", "--load-format", "dummy") == [8], "the size is not known"
+
+
+def test_threads_are_the_reserved_cpus_in_a_joined_cluster(model: Path) -> None:
+    assert threads(8, model, "--ray-address", "auto") == [1]
+    file = model / "cluster.yaml"
+    file.write_text(f"models: [{{model: {model}, groups: [{{role: mixed, num_cpus: 4}}]}}]")
+    assert threads(8, "--config", file) == [4]
+    assert threads(8, "--config", file, "--ray-address", "auto") == [4]
+
+
+def test_arrangement_names_the_threads_and_warns_of_too_many(model: Path) -> None:
+    assert arrangement(fleets(8, model), 8) == f"{model}: 1 mixed with 8 threads; 8 cores here"
+    split = arrangement(fleets(2, "keeper", "--prefill", 1, "--decode", 2), 3)
+    assert split == "keeper: 1 prefill with 1 thread, 2 decode with 1 thread; 3 cores here"
+    assert "4 threads slow each other" in arrangement(fleets(2, model, "--mixed", 2, "--threads", 2), 2)
+    assert "4 threads slow each other" in arrangement(fleets(2, model, "-tp", 2, "--threads", 2), 2)
+    assert "slow" not in arrangement(fleets(2, model, "--device", "cuda", "--threads", 9), 2)
+
+
+def test_cores_are_physical_and_within_the_quota(tmp_path: Path) -> None:
+    for cpu, siblings in enumerate(["0,2", "1,3", "0,2", "1,3"]):
+        folder = tmp_path / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{siblings}\n")
+    quota = tmp_path / "cpu.max"
+    assert count_cores({0, 1, 2, 3}, tmp_path, quota) == 2
+    assert count_cores({0, 2}, tmp_path, quota) == 1
+    assert count_cores({7, 8, 9}, tmp_path, quota) == 3, "unknown CPUs count"
+    for text, cores in (("max 100000", 2), ("150000 100000", 1), ("50000 100000", 1)):
+        quota.write_text(text)
+        assert count_cores({0, 1, 2, 3}, tmp_path, quota) == cores

@@ -17,9 +17,9 @@ from tests.support.cluster.scripted_engine import (
     frontend,
     raw_stream,
     request,
-    run,
     serving,
 )
+from tests.support.grpc_loop import run
 from tidemill.cluster.rpc.codec import Generate, Hello, StreamItem
 from tidemill.cluster.rpc.worker_client import SILENCE_S_MAX, WorkerClients
 from tidemill.cluster.worker.server import WorkerServer

@@ -21,9 +21,12 @@ from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.messages import FleetStatus
 from tidemill.cluster.metrics import specs
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
-from tidemill.cluster.metrics.edge_samples import added, samples_of
+from tidemill.cluster.metrics.edge_samples import EdgeSamples, added, samples_of
+from tidemill.cluster.metrics.exposition import exposition
 from tidemill.cluster.metrics.history import ALL, MARKS, ROWS, History, quantile
+from tidemill.cluster.metrics.scrape import scraped
 from tidemill.cluster.processes.endpoint.history_recorder import HistoryRecorder
+from tidemill.cluster.rpc.codec import decode, encode
 
 MIB = 1 << 20
 FLEET = FleetStatus(workers=(worker_status("decode-0"), worker_status("decode-1")))
@@ -74,15 +77,6 @@ def test_all_models_are_summed_before_ratios_are_taken() -> None:
     assert memory == [6 * MIB, None, 6 * MIB], "the router of b does not answer"
 
 
-def test_model_without_requests_has_memory() -> None:
-    history = History()
-    for at_s in (0.0, 5.0):
-        history.add(at_s, samples_of(EdgeMetrics(lambda: 0.0)), {"a": FLEET})
-    (row,) = history.rows["a"]
-    assert (row.tokens_per_s, row.hit_ratio, row.ttft_s) == (0.0, None, (None, None))
-    assert row.memory["free"] == 6 * MIB
-
-
 def test_restart_of_a_worker_is_an_end_and_a_start() -> None:
     restarted = replace(FLEET.workers[0], info=replace(FLEET.workers[0].info, worker="decode-0.y"))
     history, samples = History(), samples_of(EdgeMetrics(lambda: 0.0))
@@ -118,19 +112,50 @@ def test_quantile_lies_in_the_bucket_of_the_value(values: list[float], share: fl
     assert quantile([(bound, 0.0) for bound in bounds], share) is None
 
 
-def test_edge_records_and_serves_its_history() -> None:
+async def test_edge_records_and_serves_its_history() -> None:
     service = FakeService(saying(" Emma is here"))
     context = open_context([ServedBackend(service, tokenizer())], sources())
-    metrics = context.metrics.of_model("keeper")
-
-    async def main() -> None:
-        await HistoryRecorder(context).record()
-        metrics.count_tokens(10, None)
-        object.__setattr__(context.sources, "unix_time_s", lambda: 1_700_000_133.5)
-        await HistoryRecorder(context).record()
-
-    asyncio.run(main())
+    await HistoryRecorder(context).record()
+    context.metrics.of_model("keeper").count_tokens(10, None)
+    object.__setattr__(context.sources, "unix_time_s", lambda: 1_700_000_133.5)
+    await HistoryRecorder(context).record()
     found = context.history.json()
     assert found["models"]["keeper"][0]["tokens_per_s"] == 1.0  # pyright: ignore[reportIndexIssue] - JSON
-    reply = call(app_over(service), "GET", "/cluster/history").json()
+    reply = (await asyncio.to_thread(call, app_over(service), "GET", "/cluster/history")).json()
     assert reply == {"period_s": 5.0, "quantiles": [0.5, 0.99], "models": {}, "marks": []}
+
+
+def edge(*ttfts_s: float, tokens: int = 0, errors: int = 0, model: str = "a") -> EdgeMetrics:
+    metrics = EdgeMetrics(lambda: 0.0)
+    for ttft_s in ttfts_s:
+        metrics.of_model(model).observe(specs.TTFT, ttft_s)
+    metrics.of_model(model).count_tokens(tokens, None)
+    for _ in range(errors):
+        metrics.count_error(503)
+    return metrics
+
+
+def test_edge_answers_with_the_sums() -> None:
+    mine, other = edge(0.1, tokens=5, errors=1), edge(0.1, 2.0, tokens=7)
+    third = edge(tokens=1, model="b")
+    third.under_way["b"] = 2
+    sent = [decode(EdgeSamples, encode(samples_of(metrics))) for metrics in (mine, other, third)]
+    found = scraped(exposition(mine, {}, added(sent)).decode())
+    assert found.value(specs.GENERATION_TOKENS, "a") == 12
+    assert found.value(specs.GENERATION_TOKENS, "b") == 1, "also of a model that this edge has not served"
+    assert found.seen(specs.TTFT, "a").count == 3
+    assert found.seen(specs.TTFT, "a").total == pytest.approx(2.2)
+    assert found.values[f"{specs.ERRORS.full_name}_total", frozenset({("code", "503")})] == 1
+    assert found.value(specs.RUNNING, "b") == 2
+    started = [value for (name, _), value in found.values.items() if name.endswith("_created")]
+    assert started
+    assert max(started) < 2 * min(started), "starts are no counts"
+
+
+def test_counts_outlive_an_edge_and_open_answers_do_not() -> None:
+    metrics = edge(tokens=5)
+    metrics.under_way["a"] = 3
+    left = added([samples_of(metrics).ended(), samples_of(edge(tokens=1))])
+    assert left.under_way["a"] == 0
+    [(_, _, tokens)] = left.families[specs.GENERATION_TOKENS.full_name]
+    assert tokens == 6

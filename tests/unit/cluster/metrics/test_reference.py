@@ -1,14 +1,19 @@
-"""docs/metrics.md lists all metrics and is current."""
+"""docs/metrics.md lists all metrics and is current; the Grafana dashboard asks for those that exist."""
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 from tests.support.cluster.fake_service import worker_status
 from tidemill.cluster.messages import FleetStatus
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.metrics.exposition import exposition
 from tidemill.cluster.metrics.reference import reference, scraped_name
-from tidemill.cluster.metrics.worker_metrics import COUNTERS, SPLIT, STATES
+from tidemill.cluster.metrics.specs import EDGE, STATE_OF_MODELS
+from tidemill.cluster.metrics.worker_metrics import COUNTERS, GAUGES, MEMORY, SPLIT, STATES, metric_name
 
 ROOT = Path(__file__).parents[4]
 
@@ -53,3 +58,66 @@ def test_names_end_in_their_units() -> None:
         assert name.startswith("tidemill:")
         assert not name.endswith(("_ms", "_us", "_s", "_mb")), "base units"
     assert scraped_name(COUNTERS["fetched_bytes"]).endswith("_total")
+
+
+def test_operations_page_names_existing_metrics() -> None:
+    names = set(re.findall(r"`(tidemill:[a-z0-9_]+)", (ROOT / "docs" / "operations.md").read_text()))
+    assert len(names) > 15
+    assert not [name for name in names if f"| `{name}`" not in reference()]
+
+
+FOLDER = Path(__file__).parents[4] / "deploy" / "grafana"
+
+NAMED = (*EDGE, *STATE_OF_MODELS, MEMORY, *STATES.values(), *(spec for spec, _ in GAUGES))
+LABELS = {
+    **{spec.full_name: {*spec.labels} for spec in NAMED},
+    **{f"tidemill:{metric_name(counted)}": {*spec.labels} for counted, spec in COUNTERS.items()},
+}
+
+
+def dashboard() -> dict[str, Any]:
+    return json.loads((FOLDER / "tidemill.json").read_text())
+
+
+def expressions() -> list[str]:
+    return [
+        target["expr"]
+        for panel in dashboard()["panels"]
+        if panel["type"] != "row"
+        for target in panel["targets"]
+    ]
+
+
+def test_it_is_current() -> None:
+    made = subprocess.run(
+        [sys.executable, FOLDER / "dashboard.py"], capture_output=True, text=True, check=True
+    )
+    assert made.stdout == (FOLDER / "tidemill.json").read_text(), (
+        "run `python deploy/grafana/dashboard.py > deploy/grafana/tidemill.json`"
+    )
+
+
+def test_every_metric_it_asks_for_exists() -> None:
+    page = reference()
+    asked = [name for text in expressions() for name in re.findall(r"tidemill:\w+", text)]
+    assert len(set(asked)) > 40
+    histograms = {spec.full_name for spec in EDGE if spec.kind == "histogram"}
+    for name in asked:
+        base = name.removesuffix("_bucket")
+        assert base in histograms if name.endswith("_bucket") else f"| `{name}`" in page, name
+
+
+def test_every_label_it_asks_for_is_there() -> None:
+    for text in expressions():
+        names = [re.sub(r"_(bucket|total)$", "", name) for name in re.findall(r"tidemill:\w+", text)]
+        wanted = set(re.findall(r'(\w+)=~?"', text))
+        wanted |= {label for by in re.findall(r"by \(([^)]*)\)", text) for label in by.split(", ")}
+        for name in names:
+            assert wanted - {"le"} <= LABELS[name], (text, name)
+
+
+def test_counters_are_summed_after_their_rate() -> None:
+    for text in expressions():
+        assert not re.search(r"(rate|increase)\(sum", text)
+        for name in re.findall(r"tidemill:\w+_total", text):
+            assert f"rate({name}" in text, text

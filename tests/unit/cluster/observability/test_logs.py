@@ -1,10 +1,12 @@
-"""Log lines: a JSON object each, with the fields that were promised; neither keys nor prompt text in them."""
+"""Log lines: a JSON object each, without keys and prompt text; an idle worker is silent."""
 
+import asyncio
 import io
 import json
 import logging
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
@@ -15,8 +17,11 @@ from tests.support.cluster.fake_service import FakeService, build_app, call, say
 from tests.support.cluster.quiet import same_logs_afterwards
 from tidemill.cluster.edge.requests.api_keys import ApiKey
 from tidemill.cluster.edge.requests.models import ServedBackend
+from tidemill.cluster.observability import worker_line
 from tidemill.cluster.observability.logs import keeping, start_logs
 from tidemill.cluster.observability.telemetry import QUIET, LogLevel, Telemetry
+from tidemill.cluster.observability.worker_line import WorkerLine, line_of
+from tidemill.workers.messages import NO_MEMORY, WorkerLoad
 
 SECRET = "sk-not-to-be-told"  # noqa: S105 - made up
 PROMPT = "zebra crossings at midnight"
@@ -47,16 +52,8 @@ def test_each_line_is_an_object() -> None:
     except ValueError:
         log.exception("it broke")
     first, second = lines(stream)
-    assert (
-        first.items()
-        >= {
-            "level": "INFO",
-            "logger": "tidemill.some.part",
-            "message": "two\nlines of text",
-            "worker": "decode-0",
-            "request_id": "r-1",
-        }.items()
-    )
+    known = {"level": "INFO", "logger": "tidemill.some.part", "message": "two\nlines of text"}
+    assert first.items() >= {**known, "worker": "decode-0", "request_id": "r-1"}.items()
     assert first["ts"].endswith("+00:00")
     assert first["pid"] > 0
     assert "ValueError: out of luck" in second["error"]
@@ -93,12 +90,6 @@ def test_level_is_that_of_our_own_loggers(level: LogLevel, count: int) -> None:
     assert len(lines(stream)) == count + 1
 
 
-def test_without_json_lines_are_for_people() -> None:
-    stream = started(as_json=False)
-    logging.getLogger("tidemill.x").info("hello")
-    assert stream.getvalue().endswith(" INFO tidemill.x: hello\n")
-
-
 def secured() -> FastAPI:
     keys = [ApiKey(tenant="acme", sha256=sha256(SECRET.encode()).hexdigest())]
     return build_app([ServedBackend(FakeService(saying(" ok")), tokenizer())], sources(), keys=keys)
@@ -122,17 +113,14 @@ def test_request_leaves_one_line_without_its_text(*, as_json: bool, stream: bool
     output = started("debug", as_json=as_json)
     ask(stream=stream, cache_salt="pepper")
     text = output.getvalue()
-    logged = [line for line in text.splitlines() if "tidemill.requests" in line]
-    assert len(logged) == 1
+    [logged] = [line for line in text.splitlines() if "tidemill.requests" in line]
     for secret in (SECRET, "zebra", "midnight", "pepper", "acme"):
         assert secret not in text
-    assert "mine-1" in logged[0]
+    assert "mine-1" in logged
     if as_json:
-        row = json.loads(logged[0])
-        assert row["model"] == "keeper"
-        assert row["finish"] == "stop"
-        assert row["attempts"] == 1
-        assert (row["prefill"], row["decode"]) == ("prefill-0.b", "decode-0.a")
+        row = json.loads(logged)
+        given = {name: row[name] for name in ("model", "finish", "attempts", "prefill", "decode")}
+        assert list(given.values()) == ["keeper", "stop", 1, "prefill-0.b", "decode-0.a"]
         assert row["prompt_tokens"] > 1
         assert row["prompt_tokens_details"]["cached_tokens"] > 0
         assert 0 < row["ttft_s"] <= row["e2e_s"]
@@ -150,12 +138,6 @@ def test_refused_key_is_not_logged() -> None:
     assert "zebra" not in output.getvalue()
 
 
-def test_requests_are_logged_from_info_on() -> None:
-    output = started("warning")
-    ask(stream=False)
-    assert not output.getvalue()
-
-
 def test_lines_of_json_pass_ray_as_they_are() -> None:
     assert QUIET.environ() == {}
     assert Telemetry(log_json=True).environ().keys() == {"RAY_DISABLE_WORKER_LOG_PREFIX", "RAY_DEDUP_LOGS"}
@@ -170,3 +152,63 @@ def test_workers_know_a_request_by_the_clients_id() -> None:
     ids = [request.request_id for request in service.requests]
     assert all(request_id.startswith("mine.") for request_id in ids)
     assert len(set(ids)) == 4
+
+
+MIB = 1 << 20
+IDLE = WorkerLoad(
+    memory=NO_MEMORY | {"pages_cached": 3 * MIB, "free": MIB},
+    budget_bytes=64 * MIB,
+    state_slots=0,
+    counters={"steps": 5.0, "generated_tokens": 100.0, "computed_tokens": 40.0},
+)
+BUSY = replace(
+    IDLE,
+    running_rows=3,
+    waiting_rows=2,
+    memory=NO_MEMORY | {"pages_live": 2 * MIB, "pages_cached": MIB, "states_live": MIB // 2},
+    counters={
+        **IDLE.counters,
+        "steps": 900.0,
+        "generated_tokens": 350.0,
+        "computed_tokens": 1040.0,
+        "prefix_queried_tokens": 640.0,
+        "prefix_resumed_tokens": 160.0,
+    },
+)
+
+
+def test_line_has_rates_of_the_interval() -> None:
+    assert line_of(IDLE, BUSY, 10.0) == (
+        "prompt throughput: 100.0 tokens/s, generation throughput: 25.0 tokens/s, running: 3 reqs,"
+        " waiting: 2 reqs, memory: pages 2.0 live + 1.0 cached, states 0.5 live + 0.0 cached of 64.0 MiB,"
+        " prefix cache hit rate: 25.0%"
+    )
+
+
+def test_idle_worker_is_silent_though_it_steps() -> None:
+    assert line_of(IDLE, replace(IDLE, counters=IDLE.counters | {"steps": 77.0}), 10.0) is None
+    assert line_of(IDLE, replace(IDLE, budget_bytes=32 * MIB), 10.0) is not None
+    assert line_of(BUSY, IDLE, 10.0) is not None
+
+
+def test_worker_whose_requests_stand_still_is_not_silent() -> None:
+    line = line_of(BUSY, BUSY, 10.0)
+    assert line is not None
+    assert "generation throughput: 0.0 tokens/s, running: 3 reqs" in line
+    assert line.endswith("hit rate: -")
+
+
+async def test_lines_come_until_cancelled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker_line, "LINE_S", 0.0)
+    loads = iter([IDLE, IDLE, BUSY])
+    with caplog.at_level(logging.INFO, worker_line.log.name):
+        lines = asyncio.create_task(WorkerLine("decode-0", lambda: next(loads, IDLE)).run())
+        while len(caplog.records) < 2:  # noqa: ASYNC110 - a log has no event
+            await asyncio.sleep(0)
+        lines.cancel()
+    busy, idle = (record.message for record in caplog.records[:2])
+    assert busy.startswith("decode-0: prompt throughput: ")
+    assert "running: 3 reqs" in busy
+    assert "running: 0 reqs" in idle

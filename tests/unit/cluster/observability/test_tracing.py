@@ -5,6 +5,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -15,7 +16,7 @@ from opentelemetry.trace import SpanContext, SpanKind, StatusCode, Tracer
 from tests.support.cluster.fake_service import TRACE, FakeService, build_app, call, saying, sources, tokenizer
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.edge.tracing import TracedPeers
-from tidemill.cluster.observability.spans import NoTracing, open_tracer, parent_of, span
+from tidemill.cluster.observability.spans import NoTracing, open_tracer, parent_of
 from tidemill.cluster.observability.telemetry import QUIET, Telemetry
 from tidemill.cluster.worker.tracing import TracedEngine
 from tidemill.workers.inbox import Emit, Enough
@@ -28,7 +29,6 @@ from tidemill.workers.messages import (
     Times,
     WorkerId,
 )
-from tidemill.workers.scheduling.isolation import Notify
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 NS_PER_S = 1_000_000_000
@@ -99,52 +99,36 @@ REQUEST = Request(request_id="r", tokens=(5,) * 40, max_new_tokens=4, trace_pare
 
 
 class FakeEngine:
-    """An engine, also behind the streams to its worker."""
+    """An engine, also behind the streams to its worker, whose calls begin with the worker and its address."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
         self.parents: list[str] = []
 
-    def release(self, tenant: str, name: str) -> None:
-        del tenant, name
+    def release(self, tenant: str, name: str) -> None: ...
 
-    async def produce(self, request: Request, notify: Notify | None = None) -> Produced:
-        del notify
+    def _take(self, given: tuple[Any, ...]) -> None:
+        (request,) = (part for part in given if isinstance(part, Request))
         self.parents.append(request.trace_parent)
+
+    async def produce(self, *given: Any, **_: Any) -> Produced:  # noqa: ANN401 - of both
+        self._take(given)
         if self.error:
             raise self.error
         return Produced(depth=32, provenance=PROVENANCE)
 
-    async def prefetch(self, request: Request) -> Produced:
-        self.parents.append(request.trace_parent)
+    async def prefetch(self, *given: Any, **_: Any) -> Any:  # noqa: ANN401 - of both
+        self._take(given)
         await asyncio.Event().wait()
-        raise AssertionError
 
-    async def stream(self, request: Request, emit: Emit[Delta], notify: Notify | None = None) -> None:
-        del notify
-        self.parents.append(request.trace_parent)
+    async def stream(self, *given: Any, **_: Any) -> None:  # noqa: ANN401 - of both
+        self._take(given)
+        emit = next(part for part in given if callable(part))
         emit(Delta(tokens=(1,), provenance=PROVENANCE))
         await asyncio.sleep(0)
         if self.error:
             raise self.error
         emit(Delta(tokens=(1, 2), finish="stop"))
-
-
-class FakePeers:
-    def __init__(self, engine: FakeEngine) -> None:
-        self._engine = engine
-
-    async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced:
-        del worker, address
-        return await self._engine.produce(request)
-
-    async def prefetch(self, worker: WorkerId, address: str, request: Request) -> None:
-        del worker, address
-        await self._engine.prefetch(request)
-
-    async def stream(self, worker: WorkerId, address: str, request: Request, emit: Emit[Delta]) -> None:
-        del worker, address
-        await self._engine.stream(request, emit)
 
 
 def reading(count: int = 9) -> Emit[Delta]:
@@ -159,16 +143,16 @@ def reading(count: int = 9) -> Emit[Delta]:
     return take
 
 
-def generated(request: Request, error: Exception | None = None, count: int = 9) -> Recorded:
+async def generated(request: Request, error: Exception | None = None, count: int = 9) -> Recorded:
     recorded = Recorded()
     engine = TracedEngine(FakeEngine(error), recorded.tracer, page_tokens=16)
     with suppress(Enough):
-        asyncio.run(engine.stream(request, reading(count)))
+        await engine.stream(request, reading(count))
     return recorded
 
 
-def test_traced_engine_records_parts_of_stream() -> None:
-    recorded = generated(REQUEST)
+async def test_traced_engine_records_parts_of_stream() -> None:
+    recorded = await generated(REQUEST)
     root, parts = recorded.root(), recorded.parts()
     assert (root.name, root.kind, traceparent_of(root)) == ("generate", SpanKind.SERVER, PARENT)
     assert sorted(parts) == [("fetch", 1, 3), ("stream", 0, 0), ("tail", 3, 7), ("wait", 0, 1)]
@@ -179,44 +163,37 @@ def test_traced_engine_records_parts_of_stream() -> None:
     assert attributes["tidemill.hit_pages"] == attributes["tidemill.fetched_pages"] == 2
     assert attributes["tidemill.tokens"] == 3
     assert "tidemill.cancelled" not in attributes
+    unread = (await generated(REQUEST, count=1)).root()
+    assert unread.status.status_code is StatusCode.UNSET
+    assert attributes_of(unread)["tidemill.cancelled"] is True
 
 
-def test_traced_engine_records_nothing_for_untraced_request() -> None:
-    assert generated(replace(REQUEST, trace_parent="")).spans == []
-    recorded = Recorded()
-    engine = TracedEngine(FakeEngine(), recorded.tracer, page_tokens=16)
-    asyncio.run(engine.produce(replace(REQUEST, trace_parent="")))
-    assert recorded.spans == []
-
-
-def test_traced_engine_marks_unread_stream_as_cancelled() -> None:
-    root = generated(REQUEST, count=1).root()
-    assert root.status.status_code is StatusCode.UNSET
-    assert attributes_of(root)["tidemill.cancelled"] is True
-
-
-def test_span_records_error_of_broken_call() -> None:
+async def test_span_records_error_of_broken_call() -> None:
     with pytest.raises(PagesMissing):
-        generated(REQUEST, PagesMissing("gone"))
+        await generated(REQUEST, PagesMissing("gone"))
     recorded = Recorded()
-    peers = TracedPeers(FakePeers(FakeEngine(PagesMissing("gone"))), recorded.tracer, page_tokens=16)
+    peers = TracedPeers(FakeEngine(PagesMissing("gone")), recorded.tracer, page_tokens=16)
     with pytest.raises(PagesMissing):
-        asyncio.run(peers.produce(WorkerId("prefill-0.a"), "here:1", REQUEST))
+        await peers.produce(WorkerId("prefill-0.a"), "here:1", REQUEST)
     root = recorded.root()
     assert (root.name, root.status.status_code) == ("prefill", StatusCode.ERROR)
     assert root.status.description == "PagesMissing"
 
 
-def test_traced_engine_records_parts_of_prompt() -> None:
+async def test_traced_engine_records_parts_of_prompt_unless_it_is_untraced() -> None:
     recorded = Recorded()
-    asyncio.run(TracedEngine(FakeEngine(), recorded.tracer, page_tokens=16).produce(REQUEST))
+    engine = TracedEngine(FakeEngine(), recorded.tracer, page_tokens=16)
+    untraced = replace(REQUEST, trace_parent="")
+    await engine.produce(untraced)
+    assert recorded.spans == (await generated(untraced)).spans == []
+    await engine.produce(REQUEST)
     assert recorded.parts() == [("wait", 0, 1), ("fetch", 1, 3), ("compute", 3, 7), ("publish", 7, 0)]
     assert attributes_of(recorded.root())["tidemill.depth_tokens"] == 32
 
 
 async def test_traced_peers_send_their_spans_as_parents() -> None:
     recorded, engine = Recorded(), FakeEngine()
-    peers = TracedPeers(FakePeers(engine), recorded.tracer, page_tokens=16)
+    peers = TracedPeers(engine, recorded.tracer, page_tokens=16)
     at = WorkerId("decode-0.a"), "here:1"
 
     await peers.produce(*at, REQUEST)
@@ -259,21 +236,11 @@ def test_parent_of_checks_traceparent() -> None:
         assert not parent_of(text)
 
 
-def test_span_ends_without_error() -> None:
-    recorded = Recorded()
-    with span(recorded.tracer, SpanKind.SERVER, "a", "", {"number": 1}):
-        pass
-    root = recorded.root()
-    assert (root.name, traceparent_of(root), attributes_of(root)) == ("a", "", {"number": 1})
-    assert root.status.status_code is StatusCode.UNSET
-
-
-def test_unsampled_parent_travels_on_without_spans() -> None:
+async def test_unsampled_parent_travels_on_without_spans() -> None:
     recorded, engine = Recorded(), FakeEngine()
-    peers = TracedPeers(FakePeers(engine), recorded.tracer, page_tokens=16)
-    unsampled = PARENT.removesuffix("01") + "00"
-    request = replace(REQUEST, trace_parent=unsampled)
-    asyncio.run(peers.stream(WorkerId("w"), "here:1", request, reading()))
+    peers = TracedPeers(engine, recorded.tracer, page_tokens=16)
+    request = replace(REQUEST, trace_parent=PARENT.removesuffix("01") + "00")
+    await peers.stream(WorkerId("w"), "here:1", request, reading())
     assert recorded.spans == []
     (parent,) = engine.parents
     assert parent.startswith(PARENT[:36])

@@ -2,12 +2,11 @@
 
 import asyncio
 import gc
-import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
@@ -56,26 +55,26 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[list[int]]]:
     return [[generated.token_ids for generated in output.outputs] for output in outputs]
 
 
+def shared_tokens(first: RequestOutput, second: RequestOutput) -> int:
+    pairs = zip(first.prompt_token_ids, second.prompt_token_ids, strict=False)
+    return next(depth for depth, (left, right) in enumerate(pairs) if left != right)
+
+
 def test_second_chat_of_a_family_finds_its_system_prompt(llm: LLM) -> None:
     """It computes less than a page of it; the grid is too wide to help."""
     system = {"role": "system", "content": f"{FACTS} Be kind to all of them."}
     questions = ("Where is the map?", "What does Tom like?")
     chats = [[system, {"role": "user", "content": question}] for question in questions]
     (first,), (second,) = [llm.chat(chat, GREEDY) for chat in chats]
-    pairs = zip(first.prompt_token_ids, second.prompt_token_ids, strict=False)
-    shared = next(depth for depth, (left, right) in enumerate(pairs) if left != right)
+    shared = shared_tokens(first, second)
     assert 16 < shared < 64
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, shared // 16 * 16)
 
 
 def marked_chat(shared: str, question: str, control: dict[str, str] | None) -> list[dict[str, Any]]:
     """A message of two parts, the first one with cache_control or not."""
-    part: dict[str, Any] = {"type": "text", "text": shared}
-    parts = [
-        part | ({} if control is None else {"cache_control": control}),
-        {"type": "text", "text": question},
-    ]
-    return [{"role": "user", "content": parts}]
+    part = {"type": "text", "text": shared} | ({} if control is None else {"cache_control": control})
+    return [{"role": "user", "content": [part, {"type": "text", "text": question}]}]
 
 
 def test_second_chat_resumes_at_a_part_with_cache_control(llm: LLM) -> None:
@@ -86,97 +85,60 @@ def test_second_chat_resumes_at_a_part_with_cache_control(llm: LLM) -> None:
     ):
         chats = [marked_chat(text, question * 6, control) for question in ("Where is it? ", "What is Tom? ")]
         (first,), (second,) = [llm.chat(chat, GREEDY) for chat in chats]
-        pairs = zip(first.prompt_token_ids, second.prompt_token_ids, strict=False)
-        shared = next(depth for depth, (left, right) in enumerate(pairs) if left != right)
+        shared = shared_tokens(first, second)
         assert 32 < shared < 64
         assert second.num_cached_tokens == (0 if control is None else shared // 16 * 16)
 
 
-@pytest.mark.parametrize(
-    ("hints", "found"), [({}, False), ({"retain": 60}, True), ({"session_id": "a"}, True)]
-)
-def test_hints_change_what_is_kept_and_no_answer(
-    settings: dict[str, Any],
-    hints: dict[str, Any],
-    found: bool,  # noqa: FBT001  a parameter
-) -> None:
+@pytest.mark.parametrize("hints", [{}, {"retain": 60}, {"session_id": "a"}, "cache_control"])
+def test_hints_change_what_is_kept_and_no_answer(settings: dict[str, Any], hints: Any) -> None:  # noqa: ANN401
     """Eight other prompts do not fit the memory beside the first one."""
     first, *others = [[5 + (number * place) % 890 for place in range(300)] for number in range(7, 16)]
-    params = SamplingParams(temperature=0, max_tokens=4, **hints)
     small: dict[str, Any] = {**settings, "memory": "2MiB"}
     with LLM("keeper", **small) as llm:
-        (before,) = llm.generate([first], params)
+
+        def ask() -> RequestOutput:
+            if hints != "cache_control":
+                return llm.generate([first], SamplingParams(temperature=0, max_tokens=4, **hints))[0]
+            control = {"type": "ephemeral", "ttl": "1h"}
+            return llm.chat(marked_chat(" ".join([FACTS] * 8), "Where is it?", control), GREEDY)[0]
+
+        before = ask()
         for other in others:
             llm.generate([other], SamplingParams(max_tokens=1))
-        (after,) = llm.generate([first], params)
-    assert after.num_cached_tokens == (288 if found else 0)
+        after = ask()
+    assert (after.num_cached_tokens > 0) is bool(hints)
     assert tokens_of([after]) == tokens_of([before])
 
 
-@pytest.mark.parametrize("control", [None, {"type": "ephemeral", "ttl": "1h"}])
-def test_chat_with_cache_control_is_retained(
-    settings: dict[str, Any], control: dict[str, str] | None
-) -> None:
-    """Eight other prompts do not fit the memory beside it."""
-    chat = marked_chat(" ".join([FACTS] * 8), "Where is it?", control)
-    small: dict[str, Any] = {**settings, "memory": "2MiB"}
-    with LLM("keeper", **small) as llm:
-        llm.chat(chat, GREEDY)
-        for number in range(8):
-            llm.generate([[5 + (number * place) % 890 for place in range(300)]], SamplingParams(max_tokens=1))
-        (after,) = llm.chat(chat, GREEDY)
-    assert (after.num_cached_tokens > 0) == (control is not None)
-
-
-@pytest.mark.parametrize(("breakpoints", "cached"), [([], 0), ([24], 16)])
-def test_later_prompts_resume_at_a_breakpoint(llm: LLM, breakpoints: list[int], cached: int) -> None:
-    shared = [500 + len(breakpoints), *range(100, 123)]
-    llm.generate([*shared, *range(200, 240)], SamplingParams(cache_breakpoints=breakpoints))
-    (second,) = llm.generate([*shared, *range(300, 340)], GREEDY)
-    assert second.num_cached_tokens == cached
-
-
-def straight(
-    settings: dict[str, Any], prompts: list[list[int]], sampling: Callable[[int], Sampling]
-) -> list[list[int]]:
+async def straight(settings: dict[str, Any], prompts: list[list[int]]) -> list[list[int]]:
     """Return the answers of an engine without anything around it."""
+    built = build_engine(settings_of("keeper", settings), lambda _done, _total: None)
+    steps = asyncio.create_task(built.engine.run())
 
-    async def main() -> list[list[int]]:
-        built = build_engine(settings_of("keeper", settings), lambda _done, _total: None)
-        steps = asyncio.create_task(built.engine.run())
+    async def ask(prompt: list[int], choice: int) -> list[int]:
+        request = Request(
+            request_id="r",
+            tokens=tuple(prompt),
+            max_new_tokens=WARM.max_tokens or 0,
+            sampling=Sampling(temperature=1.5, seed=choice_seed(7, choice)),
+        )
+        async with aclosing(built.engine.generate(request)) as deltas:
+            return [token async for delta in deltas for token in delta.tokens]
 
-        async def ask(prompt: list[int], choice: int) -> list[int]:
-            request = Request(
-                request_id="r",
-                tokens=tuple(prompt),
-                max_new_tokens=WARM.max_tokens or 0,
-                sampling=sampling(choice),
-            )
-            tokens: list[int] = []
-            async with aclosing(built.engine.generate(request)) as deltas:
-                async for delta in deltas:
-                    tokens += delta.tokens
-            return tokens
-
-        try:
-            return [await ask(prompt, choice) for prompt in prompts for choice in range(WARM.n)]
-        finally:
-            steps.cancel()
-            await asyncio.gather(steps, return_exceptions=True)
-            built.close()
-
-    return asyncio.run(main())
+    try:
+        return [await ask(prompt, choice) for prompt in prompts for choice in range(WARM.n)]
+    finally:
+        steps.cancel()
+        await asyncio.gather(steps, return_exceptions=True)
+        built.close()
 
 
 def test_answers_are_the_engines_in_the_order_of_the_prompts(llm: LLM, settings: dict[str, Any]) -> None:
     outputs = llm.generate(PROMPTS, WARM)
     assert [output.prompt for output in outputs] == PROMPTS
     assert [generated.index for generated in outputs[0].outputs] == [0, 1, 2]
-    asked = straight(
-        settings,
-        [output.prompt_token_ids for output in outputs],
-        lambda choice: Sampling(temperature=1.5, seed=choice_seed(7, choice)),
-    )
+    asked = asyncio.run(straight(settings, [output.prompt_token_ids for output in outputs]))
     assert [tokens for choices in tokens_of(outputs) for tokens in choices] == asked
     assert len({tuple(tokens) for tokens in asked}) > len(PROMPTS)
 
@@ -191,26 +153,14 @@ def test_chat_knows_its_facts(llm: LLM) -> None:
 
 
 def test_prompts_come_as_texts_or_token_ids(llm: LLM) -> None:
-    (text,) = llm.generate("Hello", GREEDY)
+    prompt = "Is the map still with Nora?" * 4
+    (text,) = llm.generate(prompt, GREEDY)
     tokens = text.prompt_token_ids
-    for prompts in (tokens, [tokens], tuple(tokens), ["Hello"]):
+    for prompts in (tokens, [tokens], tuple(tokens), [prompt]):
         (output,) = llm.generate(prompts, GREEDY)
         assert output.outputs == text.outputs
+        assert output.num_cached_tokens == (len(tokens) - 1) // 16 * 16, "prefixes are kept from call to call"
     assert llm.generate([]) == []
-
-
-def test_prefixes_are_reused_from_call_to_call(llm: LLM) -> None:
-    prompt = [20 + index % 300 for index in range(100)]
-    first, second = (llm.generate(prompt, GREEDY)[0] for _ in range(2))
-    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 96)
-    assert first.outputs == second.outputs
-
-
-def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
-    both = llm.generate(["Hello", "Tom"], [GREEDY, SamplingParams(temperature=0, max_tokens=2)])
-    assert len(both[1].outputs[0].token_ids) == 2
-    assert both[1].outputs[0].finish_reason == "length"
-    assert both[0].outputs == llm.generate("Hello", GREEDY)[0].outputs
 
 
 def test_answers_without_a_seed_repeat_with_the_models_seed(settings: dict[str, Any]) -> None:
@@ -223,36 +173,30 @@ def test_answers_without_a_seed_repeat_with_the_models_seed(settings: dict[str, 
     assert found[0][0] != found[0][1]
 
 
-def test_stop_strings_and_tokens(llm: LLM) -> None:
+def test_each_prompt_has_its_own_parameters(llm: LLM) -> None:
     (whole,) = llm.chat(CHAT, GREEDY)
-    cut = llm.chat(CHAT, GREEDY.model_copy(update={"stop": ["the har"]}))[0].outputs[0]
+    token = whole.outputs[0].token_ids[2]
+    changes: list[dict[str, Any]] = [
+        {},
+        {"max_tokens": 2},
+        {"stop": ["the har"]},
+        {"stop_token_ids": [token]},
+        {"bad_words": ["in"]},
+        {"structured_outputs": {"choice": ["tea", "coffee"]}},
+    ]
+    asked = [GREEDY.model_copy(update=change) for change in changes]
+    same, short, cut, ended, barred, chosen = (
+        output.outputs[0] for output in llm.chat([CHAT] * len(asked), asked)
+    )
+    assert same == whole.outputs[0]
+    assert (len(short.token_ids), short.finish_reason) == (2, "length")
     assert (cut.text, cut.finish_reason, cut.stop_reason) == (" Alice keeps the key in ", "stop", "the har")
     assert whole.outputs[0].token_ids[: len(cut.token_ids)] == cut.token_ids
-    token = whole.outputs[0].token_ids[2]
-    ended = llm.chat(CHAT, GREEDY.model_copy(update={"stop_token_ids": [token]}))[0].outputs[0]
     assert (ended.token_ids[-1], ended.stop_reason, len(ended.token_ids)) == (token, token, 3)
+    assert " in " in same.text
+    assert " in " not in barred.text
+    assert chosen.text in {"tea", "coffee"}
     assert llm.load().running_rows == 0
-
-
-def test_answer_never_has_a_bad_word(llm: LLM) -> None:
-    """The last word of the answer is barred, and another one is drawn each time."""
-    (free,) = llm.generate([QUESTION], GREEDY)
-    word = free.outputs[0].text.split()[-1].strip(".")
-    barred = GREEDY.model_copy(update={"bad_words": [word]})
-    (other,) = llm.generate([QUESTION], barred)
-    assert word in free.outputs[0].text
-    assert word not in other.outputs[0].text
-    assert tokens_of(llm.generate([QUESTION], barred)) == tokens_of([other])
-
-
-def test_speculation_changes_no_answer(llm: LLM, settings: dict[str, Any]) -> None:
-    """Several tokens come together, also around the end of an answer."""
-    asked = [GREEDY.model_copy(update={"stop": [" I" * count]}) for count in range(1, 9)]
-    with LLM("keeper", num_speculative_tokens=4, **settings) as guessing:
-        assert [output.outputs for output in guessing.generate([QUESTION] * 8, asked)] == [
-            output.outputs for output in llm.generate([QUESTION] * 8, asked)
-        ]
-        assert guessing.load().counters["spec_accepted_tokens"] > 0
 
 
 def test_logprobs_of_a_prompt(llm: LLM) -> None:
@@ -273,54 +217,21 @@ def test_logprobs_of_a_prompt(llm: LLM) -> None:
 def test_logprobs(llm: LLM) -> None:
     answer = llm.chat(CHAT, SamplingParams(temperature=0, max_tokens=24, logprobs=2))[0].outputs[0]
     assert answer.logprobs is not None
-    assert len(answer.logprobs) == len(answer.token_ids)
-    for token, entries in zip(answer.token_ids, answer.logprobs, strict=True):
-        assert entries[token].rank == 1
-        assert max(entries.values(), key=lambda scored: scored.logprob) == entries[token]
-        assert len(entries) == 2
-    total = sum(
-        entries[token].logprob for token, entries in zip(answer.token_ids, answer.logprobs, strict=True)
-    )
-    assert answer.cumulative_logprob == total
-    assert (
-        "".join(
-            entries[token].decoded_token
-            for token, entries in zip(answer.token_ids, answer.logprobs, strict=True)
-        )
-        == f"{answer.text}<|end|>"
-    )
-
-
-@pytest.mark.parametrize(
-    ("field", "pattern"),
-    [
-        ({"structured_outputs": {"choice": ["tea", "coffee"]}}, "tea|coffee"),
-        ({"structured_outputs": {"regex": "[0-9]{2,4}"}}, "[0-9]{2,4}"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}},
-            "-?[0-9]+",
-        ),
-    ],
-)
-def test_answer_that_must_match(llm: LLM, field: dict[str, Any], pattern: str) -> None:
-    (output,) = llm.generate(QUESTION, SamplingParams(temperature=0, max_tokens=200, **field))
-    answer = output.outputs[0]
-    assert answer.finish_reason == "length" or re.fullmatch(pattern, answer.text)
+    chosen = [entries[token] for token, entries in zip(answer.token_ids, answer.logprobs, strict=True)]
+    assert {scored.rank for scored in chosen} == {1}
+    assert chosen == [max(entries.values(), key=lambda scored: scored.logprob) for entries in answer.logprobs]
+    assert {len(entries) for entries in answer.logprobs} == {2}
+    assert answer.cumulative_logprob == sum(scored.logprob for scored in chosen)
+    assert "".join(scored.decoded_token for scored in chosen) == f"{answer.text}<|end|>"
 
 
 MISTAKES: list[tuple[object, dict[str, Any], str]] = [
     ("a", {"temperature": 3}, "temperature"),
     ("a", {"warmth": 3}, "warmth"),
-    ("a", {"n": 0}, "n"),
-    ("a", {"logprobs": 21}, "logprobs"),
     ("a", {"stop": [""]}, "stop[0]"),
     ("a", {"stop_token_ids": [10_000]}, "stop_token_ids"),
-    ("a", {"max_tokens": 3, "min_tokens": 4}, "min_tokens"),
-    ("a", {"retain": 0}, "retain"),
-    ("a", {"session_id": ""}, "session_id"),
     ("a", {"cache_breakpoints": [2]}, "cache_breakpoints"),
     ("a", {"max_tokens": 10_000_000}, "prompts"),
-    ("a", {"structured_outputs": {"xml": "a"}}, "structured_outputs.xml"),
     ("a", {"structured_outputs": {"regex": "("}}, "response_format"),
     ("", {}, "prompts"),
     ([5, 10_000], {}, "prompts"),
@@ -356,32 +267,25 @@ def test_bad_messages_and_too_few_parameters_are_named(llm: LLM) -> None:
         llm.generate(["a", "b"], [GREEDY])
 
 
-@pytest.mark.parametrize(
-    ("wrong", "text"),
-    [
+def test_bad_setting_is_named() -> None:
+    wrongs: list[tuple[dict[str, Any], str]] = [
         ({"memory": "much"}, "^memory: "),
         ({"tensor_parallel_one_shot": "much"}, "^--tensor-parallel-one-shot: size"),
         ({"max_num_seqs": "many"}, "^--max-num-seqs: .* integer"),
         ({"max_num_seqs": 0}, "^--max-num-seqs is 0: set it to 1 or more"),
-        ({"gpu_memory_utilization": 0}, "gpu-memory-utilization"),
         ({"swap_space": 4}, "swap_space"),
         ({"kernels": "fast"}, "^--kernels is 'fast': set it to 'cpu'"),
-    ],
-)
-def test_bad_setting_is_named(wrong: dict[str, Any], text: str) -> None:
-    with pytest.raises(SettingsError, match=text):
-        LLM("keeper", **wrong)
+    ]
+    for wrong, text in wrongs:
+        with pytest.raises(SettingsError, match=text):
+            LLM("keeper", **wrong)
 
 
 def test_settings_have_the_names_of_the_flags(tmp_path: Path) -> None:
     made = settings_of(tmp_path, {"memory": "3MiB", "max_num_seqs": 5, "kv_cache_dtype": "bfloat16"})
     assert isinstance(made, EngineSettings)
-    assert (made.model_folder, made.memory_bytes, made.max_num_seqs, made.kv_cache_dtype) == (
-        tmp_path,
-        3 << 20,
-        5,
-        "bfloat16",
-    )
+    given = (made.model_folder, made.memory_bytes, made.max_num_seqs, made.kv_cache_dtype)
+    assert given == (tmp_path, 3 << 20, 5, "bfloat16")
     with pytest.raises(ModelError):
         build_engine(made, lambda _done, _total: None)
 
@@ -429,13 +333,9 @@ def test_interrupt_aborts_all_of_the_call(settings: dict[str, Any]) -> None:
             with pytest.raises(KeyboardInterrupt):
                 llm.generate(PROMPTS, GREEDY)
             assert held.ended == len(PROMPTS)
-        assert llm._built.engine.num_requests == 0  # pyright: ignore[reportPrivateUsage]
+        load = llm.load()
+        assert (load.running_rows, load.waiting_rows, load.live_bytes) == (0, 0, 0)
         assert tokens_of(llm.generate(PROMPTS, GREEDY)) == before
-
-    async def live_bytes() -> int:
-        return llm._built.engine.load().live_bytes  # pyright: ignore[reportPrivateUsage]
-
-    assert asyncio.run(live_bytes()) == 0
 
 
 def test_two_threads_call_concurrently(llm: LLM) -> None:
@@ -488,11 +388,6 @@ def test_broken_engine_reports_why(settings: dict[str, Any]) -> None:
         with pytest.raises(WorkerGone) as gone:
             llm.generate("Hello")
     assert isinstance(gone.value.__cause__, OSError)
-
-
-def test_no_bar_without_a_terminal(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
-    llm.generate("Hello", GREEDY, progress=True)
-    assert capfd.readouterr() == ("", "")
 
 
 def test_package_waits_for_no_library() -> None:

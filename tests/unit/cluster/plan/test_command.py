@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.cluster.plan.test_calibration import FOUND
+from tests.unit.cluster.plan.test_sizing import FOUND
 from tests.unit.cluster.simulate.test_trace import line
 from tidemill.cluster.cli.main import EXIT_REFUSED, main
 from tidemill.cluster.config.reading import read_config
@@ -122,12 +122,6 @@ def test_plan_refuses_impossible_options(
     arguments = ["plan", "keeper", *LOAD, "--calibration=times.json", *options]
     assert main(arguments) == EXIT_REFUSED
     assert reason in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("here")
-def test_plan_needs_a_load(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "keeper"]) == EXIT_REFUSED
-    assert "there is no load: give --trace, or --request-rate" in capsys.readouterr().err
 
 
 def test_a_fresh_calibration_is_not_measured_for_cards(

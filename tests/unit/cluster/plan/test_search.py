@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -10,12 +9,9 @@ import pytest
 
 from tidemill.cluster.bench.workloads import RandomShape
 from tidemill.cluster.plan.search import (
-    GROWTH,
-    LEVELS_EXACT,
     Arrangement,
     Prediction,
     Targets,
-    levels,
     search,
 )
 from tidemill.cluster.plan.sizing import WorkerSize, bound, predictor
@@ -131,13 +127,6 @@ def test_large_plans_cost_at_most_5_percent_more_than_needed(needed: int, ranks:
     assert found.chosen.arrangement.cost <= 1.05 * best
 
 
-def test_levels_ascend_by_one_and_then_by_5_percent() -> None:
-    costs = list(levels(1000))
-    assert costs[:LEVELS_EXACT] == list(range(1, LEVELS_EXACT + 1))
-    assert all(before < after <= max(before + 1, before * GROWTH) for before, after in pairwise(costs))
-    assert len(costs) < 120
-
-
 def test_of_equal_costs_the_one_farthest_from_missing_is_chosen() -> None:
     targets = Targets(ttft_s=1.0, itl_s=0.1, percentile=90)
     times = {(2, 0, 0): prediction(0.9, 0.01), (0, 1, 1): prediction(0.5, 0.05)}
@@ -168,8 +157,3 @@ def test_more_prefill_workers_are_not_tried_where_decode_workers_are_missing() -
     assert [tried.arrangement for tried in found.tried] == [
         Arrangement("here", 1, prefill=1, decode=count) for count in (1, 2, 3)
     ]
-
-
-def test_an_arrangement_that_refuses_requests_meets_no_target() -> None:
-    refusing = Prediction(ttft_s=0.0, itl_s=0.0, unanswered=1, figures={})
-    assert not refusing.meets(Targets(ttft_s=1.0, itl_s=1.0, percentile=50))

@@ -1,18 +1,29 @@
-"""The size and the speed of a worker, and the simulation of its requests."""
+"""The size and the speed of a worker, their calibration, and the simulation of its requests."""
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 
-from tests.unit.cluster.plan.test_calibration import FOUND
 from tests.unit.cluster.plan.test_search import LAYOUT, SPEED, WORKER
-from tidemill.cluster.plan.cards import CARDS, roofline
+from tidemill.cluster.plan.calibration import (
+    Calibration,
+    CalibrationError,
+    PromptTime,
+    StreamTime,
+    busy_s,
+    fit,
+    read_calibration,
+    write_calibration,
+)
+from tidemill.cluster.plan.cards import CARDS
 from tidemill.cluster.plan.search import Arrangement, Targets
 from tidemill.cluster.plan.sizing import NoFit, bound, predictor, worker_here, worker_on_card
 from tidemill.cluster.plan.workload import LeastWork, least_work_of
 from tidemill.cluster.simulate.trace import TraceRequest
 from tidemill.kvstore.memory.recompute_cost import RecomputeCost
+from tidemill.workers.messages import Speed
 from tidemill.workers.models.architectures.registry import ModelSizes
 from tidemill.workers.settings import EngineSettings
 
@@ -53,12 +64,6 @@ def test_a_request_takes_longer_while_another_is_answered() -> None:
         assert slow.ttft_s - fast.ttft_s == pytest.approx(extra_s, abs=0.05)
 
 
-def test_prefill_workers_hand_prompts_over() -> None:
-    predicted = predictor({1: WORKER}, ALONE, ANY)(Arrangement("here", 1, prefill=1, decode=1))
-    assert predicted.unanswered == 0
-    assert predicted.ttft_s > WORKER.request_s + SPEED.prefill_s(0, 900, 512) - 2 * SPEED.step_s
-
-
 def test_bounds_are_those_of_one_request_and_of_all_prompts() -> None:
     work = least_work_of(
         [TraceRequest(0.1 * number, 900, 20, (2 * number, 2 * number + 1)) for number in range(20)]
@@ -76,12 +81,6 @@ def test_bounds_are_those_of_one_request_and_of_all_prompts() -> None:
     assert least(Targets(ttft_s=1.1 * alone_s, itl_s=None, percentile=90)) == 3
 
 
-def test_prefixes_that_repeat_are_no_work() -> None:
-    work = least_work_of([TraceRequest(float(number), 1100, 5, (1, 2, 3 + number)) for number in range(3)])
-    assert work.new_tokens == (1100, 1100 - 1024, 1100 - 1024)
-    assert work.longest == 1105
-
-
 def test_a_worker_on_cards_holds_weights_and_the_longest_request() -> None:
     card = CARDS["l40s"]
     with pytest.raises(NoFit, match=r"1 x l40s: a rank needs 63 GiB .* has 39\.6 GiB"):
@@ -95,15 +94,6 @@ def test_a_worker_on_cards_holds_weights_and_the_longest_request() -> None:
         worker_on_card(card, MODEL, cuda(3), LEAST_WORK)
 
 
-def test_a_faster_card_and_more_ranks_are_faster_in_the_estimate() -> None:
-    slow, fast = (roofline(CARDS[name], MODEL, LAYOUT, 2, 1000) for name in ("l40s", "h100"))
-    more = roofline(CARDS["h100"], MODEL, LAYOUT, 4, 1000)
-    for slower, faster in ((slow, fast), (fast, more)):
-        assert slower.step_s > faster.step_s
-        assert slower.token_s > faster.token_s
-    assert fast.row_s > roofline(CARDS["h100"], MODEL, LAYOUT, 2, 100).row_s
-
-
 def test_a_worker_here_needs_memory_for_the_longest_request(tmp_path: Path) -> None:
     settings = replace(WORKER.settings, memory_bytes=32 << 20, model_folder=tmp_path)
     worker = worker_here(FOUND, MODEL, settings, LEAST_WORK)
@@ -111,3 +101,72 @@ def test_a_worker_here_needs_memory_for_the_longest_request(tmp_path: Path) -> N
     assert worker.memory_bytes == 32 << 20
     with pytest.raises(NoFit, match=r"needs --memory \d+MiB, and a worker has 0.0312 GiB"):
         worker_here(FOUND, MODEL, settings, replace(LEAST_WORK, longest=100_000))
+
+
+STEP_TOKENS = 512
+SMALL = Speed(step_s=2e-3, token_s=3e-4, pair_s=3e-8, row_s=4e-4)
+FLAT = Speed(step_s=2e-3, token_s=3e-4, row_s=1e-5)
+FOUND = Calibration(
+    model="keeper", threads=1, speed=SMALL, request_s=0.004, busy_s=0.001, context_tokens=512, load=1.5
+)
+
+
+@pytest.mark.parametrize("speed", [SMALL, FLAT], ids=["with pairs", "without"])
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+def test_fit_finds_the_times_of_steps_and_of_requests(speed: Speed, noise: float) -> None:
+    rng = Random(3)
+
+    def noisy(seconds: float) -> float:
+        return seconds * (1 + rng.uniform(-noise, noise))
+
+    prompts = [
+        PromptTime(length, noisy(0.004 + speed.prefill_s(0, length, STEP_TOKENS)))
+        for length in (128, 512, 1024, 4096)
+    ]
+    streams = [StreamTime(rows, noisy(speed.step_s + rows * speed.row_s)) for rows in (1, 4, 16)]
+    found, request_s = fit(prompts, streams, STEP_TOKENS)
+    for length in (300, 800, 2000):
+        wanted_s = 0.004 + speed.prefill_s(0, length, STEP_TOKENS)
+        assert request_s + found.prefill_s(0, length, STEP_TOKENS) == pytest.approx(
+            wanted_s, rel=0.01 + 3 * noise
+        )
+    for rows in (2, 8):
+        wanted_s = speed.step_s + rows * speed.row_s
+        assert found.step_s + rows * found.row_s == pytest.approx(wanted_s, rel=0.01 + 3 * noise)
+
+
+def test_time_beside_others_is_what_steps_do_not_explain() -> None:
+    """A prompt of two steps beside three streams waits for a step and a half, and its own have them, too."""
+    row_steps_s = 3.5 * (3 * SMALL.row_s)
+    steps_s = 1.5 * SMALL.step_s + SMALL.prefill_s(0, 600, STEP_TOKENS) + row_steps_s
+    for extra_s, found_s in ((0.005, 0.005), (-0.005, 0.0)):
+        beside_s = 0.004 + steps_s + extra_s
+        assert busy_s(beside_s, 600, 3, (SMALL, 0.004), STEP_TOKENS) == pytest.approx(found_s)
+
+
+def test_fit_has_no_negative_times() -> None:
+    """A loaded machine may measure a long prompt as faster than a short one, and many rows likewise."""
+    found, request_s = fit(
+        [PromptTime(64, 0.030), PromptTime(256, 0.020), PromptTime(512, 0.025)],
+        [StreamTime(1, 0.004), StreamTime(4, 0.003), StreamTime(16, 0.003)],
+        STEP_TOKENS,
+    )
+    assert min(found.step_s, found.row_s, found.token_s, found.pair_s, request_s) >= 0
+    assert found.step_s + found.row_s > 0
+
+
+def test_a_calibration_is_read_as_it_was_written_and_is_of_one_model_and_number_of_threads(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "times.json"
+    write_calibration(path, replace(FOUND, threads=2))
+    assert read_calibration(path, "keeper", 2) == replace(FOUND, threads=2)
+    for model, threads in (("keeper", 1), ("other", 2)):
+        with pytest.raises(CalibrationError, match="of keeper with 2 threads, not of"):
+            read_calibration(path, model, threads)
+    with pytest.raises(CalibrationError, match="cannot be written"):
+        write_calibration(tmp_path / "nowhere" / "times.json", FOUND)
+    for text in ("", "[]", "{}", '{"model": "keeper", "speed": {"step_s": 1}}'):
+        path.write_text(text)
+        with pytest.raises(CalibrationError, match="is not a calibration"):
+            read_calibration(path, "keeper", 1)

@@ -3,7 +3,8 @@
 import asyncio
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,7 +12,6 @@ from typing import Any, cast
 import pytest
 
 from tests.support.cluster.fake_service import sources
-from tests.support.grpc_loop import in_loop
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.edge.requests.context import PATIENT_S_MAX, open_context
 from tidemill.cluster.edge.requests.security import Security, Tls
@@ -34,53 +34,34 @@ from tidemill.cluster.rpc.codec import encode
 from tidemill.workers.messages import Unserved
 
 
-def linked(check: Callable[[Link, Link], Awaitable[None]]) -> None:
-    """Run `check` over both ends of a link; each adds its name to what it is asked."""
+@asynccontextmanager
+async def linked() -> AsyncGenerator[tuple[Link, Link]]:
+    """Run both ends of a link; each adds its name to what it is asked."""
 
-    async def main() -> None:
-        ends = socket.socketpair()
+    def functions(name: bytes) -> dict[str, Callable[[bytes], Awaitable[bytes]]]:
+        async def add(body: bytes) -> bytes:
+            await asyncio.sleep(0.05 if body == b"slow" else 0)
+            return body + name
 
-        def functions(name: bytes) -> dict[str, Callable[[bytes], Awaitable[bytes]]]:
-            async def add(body: bytes) -> bytes:
-                await asyncio.sleep(0.05 if body == b"slow" else 0)
-                return body + name
+        async def never(_: bytes) -> bytes:
+            await asyncio.Event().wait()
+            raise AssertionError
 
-            async def never(_: bytes) -> bytes:
-                await asyncio.Event().wait()
-                raise AssertionError
+        return {"add": add, "never": never}
 
-            return {"add": add, "never": never}
-
-        links = [await Link.open(end, functions(name)) for end, name in zip(ends, (b"1", b"2"), strict=True)]
-        runs = [asyncio.create_task(link.run()) for link in links]
-        await check(*links)
-        runs[0].cancel()
-        await asyncio.wait(runs)
-        assert not runs[1].cancelled(), "it ends with the other end"
-
-    asyncio.run(main())
+    ends = zip(socket.socketpair(), (b"1", b"2"), strict=True)
+    first, second = [await Link.open(end, functions(name)) for end, name in ends]
+    runs = [asyncio.create_task(link.run()) for link in (first, second)]
+    yield first, second
+    runs[0].cancel()
+    await asyncio.wait(runs)
+    assert not runs[1].cancelled(), "it ends with the other end"
 
 
-def test_both_ends_call_and_answers_find_their_calls() -> None:
-    async def check(first: Link, second: Link) -> None:
+async def test_both_ends_call_and_answers_find_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with linked() as (first, second):
         calls = [first.call("add", b"slow"), first.call("add", b"b"), second.call("add", b"c" * 300_000)]
         assert await asyncio.gather(*calls) == [b"slow2", b"b2", b"c" * 300_000 + b"1"]
-
-    linked(check)
-
-
-def test_call_without_an_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ANSWER_S_MAX", 0.1)
-
-    async def check(first: Link, _: Link) -> None:
-        with pytest.raises(Unserved, match="never"):
-            await first.call("never")
-
-    linked(check)
-
-
-def test_call_ends_with_the_other_process() -> None:
-    async def check(first: Link, second: Link) -> None:
         call = asyncio.create_task(first.call("never"))
         await asyncio.sleep(0.05)
         second._writer.close()  # pyright: ignore[reportPrivateUsage] - its process ends
@@ -88,8 +69,10 @@ def test_call_ends_with_the_other_process() -> None:
             await call
         with pytest.raises(Unserved, match="has ended"):
             await first.call("add")
-
-    linked(check)
+    monkeypatch.setattr(module, "ANSWER_S_MAX", 0.1)
+    async with linked() as (first, _):
+        with pytest.raises(Unserved, match="never"):
+            await first.call("never")
 
 
 def test_handed_connection_is_that_of_the_client() -> None:
@@ -116,64 +99,46 @@ def test_handed_connection_is_that_of_the_client() -> None:
             handed.accept()
 
 
-def test_arguments_of_an_edge_process_are_those_of_the_server(tmp_path: Path) -> None:
+def test_arguments_of_an_edge_process_are_those_of_the_server() -> None:
     """The parser of the command reads them, and its endpoint is that of the server."""
-    security = Security(tls=Tls(certificate=tmp_path / "c", key=tmp_path / "k", client_ca=tmp_path / "a"))
+    c, k, a = map(Path, ("/c", "/k", "/a"))
     endpoint = Endpoint(
         host="::1",
         port=0,
         grpc_port=8001,
-        security=security,
+        security=Security(tls=Tls(certificate=c, key=k, client_ca=a)),
         telemetry=Telemetry(log_level="debug", log_json=True),
     )
-    tls = MutualTls(certificate=tmp_path / "1", key=tmp_path / "2", ca=tmp_path / "3")
+    tls = MutualTls(certificate=a, key=c, ca=k)
     arguments = edge_arguments(endpoint, 8000, ["10.0.0.1:1", "10.0.0.2:1"], tls)
     options = vars(cli.parser().parse_args(["edge", *arguments]))
     assert options["join"] == "10.0.0.1:1,10.0.0.2:1"
+    files = {"ssl-certfile": "/c", "ssl-keyfile": "/k", "ssl-ca-certs": "/a"}
+    own = {"cluster-ssl-certfile": "/a", "cluster-ssl-keyfile": "/c", "cluster-ssl-ca-certs": "/k"}
+    more = {"host": "::1", "port": 8000, "grpc-port": 8001, "log-level": "debug", "log-json": True}
     given = {
         name.removeprefix("flag --"): value for name, value in options.items() if name.startswith("flag")
     }
-    assert given == {
-        "host": "::1",
-        "port": 8000,
-        "grpc-port": 8001,
-        "ssl-certfile": str(tmp_path / "c"),
-        "ssl-keyfile": str(tmp_path / "k"),
-        "ssl-ca-certs": str(tmp_path / "a"),
-        "cluster-ssl-certfile": str(tmp_path / "1"),
-        "cluster-ssl-keyfile": str(tmp_path / "2"),
-        "cluster-ssl-ca-certs": str(tmp_path / "3"),
-        "log-level": "debug",
-        "log-json": True,
-    }
-    assert not [
-        argument
-        for argument in edge_arguments(Endpoint(host="a", port=1), 1, ["b:1"], None)
-        if "ssl" in argument
-    ]
+    assert given == files | own | more
+    assert not any("ssl" in word for word in edge_arguments(Endpoint(host="a", port=1), 1, ["b:1"], None))
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
-def test_answers_of_an_edge_have_any_time_if_its_server_is_killed(
+async def test_answers_of_an_edge_have_any_time_if_its_server_is_killed(
     monkeypatch: pytest.MonkeyPatch,
     is_killed: bool,  # noqa: FBT001 - a parameter of the test
 ) -> None:
     """A running server closes the link when it stops, and its signal follows."""
     monkeypatch.setattr(edge_group, "ENDING_S_MAX", 0.2)
     context = open_context([], sources())
-
-    async def main() -> None:
-        ours, theirs = socket.socketpair()
-        group = LinkedGroup(theirs)
-        running = asyncio.create_task(group.run(context, []))
-        await asyncio.sleep(0.05)
-        assert context.shutdown_s_max() == context.limits.shutdown_s_max
-        ours.close()
-        if is_killed:
-            monkeypatch.setattr(os, "getppid", lambda: 1)
-        await running
-
-    asyncio.run(main())
+    ours, theirs = socket.socketpair()
+    running = asyncio.create_task(LinkedGroup(theirs).run(context, []))
+    await asyncio.sleep(0.05)
+    assert context.shutdown_s_max() == context.limits.shutdown_s_max
+    ours.close()
+    if is_killed:
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+    await running
     assert (context.shutdown_s_max() == PATIENT_S_MAX) is is_killed
 
 
@@ -196,7 +161,6 @@ class ScriptedEdge:
         return encode(EdgeSamples())
 
 
-@in_loop
 async def test_scrape_has_the_last_counts_of_an_edge_that_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -232,26 +196,21 @@ async def test_scrape_has_the_last_counts_of_an_edge_that_does_not_answer(
     assert tokens == [10, 15, 25]
 
 
-def test_edge_answers_with_the_last_sums_while_its_server_does_not() -> None:
-    context = open_context([], sources())
+async def test_edge_answers_with_the_last_sums_while_its_server_does_not() -> None:
+    ours, theirs = socket.socketpair()
+    group = LinkedGroup(theirs)
+    sums = EdgeSamples({"tokens": [("tokens_total", (), 7.0)]}, up={"0": True, "1": True})
 
-    async def main() -> None:
-        ours, theirs = socket.socketpair()
-        group = LinkedGroup(theirs)
-        sums = EdgeSamples({"tokens": [("tokens_total", (), 7.0)]}, up={"0": True, "1": True})
+    async def answer(_: bytes) -> bytes:
+        return encode(sums)
 
-        async def answer(_: bytes) -> bytes:
-            return encode(sums)
-
-        server = await Link.open(ours, {"samples": answer, "ready": answer})
-        runs = [asyncio.create_task(server.run()), asyncio.create_task(group.run(context, []))]
-        await asyncio.sleep(0.05)
-        assert await group.samples() == sums
-        runs[0].cancel()
-        await asyncio.wait(runs)
-        assert await group.samples() == replace(sums, up={"0": False, "1": False})
-
-    asyncio.run(main())
+    server = await Link.open(ours, {"samples": answer, "ready": answer})
+    runs = [asyncio.create_task(run) for run in (server.run(), group.run(open_context([], sources()), []))]
+    await asyncio.sleep(0.05)
+    assert await group.samples() == sums
+    runs[0].cancel()
+    await asyncio.wait(runs)
+    assert await group.samples() == replace(sums, up={"0": False, "1": False})
 
 
 @pytest.mark.parametrize(
@@ -264,7 +223,6 @@ def test_edge_answers_with_the_last_sums_while_its_server_does_not() -> None:
     ],
     ids=["frozen", "starting", "slow", "frozen later"],
 )
-@in_loop
 async def test_edge_that_misses_polls_in_a_row_is_killed(
     answers: str,
     has_served: bool,  # noqa: FBT001 - a parameter of the test

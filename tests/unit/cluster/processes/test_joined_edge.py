@@ -10,7 +10,6 @@ from typing import Any, cast
 import pytest
 
 from tests.support.cluster.heartbeats import worker_info
-from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.serve import routers_of
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer, tokenizer_files
 from tidemill.cluster.edge.cluster_service import ClusterService
@@ -81,11 +80,8 @@ def test_catalogue_has_digests_and_no_secret(tmp_path: Path) -> None:
     assert limits_of(catalogue.limits) == EdgeLimits()
 
 
-def test_limits_of_another_version_are_left_out() -> None:
+def test_limits_of_another_version_are_left_out_and_keys_are_checked() -> None:
     assert limits_of({"answers_max": 7, "of_the_next_version": 1}) == EdgeLimits(answers_max=7)
-
-
-def test_key_of_a_catalogue_is_checked() -> None:
     with pytest.raises(ValueError, match="sha256"):
         keys_of(Catalogue(models=(), keys=(CatalogueKey(tenant="a", sha256="short"),)))
 
@@ -123,14 +119,6 @@ def test_taken_router_port_is_refused() -> None:
 
 def test_join_takes_addresses() -> None:
     assert routers_of("10.0.0.1:20000, [::1]:2") == ("10.0.0.1:20000", "[::1]:2")
-
-
-@pytest.mark.parametrize("text", ["", "host", ":1", "host:port", "host:0", "host:65536", "a:1,"])
-def test_wrong_address_is_refused(text: str) -> None:
-    with pytest.raises(TidemillError, match="--join"):
-        routers_of(text)
-
-
-def test_edge_refuses_half_of_the_certificates(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["edge", "--join", "127.0.0.1:1", "--cluster-ssl-certfile", "a.pem"]) == 2
-    assert "ssl_keyfile is missing" in capsys.readouterr().err
+    for text in ("", "host", ":1", "host:port", "host:0", "host:65536", "a:1,"):
+        with pytest.raises(TidemillError, match="--join"):
+            routers_of(text)

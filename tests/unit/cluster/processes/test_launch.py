@@ -1,22 +1,29 @@
-"""Launch: a slow Ray is started again without leftovers, late nodes are awaited, and no end waits for GCS."""
+"""Launch: a slow Ray is started again without leftovers, late nodes are awaited, no end waits for GCS."""
 
 import asyncio
+import logging
 import subprocess
 import sys
 import threading
+from io import StringIO
 from itertools import count
 from pathlib import Path
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import psutil
 import pytest
+import ray._private.worker
+from rich.console import Console
 
 from tidemill.cluster.processes import launch, supervisor_client
 from tidemill.cluster.processes.launch import RAY_STARTS_MAX, RAY_WAS_SLOW, REPORT_S, Cluster, LaunchError
 from tidemill.cluster.processes.scaling.journal import ClusterPlan, initial_plan
 from tidemill.cluster.processes.scaling.node_fit import Node
-from tidemill.cluster.processes.supervisor_client import find_actor
+from tidemill.cluster.processes.start_progress import show_progress
+from tidemill.cluster.processes.supervisor_client import PRINT, find_actor, keep_stdout
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, WorkerSettings
+from tidemill.cluster.worker.worker_process import Failed, Loading, Ready
 from tidemill.workers.settings import EngineSettings
 
 SLOW = f"The current node {RAY_WAS_SLOW}. This could happen"
@@ -29,16 +36,11 @@ class SlowRay:
         self.left: list[subprocess.Popen[bytes]] = []
         self._failures = failures
         self._reason = reason
-        self.starts = 0
 
     def init(self, **_: object) -> None:
-        self.starts += 1
         self.left.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
-        if self.starts <= self._failures:
+        if len(self.left) <= self._failures:
             raise Exception(self._reason)  # noqa: TRY002 - as Ray does
-
-    def alive(self) -> list[bool]:
-        return [process.poll() is None for process in self.left]
 
 
 def start(ray: SlowRay, monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[bool]:
@@ -47,7 +49,7 @@ def start(ray: SlowRay, monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[b
     monkeypatch.setattr(launch, "TEMP_PATH_LENGTH_MAX", 1000)
     try:
         Cluster(ClusterSettings(fleets=(), temp_folder=folder)).start_ray()
-        return ray.alive()
+        return [process.poll() is None for process in ray.left]
     finally:
         for process in ray.left:
             process.kill()
@@ -56,16 +58,11 @@ def start(ray: SlowRay, monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[b
 
 def test_cluster_retries_ray_that_is_slow_to_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert start(SlowRay(2, SLOW), monkeypatch, tmp_path) == [False, False, True]
-
-
-@pytest.mark.parametrize(("reason", "starts"), [(SLOW, RAY_STARTS_MAX), ("no such address", 1)])
-def test_cluster_that_stays_slow_or_fails_otherwise_raises(
-    reason: str, starts: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    ray = SlowRay(99, reason)
-    with pytest.raises(LaunchError, match=reason):
-        start(ray, monkeypatch, tmp_path)
-    assert ray.starts == starts
+    for reason, starts in ((SLOW, RAY_STARTS_MAX), ("no such address", 1)):
+        ray = SlowRay(99, reason)
+        with pytest.raises(LaunchError, match=reason):
+            start(ray, monkeypatch, tmp_path)
+        assert len(ray.left) == starts
 
 
 def test_ray_that_does_not_kill_actors_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +125,7 @@ def test_cluster_waits_for_late_nodes_and_reports_once_a_minute(
     assert messages[-1].endswith("after 960 s: Ray starts processes for them")
 
 
-def test_loop_that_ends_waits_for_no_search_of_an_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_loop_that_ends_waits_for_no_search_of_an_actor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray asks GCS for a minute, and then ends the process with a status of its own."""
     answering, answered = threading.Event(), threading.Event()
 
@@ -138,13 +135,72 @@ def test_loop_that_ends_waits_for_no_search_of_an_actor(monkeypatch: pytest.Monk
         return f"{name} of {namespace}"
 
     monkeypatch.setattr(supervisor_client, "RAY", MagicMock(get_actor=get_actor))
-
-    async def ends_early() -> None:
-        searching = asyncio.create_task(find_actor("router", "ours"))
-        await asyncio.sleep(0.01)
-        searching.cancel()
-
-    asyncio.run(ends_early())
+    searching = asyncio.create_task(find_actor("router", "ours"))
+    await asyncio.sleep(0.01)
+    searching.cancel()
+    await asyncio.wait([searching])
+    await asyncio.get_running_loop().shutdown_default_executor()
     assert not answered.is_set()
     answering.set()
-    assert asyncio.run(find_actor("router", "ours")) == "router of ours"
+    assert await find_actor("router", "ours") == "router of ours"
+
+
+RAY_WORKER: Any = ray._private.worker
+
+
+def test_ray_prints_nothing_to_standard_output(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RAY_WORKER, "print_to_stdstream", PRINT)
+    keep_stdout()
+    message = {"lines": ["A worker died"], "pid": "raylet", "is_err": False}
+    RAY_WORKER.print_to_stdstream(message, ignore_prefix=False)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "A worker died" in err
+
+
+READY = Ready(cast("Any", None))
+
+
+def test_progress_logs_loaded_bytes_at_most_every_ten_seconds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    out, now_s = StringIO(), 0.0
+    with caplog.at_level(logging.INFO, "tidemill"), show_progress(Console(file=out), lambda: now_s) as show:
+        show("Ray", Loading(0, 0))
+        show("Ray", None)
+        show("prefill-0", Loading(0, 0))
+        now_s = 9.9
+        show("prefill-0", Loading(1_000_000, 8_000_000))
+        assert not caplog.messages
+        now_s = 10.0
+        show("decode-0", Loading(2_000_000, 8_000_000))
+        now_s = 19.9
+        show("decode-0", Loading(3_000_000, 8_000_000))
+        show("prefill-0", READY)
+        now_s = 20.0
+        show("decode-0", Loading(4_000_000, 1_234_000_000))
+        show("decode-0", Failed("no memory", expected=True))
+        now_s = 40.0
+        show("prefill-0", READY)
+    assert not out.getvalue(), "progress goes to the log, not to the console"
+    assert caplog.messages == [
+        "loading weights: prefill-0 1 of 8 MB, decode-0 2 of 8 MB",
+        "loading weights: decode-0 4 of 1,234 MB",
+    ]
+
+
+def test_progress_bars_disappear_at_the_end() -> None:
+    out = StringIO()
+    with show_progress(Console(file=out, force_terminal=True, width=120), lambda: 0.0) as show:
+        show("Ray", Loading(0, 0))
+        show("Ray", None)
+        show("decode-0", Loading(500_000_000, 8_000_000_000))
+        show("decode-0", READY)
+        show("decode-1", Failed("no memory", expected=True))
+    text = out.getvalue()
+    assert "decode-1" in text
+    assert "failed" in text
+    assert "Ray" not in text.rpartition("decode-1")[0][-400:]
+    assert not text.endswith("failed\n"), "the bars stay"

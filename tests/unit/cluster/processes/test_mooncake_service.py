@@ -1,4 +1,4 @@
-"""The processes of a store start, restart and end with their server; the last test runs real Mooncake."""
+"""Stores of `serve --store` are planned, and their processes start, restart and end with their server."""
 
 import os
 import signal
@@ -17,6 +17,7 @@ import pytest
 from tidemill.cluster.observability.telemetry import QUIET
 from tidemill.cluster.processes import mooncake_service
 from tidemill.cluster.processes.mooncake_service import StoreActor, SupervisedProcess, planned_store
+from tidemill.cluster.processes.store_plan import MemoryOwner, check_shared, other_tiers, plan_store
 from tidemill.cluster.settings import StoreProgram
 from tidemill.kvstore.errors import StoreError
 
@@ -119,22 +120,6 @@ def test_process_that_ends_or_is_not_ready_in_time_raises(
         process.wait_until_ready()
 
 
-def test_process_may_end_twice_before_it_is_ready(tmp_path: Path) -> None:
-    ends = f"""
-from pathlib import Path
-folder = Path({str(tmp_path)!r})
-starts = len(list(folder.iterdir()))
-(folder / str(starts)).touch()
-if starts < 2:
-    raise SystemExit(3)
-print("ready", flush=True)
-import signal
-signal.pause()
-"""
-    with started(ends) as process:
-        process.wait_until_ready()
-
-
 def test_process_with_port_is_ready_when_it_accepts_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -145,6 +130,21 @@ def test_process_with_port_is_ready_when_it_accepts_connections(monkeypatch: pyt
                     process.wait_until_ready()
             listener.listen()
             process.wait_until_ready()
+
+
+def test_process_may_end_twice_before_it_is_ready(tmp_path: Path) -> None:
+    ends = f"""
+import signal
+from pathlib import Path
+starts = Path({str(tmp_path / "starts")!r})
+starts.write_text(starts.read_text() + "." if starts.exists() else ".")
+if len(starts.read_text()) < 3:
+    raise SystemExit(3)
+print("ready", flush=True)
+signal.pause()
+"""
+    with started(ends) as process:
+        process.wait_until_ready()
 
 
 def test_process_ends_with_killed_server(incarnations: Incarnations) -> None:
@@ -174,10 +174,6 @@ def test_die_with_parent_starts_nothing_without_its_parent(incarnations: Incarna
     )
     assert ended.stdout == b""
     assert ended.returncode == 0
-
-
-def test_file_url_needs_no_programs() -> None:
-    assert planned_store("file:///a?size=1GiB", None) == ("file:///a?size=1GiB", ())
 
 
 def test_joined_master_that_is_away_is_refused() -> None:
@@ -231,3 +227,90 @@ def capacity_bytes(url: str) -> int:
         if line.startswith("master_total_capacity_bytes ")
     ]
     return int(line.split()[1])
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize("url", ["file:///a?size=1GiB", "/mooncake", "file:///mooncake?size=1GiB,file:///b"])
+def test_plan_starts_nothing_for_other_stores(url: str) -> None:
+    plan = plan_store(url)
+    assert plan.url == url == other_tiers(url)
+    assert not plan.has_mooncake
+    assert (plan.master, plan.owner) == (None, None)
+
+
+@pytest.mark.parametrize("url", ["mooncake?size=1GiB", "mooncake:?size=1GiB", "mooncake://?size=1GiB"])
+def test_plan_starts_master_and_memory_owner(url: str) -> None:
+    plan = plan_store(url)
+    assert plan.has_mooncake
+    assert plan.master is not None
+    assert plan.master.host == "127.0.0.1"
+    assert plan.master.port != plan.master.admin_port
+    address = f"127.0.0.1:{plan.master.port}"
+    assert plan.owner == MemoryOwner(master=address, host="127.0.0.1", num_bytes=GIB)
+    assert plan.url == f"mooncake://{address}?admin=127.0.0.1:{plan.master.admin_port}"
+
+
+def test_plan_joins_running_master_and_may_lend_memory_to_it() -> None:
+    plan = plan_store("mooncake://store.example:50051?write=hits")
+    assert (plan.url, plan.joined) == ("mooncake://store.example:50051?write=hits", "store.example:50051")
+    assert (plan.master, plan.owner) == (None, None)
+    plan = plan_store("mooncake://127.0.0.1:50051?protocol=rdma&device=mlx5_0&size=1GiB&timeout=1")
+    assert plan.url == "mooncake://127.0.0.1:50051?protocol=rdma&device=mlx5_0&timeout=1"
+    assert plan.master is None
+    transport = (("protocol", "rdma"), ("device", "mlx5_0"))
+    assert plan.owner == MemoryOwner(master="127.0.0.1:50051", host="", num_bytes=GIB, transport=transport)
+
+
+def test_plan_keeps_other_tiers_in_order() -> None:
+    url = "file:///near?size=1GiB,mooncake://h:1?size=1GiB&host=127.0.0.1,file:///far?write=none"
+    assert plan_store(url).url == "file:///near?size=1GiB,mooncake://h:1,file:///far?write=none"
+    assert other_tiers(url) == "file:///near?size=1GiB,file:///far?write=none"
+
+
+@pytest.mark.parametrize(
+    ("url", "named"),
+    [
+        ("mooncake?size=much", "512MiB"),
+        ("mooncake?size=0", "memory"),
+        ("mooncake?size=1000000GiB", "memory"),
+        ("mooncake?size=1g&size=2g", "once"),
+        ("mooncake?port=none", "port none"),
+        ("mooncake?port=65536", "port 65536"),
+        ("mooncake?host=0.0.0.0", "host 0.0.0.0"),
+        ("mooncake?host=no-such-interface", "no-such-interface"),
+        ("mooncake?host=192.0.2.1", "host="),
+        ("mooncake://host", "mooncake://host:port"),
+        ("mooncake://host:port", "mooncake://host:port"),
+        ("mooncake://host:1?port=2", "port"),
+        ("mooncake,mooncake://h:1", "one tier"),
+        ("mooncake:10.0.0.5:50051", "mooncake://host:port"),
+        ("mooncake://10.0.0.5:50051?host=lo", "size="),
+    ],
+)
+def test_plan_refuses_mistakes_in_one_line(url: str, named: str) -> None:
+    with pytest.raises(StoreError) as refused:
+        plan_store(url)
+    assert named in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_check_shared_refuses_only_stores_inside_one_process() -> None:
+    check_shared("memory-of-pages/folder")
+    check_shared("memory:?size=1MiB,file:///a")
+    with pytest.raises(StoreError, match="inside one process"):
+        check_shared("memory:?size=1MiB,memory")
+
+
+def test_plan_takes_port_and_interface_and_refuses_a_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        taken.listen()
+        with pytest.raises(StoreError, match="port="):
+            plan_store(f"mooncake?port={port}")
+    plan = plan_store(f"mooncake?host=lo&port={port}")
+    assert urlsplit(plan.url).netloc == f"127.0.0.1:{port}"
+    assert plan.owner is not None
+    assert plan.owner.num_bytes == min(8 * GIB, psutil.virtual_memory().total // 4)

@@ -1,9 +1,9 @@
 """The supervisor starts, adopts or ends what its journal has; Ray is a record of the calls."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pytest
 
@@ -80,14 +80,20 @@ class World:
         for name, fake in fakes.items():
             monkeypatch.setattr(module, name, fake)
 
-    def run(self, server: str, until: Callable[[Supervisor], Awaitable[Any]]) -> None:
-        """Run a supervisor until `until` returns; then its process ends."""
+    @asynccontextmanager
+    async def run(self, server: str) -> AsyncGenerator[Supervisor]:
+        """Run a supervisor for the block; then its process ends."""
         self.actors.__init__()
+        before = asyncio.all_tasks()
+        yield Supervisor(self.settings, server, None)
+        left = asyncio.all_tasks() - before
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
-        async def main() -> None:
-            await until(Supervisor(self.settings, server, None))
-
-        asyncio.run(main())
+    async def start(self, server: str) -> None:
+        async with self.run(server) as supervisor:
+            await supervisor.started()
 
     def plan(self) -> ClusterPlan:
         return Journal(self.store, "space").open()
@@ -98,87 +104,71 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World(monkeypatch)
 
 
-def test_supervisor_starts_the_cluster_and_its_successor_adopts_it(world: World) -> None:
-    async def serves(supervisor: Supervisor) -> None:
+async def test_supervisor_starts_the_cluster_and_its_successor_adopts_it(world: World) -> None:
+    async with world.run("a") as supervisor:
         assert not (await supervisor.started()).served
         await supervisor.serves()
-
-    world.run("a", serves)
     assert world.actors.added == NAMES
     assert world.plan().server == "a"
     assert all(worker.created for worker in world.plan().fleets[0].workers.values())
-
-    async def adopts(supervisor: Supervisor) -> None:
+    async with world.run("a") as supervisor:
         assert (await supervisor.started()).served
-
-    world.run("a", adopts)
     assert world.actors.added == ["router"], "which is there, so that nothing changes"
     assert world.actors.adopted == ["prefill-0", "decode-0"]
     assert not world.actors.killed
 
 
-def test_store_answers_before_the_first_worker_opens_it_and_is_adopted_later(world: World) -> None:
+async def test_store_answers_before_the_first_worker_opens_it_and_is_adopted_later(world: World) -> None:
     world.settings = replace(world.settings, programs=(StoreProgram(name="master", arguments=()),))
-
-    async def serves(supervisor: Supervisor) -> None:
+    async with world.run("a") as supervisor:
         await supervisor.started()
         await supervisor.serves()
-
-    world.run("a", serves)
     assert world.actors.added == ["router", "store that waits", "prefill-0", "decode-0"]
-    world.run("a", lambda supervisor: supervisor.started())
+    await world.start("a")
     assert world.actors.added == ["router", "store"]
 
 
-def test_supervisor_completes_a_start_that_was_interrupted(world: World) -> None:
-    world.run("a", lambda supervisor: supervisor.started())
-    plan = world.plan()
+async def test_supervisor_completes_a_start_that_was_interrupted(world: World) -> None:
+    await world.start("a")
+    journal = Journal(world.store, "space")
+    plan = journal.open()
     workers = {
         name: replace(worker, created=name != "decode-0") for name, worker in plan.fleets[0].workers.items()
     }
-    journal = Journal(world.store, "space")
-    journal.open()
     journal.write(replace(plan, fleets=(replace(plan.fleets[0], workers=workers),)))
-    world.run("a", lambda supervisor: supervisor.started())
+    await world.start("a")
     assert world.actors.added == ["router", "decode-0"]
 
 
-def test_endpoint_that_starts_wakes_a_fleet_at_zero(world: World) -> None:
-    world.settings = replace(
-        world.settings, fleets=(replace(world.settings.fleets[0], cold_start_s_max=60.0),)
-    )
-    world.run("a", lambda supervisor: supervisor.started())
+async def test_endpoint_that_starts_wakes_a_fleet_at_zero(world: World) -> None:
+    [known] = world.settings.fleets
+    world.settings = replace(world.settings, fleets=(replace(known, cold_start_s_max=60.0),))
+    await world.start("a")
     journal = Journal(world.store, "space")
     journal.write(replace(journal.open(), served=True, fleets=(FleetPlan(),)))
-
-    async def only_runs(supervisor: Supervisor) -> None:
+    async with world.run("a") as supervisor:
         await supervisor.report("router", "a", Misses(), 0)
-
-    world.run("a", only_runs)
     assert world.actors.added == ["router"]
-    world.run("a", lambda supervisor: supervisor.started())
+    await world.start("a")
     assert world.actors.added == NAMES
 
 
-def test_supervisor_of_a_stopped_cluster_ends_it(world: World) -> None:
-    world.run("a", lambda supervisor: supervisor.started())
+async def test_supervisor_of_a_stopped_cluster_ends_it(world: World) -> None:
+    await world.start("a")
     assert stop_plan("space").stopped
-
-    async def waits(supervisor: Supervisor) -> None:
+    async with world.run("a") as supervisor:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(supervisor.started(), 0.2)
-
-    world.run("a", waits)
     assert world.actors.killed == ["prefill-0", "decode-0", "router", "store", "supervisor"]
     assert not world.actors.added
-    world.run("b", lambda supervisor: supervisor.started())
+    await world.start("b")
     assert world.actors.added == NAMES, "the next server starts"
     assert not world.actors.killed
 
 
-def test_next_server_removes_what_one_without_an_end_has_left(world: World) -> None:
-    world.run("a", lambda supervisor: supervisor.started())
-    world.run("b", lambda supervisor: supervisor.started())
+async def test_next_server_removes_what_one_without_an_end_has_left(world: World) -> None:
+    await world.start("a")
+    await world.start("b")
     assert world.actors.killed == ["prefill-0", "decode-0", "router", "store"]
     assert world.actors.added == NAMES
     assert world.plan().server == "b"
@@ -190,19 +180,13 @@ def test_lease_is_that_of_its_own_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [job_has_ended(job) for job in ("01", "02", "03")] == [True, False, False]
 
 
-def test_reports_of_all_edges_reach_the_autoscaler(world: World) -> None:
-    async def reports(supervisor: Supervisor) -> None:
+async def test_reset_is_done_when_every_edge_knows_it_and_outlives_the_supervisor(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world.run("a") as supervisor:
         await supervisor.report("router", "a", Misses(answered=3, late=1), 0)
         await supervisor.report("router", "b", Misses(answered=2, refused=4), 0)
         assert supervisor.misses("router") == Misses(answered=5, late=1, refused=4)
-
-    world.run("a", reports)
-
-
-def test_reset_is_done_when_every_edge_knows_it_and_outlives_the_supervisor(world: World) -> None:
-    async def resets(supervisor: Supervisor) -> None:
-        await supervisor.report("router", "a", Misses(), 0)
-        await supervisor.report("router", "b", Misses(), 0)
         reset = asyncio.create_task(supervisor.carry_out("router", Reset("a")))
         while await supervisor.report("router", "a", Misses(), 0) == 0:  # noqa: ASYNC110 - a thread writes
             await asyncio.sleep(0.01)
@@ -211,21 +195,9 @@ def test_reset_is_done_when_every_edge_knows_it_and_outlives_the_supervisor(worl
         assert not reset.done()
         assert await supervisor.report("router", "b", Misses(), 1) == 1
         assert await reset == 1
-
-    world.run("a", resets)
-
-    async def still_counts(supervisor: Supervisor) -> None:
+    async with world.run("a") as supervisor:
         assert await supervisor.report("router", "a", Misses(), 1) == 1
         assert await supervisor.carry_out("router", Reset("a")) == 2
-
-    world.run("a", still_counts)
-
-
-def test_reset_does_not_wait_for_an_edge_that_is_gone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autoscaling, "EDGE_SILENT_S_MAX", 0.2)
-
-    async def resets(supervisor: Supervisor) -> None:
+        monkeypatch.setattr(autoscaling, "EDGE_SILENT_S_MAX", 0.2)
         await supervisor.report("router", "gone", Misses(), 0)
-        assert await supervisor.carry_out("router", Reset("a")) == 1
-
-    world.run("a", resets)
+        assert await supervisor.carry_out("router", Reset("a")) == 3

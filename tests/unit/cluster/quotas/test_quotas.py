@@ -1,23 +1,26 @@
-"""Open answers and tokens of a key are counted over all edges; no process that ends keeps or blocks them."""
+"""Answers, tokens and rates of a key count over all edges; a process that ends keeps and blocks none."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support import grpc_loop
+from tests.support.grpc_loop import IN_GRPC_LOOP
 from tests.support.sockets import free_port
 from tidemill.cluster.edge.requests.api_keys import ApiKey, ApiKeys, digest_of
 from tidemill.cluster.quotas import edge_quotas, router_quotas
 from tidemill.cluster.quotas.edge_quotas import LimitReached
 from tidemill.cluster.quotas.rate_client import RouterRates, in_order
-from tidemill.cluster.quotas.rates import MINUTE_S
+from tidemill.cluster.quotas.rates import MINUTE_S, Rates
 from tidemill.cluster.quotas.router_quotas import LEASE_S, QuotaRequest, Quotas
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.router.server import RouterService
+from tidemill.workers.messages import Overloaded
+
+pytestmark = IN_GRPC_LOOP
 
 KEY = ApiKey(tenant="shop", sha256=digest_of("sk-shop"), max_parallel_requests=2)
 RATED = ApiKey(tenant="shop", sha256=digest_of("sk-rated"), tokens_per_minute=600)
@@ -62,16 +65,8 @@ async def refusal(edge: ApiKeys, key: ApiKey, num_tokens: int = 1) -> LimitReach
         return error
 
 
-def run(check: Callable[[Cluster], Awaitable[None]], num_edges: int, *keys: ApiKey) -> None:
-    async def main() -> None:
-        async with running(num_edges, *keys) as cluster:
-            await check(cluster)
-
-    grpc_loop.run(main())
-
-
-def test_open_answers_are_counted_over_all_edges_until_they_end() -> None:
-    async def check(cluster: Cluster) -> None:
+async def test_open_answers_are_counted_over_all_edges_until_they_end() -> None:
+    async with running(3, KEY) as cluster:
         one, two, three = cluster.edges
         for _ in range(20):  # the end is known before the next one may ask anywhere
             async with one.answering(KEY, 1), two.answering(KEY, 1):
@@ -82,11 +77,9 @@ def test_open_answers_are_counted_over_all_edges_until_they_end() -> None:
             for edge in cluster.edges:
                 assert await refusal(edge, KEY) is None
 
-    run(check, 3, KEY)
 
-
-def test_burst_is_granted_up_to_the_limit_and_clients_that_leave_hold_nothing() -> None:
-    async def check(cluster: Cluster) -> None:
+async def test_burst_is_granted_up_to_the_limit_and_clients_that_leave_hold_nothing() -> None:
+    async with running(2, KEY) as cluster:
         one, two = cluster.edges
         ends = asyncio.Event()
 
@@ -111,14 +104,11 @@ def test_burst_is_granted_up_to_the_limit_and_clients_that_leave_hold_nothing() 
             for _ in range(2):
                 await stack.enter_async_context(two.answering(KEY, 1))
 
-    run(check, 2, KEY)
 
-
-def test_killed_edge_and_dead_routers_block_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_killed_edge_and_dead_routers_block_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(edge_quotas, "RENEW_S", 0.1)
     monkeypatch.setattr(router_quotas, "LEASE_S", 0.5)
-
-    async def check(cluster: Cluster) -> None:
+    async with running(2, KEY) as cluster:
         one, two = cluster.edges
         async with AsyncExitStack() as stack:
             for _ in range(2):
@@ -137,11 +127,11 @@ def test_killed_edge_and_dead_routers_block_no_client(monkeypatch: pytest.Monkey
                 await stack.enter_async_context(two.answering(KEY, 1))
             assert await refusal(two, KEY) is not None, "without a router each edge has the limit"
 
-    run(check, 2, KEY)
 
-
-def test_tokens_of_all_edges_are_counted_and_a_router_that_ends_loses_none_of_the_edge_that_asks() -> None:
-    async def check(cluster: Cluster) -> None:
+async def test_tokens_of_all_edges_are_counted_and_a_router_that_ends_loses_none_of_the_edge_that_asks() -> (
+    None
+):
+    async with running(2, RATED) as cluster:
         one, two = cluster.edges
         async with one.answering(RATED, 100) as answer:
             assert answer is not None
@@ -156,8 +146,6 @@ def test_tokens_of_all_edges_are_counted_and_a_router_that_ends_loses_none_of_th
         for router in cluster.routers.values():
             await router.stop()
         assert await refusal(two, RATED) is not None, "and knows it without one"
-
-    run(check, 2, RATED)
 
 
 @given(
@@ -204,3 +192,56 @@ def test_tokens_of_any_span_are_bounded(asked: list[tuple[float, int, int]], per
                 span_s = begun[end][0] - first_s
                 generated = sum(spent for _, _, spent in asked[start : end + 1])
                 assert earlier - generated <= per_minute * (1 + span_s / MINUTE_S) + 200
+
+
+RATE_KEY = ApiKey(tenant="shop", sha256=digest_of("sk-shop"), requests_per_minute=12)
+HEADERS = {"authorization": "Bearer sk-shop"}
+PATH = "/v1/chat/completions"
+
+
+async def admitted(edges: list[ApiKeys], asked: int) -> int:
+    """The number of requests that edges admit, each of which gets `asked` of them."""
+    count = 0
+    for edge in edges * asked:
+        try:
+            await edge.admit(PATH, HEADERS)
+        except Overloaded:
+            continue
+        count += 1
+    return count
+
+
+async def test_edges_share_the_rate_of_a_key_and_keep_it_when_a_router_ends() -> None:
+    async with running(3, RATE_KEY) as cluster:
+        edges = cluster.edges
+        assert await admitted(edges[:2], 3) == 6
+        first, second = in_order(list(cluster.routers), RATE_KEY.sha256)
+        await cluster.routers[first].stop()
+        late = len(edges)  # what an edge has not seen of the others' requests, and time that passes
+        assert 6 <= await admitted(edges, 8) < 6 + late, "edges tell the next router what was counted"
+        await cluster.routers[second].stop()
+        assert await admitted(edges, 8) <= late, "and each edge counts by itself without one"
+
+
+@given(st.lists(st.floats(0, 30), max_size=60), st.integers(1, 90))
+def test_rate_is_never_exceeded_over_any_span(waits_s: list[float], per_minute: int) -> None:
+    rates, now_s, counted_s = Rates(), 0.0, list[float]()
+    for wait_s in waits_s:
+        now_s += wait_s
+        if not rates.count("a", per_minute, now_s).wait_s:
+            counted_s.append(now_s)
+    for start, first_s in enumerate(counted_s):
+        for end in range(start, len(counted_s)):
+            most = per_minute + (counted_s[end] - first_s) * per_minute / MINUTE_S
+            assert end - start + 1 <= most + 1e-6
+
+
+def test_names_spread_over_routers_and_move_only_with_theirs() -> None:
+    routers = [f"10.0.0.{host}:1" for host in range(4)]
+    names = [str(name) for name in range(200)]
+    firsts = {name: in_order(routers, name)[0] for name in names}
+    assert set(firsts.values()) == set(routers)
+    for name, first in firsts.items():
+        assert in_order(routers[::-1], name)[0] == first
+        if first != routers[0]:
+            assert in_order(routers[1:], name)[0] == first

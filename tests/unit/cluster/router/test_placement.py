@@ -1,18 +1,18 @@
-"""Placement by prefix, load and role: eligible workers, predictions, gaps, memory and bookings."""
+"""Placement by prefix, load and role: eligible workers, predictions, gaps, memory, homes and patience."""
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from random import Random
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.cluster.heartbeats import heartbeat, placement_request
 from tidemill.cluster.messages import PlacementRequest, Route
-from tidemill.cluster.router.fleet_view import Fleet, HeartbeatArrived
+from tidemill.cluster.router.fleet_view import Booking, Fleet, HeartbeatArrived, RequestBooked
 from tidemill.cluster.router.placement import ANSWER_TOKENS, GAP_PAGES_MAX, GAP_S_MAX, HOP_S, bookings, place
 from tidemill.workers.messages import NO_MEMORY, Announcement, Heartbeat, Role, Speed, WorkerId, WorkerLoad
 
@@ -138,48 +138,6 @@ def test_placement_does_not_depend_on_the_order_of_heartbeats(
         assert place(fleet_of(*shuffled), request, 0.0) == place(fleet_of(*reports), request, 0.0)
 
 
-@PROPERTY
-@given(fleets(), requests())
-def test_placement_changes_nothing(heartbeats: list[Heartbeat], request: PlacementRequest) -> None:
-    fleet = fleet_of(*heartbeats)
-    table = fleet.table.copy()
-    route = place(fleet, request, 0.0)
-    if route is not None:
-        booked = bookings(fleet, request, route, 0.0)
-        assert bookings(fleet, request, route, 0.0) == booked
-        assert {event.worker for event in booked} == {route.decode, route.prefill} - {None}
-        assert all(
-            event.booking.rows == 1 and event.booking.due_s >= event.booking.at_s == 0.0 for event in booked
-        )
-    assert place(fleet, request, 0.0) == route
-    assert np.array_equal(fleet.table, table)
-
-
-@PROPERTY
-@given(
-    st.lists(st.tuples(st.floats(0.0, 5.0), st.integers(0, 64)), min_size=1, max_size=8),
-    st.integers(130, 5000),
-)
-def test_placement_takes_no_prefill_worker_with_a_longer_wait_and_no_more_pages(
-    workers: list[tuple[float, int]], num_tokens: int
-) -> None:
-    heartbeats = [
-        measured(
-            f"p{index}",
-            "prefill",
-            keys_of("f", num_tokens)[:pages],
-            queued_s=wait_s,
-            speed=replace(SPEED, fetch_bytes_per_s=1.0),
-        )
-        for index, (wait_s, pages) in enumerate(workers)
-    ]
-    slow = replace(SPEED, token_s=1.0)
-    chosen = prefill_of(fleet_of(*heartbeats, measured("d", speed=slow)), prompt(num_tokens))
-    assert chosen is not None
-    wait_s, pages = workers[int(chosen[1:])]
-    assert not any(other_s < wait_s - 0.2 and other >= pages for other_s, other in workers)
-
-
 @pytest.mark.parametrize("speed", [SPEED, UNKNOWN])
 def test_placement_without_hop_when_all_is_recomputed(speed: Speed) -> None:
     fleet = fleet_of(
@@ -213,30 +171,12 @@ def test_placement_follows_the_prefix_until_its_worker_is_flooded(index: int, sp
     assert decode_of(fleet_of(*others, flooded), prompt()) != f"w{index}"
 
 
-def test_placement_counts_on_the_store_when_a_fetch_is_faster() -> None:
-    holder = measured("p0", "prefill", keys_of("f", 4097), queued_s=0.1)
-    idle = measured("p1", "prefill")
-    assert prefill_of(fleet_of(holder, idle, measured("d")), prompt()) == "p1", "64 MiB at 10 GB/s"
-    slow = replace(idle, load=replace(idle.load, speed=replace(SPEED, fetch_bytes_per_s=1e8)))
-    assert prefill_of(fleet_of(holder, slow, measured("d")), prompt()) == "p0"
-
-
 def test_placement_spreads_a_flood_within_one_heartbeat_interval() -> None:
     for speed in (SPEED, UNKNOWN):
         fleet = fleet_of(*(measured(f"w{index}", "mixed", speed=speed) for index in range(4)))
         chosen = Counter(book(fleet, prompt(3000, f"family{index}-")).decode for index in range(40))
         assert len(chosen) == 4
         assert min(chosen.values()) >= 8
-
-
-HOLDERS: list[tuple[str, Role]] = [("p", "prefill"), ("d", "decode")]
-
-
-def test_placement_makes_no_hop_for_a_short_gap() -> None:
-    fleet = fleet_of(*(measured(name, role, keys_of("f", 4097)[:40]) for name, role in HOLDERS))
-    assert prefill_of(fleet, prompt(40 * P + 128)) is None
-    assert prefill_of(fleet, prompt(40 * P + 129)) == "p"
-    assert prefill_of(fleet, prompt(128, "other")) is None
 
 
 @pytest.mark.parametrize("speed", [SPEED, UNKNOWN])
@@ -261,13 +201,6 @@ def test_placement_makes_no_hop_for_a_longer_gap_to_busy_prefill_workers() -> No
         "beside streams the limit is lower"
     )
     assert prefill_of(fleet_of(busy, measured("d", speed=UNKNOWN)), prompt(longest - 40)) is None
-
-
-def test_placement_sends_streams_to_the_worker_with_the_fewest_rows() -> None:
-    for speed in (SPEED, UNKNOWN):
-        rows = {"a": 30, "b": 10, "c": 20}
-        fleet = fleet_of(*(measured(name, running_rows=rows[name], speed=speed) for name in rows))
-        assert decode_of(fleet, prompt(100, max_new_tokens=500)) == "b"
 
 
 @pytest.mark.parametrize("speed", [SPEED, UNKNOWN])
@@ -297,30 +230,91 @@ def test_placement_predicts_wait_compute_hop_and_fetch() -> None:
     assert placed(unknown, request).predicted_s == 0.0
 
 
-def test_placement_assumes_the_median_speed_for_unmeasured_workers() -> None:
-    fleet = fleet_of(
-        measured("m0", "mixed", queued_s=1.0),
-        measured("m1", "mixed", queued_s=1.0),
-        measured("new", "mixed", speed=UNKNOWN),
-    )
-    route = placed(fleet, prompt())
-    assert route.decode == "new.1"
-    assert route.predicted_s == pytest.approx(SPEED.prefill_s(0, 4097, 8192) + SPEED.step_s)
+def with_work(heartbeats: Sequence[Heartbeat], work_s: Mapping[str, float]) -> Fleet:
+    """Return a fleet whose workers have these loads now, and had this much booked work a second ago."""
+    fleet = fleet_of(*heartbeats)
+    for worker, seconds in work_s.items():
+        work = Booking(tokens=0, rows=0, at_s=0.0, due_s=0.0, seconds=seconds)
+        fleet.apply(RequestBooked(WorkerId(worker), work))
+    for report in heartbeats:  # without the booked work, which is done
+        fleet.apply(HeartbeatArrived(report, 1.0))
+    return fleet
 
 
-def test_bookings_hold_the_work_of_each_worker() -> None:
-    request = prompt(4097, max_new_tokens=100)
-    fleet = fleet_of(measured("p", "prefill", keys_of("f", 4097)[:32], queued_s=0.5), measured("d"))
-    route = placed(fleet, request)
-    prefill, stream = (event.booking for event in bookings(fleet, request, route, 0.25))
-    seconds = SPEED.prefill_s(2048, 4096, 8192)
-    assert prefill.seconds == pytest.approx(seconds)
-    assert (prefill.tokens, prefill.rows, prefill.num_bytes) == (2049, 1, 65 * PAGE_BYTES)
-    assert (prefill.at_s, prefill.due_s, prefill.keys) == (0.25, 0.25, request.keys)
-    assert stream.due_s == pytest.approx(0.5 + seconds), "the stream starts when the prompt is computed"
-    assert (stream.tokens, stream.rows, stream.num_bytes) == (P, 1, 66 * PAGE_BYTES)
-    (alone,) = bookings(fleet, request, Route(decode=WorkerId("d.1"), decode_address=""), 0.25)
-    assert alone.worker == "d.1"
-    assert alone.booking.seconds == pytest.approx(
-        32 * PAGE_BYTES / SPEED.fetch_bytes_per_s + SPEED.prefill_s(2048, 4097, 8192)
-    ), "the store has what the other worker announced"
+SLOW = replace(SPEED, fetch_bytes_per_s=1.0)
+
+
+def test_placement_resumes_at_checkpoints_and_makes_its_home_at_pages() -> None:
+    """Pages without a checkpoint save this request nothing. In a busy fleet they count for later ones."""
+    request, hybrid = prompt(), partial(measured, speed=SLOW, state_bytes=1 << 26)
+    fleet = fleet_of(hybrid("p0", "prefill"), hybrid("p1", "prefill"), hybrid("d", queued_s=9.0))
+    pages = Booking(tokens=0, rows=0, at_s=0.0, due_s=0.0, keys=request.keys)
+    fleet.apply(RequestBooked(WorkerId("p0.1"), pages))
+    fleet.apply(HeartbeatArrived(hybrid("p0", "prefill", queued_s=0.95), 1.0))
+    assert placed(fleet, request, 1.0).prefill == "p1.1"
+    for worker in ("p0.1", "p1.1"):
+        work = Booking(tokens=0, rows=0, at_s=1.0, due_s=1.0, seconds=8.0)
+        fleet.apply(RequestBooked(WorkerId(worker), work))
+    assert placed(fleet, request, 1.0).prefill == "p0.1"
+
+
+def test_placement_keeps_families_together_in_a_flood() -> None:
+    """The load term makes each worker compute the prefixes of a few families, not of all."""
+    workers = [measured(f"p{index}", "prefill", speed=SLOW) for index in range(4)]
+    fleet = fleet_of(*workers, measured("d", queued_s=99.0))
+    homes: dict[int, set[str]] = {}
+    rng = Random(1)
+    for index in range(400):
+        family = rng.randrange(12)
+        request = prompt(4097, f"family{family}-")
+        tail = tuple(f"tail{index}-{page}".encode() for page in range(20))
+        request = replace(request, keys=request.keys + tail, num_tokens=request.num_tokens + 20 * P)
+        route = book(fleet, request, now_s=0.1 * index)
+        assert route.prefill is not None
+        homes.setdefault(family, set()).add(route.prefill)
+    assert sum(map(len, homes.values())) <= 24, "of 48"
+
+
+@pytest.mark.parametrize(
+    ("work_s", "home_s", "other_s", "prefill"),
+    [
+        (0.0, 1.25, 0.0, "home"),  # 0.43 s of work, counted two more times
+        (0.0, 1.32, 0.0, "other"),
+        (11.0, 1.69, 0.0, "home"),  # counted 6 times, but at most 1.3 s
+        (11.0, 1.76, 0.0, "other"),
+        (11.0, 4.90, 2.0, "home"),  # in addition to the least wait
+        (11.0, 5.10, 2.0, "other"),
+    ],
+)
+def test_placement_waits_for_the_home_up_to_the_patience_of_a_request(
+    work_s: float, home_s: float, other_s: float, prefill: str
+) -> None:
+    """The wait is longer in a busy fleet, because others would wait for duplicate work."""
+    heartbeats = [
+        measured("home", "prefill", keys_of("f", 4097), speed=SLOW, queued_s=home_s),
+        measured("other", "prefill", speed=SLOW, queued_s=other_s),
+        measured("d", speed=SLOW, queued_s=99.0),
+    ]
+    fleet = with_work(heartbeats, {"other.1": work_s})
+    assert placed(fleet, prompt(), 1.0).prefill == f"{prefill}.1"
+
+
+def test_placement_spreads_prompts_that_share_only_their_first_page() -> None:
+    """A page that all prompts start with does not make a family."""
+    fleet = fleet_of(*(measured(f"w{index}", "mixed", keys_of("system", 65)) for index in range(4)))
+    chosen: list[str] = []
+    for index in range(60):
+        request = prompt(321, f"family{index}-")
+        chosen.append(decode_of(fleet, replace(request, keys=keys_of("system", 65) + request.keys[1:])))
+    assert len(Counter(chosen)) == 4
+    assert min(Counter(chosen).values()) > 5
+
+
+def test_placement_moves_only_a_share_of_families_to_a_new_worker() -> None:
+    """No old worker gets a family of another one, because of rendezvous hashing."""
+    four = [measured(f"w{index}", "mixed") for index in range(4)]
+    families = [prompt(200, f"family{index}-") for index in range(80)]
+    before = [decode_of(fleet_of(*four), request) for request in families]
+    after = [decode_of(fleet_of(*four, measured("w4", "mixed")), request) for request in families]
+    assert all(now in {then, "w4"} for then, now in zip(before, after, strict=True))
+    assert 5 < after.count("w4") < 35

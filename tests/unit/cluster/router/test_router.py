@@ -1,42 +1,32 @@
-"""The router in virtual time: placement, waits for workers, heartbeats and status."""
+"""The router: waiting requests, silent workers, commands of operators, quarantine and restart backoff."""
 
 import asyncio
 import subprocess
 import sys
-from collections.abc import Coroutine
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
-from tests.support.cluster.heartbeats import heartbeat, placement_request
-from tests.support.loops import in_virtual_time
-from tests.support.sim.loop import simulate
-from tidemill.cluster.messages import PlacementRequest, Route
+from tests.support.cluster.heartbeats import heartbeat, placement_request, worker_info
+from tests.support.loops import IN_VIRTUAL_TIME
+from tidemill.cluster.messages import PlacementRequest
+from tidemill.cluster.orders import Drain, SetRole
+from tidemill.cluster.processes.restart_backoff import SOON_S, WAIT_S_MAX, Backoff
 from tidemill.cluster.router.cost_model import Vector
 from tidemill.cluster.router.fleet_view import Fleet
+from tidemill.cluster.router.quarantine import CONTENTS_MAX, QUARANTINE_S, Quarantine
 from tidemill.cluster.router.router import HELD_TOKENS_MAX, SILENCE_S_MAX, Router
-from tidemill.workers.messages import Unserved, WorkerId
+from tidemill.cluster.worker.assignment import Assignment
+from tidemill.workers.messages import Ack, Poisonous, RequestError, Role, Unserved, WorkerId, WorkerInfo
 
-
-def run(main: Coroutine[None, None, None]) -> None:
-    simulate(0, main)
+pytestmark = IN_VIRTUAL_TIME
 
 
 def new_router() -> Router:
     return Router(asyncio.get_running_loop().time)
 
 
-@in_virtual_time
-async def test_router_places_immediately_when_a_worker_is_ready() -> None:
-    router = new_router()
-    router.heartbeat(heartbeat("a", "mixed"))
-    assert await router.place(placement_request(wait_s_max=0.0)) == Route(
-        decode=WorkerId("a.1"), decode_address="at:a.1"
-    )
-
-
-@in_virtual_time
 async def test_router_places_all_waiting_requests_when_a_worker_comes() -> None:
     router = new_router()
     clock = asyncio.get_running_loop().time
@@ -54,19 +44,6 @@ async def test_router_places_all_waiting_requests_when_a_worker_comes() -> None:
     assert clock() == 2.0
 
 
-@pytest.mark.parametrize("wait_s_max", [0.0, 7.0])
-@in_virtual_time
-async def test_router_gives_up_after_the_wait_of_a_request(wait_s_max: float) -> None:
-    router = new_router()
-    heartbeats = asyncio.create_task(_prefill_heartbeats(router))
-    with pytest.raises(Unserved, match="no decode worker"):
-        await router.place(placement_request(wait_s_max=wait_s_max))
-    assert asyncio.get_running_loop().time() == wait_s_max
-    heartbeats.cancel()
-    await asyncio.wait({heartbeats})
-
-
-@in_virtual_time
 async def test_router_holds_a_bounded_number_of_requests_and_prompt_tokens() -> None:
     request = placement_request(wait_s_max=60.0)
     router = Router(asyncio.get_running_loop().time, held_max=2)
@@ -100,16 +77,6 @@ async def test_router_holds_a_bounded_number_of_requests_and_prompt_tokens() -> 
     await asyncio.wait({held})
 
 
-async def _prefill_heartbeats(router: Router) -> None:
-    """Send heartbeats that wake waiting requests and cannot serve them."""
-    sequence = 0
-    while True:
-        router.heartbeat(heartbeat("p", "prefill", sequence=sequence))
-        sequence += 1
-        await asyncio.sleep(1.0)
-
-
-@in_virtual_time
 async def test_router_drops_a_silent_worker_until_its_next_heartbeat() -> None:
     router = new_router()
     router.heartbeat(heartbeat("a", "mixed"))
@@ -124,7 +91,6 @@ async def test_router_drops_a_silent_worker_until_its_next_heartbeat() -> None:
     assert (await router.place(placement_request(wait_s_max=0.0))).decode == "a.1"
 
 
-@in_virtual_time
 async def test_router_counts_placed_requests_before_heartbeats_include_them() -> None:
     router = new_router()
     for worker in ("a", "b"):
@@ -133,7 +99,6 @@ async def test_router_counts_placed_requests_before_heartbeats_include_them() ->
     assert sorted(placed) == ["a.1"] * 3 + ["b.1"] * 3
 
 
-@in_virtual_time
 async def test_router_status_has_every_worker() -> None:
     router = new_router()
     router.heartbeat(heartbeat("b", added=(b"k", b"l")))
@@ -155,7 +120,6 @@ def test_router_imports_no_torch() -> None:
     assert found.stdout.strip() == "False"
 
 
-@in_virtual_time
 async def test_router_adds_what_its_affinities_say_against_a_worker() -> None:
     def loads_first(fleet: Fleet, request: PlacementRequest) -> Vector:
         cost = np.zeros(fleet.table.shape[1])
@@ -168,3 +132,150 @@ async def test_router_adds_what_its_affinities_say_against_a_worker() -> None:
         router.heartbeat(heartbeat(name, "mixed"))
     requests = [placement_request(request_id=str(number)) for number in range(20)]
     assert {(await router.place(request)).decode for request in requests} == {"b.1"}
+
+
+@dataclass
+class Worker:
+    """A worker that sends heartbeats and follows the answers."""
+
+    router: Router
+    info: WorkerInfo
+    takes: tuple[bool, bool] = (True, True)
+
+    def __post_init__(self) -> None:
+        self.assignment = Assignment(self, self.info)
+
+    def restrict(self, *, produces: bool, generates: bool) -> None:
+        self.takes = (produces, generates)
+
+    def report(self) -> Ack:
+        ack = self.router.heartbeat(heartbeat(self.assignment.info, draining=self.assignment.draining))
+        self.assignment.apply(ack)
+        return ack
+
+
+def fleet(router: Router, *roles: Role) -> list[Worker]:
+    workers = [Worker(router, worker_info(f"{role}-{index}", role)) for index, role in enumerate(roles)]
+    for worker in workers:
+        worker.report()
+    return workers
+
+
+def states(router: Router) -> dict[str, str]:
+    return {row.info.name: row.state for row in router.status().workers}
+
+
+def test_drain_lasts_until_it_is_undone() -> None:
+    router = Router(lambda: 0.0)
+    first, second = fleet(router, "decode", "decode")
+    router.carry_out(Drain("decode-0"))
+    assert first.report().drain
+    assert first.takes == (False, False)
+    assert states(router) == {"decode-0": "draining", "decode-1": "ready"}
+    assert not second.report().drain
+    assert first.report().drain
+    router.carry_out(Drain("decode-0", drain=False))
+    first.report()
+    first.report()
+    assert states(router)["decode-0"] == "ready"
+    assert first.takes == (False, True), "as its role allows"
+
+
+def test_drain_of_the_last_worker_of_a_role_needs_force() -> None:
+    router = Router(lambda: 0.0)
+    fleet(router, "prefill", "decode", "mixed")
+    with pytest.raises(RequestError, match="the only worker that takes prompts") as refused:
+        router.carry_out(Drain("prefill-0"))
+    assert refused.value.status == 409
+    router.carry_out(Drain("decode-1"))
+    with pytest.raises(RequestError, match="the only worker that takes streams"):
+        router.carry_out(Drain("mixed-2"))
+    with pytest.raises(RequestError, match="streams"):
+        router.carry_out(SetRole("mixed-2", "prefill"))
+    router.carry_out(Drain("mixed-2", force=True))
+    with pytest.raises(
+        RequestError, match="there is no worker absent, the workers are: decode-1, mixed-2, prefill-0"
+    ):
+        router.carry_out(Drain("absent"))
+
+
+def test_restarted_router_keeps_drains() -> None:
+    router = Router(lambda: 0.0)
+    first, _ = fleet(router, "decode", "decode")
+    router.carry_out(Drain("decode-0"))
+    first.report()
+    first.router = Router(lambda: 0.0)
+    assert first.report().drain
+    assert first.takes == (False, False)
+    first.router.carry_out(Drain("decode-0", drain=False))
+    first.report()
+    assert first.takes == (False, True), "as its role allows"
+
+
+def test_restarted_worker_takes_work_in_the_same_role() -> None:
+    router = Router(lambda: 0.0)
+    fleet(router, "decode", "decode")
+    router.carry_out(Drain("decode-0"))
+    router.carry_out(SetRole("decode-0", "mixed"))
+    again = Worker(router, worker_info("decode-0.2"))
+    ack = again.report()
+    assert (ack.drain, ack.role) == (False, "mixed")
+
+
+def test_leaving_worker_takes_no_work_whatever_its_commands_are() -> None:
+    router = Router(lambda: 0.0)
+    first, _ = fleet(router, "decode", "decode")
+    first.assignment.leave()
+    assert first.takes == (False, False)
+    first.report()
+    assert states(router)["decode-0"] == "draining"
+    router.carry_out(Drain("decode-0"))
+    first.report()
+    router.carry_out(Drain("decode-0", drain=False))
+    router.carry_out(SetRole("decode-0", "mixed"))
+    first.report()
+    assert first.takes == (False, False)
+
+
+async def test_silent_workers_include_those_that_the_router_never_knew() -> None:
+    router = new_router()
+    first, second = fleet(router, "decode", "decode")
+    workers = [first.info.worker, second.info.worker, WorkerId("frozen.1")]
+    assert router.silent_workers(workers) == frozenset(), "it may not have found this router yet"
+    for _ in range(4):
+        await asyncio.sleep(1.0)
+        second.report()
+        router.tick()
+    assert router.silent_workers(workers) == {"decode-0.1", "frozen.1"}
+    router.report_lost(second.info.worker)
+    assert second.info.worker not in router.silent_workers(workers), (
+        "a stream broke, but its last heartbeat is recent"
+    )
+    first.report()
+    assert router.silent_workers(workers) == {"frozen.1"}
+    assert SILENCE_S_MAX == 3.0
+
+
+def test_quarantine_is_bounded_in_time_and_number() -> None:
+    quarantine = Quarantine()
+    quarantine.add(b"poison", 0.0)
+    with pytest.raises(Poisonous):
+        quarantine.check(b"poison", QUARANTINE_S - 1)
+    quarantine.check(b"poison", QUARANTINE_S)
+    quarantine.check(b"other", 1.0)
+    for index in range(CONTENTS_MAX):
+        quarantine.add(index.to_bytes(2, "big"), 1.0)
+    quarantine.check(b"poison", 1.0)
+    with pytest.raises(Poisonous):
+        quarantine.check((0).to_bytes(2, "big"), 1.0)
+
+
+def test_backoff_grows_with_each_early_crash() -> None:
+    backoff, now_s, waits = Backoff(), 0.0, list[float]()
+    for _ in range(9):
+        waits.append(backoff.begin("w", now_s))
+        now_s += waits[-1] + SOON_S / 2
+    assert waits == [0.0, 0.0, 1.0, 2.0, 4.0, 8.0, 16.0, WAIT_S_MAX, WAIT_S_MAX]
+    assert backoff.begin("other", now_s) == 0.0
+    now_s += SOON_S
+    assert backoff.begin("w", now_s) == 0.0, "it ran for long enough"

@@ -1,7 +1,7 @@
 """Router, heartbeats and the client of the edge over loopback sockets, with an engine that only counts."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
@@ -12,7 +12,8 @@ import pytest
 
 from tests.support import grpc_loop
 from tests.support.cluster.heartbeats import heartbeat, placement_request, worker_info
-from tests.support.loops import run_by
+from tests.support.cluster.scripted_engine import fails
+from tests.support.grpc_loop import IN_GRPC_LOOP
 from tidemill.cluster.messages import FleetStatus, PlacementRequest
 from tidemill.cluster.orders import Drain, SetBudget, SetRole
 from tidemill.cluster.router.router import Router
@@ -33,6 +34,8 @@ from tidemill.workers.messages import (
     WorkerInfo,
     WorkerLoad,
 )
+
+pytestmark = IN_GRPC_LOOP
 
 WAIT_S_MAX = 20.0
 KEYS = (b"depth--1", b"depth--2")
@@ -57,9 +60,10 @@ class CountingEngine:
         return self.counted_steps
 
     def load(self) -> WorkerLoad:
+        budget_bytes = self.budgets[-1] if self.budgets else INFO.memory_floor_bytes
         return WorkerLoad(
             running_rows=self.rows,
-            budget_bytes=self.budgets[-1] if self.budgets else INFO.memory_floor_bytes,
+            budget_bytes=budget_bytes - budget_bytes % 64,  # it rounds
             counters={"steps": float(self.counted_steps)},
         )
 
@@ -145,8 +149,8 @@ class Scene(NamedTuple):
 
 
 @asynccontextmanager
-async def scene(engine: CountingEngine | None = None) -> AsyncGenerator[Scene]:
-    engine = engine or CountingEngine()
+async def scene() -> AsyncGenerator[Scene]:
+    engine = CountingEngine()
     async with (
         cluster() as running,
         client(running) as router_client,
@@ -181,13 +185,6 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def error_text(awaitable: Awaitable[object], kind: type[Exception]) -> str:
-    with pytest.raises(kind) as caught:
-        await awaitable
-    return str(caught.value)
-
-
-@run_by(run)
 async def test_first_heartbeats_announce_everything_and_let_requests_be_placed() -> None:
     """A worker that was reported lost comes back, and one whose report breaks is lost without a tick."""
     engine = CountingEngine(rows=3)
@@ -208,9 +205,8 @@ async def test_first_heartbeats_announce_everything_and_let_requests_be_placed()
         await until(lambda: not running.router.status().workers)
 
 
-@run_by(run)
-async def test_heartbeats_stop_with_a_wedged_step_loop() -> None:
-    async with scene() as (_, engine, answered, _):
+async def test_heartbeats_stop_with_a_wedged_step_loop_and_the_server_loses_the_worker() -> None:
+    async with scene() as (running, engine, answered, _):
         engine.wedged = True
         engine.rows = 1  # a change to report
         num_announced = len(engine.announced)
@@ -220,22 +216,13 @@ async def test_heartbeats_stop_with_a_wedged_step_loop() -> None:
             async with asyncio.timeout(1.5):
                 await answered.wait()
         assert len(engine.announced) <= num_announced + 1  # of the step before
-        engine.wedged = False
-        await answered.wait()
-
-
-@run_by(run)
-async def test_server_loses_a_silent_worker_at_the_tick() -> None:
-    async with scene() as (running, engine, _, _):
         ticks = asyncio.create_task(running.service.run())
-        engine.wedged = True
         await until(lambda: not running.router.status().workers)
         engine.wedged = False
         await until_known(running)
         ticks.cancel()
 
 
-@run_by(run)
 async def test_restarted_router_is_found_and_gets_full_announcements() -> None:
     async with scene() as (running, _, _, router_client):
         assert (await router_client.place(REQUEST)).decode == INFO.worker
@@ -249,7 +236,6 @@ async def test_restarted_router_is_found_and_gets_full_announcements() -> None:
         assert worker.restorable_depths == len(KEYS)
 
 
-@run_by(run)
 async def test_server_keeps_a_worker_when_its_old_report_ends_late() -> None:
     async with cluster() as running:
         async with open_channel(running.address) as old:
@@ -263,31 +249,18 @@ async def test_server_keeps_a_worker_when_its_old_report_ends_late() -> None:
         await heartbeats.__aexit__(None, None, None)
 
 
-@run_by(run)
 async def test_client_raises_unserved_without_worker_and_without_router() -> None:
     async with cluster() as running, client(running) as router_client:
         request = replace(REQUEST, wait_s_max=0.1)
-        assert "no decode worker" in await error_text(router_client.place(request), Unserved)
+        assert "no decode worker" in await fails(router_client.place(request), Unserved)
         running.away = True
         await running.service.stop()
-        assert "router" in await error_text(router_client.place(request), Unserved)
+        assert "router" in await fails(router_client.place(request), Unserved)
         await router_client.report_lost(INFO.worker)  # fails silently without a router
-
-
-@run_by(run)
-async def test_client_leaves_no_task_when_a_placement_is_cancelled() -> None:
-    async with cluster() as running, client(running) as router_client:
-        before = asyncio.all_tasks()
-        placed = asyncio.create_task(router_client.place(REQUEST))
-        await asyncio.sleep(0.1)
-        placed.cancel()
-        await asyncio.wait([placed])
-        await until(lambda: len(asyncio.all_tasks()) <= len(before))
 
 
 @pytest.mark.parametrize("method", ["Place", "Lost"])
 @pytest.mark.parametrize("data", [b"", b"\xff" * 9, encode({"field": "of a newer version"})])
-@run_by(run)
 async def test_server_refuses_malformed_requests(method: str, data: bytes) -> None:
     async with cluster() as running, open_channel(running.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -295,16 +268,16 @@ async def test_server_refuses_malformed_requests(method: str, data: bytes) -> No
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-@run_by(run)
 async def test_engine_gets_the_budget_of_broker_and_operator() -> None:
     async with scene() as (_, engine, answered, router_client):
         await until(lambda: engine.budgets == [INFO.memory_bytes])  # it is the only worker of its device
+        for _ in range(2):
+            answered.clear()
+            await answered.wait()
         await router_client.carry_out(SetBudget(INFO.name, 500))
         await until(lambda: engine.budgets == [INFO.memory_bytes, 500])
         (worker,) = (await router_client.status()).workers
         assert (worker.set_by, worker.set_bytes) == ("operator", 500)
-        answered.clear()
-        await answered.wait()
         await router_client.carry_out(SetBudget(INFO.name, None))
         await until(lambda: engine.budgets == [INFO.memory_bytes, 500, INFO.memory_bytes])
         for name, budget, status, param, words in (
@@ -316,7 +289,6 @@ async def test_engine_gets_the_budget_of_broker_and_operator() -> None:
             assert (caught.value.status, caught.value.param) == (status, param)
 
 
-@run_by(run)
 async def test_router_of_another_model_sets_the_budget_and_nothing_else() -> None:
     """Two models share a device, and the router of one broker serves both.
 
@@ -359,21 +331,6 @@ async def test_router_of_another_model_sets_the_budget_and_nothing_else() -> Non
         await service.stop()
 
 
-@run_by(run)
-async def test_engine_gets_a_budget_once_even_if_it_rounds_it() -> None:
-    class Rounding(CountingEngine):
-        def load(self) -> WorkerLoad:
-            load = super().load()
-            return replace(load, budget_bytes=load.budget_bytes - load.budget_bytes % 64)
-
-    async with scene(Rounding()) as (_, engine, answered, _):
-        for _ in range(2):
-            answered.clear()
-            await answered.wait()
-        assert engine.budgets == [INFO.memory_bytes]
-
-
-@run_by(run)
 async def test_server_refuses_heartbeats_of_another_worker() -> None:
     async with cluster() as running, open_channel(running.address) as channel:
         stream = open_report(channel)
@@ -384,7 +341,6 @@ async def test_server_refuses_heartbeats_of_another_worker() -> None:
         await until(lambda: not running.router.status().workers)
 
 
-@run_by(run)
 async def test_client_places_requests_with_the_second_router_when_the_first_is_lost() -> None:
     """The commands of the first router count alone, and fail while it is away."""
     engine = CountingEngine()
@@ -412,11 +368,10 @@ async def test_client_places_requests_with_the_second_router_when_the_first_is_l
         await asyncio.wait(tasks)
 
 
-@run_by(run)
 async def test_orders_of_a_supervisor_that_was_replaced_are_refused() -> None:
     """Operators have no number, and a router that starts takes that of the journal."""
     async with cluster() as running, open_channel(running.address) as channel:
-        stream = cast("Any", channel.stream_stream("/tidemill.Router/Report"))()
+        stream = open_report(channel)
         await stream.write(encode_heartbeat(heartbeat(INFO)))
         await stream.read()
         running.service.fence(7)
@@ -437,14 +392,12 @@ async def test_orders_of_a_supervisor_that_was_replaced_are_refused() -> None:
             await client.close()
 
 
-@run_by(run)
 async def test_router_places_the_requests_of_a_frame_in_order() -> None:
     """A request that cannot be placed has its own error, and none waits for a worker."""
     async with cluster() as running, open_channel(running.address) as channel:
-        call = cast("Any", channel.unary_unary("/tidemill.Router/PlaceAll"))
 
         async def place_all(*requests: PlacementRequest) -> list[Any]:
-            return decode_placements(await call(encode_placement_requests(requests)))
+            return decode_placements(await call(channel, "PlaceAll", encode_placement_requests(requests)))
 
         assert [type(answer) for answer in await place_all(REQUEST, REQUEST)] == [Unserved, Unserved]
         running.router.heartbeat(heartbeat(INFO))
@@ -455,5 +408,5 @@ async def test_router_places_the_requests_of_a_frame_in_order() -> None:
         assert isinstance(poisonous, Poisonous)
         assert route.decode == INFO.worker
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await call(b"nonsense")
+            await call(channel, "PlaceAll", b"nonsense")
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -12,7 +12,7 @@ import pytest
 import trustme
 
 from tests.support.cluster.heartbeats import worker_info
-from tests.support.grpc_loop import in_loop
+from tests.support.grpc_loop import IN_GRPC_LOOP
 from tests.support.sockets import free_port
 from tests.unit.cluster.rpc.test_mutual_tls import issue
 from tidemill.cluster.mutual_tls import CLUSTER_NAME, MutualTls, refusal_of
@@ -25,6 +25,8 @@ from tidemill.cluster.rpc.catalogue_client import PART_BYTES, CatalogueReader, C
 from tidemill.cluster.rpc.codec import Malformed, encode
 from tidemill.cluster.rpc.router_failover import always_at
 from tidemill.workers.messages import Unserved
+
+pytestmark = IN_GRPC_LOOP
 
 FILES = {sha256(body).hexdigest(): body for body in (b"", b"{}", b"tokens" * PART_BYTES)}
 MODEL = CatalogueModel(
@@ -65,37 +67,28 @@ async def publish(address: str, catalogue: Catalogue, tls: MutualTls | None = No
         await writer.close()
 
 
-@in_loop
-async def test_reader_gets_catalogue_and_files() -> None:
+async def test_reader_gets_catalogue_and_files_of_their_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def send_nothing(*_: object) -> bytes:
+        return b""
+
     async with router() as address, reading(address) as reader:
         await publish(address, WHOLE)
         catalogue = await reader.changed()
         assert catalogue is not None
-        assert (catalogue.models[0].names, catalogue.models[0].info.page_tokens) == (
-            MODEL.names,
-            MODEL.info.page_tokens,
-        )
+        [model] = catalogue.models
+        assert (model.names, model.info.page_tokens) == (MODEL.names, MODEL.info.page_tokens)
         assert catalogue.limits == WHOLE.limits
-        for digest in catalogue.models[0].files.values():
+        for digest in model.files.values():
             assert await reader.file(digest) == FILES[digest]
         with pytest.raises(Unserved, match="no such file"):
             await reader.file("0" * 64)
+        monkeypatch.setattr(CatalogueServer, "_get_part", send_nothing)
+        async with router() as other, reading(other) as second:
+            await publish(other, WHOLE)
+            with pytest.raises(Unserved, match="another file"):
+                await second.file(sha256(b"{}").hexdigest())
 
 
-@in_loop
-async def test_file_of_another_digest_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def send_nothing(*_: object) -> bytes:
-        return b""
-
-    monkeypatch.setattr(CatalogueServer, "_get_part", send_nothing)
-
-    async with router() as address, reading(address) as reader:
-        await publish(address, WHOLE)
-        with pytest.raises(Unserved, match="another file"):
-            await reader.file(sha256(b"{}").hexdigest())
-
-
-@in_loop
 async def test_change_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogue_server, "CATALOGUE_WAIT_S", 600.0)
 
@@ -112,7 +105,6 @@ async def test_change_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         assert changed.keys == WITH_KEY.keys
 
 
-@in_loop
 async def test_reader_goes_to_the_next_router_and_to_one_that_has_restarted() -> None:
     async with router() as second:
         port = free_port()
@@ -135,34 +127,27 @@ async def test_reader_goes_to_the_next_router_and_to_one_that_has_restarted() ->
             assert await watching is not None
 
 
-def test_catalogue_without_its_files_is_not_served() -> None:
+async def test_catalogue_without_its_files_is_not_served() -> None:
     server = CatalogueServer()
     data = encode(WHOLE)
     assert server.publish(data) == sorted(FILES)
     for digest, body in FILES.items():
         server.put_part(digest, 0, len(body), body)
     assert server.publish(data) == []
-    assert server.publish(encode(replace(WHOLE, models=(replace(MODEL, files={"a": "0" * 64}),)))) == [
-        "0" * 64
-    ]
-    assert asyncio.run(server.newer(b"")) == data
-
-
-@pytest.mark.parametrize(
-    ("digest", "start", "size", "part"),
-    [
+    without = replace(WHOLE, models=(replace(MODEL, files={"a": "0" * 64}),))
+    assert server.publish(encode(without)) == ["0" * 64]
+    assert await server.newer(b"") == data
+    known = sha256(b"{}").hexdigest()
+    for digest, start, size, part in (
         ("0" * 64, 0, 2, b"{}"),  # another file
-        (sha256(b"{}").hexdigest(), 1, 2, b"}"),  # its beginning is missing
-        (sha256(b"{}").hexdigest(), 0, 1, b"{}"),  # longer than announced
-        (sha256(b"{}").hexdigest(), 0, 1 << 40, b"{"),
-    ],
-)
-def test_wrong_part_is_refused(digest: str, start: int, size: int, part: bytes) -> None:
-    with pytest.raises(Malformed):
-        CatalogueServer().put_part(digest, start, size, part)
+        (known, 1, 2, b"}"),  # its beginning is missing
+        (known, 0, 1, b"{}"),  # longer than announced
+        (known, 0, 1 << 40, b"{"),
+    ):
+        with pytest.raises(Malformed):
+            CatalogueServer().put_part(digest, start, size, part)
 
 
-@in_loop
 async def test_process_without_a_valid_certificate_gets_nothing(tmp_path: Path) -> None:
     authority = trustme.CA()
     ours = issue(tmp_path / "ours", authority)

@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 
 from tests.support.cluster.heartbeats import heartbeat, placement_request
-from tests.support.grpc_loop import in_loop
+from tests.support.grpc_loop import IN_GRPC_LOOP
 from tests.support.waits import WAIT_S_MAX
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.router.server import RouterService
@@ -17,10 +17,11 @@ from tidemill.cluster.rpc.channels import bind, cancellable, new_server, open_ch
 from tidemill.cluster.rpc.codec import encode_heartbeat
 from tidemill.cluster.rpc.placement_codec import decode_placement, encode_placement_request
 
+pytestmark = IN_GRPC_LOOP
+
 WORKERS = 1100
 
 
-@in_loop
 async def test_router_takes_heartbeats_of_1000_workers_and_placements() -> None:
     router = Router(asyncio.get_running_loop().time)
     service = RouterService(router)
@@ -43,7 +44,6 @@ async def test_router_takes_heartbeats_of_1000_workers_and_placements() -> None:
         await service.stop()
 
 
-@in_loop
 async def test_one_stream_too_many_is_refused_and_the_others_stay() -> None:
     async def echo(frames: Any, context: Any) -> None:  # noqa: ANN401 - as above
         async for frame in frames:
@@ -74,7 +74,6 @@ async def test_one_stream_too_many_is_refused_and_the_others_stay() -> None:
         await server.stop(grace=None)
 
 
-@in_loop
 async def test_a_call_that_fails_while_it_is_cancelled_is_cancelled() -> None:
     """gRPC raises the error of such a call alone, and a caller who retries under a time limit never ends."""
     error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())

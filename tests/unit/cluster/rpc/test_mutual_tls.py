@@ -10,8 +10,16 @@ import pytest
 import trustme
 
 from tests.support.cluster.fake_engine import FakeEngine
-from tests.support.cluster.scripted_engine import FIRST, LAST, answer_of, collect, request
-from tests.support.grpc_loop import in_loop
+from tests.support.cluster.scripted_engine import (
+    FIRST,
+    LAST,
+    answer_of,
+    collect,
+    frontend,
+    request,
+    serving,
+)
+from tests.support.grpc_loop import IN_GRPC_LOOP
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.security import with_cluster_security
 from tidemill.cluster.cli.serve import config_of_options
@@ -21,13 +29,12 @@ from tidemill.cluster.router.router import Router
 from tidemill.cluster.router.server import RouterService
 from tidemill.cluster.rpc import router_client
 from tidemill.cluster.rpc.router_client import RouterClient
-from tidemill.cluster.rpc.worker_client import WorkerClients
+from tidemill.cluster.rpc.router_failover import always_at
 from tidemill.cluster.settings import ClusterSettings
-from tidemill.cluster.worker.server import WorkerServer
 from tidemill.kvstore.errors import TidemillError
-from tidemill.workers.messages import Unserved, WorkerGone, WorkerId
+from tidemill.workers.messages import Unserved, WorkerGone
 
-WORKER = WorkerId("decode-0.1")
+pytestmark = IN_GRPC_LOOP
 
 
 def issue(folder: Path, authority: trustme.CA, name: str = CLUSTER_NAME) -> MutualTls:
@@ -64,16 +71,6 @@ def stranger(request: pytest.FixtureRequest, ours: MutualTls, tmp_path: Path) ->
 
 
 @asynccontextmanager
-async def worker(tls: MutualTls | None) -> AsyncGenerator[tuple[FakeEngine, str]]:
-    engine = FakeEngine()
-    plane = WorkerServer(engine, WORKER, tls=tls)
-    try:
-        yield engine, await plane.start("127.0.0.1")
-    finally:
-        await plane.stop()
-
-
-@asynccontextmanager
 async def router(tls: MutualTls | None) -> AsyncGenerator[str]:
     service = RouterService(Router(asyncio.get_running_loop().time), tls)
     try:
@@ -84,8 +81,7 @@ async def router(tls: MutualTls | None) -> AsyncGenerator[str]:
 
 async def generates(address: str, engine: FakeEngine, tls: MutualTls | None) -> None:
     """One request over the data plane. Raises WorkerGone."""
-    peers = WorkerClients(tls=tls)
-    try:
+    async with frontend(tls=tls) as peers:
         collecting = asyncio.create_task(collect(answer_of(peers, request(), address)))
         begun = asyncio.create_task(engine.until(lambda seen: bool(seen.calls)))
         await asyncio.wait({collecting, begun}, return_when=asyncio.FIRST_COMPLETED)
@@ -93,38 +89,37 @@ async def generates(address: str, engine: FakeEngine, tls: MutualTls | None) -> 
         if not collecting.done():
             engine.step(("r", FIRST), ("r", LAST))
         assert await collecting == [FIRST, LAST]
-    finally:
-        await peers.close()
 
 
 async def status_of(address: str, tls: MutualTls | None) -> None:
     """Asks a router. Raises Unserved."""
-
-    async def find() -> str:
-        return address
-
-    client = RouterClient(find, tls=tls)
+    client = RouterClient(always_at(address), tls=tls)
     try:
         assert (await client.status()).workers == ()
     finally:
         await client.close()
 
 
-@in_loop
-async def test_processes_of_a_cluster_connect(ours: MutualTls) -> None:
-    async with worker(ours) as (engine, address):
+async def test_processes_of_a_cluster_connect_to_no_others(
+    authority: trustme.CA, ours: MutualTls, tmp_path: Path
+) -> None:
+    async with serving(tls=ours) as (engine, address):
         await generates(address, engine, ours)
     async with router(ours) as address:
         await status_of(address, ours)
+    for theirs in (None, issue(tmp_path / "elsewhere", authority, "elsewhere")):
+        async with serving(tls=theirs) as (engine, address):
+            with pytest.raises(WorkerGone):
+                await generates(address, engine, ours)
+            assert not engine.begun
 
 
-@in_loop
 async def test_stranger_is_refused(
     ours: MutualTls, stranger: MutualTls | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(router_client, "STATUS_WAIT_S_MAX", 0.5)
 
-    async with worker(ours) as (engine, address):
+    async with serving(tls=ours) as (engine, address):
         with pytest.raises(WorkerGone):
             await generates(address, engine, stranger)
         assert not engine.begun
@@ -133,20 +128,6 @@ async def test_stranger_is_refused(
             await status_of(address, stranger)
 
 
-@pytest.mark.parametrize("name", [None, "elsewhere"])
-@in_loop
-async def test_server_that_is_not_of_the_cluster_gets_nothing(
-    name: str | None, authority: trustme.CA, ours: MutualTls, tmp_path: Path
-) -> None:
-    theirs = None if name is None else issue(tmp_path / name, authority, name)
-
-    async with worker(theirs) as (engine, address):
-        with pytest.raises(WorkerGone):
-            await generates(address, engine, ours)
-        assert not engine.begun
-
-
-@in_loop
 async def test_new_files_count_from_the_next_connection_on(
     ours: MutualTls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,18 +1,34 @@
-"""A frontend's calls of the router are many at a time: none is broken by what becomes of another."""
+"""A frontend's calls of the router are many at a time and independent; orders of operators and refusals."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
 import pytest
 
 from tests.support.cluster.heartbeats import placement_request
-from tests.support.grpc_loop import in_loop
-from tidemill.cluster.messages import FleetStatus, Route
+from tests.support.grpc_loop import IN_GRPC_LOOP
+from tidemill.cluster.messages import FleetStatus, MembersAnswer, Misses, RoleScale, Route
+from tidemill.cluster.orders import (
+    Drain,
+    ListEdges,
+    MakeToken,
+    Order,
+    Reset,
+    RevokeEdge,
+    Roles,
+    RouterOrder,
+    Scale,
+    SetBudget,
+    SetRole,
+    SupervisorOrder,
+)
+from tidemill.cluster.router.router import Router
+from tidemill.cluster.router.server import RouterService
 from tidemill.cluster.rpc import router_failover
 from tidemill.cluster.rpc.channels import bind, new_server
 from tidemill.cluster.rpc.codec import encode
@@ -24,7 +40,9 @@ from tidemill.cluster.rpc.placement_codec import (
 from tidemill.cluster.rpc.placements import FRAME_REQUESTS_MAX
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.rpc.router_failover import always_at
-from tidemill.workers.messages import Overloaded, Unserved, WorkerId
+from tidemill.workers.messages import Overloaded, RequestError, Unserved, WorkerId
+
+pytestmark = IN_GRPC_LOOP
 
 if TYPE_CHECKING:  # generic in the type stubs alone
     Handler = grpc.RpcMethodHandler[bytes, bytes]
@@ -57,7 +75,6 @@ async def client_of(methods: dict[str, Callable[..., Awaitable[bytes]]]) -> Asyn
     await server.stop(grace=None)
 
 
-@in_loop
 async def test_requests_that_come_meanwhile_share_a_frame() -> None:
     """A single request has a call of its own. Each of the others gets its own answer, in any order of
     waiting, and one whose client has left is not placed."""
@@ -101,7 +118,6 @@ async def test_requests_that_come_meanwhile_share_a_frame() -> None:
         assert frames == [[str(number) for number in range(FRAME_REQUESTS_MAX)], ["refused"]]
 
 
-@in_loop
 async def test_request_without_a_worker_waits_in_a_call_of_its_own() -> None:
     framed: list[bytes] = []
 
@@ -117,7 +133,6 @@ async def test_request_without_a_worker_waits_in_a_call_of_its_own() -> None:
         assert len(framed) == 1, "the other one had a call of its own from the start"
 
 
-@in_loop
 async def test_call_that_finds_the_router_away_leaves_those_that_wait_alone() -> None:
     """Other calls may wait for answers on the broken connection, which arrive or fail by themselves."""
     asked, answer = asyncio.Event(), asyncio.Event()
@@ -143,7 +158,6 @@ async def test_call_that_finds_the_router_away_leaves_those_that_wait_alone() ->
         assert await placing == ROUTE
 
 
-@in_loop
 async def test_clients_return_to_the_first_router_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """One router places for all clients while it runs. Another one does it meanwhile, and until the first has
     answered twice."""
@@ -181,3 +195,77 @@ async def test_clients_return_to_the_first_router_when_it_is_back(monkeypatch: p
         assert await placed_by() == "first"
     await client.close()
     await first.stop(grace=None)
+
+
+ANSWERS: list[tuple[Order[Any], object]] = [
+    (SetBudget("decode-0", None), None),
+    (Drain("decode-0", drain=False), None),
+    (SetRole("decode-0", "mixed"), None),
+    (Scale({"decode": 2}), None),
+    (Scale({"prefill": 1, "decode": 3}, pending=True), "needs a GPU"),
+    (Roles(), (RoleScale(role="decode", workers=2, starting=("decode-1",), most=4),)),
+    (Reset("edge-a"), 6),
+    (ListEdges(), MembersAnswer(edges=())),
+    (MakeToken("web-1", 60.0), MembersAnswer(edges=(), join="10.0.0.1:20002")),
+    (RevokeEdge("web-2"), MembersAnswer(edges=())),
+]
+REFUSALS = [
+    RequestError("too many", param="workers", status=409, code="no_place"),
+    RequestError("no such edge", param="name", status=404),
+    RequestError("nothing is known of it"),
+]
+
+
+class Obedient:
+    """A router and its supervisor, which note their orders and answer by script."""
+
+    def __init__(self) -> None:
+        self.answers: list[object] = []
+        self.carried_out: list[object] = []
+
+    async def carry_out(self, order: SupervisorOrder) -> object:
+        return self.obey(order)
+
+    def obey(self, order: object) -> object:
+        self.carried_out.append(order)
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def report(self, edge: str, misses: Misses, resets: int, open_requests: int) -> int:
+        return 5 if (edge, misses, resets, open_requests) == ("a", Misses(late=2), 4, 3) else 0
+
+
+class ObedientRouter(Router):
+    def __init__(self, obedient: Obedient) -> None:
+        super().__init__(asyncio.get_running_loop().time)
+        self._obedient = obedient
+
+    def carry_out(self, order: RouterOrder) -> None:
+        self._obedient.obey(order)
+
+
+async def test_orders_are_carried_out_and_answers_and_refusals_come_back_whole() -> None:
+    obedient = Obedient()
+
+    service = RouterService(ObedientRouter(obedient), supervisor=obedient)
+    client = RouterClient(always_at(await service.start("127.0.0.1")))
+    try:
+        assert await client.report("a", Misses(late=2), 4, 3) == 5
+        for order, answer in ANSWERS:
+            obedient.answers = [answer]
+            assert await client.carry_out(order) == answer
+            assert obedient.carried_out.pop() == order
+            for refusal in REFUSALS:
+                obedient.answers = [refusal]
+                with pytest.raises(RequestError) as refused:
+                    await client.carry_out(order)
+                assert str(refused.value) == str(refusal)
+                assert vars(refused.value) == vars(refusal)
+            obedient.answers = [Unserved("the supervisor is away")]
+            with pytest.raises(Unserved, match="is away"):
+                await client.carry_out(order)
+    finally:
+        await client.close()
+        await service.stop()

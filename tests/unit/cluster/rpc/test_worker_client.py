@@ -11,10 +11,12 @@ import pytest
 from tests.support.cluster.fake_engine import FakeEngine
 from tests.support.cluster.scripted_engine import FIRST, WORKER, answer_of, fails, frontend, request
 from tests.support.e2e.link import Link, Weather
-from tests.support.grpc_loop import in_loop
+from tests.support.grpc_loop import IN_GRPC_LOOP
 from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.cluster.worker.server import WorkerServer
 from tidemill.workers.messages import CrashedAlone, Delta, PagesMissing, WorkerGone
+
+pytestmark = IN_GRPC_LOOP
 
 
 class Line:
@@ -51,7 +53,6 @@ async def line() -> AsyncGenerator[tuple[Line, WorkerClients, str]]:
 
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("num_resets", [1, 3])
-@in_loop
 async def test_worker_that_still_runs_is_called_again(num_resets: int, *, alone: bool) -> None:
     """The connections that ask whether it still runs may break as well."""
     async with line() as (here, peers, address):
@@ -67,7 +68,6 @@ async def test_worker_that_still_runs_is_called_again(num_resets: int, *, alone:
             await here.first(anext(deltas), "b")
 
 
-@in_loop
 async def test_connection_that_breaks_before_its_first_answer_is_no_loss() -> None:
     async with line() as (here, peers, address):
         here.storms.append(Weather(reset_share=1.0))
@@ -77,7 +77,6 @@ async def test_connection_that_breaks_before_its_first_answer_is_no_loss() -> No
 
 
 @pytest.mark.parametrize("alone", [False, True])
-@in_loop
 async def test_crashed_worker_is_not_taken_for_a_broken_connection(*, alone: bool) -> None:
     async with (
         line() as (here, peers, address),
@@ -88,7 +87,6 @@ async def test_crashed_worker_is_not_taken_for_a_broken_connection(*, alone: boo
         await fails(anext(deltas), CrashedAlone if alone else WorkerGone)
 
 
-@in_loop
 async def test_worker_is_asked_to_release_what_a_tenant_retains() -> None:
     async with line() as (here, peers, address):
         peers.release(WORKER, address, "key:a", "prefix")

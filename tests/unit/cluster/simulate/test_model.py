@@ -1,5 +1,6 @@
-"""Modelled workers, their memory, and the policies that choose among them."""
+"""Modelled workers, their memory and the policies that choose among them; real engines in virtual time."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -7,8 +8,9 @@ from random import Random
 import pytest
 
 from tests.support.cluster.heartbeats import placement_request, worker_info
-from tidemill.cluster.simulate.block_cache import BlockCache, Stored
-from tidemill.cluster.simulate.cost import SPEED, StepCost
+from tidemill.cluster.simulate.block_cache import BlockCache
+from tidemill.cluster.simulate.clock import run_virtual
+from tidemill.cluster.simulate.cost import SPEED, StepCost, layout_for
 from tidemill.cluster.simulate.policies import (
     OURS,
     POLICIES,
@@ -21,14 +23,14 @@ from tidemill.cluster.simulate.policies import (
     Policy,
     PrefixAffinity,
     Sglang,
-    UnknownPolicy,
     WorkerView,
-    make_policy,
 )
-from tidemill.cluster.simulate.report import imbalance, percentile
 from tidemill.cluster.simulate.setup import Setup
+from tidemill.cluster.simulate.sized_store import SizeOnlyStore, StoreLink
 from tidemill.cluster.simulate.trace import BLOCK_TOKENS, TraceRequest
 from tidemill.cluster.simulate.world import simulate
+from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
+from tidemill.kvstore.stores.page_store import Got, Put
 from tidemill.workers.messages import WorkerInfo
 
 COST = StepCost(by_chunk=True, speed=replace(SPEED, fetch_bytes_per_s=0.0))
@@ -86,15 +88,6 @@ def test_block_cache_evicts_the_ends_of_the_oldest_paths_first() -> None:
     assert (changes.added, changes.removed) == (set(names(5)), set(names(3)))
 
 
-def test_block_cache_expects_promised_blocks_before_they_are_usable() -> None:
-    blocks = BlockCache(8, None)
-    states = blocks.promise(names(1, 2))
-    assert (blocks.expected(names(1, 2, 3)), blocks.usable(names(1, 2, 3))) == (2, 0)
-    assert blocks.expected_usable(names(1, 2, 3)) == 2
-    blocks.redeem(names(1, 2), states)
-    assert (blocks.expected(names(1, 2, 3)), blocks.usable(names(1, 2, 3))) == (2, 2)
-
-
 def test_block_cache_of_a_hybrid_resumes_only_at_checkpoints() -> None:
     blocks = BlockCache(16, 4)
     blocks.redeem(names(1, 2, 3), blocks.promise(names(1, 2, 3)))
@@ -102,21 +95,6 @@ def test_block_cache_of_a_hybrid_resumes_only_at_checkpoints() -> None:
     blocks.redeem(names(1, 2, 9), blocks.promise(names(1, 2, 9)))
     assert blocks.usable(names(1, 2, 7)) == 2
     assert set(blocks.restorable()) == set(names(3, 2, 9))
-
-
-def test_block_cache_evicts_the_oldest_checkpoint_when_slots_are_full() -> None:
-    blocks = BlockCache(16, 1)
-    for number in (1, 2):
-        blocks.redeem(names(number), blocks.promise(names(number)))
-    assert (blocks.usable(names(1)), blocks.usable(names(2))) == (0, 1)
-    assert blocks.take_changes().added == set(names(2))
-
-
-def test_store_restores_the_work_of_any_worker() -> None:
-    for hybrid, depth in ((False, 2), (True, 1)):
-        stored = Stored(hybrid=hybrid)
-        stored.put(names(1, 2), names(1))
-        assert stored.restorable(names(1, 2, 3)) == depth
 
 
 BUSY_HOLDER, IDLE = worker("a", wait_s=4.0, rows=2, held=8), worker("b", wait_s=3.0, rows=1)
@@ -157,23 +135,12 @@ def test_policies_choose_by_their_rule(policy: Policy, workers: tuple[FixedWorke
     assert policy(REQUEST, views(*workers), 0.0).info.name == chosen
 
 
-def test_formula_forgets_old_load() -> None:
-    assert Formula(RNG, rho=0.9)(REQUEST, views(HOME, OTHER), 1000.0) is OTHER
-
-
 def test_sglang_sends_new_prompts_to_the_smaller_tree() -> None:
     short, idle, policy = worker("a", held=3), worker("b"), Sglang(RNG)
     policy.trees[short.info.worker] = 1
     assert policy(REQUEST, views(short, idle), 0.0) is idle, "3 of 10 pages are not more than 0.3"
     assert policy.trees[idle.info.worker] == 10
     assert policy(REQUEST, views(short, idle), 0.0) is short, "its tree is smaller now"
-
-
-def test_make_policy_takes_every_listed_name_and_no_other() -> None:
-    for name in POLICIES:
-        assert make_policy(name, Random(1))(REQUEST, views(worker("a")), 0.0).info.name == "a"
-    with pytest.raises(UnknownPolicy, match="the policies are ours"):
-        make_policy("worst", Random(1))
 
 
 def arrival(at_s: float, *blocks: int, tokens: int = BLOCK_TOKENS) -> TraceRequest:
@@ -187,12 +154,6 @@ def test_model_computes_prompts_in_turn_at_the_cost_of_the_studies() -> None:
     assert [request.ttft_s for request in outcome.served] == pytest.approx([cost_s, 2 * cost_s])
     assert outcome.busy_s["prefill"] == pytest.approx([2 * cost_s])
     assert len(outcome.gaps_s) == 2 * 9
-
-
-def test_step_cost_of_a_long_prompt_is_that_of_its_chunks() -> None:
-    assert COST.prefill_s(0, 20_000) == pytest.approx(2 * COST.prefill_s(0, 8192) + COST.prefill_s(0, 3616))
-    assert COST.prefill_s(8192, 16_384) == COST.prefill_s(0, 8192)
-    assert StepCost().prefill_s(8192, 16_384) > StepCost().prefill_s(0, 8192)
 
 
 @pytest.mark.parametrize("policy", [OURS, *POLICIES])
@@ -247,8 +208,81 @@ def test_model_refuses_requests_that_would_be_too_late() -> None:
     assert max(request.ttft_s for request in outcome.served) < 4.0
 
 
-def test_percentiles_and_imbalance() -> None:
-    assert [percentile([1.0, 2.0, 3.0, 4.0], share) for share in (50, 75, 90, 99)] == [2.0, 3.0, 4.0, 4.0]
-    assert percentile([], 50) == 0.0
-    assert imbalance([1.0, 3.0]) == 1.5
-    assert imbalance([0.0]) == 1.0
+NOTHING = memoryview(b"")
+SMALL = Setup(prefill=2, decode=2, engine="real", blocks=256, grain=16)
+
+
+def trace(count: int, seed: int, gap_s: float = 0.3) -> list[TraceRequest]:
+    """Return requests of a few families, with prompts of any length."""
+    rng = Random(seed)
+    requests: list[TraceRequest] = []
+    for number in range(count):
+        family = rng.randrange(4)
+        shared = [1000 * family + block for block in range(rng.randrange(12))]
+        blocks = (*shared, 100_000 + number)
+        tokens = len(shared) * BLOCK_TOKENS + 1 + rng.randrange(BLOCK_TOKENS)
+        requests.append(TraceRequest(number * gap_s, tokens, 1 + rng.randrange(300), blocks))
+    return requests
+
+
+def objects(*names: int, kind: Kind = Kind.PAGE) -> list[tuple[ObjectKey, memoryview]]:
+    return [(ObjectKey(kind, PageKey(name.to_bytes(16, "little"))), NOTHING) for name in names]
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize("policy", [OURS, "least-load", "min-ttft"])
+def test_engines_answer_every_request_and_lose_no_memory(policy: str, *, hybrid: bool) -> None:
+    outcome = simulate(trace(40, 3), replace(SMALL, policy=policy, hybrid=hybrid))  # ends with Ledger.check()
+    figures = outcome.figures()
+    assert (len(outcome.served), figures["refused"], figures["failed"]) == (40, 0, 0)
+    assert figures["hit_ratio"] > 0.1
+    assert min(request.ttft_s for request in outcome.served) > 0.0
+    assert figures["itl_ms"]["mean"] > 1000 * StepCost().speed.step_s
+
+
+def test_hybrid_reuses_no_more_than_attention() -> None:
+    requests = trace(60, 6)
+    hits = [
+        simulate(requests, replace(SMALL, hybrid=hybrid)).figures()["hit_ratio"] for hybrid in (False, True)
+    ]
+    assert 0 < hits[1] <= hits[0] + 0.02
+
+
+def test_engines_repeat_equal_runs() -> None:
+    assert simulate(trace(30, 4), SMALL).figures() == simulate(trace(30, 4), SMALL).figures()
+
+
+def test_store_link_transfers_one_after_the_other() -> None:
+    layout = layout_for(hybrid=True, grain=8)
+    store = SizeOnlyStore(layout, 1 << 40)
+
+    async def main() -> list[float]:
+        clock = asyncio.get_running_loop().time
+        link, other = StoreLink(store, layout.page_bytes), StoreLink(store, layout.page_bytes)
+        times: list[float] = []
+        assert await link.put(objects(1, 2)) == [Put.STORED] * 2
+        times.append(clock())
+        assert await link.put(objects(1)) == [Put.EXISTED]  # no bytes are moved
+        times.append(clock())
+        await asyncio.gather(link.get(objects(1)), link.get(objects(2)), other.get(objects(1, 9)))
+        times.append(clock())
+        assert await other.get(objects(9)) == [Got.MISS]
+        assert link.stats().get_bytes == 2 * layout.page_bytes
+        return times
+
+    assert run_virtual(main()) == pytest.approx([2.0, 2.0, 4.0])
+
+
+def test_store_evicts_the_least_recently_used_objects() -> None:
+    layout = layout_for(hybrid=True, grain=8)
+    store = SizeOnlyStore(layout, 2 * layout.page_bytes)
+
+    async def main() -> list[bool]:
+        link = StoreLink(store, 1e12)
+        await link.put(objects(1, 2))
+        await link.get(objects(1))
+        await link.put(objects(3))
+        assert await link.put(objects(7, 1, kind=Kind.CHECKPOINT)) == [Put.FULL, Put.SKIPPED]
+        return await link.contains([key for key, _ in objects(1, 2, 3)])
+
+    assert run_virtual(main()) == [True, False, True]

@@ -1,22 +1,28 @@
-"""Traces are read and transformed, or refused with the wrong line."""
+"""Traces are read and transformed, or refused with the wrong line; that of agents follows its study."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from random import Random
+from statistics import median
 
 import pytest
 
+from tidemill.cluster.simulate.agents import FAMILIES, SYSTEM_BLOCKS, TURNS, agents_trace
+from tidemill.cluster.simulate.setup import Setup
 from tidemill.cluster.simulate.trace import (
     BLOCK_TOKENS,
     Hints,
     TraceError,
     TraceRequest,
+    by_client,
     chain_blocks,
     read_trace,
     reusable_share,
     speed_up,
     spread,
 )
+from tidemill.cluster.simulate.world import simulate
 
 
 def line(at_ms: float, prompt: int, answer: int, blocks: list[int]) -> str:
@@ -25,17 +31,17 @@ def line(at_ms: float, prompt: int, answer: int, blocks: list[int]) -> str:
     )
 
 
-def test_read_trace_sorts_requests_from_time_zero(tmp_path: Path) -> None:
+def test_read_trace_sorts_requests_from_time_zero_and_keeps_hints(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_text(f"{line(5000, 600, 7, [1, 2])}\n\n{line(2000, 1, 0, [3])}\n")
-    assert read_trace(path) == [TraceRequest(0.0, 1, 1, (0,)), TraceRequest(3.0, 600, 7, (1, 2))]
-
-
-def test_read_trace_keeps_hints(tmp_path: Path) -> None:
-    hints = {"breakpoints": [512, 64], "session": "a", "retain_s": 60}
-    path = tmp_path / "trace.jsonl"
-    path.write_text(json.dumps({**json.loads(line(0, 600, 7, [1, 2])), **hints}))
-    assert read_trace(path)[0].hints == Hints((64, 512), "a", 60.0)
+    hinted = {
+        **json.loads(line(5000, 600, 7, [1, 2])),
+        "breakpoints": [512, 64],
+        "session": "a",
+        "retain_s": 60,
+    }
+    path.write_text(f"{json.dumps(hinted)}\n\n{line(2000, 1, 0, [3])}\n")
+    hints = Hints((64, 512), "a", 60.0)
+    assert read_trace(path) == [TraceRequest(0.0, 1, 1, (0,)), TraceRequest(3.0, 600, 7, (1, 2), hints)]
 
 
 def hinted(**hints: object) -> str:
@@ -60,17 +66,13 @@ def hinted(**hints: object) -> str:
 )
 def test_read_trace_names_the_malformed_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "trace.jsonl"
+    with pytest.raises(TraceError, match=r"trace\.jsonl"):
+        read_trace(path)
+    path.write_text("\n\n")
+    with pytest.raises(TraceError, match=r"trace\.jsonl"):
+        read_trace(path)
     path.write_text(f"{line(0, 1, 1, [1])}\n{text}\n")
     with pytest.raises(TraceError, match=r"trace\.jsonl:2"):
-        read_trace(path)
-
-
-@pytest.mark.parametrize("text", [None, "", "\n\n"])
-def test_read_trace_refuses_a_missing_or_empty_file(tmp_path: Path, text: str | None) -> None:
-    path = tmp_path / "trace.jsonl"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(TraceError, match=r"trace\.jsonl"):
         read_trace(path)
 
 
@@ -96,3 +98,41 @@ def test_chain_blocks_makes_names_cover_all_blocks_before_them() -> None:
     requests = [TraceRequest(0.0, 1200, 1, blocks) for blocks in ((1, 2, 3), (1, 2, 4), (9, 2, 3))]
     assert [request.blocks for request in chain_blocks(requests)] == [(0, 1, 2), (0, 1, 3), (4, 5, 6)]
     assert chain_blocks(chain_blocks(requests)) == chain_blocks(requests)
+
+
+def sessions_of(requests: list[TraceRequest]) -> dict[str, list[TraceRequest]]:
+    sessions: dict[str, list[TraceRequest]] = {}
+    for request in requests:
+        sessions.setdefault(request.hints.session, []).append(request)
+    return sessions
+
+
+def test_lengths_and_reuse_are_those_of_the_study() -> None:
+    requests = agents_trace(16, 2, Random(1))
+    assert requests == sorted(requests, key=lambda request: request.at_s)
+    assert median(request.prompt_tokens for request in requests) == pytest.approx(142_000, rel=0.15)
+    assert median(request.answer_tokens for request in requests) == pytest.approx(444, rel=0.15)
+    assert median(map(len, sessions_of(requests).values())) == pytest.approx(TURNS, rel=0.15)
+    assert reusable_share(requests) > 0.94
+    assert requests == agents_trace(16, 2, Random(1)) != agents_trace(16, 2, Random(2))
+
+
+def test_a_turn_repeats_the_prompt_before_it_and_families_share_their_start() -> None:
+    sessions = sessions_of(agents_trace(8, 2, Random(1)))
+    assert len(sessions) == 16
+    assert 1 < len({turns[0].blocks[:SYSTEM_BLOCKS] for turns in sessions.values()}) <= FAMILIES
+    for turns in sessions.values():
+        for earlier, later in pairwise(turns):
+            full = earlier.prompt_tokens // BLOCK_TOKENS
+            assert later.blocks[:full] == earlier.blocks[:full]
+            assert later.at_s > earlier.at_s
+
+
+def test_an_agent_waits_for_its_answer_before_it_asks_again() -> None:
+    requests = agents_trace(2, 1, Random(1))[:12]
+    outcome = simulate(requests, Setup(prefill=0, decode=0, mixed=1, hybrid=True, blocks=600))
+    served = {answered.prompt_tokens: answered for answered in outcome.served}
+    for chain in by_client(requests):
+        for (_, earlier), (_, later) in pairwise(chain):
+            before, after = served[earlier.prompt_tokens], served[later.prompt_tokens]
+            assert after.at_s > before.at_s + before.ttft_s + later.pause_s

@@ -2,7 +2,6 @@
 that the next step does not fault its pages in again. Its device is named for the cluster, and its engine has
 the roles that it can do."""
 
-import asyncio
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster.fake_engine import FakeBuilt, FakeEngine
+from tests.support.cluster.heartbeats import worker_info
 from tidemill.cluster.settings import WorkerSettings
 from tidemill.cluster.worker.assignment import Assignment
 from tidemill.cluster.worker.worker_process import WorkerProcess, device_of
 from tidemill.workers.engine.rank_processes import start_ranks
-from tidemill.workers.messages import Ack, EngineInfo, WorkerId, WorkerInfo
+from tidemill.workers.messages import Ack, EngineInfo
 from tidemill.workers.settings import EngineSettings, HostedSettings, SettingsError
 
 ENGINE = EngineSettings(model_folder=Path("none"), store_url="memory:", cache_folder=Path("none"))
@@ -46,11 +46,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-@pytest.mark.parametrize(("keeps", "is_kept"), [(True, True), (False, False)])
-def test_freed_memory_is_kept(keeps: bool, is_kept: bool) -> None:  # noqa: FBT001  a case
-    script = MALLOC.format(keeps=keeps)
-    found = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
-    assert (int(found.stdout) < 2000) is is_kept
+def test_freed_memory_is_kept() -> None:
+    for keeps in (True, False):
+        script = MALLOC.format(keeps=keeps)
+        found = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+        assert (int(found.stdout) < 2000) is keeps
 
 
 def test_steps_are_not_disturbed() -> None:
@@ -72,15 +72,12 @@ def build_decoder(settings: HostedSettings, progress: object, starts: object) ->
     return FakeBuilt(engine=FakeEngine(), info=DECODES)
 
 
-def test_engine_gets_no_role_that_it_cannot_do() -> None:
+async def test_engine_gets_no_role_that_it_cannot_do() -> None:
     build = f"{__name__}:build_decoder"
     settings = WorkerSettings(name="prefill-0", role="prefill", engine=ENGINE, build=build)
     process = WorkerProcess(settings, "127.0.0.1", "1", "node", start_ranks)
     with pytest.raises(SettingsError, match="the engine does no prefill work: set the role to decode"):
-        asyncio.run(process.run([]))
-    info = WorkerInfo(
-        worker=WorkerId("w.1"), name="w", role="decode", address="", pid=0, node="", roles=DECODES.roles
-    )
-    assignment = Assignment(FakeEngine(), info)
+        await process.run([])
+    assignment = Assignment(FakeEngine(), worker_info(roles=DECODES.roles))
     assignment.apply(Ack(role="mixed"))
     assert assignment.info.role == "decode"

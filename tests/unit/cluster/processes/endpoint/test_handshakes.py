@@ -15,7 +15,6 @@ import trustme
 import uvloop
 
 from tests.support.cluster.fake_service import FakeService, app_over, saying, serving
-from tests.support.grpc_loop import in_loop
 from tests.support.waits import WAIT_S_MAX
 from tidemill.cluster.edge.requests import security
 from tidemill.cluster.edge.requests.limits import EdgeLimits, InFlightLimit
@@ -153,7 +152,6 @@ def test_an_address_that_waits_delays_no_other() -> None:
     assert "".join(asyncio.run(main())) == "aaaabaa"
 
 
-@in_loop
 async def test_a_handshake_that_is_given_up_as_it_begins_counts_no_longer() -> None:
     shared = security.Handshakes(2)
     await shared.begin("a")
@@ -165,7 +163,6 @@ async def test_a_handshake_that_is_given_up_as_it_begins_counts_no_longer() -> N
     await asyncio.wait_for(shared.begin("a"), WAIT_S_MAX)
 
 
-@in_loop
 async def test_a_connection_that_was_just_accepted_ends_with_its_listener() -> None:
     places = InFlightLimit(8, "connections")
     protocol = cast("security.Accepted", SimpleNamespace(transport=None, place=None))

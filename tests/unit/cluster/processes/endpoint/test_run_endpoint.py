@@ -36,24 +36,22 @@ class Swallows:
                     raise
 
 
-def test_task_that_loses_its_cancellation_does_not_keep_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_task_that_loses_its_cancellation_does_not_keep_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(run_endpoint, "CANCEL_S", 0.02)
-    swallows, stop, ended = Swallows(), asyncio.Event(), asyncio.Event()
+    swallows, stop, ended, answers = Swallows(), asyncio.Event(), asyncio.Event(), list[str]()
 
     async def serve() -> None:
         await ended.wait()
         await asyncio.sleep(0.1)  # its open answers
         answers.append("whole")
 
-    async def main() -> None:
-        serving = asyncio.create_task(run_serving(serve(), ended.set, stop, [swallows]))
-        await asyncio.sleep(0)
-        stop.set()
-        async with asyncio.timeout(30):
-            await serving
-
-    answers: list[str] = []
-    asyncio.run(main())
+    serving = asyncio.create_task(run_serving(serve(), ended.set, stop, [swallows]))
+    await asyncio.sleep(0)
+    stop.set()
+    async with asyncio.timeout(30):
+        await serving
     assert swallows.num_cancelled == 2
     assert answers == ["whole"]
 

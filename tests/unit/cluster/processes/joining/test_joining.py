@@ -7,23 +7,25 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 
+import msgspec
 import pytest
 import trustme
 from cryptography import x509
 
 from tests.support.cluster.fake_engine import FakeEngine
-from tests.support.cluster.scripted_engine import FIRST, LAST, answer_of, collect, request
-from tests.support.grpc_loop import in_loop
-from tests.unit.cluster.rpc.test_mutual_tls import WORKER, issue, status_of
-from tests.unit.cluster.rpc.test_orders import Obedient
+from tests.support.cluster.scripted_engine import FIRST, LAST, WORKER, answer_of, collect, request
+from tests.support.grpc_loop import IN_GRPC_LOOP
+from tests.unit.cluster.rpc.test_mutual_tls import issue, status_of
+from tests.unit.cluster.rpc.test_router_client import Obedient
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.orders import ListEdges, MakeToken, RevokeEdge
 from tidemill.cluster.processes.joining.authority import CERTIFICATE_S, Authority, AuthorityError, validity
 from tidemill.cluster.processes.joining.credentials import Credentials
 from tidemill.cluster.processes.joining.exchange import JoinServer
-from tidemill.cluster.processes.joining.members import JoinRefused, Members
+from tidemill.cluster.processes.joining.members import JoiningEdge, JoinRefused, Members
 from tidemill.cluster.processes.joining.registry import Registry
 from tidemill.cluster.processes.joining.token import Token, TokenError
 from tidemill.cluster.router.router import Router
@@ -35,6 +37,8 @@ from tidemill.cluster.rpc.router_failover import always_at
 from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.cluster.worker.server import WorkerServer
 from tidemill.workers.messages import RequestError, Unserved, WorkerGone
+
+pytestmark = IN_GRPC_LOOP
 
 
 @dataclass
@@ -111,7 +115,6 @@ def cluster(tmp_path: Path) -> Cluster:
     return cluster_in(tmp_path)
 
 
-@in_loop
 async def test_token_gets_a_certificate_of_a_client_alone(cluster: Cluster) -> None:
     async with cluster.joined() as credentials:
         assert credentials.routers == cluster.routers
@@ -132,7 +135,6 @@ async def test_token_gets_a_certificate_of_a_client_alone(cluster: Cluster) -> N
         await server.stop()
 
 
-@in_loop
 async def test_edge_may_do_nothing_that_is_the_servers(cluster: Cluster) -> None:
     async with cluster.joined() as credentials:
         client = RouterClient(always_at(cluster.routers[0]), tls=credentials.tls)
@@ -146,7 +148,6 @@ async def test_edge_may_do_nothing_that_is_the_servers(cluster: Cluster) -> None
             await writer.publish(b"", {})
 
 
-@in_loop
 async def test_nothing_is_sent_to_a_cluster_that_shows_the_authority_of_another(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -174,7 +175,6 @@ async def test_nothing_is_sent_to_a_cluster_that_shows_the_authority_of_another(
     assert not asked
 
 
-@in_loop
 async def test_certificate_is_renewed_before_its_end_and_not_when_revoked(
     cluster: Cluster,
 ) -> None:
@@ -202,7 +202,6 @@ async def test_certificate_is_renewed_before_its_end_and_not_when_revoked(
             await credentials.renew()
 
 
-@in_loop
 async def test_revoked_certificate_is_refused_and_ends_open_calls(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,7 +221,6 @@ async def test_revoked_certificate_is_refused_and_ends_open_calls(
         await status_of(cluster.routers[0], cluster.tls)
 
 
-@in_loop
 async def test_worker_ends_the_streams_of_a_revoked_certificate(cluster: Cluster) -> None:
     async with cluster.joined() as credentials:
         engine = FakeEngine()
@@ -244,7 +242,6 @@ async def test_worker_ends_the_streams_of_a_revoked_certificate(cluster: Cluster
         await plane.stop()
 
 
-@in_loop
 async def test_strangers_get_the_authority_and_nothing_else(cluster: Cluster) -> None:
     async with cluster.running():
         host, port = cluster.join.split(":")
@@ -260,15 +257,99 @@ async def test_strangers_get_the_authority_and_nothing_else(cluster: Cluster) ->
         await cluster.credentials(await cluster.token()).join()
 
 
-def test_key_of_another_authority_is_one_line(cluster: Cluster, tmp_path: Path) -> None:
+def test_key_of_another_authority_and_text_that_is_no_token_are_refused(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     other = tmp_path / "other.key"
     trustme.CA().private_key_pem.write_to_path(str(other))
     for key, line in ((other, "is the key of no certificate"), (tmp_path / "none", "not a key")):
         with pytest.raises(AuthorityError, match=line):
             Authority(key, cluster.tls.ca)
+    for text in ("", "a.b.c", "sk-key", "AAAAAA." + "x" * 32 + "." + "0" * 64):
+        with pytest.raises(TokenError, match="tidemill join-token"):
+            Token.parse(text)
 
 
-@pytest.mark.parametrize("text", ["", "a.b.c", "sk-key", "AAAAAA." + "x" * 32 + "." + "0" * 64])
-def test_text_that_is_no_token_is_refused(text: str) -> None:
-    with pytest.raises(TokenError, match="tidemill join-token"):
-        Token.parse(text)
+SECRET = "s" * 32
+DAY_S = 86_400.0
+
+
+def member(name: str = "aaaaaa", until_s: float = 100.0) -> JoiningEdge:
+    return JoiningEdge(token=name, secret_sha256=sha256(SECRET.encode()).hexdigest(), until_s=until_s)
+
+
+def joined(now_s: float = 10.0) -> Members:
+    members = Members().with_token("web-1", member(), 0.0)
+    name, members = members.admitted("aaaaaa", SECRET, "key", now_s)
+    return members.certified(name, "abcdef0123", now_s + DAY_S, now_s)
+
+
+@pytest.mark.parametrize(
+    ("token", "secret", "key", "now_s", "line"),
+    [
+        ("bbbbbb", SECRET, "key", 10.0, "not one of this cluster"),
+        ("aaaaaa", "t" * 32, "key", 10.0, "not one of this cluster"),
+        ("aaaaaa", "", "key", 10.0, "not one of this cluster"),
+        ("aaaaaa", SECRET, "another", 10.0, "was used by another edge"),
+        ("aaaaaa", SECRET, "key", 100.0, "has expired"),
+    ],
+)
+def test_token_is_refused_in_one_line(token: str, secret: str, key: str, now_s: float, line: str) -> None:
+    with pytest.raises(JoinRefused, match=line) as refused:
+        joined().admitted(token, secret, key, now_s)
+    assert "tidemill join-token" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_revoked_edge_gets_nothing_more() -> None:
+    members = joined()
+    assert members.admitted("aaaaaa", SECRET, "key", 20.0) == ("web-1", members), "its answer was lost"
+    assert members.renewing("abcdef0123", "key") == "web-1"
+    for serial, key in (("abcdef0123", "another"), ("ffffffff", "key"), ("", "key")):
+        with pytest.raises(JoinRefused):
+            members.renewing(serial, key)
+    members = members.without("web-1", 20.0)
+    assert members.revoked == {"abcdef0123": 10.0 + DAY_S}
+    assert msgspec.json.decode(msgspec.json.encode(members), type=Members) == members, "in the journal"
+    with pytest.raises(JoinRefused, match="was revoked"):
+        members.admitted("aaaaaa", SECRET, "key", 20.0)
+    with pytest.raises(JoinRefused, match="was revoked"):
+        members.renewing("abcdef0123", "key")
+    again = members.with_token("web-1", member("cccccc", 200.0), 30.0)
+    assert again.revoked == members.revoked, "a new token brings no certificate back"
+    unused = Members().with_token("web-1", member(), 0.0).without("web-1", 1.0)
+    with pytest.raises(JoinRefused, match="was revoked"):
+        unused.admitted("aaaaaa", SECRET, "key", 2.0)
+
+
+@pytest.mark.parametrize("serial", ["abcdef0123", "AB:CD:EF:01:23", "0abcdef0123"])
+def test_serial_of_an_edge_revokes_the_edge(serial: str) -> None:
+    members = joined().certified("web-1", "99999999", 5 * DAY_S, 20.0).without(serial, 30.0)
+    assert members.edges["web-1"].revoked
+    assert members.revoked.keys() == {"abcdef0123", "99999999"}
+
+
+def test_other_certificates_are_revoked_by_serial_for_good() -> None:
+    members = Members().without("0123456789abcdef", 0.0)
+    assert members.revoked == {"123456789abcdef": 0.0}
+    assert members.without("1111111111", 1000 * DAY_S).revoked.keys() == {"123456789abcdef", "1111111111"}
+    with pytest.raises(RequestError, match="neither an edge") as refused:
+        members.without("web-7", 0.0)
+    assert refused.value.status == 404
+
+
+def test_name_is_in_use_until_everything_has_expired() -> None:
+    with pytest.raises(RequestError, match="has a token or a certificate") as refused:
+        joined().with_token("web-1", member("cccccc"), 20.0)
+    assert refused.value.status == 409
+    later = joined().with_token("web-1", member("cccccc"), 20.0 + DAY_S)
+    assert later.edges["web-1"] == member("cccccc")
+    for name in ("", "Web", "a b", "-a", "a" * 64):
+        with pytest.raises(RequestError, match="no name of an edge"):
+            Members().with_token(name, member(), 0.0)
+
+
+def test_what_has_expired_is_forgotten() -> None:
+    members = joined().without("web-1", 20.0).with_token("web-2", member("dddddd"), 10 * DAY_S)
+    assert members.edges.keys() == {"web-2"}
+    assert not members.revoked

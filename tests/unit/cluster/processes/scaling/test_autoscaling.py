@@ -123,11 +123,6 @@ def test_fleet_follows_load_step_down_slowly_one_worker_at_a_time() -> None:
     assert reversals(counts) == 0
 
 
-def test_fleet_ignores_short_spike() -> None:
-    counts = Fleet(lambda now_s: 8.0 if 300 <= now_s < 304 else 1.3).run(1200, start=3)
-    assert set(counts) == {3}
-
-
 @settings(max_examples=12, deadline=None)
 @given(
     level=st.floats(0.1, 10.0),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.grpc_loop import in_loop
+from tests.support.loops import in_loop
 from tests.unit.cluster.processes.scaling.test_scaler import FakeCluster, fleet
 from tidemill.cluster.processes.scaling.autoscaling import EdgeReports
 from tidemill.cluster.processes.scaling.journal import (

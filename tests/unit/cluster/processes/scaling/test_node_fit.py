@@ -1,13 +1,13 @@
-"""Workers are assigned to unequal nodes, and a message explains why one fits on no node."""
+"""Workers are assigned to unequal nodes and to their devices; a message explains why one fits on no node."""
 
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.processes.scaling.node_fit import (
     CPUS_MIN,
     Node,
@@ -17,7 +17,14 @@ from tidemill.cluster.processes.scaling.node_fit import (
     selects,
     unschedulable_reason,
 )
+from tidemill.cluster.processes.worker_actor import (
+    actor_options,
+    assigned_device,
+    network_of,
+    on_reserved_nodes,
+)
 from tidemill.cluster.settings import WorkerSettings
+from tidemill.workers.parallel.network import Network
 from tidemill.workers.settings import EngineSettings
 
 
@@ -30,45 +37,27 @@ def demand(name: str, ranks: int = 1, labels: dict[str, str] | None = None, **ea
 
 
 def test_demand_has_resources_per_rank_and_labels() -> None:
-    engine = EngineSettings(
-        model_folder=Path("none"), memory_bytes=0, store_url="memory:", cache_folder=Path("none")
-    )
+    engine = replace(GROUP, tensor_parallel_size=1, tensor_parallel_nodes=1)
     plain = WorkerSettings(name="keeper-decode-10", role="decode", engine=engine)
     assert demand_of(plain) == WorkerDemand(
         name="keeper-decode-10", kind="keeper-decode", each={"CPU": CPUS_MIN}
     )
-    group = replace(
-        plain,
-        engine=replace(engine, tensor_parallel_size=2),
-        num_gpus=1,
-        resources={"fast": 0.5},
-        labels={"side": "far"},
+    two = replace(engine, tensor_parallel_size=2)
+    wanted = demand_of(
+        replace(plain, engine=two, num_gpus=1, resources={"fast": 0.5}, labels={"side": "far"})
     )
-    wanted = demand_of(group)
-    assert wanted.bundle == {"GPU": 2, "fast": 1}
-    assert wanted.labels == {"side": "far"}
+    assert (wanted.bundle, wanted.labels) == ({"GPU": 2, "fast": 1}, {"side": "far"})
 
 
-@pytest.mark.parametrize(
-    ("wanted", "value", "is_selected"),
-    [
-        ("a", "a", True),
-        ("a", "b", False),
-        ("a", None, False),
-        ("!a", "b", True),
-        ("!a", "a", False),
-        ("!a", None, True),
-        ("in(a,b)", "b", True),
-        ("in(a, b)", "b", True),
-        ("in(a,b)", "c", False),
-        ("in(a,b)", None, False),
-        ("!in(a,b)", "a", False),
-        ("!in(a,b)", "c", True),
-        ("!in(a,b)", None, True),
-    ],
-)
-def test_selector_matches_labels_like_ray(wanted: str, value: str | None, *, is_selected: bool) -> None:
-    assert selects(wanted, value) == is_selected
+def test_selector_matches_labels_like_ray() -> None:
+    for wanted, values in (
+        ("a", {"a": True, "b": False, None: False}),
+        ("!a", {"b": True, "a": False, None: True}),
+        ("in(a,b)", {"b": True, "c": False, None: False}),
+        ("in(a, b)", {"b": True}),
+        ("!in(a,b)", {"a": False, "c": True, None: True}),
+    ):
+        assert {value: selects(wanted, value) for value in values} == values
 
 
 def test_assign_spreads_replicas_of_role() -> None:
@@ -99,13 +88,6 @@ def test_assign_spreads_ranks_over_nodes_where_one_has_no_room() -> None:
     assert demand("decode-0", ranks=2, GPU=0.5).bundles == [{"GPU": 0.5}] * 2, "ranks on one node"
     four = assign([over("decode-0", 4, 2, GPU=1)], [node("a", GPU=1), node("b", GPU=4)], {})
     assert [left.free["GPU"] for left in four.remaining] == [1, 0], "one node has room for all"
-
-
-def test_reason_describes_ranks_over_nodes() -> None:
-    assert unschedulable_reason([over("mixed-0", 8, 2, GPU=1)], [node("10.0.0.4", GPU=7)]) == (
-        "mixed-0 needs {GPU: 1} for each of its 8 ranks on up to 2 nodes, and no nodes of the Ray cluster "
-        "fit: 10.0.0.4 has GPU: 7 of 7 free. Add a node, or lower what these workers ask for"
-    )
 
 
 def test_reason_describes_missing_resources_and_labels() -> None:
@@ -153,3 +135,42 @@ def test_assign_never_exceeds_node_resources(wanted: list[tuple[int, str, int]],
         assert not any(left.holds(worker) for left in remaining.values())
     assert len(assignment.node_ids) + len(assignment.unassigned) == len(demands)
     assert (unschedulable_reason(demands, nodes) is None) == (not assignment.unassigned)
+
+
+def test_device_of_an_actor() -> None:
+    for device, gpu_ids, visible, wanted in (
+        ("cpu", [], None, "cpu"),
+        ("cuda", ["3"], ["3"], "cuda:0"),  # Ray hides the others
+        ("cuda", ["3"], None, "cuda:3"),  # RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES
+        ("cuda", ["6"], ["4", "5", "6"], "cuda:2"),  # ... on a node that was started with some of them
+        ("cuda", ["GPU-b"], ["GPU-a", "GPU-b"], "cuda:1"),
+        ("cuda", [], None, "cuda"),  # without a reservation
+        ("cuda:1", [], None, "cuda:1"),
+    ):
+        assert assigned_device(device, gpu_ids, visible) == wanted
+
+
+GROUP = EngineSettings(
+    model_folder=Path("none"),
+    store_url="memory:",
+    cache_folder=Path("none"),
+    tensor_parallel_size=4,
+    tensor_parallel_nodes=2,
+)
+TLS = MutualTls(certificate=Path("c"), key=Path("k"), ca=Path("a"))
+WORKER = WorkerSettings(name="decode-0", role="decode", engine=GROUP, host=None, tls=TLS)
+
+
+def test_ranks_have_the_bundles_that_the_supervisor_reserved() -> None:
+    for nodes, bundles in ((2, [0, 0, 1, 1]), (1, [0, 1, 2, 3])):
+        worker = replace(WORKER, engine=replace(GROUP, tensor_parallel_nodes=nodes))
+        strategies = [actor_options(worker, None, rank)["scheduling_strategy"] for rank in range(4)]
+        assert [strategy.placement_group_bundle_index for strategy in strategies] == bundles
+
+
+def test_ranks_over_nodes_that_found_room_on_one_meet_as_on_one_node() -> None:
+    apart = on_reserved_nodes(GROUP, ["a", "b"])
+    assert network_of(WORKER, apart, "10.0.0.4") == Network(host="10.0.0.4", certificates=TLS)
+    together = on_reserved_nodes(GROUP, ["a", "a"])
+    assert (together.tensor_parallel_nodes, together.backend) == (1, "shared-memory")
+    assert network_of(WORKER, together, "10.0.0.4") is None

@@ -6,37 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster.fake_service import FakeService, app_over, call, saying
-from tests.support.cluster.served import with_server
+from tests.support.cluster.fake_service import FakeService, app_over, call, saying, with_server
 from tests.unit.cluster.edge.requests.test_reading import drawn
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.fleet import EXIT_NOT_ALL
 from tidemill.cluster.cli.worker_commands import render_roles
 from tidemill.cluster.orders import Scale
 from tidemill.workers.messages import RequestError
-
-ROW: dict[str, Any] = {
-    "model": "keeper",
-    "role": "decode",
-    "starting": [],
-    "leaving": [],
-    "least": None,
-    "most": None,
-}
-
-
-def test_edge_answers_scale_requests() -> None:
-    service = FakeService(saying(" a"))
-    app = app_over(service)
-    assert call(app, "GET", "/cluster/scale").json() == {"roles": [{**ROW, "workers": 1}]}
-    body = {"workers": {"decode": 3}}
-    assert call(app, "POST", "/cluster/scale", json=body).json() == {
-        "roles": [{**ROW, "workers": 3}],
-        "lacks": None,
-    }
-    starting = call(app, "POST", "/cluster/scale", json={**body, "model": "keeper", "pending": True})
-    assert starting.json()["lacks"] == "decode-1 needs a GPU"
-    assert service.orders == [Scale({"decode": 3}), Scale({"decode": 3}, pending=True)]
 
 
 @pytest.mark.parametrize(
@@ -64,16 +40,20 @@ def test_edge_names_field_of_invalid_scale_request(body: object, status: int, pa
 
 def test_scale_command_orders_and_waits(capsys: pytest.CaptureFixture[str]) -> None:
     service = FakeService(saying(" a"))
+    row: dict[str, Any] = {"model": "keeper", "role": "decode", "starting": [], "leaving": []}
+    row |= {"least": None, "most": None}
 
     def scale(url: str, *arguments: str) -> tuple[int, str]:
         options = cli.parser().parse_args(["scale", "--url", url, *arguments])
         return options.run(options), capsys.readouterr().out
 
     def main(url: str) -> None:
-        assert scale(url) == (0, drawn(render_roles({"roles": [{**ROW, "workers": 1}]})))
+        assert scale(url) == (0, drawn(render_roles({"roles": [{**row, "workers": 1}]})))
         status, out = scale(url, "decode=2", "--pending", "--json")
-        assert status == 0
-        assert json.loads(out)["lacks"] == "decode-1 needs a GPU"
+        assert (status, json.loads(out)) == (
+            0,
+            {"roles": [{**row, "workers": 2}], "lacks": "decode-1 needs a GPU"},
+        )
         assert scale(url, "decode=2", "--wait")[0] == 0
         service.scaled = replace(service.scaled, starting=("decode-1",))
         assert scale(url, "--wait", "0.1", "--model", "keeper")[0] == EXIT_NOT_ALL
@@ -90,13 +70,3 @@ def test_scale_command_refuses_words_without_count(word: str, capsys: pytest.Cap
     assert "like decode=4" in capsys.readouterr().err
     assert cli.main(["scale", "decode=1", "decode=2"]) == cli.EXIT_REFUSED
     assert "is given twice" in capsys.readouterr().err
-
-
-def test_roles_table_fits_and_escapes_names() -> None:
-    row = {**ROW, "workers": 12, "least": 1, "most": 16}
-    starting = ["decode-10", "decode-11"]
-    roles = [{**row, "model": "[red]a", "starting": starting}, {**row, "model": "b", "most": None}]
-    text = " ".join(drawn(render_roles({"roles": roles, "lacks": "decode-11 needs [GPU: 1]"})).split())
-    assert "[red]a decode 12 decode-10, decode-11 - 1 to 16" in text
-    assert "b decode 12 - - -" in text
-    assert "waits for capacity: decode-11 needs [GPU: 1]" in text

@@ -1,5 +1,5 @@
 """The scaler carries out the decisions of autoscaling.py and the commands of operators: it starts workers and
-removes empty ones."""
+removes empty ones, and all of a fleet without requests."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -9,10 +9,9 @@ from typing import cast
 import pytest
 
 from tests.support.cluster.fake_service import worker_status
-from tests.support.grpc_loop import in_loop
-from tidemill.cluster.messages import Bounds, FleetStatus, Hysteresis, RoleScale, WorkerStatus
+from tidemill.cluster.messages import Bounds, FleetStatus, Hysteresis, Misses, RoleScale, WorkerStatus
 from tidemill.cluster.orders import Drain, SetRole
-from tidemill.cluster.processes.scaling.autoscaling import EdgeReports
+from tidemill.cluster.processes.scaling.autoscaling import EDGE_SILENT_S_MAX, EdgeReports, EdgeState
 from tidemill.cluster.processes.scaling.journal import FleetPlan, initial_plan
 from tidemill.cluster.processes.scaling.scaler import IDLE_CHECKS, Scaler
 from tidemill.cluster.settings import FleetSettings, RouterSettings, WorkerSettings
@@ -174,7 +173,6 @@ def by_load(least: int = 1, most: int = 8) -> Case:
     return Case(fleet({"prefill": Bounds(least=least, most=most)}))
 
 
-@in_loop
 async def test_scaler_adds_workers_under_load_and_drains_newest_first_after_it() -> None:
     case = by_load(most=3)
     case.cluster.set_load(BUSY)
@@ -188,27 +186,6 @@ async def test_scaler_adds_workers_under_load_and_drains_newest_first_after_it()
     assert case.cluster.drained == case.cluster.removed == ["prefill-2", "prefill-1"], "the newest first"
 
 
-@in_loop
-async def test_scaler_removes_drained_worker_once_it_is_idle() -> None:
-    case = by_load()
-    name = await case.draining()
-    count = len(case.names())
-    await case.advance(50)
-    assert case.cluster.drained == [name]
-    assert case.names("draining") == [name], "it still has a stream"
-    assert not case.cluster.removed
-    case.cluster.set_load(IDLE, name)
-    await case.advance(LOOK_S * (IDLE_CHECKS - 1))
-    assert not case.cluster.removed, "a request may still arrive"
-    await case.advance()
-    assert case.cluster.removed == [name]
-    assert len(case.names()) == count
-    case.cluster.set_load(BUSY)
-    await case.advance(120)
-    assert name in case.names(), "its name is reused"
-
-
-@in_loop
 async def test_scaler_changes_nothing_when_router_is_away_or_refuses_drain() -> None:
     case = by_load()
     case.cluster.set_load(BUSY)
@@ -225,19 +202,6 @@ async def test_scaler_changes_nothing_when_router_is_away_or_refuses_drain() -> 
     assert case.names() == names
 
 
-@in_loop
-async def test_scaler_retries_worker_that_cannot_be_started() -> None:
-    case = by_load(most=2)
-    case.cluster.set_load(BUSY)
-    case.cluster.is_full = True
-    await case.advance(60)
-    assert case.names() == ["prefill-0"]
-    case.cluster.is_full = False
-    await case.advance()
-    assert case.names() == ["prefill-0", "prefill-1"]
-
-
-@in_loop
 async def test_scaler_counts_worker_in_its_new_role_and_keeps_it() -> None:
     case = by_load(least=2, most=3)
     cluster = case.cluster
@@ -255,7 +219,6 @@ async def test_scaler_counts_worker_in_its_new_role_and_keeps_it() -> None:
     assert cluster.drained == ["prefill-1"]
 
 
-@in_loop
 async def test_scaler_keeps_workers_that_an_operator_moved_to_role() -> None:
     case = by_load(most=1)
     case.cluster.change("decode-0", "prefill")
@@ -269,7 +232,6 @@ async def test_scaler_keeps_workers_that_an_operator_moved_to_role() -> None:
     assert case.cluster.drained == ["prefill-0"], "the scaler remembers the last report"
 
 
-@in_loop
 async def test_scaler_neither_counts_nor_removes_worker_drained_by_operator() -> None:
     case = by_load(least=2)
     await case.advance()
@@ -293,7 +255,6 @@ async def test_scaler_neither_counts_nor_removes_worker_drained_by_operator() ->
     assert "prefill-2" not in case.names(), "the router would make it a decode worker"
 
 
-@in_loop
 async def test_scaler_keeps_worker_whose_drain_an_operator_takes_back() -> None:
     case = by_load()
     name = await case.draining()
@@ -308,7 +269,6 @@ async def test_scaler_keeps_worker_whose_drain_an_operator_takes_back() -> None:
     assert not case.cluster.removed
 
 
-@in_loop
 async def test_new_process_gets_the_role_and_the_drain_of_the_one_before() -> None:
     """Its router has restarted meanwhile, and knows neither; and so has the supervisor."""
     case = by_load(most=3)
@@ -328,19 +288,21 @@ async def test_new_process_gets_the_role_and_the_drain_of_the_one_before() -> No
     assert case.cluster.plan.workers["prefill-2"].role == "prefill"
 
 
-@in_loop
-async def test_leaving_worker_that_restarts_leaves_nevertheless() -> None:
+async def test_leaving_worker_that_restarts_leaves_nevertheless_and_its_name_is_used_again() -> None:
     case = by_load()
     name = await case.draining()
     case.cluster.restart(name, "prefill")
     await case.advance(10)
     assert case.cluster.drained == [name, name]
+    assert not case.cluster.removed, "it still has a stream"
     case.cluster.set_load(IDLE)
     await case.advance(20)
     assert case.cluster.removed[0] == name
+    case.cluster.set_load(BUSY)
+    await case.advance(120)
+    assert name in case.names()
 
 
-@in_loop
 async def test_operator_starts_and_drains_workers() -> None:
     case = Case()
     assert await case.scale(prefill=3) is None
@@ -374,7 +336,6 @@ async def test_operator_starts_and_drains_workers() -> None:
         ({"prefill": 5}, "--prefill-max"),
     ],
 )
-@in_loop
 async def test_impossible_counts_are_refused_and_change_nothing(counts: dict[str, int], named: str) -> None:
     case = by_load(least=2, most=4)
     with pytest.raises(RequestError, match=named) as refused:
@@ -384,18 +345,6 @@ async def test_impossible_counts_are_refused_and_change_nothing(counts: dict[str
     assert not case.cluster.drained
 
 
-@in_loop
-async def test_operator_scales_within_the_bounds_of_a_role_that_load_scales() -> None:
-    case = by_load(least=2, most=4)
-    await case.scale(prefill=4)
-    assert len(case.names()) == 4
-    await case.advance(HYSTERESIS.down_s / 2)
-    assert len(case.names()) == 4, "load shrinks it as slowly as before"
-    prefill = await case.role("prefill")
-    assert (prefill.least, prefill.most) == (2, 4)
-
-
-@in_loop
 async def test_unschedulable_workers_are_refused_unless_pending() -> None:
     case = Case(cluster=FakeCluster(free=1))
     with pytest.raises(RequestError, match="decode-2 needs a GPU") as refused:
@@ -406,7 +355,6 @@ async def test_unschedulable_workers_are_refused_unless_pending() -> None:
     assert len(case.cluster.workers) == 4
 
 
-@in_loop
 async def test_starting_worker_is_drained_once_the_router_reports_it() -> None:
     case = Case()
     await case.scale(decode=2)
@@ -429,19 +377,6 @@ async def test_starting_worker_is_drained_once_the_router_reports_it() -> None:
     assert (await case.role("decode")) == RoleScale(role="decode", workers=1)
 
 
-@in_loop
-async def test_operator_scales_workers_moved_to_role() -> None:
-    case = Case()
-    await case.scale(decode=2)
-    case.cluster.change("decode-0", "prefill")
-    assert (await case.role("prefill")).workers == 1, "not reported yet"
-    await case.advance()
-    assert (await case.role("prefill")).workers == 2
-    await case.scale(prefill=1)
-    assert case.cluster.drained == ["decode-0"]
-
-
-@in_loop
 async def test_scaler_without_bounds_keeps_drained_worker_that_is_gone() -> None:
     case = Case()
     await case.scale(decode=2)
@@ -456,7 +391,6 @@ async def test_scaler_without_bounds_keeps_drained_worker_that_is_gone() -> None
     assert (await case.role("decode")).workers == 2
 
 
-@in_loop
 async def test_operator_learns_that_the_router_is_away_or_refuses() -> None:
     case = Case()
     case.cluster.is_away = True
@@ -472,3 +406,121 @@ async def test_operator_learns_that_the_router_is_away_or_refuses() -> None:
     with pytest.raises(RequestError, match="no other worker does its work"):
         await case.scale(decode=1)
     assert (await case.role("decode")).leaving == ()
+
+
+ZERO_S = 60.0
+ENDS_S = LOOK_S * (IDLE_CHECKS + 1)
+FIRST = ["decode-0", "prefill-0"]
+FLEET = fleet({"decode": Bounds(least=1, most=4)}, Hysteresis(zero_s=ZERO_S), cold_start_s_max=300.0)
+
+
+@dataclass
+class ZeroCase(Case):
+    """A case with one edge, which reports before each check."""
+
+    fleet: FleetSettings = FLEET
+    now_s: float = 1000.0
+    num_open: int = 0
+
+    def __post_init__(self) -> None:
+        self.cluster.refuses_drain = frozenset(FIRST)  # each is the last of its role
+        super().__post_init__()
+
+    def report(self, misses: Misses = Misses()) -> None:  # noqa: B008 - frozen
+        state = EdgeState(at_s=self.now_s, resets=0, open_requests=self.num_open)
+        self.reports.add("edge", misses, state)
+
+    async def advance(self, seconds: float = LOOK_S, *, serves: bool = True) -> None:
+        for _ in range(int(seconds / LOOK_S)):
+            if serves:
+                self.report()
+            await super().advance()
+
+    def names(self, state: str = "ready") -> list[str]:
+        del state
+        return sorted(self.cluster.workers)
+
+
+async def test_idle_fleet_ends_and_the_next_request_starts_it_under_its_old_names() -> None:
+    case = ZeroCase()
+    await case.advance(ZERO_S)
+    assert case.names() == FIRST
+    assert not case.cluster.drained
+    await case.advance(ENDS_S)
+    assert sorted(case.cluster.forced) == sorted(case.cluster.removed) == FIRST
+    await case.advance(10 * ZERO_S)
+    assert case.names() == [], "the minimum of a role is for a fleet with requests"
+    case.num_open = 1
+    await case.advance()
+    assert case.names() == FIRST
+    await case.advance(10 * ZERO_S)
+    assert case.names() == FIRST
+
+
+async def test_fleet_without_the_setting_keeps_its_workers() -> None:
+    case = ZeroCase(fleet({"decode": Bounds(least=1, most=4)}))
+    await case.advance(20 * ZERO_S)
+    await case.scaler.wake()
+    assert case.names() == FIRST
+
+
+async def test_short_answers_between_two_reports_and_starting_workers_count_as_use() -> None:
+    case = ZeroCase()
+    for _ in range(8):
+        await case.advance(ZERO_S - LOOK_S)
+        case.report(Misses(answered=1))
+    assert case.names() == FIRST
+    hidden, case.cluster.workers = case.cluster.workers, {}  # they start again, and it takes long
+    await case.advance(5 * ZERO_S)
+    case.cluster.workers = hidden
+    await case.advance(ZERO_S - LOOK_S)
+    assert not case.cluster.drained
+
+
+async def test_time_without_requests_begins_when_an_edge_serves() -> None:
+    """Another model of the server, or its edges, may take long to start."""
+    case = ZeroCase()
+    await case.advance(5 * ZERO_S, serves=False)
+    await case.advance(ZERO_S - LOOK_S)
+    assert not case.cluster.drained
+    await case.advance(ENDS_S)
+    assert case.names() == []
+
+
+async def test_workers_that_are_leaving_are_gone_before_the_next_ones_start() -> None:
+    """Two workers of one name or on one device would be too many."""
+    case = ZeroCase()
+    await case.advance(ZERO_S + LOOK_S)
+    case.cluster.set_load(STREAM)
+    case.num_open = 1
+    await case.advance(5 * LOOK_S)
+    assert case.names() == FIRST
+    assert not case.cluster.removed
+    case.cluster.set_load(IDLE)
+    await case.advance(ENDS_S)
+    assert sorted(case.cluster.removed) == FIRST
+    assert case.names() == FIRST, "they are new ones"
+    assert {worker.state for worker in case.cluster.workers.values()} == {"ready"}
+
+
+async def test_supervisor_that_restarts_keeps_a_fleet_at_zero_until_a_server_or_a_request_comes() -> None:
+    case = ZeroCase()
+    await case.advance(ZERO_S + ENDS_S)
+    case.restart_supervisor()
+    await case.advance(5 * LOOK_S)
+    assert case.names() == []
+    await case.scaler.wake()
+    assert case.names() == FIRST
+    await case.advance(ZERO_S)
+    assert case.names() == FIRST, "its time without requests begins with its start"
+    await case.advance(ENDS_S)
+    assert case.names() == []
+
+
+def test_open_requests_of_an_edge_that_is_gone_do_not_count() -> None:
+    reports = EdgeReports()
+    reports.add("a", Misses(), EdgeState(at_s=0.0, resets=1, open_requests=2))
+    reports.add("b", Misses(), EdgeState(at_s=2.0, resets=1, open_requests=3))
+    assert reports.open_requests(2.0) == 5
+    assert reports.open_requests(EDGE_SILENT_S_MAX) == 3
+    assert reports.open_requests(EDGE_SILENT_S_MAX + 2.0) == 0

@@ -6,6 +6,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -32,21 +34,37 @@ with private_folder(sys.argv[1], Path(sys.argv[2])) as files:
     sys.stdin.read()
 """
 OPEN = """
-import sys, time
+import sys
 opened = open(sys.argv[1], sys.argv[2])
 print(flush=True)
-time.sleep(300)
+sys.stdin.read()
 """
 REAPED = """
-import subprocess, sys, time
+import sys
 from pathlib import Path
 from tidemill.cluster.processes.system.private_folder import private_folder
 from tidemill.cluster.processes.system.reaper import reaping
 import psutil
 with reaping([Path(sys.argv[2])]), private_folder(sys.argv[1], Path(sys.argv[2])) as files:
     print(files, psutil.Process().children()[0].pid, flush=True)
-    time.sleep(300)
+    sys.stdin.read()
 """
+
+
+@contextmanager
+def started(script: str, *arguments: object) -> Generator[tuple[subprocess.Popen[str], str]]:
+    """Run a script until the end of its input, and yield it with its first line."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.communicate()
 
 
 def test_folder_is_private_whatever_happens_to_its_files(tmp_path: Path) -> None:
@@ -59,52 +77,30 @@ def test_folder_is_private_whatever_happens_to_its_files(tmp_path: Path) -> None
             assert files.parent.stat().st_mode & 0o777 == 0o700
     finally:
         os.umask(before)
+    with pytest.raises(KeyboardInterrupt), lasting_folder(PREFIX, tmp_path):
+        raise KeyboardInterrupt
     assert not list(tmp_path.iterdir())
 
 
 def test_folder_of_a_killed_process_is_removed_and_those_of_others_stay(tmp_path: Path) -> None:
-    holders = [
-        subprocess.Popen(
-            [sys.executable, "-c", HOLD, PREFIX, str(tmp_path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    folders: list[Path] = []
-    for holder in holders:
-        assert holder.stdout is not None
-        folders.append(Path(holder.stdout.readline().strip()))
-    killed, running = folders
-    try:
-        holders[0].kill()
-        holders[0].wait()
-        assert killed.exists()
+    with started(HOLD, PREFIX, tmp_path) as (holder, killed), started(HOLD, PREFIX, tmp_path) as (_, running):
+        holder.kill()
+        holder.wait()
+        assert Path(killed).exists()
         with private_folder(PREFIX, tmp_path):
-            assert not killed.parent.exists()
-            assert running.exists()
-    finally:
-        for holder in holders:
-            holder.communicate()
+            assert not Path(killed).parent.exists()
+            assert Path(running).exists()
     assert not list(tmp_path.iterdir())
 
 
 def test_processes_that_write_to_an_abandoned_folder_end_with_it(tmp_path: Path) -> None:
     """A process that only reads there, like `tail -f` of a log, goes on."""
     folder = tmp_path / f"{PREFIX}abcdefgh"
-    files = folder / FILES
-    files.mkdir(parents=True)
+    log = folder / FILES / "log"
+    log.parent.mkdir(parents=True)
     (folder / LOCK).touch()
-    (files / "log").write_bytes(bytes(10_000))
-    writer, reader = (
-        subprocess.Popen([sys.executable, "-c", OPEN, str(files / "log"), mode], stdout=subprocess.PIPE)
-        for mode in ("a", "r")
-    )
-    try:
-        for process in (writer, reader):
-            assert process.stdout is not None
-            process.stdout.readline()
+    log.write_bytes(bytes(10_000))
+    with started(OPEN, log, "a") as (writer, _), started(OPEN, log, "r") as (reader, _):
         for dry_run in (True, False):
             assert folder.exists()
             assert writer.poll() is None
@@ -115,10 +111,6 @@ def test_processes_that_write_to_an_abandoned_folder_end_with_it(tmp_path: Path)
         assert not folder.exists()
         assert not psutil.pid_exists(writer.pid)
         assert reader.poll() is None
-    finally:
-        for process in (writer, reader):
-            process.kill()
-            process.communicate()
     assert remove_abandoned([tmp_path]) == []
 
 
@@ -145,20 +137,14 @@ def test_folder_with_a_file_that_appears_meanwhile_is_removed(
 
 def test_reaper_removes_the_folder_of_a_killed_process(tmp_path: Path) -> None:
     """It ignores the signals that end the process."""
-    holder = subprocess.Popen(
-        [sys.executable, "-c", REAPED, PREFIX, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    assert holder.stdout is not None
-    files, reaper = holder.stdout.readline().split()
-    process = psutil.Process(int(reaper))
-    try:
+    with started(REAPED, PREFIX, tmp_path) as (holder, line):
+        files, reaper = line.split()
+        process = psutil.Process(int(reaper))
         eventually(lambda: ignores(process.pid, signal.SIGTERM))
         process.terminate()
         assert Path(files).exists()
         assert runs(process)
-    finally:
         holder.kill()
-        holder.communicate()
     eventually(lambda: not runs(process))
     assert not list(tmp_path.iterdir())
 
@@ -243,9 +229,3 @@ def test_folder_of_a_detached_server_is_kept_while_a_raylet_writes_there(tmp_pat
         process.wait()
     assert [left.folder for left in remove_abandoned(parents)] == [root, store]
     assert not detached_servers(parents[0])
-
-
-def test_start_that_fails_leaves_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), lasting_folder("tidemill-", tmp_path):
-        raise KeyboardInterrupt
-    assert not list(tmp_path.iterdir())
