@@ -71,7 +71,6 @@ PARTS: Mapping[str, Part] = {
     ),
     "keys, TLS, rules of security": tests(
         f"{CLI}/test_security.py",
-        f"{CLI}/test_security.py",
         f"{EDGE}/requests/test_api_keys.py",
         "tests/unit/kvstore/test_files.py",
         "tests/unit/kvstore/test_periodic.py",

@@ -77,7 +77,7 @@ TRACE = Trace(
 )
 
 
-COUNTERS = {
+COUNTERS: dict[str, float] = {
     "pages_published": 5,
     "spec_trials": 4,
     "spec_accepted_tokens": 3,

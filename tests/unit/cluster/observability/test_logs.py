@@ -19,7 +19,7 @@ from tidemill.cluster.edge.requests.api_keys import ApiKey
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.observability import worker_line
 from tidemill.cluster.observability.logs import keeping, start_logs
-from tidemill.cluster.observability.telemetry import QUIET, LogLevel, Telemetry
+from tidemill.cluster.observability.telemetry import LogLevel, Telemetry
 from tidemill.cluster.observability.worker_line import WorkerLine, line_of
 from tidemill.workers.messages import NO_MEMORY, WorkerLoad
 
@@ -136,11 +136,6 @@ def test_refused_key_is_not_logged() -> None:
         assert response.status_code == 401
     assert "sk-wrong" not in output.getvalue()
     assert "zebra" not in output.getvalue()
-
-
-def test_lines_of_json_pass_ray_as_they_are() -> None:
-    assert QUIET.environ() == {}
-    assert Telemetry(log_json=True).environ().keys() == {"RAY_DISABLE_WORKER_LOG_PREFIX", "RAY_DEDUP_LOGS"}
 
 
 def test_workers_know_a_request_by_the_clients_id() -> None:

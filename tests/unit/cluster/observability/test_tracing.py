@@ -47,12 +47,9 @@ class Recorded:
     def spans(self) -> list[ReadableSpan]:
         return sorted(self._exporter.get_finished_spans(), key=start_ns)
 
-    def roots(self) -> list[ReadableSpan]:
-        """Return the spans whose parent is remote, or which have none."""
-        return [span for span in self.spans if span.parent is None or span.parent.is_remote]
-
     def root(self) -> ReadableSpan:
-        (root,) = self.roots()
+        """Return the only span whose parent is remote, or which has none."""
+        (root,) = (span for span in self.spans if span.parent is None or span.parent.is_remote)
         return root
 
     def parts(self) -> list[tuple[str, float, float]]:
@@ -74,9 +71,7 @@ def start_ns(span: ReadableSpan) -> int:
 
 def traceparent_of(span: ReadableSpan) -> str:
     """Return the traceparent of the parent of `span`, empty if it has none."""
-    if span.parent is None:
-        return ""
-    return _text(span.parent)
+    return "" if span.parent is None else _text(span.parent)
 
 
 def own_traceparent(span: ReadableSpan) -> str:

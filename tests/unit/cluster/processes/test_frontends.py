@@ -3,8 +3,8 @@
 import asyncio
 import os
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -143,11 +143,12 @@ async def test_answers_of_an_edge_have_any_time_if_its_server_is_killed(
 
 
 class ScriptedEdge:
-    """An edge process and its link: it answers or misses each poll, by a script that begins again."""
+    """An edge process and its link: it answers, misses or never answers each poll, by a script that begins
+    again."""
 
     def __init__(self, answers: str) -> None:
-        self._answers = answers
-        self.polls = 0
+        self.answers = answers
+        self.polls = self.tokens = 0
         self.killed_at: list[int] = []
 
     def kill(self) -> None:
@@ -156,44 +157,37 @@ class ScriptedEdge:
     async def call(self, name: str) -> bytes:
         assert name == "samples"
         self.polls += 1
-        if self._answers[(self.polls - 1) % len(self._answers)] == "-":
-            raise Unserved("the other process does not answer samples")
-        return encode(EdgeSamples())
+        match self.answers[(self.polls - 1) % len(self.answers)]:
+            case "-":
+                raise Unserved("the other process does not answer samples")
+            case ".":
+                await asyncio.Event().wait()
+            case _:
+                pass
+        self.tokens += 5
+        return encode(EdgeSamples({"tokens": [("tokens_total", (), float(self.tokens))]}))
+
+
+@contextmanager
+def served_by(*edges: ScriptedEdge, frontends: int = 1, has_served: bool = False) -> Generator[Frontends]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = Endpoint(host="127.0.0.1", port=0, frontends=frontends)
+        served = Frontends(endpoint, Sockets(listener), [], {}, detached=False)
+        for index, edge in enumerate(edges):
+            run = _Edge(cast("Any", edge), cast("Any", edge), [], has_served=has_served)
+            served._edges[index] = run  # pyright: ignore[reportPrivateUsage]
+        yield served
 
 
 async def test_scrape_has_the_last_counts_of_an_edge_that_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(frontends, "SCRAPE_S_MAX", 0.2)
-
-    class Counting:
-        def __init__(self) -> None:
-            self.answers = asyncio.Event()
-            self.tokens = 0
-
-        async def call(self, _: str) -> bytes:
-            await self.answers.wait()
-            self.tokens += 5
-            return encode(EdgeSamples({"tokens": [("tokens_total", (), float(self.tokens))]}))
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        endpoint = Endpoint(host="127.0.0.1", port=0, frontends=3)
-        served = Frontends(endpoint, Sockets(listener), [], {}, detached=False)
-        edges = [Counting(), Counting()]
-        for index, edge in enumerate(edges):
-            edge.answers.set()
-            run = _Edge(cast("Any", edge), cast("Any", edge), [])
-            served._edges[index] = run  # pyright: ignore[reportPrivateUsage]
-        first = await served.samples()
-        edges[1].answers.clear()
-        async with asyncio.timeout(30):
-            second = await served.samples()
-        edges[1].answers.set()
-        third = await served.samples()
-    up = [found.up for found in (first, second, third)]
+    with served_by(ScriptedEdge("+"), ScriptedEdge("+.+"), frontends=3) as served:
+        scrapes = [await served.samples() for _ in range(3)]
+    up = [found.up for found in scrapes]
     assert up == [{"0": True, "1": is_up, "2": False} for is_up in (True, False, True)]
-    tokens = [found.families["tokens"][0][2] for found in (first, second, third)]
-    assert tokens == [10, 15, 25]
+    assert [found.families["tokens"][0][2] for found in scrapes] == [10, 15, 25]
 
 
 async def test_edge_answers_with_the_last_sums_while_its_server_does_not() -> None:
@@ -229,12 +223,8 @@ async def test_edge_that_misses_polls_in_a_row_is_killed(
     killed_at: list[int],
 ) -> None:
     """Once, and not while it starts."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        endpoint = Endpoint(host="127.0.0.1", port=0)
-        served = Frontends(endpoint, Sockets(listener), [], {}, detached=False)
-        edge = ScriptedEdge(answers)
-        run = _Edge(cast("Any", edge), cast("Any", edge), [], has_served=has_served)
-        served._edges[0] = run  # pyright: ignore[reportPrivateUsage]
+    edge = ScriptedEdge(answers)
+    with served_by(edge, has_served=has_served) as served:
         for _ in range(7):
             await served._poll()  # pyright: ignore[reportPrivateUsage]
-        assert edge.killed_at == killed_at
+    assert edge.killed_at == killed_at

@@ -152,11 +152,8 @@ TableMaker = Callable[[], PrefixTable]
 
 
 @pytest.fixture(scope="module", params=["definition", "compiled"])
-def new_table(request: pytest.FixtureRequest, kernel_cache: Path) -> TableMaker:
-    if request.param == "definition":
-        return Prefixes
-    compiled = load(kernel_cache)
-    return lambda: CompiledPrefixes(compiled)
+def new_table(request: pytest.FixtureRequest, compiled: CompiledPlacement) -> TableMaker:
+    return Prefixes if request.param == "definition" else lambda: CompiledPrefixes(compiled)
 
 
 def names(numbers: list[int]) -> list[bytes]:
@@ -222,8 +219,8 @@ def test_prefix_table_forgets_the_oldest_keys_first_within_its_bound(new_table: 
     assert held(table, 1) == cut([7]), "the keys of another slot"
 
 
-def test_compiled_prefix_table_bounds_its_memory(kernel_cache: Path) -> None:
-    table, rng = CompiledPrefixes(load(kernel_cache)), np.random.default_rng(1)
+def test_compiled_prefix_table_bounds_its_memory(compiled: CompiledPlacement) -> None:
+    table, rng = CompiledPrefixes(compiled), np.random.default_rng(1)
     for _ in range(200):
         keys = rng.integers(1, 1 << 63, 1000, dtype=np.uint64)
         table.add(0, keys, 10_000)

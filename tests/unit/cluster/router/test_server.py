@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -139,17 +139,9 @@ async def client(running: Cluster) -> AsyncGenerator[RouterClient]:
         await client.close()
 
 
-class Scene(NamedTuple):
-    """A router, a worker that has had an answer from it, and the client of an edge."""
-
-    running: Cluster
-    engine: CountingEngine
-    answered: asyncio.Event
-    client: RouterClient
-
-
 @asynccontextmanager
-async def scene() -> AsyncGenerator[Scene]:
+async def scene() -> AsyncGenerator[tuple[Cluster, CountingEngine, asyncio.Event, RouterClient]]:
+    """A router, a worker that has had an answer from it, and the client of an edge."""
     engine = CountingEngine()
     async with (
         cluster() as running,
@@ -157,7 +149,7 @@ async def scene() -> AsyncGenerator[Scene]:
         sending_heartbeats(running, engine) as answered,
     ):
         await answered.wait()
-        yield Scene(running, engine, answered, router_client)
+        yield running, engine, answered, router_client
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:

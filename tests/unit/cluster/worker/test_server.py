@@ -324,10 +324,8 @@ async def impostor(
 ) -> AsyncGenerator[str]:
     """Something else that listens where a worker should."""
     server = new_server()
-    stream = grpc.stream_stream_rpc_method_handler(serve)
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler("tidemill.Worker", {"Stream": stream}),)
-    )
+    methods: Any = {"Stream": grpc.stream_stream_rpc_method_handler(serve)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("tidemill.Worker", methods),))
     address = bind(server, "127.0.0.1", 0)
     await server.start()
     try:

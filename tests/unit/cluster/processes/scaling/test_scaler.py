@@ -1,22 +1,24 @@
 """The scaler carries out the decisions of autoscaling.py and the commands of operators: it starts workers and
 removes empty ones, and all of a fleet without requests."""
 
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import cast
+from random import Random
+from typing import cast, get_args
 
 import pytest
 
+from tests.support.cluster.fake_engine import worker
 from tests.support.cluster.fake_service import worker_status
 from tidemill.cluster.messages import Bounds, FleetStatus, Hysteresis, Misses, RoleScale, WorkerStatus
 from tidemill.cluster.orders import Drain, SetRole
 from tidemill.cluster.processes.scaling.autoscaling import EDGE_SILENT_S_MAX, EdgeReports, EdgeState
-from tidemill.cluster.processes.scaling.journal import FleetPlan, initial_plan
+from tidemill.cluster.processes.scaling.journal import FleetPlan, Lifecycle, initial_plan
 from tidemill.cluster.processes.scaling.scaler import IDLE_CHECKS, Scaler
 from tidemill.cluster.settings import FleetSettings, RouterSettings, WorkerSettings
 from tidemill.workers.messages import RequestError, Role, Unserved, WorkerId, WorkerLoad
-from tidemill.workers.settings import EngineSettings
 
 HYSTERESIS = Hysteresis()
 LOOK_S = HYSTERESIS.look_s
@@ -25,19 +27,12 @@ STREAM = WorkerLoad(running_rows=1)
 IDLE = WorkerLoad()
 
 
-def worker_settings(name: str, role: Role) -> WorkerSettings:
-    engine = EngineSettings(
-        model_folder=Path("none"), memory_bytes=0, store_url="memory:", cache_folder=Path("none")
-    )
-    return WorkerSettings(name=name, role=role, engine=engine, build="package.module:build")
-
-
 def fleet(
     bounds: Mapping[Role, Bounds] | None = None,
     hysteresis: Hysteresis = HYSTERESIS,
     cold_start_s_max: float | None = None,
 ) -> FleetSettings:
-    workers = (worker_settings("prefill-0", "prefill"), worker_settings("decode-0", "decode"))
+    workers = (worker("prefill-0", "prefill"), worker("decode-0", "decode"))
     return FleetSettings(
         workers=workers, bounds=bounds or {}, hysteresis=hysteresis, cold_start_s_max=cold_start_s_max
     )
@@ -53,7 +48,6 @@ class FakeCluster:
     forced: list[str] = field(default_factory=list[str])
     removed: list[str] = field(default_factory=list[str])
     forgotten: list[str] = field(default_factory=list[str])  # removed after they had gone
-    roles: list[tuple[str, Role]] = field(default_factory=list[tuple[str, Role]])
     is_away: bool = False
     is_full: bool = False
     free: int | None = None  # workers that can still be scheduled; None: any number
@@ -67,7 +61,7 @@ class FakeCluster:
         assert routers == RouterSettings()
         if self.is_full:
             raise ValueError(f"{worker.name} is taken")
-        assert worker.build == "package.module:build"
+        assert worker.build.endswith("fake_engine:build")
         assert worker.name not in self.workers
         self.workers[worker.name] = replace(worker_status(worker.name, worker.role), load=self.load)
 
@@ -76,11 +70,10 @@ class FakeCluster:
         return None if self.free is None or len(workers) <= self.free else f"{workers[-1].name} needs a GPU"
 
     def remove_worker(self, name: str) -> None:
-        worker = self.workers.pop(name, None)
-        if worker is None:
+        if name not in self.workers:
             self.forgotten.append(name)
             return
-        assert not worker.load.running_rows
+        assert not self.workers.pop(name).load.running_rows
         self.removed.append(name)
 
     async def status(self) -> FleetStatus:
@@ -89,18 +82,18 @@ class FakeCluster:
         return FleetStatus(workers=tuple(self.workers.values()))
 
     async def carry_out(self, order: Drain | SetRole) -> None:
-        worker = order.worker
+        if order.worker not in self.workers:
+            raise RequestError(f"there is no worker {order.worker}")
         if isinstance(order, SetRole):
-            self.roles.append((worker, order.role))
-            self.change(worker, order.role)
+            self.change(order.worker, order.role)
             return
         assert order.drain
         if order.force:
-            self.forced.append(worker)
-        elif worker in self.refuses_drain:
+            self.forced.append(order.worker)
+        elif order.worker in self.refuses_drain:
             raise RequestError("no other worker does its work")
-        self.drained.append(worker)
-        self.workers[worker] = replace(self.workers[worker], state="draining")
+        self.drained.append(order.worker)
+        self.change(order.worker, state="draining")
 
     def restart(self, name: str, role: Role) -> None:
         """Let a new process take the place of a worker; it has the role of its start."""
@@ -110,9 +103,8 @@ class FakeCluster:
 
     def change(self, name: str, role: Role | None = None, state: str = "ready") -> None:
         """Apply an operator command to a worker, as the router reports it."""
-        worker = self.workers[name]
-        info = replace(worker.info, role=role or worker.info.role)
-        self.workers[name] = replace(worker, info=info, state=state)
+        row = self.workers[name]
+        self.workers[name] = replace(row, info=replace(row.info, role=role or row.info.role), state=state)
 
     def set_load(self, load: WorkerLoad, *names: str) -> None:
         """Set the load of these workers, or of all and of those that start."""
@@ -132,8 +124,8 @@ class Case:
     reports: EdgeReports = field(default_factory=EdgeReports)
 
     def __post_init__(self) -> None:
-        for worker in self.fleet.workers:
-            self.cluster.add_worker(worker, RouterSettings())
+        for settings in self.fleet.workers:
+            self.cluster.add_worker(settings, RouterSettings())
         self.cluster.save(initial_plan(self.fleet))
         self.restart_supervisor()
 
@@ -255,52 +247,57 @@ async def test_scaler_neither_counts_nor_removes_worker_drained_by_operator() ->
     assert "prefill-2" not in case.names(), "the router would make it a decode worker"
 
 
-async def test_scaler_keeps_worker_whose_drain_an_operator_takes_back() -> None:
-    case = by_load()
-    name = await case.draining()
-    await case.advance()
-    assert name not in case.names()
-    case.cluster.change(name)
-    case.cluster.set_load(BUSY)
-    count = len(case.names())
-    await case.advance(HYSTERESIS.up_s / 2)
-    assert len(case.names()) == count
-    assert name in case.names()
-    assert not case.cluster.removed
+async def disturb(case: Case, rng: Random) -> None:
+    """Let an operator scale, move or drain workers, a process restart or start late, the router or the
+    supervisor end, or load come or go."""
+    cluster = case.cluster
+    name = rng.choice(sorted(cluster.workers))
+    match rng.randrange(8):
+        case 0:
+            with suppress(RequestError, Unserved):
+                await case.scale(**{rng.choice(["prefill", "decode"]): rng.randint(1, 4)})
+        case 1:
+            cluster.change(name, rng.choice(get_args(Role)), state=cluster.workers[name].state)
+        case 2:
+            cluster.change(name, state=rng.choice(["ready", "draining"]))
+        case 3:
+            cluster.restart(name, cluster.plan.workers[name].started_as)
+        case 4:
+            cluster.is_away, cluster.is_full = rng.random() < 0.2, rng.random() < 0.2
+        case 5:
+            cluster.set_load(rng.choice([BUSY, STREAM, IDLE]))
+        case 6:
+            case.restart_supervisor()
+        case _:
+            row = cluster.workers.pop(name)  # the router does not know it yet
+            await case.advance()
+            if name in cluster.plan.workers:
+                cluster.workers.setdefault(name, row)
 
 
-async def test_new_process_gets_the_role_and_the_drain_of_the_one_before() -> None:
-    """Its router has restarted meanwhile, and knows neither; and so has the supervisor."""
-    case = by_load(most=3)
-    case.cluster.set_load(BUSY)
-    await case.advance(120)
-    case.cluster.change("prefill-2", role="mixed")
-    await case.advance(10)
-    assert case.cluster.plan.workers["prefill-2"].role == "mixed"
-    case.cluster.restart("prefill-2", "prefill")
-    case.restart_supervisor()
-    await case.advance(10)
-    assert case.cluster.roles == [("prefill-2", "mixed")]
-    assert case.cluster.plan.workers["prefill-2"].role == "mixed"
-    case.cluster.change("prefill-2", role="prefill")  # an operator takes it back
-    await case.advance(10)
-    assert case.cluster.roles == [("prefill-2", "mixed")]
-    assert case.cluster.plan.workers["prefill-2"].role == "prefill"
-
-
-async def test_leaving_worker_that_restarts_leaves_nevertheless_and_its_name_is_used_again() -> None:
-    case = by_load()
-    name = await case.draining()
-    case.cluster.restart(name, "prefill")
-    await case.advance(10)
-    assert case.cluster.drained == [name, name]
-    assert not case.cluster.removed, "it still has a stream"
-    case.cluster.set_load(IDLE)
-    await case.advance(20)
-    assert case.cluster.removed[0] == name
-    case.cluster.set_load(BUSY)
-    await case.advance(120)
-    assert name in case.names()
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("seed", range(40))
+async def test_fleet_becomes_what_was_ordered_whatever_happens_before(seed: int, *, scales: bool) -> None:
+    """No worker with a request is removed meanwhile, and names are used again."""
+    rng, case = Random(seed), by_load(most=4) if scales else Case()
+    cluster = case.cluster
+    for _ in range(40):
+        if cluster.workers:
+            await disturb(case, rng)
+        await case.advance(LOOK_S * rng.randint(1, 5))
+    cluster.is_away = cluster.is_full = False
+    cluster.set_load(IDLE)
+    for name, planned in cluster.plan.workers.items():
+        if planned.state is Lifecycle.DRAINED and name in cluster.workers:
+            cluster.change(name)  # operators take back their drains
+    await case.advance(LOOK_S * 4)
+    await case.scale(prefill=2, decode=2)
+    await case.advance(LOOK_S * 4)
+    roles = {name: row.info.role for name, row in cluster.workers.items()}
+    assert {name: planned.role for name, planned in cluster.plan.workers.items()} == roles
+    ready = Counter(row.info.role for row in cluster.workers.values() if row.state == "ready")
+    assert ready["decode"] == 2
+    assert 1 <= ready["prefill"] <= 4 if scales else ready["prefill"] == 2
 
 
 async def test_operator_starts_and_drains_workers() -> None:
@@ -353,28 +350,6 @@ async def test_unschedulable_workers_are_refused_unless_pending() -> None:
     assert len(case.cluster.workers) == 2, "none is started, not even the schedulable one"
     assert await case.scale(decode=3, pending=True) == "decode-2 needs a GPU"
     assert len(case.cluster.workers) == 4
-
-
-async def test_starting_worker_is_drained_once_the_router_reports_it() -> None:
-    case = Case()
-    await case.scale(decode=2)
-    starting = case.cluster.workers.pop("decode-1")  # the router does not know it
-    assert (await case.role("decode")).starting == ("decode-1",)
-    await case.scale(decode=1)
-    assert not case.cluster.drained
-    assert (await case.role("decode")).leaving == ("decode-1",)
-    await case.advance()
-    case.cluster.workers["decode-1"] = starting  # it started nevertheless
-    await case.advance()
-    assert case.cluster.drained == ["decode-1"]
-    await case.advance(LOOK_S * (IDLE_CHECKS + 1))
-    assert case.cluster.removed == ["decode-1"]
-    await case.scale(decode=2)
-    del case.cluster.workers["decode-1"]
-    await case.scale(decode=1)
-    await case.advance(LOOK_S * IDLE_CHECKS)
-    assert case.cluster.forgotten == ["decode-1"]
-    assert (await case.role("decode")) == RoleScale(role="decode", workers=1)
 
 
 async def test_scaler_without_bounds_keeps_drained_worker_that_is_gone() -> None:
