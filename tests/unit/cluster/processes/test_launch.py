@@ -189,18 +189,3 @@ def test_progress_logs_loaded_bytes_at_most_every_ten_seconds(
         "loading weights: prefill-0 1 of 8 MB, decode-0 2 of 8 MB",
         "loading weights: decode-0 4 of 1,234 MB",
     ]
-
-
-def test_progress_bars_disappear_at_the_end() -> None:
-    out = StringIO()
-    with show_progress(Console(file=out, force_terminal=True, width=120), lambda: 0.0) as show:
-        show("Ray", Loading(0, 0))
-        show("Ray", None)
-        show("decode-0", Loading(500_000_000, 8_000_000_000))
-        show("decode-0", READY)
-        show("decode-1", Failed("no memory", expected=True))
-    text = out.getvalue()
-    assert "decode-1" in text
-    assert "failed" in text
-    assert "Ray" not in text.rpartition("decode-1")[0][-400:]
-    assert not text.endswith("failed\n"), "the bars stay"

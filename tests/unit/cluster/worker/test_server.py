@@ -324,8 +324,13 @@ async def impostor(
 ) -> AsyncGenerator[str]:
     """Something else that listens where a worker should."""
     server = new_server()
-    methods: Any = {"Stream": grpc.stream_stream_rpc_method_handler(serve)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("tidemill.Worker", methods),))
+    server.add_generic_rpc_handlers(
+        (
+            grpc.method_handlers_generic_handler(
+                "tidemill.Worker", {"Stream": grpc.stream_stream_rpc_method_handler(serve)}
+            ),
+        )
+    )
     address = bind(server, "127.0.0.1", 0)
     await server.start()
     try:

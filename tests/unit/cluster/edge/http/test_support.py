@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.cluster.fake_engine import worker
 from tests.support.cluster.fake_service import FakeService, call, saying, serving, sources, tokenizer
-from tests.unit.cluster.processes.scaling.test_scaler import worker_settings
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.fleet import EXIT_NOT_ALL
 from tidemill.cluster.cli.options.server_address import ServerAddress
@@ -93,8 +93,7 @@ def test_known_secret_goes_wherever_it_is(secret: str, before: str, after: str) 
 
 
 def test_settings_are_shown_without_secrets() -> None:
-    worker = worker_settings("decode-0", "decode")
-    settings = ClusterSettings(fleets=(FleetSettings(workers=(worker,)),))
+    settings = ClusterSettings(fleets=(FleetSettings(workers=(worker("decode-0", "decode"),)),))
     endpoint = Endpoint(
         host="127.0.0.1",
         port=1,

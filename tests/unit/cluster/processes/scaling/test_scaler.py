@@ -255,7 +255,7 @@ async def disturb(case: Case, rng: Random) -> None:
     match rng.randrange(8):
         case 0:
             with suppress(RequestError, Unserved):
-                await case.scale(**{rng.choice(["prefill", "decode"]): rng.randint(1, 4)})
+                await case.scale(pending=False, **{rng.choice(["prefill", "decode"]): rng.randint(1, 4)})
         case 1:
             cluster.change(name, rng.choice(get_args(Role)), state=cluster.workers[name].state)
         case 2:
