@@ -79,7 +79,6 @@ PARTS: Mapping[str, Part] = {
     ),
     "control tokens in chats": tests(f"{EDGE}/chat/test_control_tokens.py", share_s=20.0),
     "grammars": tests(
-        "tests/unit/workers/execution/test_grammar_bombs.py",
         "tests/unit/workers/execution/test_grammar_limits.py",
         share_s=30.0,
     ),

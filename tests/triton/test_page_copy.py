@@ -12,9 +12,7 @@ from tests.unit.kernels.test_page_copy import (
     DIRECTIONS,
     run,
     test_empty_copy_moves_nothing,
-    test_layers_copied_one_by_one_equal_one_copy,
     test_offsets_beyond_32_bits,
-    test_pages_without_tokens_are_a_mistake,
     test_ranks_copy_their_heads_alone,
     test_there_and_back_is_the_identity,
     test_tokens_of_a_page_may_lie_apart,
@@ -25,9 +23,7 @@ from tidemill.kernels.page_copy.planes import Direction, PageCopy
 
 __all__ = [
     "test_empty_copy_moves_nothing",
-    "test_layers_copied_one_by_one_equal_one_copy",
     "test_offsets_beyond_32_bits",
-    "test_pages_without_tokens_are_a_mistake",
     "test_ranks_copy_their_heads_alone",
     "test_there_and_back_is_the_identity",
     "test_tokens_of_a_page_may_lie_apart",

@@ -74,7 +74,6 @@ def draw_once(logits_NV: torch.Tensor, samplings: Sequence[Sampling], positions:
 class Answer:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    accepted: int = 0
 
 
 def answer_of(
@@ -118,7 +117,6 @@ def troubled_answer_of(
         )
         (drawn,) = draw(logits_NV, [row_of(sampling_state, drafts, start + done)])
         if rng.random() < 0.8:  # else the step was void
-            answer.accepted += len(drawn.tokens) - 1
             _take(request, answer, drawn, len(truth))
     return answer
 

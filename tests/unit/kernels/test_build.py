@@ -266,8 +266,3 @@ def test_table_reports_the_compiled_variant(kernel_cache: Path, monkeypatch: pyt
     found = dispatch.table(kernel_cache).splitlines()[1:]
     assert all(line.split()[1:4] == ["yes", "yes", "missing"] for line in found[:OPERATORS])
     assert "install a compiler" in found[OPERATORS:]
-
-
-def test_reference_needs_no_compiler(tmp_path: Path) -> None:
-    assert dispatch.operators("reference", tmp_path / "never") is dispatch.REFERENCE
-    assert not (tmp_path / "never").exists()

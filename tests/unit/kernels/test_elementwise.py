@@ -1,5 +1,7 @@
 """Norms, activations and rotary angles against their definitions; every lane runs the same arithmetic."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -8,73 +10,71 @@ from tidemill.kernels.dispatch import Operators
 
 SIZES = (1, 2, 63, 64, 65, 127, 300)
 EPSILON = 1e-6
+ROWS = 9
 SMALL = 1e-3  # so that epsilon counts
 
 
+Arguments = tuple[torch.Tensor | float, ...]
+
+
+def add_norm(draw: torch.Generator, width: int) -> Arguments:
+    return SMALL * random(draw, ROWS, width), SMALL * random(draw, ROWS, width), random(draw, width), EPSILON
+
+
+def rms_norm(draw: torch.Generator, width: int) -> Arguments:
+    return SMALL * random(draw, ROWS, 11 + width)[:, 11:], random(draw, width), EPSILON
+
+
+def rms_norm_gated(draw: torch.Generator, width: int) -> Arguments:
+    x, weight = SMALL * random(draw, ROWS, 3, 2, width), random(draw, width)
+    return x, 5 * random(draw, ROWS, 3, 11 + 2 * width)[..., 11:].view(x.shape), weight, EPSILON
+
+
+def silu_mul(draw: torch.Generator, width: int) -> Arguments:
+    return (20 * random(draw, ROWS, 2 * width),)
+
+
+def sigmoid_mul(draw: torch.Generator, width: int) -> Arguments:
+    return random(draw, ROWS, 3, width), 20 * random(draw, ROWS, 3, 2 * width)[..., width:]
+
+
+def sigmoid_mul_of_one_gate(draw: torch.Generator, width: int) -> Arguments:
+    x, gate = sigmoid_mul(draw, width)
+    assert isinstance(x, torch.Tensor)
+    assert isinstance(gate, torch.Tensor)
+    return x, gate[..., :1].expand(x.shape)
+
+
 @pytest.mark.parametrize("width", SIZES)
-def test_add_norm(cpu: Operators, reference: Operators, width: int) -> None:
-    draw = torch.Generator().manual_seed(width)
-    residual, branch, weight = (
-        SMALL * random(draw, 65, width),
-        SMALL * random(draw, 65, width),
-        random(draw, width),
-    )
-    wanted = reference.add_norm(residual.double(), branch.double(), weight.double(), EPSILON)
-    alone = cpu.add_norm(residual[40:41].clone(), branch[40:41], weight, EPSILON)
-    plain = residual + branch
-    found = cpu.add_norm(residual, branch, weight, EPSILON)
-    assert same_bits(found[0], plain)
-    assert relative_error(found[1], wanted[1]) < 1e-5
-    for tensor, every in zip(alone, found, strict=True):
-        assert same_bits(tensor, every[40:41])
+@pytest.mark.parametrize(
+    "make", [add_norm, rms_norm, rms_norm_gated, silu_mul, sigmoid_mul, sigmoid_mul_of_one_gate]
+)
+def test_matches_the_definition_and_a_row_alone(
+    cpu: Operators, reference: Operators, make: Callable[[torch.Generator, int], Arguments], width: int
+) -> None:
+    name = make.__name__.removesuffix("_of_one_gate")
+
+    def run(ops: Operators, change: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        given = make(torch.Generator().manual_seed(width), width)
+        found = getattr(ops, name)(*(change(x) if isinstance(x, torch.Tensor) else x for x in given))
+        return [*found] if isinstance(found, tuple) else [found]
+
+    found = run(cpu, lambda x: x)
+    for one, wanted in zip(found, run(reference, torch.Tensor.double), strict=True):
+        assert relative_error(one, wanted) < 1e-5
+    alone = run(cpu, lambda x: x[4:5] if len(x) == ROWS and x.dim() > 1 else x)
+    assert all(same_bits(one[4:5], row) for one, row in zip(found, alone, strict=True))
 
 
 @pytest.mark.parametrize("width", SIZES)
 def test_first_branch_is_the_sum(cpu: Operators, width: int) -> None:
     draw = torch.Generator().manual_seed(width)
-    branch, weight = random(draw, 65, width), random(draw, width)
+    branch, weight = random(draw, ROWS, width), random(draw, width)
     found = cpu.add_norm(None, branch.clone(), weight, EPSILON)
     assert same_bits(found[0], branch)
     # A sum with -0.0 keeps every bit of the branch.
     assert same_bits(found[1], cpu.add_norm(torch.full_like(branch, -0.0), branch, weight, EPSILON)[1])
-
-
-@pytest.mark.parametrize("width", SIZES)
-def test_rms_norm(cpu: Operators, reference: Operators, width: int) -> None:
-    draw = torch.Generator().manual_seed(width)
-    x, weight = SMALL * random(draw, 65, 11 + width)[:, 11:], random(draw, width)
-    found = cpu.rms_norm(x, weight, EPSILON)
-    assert relative_error(found, reference.rms_norm(x.double(), weight.double(), EPSILON)) < 1e-5
-    assert same_bits(found[40:41], cpu.rms_norm(x[40:41], weight, EPSILON))
-    assert same_bits(found, cpu.add_norm(None, x.clone(), weight, EPSILON)[1])
-
-
-@pytest.mark.parametrize("width", SIZES)
-def test_rms_norm_gated(cpu: Operators, reference: Operators, width: int) -> None:
-    draw = torch.Generator().manual_seed(width)
-    x, weight = SMALL * random(draw, 7, 3, 2, width), random(draw, width)
-    gate = 5 * random(draw, 7, 3, 11 + 2 * width)[..., 11:].view(x.shape)
-    found = cpu.rms_norm_gated(x, gate, weight, EPSILON)
-    wanted = reference.rms_norm_gated(x.double(), gate.double(), weight.double(), EPSILON)
-    assert relative_error(found, wanted) < 1e-5
-    assert same_bits(found[4:5], cpu.rms_norm_gated(x[4:5], gate[4:5], weight, EPSILON))
-
-
-@pytest.mark.parametrize("width", SIZES)
-def test_silu_mul(cpu: Operators, reference: Operators, width: int) -> None:
-    draw = torch.Generator().manual_seed(width)
-    x = 20 * random(draw, 33, 2 * width)
-    assert relative_error(cpu.silu_mul(x), reference.silu_mul(x.double())) < 1e-5
-
-
-@pytest.mark.parametrize("width", SIZES)
-def test_sigmoid_mul(cpu: Operators, reference: Operators, width: int) -> None:
-    draw = torch.Generator().manual_seed(width)
-    x, gate = random(draw, 9, 3, width), 20 * random(draw, 9, 3, 2 * width)[..., width:]
-    assert relative_error(cpu.sigmoid_mul(x, gate), reference.sigmoid_mul(x.double(), gate.double())) < 1e-5
-    one = gate[..., :1].expand(x.shape)
-    assert relative_error(cpu.sigmoid_mul(x, one), reference.sigmoid_mul(x.double(), one.double())) < 1e-5
-    assert same_bits(cpu.sigmoid_mul(x, one), cpu.sigmoid_mul(x, one.contiguous()))
+    assert same_bits(found[1], cpu.rms_norm(branch, weight, EPSILON))
 
 
 @pytest.mark.parametrize("value", [-60.7, -17.3, -3.1, -0.2, 1e-3, 0.9, 2.3, 13.7, 88.8])

@@ -51,27 +51,19 @@ def test_logits_are_linear(cpu: Operators, reference: Operators, dtype: torch.dt
 
 @pytest.mark.parametrize(("n", "k"), [(17, 63), (300, 600), (64, 256), (130, 1000), (130, 1001)])
 @pytest.mark.parametrize("compute_dtype", COMPUTE_DTYPES)
-def test_row_has_the_same_bits_in_any_batch(
+def test_row_has_the_same_bits_in_any_batch_and_with_any_threads(
     kernel_cache: Path, compute_dtype: ComputeDtype, n: int, k: int
 ) -> None:
     cpu, draw = operators("cpu", kernel_cache, compute_dtype), torch.Generator().manual_seed(n)
     x, weight_NK = random(draw, 400, k), random(draw, n, k).to(weights_of(compute_dtype))
     weight = cpu.pack([plain(weight_NK)], random(draw, n))
     whole = cpu.linear(x, weight)
+    torch.set_num_threads(2)
+    assert same_bits(cpu.linear(x, weight), whole)
+    torch.set_num_threads(1)
     for rows in (1, 2, 3, 5, 6, 7, 11, 12, 13, 16, 17, 64, 191, 193):
         picked = torch.randperm(400, generator=draw)[:rows]
         assert same_bits(cpu.linear(x[picked], weight), whole[picked]), rows
-
-
-@pytest.mark.parametrize("depth", [500, 501])
-def test_threads_change_no_bit(cpu: Operators, half_cpu: Operators, depth: int) -> None:
-    draw = torch.Generator().manual_seed(0)
-    x, weight_NK = random(draw, 300, depth), random(draw, 333, depth)
-    for weight in (cpu.pack([plain(weight_NK)], None), half_cpu.pack([plain(weight_NK.bfloat16())], None)):
-        torch.set_num_threads(2)
-        two = cpu.linear(x, weight)
-        torch.set_num_threads(1)
-        assert same_bits(cpu.linear(x, weight), two)
 
 
 def test_products_in_bfloat16_of_wide_weights_are_in_float32(cpu: Operators, half_cpu: Operators) -> None:
@@ -150,17 +142,6 @@ def test_rows_in_bfloat16_are_those_that_a_product_rounds(half_cpu: Operators, d
     assert same_bits(found, half_cpu.linear(wide[:, 3:], weight))
 
 
-def test_rows_in_bfloat16_are_refused_by_products_in_float32(cpu: Operators) -> None:
-    with pytest.raises(AssertionError):
-        cpu.linear(torch.zeros(2, 4).bfloat16(), cpu.pack([plain(torch.zeros(3, 4).bfloat16())], None))
-
-
-def test_rows_may_be_a_slice_of_wider_ones(cpu: Operators) -> None:
-    draw = torch.Generator().manual_seed(0)
-    x, weight = random(draw, 9, 100), cpu.pack([plain(random(draw, 20, 30))], None)
-    assert same_bits(cpu.linear(x[:, 50:80], weight), cpu.linear(x[:, 50:80].contiguous(), weight))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", ROWS)
 def test_half_precision_weights_give_the_bits_of_wide_ones(
@@ -203,10 +184,3 @@ def test_each_head_is_a_linear_of_its_own(
     assert same_bits(cpu.linear_heads(x, cpu.pack([plain(weight)], None)), found)
     picked = torch.arange(tokens - 1, -1, -2)
     assert same_bits(cpu.linear_heads(x[picked], cpu.pack([plain(weight)], None)), found[picked])
-
-
-def test_heads_of_other_numbers_or_with_biases_are_refused(cpu: Operators) -> None:
-    x, weight = torch.zeros(2, 3, 4), torch.zeros(3, 5, 4)
-    for packed in (cpu.pack([plain(weight[:2])], None), cpu.pack([plain(weight)], torch.zeros(3, 5))):
-        with pytest.raises(AssertionError):
-            cpu.linear_heads(x, packed)

@@ -57,26 +57,13 @@ def test_definition_token_by_token(cache: str, direction: Direction) -> None:
     assert run(reference.page_copy, Memory(case), direction).is_like(expected)
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("shuffled", [False, True], ids=["blocks", "tokens"])
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_matches_the_definition(
-    variant: PageCopy, case: Case, cache: str, direction: Direction, *, shuffled: bool
-) -> None:
-    """Bytes outside the copy stay as they are."""
-    case = Case(**{**vars(case), "cache": cache})
-    expected = run(reference.page_copy, Memory(case, shuffled=shuffled), direction)
-    assert run(variant, Memory(case, shuffled=shuffled), direction).is_like(expected)
-
-
-@settings(max_examples=60)
+@settings(max_examples=150)
 @given(
     case=st.builds(
         Case,
         cache=st.sampled_from(sorted(CACHES)),
         heads=st.integers(1, 4),
-        dims=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple),
+        dims=st.lists(st.integers(1, 9) | st.sampled_from([16, 64, 128]), min_size=1, max_size=3).map(tuple),
         page_tokens=st.integers(1, 9),
         block_tokens=st.integers(1, 9),
         tokens=st.integers(1, 40),
@@ -89,6 +76,7 @@ def test_matches_the_definition(
 def test_cpu_matches_the_definition(
     variant: PageCopy, case: Case, direction: Direction, *, shuffled: bool
 ) -> None:
+    """Bytes outside the copy stay as they are."""
     expected = run(reference.page_copy, Memory(case, shuffled=shuffled), direction)
     assert run(variant, Memory(case, shuffled=shuffled), direction).is_like(expected)
 
@@ -106,14 +94,6 @@ def test_there_and_back_is_the_identity(variant: PageCopy, cache: str) -> None:
     for plane, wanted in zip(memory.planes, pages, strict=True):
         found = plane.pages[memory.page_N.long()]
         assert torch.equal(bytes_of(found.contiguous()), bytes_of(wanted))
-
-
-def test_layers_copied_one_by_one_equal_one_copy(variant: PageCopy) -> None:
-    case = Case(heads=3, dims=(7, 4), tokens=30)
-    whole, one_by_one = run(variant, Memory(case), "export"), Memory(case)
-    for layer in range(2):
-        variant(one_by_one.planes[2 * layer :][:2], one_by_one.page_N, one_by_one.slot_T, "export")
-    assert one_by_one.is_like(whole)
 
 
 def test_ranks_copy_their_heads_alone(variant: PageCopy) -> None:
@@ -176,9 +156,3 @@ def test_cpu_finds_ids_out_of_range(variant: PageCopy, pages: list[int], slots: 
     memory = Memory(Case(tokens=8))
     with pytest.raises(AssertionError):
         variant(memory.planes, torch.tensor(pages, dtype=torch.int32), torch.tensor(slots), "export")
-
-
-def test_pages_without_tokens_are_a_mistake(variant: PageCopy) -> None:
-    memory = Memory(Case(tokens=8))
-    with pytest.raises(AssertionError, match="from the first on"):
-        variant(memory.planes, memory.page_N, memory.slot_T[:4], "export")

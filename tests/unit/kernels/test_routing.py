@@ -103,19 +103,3 @@ def test_scores_too_small_to_add_up_are_no_division_by_zero(cpu: Operators, refe
     for ops in (cpu, reference):
         _, weights, _ = ops.route(torch.full((1, 4), -80.0), Routing(2, renormalise=True, score="sigmoid"))
         assert bool((weights < 1e-10).all())
-
-
-@pytest.mark.parametrize(
-    "routing",
-    [
-        Routing(5, renormalise=True),
-        Routing(3, renormalise=True, groups=2, groups_kept=1),
-        Routing(1, renormalise=True, groups=3, groups_kept=1),
-        Routing(1, renormalise=True, groups=4, groups_kept=4),
-        Routing(1, renormalise=True, bias_E=torch.zeros(3)),
-    ],
-    ids=["more than there are", "more than groups have", "uneven", "no two of a group", "bias"],
-)
-def test_routing_of_other_experts_is_refused(cpu: Operators, routing: Routing) -> None:
-    with pytest.raises(AssertionError):
-        cpu.route(torch.zeros(1, 4), routing)

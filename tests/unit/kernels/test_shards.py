@@ -47,18 +47,6 @@ def test_linear_by_output_rows_of_the_weight(
     assert same_bits(torch.cat(found, dim=1), whole)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 17])
-def test_linear_of_a_whole_with_threads_and_shards_without(cpu: Operators, rows: int) -> None:
-    draw = torch.Generator().manual_seed(rows)
-    x, weight = random(draw, rows, 1100), random(draw, 1003, 1100)
-    torch.set_num_threads(2)
-    whole = cpu.linear(x, cpu.pack([plain(weight)], None))
-    torch.set_num_threads(1)
-    ends = itertools.pairwise([0, 250, 501, 518, 1003])
-    found = [cpu.linear(x, cpu.pack([plain(weight[start:end])], None)) for start, end in ends]
-    assert same_bits(torch.cat(found, dim=1), whole)
-
-
 @dataclass(frozen=True)
 class Heads:
     """`shares`: the query heads and the kv heads of each rank."""

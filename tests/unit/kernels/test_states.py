@@ -1,7 +1,7 @@
 """`causal_conv`, `gated_delta` and `mamba2` against their definitions; the same bits in any cut and batch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -212,24 +212,6 @@ def test_kept_state_is_that_of_a_row_that_ends_there(
         start += n
     others = sorted(set(range(1 + SLOTS)) - named)
     assert same_bits(many.arena[others], begun[others])
-
-
-@pytest.mark.parametrize("variant", ["cpu", "reference"])
-@pytest.mark.parametrize("run", RUNS)
-def test_row_may_keep_nothing(request: pytest.FixtureRequest, run: Run, variant: str) -> None:
-    ops: Operators = request.getfixturevalue(variant)
-    layer, other = Layer(SHAPES[1], 5), Layer(SHAPES[1], 5)
-    wanted, _ = run(other, ops, step([2, 3]), ALL, torch.float32)
-    found, _ = run(layer, ops, step([2, 3], writes=[[-1, -1], [-1, -1]]), ALL, torch.float32)
-    assert same_bits(found, wanted)
-    assert bool(layer.arena.isnan().all())
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_view_of_some_columns_is_refused(cpu: Operators, run: Run) -> None:
-    layer, rows = Layer(SHAPES[1], 5), step([2, 3], writes=[[0, 1], [2, 3]])
-    with pytest.raises(AssertionError):
-        run(layer, cpu, replace(rows, writes_BK=rows.writes_BK[:, 1:]), ALL, torch.float32)
 
 
 def test_step_has_no_bounds_by_default(cpu: Operators, reference: Operators) -> None:

@@ -1,7 +1,7 @@
 """The device of an engine: its default settings, errors where it is missing, and extents that it can map."""
 
 import sys
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -11,6 +11,7 @@ import torch
 from benchmarks.engine.released import RELEASED
 
 from tests.support.kvstore.fake_vmm import FakeVmm
+from tests.support.workers.settings import keeper_settings
 from tidemill import LLM
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.layout import layout_of
@@ -26,21 +27,11 @@ from tidemill.workers.device_errors import is_sticky
 from tidemill.workers.engine.build import build_engine, check_settings
 from tidemill.workers.engine.memory_plan import checkpoint_pages, memory_of
 from tidemill.workers.models.architectures.registry import ARCHITECTURES, describe
-from tidemill.workers.settings import EngineSettings, SettingsError
+from tidemill.workers.settings import SettingsError
 from tidemill.workers.sources.names import bundled
 
 CUDA = torch.device("cuda", 0)
-
-
-def settings_with(**changes: object) -> EngineSettings:
-    values = {
-        "model_folder": bundled()["keeper"],
-        "memory_bytes": 1 << 30,
-        "cache_folder": Path("nowhere"),
-        "store_url": "memory:?size=0",
-        **changes,
-    }
-    return EngineSettings(**values)  # pyright: ignore[reportArgumentType]  named by the tests
+settings_with = partial(keeper_settings, memory_bytes=1 << 30)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +173,7 @@ def test_memory_that_is_not_granted_names_the_fix() -> None:
     ],
     ids=repr,
 )
-def test_sticky_errors_of_a_device(error: Exception, sticky: bool) -> None:  # noqa: FBT001  a parameter
+def test_sticky_errors_of_a_device(error: Exception, *, sticky: bool) -> None:
     assert is_sticky(error) is sticky
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.kvstore.fake_vmm import FakeVmm
+from tests.support.workers.settings import keeper_settings
 from tidemill.kernels.dispatch import operators
 from tidemill.workers.engine import build
 from tidemill.workers.engine.build import build_engine, check_settings
@@ -17,15 +19,10 @@ from tidemill.workers.engine.memory_plan import DeviceMemory, arena_bytes, budge
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.messages import EngineInfo
 from tidemill.workers.settings import EngineSettings, SettingsError
-from tidemill.workers.sources.names import bundled
 
 MIB, GB = 1 << 20, 10**9
 H100, H200 = 85 * GB, 150 * GB
-
-
-def settings_with(**changes: Any) -> EngineSettings:  # noqa: ANN401 - named by the tests
-    values: dict[str, Any] = {"model_folder": bundled()["keeper"], "device": "cuda", "backing": "fixed"}
-    return EngineSettings(cache_folder=Path("nowhere"), store_url="memory:?size=0", **values | changes)
+settings_with = partial(keeper_settings, device="cuda", backing="fixed")
 
 
 @pytest.mark.parametrize(

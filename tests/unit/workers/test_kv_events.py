@@ -15,6 +15,7 @@ import zmq
 
 from tests.support.loops import run_by
 from tests.support.workers.bench import ATTENTION_ONLY, HYBRID, WINDOWS, Bench, a_request, bench, root_of, run
+from tests.support.workers.settings import keeper_settings
 from tests.support.workers.subscriber import Mirror, documented_subscriber
 from tidemill.kvstore.keys import PageKey, chain
 from tidemill.kvstore.layout import Layout
@@ -22,7 +23,7 @@ from tidemill.kvstore.memory.prefix_index import PrefixIndex
 from tidemill.workers.engine import build, kv_events
 from tidemill.workers.engine.kv_events import EventForm, IndexBatch, KvEvents, events_of
 from tidemill.workers.engine.zmq_publisher import ZmqPublisher, is_bound, with_rank
-from tidemill.workers.settings import EngineSettings, KvEventSettings, SettingsError
+from tidemill.workers.settings import KvEventSettings, SettingsError
 
 ROOT = Path(__file__).parents[4]
 LAYOUTS = pytest.mark.parametrize(
@@ -225,13 +226,7 @@ def test_publisher_survives_wrong_requests(tmp_path: Path) -> None:
 async def test_missing_pyzmq_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
     monkeypatch.delitem(sys.modules, build.PUBLISHER.partition(":")[0])
-    settings = EngineSettings(
-        model_folder=tmp_path,
-        memory_bytes=0,
-        cache_folder=tmp_path,
-        store_url="",
-        kv_events=KvEventSettings(endpoint=f"ipc://{tmp_path}/live"),
-    )
+    settings = keeper_settings(kv_events=KvEventSettings(endpoint=f"ipc://{tmp_path}/live"))
 
     async with bench() as made:
         missing = pytest.raises(SettingsError, match=r"pip install 'tidemill\[events\]'")

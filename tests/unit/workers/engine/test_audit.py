@@ -26,7 +26,7 @@ class Checked:
         assert not self.broken, "a page has two owners"
 
 
-def test_check_follows_a_fault_and_work() -> None:
+def test_check_follows_faults_and_work_and_takes_a_small_share_of_the_time() -> None:
     checked = Checked()
     checked.audit.run(1.0, idle=True)
     assert checked.checks == 0, "nothing has run"
@@ -35,27 +35,16 @@ def test_check_follows_a_fault_and_work() -> None:
     checked.audit.run(3.0, idle=True)
     checked.audit.run(4.0, idle=True)
     assert checked.checks == 1
-    checked.audit.fault("a request was cancelled", 5.0)
-    checked.audit.run(5.0, idle=False)
-    assert checked.checks == 2
-    assert checked.counters["ownership_checks"] == 2
-
-
-def test_long_checks_wait_until_the_worker_is_idle() -> None:
-    checked = Checked(objects=1_000_000)
-    checked.audit.fault("a step broke", 1.0)
-    checked.audit.run(1.0, idle=False)
-    assert checked.checks == 0
-    checked.audit.run(1.0, idle=True)
-    assert checked.checks == 1
-
-
-def test_checks_take_a_small_share_of_the_time() -> None:
-    checked = Checked()
     for _ in range(1000):
-        checked.audit.fault("again", 7.0)
-        checked.audit.run(7.0, idle=False)
-    assert checked.checks == 1
+        checked.audit.fault("a request was cancelled", 5.0)
+        checked.audit.run(5.0, idle=False)
+    assert checked.checks == checked.counters["ownership_checks"] == 2
+    long = Checked(objects=1_000_000)
+    long.audit.fault("a step broke", 1.0)
+    long.audit.run(1.0, idle=False)
+    assert long.checks == 0, "a long one waits until the worker is idle"
+    long.audit.run(1.0, idle=True)
+    assert long.checks == 1
 
 
 def test_violation_is_counted_and_logged_with_the_newest_events(caplog: pytest.LogCaptureFixture) -> None:

@@ -88,7 +88,7 @@ async def test_step_that_uses_cpu_time_is_progress_however_long_it_takes(share: 
 
 @pytest.mark.parametrize("last", [1, 2, 5])
 @pytest.mark.parametrize("overlap", [True, False])
-async def test_when_the_step_loop_breaks_every_stream_ends(last: int, overlap: bool) -> None:  # noqa: FBT001  a parameter
+async def test_when_the_step_loop_breaks_every_stream_ends(last: int, *, overlap: bool) -> None:
     """Streams that run, that wait for memory, and that wait for the same prompt to be produced."""
     async with bench(num_extents=4, runner=BrokenRunner(last), tuning=Tuning(overlap=overlap)) as one:
         requests = [a_request(prompt(30, index), 9) for index in range(5)]

@@ -38,9 +38,7 @@ SHAPES = sorted(
 @pytest.mark.parametrize("hybrid", [True, False])
 @pytest.mark.parametrize(("page_tokens", "num_tokens"), SHAPES)
 async def test_cold_warm_fetched_and_produced_are_the_same(
-    page_tokens: int,
-    num_tokens: int,
-    hybrid: bool,  # noqa: FBT001  a parameter of the test
+    page_tokens: int, num_tokens: int, *, hybrid: bool
 ) -> None:
     request = a_request(prompt(num_tokens), 2 * page_tokens + 1)
     boundary = restorable_end(num_tokens, page_tokens)
@@ -105,16 +103,6 @@ async def test_breakpoint_is_restorable_from_its_second_sight_on(layout: Layout)
     async with bench(one.store, layout=layout) as other:
         provenance = await other.answer(a_request(shared + prompt(9, 3), 3))
         assert provenance.fetched_tokens == 8, "breakpoints are published"
-
-
-async def test_long_shared_part_is_restorable_from_its_second_sight_on() -> None:
-    """The first prompt has left checkpoints on the grid, one for every four pages."""
-    shared = prompt(18)
-
-    async with bench() as one:
-        await one.answer(a_request(shared + prompt(11, 1), 3))
-        provenance = await one.answer(a_request(shared + prompt(11, 2), 3))
-        assert provenance.reused_tokens == 16
 
 
 async def test_pages_that_are_here_are_not_attached_beyond_the_checkpoint_in_the_store() -> None:

@@ -160,10 +160,7 @@ async def flooded(one: Bench, num_streams: int, num_prompts: int = FLOOD) -> tup
     ],
 )
 async def test_streams_beside_a_flood_of_long_prompts(
-    num_streams: int,
-    token_s: float,
-    noise: tuple[float, ...],
-    overlap: bool,  # noqa: FBT001  a parameter of the test
+    num_streams: int, token_s: float, noise: tuple[float, ...], *, overlap: bool
 ) -> None:
     """Steps keep the target on average, and the prompts get what the streams leave."""
     machine = Machine(base_s=0.02, row_s=0.001, token_s=token_s, noise=noise, rng=Random(1))
@@ -194,10 +191,7 @@ async def test_requests_that_come_together_fill_the_batch() -> None:
 @pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize(("num_streams", "token_s"), [(1, 0.001), (4, 0.01)])
 async def test_streams_that_guess_beside_a_flood(
-    num_streams: int,
-    token_s: float,
-    right: float,
-    overlap: bool,  # noqa: FBT001  a parameter of the test
+    num_streams: int, token_s: float, right: float, *, overlap: bool
 ) -> None:
     """A stream that waits for its guesses is a stream."""
     machine = Machine(base_s=0.02, row_s=0.001, token_s=token_s, right=right, rng=Random(1))

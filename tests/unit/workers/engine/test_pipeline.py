@@ -77,11 +77,7 @@ def requests_of(count: int, name: str = "good", seed: int = 0) -> list[Request]:
 @pytest.mark.parametrize("strategy", ["none", "double", "lazy"])
 @pytest.mark.parametrize("until", [4, 17, 30])
 async def test_poison_request_gets_its_error_and_no_other(
-    layout: Layout,
-    overlap: bool,  # noqa: FBT001  a parameter of the test
-    drafts_max: int,
-    strategy: CheckpointStrategy,
-    until: int,
+    layout: Layout, drafts_max: int, strategy: CheckpointStrategy, until: int, *, overlap: bool
 ) -> None:
     """The request breaks in the first row of its prompt, in a later one, and while it decodes; as the oldest
     and among others."""
@@ -102,7 +98,7 @@ async def test_poison_request_gets_its_error_and_no_other(
 @overlaps
 @pytest.mark.parametrize("until", [4, 9])
 @pytest.mark.parametrize("count", [2, 3, 6])
-async def test_several_poison_requests_together(count: int, until: int, overlap: bool) -> None:  # noqa: FBT001  a parameter
+async def test_several_poison_requests_together(count: int, until: int, *, overlap: bool) -> None:
     """However many of them break one after the other, each alone: it is they that are broken."""
     tuning = Tuning(overlap=overlap, vocabulary=VOCABULARY, breaks=poisoned(until), rows_max=16)
     async with bench(tuning=tuning) as one:
@@ -115,7 +111,7 @@ async def test_several_poison_requests_together(count: int, until: int, overlap:
 
 
 @overlaps
-async def test_poison_prompt_that_is_produced(overlap: bool) -> None:  # noqa: FBT001  a parameter of the test
+async def test_poison_prompt_that_is_produced(*, overlap: bool) -> None:
     async with bench(tuning=Tuning(overlap=overlap, breaks=poisoned(16))) as one:
         poison = a_request(prompt(40, 50), 20, request_id="poison")
         calls: list[Awaitable[object]] = [*map(one.answer, requests_of(2))]
@@ -128,9 +124,7 @@ async def test_poison_prompt_that_is_produced(overlap: bool) -> None:  # noqa: F
 @overlaps
 @pytest.mark.parametrize("number", [1, 2, 3, 5, 8, 13, 18])
 async def test_step_that_breaks_once_costs_no_request_anything(
-    number: int,
-    overlap: bool,  # noqa: FBT001  a parameter of the test
-    layout: Layout,
+    number: int, layout: Layout, *, overlap: bool
 ) -> None:
     """Its rows come back one at a time; no token is lost, streamed twice or wrong, with all written places of
     the step full of garbage."""
@@ -156,7 +150,7 @@ async def test_step_that_breaks_once_costs_no_request_anything(
 
 @overlaps
 @pytest.mark.parametrize("last", [1, 3, 7])
-async def test_when_every_step_breaks_the_loop_ends(last: int, overlap: bool) -> None:  # noqa: FBT001  a parameter
+async def test_when_every_step_breaks_the_loop_ends(last: int, *, overlap: bool) -> None:
     """Beyond FAILURES_MAX it is not the requests that are broken."""
     runner = BrokenRunner(last, Broke)
     async with bench(runner=runner, tuning=Tuning(overlap=overlap)) as one:
@@ -184,9 +178,7 @@ FATAL: dict[str, Exception] = {
 @pytest.mark.parametrize("first", [1, 3, 21])
 @pytest.mark.parametrize("error", FATAL.values(), ids=FATAL)
 async def test_device_or_worker_that_fails_ends_the_loop_and_blames_no_request(
-    error: Exception,
-    first: int,
-    overlap: bool,  # noqa: FBT001  a parameter of the test
+    error: Exception, first: int, *, overlap: bool
 ) -> None:
     """Every call of the device fails from the first failure on, as after an Xid."""
     runner = BrokenRunner(first, lambda: error)
@@ -215,7 +207,7 @@ class Refusing:
 
 
 @overlaps
-async def test_step_that_cannot_be_started(overlap: bool) -> None:  # noqa: FBT001  a parameter of the test
+async def test_step_that_cannot_be_started(*, overlap: bool) -> None:
     async with bench(runner=Refusing(), tuning=Tuning(overlap=overlap, wraps=False)) as one:
         requests = [a_request(prompt(5, index), 30, request_id=str(index)) for index in range(5)]
         ended = await asyncio.gather(*(_all_of(one, request) for request in requests))
@@ -226,9 +218,7 @@ async def test_step_that_cannot_be_started(overlap: bool) -> None:  # noqa: FBT0
 @overlaps
 @pytest.mark.parametrize("turns", [0, 1, 5, 20, 60, 150])
 async def test_loop_is_cancelled_in_the_middle_of_a_step(
-    turns: int,
-    overlap: bool,  # noqa: FBT001  a parameter of the test
-    layout: Layout,
+    turns: int, layout: Layout, *, overlap: bool
 ) -> None:
     """It ends when its steps have: nothing writes to the memory afterwards, and all of it is freed."""
     tuning = Tuning(overlap=overlap, drafts_max=2, vocabulary=VOCABULARY)

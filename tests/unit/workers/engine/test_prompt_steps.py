@@ -130,7 +130,7 @@ async def test_shallow_ones_are_farther_apart_when_memory_is_short(
 @kinds
 @pytest.mark.parametrize("num_tokens", [128, 2048, 8192])
 @pytest.mark.parametrize("produces", [False, True])
-async def test_steps_of_a_prompt(layout: Layout, num_tokens: int, produces: bool) -> None:  # noqa: FBT001  a parameter
+async def test_steps_of_a_prompt(layout: Layout, num_tokens: int, *, produces: bool) -> None:
     tokens = prompt(num_tokens)
     boundary = (num_tokens - 1) // WIDE * WIDE
 

@@ -47,10 +47,7 @@ async def reused(one: Bench, tokens: tuple[int, ...]) -> int:
     ("retain_s", "wait_s", "kept"), [(0, 0, False), (300, 0, True), (300, 301, False), (1e9, 301, True)]
 )
 async def test_prompt_stays_under_pressure_for_the_time_of_its_request(
-    layout: Layout,
-    retain_s: float,
-    wait_s: float,
-    kept: bool,  # noqa: FBT001
+    layout: Layout, retain_s: float, wait_s: float, *, kept: bool
 ) -> None:
     async with bench(layout=layout, num_extents=EXTENTS[layout]) as one:
         await one.answer(retained(FIRST, retain_s=retain_s))
@@ -93,7 +90,9 @@ async def test_session_retains_its_last_prompt() -> None:
 @pytest.mark.parametrize(
     ("released", "kept"), [([], True), ([("a", "p")], False), ([("b", "p"), ("a", "q")], True)]
 )
-async def test_prefix_stays_until_its_tenant_releases_it(released: list[tuple[str, str]], kept: bool) -> None:  # noqa: FBT001
+async def test_prefix_stays_until_its_tenant_releases_it(
+    released: list[tuple[str, str]], *, kept: bool
+) -> None:
     """A prefix as `POST /v1/prefixes` computes it and `DELETE` gives it back."""
     async with bench(num_extents=40) as one:
         warmed = replace(retained(FIRST, tenant="a", session="p"), max_new_tokens=1)

@@ -84,7 +84,7 @@ async def test_request_that_comes_amid_the_prompt_of_another_computes_its_own_pa
 @layouts
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("seed", range(3))
-async def test_prompts_that_part_at_different_depths(seed: int, overlap: bool, layout: Layout) -> None:  # noqa: ARG001, FBT001
+async def test_prompts_that_part_at_different_depths(seed: int, layout: Layout, *, overlap: bool) -> None:  # noqa: ARG001
     """A tree: each of its parts is computed once. A row in flight may have passed a place when it turns out
     that prompts part there: without a checkpoint at it, a hybrid computes that part once more."""
     trunk = prompt(16)

@@ -34,7 +34,7 @@ STRATEGIES: tuple[CheckpointStrategy, ...] = ("none", "double", "lazy")
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(("strategy", "slots"), [("none", 1), ("double", 3), ("lazy", 2)])
-async def test_slots_at_rest(strategy: CheckpointStrategy, slots: int, overlap: bool) -> None:  # noqa: FBT001  a parameter
+async def test_slots_at_rest(strategy: CheckpointStrategy, slots: int, *, overlap: bool) -> None:
     """`lazy` borrows the slot for a boundary one step before it is reached, if a step is in flight."""
     async with bench(strategy=strategy, tuning=Tuning(overlap=overlap)) as one:
         work = [asyncio.create_task(one.answer(a_request(prompt(10, seed), 60))) for seed in range(3)]

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from tests.support.parity.architectures import random_model, save
 from tests.support.parity.served import answer, serving
+from tests.support.workers.late import LateStream
 from tests.support.workers.padded import CPU, ROWS_MAX, TABLE_WIDTH, Bed, again, check_padding
+from tests.support.workers.settings import keeper_settings
 from tidemill.kernels.dispatch import REFERENCE, operators
 from tidemill.workers.engine import build
 from tidemill.workers.engine.memory_plan import Memory
@@ -30,11 +32,12 @@ from tidemill.workers.execution.cuda_graphs import (
     shapes,
 )
 from tidemill.workers.execution.model_runner import TorchRunner
+from tidemill.workers.execution.overlapped_runner import OverlappedRunner
+from tidemill.workers.execution.step_tensors import PageTables
 from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.models.architectures.registry import LoadedModel
-from tidemill.workers.models.inputs import ALIGNED_BYTES, Inputs, one_run
+from tidemill.workers.models.inputs import ALIGNED_BYTES, Inputs, caches_of, one_run
 from tidemill.workers.settings import EngineSettings
-from tidemill.workers.sources.names import bundled
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
 
@@ -164,15 +167,32 @@ def test_padding_changes_no_bit_on_cpu(folder: Path, kernel_cache: Path) -> None
     check_padding(folder, operators("cpu", kernel_cache), torch.equal)
 
 
-@pytest.mark.parametrize("drafts_max", [0, 3])
-def test_engine_with_graphs_answers_the_same(
-    kernel_cache: Path, monkeypatch: pytest.MonkeyPatch, drafts_max: int
+def counted(graphs: Graphs, replays: list[GraphShape]) -> None:
+    for shape, graph in graphs._graphs.items():
+
+        def again_counted(shape: GraphShape = shape, replay: Replay = graph.replay) -> None:
+            replays.append(shape)
+            replay()
+
+        graphs._graphs[shape] = replace(graph, replay=again_counted)
+
+
+@pytest.mark.parametrize(
+    ("late", "graphs", "drafts_max"), [(False, True, 0), (False, True, 3), (True, False, 0), (True, True, 0)]
+)
+@pytest.mark.parametrize("penalty", [1.0, 1.5])
+def test_engine_answers_the_same_with_graphs_and_on_a_late_device(
+    kernel_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    late: bool,
+    graphs: bool,
+    drafts_max: int,
+    penalty: float,
 ) -> None:
-    made = EngineSettings(
-        model_folder=bundled()["keeper"],
+    made = keeper_settings(
         memory_bytes=64 << 20,
         cache_folder=kernel_cache,
-        store_url="memory:?size=0",
         page_size=16,
         max_num_seqs=ROWS_MAX,
         max_model_len=16 * TABLE_WIDTH,
@@ -180,12 +200,14 @@ def test_engine_with_graphs_answers_the_same(
     )
     asked = [
         Request(
-            request_id=str(length),
-            tokens=tuple(range(7, 7 + length)),
-            max_new_tokens=12,
-            sampling=Sampling(temperature=temperature, seed=length),
+            request_id=str(number),
+            tokens=tuple(range(3, 4 + 13 * number)),
+            max_new_tokens=30 + number,
+            sampling=Sampling(
+                temperature=0.8 * (number % 2), seed=number, repetition_penalty=penalty if number % 3 else 1.0
+            ),
         )
-        for length, temperature in ((1, 0.0), (15, 1.0), (33, 0.0), (70, 1.0))
+        for number in range(6)
     ]
 
     async def answers() -> list[list[int]]:
@@ -195,31 +217,27 @@ def test_engine_with_graphs_answers_the_same(
 
     wanted = asyncio.run(answers())
     replays: list[GraphShape] = []
-
+    streams: list[LateStream] = []
     open_runner = build.open_runner
 
-    def with_graphs(
-        settings: EngineSettings,
-        loaded: LoadedModel,
-        memory: Memory,
-        arena: torch.Tensor,
-        group: None,
+    def opened(
+        settings: EngineSettings, loaded: LoadedModel, memory: Memory, arena: torch.Tensor, group: None
     ) -> TorchRunner:
         runner = open_runner(settings, loaded, memory, arena, group)
-        runner.use_graphs(graph_shapes(ROWS_MAX, 200, drafts_max), TABLE_WIDTH, again)
-        graphs = runner._graphs
-        assert isinstance(graphs, Graphs)
-        for shape, graph in graphs._graphs.items():
-
-            def counted(shape: GraphShape = shape, replay: Replay = graph.replay) -> None:
-                replays.append(shape)
-                replay()
-
-            graphs._graphs[shape] = replace(graph, replay=counted)
+        if late:
+            streams.append(LateStream())
+            tables, caches = PageTables(ROWS_MAX, TABLE_WIDTH, windows=False), caches_of(memory.layout, arena)
+            runner = OverlappedRunner(loaded.model, caches, 16, settings.threads, streams[0], None, tables)
+        if graphs:
+            runner.use_graphs(graph_shapes(ROWS_MAX, 200, drafts_max), TABLE_WIDTH, again)
+            assert isinstance(runner._graphs, Graphs)
+            counted(runner._graphs, replays)
         return runner
 
-    monkeypatch.setattr(build, "open_runner", with_graphs)
+    monkeypatch.setattr(build, "open_runner", opened)
     assert asyncio.run(answers()) == wanted
-    assert len(replays) > 6
-    assert len(set(replays)) > 1
-    assert any(shape.tokens > shape.rows for shape in replays), "a tail or guesses"
+    assert not graphs or len(set(replays)) > 1
+    assert not graphs or any(shape.tokens > shape.rows for shape in replays), "a tail or guesses"
+    for stream in streams:
+        assert stream.overlapped or penalty > 1
+        stream.close()

@@ -3,7 +3,10 @@
 # torch's tensors are untyped.
 
 import json
+from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
+from functools import cache
 from random import Random
 from threading import Event
 from time import monotonic
@@ -23,7 +26,7 @@ from tidemill.workers.execution.grammar_library import compile_grammar
 from tidemill.workers.execution.mask_pool import MaskPool
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import Drawn
-from tidemill.workers.messages import Grammar, RequestError, Sampling
+from tidemill.workers.messages import GRAMMAR_BYTES_MAX, Grammar, RequestError, Sampling
 from tidemill.workers.sources.names import bundled
 
 FOLDER = bundled()["keeper"]
@@ -45,11 +48,15 @@ def grammars() -> Grammars:
     return Grammars(FOLDER, VOCABULARY, (EOS,))
 
 
+shared = cache(grammars)
+
+
 def walk(matcher: Matcher, steps: int, seed: int = 1) -> list[npt.NDArray[np.bool_]]:
     """The masks along a random answer."""
     rng, masks = Random(seed), list[npt.NDArray[np.bool_]]()
     for _ in range(steps):
         masks.append(allowed(matcher))
+        assert masks[-1].any()
         matcher.push(int(rng.choice([token for token in np.flatnonzero(masks[-1]) if token != EOS] or [EOS])))
     return masks
 
@@ -239,3 +246,42 @@ def test_cheapest_answer_is_next() -> None:
     for future in futures:
         future.result()
     assert order == ["quick", "cheap", "dear", "dearest"]
+
+
+def chain(length: int) -> str:
+    """Twice as many ways in each link as in the one before."""
+    links: dict[str, object] = {
+        f"d{at}": {"properties": {name: {"$ref": f"#/$defs/d{at + 1}"} for name in "ab"}}
+        for at in range(length)
+    }
+    return json.dumps({"$defs": {**links, f"d{length}": {"type": "string"}}, "$ref": "#/$defs/d0"})
+
+
+def objects(many: str, count: int) -> str:
+    return json.dumps({many: [{"properties": {f"k{at}": {"type": "string"}}} for at in range(count)]})
+
+
+BOMBS: dict[str, Callable[[], Grammar]] = {
+    "nested plus": lambda: Grammar(kind="regex", text="(a+)+b"),
+    "ambiguous": lambda: Grammar(kind="regex", text="((a|a)|(a|a))*" * 20 + "b"),
+    "counted thrice": lambda: Grammar(kind="regex", text="((a{1,1000}){1,1000}){1,1000}"),
+    "counted tails": lambda: Grammar(kind="regex", text="(.*a.{200}){50}"),
+    "parentheses": lambda: Grammar(kind="regex", text="(" * 20_000 + "a" + ")" * 20_000),
+    "maybe": lambda: Grammar(kind="regex", text="a?" * 1000 + "a" * 1000),
+    "words": lambda: Grammar(kind="regex", text=r"(\w{1,200}\s){1,200}"),
+    "chain": lambda: Grammar(kind="json_schema", text=chain(300)),
+    "itself": lambda: Grammar(kind="json_schema", text='{"$ref": "#"}'),
+    "many values": lambda: Grammar(kind="json_schema", text=json.dumps({"enum": list(range(8000))})),
+    "any of many": lambda: Grammar(kind="json_schema", text=objects("anyOf", 200)),
+    "all of many": lambda: Grammar(kind="json_schema", text=objects("allOf", 800)),
+    "pattern": lambda: Grammar(kind="json_schema", text='{"type": "string", "pattern": "^((a|aa)+)+$"}'),
+    "empty loops": lambda: Grammar(kind="lark", text='start: a*\na: b*\nb: c*\nc: "x"?'),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_grammar_made_to_explode_is_refused_or_followed_within_the_limits(name: str) -> None:
+    bomb = BOMBS[name]()
+    assert len(bomb.text.encode()) <= GRAMMAR_BYTES_MAX
+    with suppress(RequestError):
+        walk(shared().matcher(bomb), 40)

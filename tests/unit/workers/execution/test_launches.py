@@ -5,17 +5,16 @@ refuses, and the warm-up meets every kernel of later steps."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from benchmarks.engine.released import RELEASED
 
 from tests.support.kernels.launched import META, Counted, Launch, capturing, launching
+from tests.support.workers.released import LAYERS, PAGE_TOKENS, released, there
 from tests.unit.workers.execution.test_model_runner import a_row
 from tidemill.kernels.dispatch import operators
-from tidemill.kernels.linear.stored import Stored, plain
-from tidemill.kvstore.layout import PageId, layout_of
+from tidemill.kvstore.layout import PageId
 from tidemill.workers.execution import model_runner as runner_module
 from tidemill.workers.execution.cuda_graphs import Forward, Graphs, Replay, graph_shapes, padding
 from tidemill.workers.execution.grammar import Grammars, Matcher
@@ -26,15 +25,8 @@ from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import PENDING, Step
 from tidemill.workers.execution.step_tensors import PageTables
 from tidemill.workers.messages import Grammar, Request, Sampling
-from tidemill.workers.models.architectures.config import weights_of
-from tidemill.workers.models.architectures.decoder import Decoder
-from tidemill.workers.models.architectures.registry import ARCHITECTURES
-from tidemill.workers.models.collectives import ALONE
-from tidemill.workers.models.inputs import Caches, Inputs, caches_of, one_run
 from tidemill.workers.sources.names import bundled
 
-PAGE_TOKENS = 64
-LAYERS = 6  # of every kind that the model has
 ROWS_MAX = 600
 TOKENS_MAX = 8192
 TABLE_WIDTH = 640
@@ -44,34 +36,6 @@ BOX_MAX = 256  # elements of one dimension of a tile, what cuTensorMapEncodeTile
 STRIDE_BYTES_MAX = 1 << 40
 STEP_LAUNCHES = 9  # embedding, angles and the first norm, whatever the number of layers
 
-Model = tuple[Decoder, Caches]
-
-
-@pytest.fixture(scope="module")
-def model_of() -> Callable[[str], Model]:
-    def made(name: str) -> Model:
-        raw: dict[str, Any] = RELEASED[name] | {"num_hidden_layers": LAYERS}
-        if "layer_types" in raw:
-            raw["layer_types"] = raw["layer_types"][:LAYERS]
-        config = ARCHITECTURES[raw["architectures"][0]].parse(raw)
-        weights = weights_of(config)
-
-        def read(name: str) -> Stored:
-            return plain(torch.empty(weights[name].shape, dtype=torch.bfloat16, device=META))
-
-        layout = layout_of(config.specs, PAGE_TOKENS, "bfloat16")
-        arena = torch.empty(8 * layout.extent_bytes, dtype=torch.uint8, device=META)
-        model = Decoder(config, read, operators("triton", Path()), ALONE)
-        return model, caches_of(layout, arena)
-
-    return made
-
-
-def there(inputs: Inputs, device: torch.device) -> Inputs:
-    """on_device, of memory that cannot be pinned."""
-    assert device == META
-    return one_run(inputs, device)[1]
-
 
 def captured(run: Forward) -> tuple[Replay, torch.Tensor]:
     run()
@@ -80,10 +44,8 @@ def captured(run: Forward) -> tuple[Replay, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_graph_captures_work_that_reads_nothing_back(
-    name: str, model_of: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, caches = model_of(name)
+def test_graph_captures_work_that_reads_nothing_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, caches = released(name)
     with launching(monkeypatch) as launches, torch.inference_mode():
         Graphs(
             lambda inputs: model.forward(inputs, caches),
@@ -97,11 +59,9 @@ def test_graph_captures_work_that_reads_nothing_back(
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_driver_accepts_all_launches(
-    name: str, model_of: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_driver_accepts_all_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the largest step, and one row of one token after a long text."""
-    model, caches = model_of(name)
+    model, caches = released(name)
     with launching(monkeypatch) as launches, torch.inference_mode():
         for rows, first in ((1, 1), (ROWS_MAX, 1), (1, TOKENS_MAX), (ROWS_MAX, TOKENS_MAX - ROWS_MAX)):
             empty = padding(rows, TABLE_WIDTH, first, windows=caches.has_windows)
@@ -133,10 +93,8 @@ LAUNCHES_PER_LAYER = {
 
 
 @pytest.mark.parametrize(("name", "rows"), LAUNCHES_PER_LAYER)
-def test_decode_step_has_few_launches(
-    name: str, rows: int, model_of: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, caches = model_of(name)
+def test_decode_step_has_few_launches(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, caches = released(name)
     with launching(monkeypatch) as launches, torch.no_grad(), Counted() as counted:
         step = there(padding(rows, TABLE_WIDTH, windows=caches.has_windows), META)
         launches.clear()
@@ -154,11 +112,9 @@ STEPS = [
 
 
 @pytest.mark.parametrize("name", ["Qwen3-Next-80B-A3B", "granite-4.0-h-small", "gpt-oss-20b", "DeepSeek-V3"])
-def test_no_step_compiles(
-    name: str, model_of: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_step_compiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would stop all requests for seconds."""
-    model, caches = model_of(name)
+    model, caches = released(name)
     monkeypatch.setattr(runner_module, "on_device", there)
     runner = TorchRunner(model, caches, PAGE_TOKENS, 1, META)
     with launching(monkeypatch) as launches:
@@ -248,13 +204,11 @@ def test_masks_of_grammars_travel_with_the_numbers_of_the_draws() -> None:
 
 
 @pytest.mark.parametrize("kind", ["greedy", "filters"])
-def test_overlapped_step_waits_for_nothing(
-    kind: str, model_of: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overlapped_step_waits_for_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second step of streams and a prompt: all its integers in one copy, the numbers of its draws in
     another, and its tokens back in a third."""
     name, rows = "Qwen3-Next-80B-A3B", 32
-    model, caches = model_of(name)
+    model, caches = released(name)
     tables = PageTables(rows + 1, TABLE_WIDTH, windows=caches.has_windows)
     runner = OverlappedRunner(model, caches, PAGE_TOKENS, 1, MetaStream(), None, tables)
     states = [drawing_state(SAMPLINGS[kind]) for _ in range(rows)]

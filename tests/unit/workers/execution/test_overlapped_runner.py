@@ -5,31 +5,22 @@
 import asyncio
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
 import torch
 
-from tests.support.parity.served import answer, serving
 from tests.support.workers.late import LateStream
-from tests.support.workers.padded import again
 from tests.unit.workers.execution.test_model_runner import NO_CACHES, Echo, a_row, draws_at, noise
 from tidemill.kvstore.layout import PageId
-from tidemill.workers.engine import build
-from tidemill.workers.engine.build import Memory
-from tidemill.workers.execution.cuda_graphs import graph_shapes
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.execution.overlapped_runner import OverlappedRunner
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import PENDING, Drawn, Row
 from tidemill.workers.execution.step_tensors import PageTables
 from tidemill.workers.messages import Request, Sampling
-from tidemill.workers.models.architectures.registry import LoadedModel
-from tidemill.workers.models.inputs import Caches, Inputs, caches_of
-from tidemill.workers.settings import EngineSettings
-from tidemill.workers.sources.names import bundled
+from tidemill.workers.models.inputs import Caches, Inputs
 
 Opened = Callable[[Echo], AbstractContextManager[tuple[TorchRunner, LateStream | None]]]
 
@@ -219,69 +210,3 @@ def test_unchanged_tables_change_nothing() -> None:
     assert len(tables.update((row,)).at_D) == len(row.pages)
     assert len(tables.update((row,)).at_D) == 0
     assert tables.update((row._replace(pages=(*row.pages, PageId(8))),)).pages_D.tolist() == [8]
-
-
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("temperatures", [(0.0,), (0.0, 0.8)])
-@pytest.mark.parametrize("penalties", [(1.0,), (1.0, 1.5)])
-def test_engine_on_a_late_device_answers_the_same(
-    kernel_cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    temperatures: tuple[float, ...],
-    penalties: tuple[float, ...],
-    graphs: bool,  # noqa: FBT001  a parameter of the test
-) -> None:
-    settings = EngineSettings(
-        model_folder=bundled()["keeper"],
-        memory_bytes=64 << 20,
-        cache_folder=kernel_cache,
-        store_url="memory:?size=0",
-        page_size=16,
-        max_num_seqs=ROWS_MAX,
-        max_model_len=160,
-    )
-    asked = [
-        Request(
-            request_id=str(number),
-            tokens=tuple(range(3, 20 + 9 * number)),
-            max_new_tokens=30 + number,
-            sampling=Sampling(
-                temperature=temperatures[number % len(temperatures)],
-                seed=number,
-                repetition_penalty=penalties[number % len(penalties)],
-            ),
-        )
-        for number in range(6)
-    ]
-
-    async def answers() -> list[list[int]]:
-        async with serving(settings) as built:
-            return [
-                tokens for tokens, _ in await asyncio.gather(*(answer(built, request) for request in asked))
-            ]
-
-    wanted = asyncio.run(answers())
-    streams: list[LateStream] = []
-
-    def late(
-        settings: EngineSettings,
-        loaded: LoadedModel,
-        memory: Memory,
-        arena: torch.Tensor,
-        _group: None,
-    ) -> TorchRunner:
-        streams.append(LateStream())
-        rows_max = settings.max_num_seqs or 64
-        tables = PageTables(rows_max, 10, windows=False)
-        caches = caches_of(memory.layout, arena)
-        runner = OverlappedRunner(
-            loaded.model, caches, memory.layout.page_tokens, settings.threads, streams[0], None, tables
-        )
-        if graphs:
-            runner.use_graphs(graph_shapes(rows_max, 64, 0), 10, again)
-        return runner
-
-    monkeypatch.setattr(build, "open_runner", late)
-    assert asyncio.run(answers()) == wanted
-    assert streams[0].overlapped or max(penalties) > 1
-    streams[0].close()

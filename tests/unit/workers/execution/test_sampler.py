@@ -24,6 +24,7 @@ from tests.support.workers.drawing import (
 )
 from tidemill.workers.execution.sampler import uniform_of
 from tidemill.workers.execution.sampling_state import SamplingState
+from tidemill.workers.execution.step import Row
 from tidemill.workers.messages import Sampling
 
 CANDIDATES = 1024  # more than filters usually leave
@@ -79,29 +80,32 @@ def test_draw_is_the_inverse_of_the_cumulative_distribution(
 
 @PROPERTY
 @given(
-    st.lists(full_samplings, min_size=1, max_size=9),
+    st.lists(st.tuples(full_samplings, st.lists(st.integers(0, 4), max_size=2)), min_size=1, max_size=9),
     st.integers(5, 300),
     st.integers(0, 2**31),
     st.integers(1, 4),
 )
 def test_rows_do_not_see_each_other(
-    drawn_with: list[Sampling], vocabulary: int, logits_seed: int, threads: int
+    drawn_with: list[tuple[Sampling, list[int]]], vocabulary: int, logits_seed: int, threads: int
 ) -> None:
-    """Tokens and logprobs are equal to the last bit."""
-    logits_NV = random_logits(len(drawn_with), vocabulary, logits_seed)
+    """Each reads the logits behind its own tokens and guesses. Tokens and logprobs are equal to the last
+    bit."""
+    parts = random_logits(sum(1 + len(drafts) for _, drafts in drawn_with), vocabulary, logits_seed).split(
+        [1 + len(drafts) for _, drafts in drawn_with]
+    )
 
-    def rows() -> list[SamplingState]:
+    def rows() -> list[Row]:
         return [
-            SamplingState(request_of(sampling, range(row % 4, 5), (1,)))
-            for row, sampling in enumerate(drawn_with)
+            row_of(SamplingState(request_of(sampling, range(row % 4, 5), (1,))), drafts)
+            for row, (sampling, drafts) in enumerate(drawn_with)
         ]
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        together = draw(logits_NV, list(map(row_of, rows())))
-        backwards = draw(logits_NV.flip(0), list(map(row_of, rows()[::-1])))
-        alone = [draw(logits_NV[row : row + 1], [row_of(planned)])[0] for row, planned in enumerate(rows())]
+        together = draw(torch.cat(parts), rows())
+        backwards = draw(torch.cat(parts[::-1]), rows()[::-1])
+        alone = [draw(part, [row])[0] for part, row in zip(parts, rows(), strict=True)]
     finally:
         torch.set_num_threads(before)
     assert together == alone == backwards[::-1]
@@ -152,20 +156,6 @@ def test_guess_is_accepted_as_often_as_it_is_likely(sampling: Sampling) -> None:
     rejected = Counter(result.tokens[0] for result in drawn if len(result.tokens) == 1)
     assert_distributed(rejected, {token: weight / (1 - share) for token, weight in first.items()})
     assert_distributed(Counter(result.tokens[1] for result in accepted), second)
-
-
-def test_rows_with_and_without_guesses_share_a_step() -> None:
-    """Each row reads the logits behind its own tokens."""
-    logits_NV = torch.full((6, 8), -5.0)
-    for place, token in enumerate((3, 4, 5, 6, 7, 2)):
-        logits_NV[place, token] = 5.0
-    greedy = Sampling(temperature=0)
-    rows = [
-        row_of(SamplingState(request_of(greedy)), (3, 4)),  # both right
-        row_of(SamplingState(request_of(replace(greedy, top_k=2, temperature=1e-3)))),
-        row_of(SamplingState(request_of(greedy)), (1,)),  # wrong: what follows it does not count
-    ]
-    assert [row_drawn.tokens for row_drawn in draw(logits_NV, rows)] == [(3, 4, 5), (6,), (7,)]
 
 
 def expected_scores(

@@ -5,28 +5,19 @@ every exchange in it meets the same exchange on the other ranks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from benchmarks.engine.released import RELEASED
 
 from tests.support.kernels.launched import META, capturing, launching
-from tidemill.kernels.dispatch import operators
-from tidemill.kernels.linear.stored import Stored, plain
-from tidemill.kvstore.layout import layout_of
+from tests.support.workers.released import LAYERS, PAGE_TOKENS, released, there
 from tidemill.workers.execution import model_runner
 from tidemill.workers.execution.cuda_graphs import Forward, Replay, graph_shapes
 from tidemill.workers.execution.model_runner import TorchRunner
-from tidemill.workers.models.architectures.config import local, weights_of
-from tidemill.workers.models.architectures.decoder import Decoder
-from tidemill.workers.models.architectures.registry import ARCHITECTURES
-from tidemill.workers.models.inputs import Inputs, caches_of, one_run
 from tidemill.workers.models.loading.sharding import RankPart
 
-LAYERS = 6  # of every kind that the models have
-ROWS_MAX, TOKENS_MAX, TABLE_WIDTH, PAGE_TOKENS = 8, 600, 9, 64
+ROWS_MAX, TOKENS_MAX, TABLE_WIDTH = 8, 600, 9
 MODELS = {
     "Qwen3-Next-80B-A3B": (2, 0, True),
     "gpt-oss-120b": (4, 0, True),
@@ -65,33 +56,13 @@ class Recorded:
         return torch.empty(len(x_TN), width, dtype=x_TN.dtype, device=META)
 
 
-def there(inputs: Inputs, device: torch.device) -> Inputs:
-    """on_device, of memory that cannot be pinned."""
-    return one_run(inputs, device)[1]
-
-
 def order_of_rank(
     name: str, index: int, monkeypatch: pytest.MonkeyPatch, *, by_expert: bool
 ) -> list[tuple[Any, ...]]:
     """Return what a rank does from its warm-up to its last graph: launches, exchanges, captures."""
     size, _, _ = MODELS[name]
-    raw: dict[str, Any] = RELEASED[name] | {"num_hidden_layers": LAYERS}
-    if "layer_types" in raw:
-        raw["layer_types"] = raw["layer_types"][:LAYERS]
-    config = ARCHITECTURES[raw["architectures"][0]].parse(raw)
-    part, weights = RankPart(index, size, sums=True, by_expert=by_expert), weights_of(config)
-    ranks, own = Recorded(index, size), local(config, part)
-
-    def read(tensor: str) -> Stored:
-        weight = weights[tensor]
-        piece = weight.part(part)
-        shape = list(weight.shape)
-        shape[piece.dim] = sum(end - start + piece.zeros for start, end in piece.ranges)
-        return plain(torch.empty(shape, dtype=torch.bfloat16, device=META))
-
-    model = Decoder(own, read, operators("triton", Path()), ranks, sums=True, counts=by_expert and not index)
-    layout = layout_of(own.specs, PAGE_TOKENS, "bfloat16")
-    caches = caches_of(layout, torch.empty(8 * layout.extent_bytes, dtype=torch.uint8, device=META))
+    ranks, part = Recorded(index, size), RankPart(index, size, sums=True, by_expert=by_expert)
+    model, caches = released(name, part, ranks, counts=by_expert and not index)
 
     def capture(run: Forward) -> tuple[Replay, torch.Tensor]:
         run()

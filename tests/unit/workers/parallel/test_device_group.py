@@ -18,6 +18,7 @@ import torch
 
 from tests.support.kvstore.fake_vmm import FakeVmm
 from tests.support.parity.served import answer
+from tests.support.workers.settings import keeper_settings
 from tidemill.kernels.dispatch import operators
 from tidemill.workers.engine.build import BuiltEngine, build_engine
 from tidemill.workers.engine.build_rank import build_rank
@@ -29,7 +30,6 @@ from tidemill.workers.parallel.network import Meeting
 from tidemill.workers.parallel.rank import RankParts, carry_out
 from tidemill.workers.parallel.shared_memory import SharedMemory
 from tidemill.workers.settings import EngineSettings
-from tidemill.workers.sources.names import bundled
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
@@ -40,10 +40,7 @@ FREE = {"leader": 200 * MIB, "rank 1": 150 * MIB}
 
 RANKS: list[threading.Thread] = []
 
-WORKER = EngineSettings(
-    model_folder=bundled()["keeper"],
-    cache_folder=Path("nowhere"),
-    store_url="memory:?size=0",
+WORKER = keeper_settings(
     device="cuda",
     kv_cache_dtype="float32",
     max_num_seqs=4,

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.parity.architectures import random_model, save
 from tests.support.parity.served import answer, serving
+from tests.support.workers.settings import keeper_settings
 from tidemill.kernels.shared.compute_dtype import BITS
 from tidemill.kvstore.shards import shards_of
 from tidemill.workers.engine.build import check_settings, namespace_of
@@ -17,7 +18,7 @@ from tidemill.workers.settings import EngineSettings, SettingsError
 from tidemill.workers.sources.names import bundled
 
 KEEPER = bundled()["keeper"]
-ALONE = EngineSettings(model_folder=KEEPER, cache_folder=Path("unused"), store_url="memory:")
+ALONE = keeper_settings()
 GROUP = replace(ALONE, tensor_parallel_size=2)
 FAST = replace(GROUP, tensor_parallel_reduce="fast")
 ANY = {"tensor_parallel_reduce": "fast", "allow_inexact_groups": True, "tensor_parallel_sizes": (1, 2)}
@@ -48,11 +49,6 @@ def test_versions_whose_products_have_other_bits_share_no_page(monkeypatch: pyte
     assert namespace(half) not in now
 
 
-def test_device_decides_how_ranks_sum() -> None:
-    assert not GROUP.sums
-    assert replace(GROUP, tensor_parallel_reduce="fast").sums
-
-
 def test_unequal_groups_that_round_in_different_ways_are_refused() -> None:
     with pytest.raises(SettingsError, match=r"groups of 1 and 2 ranks .* add --allow-inexact-groups$"):
         replace(FAST, tensor_parallel_sizes=(1, 2))
@@ -72,12 +68,7 @@ def test_whole_experts_need_ranks_that_add_up() -> None:
 def test_load_of_each_ranks_experts_is_counted(tmp_path: Path, kernel_cache: Path) -> None:
     """Two ranks with whole experts give the tokens of one, and each pair of a token and an expert counts."""
     folder = save(random_model("qwen3_moe/all", num_attention_heads=4), tmp_path / "model")
-    alone = EngineSettings(
-        model_folder=folder,
-        memory_bytes=16 << 20,
-        store_url="memory:?size=0",
-        cache_folder=kernel_cache,
-    )
+    alone = keeper_settings(model_folder=folder, memory_bytes=16 << 20, cache_folder=kernel_cache)
     request = Request(request_id="1", tokens=PROMPT, max_new_tokens=12, sampling=Sampling(temperature=0))
 
     async def run(settings: EngineSettings) -> tuple[list[int], dict[str, float]]:

@@ -8,7 +8,7 @@ import ssl
 from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Never
@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from tests.support.waits import WAIT_S_MAX
 from tests.support.workers.ranks import network_of
+from tests.support.workers.settings import keeper_settings
 from tests.unit.cluster.rpc.test_mutual_tls import issue
 from tidemill.cluster.mutual_tls import CLUSTER_NAME, MutualTls
 from tidemill.workers.engine.build import build_engine
@@ -37,16 +38,10 @@ from tidemill.workers.parallel.link import (
     meeting_place,
 )
 from tidemill.workers.parallel.network import Network, Ports, TlsConnection, end_with_node, listen
-from tidemill.workers.settings import EngineSettings, SettingsError
-from tidemill.workers.sources.names import bundled
+from tidemill.workers.settings import SettingsError
 
 HOST = network_of(None, LEADER).host
-SETTINGS = EngineSettings(
-    model_folder=bundled()["keeper"],
-    cache_folder=Path("unused"),
-    store_url="memory:",
-    kernels="reference",
-)
+settings_of = partial(keeper_settings, kernels="reference")
 BIG_INTS = 300_000
 FRAMES = 20
 
@@ -54,10 +49,6 @@ FRAMES = 20
 @pytest.fixture
 def ours(tmp_path: Path) -> MutualTls:
     return issue(tmp_path / "ours", trustme.CA())
-
-
-def settings_of(**changes: object) -> EngineSettings:
-    return replace(SETTINGS, **changes)
 
 
 def called(place: MeetingPlace, certificates: MutualTls | None) -> socket.socket:

@@ -101,6 +101,7 @@ def sums(
 def test_small_sums_of_floats_go_through_mapped_memory_and_all_others_do_not(
     memory: FakeSymmetricMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Both ways add in the order of the ranks: the terms have other bits in every order."""
     shapes: list[tuple[tuple[int, ...], Any]] = [
         ((3, 8), torch.float32),  # exactly the maximum
         ((4, 8), torch.float32),  # beyond it
@@ -108,26 +109,19 @@ def test_small_sums_of_floats_go_through_mapped_memory_and_all_others_do_not(
         ((1, 1), torch.float32),  # of no whole load
         ((2, 2), torch.float64),  # of another type
         ((2, 2), torch.float32),
+        ((2, 6), torch.float32),  # turned, so that it does not lie in one run
     ]
+    draw = torch.Generator().manual_seed(1)
     terms = [
-        [torch.full(shape, float(index + 1), dtype=dtype) for shape, dtype in shapes] for index in range(SIZE)
+        [torch.randn(shape, generator=draw).exp().to(dtype) for shape, dtype in shapes] for _ in range(SIZE)
     ]
+    for own in terms:
+        own[-1] = own[-1].T
     found = sums(memory, tmp_path, monkeypatch, terms)
-    assert memory.calls == [(24,), (48,), (4,)]
+    assert memory.calls == [(24,), (48,), (4,), (12,)]
     for every in found:
-        for total, (shape, dtype) in zip(every, shapes, strict=True):
-            assert torch.equal(total, torch.full(shape, 6.0, dtype=dtype))
-
-
-def test_a_sum_has_the_same_bits_on_every_rank_and_both_ways(
-    memory: FakeSymmetricMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The fake adds in the order of the ranks, as torch does: the terms have other bits in every order. A
-    tensor that does not lie in one run is summed too."""
-    terms = torch.randn(SIZE, 8, 3, generator=torch.Generator().manual_seed(1)).exp().transpose(1, 2)
-    found = sums(memory, tmp_path, monkeypatch, [[own] for own in terms])
-    assert memory.calls == [(24,)]
-    assert all(torch.equal(total, terms[0] + terms[1] + terms[2]) for (total,) in found)
+        for total, (first, second, third) in zip(every, zip(*terms, strict=True), strict=True):
+            assert torch.equal(total, first + second + third)
 
 
 def test_gpus_that_cannot_map_each_other_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

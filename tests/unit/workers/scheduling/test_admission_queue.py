@@ -88,42 +88,27 @@ async def test_cancelled_in_the_moment_in_which_it_is_called() -> None:
     assert clients.served == [2]
 
 
-async def test_news_that_came_before_it_was_awaited_is_not_lost() -> None:
-    line = AdmissionQueue()
-    line.forget_change()
-    line.memory_freed()
-    before_s = asyncio.get_running_loop().time()
-    await line.changed()
-    assert asyncio.get_running_loop().time() == before_s
+async def test_waiting_request_notices_freed_memory_and_new_requests_and_looks_again_by_itself() -> None:
+    line, now_s = AdmissionQueue(), asyncio.get_running_loop().time
 
-
-async def test_waiting_request_notices_freed_memory_and_new_requests() -> None:
-    line = AdmissionQueue()
-    woken_s: list[float] = []
-    clock = asyncio.get_running_loop().time
-
-    async def wait() -> None:
-        line.forget_change()
+    async def woken_s() -> float:
+        start_s = now_s()
         await line.changed()
-        woken_s.append(clock())
+        return now_s() - start_s
 
     async def join() -> None:
+        await asyncio.sleep(RETRY_S / 2)
         async with line.wait_until_first((0.0, 7)):
             pass
 
-    for wrap in (asyncio.create_task, None):
-        waiting = asyncio.create_task(wait())
-        await asyncio.sleep(RETRY_S / 2)
-        if wrap is None:
-            line.memory_freed()
-        else:
-            await wrap(join())
-        await waiting
-    assert woken_s == [RETRY_S / 2, RETRY_S]
-
-
-async def test_it_looks_again_after_a_moment_without_news() -> None:
-    line = AdmissionQueue()
     line.forget_change()
-    await line.changed()
-    assert asyncio.get_running_loop().time() == RETRY_S
+    asyncio.get_running_loop().call_later(RETRY_S / 2, line.memory_freed)
+    assert await woken_s() == RETRY_S / 2
+    line.forget_change()
+    woken, _ = await asyncio.gather(woken_s(), join())
+    assert woken == RETRY_S / 2
+    line.forget_change()
+    assert await woken_s() == RETRY_S
+    line.forget_change()
+    line.memory_freed()
+    assert await woken_s() == 0, "news from before is not lost"

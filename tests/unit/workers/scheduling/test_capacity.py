@@ -9,7 +9,7 @@ from tidemill.workers.engine.memory_plan import capacity_tokens, extents_for
 
 @pytest.mark.parametrize("hybrid", [True, False])
 @pytest.mark.parametrize("page_tokens", [1, 4, 16])
-def test_smallest_memory_that_holds_a_sequence(page_tokens: int, hybrid: bool) -> None:  # noqa: FBT001  a parameter
+def test_smallest_memory_that_holds_a_sequence(page_tokens: int, *, hybrid: bool) -> None:
     layout = fold_layout(page_tokens, hybrid=hybrid)
     for num_tokens in range(1, 5 * layout.pages_per_extent * page_tokens):
         extents = extents_for(layout, num_tokens)
@@ -18,7 +18,7 @@ def test_smallest_memory_that_holds_a_sequence(page_tokens: int, hybrid: bool) -
 
 @pytest.mark.parametrize("hybrid", [True, False])
 @pytest.mark.parametrize("window", [1, 9, 40])
-def test_windows_take_visible_and_in_flight_pages(window: int, hybrid: bool) -> None:  # noqa: FBT001  a parameter
+def test_windows_take_visible_and_in_flight_pages(window: int, *, hybrid: bool) -> None:
     layout = fold_layout(4, hybrid=hybrid, window=window, extent_bytes_min=1)
     plain = fold_layout(4, hybrid=hybrid, extent_bytes_min=1)
     assert layout.extent_bytes == plain.extent_bytes

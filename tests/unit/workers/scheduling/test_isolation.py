@@ -127,10 +127,3 @@ async def test_budget_that_goes_up_and_down_confuses_no_trial(seed: int) -> None
         assert await answers == [expected(request, hybrid=True) for request in requests]
         for caller, request in zip(callers, requests, strict=True):
             assert {name for step in caller.steps() for name in names_of(step)} <= {request.request_id}
-
-
-async def test_no_caller_is_notified_without_a_trial() -> None:
-    async with bench() as one:
-        caller = Caller(one)
-        await caller.answer(a_request(prompt(9)))
-        assert caller.notices == []

@@ -86,21 +86,6 @@ def test_it_is_the_plan_of_the_gold_scheduler(
     assert sum(row.num_tokens for row in rows if row.sequence_id not in streams) <= prompt_tokens_max
 
 
-def test_step_of_every_kind_of_row() -> None:
-    budget = Budget(tokens_max=40, rows_max=8, page_tokens=16)
-    candidates = [
-        Candidate("long", 5, 100),
-        Candidate("decode", 70, 71, 3),
-        Candidate("short", 0, 4),
-        Candidate("tail", 64, 70),
-        Candidate("late", 0, 100),
-    ]
-    rows = plan(candidates, budget, 100)
-    assert rows == [("decode", 1, 2), ("long", 27, 0), ("short", 4, 0), ("tail", 6, 0)]
-    assert plan(candidates, budget, 16) == [("decode", 1, 3), ("long", 11, 0), ("short", 4, 0)]
-    assert plan(candidates, budget, 0) == [("decode", 1, 3)]
-
-
 def test_budget_that_starves_long_prompts_is_refused() -> None:
     with pytest.raises(AssertionError, match="starve"):
         Budget(tokens_max=10, rows_max=8, page_tokens=4)

@@ -101,20 +101,24 @@ def test_target_of_zero_limits_nothing() -> None:
     assert throttle.prompt_tokens(MOST) == MOST
 
 
+PAGES_OF_64 = {"page_tokens": 64, "tokens_max": 500}
+PAGES_OF_1 = {"page_tokens": 1, "tokens_max": 1000}
+
+
 @pytest.mark.parametrize(
-    ("light_s", "target_s", "slowdown"),
-    [(0.01, 0.1, 10 / 9), (0.05, 0.1, 2.0), (0.5, 0.1, 2.0), (0.01, 0.0, 1.01)],
+    ("light_s", "target_s", "step_s", "token_s", "sizes", "slowdown"),
+    [
+        (0.01, 0.1, 0.0, 1e-3, PAGES_OF_1, 10 / 9),
+        (0.05, 0.1, 0.0, 1e-3, PAGES_OF_1, 2.0),
+        (0.5, 0.1, 0.0, 1e-3, PAGES_OF_1, 2.0),
+        (0.01, 0.0, 0.0, 1e-3, PAGES_OF_1, 1.01),
+        (0.06, 0.5, 0.05, 1e-4, PAGES_OF_64, 0.11 / 0.10),
+        (0.02, 0.1, 0.0, 0.01, PAGES_OF_64, 0.66 / 0.64),  # a page takes longer than the target
+        (0.06, 0.5, 0.0, 0.0, PAGES_OF_64, 1.0),  # unknown speed
+    ],
 )
-def test_slowdown_of_prompts(light_s: float, target_s: float, slowdown: float) -> None:
-    found = prompt_slowdown(light_s, target_s, step_s=0.0, token_s=1e-3, page_tokens=1, tokens_max=1000)
+def test_slowdown_of_prompts(
+    light_s: float, target_s: float, step_s: float, token_s: float, sizes: dict[str, int], slowdown: float
+) -> None:
+    found = prompt_slowdown(light_s, target_s, step_s=step_s, token_s=token_s, **sizes)
     assert found == pytest.approx(slowdown)
-
-
-def test_slowdown_of_prompts_is_small_where_pages_or_the_budget_limit_a_step() -> None:
-    found = prompt_slowdown(0.06, 0.5, step_s=0.05, token_s=1e-4, page_tokens=64, tokens_max=500)
-    assert found == pytest.approx((0.06 + 0.05) / (0.05 + 0.05))
-    slow = prompt_slowdown(0.02, 0.1, step_s=0.0, token_s=0.01, page_tokens=64, tokens_max=500)
-    assert slow == pytest.approx(0.66 / 0.64), "a page takes longer than the target"
-    assert prompt_slowdown(0.06, 0.5, step_s=0.0, token_s=0.0, page_tokens=64, tokens_max=500) == 1.0, (
-        "unknown speed"
-    )

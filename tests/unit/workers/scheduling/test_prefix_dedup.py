@@ -81,30 +81,6 @@ async def test_follower_waits_until_the_last_page_that_both_have_is_there(depth:
     await waiting
 
 
-async def test_follower_waits_for_a_maker_that_has_left_no_checkpoint_yet() -> None:
-    """Pages before the maker are here, but nothing can resume at their end."""
-    scene = Scene()
-    maker = scene.running(0, (*SHARED, 7, 8, 9))
-    assert await scene.follows(maker) is None
-    scene.compute(maker, 4, keep=False)
-    waiting = await scene.follows(a_sequence(1, (*SHARED, 90, 91)))
-    assert waiting is not None
-    assert maker.restore.junctions == {6}
-    assert await scene.follows(a_sequence(2, (*SHARED[:4], 90, 91))) is None, "it is beyond that"
-    scene.compute(maker, 6)
-    await waiting
-
-
-async def test_prefix_without_a_maker_is_not_waited_for() -> None:
-    scene = Scene()
-    maker = scene.running(0, SHARED)
-    assert await scene.follows(maker) is None
-    assert await scene.follows(a_sequence(1, (9, *SHARED))) is None
-    assert await scene.follows(a_sequence(2, SHARED[:2])) is None, "its last token is its own"
-    scene.compute(maker, 4)
-    assert await scene.follows(a_sequence(3, (*SHARED[:4], 50, 51))) is None, "it is there"
-
-
 @pytest.mark.parametrize("computed", [0, 2])
 async def test_when_the_maker_leaves_one_follower_takes_its_place(computed: int) -> None:
     scene = Scene()
@@ -151,18 +127,3 @@ async def test_request_does_not_wait_for_one_that_was_preempted(preemptions: int
     scene.in_progress.left(maker)
     await asyncio.sleep(1)
     assert not third.done() or not preemptions
-
-
-async def test_follower_that_is_cancelled_leaves_the_others_waiting() -> None:
-    scene = Scene()
-    maker = scene.running(0, (*SHARED, 7))
-    assert await scene.follows(maker) is None
-    first = await scene.follows(a_sequence(1, (*SHARED, 8)))
-    second = await scene.follows(a_sequence(2, (*SHARED, 9)))
-    assert first is not None
-    assert second is not None
-    first.cancel()
-    await asyncio.wait({first})
-    assert not second.done()
-    scene.compute(maker, 6)
-    await second

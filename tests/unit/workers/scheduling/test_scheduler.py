@@ -117,7 +117,7 @@ def slots(row: Row) -> list[StateId]:
 
 
 @pytest.mark.parametrize("hybrid", [True, False])
-def test_next_step_runs_the_token_that_this_one_draws(hybrid: bool) -> None:  # noqa: FBT001  a parameter
+def test_next_step_runs_the_token_that_this_one_draws(*, hybrid: bool) -> None:
     desk = Desk(hybrid=hybrid)
     desk.arrives("a", (1, 2, 3))
     desk.arrives("b", (4, 5))

@@ -161,25 +161,18 @@ def test_whatever_it_sees_no_speed_is_negative(steps: list[tuple[float, int, int
     assert speed == Speed() or speed.token_s > 0
 
 
-def test_throughput_is_that_of_the_last_fetches() -> None:
-    store = Throughput()
+def test_throughput_is_that_of_the_last_fetches_if_there_were_some_lately() -> None:
+    store, now_s = Throughput(), 1e4
     for _ in range(FETCHES_MIN):
-        assert store.with_throughput(TRUE, 1e4) == TRUE
-        store.fetched(1 << 30, 0.5, 1e4)
-    assert store.with_throughput(TRUE, 1e4).fetch_bytes_per_s == pytest.approx(2 << 30)
-    assert store.with_throughput(TRUE, 1e4).token_s == TRUE.token_s
+        assert store.with_throughput(TRUE, now_s) == TRUE
+        store.fetched(1 << 30, 0.5, now_s)
+    found = store.with_throughput(TRUE, now_s + FETCH_LASTS_S)
+    assert (found.fetch_bytes_per_s, found.token_s) == (pytest.approx(2 << 30), TRUE.token_s)
     for _ in range(200):
-        store.fetched(1 << 20, 0.01, 1e4)
-    assert store.with_throughput(Speed(), 1e4).fetch_bytes_per_s == pytest.approx(100 << 20, rel=0.05)
-    store.fetched(0, 0.0, 1e4)  # in no time at all
-
-
-def test_throughput_is_unknown_again_after_a_time_without_fetches() -> None:
-    store, last_s = Throughput(), 1e4
-    for _ in range(FETCHES_MIN):
-        store.fetched(1 << 20, 1.0, last_s)
-    assert store.with_throughput(Speed(), last_s + FETCH_LASTS_S).fetch_bytes_per_s == 1 << 20
-    later_s = last_s + FETCH_LASTS_S + 1
+        store.fetched(1 << 20, 0.01, now_s)
+    assert store.with_throughput(Speed(), now_s).fetch_bytes_per_s == pytest.approx(100 << 20, rel=0.05)
+    store.fetched(0, 0.0, now_s)  # in no time at all
+    later_s = now_s + FETCH_LASTS_S + 1
     assert store.with_throughput(TRUE, later_s) == TRUE
     store.fetched(1 << 30, 1.0, later_s)
     assert store.with_throughput(TRUE, later_s) == TRUE, "the slow ones are forgotten"

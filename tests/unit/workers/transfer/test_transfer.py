@@ -11,6 +11,7 @@ from random import Random
 import pytest
 
 from tests.support.workers.bench import IN_VIRTUAL_TIME
+from tests.support.workers.timed_store import TimedStore
 from tidemill.kvstore.keys import Kind, Namespace, ObjectKey, PageKey, page_keys
 from tidemill.kvstore.layout import (
     Attention,
@@ -197,22 +198,6 @@ async def test_group_reads_pages_of_a_group_of_another_size(
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("place", SEEN)
-async def test_window_is_fetched_whole_or_not_at_all(size: int, place: int) -> None:
-    store, shards = Watched(), shards_of(WINDOWED, {2, 4})
-    one, other = Group(store, 2, shards, WINDOWED), Group(store, size, shards, WINDOWED)
-    await one.publish()
-    windows = [key.key for key in store.stored if key.kind is Kind.WINDOW]
-    assert set(windows) == {KEYS[seen] for seen in SEEN}, "the last window, and no more"
-    assert [key.kind for key in store.stored][-len(windows) :] == [Kind.WINDOW] * len(windows)
-    lost = ObjectKey(Kind.WINDOW, KEYS[place], shards.windows - 1)
-    store.loses = lambda key: key == lost
-    assert await other.restore() == NUM_PAGES - 1, "all pages, and a checkpoint with a hole"
-    assert not await other.transfer.holds(KEYS)
-    assert await other.transfer.restorable_depths(KEYS, 0) == []
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
 async def test_cached_pages_are_not_fetched(size: int) -> None:
     store, shards = Watched(), shards_of(LAYERS, {2, 4})
     one, other = Group(store, 2, shards), Group(store, size, shards)
@@ -225,23 +210,24 @@ async def test_cached_pages_are_not_fetched(size: int) -> None:
 
 
 SHARDS = shards_of(LAYERS, {1, 2, 4})
-OBJECTS = [
-    *(ObjectKey(Kind.PAGE, KEYS[page], shard) for page in (0, 3) for shard in range(2)),
-    *(ObjectKey(Kind.CHECKPOINT, KEYS[-1], shard) for shard in range(4)),
+OBJECTS: list[tuple[tuple[LayerSpec, ...], ObjectKey]] = [
+    *((LAYERS, ObjectKey(Kind.PAGE, KEYS[page], shard)) for page in (0, 3) for shard in range(2)),
+    *((LAYERS, ObjectKey(Kind.CHECKPOINT, KEYS[-1], shard)) for shard in range(4)),
+    *((WINDOWED, ObjectKey(Kind.PAGE, KEYS[page], 1)) for page in (0, 3)),
+    *((WINDOWED, ObjectKey(Kind.WINDOW, KEYS[page], 3)) for page in SEEN),
 ]
 
 
-@pytest.mark.parametrize("key", OBJECTS, ids=str)
+@pytest.mark.parametrize(("layers", "key"), OBJECTS, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("is_lost", [True, False], ids=["lost", "damaged"])
 async def test_one_bad_shard_on_one_rank_is_a_miss_for_the_group(
-    key: ObjectKey,
-    size: int,
-    is_lost: bool,  # noqa: FBT001  a parameter of the test
+    layers: tuple[LayerSpec, ...], key: ObjectKey, size: int, *, is_lost: bool
 ) -> None:
-    """Lost after the store was asked, or damaged: either way the depth before it is what remains."""
-    store = Watched()
-    one, other = Group(store, 1, SHARDS), Group(store, size, SHARDS)
+    """Lost after the store was asked, or damaged: either way the depth before it is what remains. A
+    checkpoint has a hole without one of its windows."""
+    store, shards = Watched(), shards_of(layers, {1, 2, 4})
+    one, other = Group(store, 1, shards, layers), Group(store, size, shards, layers)
     await one.publish()
     if is_lost:
         store.loses = lambda other_key: other_key == key
@@ -250,7 +236,7 @@ async def test_one_bad_shard_on_one_rank_is_a_miss_for_the_group(
     good = KEYS.index(key.key) if key.kind is Kind.PAGE else NUM_PAGES - 1
     assert await other.restore() == good
     assert not await other.transfer.holds(KEYS)
-    if key.kind is Kind.CHECKPOINT:
+    if key.kind is not Kind.PAGE:
         assert await other.transfer.restorable_depths(KEYS, 0) == []
     store.loses = lambda _: False
     assert await one.publish(), "the missing shard alone is stored again"
@@ -271,39 +257,22 @@ async def test_page_without_one_of_its_shards_ends_the_run(shard: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("refused", OBJECTS, ids=str)
-async def test_refused_shard_keeps_every_rank_from_the_checkpoint(size: int, refused: ObjectKey) -> None:
+@pytest.mark.parametrize(("layers", "refused"), OBJECTS, ids=str)
+async def test_refused_shard_keeps_every_rank_from_the_checkpoint(
+    layers: tuple[LayerSpec, ...], size: int, refused: ObjectKey
+) -> None:
+    """A stored shard of a checkpoint implies that every shard of every page is stored."""
     store = Watched()
     store.refuses = lambda key: key == refused
-    one = Group(store, size, SHARDS)
+    one = Group(store, size, shards_of(layers, {1, 2, 4}), layers)
     assert not await one.publish()
     assert not await one.transfer.holds(KEYS)
-    checkpoints = [key for key in store.stored if key.kind is Kind.CHECKPOINT]
+    checkpoints = [key for key in store.stored if key.kind is not Kind.PAGE]
     assert refused not in checkpoints
-    assert refused.kind is Kind.CHECKPOINT or not checkpoints
+    assert refused.kind is not Kind.PAGE or not checkpoints
     store.refuses = lambda _: False
     assert await one.publish()
     assert await one.transfer.holds(KEYS)
-
-
-class Stalled(MemoryStore):
-    """A store that answers when the test lets it; a cancelled call ends immediately and has moved nothing."""
-
-    def __init__(self, let: asyncio.Event, patience_s: float) -> None:
-        super().__init__(STORE_BYTES)
-        self.let = let
-        self.patience_now_s = patience_s
-
-    def patience_s(self, num_bytes: int) -> float:  # noqa: ARG002
-        return self.patience_now_s
-
-    async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
-        await self.let.wait()
-        return await super().put(objects)
-
-    async def get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
-        await self.let.wait()
-        return await super().get(wanted)
 
 
 class Slow:
@@ -332,7 +301,9 @@ class Slow:
 
 def _with_a_slow_mate(patience_s: float = math.inf) -> tuple[Group, Slow]:
     slow = Slow(NUM_PAGES)
-    one = Group(Stalled(slow.let, patience_s), 2, SHARDS)
+    store = TimedStore(patience=patience_s)
+    store.opened = slow.let
+    one = Group(store, 2, SHARDS)
     one.lead([slow], one.transfer.store, SHARDS)
     return one, slow
 
@@ -341,19 +312,18 @@ def _with_a_slow_mate(patience_s: float = math.inf) -> tuple[Group, Slow]:
 @pytest.mark.parametrize("reused_pages", [0, 2, NUM_PAGES])
 async def test_fetch_that_finds_no_place_in_the_quota_has_fetched_nothing(reused_pages: int) -> None:
     """Least of all the checkpoint, where all pages are here."""
-    let = asyncio.Event()
-    let.set()
-    one = Group(Stalled(let, 3.0), 1, SHARDS)
+    store = TimedStore(patience=3.0)
+    one = Group(store, 1, SHARDS)
     places = DirectIO(one.transfer.store, memoryview(one.arenas[0]))
     one.transfer = Transfer(one.layout, places, SHARDS, in_flight_bytes_max=1)
     await one.publish()
-    let.clear()
+    store.opened.clear()
     first = asyncio.ensure_future(one.restore())
     await asyncio.sleep(1.0)
     second = asyncio.ensure_future(one.restore(reused_pages))
     assert await first == 0
     assert await second == min(reused_pages, NUM_PAGES - 1)
-    let.set()
+    store.opened.set()
     for moving in one.late:
         await moving
 
@@ -392,7 +362,7 @@ async def test_fetch_ends_when_it_is_not_worth_waiting_for_any_more() -> None:
 async def test_fetch_and_publication_end_when_the_store_goes_down(patience_s: float) -> None:
     one, slow = _with_a_slow_mate(patience_s)
     store = one.transfer.store
-    assert isinstance(store, Stalled)
+    assert isinstance(store, TimedStore)
     began_s = asyncio.get_running_loop().time()
     fetching = asyncio.ensure_future(one.restore())
     publishing = asyncio.ensure_future(slow.let.wait())
@@ -400,7 +370,7 @@ async def test_fetch_and_publication_end_when_the_store_goes_down(patience_s: fl
     await asyncio.sleep(1.0)
     assert not fetching.done()
     assert not published.done()
-    store.patience_now_s = 0.0
+    store.patience = 0.0
     assert await fetching == 0
     await published
     assert asyncio.get_running_loop().time() - began_s < 1.0 + 2 * LOOK_S

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from tests.support.parity.heads import SHAPE
 from tidemill.workers.models.architectures import deepseek, gpt_oss, granite, qwen3_next
 from tidemill.workers.models.architectures.config import ArchitectureConfig, local, sizes, weights_of
 from tidemill.workers.models.layers.attention import AttentionConfig
@@ -28,31 +29,8 @@ from tidemill.workers.models.loading.sharding import (
     part_of,
 )
 
-BASE: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 50,
-    "num_hidden_layers": 3,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "intermediate_size": 67,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "linear_conv_kernel_dim": 4,
-    "num_experts": 0,
-    "max_position_embeddings": 4096,
-    "rope_theta": 10000.0,
-    "partial_rotary_factor": 0.5,
-}
-EXPERTS: dict[str, Any] = {
-    "num_experts": 5,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 19,
-    "shared_expert_intermediate_size": 23,
-}
+BASE = SHAPE | {"linear_num_key_heads": 4, "num_experts": 0}
+EXPERTS = {"num_experts": 5}
 ATTENTION: dict[str, Any] = {"layer_types": ["full_attention"] * 3}
 GPT_OSS: dict[str, Any] = BASE | {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
