@@ -60,10 +60,10 @@ def test_matches_the_definition_and_a_row_alone(
         return [*found] if isinstance(found, tuple) else [found]
 
     found = run(cpu, lambda x: x)
-    for one, wanted in zip(found, run(reference, torch.Tensor.double), strict=True):
-        assert relative_error(one, wanted) < 1e-5
+    for tensor, wanted in zip(found, run(reference, torch.Tensor.double), strict=True):
+        assert relative_error(tensor, wanted) < 1e-5
     alone = run(cpu, lambda x: x[4:5] if len(x) == ROWS and x.dim() > 1 else x)
-    assert all(same_bits(one[4:5], row) for one, row in zip(found, alone, strict=True))
+    assert all(same_bits(tensor[4:5], row) for tensor, row in zip(found, alone, strict=True))
 
 
 @pytest.mark.parametrize("width", SIZES)
