@@ -36,7 +36,6 @@ from tidemill.cluster.messages import (
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.orders import AnswerT, Drain, Order, Roles, Scale, SetBudget, SetRole
 from tidemill.cluster.processes.endpoint.handshakes import EdgeServer
-from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.inbox import Emit
 from tidemill.workers.messages import (
     NO_MEMORY,
@@ -125,7 +124,7 @@ class FakeService:
     script: Callable[[Request], Sequence[int]]
     per_piece: int = 1
     fail_at: int | None = None
-    failure: TidemillError = field(default_factory=lambda: Unserved("no worker is left"))
+    failure: Exception = field(default_factory=lambda: Unserved("no worker is left"))
     stall_at: int | None = None
     model: ServedModel = MODEL
     workers: tuple[WorkerStatus, ...] = (worker_status("prefill-0", "prefill"), worker_status("decode-0"))
@@ -259,14 +258,15 @@ def app_over(service: FakeService, seed: int = 0) -> FastAPI:
     return build_app([ServedBackend(service, tokenizer())], sources(seed))
 
 
-def call(app: FastAPI, method: str, path: str, **content: Any) -> httpx.Response:  # noqa: ANN401 - as httpx takes it
+async def exchange(app: FastAPI, method: str, path: str, **content: Any) -> httpx.Response:  # noqa: ANN401 - as httpx takes it
     """One request, in process."""
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge") as client:
+        return await client.request(method, path, **content)
 
-    async def send() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge") as client:
-            return await client.request(method, path, **content)
 
-    return asyncio.run(send())
+def call(app: FastAPI, method: str, path: str, **content: Any) -> httpx.Response:  # noqa: ANN401 - as httpx takes it
+    """One request, in process and in a loop of its own."""
+    return asyncio.run(exchange(app, method, path, **content))
 
 
 def complete(app: FastAPI, **body: object) -> dict[str, Any]:

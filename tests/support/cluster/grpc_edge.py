@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from tests.support.cluster.fake_service import FakeService, sources, tokenizer
+from tests.support.cluster.fake_service import FakeService, saying, sources, tokenizer
 from tidemill.cluster.edge.grpc_api.generation import SERVICE
 from tidemill.cluster.edge.grpc_api.server import PublicServer
 from tidemill.cluster.edge.requests.api_keys import ApiKey
@@ -44,23 +44,32 @@ class Client:
     def call(self, name: str) -> Any:  # noqa: ANN401 - of bytes to bytes
         return self.channel.unary_unary(f"/{SERVICE}/{name}")
 
-    async def refusal(self, data: bytes, *metadata: tuple[str, str]) -> grpc.aio.AioRpcError:
-        """Return the error with which Generate refuses a message."""
+    async def refusal(
+        self,
+        request: pb.GenerateRequest | bytes,
+        code: grpc.StatusCode,
+        *metadata: tuple[str, str],
+        compression: grpc.Compression | None = None,
+    ) -> grpc.aio.AioRpcError:
+        """Return the error with which Generate refuses a message, which has this code."""
+        data = request if isinstance(request, bytes) else request.SerializeToString()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await self.call("Generate")(data, metadata=metadata)
+            await self.call("Generate")(data, metadata=metadata, compression=compression)
+        assert caught.value.code() is code
         return caught.value
 
 
 @asynccontextmanager
 async def serving(
-    service: FakeService,
+    service: FakeService | None = None,
     *,
     keys: Sequence[ApiKey] = (),
     limits: EdgeLimits | None = None,
     tls: Tls | None = None,
     credentials: grpc.ChannelCredentials | None = None,
 ) -> AsyncGenerator[Client]:
-    """The server, and a client of it that brings `credentials`."""
+    """The server of a service that answers "a", or of another one, and a client that brings `credentials`."""
+    service = service or FakeService(saying("a"))
     limits = replace(limits or EdgeLimits(), shutdown_s_max=0.0)
     context = open_context([ServedBackend(service, tokenizer())], sources(), keys=keys, limits=limits)
     server = PublicServer(context, tls=tls)

@@ -1,7 +1,8 @@
 """The `openai` SDK talking to the edge over a real socket, and a tool to talk about."""
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
 
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionToolParam
@@ -22,16 +23,11 @@ LOOK: ChatCompletionToolParam = {
 }
 
 
-def converse(
-    service: FakeService,
-    talk: Callable[[AsyncOpenAI], Awaitable[None]],
-    tokens: FolderTokenizer | None = None,
-) -> None:
-    async def main() -> None:
-        async with (
-            serving(build_app([ServedBackend(service, tokens or tokenizer())], sources())) as url,
-            AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-        ):
-            await talk(client)
-
-    asyncio.run(main())
+@asynccontextmanager
+async def conversing(service: FakeService, tokens: FolderTokenizer | None = None) -> AsyncGenerator[Any]:
+    """A client of a server with this service: AsyncOpenAI, without the types of its many options."""
+    async with (
+        serving(build_app([ServedBackend(service, tokens or tokenizer())], sources())) as url,
+        AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client

@@ -1,6 +1,11 @@
 """One request against scripted workers: whatever is lost, each token arrives exactly once."""
 
+import asyncio
+import gc
+from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +17,7 @@ from tests.support.cluster.scripted_peers import (
     INFO,
     PROMPT,
     Act,
+    Hold,
     P,
     Script,
     a_request,
@@ -29,8 +35,9 @@ from tidemill.cluster.edge.flow import (
     serve,
     with_shared_end,
 )
+from tidemill.kvstore.errors import OutOfMemory, TidemillError
 from tidemill.kvstore.keys import page_keys
-from tidemill.workers.inbox import Enough
+from tidemill.workers.inbox import Enough, generated
 from tidemill.workers.messages import (
     ANNOUNCED_KEY_BYTES,
     CrashedAlone,
@@ -89,8 +96,8 @@ def test_whatever_is_lost_each_token_arrives_once(
 
 def test_way_of_an_undisturbed_request() -> None:
     script = Script(Act())
-    request = a_request(2)
-    first, second = pieces_of(script, request)
+    script.queue_offset_s = -3.0
+    first, second = pieces_of(script, a_request(2))
     assert first.trace is second.trace
     trace = first.trace
     assert (trace.attempts, trace.prefill, trace.decode) == (1, "p.1", "d.1")
@@ -99,14 +106,11 @@ def test_way_of_an_undisturbed_request() -> None:
     keys = page_keys(root_of("s"), PROMPT[:8], P)
     assert ask.keys == tuple(key[:ANNOUNCED_KEY_BYTES] for key in keys)
     assert (ask.request_id, ask.num_tokens, ask.max_new_tokens, ask.avoid) == ("r", 10, 2, frozenset())
-    assert [kind for kind, _ in script.calls] == ["produce", "generate"]
+    assert [(kind, sent.queue_offset_s) for kind, sent in script.calls] == [("produce", -3), ("generate", -3)]
     assert script.lost_workers == []
-
-
-def test_last_token_is_never_asked_for_as_a_page() -> None:
     script = Script(Act())
     pieces_of(script, Request(request_id="r", tokens=tuple(range(8)), max_new_tokens=1))
-    assert len(script.asks[0].keys) == 1
+    assert len(script.asks[0].keys) == 1, "the last token is never asked for as a page"
 
 
 def test_prompt_without_a_hop() -> None:
@@ -131,24 +135,31 @@ def test_logprobs_of_the_prompt_are_computed_where_it_is_answered_and_go_on_afte
     assert [sent.scored for kind, sent in script.calls if kind == "generate"] == [0, 5, 9]
 
 
-def test_lost_prefill_worker_is_avoided() -> None:
-    script = Script(Act(produce=WorkerGone("p")), Act())
+@pytest.mark.parametrize(
+    ("acts", "lost", "avoid", "attempts"),
+    [
+        ([Act(produce=WorkerGone("p")), Act()], "p.1", {"p.1"}, [2] * 6),
+        ([Act(tokens=3, end=WorkerGone("d")), Act()], "d.1", {"d.1"}, [1] * 3 + [2] * 3),
+        ([Act(tokens=2), Act()], "d.1", {"d.1"}, [1] * 2 + [2] * 4),
+        ([Act(end=WorkerGone("d"))], "", None, [1] * 6),
+        ([Act(produce=HandedOver("p")), Act()], "", {"p.1"}, [1] * 6),
+        ([*[Act(tokens=1, end=HandedOver("d"))] * 5, Act()], "", {"d.1"}, [1] * 6),
+    ],
+)
+def test_losses_are_reported_and_count_attempts_and_hand_overs_do_not(
+    acts: list[Act], lost: str, avoid: set[str] | None, attempts: list[int]
+) -> None:
+    script = Script(*acts)
     pieces = pieces_of(script, a_request())
     check_answer(pieces, a_request())
-    assert script.lost_workers == ["p.1"]
-    assert script.asks[1].avoid == {"p.1"}
-    assert pieces[0].trace.attempts == 2
-
-
-def test_decode_worker_lost_in_the_middle_is_avoided_and_its_tokens_are_kept() -> None:
-    script = Script(Act(tokens=3, end=WorkerGone("d")), Act())
-    pieces = pieces_of(script, a_request())
-    check_answer(pieces, a_request())
-    assert script.lost_workers == ["d.1"]
-    assert script.asks[1].avoid == {"d.1"}
-    assert script.asks[1].num_tokens == len(PROMPT) + 3
-    assert len(script.asks[1].keys) == (len(PROMPT) + 2) // P
-    assert [piece.trace.attempts for piece in pieces] == [1] * 3 + [2] * 3
+    assert script.lost_workers == ([lost] if lost else [])
+    assert [ask.avoid for ask in script.asks[1:2]] == ([] if avoid is None else [avoid])
+    assert [piece.trace.attempts for piece in pieces] == attempts
+    assert {sent.on_trial for _, sent in script.calls} == ({False, True} if lost else {False})
+    if len(acts) == 2:
+        streamed = acts[0].tokens if isinstance(acts[0].produce, Produced) else 0
+        assert script.asks[1].num_tokens == len(PROMPT) + streamed
+        assert len(script.asks[1].keys) == (len(PROMPT) + streamed - 1) // P
 
 
 def test_stream_of_an_inexact_engine_is_tried_again_only_before_it_begins() -> None:
@@ -160,19 +171,6 @@ def test_stream_of_an_inexact_engine_is_tried_again_only_before_it_begins() -> N
     with pytest.raises(Unserved, match="cannot continue a stream exactly"):
         pieces_of(script, a_request(), info=info)
     assert script.lost_workers == ["d.1"]
-
-
-def test_stream_that_just_ends_is_a_lost_worker() -> None:
-    script = Script(Act(tokens=2), Act())
-    check_answer(pieces_of(script, a_request()), a_request())
-    assert script.lost_workers == ["d.1"]
-
-
-def test_loss_after_the_last_token_is_no_loss() -> None:
-    script = Script(Act(end=WorkerGone("d")))
-    check_answer(pieces_of(script, a_request()), a_request())
-    assert script.lost_workers == []
-    assert script.closed == 1
 
 
 def test_missing_pages_are_nobodys_fault_and_end_the_patience() -> None:
@@ -196,19 +194,22 @@ def test_pages_that_the_store_refused_are_not_insisted_on(depth: int, gap_tokens
     assert pieces[0].trace.produced == Produced(depth=depth, provenance=Provenance())
 
 
-def test_error_after_all_attempts_names_the_causes() -> None:
-    script = Script(Act(tokens=0, end=WorkerGone("d")))
-    with pytest.raises(Unserved, match=str(ATTEMPTS_MAX)):
+@pytest.mark.parametrize(
+    ("end", "error", "message", "attempts"),
+    [
+        (WorkerGone("d"), Unserved, str(ATTEMPTS_MAX), ATTEMPTS_MAX),
+        (HandedOver("d"), Unserved, "handed it over", HAND_OVERS_MAX + 1),
+        (RequestError("too long"), RequestError, "too long", 1),
+    ],
+)
+def test_attempts_have_an_end(
+    end: TidemillError, error: type[TidemillError], message: str, attempts: int
+) -> None:
+    script = Script(Act(tokens=0, end=end))
+    with pytest.raises(error, match=message):
         pieces_of(script, a_request())
-    assert len(script.asks) == ATTEMPTS_MAX
-    assert script.asks[-1].avoid == {f"d.{attempt}" for attempt in range(1, ATTEMPTS_MAX)}
-
-
-def test_users_mistake_is_not_tried_again() -> None:
-    script = Script(Act(tokens=0, end=RequestError("too long")))
-    with pytest.raises(RequestError, match="too long"):
-        pieces_of(script, a_request())
-    assert len(script.asks) == 1
+    assert len(script.asks) == attempts
+    assert script.asks[-1].avoid == {f"d.{attempt}" for attempt in range(1, attempts)}
 
 
 def test_client_that_hangs_up_closes_the_stream() -> None:
@@ -222,17 +223,6 @@ def test_client_that_hangs_up_closes_the_stream() -> None:
     assert script.closed == 1
 
 
-def test_hand_over_is_no_failure() -> None:
-    """Planned hand-overs, however many, count no attempt, lose no worker, and put nothing on trial."""
-    script = Script(*[Act(tokens=1, end=HandedOver("d"))] * 5, Act())
-    pieces = pieces_of(script, a_request(8))
-    check_answer(pieces, a_request(8))
-    assert script.lost_workers == []
-    assert {piece.trace.attempts for piece in pieces} == {1}
-    assert script.asks[1].avoid == {"d.1"}
-    assert not any(sent.on_trial for _, sent in script.calls)
-
-
 def test_every_attempt_waits_as_long_as_workers_may_take_to_start() -> None:
     script = Script(Act(tokens=0, end=WorkerGone("d")), Act())
     pieces_of(script, a_request(), wait_s_max=300.0)
@@ -240,22 +230,6 @@ def test_every_attempt_waits_as_long_as_workers_may_take_to_start() -> None:
     script = Script(Act())
     pieces_of(script, replace(a_request(), ttft_s_max=100.0), wait_s_max=300.0)
     assert [ask.wait_s_max for ask in script.asks] == [100.0], "its client waits no longer"
-
-
-def test_prefill_worker_that_hands_over_is_no_failure() -> None:
-    script = Script(Act(produce=HandedOver("p")), Act())
-    pieces = pieces_of(script, a_request())
-    check_answer(pieces, a_request())
-    assert script.lost_workers == []
-    assert script.asks[1].avoid == {"p.1"}
-    assert pieces[0].trace.attempts == 1
-
-
-def test_hand_overs_have_an_end() -> None:
-    script = Script(Act(tokens=0, end=HandedOver("d")))
-    with pytest.raises(Unserved, match="handed it over"):
-        pieces_of(script, a_request())
-    assert len(script.asks) == HAND_OVERS_MAX + 1
 
 
 def test_after_a_loss_it_is_on_trial_and_was_accepted() -> None:
@@ -312,13 +286,6 @@ def test_content_hash_ignores_the_client() -> None:
         assert content_hash_of(other) != content_hash_of(request)
 
 
-def test_every_call_carries_its_place_among_others() -> None:
-    script = Script(Act())
-    script.queue_offset_s = -3.0
-    pieces_of(script, a_request())
-    assert {sent.queue_offset_s for _, sent in script.calls} == {-3.0}
-
-
 def test_every_call_has_the_end_of_what_routers_saw_before_as_a_breakpoint() -> None:
     script = Script(Act(tokens=1, end=WorkerGone("w")), Act())
     script.shared_pages = 1
@@ -342,3 +309,71 @@ def test_breakpoints_with_the_shared_end(
     breakpoints: tuple[int, ...], shared_pages: int, expected: tuple[int, ...]
 ) -> None:
     assert with_shared_end(breakpoints, shared_pages, 4) == expected
+
+
+def reported(script: Script) -> tuple[list[StreamPiece], list[object]]:
+    """Return the answer, and the errors that asyncio reports because they were not retrieved."""
+    reports: list[object] = []
+
+    async def main() -> list[StreamPiece]:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, report: reports.append(report.get("exception")))
+        async with aclosing(generated(partial(serve, a_request(), script, script, root_of, INFO))) as pieces:
+            answer = [piece async for piece in pieces]
+        gc.collect()  # it reports when the task goes
+        return answer
+
+    return run(main()), reports
+
+
+async def test_decode_worker_fetches_while_the_prefill_worker_produces() -> None:
+    script = Hold()
+    async with aclosing(generated(partial(serve, a_request(1), script, script, root_of, INFO))) as pieces:
+        first = asyncio.ensure_future(anext(pieces))
+        await script.begun.wait()
+        assert [kind for kind, _ in script.calls] == ["produce"]
+        script.let_end.set()
+        assert (await first).finish == "length"
+    assert [kind for kind, _ in script.calls] == ["produce", "generate"]
+    assert script.prefetched == [a_request(1)]
+    assert script.prefetching == 0
+
+
+@pytest.mark.parametrize(
+    "prefetch", ["ends", WorkerGone("another life"), PagesMissing("m"), RequestError("r"), OutOfMemory("o")]
+)
+def test_outcome_of_a_prefetch_changes_nothing(prefetch: Exception | Literal["ends"]) -> None:
+    script = Script(Act(prefetch=prefetch, produce_turns=3))
+    undisturbed = Script(Act(produce_turns=3))
+    pieces, reports = reported(script)
+    assert pieces == pieces_of(undisturbed, a_request())
+    assert reports == []
+    assert (script.asks, script.calls) == (undisturbed.asks, undisturbed.calls)
+    assert script.prefetched == undisturbed.prefetched == [a_request()]
+    assert script.lost_workers == []
+
+
+def test_prefetch_ends_with_the_prefill_worker() -> None:
+    script = Script(Act(produce=WorkerGone("p")), Act(prefill=False))
+    check_answer(pieces_of(script, a_request()), a_request())
+    assert script.prefetched == [a_request()]
+    assert script.prefetching == 0
+
+
+async def test_client_that_hangs_up_while_its_prompt_is_produced_leaves_nothing_running() -> None:
+    script = Hold()
+    pieces = list[StreamPiece]()
+    first = asyncio.create_task(serve(a_request(), script, script, root_of, INFO, pieces.append))
+    await script.begun.wait()
+    first.cancel()
+    await asyncio.wait([first])
+    assert first.cancelled()
+    assert script.prefetching == 0
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert [kind for kind, _ in script.calls] == ["produce"]
+
+
+def test_bug_in_a_prefetch_is_reported_and_changes_no_answer() -> None:
+    pieces, reports = reported(Script(Act(prefetch=AssertionError("a bug"), produce_turns=3)))
+    check_answer(pieces, a_request())
+    assert [str(error) for error in reports] == ["a bug"]

@@ -1,7 +1,7 @@
 """A trial as both ends of the data plane see it, planned hand-overs, and workers that are given up."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import asynccontextmanager, suppress
 
 import pytest
@@ -9,6 +9,7 @@ import pytest
 from tests.support.cluster.fake_engine import FakeEngine
 from tests.support.cluster.scripted_engine import (
     FIRST,
+    IN_GRPC_LOOP,
     LAST,
     WORKER,
     answer_of,
@@ -25,6 +26,8 @@ from tidemill.cluster.rpc.worker_client import SILENCE_S_MAX, WorkerClients
 from tidemill.cluster.worker.server import WorkerServer
 from tidemill.workers.messages import CrashedAlone, Delta, HandedOver, LostAlone, WorkerGone
 
+pytestmark = IN_GRPC_LOOP
+
 MORE_THAN_IS_BUFFERED = Delta(tokens=(2**31,) * 2_000_000)
 """10 MB: a connection takes 4 whose other end does not read."""
 
@@ -36,85 +39,77 @@ async def notify(engine: FakeEngine, name: str, *, alone: bool) -> None:
     await callback(alone)
 
 
+async def is_no_suspect(answer: Awaitable[object]) -> None:
+    with pytest.raises(WorkerGone) as gone:
+        await answer
+    assert not isinstance(gone.value, CrashedAlone | LostAlone)
+
+
 async def begun(engine: FakeEngine, *names: str) -> None:
     await engine.until(lambda engine: set(names) <= set(engine.calls))
 
 
 @pytest.mark.parametrize("kind", ["generate", "produce"])
-def test_worker_that_crashes_in_a_trial_blames_only_its_request(kind: str) -> None:
-    async def main() -> None:
-        engine = FakeEngine()
-        plane = WorkerServer(engine, WORKER)
-        address = await plane.start("127.0.0.1")
-        async with frontend() as peers, frontend() as others:
-            suspect = (
-                asyncio.create_task(collect(answer_of(peers, request("suspect"), address)))
-                if kind == "generate"
-                else asyncio.create_task(peers.produce(WORKER, address, request("suspect")))
-            )
-            beside = asyncio.create_task(collect(answer_of(peers, request("beside"), address)))
-            cleared = asyncio.create_task(collect(answer_of(others, request("cleared"), address)))
-            await begun(engine, "suspect", "beside", "cleared")
-            await notify(engine, "cleared", alone=True)
-            engine.step(("cleared", FIRST))
-            await notify(engine, "cleared", alone=False)
-            await notify(engine, "suspect", alone=True)
-            await plane.stop()  # immediately: all edges know by now
-            await fails(suspect, CrashedAlone)
-            for innocent in (beside, cleared):
-                with pytest.raises(WorkerGone) as gone:
-                    await innocent
-                assert not isinstance(gone.value, CrashedAlone | LostAlone)
-
-    run(main())
+async def test_worker_that_crashes_in_a_trial_blames_only_its_request(kind: str) -> None:
+    engine = FakeEngine()
+    plane = WorkerServer(engine, WORKER)
+    address = await plane.start("127.0.0.1")
+    async with frontend() as peers, frontend() as others:
+        suspect = (
+            asyncio.create_task(collect(answer_of(peers, request("suspect"), address)))
+            if kind == "generate"
+            else asyncio.create_task(peers.produce(WORKER, address, request("suspect")))
+        )
+        beside = asyncio.create_task(collect(answer_of(peers, request("beside"), address)))
+        cleared = asyncio.create_task(collect(answer_of(others, request("cleared"), address)))
+        await begun(engine, "suspect", "beside", "cleared")
+        await notify(engine, "cleared", alone=True)
+        engine.step(("cleared", FIRST))
+        await notify(engine, "cleared", alone=False)
+        await notify(engine, "suspect", alone=True)
+        await plane.stop()  # immediately: all edges know by now
+        await fails(suspect, CrashedAlone)
+        await is_no_suspect(beside)
+        await is_no_suspect(cleared)
 
 
-def test_trial_begins_when_every_edge_has_the_tokens_of_the_others() -> None:
+async def test_trial_begins_when_every_edge_has_the_tokens_of_the_others() -> None:
     """Otherwise they would lose them in a crash, and draw more in their own trials than those cover."""
-
-    async def main() -> None:
-        async with serving() as (engine, address), frontend() as peers, raw_stream(address) as slow:
-            await slow.send(Hello(WORKER), Generate(1, request("slow")))
-            suspect = answer_of(peers, request("suspect"), address)
+    async with serving() as (engine, address), frontend() as peers, raw_stream(address) as slow:
+        await slow.send(Hello(WORKER), Generate(1, request("slow")))
+        suspect = answer_of(peers, request("suspect"), address)
+        answer = asyncio.ensure_future(anext(suspect))
+        await begun(engine, "slow", "suspect")
+        engine.step(("slow", MORE_THAN_IS_BUFFERED))
+        notifying = asyncio.create_task(notify(engine, "suspect", alone=True))
+        for _ in range(3):  # its own frontend knows by now
+            engine.step(("suspect", FIRST))
+            assert await answer == FIRST
             answer = asyncio.ensure_future(anext(suspect))
-            await begun(engine, "slow", "suspect")
-            engine.step(("slow", MORE_THAN_IS_BUFFERED))
-            notifying = asyncio.create_task(notify(engine, "suspect", alone=True))
-            for _ in range(3):  # its own frontend knows by now
-                engine.step(("suspect", FIRST))
-                assert await answer == FIRST
-                answer = asyncio.ensure_future(anext(suspect))
-            assert not notifying.done()
-            assert await slow.frame() == [StreamItem(1, MORE_THAN_IS_BUFFERED)]
-            await notifying
-            engine.step(("suspect", LAST))
-            assert await answer == LAST
-            await suspect.aclose()
-
-    run(main())
+        assert not notifying.done()
+        assert await slow.frame() == [StreamItem(1, MORE_THAN_IS_BUFFERED)]
+        await notifying
+        engine.step(("suspect", LAST))
+        assert await answer == LAST
+        await suspect.aclose()
 
 
 @pytest.mark.parametrize("gives_up", [True, False], ids=["given up", "no answer to a ping"])
-def test_worker_that_falls_silent_in_a_trial_does_not_count_as_crashed(gives_up: bool) -> None:  # noqa: FBT001  a parameter
-    async def main() -> None:
-        async with serving() as (engine, address), wire(address) as (through, frozen), frontend() as peers:
-            suspect = answer_of(peers, request("suspect"), through)
-            beside = asyncio.create_task(collect(answer_of(peers, request("beside"), through)))
-            first = asyncio.ensure_future(anext(suspect))
-            await begun(engine, "suspect", "beside")
-            await notify(engine, "suspect", alone=True)
-            engine.step(("suspect", FIRST), ("beside", FIRST))
-            assert await first == FIRST
-            if gives_up:
-                peers.give_up({WORKER})
-            else:
-                frozen.set()
-            await fails(anext(suspect), LostAlone)
-            with pytest.raises(WorkerGone) as gone:
-                await beside
-            assert not isinstance(gone.value, CrashedAlone | LostAlone)
-
-    run(main())
+async def test_worker_that_falls_silent_in_a_trial_does_not_count_as_crashed(*, gives_up: bool) -> None:
+    async with serving() as (engine, address), wire(address) as (through, frozen), frontend() as peers:
+        suspect = answer_of(peers, request("suspect"), through)
+        beside = asyncio.create_task(collect(answer_of(peers, request("beside"), through)))
+        first = asyncio.ensure_future(anext(suspect))
+        await begun(engine, "suspect", "beside")
+        await notify(engine, "suspect", alone=True)
+        engine.step(("suspect", FIRST), ("beside", FIRST))
+        assert await first == FIRST
+        if gives_up:
+            peers.give_up({WORKER})
+        else:
+            frozen.set()
+        await fails(anext(suspect), LostAlone)
+        await is_no_suspect(beside)
 
 
 @asynccontextmanager
@@ -147,66 +142,50 @@ async def wire(address: str) -> AsyncGenerator[tuple[str, asyncio.Event]]:
         await asyncio.gather(*ways)
 
 
-def test_planned_hand_over_is_no_loss() -> None:
-    async def main() -> None:
-        async with serving() as (engine, address), frontend() as peers:
+async def until_silent(peers: WorkerClients) -> None:
+    async with asyncio.timeout(10 * SILENCE_S_MAX):
+        while WORKER not in peers.silent():  # noqa: ASYNC110 - time makes it so
+            await asyncio.sleep(0.05)
+
+
+async def test_worker_that_owes_answers_is_silent_after_a_while_and_can_be_given_up() -> None:
+    async with serving() as (engine, address), frontend() as peers:
+        assert peers.silent() == frozenset()
+        stream = asyncio.create_task(collect(answer_of(peers, request(), address)))
+        await begun(engine, "r")
+        assert peers.silent() == frozenset()
+        await until_silent(peers)
+        engine.step(("r", FIRST))
+        while peers.silent():  # noqa: ASYNC110 - the other end sends
+            await asyncio.sleep(0.01)
+        await until_silent(peers)
+        peers.give_up({WORKER})
+        assert "its heartbeats stopped" in await fails(stream, WorkerGone)
+        await engine.until(lambda engine: not engine.calls)  # the worker was notified
+        assert peers.silent() == frozenset()
+        again = asyncio.create_task(collect(answer_of(peers, request("again"), address)))
+        await begun(engine, "again")
+        engine.step(("again", FIRST), ("again", LAST))
+        assert await again == [FIRST, LAST]
+
+
+async def test_calls_are_counted_until_all_have_been_sent_their_ends() -> None:
+    engine = FakeEngine()
+    plane = WorkerServer(engine, WORKER)
+    address = await plane.start("127.0.0.1")
+    try:
+        async with frontend() as peers:
+            fetching = asyncio.create_task(peers.prefetch(WORKER, address, request("p")))
             stream = asyncio.create_task(collect(answer_of(peers, request(), address)))
-            await begun(engine, "r")
-            engine.step(("r", FIRST), ("r", HandedOver("it goes")))
-            assert await fails(stream, HandedOver) == "it goes"
-
-    run(main())
-
-
-def test_worker_that_owes_answers_is_silent_after_a_while_and_can_be_given_up() -> None:
-    async def main() -> None:
-        async with serving() as (engine, address), frontend() as peers:
-            assert peers.silent() == frozenset()
-            stream = asyncio.create_task(collect(answer_of(peers, request(), address)))
-            await begun(engine, "r")
-            assert peers.silent() == frozenset()
-            await until_silent(peers)
-            engine.step(("r", FIRST))
-            while peers.silent():  # noqa: ASYNC110 - the other end sends
-                await asyncio.sleep(0.01)
-            await until_silent(peers)
-            peers.give_up({WORKER})
-            assert "its heartbeats stopped" in await fails(stream, WorkerGone)
-            await engine.until(lambda engine: not engine.calls)  # the worker was notified
-            assert peers.silent() == frozenset()
-            again = asyncio.create_task(collect(answer_of(peers, request("again"), address)))
-            await begun(engine, "again")
-            engine.step(("again", FIRST), ("again", LAST))
-            assert await again == [FIRST, LAST]
-
-    async def until_silent(peers: WorkerClients) -> None:
-        async with asyncio.timeout(10 * SILENCE_S_MAX):
-            while WORKER not in peers.silent():  # noqa: ASYNC110 - time makes it so
-                await asyncio.sleep(0.05)
-
-    run(main())
-
-
-def test_calls_are_counted_until_all_have_been_sent_their_ends() -> None:
-    async def main() -> None:
-        engine = FakeEngine()
-        plane = WorkerServer(engine, WORKER)
-        address = await plane.start("127.0.0.1")
-        try:
-            async with frontend() as peers:
-                fetching = asyncio.create_task(peers.prefetch(WORKER, address, request("p")))
-                stream = asyncio.create_task(collect(answer_of(peers, request(), address)))
-                await begun(engine, "p", "r")
-                assert plane.num_calls == 1, "a lost prefetch is no loss"
-                engine.step(("r", HandedOver("it goes")))
-                while plane.num_calls:  # noqa: ASYNC110 - it ends
-                    await asyncio.sleep(0)
-                await plane.flush()
-                await plane.stop()
-                await fails(stream, HandedOver)
-                with suppress(WorkerGone):
-                    await fetching
-        finally:
+            await begun(engine, "p", "r")
+            assert plane.num_calls == 1, "a lost prefetch is no loss"
+            engine.step(("r", HandedOver("it goes")))
+            while plane.num_calls:  # noqa: ASYNC110 - it ends
+                await asyncio.sleep(0)
+            await plane.flush()
             await plane.stop()
-
-    run(main())
+            assert await fails(stream, HandedOver) == "it goes"
+            with suppress(WorkerGone):
+                await fetching
+    finally:
+        await plane.stop()

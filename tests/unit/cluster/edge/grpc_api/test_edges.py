@@ -18,10 +18,9 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from tests.support import grpc_loop
 from tests.support.cluster.fake_service import FakeService, saying, worker_status
 from tests.support.cluster.grpc_edge import HELLO, Client, serving, trailing
-from tests.support.waits import WAIT_S_MAX
+from tests.support.cluster.scripted_engine import IN_GRPC_LOOP
 from tidemill.cluster.edge.grpc_api import generation, health
 from tidemill.cluster.edge.grpc_api.server import PublicServer
 from tidemill.cluster.edge.requests.api_keys import ApiKey, digest_of
@@ -31,6 +30,11 @@ from tidemill.cluster.edge.requests.security import Tls
 from tidemill.cluster.processes.endpoint.endpoint import Endpoint, PortTaken, listening
 from tidemill.cluster.rpc.proto import generation_pb2 as pb
 
+pytestmark = IN_GRPC_LOOP
+
+UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
+EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
 KEYS = (
     ApiKey(tenant="search", sha256=digest_of("sk-one")),
     ApiKey(tenant="shop", sha256=digest_of("sk-shop"), requests_per_minute=2),
@@ -41,53 +45,40 @@ def bearer(key: str) -> tuple[str, str]:
     return ("authorization", f"Bearer {key}")
 
 
-def test_client_without_a_known_key_is_refused_before_its_message_is_read() -> None:
+async def test_client_without_a_known_key_is_refused_before_its_message_is_read() -> None:
     service = FakeService(saying("a"))
-
-    async def main() -> None:
-        async with serving(service, keys=KEYS) as client, asyncio.timeout(WAIT_S_MAX):
-            for metadata in ((), (bearer(""),), (bearer("sk-on"),), (bearer(digest_of("sk-one")),)):
-                error = await client.refusal(HELLO.SerializeToString(), *metadata)
-                assert error.code() is grpc.StatusCode.UNAUTHENTICATED
-                assert trailing(error)["tidemill-code"] == "invalid_api_key"
-            silent = client.channel.stream_unary(f"/{generation.SERVICE}/Generate")()
-            assert await silent.code() is grpc.StatusCode.UNAUTHENTICATED
-            assert (await client.generate(HELLO, bearer("sk-one"))).choices[0].text == "a"
-
-    grpc_loop.run(main())
+    async with serving(service, keys=KEYS) as client:
+        for metadata in ((), (bearer(""),), (bearer("sk-on"),), (bearer(digest_of("sk-one")),)):
+            error = await client.refusal(HELLO, UNAUTHENTICATED, *metadata)
+            assert trailing(error)["tidemill-code"] == "invalid_api_key"
+        silent = client.channel.stream_unary(f"/{generation.SERVICE}/Generate")()
+        assert await silent.code() is UNAUTHENTICATED
+        assert (await client.generate(HELLO, bearer("sk-one"))).choices[0].text == "a"
     (request,) = service.requests
     assert (request.tenant, request.salt) == ("tenant:search", "tenant:search/")
 
 
-def test_rate_limit_names_the_time_to_retry() -> None:
-    async def main() -> None:
-        async with serving(FakeService(saying("a")), keys=KEYS) as client:
-            for _ in range(2):
-                await client.generate(HELLO, bearer("sk-shop"))
-            error = await client.refusal(HELLO.SerializeToString(), bearer("sk-shop"))
-            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert int(trailing(error)["retry-after"]) > 0
-
-    grpc_loop.run(main())
+async def test_rate_limit_names_the_time_to_retry() -> None:
+    async with serving(keys=KEYS) as client:
+        for _ in range(2):
+            await client.generate(HELLO, bearer("sk-shop"))
+        error = await client.refusal(HELLO, EXHAUSTED, bearer("sk-shop"))
+        assert int(trailing(error)["retry-after"]) > 0
 
 
 @pytest.mark.parametrize("stall_at", [0, 2])
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
-def test_cancelling_a_call_frees_its_request(method: str, stall_at: int) -> None:
+async def test_cancelling_a_call_frees_its_request(method: str, stall_at: int) -> None:
     service = FakeService(saying(" Emma is in the tower"), stall_at=stall_at)
-
-    async def main() -> None:
-        async with serving(service) as client, asyncio.timeout(WAIT_S_MAX):
-            how = client.channel.unary_unary if method == "Generate" else client.channel.unary_stream
-            call = how(f"/{generation.SERVICE}/{method}")(HELLO.SerializeToString())
-            await service.stalled.wait()
-            assert service.open_streams == 1
-            assert client.context.open_answers.held == 1
-            call.cancel()
-            await service.idle.wait()
-            await until(lambda: client.context.open_answers.held == 0)
-
-    grpc_loop.run(main())
+    async with serving(service) as client:
+        how = client.channel.unary_unary if method == "Generate" else client.channel.unary_stream
+        call = how(f"/{generation.SERVICE}/{method}")(HELLO.SerializeToString())
+        await service.stalled.wait()
+        assert service.open_streams == 1
+        assert client.context.open_answers.held == 1
+        call.cancel()
+        await service.idle.wait()
+        await until(lambda: client.context.open_answers.held == 0)
     assert service.open_streams == 0
 
 
@@ -96,97 +87,73 @@ async def until(holds: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-def test_client_that_does_not_read_holds_its_answer_back() -> None:
+async def test_client_that_does_not_read_holds_its_answer_back() -> None:
     tokens = 4000
     service = FakeService(lambda _: [70] * tokens)
     service.model = replace(service.model, max_model_len=tokens + 100)
     long = pb.GenerateRequest(text="Hello", logprobs=20, sampling=pb.Sampling(max_tokens=tokens))
     short = pb.GenerateRequest(text="Hello", sampling=pb.Sampling(max_tokens=64))
-
-    async def main() -> None:
-        async with serving(service) as client, asyncio.timeout(WAIT_S_MAX):
-            stream = client.stream(long)
-            await stream.read()
-            grown = -1
-            while grown != 0:  # until the long answer stands still
-                before = service.pieces
-                await client.generate(short)
-                grown = service.pieces - before - 64
-            assert service.pieces < tokens
-            for _ in range(tokens - 1):
-                assert isinstance(await stream.read(), pb.GenerateChunk)
-            assert await stream.code() is grpc.StatusCode.OK
-
-    grpc_loop.run(main())
+    async with serving(service) as client:
+        stream = client.stream(long)
+        await stream.read()
+        grown = -1
+        while grown != 0:  # until the long answer stands still
+            before = service.pieces
+            await client.generate(short)
+            grown = service.pieces - before - 64
+        assert service.pieces < tokens
+        for _ in range(tokens - 1):
+            assert isinstance(await stream.read(), pb.GenerateChunk)
+        assert await stream.code() is grpc.StatusCode.OK
 
 
-def test_client_that_never_reads_is_cut_off() -> None:
+async def test_client_that_never_reads_is_cut_off() -> None:
     service = FakeService(lambda _: [70] * 400, per_piece=1)
     request = pb.GenerateRequest(text="Hello", logprobs=20, sampling=pb.Sampling(n=16, max_tokens=400))
-
-    async def main() -> None:
-        async with serving(service, limits=EdgeLimits(send_s_max=0.1)) as client, asyncio.timeout(WAIT_S_MAX):
-            stream = client.stream(request)
-            await stream.read()
-            await service.idle.wait()
-            await until(lambda: client.context.open_answers.held == 0)
-            assert service.pieces < 16 * 400
-            stream.cancel()
-
-    grpc_loop.run(main())
+    async with serving(service, limits=EdgeLimits(send_s_max=0.1)) as client:
+        stream = client.stream(request)
+        await stream.read()
+        await service.idle.wait()
+        await until(lambda: client.context.open_answers.held == 0)
+        assert service.pieces < 16 * 400
+        stream.cancel()
 
 
-def test_client_that_sends_no_message_is_cut_off() -> None:
-    async def main() -> None:
-        limits = EdgeLimits(body_s_max=0.1)
-        async with serving(FakeService(saying("a")), limits=limits) as client, asyncio.timeout(WAIT_S_MAX):
-            silent = client.channel.stream_unary(f"/{generation.SERVICE}/Generate")()
-            assert await silent.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            empty = client.channel.stream_unary(f"/{generation.SERVICE}/Generate")()
-            await empty.done_writing()
-            assert await empty.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-    grpc_loop.run(main())
+async def test_client_that_sends_no_message_is_cut_off() -> None:
+    limits = EdgeLimits(body_s_max=0.1)
+    async with serving(limits=limits) as client:
+        silent = client.channel.stream_unary(f"/{generation.SERVICE}/Generate")()
+        assert await silent.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        empty = client.channel.stream_unary(f"/{generation.SERVICE}/Generate")()
+        await empty.done_writing()
+        assert await empty.code() is INVALID
 
 
-def test_too_large_messages_are_refused_also_when_compressed() -> None:
-    large = pb.GenerateRequest(text="a" * BODY_BYTES_MAX).SerializeToString()
+async def test_too_large_messages_are_refused_also_when_compressed() -> None:
+    large = pb.GenerateRequest(text="a" * BODY_BYTES_MAX)
     service = FakeService(saying("a"))
-
-    async def main() -> None:
-        async with serving(service) as client, asyncio.timeout(WAIT_S_MAX):
-            assert (await client.refusal(large)).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await client.call("Generate")(large, compression=grpc.Compression.Gzip)
-            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            error = await client.refusal(HELLO.SerializeToString(), ("x-request-id", "a" * (17 << 10)))
-            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert (await client.generate(HELLO)).choices
-
-    grpc_loop.run(main())
+    async with serving(service) as client:
+        await client.refusal(large, EXHAUSTED)
+        await client.refusal(large, EXHAUSTED, compression=grpc.Compression.Gzip)
+        await client.refusal(HELLO, EXHAUSTED, ("x-request-id", "a" * (17 << 10)))
+        assert (await client.generate(HELLO)).choices
     assert len(service.requests) == 1
 
 
-def test_answers_and_bytes_beyond_the_limits_are_refused() -> None:
+async def test_answers_and_bytes_beyond_the_limits_are_refused() -> None:
     service = FakeService(saying(" Emma is"), stall_at=1)
     limits = EdgeLimits(requests_max=8, answers_max=4, body_bytes_max=64)
-
-    async def main() -> None:
-        async with serving(service, limits=limits) as client, asyncio.timeout(WAIT_S_MAX):
-            error = await client.refusal(pb.GenerateRequest(text="a" * 64).SerializeToString())
-            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            streams = [client.stream(HELLO) for _ in range(2)]
-            for stream in streams:
-                await stream.read()
-            error = await client.refusal(HELLO.SerializeToString())
-            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert "answers" in (error.details() or "")
-            assert trailing(error)["retry-after"] == "1"
-            for stream in streams:
-                stream.cancel()
-            await service.idle.wait()
-
-    grpc_loop.run(main())
+    async with serving(service, limits=limits) as client:
+        await client.refusal(pb.GenerateRequest(text="a" * 64), EXHAUSTED)
+        streams = [client.stream(HELLO) for _ in range(2)]
+        for stream in streams:
+            await stream.read()
+        error = await client.refusal(HELLO, EXHAUSTED)
+        assert "answers" in (error.details() or "")
+        assert trailing(error)["retry-after"] == "1"
+        for stream in streams:
+            stream.cancel()
+        await service.idle.wait()
 
 
 def wide(**fields: object) -> bytes:
@@ -208,53 +175,42 @@ def wide(**fields: object) -> bytes:
         (b"\x22\x7fa", "no tidemill.v1.GenerateRequest"),
     ],
 )
-def test_messages_of_many_fields_are_refused_before_they_are_parsed(data: bytes, reason: str) -> None:
-    service = FakeService(saying("a"))
-
-    async def main() -> None:
-        async with serving(service) as client, asyncio.timeout(WAIT_S_MAX):
-            error = await client.refusal(data)
-            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert reason in (error.details() or "")
-            unpacked = pb.GenerateRequest(
-                text="a",
-                sampling=pb.Sampling(logit_bias=dict.fromkeys(range(800), 0.0), stop=["zz"] * 4),
-            )
-            assert (await client.generate(unpacked)).choices
-
-    grpc_loop.run(main())
+async def test_messages_of_many_fields_are_refused_before_they_are_parsed(data: bytes, reason: str) -> None:
+    async with serving() as client:
+        error = await client.refusal(data, INVALID)
+        assert reason in (error.details() or "")
+        unpacked = pb.GenerateRequest(
+            text="a",
+            sampling=pb.Sampling(logit_bias=dict.fromkeys(range(800), 0.0), stop=["zz"] * 4),
+        )
+        assert (await client.generate(unpacked)).choices
 
 
-def test_client_that_floods_calls_leaves_some_to_others() -> None:
+async def test_client_that_floods_calls_leaves_some_to_others() -> None:
     """Silent calls of every service count: answers, health watches and reflection."""
     limits = EdgeLimits(requests_max=8)
     paths = (f"/{generation.SERVICE}/Generate", f"/{reflection.SERVICE_NAME}/ServerReflectionInfo")
-
-    async def main() -> None:
-        async with serving(FakeService(saying("a")), limits=limits) as client, asyncio.timeout(WAIT_S_MAX):
-            watch = client.channel.unary_stream(f"/{health.SERVICE}/Watch")
-            held = [client.channel.stream_stream(paths[index % 2])() for index in range(8)]
-            held += [watch(b"") for _ in range(4)]
-            reasons: list[str] = []
-            while not reasons:  # the calls above begin meanwhile
-                with suppress(grpc.aio.AioRpcError):
-                    await client.generate(HELLO)
-                    continue
-                error = await client.refusal(HELLO.SerializeToString())
-                assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-                reasons.append(error.details() or "")
-            assert "half of what others leave" in reasons[0]
-            for call in held:
-                call.cancel()
-            answered = False
-            while not answered:
-                with suppress(grpc.aio.AioRpcError):
-                    answered = bool((await client.generate(HELLO)).choices)
-
-    grpc_loop.run(main())
+    async with serving(limits=limits) as client:
+        watch = client.channel.unary_stream(f"/{health.SERVICE}/Watch")
+        held = [client.channel.stream_stream(paths[index % 2])() for index in range(8)]
+        held += [watch(b"") for _ in range(4)]
+        reasons: list[str] = []
+        while not reasons:  # the calls above begin meanwhile
+            with suppress(grpc.aio.AioRpcError):
+                await client.generate(HELLO)
+                continue
+            error = await client.refusal(HELLO, EXHAUSTED)
+            reasons.append(error.details() or "")
+        assert "half of what others leave" in reasons[0]
+        for call in held:
+            call.cancel()
+        answered = False
+        while not answered:
+            with suppress(grpc.aio.AioRpcError):
+                answered = bool((await client.generate(HELLO)).choices)
 
 
-def test_garbage_and_idle_connections_disturb_no_request() -> None:
+async def test_garbage_and_idle_connections_disturb_no_request() -> None:
     rng = Random(7)
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
     settings_frame = bytes(9)[:3] + b"\x04" + bytes(5)
@@ -265,20 +221,17 @@ def test_garbage_and_idle_connections_disturb_no_request() -> None:
         frame += rng.randrange(1 << 31).to_bytes(4, "big") + noise
         return (noise, preface + noise, preface + settings_frame + frame)[index % 3]
 
-    async def main() -> None:
-        async with serving(FakeService(saying("a"))) as client, asyncio.timeout(WAIT_S_MAX):
-            host, _, port = client.address.rpartition(":")
-            idle = [socket.create_connection((host, int(port))) for _ in range(300)]
-            for index in range(300):
-                with socket.create_connection((host, int(port))) as connection:
-                    connection.sendall(garbage(index))
-                if index % 50 == 0:
-                    assert (await client.generate(HELLO)).choices
-            assert (await client.generate(HELLO)).choices
-            for connection in idle:
-                connection.close()
-
-    grpc_loop.run(main())
+    async with serving() as client:
+        host, _, port = client.address.rpartition(":")
+        idle = [socket.create_connection((host, int(port))) for _ in range(300)]
+        for index in range(300):
+            with socket.create_connection((host, int(port))) as connection:
+                connection.sendall(garbage(index))
+            if index % 50 == 0:
+                assert (await client.generate(HELLO)).choices
+        assert (await client.generate(HELLO)).choices
+        for connection in idle:
+            connection.close()
 
 
 async def health_of(client: Client, service: str = "") -> int:
@@ -290,123 +243,101 @@ async def health_of(client: Client, service: str = "") -> int:
     return (await check(health_pb2.HealthCheckRequest(service=service))).status
 
 
-def test_health_follows_the_workers_that_generate() -> None:
+async def test_health_follows_the_workers_that_generate() -> None:
     service = FakeService(saying("a"))
     ready = service.workers
     status = health_pb2.HealthCheckResponse
-
-    async def main() -> None:
-        async with serving(service, keys=KEYS) as client:
-            for workers, expected in (
-                (ready, status.SERVING),
-                ((), status.NOT_SERVING),
-                ((worker_status("prefill-0", "prefill"),), status.NOT_SERVING),
-                ((worker_status("decode-0", state="draining"),), status.NOT_SERVING),
-                ((worker_status("mixed-0", "mixed"),), status.SERVING),
-            ):
-                service.workers = workers
-                for name in ("", generation.SERVICE):
-                    assert await health_of(client, name) == expected
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await health_of(client, "other")
-            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-
-    grpc_loop.run(main())
+    async with serving(service, keys=KEYS) as client:
+        for workers, expected in (
+            (ready, status.SERVING),
+            ((), status.NOT_SERVING),
+            ((worker_status("prefill-0", "prefill"),), status.NOT_SERVING),
+            ((worker_status("decode-0", state="draining"),), status.NOT_SERVING),
+            ((worker_status("mixed-0", "mixed"),), status.SERVING),
+        ):
+            service.workers = workers
+            for name in ("", generation.SERVICE):
+                assert await health_of(client, name) == expected
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await health_of(client, "other")
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_health_is_sent_to_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_health_is_sent_to_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "LOOK_S", 0.01)
     service = FakeService(saying("a"))
     ready = service.workers
     status = health_pb2.HealthCheckResponse
-
-    async def main() -> None:
-        async with serving(service) as client, asyncio.timeout(WAIT_S_MAX):
-            watch: Any = client.channel.unary_stream(
-                f"/{health.SERVICE}/Watch",
-                request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-                response_deserializer=status.FromString,
-            )
-            watching = watch(health_pb2.HealthCheckRequest())
-            assert (await watching.read()).status == status.SERVING
-            service.workers = ()
-            assert (await watching.read()).status == status.NOT_SERVING
-            service.workers = ready
-            assert (await watching.read()).status == status.SERVING
-            unknown = watch(health_pb2.HealthCheckRequest(service="other"))
-            assert (await unknown.read()).status == status.SERVICE_UNKNOWN
-            watching.cancel()
-            unknown.cancel()
-
-    grpc_loop.run(main())
+    async with serving(service) as client:
+        watch: Any = client.channel.unary_stream(
+            f"/{health.SERVICE}/Watch",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=status.FromString,
+        )
+        watching = watch(health_pb2.HealthCheckRequest())
+        assert (await watching.read()).status == status.SERVING
+        service.workers = ()
+        assert (await watching.read()).status == status.NOT_SERVING
+        service.workers = ready
+        assert (await watching.read()).status == status.SERVING
+        unknown = watch(health_pb2.HealthCheckRequest(service="other"))
+        assert (await unknown.read()).status == status.SERVICE_UNKNOWN
+        watching.cancel()
+        unknown.cancel()
 
 
-def test_reflection_lists_the_services_and_their_messages() -> None:
+async def test_reflection_lists_the_services_and_their_messages() -> None:
     ask = reflection_pb2.ServerReflectionRequest
-
-    async def main() -> None:
-        async with serving(FakeService(saying("a"))) as client:
-            call: Any = client.channel.stream_stream(
-                f"/{reflection.SERVICE_NAME}/ServerReflectionInfo",
-                request_serializer=ask.SerializeToString,
-                response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
-            )
-            asked = [ask(list_services=""), ask(file_containing_symbol=generation.SERVICE)]
-            listed, file = [answer async for answer in call(iter(asked))]
-            names = {service.name for service in listed.list_services_response.service}
-            assert names == {generation.SERVICE, health.SERVICE, reflection.SERVICE_NAME}
-            pool = DescriptorPool()
-            for data in file.file_descriptor_response.file_descriptor_proto:
-                pool.Add(FileDescriptorProto.FromString(data))
-            methods = pool.FindServiceByName(generation.SERVICE).methods_by_name
-            assert set(methods) == {"Generate", "GenerateStream", "Tokenize", "ListModels"}
-
-    grpc_loop.run(main())
+    async with serving() as client:
+        call: Any = client.channel.stream_stream(
+            f"/{reflection.SERVICE_NAME}/ServerReflectionInfo",
+            request_serializer=ask.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )
+        asked = [ask(list_services=""), ask(file_containing_symbol=generation.SERVICE)]
+        listed, file = [answer async for answer in call(iter(asked))]
+        names = {service.name for service in listed.list_services_response.service}
+        assert names == {generation.SERVICE, health.SERVICE, reflection.SERVICE_NAME}
+        pool = DescriptorPool()
+        for data in file.file_descriptor_response.file_descriptor_proto:
+            pool.Add(FileDescriptorProto.FromString(data))
+        methods = pool.FindServiceByName(generation.SERVICE).methods_by_name
+        assert set(methods) == {"Generate", "GenerateStream", "Tokenize", "ListModels"}
 
 
 @pytest.mark.parametrize("mutual", [False, True])
-def test_tls_and_mutual_tls(tmp_path: Path, *, mutual: bool) -> None:
+async def test_tls_and_mutual_tls(tmp_path: Path, *, mutual: bool) -> None:
     authority, stranger = trustme.CA(), trustme.CA()
-    server = authority.issue_cert("127.0.0.1")
-    files = {name: tmp_path / name for name in ("certificate", "key", "ca")}
-    server.cert_chain_pems[0].write_to_path(files["certificate"])
-    server.private_key_pem.write_to_path(files["key"])
-    authority.cert_pem.write_to_path(files["ca"])
-    tls = Tls(certificate=files["certificate"], key=files["key"], client_ca=files["ca"] if mutual else None)
+    issued = authority.issue_cert("127.0.0.1")
+    chain, key, trusted = (tmp_path / name for name in ("certificate", "key", "ca"))
+    issued.cert_chain_pems[0].write_to_path(chain)
+    issued.private_key_pem.write_to_path(key)
+    authority.cert_pem.write_to_path(trusted)
+    tls = Tls(certificate=chain, key=key, client_ca=trusted if mutual else None)
 
     def credentials(of: trustme.CA | None) -> grpc.ChannelCredentials:
-        if of is None:
-            return grpc.ssl_channel_credentials(authority.cert_pem.bytes())
-        mine = of.issue_cert("client")
-        key, chain = mine.private_key_pem.bytes(), mine.cert_chain_pems[0].bytes()
-        return grpc.ssl_channel_credentials(authority.cert_pem.bytes(), key, chain)
+        mine = of and of.issue_cert("client")
+        pair = (mine.private_key_pem.bytes(), mine.cert_chain_pems[0].bytes()) if mine else ()
+        return grpc.ssl_channel_credentials(authority.cert_pem.bytes(), *pair)
 
-    async def code(with_: grpc.ChannelCredentials | None) -> grpc.StatusCode:
-        async with serving(FakeService(saying("a")), tls=tls, credentials=with_) as client:
-            try:
+    for given, is_served in (
+        (credentials(authority), True),
+        (credentials(None), not mutual),
+        (credentials(stranger), not mutual),
+        (None, False),
+    ):
+        async with serving(tls=tls, credentials=given) as client:
+            if is_served:
                 assert (await client.generate(HELLO)).choices
-            except grpc.aio.AioRpcError as error:
-                return error.code()
-            return grpc.StatusCode.OK
-
-    async def main() -> None:
-        assert await code(credentials(authority)) is grpc.StatusCode.OK
-        refused = grpc.StatusCode.UNAVAILABLE
-        assert await code(None) is refused
-        assert await code(credentials(None)) is (refused if mutual else grpc.StatusCode.OK)
-        assert await code(credentials(stranger)) is (refused if mutual else grpc.StatusCode.OK)
-
-    grpc_loop.run(main())
+            else:
+                await client.refusal(HELLO, grpc.StatusCode.UNAVAILABLE)
 
 
-def test_taken_port_is_a_clear_error() -> None:
-    async def main() -> None:
-        async with serving(FakeService(saying("a"))) as client:
-            port = int(client.address.rpartition(":")[2])
-            with pytest.raises(OSError, match=str(port)):
-                await PublicServer(client.context).start("127.0.0.1", port)
-
-    grpc_loop.run(main())
+async def test_taken_port_is_a_clear_error() -> None:
+    async with serving() as client:
+        port = int(client.address.rpartition(":")[2])
+        with pytest.raises(OSError, match=str(port)):
+            await PublicServer(client.context).start("127.0.0.1", port)
 
 
 def test_taken_port_of_grpc_is_reported_before_the_cluster_starts() -> None:

@@ -34,10 +34,8 @@ from benchmarks.serving.grpc_attacks import (
     opened,
 )
 
-from tests.support import grpc_loop
-from tests.support.cluster.fake_service import FakeService, saying
 from tests.support.cluster.grpc_edge import HELLO, serving
-from tests.support.waits import WAIT_S_MAX
+from tests.support.cluster.scripted_engine import IN_GRPC_LOOP
 from tidemill.cluster.edge.grpc_api import frames, server
 from tidemill.cluster.edge.grpc_api.frames import (
     BLOCK_BYTES_MAX,
@@ -56,32 +54,50 @@ from tidemill.cluster.edge.grpc_api.frames import (
 from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.edge.requests.security import Tls
 
+pytestmark = IN_GRPC_LOOP
+
 EMPTY = frame(CONTINUATION, 0, 1)
 
 
-def admits(data: bytes, cuts: int = 0) -> bool:
-    bounds = FrameBounds(lambda: 0.0)
+def pieces(data: bytes, cuts: int) -> list[bytes]:
+    """Cut the data at random places."""
     rng = Random(cuts)
     at = [0, *sorted(rng.randrange(len(data)) for _ in range(cuts)), len(data)]
-    return all(is_admitted(bounds, data[start:end]) for start, end in pairwise(at))
+    return [data[start:end] for start, end in pairwise(at)]
 
 
-def is_admitted(bounds: FrameBounds, data: bytes) -> bool:
-    end = 0
+def calls_in(bounds: FrameBounds, *parts: bytes) -> int:
+    """Return how many calls begin in it. Raises Unbounded."""
+    calls = 0
+    for part in parts:
+        end = 0
+        while end < len(part):
+            end, begins_call = bounds.admit(part, end)
+            calls += begins_call
+    return calls
+
+
+def is_admitted(bounds: FrameBounds, *parts: bytes) -> bool:
     with suppress(Unbounded):
-        while end < len(data):
-            end, _ = bounds.admit(data, end)
+        calls_in(bounds, *parts)
         return True
     return False
 
 
+def admits(data: bytes, cuts: int = 0) -> bool:
+    return is_admitted(FrameBounds(lambda: 0.0), *pieces(data, cuts))
+
+
 @pytest.mark.parametrize("cuts", [0, 5, 500])
-def test_frames_are_counted_wherever_they_are_cut(cuts: int) -> None:
+def test_frames_and_calls_are_counted_wherever_they_are_cut(cuts: int) -> None:
     call = opened(1) + frame(DATA, 0, 1, bytes(16384)) * 20 + frame(WINDOW, 0, 0, bytes(4)) * WINDOWS_BURST
     assert admits(OPENING + call, cuts)
     rest = frame(CONTINUATION, 0, 1, bytes(8000))
     assert admits(OPENING + frame(HEADERS, 0, 1, bytes(8000)) + rest * 3, cuts)
     assert not admits(OPENING + frame(HEADERS, 0, 1, bytes(8000)) + rest * 4, cuts)
+    calls = b"".join(opened(at) + frame(DATA, END_STREAM, at, bytes(9)) for at in range(1, 200, 2))
+    assert calls_in(FrameBounds(lambda: 0.0), *pieces(OPENING + calls, cuts)) == 100
+    assert admits(OPENING + frame(DATA, END_STREAM, 1) * 2 * FRAMES_BURST), "ends of calls are data"
 
 
 def test_a_block_of_headers_has_bounds_of_bytes_and_of_frames() -> None:
@@ -119,49 +135,23 @@ def test_windows_are_for_what_the_library_has_sent() -> None:
     assert not is_admitted(bounds, window)
 
 
-@pytest.mark.parametrize("cuts", [0, 300])
-def test_each_call_is_found_wherever_it_is_cut(cuts: int) -> None:
-    bounds, rng = FrameBounds(lambda: 0.0), Random(cuts)
-    data = OPENING + b"".join(opened(at) + frame(DATA, END_STREAM, at, bytes(9)) for at in range(1, 200, 2))
-    at = [0, *sorted(rng.randrange(len(data)) for _ in range(cuts)), len(data)]
-    calls = 0
-    for start, stop in pairwise(at):
-        part, end = data[start:stop], 0
-        while end < len(part):
-            end, begins_call = bounds.admit(part, end)
-            calls += begins_call
-    assert calls == 100
-
-
-def test_calls_of_a_client_have_a_rate_and_do_not_delay_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_calls_of_a_client_have_a_rate_and_do_not_delay_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "CALLS_BURST", 4)
-
-    async def main() -> None:
-        gate = FrameGate(8, None)
-        waits_s = [gate.begin_call("a") for _ in range(8)]
-        assert waits_s[:4] == [0.0] * 4
-        assert 0 < waits_s[4] < waits_s[7] < 5 / CALLS_PER_S
-        assert gate.begin_call("b") == 0.0
-
-    grpc_loop.run(main())
+    gate = FrameGate(8, None)
+    waits_s = [gate.begin_call("a") for _ in range(8)]
+    assert waits_s[:4] == [0.0] * 4
+    assert 0 < waits_s[4] < waits_s[7] < 5 / CALLS_PER_S
+    assert gate.begin_call("b") == 0.0
 
 
-def test_calls_that_wait_for_their_turn_are_all_answered(
+async def test_calls_that_wait_for_their_turn_are_all_answered(
     way: tuple[Tls, bytes] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frames, "CALLS_BURST", 1)
     monkeypatch.setattr(frames, "CALLS_PER_S", 200)
-
-    async def main() -> None:
-        async with serving(FakeService(saying("a")), **secure(way)) as client, asyncio.timeout(WAIT_S_MAX):
-            answers = await asyncio.gather(*(client.generate(HELLO) for _ in range(40)))
-            assert [answer.choices[0].text for answer in answers] == ["a"] * 40
-
-    grpc_loop.run(main())
-
-
-def test_ends_of_calls_are_data() -> None:
-    assert admits(OPENING + frame(DATA, END_STREAM, 1) * 2 * FRAMES_BURST)
+    async with serving(**secure(way)) as client:
+        answers = await asyncio.gather(*(client.generate(HELLO) for _ in range(40)))
+        assert [answer.choices[0].text for answer in answers] == ["a"] * 40
 
 
 @pytest.fixture(scope="module")
@@ -218,124 +208,96 @@ def way(request: pytest.FixtureRequest, files: tuple[Tls, bytes]) -> tuple[Tls, 
 @pytest.mark.parametrize(
     "data", [HEADLESS + EMPTY * BLOCK_FRAMES_MAX, b"GET / HTTP/1.1\r\n", frame(PING, 0, 0) * FRAMES_BURST]
 )
-def test_client_beyond_the_bounds_is_cut_and_others_are_served(
+async def test_client_beyond_the_bounds_is_cut_and_others_are_served(
     data: bytes, way: tuple[Tls, bytes] | None
 ) -> None:
-    async def main() -> None:
-        async with (
-            serving(FakeService(saying("a")), **secure(way)) as client,
-            asyncio.timeout(WAIT_S_MAX),
-            connected(client.address, way) as (reader, writer),
-        ):
-            writer.write(data)
-            await ended(reader)
-            assert (await client.generate(HELLO)).choices[0].text == "a"
-
-    grpc_loop.run(main())
+    async with (
+        serving(**secure(way)) as client,
+        connected(client.address, way) as (reader, writer),
+    ):
+        writer.write(data)
+        await ended(reader)
+        assert (await client.generate(HELLO)).choices[0].text == "a"
 
 
-def test_connection_without_a_preface_is_cut(
+async def test_connection_without_a_preface_is_cut(
     way: tuple[Tls, bytes] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frames, "OPEN_S_MAX", 0.2)
-
-    async def main() -> None:
-        async with (
-            serving(FakeService(saying("a")), **secure(way)) as client,
-            asyncio.timeout(WAIT_S_MAX),
-            connected(client.address, way) as (silent, _),
-            connected(client.address, way) as (slow, writer),
-        ):
-            writer.write(PREFACE[:-1])
-            assert await ended(silent) == await ended(slow) == b""
-            assert (await client.generate(HELLO)).choices
-
-    grpc_loop.run(main())
+    async with (
+        serving(**secure(way)) as client,
+        connected(client.address, way) as (silent, _),
+        connected(client.address, way) as (slow, writer),
+    ):
+        writer.write(PREFACE[:-1])
+        assert await ended(silent) == await ended(slow) == b""
+        assert (await client.generate(HELLO)).choices
 
 
-def test_client_of_tls_that_does_not_ask_for_http_2_is_cut(files: tuple[Tls, bytes]) -> None:
-    async def main() -> None:
-        async with (
-            serving(FakeService(saying("a")), **secure(files)) as client,
-            asyncio.timeout(WAIT_S_MAX),
-            connected(client.address, files, protocols=["http/1.1"]) as (reader, writer),
-        ):
-            writer.write(OPENING)
-            assert await ended(reader) == b""
-
-    grpc_loop.run(main())
+async def test_client_of_tls_that_does_not_ask_for_http_2_is_cut(files: tuple[Tls, bytes]) -> None:
+    async with (
+        serving(**secure(files)) as client,
+        connected(client.address, files, protocols=["http/1.1"]) as (reader, writer),
+    ):
+        writer.write(OPENING)
+        assert await ended(reader) == b""
 
 
 @pytest.mark.parametrize(("of_edge", "of_grpc"), [(8, 2048), (8192, 8)])
-def test_addresses_share_connections_and_calls(
+async def test_addresses_share_connections_and_calls(
     way: tuple[Tls, bytes] | None, of_edge: int, of_grpc: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = EdgeLimits(connections_max=of_edge, requests_max=8)
     monkeypatch.setattr(server, "CONNECTIONS_MAX", of_grpc)
-
-    async def main() -> None:
-        async with (
-            serving(FakeService(saying("a")), limits=limits, **secure(way)) as client,
-            asyncio.timeout(WAIT_S_MAX),
-            AsyncExitStack() as opened_connections,
-        ):
-            for _ in range(4):  # half of all, each with a call, which is half of all calls
-                connection = connected(client.address, way, source="127.0.0.2")
-                reader, writer = await opened_connections.enter_async_context(connection)
-                writer.write(OPENING + opened(1))
-                await reader.readexactly(9)  # the settings of the library
-            with suppress(ConnectionError):
-                async with connected(client.address, way, source="127.0.0.2") as (reader, writer):
-                    writer.write(OPENING)
-                    assert await reader.read(1) == b"", "the library answers"
-            assert (await client.generate(HELLO)).choices
-
-    grpc_loop.run(main())
+    async with (
+        serving(limits=limits, **secure(way)) as client,
+        AsyncExitStack() as opened_connections,
+    ):
+        for _ in range(4):  # half of all, each with a call, which is half of all calls
+            connection = connected(client.address, way, source="127.0.0.2")
+            reader, writer = await opened_connections.enter_async_context(connection)
+            writer.write(OPENING + opened(1))
+            await reader.readexactly(9)  # the settings of the library
+        with suppress(ConnectionError):
+            async with connected(client.address, way, source="127.0.0.2") as (reader, writer):
+                writer.write(OPENING)
+                assert await reader.read(1) == b"", "the library answers"
+        assert (await client.generate(HELLO)).choices
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "2001:db8::/64", "fe80::1%eth0-1"])
-def test_library_knows_the_client_of_a_connection(address: str) -> None:
-    async def main() -> list[str]:
-        peers: list[str] = []
+async def test_library_knows_the_client_of_a_connection(address: str) -> None:
+    peers: list[str] = []
 
-        async def answer(request: bytes, context: Any) -> bytes:  # noqa: ANN401 - generic in the stubs only
-            peers.append(context.peer())
-            return request
+    async def answer(request: bytes, context: Any) -> bytes:  # noqa: ANN401 - generic in the stubs only
+        peers.append(context.peer())
+        return request
 
-        server = grpc.aio.server()
-        handler = grpc.unary_unary_rpc_method_handler(answer)  # type: ignore[arg-type]
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("a.B", {"C": handler}),))
-        gate = FrameGate(8, None)
-        gate.bind(server)
-        await server.start()
-        with socket.socket(socket.AF_UNIX) as inner:
-            inner.setblocking(False)  # noqa: FBT003 - its only argument
-            await gate.connect(inner, address)
-            reader, writer = await asyncio.open_unix_connection(sock=inner)
-            path = HEAD.replace(b"/tidemill.v1.Generation/GenerateStream", b"/a.B/C").replace(
-                b"\x05:path\x26", b"\x05:path\x06"
-            )
-            writer.write(
-                OPENING + frame(HEADERS, END_HEADERS, 1, path) + frame(DATA, END_STREAM, 1, bytes(5))
-            )
-            while not peers:
-                await reader.read(1 << 16)
-            writer.close()
-        await server.stop(None)
-        await gate.close()
-        return [client_at(peer) for peer in peers]
-
-    assert grpc_loop.run(main(), WAIT_S_MAX) == [address]
+    server = grpc.aio.server()
+    handler = grpc.unary_unary_rpc_method_handler(answer)  # type: ignore[arg-type]
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("a.B", {"C": handler}),))
+    gate = FrameGate(8, None)
+    gate.bind(server)
+    await server.start()
+    with socket.socket(socket.AF_UNIX) as inner:
+        inner.setblocking(False)  # noqa: FBT003 - its only argument
+        await gate.connect(inner, address)
+        reader, writer = await asyncio.open_unix_connection(sock=inner)
+        path = HEAD.replace(b"/tidemill.v1.Generation/GenerateStream", b"/a.B/C")
+        path = path.replace(b"\x05:path\x26", b"\x05:path\x06")
+        writer.write(OPENING + frame(HEADERS, END_HEADERS, 1, path) + frame(DATA, END_STREAM, 1, bytes(5)))
+        while not peers:
+            await reader.read(1 << 16)
+        writer.close()
+    await server.stop(None)
+    await gate.close()
+    assert [client_at(peer) for peer in peers] == [address]
 
 
-def test_no_other_process_can_connect_to_the_library(
+async def test_no_other_process_can_connect_to_the_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: tuple[Tls, bytes]
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-    async def main() -> None:
-        async with serving(FakeService(saying("a")), **secure(files)) as client:
-            assert (await client.generate(HELLO)).choices
-            assert not os.listdir(tmp_path)  # noqa: PTH208 - pathlib is not for coroutines
-
-    grpc_loop.run(main())
+    async with serving(**secure(files)) as client:
+        assert (await client.generate(HELLO)).choices
+        assert not os.listdir(tmp_path)  # noqa: PTH208 - pathlib is not for coroutines

@@ -3,16 +3,13 @@ stream."""
 
 import asyncio
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
 
-from tests.support.cluster.fake_service import FakeService, app_over, call, saying
+from tests.support.cluster.fake_service import FakeService, app_over, exchange, saying
 from tidemill.cluster.edge.http.stream import while_connected
-from tidemill.workers.inbox import Emit, Pause
-from tidemill.workers.messages import Request, StreamPiece
 
 PATH = "/v1/completions"
 
@@ -24,7 +21,6 @@ class Client:
         self._body: bytes | None = json.dumps({"prompt": "a", **body}).encode()
         self.hang_up = asyncio.Event()
         self.sent: list[dict[str, Any]] = []
-        self.received: Callable[[], None] = lambda: None
 
     async def receive(self) -> dict[str, Any]:
         if self._body is not None:
@@ -35,7 +31,6 @@ class Client:
 
     async def send(self, message: Any) -> None:  # noqa: ANN401 - as ASGI has it
         self.sent.append(message)
-        self.received()
 
     async def ask(self, app: FastAPI) -> None:
         headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
@@ -59,42 +54,32 @@ class Client:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stall_at", [0, 2])
-def test_hanging_up_closes_every_generator(*, stream: bool, n: int, stall_at: int) -> None:
+async def test_hanging_up_closes_every_generator(*, stream: bool, n: int, stall_at: int) -> None:
     service = FakeService(saying(" Emma is in the tower"), stall_at=stall_at)
-    app = app_over(service)
-
-    async def main() -> None:
-        client = Client({"stream": stream, "n": n})
-        asking = asyncio.create_task(client.ask(app))
-        await service.stalled.wait()
-        assert service.open_streams > 0
-        client.hang_up.set()
-        await asking
-        assert service.open_streams == 0
-        assert not any(message.get("body") == b"data: [DONE]\n\n" for message in client.sent)
-
-    asyncio.run(main())
-    metrics = call(app, "GET", "/metrics").text
+    app, client = app_over(service), Client({"stream": stream, "n": n})
+    asking = asyncio.create_task(client.ask(app))
+    await service.stalled.wait()
+    assert service.open_streams > 0
+    client.hang_up.set()
+    await asking
+    assert service.open_streams == 0
+    assert not any(message.get("body") == b"data: [DONE]\n\n" for message in client.sent)
+    metrics = (await exchange(app, "GET", "/metrics")).text
     assert f'tidemill:request_success_total{{finished_reason="abort",model_name="keeper"}} {n}.0' in metrics
     assert 'tidemill:num_requests_running{model_name="keeper"} 0.0' in metrics
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_open_answers_end_with_an_error_when_the_server_stops(*, stream: bool) -> None:
+async def test_open_answers_end_with_an_error_when_the_server_stops(*, stream: bool) -> None:
     """uvicorn cancels it. An answer that has begun ends with an event, another one with a status."""
     service = FakeService(saying(" Emma is in the tower"), stall_at=2)
-    app = app_over(service)
-
-    async def main() -> list[dict[str, Any]]:
-        client = Client({"stream": stream})
-        asking = asyncio.create_task(client.ask(app))
-        await service.stalled.wait()
-        asking.cancel()
-        await asking
-        assert service.open_streams == 0
-        return client.sent
-
-    start, *_, last = asyncio.run(main())
+    app, client = app_over(service), Client({"stream": stream})
+    asking = asyncio.create_task(client.ask(app))
+    await service.stalled.wait()
+    asking.cancel()
+    await asking
+    assert service.open_streams == 0
+    start, *_, last = client.sent
     assert start["status"] == (200 if stream else 503)
     assert not last.get("more_body", False)
     text = last["body"].decode()
@@ -102,125 +87,74 @@ def test_open_answers_end_with_an_error_when_the_server_stops(*, stream: bool) -
     error = json.loads(text[text.index("{") :])["error"]
     assert "this server stops" in error["message"]
     assert error["code"] == "unserved"
-    assert 'tidemill:request_errors_total{code="503"} 1.0' in call(app, "GET", "/metrics").text
+    assert 'tidemill:request_errors_total{code="503"} 1.0' in (await exchange(app, "GET", "/metrics")).text
 
 
-def test_hanging_up_while_the_reader_is_slow_closes_the_generator() -> None:
-    service = FakeService(saying(" Emma is in the tower"))
-    app = app_over(service)
-
-    async def main() -> None:
-        client = Client({"stream": True})
-
-        async def never(message: object) -> None:
-            del message
-            client.hang_up.set()
-            await asyncio.Event().wait()
-
-        client.send = never
-        await client.ask(app)
-        assert service.open_streams == 0
-
-    asyncio.run(main())
-
-
-def test_stream_is_made_only_as_fast_as_it_is_read() -> None:
+async def test_stream_is_made_only_as_fast_as_it_is_read_and_ends_with_a_slow_reader() -> None:
     made: list[int] = []
+    service, client = FakeService(lambda _: [5] * 100), Client({"stream": True})
+    allowed, reached = asyncio.Semaphore(0), asyncio.Event()
 
-    def script(_: Request) -> list[int]:
-        return [5] * 100
+    async def one_at_a_time(message: object) -> None:
+        del message
+        made.append(service.pieces)
+        reached.set()
+        await allowed.acquire()
 
-    service = FakeService(script)
-    app = app_over(service)
-
-    async def main() -> None:
-        client = Client({"stream": True})
-        allowed = asyncio.Semaphore(0)
-        reached = asyncio.Event()
-
-        async def one_at_a_time(message: dict[str, Any]) -> None:
-            client.sent.append(message)
-            made.append(service.pieces)
-            reached.set()
-            await allowed.acquire()
-
-        client.send = one_at_a_time
-        asking = asyncio.create_task(client.ask(app))
-        for _ in range(20):
-            await reached.wait()
-            reached.clear()
-            allowed.release()
+    client.send = one_at_a_time
+    asking = asyncio.create_task(client.ask(app_over(service)))
+    for _ in range(20):
         await reached.wait()
-        client.hang_up.set()
-        await asking
-
-    asyncio.run(main())
+        reached.clear()
+        allowed.release()
+    await reached.wait()
+    client.hang_up.set()
+    await asking
+    assert service.open_streams == 0
     assert all(pieces <= max(1, index) for index, pieces in enumerate(made))
 
 
-def test_bug_in_mid_stream_is_reported_to_the_client_and_in_the_log() -> None:
-    class Broken(FakeService):
-        async def stream(self, request: Request, emit: Emit[StreamPiece]) -> None:
-            def take(piece: StreamPiece) -> Pause | None:
-                if self.pieces == 2:
-                    raise KeyError("secret")
-                return emit(piece)
-
-            await super().stream(request, take)
-
-    service = Broken(saying(" Emma is in the tower"))
-    app = app_over(service)
-
-    async def main() -> None:
-        client = Client({"stream": True})
-        with pytest.raises(KeyError):
-            await client.ask(app)
-        last = client.sent[-1]["body"].decode()
-        assert last.startswith("event: error\n")
-        assert "internal_error" in last
-        assert "secret" not in last
-
-    asyncio.run(main())
+async def test_bug_in_mid_stream_is_reported_to_the_client_and_in_the_log() -> None:
+    service = FakeService(saying(" Emma is in the tower"), fail_at=2, failure=KeyError("secret"))
+    client = Client({"stream": True})
+    with pytest.raises(KeyError):
+        await client.ask(app_over(service))
+    last = client.sent[-1]["body"].decode()
+    assert last.startswith("event: error\n")
+    assert "internal_error" in last
+    assert "secret" not in last
     assert service.open_streams == 0
 
 
-def test_incomplete_body_reaches_no_worker() -> None:
-    service = FakeService(saying(" a"))
-    app = app_over(service)
+async def test_incomplete_body_reaches_no_worker() -> None:
+    service, client = FakeService(saying(" a")), Client({})
+    parts = iter([{"type": "http.request", "body": b'{"prompt": "a"}', "more_body": True}])
 
-    async def main() -> None:
-        client = Client({})
-        parts = iter([{"type": "http.request", "body": b'{"prompt": "a"}', "more_body": True}])
+    async def receive() -> dict[str, Any]:
+        return next(parts, {"type": "http.disconnect"})
 
-        async def receive() -> dict[str, Any]:
-            return next(parts, {"type": "http.disconnect"})
-
-        client.receive = receive
-        await client.ask(app)
-        assert client.sent == []
-
-    asyncio.run(main())
+    client.receive = receive
+    await client.ask(app_over(service))
+    assert client.sent == []
     assert service.requests == []
 
 
-def test_work_that_fails_fails_for_its_caller_and_work_that_ends_is_returned() -> None:
-    async def main() -> None:
-        async def never() -> Any:  # noqa: ANN401 - as ASGI has it
-            await asyncio.Event().wait()
-
-        async def result(value: int) -> int:
-            if value < 0:
-                raise ValueError("negative")
-            return value
-
-        assert await while_connected(never, result(7)) == 7
-        with pytest.raises(ValueError, match="negative"):
-            await while_connected(never, result(-1))
-
-    asyncio.run(main())
+async def never() -> Any:  # noqa: ANN401 - as ASGI has it
+    await asyncio.Event().wait()
 
 
-def test_client_that_is_gone_already_starts_no_work() -> None:
+async def test_work_that_fails_fails_for_its_caller_and_work_that_ends_is_returned() -> None:
+    async def result(value: int) -> int:
+        if value < 0:
+            raise ValueError("negative")
+        return value
+
+    assert await while_connected(never, result(7)) == 7
+    with pytest.raises(ValueError, match="negative"):
+        await while_connected(never, result(-1))
+
+
+async def test_client_that_is_gone_already_starts_no_work() -> None:
     started: list[str] = []
 
     async def work() -> None:
@@ -230,17 +164,10 @@ def test_client_that_is_gone_already_starts_no_work() -> None:
         await asyncio.sleep(0)
         return {"type": "http.disconnect"}
 
-    async def never() -> dict[str, str]:
-        await asyncio.Event().wait()
-        return {}
-
-    async def main() -> None:
-        assert await while_connected(gone, work()) is None
-        cancelled = asyncio.create_task(while_connected(never, work()))
-        await asyncio.sleep(0)
-        cancelled.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await cancelled
-
-    asyncio.run(main())
+    assert await while_connected(gone, work()) is None
+    cancelled = asyncio.create_task(while_connected(never, work()))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
     assert not started

@@ -1,38 +1,35 @@
 """The `openai` SDK, unmodified, over a real socket."""
 
-import asyncio
 import json
+from typing import Any
 
 import openai
 import pytest
-from openai import AsyncOpenAI
 from pydantic import BaseModel
 
 from tests.support.cluster.fake_service import FakeService, saying, scored, tokenizer
-from tests.support.cluster.openai_talk import converse
+from tests.support.cluster.openai_talk import conversing
 
 ANSWER = " Emma is in the tower."
 
 
-def test_chat() -> None:
-    async def talk(client: AsyncOpenAI) -> None:
+async def test_chat() -> None:
+    async with conversing(FakeService(saying(ANSWER))) as client:
         reply = await client.chat.completions.create(
             model="keeper", messages=[{"role": "user", "content": "Where is Emma?"}], max_completion_tokens=50
         )
         assert reply.choices[0].message.content == ANSWER
         assert reply.choices[0].finish_reason == "stop"
-        assert reply.usage is not None
-        assert reply.usage.prompt_tokens_details is not None
-        assert reply.usage.prompt_tokens_details.cached_tokens is not None
+        usage = reply.usage
+        assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 4 - 1
         models = await client.models.list()
         assert [model.id for model in models.data] == ["keeper"]
 
-    converse(FakeService(saying(ANSWER)), talk)
 
-
-def test_streamed_chat() -> None:
-    async def talk(client: AsyncOpenAI) -> None:
-        text, finishes, total = "", list[str](), None
+async def test_streamed_chat() -> None:
+    async with conversing(FakeService(saying(ANSWER))) as client:
+        text, finishes = "", list[str]()
+        total: Any = None
         async with await client.chat.completions.create(
             model="keeper",
             messages=[{"role": "user", "content": "Where is Emma?"}],
@@ -45,25 +42,11 @@ def test_streamed_chat() -> None:
                     text += choice.delta.content or ""
                     finishes += [choice.finish_reason] if choice.finish_reason else []
         assert (text, finishes) == (ANSWER, ["stop"])
-        assert total is not None
         assert total.total_tokens == total.prompt_tokens + total.completion_tokens
 
-    converse(FakeService(saying(ANSWER)), talk)
 
-
-def test_sdks_own_accumulation_of_a_stream() -> None:
-    async def talk(client: AsyncOpenAI) -> None:
-        async with client.chat.completions.stream(
-            model="keeper", messages=[{"role": "user", "content": "Where is Emma?"}], n=2
-        ) as stream:
-            final = await stream.get_final_completion()
-        assert [choice.message.content for choice in final.choices] == [ANSWER, ANSWER]
-
-    converse(FakeService(saying(ANSWER)), talk)
-
-
-def test_completions_streamed_and_not() -> None:
-    async def talk(client: AsyncOpenAI) -> None:
+async def test_completions_streamed_and_not() -> None:
+    async with conversing(FakeService(saying(ANSWER))) as client:
         whole = await client.completions.create(model="keeper", prompt=["a", "b"], stop="tower", seed=3)
         assert [choice.text for choice in whole.choices] == [" Emma is in the "] * 2
         text = ""
@@ -71,19 +54,14 @@ def test_completions_streamed_and_not() -> None:
             text += chunk.choices[0].text
         assert text == ANSWER
 
-    converse(FakeService(saying(ANSWER)), talk)
 
-
-def test_logprobs_of_chats_and_completions() -> None:
+async def test_logprobs_of_chats_and_completions() -> None:
     tokens = tokenizer().encode(ANSWER)
-
-    async def talk(client: AsyncOpenAI) -> None:
+    async with conversing(FakeService(saying(ANSWER))) as client:
         reply = await client.chat.completions.create(
             model="keeper", messages=[{"role": "user", "content": "a"}], logprobs=True, top_logprobs=2
         )
         logprobs = reply.choices[0].logprobs
-        assert logprobs is not None
-        assert logprobs.content is not None
         assert "".join(entry.token for entry in logprobs.content) == ANSWER
         assert [entry.logprob for entry in logprobs.content] == [scored(token, 2).logprob for token in tokens]
         assert all(len(entry.top_logprobs) == 2 for entry in logprobs.content)
@@ -93,62 +71,40 @@ def test_logprobs_of_chats_and_completions() -> None:
             final = await stream.get_final_completion()
         assert final.choices[0].logprobs == logprobs
         whole = await client.completions.create(model="keeper", prompt="a", logprobs=1)
-        assert whole.choices[0].logprobs is not None
         assert whole.choices[0].logprobs.tokens == [entry.token for entry in logprobs.content]
 
-    converse(FakeService(saying(ANSWER)), talk)
 
-
-def test_breakpoints_of_texts_and_chats_reach_the_service() -> None:
+async def test_breakpoints_of_texts_and_chats_reach_the_service() -> None:
     service = FakeService(saying(ANSWER))
     text = "Where is Emma? She is in the tower."
     first = "Where is Emma?"
-
-    async def talk(client: AsyncOpenAI) -> None:
+    async with conversing(service) as client:
         await client.completions.create(
             model="keeper", prompt=text, extra_body={"cache_breakpoints": [len(text), len(first)]}
         )
         await client.chat.completions.create(model="keeper", messages=[{"role": "user", "content": first}])
-
-    converse(service, talk)
     completion, chat = service.requests
     assert completion.breakpoints == (len(tokenizer().encode(first)), len(completion.tokens))
     assert chat.breakpoints == (1, len(chat.tokens)), "behind the head of the message, and all of it"
 
 
-def test_parsed_answer() -> None:
+async def test_parsed_answer() -> None:
     class Place(BaseModel):
         name: str
 
     service = FakeService(saying('{"name": "tower"}'))
-
-    async def talk(client: AsyncOpenAI) -> None:
+    async with conversing(service) as client:
         reply = await client.chat.completions.parse(
             model="keeper", messages=[{"role": "user", "content": "a"}], response_format=Place
         )
         assert reply.choices[0].message.parsed == Place(name="tower")
-
-    converse(service, talk)
     grammar = service.requests[0].sampling.grammar
     assert grammar is not None
     assert json.loads(grammar.text)["properties"]["name"]["type"] == "string"
 
 
-def test_closing_a_stream_early_ends_its_work() -> None:
-    service = FakeService(lambda _: [5] * 400, stall_at=3)
-
-    async def talk(client: AsyncOpenAI) -> None:
-        stream = await client.completions.create(model="keeper", prompt="a", stream=True)
-        await anext(stream)
-        await stream.close()
-        async with asyncio.timeout(10):
-            await service.idle.wait()
-
-    converse(service, talk)
-
-
-def test_errors_become_the_sdks_own() -> None:
-    async def talk(client: AsyncOpenAI) -> None:
+async def test_errors_become_the_sdks_own() -> None:
+    async with conversing(FakeService(saying(ANSWER))) as client:
         with pytest.raises(openai.NotFoundError) as missing:
             await client.completions.create(model="gpt-4", prompt="a")
         assert missing.value.code == "model_not_found"
@@ -164,14 +120,10 @@ def test_errors_become_the_sdks_own() -> None:
                 response_format={"type": "json_object"},
             )
 
-    converse(FakeService(saying(ANSWER)), talk)
 
-
-def test_failure_in_mid_stream_is_raised() -> None:
-    async def talk(client: AsyncOpenAI) -> None:
+async def test_failure_in_mid_stream_is_raised() -> None:
+    async with conversing(FakeService(saying(ANSWER), fail_at=2)) as client:
         stream = await client.completions.create(model="keeper", prompt="a", stream=True)
         with pytest.raises(openai.APIError, match="no worker is left"):
             async for _ in stream:
                 pass
-
-    converse(FakeService(saying(ANSWER), fail_at=2), talk)

@@ -5,15 +5,15 @@ from typing import Any
 
 import openai
 import pytest
+from fastapi import FastAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from openai import AsyncOpenAI
 from openai.types.responses import FunctionToolParam, Response
 from pydantic import BaseModel
 
 from tests.support.cluster.fake_service import FakeService, build_app, call, saying, sources
-from tests.support.cluster.openai_talk import ARGUMENTS
-from tests.unit.cluster.edge.http.test_tools import CALLING, TEMPLATE, ask, prompt_of, tokenizer
+from tests.support.cluster.openai_talk import ARGUMENTS, conversing
+from tests.unit.cluster.edge.http.test_tools import CALLING, TEMPLATE, prompts_of, tokenizer
 from tidemill.cluster.edge.apis.responses_events import Output
 from tidemill.cluster.edge.chat.output.parts import Call, Part, ReasoningText, Text
 from tidemill.cluster.edge.requests.models import ServedBackend
@@ -36,14 +36,13 @@ class Person(BaseModel):
     age: int
 
 
-def app_over(service: FakeService) -> Any:  # noqa: ANN401 - FastAPI, for two callers
+def app_over(service: FakeService) -> FastAPI:
     return build_app([ServedBackend(service, tokenizer())], sources())
 
 
-def test_text_is_answered() -> None:
+async def test_text_is_answered() -> None:
     service = FakeService(saying("She is in the tower."))
-
-    async def talk(client: AsyncOpenAI) -> None:
+    async with conversing(service, tokenizer()) as client:
         reply = await client.responses.create(
             model="keeper",
             input="Where is Emma?",
@@ -58,41 +57,28 @@ def test_text_is_answered() -> None:
         assert (reply.output_text, reply.status, reply.error) == ("She is in the tower.", "completed", None)
         assert (reply.instructions, reply.temperature, reply.metadata) == ("Be short.", 0.5, {"a": "b"})
         assert reply.id.startswith("resp_")
-        assert reply.usage is not None
         assert reply.usage.total_tokens == reply.usage.input_tokens + reply.usage.output_tokens
         assert reply.usage.input_tokens_details.cached_tokens > 0
         assert reply.usage.output_tokens_details.reasoning_tokens == 0
-
-    ask(service, talk)
     (request,) = service.requests
-    assert prompt_of(request).startswith("<|system|> Be short.<|end|>\n<|user|> Where is Emma?<|end|>")
+    assert prompts_of(service)[0].startswith("<|system|> Be short.<|end|>\n<|user|> Where is Emma?<|end|>")
     assert (request.max_new_tokens, request.sampling.temperature, request.sampling.top_k) == (60, 0.5, 4)
 
 
-def test_answer_that_is_cut_is_incomplete() -> None:
-    async def talk(client: AsyncOpenAI) -> None:
-        reply = await client.responses.create(model="keeper", input="Hello!", max_output_tokens=2)
-        assert reply.status == "incomplete"
-        assert reply.incomplete_details is not None
-        assert reply.incomplete_details.reason == "max_output_tokens"
-        (item,) = reply.output
-        assert item.type == "message"
-        assert item.status == "incomplete"
-        events = [
-            event
-            async for event in await client.responses.create(
-                model="keeper", input="Hello!", max_output_tokens=2, stream=True
-            )
-        ]
-        assert events[-1].type == "response.incomplete"
-
-    ask(FakeService(saying("She is in the tower.")), talk)
+async def test_answer_that_is_cut_is_incomplete() -> None:
+    asked: Any = {"model": "keeper", "input": "Hello!", "max_output_tokens": 2}
+    async with conversing(FakeService(saying("She is in the tower.")), tokenizer()) as client:
+        reply = await client.responses.create(**asked)
+        *_, last = [event async for event in await client.responses.create(**asked, stream=True)]
+    assert reply.status == "incomplete"
+    assert reply.incomplete_details.reason == "max_output_tokens"
+    assert [(item.type, item.status) for item in reply.output] == [("message", "incomplete")]
+    assert last.type == "response.incomplete"
 
 
-def test_call_and_the_answer_to_it() -> None:
+async def test_call_and_the_answer_to_it() -> None:
     service = FakeService(saying(f"I shall look.\n{CALLING}"))
-
-    async def talk(client: AsyncOpenAI) -> None:
+    async with conversing(service, tokenizer()) as client:
         asked: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Where is Emma?"}]}]
         reply = await client.responses.create(model="keeper", input=asked, tools=[LOOK])
         message, called = reply.output
@@ -105,32 +91,24 @@ def test_call_and_the_answer_to_it() -> None:
         await client.responses.create(
             model="keeper", input=[*asked, reasoning, *text_of, output], tools=[LOOK]
         )
-
-    ask(service, talk)
-    last = prompt_of(service.requests[-1])
+        forced: tuple[Any, ...] = ("required", {"type": "function", "name": "look"})
+        for choice in forced:
+            reply = await client.responses.create(
+                model="keeper", input="Look!", tools=[LOOK], tool_choice=choice
+            )
+            assert reply.model_dump()["tool_choice"] == choice
+    grammars = [request.sampling.grammar for request in service.requests]
+    assert [grammar is None for grammar in grammars] == [True, True, False, False]
+    last = prompts_of(service)[1]
     assert "[look {" in last
     assert 'I shall look.\n<tool_call>{"person": "Emma"}</tool_call>' in last
     assert "<|tool|> in the tower" in last
     assert last.count("<|assistant|>") == 2, "words and calls of the assistant are one turn"
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "look"}])
-def test_forced_call_follows_a_grammar(choice: Any) -> None:  # noqa: ANN401 - as the SDK takes it
-    service = FakeService(saying(CALLING))
-
-    async def talk(client: AsyncOpenAI) -> None:
-        reply = await client.responses.create(model="keeper", input="Look!", tools=[LOOK], tool_choice=choice)
-        assert reply.tool_choice == choice or reply.model_dump()["tool_choice"] == choice
-        assert [item.type for item in reply.output] == ["function_call"]
-
-    ask(service, talk)
-    assert service.requests[0].sampling.grammar is not None
-
-
-def test_structured_output_is_parsed() -> None:
+async def test_structured_output_is_parsed() -> None:
     service = FakeService(saying('{"name": "Emma", "age": 7}'))
-
-    async def talk(client: AsyncOpenAI) -> None:
+    async with conversing(service, tokenizer()) as client:
         reply = await client.responses.parse(model="keeper", input="Who?", text_format=Person)
         assert reply.output_parsed == Person(name="Emma", age=7)
         async with client.responses.stream(model="keeper", input="Who?", text_format=Person) as stream:
@@ -138,49 +116,33 @@ def test_structured_output_is_parsed() -> None:
                 pass
             assert (await stream.get_final_response()).output_parsed == Person(name="Emma", age=7)
         await client.responses.create(model="keeper", input="?", text={"format": {"type": "json_object"}})
-
-    ask(service, talk)
     grammars = [request.sampling.grammar for request in service.requests]
     assert [grammar and grammar.kind for grammar in grammars] == ["json_schema", "json_schema", "json_object"]
 
 
 @pytest.mark.parametrize("per_piece", [1, 2, 5, 100])
-def test_stream_has_the_content_of_a_whole_response(per_piece: int) -> None:
+async def test_stream_has_the_content_of_a_whole_response(per_piece: int) -> None:
     service = FakeService(saying(ALL), per_piece=per_piece)
-
-    async def talk(client: AsyncOpenAI) -> None:
-        whole = await client.responses.create(
-            model="keeper", input="Where is Emma?", tools=[LOOK], extra_body=THINKS
-        )
-        async with client.responses.stream(
-            model="keeper", input="Where is Emma?", tools=[LOOK], extra_body=THINKS
-        ) as stream:
+    async with conversing(service, tokenizer()) as client:
+        asked: Any = {"model": "keeper", "input": "Where is Emma?", "tools": [LOOK], "extra_body": THINKS}
+        whole = await client.responses.create(**asked)
+        async with client.responses.stream(**asked) as stream:
             events: list[Any] = [event async for event in stream]
             final = await stream.get_final_response()
         assert [event.sequence_number for event in events] == list(range(len(events)))
         kinds = [event.type for event in events]
         assert kinds[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
         assert kinds[-1] == "response.completed"
-        assert (
-            outputs_of(final)
-            == outputs_of(whole)
-            == [
-                ("reasoning", "Hm."),
-                ("message", "I shall look.\n"),
-                ("function_call", '{"person": "Emma"}'),
-                ("function_call", '{"person": "Emma"}'),
-            ]
-        )
+        called = ("function_call", '{"person": "Emma"}')
+        said = [("reasoning", "Hm."), ("message", "I shall look.\n"), called, called]
+        assert outputs_of(final) == outputs_of(whole) == said
         streamed = [""] * 4
         for event in events:
             if event.type.endswith(".delta"):
                 streamed[event.output_index] += event.delta
         assert streamed == [text for _, text in outputs_of(whole)]
-        assert whole.usage is not None
         assert whole.usage.output_tokens_details.reasoning_tokens > 0 or per_piece == 100
         assert len({item.model_dump()["call_id"] for item in whole.output[2:]}) == 2
-
-    ask(service, talk)
 
 
 def outputs_of(response: Response) -> list[tuple[str, str]]:
@@ -194,24 +156,19 @@ def outputs_of(response: Response) -> list[tuple[str, str]]:
     return found
 
 
-def test_failure_before_the_first_event_is_a_reply_and_later_an_event() -> None:
-    async def early(client: AsyncOpenAI) -> None:
+async def test_failure_before_the_first_event_is_a_reply_and_later_an_event() -> None:
+    service = FakeService(saying("a b c"), fail_at=0, failure=Unserved("no worker is left"))
+    async with conversing(service, tokenizer()) as client:
         for stream in (False, True):
             with pytest.raises(openai.InternalServerError):
                 await client.responses.create(model="keeper", input="Hello!", stream=stream)
-
-    ask(FakeService(saying("a b c"), fail_at=0), early)
-
-    async def late(client: AsyncOpenAI) -> None:
-        events = [
-            event async for event in await client.responses.create(model="keeper", input="a", stream=True)
-        ]
-        assert events[-1].type == "response.failed"
-        assert events[-1].response.error is not None
-        assert "no worker is left" in events[-1].response.error.message
-        assert events[-1].sequence_number == len(events) - 1
-
-    ask(FakeService(saying("a b c"), fail_at=2, failure=Unserved("no worker is left")), late)
+        service.fail_at = 2
+        stream = await client.responses.create(model="keeper", input="a", stream=True)
+        events = [event async for event in stream]
+    assert events[-1].type == "response.failed"
+    assert events[-1].response.error is not None
+    assert "no worker is left" in events[-1].response.error.message
+    assert events[-1].sequence_number == len(events) - 1
 
 
 @pytest.mark.parametrize(
@@ -252,15 +209,8 @@ def test_unsupported_fields_are_named(fields: dict[str, Any], param: str) -> Non
 
 def test_fields_of_chats_are_ignored() -> None:
     service = FakeService(saying("a"))
-    body: dict[str, Any] = {
-        "input": "Hello!",
-        "n": 3,
-        "logprobs": True,
-        "max_tokens": 1,
-        "messages": [],
-        "truncation": "auto",
-    }
-    reply = call(app_over(service), "POST", PATH, json=body).json()
+    chats: dict[str, Any] = {"n": 3, "logprobs": True, "max_tokens": 1, "messages": [], "truncation": "auto"}
+    reply = call(app_over(service), "POST", PATH, json={"input": "Hello!", **chats}).json()
     (request,) = service.requests
     assert request.sampling.logprobs is None
     assert request.max_new_tokens > 1
@@ -272,7 +222,7 @@ def test_no_effort_is_a_variable_of_the_template() -> None:
     service = FakeService(saying("a"))
     body = {"input": "Hello!", "reasoning": {"effort": "none"}, "chat_template_kwargs": {"thinks": True}}
     assert call(app_over(service), "POST", PATH, json=body).status_code == 200
-    assert prompt_of(service.requests[0]).endswith("<think>\n"), "the client's own headers are kept"
+    assert prompts_of(service)[0].endswith("<think>\n"), "the client's own headers are kept"
 
 
 parts = st.lists(

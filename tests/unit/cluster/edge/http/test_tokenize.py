@@ -203,7 +203,7 @@ def test_large_replies_are_those_of_starlette(count: int) -> None:
     assert asyncio.run(large_json(body)) == JSONResponse(body).body
 
 
-def test_larger_bodies_are_checked_one_by_one_with_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_larger_bodies_are_checked_one_by_one_with_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several in one iteration of the loop would delay streams by their sum."""
     checked: list[str] = []
     ended_s: list[float] = []
@@ -221,16 +221,13 @@ def test_larger_bodies_are_checked_one_by_one_with_pauses(monkeypatch: pytest.Mo
     monkeypatch.setattr(middleware, "check_json_body", check)
     body = {"prompt": "a" * int(middleware.PAUSED_BYTES_PER_S * middleware.PAUSE_S_MAX)}
 
-    async def main() -> None:
-        async with serving(APP) as url, httpx.AsyncClient(base_url=url) as client:
-            replies = [client.post("/tokenize", json=body) for _ in range(3)]
-            assert {reply.status_code for reply in await asyncio.gather(*replies)} == {400}
-
-    asyncio.run(main())
+    async with serving(APP) as url, httpx.AsyncClient(base_url=url) as client:
+        replies = [client.post("/tokenize", json=body) for _ in range(3)]
+        assert {reply.status_code for reply in await asyncio.gather(*replies)} == {400}
     assert checked == ["begin", "end"] * 3
 
 
-def test_clients_with_larger_bodies_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_clients_with_larger_bodies_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another client's body waits for one or two of a flood, not for all of it."""
     checked: list[bytes] = []
     begun = asyncio.Event()
@@ -247,14 +244,11 @@ def test_clients_with_larger_bodies_take_turns(monkeypatch: pytest.MonkeyPatch) 
         async with httpx.AsyncClient(transport=transport, base_url="http://edge") as client:
             return (await client.post("/tokenize", json=body)).status_code
 
-    async def main() -> None:
-        app = app_over(FakeService(saying("a"), model=replace(MODEL, max_model_len=1 << 16)))
-        flood = [asyncio.create_task(post(app, "10.0.0.1", "a")) for _ in range(20)]
-        await begun.wait()
-        others = [post(app, f"10.0.1.{client}", "b") for client in range(2)]
-        assert {*await asyncio.gather(*flood, *others)} == {200}
-
-    asyncio.run(main())
+    app = app_over(FakeService(saying("a"), model=replace(MODEL, max_model_len=1 << 16)))
+    flood = [asyncio.create_task(post(app, "10.0.0.1", "a")) for _ in range(20)]
+    await begun.wait()
+    others = [post(app, f"10.0.1.{client}", "b") for client in range(2)]
+    assert {*await asyncio.gather(*flood, *others)} == {200}
     assert len(checked) == 22
     assert checked.index(b"b") <= 3
     assert checked[:8].count(b"b") == 2
@@ -297,7 +291,7 @@ def test_bodies_that_wait_are_in_memory_once(monkeypatch: pytest.MonkeyPatch) ->
     assert checks == bodies
 
 
-def test_few_long_texts_are_tokenized_concurrently(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_few_long_texts_are_tokenized_concurrently(monkeypatch: pytest.MonkeyPatch) -> None:
     running = most = 0
 
     def encode(self: FolderTokenizer, text: str, ends: object) -> MarkedPrompt:
@@ -318,11 +312,8 @@ def test_few_long_texts_are_tokenized_concurrently(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("os.sched_getaffinity", cores)
     app = app_over(FakeService(saying("a"), model=replace(MODEL, max_model_len=1 << 16)))
 
-    async def main() -> None:
-        async with serving(app) as url, httpx.AsyncClient(base_url=url) as client:
-            body = {"prompt": "a" * (INLINE_CHARS_MAX + 1)}
-            replies = [client.post("/tokenize", json=body) for _ in range(12)]
-            assert {reply.status_code for reply in await asyncio.gather(*replies)} == {200}
-
-    asyncio.run(main())
+    async with serving(app) as url, httpx.AsyncClient(base_url=url) as client:
+        body = {"prompt": "a" * (INLINE_CHARS_MAX + 1)}
+        replies = [client.post("/tokenize", json=body) for _ in range(12)]
+        assert {reply.status_code for reply in await asyncio.gather(*replies)} == {200}
     assert most == 2, "half of the cores"

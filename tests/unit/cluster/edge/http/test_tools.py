@@ -1,25 +1,34 @@
-"""Tools and reasoning, with the `openai` SDK over a real socket: offered, called, answered, forced."""
+"""Tools and reasoning of several families, with the `openai` SDK over a real socket: offered, called,
+answered, forced."""
 
 import json
 import shutil
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
-import openai
 import pytest
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as RawTokenizer
 
-from tests.support.cluster.fake_service import EOS, KEEPER, FakeService, saying
-from tests.support.cluster.openai_talk import LOOK, converse
-from tests.support.workers.masks import allowed
+from tests.support.cluster.fake_service import KEEPER, MODEL, FakeService, build_app, call, sources
+from tests.support.cluster.openai_talk import LOOK, conversing
+from tests.support.workers.masks import accepts
+from tidemill.cluster.edge.chat.formats import CALL_END, CHANNELS, FORMS, RETURN, THINKING
+from tidemill.cluster.edge.chat.text import text_of
 from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
+from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.workers.execution.grammar import Grammars
-from tidemill.workers.messages import Request
+from tidemill.workers.messages import Grammar
+
+Parsed = tuple[str, str, list[tuple[str, Any]]]
+"""Reasoning, words, and calls."""
 
 TEMPLATE = """{% for tool in tools or [] %}
 {%- set f = tool.function %}[{{ f.name }} {{ (f.parameters or {}) | tojson }}]
@@ -29,122 +38,156 @@ TEMPLATE = """{% for tool in tools or [] %}
 {%- endfor %}{% if not loop.last or not open %}<|end|>
 {% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% if thinks %}<think>
 {% else %}</think>{% endif %}{% endif %}"""
+XML = TEMPLATE + "{# <function=name> #}"
+TURNS = """{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"""
+CHANNELED = f"""{{% if tools %}}{{{{ tools | length }}}} tools{{% endif %}}{TURNS}
+{{%- if reasoning_effort %}} Reasoning: {{{{ reasoning_effort }}}}{{% endif %}}
+{{%- if add_generation_prompt %}}<|start|>assistant{{% endif %}}{{# <|channel|> #}}"""
+GPT_OSS = (CHANNELED, CHANNELS)
+GRANITE = (
+    "{% if tools %}<|tool_call|>{% endif %}{{ messages[0].content }}",
+    FORMS["granite"].tags,
+)
+V31 = (
+    "{{ tools }}{{ messages[0].content }}{% if thinking %}<think>{% else %}</think>{% endif %}",
+    THINKING["deepseek_v3"].tags,
+)
 
+PAD = 0
 WAIT: ChatCompletionToolParam = {"type": "function", "function": {"name": "wait"}}
 LARGE = {"type": "function", "function": {"name": "f", "parameters": {"title": "a" * 70_000}}}
 ASKED: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Where is Emma?"}]
+EMMA = ("look", {"person": "Emma"})
 SPACED = '<tool_call>\n{\n "name": "look", "arguments": {"person": "Emma"}}\n</tool_call>'
 CALLING = '<tool_call>\n{"name": "look", "arguments": {"person": "Emma"}}\n</tool_call>'
+XML_CALL = "<tool_call>\n<function=look>\n<parameter=person>\nEmma\n</parameter>\n</function>\n</tool_call>"
+ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+COMMENTARY = '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"person": "Emma"}'
+GRANITES = 'So. <|tool_call|>[{"name": "look", "arguments": {"person": "Emma"}}]'
+THOUGHT = "Hm.</think>\n\nShe is here."
+THINKS: Any = {"extra_body": {"chat_template_kwargs": {"thinks": True}}}
+JSON: Any = {"response_format": {"type": "json_object"}}
 
 
 @cache
-def tokenizer(template: str = TEMPLATE) -> FolderTokenizer:
-    """keeper's, with a template that knows tools and reasoning."""
+def tokenizer(template: str = TEMPLATE, tags: tuple[str, ...] = ()) -> FolderTokenizer:
+    """keeper's with a template that knows tools and reasoning, and with these special tokens."""
     with TemporaryDirectory() as folder:
-        for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
-            shutil.copy(KEEPER / name, folder)
+        raw = RawTokenizer.from_file(str(KEEPER / "tokenizer.json"))
+        cast("Any", raw).add_special_tokens([AddedToken(tag, special=True) for tag in tags])
+        raw.save(f"{folder}/tokenizer.json")
+        shutil.copy(KEEPER / "tokenizer_config.json", folder)
         (Path(folder) / "chat_template.jinja").write_text(template)
         return load_tokenizer(Path(folder))
 
 
-def prompt_of(request: Request) -> str:
-    return b"".join(map(tokenizer().piece, request.tokens)).decode()
+def saying(text: str, last: str = "", tokens: FolderTokenizer | None = None) -> FakeService:
+    """Return a service that answers this text, then a token that ends it. keeper's own tags do not count
+    here: `<|end|>` is a tag of other families."""
+    tokens = tokens or tokenizer()
+    answer = [*tokens.encode(text), tokens.added[last] if last else PAD]
+    return FakeService(lambda _: answer, per_piece=2, model=replace(MODEL, eos_token_ids=(PAD,)))
 
 
-def ask(
-    service: FakeService,
-    talk: Callable[[AsyncOpenAI], Awaitable[None]],
-    tokens: FolderTokenizer | None = None,
+def prompts_of(service: FakeService, tokens: FolderTokenizer | None = None) -> list[str]:
+    return [text_of(tokens or tokenizer(), request.tokens) for request in service.requests]
+
+
+async def parsed(client: AsyncOpenAI, **options: Any) -> Parsed:  # noqa: ANN401 - as the SDK takes it
+    """Return an answer, which is the same streamed and whole."""
+    create = cast("Callable[..., Awaitable[Any]]", client.chat.completions.create)
+    reply = await create(model="keeper", messages=ASKED, **options)
+    message = reply.choices[0].message
+    whole = [[call.function.name, call.function.arguments] for call in message.tool_calls or list[Any]()]
+    reasoning, words, calls = "", "", list[list[str]]()
+    async for chunk in await create(model="keeper", messages=ASKED, stream=True, **options):
+        delta = chunk.choices[0].delta
+        reasoning += getattr(delta, "reasoning_content", "")
+        words += delta.content or ""
+        for piece in delta.tool_calls or list[Any]():
+            if piece.function.name:
+                calls.append([piece.function.name, ""])
+            calls[piece.index][1] += piece.function.arguments or ""
+    assert whole == calls
+    assert (getattr(message, "reasoning_content", ""), message.content or "") == (reasoning, words)
+    assert reply.choices[0].finish_reason == ("tool_calls" if calls else "stop")
+    return reasoning, words, [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+TOOLS: Any = {"tools": [LOOK, WAIT]}
+FORCED: Any = {**TOOLS, "tool_choice": "required"}
+ANSWERS: list[tuple[tuple[Any, ...], str, str, dict[str, Any], Parsed]] = [
+    ((), f"{CALLING}\n{CALLING}", "", TOOLS, ("", "", [EMMA, EMMA])),
+    ((), f"{CALLING}\n{CALLING}", "", {**TOOLS, "parallel_tool_calls": False}, ("", "", [EMMA])),
+    ((), CALLING, "", {}, ("", CALLING, [])),
+    ((), CALLING, "", {**TOOLS, "tool_choice": "none"}, ("", CALLING, [])),
+    ((), THOUGHT, "", THINKS, ("Hm.", "She is here.", [])),
+    ((), THOUGHT, "", {}, ("", THOUGHT, [])),
+    ((), '{"a": 1}', "", {**JSON, **THINKS}, ("", '{"a": 1}', [])),
+    ((XML,), XML_CALL, "", TOOLS, ("", "", [EMMA])),
+    ((XML,), XML_CALL, "", FORCED, ("", "", [EMMA])),
+    (GPT_OSS, f"{ANALYSIS}{FINAL}She is here.", RETURN, TOOLS, ("Hm.", "She is here.", [])),
+    (GPT_OSS, f"{ANALYSIS}{COMMENTARY}", CALL_END, TOOLS, ("Hm.", "", [EMMA])),
+    (GPT_OSS, "She is here.", "", TOOLS, ("", "She is here.", [])),
+    (GPT_OSS, '{"a": 1}', RETURN, JSON, ("", '{"a": 1}', [])),
+    (GPT_OSS, COMMENTARY, CALL_END, FORCED, ("", "", [EMMA])),
+    (GRANITE, GRANITES, "", TOOLS, ("", "So. ", [EMMA])),
+    (GRANITE, GRANITES, "", {}, ("", GRANITES.replace("<|tool_call|>", ""), [])),
+    (V31, "Hm.</think>Here.", "", {"reasoning_effort": "low"}, ("Hm.", "Here.", [])),
+    (V31, "Hm.</think>Here.", "", {"reasoning_effort": "none"}, ("", "Hm.</think>Here.", [])),
+]
+
+
+@pytest.mark.parametrize(("family", "text", "last", "options", "expected"), ANSWERS)
+async def test_answer_is_parsed_whole_and_streamed(
+    family: tuple[Any, ...], text: str, last: str, options: dict[str, Any], expected: Parsed
 ) -> None:
-    converse(service, talk, tokens or tokenizer())
+    tokens = tokenizer(*family)
+    service = saying(text, last, tokens)
+    async with conversing(service, tokens) as client:
+        assert await parsed(client, **options) == expected
+    (first, _), request = prompts_of(service, tokens), service.requests[0]
+    if not family[1:]:
+        assert ("[look" in first) is ("tools" in options and options.get("tool_choice") != "none")
+    if family == GPT_OSS:
+        ending = FINAL if options is JSON else ""
+        assert first.endswith(f"<|end|><|start|>assistant{ending}")
+        assert {PAD, *(tokens.added[tag] for tag in (RETURN, CALL_END))} == set(request.stop_token_ids)
+    if options is FORCED:
+        begin = f"<[{tokens.added['<|message|>']}]>" if family == GPT_OSS else "<parameter=person>"
+        assert begin in cast("Grammar", request.sampling.grammar).text
 
 
-def test_call_and_the_answer_to_it() -> None:
-    service = FakeService(saying(f"I shall look.\n{CALLING}"))
-
-    async def talk(client: AsyncOpenAI) -> None:
+async def test_call_and_the_answer_to_it() -> None:
+    service = saying(f"I shall look.\n{CALLING}")
+    async with conversing(service, tokenizer()) as client:
         reply = await client.chat.completions.create(model="keeper", messages=ASKED, tools=[LOOK, WAIT])
-        (choice,) = reply.choices
-        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I shall look.\n")
-        assert choice.message.tool_calls is not None
-        (call,) = choice.message.tool_calls
-        assert call.type == "function"
-        assert (call.function.name, json.loads(call.function.arguments)) == ("look", {"person": "Emma"})
+        message = reply.choices[0].message
         answered: list[Any] = [
             *ASKED,
-            choice.message.model_dump(exclude_none=True),
-            {"role": "tool", "tool_call_id": call.id, "content": "in the tower"},
+            message.model_dump(exclude_none=True),
+            {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "in the tower"},
         ]
         await client.chat.completions.create(model="keeper", messages=answered, tools=[LOOK])
-
-    ask(service, talk)
-    first, second = map(prompt_of, service.requests)
+    first, second = prompts_of(service)
     assert '[look {"type": "object"' in first
     assert "[wait" in first
-    assert '<tool_call>{"person": "Emma"}</tool_call>' in second, "arguments reach the template as an object"
+    assert 'I shall look.\n<tool_call>{"person": "Emma"}</tool_call>' in second, "arguments are an object"
     assert "<|tool|> in the tower" in second
 
 
-XML_CALL = "<tool_call>\n<function=look>\n<parameter=person>\nEmma\n</parameter>\n</function>\n</tool_call>"
-
-
-@pytest.mark.parametrize("choice", ["auto", "required"])
-def test_template_that_asks_for_xml_gets_calls_in_xml(choice: Any) -> None:  # noqa: ANN401 - as the SDK takes it
-    service = FakeService(saying(XML_CALL), per_piece=3)
-
-    async def talk(client: AsyncOpenAI) -> None:
-        reply = await client.chat.completions.create(
-            model="keeper", messages=ASKED, tools=[LOOK], tool_choice=choice
-        )
-        (call,) = reply.choices[0].message.tool_calls or []
-        assert call.type == "function"
-        assert (call.function.name, json.loads(call.function.arguments)) == ("look", {"person": "Emma"})
-
-    ask(service, talk, tokenizer(TEMPLATE + "{# <function=name> #}"))
-    grammar = service.requests[0].sampling.grammar
-    assert (grammar is None) is (choice == "auto")
-    assert grammar is None or "<parameter=person>" in grammar.text
-
-
-def test_streamed_call_in_two_answers() -> None:
-    async def talk(client: AsyncOpenAI) -> None:
-        async with client.chat.completions.stream(
-            model="keeper", messages=ASKED, tools=[LOOK], n=2, parallel_tool_calls=True
-        ) as stream:
-            grown = [event async for event in stream if event.type == "tool_calls.function.arguments.delta"]
-            reply = await stream.get_final_completion()
-        assert len(grown) > 3 * 4, "arguments come as they are written"
-        ids: set[str] = set()
-        for choice in reply.choices:
-            assert choice.finish_reason == "tool_calls"
-            calls = choice.message.tool_calls or []
-            assert [call.function.arguments for call in calls] == ['{"person": "Emma"}'] * 2
-            ids |= {call.id for call in calls}
-        assert len(ids) == 4
-
-    ask(FakeService(saying(f"{CALLING}\n{CALLING}"), per_piece=3), talk)
-
-
-def test_one_call_alone_where_several_are_not_wanted() -> None:
-    async def talk(client: AsyncOpenAI) -> None:
-        reply = await client.chat.completions.create(
-            model="keeper", messages=ASKED, tools=[LOOK], parallel_tool_calls=False
-        )
-        assert len(reply.choices[0].message.tool_calls or []) == 1
-
-    ask(FakeService(saying(f"{CALLING}\n{CALLING}")), talk)
-
-
-@pytest.mark.parametrize("options", [{}, {"tools": [LOOK], "tool_choice": "none"}])
-def test_without_tools_a_call_is_words(options: dict[str, Any]) -> None:
-    service = FakeService(saying(CALLING))
-
-    async def talk(client: AsyncOpenAI) -> None:
-        reply = await client.chat.completions.create(model="keeper", messages=ASKED, extra_body=options)
-        assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (CALLING, "stop")
-
-    ask(service, talk)
-    assert "[look" not in prompt_of(service.requests[0])
+async def test_streamed_call_in_two_answers() -> None:
+    async with (
+        conversing(saying(f"{CALLING}\n{CALLING}"), tokenizer()) as client,
+        client.chat.completions.stream(model="keeper", messages=ASKED, tools=[LOOK], n=2) as stream,
+    ):
+        grown = [event async for event in stream if event.type == "tool_calls.function.arguments.delta"]
+        reply = await stream.get_final_completion()
+    assert len(grown) > 3 * 4, "arguments come as they are written"
+    calls: list[Any] = [call for choice in reply.choices for call in choice.message.tool_calls or []]
+    assert [call.function.arguments for call in calls] == ['{"person": "Emma"}'] * 4
+    assert len({call.id for call in calls}) == 4
 
 
 @pytest.mark.parametrize("thinks", [False, True])
@@ -156,7 +199,7 @@ def test_without_tools_a_call_is_words(options: dict[str, Any]) -> None:
         ({"type": "function", "function": {"name": "wait"}}, [], [CALLING]),
     ],
 )
-def test_forced_call_follows_a_grammar(
+async def test_forced_call_follows_a_grammar(
     choice: Any,  # noqa: ANN401 - as the SDK takes it
     good: list[str],
     bad: list[str],
@@ -164,79 +207,37 @@ def test_forced_call_follows_a_grammar(
     thinks: bool,
 ) -> None:
     """The grammar accepts the right calls whole, and no other, whatever the model prefers."""
-    service = FakeService(saying(CALLING))
-
-    async def talk(client: AsyncOpenAI) -> None:
+    service = saying(CALLING)
+    async with conversing(service, tokenizer()) as client:
+        options: Any = THINKS if thinks else {}
         await client.chat.completions.create(
-            model="keeper",
-            messages=ASKED,
-            tools=[LOOK, WAIT],
-            tool_choice=choice,
-            extra_body={"chat_template_kwargs": {"thinks": thinks}},
+            model="keeper", messages=ASKED, tools=[LOOK, WAIT], tool_choice=choice, **options
         )
-
-    ask(service, talk)
-    grammar = service.requests[0].sampling.grammar
-    assert grammar is not None
-    start = "</think>\n\n" if thinks else ""
+    grammar = cast("Grammar", service.requests[0].sampling.grammar)
     for text in (*good, *bad):
-        matcher = Grammars(KEEPER, 896, {EOS}).matcher(grammar)
-        tokens = [*tokenizer().encode(start + text), EOS]
-        taken = 0
-        for token in tokens:
-            if not allowed(matcher)[token]:
-                break
-            matcher.push(token)
-            taken += 1
-        assert (taken == len(tokens)) is (text in good), text
+        tokens = tokenizer().encode(f"</think>\n\n{text}" if thinks else text)
+        matcher = Grammars(KEEPER, 896, {PAD}).matcher(grammar)
+        assert accepts(matcher, [*tokens, PAD]) is (text in good), text
 
 
-def test_reasoning_is_separated() -> None:
-    async def talk(client: AsyncOpenAI) -> None:
-        for thinks in (True, False):
-            asked: Any = {"chat_template_kwargs": {"thinks": thinks}}
-            reply = await client.chat.completions.create(model="keeper", messages=ASKED, extra_body=asked)
-            message = reply.choices[0].message
-            reasoning = (message.model_extra or {}).get("reasoning_content")
-            expected = ("Hm.", "She is here.") if thinks else (None, "Hm.</think>\n\nShe is here.")
-            assert (reasoning, message.content) == expected
-            streamed = ["", ""]
-            async for chunk in await client.chat.completions.create(
-                model="keeper", messages=ASKED, extra_body=asked, stream=True
-            ):
-                delta = chunk.choices[0].delta
-                streamed[0] += (delta.model_extra or {}).get("reasoning_content") or ""
-                streamed[1] += delta.content or ""
-            assert (streamed[0] or None, streamed[1]) == expected
-
-    ask(FakeService(saying("Hm.</think>\n\nShe is here."), per_piece=2), talk)
+@pytest.mark.parametrize(("effort", "expected"), [("high", " Reasoning: high"), ("none", ""), (None, "")])
+async def test_template_gets_the_effort(effort: str | None, expected: str) -> None:
+    tokens = tokenizer(*GPT_OSS)
+    service = saying(f"{FINAL}a", RETURN, tokens)
+    async with conversing(service, tokens) as client:
+        await parsed(client, reasoning_effort=effort)
+    assert prompts_of(service, tokens)[0].endswith(f"<|end|>{expected}<|start|>assistant")
 
 
-def test_structured_answer_is_no_reasoning() -> None:
-    async def talk(client: AsyncOpenAI) -> None:
-        reply = await client.chat.completions.create(
-            model="keeper",
-            messages=ASKED,
-            response_format={"type": "json_object"},
-            extra_body={"chat_template_kwargs": {"thinks": True}},
-        )
-        assert reply.choices[0].message.content == '{"a": 1}'
-
-    ask(FakeService(saying('{"a": 1}')), talk)
-
-
-def test_last_message_goes_on() -> None:
-    service = FakeService(saying(" the tower."))
-
-    async def talk(client: AsyncOpenAI) -> None:
+async def test_last_message_goes_on() -> None:
+    service = saying(" the tower.")
+    async with conversing(service, tokenizer()) as client:
         await client.chat.completions.create(
             model="keeper",
             messages=[*ASKED, {"role": "assistant", "content": "Emma is in"}],
             extra_body={"continue_final_message": True, "chat_template_kwargs": {"open": True}},
         )
-
-    ask(service, talk)
-    assert prompt_of(service.requests[0]).endswith("Emma is in")
+    assert prompts_of(service)[0].endswith("Emma is in")
 
 
 @pytest.mark.parametrize(
@@ -247,10 +248,7 @@ def test_last_message_goes_on() -> None:
         ({"tools": [LOOK], "tool_choice": "any"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [LOOK], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-        (
-            {"tools": [LOOK], "tool_choice": "required", "response_format": {"type": "json_object"}},
-            "tool_choice",
-        ),
+        ({**FORCED, **JSON}, "tool_choice"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
@@ -258,12 +256,8 @@ def test_last_message_goes_on() -> None:
     ],
 )
 def test_unsupported_fields_are_named(fields: dict[str, Any], param: str) -> None:
-    service = FakeService(saying("a"))
-
-    async def talk(client: AsyncOpenAI) -> None:
-        with pytest.raises(openai.BadRequestError) as refused:
-            await client.chat.completions.create(model="keeper", messages=ASKED, extra_body=fields)
-        assert refused.value.param == param
-
-    ask(service, talk)
+    service = saying("a")
+    app = build_app([ServedBackend(service, tokenizer())], sources())
+    reply = call(app, "POST", "/v1/chat/completions", json={"messages": ASKED, **fields})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
     assert not service.requests

@@ -1,12 +1,10 @@
 """Completions about their prompt: its text, the logprob of each token, and the best of several answers."""
 
-import asyncio
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from openai import AsyncOpenAI
 
 from tests.support.cluster.fake_service import (
     EOS,
@@ -18,7 +16,6 @@ from tests.support.cluster.fake_service import (
     events_of,
     saying,
     scored,
-    serving,
     tokenizer,
 )
 from tidemill.cluster.edge.requests.intake import PROMPT_LOGPROBS_MAX
@@ -187,20 +184,3 @@ def test_best_answers_come_in_order(n: int, best_of: int) -> None:
 def test_unsupported_combinations_are_named(body: dict[str, object], param: str) -> None:
     assert refused(TEXT, **{"prompt": "Hello", **body}) == (400, param)
     assert PROMPT_LOGPROBS_MAX < 40 * 500 * 21
-
-
-def test_sdk_reads_them() -> None:
-    async def main() -> None:
-        async with (
-            serving(app_over(FakeService(saying(WORDS)))) as url,
-            AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-        ):
-            reply = await client.completions.create(
-                model="keeper", prompt=PROMPT, echo=True, logprobs=1, max_tokens=0, best_of=1
-            )
-            logprobs = reply.choices[0].logprobs
-            assert logprobs is not None
-            assert logprobs.tokens is not None
-            assert len(logprobs.tokens) == len(IDS)
-
-    asyncio.run(main())

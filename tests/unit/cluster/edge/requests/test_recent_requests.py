@@ -1,6 +1,5 @@
 """GET /cluster/requests: which way the latest requests took, and how they ended."""
 
-import asyncio
 import weakref
 from typing import Any
 
@@ -86,22 +85,19 @@ def test_refused_request_has_no_row() -> None:
     assert rows_of(app) == []
 
 
-def test_open_request_has_no_end_until_its_client_disconnects() -> None:
+async def test_open_request_has_no_end_until_its_client_disconnects() -> None:
     service = FakeService(saying(" a b c"), stall_at=1)
 
-    async def main() -> None:
-        async with serving(app_over(service)) as url, httpx.AsyncClient(base_url=url) as client:
-            body = {"prompt": "a", "stream": True}
-            async with client.stream("POST", "/v1/completions", json=body):
-                await service.stalled.wait()
-                (row,) = (await client.get("/cluster/requests")).json()["requests"]
-                assert (row["finish"], row["e2e_s"], row["decode"]) == (None, None, "decode-0.a")
-            await service.idle.wait()
-            while row["finish"] is None:
-                (row,) = (await client.get("/cluster/requests")).json()["requests"]
-            assert (row["finish"], row["error"]) == ("abort", None)
-
-    asyncio.run(main())
+    async with serving(app_over(service)) as url, httpx.AsyncClient(base_url=url) as client:
+        body = {"prompt": "a", "stream": True}
+        async with client.stream("POST", "/v1/completions", json=body):
+            await service.stalled.wait()
+            (row,) = (await client.get("/cluster/requests")).json()["requests"]
+            assert (row["finish"], row["e2e_s"], row["decode"]) == (None, None, "decode-0.a")
+        await service.idle.wait()
+        while row["finish"] is None:
+            (row,) = (await client.get("/cluster/requests")).json()["requests"]
+        assert (row["finish"], row["error"]) == ("abort", None)
 
 
 @pytest.mark.parametrize("limit", [0, 201, "x", -1])
