@@ -14,7 +14,7 @@ from tidemill.cluster.edge.requests.bodies import UNSUPPORTED, ChatBody, Complet
 from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.inbox import Emit, Enough
-from tidemill.workers.messages import Request, RequestError, StreamPiece, Unserved
+from tidemill.workers.messages import Overloaded, Poisonous, Request, RequestError, StreamPiece, Unserved
 
 SERVICE = FakeService(saying(" ok"))
 APP = app_over(SERVICE)
@@ -33,92 +33,79 @@ def refused(path: str, body: object) -> tuple[int, dict[str, str | None]]:
     return response.status_code, error
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"prompt": "a", "temperature": "warm"}, "temperature"),
-        ({"prompt": "a", "temperature": 2.1}, "temperature"),
-        ({"prompt": "a", "temperature": float("nan")}, "temperature"),
-        ({"prompt": "a", "temperature": True}, "temperature"),
-        ({"prompt": "a", "top_p": 0}, "top_p"),
-        ({"prompt": "a", "top_p": float("inf")}, "top_p"),
-        ({"prompt": "a", "top_k": -2}, "top_k"),
-        ({"prompt": "a", "min_p": 1.5}, "min_p"),
-        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
-        ({"prompt": "a", "max_tokens": 10**300}, "max_tokens"),
-        ({"prompt": "a", "max_tokens": 2.5}, "max_tokens"),
-        ({"prompt": "a", "seed": 1 << 63}, "seed"),
-        ({"prompt": "a", "n": 17}, "n"),
-        ({"prompt": "a", "n": 0}, "n"),
-        ({"prompt": ["a"] * 20, "n": 16}, "n"),
-        ({"prompt": "a", "stop": ["1", "2", "3", "4", "5"]}, "stop"),
-        ({"prompt": "a", "stop": "é" * 129}, "stop[0]"),
-        ({"prompt": "a", "stop": ["a", ""]}, "stop[1]"),
-        ({"prompt": "a", "stop": 7}, "stop"),
-        ({"prompt": "a", "stop": ["\ud800"]}, "stop[0]"),
-        ({"prompt": "a", "stop_token_ids": [896]}, "stop_token_ids"),
-        ({"prompt": "a", "logprobs": 21}, "logprobs"),
-        ({"prompt": "a", "logprobs": -1}, "logprobs"),
-        ({"prompt": "a", "logprobs": True}, "logprobs"),
-        ({"prompt": "a", "presence_penalty": 2.1}, "presence_penalty"),
-        ({"prompt": "a", "frequency_penalty": -2.1}, "frequency_penalty"),
-        ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
-        ({"prompt": "a", "repetition_penalty": 1e9}, "repetition_penalty"),
-        ({"prompt": "a", "logit_bias": {"896": 1}}, "logit_bias"),
-        ({"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias"),
-        ({"prompt": "a", "logit_bias": {"5.0": 1}}, "logit_bias"),
-        ({"prompt": "a", "logit_bias": {"\u0665": 1}}, "logit_bias"),
-        ({"prompt": "a", "logit_bias": {"5": 100.5}}, "logit_bias"),
-        ({"prompt": "a", "logit_bias": {"5": True}}, "logit_bias"),
-        ({"prompt": "a", "logit_bias": {"5": float("nan")}}, "logit_bias"),
-        ({"prompt": "a", "logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
-        ({"prompt": "a", "logit_bias": [5]}, "logit_bias"),
-        ({"prompt": "a", "bad_words": [""]}, "bad_words[0]"),
-        ({"prompt": "a", "bad_words": "a"}, "bad_words"),
-        ({"prompt": "a", "bad_words": ["a"] * 129}, "bad_words"),
-        ({"prompt": "a", "bad_words": ["a" * 257]}, "bad_words[0]"),
-        ({"prompt": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
-        ({"prompt": "a", "truncate_prompt_tokens": 512}, "truncate_prompt_tokens"),
-        ({"prompt": "a", "truncate_prompt_tokens": 0}, "prompt"),
-        ({"prompt": "a", "truncation_side": "middle"}, "truncation_side"),
-        ({"prompt": "a", "max_tokens": 3, "min_tokens": 4}, "min_tokens"),
-        ({"prompt": "a", "min_tokens": 512}, "min_tokens"),
-        ({"prompt": "a", "min_tokens": -1}, "min_tokens"),
-        ({"prompt": "a", "priority": 101}, "priority"),
-        ({"prompt": "a", "priority": 0.5}, "priority"),
-        ({"prompt": "a", "include_stop_str_in_output": 1}, "include_stop_str_in_output"),
-        ({"prompt": "a", "response_format": "json_object"}, "response_format"),
-        ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format.type"),
-        ({"prompt": "a", "structured_outputs": {"regex": "a" * 65_537}}, "structured_outputs.regex"),
-        ({"prompt": "a", "structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
-        ({"prompt": "a", "structured_outputs": {"regex": "a"}, "guided_regex": "b"}, "guided_regex"),
-        ({"prompt": "a", "guided_json": [1]}, "guided_json"),
-        ({"prompt": "a", "stream": "yes"}, "stream"),
-        ({"prompt": "a", "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-        ({"prompt": "a", "cache_salt": "a b"}, "cache_salt"),
-        ({"prompt": "a", "cache_salt": "a\n"}, "cache_salt"),
-        ({"prompt": "a", "cache_breakpoints": [2]}, "cache_breakpoints"),
-        ({"prompt": [[5, 6], [5]], "cache_breakpoints": [2]}, "cache_breakpoints"),
-        ({"prompt": "a", "cache_breakpoints": [0]}, "cache_breakpoints[0]"),
-        ({"prompt": "abcde", "cache_breakpoints": [1, 2, 3, 4, 5]}, "cache_breakpoints"),
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": [[5], []]}, "prompt"),
-        ({"prompt": [5, 896]}, "prompt"),
-        ({"prompt": [-1]}, "prompt"),
-        ({"prompt": [5, True]}, "prompt"),
-        ({"prompt": [5, "a"]}, "prompt"),
-        ({"prompt": {"text": "a"}}, "prompt"),
-        ({"prompt": ["a"] * 65}, "prompt"),
-        ({"prompt": "\ud800"}, "prompt"),
-        ({"prompt": None}, "prompt"),
-        ({}, "prompt"),
+NAN = float("nan")
+BAD_VALUES: dict[str, list[object]] = {
+    "temperature": ["warm", 2.1, NAN, True],
+    "top_p": [0, float("inf")],
+    "top_k": [-2],
+    "min_p": [1.5],
+    "max_tokens": [0, 10**300, 2.5],
+    "seed": [1 << 63],
+    "n": [17, 0],
+    "stop": [["1", "2", "3", "4", "5"], 7],
+    "stop_token_ids": [[896]],
+    "logprobs": [21, -1, True],
+    "presence_penalty": [2.1],
+    "frequency_penalty": [-2.1],
+    "repetition_penalty": [0, 1e9],
+    "logit_bias": [
+        *({token: 1} for token in ("896", "-1", "5.0", "\u0665")),
+        *({"5": bias} for bias in (100.5, True, NAN)),
+        {str(token): 1 for token in range(1025)},
+        [5],
     ],
-)
+    "bad_words": ["a", ["a"] * 129],
+    "truncate_prompt_tokens": [-2, 512],
+    "truncation_side": ["middle"],
+    "min_tokens": [512, -1],
+    "priority": [101, 0.5],
+    "include_stop_str_in_output": [1],
+    "response_format": ["json_object"],
+    "guided_json": [[1]],
+    "stream": ["yes"],
+    "cache_salt": ["a b", "a\n"],
+    "cache_breakpoints": [[2]],
+    "prompt": [
+        "",
+        [],
+        [[5], []],
+        [5, 896],
+        [-1],
+        [5, True],
+        [5, "a"],
+        {"text": "a"},
+        ["a"] * 65,
+        "\ud800",
+        None,
+    ],
+}
+BAD_BODIES: list[tuple[dict[str, object], str]] = [
+    *(({"prompt": "a", field: value}, field) for field, values in BAD_VALUES.items() for value in values),
+    ({}, "prompt"),
+    ({"prompt": "a", "truncate_prompt_tokens": 0}, "prompt"),
+    ({"prompt": ["a"] * 20, "n": 16}, "n"),
+    ({"prompt": "a", "stop": "é" * 129}, "stop[0]"),
+    ({"prompt": "a", "stop": ["a", ""]}, "stop[1]"),
+    ({"prompt": "a", "stop": ["\ud800"]}, "stop[0]"),
+    ({"prompt": "a", "bad_words": [""]}, "bad_words[0]"),
+    ({"prompt": "a", "bad_words": ["a" * 257]}, "bad_words[0]"),
+    ({"prompt": "a", "max_tokens": 3, "min_tokens": 4}, "min_tokens"),
+    ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format.type"),
+    ({"prompt": "a", "structured_outputs": {"regex": "a" * 65_537}}, "structured_outputs.regex"),
+    ({"prompt": "a", "structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
+    ({"prompt": "a", "structured_outputs": {"regex": "a"}, "guided_regex": "b"}, "guided_regex"),
+    ({"prompt": "a", "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"prompt": [[5, 6], [5]], "cache_breakpoints": [2]}, "cache_breakpoints"),
+    ({"prompt": "a", "cache_breakpoints": [0]}, "cache_breakpoints[0]"),
+    ({"prompt": "abcde", "cache_breakpoints": [1, 2, 3, 4, 5]}, "cache_breakpoints"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), BAD_BODIES)
 def test_bad_completion_field_is_named(body: dict[str, object], param: str) -> None:
     status, error = refused(TEXT, body)
     assert (status, error["param"]) == (400, param)
-    assert str(error["message"]).startswith(param) or param in str(error["message"])
+    assert param in str(error["message"])
 
 
 BAD_MESSAGES: list[tuple[object, str]] = [
@@ -191,31 +178,18 @@ def test_worn_items_are_answered(item: dict[str, object]) -> None:
     assert call(APP, "POST", "/v1/responses", json={"input": [USER, item, USER]}).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [(TEXT, {"prompt": "a " * 20_000}), (CHAT, {"messages": [{"role": "user", "content": "a " * 20_000}]})],
-)
-def test_long_text_is_counted_and_refused(path: str, body: dict[str, object]) -> None:
-    assert refused(path, body)[1]["code"] == "context_length_exceeded"
-
-
 def test_unknown_model_is_not_found() -> None:
     status, error = refused(CHAT, {"model": "gpt-4", "messages": [USER]})
     assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
     assert "'keeper'" in str(error["message"])
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "max_tokens", "fits"),
-    [(500, 12, True), (500, 13, False), (511, None, True), (512, None, False), (600, 1, False)],
-)
-def test_prompt_and_answer_fit_the_model(num_tokens: int, max_tokens: int | None, *, fits: bool) -> None:
-    body = {"prompt": [5] * num_tokens, "max_tokens": max_tokens}
-    if fits:
-        assert call(APP, "POST", TEXT, json=body).status_code == 200
-    else:
-        status, error = refused(TEXT, body)
-        assert (status, error["code"]) == (400, "context_length_exceeded")
+@pytest.mark.parametrize(("num_tokens", "max_tokens"), [(500, 12), (511, None)])
+def test_prompt_and_answer_fit_the_model(num_tokens: int, max_tokens: int | None) -> None:
+    fitting = {"prompt": [5] * num_tokens, "max_tokens": max_tokens}
+    assert call(APP, "POST", TEXT, json=fitting).status_code == 200
+    status, error = refused(TEXT, {"prompt": [5] * (num_tokens + 1), "max_tokens": max_tokens})
+    assert (status, error["code"]) == (400, "context_length_exceeded")
 
 
 @pytest.mark.parametrize("field", sorted(UNSUPPORTED))
@@ -322,24 +296,45 @@ def test_unknown_paths_and_methods() -> None:
         assert path in response.json()["error"]["message"]
 
 
-UNFIT = RequestError("schema: patternProperties is not supported", param="response_format", code="unfit")
-FAILURES: list[tuple[TidemillError, int, str | None, tuple[str | None, ...]]] = [
+FAILURES: list[tuple[TidemillError, int, str | None, dict[str, str | None]]] = [
     (
         Unserved("no worker is left"),
         503,
         "1",
-        (
-            "server_error",
-            None,
-            "unserved",
-            "the request could not be served now, try again: no worker is left",
-        ),
+        {
+            "message": "the request could not be served now, try again: no worker is left",
+            "type": "server_error",
+            "param": None,
+            "code": "unserved",
+        },
     ),
-    (UNFIT, 400, None, ("invalid_request_error", "response_format", "unfit", str(UNFIT))),
+    (
+        RequestError("schema: x is not supported", param="response_format", code="unfit"),
+        400,
+        None,
+        {
+            "message": "schema: x is not supported",
+            "type": "invalid_request_error",
+            "param": "response_format",
+            "code": "unfit",
+        },
+    ),
+    (
+        Overloaded("it would take 70 s", predicted_s=70.0, retry_after_s=10.2),
+        429,
+        "11",  # whole seconds, and not too early
+        {"message": "it would take 70 s", "type": "rate_limit_error", "param": None, "code": "overloaded"},
+    ),
+    (
+        Poisonous("it ended two workers"),
+        500,
+        None,
+        {"message": "it ended two workers", "type": "server_error", "param": None, "code": "poisonous"},
+    ),
 ]
 
 
-@pytest.mark.parametrize(("failure", "status", "retry_after", "about"), FAILURES, ids=["unserved", "unfit"])
+@pytest.mark.parametrize(("failure", "status", "retry_after", "error"), FAILURES)
 @pytest.mark.parametrize("fail_at", [0, 2])
 @pytest.mark.parametrize("choices", [1, 4])
 @pytest.mark.parametrize("stream", [False, True])
@@ -347,7 +342,7 @@ def test_failure_is_a_status_before_the_first_message_and_an_event_after_it(
     failure: TidemillError,
     status: int,
     retry_after: str | None,
-    about: tuple[str | None, ...],
+    error: dict[str, str | None],
     fail_at: int,
     choices: int,
     *,
@@ -364,8 +359,7 @@ def test_failure_is_a_status_before_the_first_message_and_an_event_after_it(
     else:
         assert (response.status_code, response.headers.get("retry-after")) == (status, retry_after)
         last = response.json()
-    error = last["error"]
-    assert (error["type"], error["param"], error["code"], error["message"]) == about
+    assert last["error"] == error
     assert service.open_streams == 0
 
 

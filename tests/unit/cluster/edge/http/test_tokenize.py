@@ -1,6 +1,8 @@
+# pyright: reportPrivateUsage=false
 """Tokenizing over HTTP, and the probes."""
 
 import asyncio
+import json
 import threading
 import time
 import tracemalloc
@@ -12,14 +14,15 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from starlette.responses import JSONResponse
+from tokenizers import Encoding
 
 from tests.support.cluster.fake_service import (
     MODEL,
     FakeService,
     app_over,
     call,
+    exchange,
     saying,
-    serving,
     tokenizer,
     worker_status,
 )
@@ -74,6 +77,8 @@ def test_chat_as_the_template_writes_it() -> None:
         ("/tokenize", {}, 400),
         ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, 400),
         ("/tokenize", {"prompt": "a", "model": "other"}, 404),
+        ("/tokenize", {"messages": [{"role": "user", "content": ""}] * (MESSAGES_MAX + 1)}, 400),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * (MESSAGES_MAX + 1)}, 400),
         ("/detokenize", {"tokens": [-1]}, 400),
         ("/detokenize", {"tokens": [MODEL.vocab_size]}, 400),
         ("/detokenize", {"tokens": "a"}, 400),
@@ -83,6 +88,7 @@ def test_chat_as_the_template_writes_it() -> None:
 def test_errors_name_the_field(path: str, body: dict[str, object], status: int) -> None:
     found, error = post(path, **body)
     assert (found, bool(error["error"]["message"])) == (status, True)
+    assert "messages" not in body or "prompt" in body or error["error"]["param"] == "messages"
 
 
 def test_probes() -> None:
@@ -101,56 +107,31 @@ def test_probes() -> None:
     assert call(APP, "GET", "/load").json() == {"server_load": 0}
 
 
-def test_text_beyond_any_tokens_of_the_model_is_not_tokenized(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_text_beyond_any_tokens_of_the_model_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     most = MODEL.max_model_len * tokenizer().token_chars_max
     status, found = post("/tokenize", prompt="a" * most)
     assert (status, found["count"] > 0) == (200, True)
-    short = tokenizer().encode("a")
+    original = FolderTokenizer._encoding
 
-    def encode(_: object, text: str) -> list[int]:
+    def encoding(tokens: FolderTokenizer, text: str, **options: Any) -> Encoding:  # noqa: ANN401 - its own
         assert text == "a"
-        return short
+        return original(tokens, text, **options)
 
-    monkeypatch.setattr(FolderTokenizer, "encode", encode)
-    monkeypatch.setattr(FolderTokenizer, "chat", encode)
-    halves = [{"role": "user", "content": "a" * (most // 2 + 1)}] * 2
-    bodies: list[tuple[str, dict[str, object]]] = [
+    monkeypatch.setattr(FolderTokenizer, "_encoding", encoding)
+    halves = {"messages": [{"role": "user", "content": "a" * (most // 2 + 1)}] * 2}
+    function = {"name": "f", "arguments": json.dumps({"a": "a" * most})}
+    calls = {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"function": function}]}]}
+    tool = {"type": "function", "function": {"name": "f", "description": "a" * most}}
+    tools = {"messages": [{"role": "user", "content": "a"}], "tools": [tool]}
+    bodies: list[tuple[str, dict[str, Any]]] = [
         ("/tokenize", {"prompt": "a" * (most + 1)}),
-        ("/tokenize", {"messages": halves}),
         ("/v1/completions", {"prompt": ["a", "a" * (most + 1)]}),
-        ("/v1/chat/completions", {"messages": halves}),
+        *(("/tokenize", body) for body in (halves, calls, tools)),
+        *(("/v1/chat/completions", body) for body in (halves, calls, tools)),
     ]
     for path, body in bodies:
         status, error = post(path, **body)
         assert (status, error["error"]["code"]) == (400, "context_length_exceeded")
-
-
-LONG = "a" * (MODEL.max_model_len * 20)
-TOOL = {"type": "function", "function": {"name": "f", "description": LONG}}
-CALL = {"type": "function", "function": {"name": "f", "arguments": f'{{"a": "{LONG}"}}'}}
-
-
-@pytest.mark.parametrize("more", [{"tools": [TOOL]}, {"tool_calls": [CALL]}], ids=["tools", "calls"])
-@pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
-def test_chat_is_not_tokenized_if_tools_or_calls_make_it_too_long(
-    path: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def encoding(*_: object, **options: object) -> None:
-        raise AssertionError(options)
-
-    monkeypatch.setattr(FolderTokenizer, "_encoding", encoding)
-    message = {"role": "assistant", "content": "a", **{k: v for k, v in more.items() if k != "tools"}}
-    tools = {"tools": more["tools"]} if "tools" in more else {}
-    status, error = post(path, messages=[message], **tools)
-    assert (status, error["error"]["code"]) == (400, "context_length_exceeded")
-
-
-def test_messages_are_bounded() -> None:
-    for path in ("/tokenize", "/v1/chat/completions"):
-        status, error = post(path, messages=[{"role": "user", "content": ""}] * (MESSAGES_MAX + 1))
-        assert (status, error["error"]["param"]) == (400, "messages")
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "name", "content"])
@@ -203,6 +184,11 @@ def test_large_replies_are_those_of_starlette(count: int) -> None:
     assert asyncio.run(large_json(body)) == JSONResponse(body).body
 
 
+async def posted(app: FastAPI, prompt: str, count: int) -> set[int]:
+    replies = [exchange(app, "POST", "/tokenize", json={"prompt": prompt}) for _ in range(count)]
+    return {reply.status_code for reply in await asyncio.gather(*replies)}
+
+
 async def test_larger_bodies_are_checked_one_by_one_with_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several in one iteration of the loop would delay streams by their sum."""
     checked: list[str] = []
@@ -219,11 +205,8 @@ async def test_larger_bodies_are_checked_one_by_one_with_pauses(monkeypatch: pyt
         ended_s.append(time_s())
 
     monkeypatch.setattr(middleware, "check_json_body", check)
-    body = {"prompt": "a" * int(middleware.PAUSED_BYTES_PER_S * middleware.PAUSE_S_MAX)}
-
-    async with serving(APP) as url, httpx.AsyncClient(base_url=url) as client:
-        replies = [client.post("/tokenize", json=body) for _ in range(3)]
-        assert {reply.status_code for reply in await asyncio.gather(*replies)} == {400}
+    large = "a" * int(middleware.PAUSED_BYTES_PER_S * middleware.PAUSE_S_MAX)
+    assert await posted(APP, large, 3) == {400}
     assert checked == ["begin", "end"] * 3
 
 
@@ -237,31 +220,29 @@ async def test_clients_with_larger_bodies_take_turns(monkeypatch: pytest.MonkeyP
         begun.set()
 
     monkeypatch.setattr(middleware, "check_json_body", check)
+    app = app_over(FakeService(saying("a"), model=replace(MODEL, max_model_len=1 << 16)))
 
-    async def post(app: FastAPI, address: str, letter: str) -> int:
+    async def post(address: str, letter: str) -> int:
         transport = httpx.ASGITransport(app, client=(address, 1))
         body = {"prompt": letter * (2 * PACED_BYTES_MIN)}
         async with httpx.AsyncClient(transport=transport, base_url="http://edge") as client:
             return (await client.post("/tokenize", json=body)).status_code
 
-    app = app_over(FakeService(saying("a"), model=replace(MODEL, max_model_len=1 << 16)))
-    flood = [asyncio.create_task(post(app, "10.0.0.1", "a")) for _ in range(20)]
+    flood = [asyncio.create_task(post("10.0.0.1", "a")) for _ in range(20)]
     await begun.wait()
-    others = [post(app, f"10.0.1.{client}", "b") for client in range(2)]
+    others = [post(f"10.0.1.{client}", "b") for client in range(2)]
     assert {*await asyncio.gather(*flood, *others)} == {200}
     assert len(checked) == 22
     assert checked.index(b"b") <= 3
     assert checked[:8].count(b"b") == 2
 
 
-def test_bodies_that_wait_are_in_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, waiting, checks = asyncio.Event(), asyncio.Event(), 0
+async def test_bodies_that_wait_are_in_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, waiting, checked = asyncio.Event(), asyncio.Event(), list[int]()
     pieces, bodies = 32, 4
 
     async def check(body: bytes) -> None:
-        nonlocal checks
-        checks += 1
-        assert len(body) == pieces * PIECE_BYTES
+        checked.append(len(body))
         begun.set()
         await waiting.wait()
 
@@ -271,31 +252,27 @@ def test_bodies_that_wait_are_in_memory_once(monkeypatch: pytest.MonkeyPatch) ->
         for _ in range(pieces):
             yield bytes(PIECE_BYTES)
 
-    async def main() -> int:
-        transport = httpx.ASGITransport(APP)
-        async with httpx.AsyncClient(transport=transport, base_url="http://edge") as client:
-            tracemalloc.start()
-            try:
-                posts = [asyncio.create_task(client.post("/tokenize", content=body())) for _ in range(bodies)]
-                await begun.wait()
-                for _ in range(20 * pieces):
-                    await asyncio.sleep(0)
-                held_bytes, _ = tracemalloc.get_traced_memory()
-            finally:
-                tracemalloc.stop()
-            waiting.set()
-            await asyncio.gather(*posts)
-        return held_bytes
-
-    assert asyncio.run(main()) < 1.5 * bodies * pieces * PIECE_BYTES
-    assert checks == bodies
+    tracemalloc.start()
+    try:
+        posts = [
+            asyncio.create_task(exchange(APP, "POST", "/tokenize", content=body())) for _ in range(bodies)
+        ]
+        await begun.wait()
+        for _ in range(20 * pieces):
+            await asyncio.sleep(0)
+        held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    waiting.set()
+    await asyncio.gather(*posts)
+    assert held_bytes < 1.5 * bodies * pieces * PIECE_BYTES
+    assert checked == [pieces * PIECE_BYTES] * bodies
 
 
 async def test_few_long_texts_are_tokenized_concurrently(monkeypatch: pytest.MonkeyPatch) -> None:
     running = most = 0
 
-    def encode(self: FolderTokenizer, text: str, ends: object) -> MarkedPrompt:
-        del self, text, ends
+    def encode(*_: object) -> MarkedPrompt:
         nonlocal running, most
         running += 1
         most = max(most, running)
@@ -303,17 +280,12 @@ async def test_few_long_texts_are_tokenized_concurrently(monkeypatch: pytest.Mon
         running -= 1
         return MarkedPrompt([5])
 
-    monkeypatch.setattr(FolderTokenizer, "encode_marked", encode)
-
     def cores(process: int) -> set[int]:
         del process
         return {0, 1, 2, 3}
 
+    monkeypatch.setattr(FolderTokenizer, "encode_marked", encode)
     monkeypatch.setattr("os.sched_getaffinity", cores)
     app = app_over(FakeService(saying("a"), model=replace(MODEL, max_model_len=1 << 16)))
-
-    async with serving(app) as url, httpx.AsyncClient(base_url=url) as client:
-        body = {"prompt": "a" * (INLINE_CHARS_MAX + 1)}
-        replies = [client.post("/tokenize", json=body) for _ in range(12)]
-        assert {reply.status_code for reply in await asyncio.gather(*replies)} == {200}
+    assert await posted(app, "a" * (INLINE_CHARS_MAX + 1), 12) == {200}
     assert most == 2, "half of the cores"

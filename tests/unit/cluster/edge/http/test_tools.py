@@ -185,7 +185,7 @@ async def test_streamed_call_in_two_answers() -> None:
         grown = [event async for event in stream if event.type == "tool_calls.function.arguments.delta"]
         reply = await stream.get_final_completion()
     assert len(grown) > 3 * 4, "arguments come as they are written"
-    calls: list[Any] = [call for choice in reply.choices for call in choice.message.tool_calls or []]
+    calls: list[Any] = [call for choice in reply.choices for call in choice.message.tool_calls]
     assert [call.function.arguments for call in calls] == ['{"person": "Emma"}'] * 4
     assert len({call.id for call in calls}) == 4
 
