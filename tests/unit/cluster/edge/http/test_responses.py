@@ -134,8 +134,8 @@ async def test_stream_has_the_content_of_a_whole_response(per_piece: int) -> Non
         assert kinds[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
         assert kinds[-1] == "response.completed"
         called = ("function_call", '{"person": "Emma"}')
-        said = [("reasoning", "Hm."), ("message", "I shall look.\n"), called, called]
-        assert outputs_of(final) == outputs_of(whole) == said
+        expected = [("reasoning", "Hm."), ("message", "I shall look.\n"), called, called]
+        assert outputs_of(final) == outputs_of(whole) == expected
         streamed = [""] * 4
         for event in events:
             if event.type.endswith(".delta"):
