@@ -9,7 +9,6 @@ import pytest
 from tests.support.cluster.fake_engine import FakeEngine
 from tests.support.cluster.scripted_engine import (
     FIRST,
-    IN_GRPC_LOOP,
     LAST,
     WORKER,
     answer_of,
@@ -20,7 +19,7 @@ from tests.support.cluster.scripted_engine import (
     request,
     serving,
 )
-from tests.support.grpc_loop import run
+from tests.support.grpc_loop import IN_GRPC_LOOP
 from tidemill.cluster.rpc.codec import Generate, Hello, StreamItem
 from tidemill.cluster.rpc.worker_client import SILENCE_S_MAX, WorkerClients
 from tidemill.cluster.worker.server import WorkerServer

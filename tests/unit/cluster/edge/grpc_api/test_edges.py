@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from tests.support.cluster.fake_service import FakeService, saying, worker_status
 from tests.support.cluster.grpc_edge import HELLO, Client, serving, trailing
-from tests.support.cluster.scripted_engine import IN_GRPC_LOOP
+from tests.support.grpc_loop import IN_GRPC_LOOP
 from tidemill.cluster.edge.grpc_api import generation, health
 from tidemill.cluster.edge.grpc_api.server import PublicServer
 from tidemill.cluster.edge.requests.api_keys import ApiKey, digest_of

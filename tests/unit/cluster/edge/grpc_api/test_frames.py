@@ -35,7 +35,7 @@ from benchmarks.serving.grpc_attacks import (
 )
 
 from tests.support.cluster.grpc_edge import HELLO, serving
-from tests.support.cluster.scripted_engine import IN_GRPC_LOOP
+from tests.support.grpc_loop import IN_GRPC_LOOP
 from tidemill.cluster.edge.grpc_api import frames, server
 from tidemill.cluster.edge.grpc_api.frames import (
     BLOCK_BYTES_MAX,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.cluster.fake_service import EOS, FakeService, app_over, exchange, saying, tokenizer
 from tests.support.cluster.grpc_edge import HELLO, Client, serving, trailing
-from tests.support.cluster.scripted_engine import IN_GRPC_LOOP
+from tests.support.grpc_loop import IN_GRPC_LOOP
 from tidemill.cluster.edge.grpc_api.messages import body_of
 from tidemill.cluster.edge.requests.bodies import CompletionBody
 from tidemill.cluster.rpc.proto import generation_pb2 as pb
