@@ -104,7 +104,12 @@ def build(cache_dir: Path, compiler: str = "g++", ahead: Path = AHEAD, program: 
     if made is not None:
         return Library(made, program)
     target = native_target(compiler_path(compiler))
-    cache_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KernelUnavailable(
+            f"{cache_dir} cannot be made for compiled kernels ({error.strerror}): set XDG_CACHE_HOME"
+        ) from error
     built = cache_dir / library_name(target.name, program)
     if built.exists():  # no wait for the compilation of other sources, which may take minutes
         return Library(built, program)

@@ -42,10 +42,11 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ModelError, and FileNotFoundError."""
-    text = read_text(path)
+    """Return the object in a JSON file. Raises ModelError."""
     try:
-        content: Any = json.loads(text)
+        content: Any = json.loads(read_text(path))
+    except FileNotFoundError as error:
+        raise ModelError(f"{path.parent} has no {path.name}: --model takes a Hugging Face folder") from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON ({_line(error)}): download the model again") from error
     if not isinstance(content, dict):

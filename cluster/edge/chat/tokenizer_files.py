@@ -109,10 +109,7 @@ def _growth(part: object) -> int:
 
 def _read_optional(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; empty without the file. Raises ModelError."""
-    try:
-        return read_json(path)
-    except FileNotFoundError:
-        return {}
+    return read_json(path) if path.exists() else {}
 
 
 def _content(token: object) -> str | None:
@@ -169,5 +166,5 @@ def model_type_of(folder: Path) -> str:
     """Return the model type; empty if config.json has none."""
     try:
         return str(read_json(folder / "config.json").get("model_type", ""))
-    except (TidemillError, FileNotFoundError):
+    except TidemillError:
         return ""

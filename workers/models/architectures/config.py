@@ -15,6 +15,9 @@ from tidemill.workers.models.loading.config_json import Raw, number, size
 from tidemill.workers.models.loading.sharding import EvenRuns, RankPart, Replicated
 from tidemill.workers.models.loading.weights import Weight
 
+HEAD = "lm_head.weight"
+"""The tensor that makes logits, unless it is that of the embedding."""
+
 DRAFT = "mtp."
 """The prefix of the names of all tensors of a prediction head."""
 
@@ -90,7 +93,7 @@ def weights_of(config: ArchitectureConfig) -> dict[str, Weight]:
     norm = Weight((config.hidden,), Replicated())
     found = {f"{config.prefix}embed_tokens.weight": rows, f"{config.prefix}norm.weight": norm}
     if not config.tied:
-        found["lm_head.weight"] = rows
+        found[HEAD] = rows
     for index, layer in enumerate(config.layers):
         found |= _layer_weights(layer, f"{config.prefix}layers.{index}.", config.hidden)
     if config.draft is not None:

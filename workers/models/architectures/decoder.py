@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from tidemill.kernels.dispatch import Operators
-from tidemill.workers.models.architectures.config import ArchitectureConfig, LayerConfig
+from tidemill.workers.models.architectures.config import HEAD, ArchitectureConfig, LayerConfig
 from tidemill.workers.models.collectives import Ranks
 from tidemill.workers.models.inputs import Caches, Inputs, Kept
 from tidemill.workers.models.layers.moe import Moe
@@ -69,7 +69,7 @@ class Decoder:
             for index, layer in enumerate(config.layers)
         )
         self._norm_H = norm_weight(read(f"{config.prefix}norm.weight"), config.norm_offset)
-        head = embedding if config.tied else read("lm_head.weight")
+        head = embedding if config.tied else read(HEAD)
         self._head = operators.pack([head], None)
         device = self._embedding_VH.device
         self.expert_pairs_R: torch.Tensor | None = None

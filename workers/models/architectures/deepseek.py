@@ -7,7 +7,15 @@ from tidemill.workers.models.layers.latent import LatentConfig
 from tidemill.workers.models.layers.mlp import DenseConfig
 from tidemill.workers.models.layers.moe import MoeConfig, RouterConfig
 from tidemill.workers.models.layers.rope import rope_of, yarn_mscale
-from tidemill.workers.models.loading.config_json import Raw, number, require, require_silu, size
+from tidemill.workers.models.loading.config_json import (
+    Raw,
+    count,
+    nested,
+    number,
+    require,
+    require_silu,
+    size,
+)
 
 
 def parse(raw: Raw) -> ArchitectureConfig:
@@ -17,7 +25,7 @@ def parse(raw: Raw) -> ArchitectureConfig:
     for key, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         require(raw.get(key, known) == known, f"{key} {raw.get(key)!r}: only {known} is supported")
     mixer, dense, experts = _attention(raw), DenseConfig(inner=size(raw, "intermediate_size")), _experts(raw)
-    first = int(raw.get("first_k_dense_replace") or 0)
+    first = count(raw, "first_k_dense_replace")
     layers = (
         LayerConfig(mixer=mixer, mlp=dense if index < first else experts)
         for index in range(size(raw, "num_hidden_layers"))
@@ -44,13 +52,13 @@ def _attention(raw: Raw) -> LatentConfig:
 
 def _focus(raw: Raw) -> float:
     """Return the factor by which attention is more focused in a model that was extended to longer texts."""
-    nested: Raw = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    weight = nested.get("mscale_all_dim")
-    return yarn_mscale(number(nested, "factor", 1.0), weight) if weight else 1.0
+    scaling = nested(raw, "rope_parameters", "rope_scaling")
+    weight = number(scaling, "mscale_all_dim", 0.0)
+    return yarn_mscale(number(scaling, "factor", 1.0), weight) if weight else 1.0
 
 
 def _experts(raw: Raw) -> MoeConfig:
-    inner, shared = size(raw, "moe_intermediate_size"), int(raw.get("n_shared_experts") or 0)
+    inner, shared = size(raw, "moe_intermediate_size"), count(raw, "n_shared_experts")
     return MoeConfig(
         router=RouterConfig(
             weight="mlp.gate.weight",
@@ -58,8 +66,8 @@ def _experts(raw: Raw) -> MoeConfig:
             top_k=size(raw, "num_experts_per_tok"),
             renormalise=bool(raw.get("norm_topk_prob", True)),
             score="sigmoid",
-            groups=raw.get("n_group") or 1,
-            groups_kept=raw.get("topk_group") or 1,
+            groups=count(raw, "n_group") or 1,
+            groups_kept=count(raw, "topk_group") or 1,
             scale=number(raw, "routed_scaling_factor", 1.0),
         ),
         count=size(raw, "n_routed_experts"),

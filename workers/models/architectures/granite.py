@@ -13,7 +13,15 @@ from tidemill.workers.models.layers.mlp import DenseConfig
 from tidemill.workers.models.layers.moe import MoeConfig, RouterConfig
 from tidemill.workers.models.layers.rope import rope_of
 from tidemill.workers.models.layers.work import MixerConfig, MlpConfig
-from tidemill.workers.models.loading.config_json import Raw, layer_kinds, number, require, require_silu, size
+from tidemill.workers.models.loading.config_json import (
+    Raw,
+    count,
+    layer_kinds,
+    number,
+    require,
+    require_silu,
+    size,
+)
 
 ATTENTION, MAMBA = {"attention", "full_attention"}, {"mamba", "linear_attention"}
 """The kinds of layers by their names in its folders, and in later releases of transformers."""
@@ -44,7 +52,7 @@ def _attention(raw: Raw) -> AttentionConfig:
     query_heads = size(raw, "num_attention_heads")
     kv_heads = size(raw, "num_key_value_heads", "num_attention_heads")
     require(query_heads % kv_heads == 0, "num_attention_heads is no multiple of num_key_value_heads")
-    head_dim = raw.get("head_dim") or size(raw, "hidden_size") // query_heads
+    head_dim = count(raw, "head_dim") or size(raw, "hidden_size") // query_heads
     positions, bias = raw.get("position_embedding_type") or "nope", bool(raw.get("attention_bias", False))
     require(positions in {"nope", "rope"}, f"position_embedding_type {positions!r}: not supported")
     return AttentionConfig(
@@ -99,7 +107,7 @@ def _mlp(raw: Raw) -> MlpConfig:
         gate_up="input_linear",
         down="output_linear",
     )
-    if not raw.get("num_local_experts"):
+    if not count(raw, "num_local_experts"):
         return shared
     return MoeConfig(
         router=RouterConfig(

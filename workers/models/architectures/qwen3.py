@@ -7,7 +7,7 @@ from tidemill.workers.models.layers.mlp import DenseConfig
 from tidemill.workers.models.layers.moe import MoeConfig, RouterConfig
 from tidemill.workers.models.layers.rope import rope_of
 from tidemill.workers.models.layers.work import MlpConfig
-from tidemill.workers.models.loading.config_json import Raw, layer_kinds, require, require_silu, size
+from tidemill.workers.models.loading.config_json import Raw, count, layer_kinds, require, require_silu, size
 
 
 def parse_llama(raw: Raw) -> ArchitectureConfig:
@@ -34,7 +34,7 @@ def attention_of(raw: Raw, *, normed: bool = False, window: int | None = None) -
     query_heads = size(raw, "num_attention_heads")
     kv_heads = size(raw, "num_key_value_heads", "num_attention_heads")
     require(query_heads % kv_heads == 0, "num_attention_heads is no multiple of num_key_value_heads")
-    head_dim = raw.get("head_dim") or size(raw, "hidden_size") // query_heads
+    head_dim = count(raw, "head_dim") or size(raw, "hidden_size") // query_heads
     bias = bool(raw.get("attention_bias", False))
     return AttentionConfig(
         spec=Attention(kv_heads=kv_heads, head_dim=head_dim)
@@ -56,31 +56,31 @@ def stack(raw: Raw, mixers: list[AttentionConfig]) -> ArchitectureConfig:
 def mlps_of(raw: Raw) -> list[MlpConfig]:
     """Return the MLP of each layer: dense, or experts where config.json has them."""
     num_layers = size(raw, "num_hidden_layers")
-    count = int(raw.get("num_experts") or raw.get("num_local_experts") or 0)
-    every = int(raw.get("decoder_sparse_step", 1))
+    num_experts = count(raw, "num_experts") or count(raw, "num_local_experts")
+    every = count(raw, "decoder_sparse_step") or 1
     only: set[int] = set(raw.get("mlp_only_layers") or ())
 
     def is_sparse(index: int) -> bool:
-        return count > 0 and index not in only and (index + 1) % every == 0
+        return num_experts > 0 and index not in only and (index + 1) % every == 0
 
     return [
-        experts_of(raw, count)
+        experts_of(raw, num_experts)
         if is_sparse(index)
         else DenseConfig(inner=size(raw, "intermediate_size"), bias=bool(raw.get("mlp_bias", False)))
         for index in range(num_layers)
     ]
 
 
-def experts_of(raw: Raw, count: int) -> MoeConfig:
+def experts_of(raw: Raw, num_experts: int) -> MoeConfig:
     """Return the experts, with one that all tokens share where config.json has a size for it."""
-    shared = raw.get("shared_expert_intermediate_size")
+    shared = count(raw, "shared_expert_intermediate_size")
     return MoeConfig(
         router=RouterConfig(
             weight="mlp.gate.weight",
             top_k=size(raw, "num_experts_per_tok"),
             renormalise=bool(raw.get("norm_topk_prob", False)),
         ),
-        count=count,
+        count=num_experts,
         inner=size(raw, "moe_intermediate_size"),
         shared=DenseConfig(inner=shared, prefix="mlp.shared_expert.") if shared else None,
         shared_gate="mlp.shared_expert_gate.weight" if shared else None,

@@ -11,7 +11,15 @@ from tidemill.workers.models.layers.gated_delta import DeltaConfig
 from tidemill.workers.models.layers.moe import MoeConfig
 from tidemill.workers.models.layers.rope import rope_of
 from tidemill.workers.models.layers.work import MlpConfig
-from tidemill.workers.models.loading.config_json import Raw, layer_kinds, require, require_silu, size
+from tidemill.workers.models.loading.config_json import (
+    Raw,
+    count,
+    layer_kinds,
+    nested,
+    require,
+    require_silu,
+    size,
+)
 
 ROTARY_SHARE = 0.25
 ATTENTION_EVERY = 4
@@ -27,7 +35,7 @@ def parse_qwen3_5(raw: Raw) -> ArchitectureConfig:
     """Return the architecture of the text part, also for folders of models that see images. Its rotary
     embedding has a position for each of time, height and width, which are equal in a text. Raises
     ModelError."""
-    text: Raw = raw.get("text_config") or raw
+    text = nested(raw, "text_config") or raw
     tied = bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
     require(bool(text.get("attn_output_gate", True)), "attn_output_gate is false: not supported")
     config = _stack(dict(text) | {"tie_word_embeddings": tied}, "by part")
@@ -47,7 +55,7 @@ def _stacked(mlp: MlpConfig) -> MlpConfig:
 def _stack(raw: Raw, stored: Literal["by head", "by part"]) -> ArchitectureConfig:
     require_silu(raw)
     num_layers = size(raw, "num_hidden_layers")
-    every = raw.get("full_attention_interval") or ATTENTION_EVERY
+    every = count(raw, "full_attention_interval") or ATTENTION_EVERY
     default = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
     kinds: dict[str, AttentionConfig | DeltaConfig] = {
         "full_attention": gated_attention_of(raw),
@@ -63,7 +71,7 @@ def draft_of(raw: Raw) -> LayerConfig:
 
 
 def draft_of_qwen3_5(raw: Raw) -> LayerConfig:
-    layer = draft_of(raw.get("text_config") or raw)
+    layer = draft_of(nested(raw, "text_config") or raw)
     return replace(layer, mlp=_stacked(layer.mlp))
 
 

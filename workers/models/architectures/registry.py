@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import index
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from tidemill.workers.device import HOST
 from tidemill.workers.models.architectures import deepseek, gpt_oss, granite, qwen3, qwen3_next
 from tidemill.workers.models.architectures.config import (
     DRAFT,
+    HEAD,
     ArchitectureConfig,
     LayerConfig,
     cost,
@@ -32,7 +34,8 @@ from tidemill.workers.models.loading.checkpoint import Progress, WeightsFolder
 from tidemill.workers.models.loading.config_json import Raw
 from tidemill.workers.models.loading.dummy import DummyWeights, dummy_dtype
 from tidemill.workers.models.loading.sharding import RankPart
-from tidemill.workers.models.loading.tensor_files import DTYPES, TensorFiles, read_json
+from tidemill.workers.models.loading.tensor_files import DTYPES, TensorFiles
+from tidemill.workers.models.model_files import read_json, reading
 from tidemill.workers.options import LoadFormat
 from tidemill.workers.sources.names import bundled
 
@@ -231,7 +234,8 @@ def compute_dtype_of(folder: Path, load_format: LoadFormat = "auto") -> ComputeD
     Raises ModelError."""
     _check_folder(folder)
     if load_format == "dummy":
-        is_float32 = dummy_dtype(read_json(folder / "config.json")) == torch.float32
+        with reading(folder / "config.json"):
+            is_float32 = dummy_dtype(read_json(folder / "config.json")) == torch.float32
         return "float32" if is_float32 else "bfloat16"
     dtypes = {header.dtype for header in TensorFiles(folder).headers.values()}
     return "float32" if DTYPES.keys() & dtypes <= {"F32", "F16"} else "bfloat16"
@@ -240,8 +244,8 @@ def compute_dtype_of(folder: Path, load_format: LoadFormat = "auto") -> ComputeD
 def has_head(folder: Path, load_format: LoadFormat = "auto") -> bool:
     """Return whether `load` finds a prediction head; random weights have one only on request. Raises
     ModelError for a folder without a model."""
-    raw = read_json(folder / "config.json")
-    architecture = ARCHITECTURES.get(_architecture(raw))
+    with reading(folder / "config.json"):
+        architecture = ARCHITECTURES.get(_architecture(read_json(folder / "config.json")))
     if architecture is None or architecture.draft is None or load_format == "dummy":
         return False
     return _holds_head(WeightsFolder(folder, _no_progress, digests=False))
@@ -259,6 +263,13 @@ def _open(
     folder: Path, progress: Progress, load_format: LoadFormat, *, digests: bool, mtp: bool
 ) -> tuple[dict[str, Any], ArchitectureConfig, WeightsFolder | DummyWeights]:
     _check_folder(folder)
+    with reading(folder / "config.json"):
+        return _opened(folder, progress, load_format, digests=digests, mtp=mtp)
+
+
+def _opened(
+    folder: Path, progress: Progress, load_format: LoadFormat, *, digests: bool, mtp: bool
+) -> tuple[dict[str, Any], ArchitectureConfig, WeightsFolder | DummyWeights]:
     raw = read_json(folder / "config.json")
     architecture = ARCHITECTURES.get(_architecture(raw))
     if architecture is None:
@@ -269,6 +280,8 @@ def _open(
     else:
         quantization = raw.get("quantization_config")
         checkpoint = WeightsFolder(folder, progress, digests=digests, quantization=quantization)
+        if config.tied and checkpoint.differ(HEAD, f"{config.prefix}embed_tokens.weight"):
+            config = replace(config, tied=False)
     if mtp:
         if architecture.draft is None or not (load_format == "dummy" or _holds_head(checkpoint)):
             raise ModelError(
@@ -280,7 +293,7 @@ def _open(
 
     def ignored(name: str) -> bool:
         """Return whether a tensor is not read: an ignored one, or the copy of tied embeddings."""
-        return name == "lm_head.weight" or name.endswith(INV_FREQ) or name.startswith(prefixes)
+        return name == HEAD or name.endswith(INV_FREQ) or name.startswith(prefixes)
 
     checkpoint.check({name: weight.shape for name, weight in weights_of(config).items()}, ignored)
     return raw, config, checkpoint
@@ -295,7 +308,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _architecture(config: dict[str, Any]) -> str:
-    return (config.get("architectures") or ["unknown"])[0]
+    return str((config.get("architectures") or ["unknown"])[0])
 
 
 def _eos_ids(folder: Path, config: dict[str, Any]) -> frozenset[int]:
@@ -307,4 +320,5 @@ def _eos_ids(folder: Path, config: dict[str, Any]) -> frozenset[int]:
     ids = text.get("eos_token_id") if found is None else found
     if ids is None:
         return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)
+    with reading(path):
+        return frozenset(map(index, [ids] if isinstance(ids, int) else ids))

@@ -10,10 +10,14 @@ from typing import Literal, assert_never, cast
 
 import torch
 
-from tidemill.workers.models.loading.config_json import Raw, number, require
+from tidemill.workers.models.loading.config_json import Raw, nested, number, require
 
 Kind = Literal["default", "linear", "llama3", "yarn"]
-KINDS: tuple[Kind, ...] = ("default", "linear", "llama3", "yarn")
+KINDS = ("default", "dynamic", "linear", "llama3", "yarn")
+"""The types in config.json. A dynamic one is a default one up to `max_position_embeddings`, where we end."""
+
+THETA = 10_000.0
+"""The default of transformers for all families but gpt-oss: folders of Llama 2 have none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,20 +81,20 @@ def rope_of(raw: Raw, head_dim: int, share: float = 1.0) -> Rope:
     """Return the embedding for heads of `head_dim`; config.json or `share` has the rotated part. Raises
     ModelError."""
     # Newer folders nest what older ones have at the top.
-    nested: Raw = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = nested.get("rope_type") or nested.get("type") or "default"
+    scaling = nested(raw, "rope_parameters", "rope_scaling")
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
     require(kind in KINDS, f"rope type {kind!r}: supported are {', '.join(KINDS)}")
-    theta = nested.get("rope_theta", raw.get("rope_theta"))
-    require(theta is not None, "no rope_theta")
-    share = number(nested, "partial_rotary_factor", number(raw, "partial_rotary_factor", share))
+    theta = number(scaling, "rope_theta", number(raw, "rope_theta", THETA))
+    require(theta > 0, f"rope_theta is {theta}: a positive number is needed")
+    share = number(scaling, "partial_rotary_factor", number(raw, "partial_rotary_factor", share))
     dim = int(head_dim * share)
     require(dim % 2 == 0, f"{dim} rotary dimensions of a head: the number must be even")
-    rope = Rope(dim=dim, theta=float(theta or 0))
-    if kind == "default":
+    rope = Rope(dim=dim, theta=theta)
+    if kind in {"default", "dynamic"}:
         return rope
     longest = number(raw, "max_position_embeddings", 0)
-    trained = number(nested, "original_max_position_embeddings", longest)
-    factor = number(nested, "factor", longest / max(trained, 1))
+    trained = number(scaling, "original_max_position_embeddings", longest)
+    factor = number(scaling, "factor", longest / max(trained, 1))
     llama3 = kind == "llama3"
     return Rope(
         dim=dim,
@@ -98,10 +102,10 @@ def rope_of(raw: Raw, head_dim: int, share: float = 1.0) -> Rope:
         kind=cast("Kind", kind),
         factor=factor,
         trained_length=int(trained),
-        slow=number(nested, "low_freq_factor" if llama3 else "beta_slow", 1.0),
-        fast=number(nested, "high_freq_factor" if llama3 else "beta_fast", 4.0 if llama3 else 32.0),
-        truncate=bool(nested.get("truncate", True)),
-        scale=_yarn_scale(nested, factor) if kind == "yarn" else 1.0,
+        slow=number(scaling, "low_freq_factor" if llama3 else "beta_slow", 1.0),
+        fast=number(scaling, "high_freq_factor" if llama3 else "beta_fast", 4.0 if llama3 else 32.0),
+        truncate=bool(scaling.get("truncate", True)),
+        scale=_yarn_scale(scaling, factor) if kind == "yarn" else 1.0,
     )
 
 
@@ -110,11 +114,10 @@ def yarn_mscale(factor: float, weight: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def _yarn_scale(nested: Raw, factor: float) -> float:
-    given = nested.get("attention_factor")
-    if given is not None:
-        return float(given)
-    weight, everywhere = nested.get("mscale"), nested.get("mscale_all_dim")
+def _yarn_scale(scaling: Raw, factor: float) -> float:
+    if scaling.get("attention_factor") is not None:
+        return number(scaling, "attention_factor", 1.0)
+    weight, everywhere = (number(scaling, key, 0.0) for key in ("mscale", "mscale_all_dim"))
     if weight and everywhere:
         return yarn_mscale(factor, weight) / yarn_mscale(factor, everywhere)
     return yarn_mscale(factor)

@@ -1,6 +1,6 @@
 """Read the weights of a Hugging Face folder in the order of the model's requests, and digest what is read."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,18 @@ class WeightsFolder:
         """The names of all tensors in the folder."""
         return self._files.headers.keys()
 
+    def differ(self, name: str, other: str) -> bool:
+        """Return whether the folder has both tensors, and they are not the same."""
+        headers = self._files.headers
+        if not {name, other} <= headers.keys():
+            return False
+        one, two = headers[name], headers[other]
+        same = (one.dtype, one.shape) == (two.dtype, two.shape)
+        return not same or any(
+            self._files.raw(name, start, end) != self._files.raw(other, start, end)
+            for start, end in _chunks(one.num_bytes)
+        )
+
     def check(self, shapes: Mapping[str, tuple[int, ...]], ignored: Callable[[str], bool]) -> None:
         """Raise ModelError unless the folder holds exactly these tensors, in any encoding, except those
         `ignored`. Only they can be read."""
@@ -86,6 +98,8 @@ class WeightsFolder:
             self._files.drop(stored_name, 0, tensor.nbytes)
             self._done_bytes += tensor.nbytes
         self._progress(self._done_bytes, self._files.all_bytes)
+        if found.sum().isnan() and found.isnan().any():  # the sum is one pass over memory
+            raise ModelError(f"{self._folder}: the tensor {name} holds NaN: download the model again")
         return found
 
     def fingerprint(self, config: str) -> str:
@@ -102,11 +116,14 @@ class WeightsFolder:
                 continue
             header = self._files.headers[name]
             digest = xxhash.xxh3_128(f"{header.dtype} {header.shape}\n".encode())
-            for start in range(0, header.num_bytes, DIGESTED_BYTES):
-                end = min(start + DIGESTED_BYTES, header.num_bytes)
+            for start, end in _chunks(header.num_bytes):
                 digest.update(self._files.raw(name, start, end))
                 self._files.drop(name, start, end)
             self._digests[name] = digest.hexdigest()
+
+
+def _chunks(num_bytes: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + DIGESTED_BYTES, num_bytes)) for start in range(0, num_bytes, DIGESTED_BYTES))
 
 
 def _complain(what: str, names: Collection[str], folder: Path) -> None:

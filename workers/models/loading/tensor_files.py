@@ -9,7 +9,9 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError, safe_open
 
+from tidemill.kvstore.files import open_regular
 from tidemill.workers.models.errors import ModelError
+from tidemill.workers.models.model_files import read_json, reading
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -51,8 +53,9 @@ class TensorFiles:
         self.all_bytes = 0
         self._file_of: dict[str, mmap.mmap] = {}
         for name in _shards(folder):
-            mapped = _open(folder, name)
-            headers = _headers(mapped)
+            with reading(folder / name):
+                mapped = _open(folder, name)
+                headers = _headers(mapped)
             self.headers |= headers
             self._file_of |= dict.fromkeys(headers, mapped)
             self.all_bytes += len(mapped)
@@ -76,32 +79,22 @@ class TensorFiles:
         self._file_of[name].madvise(mmap.MADV_DONTNEED, start, first + end_byte - start)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object of a model folder. Raises ModelError when it is missing or not an object."""
-    try:
-        content: Any = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise ModelError(f"{path.parent} has no {path.name}: --model takes a Hugging Face folder") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path} is not valid JSON ({error}): download the model again") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} is not a JSON object: download the model again")
-    return cast("dict[str, Any]", content)
-
-
 def _shards(folder: Path) -> list[str]:
     if not (folder / INDEX).exists():
         return [SINGLE]
     files = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(files, dict):
+    names = set(map(str, cast("dict[str, object]", files).values())) if isinstance(files, dict) else None
+    if not names:
         raise ModelError(f"{folder / INDEX} has no weight_map: download the model again")
-    return sorted(set(map(str, cast("dict[str, object]", files).values())))
+    if outside := [name for name in names if name.startswith("/") or ".." in name.split("/")]:
+        raise ModelError(f"{folder / INDEX} names {outside[0]!r}, not below the folder: download it again")
+    return sorted(names)
 
 
 def _open(folder: Path, name: str) -> mmap.mmap:
     path = folder / name
     try:
-        with safe_open(str(path), framework="pt"), path.open("rb") as file:  # it checks the header
+        with open_regular(path) as file, safe_open(str(path), framework="pt"):  # it checks the header
             # A private mapping, because torch has no read-only tensors.
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except FileNotFoundError as error:

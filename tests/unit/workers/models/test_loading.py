@@ -3,9 +3,11 @@
 """Loading a model folder: what the engine learns of it, and one clear line for what can be wrong."""
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 
 import pytest
 import torch
@@ -146,35 +148,51 @@ def test_fingerprint_covers_weights_and_config_but_no_remarks(folder: Path) -> N
     assert load_folder(folder).fingerprint != first
 
 
-def test_draft_layer_and_a_copy_of_tied_embeddings_are_left_alone(folder: Path) -> None:
+def test_draft_layer_is_left_alone_and_embeddings_are_tied(folder: Path) -> None:
     edit_tensors(folder, lambda tensors: tensors.update({"mtp.norm.weight": torch.ones(8)}))
+    edit_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
     write_config(folder, tie_word_embeddings=True)
     model = load_folder(folder)
     embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     assert torch.allclose(model.model.logits(torch.eye(8)), embedding.T)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"architectures": ["BloomForCausalLM"]},
-            "is a BloomForCausalLM: supported are .*LlamaForCausalLM, .*Qwen3NextForCausalLM",
-        ),
-        ({"architectures": None}, "is a unknown: supported are"),
-        ({"hidden_size": None}, "hidden_size is None: a positive number is needed"),
-        ({"hidden_act": "gelu"}, "only silu is supported"),
-        ({"rope_scaling": {"type": "longrope"}}, "rope type 'longrope': supported are default,"),
-        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
-        ({"layer_types": ["mamba", "full_attention"]}, r"\['mamba'\]: not supported"),
-        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "no multiple of num_key_value_heads"),
-        ({"vocab_size": 12}, r"embed_tokens.weight has shape \(11, 8\) but config.json asks for \(12, 8\)"),
-        (
-            {"mlp_only_layers": [1]},
-            "lacks tensors model.layers.1.mlp.down_proj.weight, .* belong to different",
-        ),
-    ],
-)
+CONFIGS: list[tuple[dict[str, object], str]] = [
+    (
+        {"architectures": ["BloomForCausalLM"]},
+        "is a BloomForCausalLM: supported are .*LlamaForCausalLM, .*Qwen3NextForCausalLM",
+    ),
+    ({"architectures": None}, "is a unknown: supported are"),
+    ({"hidden_size": None}, "hidden_size is None: a positive number is needed"),
+    ({"hidden_size": "8"}, "hidden_size is '8': give 0 to"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000: give 0 to 2048"),
+    ({"num_experts": 10**9}, "num_experts is 1000000000: give 0 to 2048"),
+    ({"vocab_size": 1 << 40}, "vocab_size is 1099511627776: give 0 to"),
+    ({"head_dim": -8}, "head_dim is -8: give 0 to"),
+    ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x': a number is needed"),
+    ({"rope_theta": float("nan")}, "rope_theta is nan: a finite number is needed"),
+    ({"rope_scaling": ["yarn"]}, r"rope_scaling is \['yarn'\]: an object is needed"),
+    ({"rope_scaling": {"type": [7]}}, r"rope type \[7\]: supported are"),
+    ({"layer_types": 7}, "layer_types is no list of names"),
+    ({"layer_types": [{}, {}]}, "layer_types is no list of names"),
+    ({"architectures": [{}]}, r"is a \{\}: supported are"),
+    ({"architectures": 7}, r"config.json cannot be used \(TypeError: .*: download the model again"),
+    ({"mlp_only_layers": [[]]}, r"config.json cannot be used \(TypeError: .*: download the model again"),
+    ({"quantization_config": 7}, r"quantization_config of config.json is damaged .*: download"),
+    ({"hidden_act": "gelu"}, "only silu is supported"),
+    ({"rope_scaling": {"type": "longrope"}}, "rope type 'longrope': supported are default,"),
+    ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
+    ({"layer_types": ["mamba", "full_attention"]}, r"\['mamba'\]: not supported"),
+    ({"num_attention_heads": 3, "num_key_value_heads": 2}, "no multiple of num_key_value_heads"),
+    ({"vocab_size": 12}, r"embed_tokens.weight has shape \(11, 8\) but config.json asks for \(12, 8\)"),
+    (
+        {"mlp_only_layers": [1]},
+        "lacks tensors model.layers.1.mlp.down_proj.weight, .* belong to different",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), CONFIGS)
 def test_errors_in_config_json(folder: Path, changes: dict[str, object], message: str) -> None:
     write_config(folder, **changes)
     with pytest.raises(ModelError, match=message) as caught:
@@ -241,3 +259,78 @@ def test_files_that_are_not_there(folder: Path) -> None:
         load_folder(folder)
     with pytest.raises(ModelError, match=r"there is no model folder .* or one of keeper"):
         load_folder(folder / "nowhere")
+
+
+def shard_names(*names: object) -> str:
+    return json.dumps({"weight_map": {str(number): name for number, name in enumerate(names)}})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", '{"vocab_size": ' + "1" * 6000 + "}", "is not valid JSON"),
+        ("config.json", "[" * 100_000, "is not valid JSON"),
+        ("config.json", "\ud800", "cannot be used"),
+        ("generation_config.json", '{"eos_token_id": [[1]]}', "cannot be used"),
+        ("generation_config.json", '{"eos_token_id": "</s>"}', "cannot be used"),
+        ("model.safetensors.index.json", '{"weight_map": [1]}', "has no weight_map"),
+        ("model.safetensors.index.json", shard_names("/etc/passwd"), "not below the folder"),
+        ("model.safetensors.index.json", shard_names("a/../../b"), "not below the folder"),
+    ],
+)
+def test_file_of_any_content_is_an_error_in_one_line(
+    folder: Path, name: str, content: str, message: str
+) -> None:
+    (folder / name).write_bytes(content.encode(errors="surrogatepass"))
+    with pytest.raises(ModelError, match=message) as refused:
+        load_folder(folder)
+    assert name in str(refused.value)
+    assert len(str(refused.value)) < 1000
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_only_regular_files_are_read(folder: Path, name: str, kind: str) -> None:
+    path = folder / name
+    path.unlink(missing_ok=True)
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "device":
+            path.symlink_to("/dev/zero")
+        case _:
+            path.mkdir()
+    with pytest.raises(ModelError, match=f"{name} cannot be used .*(not a regular file|directory)"):
+        load_folder(folder)
+
+
+def test_many_tensors_without_bytes_are_named_soon(folder: Path) -> None:
+    header = {f"t{n}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for n in range(100_000)}
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    start_s = monotonic()
+    with pytest.raises(ModelError, match="lacks tensors"):
+        load_folder(folder)
+    assert monotonic() - start_s < 20
+
+
+def test_weights_that_are_no_numbers_are_named(folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: tensors[ROUTER][1, 3:5].fill_(torch.inf))
+    load_folder(folder)
+    edit_tensors(folder, lambda tensors: tensors[ROUTER][1, 3].fill_(torch.nan))
+    with pytest.raises(ModelError, match=f"the tensor {ROUTER} holds NaN: download"):
+        load_folder(folder)
+
+
+def test_head_that_differs_from_tied_embeddings_is_used(folder: Path) -> None:
+    write_config(folder, tie_word_embeddings=True)
+    other, tied = load_folder(folder), load_file(folder / "model.safetensors")
+    assert torch.allclose(other.model.logits(torch.eye(8)), tied["lm_head.weight"].T)
+    embedding = tied["model.embed_tokens.weight"]
+    edit_tensors(folder, lambda found: found.update({"lm_head.weight": embedding.clone()}))
+    copy = load_folder(folder)
+    edit_tensors(folder, lambda found: found.pop("lm_head.weight"))
+    alone = load_folder(folder)
+    assert torch.allclose(copy.model.logits(torch.eye(8)), embedding.T)
+    assert copy.fingerprint == alone.fingerprint != other.fingerprint

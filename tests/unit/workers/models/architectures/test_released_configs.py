@@ -5,9 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tidemill.kvstore.layout import Attention, Latent, LayerSpec, Linear, Window
-from tidemill.workers.models.architectures import deepseek, gpt_oss, granite
+from tidemill.workers.models.architectures import deepseek, gpt_oss, granite, qwen3
 from tidemill.workers.models.architectures.config import ArchitectureConfig, sizes, weights_of
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.layers.latent import LatentConfig
@@ -120,6 +123,28 @@ def test_scores_are_scaled_for_longer_texts_than_the_model_was_made_for() -> Non
     assert rope is not None
     assert (rope.kind, rope.theta, rope.dim, rope.truncate) == ("yarn", 150_000.0, 64, False)
     assert rope.scale == pytest.approx(1.3465736)  # 0.1 ln(32) + 1
+
+
+# From the folder of Llama-2-7b, with one layer.
+LLAMA_2: dict[str, Any] = json.loads(
+    """{
+    "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 4096,
+    "num_attention_heads": 32, "num_hidden_layers": 1, "num_key_value_heads": 32, "rms_norm_eps": 1e-05,
+    "rope_scaling": null, "tie_word_embeddings": false, "vocab_size": 32000
+    }"""
+)
+
+
+@pytest.mark.parametrize("kind", [None, "dynamic", "linear"])
+@pytest.mark.parametrize("theta", [{}, {"rope_theta": None}, {"rope_theta": 500_000.0}])
+def test_llama_rotates_as_in_transformers(theta: dict[str, object], kind: str | None) -> None:
+    raw = LLAMA_2 | theta | {"rope_scaling": kind and {"type": kind, "factor": 2.0}}
+    rope = qwen3.parse_llama(raw).layers[0].mixer.rope
+    assert rope is not None
+    given: dict[str, Any] = {key: value for key, value in raw.items() if value is not None}
+    reference: Any = LlamaRotaryEmbedding(LlamaConfig(**given))
+    assert torch.allclose(rope.frequencies(torch.device("cpu")), reference.inv_freq)
+    assert rope.scale == reference.attention_scaling
 
 
 def test_layer_that_predicts_further_tokens_is_not_asked_for() -> None:

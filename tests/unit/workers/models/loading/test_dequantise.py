@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.workers.quantised import CASES, NAME, Case, opened, packed, positive, whole_number, words
+from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.loading.dequantise import PIECE, unpacked
 from tidemill.workers.models.loading.sharding import ByHeads, Cut, EvenRuns, Replicated, part_of
 
@@ -26,14 +27,20 @@ def test_values_are_those_of_the_format_rounded_once(
         assert torch.equal(found, case.wanted.to(torch.bfloat16))
 
 
-def test_every_code_of_8_bit_floats_has_its_value(tmp_path: Path) -> None:
-    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
-        stored = {NAME: codes.view(dtype), f"{NAME}_scale": torch.tensor([1.0])}
-        config = packed({"num_bits": 8, "type": "float", "strategy": "tensor"}, "float-quantized")
-        case = Case(config, (16, 16), stored, codes.view(dtype).float())
-        found = opened(tmp_path, case).read(NAME, part_of(Replicated(), 16, 0, 1))
-        assert torch.equal(found.nan_to_num(7.0), case.wanted.bfloat16().nan_to_num(7.0))
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_every_code_of_8_bit_floats_has_its_value(tmp_path: Path, dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    config = packed({"num_bits": 8, "type": "float", "strategy": "tensor"}, "float-quantized")
+
+    def read(found: torch.Tensor) -> torch.Tensor:
+        stored = {NAME: found.view(dtype), f"{NAME}_scale": torch.tensor([1.0])}
+        case = Case(config, (16, 16), stored, found.view(dtype).float())
+        return opened(tmp_path, case).read(NAME, part_of(Replicated(), 16, 0, 1))
+
+    numbers = codes.masked_fill(codes.view(dtype).float().isnan(), 0)
+    assert torch.equal(read(numbers), numbers.view(dtype).bfloat16())
+    with pytest.raises(ModelError, match=f"{NAME} holds NaN"):
+        read(codes)
 
 
 @pytest.mark.parametrize("make", CASES)
