@@ -103,7 +103,7 @@ class Thinking:
         return tuple(filter(None, (*self.opens, self.close)))
 
 
-_BEGIN, _END = _deepseek("tool_call_begin"), _deepseek("tool_call_end")
+BEGIN, END_OF_CALL = _deepseek("tool_call_begin"), _deepseek("tool_call_end")
 _ALL_BEGIN, _ALL_END = _deepseek("tool_calls_begin"), _deepseek("tool_calls_end")
 
 CHANNELS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL_END, RETURN)
@@ -124,8 +124,8 @@ FORMS: dict[str, CallForm] = {
     ),
     "deepseek_v3": CallForm(
         body="json",
-        begins=(_BEGIN,),
-        ends=_END,
+        begins=(BEGIN,),
+        ends=END_OF_CALL,
         opening=re.compile(rf"\s*\w*{SEP}([^\s{{`]+)\s*```json\s*(?=\{{)"),
         dropped=(_ALL_BEGIN, _ALL_END),
         inner=(SEP,),
@@ -133,26 +133,28 @@ FORMS: dict[str, CallForm] = {
         written=Written(
             before=_ALL_BEGIN,
             behind=_ALL_END,
-            name=f"{_BEGIN}function{SEP}",
+            name=f"{BEGIN}function{SEP}",
             arguments="\n```json\n",
-            end=f"\n```{_END}",
+            end=f"\n```{END_OF_CALL}",
         ),
     ),
     "deepseek_v31": CallForm(
         body="json",
-        begins=(_BEGIN,),
-        ends=_END,
+        begins=(BEGIN,),
+        ends=END_OF_CALL,
         opening=re.compile(rf"\s*([^\s{{<]+){SEP}\s*(?=\{{)"),
         dropped=(_ALL_BEGIN, _ALL_END),
         inner=(SEP,),
         signs=(SEP,),
-        written=Written(before=_ALL_BEGIN, between="", behind=_ALL_END, name=_BEGIN, arguments=SEP, end=_END),
+        written=Written(
+            before=_ALL_BEGIN, between="", behind=_ALL_END, name=BEGIN, arguments=SEP, end=END_OF_CALL
+        ),
     ),
     "qwen3_coder": CallForm(
         body="xml",
-        begins=(CALL,),
+        begins=(CALL, FUNCTION),
         ends=CALLED,
-        opening=re.compile(r"\s*<function=([^>\s]+)>(?=\s*<parameter=[^>\s]+>)"),
+        opening=re.compile(r"\s*<function=([^>\s]+)>(?=\s*(?:<parameter=[^>\s]+>|</function>))"),
         signs=(CALL, FUNCTION),
         written=Written(
             name=f"{CALL}\n{FUNCTION}",

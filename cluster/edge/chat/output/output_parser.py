@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tidemill.cluster.edge.chat.formats import CHANNELS, CallForm, Thinking
+from tidemill.cluster.edge.chat.formats import CHANNELS, FUNCTION, CallForm, Thinking
 from tidemill.cluster.edge.chat.output.parts import Part, ReasoningText, Text
 from tidemill.cluster.edge.chat.output.tool_call_parser import Schemas
 from tidemill.cluster.edge.chat.output.tool_call_stream import ToolCallStream
@@ -19,6 +19,10 @@ from tidemill.cluster.edge.chat.text import growing
 
 BETWEEN = re.compile(r"\s*([;,]?)\s*")
 """The text between two calls that have no tags."""
+
+FENCE = "```"
+LEFT = re.compile(rf"[\s,;\]}}]*(?:{FENCE}\s*)?")
+"""The text between a call and its end tag, or the next call before that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +61,10 @@ class OutputParser:
         self._output_format = output_format
         self._thinking = output_format.reasoning or Thinking()
         self._inside: Literal["start", "reasoning", "words", "call", "between"] = "start"
+        self._outside: Literal["reasoning", "words"] = "words"  # of calls
         if output_format.thinking:
-            self._inside = "reasoning"
-        self._held = ""
+            self._inside = self._outside = "reasoning"
+        self._held: str = ""
         self._after_tag = output_format.thinking  # white space there belongs to no words
         self._begin = ""  # the tag before the call
         self._calling: ToolCallStream | None = None
@@ -79,10 +84,7 @@ class OutputParser:
             case "start":
                 return self._start(last=last)
             case "reasoning":
-                found = self._pass_on(parts, (self._thinking.close,), ReasoningText, last=last)
-                if found is not None:
-                    self._go("words", after_tag=True)
-                return found is not None
+                return self._reasoning(parts, last=last)
             case "words":
                 return self._words(parts, last=last)
             case "call":
@@ -100,12 +102,25 @@ class OutputParser:
         for tag in self._thinking.opens:
             if begun.startswith(tag):
                 self._held = begun[len(tag) :]
+                self._outside = "reasoning"
                 self._go("reasoning", after_tag=True)
                 return True
         if not last and any(tag.startswith(begun) for tag in self._thinking.opens):
             return False
         self._go("words", after_tag=False)
         return True
+
+    def _reasoning(self, parts: list[Part], *, last: bool) -> bool:
+        """Pass on reasoning. A call of a known function inside is one: not every model closes a thought."""
+        form = self._output_format.form
+        begins = form.begins if form is not None else ()
+        found = self._pass_on(parts, (self._thinking.close, *begins), ReasoningText, last=last)
+        if form is not None and found is not None and found != self._thinking.close:
+            self._call_next(form, found)
+        elif found is not None:
+            self._outside = "words"
+            self._go("words", after_tag=True)
+        return found is not None
 
     def _words(self, parts: list[Part], *, last: bool) -> bool:
         form = self._output_format.form
@@ -146,7 +161,10 @@ class OutputParser:
     def _call_next(self, form: CallForm, begin: str) -> None:
         self._inside = "call"
         self._begin = begin
-        self._calling = ToolCallStream(self.num_calls, form, self._output_format.schemas)
+        if begin.endswith(FUNCTION):  # a part of the call itself
+            self._begin, self._held = begin.removesuffix(FUNCTION), FUNCTION + self._held
+        thought = self._thinking.close if self._outside == "reasoning" else ""
+        self._calling = ToolCallStream(self.num_calls, form, self._output_format.schemas, thought)
 
     def _call(self, parts: list[Part], *, last: bool) -> bool:
         form, calling = self._output_format.form, self._calling
@@ -158,9 +176,11 @@ class OutputParser:
         if over or last:
             left = calling.end()
             if left is None:
-                parts.append(Text(self._begin + calling.held + (form.ends if over else "")))
-            follows = over and not form.ends and left is not None
-            self._go("between" if follows else "words", after_tag=left is not None)
+                closed = form.ends if self._held.startswith(form.ends) else ""
+                self._held = self._held.removeprefix(closed)
+                kind = ReasoningText if self._outside == "reasoning" else Text
+                parts.append(kind(self._begin + calling.held + closed))
+            self._go("between" if over and left is not None else self._outside, after_tag=left is not None)
             pieces += left or []
         most = self._output_format.calls_max
         if pieces and (most is None or pieces[0].index < most):
@@ -170,20 +190,30 @@ class OutputParser:
         return over
 
     def _between(self, *, last: bool) -> bool:
-        """Read what follows a call without tags: another call, or something else."""
+        """Read what follows a call: another one before its end tag, or without tags, or something else."""
         form = self._output_format.form
         assert form is not None
-        between = BETWEEN.match(self._held)
+        between = (LEFT if form.ends else BETWEEN).match(self._held)
         assert between is not None
         begin, rest = between[0], self._held[between.end() :]
-        if not rest and not last:
+        next_one = FUNCTION if form.body == "xml" else "{"
+        if not last and any(sign.startswith(rest) for sign in (form.ends, next_one, FENCE)):
             return False
-        follows = rest[:1].isidentifier() and bool(between[1]) if form.body == "python" else rest[:1] == "{"
+        if form.ends and rest.startswith(form.ends):
+            self._held = rest.removeprefix(form.ends)
+            self._go(self._outside, after_tag=True)
+            return True
+        if form.body == "python":
+            follows = rest[:1].isidentifier() and bool(between[1])
+        else:
+            follows = rest.startswith(next_one)
         if follows:
             self._held = rest
             self._call_next(form, begin)
             return True
-        if rest[:1] == "]" and not between[1]:
+        if form.ends:
+            self._held = rest
+        elif rest[:1] == "]" and not between[1]:
             self._held = rest[1:]
-        self._go("words", after_tag=True)
+        self._go(self._outside, after_tag=True)
         return True

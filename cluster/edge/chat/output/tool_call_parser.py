@@ -24,6 +24,9 @@ CONSTANTS = {"True": True, "False": False, "None": None}
 NAMES = {"true": True, "false": False, "null": None}
 """Constants of models that write Python like JSON."""
 
+REFERENCES_MAX = 8
+"""The most references and alternatives that are followed one inside another to find a type."""
+
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schemas of the arguments, by function."""
 
@@ -50,12 +53,12 @@ def call_of(text: str, index: int, body: Body) -> Call | None:
 
 def _json(text: str) -> tuple[str, dict[str, object]] | None:
     called = _object(text.strip().removeprefix("["))
-    name, arguments = called.get("name"), called.get("arguments", called.get("parameters", {}))
+    name, arguments = called.get("name"), called.get("arguments", called.get("parameters"))
     if isinstance(arguments, str) and arguments:
-        arguments = _object(arguments) or None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
+        arguments = _object(arguments) or arguments
+    if not isinstance(name, str) or not isinstance(arguments, dict | None):
         return None
-    return name, cast("dict[str, object]", arguments)
+    return name, cast("dict[str, object]", arguments or {})
 
 
 def _object(text: str) -> dict[str, object]:
@@ -98,18 +101,75 @@ def _constant(node: ast.expr) -> object:
             return ast.literal_eval(node)
 
 
-def value_of(text: str, wanted: Mapping[str, Any]) -> object:
-    """Return the value of a parameter if its schema allows it; else its text."""
-    if is_text(wanted):
+def value_of(text: str, wanted: Mapping[str, Any], schema: Mapping[str, Any]) -> object:
+    """Return the value of a parameter if its schema allows it; else its text. `schema` has definitions."""
+    if is_text(wanted, schema):
         return text
+    types = types_of(wanted, schema)
     bare = text.strip()
-    if bare in CONSTANTS:
-        return CONSTANTS[bare]
     try:
-        value: object = json.loads(bare)
+        value: object = CONSTANTS[bare] if bare in CONSTANTS else json.loads(bare)
     except (ValueError, RecursionError):
         return text
-    return value
+    return text if types and "string" in types and not types & _types_of_value(value) else value
+
+
+Types = frozenset[str]
+
+
+def types_of(  # noqa: PLR0911 - a case for each keyword
+    wanted: object, schema: Mapping[str, Any], depth: int = 0
+) -> Types | None:
+    """Return the JSON types that a parameter's schema allows; None: any, as far as it is known."""
+    if not isinstance(wanted, dict) or depth > REFERENCES_MAX:
+        return None
+
+    def inner(part: object) -> Types | None:
+        return types_of(part, schema, depth + 1)
+
+    match cast("dict[str, Any]", wanted):
+        case {"type": str(name)}:
+            return Types([name])
+        case {"type": [*names]}:
+            return Types(map(str, names))
+        case {"const": value}:
+            return _types_of_value(value)
+        case {"enum": [_, *_] as values}:
+            return Types().union(*map(_types_of_value, values))
+        case {"anyOf": [*parts]} | {"oneOf": [*parts]}:
+            types = [inner(part) for part in parts]
+            return None if None in types else Types().union(*filter(None, types))
+        case {"allOf": [*parts]}:
+            return next(filter(None, map(inner, parts)), None)
+        case {"$ref": str(pointer)}:
+            return inner(_at(schema, pointer))
+        case _:
+            return None
+
+
+def _at(schema: Mapping[str, Any], pointer: str) -> object:
+    """Return a definition by its JSON pointer."""
+    found: object = schema
+    for name in pointer.removeprefix("#").split("/")[1:]:
+        found = cast("dict[str, object]", found).get(name) if isinstance(found, dict) else None
+    return found
+
+
+TEXT = Types(["string"])
+KINDS = (
+    (bool, "boolean"),
+    (int, "number"),
+    (float, "number"),
+    (str, "string"),
+    (list, "array"),
+    (dict, "object"),
+)
+
+
+def _types_of_value(value: object) -> Types:
+    name = next((name for kind, name in KINDS if isinstance(value, kind)), "null")
+    whole = name == "number" and float(cast("float", value)).is_integer()
+    return Types([name, "integer"] if whole else [name])
 
 
 def parameters_of(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -132,10 +192,8 @@ def choices_of(wanted: Mapping[str, Any]) -> list[str] | None:
     return texts if len(texts) == len(cast("list[object]", values)) else None
 
 
-def is_text(wanted: Mapping[str, Any]) -> bool:
-    """Return whether a parameter's schema allows only a text."""
-    if "type" in wanted:
-        return wanted["type"] == "string"
-    if "enum" in wanted:
-        return choices_of(wanted) is not None
-    return not {"anyOf", "oneOf", "allOf", "$ref", "const"} & wanted.keys()
+def is_text(wanted: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:
+    """Return whether a parameter's schema allows only a text or names no type. `schema` has definitions."""
+    if not {"type", "enum", "anyOf", "oneOf", "allOf", "$ref", "const"} & wanted.keys():
+        return True
+    return types_of(wanted, schema) == TEXT

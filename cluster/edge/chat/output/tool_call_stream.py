@@ -1,18 +1,20 @@
 """Parses one tool call while the model writes it, and emits its arguments as they arrive.
 
-    <tool_call> what opens a call | its arguments ......... | what is left </tool_call> rest
-                held back           emitted in pieces         dropped
+    <tool_call> what opens a call | its arguments ......... | what is left </tool_call>
+                held back           emitted in pieces         the rest
 
 Text that may turn out to be no call is held back; from the first argument on it is a call.
-A call without an end tag ends where its brackets close.
+A call ends where its brackets or its element close, or at a tag outside of its texts.
+A tag inside a text ends the call as well, if the text does not close behind it: then it is held back.
 """
 
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tidemill.cluster.edge.chat.formats import CallForm
+from tidemill.cluster.edge.chat.formats import FUNCTION, CallForm
 from tidemill.cluster.edge.chat.output.parts import Call
 from tidemill.cluster.edge.chat.output.tool_call_parser import (
     Schemas,
@@ -24,8 +26,10 @@ from tidemill.cluster.edge.chat.output.tool_call_parser import (
 from tidemill.cluster.edge.chat.text import growing
 
 PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>(?:\n|(?=[^\n]))")
-PARAMETER_ENDS = ("</parameter>", "\n</parameter>")
-FUNCTION_END = re.compile(r"\s*</function>")
+PARAMETER_END, NEXT_PARAMETER, FUNCTION_END = "</parameter>", "<parameter=", "</function>"
+PARAMETER_ENDS = (PARAMETER_END, f"\n{PARAMETER_END}", f"\n{NEXT_PARAMETER}", f"\n{FUNCTION_END}")
+ELEMENTS = (NEXT_PARAMETER, FUNCTION_END)
+STRAY_END = re.compile(rf"(?:\s*{PARAMETER_END})*")
 
 JSON_LEAD = re.compile(r"\s*\[?\s*")
 PYTHON_LEAD = re.compile(r"\s*\[?\s*(?:[A-Za-z_][\w.-]*\s*)?")
@@ -33,14 +37,23 @@ PYTHON_LEAD = re.compile(r"\s*\[?\s*(?:[A-Za-z_][\w.-]*\s*)?")
 
 
 class ToolCallStream:
-    """Reads one call of a format, starting behind the tag that begins it."""
+    """Reads one call of a format, starting behind the tag that begins it. Inside a `thought`, which that tag
+    closes, only the functions of `schemas` are called."""
 
-    def __init__(self, index: int, form: CallForm, schemas: Schemas) -> None:
+    def __init__(self, index: int, form: CallForm, schemas: Schemas, thought: str = "") -> None:
         self._index = index
         self._form = form
         self._schemas = schemas
-        self._span = None if form.ends else _Span(form)
-        self._unread = ""  # may grow into its end tag
+        self._thinks = bool(thought)
+        self._span = None if form.ends or form.body == "xml" else _Span(form)
+        self._tags = tuple(
+            filter(None, (thought, form.ends, *(tag for tag in form.begins if tag != FUNCTION)))
+        )
+        self._object = _Brackets("{", "}", '"')  # of a call between tags
+        self._ahead: _Brackets | None = None  # behind a tag in a text of it
+        self._unread = ""  # may grow into a tag, or begins with one that may be a part of a text
+        self._scanned = 0  # characters of it that `_ahead` has
+        self._read = ""
         self._held = ""
         self._arguments: _Json | _Xml | None = None
         self.rest: str | None = None  # the text behind the call, once it has ended
@@ -52,19 +65,24 @@ class ToolCallStream:
 
     def push(self, text: str, *, last: bool) -> list[Call]:
         """Return what `text` adds to the call."""
-        text = self._upto_tag(text, last=last) if self._span is None else self._upto_bracket(self._span, text)
-        if self._arguments is not None:
-            return self._grown(self._arguments.push(text))
-        self._held += text
-        opening = self._form.opening and self._form.opening.match(self._held)
-        if opening is None or self._lost:
-            return []
-        if self._form.body == "xml":
-            self._arguments = _Xml(self._schemas.get(opening[1], {}))
-        else:
-            self._arguments = _Json()
-        rest, self._held = self._held[opening.end() :], ""
-        return [Call(self._index, opening[1], self._arguments.push(rest))]
+        if self._span is not None:
+            return self._take(self._upto_bracket(self._span, text))
+        self._unread += text
+        calls: list[Call] = []
+        while self.rest is None:
+            at, tag = self._next_tag()
+            cut = at if tag else len(self._unread) - (0 if last else growing(self._unread, self._tags))
+            calls += self._inside(cut)
+            if self.rest is not None or not tag:
+                break
+            in_text = self._is_in_text(tag, last=last)
+            if in_text is None:
+                break
+            if in_text:
+                calls += self._inside(len(tag))
+            else:
+                self.rest = self._unread
+        return calls
 
     def end(self) -> list[Call] | None:
         """Return what is left when the call or the answer has ended; None if it was no call. Arguments that
@@ -72,21 +90,69 @@ class ToolCallStream:
         if self._arguments is not None:
             return self._grown(self._arguments.end(closed=self.rest is not None))
         call = None if self._lost else call_of(self._held, self._index, self._form.body)
-        return None if call is None else [call]
+        return None if call is None or not self._may_call(call.name) else [call]
 
     @property
     def _lost(self) -> bool:
         return self._span is not None and self._span.lost
 
-    def _upto_tag(self, text: str, *, last: bool) -> str:
-        ends = self._form.ends
-        self._unread += text
-        at = self._unread.find(ends)
-        cut = at if at >= 0 else len(self._unread) - (0 if last else growing(self._unread, (ends,)))
-        text, self._unread = self._unread[:cut], self._unread[cut:]
-        if at >= 0:
-            self.rest = self._unread[len(ends) :]
-        return text
+    def _may_call(self, name: str | None) -> bool:
+        return name in self._schemas or not self._thinks
+
+    def _next_tag(self) -> tuple[int, str]:
+        found = ((at, tag) for tag in self._tags if (at := self._unread.find(tag)) >= 0)
+        return min(found, default=(0, ""))
+
+    def _inside(self, size: int) -> list[Call]:
+        """Read `size` characters, or those up to where the call closes by itself."""
+        text, self._unread = self._unread[:size], self._unread[size:]
+        if self._form.body == "xml":
+            calls = self._take(text)
+            behind = self._arguments.rest if isinstance(self._arguments, _Xml) else None
+            self.rest = None if behind is None else behind + self._unread
+            return calls
+        at = self._object.end(text)
+        self._read += text[:at]
+        if at is not None:
+            self.rest = text[at:] + self._unread
+        return self._take(text[:at])
+
+    def _is_in_text(self, tag: str, *, last: bool) -> bool | None:
+        """Return whether the tag at the start of the unread text is a part of a text of the call; None: that
+        is not known yet."""
+        if isinstance(self._arguments, _Xml):
+            return self._arguments.is_open and self._closes_element(tag, last=last)
+        if not self._object.in_text:
+            return False
+        if self._ahead is None:
+            self._ahead, self._scanned = replace(self._object), 0
+        at = self._ahead.end(self._unread, self._scanned)
+        self._scanned = len(self._unread)
+        if at is None and not last:
+            return None
+        self._ahead = None
+        return at is not None and _is_json((self._read + self._unread[:at]).partition("{")[2])
+
+    def _closes_element(self, tag: str, *, last: bool) -> bool | None:
+        closes = self._unread.find(PARAMETER_END)
+        begins = self._unread.find(self._form.begins[0], len(tag))
+        if closes < 0 and begins < 0 and not last:
+            return None
+        return closes >= 0 and (begins < 0 or closes < begins)
+
+    def _take(self, text: str) -> list[Call]:
+        if self._arguments is not None:
+            return self._grown(self._arguments.push(text))
+        self._held += text
+        opening = self._form.opening and self._form.opening.match(self._held)
+        if opening is None or self._lost or not self._may_call(opening[1]):
+            return []
+        if self._form.body == "xml":
+            self._arguments = _Xml(self._schemas.get(opening[1], {}))
+        else:
+            self._arguments = _Json()
+        rest, self._held = self._held[opening.end() :], ""
+        return [Call(self._index, opening[1], self._arguments.push(rest))]
 
     def _upto_bracket(self, span: "_Span", text: str) -> str:
         at = span.push(text)
@@ -97,6 +163,14 @@ class ToolCallStream:
 
     def _grown(self, arguments: str) -> list[Call]:
         return [Call(self._index, None, arguments)] if arguments else []
+
+
+def _is_json(members: str) -> bool:
+    try:
+        json.loads("{" + members)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 class _Span:
@@ -128,32 +202,38 @@ class _Span:
         return self._brackets.end(text, start)
 
 
+@dataclass(slots=True)
 class _Brackets:
     """Counts the brackets outside of strings; `opens[0]` is the first."""
 
-    def __init__(self, opens: str, closes: str, quotes: str) -> None:
-        self.opens = opens
-        self._closes = closes
-        self._quotes = quotes
-        self._depth = 0
-        self._inside = ""  # the quote of the open string
-        self._escaped = False
+    opens: str
+    closes: str
+    quotes: str
+    depth: int = 0
+    quote: str = ""  # of the open string
+    escaped: bool = False
+
+    @property
+    def in_text(self) -> bool:
+        return bool(self.quote)
 
     def end(self, text: str, start: int = 0) -> int | None:
         """Return the offset behind the bracket that closes the first one, if it stands in `text[start:]`."""
         for position in range(start, len(text)):
             char = text[position]
-            if self._inside:
-                if not self._escaped and char == self._inside:
-                    self._inside = ""
-                self._escaped = char == "\\" and not self._escaped
-            elif char in self._quotes:
-                self._inside = char
+            if self.quote:
+                if not self.escaped and char == self.quote:
+                    self.quote = ""
+                self.escaped = char == "\\" and not self.escaped
             elif char in self.opens:
-                self._depth += 1
-            elif char in self._closes:
-                self._depth -= 1
-                if self._depth == 0:
+                self.depth += 1
+            elif not self.depth:
+                continue
+            elif char in self.quotes:
+                self.quote = char
+            elif char in self.closes:
+                self.depth -= 1
+                if self.depth == 0:
                     return position + 1
         return None
 
@@ -182,11 +262,22 @@ class _Xml:
     it is complete."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
+        self._schema = schema
         self._parameters = parameters_of(schema)
         self._held = ""
         self._name: str | None = None  # of the open parameter
         self._before = "{"  # the text before the next one
         self._ended = False
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether a parameter is."""
+        return self._name is not None
+
+    @property
+    def rest(self) -> str | None:
+        """Return the text behind the element, once it has ended."""
+        return self._held if self._ended else None
 
     def push(self, text: str) -> str:
         self._held += text
@@ -196,40 +287,48 @@ class _Xml:
         return "".join(written)
 
     def end(self, *, closed: bool) -> str:
+        if self._ended:
+            return ""
         value = "" if self._name is None else self._value(self._held, whole=closed)
-        if not closed or self._ended:
-            return value
-        return f"{value}}}" if self._before == ", " else "{}"
+        return value if not closed else f"{value}}}" if self._before == ", " else "{}"
 
     def _between(self, written: list[str]) -> bool:
-        """Read what follows a parameter; return whether the held text may contain more. Other text is
-        dropped, with all behind it."""
+        """Read what follows a parameter; return whether the held text may contain more. Other text ends the
+        call."""
         if parameter := PARAMETER.match(self._held):
             self._name, self._held = parameter[1], self._held[parameter.end() :]
             written.append(f"{self._before}{json.dumps(self._name, ensure_ascii=False)}: ")
             written.append('"' if self._is_text else "")
             self._before = ", "
             return True
-        if FUNCTION_END.match(self._held):
-            written.append("}")
-            self._ended = True
+        stray = STRAY_END.match(self._held)
+        begun = self._held[stray.end() if stray else 0 :]
+        bare = begun.lstrip()
+        if any(element.startswith(bare[: len(element)]) for element in (*ELEMENTS, PARAMETER_END)):
+            if not bare.startswith(FUNCTION_END):
+                return False
+            begun = bare.removeprefix(FUNCTION_END)
+        written.append("}" if self._before == ", " else "{}")
+        self._held, self._ended = begun, True
         return False
 
     def _inside(self, written: list[str]) -> bool:
-        value, end, rest = self._held.partition(PARAMETER_ENDS[0])
+        found = ((at, end) for end in PARAMETER_ENDS if (at := self._held.find(end)) >= 0)
+        at, end = min(found, default=(len(self._held), ""))
         if end:
-            written.append(self._value(value, whole=True))
-            self._name, self._held = None, rest
+            written.append(self._value(self._held[:at], whole=True))
+            behind = end if end.endswith(PARAMETER_END) else ""
+            self._name, self._held = None, self._held[at + len(behind) :]
             return True
         if self._is_text:
-            cut = len(value) - growing(value, PARAMETER_ENDS)
-            written.append(_escaped(value[:cut]))
-            self._held = value[cut:]
+            cut = len(self._held) - growing(self._held, PARAMETER_ENDS)
+            written.append(_escaped(self._held[:cut]))
+            self._held = self._held[cut:]
         return False
 
     @property
     def _is_text(self) -> bool:
-        return is_text(self._wanted)
+        return is_text(self._wanted, self._schema)
 
     @property
     def _wanted(self) -> Mapping[str, Any]:
@@ -243,7 +342,7 @@ class _Xml:
         text = text.removesuffix("\n")
         if self._is_text:
             return f'{_escaped(text)}"'
-        return json.dumps(value_of(text, self._wanted), ensure_ascii=False)
+        return json.dumps(value_of(text, self._wanted, self._schema), ensure_ascii=False)
 
 
 def _escaped(text: str) -> str:

@@ -95,22 +95,20 @@ def _arguments(name: str, schema: Mapping[str, Any], body: Body) -> Rules:
 
 def _xml_arguments(name: str, schema: Mapping[str, Any]) -> Rules:
     """Return the parameters in their order; optional ones may be left out."""
-    needed, defined = _needed(schema), _defined(schema)
+    needed = _needed(schema)
     parameters = list(parameters_of(schema).items())
     rules = {
-        f"{name}p{position}": _in_order(
-            _quoted(f"<parameter={parameter}>{LINE}"), _xml_value(wanted, defined)
-        )
+        f"{name}p{position}": _in_order(_quoted(f"<parameter={parameter}>{LINE}"), _xml_value(wanted, schema))
         for position, (parameter, wanted) in enumerate(parameters)
     }
     marks = ["" if parameter in needed else "?" for parameter, _ in parameters]
     return rules | {name: _in_order(*(rule + mark for rule, mark in zip(rules, marks, strict=True)))}
 
 
-def _xml_value(wanted: dict[str, Any], defined: dict[str, Any]) -> str:
+def _xml_value(wanted: dict[str, Any], schema: Mapping[str, Any]) -> str:
     end = _quoted(LINE + END + LINE)
-    if not is_text(wanted):
-        return _in_order(_json({**wanted, **defined}), end)
+    if not is_text(wanted, schema):
+        return _in_order(_json({**wanted, **_defined(schema)}), end)
     choices = choices_of(wanted)
     if choices is not None:
         return _in_order(f"({_one_of([_quoted(choice) for choice in choices])})", end)

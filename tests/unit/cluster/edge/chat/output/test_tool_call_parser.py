@@ -85,7 +85,6 @@ def test_xml_that_calls(body: str, arguments: dict[str, object]) -> None:
         '{"name": "look", "arguments": {}}',
         "<function=>\n</function>",
         "<function=look>\nwell</function>",
-        "<function=look></function> and",
     ],
 )
 def test_xml_that_calls_nothing_is_words(body: str) -> None:
