@@ -1,8 +1,8 @@
 """The circuit breaker: bounded waits for a store that is down or slow, and safe memory of calls."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
 from typing import Any, cast
 
@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.kvstore.scripted_store import Fault, Scripted, now
-from tests.support.sim.loop import simulate
+from tests.support.sim.loop import IN_VIRTUAL_TIME, simulate
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
-from tidemill.kvstore.stores.circuit_breaker import PROBE_S_MAX, GuardedStore
+from tidemill.kvstore.stores.circuit_breaker import PROBE_S_MAX, RATE_AT_START, GuardedStore, Rate
 from tidemill.kvstore.stores.memory_store import MemoryStore
-from tidemill.kvstore.stores.page_store import Got, PageStore, Put, StoredObject
+from tidemill.kvstore.stores.page_store import Got, PageStore, Put
+
+pytestmark = IN_VIRTUAL_TIME
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
 TIMEOUT_S = 0.25
@@ -39,23 +41,21 @@ def one_get(store: PageStore, memory: bytearray, number: int = 0) -> Awaitable[l
     return store.get([(KEYS[number], memoryview(memory))])
 
 
-def run(scenario: Callable[[Scripted, GuardedStore], Awaitable[None]], *faults: Fault) -> None:
-    async def main() -> None:
-        store = Scripted(*faults)
-        guard = GuardedStore(store, TIMEOUT_S)
-        try:
-            await scenario(store, guard)
-        finally:
-            await guard.close()
-            await guard.close()
-        assert store.probes_out == 0
-        assert len(asyncio.all_tasks()) == 1, "a task of the guard still runs"
-
-    simulate(0, main())
+@asynccontextmanager
+async def guarded(*faults: Fault) -> AsyncGenerator[tuple[Scripted, GuardedStore]]:
+    store = Scripted(*faults)
+    guard = GuardedStore(store, TIMEOUT_S)
+    try:
+        yield store, guard
+    finally:
+        await guard.close()
+        await guard.close()
+    assert store.probes_out == 0
+    assert len(asyncio.all_tasks()) == 1, "a task of the guard still runs"
 
 
-def test_guard_changes_nothing_of_a_store_without_faults() -> None:
-    async def scenario(store: Scripted, guard: GuardedStore) -> None:
+async def test_guard_changes_nothing_of_a_store_without_faults() -> None:
+    async with guarded() as (store, guard):
         memory = bytearray(100)
         guard.register(memoryview(memory))
         assert await one_put(guard, count=2) == [Put.STORED] * 2
@@ -68,12 +68,10 @@ def test_guard_changes_nothing_of_a_store_without_faults() -> None:
         assert await guard.contains(KEYS[:2]) == [False, True]
         assert guard.stats() == store.stats()
 
-    run(scenario)
-
 
 @pytest.mark.parametrize("blocks_s", [0.0, 4.3, 30.0])
-def test_guard_fails_calls_immediately_while_open(blocks_s: float) -> None:
-    async def scenario(store: Scripted, guard: GuardedStore) -> None:
+async def test_guard_fails_calls_immediately_while_open(blocks_s: float) -> None:
+    async with guarded(Fault(0, 1000, blocks_s)) as (store, guard):
         memory = bytearray(100)
         await one_get(guard, memory)
         assert guard.stats().is_down
@@ -96,25 +94,14 @@ def test_guard_fails_calls_immediately_while_open(blocks_s: float) -> None:
         assert stats.put == {Put.UNREACHABLE: 100, Put.SKIPPED: 200}
         assert stats.got[Got.UNREACHABLE] == 100
 
-    run(scenario, Fault(0, 1000, blocks_s))
-
-
-def test_guard_opens_after_an_unreachable_put() -> None:
-    async def scenario(_: Scripted, guard: GuardedStore) -> None:
-        assert await one_put(guard) == [Put.UNREACHABLE]
-        assert guard.stats().is_down
-
-    run(scenario, Fault(0, 1000, 0.0))
-
 
 @pytest.mark.parametrize("call", [one_put, one_get])
 @pytest.mark.parametrize("knows", [True, False])
-def test_guard_stays_open_while_only_the_metadata_answers(
+async def test_guard_stays_open_while_only_the_metadata_answers(
     call: Callable[..., Awaitable[object]], *, knows: bool
 ) -> None:
     """Probes get a stored object, because an answer about a missing one proves nothing."""
-
-    async def scenario(store: Scripted, guard: GuardedStore) -> None:
+    async with guarded(Fault(1, 20, 30.0, frozen=True)) as (store, guard):
         await (guard if knows else store).put([(key, memoryview(BODY)) for key in KEYS[:3]])
         await asyncio.sleep(1)
         memory = memoryview(bytearray(100))
@@ -125,39 +112,18 @@ def test_guard_stays_open_while_only_the_metadata_answers(
         await asyncio.sleep(2 * PROBE_S_MAX)
         assert await guard.get([(KEYS[0], memory)]) == [Got.HIT]
 
-    run(scenario, Fault(1, 20, 30.0, frozen=True))
 
-
-def ask(store: PageStore) -> Awaitable[object]:
-    return store.contains(KEYS)
-
-
-def remove(store: PageStore) -> Awaitable[object]:
-    return store.remove(KEYS)
-
-
-@pytest.mark.parametrize("ask", [ask, remove])
-def test_guard_answers_a_late_query_at_its_deadline(ask: Callable[[PageStore], Awaitable[object]]) -> None:
-    async def scenario(_: Scripted, guard: GuardedStore) -> None:
-        assert await took_s(ask(guard)) == pytest.approx(TIMEOUT_S)
-        assert guard.stats().trips == 1
-
-    run(scenario, Fault(0, 1000, 30.0))
-
-
-def test_guard_answers_running_queries_when_another_call_opens_it() -> None:
-    async def scenario(_: Scripted, guard: GuardedStore) -> None:
+async def test_guard_answers_running_queries_when_another_call_opens_it() -> None:
+    async with guarded(Fault(0, 1000, 30.0)) as (_, guard):
         put = asyncio.ensure_future(one_put(guard))
         await asyncio.sleep(TIMEOUT_S - 0.01)
         assert await took_s(guard.contains(KEYS)) == pytest.approx(0.01, abs=1e-3)
         assert await put == [Put.UNREACHABLE]
         assert now() == pytest.approx(30, abs=0.01)
 
-    run(scenario, Fault(0, 1000, 30.0))
 
-
-def test_guard_opens_at_the_deadline_and_keeps_the_memory_of_a_late_call() -> None:
-    async def scenario(_: Scripted, guard: GuardedStore) -> None:
+async def test_guard_opens_at_the_deadline_and_keeps_the_memory_of_a_late_call() -> None:
+    async with guarded(Fault(0, 30, 30.0)) as (_, guard):
         memory = bytearray(100)
         get = asyncio.ensure_future(one_get(guard, memory))
         await asyncio.sleep(guard.patience_s(100) - EPSILON_S)
@@ -175,64 +141,26 @@ def test_guard_opens_at_the_deadline_and_keeps_the_memory_of_a_late_call() -> No
         await asyncio.sleep(60)
         assert memory == BODY
 
-    run(scenario, Fault(0, 30, 30.0))
 
-
-def test_guard_returns_the_outcome_of_a_late_call() -> None:
-    async def scenario(store: Scripted, guard: GuardedStore) -> None:
+async def test_guard_returns_the_outcome_of_a_late_call() -> None:
+    async with guarded(Fault(0.002, 100, 3.0, slow=True)) as (store, guard):
         memory = bytearray(100)
         await one_put(store)
         assert await one_get(guard, memory) == [Got.HIT]
         assert memory == BODY
         assert guard.stats().trips == 1
 
-    run(scenario, Fault(0.002, 100, 3.0, slow=True))
 
-
-@PROPERTY
-@given(heals=st.floats(0.01, 100), blocks_s=st.floats(0, 40))
-def test_guard_closes_within_one_interval_after_recovery(heals: float, blocks_s: float) -> None:
-    async def scenario(store: Scripted, guard: GuardedStore) -> None:
-        await one_get(guard, bytearray(100))
-        await asyncio.sleep(max(0, heals - now()) + PROBE_S_MAX + 0.01)
-        late = store.probed_at and store.probed_at[-1] < heals
-        if late:  # a probe that started before the recovery is late
-            await asyncio.sleep(PROBE_S_MAX)
-        assert not guard.stats().is_down
-        assert await one_put(guard) == [Put.STORED]
-        assert store.probes_out_max <= 1
-
-    run(scenario, Fault(0, heals, blocks_s))
-
-
-def test_guard_probes_at_growing_intervals() -> None:
-    async def scenario(store: Scripted, guard: GuardedStore) -> None:
+async def test_guard_probes_at_growing_intervals() -> None:
+    async with guarded(Fault(0, 1000, 0)) as (store, guard):
         await one_get(guard, bytearray(100))
         await asyncio.sleep(60)
         gaps = [later - earlier for earlier, later in pairwise(store.probed_at)]
         assert gaps == pytest.approx([0.5, 1, 2, 4, *[PROBE_S_MAX] * (len(gaps) - 4)], abs=0.01)
 
-    run(scenario, Fault(0, 1000, 0))
 
-
-def test_guard_retries_less_often_when_only_probes_succeed() -> None:
-    """An owner may be frozen while the master answers."""
-
-    async def scenario(_: Scripted, guard: GuardedStore) -> None:
-        late: list[asyncio.Future[list[Put]]] = []
-        while now() < 60:
-            put = asyncio.ensure_future(one_put(guard))
-            await asyncio.wait({put}, timeout=guard.patience_s(100) or EPSILON_S)
-            late += [] if put.done() else [put]
-            await asyncio.sleep(0.1)
-        assert len(late) == guard.stats().trips <= 5 + 60 / PROBE_S_MAX
-        await asyncio.wait(late)
-
-    run(scenario, Fault(0, 1000, 30.0, slow=True))
-
-
-def test_guard_does_not_reset_waits_after_a_late_transfer() -> None:
-    async def scenario(store: Scripted, guard: GuardedStore) -> None:
+async def test_guard_does_not_reset_waits_after_a_late_transfer() -> None:
+    async with guarded(Fault(0, 1000, 1.0, slow=True)) as (store, guard):
         pauses_s: list[float] = []
         for number in range(6):
             put = asyncio.ensure_future(one_put(guard, number))
@@ -242,13 +170,10 @@ def test_guard_does_not_reset_waits_after_a_late_transfer() -> None:
             assert await put == [Put.STORED]
         assert pauses_s == pytest.approx([0.75, 0.75, 1, 2, 4, PROBE_S_MAX], abs=0.01)
 
-    run(scenario, Fault(0, 1000, 1.0, slow=True))
 
-
-def test_guard_stays_open_while_a_late_transfer_runs() -> None:
+async def test_guard_stays_open_while_a_late_transfer_runs() -> None:
     """A Mooncake that offers the memory of a killed owner answers probes, and holds every other put."""
-
-    async def scenario(store: Scripted, guard: GuardedStore) -> None:
+    async with guarded(Fault(0, 8.0, 8.0, slow=True)) as (store, guard):
         put = asyncio.ensure_future(one_put(guard))
         await asyncio.sleep(2 * TIMEOUT_S)
         while not put.done():
@@ -258,8 +183,6 @@ def test_guard_stays_open_while_a_late_transfer_runs() -> None:
             await asyncio.sleep(0.1)
         await asyncio.sleep(PROBE_S_MAX)
         assert not guard.stats().is_down
-
-    run(scenario, Fault(0, 8.0, 8.0, slow=True))
 
 
 class FailingPuts(MemoryStore):
@@ -273,38 +196,34 @@ class FailingPuts(MemoryStore):
         return [Put.UNREACHABLE]
 
 
-def test_guard_ignores_failures_from_before_the_last_trip() -> None:
-    async def main() -> None:
-        guard = GuardedStore(FailingPuts(1 << 20), TIMEOUT_S)
-        puts = [asyncio.ensure_future(one_put(guard, number)) for number in (1, 2)]
-        assert await puts[1] == [Put.UNREACHABLE]
-        assert await puts[0] == [Put.UNREACHABLE]
-        await asyncio.sleep(1)
-        assert not guard.stats().is_down
-        assert await one_put(guard, 3) == [Put.STORED]
-        assert guard.stats().trips == 1
-        await guard.close()
-
-    simulate(0, main())
+async def test_guard_ignores_failures_from_before_the_last_trip() -> None:
+    guard = GuardedStore(FailingPuts(1 << 20), TIMEOUT_S)
+    puts = [asyncio.ensure_future(one_put(guard, number)) for number in (1, 2)]
+    assert await puts[1] == [Put.UNREACHABLE]
+    assert await puts[0] == [Put.UNREACHABLE]
+    await asyncio.sleep(1)
+    assert not guard.stats().is_down
+    assert await one_put(guard, 3) == [Put.STORED]
+    assert guard.stats().trips == 1
+    await guard.close()
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_guard_does_not_open_when_the_event_loop_was_busy(seed: int) -> None:
-    async def main() -> None:
-        guard = GuardedStore(Scripted(), TIMEOUT_S)
-        loop = asyncio.get_running_loop()
-        put = asyncio.ensure_future(one_put(guard))
-        await asyncio.sleep(0.0005)
-        cast("Any", loop)._now += 2.0  # the event loop was blocked
-        assert await put == [Put.STORED]
-        assert guard.stats().trips == 0
-        await guard.close()
+async def test_guard_does_not_open_when_the_event_loop_was_busy(
+    seed: int,  # noqa: ARG001  of the order of callbacks
+) -> None:
+    guard = GuardedStore(Scripted(), TIMEOUT_S)
+    loop = asyncio.get_running_loop()
+    put = asyncio.ensure_future(one_put(guard))
+    await asyncio.sleep(0.0005)
+    cast("Any", loop)._now += 2.0  # the event loop was blocked
+    assert await put == [Put.STORED]
+    assert guard.stats().trips == 0
+    await guard.close()
 
-    simulate(seed, main())
 
-
-def test_guard_close_waits_for_running_calls_and_stops_probes() -> None:
-    async def scenario(store: Scripted, guard: GuardedStore) -> None:
+async def test_guard_close_waits_for_running_calls_and_stops_probes() -> None:
+    async with guarded(Fault(0, 1000, 4.0)) as (store, guard):
         memory = bytearray(100)
         get = asyncio.ensure_future(one_get(guard, memory))
         await asyncio.sleep(0.1)
@@ -315,22 +234,6 @@ def test_guard_close_waits_for_running_calls_and_stops_probes() -> None:
         probes = len(store.probed_at)
         await asyncio.sleep(10)
         assert len(store.probed_at) == probes
-
-    run(scenario, Fault(0, 1000, 4.0))
-
-
-class UnlistableStore(MemoryStore):
-    async def list_objects(self) -> list[StoredObject]:
-        raise StoreError("no")
-
-
-def test_guard_passes_on_errors_of_a_listing() -> None:
-    async def main() -> None:
-        guard = GuardedStore(UnlistableStore(1), TIMEOUT_S)
-        with pytest.raises(StoreError, match="no"):
-            await guard.list_objects()
-
-    simulate(0, main())
 
 
 FAULTS = st.lists(st.tuples(st.floats(0.01, 20), st.floats(0.01, 40), st.floats(0, 40)), max_size=4)
@@ -390,28 +293,7 @@ def test_guard_bounds_waits_under_any_faults(
     simulate(seed, main())
 
 
-@PROPERTY
-@given(st.lists(st.floats(0, 3), min_size=1, max_size=30), st.floats(0, 40))
-def test_guard_lets_sequential_requests_wait_once_for_a_dead_store(
-    pauses: list[float], blocks_s: float
-) -> None:
-    """All requests together wait for one patience."""
-
-    async def scenario(_: Scripted, guard: GuardedStore) -> None:
-        waited_s = 0.0
-        patience_s = guard.patience_s(100)
-        calls: list[asyncio.Future[list[Got]]] = []
-        for pause_s in pauses:
-            await asyncio.sleep(pause_s)
-            calls.append(asyncio.ensure_future(one_get(guard, bytearray(100))))
-            waited_s += await took_s(asyncio.wait({calls[-1]}, timeout=patience_s))
-        assert waited_s <= patience_s + EPSILON_S
-        await asyncio.wait(calls)
-
-    run(scenario, Fault(0, 1000, blocks_s))
-
-
-def test_guard_adapts_to_a_permanently_slow_link() -> None:
+async def test_guard_adapts_to_a_permanently_slow_link() -> None:
     """The first transfers are late; then the rate has adapted."""
     size = 1 << 24
 
@@ -420,17 +302,14 @@ def test_guard_adapts_to_a_permanently_slow_link() -> None:
             await asyncio.sleep(sum(body.nbytes for _, body in objects) / 1e7)
             return await super().put(objects)
 
-    async def main() -> None:
-        guard = GuardedStore(Slow(1 << 30), TIMEOUT_S)
-        body = memoryview(bytes(size))
-        for key in KEYS[:8]:
-            await guard.put([(key, body)])
-            await asyncio.sleep(10)
-        assert 0 < guard.stats().trips < 4
-        assert not guard.stats().is_down
-        await guard.close()
-
-    simulate(0, main())
+    guard = GuardedStore(Slow(1 << 30), TIMEOUT_S)
+    body = memoryview(bytes(size))
+    for key in KEYS[:8]:
+        await guard.put([(key, body)])
+        await asyncio.sleep(10)
+    assert 0 < guard.stats().trips < 4
+    assert not guard.stats().is_down
+    await guard.close()
 
 
 class OneLinkStore(MemoryStore):
@@ -448,17 +327,24 @@ class OneLinkStore(MemoryStore):
 
 
 @pytest.mark.parametrize(("bytes_per_s", "num_bytes", "count"), [(1e8, 24 << 20, 10), (1e9, 2 << 20, 120)])
-def test_guard_does_not_open_when_calls_queue_behind_others(
+async def test_guard_does_not_open_when_calls_queue_behind_others(
     bytes_per_s: float, num_bytes: int, count: int
 ) -> None:
-    async def main() -> None:
-        guard = GuardedStore(OneLinkStore(bytes_per_s), TIMEOUT_S)
-        body = memoryview(bytes(num_bytes))
-        puts = [guard.put([(KEYS[number % len(KEYS)], body)]) for number in range(count)]
-        assert await asyncio.gather(*puts) == [[Put.STORED]] * count
-        assert guard.stats().trips == 0
-        patience_s = TIMEOUT_S + 3 * num_bytes / bytes_per_s
-        assert guard.patience_s(num_bytes) == pytest.approx(patience_s, rel=0.2)
-        await guard.close()
+    guard = GuardedStore(OneLinkStore(bytes_per_s), TIMEOUT_S)
+    body = memoryview(bytes(num_bytes))
+    puts = [guard.put([(KEYS[number % len(KEYS)], body)]) for number in range(count)]
+    assert await asyncio.gather(*puts) == [[Put.STORED]] * count
+    assert guard.stats().trips == 0
+    patience_s = TIMEOUT_S + 3 * num_bytes / bytes_per_s
+    assert guard.patience_s(num_bytes) == pytest.approx(patience_s, rel=0.2)
+    await guard.close()
 
-    simulate(0, main())
+
+def test_rate_ignores_instant_transfers_and_hardly_counts_small_ones() -> None:
+    rate = Rate()
+    rate.add(0, 5.0)
+    rate.add(1 << 20, 0.0)
+    assert rate.bytes_per_s == RATE_AT_START
+    for _ in range(100):
+        rate.add(1000, 0.001)
+    assert rate.bytes_per_s > RATE_AT_START * 0.95
