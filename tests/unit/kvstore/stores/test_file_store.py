@@ -160,67 +160,59 @@ class Gate:
         return self._readv(fd, parts)
 
 
-def test_file_store_cancelled_get_waits_for_its_transfer(
+async def test_file_store_cancelled_get_waits_for_its_transfer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = bytearray(BODY_BYTES)
-
-    async def scenario() -> None:
-        store = FileStore(tmp_path, AMPLE_BYTES)
-        await store.put([(page(1), memoryview(body(1, 1, BODY_BYTES)))])
-        gate = Gate(monkeypatch)
-        task = asyncio.ensure_future(store.get([(page(1), memoryview(memory))]))
-        await asyncio.to_thread(gate.reached.acquire)
-        for _ in range(5):
-            task.cancel()
-            await asyncio.sleep(0)
-        assert not task.done()
-        assert not any(memory)
-        gate.opened.set()
-        await asyncio.wait({task})
-        assert task.cancelled()
-        assert memory == body(1, 1, BODY_BYTES)
-        assert store.stats().hits == 1
-        await store.close()
-
-    asyncio.run(scenario())
+    store = FileStore(tmp_path, AMPLE_BYTES)
+    await store.put([(page(1), memoryview(body(1, 1, BODY_BYTES)))])
+    gate = Gate(monkeypatch)
+    task = asyncio.ensure_future(store.get([(page(1), memoryview(memory))]))
+    await asyncio.to_thread(gate.reached.acquire)
+    for _ in range(5):
+        task.cancel()
+        await asyncio.sleep(0)
+    assert not task.done()
+    assert not any(memory)
+    gate.opened.set()
+    await asyncio.wait({task})
+    assert task.cancelled()
+    assert memory == body(1, 1, BODY_BYTES)
+    assert store.stats().hits == 1
+    await store.close()
 
 
-def test_file_store_puts_continue_while_reads_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        store = FileStore(tmp_path, AMPLE_BYTES)
-        await store.put([(page(1), memoryview(body(1, 1, BODY_BYTES)))])
-        gate = Gate(monkeypatch)
-        reads = [
-            asyncio.ensure_future(store.get([(page(1), memoryview(bytearray(BODY_BYTES)))])) for _ in range(9)
-        ]
-        await asyncio.to_thread(gate.reached.acquire)
-        assert await store.put([(page(2), memoryview(body(2, 1, BODY_BYTES)))]) == [Put.STORED]
-        assert not any(read.done() for read in reads)
-        gate.opened.set()
-        assert await asyncio.gather(*reads) == [[Got.HIT]] * 9
-        await store.close()
-
-    asyncio.run(scenario())
-
-
-def test_file_store_close_waits_for_running_transfers(
+async def test_file_store_puts_continue_while_reads_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        store = FileStore(tmp_path, AMPLE_BYTES)
-        await store.put([(page(1), memoryview(body(1, 1, BODY_BYTES)))])
-        gate = Gate(monkeypatch)
-        read = asyncio.ensure_future(store.get([(page(1), memoryview(bytearray(BODY_BYTES)))]))
-        await asyncio.to_thread(gate.reached.acquire)
-        closing = asyncio.ensure_future(store.close())
-        await asyncio.sleep(0)
-        assert not closing.done()
-        gate.opened.set()
-        await closing
-        assert await read == [Got.HIT]
+    store = FileStore(tmp_path, AMPLE_BYTES)
+    await store.put([(page(1), memoryview(body(1, 1, BODY_BYTES)))])
+    gate = Gate(monkeypatch)
+    reads = [
+        asyncio.ensure_future(store.get([(page(1), memoryview(bytearray(BODY_BYTES)))])) for _ in range(9)
+    ]
+    await asyncio.to_thread(gate.reached.acquire)
+    assert await store.put([(page(2), memoryview(body(2, 1, BODY_BYTES)))]) == [Put.STORED]
+    assert not any(read.done() for read in reads)
+    gate.opened.set()
+    assert await asyncio.gather(*reads) == [[Got.HIT]] * 9
+    await store.close()
 
-    asyncio.run(scenario())
+
+async def test_file_store_close_waits_for_running_transfers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileStore(tmp_path, AMPLE_BYTES)
+    await store.put([(page(1), memoryview(body(1, 1, BODY_BYTES)))])
+    gate = Gate(monkeypatch)
+    read = asyncio.ensure_future(store.get([(page(1), memoryview(bytearray(BODY_BYTES)))]))
+    await asyncio.to_thread(gate.reached.acquire)
+    closing = asyncio.ensure_future(store.close())
+    await asyncio.sleep(0)
+    assert not closing.done()
+    gate.opened.set()
+    await closing
+    assert await read == [Got.HIT]
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 8, 9, 19])

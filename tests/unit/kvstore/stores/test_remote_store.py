@@ -2,20 +2,24 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.kvstore.objects import page, random_body
-from tests.support.sim.loop import simulate
+from tests.support.loops import in_loop, in_virtual_time
+from tests.support.sim.loop import IN_VIRTUAL_TIME
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import Kind, ObjectKey
 from tidemill.kvstore.stores.page_store import SHARE_BYTES_MIN, Got, Put, StoredObject
 from tidemill.kvstore.stores.remote_store import BATCH_OBJECTS_MAX, Listing, Parts, RemoteStore
 from tidemill.kvstore.stores.seal import SEAL_BYTES, Sealing
+
+pytestmark = IN_VIRTUAL_TIME
 
 BODY_BYTES = 100
 
@@ -107,18 +111,14 @@ def wanted(*numbers: int) -> list[tuple[ObjectKey, memoryview]]:
     return [(page(number), memoryview(bytearray(BODY_BYTES))) for number in numbers]
 
 
-def run(
-    scenario: Callable[[ScriptedClient, RemoteStore], Awaitable[None]],
-    bytes_per_s: float = 1e12,
-    lease_s: float = 10.0,
-) -> None:
-    async def main() -> None:
-        client = ScriptedClient(bytes_per_s)
-        store = RemoteStore(client, lease_s=lease_s)
-        await scenario(client, store)
-        await store.close()
-
-    simulate(1, main())
+@asynccontextmanager
+async def opened(
+    bytes_per_s: float = 1e12, lease_s: float = 10.0
+) -> AsyncGenerator[tuple[ScriptedClient, RemoteStore]]:
+    client = ScriptedClient(bytes_per_s)
+    store = RemoteStore(client, lease_s=lease_s)
+    yield client, store
+    await store.close()
 
 
 @pytest.mark.parametrize(
@@ -142,8 +142,10 @@ def run(
         ([-12345], [0, 0], Put.UNREACHABLE),
     ],
 )
-def test_remote_store_maps_each_code_of_a_put(codes: list[int], exists: list[int], outcome: Put) -> None:
-    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
+async def test_remote_store_maps_each_code_of_a_put(
+    codes: list[int], exists: list[int], outcome: Put
+) -> None:
+    async with opened() as (client, store):
         name = str(page(2))
         client.codes_by_call = {("put", name): codes, ("exist", name): exists}
         if outcome is Put.UNREACHABLE and exists != [
@@ -155,8 +157,6 @@ def test_remote_store_maps_each_code_of_a_put(codes: list[int], exists: list[int
             expected = [Put.STORED, outcome, Put.STORED if outcome.is_there else Put.SKIPPED]
         assert await store.put([offer(1), offer(2), offer(3)]) == expected
         assert store.stats().put[Put.STORED] == expected.count(Put.STORED)
-
-    run(scenario)
 
 
 @pytest.mark.parametrize(
@@ -174,8 +174,8 @@ def test_remote_store_maps_each_code_of_a_put(codes: list[int], exists: list[int
         (-12345, Got.UNREACHABLE),
     ],
 )
-def test_remote_store_maps_each_code_of_a_get(code: int, outcome: Got) -> None:
-    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
+async def test_remote_store_maps_each_code_of_a_get(code: int, outcome: Got) -> None:
+    async with opened() as (client, store):
         await store.put([offer(1), offer(2), offer(3)])
         client.codes_by_call = {("get", str(page(2))): [code]}
         found = wanted(1, 2, 3)
@@ -185,11 +185,9 @@ def test_remote_store_maps_each_code_of_a_get(code: int, outcome: Got) -> None:
         damaged = [[str(page(2))]] if outcome in {Got.TRUNCATED, Got.CORRUPT} else []
         assert client.names("remove") == damaged
 
-    run(scenario)
 
-
-def test_remote_store_puts_a_checkpoint_after_its_pages_are_confirmed() -> None:
-    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
+async def test_remote_store_puts_a_checkpoint_after_its_pages_are_confirmed() -> None:
+    async with opened() as (client, store):
         pages, checkpoint = [str(page(1)), str(page(2))], str(page(2, Kind.CHECKPOINT))
         objects = [offer(1), offer(2), offer(2, Kind.CHECKPOINT)]
         client.codes_by_call = {("exist", pages[0]): [0, 0]}
@@ -204,49 +202,51 @@ def test_remote_store_puts_a_checkpoint_after_its_pages_are_confirmed() -> None:
             ("exist", [checkpoint]),
         ]
 
-    run(scenario)
 
-
-def test_remote_store_retries_only_objects_without_space() -> None:
-    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
+async def test_remote_store_retries_only_objects_without_space() -> None:
+    async with opened() as (client, store):
         names = [str(page(number)) for number in (1, 2, 3)]
         client.codes_by_call = {("put", names[1]): [-200, 0], ("put", names[2]): [-200, -200, -200, 0]}
         assert await store.put([offer(1), offer(2), offer(3)]) == [Put.STORED, Put.STORED, Put.FULL]
         assert client.names("put") == [names, names[1:], names[2:]]
 
-    run(scenario)
+
+@pytest.mark.parametrize(("code", "outcome"), [(-800, Got.OWNER_DOWN), (-900, Got.UNREACHABLE)])
+async def test_remote_store_bounds_a_batch_and_does_not_retry_after_a_loss(code: int, outcome: Got) -> None:
+    """Each call to a crashed master takes 4 s."""
+    async with opened() as (client, store):
+        numbers = range(3 * BATCH_OBJECTS_MAX)
+        assert await store.put([offer(number) for number in numbers]) == [Put.STORED] * len(numbers)
+        assert [len(names) for names in client.names("put")] == [BATCH_OBJECTS_MAX] * 3
+        client.codes_by_call = {("get", str(page(BATCH_OBJECTS_MAX + 1))): [code]}
+        found = await store.get(wanted(*numbers))
+        assert [len(names) for names in client.names("get")] == [BATCH_OBJECTS_MAX] * 2
+        good = [Got.HIT] * BATCH_OBJECTS_MAX
+        assert found == [*good, Got.HIT, outcome, *good[2:], *[outcome] * BATCH_OBJECTS_MAX]
 
 
-def test_remote_store_stores_a_repeated_key_once() -> None:
-    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
-        assert await store.put([offer(1), offer(1), offer(2), offer(1)]) == [
-            Put.STORED,
-            Put.EXISTED,
-            Put.STORED,
-            Put.EXISTED,
-        ]
+async def test_remote_store_moves_a_repeated_key_once() -> None:
+    async with opened() as (client, store):
+        outcomes = await store.put([offer(1), offer(1), offer(2), offer(1)])
+        assert outcomes == [Put.STORED, Put.EXISTED, Put.STORED, Put.EXISTED]
         assert sorted(name for names in client.names("put") for name in names) == [str(page(1)), str(page(2))]
         assert await store.get(wanted(1, 1, 9, 1)) == [Got.HIT, Got.HIT, Got.MISS, Got.HIT]
 
-    run(scenario)
+
+async def test_remote_store_registers_the_memory_of_seals_once() -> None:
+    async with opened(bytes_per_s=1e3) as (client, store):
+        await asyncio.gather(*(store.put([offer(number)]) for number in range(4)))
+        blocks = len(client.registered)
+        assert blocks <= 8
+        for number in range(20):
+            assert await store.get(wanted(number % 4)) == [Got.HIT]
+        assert len(client.registered) == blocks
 
 
-def test_remote_store_bounds_the_objects_of_a_batch() -> None:
-    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
-        numbers = range(2 * BATCH_OBJECTS_MAX + 1)
-        assert await store.put([offer(number) for number in numbers]) == [Put.STORED] * len(numbers)
-        assert await store.get(wanted(*numbers)) == [Got.HIT] * len(numbers)
-        for call in ("put", "get"):
-            assert [len(names) for names in client.names(call)] == [BATCH_OBJECTS_MAX] * 2 + [1]
-
-    run(scenario)
-
-
-def test_remote_store_limits_a_batch_to_half_a_lease() -> None:
+async def test_remote_store_limits_a_batch_to_half_a_lease() -> None:
     """A larger object is a batch alone: it may still arrive in time."""
     lease_s, bytes_per_s, body_bytes = 2.0, 10e6, 1 << 20
-
-    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
+    async with opened(bytes_per_s, lease_s) as (client, store):
         objects = [offer(number, num_bytes=body_bytes) for number in range(40)]
         views = [(page(number), memoryview(bytearray(body_bytes))) for number in range(40)]
         await store.put(objects)
@@ -261,27 +261,9 @@ def test_remote_store_limits_a_batch_to_half_a_lease() -> None:
             await store.get(views)
         assert client.names("get") == [[str(page(number))] for number in range(40)]
 
-    run(scenario, bytes_per_s, lease_s)
 
-
-@pytest.mark.parametrize(("code", "outcome"), [(-800, Got.OWNER_DOWN), (-900, Got.UNREACHABLE)])
-def test_remote_store_does_not_retry_after_a_loss(code: int, outcome: Got) -> None:
-    """Each call to a crashed master takes 4 s."""
-
-    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
-        numbers = range(3 * BATCH_OBJECTS_MAX)
-        await store.put([offer(number) for number in numbers])
-        client.codes_by_call = {("get", str(page(BATCH_OBJECTS_MAX + 1))): [code]}
-        found = await store.get(wanted(*numbers))
-        assert len(client.names("get")) == 2
-        good = [Got.HIT] * BATCH_OBJECTS_MAX
-        assert found == [*good, Got.HIT, outcome, *good[2:], *[outcome] * BATCH_OBJECTS_MAX]
-
-    run(scenario)
-
-
-def test_remote_store_touches_no_memory_after_a_cancelled_call() -> None:
-    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
+async def test_remote_store_touches_no_memory_after_a_cancelled_call() -> None:
+    async with opened(bytes_per_s=1.0) as (client, store):
         await store.put([offer(1)])
         for call in (lambda: store.get(wanted(1)), lambda: store.put([offer(2)])):
             for turns in range(12):
@@ -294,36 +276,19 @@ def test_remote_store_touches_no_memory_after_a_cancelled_call() -> None:
                 assert not client.moving
         assert await store.get(wanted(1)) == [Got.HIT]
 
-    run(scenario, bytes_per_s=1.0)
 
-
-def test_remote_store_registers_the_memory_of_seals_once() -> None:
-    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
-        calls = [store.put([offer(10 * call + number) for number in range(5)]) for call in range(4)]
-        await asyncio.gather(*calls)
-        blocks = len(client.registered)
-        assert blocks <= 8
-        for call in range(20):
-            assert await store.get(wanted(10 * (call % 4) + 1)) == [Got.HIT]
-        assert len(client.registered) == blocks
-
-    run(scenario, bytes_per_s=1e3)
-
-
-def test_remote_store_lists_only_our_objects() -> None:
+@in_loop
+async def test_remote_store_lists_only_our_objects() -> None:
     async def listing() -> Listing:
         await asyncio.sleep(0)
         return Listing([(str(page(1)), 164), ("foreign", 7), ("00.0000.p", 8)], 1000)
 
-    async def main() -> None:
-        store = RemoteStore(ScriptedClient(), listing=listing)
-        assert await store.list_objects() == [StoredObject(page(1), BODY_BYTES + SEAL_BYTES)]
-        stats = store.stats()
-        assert (stats.objects, stats.bytes, stats.capacity_bytes) == (3, 179, 1000)
-        with pytest.raises(StoreError):
-            await RemoteStore(ScriptedClient()).list_objects()
-
-    asyncio.run(main())
+    store = RemoteStore(ScriptedClient(), listing=listing)
+    assert await store.list_objects() == [StoredObject(page(1), BODY_BYTES + SEAL_BYTES)]
+    stats = store.stats()
+    assert (stats.objects, stats.bytes, stats.capacity_bytes) == (3, 179, 1000)
+    with pytest.raises(StoreError):
+        await RemoteStore(ScriptedClient()).list_objects()
 
 
 Codes = st.lists(st.sampled_from([0, 0, 0, -200, -600, -705, -800, -900]), min_size=1, max_size=3)
@@ -335,10 +300,11 @@ Exists = st.lists(st.sampled_from([0, 1, 1, -900]), min_size=2, max_size=2)
     st.lists(st.tuples(st.integers(0, 5), st.sampled_from(Kind)), min_size=1, max_size=10),
     st.dictionaries(st.tuples(st.integers(0, 5), st.sampled_from(Kind)), st.tuples(Codes, Exists)),
 )
-def test_remote_store_reports_only_confirmed_objects(
+@in_virtual_time
+async def test_remote_store_reports_only_confirmed_objects(
     objects: list[tuple[int, Kind]], script: dict[tuple[int, Kind], tuple[list[int], list[int]]]
 ) -> None:
-    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
+    async with opened() as (client, store):
         for (number, kind), (codes, exists) in script.items():
             name = str(page(number, kind))
             client.codes_by_call |= {("put", name): list(codes), ("exist", name): list(exists)}
@@ -356,8 +322,6 @@ def test_remote_store_reports_only_confirmed_objects(
                     position
                 )
 
-    run(scenario)
-
 
 TOGETHER = threading.Barrier(2)
 
@@ -370,16 +334,13 @@ class TogetherSealing(Sealing):
         return super().seal(key, body)
 
 
-def test_threads_share_the_seals_of_a_large_batch() -> None:
+@in_loop
+async def test_threads_share_the_seals_of_a_large_batch() -> None:
     bodies = [memoryview(bytearray([number]) * SHARE_BYTES_MIN) for number in range(2)]
     views = [memoryview(bytearray(SHARE_BYTES_MIN)) for _ in bodies]
-
-    async def main() -> None:
-        with ThreadPoolExecutor(2) as threads:
-            store = RemoteStore(ScriptedClient(), sealing=TogetherSealing(), executor=threads)
-            assert await store.put([(page(n), body) for n, body in enumerate(bodies)]) == [Put.STORED] * 2
-            assert await store.get([(page(n), view) for n, view in enumerate(views)]) == [Got.HIT] * 2
-            await store.close()
-
-    asyncio.run(main())
+    with ThreadPoolExecutor(2) as threads:
+        store = RemoteStore(ScriptedClient(), sealing=TogetherSealing(), executor=threads)
+        assert await store.put([(page(n), body) for n, body in enumerate(bodies)]) == [Put.STORED] * 2
+        assert await store.get([(page(n), view) for n, view in enumerate(views)]) == [Got.HIT] * 2
+        await store.close()
     assert views == bodies

@@ -1,15 +1,14 @@
 """The contract of all page stores. A new store adds a class that opens and damages it."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, cast
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support.kvstore.objects import page, random_body
 from tests.support.mooncake import Mooncake, PlainClient, Shared, mooncake
@@ -30,11 +29,8 @@ BODY_BYTES = BLOCK_BYTES - SEAL_BYTES
 OBJECT_BYTES = BODY_BYTES + SEAL_BYTES
 AMPLE_BYTES = 1 << 30
 
-_Result = TypeVar("_Result")
-
-
-class Damage(Protocol):
-    def __call__(self, stored: bytearray) -> None: ...
+Damage = Callable[[bytes], bytes]
+EMPTY = "nothing"
 
 
 class Subject(Protocol):
@@ -64,7 +60,7 @@ class Memory:
         return self.store
 
     def damage(self, key: ObjectKey, change: Damage) -> None:
-        change(self.store.objects[key])
+        self.store.objects[key][:] = change(bytes(self.store.objects[key]))
 
 
 @dataclass
@@ -86,9 +82,7 @@ class Files:
 
     def damage(self, key: ObjectKey, change: Damage) -> None:
         [path] = self.folder.glob(f"objects/*/{key}")
-        stored = bytearray(path.read_bytes())
-        change(stored)
-        path.write_bytes(stored)
+        path.write_bytes(change(path.read_bytes()))
 
 
 @dataclass
@@ -115,9 +109,7 @@ class RealMooncake:
         )
 
     def damage(self, key: ObjectKey, change: Damage) -> None:
-        stored = bytearray(self.client.read(str(key)))
-        change(stored)
-        self.client.write(str(key), bytes(stored))
+        self.client.write(str(key), change(self.client.read(str(key))))
 
 
 class Tiered(Memory):
@@ -173,66 +165,38 @@ async def fetch(store: PageStore, numbers: list[int]) -> list[bytes | Got]:
     return [bytes(view) if got is Got.HIT else got for got, view in zip(outcomes, views, strict=True)]
 
 
-def run(
-    subject: Subject,
-    scenario: Callable[[PageStore], Awaitable[_Result]],
-    capacity_bytes: int = AMPLE_BYTES,
-    sealing: Sealing = PLAIN,
-) -> _Result:
-    async def main() -> _Result:
-        store = subject.open(capacity_bytes, sealing)
-        try:
-            return await scenario(store)
-        finally:
-            await store.close()
-
-    return asyncio.run(main())
+@asynccontextmanager
+async def opened(
+    subject: Subject, capacity_bytes: int = AMPLE_BYTES, sealing: Sealing = PLAIN
+) -> AsyncGenerator[PageStore]:
+    store = subject.open(capacity_bytes, sealing)
+    try:
+        yield store
+    finally:
+        await store.close()
+        await store.close()
 
 
-def test_store_returns_results_in_order(subject: Subject) -> None:
-    async def scenario(store: PageStore) -> None:
-        assert await store.put(offers([3, 1, 2])) == [Put.STORED] * 3
+async def test_store_returns_results_in_order(subject: Subject) -> None:
+    async with opened(subject) as store:
+        objects = offers([3, 1, 2])
+        assert await store.put(objects) == [Put.STORED] * 3
+        for _, body in objects:
+            body[:] = bytes(BODY_BYTES)
         assert await fetch(store, [1, 9, 3, 1]) == [body_of(1), Got.MISS, body_of(3), body_of(1)]
         assert await store.contains([page(9), page(2), page(2, Kind.CHECKPOINT)]) == [False, True, False]
         assert await store.put([]) == await store.get([]) == await store.contains([]) == []
 
-    run(subject, scenario)
 
-
-def test_store_keeps_the_object_of_the_first_writer(subject: Subject) -> None:
-    async def scenario(store: PageStore) -> None:
+async def test_store_keeps_the_object_of_the_first_writer(subject: Subject) -> None:
+    async with opened(subject) as store:
         assert await store.put([*offers([1]), (page(1), memoryview(body_of(2)))]) == [Put.STORED, Put.EXISTED]
         assert await store.put([(page(1), memoryview(body_of(3)))]) == [Put.EXISTED]
         assert await fetch(store, [1]) == [body_of(1)]
 
-    run(subject, scenario)
 
-
-def test_store_separates_kinds_and_shards(subject: Subject) -> None:
-    keys = [ObjectKey(kind, page(1).key, shard) for kind in Kind for shard in (0, 1, 0x100)]
-
-    async def scenario(store: PageStore) -> None:
-        await store.put([(key, memoryview(body_of(index))) for index, key in enumerate(keys)])
-        for index, key in enumerate(keys):
-            view = memoryview(bytearray(BODY_BYTES))
-            assert await store.get([(key, view)]) == [Got.HIT]
-            assert view == body_of(index)
-
-    run(subject, scenario)
-
-
-def test_store_does_not_use_memory_after_a_put(subject: Subject) -> None:
-    async def scenario(store: PageStore) -> None:
-        memory = body_of(1)
-        await store.put([(page(1), memoryview(memory))])
-        memory[:] = bytes(BODY_BYTES)
-        assert await fetch(store, [1]) == [body_of(1)]
-
-    run(subject, scenario)
-
-
-def test_store_one_of_many_writers_wins(subject: Subject) -> None:
-    async def scenario(store: PageStore) -> None:
+async def test_store_one_of_many_writers_wins(subject: Subject) -> None:
+    async with opened(subject) as store:
         bodies = [body_of(100 + writer) for writer in range(8)]
         outcomes = await asyncio.gather(*(store.put([(page(1), memoryview(body))]) for body in bodies))
         winners = [body for body, outcome in zip(bodies, outcomes, strict=True) if outcome == [Put.STORED]]
@@ -242,133 +206,96 @@ def test_store_one_of_many_writers_wins(subject: Subject) -> None:
         assert found[0] == found[1]
         assert found[0] in winners
 
-    run(subject, scenario)
 
-
-def flip_a_bit_of_the_body(stored: bytearray) -> None:
-    stored[-1] ^= 4
-
-
-def flip_a_bit_of_the_seal(stored: bytearray) -> None:
-    stored[SEAL_BYTES - 1] ^= 4
-
-
-def raise_the_version(stored: bytearray) -> None:
-    stored[4] += 1
-
-
-def cut_the_end(stored: bytearray) -> None:
-    del stored[-1:]
-
-
-def cut_all_but_the_seal(stored: bytearray) -> None:
-    del stored[SEAL_BYTES:]
-
-
-def cut_into_the_seal(stored: bytearray) -> None:
-    del stored[SEAL_BYTES // 2 :]
-
-
-def empty(stored: bytearray) -> None:
-    stored.clear()
-
-
-def append(stored: bytearray) -> None:
-    stored.append(0)
-
-
-DAMAGES = {
-    flip_a_bit_of_the_body: Got.CORRUPT,
-    flip_a_bit_of_the_seal: Got.CORRUPT,
-    raise_the_version: Got.OTHER_VERSION,
-    cut_the_end: Got.TRUNCATED,
-    cut_all_but_the_seal: Got.TRUNCATED,
-    cut_into_the_seal: Got.TRUNCATED,
-    empty: Got.TRUNCATED,
-    append: Got.TRUNCATED,
+DAMAGES: dict[str, tuple[Damage, Got]] = {
+    "a bit of the body": (lambda stored: stored[:-1] + bytes([stored[-1] ^ 4]), Got.CORRUPT),
+    "a bit of the seal": (
+        lambda stored: stored[: SEAL_BYTES - 1] + bytes([stored[SEAL_BYTES - 1] ^ 4]) + stored[SEAL_BYTES:],
+        Got.CORRUPT,
+    ),
+    "another version": (
+        lambda stored: stored[:4] + bytes([stored[4] + 1]) + stored[5:],
+        Got.OTHER_VERSION,
+    ),
+    "no last byte": (lambda stored: stored[:-1], Got.TRUNCATED),
+    "no body": (lambda stored: stored[:SEAL_BYTES], Got.TRUNCATED),
+    "half a seal": (lambda stored: stored[: SEAL_BYTES // 2], Got.TRUNCATED),
+    EMPTY: (lambda _: b"", Got.TRUNCATED),
+    "a byte more": (lambda stored: stored + b"\0", Got.TRUNCATED),
 }
 
 
-@pytest.mark.parametrize("change", DAMAGES)
+@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("sealing", [PLAIN, Sealing(bytes(SECRET_BYTES))], ids=["plain", "keyed"])
-def test_store_detects_and_deletes_a_damaged_object(
-    subject: Subject, change: Damage, sealing: Sealing
+async def test_store_detects_and_deletes_a_damaged_object(
+    subject: Subject, damage: str, sealing: Sealing
 ) -> None:
-    if change is empty and not subject.stores_empty:
+    if damage == EMPTY and not subject.stores_empty:
         pytest.skip("the store refuses empty objects")
-
-    async def scenario(store: PageStore) -> None:
+    change, outcome = DAMAGES[damage]
+    async with opened(subject, sealing=sealing) as store:
         await store.put(offers([1, 2]))
         subject.damage(page(1), change)
-        assert await fetch(store, [1, 2]) == [DAMAGES[change], body_of(2)]
+        assert await fetch(store, [1, 2]) == [outcome, body_of(2)]
         assert await fetch(store, [1]) == [Got.MISS]
         assert await store.contains([page(1)]) == [False]
         assert await store.put(offers([1])) == [Put.STORED]
         assert await fetch(store, [1]) == [body_of(1)]
-        assert store.stats().corrupt == store.stats().got[DAMAGES[change]] == 1
-
-    run(subject, scenario, sealing=sealing)
+        assert store.stats().corrupt == store.stats().got[outcome] == 1
 
 
-def test_store_detects_an_object_under_another_key(subject: Subject) -> None:
-    async def scenario(store: PageStore) -> None:
-        await store.put(offers([1, 2]))
-        taken: list[bytes] = []
-        subject.damage(page(1), lambda stored: taken.append(bytes(stored)))
-        subject.damage(page(2), lambda stored: stored.__setitem__(slice(None), taken[0]))
-        assert await fetch(store, [2, 1]) == [Got.CORRUPT, body_of(1)]
-
-    run(subject, scenario)
-
-
-def test_store_reports_an_object_of_another_secret_as_corrupt(subject: Subject) -> None:
+async def test_store_detects_an_object_of_another_key_or_secret(subject: Subject) -> None:
     ours, theirs = Sealing(b"1" * SECRET_BYTES), Sealing(b"2" * SECRET_BYTES)
-
-    async def scenario(store: PageStore) -> None:
-        await store.put(offers([1, 2]))
-        forged = theirs.seal(page(1), memoryview(body_of(3))) + body_of(3)
-        subject.damage(page(1), lambda stored: stored.__setitem__(slice(None), forged))
-        assert await fetch(store, [1, 2]) == [Got.CORRUPT, body_of(2)]
-
-    run(subject, scenario, sealing=ours)
+    async with opened(subject, sealing=ours) as store:
+        await store.put(offers([1, 2, 3]))
+        for number, sealing, sealed in ((1, theirs, 1), (2, ours, 3)):
+            forged = sealing.seal(page(sealed), memoryview(body_of(4))) + body_of(4)
+            subject.damage(page(number), lambda _, forged=forged: forged)
+        assert await fetch(store, [1, 2, 3]) == [Got.CORRUPT, Got.CORRUPT, body_of(3)]
 
 
 @pytest.mark.parametrize("view_bytes", [1, BODY_BYTES - 1, BODY_BYTES + 1, 5 * BODY_BYTES])
-def test_store_reports_an_object_of_another_length_as_truncated(subject: Subject, view_bytes: int) -> None:
-    async def scenario(store: PageStore) -> None:
+async def test_store_reports_another_length_as_truncated(subject: Subject, view_bytes: int) -> None:
+    async with opened(subject) as store:
         await store.put(offers([1]))
         assert await store.get([(page(1), memoryview(bytearray(view_bytes)))]) == [Got.TRUNCATED]
         assert await fetch(store, [1]) == [Got.MISS]
 
-    run(subject, scenario)
 
-
-def test_store_accepts_a_removed_object_again(subject: Subject) -> None:
-    async def scenario(store: PageStore) -> None:
+async def test_store_accepts_a_removed_object_again(subject: Subject) -> None:
+    async with opened(subject) as store:
         await store.put(offers([1, 2, 3]))
         await store.remove([page(1), page(3), page(9)])
         assert await store.contains([page(number) for number in (1, 2, 3)]) == [False, True, False]
         assert await fetch(store, [1, 2]) == [Got.MISS, body_of(2)]
         assert await store.put(offers([1])) == [Put.STORED]
 
-    run(subject, scenario)
 
-
-def test_store_lists_its_objects(subject: Subject) -> None:
-    keys = [ObjectKey(kind, page(number).key, number) for kind in Kind for number in range(60)]
-
-    async def scenario(store: PageStore) -> None:
+async def test_store_separates_and_lists_objects_of_each_kind_and_shard(subject: Subject) -> None:
+    keys = [ObjectKey(kind, page(number).key, number % 3) for kind in Kind for number in range(60)]
+    keys += [ObjectKey(Kind.PAGE, page(1).key, shard) for shard in (0, 0x100)]
+    async with opened(subject) as store:
         assert await store.list_objects() == []
-        await store.put([(key, memoryview(body_of(1))) for key in keys])
+        await store.put([(key, memoryview(body_of(index))) for index, key in enumerate(keys)])
+        for index, key in enumerate(keys):
+            view = memoryview(bytearray(BODY_BYTES))
+            assert await store.get([(key, view)]) == [Got.HIT]
+            assert view == body_of(index)
         found = await store.list_objects()
         assert {(stored.key, stored.bytes) for stored in found} == {(key, OBJECT_BYTES) for key in keys}
         assert len(found) == len(keys)
 
-    run(subject, scenario)
+
+async def test_memory_store_counts_a_read_as_a_use(tmp_path: Path) -> None:
+    async with opened(Memory(tmp_path), capacity_bytes=3 * OBJECT_BYTES) as store:
+        await store.put(offers([1, 2, 3]))
+        assert await fetch(store, [1]) == [body_of(1)]
+        await store.put(offers([4]))
+        assert await store.contains([page(number) for number in (1, 2, 3, 4)]) == [True, False, True, True]
 
 
-def test_store_evicts_the_least_recently_used_object(bounded: Subject) -> None:
-    async def scenario(store: PageStore) -> None:
+async def test_store_evicts_the_least_recently_used_object(bounded: Subject) -> None:
+    async with opened(bounded, capacity_bytes=4 * OBJECT_BYTES) as store:
         for number in range(12):
             assert await store.put(offers([number])) == [Put.STORED]
             assert store.stats().bytes <= 4 * OBJECT_BYTES
@@ -378,32 +305,26 @@ def test_store_evicts_the_least_recently_used_object(bounded: Subject) -> None:
         assert store.stats().evicted == 12 - sum(exist) > 0
         assert store.stats().objects == sum(exist)
 
-    run(bounded, scenario, capacity_bytes=4 * OBJECT_BYTES)
 
-
-def test_store_evicts_demoted_objects_first_until_their_next_use(bounded: Subject) -> None:
-    async def scenario(store: PageStore) -> None:
+async def test_store_evicts_demoted_objects_first_until_their_next_use(bounded: Subject) -> None:
+    async with opened(bounded, capacity_bytes=4 * OBJECT_BYTES) as store:
         await store.put(offers([1, 2, 3, 4]))
         await store.demote([page(3), page(4), page(9)])
         assert await fetch(store, [4]) == [body_of(4)]
         assert await store.put(offers([5])) == [Put.STORED]
         assert await store.contains([page(number) for number in (2, 3, 4, 5)]) == [True, False, True, True]
 
-    run(bounded, scenario, capacity_bytes=4 * OBJECT_BYTES)
 
-
-def test_store_skips_all_objects_after_the_first_that_does_not_fit(bounded: Subject) -> None:
-    async def scenario(store: PageStore) -> None:
+async def test_store_skips_all_objects_after_the_first_that_does_not_fit(bounded: Subject) -> None:
+    async with opened(bounded, capacity_bytes=4 * OBJECT_BYTES) as store:
         await store.put(offers([6]))
         assert await store.put(offers([1, 2, 3, 4, 5, 6])) == [Put.STORED] * 4 + [Put.FULL, Put.SKIPPED]
         assert await store.contains([page(number) for number in range(1, 6)]) == [True] * 4 + [False]
         assert store.stats().refused == 2
 
-    run(bounded, scenario, capacity_bytes=4 * OBJECT_BYTES)
 
-
-def test_store_put_never_evicts_its_own_objects(bounded: Subject) -> None:
-    async def scenario(store: PageStore) -> None:
+async def test_store_put_never_evicts_its_own_objects(bounded: Subject) -> None:
+    async with opened(bounded, capacity_bytes=4 * OBJECT_BYTES) as store:
         for number in (1, 2, 3, 4):
             await store.put(offers([number]))
         assert await store.put(offers([1, 2, 3, 5])) == [Put.EXISTED] * 3 + [Put.STORED]
@@ -412,22 +333,17 @@ def test_store_put_never_evicts_its_own_objects(bounded: Subject) -> None:
             Got.MISS,
         ]
 
-    run(bounded, scenario, capacity_bytes=4 * OBJECT_BYTES)
 
-
-def test_store_refuses_an_object_larger_than_itself(bounded: Subject) -> None:
-    async def scenario(store: PageStore) -> None:
+async def test_store_refuses_an_object_larger_than_itself(bounded: Subject) -> None:
+    async with opened(bounded, capacity_bytes=OBJECT_BYTES) as store:
         await store.put(offers([1]))
         assert await store.put([(page(2), memoryview(body_of(2, OBJECT_BYTES)))]) == [Put.FULL]
         assert await fetch(store, [1]) == [body_of(1)]
 
-    run(bounded, scenario, capacity_bytes=OBJECT_BYTES)
 
-
-def test_store_writes_no_view_after_a_cancelled_get(subject: Subject) -> None:
+async def test_store_writes_no_view_after_a_cancelled_get(subject: Subject) -> None:
     memory = bytearray(1 << 22)
-
-    async def scenario(store: PageStore) -> None:
+    async with opened(subject) as store:
         await store.put([(page(1), memoryview(body_of(1, len(memory))))])
         for steps in range(8):
             task = asyncio.ensure_future(store.get([(page(1), memoryview(memory))]))
@@ -436,13 +352,11 @@ def test_store_writes_no_view_after_a_cancelled_get(subject: Subject) -> None:
             task.cancel()
             await asyncio.wait({task})
             memory[:] = bytes(len(memory))
-
-    run(subject, scenario)
     assert not any(memory), "a transfer wrote after its task had ended"
 
 
-def test_store_never_stores_memory_reused_after_a_cancelled_put(subject: Subject) -> None:
-    async def scenario(store: PageStore) -> None:
+async def test_store_never_stores_memory_reused_after_a_cancelled_put(subject: Subject) -> None:
+    async with opened(subject) as store:
         for steps in range(8):
             memory = body_of(steps)
             task = asyncio.ensure_future(store.put([(page(steps), memoryview(memory))]))
@@ -454,11 +368,9 @@ def test_store_never_stores_memory_reused_after_a_cancelled_put(subject: Subject
         for steps, found in enumerate(await fetch(store, list(range(8)))):
             assert found in (body_of(steps), Got.MISS)
 
-    run(subject, scenario)
 
-
-def test_store_counts_add_up(subject: Subject) -> None:
-    async def scenario(store: PageStore) -> None:
+async def test_store_counts_add_up(subject: Subject) -> None:
+    async with opened(subject) as store:
         await store.put(offers([1, 2, 1]))
         await fetch(store, [1, 2, 3])
         await store.list_objects()  # a shared store counts its objects only for a listing
@@ -469,45 +381,3 @@ def test_store_counts_add_up(subject: Subject) -> None:
         assert (stats.puts, stats.refused, stats.put_bytes) == (3, 0, 2 * BODY_BYTES)
         assert (stats.gets, stats.hits, stats.misses, stats.corrupt) == (3, 2, 1, 0)
         assert stats.get_bytes == 2 * BODY_BYTES
-
-    run(subject, scenario)
-
-
-def test_store_can_be_closed_twice(subject: Subject) -> None:
-    async def scenario(store: PageStore) -> None:
-        await store.put(offers([1]))
-        await store.close()
-
-    run(subject, scenario)
-
-
-Operation = tuple[str, list[int]]
-
-
-@settings(deadline=None, derandomize=True, max_examples=60)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["put", "get", "contains"]), st.lists(st.integers(0, 6), max_size=5)),
-        max_size=20,
-    ),
-    st.integers(1, 6),
-)
-def test_store_returns_what_was_put_or_nothing_after_any_history(
-    history: list[Operation], capacity: int
-) -> None:
-    store = MemoryStore(capacity * OBJECT_BYTES)
-
-    async def scenario() -> None:
-        for name, numbers in history:
-            if name == "put":
-                outcomes = await store.put(offers(numbers))
-                stored = sum(outcome.is_there for outcome in outcomes)
-                assert all(outcome.is_there for outcome in outcomes[:stored])
-                assert all(await store.contains([page(number) for number in numbers[:stored]]))
-            elif name == "get":
-                for number, found in zip(numbers, await fetch(store, numbers), strict=True):
-                    assert found in (body_of(number), Got.MISS)
-            exist = sum(await store.contains([page(number) for number in range(7)]))
-            assert store.stats().bytes == exist * OBJECT_BYTES <= capacity * OBJECT_BYTES
-
-    asyncio.run(scenario())
