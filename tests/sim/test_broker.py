@@ -57,20 +57,10 @@ def test_two_models_share_the_memory_of_a_device(seed: int) -> None:
 
 def _settings(layout: Layout, share_bytes: int, lost: float) -> WorldSettings:
     return WorldSettings(
-        crash=0,
-        delay_s_max=0,
-        step_s_max=0.02,
-        restart_s=1.0,
         num_extents=share_bytes // layout.extent_bytes,
         extents_min=extents_for(layout, LONGEST),
         extents_max=2 * share_bytes // layout.extent_bytes,
-        resize_s=0,
-        strategy="lazy",
-        checkpoint_interval=1,
-        checkpoints_per_path=16,
-        policy="value",
-        prefill=0,
-        decode=0,
+        step_s_max=0.02,
         mixed=1,
         broker=True,
         lost=lost,

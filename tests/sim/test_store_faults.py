@@ -87,21 +87,14 @@ def _fault_free(layout: Layout, *, mixed: bool) -> WorldSettings:
     """Return settings where steps and messages take no time, so that requests wait only for the store."""
     extents = 40 * extents_for(layout, LONGEST)
     return WorldSettings(
-        crash=0,
-        delay_s_max=0,
-        step_s_max=0,
-        restart_s=1.0,
         num_extents=extents,
         extents_min=extents,
         extents_max=extents,
-        resize_s=0,
-        strategy="lazy",
-        checkpoint_interval=1,
         checkpoints_per_path=4,
         policy="lru",
-        prefill=0 if mixed else 1,
-        decode=0 if mixed else 1,
-        mixed=int(mixed),
+        prefill=not mixed,
+        decode=not mixed,
+        mixed=mixed,
     )
 
 

@@ -85,7 +85,7 @@ BUGS: tuple[Planted, ...] = (
         "kvstore/memory/lease.py::Lease.missing_slots",
         "+ self.$SPARE_SLOTS_MIN - len",
         "- len",
-        "tests/unit/kvstore/memory/test_lease_bursts.py",
+        "tests/unit/kvstore/memory/test_lease.py",
     ),
     Planted(
         "shared pages are not pinned",

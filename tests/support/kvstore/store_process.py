@@ -1,8 +1,6 @@
 """The processes that tests of the file store start with `python -m`."""
 
-import asyncio
 import fcntl
-import json
 import os
 import signal
 import sys
@@ -16,7 +14,6 @@ from typing import Any
 
 from tests.support.kvstore.objects import page
 from tidemill.kvstore.stores import folder_bound, object_folder
-from tidemill.kvstore.stores.file_store import FileStore
 from tidemill.kvstore.stores.folder_bound import BLOCK_BYTES
 from tidemill.kvstore.stores.object_folder import ObjectFolder
 from tidemill.kvstore.stores.page_store import Got
@@ -33,20 +30,6 @@ STORM_WRITERS = 3
 def body(number: int, writer: int, num_bytes: int) -> bytes:
     """Return a body that identifies its number and writer in each half."""
     return Random(number * 100 + writer).randbytes(64).ljust(num_bytes, bytes([writer]))
-
-
-async def contend(folder: Path, writer: int, num_keys: int, num_bytes: int) -> None:
-    """Put every key, in another order than other writers, and print the outcome of each."""
-    store = FileStore(folder, 1 << 30)
-    order = Random(writer).sample(range(num_keys), num_keys)
-    print("open", flush=True)  # noqa: T201 - the test starts all writers together
-    sys.stdin.readline()
-    outcomes = {
-        number: (await store.put([(page(number), memoryview(body(number, writer, num_bytes)))]))[0].value
-        for number in order
-    }
-    await store.close()
-    print(json.dumps(outcomes))  # noqa: T201 - output for the test
 
 
 def crash_at_each_line(folder: Path) -> None:
@@ -175,8 +158,6 @@ def check(folder: Path, numbers: range, num_bytes: int) -> int:
 if __name__ == "__main__":
     action, path, *numbers = sys.argv[1:]
     match action, [int(number) for number in numbers]:
-        case "contend", [writer, num_keys, num_bytes]:
-            asyncio.run(contend(Path(path), writer, num_keys, num_bytes))
         case "crash", []:
             crash_at_each_line(Path(path))
         case "storm", [kills]:

@@ -67,21 +67,21 @@ class WorldSettings:
     reserved address space. `resize_s` is the mean time between two changes of a worker's budget, 0 for none.
     """
 
-    crash: float
-    delay_s_max: float
-    step_s_max: float
-    restart_s: float
     num_extents: int
     extents_min: int
     extents_max: int
-    resize_s: float
-    strategy: CheckpointStrategy
-    checkpoint_interval: int
-    checkpoints_per_path: int
-    policy: Policy
-    prefill: int
-    decode: int
-    mixed: int
+    crash: float = 0.0
+    delay_s_max: float = 0.0
+    step_s_max: float = 0.0
+    restart_s: float = 1.0
+    resize_s: float = 0.0
+    strategy: CheckpointStrategy = "lazy"
+    checkpoint_interval: int = 1
+    checkpoints_per_path: int = 16
+    policy: Policy = "value"
+    prefill: int = 0
+    decode: int = 0
+    mixed: int = 0
     broker: bool = False  # all workers share one device, and start at their floors
     lost: float = 0.0  # of an answer to a heartbeat
     overlap: bool = True

@@ -56,47 +56,25 @@ def resident_bytes(memory: torch.Tensor) -> int:
     return sum(resident_pages(memory)) * PAGE_BYTES
 
 
-def test_backing_memory_is_contiguous_uint8(backing: Backing) -> None:
+def test_backing_keeps_bytes_and_address_of_mapped_ranges(backing: Backing) -> None:
     memory = backing.memory
+    address = memory.data_ptr()
     assert (memory.dtype, memory.shape) == (torch.uint8, (4 * UNIT,))
     assert memory.is_contiguous()
     assert memory.storage_offset() == 0  # as_strided counts from the start of the storage
-
-
-@pytest.mark.parametrize("make", [Fixed, Mmap])
-def test_host_backing_is_page_aligned(make: Callable[[int], Backing]) -> None:
-    assert make(4 * MIB).memory.data_ptr() % PAGE_BYTES == 0
-
-
-def test_backing_keeps_bytes_and_address_of_mapped_ranges(backing: Backing) -> None:
-    address = backing.memory.data_ptr()
+    assert address % PAGE_BYTES == 0 or isinstance(backing, Kvcached)
     backing.map(0, 3 * UNIT)
-    backing.memory[: 3 * UNIT] = 7
+    memory[: 3 * UNIT] = 7
     backing.unmap(UNIT, UNIT)
     backing.map(3 * UNIT, UNIT)
     assert backing.memory.data_ptr() == address
-    assert bool((backing.memory[:UNIT] == 7).all())
-    assert bool((backing.memory[2 * UNIT : 3 * UNIT] == 7).all())
-
-
-def test_backing_can_be_closed_twice(backing: Backing) -> None:
-    backing.map(0, UNIT)
+    assert bool((memory[:UNIT] == 7).all())
+    assert bool((memory[2 * UNIT : 3 * UNIT] == 7).all())
+    view = memory[2 * UNIT :]
     backing.close()
     backing.close()
-
-
-def test_mmap_takes_memory_on_map_and_returns_it_on_unmap() -> None:
-    backing = Mmap(1 << 40)
-    around = backing.memory[512 << 30 : (512 << 30) + 128 * MIB]
-    assert resident_bytes(around) == 0
-    backing.map(512 << 30, 97 * MIB)
-    assert resident_bytes(around) == 97 * MIB  # before the first use
-    around[: 97 * MIB] = 7
-    backing.unmap((512 << 30) + 32 * MIB, 65 * MIB)
-    assert resident_bytes(around) == 32 * MIB
-    assert bool((around[: 32 * MIB] == 7).all())
-    backing.close()
-    assert resident_bytes(around) == 0
+    assert view.numel() == 2 * UNIT
+    assert isinstance(backing, Kvcached) or int(view[0]) >= 0, "a view is valid after close"
 
 
 def test_mmap_takes_memory_ahead_of_map_and_returns_it_on_unmap() -> None:
@@ -139,12 +117,6 @@ def test_mmap_unmaps_exactly_the_given_ranges(wanted: list[range]) -> None:
         assert all(resident_pages(backing.memory)[page] for page in mapped)
         for page, value in mapped.items():
             assert bool((backing.memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] == value).all())
-
-
-def test_backing_views_stay_valid_after_close() -> None:
-    view = Mmap(MIB).memory[PAGE_BYTES:]
-    view.fill_(3)
-    assert int(view.to(torch.int64).sum()) == 3 * (MIB - PAGE_BYTES)
 
 
 class FailingMmap(mmap.mmap):

@@ -134,23 +134,14 @@ def test_session_retains_its_last_prompt_alone() -> None:
     assert entries[0].retained_s, "another session retains it too"
     kept.retain("c", name="t")
     assert [entry.retained_s for entry in entries] == [0, 100, 100]
-
-
-def test_prompt_of_a_session_retains_what_it_shares_with_the_one_before() -> None:
-    kept = Retained()
-    entries = [kept.insert(path) for path in ("a", "ab", "abc")]
-    kept.retain("ab", name="s")
-    kept.retention.retain("", "s", kept.index.match(keys_of("abc")).path, 100, {1})
-    assert [entry.retained_s for entry in entries] == [100, 0, 100]
-
-
-def test_latest_request_of_a_session_decides_how_long() -> None:
-    kept = Retained()
-    kept.insert("a")
-    kept.retain("a", 1000, name="s")
-    kept.retain("a", 10, name="s")
+    kept.retain("b", 10, name="s")
+    kept.retain("c", 10, name="t")
     kept.advance(10)
-    assert not kept.retention.total_bytes()
+    assert not kept.retention.total_bytes(), "the latest request decides how long"
+    entries = [kept.insert(path) for path in ("d", "de", "def")]
+    kept.retain("de", name="s")
+    kept.retention.retain("", "s", kept.index.match(keys_of("def")).path, 100, {1})
+    assert [entry.retained_s for entry in entries] == [100, 0, 100], "what the prompts share"
 
 
 def test_released_name_keeps_what_others_asked_for() -> None:

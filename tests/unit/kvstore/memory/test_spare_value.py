@@ -1,5 +1,6 @@
 """The value of spare checkpoints: the rate of junctions, and the credit by it."""
 
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -57,14 +58,29 @@ def test_credit_is_of_the_junctions_behind_it_and_the_pages_before_it(
     assert value.credit(start, depth) == 0.5 * width * saved / STATE_BYTES
 
 
-def test_junction_that_missed_a_spare_checkpoint_gives_them_a_credit() -> None:
-    seen = Seen()
-    index = seen.index
-    seen.meet("aaaaaa")
-    insert_path(index, "aaaaaa", checkpoints=".....x")
-    seen.meet("aaaaab", 10)
-    assert seen.spares.junctions_per_page == 1 / (6 + 5)
-    assert seen.spares.credit(0, 4) == pytest.approx(UNIT / 11)
+@pytest.mark.parametrize(
+    ("kept", "dropped", "again", "rate", "policy"),
+    [
+        (".....x", (), "aaaaab", 1 / 5, "value"),
+        ("...s.x", (3,), "aaaaab", 1 / 5, "value"),  # a spare one was evicted, and missed
+        (".....x", (), "aaab", 0, "value"),  # leaves the path before the grid,
+        (".....x", (), "aaaaaa", 0, "value"),  # at a checkpoint,
+        (".....x", (), "aaaaaab", 0, "value"),  # where it ends,
+        (".....x", (), "b", 0, "value"),  # or shares nothing
+        ("...x.x", (3,), "aaaaab", 0, "value"),  # memory was short: a spare one would be gone as well
+        ("....xx", (4,), "aaaaab", 0, "value"),
+        (".....x", (), "aaaaab", 0, "lru"),
+    ],
+)
+def test_rate_counts_junctions_where_a_spare_checkpoint_was_missed(
+    kept: str, dropped: Sequence[int], again: str, rate: float, policy: Policy
+) -> None:
+    seen = Seen(policy)
+    entries = insert_path(seen.index, "aaaaaa", checkpoints=kept)
+    for position in dropped:
+        seen.index.drop_checkpoint(entries[position])
+    assert seen.meet(again, 10) == rate
+    assert seen.spares.credit(0, 4) == pytest.approx(UNIT * rate)
 
 
 def test_spare_checkpoint_that_is_used_gives_others_a_credit() -> None:
@@ -76,36 +92,6 @@ def test_spare_checkpoint_that_is_used_gives_others_a_credit() -> None:
     index.use(index.match(keys_of("aaaa")).path)
     seen.meet("aaaacc", 14)
     assert seen.spares.junctions_per_page == 1 / 20, "it counts once: then it is valued by its uses"
-
-
-@pytest.mark.parametrize("again", ["aaab", "aaaaaa", "aaaaaab", "b"])
-def test_other_prompts_give_spare_checkpoints_no_credit(again: str) -> None:
-    """They leave the path before the grid, at a checkpoint, where it ends, or share nothing."""
-    seen = Seen()
-    index = seen.index
-    insert_path(index, "aaaaaa", checkpoints=".....x")
-    seen.meet(again, 10)
-    assert seen.spares.junctions_per_page == 0
-
-
-@pytest.mark.parametrize("kept", ["...x.x", "....xx"])
-def test_evicted_checkpoint_of_a_prompt_is_no_junction(kept: str) -> None:
-    """The prompt resumes before it, because memory was short: a spare one would be gone as well."""
-    seen = Seen()
-    index = seen.index
-    for entry in insert_path(index, "aaaaaa", checkpoints=kept)[3:5]:
-        if entry.checkpoint is not None:
-            index.drop_checkpoint(entry)
-    seen.meet("aaaaab", 10)
-    assert seen.spares.junctions_per_page == 0
-
-
-def test_evicted_spare_checkpoint_was_missed() -> None:
-    seen = Seen()
-    index = seen.index
-    index.drop_checkpoint(insert_path(index, "aaaaaa", checkpoints="...s.x")[3])
-    seen.meet("aaaaab", 10)
-    assert seen.spares.junctions_per_page == 1 / 5
 
 
 def test_junction_does_not_count_when_its_spare_checkpoint_would_be_gone() -> None:
@@ -154,14 +140,6 @@ def test_old_prompts_are_forgotten() -> None:
         seen.meet("b", 10)
     assert seen.spares.junctions_per_page > 0
     seen.meet("b", 10)
-    assert seen.spares.junctions_per_page == 0
-
-
-def test_lru_gives_spare_checkpoints_no_credit() -> None:
-    seen = Seen("lru")
-    index = seen.index
-    insert_path(index, "aaaaaa", checkpoints=".....x")
-    seen.meet("aaaaab", 10)
     assert seen.spares.junctions_per_page == 0
 
 

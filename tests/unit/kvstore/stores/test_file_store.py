@@ -36,24 +36,28 @@ class Clock:
         return self.now_s
 
 
-def test_file_store_keeps_objects_and_size_after_a_restart(tmp_path: Path) -> None:
-    put(ObjectFolder(tmp_path, AMPLE_BYTES), 1, 2, 3)
-    reopened = ObjectFolder(tmp_path, AMPLE_BYTES)
-    assert reopened.usage == (3, 3 * OBJECT_BYTES)
-    assert get(reopened, 2) is Got.HIT
-
-
-def test_file_store_knows_what_others_have_stored(tmp_path: Path) -> None:
+def test_file_store_shares_its_folder_with_others_and_later_processes(tmp_path: Path) -> None:
     one, other = ObjectFolder(tmp_path, AMPLE_BYTES), ObjectFolder(tmp_path, AMPLE_BYTES)
-    put(one, 1, 2, 3)
-    assert other.contains([page(1)]) == [True]
-    assert other.usage == (3, 3 * OBJECT_BYTES)
+    put(one, 1, 2, 3, 4)
+    for folder in (other, ObjectFolder(tmp_path, AMPLE_BYTES)):
+        assert folder.contains([page(1)]) == [True]
+        assert folder.usage == (4, 4 * OBJECT_BYTES)
+        assert get(folder, 2) is Got.HIT
+    smaller = ObjectFolder(tmp_path, 2 * OBJECT_BYTES)
+    assert stored_bytes(tmp_path) == smaller.usage.bytes <= 2 * OBJECT_BYTES
 
 
-def test_file_store_obeys_a_smaller_capacity_immediately(tmp_path: Path) -> None:
-    put(ObjectFolder(tmp_path, AMPLE_BYTES), 1, 2, 3, 4)
-    reopened = ObjectFolder(tmp_path, 2 * OBJECT_BYTES)
-    assert stored_bytes(tmp_path) == reopened.usage.bytes <= 2 * OBJECT_BYTES
+@pytest.mark.parametrize("use", [get, put])
+def test_file_store_keeps_the_order_of_use_after_a_restart(
+    tmp_path: Path, use: Callable[[ObjectFolder, int], object]
+) -> None:
+    put(ObjectFolder(tmp_path, AMPLE_BYTES), 1, 2, 3)
+    for number, by_s in ((1, 900.0), (2, 800.0), (3, 700.0)):
+        age(object_path(tmp_path, number), by_s)
+    assert use(ObjectFolder(tmp_path, AMPLE_BYTES), 1) in (Got.HIT, [Put.EXISTED])
+    reopened = ObjectFolder(tmp_path, 3 * OBJECT_BYTES)
+    put(reopened, 4)
+    assert [get(reopened, number) for number in (1, 2, 4)] == [Got.HIT, Got.MISS, Got.HIT]
 
 
 def test_file_store_records_use_at_intervals_and_evicts_by_it(tmp_path: Path) -> None:
@@ -70,16 +74,6 @@ def test_file_store_records_use_at_intervals_and_evicts_by_it(tmp_path: Path) ->
     assert object_path(tmp_path, 1).stat().st_mtime_ns > used
     put(folder, 4)
     assert [get(folder, number) for number in (1, 2, 4)] == [Got.HIT, Got.MISS, Got.HIT]
-
-
-def test_file_store_keeps_the_order_of_use_after_a_restart(tmp_path: Path) -> None:
-    put(ObjectFolder(tmp_path, AMPLE_BYTES), 1, 2, 3)
-    for number, by_s in ((1, 900.0), (2, 800.0), (3, 700.0)):
-        age(object_path(tmp_path, number), by_s)
-    assert get(ObjectFolder(tmp_path, AMPLE_BYTES), 1) is Got.HIT
-    reopened = ObjectFolder(tmp_path, 3 * OBJECT_BYTES)
-    put(reopened, 4)
-    assert [get(reopened, number) for number in (1, 2, 4)] == [Got.HIT, Got.MISS, Got.HIT]
 
 
 def test_file_store_keeps_a_frequently_read_object_under_fast_turnover(tmp_path: Path) -> None:
@@ -105,16 +99,6 @@ def test_file_store_goes_on_when_the_wall_clock_has_jumped(tmp_path: Path, by_s:
         assert get(folder, number) is Got.HIT
         assert stored_bytes(tmp_path) <= 3 * OBJECT_BYTES
     assert get(folder, 3) is Got.MISS
-
-
-def test_file_store_counts_a_put_of_an_existing_object_as_a_use(tmp_path: Path) -> None:
-    folder = ObjectFolder(tmp_path, 3 * OBJECT_BYTES)
-    put(folder, 1, 2, 3)
-    for number, by_s in ((1, 900.0), (2, 800.0), (3, 700.0)):
-        age(object_path(tmp_path, number), by_s)
-    assert put(folder, 1) == [Put.EXISTED]
-    assert put(folder, 4) == [Put.STORED]
-    assert [get(folder, number) for number in (1, 2)] == [Got.HIT, Got.MISS]
 
 
 def test_file_store_evicts_in_batches_so_that_recounts_are_rare(
@@ -182,7 +166,7 @@ async def test_file_store_cancelled_get_waits_for_its_transfer(
     await store.close()
 
 
-async def test_file_store_puts_continue_while_reads_hang(
+async def test_file_store_puts_continue_and_close_waits_while_reads_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = FileStore(tmp_path, AMPLE_BYTES)
@@ -193,26 +177,12 @@ async def test_file_store_puts_continue_while_reads_hang(
     ]
     await asyncio.to_thread(gate.reached.acquire)
     assert await store.put([(page(2), memoryview(body(2, 1, BODY_BYTES)))]) == [Put.STORED]
-    assert not any(read.done() for read in reads)
-    gate.opened.set()
-    assert await asyncio.gather(*reads) == [[Got.HIT]] * 9
-    await store.close()
-
-
-async def test_file_store_close_waits_for_running_transfers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = FileStore(tmp_path, AMPLE_BYTES)
-    await store.put([(page(1), memoryview(body(1, 1, BODY_BYTES)))])
-    gate = Gate(monkeypatch)
-    read = asyncio.ensure_future(store.get([(page(1), memoryview(bytearray(BODY_BYTES)))]))
-    await asyncio.to_thread(gate.reached.acquire)
     closing = asyncio.ensure_future(store.close())
     await asyncio.sleep(0)
-    assert not closing.done()
+    assert not any(waits.done() for waits in (closing, *reads))
     gate.opened.set()
     await closing
-    assert await read == [Got.HIT]
+    assert await asyncio.gather(*reads) == [[Got.HIT]] * 9
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 8, 9, 19])

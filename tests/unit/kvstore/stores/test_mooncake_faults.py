@@ -3,10 +3,9 @@
 """Objects in a real Mooncake whose master or owner crashes, stops, loses or damages them."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -77,32 +76,21 @@ async def open_client(service: Mooncake) -> AsyncGenerator[RemoteStore]:
         await store.close()
 
 
-def run(service: Mooncake, scenario: Callable[[RemoteStore], Coroutine[Any, Any, None]]) -> None:
-    async def main() -> None:
-        async with open_client(service) as store:
-            await scenario(store)
-
-    asyncio.run(main())
-
-
 @pytest.mark.usefixtures("plain")
-def test_mooncake_finds_a_flipped_bit_in_the_memory_of_an_owner(service: Mooncake) -> None:
-    async def scenario(store: RemoteStore) -> None:
+async def test_mooncake_finds_a_flipped_bit_in_the_memory_of_an_owner(service: Mooncake) -> None:
+    async with open_client(service) as store:
         await store.put(offers(1, 2, 3))
         service.flip(str(page(1)), SEAL_BYTES + 77_777)
         service.flip(str(page(3)), SEAL_BYTES - 1)
         assert await fetch(store, 1, 2, 3) == [Got.CORRUPT, Got.HIT, Got.CORRUPT]
         assert await fetch(store, 1, 2, 3) == [Got.MISS, Got.HIT, Got.MISS]
 
-    run(service, scenario)
 
-
-def test_mooncake_does_not_report_the_name_of_a_crashed_writer_as_stored(
+async def test_mooncake_does_not_report_the_name_of_a_crashed_writer_as_stored(
     service: Mooncake, plain: PlainClient
 ) -> None:
     """Mooncake returns 0 to other writers of that name, and stores nothing."""
-
-    async def scenario(store: RemoteStore) -> None:
+    async with open_client(service) as store:
         plain.native.batch_put_session_start([str(page(2))], [BODY_BYTES + SEAL_BYTES])
         assert await store.put(offers(1, 2, 3)) == [Put.STORED, Put.UNCONFIRMED, Put.SKIPPED]
         assert await store.contains([page(1), page(2)]) == [True, False]
@@ -116,12 +104,10 @@ def test_mooncake_does_not_report_the_name_of_a_crashed_writer_as_stored(
         await until(is_stored)
         assert await fetch(store, 2) == [Got.HIT]
 
-    run(service, scenario)
-
 
 @pytest.mark.usefixtures("plain")
-def test_mooncake_reports_bytes_that_arrive_after_their_lease(service: Mooncake) -> None:
-    async def scenario(store: RemoteStore) -> None:
+async def test_mooncake_reports_bytes_that_arrive_after_their_lease(service: Mooncake) -> None:
+    async with open_client(service) as store:
         await store.put(offers(1))
         with frozen(service.owners[-1]):
             late = asyncio.ensure_future(fetch(store, 1))
@@ -130,17 +116,14 @@ def test_mooncake_reports_bytes_that_arrive_after_their_lease(service: Mooncake)
         assert await late == [Got.EXPIRED]
         assert await fetch(store, 1) == [Got.HIT]
 
-    run(service, scenario)
-
 
 @pytest.mark.usefixtures("plain")
-def test_mooncake_reports_a_stopped_owner_and_cancels_with_the_transfer(
+async def test_mooncake_reports_a_stopped_owner_and_cancels_with_the_transfer(
     service: Mooncake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for limit in ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC"):
         monkeypatch.setenv(limit, "1")
-
-    async def scenario(store: RemoteStore) -> None:
+    async with open_client(service) as store:
         await store.put(offers(1))
         views = [(page(1), memoryview(bytearray(BODY_BYTES)))]
         with frozen(service.owners[-1]):
@@ -161,12 +144,10 @@ def test_mooncake_reports_a_stopped_owner_and_cancels_with_the_transfer(
 
         await until(is_back)
 
-    run(service, scenario)
-
 
 @pytest.mark.usefixtures("plain")
-def test_mooncake_reports_a_crashed_owner_and_uses_its_successor(service: Mooncake) -> None:
-    async def scenario(store: RemoteStore) -> None:
+async def test_mooncake_reports_a_crashed_owner_and_uses_its_successor(service: Mooncake) -> None:
+    async with open_client(service) as store:
         await store.put(offers(1))
         end(service.owners.pop())
         assert await fetch(store, 1) == [Got.OWNER_DOWN]
@@ -181,12 +162,10 @@ def test_mooncake_reports_a_crashed_owner_and_uses_its_successor(service: Moonca
         assert await store.put(offers(1, 2)) == [Put.STORED] * 2
         assert await fetch(store, 1, 2) == [Got.HIT] * 2
 
-    run(service, scenario)
-
 
 @pytest.mark.usefixtures("plain")
-def test_mooncake_reports_a_stopped_master_and_continues_with_it(service: Mooncake) -> None:
-    async def scenario(store: RemoteStore) -> None:
+async def test_mooncake_reports_a_stopped_master_and_continues_with_it(service: Mooncake) -> None:
+    async with open_client(service) as store:
         await store.put(offers(1))
         with frozen(service.master):
             asked = (fetch(store, 1), store.put(offers(2)))
@@ -197,12 +176,10 @@ def test_mooncake_reports_a_stopped_master_and_continues_with_it(service: Moonca
 
         await until(is_back)
 
-    run(service, scenario)
-
 
 @pytest.mark.usefixtures("plain")
-def test_mooncake_reports_a_killed_master_and_reconnects_to_a_new_one(service: Mooncake) -> None:
-    async def scenario(store: RemoteStore) -> None:
+async def test_mooncake_reports_a_killed_master_and_reconnects_to_a_new_one(service: Mooncake) -> None:
+    async with open_client(service) as store:
         await store.put(offers(1))
         end(service.master)
         assert await fetch(store, 1) == [Got.UNREACHABLE]
@@ -216,36 +193,31 @@ def test_mooncake_reports_a_killed_master_and_reconnects_to_a_new_one(service: M
         await until(is_back)
         assert await fetch(store, 1, 2) == [Got.MISS, Got.HIT], "a new master has old objects"
 
-    run(service, scenario)
 
-
-def test_mooncake_reports_only_existing_objects_when_full(tmp_path: Path) -> None:
+async def test_mooncake_reports_only_existing_objects_when_full(tmp_path: Path) -> None:
     """Its eviction is asynchronous and by lease, so the test does not expect certain objects."""
     num_bytes = 1 << 20
-
-    async def scenario(store: RemoteStore) -> None:
-        seen: set[Put] = set()
-        for start in range(0, 40, 4):
-            outcomes = await store.put(offers(*range(start, start + 4), num_bytes=num_bytes))
-            there = [outcome.is_there for outcome in outcomes]
-            assert there == sorted(there, reverse=True)
-            claimed = [page(start + index) for index in range(there.count(True))]
-            assert await store.contains(claimed) == [True] * len(claimed)
-            views = [(key, memoryview(bytearray(num_bytes))) for key in claimed]
-            assert await store.get(views) == [Got.HIT] * len(claimed)
-            seen.update(outcomes)
-        assert {Put.STORED, Put.FULL} <= seen <= {Put.STORED, Put.FULL, Put.UNCONFIRMED, Put.SKIPPED}
-        assert await store.put(offers(99, num_bytes=20 << 20)) == [Put.FULL], (
-            "the object is larger than all lent memory"
-        )
-
-        async def finds_space() -> bool:
-            return await store.put(offers(100, num_bytes=num_bytes)) == [Put.STORED]
-
-        await until(finds_space)
-        await store.list_objects()
-        assert 0 < store.stats().bytes <= store.stats().capacity_bytes == 16 << 20
-
     with mooncake(tmp_path / "log", 16 << 20, FLAGS) as service:
-        run(service, scenario)
+        async with open_client(service) as store:
+            seen: set[Put] = set()
+            for start in range(0, 40, 4):
+                outcomes = await store.put(offers(*range(start, start + 4), num_bytes=num_bytes))
+                there = [outcome.is_there for outcome in outcomes]
+                assert there == sorted(there, reverse=True)
+                claimed = [page(start + index) for index in range(there.count(True))]
+                assert await store.contains(claimed) == [True] * len(claimed)
+                views = [(key, memoryview(bytearray(num_bytes))) for key in claimed]
+                assert await store.get(views) == [Got.HIT] * len(claimed)
+                seen.update(outcomes)
+            assert {Put.STORED, Put.FULL} <= seen <= {Put.STORED, Put.FULL, Put.UNCONFIRMED, Put.SKIPPED}
+            assert await store.put(offers(99, num_bytes=20 << 20)) == [Put.FULL], (
+                "the object is larger than all lent memory"
+            )
+
+            async def finds_space() -> bool:
+                return await store.put(offers(100, num_bytes=num_bytes)) == [Put.STORED]
+
+            await until(finds_space)
+            await store.list_objects()
+            assert 0 < store.stats().bytes <= store.stats().capacity_bytes == 16 << 20
         eventually(lambda: "master_soft_pin_key_count 0" not in service.ask("/metrics"))

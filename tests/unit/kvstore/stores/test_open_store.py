@@ -34,19 +34,23 @@ def test_open_store_opens_memory(url: str, capacity_bytes: int) -> None:
     assert open_stats(url, MemoryStore).capacity_bytes == capacity_bytes
 
 
-@pytest.mark.parametrize("form", ["file://{}?size=2MiB", "file:{}?size=2MiB", "{}?size=2MiB"])
-def test_open_store_opens_files(form: str, tmp_path: Path) -> None:
-    assert open_stats(form.format(tmp_path / "cache"), GuardedStore).capacity_bytes == 2 << 20
-    assert (tmp_path / "cache" / "objects").is_dir()
+@pytest.mark.parametrize(
+    ("form", "folder", "kind"),
+    [
+        ("file://{}?size=2MiB", "cache", GuardedStore),
+        ("file:{}?size=2MiB", "cache", GuardedStore),
+        ("{}?size=2MiB", "cache", GuardedStore),
+        ("file://{}%20b%2Cc?size=2MiB", "cache b,c", GuardedStore),
+        ("{}?size=2MiB&write=none", "cache", TieredStore),
+    ],
+)
+def test_open_store_opens_files(form: str, folder: str, kind: type, tmp_path: Path) -> None:
+    assert open_stats(form.format(tmp_path / "cache"), kind).capacity_bytes == 2 << 20
+    assert (tmp_path / folder / "objects").is_dir()
 
 
 def test_open_store_bounds_a_path_without_a_size_by_its_file_system(tmp_path: Path) -> None:
     assert 0 < open_stats(str(tmp_path / "not" / "yet"), GuardedStore).capacity_bytes <= 8 << 30
-
-
-def test_open_store_decodes_escaped_characters_in_a_path(tmp_path: Path) -> None:
-    open_stats(f"file://{tmp_path}/a%20b%2Cc?size=1MiB", GuardedStore)
-    assert (tmp_path / "a b,c").is_dir()
 
 
 @pytest.mark.parametrize(
@@ -61,58 +65,51 @@ def test_open_store_limits_the_wait_for_a_hanging_file_store(
     asyncio.run(store.close())
 
 
-class FakeMooncake:
-    """A fake of the Mooncake library that records calls."""
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """Record the Mooncake stores that are joined."""
+    calls: list[tuple[str, dict[str, Any]]] = []
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[tuple[str, dict[str, Any]]] = []
-        monkeypatch.setattr(module, "open_mooncake", self.open)
-
-    def open(self, master: str, **options: Any) -> PageStore:  # noqa: ANN401 - any options of open_store
-        self.calls.append((master, options))
+    def join(master: str, **options: Any) -> PageStore:  # noqa: ANN401 - any options of open_store
+        calls.append((master, options))
         return MemoryStore(1 << 20)
 
+    monkeypatch.setattr(module, "open_mooncake", join)
+    return calls
 
-def test_open_store_joins_a_mooncake_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    joined = FakeMooncake(monkeypatch)
+
+def test_open_store_joins_a_mooncake_store(joined: list[tuple[str, dict[str, Any]]]) -> None:
     open_stats("mooncake://host:1", GuardedStore)
     options = "protocol=rdma&device=mlx5_0%2Cmlx5_1&ports=open&admin=host:3&lease=2s"
     open_stats(f"mooncake://host:2?{options}", GuardedStore)
     plain = {"transport": TCP, "admin": "", "lease_s": 10.0, "sealing": PLAIN}
     transport = Transport("rdma", "mlx5_0,mlx5_1", is_open=True)
     rdma = {"transport": transport, "admin": "host:3", "lease_s": 2.0, "sealing": PLAIN}
-    assert joined.calls == [("host:1", plain), ("host:2", rdma)]
+    assert joined == [("host:1", plain), ("host:2", rdma)]
 
 
-def test_open_store_orders_tiers_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_open_store_orders_tiers_as_written(
+    tmp_path: Path, joined: list[tuple[str, dict[str, Any]]]
+) -> None:
     sealing = Sealing(bytes(SECRET_BYTES))
-    joined = FakeMooncake(monkeypatch)
     memory = bytearray(100)
-
-    async def scenario() -> None:
-        store = open_store(
-            f"memory:?size=1MiB&write=hits,file://{tmp_path}/one?size=3MiB,mooncake://host:1?write=none",
-            sealing,
-        )
-        assert isinstance(store, TieredStore)
-        assert store.stats().capacity_bytes == 5 << 20
-        assert store.patience_s(0) == pytest.approx(2.25)  # pyright: ignore[reportUnknownMemberType] - pytest
-        assert await store.put([(page(1), memoryview(body(1, 1, 100)))]) == [Put.STORED]
-        assert store.stats().objects == 1, "a tier was written against its policy"
-        await store.close()
-        reopened = open_store(f"file://{tmp_path}/one", sealing)
-        assert await reopened.get([(page(1), memoryview(memory))]) == [Got.HIT]
-        await reopened.close()
-        unsealed = open_store(f"file://{tmp_path}/one")
-        assert await unsealed.get([(page(1), memoryview(memory))]) == [Got.CORRUPT]
-        await unsealed.close()
-
-    asyncio.run(scenario())
-    assert joined.calls[0][1]["sealing"] is sealing
-
-
-def test_open_store_makes_a_chain_of_one_tier_that_is_only_read(tmp_path: Path) -> None:
-    assert open_stats(f"{tmp_path}?size=1MiB&write=none", TieredStore).objects == 0
+    store = open_store(
+        f"memory:?size=1MiB&write=hits,file://{tmp_path}/one?size=3MiB,mooncake://host:1?write=none",
+        sealing,
+    )
+    assert isinstance(store, TieredStore)
+    assert store.stats().capacity_bytes == 5 << 20
+    assert store.patience_s(0) == pytest.approx(2.25)  # pyright: ignore[reportUnknownMemberType] - pytest
+    assert await store.put([(page(1), memoryview(body(1, 1, 100)))]) == [Put.STORED]
+    assert store.stats().objects == 1, "a tier was written against its policy"
+    await store.close()
+    reopened = open_store(f"file://{tmp_path}/one", sealing)
+    assert await reopened.get([(page(1), memoryview(memory))]) == [Got.HIT]
+    await reopened.close()
+    unsealed = open_store(f"file://{tmp_path}/one")
+    assert await unsealed.get([(page(1), memoryview(memory))]) == [Got.CORRUPT]
+    await unsealed.close()
+    assert joined[0][1]["sealing"] is sealing
 
 
 @pytest.mark.parametrize(
