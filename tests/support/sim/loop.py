@@ -8,8 +8,6 @@ from collections.abc import Coroutine
 from random import Random
 from typing import Any
 
-import pytest
-
 
 class SimLoop(asyncio.SelectorEventLoop):
     """A loop with virtual time. Equal seeds give equal runs."""
@@ -50,11 +48,3 @@ def simulate(seed: int, main: Coroutine[Any, Any, None]) -> None:
     finally:
         loop.close()
     assert not unseen, unseen
-
-
-def run(main: Coroutine[Any, Any, None], seed: int = 0) -> None:
-    simulate(seed, main)
-
-
-IN_VIRTUAL_TIME = pytest.mark.run_with.with_args(run)
-"""The mark of files whose tests are coroutines for `run`."""

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.kvstore.scripted_store import Fault, Scripted, now
-from tests.support.sim.loop import IN_VIRTUAL_TIME, simulate
+from tests.support.loops import IN_VIRTUAL_TIME
+from tests.support.sim.loop import simulate
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
 from tidemill.kvstore.stores.circuit_breaker import PROBE_S_MAX, RATE_AT_START, GuardedStore, Rate
@@ -209,17 +210,18 @@ async def test_guard_ignores_failures_from_before_the_last_trip() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_guard_does_not_open_when_the_event_loop_was_busy(
-    seed: int,  # noqa: ARG001  of the order of callbacks
-) -> None:
-    guard = GuardedStore(Scripted(), TIMEOUT_S)
-    loop = asyncio.get_running_loop()
-    put = asyncio.ensure_future(one_put(guard))
-    await asyncio.sleep(0.0005)
-    cast("Any", loop)._now += 2.0  # the event loop was blocked
-    assert await put == [Put.STORED]
-    assert guard.stats().trips == 0
-    await guard.close()
+def test_guard_does_not_open_when_the_event_loop_was_busy(seed: int) -> None:
+    async def main() -> None:
+        guard = GuardedStore(Scripted(), TIMEOUT_S)
+        loop = asyncio.get_running_loop()
+        put = asyncio.ensure_future(one_put(guard))
+        await asyncio.sleep(0.0005)
+        cast("Any", loop)._now += 2.0  # the event loop was blocked
+        assert await put == [Put.STORED]
+        assert guard.stats().trips == 0
+        await guard.close()
+
+    simulate(seed, main())
 
 
 async def test_guard_close_waits_for_running_calls_and_stops_probes() -> None:

@@ -5,14 +5,15 @@ import threading
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.kvstore.objects import page, random_body
-from tests.support.loops import in_loop, in_virtual_time
-from tests.support.sim.loop import IN_VIRTUAL_TIME
+from tests.support.loops import IN_VIRTUAL_TIME, in_loop, run_by
+from tests.support.sim.loop import simulate
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import Kind, ObjectKey
 from tidemill.kvstore.stores.page_store import SHARE_BYTES_MIN, Got, Put, StoredObject
@@ -300,7 +301,7 @@ Exists = st.lists(st.sampled_from([0, 1, 1, -900]), min_size=2, max_size=2)
     st.lists(st.tuples(st.integers(0, 5), st.sampled_from(Kind)), min_size=1, max_size=10),
     st.dictionaries(st.tuples(st.integers(0, 5), st.sampled_from(Kind)), st.tuples(Codes, Exists)),
 )
-@in_virtual_time
+@run_by(partial(simulate, 1))
 async def test_remote_store_reports_only_confirmed_objects(
     objects: list[tuple[int, Kind]], script: dict[tuple[int, Kind], tuple[list[int], list[int]]]
 ) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from random import Random
 
 import pytest
@@ -10,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.support.kvstore.objects import page, random_body
 from tests.support.kvstore.scripted_store import Fault, Scripted, now
-from tests.support.loops import in_loop, in_virtual_time
+from tests.support.loops import IN_VIRTUAL_TIME, in_loop, run_by
 from tests.support.sim.faulty_store import FaultyStore
-from tests.support.sim.loop import IN_VIRTUAL_TIME
+from tests.support.sim.loop import simulate
 from tidemill.kvstore.keys import Kind, ObjectKey
 from tidemill.kvstore.stores.circuit_breaker import GuardedStore
 from tidemill.kvstore.stores.memory_store import MemoryStore
@@ -284,7 +285,7 @@ async def history(store: TieredStore, operations: Sequence[Operation], stores: S
 
 @settings(deadline=None, derandomize=True, max_examples=150)
 @given(TIERS, OPERATIONS, st.integers(0, 9))
-@in_virtual_time
+@run_by(partial(simulate, 1))
 async def test_tiered_store_behaves_like_one_store_after_any_history(
     tiers: list[tuple[int, Write]], operations: list[Operation], copies: int
 ) -> None:
