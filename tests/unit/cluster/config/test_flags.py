@@ -19,19 +19,15 @@ from tidemill.cluster.config.tree import ModelConfig, RootConfig
 BY_OPTION = {flag.option: flag for flag in FLAGS}
 VALUES = {
     "--host": "a",
-    "--port": 1,
     "--store": "/a",
     "--log-json": True,
     "--ttft-max": 5.0,
-    "--routers": 7,
-    "--page-size": 7,
     "--overlap": False,
     "--memory": "7MiB",
     "--itl-target": 0.05,
-    "--threads": 7,
     "--device": "cuda",
-    "--tensor-parallel-size": 7,
-    "--tensor-parallel-nodes": 7,
+    **dict.fromkeys(("--port", "--routers", "--page-size", "--threads"), 7),
+    **dict.fromkeys(("--tensor-parallel-size", "--tensor-parallel-nodes"), 7),
 }
 """Values of flags that every configuration accepts."""
 
@@ -85,45 +81,34 @@ def test_flags_without_file_use_defaults() -> None:
     assert parse("keeper") == RootConfig.model_validate({"models": [{"model": "keeper"}]})
 
 
-@pytest.mark.parametrize(
-    ("words", "groups"),
-    [
+def test_flags_add_groups_and_those_of_a_role_override_those_of_all() -> None:
+    for words, groups in (
         (["--mixed", "3"], [("mixed", 3)]),
         (["--decode", "3"], [("prefill", 1), ("decode", 3)]),
         (["--decode", "3", "--prefill", "2"], [("prefill", 2), ("decode", 3)]),
-    ],
-)
-def test_flags_add_groups(words: list[str], groups: list[tuple[str, int]]) -> None:
-    assert shape(parse("keeper", *words).models[0]) == groups
-
-
-def test_flags_of_role_override_flags_of_all_groups() -> None:
-    config = parse(
-        "keeper", "--prefill-tensor-parallel-size", "4", "-tp", "2", "--decode-max", "9", "--decode", "3"
-    )
-    prefill, decode = config.models[0].groups
+    ):
+        assert shape(parse("keeper", *words).models[0]) == groups
+    words = ["--prefill-tensor-parallel-size", "4", "-tp", "2", "--decode-max", "9", "--decode", "3"]
+    prefill, decode = parse("keeper", *words).models[0].groups
     assert (prefill.tensor_parallel_size, decode.tensor_parallel_size) == (4, 2)
     assert (prefill.replicas_max, decode.replicas_max) == (None, 9)
 
 
+TWO = """
+    models:
+    - {model: keeper, served_model_name: one, ttft_max: 5, groups: [
+        {role: prefill, replicas: 2, memory: 64MiB},
+        {role: decode, replicas: 3, replicas_max: 4, memory: 32MiB, threads: 2}]}
+    - {model: keeper, served_model_name: two, groups: [{role: mixed, memory: 1MiB}]}
+    edge: {port: 9000, grpc_port: 9001}
+    telemetry: {log_json: true}
+"""
+
+
 def test_flags_apply_to_all_models_of_file(file: Path) -> None:
-    file.write_text("""
-        models:
-        - model: keeper
-          served_model_name: one
-          ttft_max: 5
-          groups:
-          - {role: prefill, replicas: 2, memory: 64MiB}
-          - {role: decode, replicas: 3, memory: 32MiB, threads: 2}
-        - model: keeper
-          served_model_name: two
-          groups: [{role: mixed}]
-        edge: {port: 9000, grpc_port: 9001}
-        telemetry: {log_json: true}
-    """)
-    config = parse(
-        "--config", str(file), "--port", "0", "--decode", "4", "--memory", "16MiB", "--no-log-json"
-    )
+    file.write_text(TWO)
+    words = ("--port", "0", "--decode", "4", "--memory", "16MiB", "--no-log-json")
+    config = parse("--config", str(file), *words)
     first, second = config.models
     assert (config.edge.port, config.edge.grpc_port) == (0, 9001)
     assert not config.telemetry.log_json
@@ -135,20 +120,9 @@ def test_flags_apply_to_all_models_of_file(file: Path) -> None:
 
 def test_mixed_flag_replaces_prefill_and_decode_groups(file: Path) -> None:
     """Mixed workers copy the decode workers of the file; a model with mixed workers keeps its own."""
-    file.write_text("""
-        models:
-        - model: keeper
-          served_model_name: one
-          groups:
-          - {role: prefill, replicas: 2, memory: 64MiB}
-          - {role: decode, replicas: 3, replicas_max: 4, memory: 32MiB, threads: 2}
-          - {role: decode, memory: 8MiB}
-        - model: keeper
-          served_model_name: two
-          groups: [{role: mixed, memory: 1MiB}]
-    """)
+    file.write_text(TWO)
     first, second = parse("--config", str(file), "--mixed", "5").models
-    assert (shape(first), shape(second)) == ([("mixed", 5)], [("mixed", 5)])
+    assert shape(first) == shape(second) == [("mixed", 5)]
     (group,) = first.groups
     assert (group.memory, group.threads, group.replicas_max) == ("32MiB", 2, None)
     assert second.groups[0].memory == "1MiB"

@@ -73,34 +73,23 @@ def test_kv_events_have_a_rank_for_each_worker() -> None:
 def test_each_model_has_its_own_fleet() -> None:
     text = """
         models:
-        - model: keeper
-          served_model_name: [Org/Large, large]
-          groups: [{role: prefill}, {role: decode, replicas: 2}]
-          ttft_max: 5
-          routers: 2
-        - model: /models/small
-          served_model_name: small
-          groups: [{role: mixed, memory: 16MiB}]
+        - {model: keeper, served_model_name: [Org/Large, large], ttft_max: 5, routers: 2, groups: [
+            {role: prefill}, {role: decode, replicas: 2}]}
+        - {model: /models/small, served_model_name: small, groups: [{role: mixed, memory: 16MiB}]}
         cluster: {ray_address: auto, namespace: blue}
     """
     cluster = settings(text)
     large, small = cluster.fleets
     assert (cluster.ray_address, cluster.namespace) == ("auto", "blue")
     assert (large.names, small.names) == (("Org/Large", "large"), ("small",))
-    assert [worker.name for worker in cluster.workers] == [
-        "org-large-prefill-0",
-        "org-large-decode-0",
-        "org-large-decode-1",
-        "small-mixed-0",
-    ]
+    names = ["org-large-prefill-0", "org-large-decode-0", "org-large-decode-1", "small-mixed-0"]
+    assert [worker.name for worker in cluster.workers] == names
     assert (large.router.name, small.router.name) == ("org-large-router", "small-router")
     assert (large.router.ttft_s_max, small.router.ttft_s_max) == (5, math.inf)
     assert (large.router.replicas, small.router.replicas) == (2, 1)
     assert (large.model_folder, small.model_folder) == (bundled()["keeper"], Path("/models/small"))
-    assert (
-        summary(parse_config(text, "c.yaml"))
-        == "Org/Large, large with 1 prefill + 2 decode; small with 1 mixed"
-    )
+    line = "Org/Large, large with 1 prefill + 2 decode; small with 1 mixed"
+    assert summary(parse_config(text, "c.yaml")) == line
 
 
 def test_groups_of_role_differ_and_share_numbering() -> None:
@@ -173,23 +162,19 @@ def test_workers_on_gpus_have_one_each_or_the_parts_that_they_ask_for() -> None:
     assert (numbered.num_gpus, numbered.engine.device_share) == (0, 1), "Ray would hide the others"
 
 
-@pytest.mark.parametrize(
-    ("groups", "shared"),
-    [
+def test_workers_do_not_share_a_gpu_by_accident() -> None:
+    for groups, shared in (
         ("{role: mixed, replicas: 2, device: 'cuda:1'}", "2 workers would share cuda:1"),
         ("{role: mixed, replicas_max: 3, device: 'cuda:1'}", "3 workers would share cuda:1"),
         ("{role: prefill, device: 'cuda:0'}, {role: decode, device: cuda, num_gpus: 0}", "2 .* share cuda:0"),
-    ],
-)
-def test_workers_do_not_share_a_gpu_by_accident(groups: str, shared: str) -> None:
-    with pytest.raises(ConfigError, match=rf"groups: {shared}, each with its own weights.*num_gpus to 1"):
-        fleet(groups)
+    ):
+        with pytest.raises(ConfigError, match=rf"groups: {shared}, each with its own weights.*num_gpus to 1"):
+            fleet(groups)
     fleet("{role: prefill, device: 'cuda:0'}, {role: decode, device: 'cuda:1'}")
 
 
-@pytest.mark.parametrize(
-    ("groups", "more", "count"),
-    [
+def test_single_group_has_a_worker_for_each_gpu() -> None:
+    for groups, more, count in (
         ("{role: mixed, device: cuda}", "", 4),
         ("{role: mixed, device: cuda, tensor_parallel_size: 2}", "", 2),
         ("{role: mixed, device: cuda, replicas: 2}", "", 2),
@@ -199,14 +184,11 @@ def test_workers_do_not_share_a_gpu_by_accident(groups: str, shared: str) -> Non
         ("{role: mixed}", "", 1),
         ("{role: prefill, device: cuda}, {role: decode, device: cuda}", "", 1),
         ("{role: mixed, device: cuda}", "cluster: {ray_address: auto}", 1),
-    ],
-)
-def test_single_group_has_a_worker_for_each_gpu(groups: str, more: str, count: int) -> None:
-    config = parse_config(f"models: [{{model: keeper, groups: [{groups}]}}]\n{more}", "c.yaml")
-    chosen = with_visible_gpus(config, lambda: 4)
-    assert [group.replicas for group in chosen.models[0].groups] == [count] * len(config.models[0].groups)
-    without = with_visible_gpus(config, lambda: 0)
-    assert without.models[0].groups[0].replicas == config.models[0].groups[0].replicas, "the worker says why"
+    ):
+        config = parse_config(f"models: [{{model: keeper, groups: [{groups}]}}]\n{more}", "c.yaml")
+        [chosen], [without] = (with_visible_gpus(config, lambda gpus=gpus: gpus).models for gpus in (4, 0))
+        assert [group.replicas for group in chosen.groups] == [count] * len(chosen.groups)
+        assert without.groups[0].replicas == config.models[0].groups[0].replicas, "the worker says why"
     two = parse_config("models: [{model: a, groups: [{role: mixed, device: cuda}]}, {model: b}]", "c.yaml")
     assert with_visible_gpus(two, lambda: 4) == two
 
@@ -228,13 +210,8 @@ def test_models_with_broker_share_one_memory_router() -> None:
     assert first.expected == {"first-mixed-0", "first-mixed-1", "second-mixed-0", "second-mixed-1"}
     assert (second.broker, second.memory_router) == (True, "first-router")
     most = {worker.name: (worker.engine.memory_max_bytes or 0) // MIB for worker in cluster.workers}
-    assert most == {
-        "apart-mixed-0": 16,
-        "first-mixed-0": 2 * 16 + 32,
-        "first-mixed-1": 2 * 16 + 32,
-        "second-mixed-0": 2 * 16 + 32,
-        "second-mixed-1": 64,
-    }
+    shared = dict.fromkeys(("first-mixed-0", "first-mixed-1", "second-mixed-0"), 2 * 16 + 32)
+    assert most == {"apart-mixed-0": 16, **shared, "second-mixed-1": 64}
     alone = fleet("{role: mixed}")
     assert (alone.router.expected, alone.router.memory_router) == ({"mixed-0"}, None)
 
@@ -293,13 +270,10 @@ def test_chat_settings_default_to_model_and_follow_keys() -> None:
 
 
 def test_telemetry_settings_follow_keys() -> None:
-    text = """
-        models: [{model: keeper}]
-        telemetry: {log_level: debug, log_json: true, otlp_traces_endpoint: "grpc://h:1", metrics_alias: vllm}
-    """
-    assert telemetry_of(parse_config(text, "c.yaml").telemetry) == Telemetry(
-        log_level="debug", log_json=True, traces_url="grpc://h:1", metrics_alias="vllm"
-    )
+    keys = "log_level: debug, log_json: true, otlp_traces_endpoint: 'grpc://h:1', metrics_alias: vllm"
+    config = parse_config(f"models: [{{model: keeper}}]\ntelemetry: {{{keys}}}", "c.yaml")
+    wanted = Telemetry(log_level="debug", log_json=True, traces_url="grpc://h:1", metrics_alias="vllm")
+    assert telemetry_of(config.telemetry) == wanted
 
 
 @given(TREES)
@@ -309,9 +283,8 @@ def test_worker_and_router_names_are_unique(tree: Tree) -> None:
         cluster = cluster_settings(config, SURROUNDINGS)
     except SettingsError:  # the engine refuses some combinations
         return
-    names = [worker.name for worker in cluster.workers] + [
-        name for fleet in cluster.fleets for name in fleet.router.names
-    ]
+    routers = [name for fleet in cluster.fleets for name in fleet.router.names]
+    names = [*routers, *(worker.name for worker in cluster.workers)]
     assert len(set(names)) == len(names)
     for fleet, model in zip(cluster.fleets, config.models, strict=True):
         assert len(fleet.workers) == sum(group.replicas for group in model.groups)

@@ -55,39 +55,41 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[list[int]]]:
     return [[generated.token_ids for generated in output.outputs] for output in outputs]
 
 
-def shared_tokens(first: RequestOutput, second: RequestOutput) -> int:
+@pytest.mark.parametrize(
+    ("opening", "part", "found"),
+    [
+        ([{"role": "system", "content": f"{FACTS} Be kind to all of them."}], None, True),
+        ([], {}, False),  # a template shows parts as one text
+        ([], {"cache_control": {"type": "ephemeral"}}, True),
+    ],
+    ids=["system prompt", "parts", "cache_control"],
+)
+def test_second_chat_of_a_family_finds_what_it_shares(
+    llm: LLM,
+    opening: list[dict[str, Any]],
+    part: dict[str, Any] | None,
+    found: bool,  # noqa: FBT001  a parameter
+) -> None:
+    """The grid is too wide to help."""
+    text = {"type": "text", "text": f"{'Ben hides' if part else 'Nora sings'}. {FACTS} {FACTS} "}
+    parts = [] if part is None else [text | part]
+    questions = [
+        [*parts, {"type": "text", "text": asked * 6}] for asked in ("Where is it? ", "What is Tom? ")
+    ]
+    (first,), (second,) = [
+        llm.chat([*opening, {"role": "user", "content": asked}], GREEDY) for asked in questions
+    ]
     pairs = zip(first.prompt_token_ids, second.prompt_token_ids, strict=False)
-    return next(depth for depth, (left, right) in enumerate(pairs) if left != right)
-
-
-def test_second_chat_of_a_family_finds_its_system_prompt(llm: LLM) -> None:
-    """It computes less than a page of it; the grid is too wide to help."""
-    system = {"role": "system", "content": f"{FACTS} Be kind to all of them."}
-    questions = ("Where is the map?", "What does Tom like?")
-    chats = [[system, {"role": "user", "content": question}] for question in questions]
-    (first,), (second,) = [llm.chat(chat, GREEDY) for chat in chats]
-    shared = shared_tokens(first, second)
+    shared = next(depth for depth, (left, right) in enumerate(pairs) if left != right)
     assert 16 < shared < 64
-    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, shared // 16 * 16)
+    assert first.num_cached_tokens == 0
+    assert second.num_cached_tokens == (shared // 16 * 16 if found else 0)
 
 
 def marked_chat(shared: str, question: str, control: dict[str, str] | None) -> list[dict[str, Any]]:
     """A message of two parts, the first one with cache_control or not."""
     part = {"type": "text", "text": shared} | ({} if control is None else {"cache_control": control})
     return [{"role": "user", "content": [part, {"type": "text", "text": question}]}]
-
-
-def test_second_chat_resumes_at_a_part_with_cache_control(llm: LLM) -> None:
-    """The second one finds nothing without it: a template shows parts as one text."""
-    for control, text in (
-        (None, f"Nora sings. {FACTS} {FACTS} "),
-        ({"type": "ephemeral"}, f"Ben hides. {FACTS} {FACTS} "),
-    ):
-        chats = [marked_chat(text, question * 6, control) for question in ("Where is it? ", "What is Tom? ")]
-        (first,), (second,) = [llm.chat(chat, GREEDY) for chat in chats]
-        shared = shared_tokens(first, second)
-        assert 32 < shared < 64
-        assert second.num_cached_tokens == (0 if control is None else shared // 16 * 16)
 
 
 @pytest.mark.parametrize("hints", [{}, {"retain": 60}, {"session_id": "a"}, "cache_control"])
@@ -111,34 +113,26 @@ def test_hints_change_what_is_kept_and_no_answer(settings: dict[str, Any], hints
     assert tokens_of([after]) == tokens_of([before])
 
 
-async def straight(settings: dict[str, Any], prompts: list[list[int]]) -> list[list[int]]:
-    """Return the answers of an engine without anything around it."""
-    built = build_engine(settings_of("keeper", settings), lambda _done, _total: None)
-    steps = asyncio.create_task(built.engine.run())
+def test_answers_are_the_engines_in_the_order_of_the_prompts(llm: LLM) -> None:
+    engine, thread = llm._built.engine, llm._thread  # pyright: ignore[reportPrivateUsage]
 
     async def ask(prompt: list[int], choice: int) -> list[int]:
+        """Return the answer of the engine without anything around it."""
         request = Request(
             request_id="r",
             tokens=tuple(prompt),
             max_new_tokens=WARM.max_tokens or 0,
             sampling=Sampling(temperature=1.5, seed=choice_seed(7, choice)),
         )
-        async with aclosing(built.engine.generate(request)) as deltas:
+        async with aclosing(engine.generate(request)) as deltas:
             return [token async for delta in deltas for token in delta.tokens]
 
-    try:
-        return [await ask(prompt, choice) for prompt in prompts for choice in range(WARM.n)]
-    finally:
-        steps.cancel()
-        await asyncio.gather(steps, return_exceptions=True)
-        built.close()
-
-
-def test_answers_are_the_engines_in_the_order_of_the_prompts(llm: LLM, settings: dict[str, Any]) -> None:
     outputs = llm.generate(PROMPTS, WARM)
     assert [output.prompt for output in outputs] == PROMPTS
     assert [generated.index for generated in outputs[0].outputs] == [0, 1, 2]
-    asked = asyncio.run(straight(settings, [output.prompt_token_ids for output in outputs]))
+    asked = [
+        thread.run(ask(output.prompt_token_ids, choice)) for output in outputs for choice in range(WARM.n)
+    ]
     assert [tokens for choices in tokens_of(outputs) for tokens in choices] == asked
     assert len({tuple(tokens) for tokens in asked}) > len(PROMPTS)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.cluster.plan.test_sizing import FOUND
+from tests.unit.cluster.plan.test_search import FOUND
 from tests.unit.cluster.simulate.test_trace import line
 from tidemill.cluster.cli.main import EXIT_REFUSED, main
 from tidemill.cluster.config.reading import read_config

@@ -3,18 +3,19 @@
 import socket
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from tests.support.cluster.fake_engine import worker
+from tests.support.cluster.fake_service import sources
 from tests.support.cluster.heartbeats import worker_info
 from tidemill.cluster.cli.serve import routers_of
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer, tokenizer_files
 from tidemill.cluster.edge.cluster_service import ClusterService
 from tidemill.cluster.edge.requests.api_keys import ApiKey, digest_of
-from tidemill.cluster.edge.requests.context import Sources, open_context
+from tidemill.cluster.edge.requests.context import open_context
 from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.observability.telemetry import Telemetry
@@ -28,24 +29,17 @@ from tidemill.cluster.settings import (
     ClusterSettings,
     FleetSettings,
     RouterSettings,
-    WorkerSettings,
 )
 from tidemill.kvstore.errors import TidemillError
-from tidemill.workers.settings import EngineSettings
 from tidemill.workers.sources.names import bundled
 
 KEY = "sk-never-to-be-published"
 FOLDER = bundled()["keeper"]
 
 
-def fleet_of(router: RouterSettings, chat: ChatSettings) -> FleetSettings:
-    engine = EngineSettings(model_folder=FOLDER, store_url="memory://", cache_folder=FOLDER)
-    return FleetSettings(
-        workers=(WorkerSettings(name="mixed-0", role="mixed", engine=engine),),
-        names=("keeper", "alias"),
-        router=router,
-        chat=chat,
-    )
+def fleet_of(router: RouterSettings, chat: ChatSettings = ChatSettings()) -> FleetSettings:  # noqa: B008 - frozen
+    mixed = worker("mixed-0", "mixed", model_folder=FOLDER)
+    return FleetSettings(workers=(mixed,), names=("keeper", "alias"), router=router, chat=chat)
 
 
 def test_catalogue_has_digests_and_no_secret(tmp_path: Path) -> None:
@@ -58,14 +52,9 @@ def test_catalogue_has_digests_and_no_secret(tmp_path: Path) -> None:
     service = cast("ClusterService", SimpleNamespace(info=worker_info(), model=model, resets=3))
     fleet = fleet_of(RouterSettings(replicas=2, tls=tls), ChatSettings(template=str(template)))
     key = ApiKey(tenant="search", sha256=digest_of(KEY), requests_per_minute=5)
-    sources = Sources(clock_s=lambda: 0.0, unix_time_s=lambda: 0.0, new_id=lambda: "1", rng=Random(1))
     writers: Any = {"router": SimpleNamespace(address="10.0.0.1:1"), "router-1": SimpleNamespace(address="")}
-    publisher = CataloguePublisher(
-        [PublishedFleet(fleet, service)],
-        writers,
-        open_context([], sources, keys=[key]),
-        Telemetry(),
-    )
+    context = open_context([], sources(), keys=[key])
+    publisher = CataloguePublisher([PublishedFleet(fleet, service)], writers, context, Telemetry())
     data = encode(publisher.catalogue())
     for secret in (KEY, "secret of", "k.pem", str(FOLDER)):
         assert secret.encode() not in data
@@ -95,8 +84,8 @@ def test_tokenizer_of_the_published_files_is_that_of_the_folder(tmp_path: Path) 
 
 
 def test_each_router_keeps_a_port_of_its_own() -> None:
-    first = fleet_of(RouterSettings(replicas=3), ChatSettings())
-    second = fleet_of(RouterSettings(name="b-router", replicas=2), ChatSettings())
+    first = fleet_of(RouterSettings(replicas=3))
+    second = fleet_of(RouterSettings(name="b-router", replicas=2))
     settings = with_router_ports(ClusterSettings(fleets=(first, second)))
     ports = [port for fleet in settings.fleets for port in fleet.router.ports]
     assert len(set(ports)) == 5
@@ -110,10 +99,10 @@ def test_taken_router_port_is_refused() -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         router = RouterSettings(ports=(other.getsockname()[1],))
-        settings = ClusterSettings(fleets=(fleet_of(router, ChatSettings()),))
+        settings = ClusterSettings(fleets=(fleet_of(router),))
         with pytest.raises(PortTaken, match="--router-port"):
             with_router_ports(settings)
-        free = replace(settings, fleets=(fleet_of(RouterSettings(), ChatSettings()),))
+        free = replace(settings, fleets=(fleet_of(RouterSettings()),))
         assert with_router_ports(free).fleets[0].router.ports != router.ports
 
 

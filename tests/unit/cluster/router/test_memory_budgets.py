@@ -379,14 +379,6 @@ def test_broker_grows_a_short_cache_into_unused_memory() -> None:
     assert after["idle"] >= TOTAL // 16
 
 
-def test_broker_keeps_the_budgets_of_two_short_caches() -> None:
-    accounts = {
-        "a": account(assigned=TOTAL * 3 // 4, cached=TOTAL, pressed=True),
-        "b": account(assigned=TOTAL // 4, cached=TOTAL, pressed=True),
-    }
-    assert assigned(settle(accounts)) == assigned(accounts)
-
-
 def test_broker_takes_unused_memory_before_a_cache() -> None:
     third = TOTAL // 3
     accounts = {

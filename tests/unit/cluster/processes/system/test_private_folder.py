@@ -1,7 +1,8 @@
-"""A folder is private, ends with its process, and the next process removes what a killed one has left."""
+"""A folder is private and ends with its process, or the next one removes it; ends of children are seen."""
 
 import fcntl
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from tests.support.e2e.server import eventually, runs
+from tidemill.cluster.processes.system.children import end, has_ended
 from tidemill.cluster.processes.system.private_folder import (
     FILES,
     LOCK,
@@ -229,3 +231,48 @@ def test_folder_of_a_detached_server_is_kept_while_a_raylet_writes_there(tmp_pat
         process.wait()
     assert [left.folder for left in remove_abandoned(parents)] == [root, store]
     assert not detached_servers(parents[0])
+
+
+def test_end_of_a_child_is_seen_before_and_after_its_status_is_read() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = psutil.Process(child.pid)
+    try:
+        assert not has_ended(process)
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert has_ended(process)
+        assert child.wait() == -signal.SIGKILL, "its status was read in place of its owner"
+    finally:
+        child.communicate()
+    assert has_ended(process)
+
+
+def test_end_of_a_child_is_seen_without_file_descriptors() -> None:
+    """The watch of a server must not end it when it has no descriptors left."""
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    process = psutil.Process(child.pid)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        while not has_ended(process):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    child.wait()
+
+
+def test_processes_are_ended_although_one_ends_while_psutil_opens_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux then answers pidfd_open with ENOENT, which psutil 7.2 does not expect."""
+    errors, really = [FileNotFoundError()], os.pidfd_open
+
+    def pidfd_open(pid: int, flags: int = 0) -> int:
+        if errors:
+            raise errors.pop()
+        return really(pid, flags)
+
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        psutil.wait_procs([psutil.Process(child.pid)], timeout=0.0)  # it tries pidfd_open once
+        monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+        end([psutil.Process(child.pid)], 0.1)
+        assert not errors
+        assert not psutil.pid_exists(child.pid)
