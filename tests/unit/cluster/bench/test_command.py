@@ -234,11 +234,9 @@ async def test_token_without_text_has_the_time_of_the_last_chunk() -> None:
 
 def test_server_that_dies_midway(capsys: pytest.CaptureFixture[str]) -> None:
     """The rest of the requests fail, the first ones are reported, and the command returns 1."""
-    url, answered = "", Counter[str]()
-    closed = asyncio.Event()
+    answered = Counter[str]()
 
-    async def run() -> list[RequestResult]:
-        nonlocal url
+    async def run() -> tuple[str, list[RequestResult]]:
         server = await asyncio.start_server(scripted(CHUNK + END), "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
@@ -246,25 +244,22 @@ def test_server_that_dies_midway(capsys: pytest.CaptureFixture[str]) -> None:
             answered["failed" if done.error else "whole"] += 1
             if answered["whole"] == 3:
                 server.close()
-                closed.set()
 
         async with open_http(url) as http:
             client = LoadClient(http=http, clock_s=asyncio.get_running_loop().time, model="any")
-            return await run_load(client, Workload("w", (item(),) * 8), 1, count_answer)
+            return url, await run_load(client, Workload("w", (item(),) * 8), 1, count_answer)
 
-    results = asyncio.run(run())
-    assert closed.is_set()
+    url, results = asyncio.run(run())
     assert answered == {"whole": 3, "failed": 5}
     assert all("connect" in failed.error.lower() for failed in results if failed.error)
     assert bench_command(url, "--model", "any", "--num-prompts", "2", "--json") == 1
     assert json.loads(capsys.readouterr().out)["failed"] == 2
 
 
-def test_open_loop_does_not_wait_for_answers_and_turns_do() -> None:
+async def test_open_loop_does_not_wait_for_answers_and_turns_do() -> None:
     """Requests are sent at their times though none is answered; with a bound, and as turns, they wait."""
-
-    async def most_open(items: tuple[Item, ...], concurrency: int | None) -> int:
-        loop = asyncio.get_running_loop()
+    turns = (item(), *(replace(item(turn), after=turn - 1) for turn in (1, 2)))
+    for items, concurrency, most_open in (((item(),) * 6, None, 6), ((item(),) * 6, 2, 2), (turns, None, 1)):
         most = open_now = 0
 
         async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -276,16 +271,11 @@ def test_open_loop_does_not_wait_for_answers_and_turns_do() -> None:
             await scripted(CHUNK + END)(reader, writer)
 
         async with stub(slow) as url, open_http(url) as http:
-            client = LoadClient(http=http, clock_s=loop.time, model="any")
+            client = LoadClient(http=http, clock_s=asyncio.get_running_loop().time, model="any")
             workload = timed(Workload("w", items), Random(0), rate=60.0)
             results = await run_load(client, workload, concurrency)
         assert not [failed.error for failed in results if failed.error]
-        return most
-
-    turns = (item(), *(replace(item(turn), after=turn - 1) for turn in (1, 2)))
-    assert asyncio.run(most_open((item(),) * 6, None)) == 6
-    assert asyncio.run(most_open((item(),) * 6, 2)) == 2
-    assert asyncio.run(most_open(turns, None)) == 1
+        assert most == most_open
 
 
 async def test_command_prints_writes_and_plots(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -53,29 +53,18 @@ def run(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
-def test_ls_lists_objects(run: Run) -> None:
+def test_ls_lists_objects_and_stat_counts_them(run: Run) -> None:
     status, out, _ = run("ls", "--json")
     assert status == 0
     listed = {row.pop("key"): row for row in json.loads(out)}
     assert all(row.pop("used_s") < 3600 for row in listed.values())
     num_bytes = 100 + SEAL_BYTES
-    assert listed == {
-        **{str(key): {"kind": "page", "shard": key.shard, "bytes": num_bytes} for key in PAGES},
-        str(CHECKPOINT): {"kind": "checkpoint", "shard": 0, "bytes": num_bytes},
-    }
-    status, out, _ = run("ls")
-    assert status == 0
-    assert [line.split()[1] for line in out.splitlines()[1:]].count("page") == 3
-
-
-def test_stat_counts_objects_and_bytes(run: Run) -> None:
-    status, out, _ = run("stat", "--json")
-    assert status == 0
-    state = json.loads(out)
-    assert (state["pages"], state["checkpoints"]) == (3, 1)
-    assert state["bytes"] == 4 * (100 + SEAL_BYTES)
-    assert state["capacity_bytes"] == 1 << 20
-    assert state["is_reachable"]
+    pages = {str(key): {"kind": "page", "shard": key.shard, "bytes": num_bytes} for key in PAGES}
+    assert listed == pages | {str(CHECKPOINT): {"kind": "checkpoint", "shard": 0, "bytes": num_bytes}}
+    assert [line.split()[1] for line in run("ls")[1].splitlines()[1:]].count("page") == 3
+    state = json.loads(run("stat", "--json")[1])
+    assert (state["pages"], state["checkpoints"], state["is_reachable"]) == (3, 1, True)
+    assert (state["bytes"], state["capacity_bytes"]) == (4 * num_bytes, 1 << 20)
     assert "656 B of 1.00 MiB" in run("stat")[1]
 
 

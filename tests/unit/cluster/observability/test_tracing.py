@@ -56,7 +56,7 @@ class Recorded:
         """Return the names of the spans inside the only root, and their start and end after its start."""
         root = self.root()
         inner = [span for span in self.spans if span is not root]
-        assert {traceparent_of(span) for span in inner} <= {own_traceparent(root)}
+        assert {traceparent(span.parent) for span in inner} <= {traceparent(root.context)}
 
         def seconds(at_ns: int | None) -> float:
             return round(((at_ns or 0) - start_ns(root)) / NS_PER_S, 1)
@@ -69,17 +69,10 @@ def start_ns(span: ReadableSpan) -> int:
     return span.start_time
 
 
-def traceparent_of(span: ReadableSpan) -> str:
-    """Return the traceparent of the parent of `span`, empty if it has none."""
-    return "" if span.parent is None else _text(span.parent)
-
-
-def own_traceparent(span: ReadableSpan) -> str:
-    assert span.context is not None
-    return _text(span.context)
-
-
-def _text(context: SpanContext) -> str:
+def traceparent(context: SpanContext | None) -> str:
+    """Return a span, or the parent of one, as a traceparent, empty if there is none."""
+    if context is None:
+        return ""
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
 
@@ -149,7 +142,7 @@ async def generated(request: Request, error: Exception | None = None, count: int
 async def test_traced_engine_records_parts_of_stream() -> None:
     recorded = await generated(REQUEST)
     root, parts = recorded.root(), recorded.parts()
-    assert (root.name, root.kind, traceparent_of(root)) == ("generate", SpanKind.SERVER, PARENT)
+    assert (root.name, root.kind, traceparent(root.parent)) == ("generate", SpanKind.SERVER, PARENT)
     assert sorted(parts) == [("fetch", 1, 3), ("stream", 0, 0), ("tail", 3, 7), ("wait", 0, 1)]
     assert [event.name for event in root.events] == ["first token"]
     assert root.end_time is not None
@@ -198,8 +191,8 @@ async def test_traced_peers_send_their_spans_as_parents() -> None:
     await asyncio.wait([ahead])
     await peers.stream(*at, REQUEST, reading())
     assert [span.name for span in recorded.spans] == ["prefill", "fetch ahead", "decode"]
-    assert {(span.kind, traceparent_of(span)) for span in recorded.spans} == {(SpanKind.CLIENT, PARENT)}
-    assert engine.parents == [own_traceparent(span) for span in recorded.spans]
+    assert {(span.kind, traceparent(span.parent)) for span in recorded.spans} == {(SpanKind.CLIENT, PARENT)}
+    assert engine.parents == [traceparent(span.context) for span in recorded.spans]
     assert all(span.status.status_code is StatusCode.UNSET for span in recorded.spans)
     cancelled = [attributes_of(span).get("tidemill.cancelled", False) for span in recorded.spans]
     assert cancelled == [False, True, False]
@@ -216,13 +209,13 @@ def test_edge_records_root_span_of_request(header: str | None, parent: str) -> N
     body = {"prompt": "Hello", "n": 2}
     assert call(app, "POST", "/v1/completions", json=body, headers=headers).status_code == 200
     root = recorded.root()
-    assert (root.kind, traceparent_of(root)) == (SpanKind.SERVER, parent)
+    assert (root.kind, traceparent(root.parent)) == (SpanKind.SERVER, parent)
     attributes = attributes_of(root)
     assert attributes["gen_ai.request.id"] == "mine"
     assert attributes["tidemill.choices"] == 2
     assert attributes["gen_ai.response.finish_reasons"] == "stop"
     assert attributes["tidemill.decode"] == TRACE.decode
-    assert {request.trace_parent for request in service.requests} == {own_traceparent(root)}
+    assert {request.trace_parent for request in service.requests} == {traceparent(root.context)}
 
 
 def test_parent_of_checks_traceparent() -> None:

@@ -159,21 +159,10 @@ def test_process_ends_with_killed_server(incarnations: Incarnations) -> None:
 
 
 def test_die_with_parent_starts_nothing_without_its_parent(incarnations: Incarnations) -> None:
-    ended = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "tidemill.cluster.processes.system.die_with_parent",
-            "1",
-            "-c",
-            PROGRAM,
-            incarnations.port,
-        ],
-        check=False,
-        capture_output=True,
-    )
-    assert ended.stdout == b""
-    assert ended.returncode == 0
+    module = "tidemill.cluster.processes.system.die_with_parent"
+    words = [sys.executable, "-m", module, "1", "-c", PROGRAM, incarnations.port]
+    ended = subprocess.run(words, check=False, capture_output=True)
+    assert (ended.stdout, ended.returncode) == (b"", 0)
 
 
 def test_joined_master_that_is_away_is_refused() -> None:
@@ -221,35 +210,39 @@ def running(programs: Sequence[StoreProgram]) -> Generator[None]:
 
 def capacity_bytes(url: str) -> int:
     [admin] = parse_qs(urlsplit(url).query)["admin"]
-    [line] = [
-        line
-        for line in httpx.get(f"http://{admin}/metrics").text.splitlines()
-        if line.startswith("master_total_capacity_bytes ")
-    ]
+    lines = httpx.get(f"http://{admin}/metrics").text.splitlines()
+    [line] = [line for line in lines if line.startswith("master_total_capacity_bytes ")]
     return int(line.split()[1])
 
 
 GIB = 1 << 30
 
 
-@pytest.mark.parametrize("url", ["file:///a?size=1GiB", "/mooncake", "file:///mooncake?size=1GiB,file:///b"])
-def test_plan_starts_nothing_for_other_stores(url: str) -> None:
-    plan = plan_store(url)
-    assert plan.url == url == other_tiers(url)
-    assert not plan.has_mooncake
-    assert (plan.master, plan.owner) == (None, None)
+def test_plan_starts_nothing_for_other_stores_and_keeps_their_order() -> None:
+    for url in ("file:///a?size=1GiB", "/mooncake", "file:///mooncake?size=1GiB,file:///b"):
+        plan = plan_store(url)
+        assert plan.url == url == other_tiers(url)
+        assert not plan.has_mooncake
+        assert (plan.master, plan.owner) == (None, None)
+    url = "file:///near?size=1GiB,mooncake://h:1?size=1GiB&host=127.0.0.1,file:///far?write=none"
+    assert plan_store(url).url == "file:///near?size=1GiB,mooncake://h:1,file:///far?write=none"
+    assert other_tiers(url) == "file:///near?size=1GiB,file:///far?write=none"
+    for shared in ("memory-of-pages/folder", "memory:?size=1MiB,file:///a"):
+        check_shared(shared)
+    with pytest.raises(StoreError, match="inside one process"):
+        check_shared("memory:?size=1MiB,memory")
 
 
-@pytest.mark.parametrize("url", ["mooncake?size=1GiB", "mooncake:?size=1GiB", "mooncake://?size=1GiB"])
-def test_plan_starts_master_and_memory_owner(url: str) -> None:
-    plan = plan_store(url)
-    assert plan.has_mooncake
-    assert plan.master is not None
-    assert plan.master.host == "127.0.0.1"
-    assert plan.master.port != plan.master.admin_port
-    address = f"127.0.0.1:{plan.master.port}"
-    assert plan.owner == MemoryOwner(master=address, host="127.0.0.1", num_bytes=GIB)
-    assert plan.url == f"mooncake://{address}?admin=127.0.0.1:{plan.master.admin_port}"
+def test_plan_starts_master_and_memory_owner() -> None:
+    for url in ("mooncake?size=1GiB", "mooncake:?size=1GiB", "mooncake://?size=1GiB"):
+        plan = plan_store(url)
+        assert plan.has_mooncake
+        assert plan.master is not None
+        assert plan.master.host == "127.0.0.1"
+        assert plan.master.port != plan.master.admin_port
+        address = f"127.0.0.1:{plan.master.port}"
+        assert plan.owner == MemoryOwner(master=address, host="127.0.0.1", num_bytes=GIB)
+        assert plan.url == f"mooncake://{address}?admin=127.0.0.1:{plan.master.admin_port}"
 
 
 def test_plan_joins_running_master_and_may_lend_memory_to_it() -> None:
@@ -261,12 +254,6 @@ def test_plan_joins_running_master_and_may_lend_memory_to_it() -> None:
     assert plan.master is None
     transport = (("protocol", "rdma"), ("device", "mlx5_0"))
     assert plan.owner == MemoryOwner(master="127.0.0.1:50051", host="", num_bytes=GIB, transport=transport)
-
-
-def test_plan_keeps_other_tiers_in_order() -> None:
-    url = "file:///near?size=1GiB,mooncake://h:1?size=1GiB&host=127.0.0.1,file:///far?write=none"
-    assert plan_store(url).url == "file:///near?size=1GiB,mooncake://h:1,file:///far?write=none"
-    assert other_tiers(url) == "file:///near?size=1GiB,file:///far?write=none"
 
 
 @pytest.mark.parametrize(
@@ -294,13 +281,6 @@ def test_plan_refuses_mistakes_in_one_line(url: str, named: str) -> None:
         plan_store(url)
     assert named in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-def test_check_shared_refuses_only_stores_inside_one_process() -> None:
-    check_shared("memory-of-pages/folder")
-    check_shared("memory:?size=1MiB,file:///a")
-    with pytest.raises(StoreError, match="inside one process"):
-        check_shared("memory:?size=1MiB,memory")
 
 
 def test_plan_takes_port_and_interface_and_refuses_a_port_in_use() -> None:

@@ -91,9 +91,12 @@ class World:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
 
-    async def start(self, server: str) -> None:
+    async def start(self, server: str, *, serves: bool = False) -> ClusterPlan:
         async with self.run(server) as supervisor:
-            await supervisor.started()
+            plan = await supervisor.started()
+            if serves:
+                await supervisor.serves()
+            return plan
 
     def plan(self) -> ClusterPlan:
         return Journal(self.store, "space").open()
@@ -105,14 +108,11 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 async def test_supervisor_starts_the_cluster_and_its_successor_adopts_it(world: World) -> None:
-    async with world.run("a") as supervisor:
-        assert not (await supervisor.started()).served
-        await supervisor.serves()
+    assert not (await world.start("a", serves=True)).served
     assert world.actors.added == NAMES
     assert world.plan().server == "a"
     assert all(worker.created for worker in world.plan().fleets[0].workers.values())
-    async with world.run("a") as supervisor:
-        assert (await supervisor.started()).served
+    assert (await world.start("a")).served
     assert world.actors.added == ["router"], "which is there, so that nothing changes"
     assert world.actors.adopted == ["prefill-0", "decode-0"]
     assert not world.actors.killed
@@ -120,9 +120,7 @@ async def test_supervisor_starts_the_cluster_and_its_successor_adopts_it(world: 
 
 async def test_store_answers_before_the_first_worker_opens_it_and_is_adopted_later(world: World) -> None:
     world.settings = replace(world.settings, programs=(StoreProgram(name="master", arguments=()),))
-    async with world.run("a") as supervisor:
-        await supervisor.started()
-        await supervisor.serves()
+    await world.start("a", serves=True)
     assert world.actors.added == ["router", "store that waits", "prefill-0", "decode-0"]
     await world.start("a")
     assert world.actors.added == ["router", "store"]

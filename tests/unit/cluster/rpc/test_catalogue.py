@@ -14,12 +14,10 @@ import trustme
 from tests.support.cluster.heartbeats import worker_info
 from tests.support.grpc_loop import IN_GRPC_LOOP
 from tests.support.sockets import free_port
-from tests.unit.cluster.rpc.test_mutual_tls import issue
+from tests.unit.cluster.rpc.test_mutual_tls import issue, router
 from tidemill.cluster.mutual_tls import CLUSTER_NAME, MutualTls, refusal_of
 from tidemill.cluster.router import catalogue_server
 from tidemill.cluster.router.catalogue_server import CatalogueServer
-from tidemill.cluster.router.router import Router
-from tidemill.cluster.router.server import RouterService
 from tidemill.cluster.rpc.catalogue import Catalogue, CatalogueKey, CatalogueModel
 from tidemill.cluster.rpc.catalogue_client import PART_BYTES, CatalogueReader, CatalogueWriter
 from tidemill.cluster.rpc.codec import Malformed, encode
@@ -39,15 +37,6 @@ MODEL = CatalogueModel(
 )
 WHOLE = Catalogue(models=(MODEL,), limits={"answers_max": 4, "send_s_max": 2.5})
 WITH_KEY = replace(WHOLE, keys=(CatalogueKey(tenant="search", sha256="0" * 64),))
-
-
-@asynccontextmanager
-async def router(port: int = 0, tls: MutualTls | None = None) -> AsyncGenerator[str]:
-    service = RouterService(Router(asyncio.get_running_loop().time), tls)
-    try:
-        yield await service.start("127.0.0.1", port)
-    finally:
-        await service.stop()
 
 
 @asynccontextmanager
@@ -111,7 +100,7 @@ async def test_reader_goes_to_the_next_router_and_to_one_that_has_restarted() ->
         known = replace(WHOLE, models=(replace(MODEL, routers=(f"127.0.0.1:{port}", second)),))
         await publish(second, known)
         async with reading(f"127.0.0.1:{port}") as reader:
-            async with router(port) as first:
+            async with router(port=port) as first:
                 await publish(first, known)
                 assert await reader.changed() is not None
             with pytest.raises(Unserved):
@@ -121,7 +110,7 @@ async def test_reader_goes_to_the_next_router_and_to_one_that_has_restarted() ->
             changed = await reader.changed()
             assert changed is not None
             assert changed.keys == WITH_KEY.keys
-        async with router(port) as first, reading(first) as reader:
+        async with router(port=port) as first, reading(first) as reader:
             watching = asyncio.create_task(reader.changed())
             await publish(first, known)
             assert await watching is not None

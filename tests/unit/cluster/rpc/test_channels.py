@@ -11,8 +11,8 @@ import pytest
 from tests.support.cluster.heartbeats import heartbeat, placement_request
 from tests.support.grpc_loop import IN_GRPC_LOOP
 from tests.support.waits import WAIT_S_MAX
+from tests.unit.cluster.rpc.test_mutual_tls import router
 from tidemill.cluster.router.router import Router
-from tidemill.cluster.router.server import RouterService
 from tidemill.cluster.rpc.channels import bind, cancellable, new_server, open_channel
 from tidemill.cluster.rpc.codec import encode_heartbeat
 from tidemill.cluster.rpc.placement_codec import decode_placement, encode_placement_request
@@ -23,25 +23,25 @@ WORKERS = 1100
 
 
 async def test_router_takes_heartbeats_of_1000_workers_and_placements() -> None:
-    router = Router(asyncio.get_running_loop().time)
-    service = RouterService(router)
-    try:
-        async with open_channel(await service.start("127.0.0.1")) as channel, asyncio.timeout(WAIT_S_MAX):
-            calls = cast("Any", channel)
-            reports = [calls.stream_stream("/tidemill.Router/Report")() for _ in range(WORKERS)]
-            for index, report in enumerate(reports):
-                await report.write(encode_heartbeat(heartbeat(f"mixed-{index}", "mixed")))
-            for report in reports:
-                assert isinstance(await report.read(), bytes), "refused"
-            assert len(router.status().workers) == WORKERS
-            place = calls.unary_unary("/tidemill.Router/Place")
-            placed = decode_placement(await place(encode_placement_request(placement_request())))
-            assert not isinstance(placed, Exception)
-            assert placed.decode.startswith("mixed-")
-            for report in reports:
-                report.cancel()
-    finally:
-        await service.stop()
+    served = Router(asyncio.get_running_loop().time)
+    async with (
+        router(served=served) as address,
+        open_channel(address) as channel,
+        asyncio.timeout(WAIT_S_MAX),
+    ):
+        calls = cast("Any", channel)
+        reports = [calls.stream_stream("/tidemill.Router/Report")() for _ in range(WORKERS)]
+        for index, report in enumerate(reports):
+            await report.write(encode_heartbeat(heartbeat(f"mixed-{index}", "mixed")))
+        for report in reports:
+            assert isinstance(await report.read(), bytes), "refused"
+        assert len(served.status().workers) == WORKERS
+        place = calls.unary_unary("/tidemill.Router/Place")
+        placed = decode_placement(await place(encode_placement_request(placement_request())))
+        assert not isinstance(placed, Exception)
+        assert placed.decode.startswith("mixed-")
+        for report in reports:
+            report.cancel()
 
 
 async def test_one_stream_too_many_is_refused_and_the_others_stay() -> None:
@@ -55,23 +55,20 @@ async def test_one_stream_too_many_is_refused_and_the_others_stay() -> None:
     )
     address = bind(server, "127.0.0.1", 0)
     await server.start()
-    try:
-        async with open_channel(address) as channel, asyncio.timeout(WAIT_S_MAX):
-            method = cast("Any", channel).stream_stream("/test/Echo")
-            streams = [method() for _ in range(3)]
-            for stream in streams:
-                await stream.write(b"1")
-                assert await stream.read() == b"1"
-            refused = method()
-            with pytest.raises(grpc.aio.AioRpcError) as error:
-                await refused.read()
-            assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            for stream in streams:
-                await stream.write(b"2")
-                assert await stream.read() == b"2"
-                stream.cancel()
-    finally:
-        await server.stop(grace=None)
+    async with open_channel(address) as channel, asyncio.timeout(WAIT_S_MAX):
+        method = cast("Any", channel).stream_stream("/test/Echo")
+        streams = [method() for _ in range(3)]
+        for stream in streams:
+            await stream.write(b"1")
+            assert await stream.read() == b"1"
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await method().read()
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for stream in streams:
+            await stream.write(b"2")
+            assert await stream.read() == b"2"
+            stream.cancel()
+    await server.stop(grace=None)
 
 
 async def test_a_call_that_fails_while_it_is_cancelled_is_cancelled() -> None:

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -71,10 +72,16 @@ def stranger(request: pytest.FixtureRequest, ours: MutualTls, tmp_path: Path) ->
 
 
 @asynccontextmanager
-async def router(tls: MutualTls | None) -> AsyncGenerator[str]:
-    service = RouterService(Router(asyncio.get_running_loop().time), tls)
+async def router(
+    tls: MutualTls | None = None,
+    port: int = 0,
+    served: Router | None = None,
+    supervisor: Any = None,  # noqa: ANN401
+) -> AsyncGenerator[str]:
+    """Yield the address of a router."""
+    service = RouterService(served or Router(asyncio.get_running_loop().time), tls, supervisor)
     try:
-        yield await service.start("127.0.0.1")
+        yield await service.start("127.0.0.1", port)
     finally:
         await service.stop()
 

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.cluster.heartbeats import placement_request
 from tests.support.grpc_loop import IN_GRPC_LOOP
+from tests.unit.cluster.rpc.test_mutual_tls import router
 from tidemill.cluster.messages import FleetStatus, MembersAnswer, Misses, RoleScale, Route
 from tidemill.cluster.orders import (
     Drain,
@@ -28,7 +29,6 @@ from tidemill.cluster.orders import (
     SupervisorOrder,
 )
 from tidemill.cluster.router.router import Router
-from tidemill.cluster.router.server import RouterService
 from tidemill.cluster.rpc import router_failover
 from tidemill.cluster.rpc.channels import bind, new_server
 from tidemill.cluster.rpc.codec import encode
@@ -73,6 +73,13 @@ async def client_of(methods: dict[str, Callable[..., Awaitable[bytes]]]) -> Asyn
         yield client
     await client.close()
     await server.stop(grace=None)
+
+
+def placing(route: Route) -> Callable[..., Awaitable[bytes]]:
+    async def place(_: bytes, __: object) -> bytes:
+        return encode_placement(route)
+
+    return place
 
 
 async def test_requests_that_come_meanwhile_share_a_frame() -> None:
@@ -125,10 +132,7 @@ async def test_request_without_a_worker_waits_in_a_call_of_its_own() -> None:
         framed.append(data)
         return encode_placements(Unserved("no worker") for _ in decode_placement_requests(data))
 
-    async def place(_: bytes, __: object) -> bytes:
-        return encode_placement(ROUTE)
-
-    async with client_of({"PlaceAll": place_all, "Place": place}) as client:
+    async with client_of({"PlaceAll": place_all, "Place": placing(ROUTE)}) as client:
         assert await asyncio.gather(client.place(ASK), client.place(ASK)) == [ROUTE] * 2
         assert len(framed) == 1, "the other one had a call of its own from the start"
 
@@ -164,18 +168,15 @@ async def test_clients_return_to_the_first_router_when_it_is_back(monkeypatch: p
     monkeypatch.setattr(router_failover, "RETURN_S", 0.1)
     questions: list[bytes] = []
 
-    def methods(name: str) -> dict[str, Callable[..., Awaitable[bytes]]]:
-        async def place(_: bytes, __: object) -> bytes:
-            return encode_placement(replace(ROUTE, decode=WorkerId(name)))
+    async def out(data: bytes, _: object) -> bytes:
+        questions.append(data)
+        return encode(frozenset[WorkerId]())
 
-        async def out(data: bytes, _: object) -> bytes:
-            questions.append(data)
-            return encode(frozenset[WorkerId]())
-
-        return {"Place": place, "Out": out}
-
-    first, address = await serve(methods("first"))
-    second, other = await serve(methods("second"))
+    one, two = (
+        {"Place": placing(replace(ROUTE, decode=WorkerId(name))), "Out": out} for name in ("first", "second")
+    )
+    first, address = await serve(one)
+    second, other = await serve(two)
     client = RouterClient(always_at(address), always_at(other))
 
     async def placed_by() -> str:
@@ -187,7 +188,7 @@ async def test_clients_return_to_the_first_router_when_it_is_back(monkeypatch: p
         assert await placed_by() == "second"
         await asyncio.sleep(0.3)
         assert await placed_by() == "second", "it is still away"
-        first, _ = await serve(methods("first"), int(address.rpartition(":")[2]))
+        first, _ = await serve(one, int(address.rpartition(":")[2]))
         while await placed_by() != "first":  # noqa: ASYNC110 - it sends no event
             await asyncio.sleep(0.02)
         assert len(questions) == 2
@@ -248,10 +249,8 @@ class ObedientRouter(Router):
 
 async def test_orders_are_carried_out_and_answers_and_refusals_come_back_whole() -> None:
     obedient = Obedient()
-
-    service = RouterService(ObedientRouter(obedient), supervisor=obedient)
-    client = RouterClient(always_at(await service.start("127.0.0.1")))
-    try:
+    async with router(served=ObedientRouter(obedient), supervisor=obedient) as address:
+        client = RouterClient(always_at(address))
         assert await client.report("a", Misses(late=2), 4, 3) == 5
         for order, answer in ANSWERS:
             obedient.answers = [answer]
@@ -266,6 +265,4 @@ async def test_orders_are_carried_out_and_answers_and_refusals_come_back_whole()
             obedient.answers = [Unserved("the supervisor is away")]
             with pytest.raises(Unserved, match="is away"):
                 await client.carry_out(order)
-    finally:
         await client.close()
-        await service.stop()

@@ -18,7 +18,7 @@ from cryptography import x509
 from tests.support.cluster.fake_engine import FakeEngine
 from tests.support.cluster.scripted_engine import FIRST, LAST, WORKER, answer_of, collect, request
 from tests.support.grpc_loop import IN_GRPC_LOOP
-from tests.unit.cluster.rpc.test_mutual_tls import issue, status_of
+from tests.unit.cluster.rpc.test_mutual_tls import issue, router, status_of
 from tests.unit.cluster.rpc.test_router_client import Obedient
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.orders import ListEdges, MakeToken, RevokeEdge
@@ -126,13 +126,11 @@ async def test_token_gets_a_certificate_of_a_client_alone(cluster: Cluster) -> N
         assert stat.S_IMODE(credentials.folder.stat().st_mode) == 0o700
         await cluster.credentials(credentials.token).join()  # with the files that are there
         # It cannot be the server of a connection: no process of the cluster takes it for a router.
-        server = RouterService(Router(asyncio.get_running_loop().time), credentials.tls)
-        address = await server.start("127.0.0.1")
-        reader = CatalogueReader((address,), cluster.tls)
-        with pytest.raises(Unserved, match="has no catalogue"):
-            await reader.changed()
-        await reader.close()
-        await server.stop()
+        async with router(credentials.tls) as address:
+            reader = CatalogueReader((address,), cluster.tls)
+            with pytest.raises(Unserved, match="has no catalogue"):
+                await reader.changed()
+            await reader.close()
 
 
 async def test_edge_may_do_nothing_that_is_the_servers(cluster: Cluster) -> None:
