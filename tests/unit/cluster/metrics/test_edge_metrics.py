@@ -287,14 +287,17 @@ MIB = 1 << 20
 FLEET = FleetStatus(workers=(worker_status("decode-0"), worker_status("decode-1")))
 
 
-def counted(tokens: int = 0, ttfts_s: tuple[float, ...] = (), hits: int = 0, model: str = "a") -> EdgeMetrics:
+def counted(
+    tokens: int = 0, ttfts_s: tuple[float, ...] = (), errors: int = 0, model: str = "a"
+) -> EdgeMetrics:
     metrics = EdgeMetrics(lambda: 0.0)
     of_model = metrics.of_model(model)
     of_model.count_tokens(tokens, None)
     of_model.count(specs.QUERIES, 100)
-    of_model.count(specs.HITS, hits)
     for ttft_s in ttfts_s:
         of_model.observe(specs.TTFT, ttft_s)
+    for _ in range(errors):
+        metrics.count_error(503)
     return metrics
 
 
@@ -318,7 +321,7 @@ def test_row_is_what_a_period_added_over_all_edges() -> None:
 
 
 def test_all_models_are_summed_before_ratios_are_taken() -> None:
-    first, second = counted(hits=0, model="a"), counted(hits=0, model="b")
+    first, second = counted(), counted(model="b")
     history = History()
     for at_s in (0.0, 5.0):
         history.add(at_s, added(map(samples_of, (first, second))), {"a": FLEET, "b": FLEET})
@@ -380,19 +383,9 @@ async def test_edge_records_and_serves_its_history() -> None:
     assert reply == {"period_s": 5.0, "quantiles": [0.5, 0.99], "models": {}, "marks": []}
 
 
-def edge(*ttfts_s: float, tokens: int = 0, errors: int = 0, model: str = "a") -> EdgeMetrics:
-    metrics = EdgeMetrics(lambda: 0.0)
-    for ttft_s in ttfts_s:
-        metrics.of_model(model).observe(specs.TTFT, ttft_s)
-    metrics.of_model(model).count_tokens(tokens, None)
-    for _ in range(errors):
-        metrics.count_error(503)
-    return metrics
-
-
 def test_edge_answers_with_the_sums() -> None:
-    mine, other = edge(0.1, tokens=5, errors=1), edge(0.1, 2.0, tokens=7)
-    third = edge(tokens=1, model="b")
+    mine, other = counted(5, (0.1,), errors=1), counted(7, (0.1, 2.0))
+    third = counted(1, model="b")
     third.under_way["b"] = 2
     sent = [decode(EdgeSamples, encode(samples_of(metrics))) for metrics in (mine, other, third)]
     found = scraped(exposition(mine, {}, added(sent)).decode())
@@ -408,9 +401,9 @@ def test_edge_answers_with_the_sums() -> None:
 
 
 def test_counts_outlive_an_edge_and_open_answers_do_not() -> None:
-    metrics = edge(tokens=5)
+    metrics = counted(5)
     metrics.under_way["a"] = 3
-    left = added([samples_of(metrics).ended(), samples_of(edge(tokens=1))])
+    left = added([samples_of(metrics).ended(), samples_of(counted(1))])
     assert left.under_way["a"] == 0
     [(_, _, tokens)] = left.families[specs.GENERATION_TOKENS.full_name]
     assert tokens == 6

@@ -151,16 +151,6 @@ def test_placement_without_hop_when_all_is_recomputed(speed: Speed) -> None:
 
 
 @pytest.mark.parametrize("speed", [SPEED, UNKNOWN])
-def test_route_has_the_pages_shared_with_an_earlier_prompt(speed: Speed) -> None:
-    fleet = fleet_of(
-        heartbeat("prefill-0", "prefill", speed=speed), *(heartbeat(f"decode-{n}", speed=speed) for n in "01")
-    )
-    request = prompt(20 * P + 1)
-    other = replace(request, keys=(*request.keys[:7], *keys_of("g", 9 * P)))
-    assert [book(fleet, each).shared_pages for each in (request, other, request)] == [0, 7, 20]
-
-
-@pytest.mark.parametrize("speed", [SPEED, UNKNOWN])
 @pytest.mark.parametrize("index", range(4))
 def test_placement_follows_the_prefix_until_its_worker_is_flooded(index: int, speed: Speed) -> None:
     slow = replace(speed, fetch_bytes_per_s=0.0)

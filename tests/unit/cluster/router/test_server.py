@@ -1,7 +1,7 @@
 """Router, heartbeats and the client of the edge over loopback sockets, with an engine that only counts."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -10,7 +10,6 @@ import grpc
 import grpc.aio
 import pytest
 
-from tests.support import grpc_loop
 from tests.support.cluster.heartbeats import heartbeat, placement_request, worker_info
 from tests.support.cluster.scripted_engine import fails
 from tests.support.grpc_loop import IN_GRPC_LOOP
@@ -150,10 +149,6 @@ async def scene() -> AsyncGenerator[tuple[Cluster, CountingEngine, asyncio.Event
     ):
         await answered.wait()
         yield running, engine, answered, router_client
-
-
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    grpc_loop.run(coroutine, 3 * WAIT_S_MAX)
 
 
 async def until_known(running: Cluster) -> None:

@@ -178,17 +178,6 @@ def test_policies_break_ties_at_random() -> None:
         assert {policy(REQUEST, idle, 0.0).info.name for _ in range(40)} == {"0", "1", "2", "3"}
 
 
-def test_prefix_affinity_hits_more_than_random_placement() -> None:
-    requests = [arrival(number / 2, 100 + number % 5, 200 + number % 5) for number in range(100)]
-    hits = {
-        policy: simulate(
-            requests, Setup(prefill=4, decode=1, policy=policy, engine="model", cost=COST, blocks=4)
-        ).figures()["hit_ratio"]
-        for policy in ("random", "prefix-affinity")
-    }
-    assert hits["prefix-affinity"] > 1.2 * hits["random"]
-
-
 def test_model_fetches_prompts_from_a_store() -> None:
     requests = [arrival(float(number), *range(1, 40)) for number in range(9)]
     with_store = Setup(

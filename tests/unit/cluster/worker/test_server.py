@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager, suppress
-from functools import partial
 from random import Random
 from typing import Any
 
@@ -24,8 +23,6 @@ from tests.support.cluster.scripted_engine import (
     serving,
 )
 from tests.support.grpc_loop import IN_GRPC_LOOP
-from tidemill.cluster.edge.flow import serve
-from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.cluster.rpc.channels import bind, new_server
 from tidemill.cluster.rpc.codec import (
     Cancel,
@@ -42,11 +39,8 @@ from tidemill.cluster.rpc.codec import (
 )
 from tidemill.cluster.worker.server import ServerLimits
 from tidemill.kvstore.errors import OutOfMemory
-from tidemill.kvstore.keys import Namespace, PageKey
-from tidemill.workers.inbox import generated
 from tidemill.workers.messages import (
     Delta,
-    EngineInfo,
     PagesMissing,
     Produced,
     Provenance,
@@ -57,10 +51,6 @@ from tidemill.workers.messages import (
 )
 
 pytestmark = IN_GRPC_LOOP
-
-
-def root_of(salt: str) -> PageKey:
-    return Namespace(model="m", layout="l", salt=salt).root()
 
 
 async def test_streams_and_answers_arrive_whole() -> None:
@@ -153,45 +143,6 @@ async def test_whatever_else_breaks_a_request_breaks_it_alone(
         assert await healthy == [FIRST, LAST]
     ours = [record for record in caplog.records if record.name.startswith("tidemill")]
     assert bool(ours) == isinstance(error, AssertionError), "a bug leaves its traceback, and only a bug"
-
-
-class OneRoute:
-    """A router that knows one way."""
-
-    def __init__(self, route: Route) -> None:
-        self.route = route
-
-    async def place(self, request: PlacementRequest) -> Route:
-        assert request.request_id == "a"
-        return self.route
-
-    async def report_lost(self, worker: WorkerId, blamed: bytes = b"") -> None:
-        pytest.fail(f"{worker} was not lost, {blamed.hex()} not to blame")
-
-
-@pytest.mark.parametrize("hangs_up", [False, True])
-async def test_flow_ends_a_prefetch_with_its_prompt(*, hangs_up: bool) -> None:
-    """Through real streams to two workers: the prefetch is over before the request is there."""
-    async with serving() as (prefill, at_p), serving() as (decode, at_d), frontend() as peers:
-        router = OneRoute(Route(decode=WORKER, decode_address=at_d, prefill=WORKER, prefill_address=at_p))
-        answer = partial(serve, request("a"), router, peers, root_of, EngineInfo(page_tokens=2))
-        async with aclosing(generated(answer)) as pieces:
-            first = asyncio.ensure_future(anext(pieces))
-            await prefill.until(lambda engine: engine.begun == ["produce"])
-            await decode.until(lambda engine: engine.begun == ["prefetch"])
-            if hangs_up:
-                first.cancel()
-                await asyncio.wait([first])
-                await prefill.until(lambda engine: not engine.calls)
-            else:
-                prefill.step(("a", Produced(depth=2, provenance=Provenance())))
-                await decode.until(lambda engine: engine.begun == ["prefetch", "generate"])
-                decode.step(("a", FIRST), ("a", LAST))
-                assert (await first).tokens == FIRST.tokens
-                assert [piece.tokens async for piece in pieces] == [LAST.tokens]
-            await decode.until(lambda engine: not engine.calls)
-    assert prefill.begun == ["produce"]
-    assert decode.begun == (["prefetch"] if hangs_up else ["prefetch", "generate"])
 
 
 KINDS = (Generate, Produce, Prefetch)
