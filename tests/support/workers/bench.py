@@ -174,6 +174,11 @@ class Bench:
         assert all(delta.provenance is None for delta in deltas[1:])
         return provenance
 
+    async def read(self, request: Request) -> list[Delta]:
+        """Generate to the end, and check nothing."""
+        async with aclosing(self.engine.generate(request)) as deltas:
+            return [delta async for delta in deltas]
+
     def expected(self, request: Request) -> list[int]:
         layout = self.layout
         return expected(

@@ -8,7 +8,6 @@ from tests.support.kvstore.leases import scatter
 from tests.support.sim.fold import ATTENTION, LINEAR
 from tests.support.workers.bench import (
     IN_VIRTUAL_TIME,
-    Bench,
     BrokenRunner,
     Tuning,
     a_request,
@@ -21,7 +20,6 @@ from tidemill.kvstore.layout import layout_of
 from tidemill.workers.messages import (
     Produced,
     Provenance,
-    Request,
     RequestError,
     WorkerGone,
 )
@@ -92,17 +90,13 @@ async def test_when_the_step_loop_breaks_every_stream_ends(last: int, *, overlap
     """Streams that run, that wait for memory, and that wait for the same prompt to be produced."""
     async with bench(num_extents=4, runner=BrokenRunner(last), tuning=Tuning(overlap=overlap)) as one:
         requests = [a_request(prompt(30, index), 9) for index in range(5)]
-        streams = [_all_of(one, request) for request in requests]
+        streams = [one.read(request) for request in requests]
         prompts = [one.engine.produce(requests[0]) for _ in range(3)]
         ended = await asyncio.gather(*streams, *prompts, return_exceptions=True)
         assert all(isinstance(result, WorkerGone | Produced) for result in ended), ended
         assert sum(isinstance(result, WorkerGone) for result in ended) >= 5
         with pytest.raises(WorkerGone):
-            await _all_of(one, requests[0])
-
-
-async def _all_of(one: Bench, request: Request) -> int:
-    return len([delta async for delta in one.engine.generate(request)])
+            await one.read(requests[0])
 
 
 async def test_pages_scattered_over_all_extents_do_not_lock_a_request_out() -> None:
@@ -110,5 +104,6 @@ async def test_pages_scattered_over_all_extents_do_not_lock_a_request_out() -> N
     async with bench(layout=layout, num_extents=6) as one:
         request = a_request(prompt(11), 1)
         scatter(one.ledger, page_keys(root_of(""), request.tokens, 2))
-        deltas = [delta async for delta in one.engine.generate(request)]
-        assert [delta.provenance for delta in deltas] == [Provenance(reused_tokens=10, computed_tokens=1)]
+        assert [delta.provenance for delta in await one.read(request)] == [
+            Provenance(reused_tokens=10, computed_tokens=1)
+        ]

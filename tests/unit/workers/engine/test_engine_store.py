@@ -170,7 +170,7 @@ async def test_pages_in_every_extent_do_not_lock_out_a_request_that_is_fetched(
         scatter(one.ledger, page_keys(root_of(""), request.tokens, 2), path_pages=7)
         one.engine.resize(num_extents * layout.extent_bytes)
         assert one.ledger.usage().extents[STATES] == num_extents - 7
-        (delta,) = [delta async for delta in one.engine.generate(request)]
+        (delta,) = await one.read(request)
         assert delta.provenance is not None
         assert delta.provenance.computed_tokens == 1
 

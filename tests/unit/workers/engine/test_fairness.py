@@ -182,7 +182,7 @@ async def test_requests_that_come_together_fill_the_batch() -> None:
 
     async with a_machine(machine, layout=fold_layout(64, hybrid=False), tokens_max=512) as one:
         requests = [a_request(prompt(128, index), 64, request_id=f"r{index}") for index in range(32)]
-        await asyncio.gather(*(_read(one, request) for request in requests))
+        await asyncio.gather(*(one.read(request) for request in requests))
         steps = [step for step in one.runner.steps if all(len(row.tokens) == 1 for row in step)]
         assert mean(len(step) for step in steps) >= 28, "under the ratio that this target replaced it was 8"
 
@@ -250,9 +250,3 @@ async def test_flood_of_short_prompts_does_not_starve_a_long_one(streams: int) -
         for task in [*flood, *(stream.task for stream in decoding)]:
             task.cancel()
         await asyncio.wait([*flood, *(stream.task for stream in decoding)])
-
-
-async def _read(one: Bench, request: Request) -> None:
-    async with aclosing(one.engine.generate(request)) as deltas:
-        async for _ in deltas:
-            pass

@@ -256,9 +256,7 @@ async def _produced(one: Bench, request: Request) -> Produced | Exception | None
 
 async def _all_of(one: Bench, request: Request) -> Produced | Exception | None:
     try:
-        async with aclosing(one.engine.generate(request)) as deltas:
-            async for _ in deltas:
-                pass
+        await one.read(request)
     except (RequestError, WorkerGone) as error:
         return error
     return None

@@ -1,6 +1,5 @@
 """The logprobs of a prompt come whole and once, whatever is kept, cut, preempted or lost."""
 
-from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,6 @@ from tests.support.workers.bench import (
     ATTENTION_ONLY,
     HYBRID,
     IN_VIRTUAL_TIME,
-    Bench,
     a_request,
     bench,
     prompt,
@@ -61,15 +59,10 @@ async def test_retry_delivers_only_the_missing_logprobs(layout: Layout, done: in
 async def test_answer_of_a_lost_worker_is_no_part_of_the_prompt() -> None:
     async with bench() as one:
         request = scored(10)
-        async with aclosing(one.engine.generate(request)) as deltas:
-            drawn = [token async for delta in deltas for token in delta.tokens]
+        drawn = [token for delta in await one.read(request) for token in delta.tokens]
         again = replace(request, tokens=(*request.tokens, *drawn[:3]), drawn=3, max_new_tokens=3)
-        assert await _scores(one, again) == expected_scores(request, hybrid=True)
-
-
-async def _scores(one: Bench, request: Request) -> list[TokenLogprob]:
-    async with aclosing(one.engine.generate(request)) as deltas:
-        return [score async for delta in deltas for score in delta.prompt_logprobs]
+        scores = [score for delta in await one.read(again) for score in delta.prompt_logprobs]
+        assert scores == expected_scores(request, hybrid=True)
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)

@@ -103,8 +103,8 @@ async def changes(one: Bench, rng: Random, met: Counter[str], tuning: Tuning, *,
         announced = (set[bytes]() if news.full else announced - {*news.removed}) | {*news.added}
         assert announced == {key[:ANNOUNCED_KEY_BYTES] for key in one.ledger.index.restorable_keys()}
         met["two steps in flight"] += len(one.runner.in_flight) == 2
-        if resizes and rng.random() < 0.1:
-            one.engine.resize(rng.choice([0, 20, 1000]) * one.layout.extent_bytes)
+        if resizes and rng.random() < 0.2:
+            one.engine.resize(rng.choice([0, 0, 20, 1000]) * one.layout.extent_bytes)
         await asyncio.sleep(15 * LOOK_S)
 
 
@@ -143,7 +143,7 @@ async def whole_run(rng: Random, met: Counter[str]) -> None:
         late_s_max=rng.choice([0.0, 0.0, 0.05]),
     )
     met["late"] += tuning.late_s_max > 0
-    resizes = rng.random() < 0.3
+    resizes = rng.random() < 0.4
     requests = [drawn_request(rng, index, size, vocabulary) for index in range(NUM_REQUESTS)]
     store = FaultyStore(rng, delay_s_max=rng.choice([0.001, 0.1]))
     async with bench(store, layout=layout, num_extents=2 * num_extents) as other:

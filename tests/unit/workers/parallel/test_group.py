@@ -19,6 +19,7 @@ import trustme
 
 from tests.support.loops import in_loop
 from tests.support.parity.heads import folder_with_head
+from tests.support.parity.served import answer
 from tests.support.workers.ranks import RANKS, end, network_of, rank_of_a_model, started
 from tests.unit.cluster.rpc.test_mutual_tls import issue
 from tidemill.cluster.mutual_tls import MutualTls
@@ -27,7 +28,6 @@ from tidemill.workers.execution import model_runner as runner
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.execution.step import Drawn, Step
 from tidemill.workers.messages import (
-    Provenance,
     Request,
     RequestError,
     Sampling,
@@ -168,20 +168,10 @@ def requests() -> list[Request]:
     ]
 
 
-async def answer(worker: Worker, request: Request) -> tuple[list[int], Provenance]:
-    tokens: list[int] = []
-    provenance = None
-    async with aclosing(worker.built.engine.generate(request)) as deltas:
-        async for delta in deltas:
-            tokens += delta.tokens
-            provenance = provenance or delta.provenance
-    assert provenance is not None
-    return tokens, provenance
-
-
 async def answers(worker: Worker) -> list[list[int]]:
     return [
-        tokens for tokens, _ in await asyncio.gather(*(answer(worker, request) for request in requests()))
+        tokens
+        for tokens, _ in await asyncio.gather(*(answer(worker.built, request) for request in requests()))
     ]
 
 
@@ -190,7 +180,8 @@ def wanted(alone: EngineSettings) -> list[list[int]]:
     async def main() -> list[list[int]]:
         async with worker(alone, overlap=False) as single:
             return [
-                (await answer(single, replace(request, salt=request.request_id)))[0] for request in requests()
+                (await answer(single.built, replace(request, salt=request.request_id)))[0]
+                for request in requests()
             ]
 
     found = asyncio.run(main())
@@ -235,9 +226,9 @@ async def test_step_that_breaks_before_the_ranks_know_of_it_is_its_own_requests_
     settings: EngineSettings, wanted: list[list[int]]
 ) -> None:
     async with worker(settings, tensor_parallel_size=2) as group:
-        good = asyncio.gather(*(answer(group, request) for request in requests()))
+        good = asyncio.gather(*(answer(group.built, request) for request in requests()))
         with pytest.raises(RequestError):
-            await answer(group, replace(requests()[0], tokens=(5, VOCABULARY)))
+            await answer(group.built, replace(requests()[0], tokens=(5, VOCABULARY)))
         assert [tokens for tokens, _ in await good] == wanted
 
 
@@ -274,13 +265,13 @@ async def test_leader_that_breaks_amid_a_step_ends_the_group(
 
     drafts_max = int(amid == "the guesses")
     async with worker(settings, tensor_parallel_size=3, num_speculative_tokens=drafts_max) as group:
-        await answer(group, requests()[0])
+        await answer(group.built, requests()[0])
         if drafts_max:
             monkeypatch.setattr(TorchRunner, "_choose", breaks)
         else:
             monkeypatch.setattr(runner, "logits_of", breaks)
         with pytest.raises(WorkerGone, match="the worker's step loop has ended"):
-            await answer(group, requests()[1])
+            await answer(group.built, requests()[1])
         with pytest.raises(GroupBroken, match="no luck"):
             await group.running
         await asyncio.to_thread(end, group.ranks)

@@ -116,26 +116,6 @@ def slots(row: Row) -> list[StateId]:
     return [state for _, state in row.writes]
 
 
-@pytest.mark.parametrize("hybrid", [True, False])
-def test_next_step_runs_the_token_that_this_one_draws(*, hybrid: bool) -> None:
-    desk = Desk(hybrid=hybrid)
-    desk.arrives("a", (1, 2, 3))
-    desk.arrives("b", (4, 5))
-    first = desk.launch()
-    assert tokens_of(first) == {"a": (1, 2, 3), "b": (4, 5)}
-    second = desk.launch(in_flight=True)
-    assert tokens_of(second) == {"a": (PENDING,), "b": (PENDING,)}
-    assert [(row.row.start, row.row.end) for row in second.rows] == [(3, 4), (2, 3)]
-    assert all(row.row.sampling_state is row.sequence.sampling_state for row in second.rows)
-    desk.land(first, (30,), (31,))
-    third = desk.launch(in_flight=True)
-    assert tokens_of(third) == {"a": (PENDING,), "b": (PENDING,)}
-    desk.land(second, (40,), (41,))
-    desk.land(third, (50,), (51,))
-    assert desk.running["a"].tokens == [1, 2, 3, 30, 40, 50]
-    assert tokens_of(desk.launch()) == {"a": (50,), "b": (51,)}
-
-
 def test_no_token_is_run_beyond_the_last_one_of_the_answer() -> None:
     desk = Desk()
     desk.arrives("a", (1, 2, 3), new_tokens=2)
