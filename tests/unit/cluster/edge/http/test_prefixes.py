@@ -10,6 +10,7 @@ from tests.support.cluster.fake_service import (
     app_over,
     build_app,
     call,
+    chat,
     saying,
     sources,
     tokenizer,
@@ -54,40 +55,25 @@ def test_prefix_is_computed_and_retained(body: dict[str, Any]) -> None:
 def test_prefix_of_a_chat_is_the_beginning_of_chats() -> None:
     service = FakeService(saying("a"))
     retained(service, messages=MESSAGES)
-    call(
-        app_over(service),
-        "POST",
-        "/v1/chat/completions",
-        json={"messages": [*MESSAGES, {"role": "user", "content": "Where is Emma?"}]},
-    )
-    prefix, chat = service.requests
-    assert chat.tokens[: len(prefix.tokens)] == prefix.tokens
+    chat(app_over(service), messages=[*MESSAGES, {"role": "user", "content": "Where is Emma?"}])
+    prefix, whole = service.requests
+    assert whole.tokens[: len(prefix.tokens)] == prefix.tokens
 
 
 def test_same_prefix_has_one_id() -> None:
     service = FakeService(saying("a"))
-    ids = [
-        retained(service, **body)["id"]
-        for body in (
-            {"messages": MESSAGES},
-            {"messages": MESSAGES, "retain": 9, "priority": 3},
-            {"messages": MESSAGES, "cache_salt": "a"},
-            {"prompt": "Be kind."},
-        )
-    ]
+    chats: list[dict[str, Any]] = [{}, {"retain": 9, "priority": 3}, {"cache_salt": "a"}]
+    ids = [retained(service, messages=MESSAGES, **more)["id"] for more in chats]
+    ids.append(retained(service, prompt="Be kind.")["id"])
     assert ids[0] == ids[1]
     assert len(set(ids)) == 3
 
 
 def test_fields_of_answers_are_named() -> None:
-    reply = post(FakeService(saying("a")), prompt="a", temperature=1, stream=True, session_id="s", speed=9)
+    fields: dict[str, Any] = {"temperature": 1, "stream": True, "session_id": "s", "speed": 9}
+    reply = post(FakeService(saying("a")), prompt="a", **fields)
     assert reply.status_code == 200
-    assert set(reply.headers["x-tidemill-ignored"].split(", ")) == {
-        "temperature",
-        "stream",
-        "session_id",
-        "speed",
-    }
+    assert set(reply.headers["x-tidemill-ignored"].split(", ")) == fields.keys()
 
 
 @pytest.mark.parametrize(
@@ -112,33 +98,20 @@ def test_bad_prefix_is_refused(body: dict[str, Any], param: str | None) -> None:
 
 
 def test_deleted_prefix_is_released_by_its_tenant_alone() -> None:
+    """It is a request like others: its tokens are counted, and without keys a salt names its tenant."""
     keys = [ApiKey(tenant=name, sha256=digest_of(f"key-{name}")) for name in ("a", "b")]
     service = FakeService(saying("a"))
     app = build_app([ServedBackend(service, tokenizer())], sources(), keys=keys)
     mine = {"authorization": "Bearer key-a"}
-    made = call(app, "POST", PREFIXES, json={"prompt": "a"}, headers=mine).json()
-    sessions: list[object] = []
+    made = call(app, "POST", PREFIXES, json={"prompt": "a b c"}, headers=mine).json()
     for headers in (mine, {"authorization": "Bearer key-b"}):
         reply = call(app, "DELETE", f"{PREFIXES}/{made['id']}", headers=headers)
         assert reply.json() == {"id": made["id"], "object": "prefix", "deleted": True}
-        sessions.append(service.orders[-1])
-    (request,) = service.requests
-    assert sessions[0] == (request.tenant, request.session)
-    assert sessions[1] != sessions[0]
     assert call(app, "DELETE", f"{PREFIXES}/{made['id']}").status_code == 401
-
-
-def test_salt_names_the_tenant_of_a_prefix_without_keys() -> None:
-    service = FakeService(saying("a"))
-    name = retained(service, prompt="a", cache_salt="s")["id"]
-    call(app_over(service), "DELETE", f"{PREFIXES}/{name}?cache_salt=s")
-    assert service.orders == [(service.requests[0].tenant, service.requests[0].session)]
-
-
-def test_prefixes_count_as_requests() -> None:
-    service = FakeService(saying("a"))
-    app = app_over(service)
-    call(app, "POST", PREFIXES, json={"prompt": "a b c"})
-    text = call(app, "GET", "/metrics").text
-    (line,) = [line for line in text.splitlines() if line.startswith("tidemill:prompt_tokens_total{")]
-    assert float(line.split()[-1]) == len(service.requests[0].tokens)
+    counted = f'tidemill:prompt_tokens_total{{model_name="keeper"}} {float(made["tokens"])}'
+    assert counted in call(app, "GET", "/metrics").text
+    salted = retained(service, prompt="a", cache_salt="s")["id"]
+    call(app_over(service), "DELETE", f"{PREFIXES}/{salted}?cache_salt=s")
+    first, last = [(request.tenant, request.session) for request in service.requests]
+    assert (service.orders[0], service.orders[2]) == (first, last)
+    assert service.orders[1] != first

@@ -93,14 +93,12 @@ def test_errors_name_the_field(path: str, body: dict[str, object], status: int) 
 
 def test_probes() -> None:
     bare = app_over(FakeService(saying("a"), workers=(worker_status("prefill-0", "prefill"),)))
-    for path, with_workers, without in (
-        ("/health", 200, 503),
-        ("/health/ready", 200, 503),
-        ("/health/live", 200, 200),
-        ("/ping", 200, 200),
-    ):
-        assert call(APP, "GET", path).status_code == with_workers
+    for path, without in (("/health", 503), ("/health/ready", 503), ("/health/live", 200), ("/ping", 200)):
+        assert call(APP, "GET", path).status_code == 200
         assert call(bare, "GET", path).status_code == without
+    for workers in ((), (worker_status("decode-0", state="silent"),)):
+        reply = call(app_over(FakeService(saying("a"), workers=workers)), "GET", "/health")
+        assert (reply.status_code, "retry-after" in reply.headers) == (503, True)
     model = replace(MODEL, cold_start_s_max=300.0)
     idle = app_over(FakeService(saying("a"), workers=(), model=model))
     assert call(idle, "GET", "/health").status_code == 200, "or no request would come and start it"

@@ -88,35 +88,24 @@ def test_bad_words_have_the_tokens_that_vllm_gives_them() -> None:
 
 def test_bad_words_reach_the_draws() -> None:
     found = sent(prompt="a", bad_words=["harbor"]).sampling.bad_words
-    encode = tokenizer().encode_inside
-    assert tuple(encode("harbor")) in found
-    assert all(
-        "".join(tokenizer().piece(token).decode() for token in word).strip() == "harbor" for word in found
-    )
-    response = call(
-        app_over(FakeService(saying(" ok"))),
-        "POST",
-        "/v1/completions",
-        json={"prompt": "a", "bad_words": ["  "]},
-    )
+    assert tuple(tokenizer().encode_inside("harbor")) in found
+    words = {"".join(tokenizer().piece(token).decode() for token in word).strip() for word in found}
+    assert words == {"harbor"}
+    body = {"prompt": "a", "bad_words": ["  "]}
+    response = call(app_over(FakeService(saying(" ok"))), "POST", "/v1/completions", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "bad_words")
 
 
-def test_requests_of_a_model_without_prefix_caching_share_no_keys() -> None:
-    service = FakeService(saying(" ok"), model=replace(MODEL, prefix_caching=False))
+@pytest.mark.parametrize("shares", [False, True])
+def test_requests_of_a_model_without_prefix_caching_share_no_keys(*, shares: bool) -> None:
+    service = FakeService(saying(" ok"), model=replace(MODEL, prefix_caching=shares))
     app = app_over(service)
     for _ in range(2):
         complete(app, prompt=["Hello", "Hello"], n=2, cache_salt="team")
         chat(app)
-    salts = [request.salt for request in service.requests]
-    assert len(set(salts)) == len(salts) == 10
+    assert len(service.requests) == 10
+    assert len({request.salt for request in service.requests}) == (2 if shares else 10)
     assert len({request.tenant for request in service.requests}) == 2, "tenants are not split"
-    refused = call(app, "POST", "/v1/prefixes", json={"prompt": "Hello"})
-    assert refused.status_code == 400
-    assert "--no-enable-prefix-caching" in refused.json()["error"]["message"]
-
-
-def test_requests_share_keys_otherwise() -> None:
-    service = FakeService(saying(" ok"))
-    complete(app_over(service), prompt=["Hello", "Hello"], n=2, cache_salt="team")
-    assert len({request.salt for request in service.requests}) == 1
+    reply = call(app, "POST", "/v1/prefixes", json={"prompt": "Hello"})
+    assert reply.status_code == (200 if shares else 400)
+    assert shares or "--no-enable-prefix-caching" in reply.json()["error"]["message"]

@@ -27,41 +27,17 @@ from tidemill.workers.messages import Grammar, Sampling, TokenLogprob
 
 WORDS = " Emma is in the tower. naïve 日本"
 TOKENS = tokenizer().encode(WORDS)
+CHOICE = Grammar(kind="choice", text='["a", "b"]')
 
 
-def sampling_of(**body: object) -> Sampling:
+@pytest.mark.parametrize(
+    "body", [{}, {"logit_bias": {}, "logprobs": False, "response_format": {"type": "text"}}]
+)
+def test_missing_fields_change_nothing(body: dict[str, object]) -> None:
     service = FakeService(saying(" a"))
-    complete(app_over(service), **body)
-    return service.requests[0].sampling
-
-
-def test_fields_reach_the_workers() -> None:
-    sampling = sampling_of(
-        presence_penalty=0.5,
-        frequency_penalty=-1,
-        repetition_penalty=1.2,
-        logit_bias={"7": -100, "5": 2.5},
-        min_tokens=1,
-        logprobs=3,
-        structured_outputs={"choice": ["a", "b"]},
-    )
-    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (
-        0.5,
-        -1,
-        1.2,
-    )
-    assert sampling.logit_bias == ((5, 2.5), (7, -100.0))
-    assert sampling.min_tokens == 1
-    assert sampling.logprobs == 3
-    assert sampling.grammar == Grammar(kind="choice", text='["a", "b"]')
-
-
-def test_missing_fields_change_nothing() -> None:
-    plain = Sampling()
-    for body in ({}, {"logit_bias": {}, "logprobs": False, "response_format": {"type": "text"}}):
-        sampling = sampling_of(seed=1, **body)
-        assert sampling == Sampling(seed=sampling.seed)
-        assert sampling.logprobs == plain.logprobs
+    complete(app_over(service), seed=1, **body)
+    sampling = service.requests[0].sampling
+    assert sampling == Sampling(seed=sampling.seed)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +47,12 @@ def test_missing_fields_change_nothing() -> None:
         (complete, {"cache_salt": "tenant-1"}, "salt", "tenant-1"),
         (complete, {"prompt": [5] * 100}, "max_new_tokens", MODEL.max_model_len - 100),
         (complete, {"min_tokens": 5, "max_tokens": 5}, "sampling.min_tokens", 5),
+        (complete, {"presence_penalty": 0.5}, "sampling.presence_penalty", 0.5),
+        (complete, {"frequency_penalty": -1}, "sampling.frequency_penalty", -1),
+        (complete, {"repetition_penalty": 1.2}, "sampling.repetition_penalty", 1.2),
+        (complete, {"logit_bias": {"7": -100, "5": 2.5}}, "sampling.logit_bias", ((5, 2.5), (7, -100.0))),
+        (complete, {"logprobs": 3}, "sampling.logprobs", 3),
+        (complete, {"structured_outputs": {"choice": ["a", "b"]}}, "sampling.grammar", CHOICE),
         (chat, {"max_tokens": 3, "max_completion_tokens": 5}, "max_new_tokens", 5),
         (chat, {}, "sampling.logprobs", None),
         (chat, {"logprobs": True}, "sampling.logprobs", 0),

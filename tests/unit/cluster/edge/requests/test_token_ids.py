@@ -97,13 +97,3 @@ def test_others_have_none(*, asked: bool | None) -> None:
     app = app_over(FakeService(saying(WORDS)))
     for reply in (complete(app, return_token_ids=asked), chat(app, return_token_ids=asked).json()):
         assert "token_ids" not in str(reply)
-
-
-def test_responses_name_the_field_as_ignored() -> None:
-    reply = call(
-        app_over(FakeService(saying(WORDS))),
-        "POST",
-        "/v1/responses",
-        json={"input": "Hello", "return_token_ids": True},
-    )
-    assert reply.headers["x-tidemill-ignored"] == "return_token_ids"
