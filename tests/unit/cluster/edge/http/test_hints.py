@@ -1,3 +1,4 @@
+# pyright: reportPrivateUsage=false
 """Hints as clients send them: each row of the table in docs/api.md, and how hints come together."""
 
 import json
@@ -37,6 +38,7 @@ ENDPOINTS: dict[str, dict[str, Any]] = {
 }
 CHATS = "/v1/chat/completions"
 MARK = {"type": "ephemeral"}
+HOUR = {**MARK, "ttl": "1h"}
 JSON = {"content-type": "application/json"}
 TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]\n{% endfor %}"
@@ -136,60 +138,57 @@ HINTS: list[tuple[dict[str, Any], float]] = [
     ({}, 0),
     ({"session_id": "s"}, 300),
     ({"prompt_cache_key": "s"}, 300),
-    ({"session_id": "s", "cache_control": {"type": "ephemeral", "ttl": "1h"}}, 3600),
-    (
-        {
-            "cache_control": {"type": "ephemeral"},
-            "nvext": {"cache_control": {"type": "ephemeral", "ttl": "1h"}},
-        },
-        3600,
-    ),
+    ({"session_id": "s", "cache_control": HOUR}, 3600),
+    ({"cache_control": MARK, "nvext": {"cache_control": HOUR}}, 3600),
     ({"prompt_cache_retention": "in_memory"}, 300),
     ({"retain": 20, "session_id": "s"}, 20),
-    ({"retain": 20, "cache_control": {"type": "ephemeral"}}, 300),
-    ({"prompt_cache_retention": "24h", "cache_control": {"type": "ephemeral"}}, RETAIN_S_MAX),
+    ({"retain": 20, "cache_control": MARK}, 300),
+    ({"prompt_cache_retention": "24h", "cache_control": MARK}, RETAIN_S_MAX),
     ({"session_id": None, "cache_control": None, "nvext": None}, 0),
 ]
 
 
+def request_of(body: dict[str, Any]) -> Request:
+    request = sent(CHATS, body)[1]
+    assert request is not None
+    return request
+
+
 @pytest.mark.parametrize(("hints", "retain_s"), HINTS)
 def test_longest_time_counts(hints: dict[str, Any], retain_s: float) -> None:
-    request = sent(CHATS, {**ENDPOINTS[CHATS], **hints})[1]
-    assert request is not None
-    assert request.retain_s == retain_s
+    assert request_of({**ENDPOINTS[CHATS], **hints}).retain_s == retain_s
 
 
 def test_sessions_of_tenants_and_kinds_differ() -> None:
-    sessions: list[str] = []
-    for hints in ({"session_id": "s"}, {"session_id": "s"}, {"prompt_cache_key": "s"}, {"session_id": "t"}):
-        request = sent(CHATS, {**ENDPOINTS[CHATS], **hints})[1]
-        assert request is not None
-        sessions.append(request.session)
-    other = sent(CHATS, {**ENDPOINTS[CHATS], "session_id": "s", "cache_salt": "else"})[1]
-    assert other is not None
+    asked: list[dict[str, Any]] = [
+        {"session_id": "s"},
+        {"session_id": "s"},
+        {"prompt_cache_key": "s"},
+        {"session_id": "t"},
+        {"session_id": "s", "cache_salt": "else"},
+    ]
+    sessions = [request_of({**ENDPOINTS[CHATS], **hints}).session for hints in asked]
     assert sessions[0] == sessions[1]
-    assert len({*sessions, other.session}) == 4
+    assert len({*sessions}) == 4
     assert "s" not in sessions
 
 
 def test_marks_come_before_the_breakpoints_that_the_edge_finds() -> None:
     """A part ends inside of a message, and a request has at most four breakpoints."""
-    parts = [
-        {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
-        for text in ("Be", " kind", ".")
-    ]
-    parts[2].pop("cache_control")
-    messages = [{"role": "system", "content": parts}, {"role": "user", "content": "Where is Emma?"}]
-    request = sent(CHATS, {"messages": messages})[1]
-    assert request is not None
+    marked = [{"type": "text", "text": text, "cache_control": MARK} for text in ("Be", " kind")]
+    parts = [*marked, {"type": "text", "text": "."}]
+    question = {"role": "user", "content": "Where is Emma?"}
+    request = request_of({"messages": [{"role": "system", "content": parts}, question]})
     prefixes = [text_of(with_tools(), request.tokens[:depth]) for depth in request.breakpoints]
     assert len(prefixes) == 4
     assert prefixes[0].endswith("Be")
     assert prefixes[1].endswith("Be kind")
-    plain = [{"role": "system", "content": "Be kind."}, messages[1]]
-    without = sent(CHATS, {"messages": plain})[1]
-    assert without is not None
+    without = request_of({"messages": [{"role": "system", "content": "Be kind."}, question]})
     assert without.tokens == request.tokens
+
+
+def marked(mark: dict[str, str]) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": mark}]}
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -202,17 +201,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"nvext": 1}, "nvext"),
     ({"nvext": {"agent_hints": {"priority": "high"}}}, "nvext.agent_hints.priority"),
     ({"extra_key": "a", "cache_salt": "b"}, "extra_key"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}]}]},
-        "messages[0]",
-    ),
-    (
-        {
-            "messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": MARK}]}]
-            * 5
-        },
-        "cache_control",
-    ),
+    ({"messages": [marked({})]}, "messages[0]"),
+    ({"messages": [marked(MARK)] * 5}, "cache_control"),
 ]
 
 
@@ -224,11 +214,25 @@ def test_bad_hint_is_named(fields: dict[str, Any], param: str) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ENDPOINTS)
-def test_ignored_fields_are_named_in_streams_and_bounded(path: str, stream: bool) -> None:  # noqa: FBT001
+def test_ignored_fields_are_named_in_streams_and_bounded(
+    path: str,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    stream: bool,
+) -> None:
+    """A body of 32,000 unknown fields holds the loop for those in the header alone."""
+    written: list[str] = []
+    printable = hints_module._printable
+
+    def counted(name: str) -> str:
+        written.append(name)
+        return printable(name)
+
+    monkeypatch.setattr(hints_module, "_printable", counted)
     fields = {f"field\r\n, {number}" + "x" * 99: 1 for number in range(99)}
     status, _, reply, ignored = sent(path, {**ENDPOINTS[path], **fields}, stream=stream)
     assert status == 200
-    assert len(ignored) == 32
+    assert len(ignored) == len(written) == hints_module.IGNORED_NAMES_MAX == 32
     assert ignored[0].startswith("field%0D%0A%2C%200xx")
     assert max(map(len, ignored)) < 200
     assert not stream or events_of(reply)
@@ -244,18 +248,3 @@ def test_urgency_of_dynamo_is_a_priority_class() -> None:
         assert request is not None
         assert request.priority == priority
         assert ignored == (["nvext.agent_hints.priority"] if "priority" in hints else [])
-
-
-def test_as_many_ignored_fields_are_written_as_the_header_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A body of 32,000 unknown fields holds the loop for those in the header alone."""
-    written: list[str] = []
-
-    def printable(name: str) -> str:
-        written.append(name)
-        return name
-
-    monkeypatch.setattr(hints_module, "_printable", printable)
-    fields = {f"x{number}": 1 for number in range(4 * hints_module.IGNORED_NAMES_MAX)}
-    status, _, _, ignored = sent("/v1/completions", {"prompt": TEXT, **fields})
-    assert (status, ignored) == (200, written)
-    assert len(written) == hints_module.IGNORED_NAMES_MAX
