@@ -12,8 +12,6 @@ from tokenizers.models import BPE
 from tidemill.cluster.edge.chat.templates import inline_template
 from tidemill.cluster.edge.chat.text import Message, StopScanner
 from tidemill.cluster.edge.chat.tokenizer import PENDING_TOKENS_MAX, FolderTokenizer, byte_alphabet
-from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
-from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError
 from tidemill.workers.sources.names import bundled
 
@@ -70,34 +68,21 @@ def test_text_that_cannot_become_a_stop_string_is_not_held_back(text: str, stops
         assert not held or any(stop.startswith(held) for stop in stops)
 
 
-def test_of_overlapping_stop_strings_the_one_that_ends_first_counts() -> None:
-    assert scan(["xab", "cd"], ["abcd", "bc"]) == (["x", "a"], "bc")
-    assert scan(["xabc"], ["bc", "abc"]) == (["x"], "abc")
-
-
-def test_stop_string_counts_where_it_ends() -> None:
-    assert scan(["xab", "cd"], ["abc"], 1) == (["x", ""], "abc")
-    assert scan(["xabc", "d"], ["abc"], 1) == (["xabc", "d", ""], None)
-
-
 def decode(tokens: list[int]) -> str:
     decoder = FolderTokenizer(raw(), None).decoder()
     return "".join(decoder.push(token) for token in tokens)
 
 
-@given(text=st.text(max_size=40))
+@given(text=st.text(max_size=40) | st.text(alphabet="é日🙂a ", max_size=20))
 def test_streamed_text_is_the_text_that_was_encoded(text: str) -> None:
-    tokens = raw().encode(text, add_special_tokens=False).ids
-    complete = not raw().decode(tokens, skip_special_tokens=True).endswith("\ufffd")
-    if complete:
-        assert decode(tokens) == raw().decode(tokens, skip_special_tokens=True)
-
-
-@given(text=st.text(alphabet="é日🙂a ", min_size=1, max_size=20))
-def test_no_part_of_a_character_is_ever_emitted(text: str) -> None:
+    """No part of a character is ever emitted."""
     decoder = FolderTokenizer(raw(), None).decoder()
-    for token in raw().encode(text, add_special_tokens=False).ids:
-        assert "\ufffd" not in decoder.push(token)
+    tokens = raw().encode(text, add_special_tokens=False).ids
+    pushed = [decoder.push(token) for token in tokens]
+    whole = raw().decode(tokens, skip_special_tokens=True)
+    if not whole.endswith("\ufffd"):
+        assert "".join(pushed) == whole
+    assert "\ufffd" in text or not any("\ufffd" in piece for piece in pushed)
 
 
 @settings(max_examples=50)
@@ -134,13 +119,6 @@ def test_pieces_of_a_vocabulary_with_byte_fallback() -> None:
     assert [tokenizer.piece(token) for token in range(1, 4)] == [b" tea", b"\xe6", b"pot"]
 
 
-def test_chat_is_rendered_by_the_models_template_and_ends_where_the_answer_starts() -> None:
-    tokenizer = load_tokenizer(KEEPER)
-    tokens = tokenizer.chat([Message("user", "Where is Emma?")]).tokens
-    assert raw().decode(tokens, skip_special_tokens=False) == "<|user|> Where is Emma?<|end|>\n<|assistant|>"
-    assert tokenizer.encode("Emma") == raw().encode("Emma").ids
-
-
 def test_template_that_refuses_is_the_users_error() -> None:
     def refuse(_: object, __: object) -> str:
         raise ValueError("roles must alternate")
@@ -149,9 +127,3 @@ def test_template_that_refuses_is_the_users_error() -> None:
         FolderTokenizer(raw(), inline_template("", refuse)).chat([Message("user", "a")])
     with pytest.raises(RequestError, match="--chat-template"):
         FolderTokenizer(raw(), None).chat([Message("user", "a")])
-
-
-def test_folder_without_a_tokenizer_is_named(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("empty")
-    with pytest.raises(TidemillError, match=folder.name):
-        load_tokenizer(folder)

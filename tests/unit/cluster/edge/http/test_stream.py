@@ -39,23 +39,20 @@ LOGPROBS = 2
 NAMES = st.sampled_from(["keeper", 'with "quotes"', "\0", '"\\u0000"', "m\u00fchle"])
 
 
-def events(service: FakeService) -> list[ServerSentEvent]:
-    async def main() -> list[ServerSentEvent]:
-        transport = httpx.ASGITransport(app_over(service))
-        body = {"prompt": "Hello", "stream": True, "max_tokens": 200, "ignore_eos": True}
-        async with (
-            httpx.AsyncClient(transport=transport, base_url="http://edge") as client,
-            aconnect_sse(client, "POST", "/v1/completions", json=body) as source,
-        ):
-            return [received async for received in source.aiter_sse()]
-
-    return asyncio.run(main())
+async def events_of(service: FakeService) -> list[ServerSentEvent]:
+    transport = httpx.ASGITransport(app_over(service))
+    body = {"prompt": "Hello", "stream": True, "max_tokens": 200, "ignore_eos": True}
+    async with (
+        httpx.AsyncClient(transport=transport, base_url="http://edge") as client,
+        aconnect_sse(client, "POST", "/v1/completions", json=body) as source,
+    ):
+        return [received async for received in source.aiter_sse()]
 
 
 @settings(max_examples=40, deadline=None)
 @given(text=TEXTS, per_piece=st.integers(1, 5))
 def test_any_text_comes_through(text: str, per_piece: int) -> None:
-    *chunks, done = events(FakeService(saying(text, eos=False), per_piece=per_piece))
+    *chunks, done = asyncio.run(events_of(FakeService(saying(text, eos=False), per_piece=per_piece)))
     assert done.data == "[DONE]"
     assert {chunk.event for chunk in chunks} == {"message"}
     received = "".join(choice["text"] for chunk in chunks for choice in chunk.json()["choices"])
@@ -67,7 +64,7 @@ def test_any_text_comes_through(text: str, per_piece: int) -> None:
 @given(text=TEXTS)
 def test_any_error_comes_through(text: str) -> None:
     service = FakeService(saying(" Emma is in the tower"), fail_at=1, failure=Unserved(text))
-    *_, last = events(service)
+    *_, last = asyncio.run(events_of(service))
     assert last.event == "error"
     assert text in last.json()["error"]["message"]
 

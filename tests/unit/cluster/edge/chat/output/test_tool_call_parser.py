@@ -1,4 +1,4 @@
-"""Calls in both forms: what is one, what its arguments are, and that a forced one is always one."""
+"""Calls in XML: what is one, and what its arguments are."""
 
 import json
 from dataclasses import replace
@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.support.cluster.fake_service import EOS, KEEPER, tokenizer
+from tests.support.cluster.fake_service import EOS, KEEPER
 from tests.support.workers.masks import allowed
-from tidemill.cluster.edge.chat.formats import CALL, CALLED, FORMS, THINKING
+from tidemill.cluster.edge.chat.formats import CALL, CALLED, FORMS
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat, OutputParser
 from tidemill.cluster.edge.chat.output.parts import Call, joined
 from tidemill.cluster.edge.chat.output.tool_call_parser import Schemas
@@ -150,38 +150,3 @@ def test_odd_schemas_break_nothing(schema: dict[str, Any]) -> None:
         return
     assert mask.any()
     assert call_of(written("f", a="1", b="x", c="2"), {"f": schema}) is not None
-
-
-TOOLS = [
-    Tool(type="function", function=Function(name=name, parameters=schema)) for name, schema in SCHEMAS.items()
-]
-
-
-@pytest.mark.parametrize(
-    ("body", "good"),
-    [
-        (written("look", who="Emma", tags='["a"]'), True),
-        (written("look", who="Tom", note="</p> 5 < 6", tags="[]", maybe="null"), True),
-        (written("wait"), True),
-        (written("look", who="Bob", tags="[]"), False),
-        (written("look", who="Emma"), False),
-        (written("look", who="Emma", times="many", tags="[]"), False),
-        (written("leave"), False),
-    ],
-)
-@pytest.mark.parametrize(
-    "manner", [XML, replace(XML, reasoning=THINKING["qwen3"], thinking=True, calls_max=1)]
-)
-def test_forced_call_is_one_that_is_understood(body: str, manner: OutputFormat, *, good: bool) -> None:
-    start = "</think>\n\n" if manner.thinking else ""
-    text = f"{start}{CALL}{body}{CALLED}"
-    matcher = Grammars(KEEPER, 896, {EOS}).matcher(forced(TOOLS, manner, {}))
-    tokens = [*tokenizer().encode(text), EOS]
-    taken = 0
-    for token in tokens:
-        if not allowed(matcher)[token]:
-            break
-        matcher.push(token)
-        taken += 1
-    assert (taken == len(tokens)) is good
-    assert not good or call_of(body) is not None
