@@ -89,6 +89,23 @@ GPT_OSS_THINKS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 GPT_OSS_CALL = '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"at": "the harbor"}'
 
 
+LLAMA_WAIT = '{"parameters": "{\\"s\\": 3}", "name": "wait"}'
+LLAMA_BOTH = (
+    '\n<|python_tag|>{"type": "function", "name": "look", "parameters": {"at": "the harbor"}}; '
+    '{"name": "wait", "parameters": {"s": 3}}'
+)
+LLAMA_4 = '<|python_start|>[look(at="(\\"[", far=True), look(far=null)]<|python_end|>'
+LLAMA_4_CALLS = [("look", {"at": '("[', "far": True}), ("look", {"far": None})]
+GPT_OSS_WAIT = (
+    f"{GPT_OSS_THINKS}<|channel|>commentary<|message|>So.<|end|><|start|>assistant"
+    ' to=functions.wait<|channel|>commentary json<|message|>{"s": 3}<|call|>'
+)
+GRANITE_CALLS = (
+    '<|tool_call|>[{"name": "look", "arguments": {"at": "the harbor"}}, '
+    '{"arguments": {"s": 3}, "name": "wait"}]'
+)
+GRANITE_THINKS = "Here is my thought process:\nHm.\nHere is my response:\nYes."
+
 ANSWERS: list[tuple[str, str, str, str, Parsed]] = [
     ("qwen3_moe", QWEN3, "", "<think>\nHm.\n</think>\n\nYes.", ("Hm.\n", "Yes.", [])),
     ("qwen3", QWEN3, "<think>\n", f"Hm.</think>\n\n{HERMES_LOOK}", ("Hm.", "", [LOOK])),
@@ -96,83 +113,36 @@ ANSWERS: list[tuple[str, str, str, str, Parsed]] = [
     ("qwen3_5", QWEN3 + QWEN3_CODER, "<think>", f"Hm.</think>{XML_LOOK}", ("Hm.", "", [LOOK])),
     ("qwen3_5_moe", QWEN3_CODER, "", f"So.{XML_LOOK}", ("", "So.", [LOOK])),
     ("llama", LLAMA, "", '{"name": "look", "parameters": {"at": "the harbor"}}', ("", "", [LOOK])),
-    (
-        "llama",
-        LLAMA,
-        "",
-        (
-            '\n<|python_tag|>{"type": "function", "name": "look", "parameters": {"at": "the harbor"}}; '
-            '{"name": "wait", "parameters": {"s": 3}}'
-        ),
-        ("", "\n", [LOOK, WAIT]),
+    ("llama", LLAMA, "", LLAMA_BOTH, ("", "\n", [LOOK, WAIT])),
+    ("llama", LLAMA, "", LLAMA_WAIT, ("", "", [WAIT])),
+    *(
+        ("llama", template, "", words, ("", words, []))
+        for template, words in (
+            (LLAMA, '{"a": {"b": "}"}} is JSON'),
+            (LLAMA, 'Say {"name": "look", "parameters": {}}'),
+            (LLAMA, "<|python_tag|>print(1)"),
+            (LLAMA_PYTHON, "[1] and [2]"),
+            (LLAMA_PYTHON, "[see (this) one]"),
+            (LLAMA_PYTHON, "[look(at=harbor)]"),
+        )
     ),
-    ("llama", LLAMA, "", '{"parameters": "{\\"s\\": 3}", "name": "wait"}', ("", "", [WAIT])),
-    ("llama", LLAMA, "", '{"a": {"b": "}"}} is JSON', ("", '{"a": {"b": "}"}} is JSON', [])),
-    (
-        "llama",
-        LLAMA,
-        "",
-        'Say {"name": "look", "parameters": {}}',
-        ("", 'Say {"name": "look", "parameters": {}}', []),
-    ),
-    ("llama", LLAMA, "", "<|python_tag|>print(1)", ("", "<|python_tag|>print(1)", [])),
     ("llama", LLAMA_PYTHON, "", "[look(at='the harbor'), wait(s=3)]", ("", "", [LOOK, WAIT])),
-    (
-        "llama4_text",
-        LLAMA_PYTHON,
-        "",
-        '<|python_start|>[look(at="(\\"[", far=True), look(far=null)]<|python_end|>',
-        ("", "", [("look", {"at": '("[', "far": True}), ("look", {"far": None})]),
+    ("llama4_text", LLAMA_PYTHON, "", LLAMA_4, ("", "", LLAMA_4_CALLS)),
+    *(
+        ("gpt_oss", GPT_OSS, "", text, parsed)
+        for text, parsed in (
+            (f"{GPT_OSS_THINKS}<|channel|>final<|message|>Yes.", ("Hm.", "Yes.", [])),
+            (f"{GPT_OSS_THINKS}{GPT_OSS_CALL}", ("Hm.", "", [LOOK])),
+            (GPT_OSS_WAIT, ("Hm.", "So.", [WAIT])),
+            ("<|channel|>analysis to=python code<|message|>1 + 1<|call|>", ("1 + 1", "", [])),
+            ("<|channel|>commentary to=functions.wait<|message|>", ("", "", [("wait", {})])),
+            ("Yes.", ("", "Yes.", [])),
+            ("<|channel|>fin", ("", "", [])),
+        )
     ),
-    ("llama", LLAMA_PYTHON, "", "[1] and [2]", ("", "[1] and [2]", [])),
-    ("llama", LLAMA_PYTHON, "", "[see (this) one]", ("", "[see (this) one]", [])),
-    ("llama", LLAMA_PYTHON, "", "[look(at=harbor)]", ("", "[look(at=harbor)]", [])),
-    ("gpt_oss", GPT_OSS, "", f"{GPT_OSS_THINKS}<|channel|>final<|message|>Yes.", ("Hm.", "Yes.", [])),
-    ("gpt_oss", GPT_OSS, "", f"{GPT_OSS_THINKS}{GPT_OSS_CALL}", ("Hm.", "", [LOOK])),
-    (
-        "gpt_oss",
-        GPT_OSS,
-        "",
-        (
-            f"{GPT_OSS_THINKS}<|channel|>commentary<|message|>So.<|end|><|start|>assistant"
-            ' to=functions.wait<|channel|>commentary json<|message|>{"s": 3}<|call|>'
-        ),
-        ("Hm.", "So.", [WAIT]),
-    ),
-    (
-        "gpt_oss",
-        GPT_OSS,
-        "",
-        "<|channel|>analysis to=python code<|message|>1 + 1<|call|>",
-        ("1 + 1", "", []),
-    ),
-    (
-        "gpt_oss",
-        GPT_OSS,
-        "",
-        "<|channel|>commentary to=functions.wait<|message|>",
-        ("", "", [("wait", {})]),
-    ),
-    ("gpt_oss", GPT_OSS, "", "Yes.", ("", "Yes.", [])),
-    ("gpt_oss", GPT_OSS, "", "<|channel|>fin", ("", "", [])),
     ("granitemoehybrid", GRANITE_4, "", f"So.\n{HERMES_LOOK}", ("", "So.\n", [LOOK])),
-    (
-        "granite",
-        GRANITE_3,
-        "",
-        (
-            '<|tool_call|>[{"name": "look", "arguments": {"at": "the harbor"}}, '
-            '{"arguments": {"s": 3}, "name": "wait"}]'
-        ),
-        ("", "", [LOOK, WAIT]),
-    ),
-    (
-        "granite",
-        GRANITE_3,
-        "",
-        "Here is my thought process:\nHm.\nHere is my response:\nYes.",
-        ("Hm.\n", "Yes.", []),
-    ),
+    ("granite", GRANITE_3, "", GRANITE_CALLS, ("", "", [LOOK, WAIT])),
+    ("granite", GRANITE_3, "", GRANITE_THINKS, ("Hm.\n", "Yes.", [])),
     ("deepseek_v3", DEEPSEEK_V3, "", f"So.{V3_CALLS}", ("", "So.", [LOOK, WAIT])),
     ("deepseek_v3", DEEPSEEK_V31, "<think>", f"Hm.</think>{V31_CALLS}", ("Hm.", "", [LOOK, WAIT])),
     ("deepseek_v3", DEEPSEEK_V31, "</think>", "Yes.", ("", "Yes.", [])),

@@ -52,17 +52,6 @@ def test_every_worker_reports_its_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "num_bytes"), [("512MiB", 512 * MIB), (512 * MIB, 512 * MIB), (None, None)]
-)
-def test_budget_is_a_size_a_number_or_nothing(budget: object, num_bytes: int | None) -> None:
-    here = service()
-    response = call(app_over(here), "POST", "/cluster/memory", json={"worker": "decode-0", "budget": budget})
-    assert response.status_code == 200, response.text
-    assert [row["name"] for row in response.json()["workers"]] == ["prefill-0", "decode-0"]
-    assert here.budgets == [("decode-0", num_bytes)]
-
-
-@pytest.mark.parametrize(
     ("body", "status", "param"),
     [
         ({"worker": "decode-7", "budget": 1}, 404, "worker"),
@@ -123,4 +112,7 @@ def test_command_sets_and_shows(capsys: pytest.CaptureFixture[str]) -> None:
             memory(url, "--worker", "decode-7", "--budget", "1GiB")
 
     against(here, main)
-    assert here.budgets == [("decode-0", 2 << 30), ("decode-0", None)]
+    for budget in (512 * MIB, "512MiB"):
+        body = {"worker": "decode-0", "budget": budget}
+        assert call(app_over(here), "POST", "/cluster/memory", json=body).status_code == 200
+    assert here.budgets == [("decode-0", num_bytes) for num_bytes in (2 << 30, None, 512 * MIB, 512 * MIB)]

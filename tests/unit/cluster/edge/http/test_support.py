@@ -18,8 +18,6 @@ from tests.support.cluster.fake_engine import worker
 from tests.support.cluster.fake_service import FakeService, call, saying, serving, sources, tokenizer
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.fleet import EXIT_NOT_ALL
-from tidemill.cluster.cli.options.server_address import ServerAddress
-from tidemill.cluster.cli.support_bundle import collect
 from tidemill.cluster.edge.http.app import app_of
 from tidemill.cluster.edge.requests.api_keys import ApiKey, digest_of
 from tidemill.cluster.edge.requests.context import Parts, open_context
@@ -39,33 +37,24 @@ T = TypeVar("T")
 KEY = "a-key-that-looks-like-nothing-at-all"
 PROMPT = "the lighthouse keeper hides a lantern"
 ANSWER = " in the harbour"
-PLANTED = {
-    "a key of ours": "sk-Zx81hQpm27",
-    "a header": "authorization: Bearer eyJhbGciOi.JIUzI1NiIsInR5.cCI6",
-    "a password in a URL": "redis://user:hunter2hunter@host:6379/0",
-    "a variable": "RAY_AUTH_TOKEN=0123deadbeef",
-    "a field": '"api_key": "quite-secret-1"',
-    "an option": "tidemill top --api-key plain-secret-2",
-    "a token between processes": "ab" * 32,
-    "a private key": "-----BEGIN EC PRIVATE KEY-----\nMHcCAQEEIBkeyline\nAwE\n-----END EC PRIVATE KEY-----",
+SECRETS = {
+    "sk-Zx81hQpm27": "Zx81hQpm27",  # a key of ours
+    "authorization: Bearer eyJhbGciOi.JIUzI1NiIsInR5.cCI6": "eyJhbGciOi",
+    "redis://user:hunter2hunter@host:6379/0": "hunter2hunter",
+    "RAY_AUTH_TOKEN=0123deadbeef": "0123deadbeef",
+    '"api_key": "quite-secret-1"': "quite-secret-1",
+    "tidemill top --api-key plain-secret-2": "plain-secret-2",
+    "ab" * 32: "ab" * 32,  # a token between processes
+    "-----BEGIN EC PRIVATE KEY-----\nMHcCAQEEIBkey\nAwE\n-----END EC PRIVATE KEY-----": "MHcCAQEEIBkey",
 }
-SECRETS = [
-    "Zx81hQpm27",
-    "eyJhbGciOi",
-    "hunter2hunter",
-    "0123deadbeef",
-    "quite-secret-1",
-    "plain-secret-2",
-    "ab" * 32,
-    "MHcCAQEEIBkeyline",
-]
+"""The secrets in texts."""
 
 
 def test_secrets_are_removed_and_the_rest_is_kept() -> None:
-    text = without_secrets("\n".join(f"{name}: begin {line} end" for name, line in PLANTED.items()))
-    assert not [secret for secret in SECRETS if secret in text]
-    assert text.count(REMOVED) == len(PLANTED)
-    assert text.count("begin ") == text.count(" end") == len(PLANTED)
+    text = without_secrets("\n".join(f"begin {line} end" for line in SECRETS))
+    assert not [secret for secret in SECRETS.values() if secret in text]
+    assert text.count(REMOVED) == len(SECRETS)
+    assert text.count("begin ") == text.count(" end") == len(SECRETS)
     assert "host:6379/0" in text
 
 
@@ -134,7 +123,7 @@ def test_software_has_the_packages_that_matter() -> None:
 
 def test_logs_are_shown_by_their_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(about, "TAIL_BYTES", 64)
-    files = {"a.err": "x" * 100 + "the end", "b.err": PLANTED["a key of ours"], "c.err": ""}
+    files = {"a.err": "x" * 100 + "the end", "b.err": "sk-Zx81hQpm27", "c.err": ""}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     shown = tails(tmp_path.iterdir())
@@ -161,7 +150,7 @@ PARTS: Parts = {
     "software": software,
     "nodes": fails,
     "logs": lambda: {
-        "frontend": "\n".join([f"asked with {KEY}", *PLANTED.values()]),
+        "frontend": "\n".join([f"asked with {KEY}", *SECRETS]),
         "../worker-1.err": "fine",
     },
 }
@@ -204,25 +193,16 @@ def test_bundle_has_all_that_is_available_and_no_secrets(
     assert "11 of 12 parts" in out
     assert "without nodes.json" in err
     files = files_of(path)
+    of_server = ("version", "status", "memory", "scale", "requests", "config", "software")
     assert {name.removeprefix("tidemill-support/") for name in files} == {
-        "index.json",
-        "client.json",
-        "version.json",
-        "status.json",
-        "memory.json",
-        "scale.json",
-        "requests.json",
-        "metrics.txt",
-        "config.json",
-        "software.json",
-        "logs/frontend",
-        "logs/worker-1.err",
+        *(f"{name}.json" for name in ("index", "client", *of_server)),
+        *("metrics.txt", "logs/frontend", "logs/worker-1.err"),
     }
     index = json.loads(files["tidemill-support/index.json"])
     assert "it is away" in index["parts"]["nodes.json"]
     assert index["parts"]["status.json"] == "ok"
     whole = "\n".join(files.values())
-    for secret in (*SECRETS, KEY, digest_of(KEY), PROMPT, ANSWER, "lighthouse", "harbour"):
+    for secret in (*SECRETS.values(), KEY, digest_of(KEY), PROMPT, ANSWER, "lighthouse", "harbour"):
         assert secret not in whole
     (request,) = json.loads(files["tidemill-support/requests.json"])["requests"]
     assert request["prompt_tokens"] == len(tokenizer().encode(PROMPT))
@@ -246,9 +226,6 @@ def test_index_names_a_missing_server_or_key(tmp_path: Path, capsys: pytest.Capt
 def test_it_is_whole_where_all_can_be_had(tmp_path: Path) -> None:
     parts: Parts = {**PARTS, "nodes": list}
     assert against(lambda url: bundle(url, tmp_path / "b.tar.gz"), parts, has_keys=False) == 0
-    assert not [
-        line for line in against(lambda url: collect(ServerAddress(url)), parts, has_keys=False) if line.error
-    ]
 
 
 def test_where_it_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

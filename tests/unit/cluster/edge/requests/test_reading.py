@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import cast
 
 import pytest
 from rich.console import Console
@@ -89,29 +90,20 @@ def answering(request: Request) -> list[int]:
     return [*tokenizer().encode(f" {answer}"), EOS]
 
 
-def demo_folder(tmp_path: Path, answers: dict[str, str]) -> Path:
-    questions = [
+async def demo(service: FakeService, folder: Path, answers: dict[str, str]) -> tuple[bool, str]:
+    asked = [
         {"question": question, "answer": answer, "kind": "static"} for question, answer in answers.items()
     ]
-    (tmp_path / "demo.json").write_text(json.dumps({"notebook": FACTS, "questions": questions}))
-    return tmp_path
-
-
-def demo(service: FakeService, folder: Path) -> tuple[bool, str]:
+    (folder / "demo.json").write_text(json.dumps({"notebook": FACTS, "questions": asked}))
     console = Console(file=StringIO(), width=200)
-
-    async def main() -> bool:
-        async with serving(app_over(service)) as url:
-            return await run_demo(url, "keeper", folder, console)
-
-    right = asyncio.run(main())
-    assert isinstance(console.file, StringIO)
-    return right, console.file.getvalue()
+    async with serving(app_over(service)) as url:
+        right = await run_demo(url, "keeper", folder, console)
+    return right, cast("StringIO", console.file).getvalue()
 
 
-def test_demo_is_right_when_every_answer_is(tmp_path: Path) -> None:
+async def test_demo_is_right_when_every_answer_is(tmp_path: Path) -> None:
     service = FakeService(answering)
-    right, text = demo(service, demo_folder(tmp_path, ANSWERS))
+    right, text = await demo(service, tmp_path, ANSWERS)
     assert right
     assert "2 of 2 answers are right" in text
     assert all(request.sampling.temperature == 0 for request in service.requests)
@@ -119,22 +111,17 @@ def test_demo_is_right_when_every_answer_is(tmp_path: Path) -> None:
     prompt_tokens = len(service.requests[1].tokens)
     prompt = f"{prompt_tokens // 4} p + {prompt_tokens % 4} t"
     assert " ".join(row.split()) == f"2 {prompt} 1 p 3 t 1 t 2 t"
-
-
-def test_demo_is_wrong_when_one_answer_is(tmp_path: Path) -> None:
-    right, text = demo(
-        FakeService(answering), demo_folder(tmp_path, {**ANSWERS, "Where is Tom?": "The harbor."})
-    )
+    right, text = await demo(service, tmp_path, {**ANSWERS, "Where is Tom?": "The harbor."})
     assert not right
     assert "1 of 2 answers are right" in text
 
 
 @pytest.mark.parametrize("fail_at", [0, 1])
-def test_demo_explains_a_missing_answer(tmp_path: Path, fail_at: int) -> None:
+async def test_demo_explains_a_missing_answer(tmp_path: Path, fail_at: int) -> None:
     with pytest.raises(Unserved, match="no worker is left"):
-        demo(replace(FakeService(answering), fail_at=fail_at), demo_folder(tmp_path, ANSWERS))
+        await demo(replace(FakeService(answering), fail_at=fail_at), tmp_path, ANSWERS)
 
 
-def test_model_without_a_demo_is_named(tmp_path: Path) -> None:
+async def test_model_without_a_demo_is_named(tmp_path: Path) -> None:
     with pytest.raises(TidemillError, match=r"demo\.json"):
-        demo(FakeService(answering), tmp_path)
+        await run_demo("http://127.0.0.1:9", "keeper", tmp_path, Console())
