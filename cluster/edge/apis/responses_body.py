@@ -169,6 +169,12 @@ class ReasoningOptions(BaseModel):
     effort: Annotated[str, Field(max_length=32)] | None = None
 
 
+class AgentChat(ChatBody):
+    """A chat of an agent, which asks for as many tokens as its own model has, whatever fits here."""
+
+    clamps_max_tokens = True
+
+
 class ResponsesBody(BaseModel):
     """The body of POST /v1/responses. Chat fields that it does not name are passed on (seed, top_k,
     cache_salt); nothing is stored, whatever `store` is."""
@@ -228,7 +234,7 @@ class ResponsesBody(BaseModel):
             "reasoning_effort": self.reasoning.effort,
         }
         try:
-            return ChatBody.model_validate(fields)
+            return AgentChat.model_validate(fields)
         except ValidationError as error:
             raise renamed(request_error(problems_of(error))) from None
 

@@ -14,6 +14,7 @@ from fastapi import Path as InPath
 from starlette.responses import Response
 
 from tidemill import __version__
+from tidemill.cluster.edge.apis.messages import count_tokens, messages
 from tidemill.cluster.edge.apis.openai import chat, completions
 from tidemill.cluster.edge.apis.prefixes import release_prefix, retain_prefix
 from tidemill.cluster.edge.apis.reply import Outgoing, Reply, answer
@@ -71,7 +72,7 @@ def app_of(context: EdgeContext) -> FastAPI:
         app.add_api_route(path, edge.reset_prefix_cache, methods=["POST"])
     for path in ("/health", "/health/ready"):
         app.add_api_route(path, edge.health)
-    for path in ("/health/live", "/ping"):
+    for path in ("/health/live", "/ping", "/api/hello"):
         app.add_api_route(path, edge.alive)
     app.add_api_route("/load", edge.load)
     app.add_api_route("/cluster", edge.cluster)
@@ -100,12 +101,14 @@ Prepare = Callable[[EdgeContext, EdgeModel, Any, Caller], Awaitable[Reply]]
 APIS: dict[str, Prepare] = {
     "/v1/chat/completions": chat,
     "/v1/completions": completions,
+    "/v1/messages": messages,
     "/v1/prefixes": retain_prefix,
     "/v1/responses": responses,
 }
 TEXTS: dict[str, Callable[[EdgeModel, Any], Awaitable[bytes]]] = {
     "/tokenize": tokenize,
     "/detokenize": detokenize,
+    "/v1/messages/count_tokens": count_tokens,
 }
 
 
@@ -172,7 +175,9 @@ class Edge:
 
     async def models(self) -> Json:
         """List the models."""
-        return {"object": "list", "data": self._models.listed()}
+        listed = self._models.listed()
+        ends = {"first_id": listed[0]["id"], "last_id": listed[-1]["id"]} if listed else {}
+        return {"object": "list", "data": listed, "has_more": False, **ends}
 
     async def model(self, name: str) -> Json:
         """Describe one model."""

@@ -1,4 +1,4 @@
-"""Turns every error of the application into a reply of OpenAI's shape."""
+"""Turns every error of the application into a reply of the shape of its API."""
 
 from collections.abc import Callable, Mapping
 from typing import cast
@@ -9,6 +9,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from tidemill.cluster.edge.apis.json_bytes import json_bytes
+from tidemill.cluster.edge.apis.messages import PATH as MESSAGES
+from tidemill.cluster.edge.apis.messages import error_reply
 from tidemill.cluster.edge.chat.request.validation import request_error
 from tidemill.cluster.edge.requests.errors import error_body, error_of, headers_of
 from tidemill.kvstore.errors import TidemillError
@@ -21,17 +23,22 @@ class JsonReply(JSONResponse):
         return json_bytes(content)
 
 
-def add_error_replies(app: FastAPI, count: Callable[[int], None]) -> None:
-    """Make every error of `app` an OpenAI-shaped reply. `count` receives the status of each."""
+def shaped(path: str, status: int, body: dict[str, object]) -> dict[str, object]:
+    """Return an error in the shape of the API of this path."""
+    return error_reply(status, body) if path.startswith(MESSAGES) else body
 
-    async def expected(_: Request, error: Exception) -> Response:
+
+def add_error_replies(app: FastAPI, count: Callable[[int], None]) -> None:
+    """Make every error of `app` a reply. `count` receives the status of each."""
+
+    async def expected(request: Request, error: Exception) -> Response:
         status, body = error_of(error)
         count(status)
-        return JsonReply(body, status, headers_of(error))
+        return JsonReply(shaped(request.url.path, status, body), status, headers_of(error))
 
-    async def invalid(_: Request, error: Exception) -> Response:
+    async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return await expected(_, request_error([_in_body(problem) for problem in error.errors()]))
+        return await expected(request, request_error([_in_body(problem) for problem in error.errors()]))
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -40,7 +47,9 @@ def add_error_replies(app: FastAPI, count: Callable[[int], None]) -> None:
             405: f"{request.url.path[:256]} does not take {request.method[:16]}: /docs lists its methods",
         }.get(error.status_code, str(error.detail))
         count(error.status_code)
-        return JsonReply(error_body(error.status_code, message, None, None), error.status_code, error.headers)
+        body = error_body(error.status_code, message, None, None)
+        body = shaped(request.url.path, error.status_code, body)
+        return JsonReply(body, error.status_code, error.headers)
 
     app.add_exception_handler(TidemillError, expected)
     app.add_exception_handler(RequestValidationError, invalid)

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tidemill.cluster.edge.apis.json_bytes import event
 from tidemill.cluster.edge.chat.request.json_text import parse_json
 from tidemill.cluster.edge.http.dashboard import PAGE_PATHS
-from tidemill.cluster.edge.http.errors import JsonReply
+from tidemill.cluster.edge.http.errors import JsonReply, shaped
 from tidemill.cluster.edge.http.same_origin import check_site
 from tidemill.cluster.edge.http.stream import EventStream
 from tidemill.cluster.edge.requests.api_keys import ApiKey, ApiKeys
@@ -53,7 +53,9 @@ PAUSED_BYTES_PER_S = 4 << 20
 RECENT_S = 0.1
 """A body that comes this long after another such body has no pause before it."""
 
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/metrics"}) | PAGE_PATHS
+OPEN_PATHS = (
+    frozenset({"/api/hello", "/health", "/health/live", "/health/ready", "/ping", "/metrics"}) | PAGE_PATHS
+)
 """Probes and scrapers bring no keys; the page asks for one."""
 
 
@@ -110,7 +112,7 @@ class EdgeMiddleware:
             with self._requests.holding(1, client) if scope["method"] in ORDERS else nullcontext():
                 await self._app(scope, receive_after_body, send_with_id)
         except (RequestError, Overloaded) as error:
-            await self._refuse(error)(scope, receive, send_with_id)
+            await self._refuse(error, scope)(scope, receive, send_with_id)
         except asyncio.CancelledError:  # the server stops and waits no longer
             if not await self._cut(begun, scope, receive, send_with_id):
                 raise
@@ -135,23 +137,23 @@ class EdgeMiddleware:
         possible."""
         error = Unserved(self._stop_reason.text)
         if begun is None:
-            await self._refuse(error)(scope, receive, send)
+            await self._refuse(error, scope)(scope, receive, send)
             return True
         if begun.get("content-type", "").startswith(EventStream.media_type):
-            last = event(self._error_reply(error)[1], "error")
+            last = event(self._error_reply(error, scope)[1], "error")
             await send({"type": "http.response.body", "body": last, "more_body": False})
             return True
         return False
 
-    def _refuse(self, error: Exception) -> JsonReply:
+    def _refuse(self, error: Exception, scope: Scope) -> JsonReply:
         """Refuse a request. The rest of its body is not read, so the connection cannot be reused."""
-        status, reply = self._error_reply(error)
+        status, reply = self._error_reply(error, scope)
         return JsonReply(reply, status, {"connection": "close"} | (headers_of(error) or {}))
 
-    def _error_reply(self, error: Exception) -> tuple[int, dict[str, object]]:
+    def _error_reply(self, error: Exception, scope: Scope) -> tuple[int, dict[str, object]]:
         status, reply = error_of(error)
         self._count(status)
-        return status, reply
+        return status, shaped(scope["path"], status, reply)
 
 
 class _JsonRequest(Request):
@@ -179,7 +181,7 @@ class JsonRoute(APIRoute):
 def _own_headers(state: Mapping[str, Any]) -> dict[str, str]:
     """Return the headers of every reply: the id, and the fields of the request without an effect."""
     ignored = state.get("ignored")
-    return {REQUEST_ID_HEADER: state["request_id"]} | (
+    return {REQUEST_ID_HEADER: state["request_id"], "request-id": state["request_id"]} | (
         {IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
     )
 

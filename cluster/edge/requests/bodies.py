@@ -5,7 +5,7 @@ cluster/edge/chat/request/params.py has what offline calls use as well; the limi
 HTTP request.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -145,6 +145,8 @@ class ChatBody(Body):
     max_completion_tokens: TokenCount | None = None
     logprobs: bool = False
     top_logprobs: LogprobCount = 0
+
+    clamps_max_tokens: ClassVar[bool] = False
 
     def marks(self) -> list[Mark]:
         tools = [Mark(0, tool.cache_control) for tool in self.tools if tool.cache_control is not None]

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from random import Random
 
 from tidemill.cluster.edge.chat.text import Tokenizer
@@ -43,6 +44,11 @@ class EdgeModel(ServedBackend):
             "object": "model",
             "created": self.served.created_s,
             "owned_by": "tidemill",
+            "type": "model",
+            "display_name": name or self.name,
+            "created_at": datetime.fromtimestamp(self.served.created_s, UTC)
+            .isoformat()
+            .replace("+00:00", "Z"),
             "root": self.name,
             "max_model_len": self.served.max_model_len,
             "vocab_size": self.served.vocab_size,

@@ -32,6 +32,7 @@ class GenerationTerms:
     stop_token_ids: tuple[int, ...]
     max_tokens: int | None  # None: as many as fit
     n: int
+    clamps: bool = False  # more `max_tokens` than fit are as many as fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +148,7 @@ def requests_of(
 ) -> list[Request]:
     """Return the `n` requests for one prompt, which came in the field `param`. Raises RequestError."""
     tokens = tuple(prompt.tokens)
-    allowance = _allowance(len(tokens), param, terms.max_tokens, model)
+    allowance = _allowance(len(tokens), param, terms, model)
     check_tokens(tokens, param, model)
     if terms.sampling.min_tokens > allowance:
         raise RequestError(
@@ -193,13 +194,14 @@ def choice_seed(seed: int, choice: int) -> int:
     return int.from_bytes(digest, "little") >> (64 - SEED_BITS)
 
 
-def _allowance(num_tokens: int, param: str, max_tokens: int | None, model: ModelLimits) -> int:
+def _allowance(num_tokens: int, param: str, terms: GenerationTerms, model: ModelLimits) -> int:
     """Return how many tokens may follow a prompt of `num_tokens`."""
+    max_tokens = terms.max_tokens
     if num_tokens == 0:
         raise RequestError(f"{param} is empty: give at least one token", param=param)
     left = model.max_model_len - num_tokens
-    if max_tokens is None and left > 0:
-        return left
+    if left > 0 and (max_tokens is None or terms.clamps):
+        return min(left, max_tokens or left)
     if max_tokens is None or max_tokens > left:
         and_max_tokens = "" if max_tokens is None else f" and max_tokens {max_tokens}"
         raise RequestError(

@@ -190,7 +190,7 @@ async def test_failure_before_the_first_event_is_a_reply_and_later_an_event() ->
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"max_output_tokens": 1000}, "input"),
+        ({"input": "a " * 1000}, "input"),
         ({"temperature": 3}, "temperature"),
         ({"top_k": "a"}, "top_k"),
         ({"top_logprobs": 3}, "top_logprobs"),

@@ -1,0 +1,251 @@
+"""The body of POST /v1/messages, and the chat that it asks for.
+
+Blocks of text join without a gap, so a text in blocks and the same text as a string are one prompt, and a
+mark of `cache_control` that moves changes none. Thinking becomes reasoning, results of tools become messages.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from tidemill.cluster.edge.apis.responses_body import AgentChat
+from tidemill.cluster.edge.chat.request.params import absent_if_null
+from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
+from tidemill.cluster.edge.requests.bodies import MESSAGES_MAX, ChatBody
+from tidemill.workers.messages import RequestError
+
+Block = dict[str, Any]
+Turn = dict[str, Any]
+Text = str | list[Block]
+
+ATTRIBUTION = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
+"""The line that Claude Code begins its system prompt with. It differs from session to session, so no prefix
+behind it would be found."""
+
+SESSION = re.compile(r"session_(?:id\W+)?([0-9a-fA-F-]{36})")
+"""The session within `metadata.user_id` of Claude Code."""
+
+IMAGE = "[image: this model reads text alone]"
+"""The text of an image in the result of a tool. A refusal would end the conversation, which repeats it."""
+
+EFFORTS = {"xhigh": "high", "max": "high"}
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+WITHOUT_EFFECT = ("container", "context_management", "inference_geo", "mcp_servers", "service_tier", "speed")
+OF_CHATS = frozenset(("n", "logprobs", "top_logprobs", "prompt_logprobs", "response_format", "stop"))
+"""Fields of chats that a message has in another form, or not at all."""
+
+
+class Thinking(BaseModel):
+    """The switch of thinking; a budget of tokens has no effect."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["enabled", "adaptive", "disabled"]
+
+
+class OutputConfig(BaseModel):
+    """The effort of the model, and a schema of its answer: {"type": "json_schema", "schema": ...}."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    effort: Annotated[str, Field(max_length=32)] | None = None
+    format: Block | None = None
+
+
+class MessagesBody(BaseModel):
+    """The body of POST /v1/messages. Fields of chats that it does not name are passed on (seed, min_p,
+    cache_salt). More `max_tokens` than fit are as many as fit."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    model: Annotated[str, Field(max_length=256)] | None = None
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=MESSAGES_MAX)]
+    system: Text = ""
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    stream: bool = False
+    stop_sequences: list[str] = Field(default=[])
+    tools: list[Block] = Field(default=[])
+    tool_choice: Block = Field(default={"type": "auto"})
+    thinking: Thinking | None = None
+    output_config: OutputConfig = OutputConfig()
+    metadata: Block = Field(default={})
+
+    _nulls = model_validator(mode="before")(absent_if_null)
+
+    def chat(self, kind: type[ChatBody] = AgentChat) -> ChatBody:
+        """Return the chat that is asked for. Raises RequestError."""
+        passed_on = {name: value for name, value in (self.model_extra or {}).items() if name not in OF_CHATS}
+        turns = [
+            *self._system(),
+            *(turn for index in range(len(self.messages)) for turn in self._turns(index)),
+        ]
+        fields: Block = {
+            **{name: value for name, value in passed_on.items() if name not in WITHOUT_EFFECT},
+            "messages": turns,
+            "max_completion_tokens": self.max_tokens,
+            "stop": self.stop_sequences,
+            "tools": [_tool(tool) for tool in self.tools if _is_own(tool)],
+            "continue_final_message": turns[-1]["role"] == "assistant" and "tool_calls" not in turns[-1],
+            **self._choice(),
+            **self._thinking(),
+            **self._session(),
+        }
+        try:
+            return kind.model_validate(fields)
+        except ValidationError as error:
+            raise request_error(problems_of(error)) from None
+
+    def ignored(self) -> tuple[str, ...]:
+        """Return the fields without an effect that the chat does not know of, and the tools of other
+        servers."""
+        extra = self.model_extra or {}
+        names = [name for name in extra if name in OF_CHATS or name in WITHOUT_EFFECT]
+        return (*names, *(f"tools.{tool.get('type')}" for tool in self.tools if not _is_own(tool)))
+
+    def _system(self) -> Iterator[Turn]:
+        parts = _parts(self.system, "system")
+        if parts:
+            parts[0]["text"] = ATTRIBUTION.sub("", parts[0]["text"])
+        if any(part["text"] for part in parts):
+            yield {"role": "system", "content": parts}
+
+    def _turns(self, index: int) -> Iterator[Turn]:
+        """Yield the messages of a chat that one message stands for. Raises RequestError."""
+        turn, where = self.messages[index], f"messages[{index}]"
+        content = turn.get("content")
+        match turn.get("role"):
+            case "assistant":
+                yield _assistant(content, where)
+            case "user" | "system" as role:
+                own: list[Block] = []
+                for at, block in enumerate(_blocks(content, where)):
+                    if block.get("type") == "tool_result":
+                        yield _result(block, f"{where}.content[{at}]")
+                    else:
+                        own.append(block)
+                if own or not content:
+                    yield {"role": role, "content": _parts(own, f"{where}.content")}
+            case _:
+                raise RequestError(
+                    f"{where}.role: give user, assistant or system", param=f"{where}.role"
+                ) from None
+
+    def _choice(self) -> Block:
+        match self.tool_choice:
+            case {"type": "tool", "name": str(name)}:
+                choice: object = {"type": "function", "function": {"name": name}}
+            case {"type": str(kind)} if kind in CHOICES:
+                choice = CHOICES[kind]
+            case _:
+                raise RequestError(
+                    'tool_choice: give {"type": "auto"}, "any", "none", or "tool" with a "name"',
+                    param="tool_choice",
+                )
+        return {
+            "tool_choice": choice,
+            "parallel_tool_calls": not self.tool_choice.get("disable_parallel_tool_use", False),
+        }
+
+    def _thinking(self) -> Block:
+        """Return the fields of a chat for thinking, effort and the form of the answer."""
+        effort, form = self.output_config.effort, self.output_config.format
+        found: Block = {}
+        if self.thinking is not None:
+            thinks = self.thinking.type != "disabled"
+            given = cast("Block", (self.model_extra or {}).get("chat_template_kwargs") or {})
+            found["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks} | given
+        if effort is not None:
+            found["reasoning_effort"] = EFFORTS.get(effort, effort)
+        if form is not None:
+            found["response_format"] = {
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "schema": form.get("schema")},
+            }
+        return found
+
+    def _session(self) -> Block:
+        found = SESSION.search(str(self.metadata.get("user_id", "")))
+        return {} if found is None or "session_id" in (self.model_extra or {}) else {"session_id": found[1]}
+
+
+def _is_own(tool: Block) -> bool:
+    """Return whether the client runs a tool; others have a type with a version, like web_search_20250305."""
+    return tool.get("type", "custom") == "custom"
+
+
+def _tool(tool: Block) -> Block:
+    function = {
+        "name": tool.get("name"),
+        "description": tool.get("description"),
+        "parameters": tool.get("input_schema"),
+    }
+    return {"type": "function", "function": function, "cache_control": tool.get("cache_control")}
+
+
+def _blocks(content: object, where: str) -> list[Block]:
+    match content:
+        case str():
+            return [{"type": "text", "text": content}]
+        case list() if all(isinstance(block, dict) for block in cast("list[object]", content)):
+            return cast("list[Block]", content)
+        case _:
+            raise RequestError(f"{where}: give a text, or a list of blocks", param=where)
+
+
+def _parts(content: object, where: str) -> list[Block]:
+    """Return the parts of a chat's message with the text of blocks. Raises RequestError."""
+    parts: list[Block] = []
+    for at, block in enumerate(_blocks(content, where)):
+        match block:
+            case {"type": "text", "text": str(text)}:
+                pass
+            case {"type": "document", "source": {"type": "text", "data": str(text)}}:
+                pass
+            case _:
+                kind = str(block.get("type"))[:32]
+                param = f"{where}[{at}]"
+                raise RequestError(f"{param}: {kind!r} is not supported: send text", param=param)
+        parts.append({"type": "text", "text": text, "cache_control": block.get("cache_control")})
+    return parts
+
+
+def _result(block: Block, where: str) -> Turn:
+    """Return the message with the result of a tool."""
+    content = block.get("content")
+    blocks = [
+        {"type": "text", "text": IMAGE} if inner.get("type") == "image" else inner
+        for inner in _blocks("" if content is None else content, f"{where}.content")
+    ]
+    parts = _parts(blocks, f"{where}.content")
+    if block.get("is_error") is True:
+        parts.insert(0, {"type": "text", "text": "Error: "})
+    if block.get("cache_control") is not None:
+        parts.append({"type": "text", "text": "", "cache_control": block["cache_control"]})
+    return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": parts}
+
+
+def _assistant(content: object, where: str) -> Turn:
+    """Return an earlier answer of the model; blocks of other servers' tools are left out."""
+    words: list[Block] = []
+    thoughts: list[str] = []
+    calls: list[Block] = []
+    for block in _blocks(content, f"{where}.content"):
+        match block:
+            case {"type": "text"}:
+                words += _parts([block], f"{where}.content")
+            case {"type": "thinking", "thinking": str(thought)}:
+                thoughts.append(thought)
+            case {"type": "tool_use"}:
+                called: Block = {"name": block.get("name"), "arguments": block.get("input") or {}}
+                calls.append({"id": block.get("id"), "function": called})
+            case _:
+                pass
+    return {
+        "role": "assistant",
+        "content": words,
+        **({"reasoning_content": "".join(thoughts)} if thoughts else {}),
+        **({"tool_calls": calls} if calls else {}),
+    }
