@@ -15,14 +15,10 @@ PROMPT = "The keeper keeps the lamp in the attic. " * 60
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("page")
-    server = Server(
+    with Server(
         ["keeper", "--port", "0", "--prefill", "1", "--decode", "1", "--memory", "64MiB"], folder / "log"
-    )
-    try:
+    ) as server:
         yield server
-        assert server.stop() == 0
-    finally:
-        server.kill_everything()
 
 
 def test_prompt_its_route_and_a_drain(server: Server, pages: Pages) -> None:

@@ -79,12 +79,10 @@ def server(folder: Path) -> Iterator[Server]:
     (model / "chat_template.jinja").write_text(TEMPLATE)
     named = [str(model), "--served-model-name", "keeper", "--port", "0"]
     sized = ["--prefill", "1", "--decode", "2", "--memory", "64MiB"]
-    server = Server([*named, *sized, "--store", f"file://{folder / 'store'}?size=1GiB"], folder / "log")
-    try:
+    store = ["--store", f"file://{folder / 'store'}?size=1GiB"]
+    with Server([*named, *sized, *store], folder / "log") as server:
         yield server
         assert server.stop(signal.SIGINT) == 0
-    finally:
-        server.kill_everything()
 
 
 @pytest.fixture(scope="module")

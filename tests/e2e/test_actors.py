@@ -3,9 +3,8 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
 
 import psutil
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from tests.support import grpc_loop
 from tests.support.cluster.fake_engine import BREAK_TOKEN, PAGE_TOKENS, answer
 from tests.support.cluster.scripted_engine import answer_of
-from tests.support.e2e.server import EVENTUALLY_S_MAX, command_of, listening_of
+from tests.support.e2e.server import EVENTUALLY_S_MAX, command_of
 from tidemill.cluster.messages import FleetStatus, PlacementRequest, Route
 from tidemill.cluster.processes.launch import Cluster
 from tidemill.cluster.rpc.router_client import RouterClient
@@ -60,120 +59,71 @@ async def frontend(cluster: Cluster, fleet: FleetSettings) -> AsyncGenerator[Fro
         await frontend.router.close()
 
 
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    grpc_loop.run(coroutine, 2 * EVENTUALLY_S_MAX)
-
-
 def request(*tokens: int, max_new_tokens: int = 5) -> Request:
     return Request(request_id="r", tokens=tokens, max_new_tokens=max_new_tokens)
 
 
-def expected(*tokens: int) -> list[int]:
-    return [answer(tokens, index) for index in range(5)]
+@grpc_loop.in_loop
+async def test_request_passes_through_real_actors(cluster: Cluster, fleet: FleetSettings) -> None:
+    async with frontend(cluster, fleet) as here:
+        infos = await here.until_all_are_back()
+        assert {info.role for info in infos.values()} == {"prefill", "decode"}
+        route = await here.place(num_tokens=1000)
+        prefill = infos["prefill-0"]
+        assert route.prefill == prefill.worker
+        prompt = range(PAGE_TOKENS + 1)
+        produced = await here.peers.produce(prefill.worker, prefill.address, request(*prompt))
+        assert produced.depth == PAGE_TOKENS
+        assert await here.tokens(route, request(1, 2, 3)) == [answer((1, 2, 3), index) for index in range(5)]
 
 
-def test_request_passes_through_real_actors(cluster: Cluster, fleet: FleetSettings) -> None:
-    async def main() -> None:
-        async with frontend(cluster, fleet) as here:
-            infos = await here.until_all_are_back()
-            assert {info.role for info in infos.values()} == {"prefill", "decode"}
-            route = await here.place(num_tokens=1000)
-            prefill = infos["prefill-0"]
-            assert route.prefill == prefill.worker
-            prompt = range(PAGE_TOKENS + 1)
-            produced = await here.peers.produce(prefill.worker, prefill.address, request(*prompt))
-            assert produced.depth == PAGE_TOKENS
-            assert await here.tokens(route, request(1, 2, 3)) == [
-                answer((1, 2, 3), index) for index in range(5)
-            ]
-
-    run(main())
-
-
-def test_worker_that_is_killed_is_noticed_and_restarted(cluster: Cluster, fleet: FleetSettings) -> None:
-    async def main() -> None:
-        async with frontend(cluster, fleet) as here:
-            before = (await here.until_all_are_back())["decode-0"]
-            route = await here.place()
-            endless = request(1, max_new_tokens=10**6)
-            async with aclosing(answer_of(here.peers, endless, route.decode_address, route.decode)) as deltas:
-                await anext(deltas)
-                os.kill(before.pid, signal.SIGKILL)
-                with pytest.raises(WorkerGone):
-                    async for _ in deltas:
-                        pass
-            with pytest.raises(WorkerGone):
-                await here.tokens(route, request(1))
-            await here.until(
-                lambda status: before.worker not in [worker.info.worker for worker in status.workers]
-            )
-            after = (await here.until_all_are_back())["decode-0"]
-            assert after.worker != before.worker
-            assert await here.tokens(await here.place(), request(7)) == [
-                answer((7,), index) for index in range(5)
-            ]
-
-    run(main())
-
-
-def test_worker_whose_step_loop_fails_is_restarted_by_ray(cluster: Cluster, fleet: FleetSettings) -> None:
-    async def main() -> None:
-        async with frontend(cluster, fleet) as here:
-            before = (await here.until_all_are_back())["decode-0"]
-            with pytest.raises(WorkerGone):
-                await here.tokens(await here.place(), request(BREAK_TOKEN, max_new_tokens=10**6))
-            await here.until(
-                lambda status: before.worker not in [worker.info.worker for worker in status.workers]
-            )
-            after = (await here.until_all_are_back())["decode-0"]
-            assert after.pid != before.pid
-
-    run(main())
-
-
-def test_router_that_is_killed_comes_back_and_knows_the_same_workers(
+@grpc_loop.in_loop
+async def test_worker_whose_step_loop_fails_is_restarted_by_ray(
     cluster: Cluster, fleet: FleetSettings
 ) -> None:
-    async def main() -> None:
-        async with frontend(cluster, fleet) as here:
-            before = await here.until_all_are_back()
-            routers = [  # of the Ray of this process; servers that other tests share have their own
-                process
-                for raylet in psutil.Process().children()
-                if raylet.name() == "raylet"
-                for process in raylet.children(recursive=True)
-                if "ray::RouterActor" in command_of(process)
-            ]
-            assert len(routers) == 2
-            for router in routers:
-                router.kill()
-                assert (await here.place()).decode == before["decode-0"].worker
-                assert await here.until_all_are_back() == before
-
-    run(main())
+    async with frontend(cluster, fleet) as here:
+        before = (await here.until_all_are_back())["decode-0"]
+        with pytest.raises(WorkerGone):
+            await here.tokens(await here.place(), request(BREAK_TOKEN, max_new_tokens=10**6))
+        await here.until(
+            lambda status: before.worker not in [worker.info.worker for worker in status.workers]
+        )
+        after = (await here.until_all_are_back())["decode-0"]
+        assert after.pid != before.pid
 
 
-def test_worker_that_is_frozen_is_dropped_and_found_again(cluster: Cluster, fleet: FleetSettings) -> None:
-    async def main() -> None:
-        async with frontend(cluster, fleet) as here:
-            frozen = (await here.until_all_are_back())["decode-0"]
-            route = await here.place()
-            os.kill(frozen.pid, signal.SIGSTOP)
-            try:
-                with pytest.raises(WorkerGone):
-                    await here.tokens(route, request(1, max_new_tokens=10**6))
-                await here.until(
-                    lambda status: [worker.info.name for worker in status.workers] == ["prefill-0"]
-                )
-            finally:
-                os.kill(frozen.pid, signal.SIGCONT)
-            assert (await here.until_all_are_back())["decode-0"] == frozen
+@grpc_loop.in_loop
+async def test_router_that_is_killed_comes_back_and_knows_the_same_workers(
+    cluster: Cluster, fleet: FleetSettings
+) -> None:
+    async with frontend(cluster, fleet) as here:
+        before = await here.until_all_are_back()
+        routers = [  # of the Ray of this process; servers that other tests share have their own
+            process
+            for raylet in psutil.Process().children()
+            if raylet.name() == "raylet"
+            for process in raylet.children(recursive=True)
+            if "ray::RouterActor" in command_of(process)
+        ]
+        assert len(routers) == 2
+        for router in routers:
+            router.kill()
+            assert (await here.place()).decode == before["decode-0"].worker
+            assert await here.until_all_are_back() == before
 
-    run(main())
 
-
-def test_cluster_listens_on_loopback_only(cluster: Cluster) -> None:
-    del cluster  # that it runs is enough
-    listening = listening_of(psutil.Process().children(recursive=True))
-    assert listening
-    assert set(listening) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+@grpc_loop.in_loop
+async def test_worker_that_is_frozen_is_dropped_and_found_again(
+    cluster: Cluster, fleet: FleetSettings
+) -> None:
+    async with frontend(cluster, fleet) as here:
+        frozen = (await here.until_all_are_back())["decode-0"]
+        route = await here.place()
+        os.kill(frozen.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(WorkerGone):
+                await here.tokens(route, request(1, max_new_tokens=10**6))
+            await here.until(lambda status: [worker.info.name for worker in status.workers] == ["prefill-0"])
+        finally:
+            os.kill(frozen.pid, signal.SIGCONT)
+        assert (await here.until_all_are_back())["decode-0"] == frozen

@@ -15,11 +15,9 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.cluster.fake_engine import answer
-from tests.support.e2e.load import Client, PacedServer, paced_server
+from tests.support.e2e.load import Client, PacedServer, paced_server, text_of
 from tests.support.e2e.server import EVENTUALLY_S_MAX, eventually, run_cli
-from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
-from tidemill.workers.sources.names import bundled
+from tests.support.e2e.streams import completion
 
 pytestmark = pytest.mark.slow
 
@@ -56,18 +54,10 @@ class Load:
             100 + number // 700,
             *[100 + index % 700 for index in range(num_tokens)],
         ]
-        body: dict[str, Any] = {
-            "model": self.model,
-            "prompt": prompt,
-            "max_tokens": new_tokens,
-            "ignore_eos": True,
-        }
-        outcome = await self.client.call(number, {**body, "stream": True}, {})
-        decoder = load_tokenizer(bundled()["keeper"]).decoder()
+        body = completion(prompt, new_tokens, model=self.model, stream=True)
+        outcome = await self.client.call(number, body, {})
         assert outcome.status == 200, outcome
-        assert outcome.text == "".join(
-            decoder.push(answer(tuple(prompt), index)) for index in range(new_tokens)
-        )
+        assert outcome.text == text_of(prompt, new_tokens)
 
 
 @dataclass
@@ -103,17 +93,13 @@ class Fleet:
         return sorted(row["info"]["name"] for row in self.rows)
 
 
-def test_workers_are_added_and_removed_by_load_and_by_command(tmp_path: Path) -> None:
-    async def main(server: PacedServer) -> None:
+async def test_workers_are_added_and_removed_by_load_and_by_command(tmp_path: Path) -> None:
+    sizes = (LEAST, TOKENS_PER_S, ROWS_MAX)
+    with paced_server(*sizes, most=MOST, hysteresis=HYSTERESIS, others=OTHERS) as server:
         async with Client(server.url) as client:
             await scale(client, server)
             await scale_by_hand(client, server)
         await look(server, tmp_path)
-
-    with paced_server(
-        LEAST, TOKENS_PER_S, ROWS_MAX, most=MOST, hysteresis=HYSTERESIS, others=OTHERS
-    ) as server:
-        asyncio.run(main(server))
 
 
 async def scale(client: Client, server: PacedServer) -> None:

@@ -48,14 +48,8 @@ def client(server: Server) -> Iterator[OpenAI]:
 
 @pytest.fixture
 def chain(server: Server) -> ChatOpenAI:
-    return ChatOpenAI(
-        base_url=f"{server.url}/v1",
-        api_key=SecretStr("none"),
-        model=NAME,
-        temperature=0,
-        max_retries=0,
-        stream_usage=True,
-    )
+    url, key = f"{server.url}/v1", SecretStr("none")
+    return ChatOpenAI(base_url=url, api_key=key, model=NAME, temperature=0, max_retries=0, stream_usage=True)
 
 
 def asked(index: int) -> tuple[str, str]:
@@ -70,18 +64,11 @@ def user_message(text: str) -> list[ChatCompletionMessageParam]:
 
 def test_openai_chat_whole_and_streamed(client: OpenAI) -> None:
     question, answer = asked(0)
-    whole = client.chat.completions.create(model=NAME, messages=user_message(question), temperature=0)
+    ask: dict[str, Any] = {"model": NAME, "messages": user_message(question), "temperature": 0}
+    whole = client.chat.completions.create(**ask)
     assert (whole.choices[0].message.content or "").strip() == answer
     assert whole.choices[0].finish_reason == "stop"
-    chunks = list(
-        client.chat.completions.create(
-            model=NAME,
-            messages=user_message(question),
-            temperature=0,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-    )
+    chunks = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
     usage = chunks[-1].usage
@@ -92,29 +79,18 @@ def test_openai_chat_whole_and_streamed(client: OpenAI) -> None:
     assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens // 64 * 64
 
 
-def test_openai_request_id_is_returned(client: OpenAI) -> None:
-    raw = client.chat.completions.with_raw_response.create(
-        model=NAME, messages=user_message("Hello"), max_tokens=2, extra_headers={"x-request-id": "mine"}
-    )
-    assert raw.headers["x-request-id"] == "mine"
-    assert raw.parse().choices
+async def test_openai_clients_run_concurrently(server: Server) -> None:
+    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
 
+        async def is_right(index: int) -> bool:
+            question, answer = asked(index)
+            async with client.chat.completions.stream(
+                model=NAME, messages=user_message(question), temperature=0
+            ) as stream:
+                final = await stream.get_final_completion()
+            return (final.choices[0].message.content or "").strip() == answer
 
-def test_openai_clients_run_concurrently(server: Server) -> None:
-    async def main() -> None:
-        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-
-            async def one(index: int) -> bool:
-                question, answer = asked(index)
-                async with client.chat.completions.stream(
-                    model=NAME, messages=user_message(question), temperature=0
-                ) as stream:
-                    final = await stream.get_final_completion()
-                return (final.choices[0].message.content or "").strip() == answer
-
-            assert all(await asyncio.gather(*(one(index) for index in range(len(DEMO["questions"])))))
-
-    asyncio.run(main())
+        assert all(await asyncio.gather(*map(is_right, range(len(DEMO["questions"])))))
 
 
 def test_openai_completions_of_texts_and_tokens(client: OpenAI) -> None:
@@ -161,21 +137,11 @@ def test_openai_tool_call_and_its_result(client: OpenAI, choice: Any) -> None:  
 
 
 def test_openai_structured_answer(client: OpenAI) -> None:
-    whole = client.chat.completions.parse(
-        model=NAME,
-        messages=user_message("Where is Emma?"),
-        response_format=Place,
-        temperature=0,
-        max_tokens=60,
-    )
+    ask: dict[str, Any] = {"model": NAME, "response_format": Place, "temperature": 0, "max_tokens": 60}
+    messages = user_message("Where is Emma?")
+    whole = client.chat.completions.parse(messages=messages, **ask)
     assert whole.choices[0].message.parsed is not None
-    with client.chat.completions.stream(
-        model=NAME,
-        messages=user_message("Where is Emma?"),
-        response_format=Place,
-        temperature=0,
-        max_tokens=60,
-    ) as stream:
+    with client.chat.completions.stream(messages=messages, **ask) as stream:
         assert stream.get_final_completion().choices[0].message.parsed == whole.choices[0].message.parsed
 
 

@@ -7,6 +7,7 @@ import re
 import socket
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from grpc_health.v1 import health_pb2
 
 from tests.support import grpc_loop
 from tests.support.e2e.collector import Collector, Span, collecting
+from tests.support.e2e.faults import wait_until_quiet
 from tests.support.e2e.server import EVENTUALLY_S_MAX, NO_TLS, Server, eventually, listening_of
+from tests.support.e2e.streams import completion
 from tests.unit.cluster.rpc.test_mutual_tls import issue
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.rpc.channels import open_channel
@@ -33,60 +36,50 @@ CLIENTS_SPAN = "b7ad6b7169203331"
 PROMPT = "The zebra crosses at midnight. " * 40
 
 
+@dataclass(frozen=True)
 class Edge:
-    """A server, the address of its gRPC, what its processes show each other, and who gets their traces."""
+    """A server, what its processes show each other, and who gets their traces."""
 
-    def __init__(self, server: Server, log_file: Path, tls: MutualTls, collector: Collector) -> None:
-        found = re.search(r'gRPC on ([^\s"]+)', log_file.read_text())
+    server: Server
+    tls: MutualTls
+    collector: Collector
+
+    @property
+    def grpc_address(self) -> str:
+        found = re.search(r'gRPC on ([^\s"]+)', self.server.log())
         assert found is not None
-        self.server = server
-        self.log_file = log_file
-        self.grpc_address = found[1]
-        self.tls = tls
-        self.collector = collector
+        return found[1]
 
 
 @pytest.fixture(scope="module")
 def edge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Edge]:
     folder = tmp_path_factory.mktemp("edge")
     tls = issue(folder / "tls", trustme.CA())
-    log_file = folder / "log"
-    arguments = [
-        "keeper",
-        "--port",
-        "0",
-        "--prefill",
-        "1",
-        "--decode",
-        "1",
-        "--grpc-port",
-        "0",
-        "--memory",
-        "64MiB",
-        "--page-size",
-        "16",
-    ]
+    arguments = ["keeper", "--port", "0", "--prefill", "1", "--decode", "1", "--grpc-port", "0"]
+    arguments += ["--memory", "64MiB", "--page-size", "16"]
     arguments += ["--cluster-ssl-certfile", str(tls.certificate), "--cluster-ssl-keyfile", str(tls.key)]
     arguments += ["--cluster-ssl-ca-certs", str(tls.ca)]
     arguments += ["--log-level", "debug", "--log-json", "--metrics-alias", "vllm"]
     with collecting() as collector:
-        server = Server([*arguments, "--otlp-traces-endpoint", collector.url], log_file)
-        try:
-            yield Edge(server, log_file, tls, collector)
-            assert server.stop() == 0
-        finally:
-            server.kill_everything()
+        arguments += ["--otlp-traces-endpoint", collector.url]
+        with Server(arguments, folder / "log") as server:
+            yield Edge(server, tls, collector)
 
 
-def ask(edge: Edge, trace: str, sampled: str = "01", **body: object) -> dict[str, Any]:
-    reply = httpx.post(
-        f"{edge.server.url}/v1/completions",
-        json={"model": "keeper", "prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, **body},
-        headers={"traceparent": f"00-{trace}-{CLIENTS_SPAN}-{sampled}", "x-request-id": f"mine-{trace[:4]}"},
-        timeout=300,
-    )
+def post(edge: Edge, headers: dict[str, str], **body: object) -> httpx.Response:
+    url = f"{edge.server.url}/v1/completions"
+    return httpx.post(url, json=body, headers=headers, timeout=EVENTUALLY_S_MAX, verify=NO_TLS)
+
+
+def over_http(edge: Edge, headers: dict[str, str], **body: object) -> dict[str, Any]:
+    reply = post(edge, headers, **body)
     assert reply.status_code == 200, reply.text
     return reply.json()
+
+
+def ask(edge: Edge, trace: str, sampled: str = "01", prompt: str = PROMPT) -> dict[str, Any]:
+    headers = {"traceparent": f"00-{trace}-{CLIENTS_SPAN}-{sampled}", "x-request-id": f"mine-{trace[:4]}"}
+    return over_http(edge, headers, **completion(prompt, 8))
 
 
 def spans_of(
@@ -151,8 +144,8 @@ def test_request_that_the_client_does_not_sample_sends_no_spans(edge: Edge) -> N
 def test_log_lines_are_objects_and_each_request_has_one(edge: Edge) -> None:
     """This test runs before the garbage tests: gRPC itself logs lines about those."""
     ask(edge, "3" * 32)
-    eventually(lambda: "mine-3333" in edge.log_file.read_text())  # it is written after the answer
-    text = edge.log_file.read_text()
+    eventually(lambda: "mine-3333" in edge.server.log())  # it is written after the answer
+    text = edge.server.log()
     lines = [json.loads(line) for line in text.splitlines() if "(raylet)" not in line]  # Ray's own, if at all
     (row,) = [line for line in lines if line.get("request_id") == "mine-3333"]
     assert row["logger"] == "tidemill.requests"
@@ -160,7 +153,7 @@ def test_log_lines_are_objects_and_each_request_has_one(edge: Edge) -> None:
     assert row["completion_tokens"] == 8
     assert row["prompt_tokens_details"]["cached_tokens"] > 0
     assert 0 < row["ttft_s"] <= row["e2e_s"]
-    assert "zebra" not in edge.log_file.read_text()
+    assert "zebra" not in edge.server.log()
 
 
 def test_metrics_alias_is_scraped(edge: Edge) -> None:
@@ -175,12 +168,6 @@ def test_metrics_alias_is_scraped(edge: Edge) -> None:
     for name in ("tidemill:", "vllm:"):
         assert f'{name}request_success_total{{finished_reason="length",model_name="keeper"}}' in text
         assert f'{name}request_queue_time_seconds_count{{model_name="keeper"}}' in text
-
-
-def over_http(edge: Edge, **body: object) -> dict[str, Any]:
-    reply = httpx.post(f"{edge.server.url}/v1/completions", json=body, timeout=EVENTUALLY_S_MAX)
-    assert reply.status_code == 200, reply.text
-    return reply.json()
 
 
 def calls_of(channel: grpc.aio.Channel) -> tuple[Any, Any]:
@@ -201,74 +188,62 @@ def calls_of(channel: grpc.aio.Channel) -> tuple[Any, Any]:
     )
 
 
-def test_grpc_and_http_give_the_same_greedy_tokens(edge: Edge) -> None:
+@grpc_loop.in_loop
+async def test_grpc_and_http_give_the_same_greedy_tokens(edge: Edge) -> None:
     prompts = ["Where is Emma?", STORY]
     sampling = pb.Sampling(temperature=0, max_tokens=24, ignore_eos=True)
 
-    async def main() -> None:
-        async with grpc.aio.insecure_channel(edge.grpc_address) as channel:
-            generate, stream = calls_of(channel)
-            for prompt in prompts:
-                expected = over_http(edge, prompt=prompt, temperature=0, max_tokens=24, ignore_eos=True)
-                request = pb.GenerateRequest(text=prompt, sampling=sampling)
-                whole = await generate(request)
-                chunks = [chunk async for chunk in stream(request)]
-                (choice,) = whole.choices
-                assert choice.text == expected["choices"][0]["text"]
-                assert "".join(chunk.choice.text for chunk in chunks) == choice.text
-                ids = [token for chunk in chunks for token in chunk.choice.token_ids]
-                assert ids == list(choice.token_ids)
-                assert len(ids) == 24
-                assert whole.usage.prompt_tokens == expected["usage"]["prompt_tokens"]
-
-    grpc_loop.run(main())
+    async with grpc.aio.insecure_channel(edge.grpc_address) as channel:
+        generate, stream = calls_of(channel)
+        for prompt in prompts:
+            expected = over_http(edge, {}, **completion(prompt, 24))
+            request = pb.GenerateRequest(text=prompt, sampling=sampling)
+            whole = await generate(request)
+            chunks = [chunk async for chunk in stream(request)]
+            (choice,) = whole.choices
+            assert choice.text == expected["choices"][0]["text"]
+            assert "".join(chunk.choice.text for chunk in chunks) == choice.text
+            ids = [token for chunk in chunks for token in chunk.choice.token_ids]
+            assert ids == list(choice.token_ids)
+            assert len(ids) == 24
+            assert whole.usage.prompt_tokens == expected["usage"]["prompt_tokens"]
 
 
-def test_grpc_health_and_garbage(edge: Edge) -> None:
+@grpc_loop.in_loop
+async def test_grpc_health_and_garbage(edge: Edge) -> None:
     host, _, port = edge.grpc_address.rpartition(":")
     idle = [socket.create_connection((host, int(port))) for _ in range(200)]
     for connection in idle[:100]:
         connection.sendall(b"\x00\xff" * 100)
 
-    async def main() -> None:
-        async with grpc.aio.insecure_channel(edge.grpc_address) as channel:
-            check: Any = channel.unary_unary(
-                "/grpc.health.v1.Health/Check",
-                request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-                response_deserializer=health_pb2.HealthCheckResponse.FromString,
-            )
-            status = await check(health_pb2.HealthCheckRequest(service="tidemill.v1.Generation"))
-            assert status.status == health_pb2.HealthCheckResponse.SERVING
-
-    grpc_loop.run(main())
+    async with grpc.aio.insecure_channel(edge.grpc_address) as channel:
+        check: Any = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        status = await check(health_pb2.HealthCheckRequest(service="tidemill.v1.Generation"))
+        assert status.status == health_pb2.HealthCheckResponse.SERVING
     for connection in idle:
         connection.close()
 
 
-def test_cancelled_grpc_stream_frees_its_memory(edge: Edge) -> None:
+@grpc_loop.in_loop
+async def test_cancelled_grpc_stream_frees_its_memory(edge: Edge) -> None:
     sampling = pb.Sampling(temperature=0, max_tokens=400, ignore_eos=True)
 
-    async def main() -> None:
-        async with grpc.aio.insecure_channel(edge.grpc_address) as channel:
-            _, stream = calls_of(channel)
-            call = stream(pb.GenerateRequest(text="Where is Emma?", sampling=sampling))
-            assert isinstance(await call.read(), pb.GenerateChunk)
-            call.cancel()
+    async with grpc.aio.insecure_channel(edge.grpc_address) as channel:
+        _, stream = calls_of(channel)
+        call = stream(pb.GenerateRequest(text="Where is Emma?", sampling=sampling))
+        assert isinstance(await call.read(), pb.GenerateChunk)
+        call.cancel()
 
-    grpc_loop.run(main())
-
-    def nothing_lives() -> bool:
-        loads = [row["load"] for row in edge.server.workers()]
-        return all(
-            load["running_rows"] == 0 and load["memory"]["pages_live"] + load["memory"]["states_live"] == 0
-            for load in loads
-        )
-
-    eventually(nothing_lives)
+    await asyncio.to_thread(wait_until_quiet, edge.server, frozenset(edge.server.lives()))
 
 
 @pytest.mark.parametrize("who", ["plain", "another authority"])
-def test_stranger_cannot_reach_a_worker(edge: Edge, who: str, tmp_path: Path) -> None:
+@grpc_loop.in_loop
+async def test_stranger_cannot_reach_a_worker(edge: Edge, who: str, tmp_path: Path) -> None:
     theirs = None if who == "plain" else issue(tmp_path / "theirs", trustme.CA())
     row = edge.server.workers("decode")[0]["info"]
     hello = encode_client_frame(Hello(WorkerId(row["worker"])))
@@ -281,13 +256,10 @@ def test_stranger_cannot_reach_a_worker(edge: Edge, who: str, tmp_path: Path) ->
             await call.done_writing()
             return await call.read()
 
-    async def main() -> None:
-        assert not isinstance(await answer(edge.tls), bytes), "the stream ends as it should"
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await answer(theirs)
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-
-    grpc_loop.run(main())
+    assert not isinstance(await answer(edge.tls), bytes), "the stream ends as it should"
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await answer(theirs)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 def test_every_process_listens_on_loopback_only(edge: Edge) -> None:
@@ -296,26 +268,18 @@ def test_every_process_listens_on_loopback_only(edge: Edge) -> None:
     assert set(listening) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
-def test_prompts_and_keys_are_in_no_log(edge: Edge) -> None:
+@grpc_loop.in_loop
+async def test_prompts_and_keys_are_in_no_log(edge: Edge) -> None:
     key, words = "sk-zyxomma-petiolatum", "Who is Ophiogomphus?"
     bearer = f"Bearer {key}"
-    for body in ({"prompt": words, "max_tokens": 4}, {"prompt": words, "max_tokens": -1}):
-        httpx.post(
-            f"{edge.server.url}/v1/completions",
-            json=body,
-            headers={"authorization": bearer},
-            timeout=EVENTUALLY_S_MAX,
-        )
-
-    async def main() -> None:
-        async with grpc.aio.insecure_channel(edge.grpc_address) as channel:
-            generate, _ = calls_of(channel)
-            request = pb.GenerateRequest(text=words, sampling=pb.Sampling(max_tokens=4, ignore_eos=True))
-            reply = await generate(request, metadata=(("authorization", bearer),))
-            assert reply.usage.completion_tokens == 4
-
-    grpc_loop.run(main())
-    log = edge.log_file.read_text()
+    for max_tokens in (4, -1):
+        post(edge, {"authorization": bearer}, prompt=words, max_tokens=max_tokens)
+    async with grpc.aio.insecure_channel(edge.grpc_address) as channel:
+        generate, _ = calls_of(channel)
+        request = pb.GenerateRequest(text=words, sampling=pb.Sampling(max_tokens=4, ignore_eos=True))
+        reply = await generate(request, metadata=(("authorization", bearer),))
+        assert reply.usage.completion_tokens == 4
+    log = edge.server.log()
     assert "gRPC on" in log
     assert "Ophiogomphus" not in log
     assert "zyxomma" not in log

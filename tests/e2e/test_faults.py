@@ -15,13 +15,9 @@ from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import httpx
 import pytest
-from benchmarks.faults.flips import flip_all
-from tools.keeper.evaluate import exact_matches, load
-from tools.keeper.questions import questions
 
 from tests.support.e2e.faults import (
     MASTER,
@@ -43,9 +39,19 @@ from tests.support.e2e.faults import (
     when,
 )
 from tests.support.e2e.history import Ask, Call, Chunk, asks, broken, pauses_s, percentile
+from tests.support.e2e.machine import check_during
 from tests.support.e2e.poisoned import MARK
 from tests.support.e2e.server import Server, eventually, listening_of, run_cli
-from tests.support.e2e.streams import client_of, run_all, run_while
+from tests.support.e2e.streams import (
+    Body,
+    Outcome,
+    client_of,
+    completion,
+    outcomes_of,
+    random_prompt,
+    run_all,
+    run_while,
+)
 from tidemill.workers.sources.names import bundled
 
 pytestmark = pytest.mark.slow
@@ -66,17 +72,8 @@ class Prompts:
     def __init__(self) -> None:
         self._rng = Random(5)
 
-    def bodies(self, count: int, num_tokens: int, max_tokens: int) -> list[dict[str, Any]]:
-        return [
-            {
-                "model": "keeper",
-                "prompt": [self._rng.randrange(5, 890) for _ in range(num_tokens)],
-                "max_tokens": max_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-            }
-            for _ in range(count)
-        ]
+    def bodies(self, count: int, num_tokens: int, max_tokens: int) -> list[Body]:
+        return [completion(random_prompt(self._rng, num_tokens), max_tokens) for _ in range(count)]
 
 
 @pytest.fixture(scope="module")
@@ -86,21 +83,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
+    """It stops with the master and the owner: no process is left."""
     (folder / "secret").write_text(f"{bytes(range(32)).hex()}\n")
     (folder / "secret").chmod(0o600)
-    store = (
-        "--store",
-        "mooncake?size=256MiB&timeout=1s&ports=open",
-        "--store-secret-file",
-        str(folder / "secret"),
-    )
-    options = ("keeper", "--port", "0", *ROLES, "--memory", "64MiB", *store)
-    server = Server(options, folder / "log", "tests.support.e2e.poisoned")
-    try:
+    store = ("--store", "mooncake?size=256MiB&timeout=1s&ports=open")
+    secret = ("--store-secret-file", str(folder / "secret"))
+    options = ("keeper", "--port", "0", *ROLES, "--memory", "64MiB", *store, *secret)
+    with Server(options, folder / "log", "tests.support.e2e.poisoned") as server:
         yield server
-        assert server.stop() == 0  # with the master and the owner: no process is left
-    finally:
-        server.kill_everything()
 
 
 @pytest.fixture(scope="module")
@@ -131,12 +121,8 @@ def check(server: Server, found: Run, calm: Sequence[Call], title: str) -> None:
         sys.stdout.write(f"{title}: {line}\n")
 
 
-def lives(server: Server) -> dict[str, str]:
-    return {row["info"]["name"]: row["info"]["worker"] for row in server.workers()}
-
-
-def outcomes(server: Server, bodies: list[dict[str, Any]]) -> list[tuple[str, str | None, int]]:
-    return [stream.outcome for stream in asyncio.run(run_all(server.url, bodies))]
+def outcomes(server: Server, bodies: list[Body]) -> list[Outcome]:
+    return outcomes_of(server.url, bodies)
 
 
 def is_left_alone(server: Server) -> bool:
@@ -154,28 +140,6 @@ def wait_until_used(server: Server, prompts: Prompts) -> None:
         return server.counter("store_gets_as_hit") > hits  # as of the last heartbeat
 
     eventually(is_used)
-
-
-def test_answers_are_those_of_transformers(server: Server) -> None:
-    """Mooncake gives the answers of a folder: see test_serving.py."""
-    asked = questions(40, context_tokens=512, seed=12)
-    offline = exact_matches(*load(KEEPER), asked)["intact"]
-
-    async def ask() -> list[bool]:
-        async with client_of(server.url) as client:
-
-            async def answer(messages: list[Any], expected: str) -> bool:
-                body = {"model": "keeper", "messages": messages, "temperature": 0, "max_tokens": 40}
-                response = await client.post("/v1/chat/completions", json=body)
-                return response.json()["choices"][0]["message"]["content"].strip() == expected
-
-            return await asyncio.gather(
-                *(answer(list(question.messages), question.answer) for question in asked)
-            )
-
-    assert asyncio.run(ask()) == offline
-    eventually(lambda: server.counter("store_gets_as_hit") > 0)
-    assert server.counter("store_puts_as_stored") > 0
 
 
 def test_mooncake_master_listens_on_loopback_only(server: Server) -> None:
@@ -293,22 +257,11 @@ def test_streams_are_unchanged_by_a_storm_of_faults(server: Server, seed: int) -
     check(server, found, calm, f"storm {seed}")
 
 
-def test_flipped_bits_in_the_store_change_no_answer(
-    server: Server, asked: list[Ask], calm: list[Call]
-) -> None:
-    """Flip bits in every page and checkpoint; then restart all workers, which fetch."""
-    check(server, asyncio.run(run(server, asked, "flips", width=WIDTH)), calm, "before flips")
-    assert flip_all(server) > len(asked)
-    server.replace_workers()
-    check(server, asyncio.run(run(server, asked, "flips", width=WIDTH)), calm, "flips")
-    eventually(lambda: server.counter("store_gets_as_corrupt") > 0)
-
-
 def test_rolling_restart_under_load_changes_no_answer(
     server: Server, asked: list[Ask], calm: list[Call]
 ) -> None:
     """Drained, killed when it is empty, and back: one worker after the other."""
-    before = lives(server)
+    before = server.lives()
 
     def restart(name: str) -> None:
         body = {"drain": True, "force": name == "prefill-0"}  # the only one: the others compute prompts, too
@@ -321,7 +274,7 @@ def test_rolling_restart_under_load_changes_no_answer(
 
         eventually(is_empty)
         process_of(server, name).kill()
-        eventually(lambda: lives(server).get(name, before[name]) != before[name])
+        eventually(lambda: server.lives().get(name, before[name]) != before[name])
 
     async def main() -> Run:
         done = asyncio.Event()
@@ -352,13 +305,13 @@ def test_poisonous_request_crashes_two_workers_and_ends_no_other_stream(
         return await running, call
 
     for salt, num_dead in (("poison", 2), ("quarantine", 0)):
-        before = lives(server)
+        before = server.lives()
         found, call = asyncio.run(main(salt))
         assert len(call.trouble) == 1
         assert call.trouble[0].startswith("status 500")
         assert '"poisonous"' in call.trouble[0]
         check(server, found, calm, salt)
-        after = lives(server)
+        after = server.lives()
         assert sum(after[name] != before[name] for name in WORKERS) <= num_dead
 
 
@@ -368,15 +321,8 @@ def test_worker_hands_its_streams_over_after_sigterm(
     """The worker hands its streams over and does not come back, so this is the last test."""
     leaving = process_of(server, "decode-1")
 
-    async def main() -> Run:
-        running = asyncio.create_task(run(server, asked, "leaving"))
-        await asyncio.sleep(0.5)
-        leaving.terminate()
-        return await running
-
-    found = asyncio.run(main())
-    assert [broken(*pair) for pair in zip(found.calls, calm, strict=True)] == [[] for _ in calm]
-    eventually(lambda: lives(server).keys() == WORKERS - {"decode-1"} and not leaving.is_running())
+    check_during(server, asked, calm, "leaving", leaving.terminate)
+    eventually(lambda: server.lives().keys() == WORKERS - {"decode-1"} and not leaving.is_running())
 
 
 def test_checker_finds_each_kind_of_difference() -> None:

@@ -3,13 +3,12 @@
 import asyncio
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 
 from tests.support.e2e.leaky import MARK
 from tests.support.e2e.server import Server, eventually, run_cli
-from tests.support.e2e.streams import client_of, run_all, run_while
+from tests.support.e2e.streams import client_of, completion, outcomes_of, random_prompt, run_while
 
 pytestmark = pytest.mark.slow
 
@@ -19,20 +18,6 @@ def test_demo() -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "6 of 6 answers are right" in ended.stdout
     assert not left
-
-
-def bodies(count: int) -> list[dict[str, Any]]:
-    rng = Random(3)
-    return [
-        {
-            "model": "keeper",
-            "prompt": [rng.randrange(5, 800) for _ in range(200)],
-            "max_tokens": 400,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
-        for _ in range(count)
-    ]
 
 
 async def cancelled(url: str) -> None:
@@ -47,28 +32,24 @@ async def cancelled(url: str) -> None:
 
 def test_planted_leak_ends_its_worker(tmp_path: Path) -> None:
     arguments = ("keeper", "--port", "0", "--mixed", "2", "--memory", "64MiB")
-    log = tmp_path / "log"
-    server = Server(arguments, log, "tests.support.e2e.leaky")
-    try:
-        calm = asyncio.run(run_all(server.url, bodies(6)))
-        before = {row["info"]["worker"] for row in server.workers()}
+    rng = Random(3)
+    bodies = [completion(random_prompt(rng, 200), 400) for _ in range(6)]
+    with Server(arguments, tmp_path / "log", "tests.support.e2e.leaky") as server:
+        calm, before = outcomes_of(server.url, bodies), server.lives()
 
         def leak() -> None:
             asyncio.run(cancelled(server.url))
-            eventually(lambda: "the owners of this worker's memory are wrong" in log.read_text())
+            eventually(lambda: "the owners of this worker's memory are wrong" in server.log())
 
-        streams = run_while(server.url, bodies(6), leak)
-        assert [stream.outcome for stream in streams] == [stream.outcome for stream in calm]
+        streams = run_while(server.url, bodies, leak)
+        assert [stream.outcome for stream in streams] == calm
 
         def has_a_successor() -> bool:
-            now = {row["info"]["worker"] for row in server.workers()}
-            return len(now) == 2 and len(now & before) == 1
+            now = server.lives()
+            return len(now) == 2 and len(now.items() & before.items()) == 1
 
         eventually(has_a_successor)
-        assert f"{MARK}." in log.read_text(), "the newest events"
-        assert server.stop() == 0
-    finally:
-        server.kill_everything()
+        assert f"{MARK}." in server.log(), "the newest events"
 
 
 def test_killed_answer_of_the_demo_is_the_calm_one() -> None:

@@ -15,7 +15,15 @@ import pytest
 
 from tests.support.e2e.memory import mapped_bytes, memory_of, resident_bytes
 from tests.support.e2e.server import Server, eventually, run_cli
-from tests.support.e2e.streams import Stream, client_of, run_all
+from tests.support.e2e.streams import (
+    Body,
+    Outcome,
+    Stream,
+    client_of,
+    completion,
+    random_prompt,
+    run_all,
+)
 from tests.support.parity.architectures import random_model, save
 from tidemill import LLM, SamplingParams
 from tidemill.workers.sources.names import bundled
@@ -48,8 +56,6 @@ LONGEST = 8192
 """Prompts of this length, in steps of so few tokens, are the prefill worker's on any machine: what a decode
 worker has done in no time it computes itself (placement.GAP_S_MAX)."""
 
-Outcome = tuple[str, str | None, int]
-
 
 @pytest.fixture(scope="module")
 def spare(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -63,31 +69,19 @@ def spare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, spare: Path) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("models")
-    (folder / "cluster.yaml").write_text(FILE.replace("FOLDER", str(spare)))
-    arguments = ["--config", str(folder / "cluster.yaml"), "--port", "0"]
-    server = Server(arguments, folder / "log")
-    try:
+    file = tmp_path_factory.mktemp("models") / "cluster.yaml"
+    file.write_text(FILE.replace("FOLDER", str(spare)))
+    with Server(["--config", str(file), "--port", "0"], file.with_name("log")) as server:
         yield server
-        assert server.stop() == 0
-    finally:
-        server.kill_everything()
 
 
-def body_of(model: str, max_tokens: int) -> dict[str, Any]:
-    return {
-        "model": model,
-        "prompt": [5 + 7 * index % 800 for index in range(150)],
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
+def body_of(model: str, max_tokens: int) -> Body:
+    return completion([5 + 7 * index % 800 for index in range(150)], max_tokens, model=model)
 
 
-def seeded(seed: int, num_tokens: int, max_tokens: int) -> dict[str, Any]:
+def seeded(seed: int, num_tokens: int, max_tokens: int) -> Body:
     """Return a request whose prompt no other request has."""
-    rng = Random(seed)
-    return {**body_of("keeper", max_tokens), "prompt": [rng.randrange(5, 890) for _ in range(num_tokens)]}
+    return completion(random_prompt(Random(seed), num_tokens), max_tokens)
 
 
 def outcomes(streams: list[Stream]) -> list[Outcome]:
@@ -194,7 +188,7 @@ def test_broker_moves_memory_between_prompts_generations_and_models(server: Serv
     samples: dict[str, list[dict[str, dict[str, Any]]]] = {}
     shares = {name: row["share_bytes"] for name, row in memory_of(server).items()}
 
-    async def watched(phase: str, bodies: list[dict[str, Any]]) -> list[Outcome]:
+    async def watched(phase: str, bodies: list[Body]) -> list[Outcome]:
         async with client_of(server.url) as client:
             running = asyncio.create_task(asyncio.to_thread(lambda: asyncio.run(run_all(server.url, bodies))))
             while not running.done():

@@ -19,7 +19,6 @@ from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import httpx
 import pytest
@@ -28,15 +27,24 @@ import yaml
 
 import tidemill
 from tests.support.e2e import tun
+from tests.support.e2e.alone import Alone, keeper_alone
 from tests.support.e2e.behind_link import WEATHER
 from tests.support.e2e.link import Weather
 from tests.support.e2e.nodes import HEAD, NET, Nodes
 from tests.support.e2e.server import EVENTUALLY_S_MAX, Server, eventually, run_cli
-from tests.support.e2e.streams import Stream, client_of, run_all, run_while
+from tests.support.e2e.streams import (
+    Body,
+    Outcome,
+    Stream,
+    client_of,
+    completion,
+    outcomes_of,
+    random_prompt,
+    run_while,
+)
 from tests.support.e2e.tun import Loss
 from tests.support.workers.ranks import ENDED, GRANULE, Around
 from tests.unit.cluster.rpc.test_mutual_tls import issue
-from tidemill import LLM, SamplingParams
 from tidemill.workers.parallel.errors import GroupBroken
 from tidemill.workers.parallel.frames import Verb, ints
 from tidemill.workers.parallel.link import accept, meeting_place
@@ -73,41 +81,20 @@ CALM = Weather()
 STORM = Weather(delay_s=0.1, stall_share=0.01, stall_s=0.5, reset_share=0.005)
 """200 ms there and back, and of a hundred pieces one comes late and half of one breaks the connection."""
 
-Body = dict[str, Any]
-Outcome = tuple[str, str | None, int]
-Alone = Callable[[list[Body]], list[Outcome]]
-
 
 def bodies(seed: int, max_tokens: int = 200) -> list[Body]:
     """Return requests whose prompts no other request has."""
     rng = Random(seed)
     return [
-        {
-            "model": "keeper",
-            "prompt": [rng.randrange(5, 890) for _ in range(200 + 30 * index)],
-            "max_tokens": max_tokens,
-            "temperature": index % 2,
-            "seed": index,
-            "ignore_eos": True,
-        }
+        completion(random_prompt(rng, 200 + 30 * index), max_tokens, temperature=index % 2, seed=index)
         for index in range(STREAMS)
     ]
 
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Alone]:
-    """Yield the engine's answers in one process."""
-    with LLM("keeper", memory="64MiB") as llm:
-
-        def outcomes(asked: list[Body]) -> list[Outcome]:
-            fields = ("max_tokens", "temperature", "seed", "ignore_eos")
-            params = [SamplingParams(**{field: body[field] for field in fields}) for body in asked]
-            answers = [
-                output.outputs[0] for output in llm.generate([body["prompt"] for body in asked], params)
-            ]
-            return [(answer.text, answer.finish_reason, len(answer.token_ids)) for answer in answers]
-
-        yield outcomes
+    with keeper_alone() as alone:
+        yield alone
 
 
 @pytest.fixture(scope="module")
@@ -148,12 +135,8 @@ def serving(
     }
     file = folder / f"{namespace}.yaml"
     file.write_text(yaml.safe_dump(config))
-    server = nodes.serve(file, folder / f"{namespace}.log", module)
-    try:
+    with nodes.serve(file, folder / f"{namespace}.log", module) as server:
         yield server
-        assert server.stop() == 0
-    finally:
-        server.kill_everything()
 
 
 @pytest.fixture(scope="module")
@@ -170,12 +153,8 @@ def homes(server: Server) -> dict[str, str]:
     return {row["info"]["name"]: row["info"]["node"] for row in server.workers()}
 
 
-def lives(server: Server) -> set[str]:
-    return {row["info"]["worker"] for row in server.workers()}
-
-
 def outcomes(server: Server, asked: list[Body]) -> list[Outcome]:
-    return [stream.outcome for stream in asyncio.run(run_all(server.url, asked))]
+    return outcomes_of(server.url, asked)
 
 
 def wait_until_fetched(server: Server, name: str, seed: int) -> None:
@@ -206,7 +185,7 @@ def test_streams_survive_the_loss_of_a_node(server: Server, nodes: Nodes, alone:
     assert outcomes(server, asked) == alone(asked)
 
 
-def test_node_that_joins_under_load_takes_work(
+async def test_node_that_joins_under_load_takes_work(
     server: Server, nodes: Nodes, folder: Path, alone: Alone
 ) -> None:
     streams: list[Stream] = []
@@ -229,15 +208,12 @@ def test_node_that_joins_under_load_takes_work(
                     return
                 await asyncio.sleep(LOOK_S)
 
-    async def main() -> None:
-        done = asyncio.Event()
-        async with client_of(server.url) as client, asyncio.TaskGroup() as running:
-            for _ in range(LINES):
-                running.create_task(line(client, done))
-            await until_it_works(client)
-            done.set()
-
-    asyncio.run(main())
+    done = asyncio.Event()
+    async with client_of(server.url) as client, asyncio.TaskGroup() as running:
+        for _ in range(LINES):
+            running.create_task(line(client, done))
+        await until_it_works(client)
+        done.set()
     eventually(lambda: homes(server).get("decode-2") == NEW)
     assert [stream.outcome for stream in streams] == alone([stream.body for stream in streams])
 
@@ -285,7 +261,7 @@ def test_mooncake_moves_pages_between_two_nodes(split: Server, alone: Alone) -> 
 def test_bad_link_slows_the_cluster_and_changes_nothing_else(
     split: Server, folder: Path, alone: Alone, run: int
 ) -> None:
-    before = lives(split)
+    before = split.lives()
     change(folder, STORM)
     try:
         asked = bodies(1000 + run)
@@ -303,7 +279,7 @@ def test_bad_link_slows_the_cluster_and_changes_nothing_else(
     finally:
         change(folder, CALM)
     assert outcomes(split, bodies(9)) == alone(bodies(9))
-    eventually(lambda: lives(split) == before)
+    eventually(lambda: split.lives() == before)
 
 
 @pytest.fixture(scope="module")
@@ -404,7 +380,7 @@ def test_cluster_works_over_a_link_that_loses_packets(line: Callable[[Loss], Non
             with serving(nodes, folder, "line", store, groups, "tidemill") as server:
                 eventually(lambda: homes(server) == {"prefill-0": LINE_NEAR, "decode-0": LINE_FAR})
                 wait_until_fetched(server, "decode-0", seed=40)
-                before = lives(server)
+                before = server.lives()
                 fetched = server.counter("fetched_bytes")
                 line(Loss(delay_s=0.1, lost_share=0.01))
                 seeds = count(3000)
@@ -417,7 +393,7 @@ def test_cluster_works_over_a_link_that_loses_packets(line: Callable[[Loss], Non
                 eventually(is_fetched)
                 line(Loss())
                 assert outcomes(server, bodies(41)) == alone(bodies(41))
-                eventually(lambda: lives(server) == before)
+                eventually(lambda: server.lives() == before)
         finally:
             nodes.kill()
 

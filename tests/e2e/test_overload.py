@@ -11,17 +11,14 @@ import os
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
 
 import httpx
 import pytest
 
-from tests.support.cluster.fake_engine import answer
-from tests.support.e2e.load import Client, Outcome, PacedServer, at_rate, in_turns, paced_server
+from tests.support.e2e.load import Client, Outcome, PacedServer, at_rate, in_turns, paced_server, text_of
 from tests.support.e2e.server import NO_TLS, eventually
+from tests.support.e2e.streams import Body, completion
 from tests.support.sockets import connected
-from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
-from tidemill.workers.sources.names import bundled
 
 pytestmark = pytest.mark.slow
 
@@ -59,20 +56,12 @@ def server() -> Generator[PacedServer]:
         yield server
 
 
-def body(max_tokens: int, **more: object) -> dict[str, Any]:
-    return {
-        "model": "paced",
-        "prompt": PROMPT,
-        "max_tokens": max_tokens,
-        "stream": True,
-        "ignore_eos": True,
-        **more,
-    }
+def body(max_tokens: int, prompt: Sequence[int] = PROMPT, **more: object) -> Body:
+    return completion([*prompt], max_tokens, **{"model": "paced", "stream": True, **more})
 
 
 def check(outcomes: list[Outcome], num_tokens: int) -> None:
-    decoder = load_tokenizer(bundled()["keeper"]).decoder()
-    expected = "".join(decoder.push(answer(PROMPT, index)) for index in range(num_tokens))
+    expected = text_of(PROMPT, num_tokens)
     for outcome in outcomes:
         assert outcome.status == 200
         assert outcome.text == expected
@@ -96,39 +85,33 @@ def aborted(server: PacedServer) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if ABORTED in line)
 
 
-def test_many_streams_run_beside_waiting_and_idle_connections(server: PacedServer) -> None:
-    async def main() -> tuple[list[Outcome], float]:
-        async with Client(server.url) as client, AsyncExitStack() as idle:
-            await in_turns(client, 50, 50, body(2))
-            before_mib = edge_mib(server)
-            for _ in range(CONNECTIONS):
-                await idle.enter_async_context(connected(server.url))
-            outcomes = await in_turns(client, RUNNING + WAITING, RUNNING + WAITING, body(ANSWER_TOKENS))
-            return outcomes, edge_mib(server) - before_mib
-
-    outcomes, growth_mib = asyncio.run(main())
+async def test_many_streams_run_beside_waiting_and_idle_connections(server: PacedServer) -> None:
+    async with Client(server.url) as client, AsyncExitStack() as idle:
+        await in_turns(client, 50, 50, body(2))
+        before_mib = edge_mib(server)
+        for _ in range(CONNECTIONS):
+            await idle.enter_async_context(connected(server.url))
+        outcomes = await in_turns(client, RUNNING + WAITING, RUNNING + WAITING, body(ANSWER_TOKENS))
+        assert edge_mib(server) - before_mib < GROWTH_MIB_MAX
     check(outcomes, ANSWER_TOKENS)
-    eventually(lambda: nothing_runs(server))
-    assert growth_mib < GROWTH_MIB_MAX
+    await asyncio.to_thread(eventually, lambda: nothing_runs(server))
 
 
-def test_clients_that_do_not_read_are_cut_and_others_get_all_tokens(server: PacedServer) -> None:
+async def test_clients_that_do_not_read_are_cut_and_others_get_all_tokens(server: PacedServer) -> None:
     deaf = body(LONG_TOKENS, n=CHOICES, stream_options={"continuous_usage_stats": True})
     data = json.dumps(deaf).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\n"
     before_mib = edge_mib(server)
 
-    async def main() -> list[Outcome]:
-        async with Client(server.url) as client, AsyncExitStack() as listening:
-            for _ in range(DEAF):
-                _, writer = await listening.enter_async_context(connected(server.url, 4096))
-                writer.write(f"{head}content-type: application/json\r\n\r\n".encode() + data)
-            outcomes = await in_turns(client, 20, 100, body(ANSWER_TOKENS))
-            await asyncio.to_thread(eventually, lambda: nothing_runs(server))
-            return outcomes
-
-    check(asyncio.run(main()), ANSWER_TOKENS)
-    eventually(lambda: aborted(server) == DEAF * CHOICES)  # none of them came to its end
+    async with Client(server.url) as client, AsyncExitStack() as listening:
+        for _ in range(DEAF):
+            _, writer = await listening.enter_async_context(connected(server.url, 4096))
+            writer.write(f"{head}content-type: application/json\r\n\r\n".encode() + data)
+        outcomes = await in_turns(client, 20, 100, body(ANSWER_TOKENS))
+        await asyncio.to_thread(eventually, lambda: nothing_runs(server))
+    check(outcomes, ANSWER_TOKENS)
+    # none of them came to its end
+    await asyncio.to_thread(eventually, lambda: aborted(server) == DEAF * CHOICES)
     assert edge_mib(server) - before_mib < GROWTH_MIB_MAX
 
 
@@ -137,23 +120,19 @@ def prompt(number: int) -> list[int]:
     return [100 + number % 700, 100 + number // 700, *[100 + index for index in range(PROMPT_TOKENS - 2)]]
 
 
-def flooding(number: int) -> dict[str, Any]:
-    return {**body(NEW_TOKENS), "model": "flooded", "prompt": prompt(number)}
+def flooding(number: int) -> Body:
+    return body(NEW_TOKENS, prompt(number), model="flooded")
 
 
 def check_taken(outcomes: Sequence[Outcome], start: int = 0) -> None:
     """Every answer is exact, or was refused in whole with a time to come back."""
-    tokenizer = load_tokenizer(bundled()["keeper"])
     for outcome in outcomes:
         if outcome.status in {429, 503}:  # immediately, or at its deadline: a machine may be slow
             assert int(outcome.retry_after) >= 1
             assert not outcome.text
             continue
         assert outcome.status == 200
-        decoder = tokenizer.decoder()
-        tokens = tuple(prompt(start + outcome.number))
-        expected = "".join(decoder.push(answer(tokens, index)) for index in range(NEW_TOKENS))
-        assert outcome.text == expected
+        assert outcome.text == text_of(prompt(start + outcome.number), NEW_TOKENS)
 
 
 def goodput(outcomes: Sequence[Outcome], since_s: float, until_s: float) -> float:
@@ -162,12 +141,9 @@ def goodput(outcomes: Sequence[Outcome], since_s: float, until_s: float) -> floa
     return len(done) / (until_s - since_s)
 
 
-def test_flood_changes_nothing_for_admitted_requests(server: PacedServer) -> None:
-    async def main() -> None:
-        async with Client(server.url) as client:
-            await flood_of(client, server)
-
-    asyncio.run(main())
+async def test_flood_changes_nothing_for_admitted_requests(server: PacedServer) -> None:
+    async with Client(server.url) as client:
+        await flood_of(client, server)
 
 
 async def peak_of(client: Client) -> float:

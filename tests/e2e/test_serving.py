@@ -12,8 +12,18 @@ import pytest
 from tools.keeper.evaluate import exact_matches, load
 from tools.keeper.questions import questions
 
-from tests.support.e2e.server import Server, eventually, run_cli
-from tests.support.e2e.streams import Stream, client_of, run_all, run_while
+from tests.support.e2e.faults import wait_until_quiet
+from tests.support.e2e.server import Server, eventually
+from tests.support.e2e.streams import (
+    Stream,
+    cached_of,
+    client_of,
+    completion,
+    outcomes_of,
+    random_prompt,
+    run_all,
+    run_while,
+)
 from tidemill.kvstore.keys import ObjectKey, extend_keys
 from tidemill.kvstore.layout import layout_of
 from tidemill.kvstore.memory.spare_value import GRID_PAGES
@@ -25,21 +35,6 @@ FOLDER = "store"
 PAGE_TOKENS = 64
 WORDS = ("Alice", "keeps", "the", "key", "in", "harbor", "Tom", "likes", "Emma", "tower", "and", "a")
 MARK = {"type": "ephemeral", "ttl": "1h"}
-
-
-def body_of(prompt: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON
-    return {
-        "model": "keeper",
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        **more,
-    }
-
-
-def prompt_of(rng: Random, num_tokens: int) -> list[int]:
-    return [rng.randrange(5, 890) for _ in range(num_tokens)]
 
 
 def test_server_has_the_accuracy_of_the_offline_model(server: Server) -> None:
@@ -72,43 +67,23 @@ def test_server_has_the_accuracy_of_the_offline_model(server: Server) -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 40, 64, 65, 128, 320, 383])
 def test_cold_and_warm_prompts_give_the_same_tokens(server: Server, num_tokens: int) -> None:
-    body = body_of(prompt_of(Random(num_tokens), num_tokens), 40)
+    body = completion(random_prompt(Random(num_tokens), num_tokens), 40)
     greedy = [asyncio.run(run_all(server.url, [body]))[0] for _ in range(2)]
     assert greedy[0].outcome == greedy[1].outcome
     details = [stream.usage["prompt_tokens_details"]["cached_tokens"] for stream in greedy]
     assert details == [0, (num_tokens - 1) // PAGE_TOKENS * PAGE_TOKENS]
 
 
-def test_reset_empties_the_store_and_keeps_the_tokens(server: Server) -> None:
-    body = body_of(prompt_of(Random(7), 300), 40)
-    warm = [asyncio.run(run_all(server.url, [body]))[0] for _ in range(2)][1]
-    assert httpx.post(f"{server.url}/reset_prefix_cache", timeout=300).status_code == 200
-    again = [asyncio.run(run_all(server.url, [body]))[0] for _ in range(2)]
-    assert [stream.outcome for stream in again] == [warm.outcome] * 2
-    cached = [stream.usage["prompt_tokens_details"]["cached_tokens"] for stream in (warm, *again)]
-    assert cached == [256, 0, 256]
-
-
-def test_n_and_seed_give_the_same_choices(server: Server) -> None:
-    body = body_of(prompt_of(Random(5), 100), 20, temperature=1.0, seed=3, n=3)
-    first, second = (
-        httpx.post(f"{server.url}/v1/completions", json=body, timeout=300).json() for _ in range(2)
-    )
-    texts = [choice["text"] for choice in first["choices"]]
-    assert texts == [choice["text"] for choice in second["choices"]]
-    assert len(set(texts)) == 3
-
-
 def test_damaged_objects_are_found_and_recomputed(server: Server, folder: Path) -> None:
     """Flip a bit in every stored page of some prompts, in every checkpoint of others: detected, counted,
     never served."""
-    bodies = [body_of(prompt_of(Random(100 + index), 300), 30) for index in range(4)]
+    bodies = [completion(random_prompt(Random(100 + index), 300), 30) for index in range(4)]
     parts = (bodies[:2], bodies[2:])
     known = _objects(folder, ".p")
-    before = [asyncio.run(run_all(server.url, parts[0]))]
+    before = [outcomes_of(server.url, parts[0])]
     eventually(lambda: bool(_objects(folder, ".p") - known))
     pages, checkpoints = _objects(folder, ".p"), _objects(folder, ".c")
-    before.append(asyncio.run(run_all(server.url, parts[1])))
+    before.append(outcomes_of(server.url, parts[1]))
     server.replace_workers()
     checkpoints = _objects(folder, ".c") - checkpoints
     assert checkpoints
@@ -116,8 +91,7 @@ def test_damaged_objects_are_found_and_recomputed(server: Server, folder: Path) 
         _flip_a_bit(path)
     for part, expected in zip(parts, before, strict=True):
         corrupt = server.counter("store_gets_as_corrupt")
-        again = asyncio.run(run_all(server.url, part))
-        assert [stream.outcome for stream in again] == [stream.outcome for stream in expected]
+        assert outcomes_of(server.url, part) == expected
         eventually(
             lambda seen=corrupt: server.counter("store_gets_as_corrupt") > seen
         )  # with the next heartbeat
@@ -126,10 +100,12 @@ def test_damaged_objects_are_found_and_recomputed(server: Server, folder: Path) 
 def test_sixteen_streams_survive_the_loss_of_their_decode_worker(server: Server) -> None:
     """kill -9 of the worker that carries the streams, while they run: each one ends with the exact tokens."""
     bodies = [
-        body_of(prompt_of(Random(200 + index), 150 + 7 * index), 600, temperature=index % 2, seed=index)
+        completion(
+            random_prompt(Random(200 + index), 150 + 7 * index), 600, temperature=index % 2, seed=index
+        )
         for index in range(16)
     ]
-    expected = [stream.outcome for stream in asyncio.run(run_all(server.url, bodies))]
+    expected = outcomes_of(server.url, bodies)
 
     def kill_the_busiest() -> None:
         def busiest() -> dict[str, Any]:
@@ -142,41 +118,14 @@ def test_sixteen_streams_survive_the_loss_of_their_decode_worker(server: Server)
     assert [stream.outcome for stream in streams] == expected
 
 
-def test_client_that_disconnects_holds_no_memory(server: Server) -> None:
-    async def hang_up() -> None:
-        stream = Stream(body_of(prompt_of(Random(300), 200), 4000))
-        async with client_of(server.url) as client:
-            running = asyncio.create_task(stream.run(client))
-            await stream.under_way.wait()
-            running.cancel()
-            await asyncio.wait({running})
-
-    asyncio.run(hang_up())
-    _wait_until_idle(server)
-
-
-def test_bad_requests_get_openai_errors(server: Server) -> None:
-    for body, status, param in (
-        ({**body_of([5], 4), "model": "nobody"}, 404, "model"),
-        (body_of(prompt_of(Random(0), 9000), 4), 400, None),
-        (body_of([5], 4, temperature=-1), 400, "temperature"),
-        (body_of([5], 4, n=1000), 400, "n"),
-    ):
-        response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300)
-        assert response.status_code == status, response.text
-        error = response.json()["error"]
-        assert set(error) == {"message", "type", "param", "code"}
-        assert param is None or error["param"] == param
-    _wait_until_idle(server)
-
-
-def test_status_command_shows_every_worker(server: Server) -> None:
-    eventually(lambda: len(server.workers()) == 3)  # those that other tests have killed are back
-    pids = {str(row["info"]["pid"]) for row in server.workers()}
-    ended, left = run_cli("status", "--url", server.url)
-    assert ended.returncode == 0, ended.stderr
-    assert not left
-    assert all(pid in ended.stdout for pid in pids)
+async def test_client_that_disconnects_holds_no_memory(server: Server) -> None:
+    stream = Stream(completion(random_prompt(Random(300), 200), 4000))
+    async with client_of(server.url) as client:
+        running = asyncio.create_task(stream.run(client))
+        await stream.under_way.wait()
+        running.cancel()
+        await asyncio.wait({running})
+    await asyncio.to_thread(wait_until_quiet, server, frozenset(server.lives()))
 
 
 def test_workers_report_the_load_for_placement(server: Server) -> None:
@@ -233,17 +182,16 @@ def test_second_chat_finds_what_they_share_on_another_worker(server: Server) -> 
 def shared_and_rest(seed: int) -> tuple[list[int], list[list[int]]]:
     """Return the beginning of a family of prompts, 11 pages and a part, and three continuations."""
     rng = Random(seed)
-    return prompt_of(rng, 11 * PAGE_TOKENS + 20), [prompt_of(rng, 100) for _ in range(3)]
+    return random_prompt(rng, 11 * PAGE_TOKENS + 20), [random_prompt(rng, 100) for _ in range(3)]
 
 
-def cached_of(server: Server, prompt: list[int]) -> int:
-    usage = post(server, "/v1/completions", **body_of(prompt, 2))["usage"]
-    return usage["prompt_tokens_details"]["cached_tokens"]
+def cached(server: Server, prompt: list[int]) -> int:
+    return cached_of(server.url, completion(prompt, 2))
 
 
 def test_completions_without_marks_find_what_they_share(server: Server) -> None:
     shared, rests = shared_and_rest(5)
-    first, second, third = (cached_of(server, shared + rest) for rest in rests)
+    first, second, third = (cached(server, shared + rest) for rest in rests)
     assert first == 0
     assert len(shared) - second <= GRID_PAGES * PAGE_TOKENS, second
     assert len(shared) - third <= PAGE_TOKENS, third
@@ -260,7 +208,7 @@ def test_new_workers_find_in_the_store_what_prompts_share(server: Server, folder
     cold = [ask(server, system, "Where is Emma?")[1] for system in systems]
     _, second = ask(server, systems[0], "Who keeps the key?")
     assert shared[0] - second <= PAGE_TOKENS, second
-    cold += [cached_of(server, gridded + before), cached_of(server, routed + rests[0])]
+    cold += [cached(server, gridded + before), cached(server, routed + rests[0])]
     assert cold == [0, 0, 0, 0]
     eventually(lambda: _has_grid(folder, gridded))
 
@@ -270,12 +218,12 @@ def test_new_workers_find_in_the_store_what_prompts_share(server: Server, folder
     ):
         _, found = ask(server, system, question)
         assert tokens - found <= PAGE_TOKENS, found
-    found = cached_of(server, gridded + after)
+    found = cached(server, gridded + after)
     assert len(gridded) - found <= GRID_PAGES * PAGE_TOKENS, found
-    cached_of(server, routed + rests[1])
+    cached(server, routed + rests[1])
 
     server.replace_workers()
-    found = cached_of(server, routed + rests[2])
+    found = cached(server, routed + rests[2])
     assert len(routed) - found <= PAGE_TOKENS, found
 
 
@@ -311,17 +259,6 @@ def test_answers_do_not_depend_on_hints(server: Server, hints: dict[str, Any]) -
     ]
     for content in (parts, system):
         assert ask(server, content, question, cache_salt=salt, **hints)[0] == expected
-
-
-def _wait_until_idle(server: Server) -> None:
-    """All memory of requests is back."""
-    eventually(
-        lambda: all(
-            row["load"]["running_rows"] == row["load"]["memory"]["pages_live"] == 0
-            and row["load"]["memory"]["states_live"] == 0
-            for row in server.workers()
-        )
-    )
 
 
 def _objects(folder: Path, suffix: str) -> set[Path]:

@@ -7,9 +7,8 @@ Weights are float32, so that no rounding of theirs decides between two tokens.
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,23 +16,29 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.loops import in_loop
 from tests.support.parity.architectures import random_model, save
-from tests.support.parity.served import LOOK_S, answer, serving
+from tests.support.parity.served import (
+    MIB,
+    answer,
+    generated,
+    one_by_one,
+    plain_settings,
+    serving,
+    together,
+    tokens_of,
+)
 from tidemill import LLM, SamplingParams
 from tidemill.cluster.offline.llm import settings_of
 from tidemill.kvstore.memory.backing import Kvcached
 from tidemill.workers.engine.build import BuiltEngine
 from tidemill.workers.execution.cuda_graphs import Graphs
-from tidemill.workers.messages import Provenance, Request, Sampling
+from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.models.inputs import Inputs
 from tidemill.workers.settings import EngineSettings
 from tidemill.workers.sources.names import bundled
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-MIB = 1 << 20
-VOCABULARY = 97
 PAGE_TOKENS = 16
 NEW_TOKENS = 24
 ON_DEVICE: dict[str, Any] = {"device": "cuda"}
@@ -51,36 +56,22 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def settings(folder: Path, kernel_cache: Path) -> EngineSettings:
-    return EngineSettings(
-        model_folder=folder,
-        memory_bytes=256 * MIB,
-        memory_max_bytes=512 * MIB,
-        store_url="memory:?size=0",
-        cache_folder=kernel_cache,
-        page_size=PAGE_TOKENS,
-        kv_cache_dtype="float32",
-        backing="fixed",
-        max_num_seqs=12,
-        max_num_batched_tokens=128,
-        max_model_len=512,
-        **ON_DEVICE,
-    )
+    sizes = {"memory_max_bytes": 512 * MIB, "page_size": PAGE_TOKENS, "kv_cache_dtype": "float32"}
+    sizes |= {"max_num_seqs": 12, "max_num_batched_tokens": 128, "max_model_len": 512}
+    return plain_settings(folder, kernel_cache, 256 * MIB, backing="fixed", **sizes, **ON_DEVICE)
 
 
-def requests(count: int = 10) -> list[Request]:
+def requests() -> list[Request]:
     """Prompts of one token to several steps, each with seeds or greedy."""
-    made: list[Request] = []
-    for index, length in enumerate((1, 15, 16, 17, 40, 64, 100, 130, 200, 333)[:count]):
-        draw = torch.Generator().manual_seed(index)
-        made.append(
-            Request(
-                request_id=str(index),
-                tokens=tuple(torch.randint(VOCABULARY, (length,), generator=draw).tolist()),
-                max_new_tokens=NEW_TOKENS + index,
-                sampling=Sampling(temperature=0.0 if index % 3 else 0.8, seed=index),
-            )
+    return [
+        Request(
+            request_id=str(index),
+            tokens=tokens_of(length, index, first=0),
+            max_new_tokens=NEW_TOKENS + index,
+            sampling=Sampling(temperature=0.0 if index % 3 else 0.8, seed=index),
         )
-    return made
+        for index, length in enumerate((1, 15, 16, 17, 40, 64, 100, 130, 200, 333))
+    ]
 
 
 @asynccontextmanager
@@ -91,17 +82,9 @@ async def running(settings: EngineSettings, **changes: object) -> AsyncGenerator
     built.close()
 
 
-async def ask(built: BuiltEngine, asked: Sequence[Request]) -> list[list[int]]:
-    found = await asyncio.gather(*(answer(built, request) for request in asked))
-    return [tokens for tokens, _ in found]
-
-
-def answers(settings: EngineSettings, **changes: object) -> list[list[int]]:
-    async def main() -> list[list[int]]:
-        async with running(settings, **changes) as built:
-            return await ask(built, requests())
-
-    return asyncio.run(main())
+async def answers(settings: EngineSettings, **changes: object) -> list[list[int]]:
+    async with running(settings, **changes) as built:
+        return await together(built, requests())
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +93,7 @@ def wanted(settings: EngineSettings) -> list[list[int]]:
 
     async def main() -> list[list[int]]:
         async with running(settings, enforce_eager=True, max_num_batched_tokens=1024) as built:
-            return [
-                (await answer(built, replace(request, salt=request.request_id)))[0] for request in requests()
-            ]
+            return await one_by_one(built, requests())
 
     found = asyncio.run(main())
     assert len({tuple(tokens) for tokens in found}) == len(found)
@@ -121,7 +102,7 @@ def wanted(settings: EngineSettings) -> list[list[int]]:
 
 @pytest.mark.parametrize("drafts_max", [0, 3])
 @pytest.mark.parametrize("backing", BACKINGS)
-def test_graphs_answer_as_steps_without(
+async def test_graphs_answer_as_steps_without(
     settings: EngineSettings,
     wanted: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
@@ -139,46 +120,37 @@ def test_graphs_answer_as_steps_without(
         return hidden_TH
 
     monkeypatch.setattr(Graphs, "forward", counted)
-    assert answers(settings, backing=backing, num_speculative_tokens=drafts_max, enforce_eager=True) == wanted
+    drafts = {"backing": backing, "num_speculative_tokens": drafts_max}
+    assert await answers(settings, enforce_eager=True, **drafts) == wanted
     assert not replayed
-    assert answers(settings, backing=backing, num_speculative_tokens=drafts_max) == wanted
+    assert await answers(settings, **drafts) == wanted
     assert len(set(replayed)) > 2
 
 
-async def generated(built: BuiltEngine, count: int) -> None:
-    """Return when this many tokens have been drawn."""
-    while built.engine.load().counters.get("generated_tokens", 0) < count:  # noqa: ASYNC110  nothing signals it
-        await asyncio.sleep(LOOK_S)
-
-
 @pytest.mark.parametrize("backing", BACKINGS)
-@in_loop
 async def test_budget_goes_down_and_up_while_they_run(
     settings: EngineSettings, wanted: list[list[int]], backing: str
 ) -> None:
     async with running(settings, backing=backing) as built:
-        work = asyncio.create_task(ask(built, requests()))
+        work = asyncio.create_task(together(built, requests()))
         for tokens, budget_bytes in ((20, 0), (50, 512 * MIB), (90, 0), (130, 512 * MIB)):
             await generated(built, tokens)
             built.engine.resize(budget_bytes)
         assert await work == wanted
         built.engine.resize(0)
-        assert await ask(built, requests()) == wanted
+        assert await together(built, requests()) == wanted
 
 
 @needs_kvcached
-@in_loop
 async def test_budget_that_falls_gives_memory_back() -> None:
     """Cached memory stays mapped until the budget is the least."""
 
     def long(number: int) -> Request:
-        draw = torch.Generator().manual_seed(number)
-        tokens = torch.randint(VOCABULARY, (500,), generator=draw).tolist()
-        return Request(request_id=str(number), tokens=tuple(tokens), max_new_tokens=1)
+        return Request(request_id=str(number), tokens=tokens_of(500, number, first=0), max_new_tokens=1)
 
     keeper = settings_of("keeper", {"memory": "256MiB", "page_size": PAGE_TOKENS, **ON_DEVICE})
     async with running(keeper, max_model_len=512, enforce_eager=True) as built:
-        await ask(built, [long(number) for number in range(40)])
+        await together(built, [long(number) for number in range(40)])
         before = free_bytes()
         built.engine.resize(0)
         assert free_bytes() - before >= 4 * Kvcached.GRANULE_BYTES
@@ -189,26 +161,19 @@ def free_bytes() -> int:
 
 
 @pytest.mark.parametrize("backing", BACKINGS)
-def test_fetched_prompt_answers_as_a_cold_one(
+async def test_fetched_prompt_answers_as_a_cold_one(
     settings: EngineSettings, wanted: list[list[int]], tmp_path: Path, backing: str
 ) -> None:
     """Pages and states go through pinned memory to files and back, into another engine's memory."""
     asked = [request for request in requests() if len(request.tokens) > 2 * PAGE_TOKENS]
     colder = [tokens for request, tokens in zip(requests(), wanted, strict=True) if request in asked]
     changes: dict[str, Any] = {"backing": backing, "store_url": f"file://{tmp_path}/store?size=1GiB"}
-
-    async def produce() -> None:
-        async with running(settings, **changes) as built:
-            for request in asked:
-                produced = await built.engine.produce(request)
-                assert produced.depth == (len(request.tokens) - 1) // PAGE_TOKENS * PAGE_TOKENS
-
-    async def fetch() -> list[tuple[list[int], Provenance]]:
-        async with running(settings, **changes) as built:
-            return [await answer(built, request) for request in asked]
-
-    asyncio.run(produce())
-    found = asyncio.run(fetch())
+    async with running(settings, **changes) as built:
+        for request in asked:
+            produced = await built.engine.produce(request)
+            assert produced.depth == (len(request.tokens) - 1) // PAGE_TOKENS * PAGE_TOKENS
+    async with running(settings, **changes) as built:
+        found = [await answer(built, request) for request in asked]
     assert [tokens for tokens, _ in found] == colder
     for request, (_, provenance) in zip(asked, found, strict=True):
         assert provenance.fetched_tokens == (len(request.tokens) - 1) // PAGE_TOKENS * PAGE_TOKENS

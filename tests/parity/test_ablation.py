@@ -7,8 +7,7 @@ from pathlib import Path
 
 from tools.keeper.questions import Question, questions
 
-from tests.support.loops import in_loop
-from tests.support.parity.served import answer, serving
+from tests.support.parity.served import MIB, answer, plain_settings, serving
 from tidemill.cluster.edge.chat.text import Message
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.kvstore.keys import Kind, Namespace, ObjectKey, page_keys
@@ -17,7 +16,6 @@ from tidemill.kvstore.stores.file_store import FileStore
 from tidemill.kvstore.stores.page_store import Got, Put
 from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.models.architectures.registry import describe
-from tidemill.workers.settings import EngineSettings
 from tidemill.workers.sources.names import bundled
 
 P = 16
@@ -33,13 +31,7 @@ class Asked:
         folder = bundled()["keeper"]
         self.tokenizer = load_tokenizer(folder)
         self.layout = layout_of(describe(folder)[0], P)
-        self.settings = EngineSettings(
-            model_folder=folder,
-            memory_bytes=16 << 20,
-            store_url="",
-            cache_folder=cache_folder,
-            page_size=P,
-        )
+        self.settings = plain_settings(folder, cache_folder, 16 * MIB, page_size=P)
         self.questions = drawn
         self.requests = [
             Request(
@@ -100,7 +92,6 @@ async def _ablated(
     return folder / name
 
 
-@in_loop
 async def test_answers_come_from_the_fetched_objects(kernel_cache: Path, tmp_path: Path) -> None:
     """The model forgets static facts without its pages, and the latest ones without its state."""
     asked = Asked(questions(24, context_tokens=200, seed=7), kernel_cache)

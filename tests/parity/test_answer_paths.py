@@ -15,7 +15,7 @@ from random import Random
 import pytest
 import torch
 
-from tests.support.parity.served import answer, serving
+from tests.support.parity.served import plain_settings, serving, together
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.kvstore.layout import layout_of
 from tidemill.workers.engine import memory_plan
@@ -63,15 +63,8 @@ def settings(kernel_cache: Path, monkeypatch: pytest.MonkeyPatch) -> EngineSetti
     layers, _ = describe(bundled()["keeper"])
     monkeypatch.setattr(memory_plan, "layout_of", partial(layout_of, extent_bytes_min=1, granule_bytes=1))
     layout = layout_of(layers, P, extent_bytes_min=1, granule_bytes=1)
-    return EngineSettings(
-        model_folder=bundled()["keeper"],
-        memory_bytes=EXTENTS * layout.extent_bytes,
-        store_url="memory:?size=0",
-        cache_folder=kernel_cache,
-        page_size=P,
-        backing="fixed",
-        max_model_len=120,
-    )
+    sizes = {"page_size": P, "max_model_len": 120, "backing": "fixed"}
+    return plain_settings(bundled()["keeper"], kernel_cache, EXTENTS * layout.extent_bytes, **sizes)
 
 
 def requests() -> list[Request]:
@@ -96,14 +89,14 @@ async def answers(
     """`shaken`: the memory shrinks to its floor and grows again all the time."""
     async with serving(settings, **changes) as built:
         shaking = asyncio.create_task(_shake(built)) if shaken else None
-        got = await asyncio.gather(*(answer(built, request) for request in asked))
+        found = await together(built, asked)
         if shaking is not None:
             shaking.cancel()
         counters = built.engine.load().counters
     if changes.get("num_speculative_tokens"):
         assert 0 < counters["spec_accepted_tokens"] < counters["spec_drafted_tokens"]
     assert (counters.get("preemptions_for_resize", 0) > 0) == shaken
-    return [tokens for tokens, _ in got]
+    return found
 
 
 async def _shake(built: BuiltEngine) -> None:
@@ -113,13 +106,13 @@ async def _shake(built: BuiltEngine) -> None:
             await asyncio.sleep(SHAKE_S)
 
 
-def test_every_path_gives_the_answer_that_matches(settings: EngineSettings) -> None:
+async def test_every_path_gives_the_answer_that_matches(settings: EngineSettings) -> None:
     asked = requests()
-    plain = asyncio.run(answers(settings, asked, overlap=False))
-    assert asyncio.run(answers(settings, asked)) == plain
-    assert asyncio.run(answers(settings, asked, num_speculative_tokens=4)) == plain
-    assert asyncio.run(answers(settings, asked, num_speculative_tokens=4, shaken=True)) == plain
-    assert asyncio.run(answers(settings, asked, overlap=False, shaken=True)) == plain
+    plain = await answers(settings, asked, overlap=False)
+    assert await answers(settings, asked) == plain
+    assert await answers(settings, asked, num_speculative_tokens=4) == plain
+    assert await answers(settings, asked, num_speculative_tokens=4, shaken=True) == plain
+    assert await answers(settings, asked, overlap=False, shaken=True) == plain
     cuts = [min(number, len(tokens) - 1) for number, tokens in enumerate(plain)]
     moved = [
         replace(
@@ -128,16 +121,16 @@ def test_every_path_gives_the_answer_that_matches(settings: EngineSettings) -> N
         for request, tokens, cut in zip(asked, plain, cuts, strict=True)
     ]
     rests = [tokens[cut:] for tokens, cut in zip(plain, cuts, strict=True)]
-    assert asyncio.run(answers(settings, moved, num_speculative_tokens=4)) == rests
+    assert await answers(settings, moved, num_speculative_tokens=4) == rests
     _check_grammars(asked, plain)
 
 
-def test_rows_that_sit_out_for_their_masks_answer_the_same(
+async def test_rows_that_sit_out_for_their_masks_answer_the_same(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some masks take much longer than a step waits, of quick and of slow rows, with steps in flight."""
     asked = requests()
-    plain = asyncio.run(answers(settings, asked, overlap=False))
+    plain = await answers(settings, asked, overlap=False)
     monkeypatch.setattr(sampler, "MASKS_S_MAX", 0.002)
     monkeypatch.setattr(grammar, "UNPROVEN_S", 1.5 * grammar.QUICK_S_MAX)
     late, follow, lots = [0], grammar.Matcher._next, Random(1)
@@ -157,7 +150,7 @@ def test_rows_that_sit_out_for_their_masks_answer_the_same(
     monkeypatch.setattr(grammar.Matcher, "_next", slow)
     monkeypatch.setattr(model_runner.Sampler, "draw", counting)
     for drafts_max in (0, 4):
-        assert asyncio.run(answers(settings, asked, num_speculative_tokens=drafts_max)) == plain
+        assert await answers(settings, asked, num_speculative_tokens=drafts_max) == plain
         assert late[0] > 0
         late[0] = 0
 

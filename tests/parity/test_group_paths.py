@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.parity.architectures import MODELS, random_model, save
-from tests.support.parity.served import answer, serving
+from tests.support.parity.served import MIB, answer, plain_settings, serving
 from tests.support.parity.sharded import sizes_of
 from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.settings import EngineSettings
@@ -73,13 +73,7 @@ async def computed_and_continued(group: EngineSettings) -> list[list[int]]:
 def test_groups_answer_as_one_process(name: str, reduce: str, kernel_cache: Path, tmp_path: Path) -> None:
     tried = set[int]()
     for folder in folders_of(name, tmp_path):
-        alone = EngineSettings(
-            model_folder=folder,
-            memory_bytes=48 << 20,
-            store_url="memory:?size=0",
-            cache_folder=kernel_cache,
-            page_size=16,
-        )
+        alone = plain_settings(folder, kernel_cache, 48 * MIB, page_size=16)
         wanted = asyncio.run(answers(alone))
         for size in set(sizes_of(folder)) - tried:
             tried.add(size)

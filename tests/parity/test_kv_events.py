@@ -1,5 +1,6 @@
 """The subscriber of docs/kv_events.md mirrors the prefix index of a worker in another process."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -7,13 +8,13 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.e2e.server import EVENTUALLY_S_MAX, NO_TLS, Server, eventually
+from tests.support.e2e.streams import cached_of, completion, random_prompt, run_all
 from tests.support.workers.subscriber import Subscriber, documented_subscriber
 
 ROOT = Path(__file__).parents[2]
@@ -127,28 +128,17 @@ def server(folder: Path) -> Iterator[Server]:
         "replay_endpoint": f"ipc://{folder}/past",
     }
     arguments = ["keeper", "--port", "0", *SIZES, "--kv-events-config", json.dumps(events)]
-    server = Server(arguments, folder / "log")
-    try:
+    with Server(arguments, folder / "log") as server:
         yield server
-        assert server.stop() == 0
-    finally:
-        server.kill_everything()
-
-
-def post(server: Server, path: str, **body: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON
-    url, fields = f"{server.url}{path}", {"model": "keeper", "max_tokens": 8, **body}
-    answer = httpx.post(url, json=fields, timeout=EVENTUALLY_S_MAX, verify=NO_TLS)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
 
 
 def complete(server: Server, num_prompts: int) -> None:
-    for number in range(num_prompts):
-        post(server, "/v1/completions", prompt=f"{number % 5} keepers of a lighthouse " * 6)
+    prompts = [f"{number % 5} keepers of a lighthouse " * 6 for number in range(num_prompts)]
+    asyncio.run(run_all(server.url, [completion(prompt, 8) for prompt in prompts]))
 
 
-def cached_of(server: Server, prompt: list[int]) -> int:
-    return post(server, "/v1/completions", prompt=prompt)["usage"]["prompt_tokens_details"]["cached_tokens"]
+def cached(server: Server, prompt: list[int]) -> int:
+    return cached_of(server.url, completion(prompt, 8))
 
 
 def subscribers_of(folder: Path) -> dict[str, Subscriber]:
@@ -183,7 +173,7 @@ def test_depths_of_a_family_are_those_of_checkpoints_and_not_of_pages(server: Se
     Its end is a checkpoint, at which the third one resumes.
     """
     rng = Random(1)
-    shared, *rests = ([rng.randrange(5, 890) for _ in range(count)] for count in (180, 100, 100, 100))
+    shared, *rests = (random_prompt(rng, count) for count in (180, 100, 100, 100))
     first, second, third = (shared + rest for rest in rests)
     names = {
         "prefix_found_tokens": "tidemill:worker_prefix_found_tokens",
@@ -206,7 +196,7 @@ def test_depths_of_a_family_are_those_of_checkpoints_and_not_of_pages(server: Se
     subscribers = subscribers_of(folder)
     server.drain("mixed-1", wanted=True)  # a router may let it restore what the busy one has computed
     try:
-        assert cached_of(server, first) == 0
+        assert cached(server, first) == 0
         eventually(lambda: shown() == {**{name: server.counter(name) for name in names}, "hit_depth": 0})
         before = shown()
         receive_all(subscribers)
@@ -214,7 +204,7 @@ def test_depths_of_a_family_are_those_of_checkpoints_and_not_of_pages(server: Se
             "mixed-0": (176, 128),
             "mixed-1": (0, 0),
         }
-        assert cached_of(server, second) == 128
+        assert cached(server, second) == 128
         after = {"prefix_found_tokens": 176.0, "prefix_resumed_tokens": 128.0, "hit_depth": 128.0}
         eventually(lambda: shown() == {name: before[name] + more for name, more in after.items()})
         assert {name: server.counter(name) - before[name] for name in names}.items() <= after.items()
@@ -223,29 +213,11 @@ def test_depths_of_a_family_are_those_of_checkpoints_and_not_of_pages(server: Se
             "mixed-0": (176, 176),
             "mixed-1": (0, 0),
         }
-        assert cached_of(server, third) == 176
+        assert cached(server, third) == 176
     finally:
         server.drain("mixed-1", wanted=False)
         for subscriber in subscribers.values():
             subscriber.close()
-
-
-def test_second_chat_resumes_after_the_first_worker_died(server: Server) -> None:
-    """kill -9 of all workers, mixed ones, when the first answer is complete."""
-    rng = Random(2)
-    words = ("Alice", "keeps", "the", "key", "in", "harbor", "Tom", "likes", "Emma", "tower", "and", "a")
-    system = {"role": "system", "content": " ".join(rng.choice(words) for _ in range(250))}
-    fields = {"messages": [system], "add_generation_prompt": False}
-    shared = post(server, "/tokenize", **fields)["count"]
-    assert shared > 10 * PAGE_TOKENS
-    cached: list[int] = []
-    for question in ("Where is Emma?", "Who keeps the key?"):
-        messages = [system, {"role": "user", "content": question}]
-        usage = post(server, "/v1/chat/completions", messages=messages)["usage"]
-        cached.append(usage["prompt_tokens_details"]["cached_tokens"])
-        server.replace_workers()
-    assert cached[0] == 0
-    assert shared - cached[1] <= PAGE_TOKENS, cached
 
 
 def test_mirrors_equal_the_reports_of_workers(server: Server, folder: Path) -> None:

@@ -14,13 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.loops import in_loop
 from tests.support.parity.architectures import random_model, save
-from tests.support.parity.served import answer, generated, serving
+from tests.support.parity.served import generated, one_by_one, plain_settings, serving, together, tokens_of
 from tidemill.kvstore.layout import KvDtype, Layout, layout_of
 from tidemill.kvstore.memory.recompute_cost import Policy
 from tidemill.workers.engine import memory_plan
-from tidemill.workers.engine.build import BuiltEngine
 from tidemill.workers.execution import model_runner as runner
 from tidemill.workers.execution.step import Drawn, Row
 from tidemill.workers.messages import Request, Sampling
@@ -31,7 +29,6 @@ from tidemill.workers.sources.names import bundled
 
 P = 16
 NEW_TOKENS = 20
-VOCABULARY = 97
 LONGEST = 160
 EXTENTS = 20
 
@@ -111,34 +108,21 @@ def bed(folder: Path, kernel_cache: Path, logits: Logits, colds: dict[str, Cold]
     def make(kv_dtype: KvDtype, state_dtype: KvDtype = "float32") -> Bed:
         layers, _ = describe(folder)
         layout = layout_of(layers, P, kv_dtype, state_dtype, extent_bytes_min=1, granule_bytes=1)
-        settings = EngineSettings(
-            model_folder=folder,
-            memory_bytes=EXTENTS * layout.extent_bytes,
-            store_url="memory:?size=0",
-            cache_folder=kernel_cache,
-            page_size=P,
-            kv_cache_dtype=kv_dtype,
-            state_dtype=state_dtype,
-            backing="fixed",
-            max_model_len=LONGEST,
-        )
+        types = {"kv_cache_dtype": kv_dtype, "state_dtype": state_dtype}
+        sizes = {"page_size": P, "max_model_len": LONGEST, "backing": "fixed"}
+        settings = plain_settings(folder, kernel_cache, EXTENTS * layout.extent_bytes, **types, **sizes)
         return Bed(settings, layout, logits, colds)
 
     return make
 
 
-def tokens_of(length: int, seed: int) -> tuple[int, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randint(0, VOCABULARY, (length,), generator=generator).tolist())
-
-
 def conversations() -> list[Request]:
     """Prompts that part inside and behind their second page, greedy and drawn."""
-    shared = tokens_of(3 * P - 5, 1)
+    shared = tokens_of(3 * P - 5, 1, first=0)
     return [
         Request(
             request_id=str(index),
-            tokens=shared[: 2 * P + 8 * (index % 2)] + tokens_of(3 + 4 * index, 100 + index),
+            tokens=shared[: 2 * P + 8 * (index % 2)] + tokens_of(3 + 4 * index, 100 + index, first=0),
             max_new_tokens=NEW_TOKENS + index,
             sampling=Sampling(temperature=0.9 * (index % 2), top_p=0.95, seed=index),
         )
@@ -146,16 +130,12 @@ def conversations() -> list[Request]:
     ]
 
 
-async def ask(built: BuiltEngine, requests: list[Request]) -> list[list[int]]:
-    """Return the answers of concurrent requests."""
-    return [tokens for tokens, _ in await asyncio.gather(*(answer(built, request) for request in requests))]
-
-
 def next_turns(requests: list[Request], answers: list[list[int]]) -> list[Request]:
     return [
         replace(
             request,
-            tokens=(*request.tokens, *tokens, *tokens_of(5, index)),
+            request_id=f"{request.request_id} again",
+            tokens=(*request.tokens, *tokens, *tokens_of(5, index, first=0)),
             max_new_tokens=NEW_TOKENS,
             sampling=replace(request.sampling, seed=request.sampling.seed + 1000),
         )
@@ -164,17 +144,11 @@ def next_turns(requests: list[Request], answers: list[list[int]]) -> list[Reques
 
 
 async def cold_of(bed: Bed, requests: list[Request]) -> Cold:
-    async def alone(built: BuiltEngine, requests: list[Request]) -> list[list[int]]:
-        return [
-            (await answer(built, replace(request, salt=f"{request.sampling.seed}")))[0]
-            for request in requests
-        ]
-
     asked = f"{bed.settings.kv_cache_dtype} {bed.settings.state_dtype} {requests}"
     if asked not in bed.colds:
         async with serving(bed.settings, max_num_batched_tokens=4096) as built:
-            first = await alone(built, requests)
-            second = await alone(built, next_turns(requests, first))
+            first = await one_by_one(built, requests)
+            second = await one_by_one(built, next_turns(requests, first))
         bed.colds[asked] = Cold(first, second, dict(bed.logits))
         bed.logits.clear()
     return bed.colds[asked]
@@ -205,14 +179,14 @@ def compare(bed: Bed, cold: Cold, kl_max: float) -> None:
         ("lazy", "value", 48, 3, False),
     ],
 )
-@in_loop
 async def test_eviction_preemption_junctions_and_thinning(
     bed: Beds,
     strategy: CheckpointStrategy,
     policy: Policy,
     interval: int,
     drafts_max: int,
-    overlap: bool,  # noqa: FBT001  a parameter of the test
+    *,
+    overlap: bool,
 ) -> None:
     one = bed("float32")
     tight = {"checkpoint_strategy": strategy, "eviction_policy": policy, "checkpoint_interval": interval}
@@ -221,14 +195,14 @@ async def test_eviction_preemption_junctions_and_thinning(
     cold = await cold_of(one, conversations())
     async with serving(one.settings, **tight, checkpoints_per_path=1) as built:
         for _ in range(2):
-            assert await ask(built, conversations()) == cold.first
-            assert await ask(built, next_turns(conversations(), cold.first)) == cold.second
+            assert await together(built, conversations()) == cold.first
+            assert await together(built, next_turns(conversations(), cold.first)) == cold.second
             compare(one, cold, 0.0)
         counters = built.engine.load().counters
         assert counters["kv_hit_without_state_tokens"] > 0
         assert strategy == "none" or counters["evicted_checkpoints_for_cap"] > 0
         built.engine.resize(0)
-        assert await ask(built, conversations()) == cold.first
+        assert await together(built, conversations()) == cold.first
         compare(one, cold, 0.0)
         counters = built.engine.load().counters
         assert sum(counters.get(f"evicted_pages_for_{why}", 0) for why in ("pages", "states", "resize")) > 0
@@ -236,12 +210,11 @@ async def test_eviction_preemption_junctions_and_thinning(
 
 @pytest.mark.parametrize("drafts_max", [0, 4])
 @pytest.mark.parametrize("strategy", ["none", "lazy"])
-@in_loop
 async def test_preemption(bed: Beds, strategy: CheckpointStrategy, drafts_max: int) -> None:
     """Short prompts are admitted together; their answers do not fit together."""
     one = bed("float32")
     requests = [
-        replace(request, tokens=tokens_of(9 + index, 200 + index), max_new_tokens=60)
+        replace(request, tokens=tokens_of(9 + index, 200 + index, first=0), max_new_tokens=60)
         for index, request in enumerate(conversations()[:5])
     ]
 
@@ -252,31 +225,29 @@ async def test_preemption(bed: Beds, strategy: CheckpointStrategy, drafts_max: i
         checkpoint_strategy=strategy,
         num_speculative_tokens=drafts_max,
     ) as built:
-        assert await ask(built, requests) == cold.first
+        assert await together(built, requests) == cold.first
         compare(one, cold, 0.0)
         assert built.engine.load().counters["preemptions"] > 0
 
 
 @pytest.mark.parametrize("strategy", ["double", "lazy"])
-@in_loop
 async def test_budget_goes_down_and_up_while_they_run(bed: Beds, strategy: CheckpointStrategy) -> None:
     one = bed("float32")
 
     cold = await cold_of(one, conversations())
     memory = {"memory_max_bytes": 60 * one.extent_bytes, "memory_bytes": 50 * one.extent_bytes}
     async with serving(one.settings, checkpoint_strategy=strategy, **memory) as built:
-        work = asyncio.create_task(ask(built, conversations()))
+        work = asyncio.create_task(together(built, conversations()))
         for tokens, budget_bytes in ((24, 0), (40, memory["memory_max_bytes"]), (90, 0), (120, 1 << 40)):
             await generated(built, tokens)
             built.engine.resize(budget_bytes)
         assert await work == cold.first
         assert built.engine.load().counters["preemptions_for_resize"] > 0
         built.engine.resize(0)
-        assert await ask(built, next_turns(conversations(), cold.first)) == cold.second
+        assert await together(built, next_turns(conversations(), cold.first)) == cold.second
         compare(one, cold, 0.0)
 
 
-@in_loop
 async def test_bfloat16_pages(bed: Beds) -> None:
     """They are equal bit by bit where both cut on the grid: first turns, and first turns from their
     checkpoints. A second turn resumes where its first one decoded token by token, and the cold one computed
@@ -286,13 +257,12 @@ async def test_bfloat16_pages(bed: Beds) -> None:
     cold = await cold_of(one, conversations())
     async with serving(one.settings, memory_bytes=100 * one.extent_bytes) as built:
         for _ in range(2):
-            assert await ask(built, conversations()) == cold.first
+            assert await together(built, conversations()) == cold.first
         compare(one, cold, 0.0)
-        assert await ask(built, next_turns(conversations(), cold.first)) == cold.second
+        assert await together(built, next_turns(conversations(), cold.first)) == cold.second
         compare(one, cold, 1e-4)
 
 
-@in_loop
 async def test_bfloat16_states(bed: Beds) -> None:
     """A state is rounded after each token, however it came there: every path has the same bits."""
     one = bed("float32", "bfloat16")
@@ -302,6 +272,6 @@ async def test_bfloat16_states(bed: Beds) -> None:
     cold = await cold_of(one, conversations())
     async with serving(one.settings, num_speculative_tokens=3, checkpoint_interval=16) as built:
         for _ in range(2):
-            assert await ask(built, conversations()) == cold.first
-            assert await ask(built, next_turns(conversations(), cold.first)) == cold.second
+            assert await together(built, conversations()) == cold.first
+            assert await together(built, next_turns(conversations(), cold.first)) == cold.second
             compare(one, cold, 0.0)

@@ -14,9 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from tests.support.loops import in_loop
 from tests.support.parity.heads import folder_with_head
-from tests.support.parity.served import answer, serving
+from tests.support.parity.served import MIB, answer, one_by_one, plain_settings, serving, together, tokens_of
 from tests.support.parity.steps import Runner
 from tidemill.kernels.dispatch import Operators
 from tidemill.kvstore.layout import restorable_end
@@ -28,10 +27,8 @@ from tidemill.workers.models.architectures.registry import has_head, load
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.settings import EngineSettings
 
-MIB = 1 << 20
 P = 16
 NEW_TOKENS = 2 * P
-VOCABULARY = 97
 SAMPLINGS = (Sampling(temperature=0), Sampling(temperature=0.9, top_p=0.95, repetition_penalty=1.2, seed=5))
 
 
@@ -43,26 +40,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def settings(folder: Path, kernel_cache: Path) -> EngineSettings:
-    return EngineSettings(
-        model_folder=folder,
-        memory_bytes=16 * MIB,
-        store_url="memory:?size=0",
-        cache_folder=kernel_cache,
-        page_size=P,
-        num_speculative_tokens=3,
-        tensor_parallel_sizes=(1, 2),
-    )
+    sizes = {"page_size": P, "tensor_parallel_sizes": (1, 2)}
+    return plain_settings(folder, kernel_cache, 16 * MIB, num_speculative_tokens=3, **sizes)
 
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Callable[[str], str]:
     """The URL of a store, by name."""
     return lambda name: f"file://{tmp_path / name}?size=1GiB"
-
-
-def tokens_of(length: int, seed: int) -> tuple[int, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randint(2, VOCABULARY, (length,), generator=generator).tolist())
 
 
 def requests() -> list[Request]:
@@ -85,9 +70,7 @@ def wanted(settings: EngineSettings) -> list[list[int]]:
 
     async def main() -> list[list[int]]:
         async with serving(settings, num_speculative_tokens=0, max_num_batched_tokens=4096) as built:
-            return [
-                (await answer(built, replace(request, salt=request.request_id)))[0] for request in requests()
-            ]
+            return await one_by_one(built, requests())
 
     return asyncio.run(main())
 
@@ -95,54 +78,29 @@ def wanted(settings: EngineSettings) -> list[list[int]]:
 async def answers(settings: EngineSettings, **changes: object) -> tuple[list[list[int]], dict[str, float]]:
     """Return concurrent answers, cold and then warm, and the counters."""
     async with serving(settings, **changes) as built:
-        cold = [
-            tokens for tokens, _ in await asyncio.gather(*(answer(built, request) for request in requests()))
-        ]
-        warm = [
-            tokens for tokens, _ in await asyncio.gather(*(answer(built, request) for request in requests()))
-        ]
+        cold, warm = await together(built, requests()), await together(built, requests())
         assert warm == cold
         return cold, dict(built.engine.load().counters)
 
 
 @pytest.mark.parametrize(("drafts_max", "overlap"), [(1, True), (3, True), (3, False)])
-def test_guesses_change_no_token(
-    settings: EngineSettings,
-    wanted: list[list[int]],
-    drafts_max: int,
-    overlap: bool,  # noqa: FBT001  a parameter of the test
+async def test_guesses_change_no_token(
+    settings: EngineSettings, wanted: list[list[int]], drafts_max: int, *, overlap: bool
 ) -> None:
-    found, counters = asyncio.run(answers(settings, num_speculative_tokens=drafts_max, overlap=overlap))
+    found, counters = await answers(settings, num_speculative_tokens=drafts_max, overlap=overlap)
     assert found == wanted
     assert 0.2 < counters["spec_accepted_tokens"] / counters["spec_drafted_tokens"] < 0.9
 
 
-def test_head_that_is_never_right_changes_no_token(kernel_cache: Path, tmp_path: Path) -> None:
-    settings = EngineSettings(
-        model_folder=folder_with_head(tmp_path / "noise", agrees=False, num_experts=0),
-        memory_bytes=16 * MIB,
-        store_url="memory:?size=0",
-        cache_folder=kernel_cache,
-        page_size=P,
-        max_num_batched_tokens=40,
-    )
-    plain, _ = asyncio.run(answers(settings))
-    assert asyncio.run(answers(settings, num_speculative_tokens=2))[0] == plain
-
-
-@in_loop
 async def test_preempted(settings: EngineSettings, wanted: list[list[int]]) -> None:
-    tight = replace(settings, memory_bytes=5 * MIB // 2)
-
     fillers = [
         Request(request_id=f"filler {seed}", tokens=tokens_of(200 + seed, seed), max_new_tokens=100)
         for seed in range(16)
     ]
-    async with serving(tight) as built:
-        beside = asyncio.gather(*(answer(built, filler) for filler in fillers))
-        found = await asyncio.gather(*(answer(built, request) for request in requests()))
+    async with serving(settings, memory_bytes=5 * MIB // 2) as built:
+        beside = asyncio.create_task(together(built, fillers))
+        assert await together(built, requests()) == wanted
         await beside
-        assert [tokens for tokens, _ in found] == wanted
         assert built.engine.load().counters.get("preemptions", 0) > 0
 
 
@@ -153,7 +111,6 @@ def objects(folder: Path) -> dict[str, bytes]:
     }
 
 
-@in_loop
 async def test_pages_of_all_workers_are_alike(
     settings: EngineSettings, wanted: list[list[int]], tmp_path: Path, stored: Callable[[str], str]
 ) -> None:
@@ -180,7 +137,6 @@ async def test_pages_of_all_workers_are_alike(
             assert provenance.fetched_tokens + provenance.reused_tokens == restorable_end(len(rest.tokens), P)
 
 
-@in_loop
 async def test_pages_with_and_without_a_head_have_other_names(
     settings: EngineSettings, tmp_path: Path, stored: Callable[[str], str]
 ) -> None:
@@ -208,31 +164,20 @@ def guessed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Row, Drawn]]:
     return seen
 
 
-def test_guesses_are_those_of_the_definition(
+async def test_guesses_are_those_of_the_definition(
     kernel_cache: Path, tmp_path: Path, cpu: Operators, guessed: list[tuple[Row, Drawn]]
 ) -> None:
     folder = folder_with_head(tmp_path / "dense", agrees=False, num_experts=0)
-    made = EngineSettings(
-        model_folder=folder,
-        memory_bytes=16 * MIB,
-        store_url="memory:?size=0",
-        cache_folder=kernel_cache,
-        page_size=P,
-        num_speculative_tokens=3,
-        speculative_method="mtp",
-        max_num_batched_tokens=20,
-    )
+    changes = {"page_size": P, "num_speculative_tokens": 3, "max_num_batched_tokens": 20}
+    made = plain_settings(folder, kernel_cache, 16 * MIB, **changes)
     asked = [request for request in requests() if not request.sampling.temperature]
-
-    async def main() -> dict[str, list[int]]:
-        async with serving(made) as built:
-            found = await asyncio.gather(*(answer(built, request) for request in asked))
-            return {
-                request.request_id: [*request.tokens, *tokens]
-                for request, (tokens, _) in zip(asked, found, strict=True)
-            }
-
-    whole = asyncio.run(main())
+    async with serving(made, num_speculative_tokens=0) as built:
+        plain = await together(built, asked)
+    async with serving(made, speculative_method="mtp") as built:
+        assert await together(built, asked) == plain, "wrong guesses change no token"
+    whole = {
+        request.request_id: [*request.tokens, *tokens] for request, tokens in zip(asked, plain, strict=True)
+    }
     head, checked = Definition(folder, cpu, whole), 0
     for row, drawn in guessed:
         name = row.sequence_id.partition("#")[0]
@@ -318,7 +263,7 @@ class Definition:
         return functional.linear(x, self.tensors[f"mtp.{name}.weight"])
 
 
-def test_models_with_and_without_a_head(folder: Path, settings: EngineSettings, tmp_path: Path) -> None:
+async def test_models_with_and_without_a_head(folder: Path, settings: EngineSettings, tmp_path: Path) -> None:
     assert has_head(folder)
     tensors = load_file(folder / "model.safetensors")
     save_file(
@@ -328,6 +273,6 @@ def test_models_with_and_without_a_head(folder: Path, settings: EngineSettings, 
     shutil.copy(folder / "config.json", tmp_path)
     assert not has_head(tmp_path)
     without = replace(settings, model_folder=tmp_path)
-    assert asyncio.run(answers(without))[1]["spec_drafted_tokens"] > 0  # from the text
+    assert (await answers(without))[1]["spec_drafted_tokens"] > 0  # from the text
     with pytest.raises(ModelError, match="no prediction head"):
-        asyncio.run(answers(replace(without, speculative_method="mtp")))
+        await answers(without, speculative_method="mtp")

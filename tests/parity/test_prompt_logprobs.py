@@ -8,30 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.parity.architectures import random_model, save
-from tests.support.parity.served import answer, serving
+from tests.support.parity.served import MIB, plain_settings, serving, together, tokens_of
 from tests.support.parity.steps import Runner
 from tests.support.workers.logprobs import token_logprob
 from tidemill.kernels.dispatch import Operators
 from tidemill.workers.engine.build import BuiltEngine
 from tidemill.workers.messages import Request, Sampling, TokenLogprob
 from tidemill.workers.models.architectures.registry import load
-from tidemill.workers.settings import EngineSettings
 
 P = 16
 LENGTHS = (2, 16, 17, 33, 64, 90, 150)
 
 
-def tokens_of(seed: int, count: int) -> tuple[int, ...]:
-    return tuple(torch.randint(2, 97, (count,), generator=torch.Generator().manual_seed(seed)).tolist())
-
-
 def scored(seed: int, count: int) -> Request:
     return Request(
         request_id=f"{seed}",
-        tokens=tokens_of(seed, count),
+        tokens=tokens_of(count, seed),
         max_new_tokens=5,
         sampling=Sampling(temperature=0, prompt_logprobs=3),
     )
@@ -52,32 +46,20 @@ async def scores(built: BuiltEngine, request: Request) -> list[TokenLogprob]:
 
 @pytest.mark.parametrize("name", ["qwen3_next/dense-tied", "qwen3_next/moe-two-values"])
 @pytest.mark.parametrize("step_tokens_max", [40, 512])
-def test_every_path_gives_the_logprobs_of_a_plain_pass(
+async def test_every_path_gives_the_logprobs_of_a_plain_pass(
     name: str, step_tokens_max: int, cpu: Operators, kernel_cache: Path, tmp_path: Path
 ) -> None:
     folder = save(random_model(name), tmp_path)
-    settings = EngineSettings(
-        model_folder=folder,
-        memory_bytes=24 << 20,
-        store_url="memory:?size=0",
-        cache_folder=kernel_cache,
-        page_size=P,
-        backing="fixed",
-        max_model_len=200,
-        max_num_seqs=8,
-        max_num_batched_tokens=step_tokens_max,
-    )
+    sizes = {"page_size": P, "max_model_len": 200, "max_num_seqs": 8}
+    sizes |= {"max_num_batched_tokens": step_tokens_max}
+    settings = plain_settings(folder, kernel_cache, 24 * MIB, backing="fixed", **sizes)
     asked = [scored(seed, count) for seed, count in enumerate(LENGTHS)]
     wanted = [definition(folder, cpu, request) for request in asked]
     plain = [replace(prompt_request, sampling=Sampling(temperature=0)) for prompt_request in asked]
 
-    async def main(**changes: object) -> None:
+    for changes in ({}, {"overlap": False, "num_speculative_tokens": 3}):
         async with serving(settings, **changes) as built:
-            answered = await asyncio.gather(*(answer(built, request) for request in plain))
+            answered = await together(built, plain)
             found = asyncio.gather(*(scores(built, request) for request in asked))  # all of it is kept by now
-            again = await asyncio.gather(*(answer(built, request) for request in plain))
+            assert await together(built, plain) == answered
             assert await found == wanted
-            assert [tokens for tokens, _ in again] == [tokens for tokens, _ in answered]
-
-    asyncio.run(main())
-    asyncio.run(main(overlap=False, num_speculative_tokens=3))

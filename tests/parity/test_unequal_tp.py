@@ -11,7 +11,6 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from tests.support.loops import in_loop
 from tests.support.parity.architectures import random_model, save
 from tests.support.parity.proof import ERROR_MAX_LINEAR
 from tests.support.parity.sharded import SUMS_ERROR_MAX
@@ -153,7 +152,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("sums", [False, True])
 @pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (2, 4), (4, 1)])
-@in_loop
 async def test_prompt_computed_by_one_group_is_continued_by_another(
     folder: Path, cpu: Operators, tmp_path: Path, writers: int, readers: int, *, sums: bool
 ) -> None:

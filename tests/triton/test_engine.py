@@ -2,7 +2,6 @@
 # transformers' classes have no usable types.
 """A whole engine on the Triton operators, in the interpreter, against one on their definitions."""
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.parity.architectures import random_model, save
-from tests.support.parity.served import answer, serving
+from tests.support.parity.served import MIB, answer, plain_settings, serving, together
 from tests.support.workers.padded import Bed, check_padding
 from tidemill.kernels.dispatch import operators
 from tidemill.workers.execution.cuda_graphs import padding
@@ -43,17 +42,8 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def settings(folder: Path, tmp_path: Path) -> EngineSettings:
-    return EngineSettings(
-        model_folder=folder,
-        memory_bytes=16 << 20,
-        cache_folder=tmp_path,
-        store_url="memory:?size=0",
-        page_size=PAGE_TOKENS,
-        max_num_batched_tokens=16,
-        max_num_seqs=4,
-        max_model_len=48,
-        num_speculative_tokens=2,
-    )
+    sizes = {"page_size": PAGE_TOKENS, "max_num_batched_tokens": 16, "max_num_seqs": 4}
+    return plain_settings(folder, tmp_path, 16 * MIB, max_model_len=48, num_speculative_tokens=2, **sizes)
 
 
 def request(name: str, tokens: list[int]) -> Request:
@@ -66,20 +56,14 @@ async def answers(settings: EngineSettings) -> tuple[list[list[int]], int, float
     draw = torch.Generator().manual_seed(2)
     long = torch.randint(8, (19,), generator=draw).tolist()
     async with serving(settings) as built:
-        first = await asyncio.gather(
-            *(
-                answer(built, request(name, tokens))
-                for name, tokens in (("long", long), ("short", [5, 6, 7, 5, 6]))
-            )
-        )
-        tokens = [tokens for tokens, _ in first]
+        tokens = await together(built, [request("long", long), request("short", [5, 6, 7, 5, 6])])
         then, provenance = await answer(built, request("again", [*long, *tokens[0], 3]))
         return [*tokens, then], provenance.reused_tokens, built.engine.load().counters["spec_accepted_tokens"]
 
 
-def test_greedy_tokens_are_those_of_the_definitions(settings: EngineSettings) -> None:
-    wanted, reused, _ = asyncio.run(answers(replace(settings, kernels="reference")))
-    found, reused_too, right = asyncio.run(answers(replace(settings, kernels="triton")))
+async def test_greedy_tokens_are_those_of_the_definitions(settings: EngineSettings) -> None:
+    wanted, reused, _ = await answers(replace(settings, kernels="reference"))
+    found, reused_too, right = await answers(replace(settings, kernels="triton"))
     assert found == wanted
     assert reused == reused_too >= PAGE_TOKENS
     assert right

@@ -1,27 +1,18 @@
 """A detached server outlives its command and kills of its processes, and `tidemill down` leaves nothing."""
 
 import asyncio
-import os
-import subprocess
-import sys
-import tempfile
-import uuid
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from random import Random
-from typing import Any
 
-import httpx
 import psutil
 import pytest
 
+from tests.support.e2e.detached import Detached
 from tests.support.e2e.faults import RAYLET, REAPER, SUPERVISOR
 from tests.support.e2e.history import Ask, Call, asks
-from tests.support.e2e.server import MARK, READY, command_of, eventually, listening_of
-from tests.support.e2e.streams import client_of
-from tidemill.cluster.processes.system.children import endpoint_pid
-from tidemill.cluster.processes.system.private_folder import DetachedServer, detached_servers
+from tests.support.e2e.server import eventually, listening_of
+from tests.support.e2e.streams import client_of, completion, run_all
 
 pytestmark = pytest.mark.slow
 
@@ -29,82 +20,11 @@ SIZES = ("--prefill", "1", "--decode", "1", "--memory", "64MiB")
 KEYS = ("--api-key", "sk-1")
 
 
-class Detached:
-    """The server of `tidemill serve --detach`; `folder` is that for temporary files."""
-
-    def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="det-"))
-        self._mark = uuid.uuid4().hex
-
-    def command(self, *arguments: str) -> "subprocess.Popen[str]":
-        return subprocess.Popen(
-            [sys.executable, "-m", "tidemill", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "TMPDIR": str(self.folder), MARK: self._mark},
-        )
-
-    def run(self, *arguments: str) -> tuple[int, str, str]:
-        with self.command(*arguments) as process:
-            out, err = process.communicate()
-        return process.returncode, out, err
-
-    def processes(self) -> list[psutil.Process]:
-        found: list[psutil.Process] = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.environ().get(MARK) == self._mark:
-                    found.append(process)
-        return found
-
-    def part(self, name: str) -> psutil.Process:
-        (process,) = (process for process in self.processes() if name in command_of(process))
-        return process
-
-    @property
-    def record(self) -> DetachedServer:
-        (server,) = detached_servers(self.folder)
-        return server
-
-    @property
-    def url(self) -> str:
-        return self.record.url
-
-    def endpoint(self) -> int:
-        pid = endpoint_pid(Path(self.record.root))
-        assert pid is not None
-        return pid
-
-    def worker_rows(self) -> list[dict[str, Any]]:
-        """Return the workers, as `tidemill status` has them."""
-        return httpx.get(f"{self.url}/cluster", timeout=300).json()["workers"]
-
-    def workers(self) -> set[str]:
-        return {row["info"]["worker"] for row in self.worker_rows()}
-
-    def serves(self) -> bool:
-        with suppress(httpx.HTTPError):
-            return httpx.get(f"{self.url}/health/ready", timeout=5).is_success
-        return False
-
-    def nothing_is_left(self) -> bool:
-        return not self.processes() and not list(self.folder.iterdir())
-
-
 @pytest.fixture(scope="module")
 def detached() -> Iterator[Detached]:
-    detached = Detached()
-    try:
-        status, out, err = detached.run("serve", "keeper", "--port", "0", *SIZES, "--detach")
-        assert status == 0, out + err
-        assert out.startswith(READY)
-        assert "`tidemill down` ends it" in out
+    with Detached() as detached:
+        assert "`tidemill down` ends it" in detached.serve(*SIZES)
         yield detached
-    finally:
-        for process in detached.processes():
-            with suppress(psutil.Error):
-                process.kill()
 
 
 async def streamed(detached: Detached, asked: list[Ask], at_tokens: int, kill: psutil.Process) -> list[Call]:
@@ -151,6 +71,17 @@ def test_streams_are_unchanged_by_the_loss_of_a_detached_supervisor(detached: De
     assert (detached.endpoint(), detached.workers()) == (endpoint, workers)
 
 
+def test_fleet_scales_after_the_loss_of_the_supervisor(detached: Detached) -> None:
+    """Kill it while a worker starts, and while one leaves."""
+    before = detached.workers()
+    for count in (2, 1):
+        eventually(lambda count=count: detached.run("scale", f"decode={count}")[0] == 0)
+        detached.part(SUPERVISOR).kill()
+        eventually(lambda count=count: len(detached.workers()) == 1 + count)
+    assert detached.workers() == before
+    eventually(lambda: detached.run("scale")[0] == 0)
+
+
 def test_killed_endpoint_is_started_again_and_the_workers_stay(detached: Detached) -> None:
     """Its streams break. The same requests are answered by the next process, from the cache."""
     asked = asks(Random(5), 8, num_tokens=300, max_tokens=4000)
@@ -164,18 +95,9 @@ def test_killed_endpoint_is_started_again_and_the_workers_stay(detached: Detache
         "it starts a second faster without"
     )
     assert detached.workers() == workers
-    body: dict[str, Any] = {
-        "model": "keeper",
-        "prompt": [5] * 300,
-        "max_tokens": 8,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
-    first, second = (
-        httpx.post(f"{detached.url}/v1/completions", json=body, timeout=300).json() for _ in range(2)
-    )
-    assert first["choices"] == second["choices"]
-    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 256
+    first, second = (asyncio.run(run_all(detached.url, [completion([5] * 300, 8)]))[0] for _ in range(2))
+    assert first.outcome == second.outcome
+    assert second.usage["prompt_tokens_details"]["cached_tokens"] == 256
 
 
 def test_endpoint_and_supervisor_survive_their_concurrent_loss(detached: Detached) -> None:

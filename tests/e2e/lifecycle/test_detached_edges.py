@@ -2,16 +2,15 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from tests.e2e.lifecycle.test_detached import Detached
-from tests.support.e2e.server import command_of, eventually, sessions_of
-from tests.support.e2e.streams import Stream, client_of
+from tests.support.e2e.detached import Detached
+from tests.support.e2e.faults import EDGE
+from tests.support.e2e.server import eventually, sessions_of
+from tests.support.e2e.streams import Stream, client_of, completion, outcomes_of
 from tidemill.cluster.processes.system.children import endpoint_pid
 
 pytestmark = pytest.mark.slow
@@ -24,28 +23,21 @@ OPTIONS = (*SIZES, "--frontends", str(EDGES), "--shutdown-timeout", "1")
 
 @pytest.fixture
 def detached() -> Iterator[Detached]:
-    detached = Detached()
-    try:
-        status, out, err = detached.run("serve", "keeper", "--port", "0", *OPTIONS, "--detach")
-        assert status == 0, out + err
+    with Detached() as detached:
+        detached.serve(*OPTIONS)
         yield detached
-    finally:
-        for process in detached.processes():
-            with suppress(psutil.Error):
-                process.kill()
 
 
 def edges(detached: Detached) -> set[int]:
-    return {process.pid for process in detached.processes() if "--inherited" in command_of(process)}
+    return {process.pid for process in detached.parts(EDGE)}
 
 
-def body(seed: int, max_tokens: int) -> dict[str, Any]:
-    sampling = {"temperature": 0, "ignore_eos": True}
-    return {"model": "keeper", "prompt": [5 + seed] * 100, "max_tokens": max_tokens, **sampling}
+def streams(count: int, max_tokens: int) -> list[Stream]:
+    return [Stream(completion([5 + seed] * 100, max_tokens)) for seed in range(count)]
 
 
 async def kill_endpoint_under(
-    detached: Detached, streams: list[Stream], then: Callable[[], None] | None = None
+    detached: Detached, asked: list[Stream], then: Callable[[], None] | None = None
 ) -> None:
     """kill -9 of the endpoint when all streams are under way, each on a connection of its own. Return at
     their ends, or after `then` if that is given."""
@@ -54,8 +46,8 @@ async def kill_endpoint_under(
         async with client_of(detached.url) as client:
             await stream.run(client)
 
-    running = [asyncio.create_task(run(stream)) for stream in streams]
-    for stream in streams:
+    running = [asyncio.create_task(run(stream)) for stream in asked]
+    for stream in asked:
         await stream.under_way.wait()
     psutil.Process(detached.endpoint()).kill()
     if then is None:
@@ -70,18 +62,12 @@ def test_edges_of_a_killed_endpoint_complete_their_answers_and_end(detached: Det
     assert len(before) == EDGES
     sessions = sessions_of(detached.processes())
     assert len(sessions) == 1
-    kept = [Stream(body(seed, max_tokens=600)) for seed in range(2 * EDGES)]
+    kept = streams(2 * EDGES, max_tokens=600)
     asyncio.run(kill_endpoint_under(detached, kept))
     eventually(detached.serves)
     eventually(lambda: edges(detached).isdisjoint(before) and len(edges(detached)) == EDGES)
-
-    async def again() -> list[Stream]:
-        streams = [Stream(stream.body) for stream in kept]
-        async with client_of(detached.url) as client:
-            await asyncio.gather(*(stream.run(client) for stream in streams))
-        return streams
-
-    assert [stream.outcome for stream in asyncio.run(again())] == [stream.outcome for stream in kept]
+    again = outcomes_of(detached.url, [stream.body for stream in kept])
+    assert again == [stream.outcome for stream in kept]
     assert sessions_of(detached.processes()) == sessions
     assert detached.run("down")[0] == 0
     eventually(detached.nothing_is_left)
@@ -92,7 +78,7 @@ def test_down_ends_edges_of_a_killed_endpoint(detached: Detached) -> None:
     start."""
     before, killed = edges(detached), detached.endpoint()
     [worker] = [row["info"]["pid"] for row in detached.worker_rows() if row["info"]["role"] == "decode"]
-    cut = [Stream(body(seed, max_tokens=1500)) for seed in range(EDGES)]
+    cut = streams(EDGES, max_tokens=1500)
 
     def down() -> None:
         psutil.Process(worker).suspend()

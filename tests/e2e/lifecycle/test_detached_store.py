@@ -1,20 +1,21 @@
 """The Mooncake of a detached server outlives every other process of it, and `tidemill down` ends it."""
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import count
 from random import Random
-from typing import Any
 
-import httpx
 import psutil
 import pytest
 
-from tests.e2e.lifecycle.test_detached import SIZES, Detached
+from tests.e2e.lifecycle.test_detached import SIZES
+from tests.support.e2e.detached import Detached
 from tests.support.e2e.faults import MASTER, OWNER, STORE, SUPERVISOR
-from tests.support.e2e.server import READY, eventually
+from tests.support.e2e.server import eventually
+from tests.support.e2e.streams import Outcome, Stream, completion, random_prompt, run_all
 
 pytestmark = pytest.mark.slow
 
@@ -23,42 +24,31 @@ MOONCAKE = ("--store", "mooncake?size=128MiB&ports=open&timeout=1s")
 
 @pytest.fixture(scope="module")
 def detached() -> Iterator[Detached]:
-    detached = Detached()
-    try:
-        status, out, err = detached.run("serve", "keeper", "--port", "0", *SIZES, *MOONCAKE, "--detach")
-        assert status == 0, out + err
-        assert out.startswith(READY)
+    with Detached() as detached:
+        detached.serve(*SIZES, *MOONCAKE)
         yield detached
-        status, out, err = detached.run("down")
+        status, _, err = detached.run("down")
         assert status == 0, err
         eventually(detached.nothing_is_left)
-    finally:
-        for process in detached.processes():
-            with suppress(psutil.Error):
-                process.kill()
 
 
 def pids(detached: Detached, *names: str) -> list[int]:
     return [detached.part(name).pid for name in names]
 
 
-def answer(detached: Detached, seed: int) -> dict[str, Any]:
-    rng = Random(seed)
-    prompt = [rng.randrange(5, 800) for _ in range(300)]
-    body = {"model": "keeper", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    reply = httpx.post(f"{detached.url}/v1/completions", json=body, timeout=300)
-    assert reply.is_success, reply.text
-    return reply.json()
+def answers(detached: Detached, *seeds: int) -> list[Stream]:
+    bodies = [completion(random_prompt(Random(seed), 300), 8) for seed in seeds]
+    return asyncio.run(run_all(detached.url, bodies))
 
 
 def restored(detached: Detached, seeds: Iterator[int]) -> bool:
     """Return whether new workers find in the store what earlier ones have stored now."""
-    choices: dict[int, Any] = {}
+    known: dict[int, Outcome] = {}
     published = counter(detached, "published_bytes")
 
     def are_stored() -> bool:
         seed = next(seeds)
-        choices[seed] = answer(detached, seed)["choices"]
+        known[seed] = answers(detached, seed)[0].outcome
         return counter(detached, "published_bytes") > published
 
     eventually(are_stored)
@@ -71,9 +61,9 @@ def restored(detached: Detached, seeds: Iterator[int]) -> bool:
         return len(found) == len(before) and found.isdisjoint(before)
 
     eventually(are_new)
-    found = {seed: answer(detached, seed) for seed in choices}
-    assert {seed: reply["choices"] for seed, reply in found.items()} == choices
-    return any(reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in found.values())
+    found = answers(detached, *known)
+    assert [stream.outcome for stream in found] == [*known.values()]
+    return any(stream.usage["prompt_tokens_details"]["cached_tokens"] for stream in found)
 
 
 def counter(detached: Detached, name: str) -> float:

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.support.e2e.server import EVENTUALLY_S_MAX, Server, eventually, run_cli
+from tests.support.e2e.streams import completion
 from tests.unit.tools.test_docs_site import PAGES, commands, shell_blocks
 
 pytestmark = pytest.mark.slow
@@ -74,13 +75,9 @@ RUN = [command for command in documented() if command != SERVED and reason(comma
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    served = shlex.split(SERVED)[2:]
-    server = Server([*served, "--port", "0", "--memory", "64MiB"], tmp_path_factory.mktemp("docs") / "log")
-    try:
+    options = [*shlex.split(SERVED)[2:], "--port", "0", "--memory", "64MiB"]
+    with Server(options, tmp_path_factory.mktemp("docs") / "log") as server:
         yield server
-        assert server.stop() == 0
-    finally:
-        server.kill_everything()
 
 
 @pytest.fixture
@@ -108,7 +105,7 @@ def words_of(command: str, server: Server) -> list[str]:
 
 def stored_key(server: Server, store: str) -> str:
     """Return the key of an object in the store, which the pages of a long prompt make."""
-    body = {"model": "keeper", "prompt": [5 + index % 700 for index in range(300)], "max_tokens": 1}
+    body = completion([5 + index % 700 for index in range(300)], 1)
     assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=EVENTUALLY_S_MAX).is_success
     found: list[str] = []
 

@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import httpx
-import psutil
 import pytest
 
+from tests.support.e2e.faults import EDGE
 from tests.support.e2e.server import (
     EVENTUALLY_S_MAX,
     NO_TLS,
@@ -21,7 +20,15 @@ from tests.support.e2e.server import (
     eventually,
     sessions_of,
 )
-from tests.support.e2e.streams import Stream, client_of
+from tests.support.e2e.streams import (
+    Body,
+    Stream,
+    cached_of,
+    client_of,
+    completion,
+    random_prompt,
+    run_all,
+)
 from tidemill.cluster.metrics import specs
 from tidemill.cluster.metrics.scrape import scraped
 
@@ -34,16 +41,13 @@ OPTIONS = ["keeper", "--port", "0", "--frontends", str(EDGES), *SIZES]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(OPTIONS, tmp_path_factory.mktemp("edges") / "log")
-    try:
+    with Server(OPTIONS, tmp_path_factory.mktemp("edges") / "log") as server:
         yield server
         assert server.stop(signal.SIGINT) == 0
-    finally:
-        server.kill_everything()
 
 
 def edges(server: Server) -> set[int]:
-    return {process.pid for process in server.processes() if "--inherited" in command_of(process)}
+    return {process.pid for process in server.processes() if EDGE in command_of(process)}
 
 
 def get(server: Server, path: str) -> httpx.Response:
@@ -61,21 +65,8 @@ def tokens(server: Server) -> float:
     return scraped(get(server, "/metrics").text).value(specs.GENERATION_TOKENS, "keeper")
 
 
-def body(seed: int, max_tokens: int) -> dict[str, Any]:
-    rng = Random(seed)
-    return {
-        "model": "keeper",
-        "prompt": [rng.randrange(5, 800) for _ in range(200)],
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
-
-
-async def run_all(server: Server, streams: list[Stream]) -> list[Stream]:
-    async with client_of(server.url) as opened:
-        await asyncio.gather(*(stream.run(opened) for stream in streams))
-    return streams
+def body(seed: int, max_tokens: int) -> Body:
+    return completion(random_prompt(Random(seed), 200), max_tokens)
 
 
 async def connected_to(server: Server, wanted: set[int]) -> httpx.AsyncClient:
@@ -88,9 +79,9 @@ async def connected_to(server: Server, wanted: set[int]) -> httpx.AsyncClient:
 
 
 def test_edges_answer_as_one(server: Server) -> None:
-    asyncio.run(run_all(server, [Stream(body(seed, max_tokens=8)) for seed in range(12)]))
+    asyncio.run(run_all(server.url, [body(seed, max_tokens=8) for seed in range(12)]))
     for _ in range(20):
-        asyncio.run(run_all(server, [Stream(body(99, max_tokens=8))]))
+        cached_of(server.url, body(99, max_tokens=8))
     rows = get(server, "/cluster/requests").json()["requests"]
     assert len(rows) == 32
     assert [row["started_unix_s"] for row in rows] == sorted(row["started_unix_s"] for row in rows)[::-1]
@@ -105,11 +96,9 @@ def test_edges_answer_as_one(server: Server) -> None:
         state = "draining" if drain else "ready"
         eventually(lambda: {row["state"] for row in server.workers("decode")} == {state})  # noqa: B023
     for _ in range(2 * EDGES):
-        [cached] = asyncio.run(run_all(server, [Stream(body(99, max_tokens=8))]))
-        assert cached.usage["prompt_tokens_details"]["cached_tokens"]
+        assert cached_of(server.url, body(99, max_tokens=8))
     assert httpx.post(f"{server.url}/reset_prefix_cache", timeout=60, verify=NO_TLS).is_success
-    [fresh] = asyncio.run(run_all(server, [Stream(body(99, max_tokens=8))]))
-    assert not fresh.usage["prompt_tokens_details"]["cached_tokens"], "every edge knows of the reset"
+    assert not cached_of(server.url, body(99, max_tokens=8)), "every edge knows of the reset"
 
 
 def test_connections_spread_over_edges(server: Server) -> None:
@@ -124,32 +113,34 @@ def test_connections_spread_over_edges(server: Server) -> None:
     assert counted == dict.fromkeys(edges(server), 48 // EDGES)
 
 
-def test_port_in_use_is_one_line(server: Server, tmp_path: Path) -> None:
-    port = server.url.rpartition(":")[2]
-    with pytest.raises(AssertionError, match="--port"):
-        Server(["keeper", "--port", port, "--frontends", "2", *SIZES], tmp_path / "second")
-
-
 def test_edges_share_the_cores_with_workers_and_get_no_ctrl_c(server: Server) -> None:
     assert sessions_of(server.processes()) == {os.getsid(server.pid)}
     assert {os.getpgid(edge) for edge in edges(server)}.isdisjoint({os.getpgid(server.pid)})
 
 
-def test_killed_edge_breaks_its_own_streams_and_returns(server: Server) -> None:
+@pytest.mark.parametrize(
+    ("number", "line"),
+    [(signal.SIGKILL, "is started again"), (signal.SIGSTOP, "does not answer and is killed")],
+)
+def test_lost_edge_breaks_its_own_streams_and_returns(
+    server: Server, number: signal.Signals, line: str
+) -> None:
+    """A client of an edge that stands still gets a reset instead of waiting, and others notice nothing."""
     before = edges(server)
     assert len(before) == EDGES
-    lost, kept = Stream(body(1, max_tokens=1500)), Stream(body(2, max_tokens=1500))
+    lost, kept = (Stream(body(number + index, max_tokens=2500)) for index in range(2))
 
     async def run() -> None:
         victim = edge_of(server)
-        dying, living = await connected_to(server, {victim}), await connected_to(server, before - {victim})
+        breaking, living = await connected_to(server, {victim}), await connected_to(server, before - {victim})
         try:
-            ended = asyncio.create_task(lost.run(dying))
+            ended = asyncio.create_task(lost.run(breaking))
             other = asyncio.create_task(kept.run(living))
             for stream in (lost, kept):
                 await stream.under_way.wait()
             seen = await asyncio.to_thread(tokens, server)
-            os.kill(victim, signal.SIGKILL)
+            os.kill(victim, number)
+            assert not lost.finish_reason, "too late: make the stream longer"
             with pytest.raises(httpx.TransportError):
                 await ended
             for _ in range(2 * EDGES):  # the port answers all the time, and no counter falls
@@ -158,57 +149,22 @@ def test_killed_edge_breaks_its_own_streams_and_returns(server: Server) -> None:
                 seen = now
             await other
         finally:
-            await dying.aclose()
+            await breaking.aclose()
             await living.aclose()
 
     asyncio.run(run())
+    assert line in server.log()
     eventually(lambda: len(edges(server)) == EDGES)
     assert len(edges(server) & before) == EDGES - 1
-    assert "is started again" in server.log()
-    again = asyncio.run(run_all(server, [Stream(lost.body), Stream(kept.body)]))
+    again = asyncio.run(run_all(server.url, [lost.body, kept.body]))
     assert again[0].text.startswith(lost.text)
     assert again[1].outcome == kept.outcome
     assert again[0].usage["prompt_tokens_details"]["cached_tokens"]
     eventually(lambda: len({edge_of(server) for _ in range(4 * EDGES)}) == EDGES)
 
 
-def test_edge_that_stands_still_is_replaced(server: Server) -> None:
-    """SIGSTOP: its client gets a reset instead of waiting, and others notice nothing."""
-    before = edges(server)
-    lost, kept = Stream(body(3, max_tokens=2500)), Stream(body(4, max_tokens=2500))
-
-    async def run() -> None:
-        victim = edge_of(server)
-        frozen, living = await connected_to(server, {victim}), await connected_to(server, before - {victim})
-        try:
-            ended = asyncio.create_task(lost.run(frozen))
-            other = asyncio.create_task(kept.run(living))
-            for stream in (lost, kept):
-                await stream.under_way.wait()
-            os.kill(victim, signal.SIGSTOP)
-            assert not lost.finish_reason, "too late: make the stream longer"
-            with pytest.raises(httpx.TransportError):
-                await ended
-            await other
-        finally:
-            await frozen.aclose()
-            await living.aclose()
-
-    asyncio.run(run())
-    assert "does not answer and is killed" in server.log()
-    eventually(lambda: len(edges(server)) == EDGES)
-    assert len(edges(server) & before) == EDGES - 1
-    again = asyncio.run(run_all(server, [Stream(lost.body), Stream(kept.body)]))
-    assert again[0].text.startswith(lost.text)
-    assert again[1].outcome == kept.outcome
-
-
 def test_killed_server_takes_its_edges_with_it(tmp_path: Path) -> None:
-    server = Server(OPTIONS, tmp_path / "log")
-    try:
+    with Server(OPTIONS, tmp_path / "log") as server:
         processes = server.processes()
         os.kill(server.pid, signal.SIGKILL)
-        _, alive = psutil.wait_procs(processes, timeout=60)
-        assert not [process for process in alive if "--inherited" in command_of(process)]
-    finally:
-        server.kill_everything()
+        assert server.wait(processes) == -signal.SIGKILL

@@ -13,7 +13,7 @@ import trustme
 from tests.e2e.lifecycle.test_joined_edges import bodies
 from tests.support.e2e.faults import ROUTER, SUPERVISOR, process_of
 from tests.support.e2e.server import EdgeProcess, Server, eventually, run_cli
-from tests.support.e2e.streams import Stream, client_of
+from tests.support.e2e.streams import Stream, client_of, outcomes_of
 from tests.unit.cluster.rpc.test_mutual_tls import issue
 
 pytestmark = pytest.mark.slow
@@ -39,11 +39,8 @@ class Cluster:
 
     def refused(self, name: str, *arguments: str) -> str:
         """The last line of an edge that may not join; others say that it waits for a router."""
-        edge = self.edge(name, *arguments)
-        try:
+        with self.edge(name, *arguments) as edge:
             assert edge.wait()[0] == 2
-        finally:
-            edge.kill()
         *_, line = edge.log().splitlines()
         return line
 
@@ -58,28 +55,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     certificates = ["--cluster-ssl-certfile", str(tls.certificate), "--cluster-ssl-keyfile", str(tls.key)]
     certificates += ["--cluster-ssl-ca-certs", str(tls.ca), "--cluster-ssl-ca-keyfile", str(key)]
     sized = ["--prefill", "1", "--decode", "1", "--memory", "64MiB", "--page-size", "16", "--routers", "2"]
-    server = Server(["keeper", "--port", "0", *sized, *certificates], folder / "log")
-    try:
+    with Server(["keeper", "--port", "0", *sized, *certificates], folder / "log") as server:
         yield Cluster(server, folder)
-        assert server.stop() == 0
-    finally:
-        server.kill_everything()
-
-
-async def run_all(url: str, streams: list[Stream]) -> list[Stream]:
-    async with client_of(url) as opened:
-        await asyncio.gather(*(stream.run(opened) for stream in streams))
-    return streams
 
 
 def test_edge_joins_by_a_token_and_is_revoked_amid_a_stream(cluster: Cluster) -> None:
     arguments = cluster.token("web-1")
-    edge = cluster.edge("web-1", *arguments)
-    try:
+    with cluster.edge("web-1", *arguments) as edge:
         url = edge.wait_until_ready()
-        joined = asyncio.run(run_all(url, list(map(Stream, bodies(2, seed=1)))))
-        calm = asyncio.run(run_all(cluster.server.url, list(map(Stream, bodies(2, seed=1)))))
-        assert [stream.outcome for stream in joined] == [stream.outcome for stream in calm]
+        assert outcomes_of(url, bodies(2, seed=1)) == outcomes_of(cluster.server.url, bodies(2, seed=1))
         answer = httpx.post(f"{url}/cluster/edges", json={"name": "web-2", "life_s": 60.0}, timeout=60)
         assert answer.status_code == 403, "it makes no tokens"
         assert "was used by another edge" in cluster.refused("second", *arguments)
@@ -105,10 +89,8 @@ def test_edge_joins_by_a_token_and_is_revoked_amid_a_stream(cluster: Cluster) ->
         assert kept.finish_reason == "length"
         assert edge.wait()[0] == 2
         assert "was revoked" in edge.log().splitlines()[-1]
-        again = asyncio.run(run_all(cluster.server.url, [Stream(lost.body)]))
-        assert again[0].text.startswith(lost.text)
-    finally:
-        edge.kill()
+        [(text, *_)] = outcomes_of(cluster.server.url, [lost.body])
+        assert text.startswith(lost.text)
     process_of(cluster.server, ROUTER).kill()
     assert "was revoked" in cluster.refused("again", *arguments)
     status, out, _ = cluster.command("revoke")

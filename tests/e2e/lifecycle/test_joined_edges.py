@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import httpx
 import pytest
@@ -15,7 +14,7 @@ import trustme
 import yaml
 
 from tests.support.e2e.server import EVENTUALLY_S_MAX, NO_TLS, EdgeProcess, Server, command_of, eventually
-from tests.support.e2e.streams import Stream, client_of
+from tests.support.e2e.streams import Body, Stream, client_of, completion, random_prompt
 from tests.support.sockets import free_port
 from tests.unit.cluster.rpc.test_mutual_tls import issue
 from tidemill.cluster.edge.requests.api_keys import digest_of
@@ -54,39 +53,23 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Joined]:
     certificates += ["--cluster-ssl-ca-certs", str(tls.ca)]
     port = free_port()
     arguments = ["--join", f"127.0.0.1:{port}", *certificates]
-    edge = EdgeProcess(folder / "edge", *arguments)
     keys_file = folder / "keys.yaml"
     write_keys(keys_file, KEY)
     sized = ["--prefill", "1", "--decode", "1", "--memory", "64MiB", "--page-size", str(PAGE_TOKENS)]
     reached = ["--routers", "2", "--router-port", str(port), "--api-keys-file", str(keys_file)]
-    try:
+    with EdgeProcess(folder / "edge", *arguments) as edge:
         eventually(lambda: "waiting for the cluster" in edge.log())
-        server = Server(["keeper", "--port", "0", *sized, *reached, *certificates], folder / "log")
-        try:
+        with Server(["keeper", "--port", "0", *sized, *reached, *certificates], folder / "log") as server:
             yield Joined(server, edge, edge.wait_until_ready(), keys_file, arguments)
             status, packages = edge.stop()
             assert status == 0, edge.log()
             assert {"tidemill", "uvicorn"} <= set(packages)
             assert {"ray", "torch", "transformers"}.isdisjoint(packages)
-            assert server.stop() == 0
-        finally:
-            server.kill_everything()
-    finally:
-        edge.kill()
 
 
-def bodies(count: int, seed: int) -> list[dict[str, Any]]:
+def bodies(count: int, seed: int) -> list[Body]:
     rng = Random(seed)
-    return [
-        {
-            "model": "keeper",
-            "prompt": [rng.randrange(5, 800) for _ in range(200)],
-            "max_tokens": 900,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
-        for _ in range(count)
-    ]
+    return [completion(random_prompt(rng, 200), 900) for _ in range(count)]
 
 
 def client(url: str) -> httpx.AsyncClient:
@@ -107,12 +90,11 @@ def status_of(url: str, key: str) -> int:
 
 
 def test_killed_edge_ends_its_own_streams_only(joined: Joined, tmp_path: Path) -> None:
-    other = EdgeProcess(tmp_path / "edge", *joined.arguments)
     lost = [Stream(body) for body in bodies(3, seed=1)]
     kept = [Stream(body) for body in bodies(3, seed=2)]
 
-    async def run(url: str) -> None:
-        async with client(url) as dying, client(joined.url) as living:
+    async def run(other: EdgeProcess) -> None:
+        async with client(other.wait_until_ready()) as dying, client(joined.url) as living:
             ended = [asyncio.create_task(stream.run(dying)) for stream in lost]
             others = [asyncio.create_task(stream.run(living)) for stream in kept]
             for stream in (*lost, *kept):
@@ -123,10 +105,8 @@ def test_killed_edge_ends_its_own_streams_only(joined: Joined, tmp_path: Path) -
             assert not all(stream.finish_reason for stream in kept), "too late: make the streams longer"
             await asyncio.gather(*others)
 
-    try:
-        asyncio.run(run(other.wait_until_ready()))
-    finally:
-        other.kill()
+    with EdgeProcess(tmp_path / "edge", *joined.arguments) as other:
+        asyncio.run(run(other))
     again = asyncio.run(run_all(joined.url, [Stream(stream.body) for stream in lost]))
     for stream, first in zip(again, lost, strict=True):
         assert stream.text.startswith(first.text)
@@ -196,7 +176,6 @@ def test_limits_of_a_key_hold_over_two_edges_and_a_killed_edge_keeps_nothing(
         {"tenant": "shop", "sha256": digest_of(OTHER), "max_parallel_requests": 2, "tokens_per_minute": 2500},
     ]
     joined.keys_file.write_text(yaml.safe_dump({"keys": entries}))
-    other = EdgeProcess(tmp_path / "edge", *joined.arguments)
     held = [Stream(body) for body in bodies(2, seed=6)]
 
     def ask(url: str, **changed: int) -> httpx.Response:
@@ -204,7 +183,9 @@ def test_limits_of_a_key_hold_over_two_edges_and_a_killed_edge_keeps_nothing(
         headers = {"authorization": f"Bearer {OTHER}"}
         return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=300, verify=NO_TLS)
 
-    async def run(url: str) -> None:
+    async def run(other: EdgeProcess) -> None:
+        url = other.wait_until_ready()
+        await asyncio.to_thread(eventually, lambda: status_of(joined.url, OTHER) == 200)
         async with client(url) as dying:
             dying.headers["authorization"] = f"Bearer {OTHER}"
             running = [asyncio.create_task(stream.run(dying)) for stream in held]
@@ -218,12 +199,8 @@ def test_limits_of_a_key_hold_over_two_edges_and_a_killed_edge_keeps_nothing(
             other.kill()
             await asyncio.gather(*running, return_exceptions=True)
 
-    try:
-        url = other.wait_until_ready()
-        eventually(lambda: status_of(joined.url, OTHER) == 200)
-        asyncio.run(run(url))
-    finally:
-        other.kill()
+    with EdgeProcess(tmp_path / "edge", *joined.arguments) as other:
+        asyncio.run(run(other))
     eventually(lambda: ask(joined.url, max_tokens=1).status_code == 200)
     used = 0
     for _ in range(20):
@@ -242,10 +219,7 @@ def test_limits_of_a_key_hold_over_two_edges_and_a_killed_edge_keeps_nothing(
 
 
 def test_edge_without_a_certificate_is_refused(joined: Joined, tmp_path: Path) -> None:
-    edge = EdgeProcess(tmp_path / "edge", *joined.arguments[:2])
-    try:
+    with EdgeProcess(tmp_path / "edge", *joined.arguments[:2]) as edge:
         assert edge.wait()[0] == 2
-    finally:
-        edge.kill()
     assert "refuses this edge" in edge.log()
     assert "--cluster-ssl-certfile" in edge.log()

@@ -3,13 +3,12 @@
 import asyncio
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import pytest
 
 from tests.support.e2e.server import EVENTUALLY_S_MAX, Server, command_of, eventually
-from tests.support.e2e.streams import client_of
+from tests.support.e2e.streams import Body, client_of, completion
 from tidemill.cluster.metrics import specs
 from tidemill.cluster.metrics.scrape import scraped
 
@@ -38,24 +37,13 @@ def server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     folder = tmp_path_factory.mktemp("zero")
     config = folder / "cluster.yaml"
     config.write_text(CONFIG.format(held_max=HELD_MAX, frontends=request.param))
-    server = Server(["--config", str(config)], folder / "log")
-    try:
+    with Server(["--config", str(config)], folder / "log") as server:
         yield server
-        assert server.stop() == 0
-    finally:
-        server.kill_everything()
 
 
-def body(number: int) -> dict[str, Any]:
+def body(number: int) -> Body:
     prompt = [5 + (7 * index + number) % 700 for index in range(150)]
-    return {
-        "model": "keeper",
-        "prompt": prompt,
-        "max_tokens": 40,
-        "temperature": 1,
-        "seed": number,
-        "ignore_eos": True,
-    }
+    return completion(prompt, 40, temperature=1, seed=number)
 
 
 async def answer(client: httpx.AsyncClient, number: int) -> str:
@@ -86,40 +74,34 @@ async def until_held(client: httpx.AsyncClient, number: int) -> None:
             await asyncio.sleep(0.05)
 
 
-def test_requests_are_held_while_workers_start_and_answered_exactly(server: Server) -> None:
-    async def main() -> None:
-        async with client_of(server.url) as client:
-            expected = [await answer(client, number) for number in range(HELD_MAX)]
-            await asyncio.to_thread(eventually, lambda: is_at_zero(server))
-            assert (await client.get("/health")).status_code == 200, "a probe must not keep requests away"
-            roles = (await client.get("/cluster/scale")).json()["roles"]
-            assert [(role["role"], role["workers"]) for role in roles] == [("prefill", 0), ("decode", 0)]
+async def test_requests_are_held_while_workers_start_and_answered_exactly(server: Server) -> None:
+    async with client_of(server.url) as client:
+        expected = [await answer(client, number) for number in range(HELD_MAX)]
+        await asyncio.to_thread(eventually, lambda: is_at_zero(server))
+        assert (await client.get("/health")).status_code == 200, "a probe must not keep requests away"
+        roles = (await client.get("/cluster/scale")).json()["roles"]
+        assert [(role["role"], role["workers"]) for role in roles] == [("prefill", 0), ("decode", 0)]
 
-            began_s = time.monotonic()
-            held = [asyncio.create_task(answer(client, number)) for number in range(HELD_MAX)]
-            await until_held(client, HELD_MAX)
-            refused = await client.post("/v1/completions", json=body(9))
-            assert refused.status_code == 503
-            assert int(refused.headers["retry-after"]) > 0
-            assert "wait for one already" in refused.json()["error"]["message"]
-            assert await asyncio.gather(*held) == expected
-            print(f"answered {time.monotonic() - began_s:.1f} s after the first request")  # noqa: T201
-            await asyncio.to_thread(eventually, lambda: names(server) == ["decode-0", "prefill-0"])
-
-    asyncio.run(main())
+        began_s = time.monotonic()
+        held = [asyncio.create_task(answer(client, number)) for number in range(HELD_MAX)]
+        await until_held(client, HELD_MAX)
+        refused = await client.post("/v1/completions", json=body(9))
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) > 0
+        assert "wait for one already" in refused.json()["error"]["message"]
+        assert await asyncio.gather(*held) == expected
+        print(f"answered {time.monotonic() - began_s:.1f} s after the first request")  # noqa: T201
+        await asyncio.to_thread(eventually, lambda: names(server) == ["decode-0", "prefill-0"])
 
 
-def test_request_that_is_cancelled_while_it_is_held_leaves_nothing(server: Server) -> None:
-    async def main() -> None:
-        async with client_of(server.url) as client:
-            expected = await answer(client, 0)
-            await asyncio.to_thread(eventually, lambda: is_at_zero(server))
-            left = asyncio.create_task(answer(client, 0))
-            await until_held(client, 1)
-            left.cancel()
-            await until_held(client, 0)
-            assert (await client.get("/load")).json() == {"server_load": 0}
-            await asyncio.to_thread(eventually, lambda: is_at_zero(server))
-            assert await answer(client, 0) == expected
-
-    asyncio.run(main())
+async def test_request_that_is_cancelled_while_it_is_held_leaves_nothing(server: Server) -> None:
+    async with client_of(server.url) as client:
+        expected = await answer(client, 0)
+        await asyncio.to_thread(eventually, lambda: is_at_zero(server))
+        left = asyncio.create_task(answer(client, 0))
+        await until_held(client, 1)
+        left.cancel()
+        await until_held(client, 0)
+        assert (await client.get("/load")).json() == {"server_load": 0}
+        await asyncio.to_thread(eventually, lambda: is_at_zero(server))
+        assert await answer(client, 0) == expected

@@ -10,8 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,10 +20,10 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.lifecycle.test_detached import Detached
+from tests.support.e2e.detached import Detached
 from tests.support.e2e.faults import ROUTER, SUPERVISOR, holds
 from tests.support.e2e.history import Ask, Call, asks, broken
-from tests.support.e2e.server import EdgeProcess, command_of, eventually
+from tests.support.e2e.server import EdgeProcess, eventually
 from tests.support.e2e.streams import client_of
 from tests.support.sockets import free_port
 
@@ -95,9 +95,6 @@ class Cluster(Detached):
             return {row["info"]["name"]: row for row in rows}
         return {}
 
-    def parts(self, name: str) -> list[psutil.Process]:
-        return [process for process in self.processes() if name in command_of(process)]
-
     def replace_worker(self, name: str) -> None:
         """Drain it, and let Ray start it again once it is empty."""
         row = self.rows()[name]
@@ -126,12 +123,14 @@ class Upgrade:
     link: Path
     folder: Path
     port: int
-    edges: list[EdgeProcess]
+    ends: ExitStack
+    edges: list[EdgeProcess] = field(default_factory=list[EdgeProcess])
 
     def start_edge(self) -> str:
         """Start an edge, and return its URL."""
         arguments = ("--join", f"127.0.0.1:{self.port},127.0.0.1:{self.port + 1}")
-        self.edges.append(EdgeProcess(self.folder / f"edge-{len(self.edges)}", *arguments))
+        edge = EdgeProcess(self.folder / f"edge-{len(self.edges)}", *arguments)
+        self.edges.append(self.ends.enter_context(edge))
         return self.edges[-1].wait_until_ready()
 
     def replace_all(self, load: Load) -> float:
@@ -170,12 +169,10 @@ async def calm_calls(url: str, asked: list[Ask]) -> list[Call]:
 
 
 def test_upgrade_under_load_loses_no_stream(link: Path, tmp_path: Path) -> None:
-    upgrade = Upgrade(Cluster(), link, tmp_path, free_port(), [])
-    cluster, asked = upgrade.cluster, asks(Random(7), 6, num_tokens=100, max_tokens=160)
-    try:
-        named = ("serve", "keeper", "--port", "0", "--router-port", str(upgrade.port))
-        status, out, err = cluster.run(*named, *SIZES, "--detach")
-        assert status == 0, out + err
+    asked = asks(Random(7), 6, num_tokens=100, max_tokens=160)
+    with ExitStack() as ends, Cluster() as cluster:
+        upgrade = Upgrade(cluster, link, tmp_path, free_port(), ends)
+        cluster.serve("--router-port", str(upgrade.port), *SIZES)
         load = Load(upgrade.start_edge(), asked, [])
         calm = asyncio.run(calm_calls(load.url, asked))
         assert [call.trouble for call in calm] == [[] for _ in asked]
@@ -189,9 +186,3 @@ def test_upgrade_under_load_loses_no_stream(link: Path, tmp_path: Path) -> None:
         sys.stdout.write(f"{len(pairs)} streams, {len(ours)} processes replaced\n")
         assert cluster.run("down")[0] == 0
         eventually(cluster.nothing_is_left)
-    finally:
-        for process in upgrade.edges:
-            process.kill()
-        for process in cluster.processes():
-            with suppress(psutil.Error):
-                process.kill()

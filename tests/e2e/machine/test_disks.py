@@ -30,18 +30,11 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module", params=["disk", "shm"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with its store on a small disk, and one without --store in a small /dev/shm."""
-    log = tmp_path_factory.mktemp("log") / "log"
-    if request.param == "disk":
-        url = f"file://{request.getfixturevalue('disk')}/store?size=1GiB"
-        server = Server([*OPTIONS, "--store", url], log)
-    else:
-        request.getfixturevalue("disk")  # skips where mounting is not allowed
-        server = Server(OPTIONS, log, prefix=(*IN_OWN_SHM, SHM_SIZE))
-    try:
+    disk = request.getfixturevalue("disk")  # skips where mounting is not allowed
+    store = ("--store", f"file://{disk}/store?size=1GiB") if request.param == "disk" else ()
+    prefix = () if store else (*IN_OWN_SHM, SHM_SIZE)
+    with Server([*OPTIONS, *store], tmp_path_factory.mktemp("log") / "log", prefix=prefix) as server:
         yield server
-        assert server.stop() == 0
-    finally:
-        server.kill_everything()
 
 
 @pytest.fixture

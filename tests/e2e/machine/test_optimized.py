@@ -66,15 +66,11 @@ def test_server_without_assertions_refuses_alike(tmp_path: Path, monkeypatch: py
     for level in ("", "1"):
         monkeypatch.setenv("PYTHONOPTIMIZE", level)
         log_file = tmp_path / f"log{level}"
-        server = Server(["keeper", "--port", "0", "--memory", "64MiB"], log_file)
-        try:
+        with Server(["keeper", "--port", "0", "--memory", "64MiB"], log_file) as server:
             found.append(answers(server))
             frontend, *children = server.processes()
             assert KEY in frontend.environ().values()
             assert not [child for child in children if KEY in child.environ().values()]
-            assert server.stop() == 0
-        finally:
-            server.kill_everything()
         assert (UNCHECKED in log_file.read_text()) == bool(level)
     assert found[0] == found[1]
     assert all(400 <= status < 500 for status, _ in found[0][:-1]), [status for status, _ in found[0]]

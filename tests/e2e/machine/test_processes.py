@@ -36,12 +36,8 @@ def options(folder: Path) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def server(folder: Path, options: Sequence[str]) -> Iterator[Server]:
-    server = Server([*options, "--port", "0"], folder / "log")
-    try:
+    with Server([*options, "--port", "0"], folder / "log") as server:
         yield server
-        assert server.stop() == 0
-    finally:
-        server.kill_everything()
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +50,7 @@ def test_stopped_frontend_goes_on_with_its_streams(
 ) -> None:
     """SIGSTOP, for longer than the time after which a silent worker is out."""
     frontend = psutil.Process(server.pid)
-    before = {row["info"]["worker"] for row in server.workers()}
+    before = server.lives()
 
     def stop() -> None:
         frontend.suspend()
@@ -63,7 +59,7 @@ def test_stopped_frontend_goes_on_with_its_streams(
 
     calls = check(server, asked, calm, "stopped", stop)
     assert max(call.ended_s - call.sent_s for call in calls) > STOPPED_S, "too late: make the streams longer"
-    assert {row["info"]["worker"] for row in server.workers()} == before
+    assert server.lives() == before
 
 
 def test_frontend_without_file_descriptors_keeps_its_streams(
@@ -141,14 +137,11 @@ def test_two_servers_share_a_machine_and_a_store(
 ) -> None:
     """Both answer exactly, each finds the pages of the other, and kill -9 of one leaves the other alone."""
     check(server, asked, calm, "shared")
-    other = Server([*options, "--port", "0"], tmp_path / "log")
-    try:
+    with Server([*options, "--port", "0"], tmp_path / "log") as other:
         hits = other.counter("store_gets_as_hit")
         check(other, asked, calm, "shared")
         eventually(lambda: other.counter("store_gets_as_hit") > hits)
         before = other.processes()
         check(server, asked, calm, "beside", psutil.Process(other.pid).kill)
         assert other.wait(before) < 0
-    finally:
-        other.kill_everything()
     check(server, asked, calm, "after")

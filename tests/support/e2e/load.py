@@ -14,7 +14,10 @@ from typing import Any, Self
 
 import psutil
 
+from tests.support.cluster.fake_engine import answer
 from tests.support.e2e.server import command_of
+from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
+from tidemill.workers.sources.names import bundled
 
 REUSE_S_MAX = 1.0
 
@@ -31,6 +34,12 @@ class Outcome:
     text: str = ""
     num_chunks: int = 0
     retry_after: str = ""
+
+
+def text_of(prompt: Sequence[int], num_tokens: int) -> str:
+    """Return the text of the fake engine's answer."""
+    decoder = load_tokenizer(bundled()["keeper"]).decoder()
+    return "".join(decoder.push(answer(tuple(prompt), index)) for index in range(num_tokens))
 
 
 @dataclass

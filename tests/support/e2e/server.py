@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import psutil
@@ -86,6 +86,7 @@ class Server:
     ) -> None:
         """Start it and wait; `prefix` is a command that becomes the server."""
         self._log_file = log_file
+        self._has_ended = False
         self.temp_folder = Path(tempfile.mkdtemp(prefix="e2e-"))  # a short path, for Ray's sockets
         with log_file.open("w") as log:
             self._process = subprocess.Popen(
@@ -105,6 +106,18 @@ class Server:
         self.kill_everything()
         raise AssertionError(f"not ready: {''.join(printed)}\n{log_file.read_text()}")
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *raised: object) -> None:
+        """Stop it, unless it was stopped; kill it after a failure."""
+        del raised
+        try:
+            if kind is None and not self._has_ended:
+                assert self.stop() == 0
+        finally:
+            self.kill_everything()
+
     @property
     def pid(self) -> int:
         return self._process.pid
@@ -118,6 +131,10 @@ class Server:
         links = [path.readlink() for path in Path(f"/proc/{self.pid}/fd").iterdir() if path.is_symlink()]
         return sorted(link.parent for link in links if link.name == LOCK)
 
+    def lives(self) -> dict[str, str]:
+        """Return the id of each worker, which the next process of that name does not have."""
+        return {row["info"]["name"]: row["info"]["worker"] for row in self.workers()}
+
     def workers(self, role: str = "") -> list[dict[str, Any]]:
         """The rows of `tidemill status`, of one role."""
         answer = httpx.get(f"{self.url}/cluster", timeout=EVENTUALLY_S_MAX, verify=NO_TLS)
@@ -130,13 +147,13 @@ class Server:
 
     def replace_workers(self) -> None:
         """Kill all workers with -9; return when their successors, which hold nothing, are there."""
-        before = {row["info"]["worker"] for row in self.workers()}
+        before = self.lives()
         for row in self.workers():
             os.kill(row["info"]["pid"], signal.SIGKILL)
 
         def all_are_new() -> bool:
-            now = {row["info"]["worker"] for row in self.workers()}
-            return len(now) == len(before) and now.isdisjoint(before)
+            now = self.lives()
+            return now.keys() >= before.keys() and set(now.values()).isdisjoint(before.values())
 
         eventually(all_are_new)
 
@@ -169,6 +186,7 @@ class Server:
         status = self._process.wait(timeout=EVENTUALLY_S_MAX)
         _, alive = psutil.wait_procs(processes, timeout=EVENTUALLY_S_MAX)
         more = self._printed_more()
+        self._has_ended = True
         self._close()
         assert not more, f"standard output has more than the line that it is ready: {more!r}"
         assert not alive, f"processes outlive the server: {alive}"
@@ -231,6 +249,13 @@ class EdgeProcess:
 
     def log(self) -> str:
         return self._log.read_text()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        del raised
+        self.kill()
 
     def wait_until_ready(self) -> str:
         """Return its URL."""

@@ -5,18 +5,33 @@ import json
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import httpx
 
 from tests.support.e2e.server import NO_TLS
 
+Body = dict[str, Any]
+Outcome = tuple[str, str | None, int]
+"""The text, why it ends, and how many tokens it has."""
+
+
+def random_prompt(rng: Random, num_tokens: int) -> list[int]:
+    return [rng.randrange(5, 890) for _ in range(num_tokens)]
+
+
+def completion(prompt: list[int] | str, max_tokens: int, **more: object) -> Body:
+    """Return a request to keeper: greedy, and of that many tokens, unless `more` changes it."""
+    common = {"model": "keeper", "temperature": 0, "ignore_eos": True}
+    return {**common, "prompt": prompt, "max_tokens": max_tokens, **more}
+
 
 @dataclass
 class Stream:
     """One streamed completion. `pieces` are its chunks of text as they came; `usage` is there at the end."""
 
-    body: dict[str, Any]
+    body: Body
     pieces: list[str] = field(default_factory=list[str])
     finish_reason: str | None = None
     usage: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -28,7 +43,7 @@ class Stream:
         return "".join(self.pieces)
 
     @property
-    def outcome(self) -> tuple[str, str | None, int]:
+    def outcome(self) -> Outcome:
         """All that must not depend on the path."""
         return self.text, self.finish_reason, self.usage["completion_tokens"]
 
@@ -59,7 +74,7 @@ class Stream:
             self.under_way.set()
 
 
-async def run_all(url: str, bodies: list[dict[str, Any]]) -> list[Stream]:
+async def run_all(url: str, bodies: list[Body]) -> list[Stream]:
     """Run all of `bodies` concurrently to their ends."""
     streams = [Stream(body) for body in bodies]
     async with client_of(url) as client, asyncio.TaskGroup() as running:
@@ -68,7 +83,17 @@ async def run_all(url: str, bodies: list[dict[str, Any]]) -> list[Stream]:
     return streams
 
 
-def run_while(url: str, bodies: list[dict[str, Any]], break_it: Callable[[], None]) -> list[Stream]:
+def outcomes_of(url: str, bodies: list[Body]) -> list[Outcome]:
+    return [stream.outcome for stream in asyncio.run(run_all(url, bodies))]
+
+
+def cached_of(url: str, body: Body) -> int:
+    """Return how many tokens of the prompt were not computed."""
+    [stream] = asyncio.run(run_all(url, [body]))
+    return stream.usage["prompt_tokens_details"]["cached_tokens"]
+
+
+def run_while(url: str, bodies: list[Body], break_it: Callable[[], None]) -> list[Stream]:
     """Run all of `bodies` concurrently to their ends; call `break_it` when all have produced several
     tokens."""
 

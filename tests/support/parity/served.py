@@ -3,15 +3,21 @@
 """A real engine whose step loop runs, for as long as a test needs it."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import torch
+
+from tests.support.parity.architectures import VOCABULARY
 from tidemill.workers.engine.build import BuiltEngine, build_engine
 from tidemill.workers.engine.rank_processes import start_ranks
 from tidemill.workers.messages import Provenance, Request
 from tidemill.workers.settings import EngineSettings
 
+MIB = 1 << 20
 LANDING_S_MAX = 60
 LOOK_S = 0.001
 """Between looks the loop sleeps: while it is busy, each operator of a step waits for Python's lock."""
@@ -35,6 +41,28 @@ async def serving(settings: EngineSettings, **changes: object) -> AsyncGenerator
         with suppress(asyncio.CancelledError):
             await loop
         built.close()
+
+
+def plain_settings(folder: Path, kernels: Path, memory_bytes: int, **more: Any) -> EngineSettings:  # noqa: ANN401
+    """Return settings without a store, unless `more` names one."""
+    given = {"model_folder": folder, "cache_folder": kernels, "memory_bytes": memory_bytes, **more}
+    return EngineSettings(**{"store_url": "memory:?size=0", **given})
+
+
+def tokens_of(count: int, seed: int, first: int = 2) -> tuple[int, ...]:
+    """Return tokens that are drawn from the vocabulary of random models, from `first` on."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(first, VOCABULARY, (count,), generator=generator).tolist())
+
+
+async def together(built: BuiltEngine, requests: Sequence[Request]) -> list[list[int]]:
+    """Return the answers of concurrent requests."""
+    return [tokens for tokens, _ in await asyncio.gather(*(answer(built, request) for request in requests))]
+
+
+async def one_by_one(built: BuiltEngine, requests: Sequence[Request]) -> list[list[int]]:
+    """Return the answers of requests that share no page and no step."""
+    return [(await answer(built, replace(request, salt=request.request_id)))[0] for request in requests]
 
 
 async def answer(built: BuiltEngine, request: Request) -> tuple[list[int], Provenance]:

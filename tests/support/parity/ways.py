@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 from unittest import mock
 
-from tests.support.parity.served import answer, generated, serving
+from tests.support.parity.served import answer, generated, plain_settings, serving
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
 from tidemill.kvstore.layout import Layout, layout_of, restorable_end
 from tidemill.workers.engine import memory_plan
@@ -56,16 +56,9 @@ def journey_of(
     folder: Path, kernels: Path, scratch: Path, vocabulary: int, compute_dtype: ComputeDtype | None = None
 ) -> Journey:
     layout = smallest_extents(describe(folder)[0], PAGE_TOKENS)
-    settings = EngineSettings(
-        model_folder=folder,
-        memory_bytes=EXTENTS * layout.extent_bytes,
-        store_url="memory:?size=0",
-        cache_folder=kernels,
-        page_size=PAGE_TOKENS,
-        compute_dtype=compute_dtype,
-        backing="fixed",
-        max_model_len=LENGTH_MAX,
-    )
+    sizes = {"page_size": PAGE_TOKENS, "max_model_len": LENGTH_MAX, "backing": "fixed"}
+    memory_bytes = EXTENTS * layout.extent_bytes
+    settings = plain_settings(folder, kernels, memory_bytes, compute_dtype=compute_dtype, **sizes)
     window = layout.window_tokens
     lengths = {1, *(pages * PAGE_TOKENS + by for pages in (1, 3) for by in (-1, 0, 1))}
     lengths |= {window - 1, window, window + 1, window + PAGE_TOKENS} if window else {5 * PAGE_TOKENS - 1}
