@@ -8,7 +8,7 @@ export LD_LIBRARY_PATH := $(DEBIAN_LIBS)$(addprefix :,$(LD_LIBRARY_PATH))
 PYTHON ?= python3
 STAMP := $(VENV)/.ready
 
-.PHONY: setup demo test test-all abuse browser triton triton-3.6 nodes gpu gpu-parcel check trends bench clients fuzz mutations mutations-changed suite triton-3.6-some soak soak-faults soak-nodes soak-overload storm upgrade-test stubs metrics-doc config-doc helm-golden wheel release push docs sbom clean
+.PHONY: setup demo test test-all abuse browser triton triton-3.6 nodes gpu gpu-parcel check trends bench clients fuzz mutations mutations-changed suite triton-3.6-some soak soak-faults soak-overload storm upgrade-test stubs metrics-doc config-doc helm-golden wheel release push docs sbom clean
 
 setup: $(STAMP)
 
@@ -138,9 +138,6 @@ soak: setup
 soak-faults: setup
 	FAULT_RUNS=50 python -m pytest tests/e2e/test_faults.py -s -k storm
 	FAULT_RUNS=50 FAULT_RANKS=2 python -m pytest tests/e2e/test_faults.py -s -k storm
-
-soak-nodes: setup
-	LINE_RUNS=50 python -m pytest tests/e2e/test_nodes.py -k line
 
 # Random kills of every kind of process under 16 streams, each when the last victim is back.
 storm: export STORM_KILLS ?= 200

@@ -104,17 +104,8 @@ def redis() -> Iterator[str]:
     """Run Redis, which keeps everything in its memory."""
     assert REDIS is not None
     port = free_port()
-    command = [
-        REDIS,
-        "--port",
-        str(port),
-        "--bind",
-        "127.0.0.1",
-        "--save",
-        "",
-        "--dir",
-        tempfile.gettempdir(),
-    ]
+    options = {"--port": str(port), "--bind": "127.0.0.1", "--save": "", "--dir": tempfile.gettempdir()}
+    command = [REDIS, *(word for option in options.items() for word in option)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
             yield f"127.0.0.1:{port}"

@@ -1,19 +1,12 @@
-"""A bad line between two hosts: proxies of TCP that are late, stall and reset connections.
-
-python tests/support/e2e/link.py FILE: `Weather` is read from FILE, as JSON. Each line of its input, ADDRESS
-HOST, is answered with the address of a proxy; it ends with its input.
-"""
+"""A bad line between two hosts: proxies of TCP that are late, stall and reset connections."""
 
 import asyncio
-import json
 import socket
 import struct
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 
 CHUNK_BYTES = 64 << 10
@@ -135,14 +128,3 @@ def _reset(writer: asyncio.StreamWriter) -> None:
         connection: socket.socket = writer.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
-
-
-def main(file: Path) -> None:
-    link = Link(lambda: Weather(**json.loads(file.read_text())), Random())
-    for line in sys.stdin:
-        sys.stdout.write(f"{link.to(*line.split())}\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
