@@ -9,16 +9,18 @@ from contextlib import aclosing, asynccontextmanager
 import psutil
 import pytest
 
-from tests.support import grpc_loop
 from tests.support.cluster.fake_engine import BREAK_TOKEN, PAGE_TOKENS, answer
 from tests.support.cluster.scripted_engine import answer_of
 from tests.support.e2e.server import EVENTUALLY_S_MAX, command_of
+from tests.support.grpc_loop import IN_GRPC_LOOP
 from tidemill.cluster.messages import FleetStatus, PlacementRequest, Route
 from tidemill.cluster.processes.launch import Cluster
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.cluster.settings import FleetSettings
 from tidemill.workers.messages import Request, WorkerGone, WorkerInfo
+
+pytestmark = IN_GRPC_LOOP
 
 
 class Frontend:
@@ -63,7 +65,6 @@ def request(*tokens: int, max_new_tokens: int = 5) -> Request:
     return Request(request_id="r", tokens=tokens, max_new_tokens=max_new_tokens)
 
 
-@grpc_loop.in_loop
 async def test_request_passes_through_real_actors(cluster: Cluster, fleet: FleetSettings) -> None:
     async with frontend(cluster, fleet) as here:
         infos = await here.until_all_are_back()
@@ -77,7 +78,6 @@ async def test_request_passes_through_real_actors(cluster: Cluster, fleet: Fleet
         assert await here.tokens(route, request(1, 2, 3)) == [answer((1, 2, 3), index) for index in range(5)]
 
 
-@grpc_loop.in_loop
 async def test_worker_whose_step_loop_fails_is_restarted_by_ray(
     cluster: Cluster, fleet: FleetSettings
 ) -> None:
@@ -92,7 +92,6 @@ async def test_worker_whose_step_loop_fails_is_restarted_by_ray(
         assert after.pid != before.pid
 
 
-@grpc_loop.in_loop
 async def test_router_that_is_killed_comes_back_and_knows_the_same_workers(
     cluster: Cluster, fleet: FleetSettings
 ) -> None:
@@ -112,7 +111,6 @@ async def test_router_that_is_killed_comes_back_and_knows_the_same_workers(
             assert await here.until_all_are_back() == before
 
 
-@grpc_loop.in_loop
 async def test_worker_that_is_frozen_is_dropped_and_found_again(
     cluster: Cluster, fleet: FleetSettings
 ) -> None:

@@ -18,17 +18,19 @@ import pytest
 import trustme
 from grpc_health.v1 import health_pb2
 
-from tests.support import grpc_loop
 from tests.support.e2e.collector import Collector, Span, collecting
 from tests.support.e2e.faults import wait_until_quiet
 from tests.support.e2e.server import EVENTUALLY_S_MAX, NO_TLS, Server, eventually, listening_of
 from tests.support.e2e.streams import completion
+from tests.support.grpc_loop import IN_GRPC_LOOP
 from tests.unit.cluster.rpc.test_mutual_tls import issue
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.rpc.channels import open_channel
 from tidemill.cluster.rpc.codec import Hello, encode_client_frame
 from tidemill.cluster.rpc.proto import generation_pb2 as pb
 from tidemill.workers.messages import WorkerId
+
+pytestmark = IN_GRPC_LOOP
 
 STORY = "The keeper of the lighthouse said that " * 8
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -188,7 +190,6 @@ def calls_of(channel: grpc.aio.Channel) -> tuple[Any, Any]:
     )
 
 
-@grpc_loop.in_loop
 async def test_grpc_and_http_give_the_same_greedy_tokens(edge: Edge) -> None:
     prompts = ["Where is Emma?", STORY]
     sampling = pb.Sampling(temperature=0, max_tokens=24, ignore_eos=True)
@@ -209,7 +210,6 @@ async def test_grpc_and_http_give_the_same_greedy_tokens(edge: Edge) -> None:
             assert whole.usage.prompt_tokens == expected["usage"]["prompt_tokens"]
 
 
-@grpc_loop.in_loop
 async def test_grpc_health_and_garbage(edge: Edge) -> None:
     host, _, port = edge.grpc_address.rpartition(":")
     idle = [socket.create_connection((host, int(port))) for _ in range(200)]
@@ -228,7 +228,6 @@ async def test_grpc_health_and_garbage(edge: Edge) -> None:
         connection.close()
 
 
-@grpc_loop.in_loop
 async def test_cancelled_grpc_stream_frees_its_memory(edge: Edge) -> None:
     sampling = pb.Sampling(temperature=0, max_tokens=400, ignore_eos=True)
 
@@ -242,7 +241,6 @@ async def test_cancelled_grpc_stream_frees_its_memory(edge: Edge) -> None:
 
 
 @pytest.mark.parametrize("who", ["plain", "another authority"])
-@grpc_loop.in_loop
 async def test_stranger_cannot_reach_a_worker(edge: Edge, who: str, tmp_path: Path) -> None:
     theirs = None if who == "plain" else issue(tmp_path / "theirs", trustme.CA())
     row = edge.server.workers("decode")[0]["info"]
@@ -268,7 +266,6 @@ def test_every_process_listens_on_loopback_only(edge: Edge) -> None:
     assert set(listening) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
-@grpc_loop.in_loop
 async def test_prompts_and_keys_are_in_no_log(edge: Edge) -> None:
     key, words = "sk-zyxomma-petiolatum", "Who is Ophiogomphus?"
     bearer = f"Bearer {key}"

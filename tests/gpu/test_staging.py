@@ -4,7 +4,6 @@
 import pytest
 import torch
 
-from tests.support.loops import in_loop
 from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.page_store import Got, Put
@@ -29,7 +28,6 @@ def objects(first: int = 0) -> list[StagedObject]:
     ]
 
 
-@in_loop
 async def test_there_and_back_beside_a_step() -> None:
     """The step occupies its stream before, while and after the objects move."""
     draw = torch.Generator("cuda").manual_seed(0)
