@@ -1,4 +1,4 @@
-"""Whole clusters with crashes, little memory, and a faulty store or a failing Mooncake.
+"""Whole clusters with crashes, little memory, and a faulty store, also with outages.
 
 Each run is a function of its seed. `SIM_SEED=17 SIM_RUNS=1 pytest tests/sim` replays one, `SIM_RUNS=10000` is
 a soak.
@@ -13,14 +13,13 @@ from random import Random
 
 import pytest
 
-from tests.support.sim.fake_mooncake import FakeMooncake
 from tests.support.sim.faulty_store import FaultyStore
 from tests.support.sim.fold import VOCABULARY, fold_layout
 from tests.support.sim.loop import simulate
-from tests.support.sim.storms import Stores, Storm
 from tests.support.sim.traffic import ask, converse
 from tests.support.sim.world import DEADLY, POISON, World, WorldSettings
 from tidemill.kvstore.layout import Layout
+from tidemill.kvstore.stores.circuit_breaker import GuardedStore
 from tidemill.workers.engine.memory_plan import capacity_tokens, extents_for
 from tidemill.workers.messages import Poisonous, Request, RequestError, Unserved
 from tidemill.workers.scheduling.admission import PREEMPTIONS_MAX
@@ -37,14 +36,7 @@ def test_cluster_streams_are_exact_or_unserved(seed: int) -> None:
     layout = _draw_layout(rng)
     settings = _draw_settings(rng, layout)
     poisoned = rng.random() < 0.1
-    store = FaultyStore(
-        rng,
-        drop=rng.choice([0, 0.05]),
-        evict=rng.choice([0, 0.02]),
-        corrupt=rng.choice([0, 0.02]),
-        refuse=rng.choice([0, 0.05, 1.0]),
-        delay_s_max=rng.choice([0.001, 0.2]),
-    )
+    store = _draw_store(rng)
 
     async def main() -> None:
         world = World(rng, settings, lambda: store, layout)
@@ -63,36 +55,43 @@ def test_cluster_streams_are_exact_or_unserved(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + (RUNS or 30)))
-def test_cluster_streams_are_exact_over_a_failing_mooncake(seed: int) -> None:
+def test_cluster_streams_are_exact_over_a_store_with_outages(seed: int) -> None:
     rng = Random(seed)
     layout = _draw_layout(rng)
     settings = replace(_draw_settings(rng, layout), fault_s=0.0, breaks=0.0)
+    store = _draw_store(rng)
+    guards: list[GuardedStore] = []
+
+    def open_store() -> GuardedStore:
+        guards.append(GuardedStore(store))
+        return guards[-1]
 
     async def main() -> None:
-        stores = Stores(
-            FakeMooncake(
-                rng,
-                capacity_bytes=rng.choice([1 << 20, 3000]),
-                lease_s=rng.choice([5.0, 5.0, 0.05]),
-                bytes_per_s=rng.choice([1e9, 1e9, 1e9, 1e4, 500.0]),
-                ghosts=rng.choice([0, 0.02]),
-                full=rng.choice([0, 0.03]),
-                damage=rng.choice([0, 0.1]),
-                stalls=rng.choice([0, 0.2]),
-                late_writes=rng.random() < 0.5,
-            )
-        )
-        world = World(rng, settings, stores.open, layout)
+        world = World(rng, settings, open_store, layout)
         longest, shared = _prompts(world, rng)
-        storm = asyncio.create_task(Storm(rng, stores.cluster, pause_s_max=rng.choice([1.0, 20.0])).run())
+        outages = asyncio.create_task(_outages(rng, store, pause_s_max=rng.choice([1.0, 20.0])))
         async with _serving(world, latest_s=120.0) as clients:
             served = [clients.create_task(converse(world, rng, index, shared, longest)) for index in range(6)]
-        assert storm.cancel()
-        await asyncio.wait({storm})
-        await stores.close()
+        assert outages.cancel()
+        await asyncio.wait({outages})
+        for guard in guards:
+            await guard.close()
         assert world.kills or all(client.result() for client in served), "a store prevents no answer"
 
     simulate(seed, main())
+
+
+async def _outages(rng: Random, store: FaultyStore, pause_s_max: float) -> None:
+    """Let the store fail immediately, late or hang, and sometimes lose all, until it is cancelled."""
+    while True:
+        await asyncio.sleep(rng.random() * pause_s_max)
+        store.fail(rng.choice([0.0, 4.3, 30.0]))
+        try:
+            await asyncio.sleep(rng.choice([0.1, 3.0, 40.0]) * rng.random())
+        finally:
+            store.recover()
+        if rng.random() < 0.2:
+            await store.sealed.remove(list(store.sealed.objects))
 
 
 @asynccontextmanager
@@ -116,6 +115,17 @@ def _draw_layout(rng: Random) -> Layout:
         hybrid=kind < 0.8,
         window=WINDOWS[int(kind * 100) % len(WINDOWS)],
         extent_bytes_min=rng.choice([1, 256, 1024]),
+    )
+
+
+def _draw_store(rng: Random) -> FaultyStore:
+    return FaultyStore(
+        rng,
+        drop=rng.choice([0, 0.05]),
+        evict=rng.choice([0, 0.02]),
+        corrupt=rng.choice([0, 0.02]),
+        refuse=rng.choice([0, 0.05, 1.0]),
+        delay_s_max=rng.choice([0.001, 0.2]),
     )
 
 

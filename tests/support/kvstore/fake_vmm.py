@@ -13,12 +13,8 @@ class FakeVmm:
     """One reservation of int8 [size]; only mapped pages keep their bytes.
 
     physical_pages      The pages that the device still grants, one under unmapped ranges included.
-
-
     refusal             The message of the driver when it grants no more.
-
     log                 The calls that changed something, in order.
-
     """
 
     physical_pages: int = 1 << 30

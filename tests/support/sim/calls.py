@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager, suppress
 from random import Random
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from tidemill.cluster.rpc.codec import Trial
 from tidemill.cluster.rpc.worker_client import SILENCE_S_MAX
@@ -21,6 +21,9 @@ from tidemill.workers.messages import (
 )
 from tidemill.workers.scheduling.isolation import Notify
 
+if TYPE_CHECKING:
+    from tests.support.sim.world import SimWorker
+
 BROKEN_S = 3.0
 """The silence after which a connection is closed."""
 
@@ -29,27 +32,10 @@ Work = Callable[[Callable[[Delta], None], Notify], Awaitable[Produced | None]]
 """The work of a worker for a call: it sends deltas and notices of trials, and may return an answer."""
 
 
-class Worker(Protocol):
-    """A simulated worker. It is `awake` unless frozen, and `linked` while edges can reach it."""
-
-    @property
-    def worker_id(self) -> WorkerId: ...
-    @property
-    def ended(self) -> asyncio.Event: ...
-    @property
-    def awake(self) -> asyncio.Event: ...
-    @property
-    def linked(self) -> asyncio.Event: ...
-
-    async def message(self) -> None:
-        """Pass a message. The worker may crash then."""
-        ...
-
-
 class Call:
     """One call: a task of the worker whose items arrive in order, each with a delay."""
 
-    def __init__(self, worker: Worker, rng: Random, delay_s_max: float, work: Work) -> None:
+    def __init__(self, worker: "SimWorker", rng: Random, delay_s_max: float, work: Work) -> None:
         self.worker = worker
         self.received_at_s = asyncio.get_running_loop().time()
         self.alone = False  # as far as the edge knows
@@ -138,7 +124,7 @@ class EdgeCalls:
 
     @asynccontextmanager
     async def call(
-        self, worker: Worker, work: Work
+        self, worker: "SimWorker", work: Work
     ) -> AsyncGenerator[Callable[[], Awaitable[Delta | Produced]]]:
         call = Call(worker, self._rng, self._delay_s_max, work)
         self._calls.add(call)
@@ -151,7 +137,7 @@ class EdgeCalls:
             self._calls.discard(call)
             self._later(call.close())
 
-    def num_calls(self, worker: Worker) -> int:
+    def num_calls(self, worker: "SimWorker") -> int:
         return sum(call.worker is worker for call in self._calls)
 
     def silent(self) -> frozenset[WorkerId]:
@@ -167,7 +153,7 @@ class EdgeCalls:
             if call.worker.worker_id in workers:
                 call.broken.set()
 
-    async def cut(self, worker: Worker, seconds: float) -> None:
+    async def cut(self, worker: "SimWorker", seconds: float) -> None:
         """Cut the connections of a worker. Both ends close those that are silent for too long."""
         worker.linked.clear()
         try:

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 from random import Random
@@ -28,7 +29,7 @@ class FaultyStore:
     drop, refuse    probability per object put: STORED but lost immediately; FULL, with the rest SKIPPED
     evict, corrupt  probability per call: a random object disappears; a random bit of one flips
     delay_s_max     the limit of the two pauses of put and get, and of the pause of contains
-    is_down         set it to make all objects unreachable until it is reset
+    fail, recover   make all objects unreachable, for calls that then fail after `blocks_s`
 
     Between its pauses a get fills every view with noise, and a put has stored some of its objects. This
     exposes callers that read or free the memory of a running call.
@@ -46,6 +47,8 @@ class FaultyStore:
         capacity_bytes: int = CAPACITY_BYTES,
     ) -> None:
         self.is_down = False
+        self._blocks_s = 0.0
+        self._is_up = asyncio.Event()
         self.sealed = MemoryStore(capacity_bytes)
         self._counters = StoreCounters()
         self._rng = rng
@@ -54,6 +57,15 @@ class FaultyStore:
         self._corrupt = corrupt
         self._refuse = refuse
         self._delay_s_max = delay_s_max
+
+    def fail(self, blocks_s: float) -> None:
+        self.is_down, self._blocks_s = True, blocks_s
+        self._is_up.clear()
+
+    def recover(self) -> None:
+        """Let calls that are still blocked continue, and succeed."""
+        self.is_down = False
+        self._is_up.set()
 
     async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
         outcomes = await finish(asyncio.ensure_future(self._put(objects)))
@@ -66,11 +78,11 @@ class FaultyStore:
         return outcomes
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        await self._pause()
+        await self._answers()
         return [False] * len(keys) if self.is_down else await self.sealed.contains(keys)
 
     async def remove(self, keys: Sequence[ObjectKey]) -> None:
-        await self._pause()
+        await self._answers()
         await self.sealed.remove(keys)
 
     async def demote(self, keys: Sequence[ObjectKey]) -> None:
@@ -99,7 +111,7 @@ class FaultyStore:
     async def _put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
         offered = list(takewhile(lambda _: self._rng.random() >= self._refuse, objects))
         first = self._rng.randrange(len(offered) + 1)
-        await self._pause()
+        await self._answers()
         outcomes = await self._put_now(offered[:first])
         await self._pause()
         if all(outcome.is_there for outcome in outcomes):
@@ -115,11 +127,19 @@ class FaultyStore:
         return await self.sealed.put(objects)
 
     async def _get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
-        await self._pause()
+        await self._answers()
         for _, view in wanted:
             view[:] = self._rng.randbytes(view.nbytes)
         await self._pause()
         return [Got.UNREACHABLE] * len(wanted) if self.is_down else await self.sealed.get(wanted)
+
+    async def _answers(self) -> None:
+        """Pause, and while the store is down for as long as its calls block."""
+        await self._pause()
+        if self.is_down and self._blocks_s:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._blocks_s):
+                    await self._is_up.wait()
 
     async def _pause(self) -> None:
         await asyncio.sleep(self._rng.random() * self._delay_s_max)

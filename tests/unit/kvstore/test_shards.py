@@ -1,7 +1,6 @@
 """The page of a rank is a byte range of the whole page, and the shards of a group cover it once."""
 
 from itertools import chain
-from math import lcm
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.kvstore.layout import Attention, LayerSpec, Layout, Linear, PageId, StateId, Window, layout_of
-from tidemill.kvstore.shards import WHOLE, Shards, Share, rank_layers, rank_share, shards_of
+from tidemill.kvstore.shards import WHOLE, Shards, rank_layers, rank_share, shards_of
 from tidemill.workers.models.inputs import Caches, caches_of
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
@@ -98,27 +97,6 @@ def test_rank_shares_publish_every_shard_once(
 )
 def test_shards_of_returns_the_fewest_shards_for_the_sizes(sizes: tuple[int, ...], shards: Shards) -> None:
     assert shards_of(QWEN3_NEXT, sizes) == shards
-
-
-def test_rank_share_of_group_sizes_that_do_not_divide_each_other() -> None:
-    layers = (Attention(kv_heads=6, head_dim=1),)
-    assert shards_of(layers, (2, 3)) == Shards(lcm(2, 3), 1)
-    assert [rank_share(Shards(6), rank, 2).pages for rank in range(2)] == [range(3), range(3, 6)]
-    assert [rank_share(Shards(6), rank, 3).pages for rank in range(3)] == [range(2), range(2, 4), range(4, 6)]
-
-
-def test_rank_share_of_four_ranks_with_two_kv_heads() -> None:
-    shards = shards_of(QWEN3_NEXT, (4,))
-    assert [rank_share(shards, rank, 4) for rank in range(4)] == [
-        Share(range(1), range(1), range(1), publishes_pages=True, publishes_windows=True),
-        Share(range(1), range(1, 2), range(1), publishes_pages=False, publishes_windows=False),
-        Share(range(1, 2), range(2, 3), range(1), publishes_pages=True, publishes_windows=False),
-        Share(range(1, 2), range(3, 4), range(1), publishes_pages=False, publishes_windows=False),
-    ]
-    assert rank_layers(QWEN3_NEXT, 4) == (
-        Linear(key_heads=4, value_heads=8, key_dim=128, value_dim=128, conv_width=4),
-        Attention(kv_heads=1, head_dim=256),
-    )
 
 
 @pytest.mark.parametrize(
