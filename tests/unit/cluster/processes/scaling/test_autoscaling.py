@@ -2,8 +2,8 @@
 
 import math
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from random import Random
 
@@ -16,6 +16,7 @@ from tidemill.cluster.messages import Bounds, FleetStatus, Hysteresis, Misses
 from tidemill.cluster.processes.scaling.autoscaling import (
     HIGH,
     LOW,
+    Change,
     RoleLoad,
     Sample,
     decide,
@@ -151,28 +152,18 @@ def test_fleet_does_not_oscillate_under_periodic_load(period_s: float, seed: int
 
 def test_refusals_add_worker_to_busiest_role() -> None:
     """The queue is short because many requests are refused; prefill is the busier role."""
-    history = [
-        Sample(
-            at_s=at_s,
-            roles={
-                "prefill": RoleLoad(wanted=2, ready=2, busy=0.75),
-                "decode": RoleLoad(wanted=2, ready=2, busy=0.6),
-            },
-            misses=Misses(answered=int(10 * at_s), refused=int(at_s)),
-        )
-        for at_s in range(40)
-    ]
-    (change,) = decide(
-        history, {"prefill": Bounds(least=1, most=4), "decode": Bounds(least=1, most=4)}, HYSTERESIS
-    )
+
+    def changes(busy: Mapping[Role, float]) -> list[Change]:
+        roles: dict[Role, RoleLoad] = {
+            role: RoleLoad(wanted=2, ready=2, busy=share) for role, share in busy.items()
+        }
+        misses = [Misses(answered=10 * second, refused=second) for second in range(40)]
+        history = [Sample(at_s=at_s, roles=roles, misses=seen) for at_s, seen in enumerate(misses)]
+        return decide(history, dict.fromkeys(busy, Bounds(least=1, most=4)), HYSTERESIS)
+
+    (change,) = changes({"prefill": 0.75, "decode": 0.6})
     assert (change.role, change.by) == ("prefill", 1)
-    idle = [
-        Sample(at_s=at.at_s, roles={"prefill": RoleLoad(wanted=2, ready=2, busy=0.2)}, misses=at.misses)
-        for at in history
-    ]
-    assert not decide(idle, {"prefill": Bounds(least=1, most=4)}, HYSTERESIS), (
-        "more workers would not help: no request waits"
-    )
+    assert not changes({"prefill": 0.2}), "more workers would not help: no request waits"
 
 
 def test_decide_enforces_bounds_at_any_load() -> None:
@@ -205,9 +196,7 @@ def test_busy_share_depends_on_role(role: Role, busy: float) -> None:
     status = worker_status("w", role)  # 2 MiB of streams; its budget is 4 MiB, it brought 8 MiB
     half = worker_status("v", role, state="draining")
     load = WorkerLoad(memory=NO_MEMORY | {"pages_live": 2 << 20}, budget_bytes=4 << 20)
-    shrunk = type(status)(
-        info=status.info, load=load, state="ready", heard_ago_s=0, restorable_depths=0, set_bytes=0
-    )
+    shrunk = replace(status, load=load, set_bytes=0)
     assert role_load([shrunk, half], 2) == RoleLoad(wanted=2, ready=1, busy=busy)
     sample = take_sample(FleetStatus(workers=(shrunk, half)), {role: 2}, Misses(), 3.0)
     assert sample.roles[role].ready == 1
