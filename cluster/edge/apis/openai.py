@@ -129,7 +129,7 @@ class Chunks(Writer):
     def opening(self) -> Iterable[bytes]:
         if self._head.kind == "chat":
             for index in range(self._choices):  # in order, which the openai SDK relies on
-                yield event(opening_chunk(self._head, index))
+                yield event(self._with_usage(opening_chunk(self._head, index)))
 
     def grow(self, increment: Increment) -> Iterable[bytes]:
         text = self._plain_text(increment) if self._is_plain else None
@@ -181,12 +181,12 @@ class Chunks(Writer):
         ):
             self._begun.add(increment.choice)
             choice["prompt_token_ids"] = self._head.prompts[increment.choice]
-        chunk = self._head.chunk([choice])
+        return event(self._with_usage(self._head.chunk([choice])))
+
+    def _with_usage(self, chunk: Json) -> Json:
         if self._options.continuous_usage_stats:
-            chunk["usage"] = self.tally.usage()
-        elif self._options.include_usage:
-            chunk["usage"] = None
-        return event(chunk)
+            return {**chunk, "usage": self.tally.usage()}
+        return {**chunk, "usage": None} if self._options.include_usage else chunk
 
 
 class Whole(Writer):

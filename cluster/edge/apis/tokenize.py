@@ -5,6 +5,7 @@ from tidemill.cluster.edge.chat.request.request_builder import check_tokens
 from tidemill.cluster.edge.chat.text import text_of
 from tidemill.cluster.edge.requests.bodies import DetokenizeBody, TokenizeBody
 from tidemill.cluster.edge.requests.models import EdgeModel
+from tidemill.workers.models.model_files import read_json
 
 
 async def tokenize(model: EdgeModel, body: TokenizeBody) -> bytes:
@@ -23,6 +24,14 @@ async def tokenize(model: EdgeModel, body: TokenizeBody) -> bytes:
             "token_strs": await model.intake.in_thread(strs) if body.return_token_strs else None,
         }
     )
+
+
+async def tokenizer_info(model: EdgeModel) -> dict[str, object]:
+    """Return the settings of a tokenizer, as they are in its folder, and its chat template in effect."""
+    path = model.served.folder / "tokenizer_config.json"
+    config = await model.intake.in_thread(lambda: read_json(path) if path.exists() else {})
+    found: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
+    return found if model.tokenizer.template is None else {**found, "chat_template": model.tokenizer.template}
 
 
 async def detokenize(model: EdgeModel, body: DetokenizeBody) -> bytes:

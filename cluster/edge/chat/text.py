@@ -101,6 +101,16 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def template(self) -> str | None:
+        """Return the text of the chat template."""
+        ...
+
+    @property
+    def takes_tools(self) -> bool:
+        """Return whether `chat` takes tools."""
+        ...
+
+    @property
     def renders_inline(self) -> bool:
         """Return whether `chat` takes no longer for a template than for its text."""
         ...
@@ -139,8 +149,8 @@ def check_chars(chars: int, most: int, param: str) -> None:
     """Refuse a text that is too long whatever its tokens are. Raises RequestError."""
     if chars > most:
         raise RequestError(
-            f"{chars:,} characters are more than this model's context can hold, which is {most:,} at most: "
-            f"shorten the {param}",
+            f"{chars:,} characters are more than this model's maximum context length can hold, which is "
+            f"{most:,} at most: shorten the {param}",
             param=param,
             code="context_length_exceeded",
         )

@@ -52,6 +52,15 @@ class FolderTokenizer:
         _hide_marked(raw, [added[token] for token in sorted(self._control_ids)])
 
     @property
+    def template(self) -> str | None:
+        return None if self._template is None else self._template.source
+
+    @property
+    def takes_tools(self) -> bool:
+        shows = self._template is None or SHOWS_TOOLS.search(self._template.source) is not None
+        return shows and self.style.form is not None
+
+    @property
     def renders_inline(self) -> bool:
         return self._template is None or self._template.is_inline
 

@@ -19,7 +19,7 @@ from tidemill.cluster.edge.apis.openai import chat, completions
 from tidemill.cluster.edge.apis.prefixes import release_prefix, retain_prefix
 from tidemill.cluster.edge.apis.reply import Outgoing, Reply, answer
 from tidemill.cluster.edge.apis.responses import responses
-from tidemill.cluster.edge.apis.tokenize import detokenize, tokenize
+from tidemill.cluster.edge.apis.tokenize import detokenize, tokenize, tokenizer_info
 from tidemill.cluster.edge.chat.request.hints import SALT_FORM
 from tidemill.cluster.edge.http.dashboard import add_page_routes
 from tidemill.cluster.edge.http.errors import JsonReply, add_error_replies
@@ -67,7 +67,10 @@ def app_of(context: EdgeContext) -> FastAPI:
         add_text_route(app, context.models, path, work)
     app.add_api_route("/v1/prefixes/{name}", edge.release_prefix, methods=["DELETE"])
     app.add_api_route("/v1/models", edge.models)
+    for path in ("/v1/models/", "/models", "/models/"):  # as some clients write it
+        app.add_api_route(path, edge.models, include_in_schema=False)
     app.add_api_route("/v1/models/{name:path}", edge.model)
+    app.add_api_route("/models/{name:path}", edge.model, include_in_schema=False)
     for path in ("/reset_prefix_cache", "/flush_cache"):
         app.add_api_route(path, edge.reset_prefix_cache, methods=["POST"])
     for path in ("/health", "/health/ready"):
@@ -86,7 +89,7 @@ def app_of(context: EdgeContext) -> FastAPI:
     add_page_routes(app)
     app.add_api_route("/version", edge.version)
     app.add_api_route("/metrics", edge.metrics)
-    app.add_api_route("/metrics", edge.metrics, methods=["HEAD"], include_in_schema=False)
+    app.add_api_route("/tokenizer_info", edge.tokenizer_info)
     describe(app)
     return app
 
@@ -182,6 +185,10 @@ class Edge:
     async def model(self, name: str) -> Json:
         """Describe one model."""
         return self._models.find(name).json(name)
+
+    async def tokenizer_info(self, model: str | None = None) -> Json:
+        """Return the tokenizer_config.json of a model, with its chat template."""
+        return await tokenizer_info(self._models.find(model))
 
     async def health(self) -> Json:
         """Return 200 when some worker can answer."""

@@ -7,6 +7,7 @@ cluster/edge/requests/security.py what comes before it over TLS.
 import asyncio
 import json
 
+import httptools
 from starlette.types import Message, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -56,6 +57,27 @@ def body_writer_of(scope: Scope) -> BodyWriter | None:
     return writer
 
 
+UPGRADING = {b"connection", b"upgrade", b"http2-settings"}
+"""The headers of a request that asks for another protocol, which we ignore (RFC 9110, 7.8)."""
+
+
+class _Parser(httptools.HttpRequestParser):
+    """Stops at a request for another protocol, of which a new parser reads the body."""
+
+    def __init__(self, connection: "Connection") -> None:
+        super().__init__(connection)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+        self._connection = connection
+
+    def feed_data(self, data: bytes) -> None:  # type: ignore[override]  # all that we pass
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self.get_method() == b"CONNECT":
+                raise
+            self._connection.go_on(data[upgrade.args[0] :])
+
+
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol of one connection, with limits.
 
@@ -77,6 +99,7 @@ class Connection(HttpToolsProtocol):
         self, transport: asyncio.Transport
     ) -> None:
         super().connection_made(transport)
+        self.parser = _Parser(self)
         self._pieces: list[bytes] = []
         self.flow = _Turns(transport, self)
         if self.place is None:
@@ -106,6 +129,14 @@ class Connection(HttpToolsProtocol):
                 self.transport.abort()
                 return
 
+    def go_on(self, rest: bytes) -> None:
+        """Read a request that asked for another protocol once more, without that."""
+        version = self.scope["http_version"].encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] not in UPGRADING]
+        self.parser = _Parser(self)
+        self.parser.feed_data(b"\r\n".join([*lines, b"", b""]) + rest)
+
     def on_message_begin(self) -> None:
         self._is_in_head = True
         self._await_head()
@@ -118,6 +149,8 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._is_in_head = False
         self._head_bytes = 0
+        if self._is_upgrade():
+            return
         self._requests += 1
         self._forget_head()
         if not self.flow.write_paused:  # a client that sends again has read what came before
@@ -139,8 +172,13 @@ class Connection(HttpToolsProtocol):
             self._pieces.clear()
             super().on_body(whole)
 
+    def _is_upgrade(self) -> bool:
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
     def on_message_complete(self) -> None:
         self._head_bytes = 0
+        if self._is_upgrade():
+            return
         self._pass_body()
         super().on_message_complete()
 

@@ -27,7 +27,7 @@ from tidemill.cluster.edge.requests.api_keys import ApiKey, ApiKeys
 from tidemill.cluster.edge.requests.caller import REQUEST_ID_HEADER, request_id_of
 from tidemill.cluster.edge.requests.context import StopReason
 from tidemill.cluster.edge.requests.errors import error_of, headers_of
-from tidemill.cluster.edge.requests.json_body import check_json_body
+from tidemill.cluster.edge.requests.json_body import check_json_body, unpacked
 from tidemill.cluster.edge.requests.limits import (
     BODY_BYTES_MAX,
     BODY_BYTES_PER_S,
@@ -110,7 +110,9 @@ class EdgeMiddleware:
 
             # read-only requests are answered also when the edge is full
             with self._requests.holding(1, client) if scope["method"] in ORDERS else nullcontext():
-                await self._app(scope, receive_after_body, send_with_id)
+                is_head = scope["method"] == "HEAD"  # the server leaves the body of its reply out
+                asked = {**scope, "method": "GET"} if is_head else scope
+                await self._app(asked, receive_after_body, send_with_id)
         except (RequestError, Overloaded) as error:
             await self._refuse(error, scope)(scope, receive, send_with_id)
         except asyncio.CancelledError:  # the server stops and waits no longer
@@ -260,6 +262,13 @@ class _Body:
             ) from error
         self._whole = b"".join(parts)
         parts.clear()  # bodies that wait for their check are there once
+        encoding = headers.get("content-encoding", "identity").lower()
+        if encoding != "identity":
+            self._whole = await asyncio.to_thread(unpacked, self._whole, encoding)
+            if len(self._whole) > BODY_BYTES_MAX:
+                raise too_large
+            self._bound.take(len(self._whole), self._client)
+            self._num_bytes += len(self._whole)
         is_paced = self._num_bytes > PACED_BYTES_MIN
         async with self._pace.checking(self._num_bytes, self._client) if is_paced else nullcontext():
             await check_json_body(self._whole)

@@ -113,7 +113,7 @@ class Intake:
     async def chat(self, body: ChatBody, caller: Caller) -> PreparedRequest:
         """Prepare a chat. Raises RequestError."""
         self._check(body)
-        tools = offered(body.tools, body.tool_choice)
+        tools = self._offered(body)
         grammar = grammar_of(body.response_format, body.structured_outputs, body.guided())
         max_tokens = body.max_completion_tokens or body.max_tokens
         rendered = await self._chat_prompt(body, tools, self._opening(body, grammar))
@@ -141,7 +141,7 @@ class Intake:
             prompt_logprobs=body.prompt_logprobs,
             output_format=output_format,
             token_ids=body.return_token_ids,
-            ignored=body.ignored(UNSUPPORTED),
+            ignored=(*body.ignored(UNSUPPORTED), *(["tools"] if self._drops_tools(body) else [])),
         )
 
     async def prefix(self, body: PrefixBody, caller: Caller) -> tuple[PreparedRequest, str]:
@@ -177,6 +177,13 @@ class Intake:
             raise RequestError(f"the text has {count} tokens: send a part of at most {most:,}")
         return prompt.tokens
 
+    def _drops_tools(self, body: ChatBody) -> bool:
+        """Return whether the model does without the tools that it may call: it knows none."""
+        return bool(body.tools) and body.tool_choice == "auto" and not self._tokenizer.takes_tools
+
+    def _offered(self, body: ChatBody) -> list[Tool]:
+        return [] if self._drops_tools(body) else offered(body.tools, body.tool_choice)
+
     def _opening(self, body: ChatBody, grammar: Grammar | None) -> str:
         """Return the beginning of the answer: an answer that must match a grammar is text from its first
         token on."""
@@ -189,7 +196,7 @@ class Intake:
         """Return the tokens of the prompt or of the messages, of which a body has one."""
         if body.prompt is not None:
             return Rendered([await self._encoded(body.prompt, breakpoints)], "prompt")
-        tools = offered(body.tools, body.tool_choice)
+        tools = self._offered(body)
         return Rendered([await self._chat_prompt(body, tools, answers=answers)], "messages")
 
     async def _chat_prompt(

@@ -1,12 +1,14 @@
-"""Bounds the cost of a JSON body before it is parsed.
+"""Unpacks the body of a request, and bounds the cost of its JSON before it is parsed.
 
 A parser holds the interpreter until it is done, in any thread: 4 MiB of `[],` take a second, a text of
 4 MiB some milliseconds. So the structure is counted first, by fast searches of the whole body.
 """
 
 import asyncio
+import zlib
 from itertools import accumulate
 
+from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX
 from tidemill.workers.messages import RequestError
 
 DEPTH_MAX = 128
@@ -19,6 +21,29 @@ INLINE_BYTES_MAX = 256 << 10
 """Longer bodies are counted in a thread."""
 
 NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+WINDOWS = {"gzip": (31,), "x-gzip": (31,), "deflate": (zlib.MAX_WBITS, -zlib.MAX_WBITS)}
+"""The formats of zlib by the name of an encoding. `deflate` has a header in the standard, and none in some
+clients."""
+
+
+def unpacked(body: bytes, encoding: str) -> bytes:
+    """Return a body in its `content-encoding`; of one that is too large no more than BODY_BYTES_MAX + 1
+    bytes. Raises RequestError."""
+    if encoding not in WINDOWS:
+        raise RequestError(
+            f"content-encoding {encoding[:64]!r}: send {', '.join(WINDOWS)} or none", status=415
+        )
+    for window in WINDOWS[encoding]:
+        unpacker = zlib.decompressobj(window)
+        try:
+            found = unpacker.decompress(body, BODY_BYTES_MAX + 1)
+        except zlib.error:
+            continue
+        if unpacker.eof or len(found) > BODY_BYTES_MAX:
+            return found
+    raise RequestError(f"the body is damaged or cut short: it is not the {encoding} of anything")
 
 
 async def check_json_body(body: bytes) -> None:

@@ -205,8 +205,8 @@ def _allowance(num_tokens: int, param: str, terms: GenerationTerms, model: Model
     if max_tokens is None or max_tokens > left:
         and_max_tokens = "" if max_tokens is None else f" and max_tokens {max_tokens}"
         raise RequestError(
-            f"{num_tokens} prompt tokens{and_max_tokens} exceed the {model.max_model_len} tokens that this "
-            "model takes in all: shorten the prompt or lower max_tokens",
+            f"this model's maximum context length is {model.max_model_len} tokens, but there are "
+            f"{num_tokens} prompt tokens{and_max_tokens}: shorten the prompt or lower max_tokens",
             param=param,
             code="context_length_exceeded",
         )
