@@ -6,7 +6,7 @@ import logging
 import signal
 import tempfile
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from tidemill.cluster.edge.chat.text import Tokenizer
 from tidemill.cluster.edge.chat.tokenizer_files import load_template, load_tokenizer
 from tidemill.cluster.edge.cluster_service import ClusterService
 from tidemill.cluster.edge.requests.api_keys import KeysWatch
-from tidemill.cluster.edge.requests.context import Sources, StopReason, open_context
+from tidemill.cluster.edge.requests.context import EdgeContext, Sources, StopReason, open_context
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.edge.service import ReportingEdge, ServedModel
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
@@ -32,6 +32,7 @@ from tidemill.cluster.observability.logs import LINES_KEPT, keeping
 from tidemill.cluster.observability.spans import tracing
 from tidemill.cluster.processes.endpoint.endpoint import Endpoint, Sockets, listening, with_router_ports
 from tidemill.cluster.processes.endpoint.run_endpoint import (
+    Runs,
     Work,
     prepare_process,
     run_endpoint,
@@ -48,7 +49,7 @@ from tidemill.cluster.processes.support_info import support_parts
 from tidemill.cluster.processes.system.children import STOP_SIGNALS
 from tidemill.cluster.processes.system.private_folder import private_folder
 from tidemill.cluster.quotas.rate_client import RouterRates
-from tidemill.cluster.rpc.router_client import RouterClient
+from tidemill.cluster.rpc.catalogue_client import CatalogueWriter
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, StoreProgram
 from tidemill.kvstore.stores.open_store import open_store
 from tidemill.workers.contract.engine import Check
@@ -83,7 +84,8 @@ def serve(
         cluster = start_cluster(settings, console, partial(_check, settings))
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(_serve(endpoint, settings, cluster, tokenizers.result(), sources, sockets, work))
+                server = _Server(endpoint, settings, cluster, sources, sockets)
+                runner.run(server.run(tokenizers.result(), work))
         finally:
             for number in STOP_SIGNALS:  # a second one must not interrupt the stop
                 signal.signal(number, signal.SIG_IGN)
@@ -116,84 +118,101 @@ def _check(settings: ClusterSettings) -> None:
         check(engine, here=settings.ray_address is None)
 
 
-async def _serve(
-    endpoint: Endpoint,
-    settings: ClusterSettings,
-    cluster: Cluster,
-    tokenizers: Sequence[Tokenizer],
-    sources: Sources,
-    sockets: Sockets,
-    work: Work,
-) -> None:
-    fleets = settings.fleets
-    metrics = EdgeMetrics(
-        sources.clock_s,
-        {fleet.names[0]: fleet.router.ttft_s_max for fleet in fleets},
-        endpoint.telemetry.metrics_alias,
-    )
-    routers = [cluster.router(fleet) for fleet in fleets]
-    edge = sources.new_id()
-    services = [
-        _service(cluster, fleet, router, sources, ReportingEdge(edge, metrics))
-        for fleet, router in zip(fleets, routers, strict=True)
-    ]
-    lines = deque[str](maxlen=LINES_KEPT)
-    context = open_context(
-        [ServedBackend(*backend) for backend in zip(services, tokenizers, strict=True)],
-        sources,
-        metrics=metrics,
-        limits=endpoint.limits,
-        keys=endpoint.security.keys,
-        parts=support_parts(endpoint, settings, lines),
-    )
-    keys_file = endpoint.security.keys_file
-    watches = [] if keys_file is None else [KeysWatch(context.keys, keys_file)]
-    url = url_of(endpoint, sockets)
-    published = [PublishedFleet(*pair) for pair in zip(fleets, services, strict=True)]
-    writers = cluster.catalogue_writers()
-    publisher = CataloguePublisher(published, writers, context, endpoint.telemetry)
-    rates = RouterRates(
-        edge,
-        lambda: [writer.address for writer in writers.values() if writer.address],
-        settings.fleets[0].router.tls,
-    )
-    context.keys.shared = rates
-    stopping = partial(_end_in_time, context.shutdown_s_max)
-    try:
-        with keeping(lines), stop_signals(stopping) as stop:
-            watch = _watch(cluster, context.stop_reason, stopping)
-            if endpoint.frontends == 1:
-                runs = [*services, *watches, publisher]
-                await run_endpoint(endpoint, context, sockets, stop, runs, work(url), watch)
-            else:
-                join = await _join_arguments(endpoint, settings, cluster, sockets)
-                detached = settings.detached_folder is not None
-                frontends = Frontends(endpoint, sockets, join, context.parts, detached=detached)
-                serving = frontends.run(), frontends.stop
-                runs = [*(_Announced(frontends, service) for service in services), *watches, publisher]
-                await run_serving(*serving, stop, runs, _announced(frontends, work(url)), watch)
-    finally:
-        await rates.close()
-        for service in services:
-            await service.close()
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """The endpoint of a running cluster, in this process or in edge processes of its own."""
+
+    endpoint: Endpoint
+    settings: ClusterSettings
+    cluster: Cluster
+    sources: Sources
+    sockets: Sockets
+
+    async def run(self, tokenizers: Sequence[Tokenizer], work: Work) -> None:
+        """Serve until `work` returns or a signal comes."""
+        endpoint, fleets, writers = self.endpoint, self.settings.fleets, self.cluster.catalogue_writers()
+        late_s = {fleet.names[0]: fleet.router.ttft_s_max for fleet in fleets}
+        metrics = EdgeMetrics(self.sources.clock_s, late_s, endpoint.telemetry.metrics_alias)
+        edge = ReportingEdge(self.sources.new_id(), metrics)
+        services = [self._service(fleet, edge) for fleet in fleets]
+        lines = deque[str](maxlen=LINES_KEPT)
+        context = open_context(
+            [ServedBackend(*backend) for backend in zip(services, tokenizers, strict=True)],
+            self.sources,
+            metrics=metrics,
+            limits=endpoint.limits,
+            keys=endpoint.security.keys,
+            parts=support_parts(endpoint, self.settings, lines),
+        )
+        addresses = partial(_addresses, writers)
+        context.keys.shared = rates = RouterRates(edge.id, addresses, fleets[0].router.tls)
+        published = [PublishedFleet(*pair) for pair in zip(fleets, services, strict=True)]
+        keys_file = endpoint.security.keys_file
+        others: list[Runs] = [] if keys_file is None else [KeysWatch(context.keys, keys_file)]
+        others.append(CataloguePublisher(published, writers, context, endpoint.telemetry))
+        url = url_of(endpoint, self.sockets)
+        stopping = partial(_end_in_time, context.shutdown_s_max)
+        try:
+            with keeping(lines), stop_signals(stopping) as stop:
+                watch = _watch(self.cluster, context.stop_reason, stopping)
+                if endpoint.frontends == 1:
+                    runs = [*services, *others]
+                    await run_endpoint(endpoint, context, self.sockets, stop, runs, work(url), watch)
+                    return
+                frontends = await self._frontends(context)
+                runs = [*(_Announced(frontends, service) for service in services), *others]
+                announced = _announced(frontends, work(url))
+                await run_serving(frontends.run(), frontends.stop, stop, runs, announced, watch)
+        finally:
+            await rates.close()
+            for service in services:
+                await service.close()
+
+    def _service(self, fleet: FleetSettings, edge: ReportingEdge) -> ClusterService:
+        workers = self.cluster.workers(fleet)
+        name, *aliases = fleet.names
+        model = ServedModel(
+            name=name,
+            aliases=tuple(aliases),
+            folder=fleet.model_folder,
+            max_model_len=min(worker.max_model_len for worker in workers),
+            vocab_size=workers[0].vocab_size,
+            eos_token_ids=workers[0].eos_token_ids,
+            created_s=int(self.sources.unix_time_s()),
+            prefix_caching=fleet.prefix_caching,
+            cold_start_s_max=fleet.cold_start_s_max,
+        )
+        return ClusterService(
+            model,
+            self.cluster.router(fleet),
+            self.cluster.peers(fleet),
+            workers[0],
+            edge=edge,
+            memory=self.cluster.memory(fleet),
+            tracer=self.sources.tracer,
+        )
+
+    async def _frontends(self, context: EdgeContext) -> Frontends:
+        """Return the edge processes of this server, which join through the first catalogue that answers."""
+        writers = self.cluster.catalogue_writers()
+        joins: list[str] = []
+        while not joins:
+            for name, writer in writers.items():
+                try:
+                    joins.append(await writer.connect())
+                except (WorkerGone, OSError) as error:
+                    log.info("%s: %s", name, error)
+                    await asyncio.sleep(RETRY_S)
+                finally:
+                    await writer.close()
+        port, tls = self.sockets.http.getsockname()[1], self.settings.fleets[0].router.tls
+        arguments = edge_arguments(self.endpoint, port, joins, tls)
+        detached = self.settings.detached_folder is not None
+        return Frontends(self.endpoint, self.sockets, arguments, context.parts, detached=detached)
 
 
-async def _join_arguments(
-    endpoint: Endpoint, settings: ClusterSettings, cluster: Cluster, sockets: Sockets
-) -> list[str]:
-    """Return the arguments of `tidemill edge` for this server's edge processes."""
-    writers = cluster.catalogue_writers()
-    addresses: list[str] = []
-    while not addresses:
-        for name, writer in writers.items():
-            try:
-                addresses.append(await writer.connect())
-            except (WorkerGone, OSError) as error:
-                log.info("%s: %s", name, error)
-                await asyncio.sleep(RETRY_S)
-            finally:
-                await writer.close()
-    return edge_arguments(endpoint, sockets.http.getsockname()[1], addresses, settings.fleets[0].router.tls)
+def _addresses(writers: Mapping[str, CatalogueWriter]) -> list[str]:
+    return [writer.address for writer in writers.values() if writer.address]
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,37 +252,6 @@ def _end_in_time(answers_s_max: Callable[[], float]) -> None:
     """Kill this process if it still runs in `answers_s_max()` and STOP_S_MAX, and print where its threads
     are."""
     faulthandler.dump_traceback_later(answers_s_max() + STOP_S_MAX, exit=True)
-
-
-def _service(
-    cluster: Cluster,
-    fleet: FleetSettings,
-    router: RouterClient,
-    sources: Sources,
-    edge: ReportingEdge,
-) -> ClusterService:
-    workers = cluster.workers(fleet)
-    name, *aliases = fleet.names
-    model = ServedModel(
-        name=name,
-        aliases=tuple(aliases),
-        folder=fleet.model_folder,
-        max_model_len=min(worker.max_model_len for worker in workers),
-        vocab_size=workers[0].vocab_size,
-        eos_token_ids=workers[0].eos_token_ids,
-        created_s=int(sources.unix_time_s()),
-        prefix_caching=fleet.prefix_caching,
-        cold_start_s_max=fleet.cold_start_s_max,
-    )
-    return ClusterService(
-        model,
-        router,
-        cluster.peers(fleet),
-        workers[0],
-        edge=edge,
-        memory=cluster.memory(fleet),
-        tracer=sources.tracer,
-    )
 
 
 @contextmanager
