@@ -28,8 +28,7 @@ def main() -> int:
     names = chosen.names or [name for name in clients if name != "vllm" or chosen.vllm]
     with tempfile.TemporaryDirectory(prefix="clients-") as scratch:
         arguments = [NAME, "--port", "0", "--prefill", "1", "--decode", "1", "--memory", "128MiB"]
-        server = Server(arguments, Path(scratch) / "log")
-        try:
+        with Server(arguments, Path(scratch) / "log") as server:
             target = Target(url=server.url, model=NAME, tokenizer=bundled()[NAME])
             wrong = False
             for name in names:
@@ -42,9 +41,6 @@ def main() -> int:
                 sys.stdout.write(f"{name}: {found}\n")
                 sys.stdout.writelines(f"  wrong: {problem}\n" for problem in problems)
                 sys.stdout.flush()
-            server.stop()
-        finally:
-            server.kill_everything()
     return int(wrong)
 
 

@@ -12,7 +12,7 @@ import torch
 from tools.keeper.evaluate import exact_matches, load, prompt, token_ids
 from tools.keeper.questions import Question, questions
 
-from tests.clients.loads import OFFLINE, Target, run
+from tests.clients.loads import OFFLINE, Target, run, words_of
 
 COUNT = 24
 CONTEXT_TOKENS = 256
@@ -80,24 +80,14 @@ def lm_eval(python: Path, target: Target, folder: Path) -> Compared:
             "num_concurrent": 2,
             "tokenized_requests": tokenized,
         }
-        run(
-            [
-                python.with_name("lm_eval"),
-                "--model",
-                "local-completions",
-                "--model_args",
-                ",".join(f"{option}={value}" for option, value in arguments.items()),
-                "--tasks",
-                name,
-                "--include_path",
-                folder,
-                "--output_path",
-                folder / name,
-                "--log_samples",
-            ],
-            folder,
-            **OFFLINE,
-        )
+        options = {
+            "--model": "local-completions",
+            "--model_args": ",".join(f"{option}={value}" for option, value in arguments.items()),
+            "--tasks": name,
+            "--include_path": folder,
+            "--output_path": folder / name,
+        }
+        run([python.with_name("lm_eval"), *words_of(options), "--log_samples"], folder, **OFFLINE)
     matches = exact_matches(model, tokenizer, asked)["intact"]
     scored = {row["doc"]["prompt"]: row for row in _samples(folder, "keeper_choices")}
     errors: list[float] = []

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,10 @@ def run(command: Sequence[str | Path], folder: Path, **more: str) -> None:
             raise subprocess.CalledProcessError(ended.returncode, ended.args, output.read()[-4000:])
 
 
+def words_of(options: Mapping[str, object]) -> list[str]:
+    return [str(word) for option in options.items() for word in option]
+
+
 def vllm(python: Path, target: Target, folder: Path) -> Found:
     """`vllm bench serve`."""
     options = {
@@ -93,8 +97,11 @@ def vllm(python: Path, target: Target, folder: Path) -> Found:
         "--result-dir": folder,
         "--result-filename": "vllm.json",
     }
-    words = [str(word) for option in options.items() for word in option]
-    run([python, "-c", VLLM_BENCH_SERVE, *words, "--ignore-eos", "--save-result"], folder, **OFFLINE)
+    run(
+        [python, "-c", VLLM_BENCH_SERVE, *words_of(options), "--ignore-eos", "--save-result"],
+        folder,
+        **OFFLINE,
+    )
     result = _read(folder / "vllm.json")
     return Found(
         completed=result["completed"],
@@ -107,24 +114,16 @@ def vllm(python: Path, target: Target, folder: Path) -> Found:
 
 def guidellm(python: Path, target: Target, folder: Path) -> Found:
     path = folder / "guidellm.json"
+    options = {
+        "--backend": f"kind=openai_http,target={target.url},model={target.model}",
+        "--profile": f"kind=concurrent,streams={STREAMS}",
+        "--constraint": f"kind=max_requests,count={REQUESTS}",
+        "--tokenizer": f"kind=hf_auto,model={target.tokenizer}",
+        "--data": f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={ANSWER_TOKENS}",
+        "--output": f"kind=json,path={path}",
+    }
     run(
-        [
-            python.with_name("guidellm"),
-            "run",
-            "--backend",
-            f"kind=openai_http,target={target.url},model={target.model}",
-            "--profile",
-            f"kind=concurrent,streams={STREAMS}",
-            "--constraint",
-            f"kind=max_requests,count={REQUESTS}",
-            "--tokenizer",
-            f"kind=hf_auto,model={target.tokenizer}",
-            "--data",
-            f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={ANSWER_TOKENS}",
-            "--output",
-            f"kind=json,path={path}",
-            "--disable-progress",
-        ],
+        [python.with_name("guidellm"), "run", *words_of(options), "--disable-progress"],
         folder,
         **OFFLINE,
         GUIDELLM__MAX_WORKER_PROCESSES="1",  # several do not start in time on a busy machine
@@ -155,8 +154,7 @@ def aiperf(python: Path, target: Target, folder: Path) -> Found:
         "--artifact-dir": folder / "aiperf",
         "--ui": "none",
     }
-    words = [str(word) for option in options.items() for word in option]
-    run([python.with_name("aiperf"), "profile", *words, "--streaming"], folder)
+    run([python.with_name("aiperf"), "profile", *words_of(options), "--streaming"], folder)
     (path,) = (folder / "aiperf").rglob("profile_export_aiperf.json")
     result = _read(path)
     return Found(

@@ -3,7 +3,7 @@
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -180,22 +180,25 @@ def check_short_rows(case: Case, device: str = "cpu") -> None:
     assert relative_error(found.cpu(), wanted) < LIMITS[case.dtype]
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("results", [1 << 20, 2048])
-def test_short_rows_split_their_keys(monkeypatch: pytest.MonkeyPatch, results: int, *, sinks: bool) -> None:
-    """Guesses, tails of up to 64 tokens and a longer one, with many and with few results of a row."""
-    monkeypatch.setattr(cuda, "SPAN_TOKENS", 64)
-    monkeypatch.setattr(cuda, "RESULTS_MAX", results)
-    check_short_rows(
-        Case(new=[4, 1, 64, 65, 2, 9], before=[700, 90, 500, 130, 3, 63], heads=(4, 2), dim=32, sinks=sinks)
-    )
+TAILS = Case(new=[4, 1, 64, 65, 2, 9], before=[700, 90, 500, 130, 3, 63], heads=(4, 2), dim=32)
+"""Guesses, tails of up to 64 tokens and a longer one."""
 
 
-def test_split_of_keys_is_by_fixed_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short row of the longest text has programs for every span, and leaves none out."""
+@pytest.mark.parametrize(
+    ("case", "limit", "value"),
+    [
+        (TAILS, "RESULTS_MAX", 1 << 20),
+        (replace(TAILS, sinks=True), "RESULTS_MAX", 2048),
+        # A short row of the longest text has programs for every span, and leaves none out.
+        (Case(new=[3, 3], before=[250, 100], page_tokens=16, heads=(2, 1), dim=16), "SPANS_SHORT", 2),
+    ],
+)
+def test_short_rows_split_their_keys(
+    monkeypatch: pytest.MonkeyPatch, case: Case, limit: str, value: int
+) -> None:
     monkeypatch.setattr(cuda, "SPAN_TOKENS", 64)
-    monkeypatch.setattr(cuda, "SPANS_SHORT", 2)
-    check_short_rows(Case(new=[3, 3], before=[250, 100], page_tokens=16, heads=(2, 1), dim=16))
+    monkeypatch.setattr(cuda, limit, value)
+    check_short_rows(case)
 
 
 def check_any_batch(heads: tuple[int, int], dim: int, window: int | None, device: str = "cpu") -> None:
@@ -235,13 +238,10 @@ def test_padding_gives_zeros_and_changes_no_row(new: list[int], window: int | No
 
 def test_row_of_no_tokens_is_left_out() -> None:
     layer = Layer(Case(new=[1, 5, 4], before=[70, 0, 64], heads=(2, 1), dim=32))
+    assert len(layer.run(step([0], [3]), slice(0))) == 0
     wanted = layer.run()
     layer.rows.cu_B1.copy_(int32([0, 1, 1, 5]))
     assert same_bits(layer.run(picked=torch.tensor([0, 6, 7, 8, 9])), wanted[[0, 6, 7, 8, 9]])
-
-
-def test_no_tokens() -> None:
-    assert len(Layer(Case(new=[1], before=[3], dim=32)).run(step([0], [3]), slice(0))) == 0
 
 
 def test_strided_queries() -> None:

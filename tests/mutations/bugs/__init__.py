@@ -1,33 +1,10 @@
 """The planted bugs, one file per part of the product."""
 
-from tests.mutations.bugs import (
-    edge,
-    engine,
-    execution,
-    kernels,
-    memory,
-    models,
-    operations,
-    parallel,
-    processes,
-    router,
-    scheduling,
-    stores,
-    transfer,
-)
+from importlib import import_module
+from pkgutil import iter_modules
 
-PLANTED = (
-    *kernels.BUGS,
-    *memory.BUGS,
-    *stores.BUGS,
-    *transfer.BUGS,
-    *models.BUGS,
-    *execution.BUGS,
-    *scheduling.BUGS,
-    *engine.BUGS,
-    *parallel.BUGS,
-    *edge.BUGS,
-    *router.BUGS,
-    *processes.BUGS,
-    *operations.BUGS,
+from tests.mutations.planted import Planted
+
+PLANTED: tuple[Planted, ...] = tuple(
+    bug for part in iter_modules(__path__) for bug in import_module(f"{__name__}.{part.name}").BUGS
 )
