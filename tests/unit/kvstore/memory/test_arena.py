@@ -247,23 +247,23 @@ TestArenaAgainstDicts.settings = settings(
 )
 
 
-def an_arena(num_extents: int, states_per_extent: int = 1) -> tuple[Arena, FakeBacking]:
+def an_arena(num_extents: int, states_per_extent: int = 1, *rest: int) -> tuple[Arena, FakeBacking]:
+    """`rest` is the budget, the extents ahead and those that are kept."""
     layout = a_layout(states_per_extent)
     backing = FakeBacking(layout.extent_bytes)
-    return Arena(layout, num_extents, backing), backing
+    return Arena(layout, num_extents, backing, *rest), backing
 
 
 def test_arena_maps_the_next_extents_ahead_of_need() -> None:
-    layout = a_layout(1)
-    backing = FakeBacking(layout.extent_bytes)
-    arena = Arena(layout, 8, backing, 2, ahead_extents=2)
+    arena, backing = an_arena(8, 1, 2, 2)
+    extent_bytes = a_layout(1).extent_bytes
     assert not backing.ahead, "the ranks may not be ready"
     arena.resize(4)
     for extent in range(4):
-        ahead = {number * layout.extent_bytes for number in range(extent, min(extent + 2, 4))}
+        ahead = {number * extent_bytes for number in range(extent, min(extent + 2, 4))}
         assert backing.ahead == ahead
         arena.pools[STATES].take()
-        assert extent * layout.extent_bytes in backing.mapped
+        assert extent * extent_bytes in backing.mapped
     assert not backing.ahead
     arena.resize(6)
     assert len(backing.ahead) == 2
@@ -272,9 +272,7 @@ def test_arena_maps_the_next_extents_ahead_of_need() -> None:
 
 
 def test_arena_maps_ahead_again_when_half_is_left() -> None:
-    layout = a_layout(1)
-    backing = FakeBacking(layout.extent_bytes)
-    arena = Arena(layout, 16, backing, 16, ahead_extents=4)
+    arena, backing = an_arena(16, 1, 16, 4)
     arena.pools[STATES].take()
     left: list[int] = []
     for _ in range(8):
@@ -307,9 +305,7 @@ def test_arena_unmaps_empty_extents_when_the_budget_shrinks() -> None:
 
 def test_arena_of_a_device_keeps_its_floor() -> None:
     """More empty extents stay mapped than elsewhere, and the first is the first to be used."""
-    layout = a_layout(1)
-    backing = FakeBacking(layout.extent_bytes)
-    arena = Arena(layout, 14, backing, 14, kept_extents=11)
+    arena, backing = an_arena(14, 1, 14, 0, 11)
     assert len(backing.mapped) == 11
     states = [arena.pools[STATES].take() for _ in range(13)]
     assert arena.pools[STATES].extent_of(states[0]) == 0

@@ -5,12 +5,8 @@ import gc
 from collections.abc import Callable, Coroutine
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tidemill.kvstore.stores.page_store import count_fitting, finish
-
-PROPERTY = settings(deadline=None, derandomize=True, max_examples=80)
+from tidemill.kvstore.stores.page_store import finish
 
 
 def run_strictly(scenario: Coroutine[None, None, None]) -> None:
@@ -66,11 +62,3 @@ def test_finish_returns_the_result_or_raises_the_error() -> None:
             await finish(failed)
 
     run_strictly(scenario())
-
-
-@PROPERTY
-@given(st.lists(st.integers(1, 9), max_size=8), st.integers(0, 40))
-def test_count_fitting_is_the_longest_start_within_the_capacity(sizes: list[int], capacity: int) -> None:
-    count = count_fitting(sizes, capacity)
-    assert sum(sizes[:count]) <= capacity
-    assert count == len(sizes) or sum(sizes[: count + 1]) > capacity
