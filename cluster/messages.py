@@ -3,9 +3,21 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from tidemill.workers.messages import Role, WorkerId, WorkerInfo, WorkerLoad
+from msgspec import Meta
+
+from tidemill.workers.messages import (
+    COUNT_MAX,
+    Count,
+    Finite,
+    Integer,
+    Role,
+    Seconds,
+    WorkerId,
+    WorkerInfo,
+    WorkerLoad,
+)
 from tidemill.workers.pickled_by_name import PickledByName
 
 
@@ -19,12 +31,12 @@ class PlacementRequest:
 
     request_id: str
     keys: tuple[bytes, ...]
-    num_tokens: int
-    max_new_tokens: int
+    num_tokens: Count
+    max_new_tokens: Count
     avoid: frozenset[WorkerId] = field(default_factory=frozenset[WorkerId])  # failed attempts
-    wait_s_max: float = 60.0
+    wait_s_max: Annotated[float, Meta(ge=0, le=COUNT_MAX)] = 60.0
     tenant: str = ""
-    ttft_s_max: float | None = None  # the client's deadline; None: the server's
+    ttft_s_max: Seconds | None = None  # the client's deadline; None: the server's
     content_hash: bytes = b""  # equal for equal requests; it does not cover request_id
     recompute_all: bool = False
     resumed: bool = False  # it was accepted before: it has no deadline and goes first
@@ -40,10 +52,10 @@ class Route:
     decode_address: str
     prefill: WorkerId | None = None
     prefill_address: str = ""
-    gap_tokens_max: int | None = None
-    predicted_s: float = 0.0  # time to first token; 0: no worker has measured its speed
-    queue_offset_s: float = 0.0  # see Request
-    shared_pages: int = 0
+    gap_tokens_max: Count | None = None
+    predicted_s: Seconds = 0.0  # time to first token; 0: no worker has measured its speed
+    queue_offset_s: Finite = 0.0  # see Request
+    shared_pages: Count = 0
 
 
 SetBy = Literal["operator", "broker", "share"]
@@ -54,7 +66,7 @@ class BudgetTarget(NamedTuple):
     """A target for the memory budget of a worker, and its origin."""
 
     by: SetBy
-    num_bytes: int
+    num_bytes: Integer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +81,9 @@ class WorkerStatus:
     load: WorkerLoad
     state: str
     heard_ago_s: float
-    restorable_depths: int
+    restorable_depths: Count
     set_by: SetBy = "share"
-    set_bytes: int = 0
+    set_bytes: Integer = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +92,8 @@ class FleetStatus:
     the router's failed rounds."""
 
     workers: tuple[WorkerStatus, ...]
-    held: int = 0
-    failed_rounds: int = 0
+    held: Count = 0
+    failed_rounds: Count = 0
 
     def with_budgets(self, budgets: Mapping[str, BudgetTarget]) -> "FleetStatus":
         """Replace the budget targets by those of another router, given by worker name."""
@@ -106,11 +118,11 @@ class RoleScale:
     """
 
     role: Role
-    workers: int
+    workers: Count
     starting: tuple[str, ...] = ()
     leaving: tuple[str, ...] = ()
-    least: int | None = None
-    most: int | None = None
+    least: Count | None = None
+    most: Count | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,9 +171,9 @@ class JoinAnswer:
 class Misses:
     """Totals: answers started, those of them started too late, and requests refused."""
 
-    answered: int = 0
-    late: int = 0
-    refused: int = 0
+    answered: Integer = 0
+    late: Integer = 0
+    refused: Integer = 0
 
     def __add__(self, other: "Misses") -> "Misses":
         return Misses(

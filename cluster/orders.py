@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar, get_args
 
 from tidemill.cluster.messages import MembersAnswer, RoleScale
-from tidemill.workers.messages import RequestError, Role
+from tidemill.workers.messages import Count, Finite, RequestError, Role
 
 AnswerT = TypeVar("AnswerT")
 
@@ -26,7 +26,7 @@ class SetBudget(Order[None]):
     """Give a worker a budget; None leaves it to the memory broker."""
 
     worker: str
-    budget_bytes: int | None
+    budget_bytes: Count | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Scale(Order[str | None]):
     """Set the number of workers per role. With `pending`, workers that the cluster cannot schedule wait, and
     the answer is what it lacks."""
 
-    counts: dict[Role, int]
+    counts: dict[Role, Count]
     pending: bool = False
 
 
@@ -78,7 +78,7 @@ class MakeToken(Order[MembersAnswer]):
     """Make a token for an edge of this name, which lasts for `life_s`."""
 
     name: str
-    life_s: float
+    life_s: Finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Refused:
 
     message: str
     param: str | None
-    status: int
+    status: Count
     code: str | None
 
     @classmethod

@@ -1,7 +1,8 @@
 """The messages that cross a process boundary between edge, router and workers."""
 
+import sys
 from dataclasses import dataclass, field
-from typing import Literal, NewType, get_args
+from typing import Annotated, Literal, NewType, get_args
 
 import msgspec
 
@@ -10,6 +11,23 @@ from tidemill.kvstore.layout import CLASSES
 
 WorkerId = NewType("WorkerId", str)
 """The id of one incarnation of a worker: `decode-0.3f9a1c`. A restarted worker has another id."""
+
+COUNT_MAX = 1 << 53
+"""The largest number in a message: up to it a float64 has every one."""
+
+# Decoders check these ranges, wherever bytes are received. A client's numbers are checked by the same decoder
+# before they are sent.
+Integer = Annotated[int, msgspec.Meta(ge=-COUNT_MAX, le=COUNT_MAX)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+Word = Annotated[tuple[TokenId, ...], msgspec.Meta(min_length=1)]
+Number = Annotated[float, msgspec.Meta(le=sys.float_info.max)]
+"""A float, or -inf as of what has no probability. It is not NaN."""
+
+Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 Role = Literal["prefill", "decode", "mixed"]
 FinishReason = Literal["stop", "length"]
@@ -53,19 +71,19 @@ class Sampling:
     frequency penalty count the tokens of the answer, the repetition penalty those of the prompt as well.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
-    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the answer never has
-    min_tokens: int = 0  # tokens of the answer before any stop token can be drawn
-    logprobs: int | None = None  # alternatives reported with each token, 0: only the token; None: no logprobs
-    prompt_logprobs: int | None = None  # the same for the prompt's tokens after the first
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)] = 1.0
+    top_k: Count = 0
+    top_p: Share = 1.0
+    min_p: Share = 0.0
+    seed: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] = 0
+    presence_penalty: Finite = 0.0
+    frequency_penalty: Finite = 0.0
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)] = 1.0
+    logit_bias: tuple[tuple[TokenId, Number], ...] = ()  # (token id, added to its logit)
+    bad_words: tuple[Word, ...] = ()  # sequences of tokens that the answer never has
+    min_tokens: Count = 0  # tokens of the answer before any stop token can be drawn
+    logprobs: Count | None = None  # alternatives with each token, 0: only the token; None: no logprobs
+    prompt_logprobs: Count | None = None  # the same for the prompt's tokens after the first
     grammar: Grammar | None = None
 
 
@@ -77,7 +95,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """
 
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    top: tuple[tuple[TokenId, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,22 +122,22 @@ class Request:
     """
 
     request_id: str
-    tokens: tuple[int, ...]
-    max_new_tokens: int
+    tokens: tuple[TokenId, ...]
+    max_new_tokens: Count
     sampling: Sampling = field(default_factory=Sampling)
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[TokenId, ...] = ()
     salt: str = ""
-    gap_tokens_max: int | None = None
-    drawn: int = 0
-    scored: int = 0
-    priority: int = 0
+    gap_tokens_max: Count | None = None
+    drawn: Count = 0
+    scored: Count = 0
+    priority: Integer = 0
     tenant: str = ""
-    ttft_s_max: float | None = None
-    queue_offset_s: float = 0.0
+    ttft_s_max: Seconds | None = None
+    queue_offset_s: Finite = 0.0
     on_trial: bool = False
     trace_parent: str = ""
-    breakpoints: tuple[int, ...] = ()
-    retain_s: float = 0.0
+    breakpoints: tuple[Count, ...] = ()
+    retain_s: Seconds = 0.0
     session: str = ""
 
     @property
@@ -143,16 +161,16 @@ class Times:
 class Provenance:
     """The source of a prompt's tokens on one worker; the three add up to the tokens it now holds."""
 
-    reused_tokens: int = 0  # were already in its memory
-    fetched_tokens: int = 0  # came from the store
-    computed_tokens: int = 0
+    reused_tokens: Count = 0  # were already in its memory
+    fetched_tokens: Count = 0  # came from the store
+    computed_tokens: Count = 0
     times: Times = field(default_factory=Times, compare=False)
 
 
 class Produced(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """The answer of a prefill worker: the store holds every page below `depth` and the checkpoint at it."""
 
-    depth: int
+    depth: Count
     provenance: Provenance
 
 
@@ -163,7 +181,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True
     the prompt's next tokens, from its second one on: all have come before the answer's first token.
     """
 
-    tokens: tuple[int, ...]
+    tokens: tuple[TokenId, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish: FinishReason | None = None
@@ -204,15 +222,15 @@ class Speed:
 class WorkerLoad:
     """The work and the memory of a worker, for placement, for the memory broker and for operators."""
 
-    queued_tokens: int = 0  # prompt tokens not yet computed, of waiting and running rows
+    queued_tokens: Integer = 0  # prompt tokens not yet computed, of waiting and running rows
     queued_s: float = 0.0  # the time that these will take, by `speed`
-    running_rows: int = 0
-    waiting_rows: int = 0
-    streams: int = 0  # running rows that decode, which prompts run beside
-    memory: dict[str, int] = field(default_factory=NO_MEMORY.copy)  # bytes by use
-    budget_bytes: int = 0  # the memory that it may use
-    wanted_bytes: int = 0  # the memory that its waiting requests will need
-    state_slots: int = 0  # states of running rows, each with the checkpoint that it keeps for itself
+    running_rows: Integer = 0
+    waiting_rows: Integer = 0
+    streams: Integer = 0  # running rows that decode, which prompts run beside
+    memory: dict[str, Integer] = field(default_factory=NO_MEMORY.copy)  # bytes by use
+    budget_bytes: Integer = 0  # the memory that it may use
+    wanted_bytes: Integer = 0  # the memory that its waiting requests will need
+    state_slots: Integer = 0  # states of running rows, each with the checkpoint that it keeps for itself
     speed: Speed = field(default_factory=Speed)
     counters: dict[str, float] = field(default_factory=dict[str, float])  # totals since the start, by name
 
@@ -242,21 +260,21 @@ class EngineInfo:
     exact: bool = True  # a request sent again with the tokens already drawn continues with the same tokens
     roles: tuple[Role, ...] = get_args(Role)  # the work that it can do
 
-    tensor_parallel_size: int = 1  # ranks
+    tensor_parallel_size: Count = 1  # ranks
     fingerprint: str = ""  # of the model's weights and configuration
     layout: str = ""  # Shards.describe(); with the fingerprint and a salt it is the namespace of its keys
-    page_tokens: int = 64
-    page_bytes: int = 0
-    state_bytes: int = 0  # of a checkpoint, its state and window; 0: the model needs no checkpoints
-    step_tokens_max: int = 8192  # the most tokens that one step computes
+    page_tokens: Positive = 64
+    page_bytes: Count = 0
+    state_bytes: Count = 0  # of a checkpoint, its state and window; 0: the model needs no checkpoints
+    step_tokens_max: Positive = 8192  # the most tokens that one step computes
     itl_target_s: float = 0.0  # of a step with prompts beside streams; 0: no limit
-    max_model_len: int = 0  # the most prompt and answer tokens that the model allows and the memory holds
-    vocab_size: int = 0
-    eos_token_ids: tuple[int, ...] = ()
+    max_model_len: Count = 0  # the most prompt and answer tokens that the model allows and the memory holds
+    vocab_size: Count = 0
+    eos_token_ids: tuple[TokenId, ...] = ()
     device: str = ""  # workers on the same device can hand memory to each other
-    memory_bytes: int = 0  # the configured memory; the budget of a device is the sum over its workers
-    memory_floor_bytes: int = 0  # the least budget: it holds one request of max_model_len
-    memory_max_bytes: int = 0  # the largest budget: the reserved address space
+    memory_bytes: Count = 0  # the configured memory; the budget of a device is the sum over its workers
+    memory_floor_bytes: Count = 0  # the least budget: it holds one request of max_model_len
+    memory_max_bytes: Count = 0  # the largest budget: the reserved address space
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +285,7 @@ class WorkerInfo(EngineInfo):
     name: str  # `decode-0`, the same after a restart
     role: Role
     address: str  # host:port of its gRPC server
-    pid: int
+    pid: Count
     node: str
 
 
@@ -276,7 +294,7 @@ class Heartbeat:
     """A worker's report to the router, about once a second, sent from its step loop."""
 
     info: WorkerInfo
-    sequence: int  # increases by one; after a gap the router requests a full announcement
+    sequence: Count  # increases by one; after a gap the router requests a full announcement
     load: WorkerLoad
     announcement: Announcement
     draining: bool = False
@@ -287,7 +305,7 @@ class Ack:
     """The router's answer to a heartbeat."""
 
     want_full: bool = False  # the next announcement must replace all earlier ones
-    budget_bytes: int | None = None  # of the worker's memory from now on; None: unchanged
+    budget_bytes: Count | None = None  # of the worker's memory from now on; None: unchanged
     drain: bool = False  # take no more work, and hand over the running work
     role: Role | None = None  # from now on; None: unchanged
     revoked: frozenset[str] = frozenset()  # serials of certificates that the worker must refuse

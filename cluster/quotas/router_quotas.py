@@ -1,9 +1,12 @@
 """The open answers and the tokens of API keys with limits, as a router counts them for all edges. Pure."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from tidemill.cluster.quotas.rates import MINUTE_S, Rates
+from tidemill.workers.messages import COUNT_MAX, Count, Number, Positive
 
 LEASE_S = 3.0
 """The time after which what an edge has open counts no more, unless the edge has renewed it."""
@@ -22,12 +25,12 @@ class QuotaRequest:
 
     name: str
     edge: str = ""
-    open: int = 0
-    wanted: tuple[int, ...] = ()
-    spent: int = 0
-    ahead_s: float = 0.0
-    parallel_max: int | None = None
-    tokens_per_minute: int | None = None
+    open: Count = 0
+    wanted: tuple[Count, ...] = ()
+    spent: Count = 0
+    ahead_s: Annotated[float, Meta(ge=0, le=COUNT_MAX)] = 0.0
+    parallel_max: Count | None = None
+    tokens_per_minute: Positive | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +38,9 @@ class QuotaGrant:
     """The first `granted` of the wanted answers may begin, the others after `wait_s`, because tokens are
     lacking or, with None, too many answers are open."""
 
-    granted: int
-    ahead_s: float
-    wait_s: float = 0.0
+    granted: Count
+    ahead_s: Number
+    wait_s: Number = 0.0
     lacking: Literal["tokens"] | None = None
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache
 from numbers import Integral, Real
 from struct import unpack
-from typing import Any, Literal, TypeVar, overload
+from typing import Annotated, Any, Literal, TypeVar, overload
 
 import msgspec
 import numpy as np
@@ -21,13 +21,17 @@ from tidemill.cluster.messages import Misses
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import (
     ANNOUNCED_KEY_BYTES,
+    COUNT_MAX,
+    Count,
     Delta,
     HandedOver,
     Heartbeat,
     PagesMissing,
+    Positive,
     Produced,
     Request,
     RequestError,
+    TokenId,
     WorkerGone,
     WorkerId,
 )
@@ -75,8 +79,8 @@ class _Tagged(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class PackedTokens(msgspec.Struct, frozen=True, array_like=True):
     """`count` token ids of `bits` bits each, the least significant first."""
 
-    count: int
-    bits: int
+    count: Count
+    bits: Count
     data: bytes
 
 
@@ -89,7 +93,7 @@ class Hello(_Tagged, frozen=True):
 class _Call(_Tagged, frozen=True):
     """`call` is a number that the edge uses once per stream. `packed` has the tokens on the wire."""
 
-    call: int
+    call: Count
     request: Request
     packed: PackedTokens | None = None
 
@@ -109,7 +113,7 @@ class Prefetch(_Call, frozen=True):
 class Cancel(_Tagged, frozen=True):
     """End a call. With a `name` there is none: a tenant no longer retains what it named so."""
 
-    call: int
+    call: Count
     tenant: str = ""
     name: str = ""
 
@@ -131,21 +135,21 @@ class _Failed(_Tagged, frozen=True):
     kind: Literal["PagesMissing", "HandedOver", "WorkerGone", "RequestError"]
     message: str
     param: str | None = None
-    status: int = 400
+    status: Count = 400
     code: str | None = None
 
 
 class WireItem(msgspec.Struct, frozen=True, array_like=True):
     """A StreamItem on the wire. An int is a plain token: a Delta of this token and nothing else."""
 
-    call: int
-    body: int | Delta | Produced | Trial | _Failed
+    call: Count
+    body: TokenId | Delta | Produced | Trial | _Failed
 
 
 class StreamItem(msgspec.Struct, frozen=True):
     """An item that a worker sends for one call. Produced, a failure, and a finished Delta end their call."""
 
-    call: int
+    call: Count
     body: Delta | Produced | Trial | Failure
 
     @property
@@ -163,13 +167,15 @@ def encode_client_frame(frame: ClientFrame) -> bytes:
     """Raises RequestError for a number or a text that cannot be sent, such as a seed beyond 64 bits or half a
     surrogate pair."""
     try:
-        if isinstance(frame, Generate | Produce | Prefetch):
-            _check(frame.request)
-            packed = _pack_tokens(frame.request.tokens)
-            frame = type(frame)(frame.call, replace(frame.request, tokens=()), packed)
-        return encode(frame)
-    except (ValueError, OverflowError) as error:
+        if not isinstance(frame, Generate | Produce | Prefetch):
+            return encode(frame)
+        packed = _pack_tokens(frame.request.tokens)
+        data = encode(type(frame)(frame.call, replace(frame.request, tokens=()), packed))
+        _check(frame.request, len(frame.request.tokens))
+        decode(ClientFrame, data)  # as the worker will
+    except (ValueError, OverflowError, Malformed) as error:
         raise RequestError(f"the request cannot be sent to a worker: {error}") from error
+    return data
 
 
 def decode_client_frame(data: bytes) -> ClientFrame:
@@ -178,19 +184,16 @@ def decode_client_frame(data: bytes) -> ClientFrame:
     if not isinstance(frame, Generate | Produce | Prefetch):
         return frame
     tokens = () if frame.packed is None else _unpack_tokens(frame.packed)
-    if frame.request.drawn > len(tokens):
-        raise Malformed(f"{frame.request.drawn} of {len(tokens)} tokens cannot have been drawn")
+    _check(frame.request, len(tokens))
     return type(frame)(frame.call, replace(frame.request, tokens=tokens))
 
 
-def _check(request: Request) -> None:
-    sampling = request.sampling
-    counts = [sampling.logprobs or 0, sampling.prompt_logprobs or 0, sampling.min_tokens]
-    words = (token for word in sampling.bad_words for token in word)
-    if min(*counts, *(token for token, _ in sampling.logit_bias), *words) < 0:
-        raise ValueError("a count and a token id are 0 or more")
-    if not -(2**63) <= sampling.seed < 2**63:
-        raise ValueError("a seed has at most 64 bits")
+def _check(request: Request, num_tokens: int) -> None:
+    """Raise Malformed for a request of `num_tokens` tokens whose numbers do not fit each other."""
+    if request.drawn > num_tokens:
+        raise Malformed(f"{request.drawn} of {num_tokens} tokens cannot have been drawn")
+    if request.scored > num_tokens:
+        raise Malformed(f"{request.scored} of {num_tokens} tokens cannot have a logprob")
 
 
 def _pack_tokens(tokens: Sequence[int]) -> PackedTokens:
@@ -286,8 +289,8 @@ class RateCount(msgspec.Struct, frozen=True):
     """A request of the key with this digest; see Rates.count."""
 
     name: str
-    per_minute: int
-    ahead_s: float
+    per_minute: Positive
+    ahead_s: Annotated[float, msgspec.Meta(ge=0, le=COUNT_MAX)]
 
 
 class EdgeReport(msgspec.Struct, frozen=True):
@@ -296,8 +299,8 @@ class EdgeReport(msgspec.Struct, frozen=True):
 
     edge: str
     misses: Misses
-    resets: int
-    open_requests: int = 0
+    resets: Count
+    open_requests: Count = 0
 
 
 class _Report(msgspec.Struct, frozen=True, array_like=True):
@@ -316,8 +319,8 @@ def decode_heartbeat(data: bytes) -> Heartbeat:
     """Raises Malformed."""
     report = decode(_Report, data)
     info, announcement = report.heartbeat.info, report.heartbeat.announcement
-    if not info.worker or info.page_tokens < 1 or info.step_tokens_max < 1:
-        raise Malformed("a worker needs an id, a page size and a step size")
+    if not info.worker:
+        raise Malformed("a worker needs an id")
     added, removed = unpack_keys(report.added), unpack_keys(report.removed)
     return replace(report.heartbeat, announcement=replace(announcement, added=added, removed=removed))
 

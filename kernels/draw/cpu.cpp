@@ -1,4 +1,6 @@
 // Draws, adjusted scores and counts. Fields of the tables: tables.py.
+#include <cstdio>
+#include <cstdlib>
 #include <numeric>
 
 #include "../shared/cpu.h"
@@ -92,6 +94,13 @@ struct Scores {
     }
 };
 
+// The row or token of a number in a table. Its text is what an index beyond its table is reported as.
+int64_t index_of(double number, int64_t count, const char* what) {
+    if (number >= 0 && number < (double)count) return (int64_t)number;
+    std::fprintf(stderr, "draw: %s %g is not below %lld\n", what, number, (long long)count);
+    std::abort();  // it would read or write what belongs to others
+}
+
 int64_t target_of(double uniform, int64_t mass) { return std::min((int64_t)(uniform * (double)mass), mass - 1); }
 
 int64_t draw_row(const float* scores, int64_t size, const double* entry) {
@@ -127,26 +136,26 @@ int64_t draw_row(const float* scores, int64_t size, const double* entry) {
 }
 }  // namespace
 
-extern "C" void draw(const float* logits, int64_t logits_row, const float* scores, int64_t vocabulary,
-                     const double* draws, int64_t rows, int64_t* tokens) {
+extern "C" void draw(const float* logits, int64_t logits_rows, int64_t logits_row, const float* scores,
+                     int64_t scores_rows, int64_t vocabulary, const double* draws, int64_t rows, int64_t* tokens) {
 #pragma omp parallel for schedule(dynamic) if (rows * vocabulary >= 1 << 14)
     for (int64_t n = 0; n < rows; n++) {
         const double* entry = draws + n * DRAW_FIELDS;
-        const int64_t source = (int64_t)entry[0];
-        const float* row = source >= 0 ? logits + source * logits_row : scores + (-1 - source) * vocabulary;
+        const float* row = entry[0] < 0 ? scores + index_of(-1 - entry[0], scores_rows, "scores") * vocabulary
+                                        : logits + index_of(entry[0], logits_rows, "logits") * logits_row;
         tokens[n] = draw_row(row, vocabulary, entry);
     }
 }
 
 // `counts` may be null, and so may `masks`; `words` of a mask.
-extern "C" void adjust(const float* logits, int64_t logits_row, const int32_t* counts, const int32_t* masks,
-                       int64_t words, int64_t vocabulary, const double* rows, int64_t num_rows, const double* items,
-                       float* scores) {
+extern "C" void adjust(const float* logits, int64_t logits_rows, int64_t logits_row, const int32_t* counts,
+                       int64_t counts_rows, const int32_t* masks, int64_t num_masks, int64_t words, int64_t vocabulary,
+                       const double* rows, int64_t num_rows, const double* items, int64_t num_items, float* scores) {
 #pragma omp parallel for schedule(dynamic) if (num_rows * vocabulary >= 1 << 14)
     for (int64_t m = 0; m < num_rows; m++) {
         const double* row = rows + m * ADJUSTMENT_FIELDS;
-        const float* logit = logits + (int64_t)row[0] * logits_row;
-        const int32_t* count = row[1] < 0 ? nullptr : counts + (int64_t)row[1] * vocabulary;
+        const float* logit = logits + index_of(row[0], logits_rows, "logits") * logits_row;
+        const int32_t* count = row[1] < 0 ? nullptr : counts + index_of(row[1], counts_rows, "counts") * vocabulary;
         const float repetition = (float)row[2], inverse = 1 / repetition;
         const float presence = (float)row[3], frequency = (float)row[4];
         float* score = scores + m * vocabulary;
@@ -160,21 +169,24 @@ extern "C" void adjust(const float* logits, int64_t logits_row, const int32_t* c
         } else {
             std::memcpy(score, logit, vocabulary * sizeof(float));
         }
-        for (int64_t i = (int64_t)row[6]; i < (int64_t)row[7]; i++) {
+        const int64_t first_item = index_of(row[6], num_items + 1, "item"), end_item = index_of(row[7], num_items + 1, "item");
+        for (int64_t i = first_item; i < end_item; i++) {
             const double* item = items + i * ITEM_FIELDS;
-            const int64_t v = (int64_t)item[0];
+            const int64_t v = index_of(item[0], vocabulary, "token");
             score[v] = penalised(logit[v], (count ? count[v] : 0) + (int32_t)item[1]) + (float)item[2];
         }
         if (row[5] >= 0) {
-            const int32_t* mask = masks + (int64_t)row[5] * words;
+            const int32_t* mask = masks + index_of(row[5], num_masks, "mask") * words;
             for (int64_t v = 0; v < vocabulary; v++) score[v] = mask[v >> 5] >> (v & 31) & 1 ? score[v] : -INFINITY;
         }
     }
 }
 
-extern "C" void count(int32_t* counts, int64_t vocabulary, const double* changes, int64_t num_changes) {
+extern "C" void count(int32_t* counts, int64_t counts_rows, int64_t vocabulary, const double* changes,
+                      int64_t num_changes) {
     for (int64_t c = 0; c < num_changes; c++) {
         const double* change = changes + c * CHANGE_FIELDS;
-        counts[(int64_t)change[0] * vocabulary + (int64_t)change[1]] += (int32_t)change[2];
+        const int64_t row = index_of(change[0], counts_rows, "counts");
+        counts[row * vocabulary + index_of(change[1], vocabulary, "token")] += (int32_t)change[2];
     }
 }

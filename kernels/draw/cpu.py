@@ -24,8 +24,8 @@ def bind_draw(library: Library) -> DrawTokens:
         assert scores_MV.is_contiguous()
         tokens_N = torch.empty(len(draws_NF), dtype=torch.int64)
         call(
-            logits_RV.data_ptr(), logits_RV.stride(0), scores_MV.data_ptr(), logits_RV.shape[1],
-            draws_NF.data_ptr(), len(draws_NF), tokens_N.data_ptr(),
+            logits_RV.data_ptr(), len(logits_RV), logits_RV.stride(0), scores_MV.data_ptr(), len(scores_MV),
+            logits_RV.shape[1], draws_NF.data_ptr(), len(draws_NF), tokens_N.data_ptr(),
         )  # fmt: skip
         return tokens_N
 
@@ -52,9 +52,9 @@ def bind_adjust(library: Library) -> Adjust:
         vocabulary = logits_RV.shape[1]
         scores_MV = logits_RV.new_empty(len(rows_MF), vocabulary)
         call(
-            logits_RV.data_ptr(), logits_RV.stride(0), counts_SV.data_ptr(), masks_GW.data_ptr(),
-            masks_GW.shape[1], vocabulary, rows_MF.data_ptr(), len(rows_MF), items_IF.data_ptr(),
-            scores_MV.data_ptr(),
+            logits_RV.data_ptr(), len(logits_RV), logits_RV.stride(0), counts_SV.data_ptr(), len(counts_SV),
+            masks_GW.data_ptr(), *masks_GW.shape, vocabulary, rows_MF.data_ptr(), len(rows_MF),
+            items_IF.data_ptr(), len(items_IF), scores_MV.data_ptr(),
         )  # fmt: skip
         return scores_MV
 
@@ -68,7 +68,7 @@ def bind_count(library: Library) -> Callable[[torch.Tensor, torch.Tensor], None]
         _check(changes_CF, len(ChangeField))
         assert counts_SV.dtype == torch.int32
         assert counts_SV.is_contiguous()
-        call(counts_SV.data_ptr(), counts_SV.shape[1], changes_CF.data_ptr(), len(changes_CF))
+        call(counts_SV.data_ptr(), *counts_SV.shape, changes_CF.data_ptr(), len(changes_CF))
 
     return count
 

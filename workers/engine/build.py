@@ -210,7 +210,7 @@ def _build(
             ledger,
             Transfer(layout, arena_io, shards, () if group is None else group.mates()),
             runner,
-            limits_of(settings, memory, mtp=loaded.head is not None),
+            limits_of(settings, memory, loaded.vocab_size, mtp=loaded.head is not None),
             partial(_root_of, loaded.fingerprint, namespace),
             grammars,
             EngineHooks(
@@ -346,11 +346,14 @@ def mtp_of(settings: EngineSettings) -> bool:
     return settings.speculative_method == "mtp" or has_head(settings.model_folder, settings.load_format)
 
 
-def limits_of(settings: EngineSettings, memory: Memory, *, mtp: bool = False) -> EngineLimits:
+def limits_of(
+    settings: EngineSettings, memory: Memory, vocab_size: int, *, mtp: bool = False
+) -> EngineLimits:
     page_tokens = memory.layout.page_tokens
     return EngineLimits(
         budget=budget_of(settings, page_tokens),
         capacity_tokens=memory.max_model_len,
+        vocab_size=vocab_size,
         ranks=settings.tensor_parallel_size,
         extents_min=memory.floor,
         checkpoint_strategy=settings.checkpoint_strategy,

@@ -51,9 +51,13 @@ class RequestIntake:
         return self._sequence(request, matcher, produces=False)
 
     def _check(self, request: Request) -> None:
-        total = len(request.tokens) + request.max_new_tokens
+        total, vocabulary = len(request.tokens) + request.max_new_tokens, self._limits.vocab_size
         if not request.tokens or request.max_new_tokens < 1:
             raise RequestError("a request needs at least one prompt token and one new token", param="prompt")
+        if (last := max(request.tokens)) >= vocabulary:
+            raise RequestError(f"token {last} is not one of the {vocabulary} of this model", param="prompt")
+        if max(request.sampling.logprobs or 0, request.sampling.prompt_logprobs or 0) > vocabulary:
+            raise RequestError(f"there are {vocabulary} tokens to report logprobs of", param="logprobs")
         if total > self._limits.capacity_tokens:
             raise RequestError(
                 f"{total} tokens do not fit this worker, which holds {self._limits.capacity_tokens}: "

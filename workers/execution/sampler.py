@@ -264,7 +264,7 @@ class Tables:
         for token in self._barred(barred, mask_W) if barred else ():
             items[token] = (0, -np.inf)
         begin = len(self._items)
-        self._items += [(token, *what) for token, what in items.items() if token < self._vocabulary]
+        self._items += [(token, *what) for token, what in items.items() if 0 <= token < self._vocabulary]
         penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
         self._rows.append((draw.source, slot, *penalties, mask, begin, len(self._items)))
 
@@ -272,12 +272,14 @@ class Tables:
         slot = self._penalised.get(state)
         if slot is None:
             slot = self._penalised[state] = self._counts.slot_of(state, self._vocabulary)
-            self._changes += [(slot, token, by) for token, by in state.changes if token < self._vocabulary]
+            self._changes += [
+                (slot, token, by) for token, by in state.changes if 0 <= token < self._vocabulary
+            ]
         return slot
 
     def _barred(self, barred: Iterable[int], mask_W: Mask | None) -> list[int]:
         """Return the tokens that may not be drawn; none if nothing else may follow."""
-        ids = [token for token in dict.fromkeys(barred) if token < self._vocabulary]
+        ids = [token for token in dict.fromkeys(barred) if 0 <= token < self._vocabulary]
         if mask_W is None:
             return ids if len(ids) < self._vocabulary else []
         return ids if (mask_W & ~mask_of(ids, self._vocabulary)).any() else []

@@ -17,6 +17,7 @@ class EngineLimits:
 
     budget: Budget
     capacity_tokens: int
+    vocab_size: int = 1 << 32
     ranks: int = 1  # of the group; the cluster counts the bytes of all ranks together
     extents_min: int = 1  # of the arena; `resize` goes no lower
     checkpoint_strategy: CheckpointStrategy = "lazy"

@@ -4,6 +4,13 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
+        "a token below 0 changes a score of others",
+        "kernels/draw/cpu.cpp",
+        "$NUMBER >= 0 && $NUMBER < (double)$COUNT",
+        "$NUMBER < (double)$COUNT",
+        "tests/unit/kernels/test_draw.py",
+    ),
+    Planted(
         "memory that a recording still reads is used again",
         "kernels/shared/recording.py::_Recording._block",
         "and sys.getrefcount(self._blocks[$AT]) == UNUSED",

@@ -4,6 +4,20 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
+        "a worker takes token ids below 0",
+        "workers/messages.py",
+        "TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]",
+        "TokenId = int",
+        "tests/unit/cluster/rpc/test_codec.py",
+    ),
+    Planted(
+        "a worker takes more drawn tokens than there are",
+        "cluster/rpc/codec.py::decode_client_frame",
+        "_check($FRAME.request, len(tokens))",
+        "pass",
+        "tests/unit/cluster/rpc/test_codec.py",
+    ),
+    Planted(
         "a router carries out orders of a supervisor that was replaced",
         "cluster/router/server.py::RouterService._obey",
         "if $FENCE and $FENCE < self._fence:",

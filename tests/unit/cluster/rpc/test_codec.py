@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.cluster.ranges import every
 from tidemill.cluster.messages import (
     BudgetTarget,
     FleetStatus,
@@ -49,6 +50,7 @@ from tidemill.cluster.rpc.placement_codec import (
     encode_placement_request,
 )
 from tidemill.workers.messages import (
+    COUNT_MAX,
     Ack,
     Announcement,
     Delta,
@@ -72,18 +74,14 @@ from tidemill.workers.messages import (
     WorkerLoad,
 )
 
-U32, U63 = st.integers(0, 2**32 - 1), st.integers(0, 2**63)
+U32, COUNTS = st.integers(0, 2**32 - 1), st.integers(0, COUNT_MAX)
 keys = st.lists(st.binary(min_size=8, max_size=8), max_size=5).map(tuple)
 ids = st.text(min_size=1, max_size=20).map(WorkerId)
 
 
-def every(kind: type[Any], **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Draw messages of this type with a value for each of their fields, also for those with a default."""
-    return st.builds(kind, **dict.fromkeys(get_type_hints(kind), ...) | fields)
-
-
 for builtin, values in ((str, st.text(max_size=20)), (int, U32), (float, st.floats(allow_nan=False))):
     st.register_type_strategy(builtin, values)
+st.register_type_strategy(WorkerInfo, every(WorkerInfo, worker=ids))
 for nested in (
     Grammar,
     Times,
@@ -95,24 +93,20 @@ for nested in (
     BudgetTarget,
 ):
     st.register_type_strategy(nested, every(nested))
-infos = every(
-    WorkerInfo, worker=ids, page_tokens=st.integers(1, 2**16), step_tokens_max=st.integers(1, 2**16)
-)
-st.register_type_strategy(WorkerInfo, infos)
 
 requests = every(
     Request,
     tokens=st.lists(U32, min_size=5, max_size=20).map(tuple),
     drawn=st.integers(0, 5),
-    priority=st.integers(-(2**31), 2**31),
-    sampling=every(Sampling, seed=st.integers(-(2**63), 2**63 - 1)),
+    scored=st.integers(0, 5),
+    sampling=every(Sampling),
 )
-client_frames: st.SearchStrategy[ClientFrame] = st.builds(Hello, ids) | st.builds(Cancel, U63)
+client_frames: st.SearchStrategy[ClientFrame] = st.builds(Hello, ids) | st.builds(Cancel, COUNTS)
 for kind in (Generate, Produce, Prefetch):
-    client_frames |= st.builds(kind, U63, requests)
-items = st.builds(StreamItem, U63, every(Delta) | every(Produced) | every(Trial))
+    client_frames |= st.builds(kind, COUNTS, requests)
+items = st.builds(StreamItem, COUNTS, every(Delta) | every(Produced) | every(Trial))
 announcements = every(Announcement, added=keys, removed=keys)
-heartbeats = every(Heartbeat, sequence=U63, announcement=announcements)
+heartbeats = every(Heartbeat, announcement=announcements)
 ORDERS: tuple[type[Order[Any]], ...] = (*get_args(RouterOrder), *get_args(SupervisorOrder))
 plain = st.one_of(*map(every, (Ack, FleetStatus, LossReport, RoleScale, *ORDERS)))
 
@@ -270,13 +264,28 @@ def test_encoder_refuses_unsendable_request() -> None:
         {"sampling": Sampling(logprobs=-1)},
         {"sampling": Sampling(logit_bias=((-1, 0.5),))},
         {"sampling": Sampling(min_tokens=-1)},
+        {"sampling": Sampling(bad_words=((1, -(2**40)),))},
+        {"sampling": Sampling(bad_words=((),))},
+        {"sampling": Sampling(temperature=float("nan"))},
+        {"sampling": Sampling(repetition_penalty=0.0)},
+        {"stop_token_ids": (-1,)},
+        {"drawn": -1},
+        {"drawn": 2},
+        {"scored": 2},
+        {"breakpoints": (-5,)},
+        {"max_new_tokens": COUNT_MAX + 1},
         {"salt": "\ud800"},
         {"tokens": (-1,)},
         {"tokens": (2**32,)},
     ]
     for field in fields:
+        request = replace(REQUEST, **field)
         with pytest.raises(RequestError):
-            encode_client_frame(Generate(1, replace(REQUEST, **field)))
+            encode_client_frame(Generate(1, request))
+        if "salt" not in field and "tokens" not in field:  # the check of the worker is the same
+            whole = {**asdict(request), "tokens": ()}
+            with pytest.raises((Malformed, OverflowError)):  # or it has no bytes
+                decode_client_frame(encode(("Generate", 1, whole, PackedTokens(1, 8, b"\1"))))
 
 
 def test_token_takes_few_bytes() -> None:
