@@ -93,19 +93,12 @@ def test_matches_the_definition(case: Case) -> None:
 
 
 @pytest.mark.parametrize("operator", OURS, ids=lambda operator: operator.__name__)
-def test_same_bits_in_any_batch(operator: Operator) -> None:
+def test_same_bits_in_any_batch_also_of_no_tokens(operator: Operator) -> None:
     inputs = inputs_of(Case(operator, 65, torch.float32), "cpu")
     found = OURS[operator](*inputs)
-    alone = OURS[operator](*(part if part.dim() == 1 else part[3:4] for part in inputs))
-    assert same_bits(alone, found[3:4])
-
-
-@pytest.mark.parametrize("operator", OURS, ids=lambda operator: operator.__name__)
-def test_no_tokens(operator: Operator) -> None:
-    inputs = inputs_of(Case(operator, 65, torch.float32), "cpu")
-    found = OURS[operator](*(part if part.dim() == 1 else part[:0] for part in inputs))
-    wanted = REFERENCE[operator](*(part if part.dim() == 1 else part[:0] for part in inputs))
-    assert found.shape == wanted.shape
+    for rows in (slice(3, 4), slice(0)):
+        few = OURS[operator](*(part if part.dim() == 1 else part[rows] for part in inputs))
+        assert same_bits(few, found[rows])
 
 
 @pytest.mark.parametrize("value", [-1e30, -200.0, -90.0, -1e-30, 0.0, 1e-30, 90.0, 200.0, 1e30])
