@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from benchmarks.engine.released import RELEASED
 
 from tests.support.kvstore.fake_vmm import FakeVmm
 from tests.support.workers.settings import keeper_settings
@@ -18,6 +19,8 @@ from tidemill.workers.engine.build import build_engine, check_settings
 from tidemill.workers.engine.memory_plan import DeviceMemory, arena_bytes, budget_of
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.messages import EngineInfo
+from tidemill.workers.models.architectures.config import weight_bytes
+from tidemill.workers.models.architectures.registry import ARCHITECTURES
 from tidemill.workers.settings import EngineSettings, SettingsError
 
 MIB, GB = 1 << 20, 10**9
@@ -66,6 +69,30 @@ def test_what_does_not_fit_is_refused_with_all_sizes(
     with pytest.raises(SettingsError, match=line) as refused:
         arena_bytes(settings, device, 40 << 30)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "total", "fits"),
+    [
+        ("granite-4.0-h-small", H100, True),
+        ("Qwen3.5-35B-A3B", H200, True),
+        ("Qwen3-Next-80B-A3B", H100, False),
+        ("Qwen3-Next-80B-A3B", H200, False),
+        ("gpt-oss-120b", H200, False),
+    ],
+)
+def test_released_models_on_one_device(model: str, total: int, *, fits: bool) -> None:
+    raw = RELEASED[model]
+    weights = weight_bytes(ARCHITECTURES[raw["architectures"][0]].parse(raw), "bfloat16")
+    device = DeviceMemory(name="cuda:0", total=total, free=total - weights, weights=weights)
+    settings = settings_with()
+    if model == "Qwen3-Next-80B-A3B":
+        assert weights / GB == pytest.approx(159.3, abs=0.1)
+    if fits:
+        assert arena_bytes(settings, device, GB) > 5 * GB
+        return
+    with pytest.raises(SettingsError, match="weights take"):
+        arena_bytes(settings, device, GB)
 
 
 @pytest.mark.parametrize(("device", "tokens", "rows"), [("cpu", 512, 128), ("cuda", 8192, 256)])
