@@ -66,16 +66,9 @@ GEMMA = """{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assist
 
 {{ m.content | trim }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<end_of_turn>
 {% endfor %}"""
-QWENS = {
-    "<|im_start|>": True,
-    "<|im_end|>": True,
-    "<tool_call>": False,
-    "</tool_call>": False,
-    "<tool_response>": False,
-    "</tool_response>": False,
-    "<think>": False,
-    "</think>": False,
-}
+TAGS = ("tool_call", "tool_response", "think")
+TAGGED = {f"<{end}{tag}>": False for tag in TAGS for end in ("", "/")}
+QWENS = {"<|im_start|>": True, "<|im_end|>": True, **TAGGED}
 
 FAMILIES: dict[str, tuple[str, Mapping[str, bool]]] = {
     "keeper": ((KEEPER / "chat_template.jinja").read_text() + TOOLS, {}),
@@ -154,10 +147,7 @@ def tool(name: str, key: str, description: str) -> dict[str, Any]:
 
 def chat(field: str, text: str) -> tuple[list[Message], Rendering]:
     """A chat with a client's text in one field, and harmless ones in the others."""
-    words = dict.fromkeys(
-        ("system", "user", "reasoning", "name", "key", "value", "result", "tool", "described", "option"), "a"
-    )
-    words |= {"answer": "b", "tool_key": "a", field: text}
+    words = dict.fromkeys(FIELDS, "a") | {"answer": "b", field: text}
     calls = [call(words["name"], {words["key"]: words["value"], "more": [words["value"]]})]
     messages = [
         Message("system", words["system"]),
@@ -171,20 +161,8 @@ def chat(field: str, text: str) -> tuple[list[Message], Rendering]:
     return messages, Rendering(tools=tools, options={"style": words["option"]})
 
 
-FIELDS = (
-    "system",
-    "user",
-    "answer",
-    "reasoning",
-    "name",
-    "key",
-    "value",
-    "result",
-    "tool",
-    "tool_key",
-    "described",
-    "option",
-)
+WORDS_OF_TURNS = ("system", "user", "answer", "reasoning", "result", "option")
+FIELDS = (*WORDS_OF_TURNS, "name", "key", "value", "tool", "tool_key", "described")
 
 
 def control_in(name: str, field: str, text: str) -> list[int]:

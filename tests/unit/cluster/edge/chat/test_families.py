@@ -95,7 +95,7 @@ LLAMA_BOTH = (
     '{"name": "wait", "parameters": {"s": 3}}'
 )
 LLAMA_4 = '<|python_start|>[look(at="(\\"[", far=True), look(far=null)]<|python_end|>'
-LLAMA_4_CALLS = [("look", {"at": '("[', "far": True}), ("look", {"far": None})]
+LLAMA_4_CALLS: list[tuple[str | None, Any]] = [("look", {"at": '("[', "far": True}), ("look", {"far": None})]
 GPT_OSS_WAIT = (
     f"{GPT_OSS_THINKS}<|channel|>commentary<|message|>So.<|end|><|start|>assistant"
     ' to=functions.wait<|channel|>commentary json<|message|>{"s": 3}<|call|>'
@@ -106,6 +106,15 @@ GRANITE_CALLS = (
 )
 GRANITE_THINKS = "Here is my thought process:\nHm.\nHere is my response:\nYes."
 
+IN_CHANNELS: list[tuple[str, Parsed]] = [
+    (f"{GPT_OSS_THINKS}<|channel|>final<|message|>Yes.", ("Hm.", "Yes.", [])),
+    (f"{GPT_OSS_THINKS}{GPT_OSS_CALL}", ("Hm.", "", [LOOK])),
+    (GPT_OSS_WAIT, ("Hm.", "So.", [WAIT])),
+    ("<|channel|>analysis to=python code<|message|>1 + 1<|call|>", ("1 + 1", "", [])),
+    ("<|channel|>commentary to=functions.wait<|message|>", ("", "", [("wait", {})])),
+    ("Yes.", ("", "Yes.", [])),
+    ("<|channel|>fin", ("", "", [])),
+]
 ANSWERS: list[tuple[str, str, str, str, Parsed]] = [
     ("qwen3_moe", QWEN3, "", "<think>\nHm.\n</think>\n\nYes.", ("Hm.\n", "Yes.", [])),
     ("qwen3", QWEN3, "<think>\n", f"Hm.</think>\n\n{HERMES_LOOK}", ("Hm.", "", [LOOK])),
@@ -116,7 +125,7 @@ ANSWERS: list[tuple[str, str, str, str, Parsed]] = [
     ("llama", LLAMA, "", LLAMA_BOTH, ("", "\n", [LOOK, WAIT])),
     ("llama", LLAMA, "", LLAMA_WAIT, ("", "", [WAIT])),
     *(
-        ("llama", template, "", words, ("", words, []))
+        ("llama", template, "", words, ("", words, list[Any]()))
         for template, words in (
             (LLAMA, '{"a": {"b": "}"}} is JSON'),
             (LLAMA, 'Say {"name": "look", "parameters": {}}'),
@@ -128,18 +137,7 @@ ANSWERS: list[tuple[str, str, str, str, Parsed]] = [
     ),
     ("llama", LLAMA_PYTHON, "", "[look(at='the harbor'), wait(s=3)]", ("", "", [LOOK, WAIT])),
     ("llama4_text", LLAMA_PYTHON, "", LLAMA_4, ("", "", LLAMA_4_CALLS)),
-    *(
-        ("gpt_oss", GPT_OSS, "", text, parsed)
-        for text, parsed in (
-            (f"{GPT_OSS_THINKS}<|channel|>final<|message|>Yes.", ("Hm.", "Yes.", [])),
-            (f"{GPT_OSS_THINKS}{GPT_OSS_CALL}", ("Hm.", "", [LOOK])),
-            (GPT_OSS_WAIT, ("Hm.", "So.", [WAIT])),
-            ("<|channel|>analysis to=python code<|message|>1 + 1<|call|>", ("1 + 1", "", [])),
-            ("<|channel|>commentary to=functions.wait<|message|>", ("", "", [("wait", {})])),
-            ("Yes.", ("", "Yes.", [])),
-            ("<|channel|>fin", ("", "", [])),
-        )
-    ),
+    *(("gpt_oss", GPT_OSS, "", text, parsed) for text, parsed in IN_CHANNELS),
     ("granitemoehybrid", GRANITE_4, "", f"So.\n{HERMES_LOOK}", ("", "So.\n", [LOOK])),
     ("granite", GRANITE_3, "", GRANITE_CALLS, ("", "", [LOOK, WAIT])),
     ("granite", GRANITE_3, "", GRANITE_THINKS, ("Hm.\n", "Yes.", [])),

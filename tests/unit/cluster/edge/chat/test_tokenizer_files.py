@@ -83,13 +83,7 @@ def theirs(folder: Path) -> Any:  # noqa: ANN401
 def test_texts_have_the_tokens_that_transformers_gives_them(folder: Path, config: dict[str, object]) -> None:
     write(folder, **config)
     ours, reference = load_tokenizer(folder), theirs(folder)
-    for text in (
-        "Emma is in the tower.",
-        "",
-        "<s>Emma</s>",
-        "a <later>b<extra> c<pad>d",
-        "naïve 日本 \n\n x",
-    ):
+    for text in TEXTS:
         assert ours.encode(text) == reference(text)["input_ids"], text
         assert ours.encode(text) == reference.encode(text)
 

@@ -13,46 +13,23 @@ from tests.support.cluster.openai_talk import conversing
 ANSWER = " Emma is in the tower."
 
 
-async def test_chat() -> None:
+async def test_answers_streamed_and_not() -> None:
+    asked: Any = {"model": "keeper", "messages": [{"role": "user", "content": "Where is Emma?"}]}
     async with conversing(FakeService(saying(ANSWER))) as client:
-        reply = await client.chat.completions.create(
-            model="keeper", messages=[{"role": "user", "content": "Where is Emma?"}], max_completion_tokens=50
-        )
-        assert reply.choices[0].message.content == ANSWER
-        assert reply.choices[0].finish_reason == "stop"
+        reply = await client.chat.completions.create(**asked, max_completion_tokens=50)
+        assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (ANSWER, "stop")
         usage = reply.usage
         assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 4 - 1
-        models = await client.models.list()
-        assert [model.id for model in models.data] == ["keeper"]
-
-
-async def test_streamed_chat() -> None:
-    async with conversing(FakeService(saying(ANSWER))) as client:
-        text, finishes = "", list[str]()
-        total: Any = None
-        async with await client.chat.completions.create(
-            model="keeper",
-            messages=[{"role": "user", "content": "Where is Emma?"}],
-            stream=True,
-            stream_options={"include_usage": True},
-        ) as chunks:
-            async for chunk in chunks:
-                total = chunk.usage
-                for choice in chunk.choices:
-                    text += choice.delta.content or ""
-                    finishes += [choice.finish_reason] if choice.finish_reason else []
-        assert (text, finishes) == (ANSWER, ["stop"])
-        assert total.total_tokens == total.prompt_tokens + total.completion_tokens
-
-
-async def test_completions_streamed_and_not() -> None:
-    async with conversing(FakeService(saying(ANSWER))) as client:
+        streamed: Any = {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = [chunk async for chunk in await client.chat.completions.create(**asked, **streamed)]
+        assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == ANSWER
+        assert chunks[-2].choices[0].finish_reason == "stop"
+        assert chunks[-1].usage == usage
         whole = await client.completions.create(model="keeper", prompt=["a", "b"], stop="tower", seed=3)
         assert [choice.text for choice in whole.choices] == [" Emma is in the "] * 2
-        text = ""
-        async for chunk in await client.completions.create(model="keeper", prompt=[5, 6], stream=True):
-            text += chunk.choices[0].text
-        assert text == ANSWER
+        pieces = await client.completions.create(model="keeper", prompt=[5, 6], stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in pieces]) == ANSWER
+        assert [model.id for model in (await client.models.list()).data] == ["keeper"]
 
 
 async def test_logprobs_of_chats_and_completions() -> None:

@@ -65,26 +65,6 @@ def test_it_is_found_by_the_id_of_the_request() -> None:
     assert [row["request_id"] for row in rows_of(app)] == ids[::-1]
 
 
-def test_choices_of_one_request_are_one_row() -> None:
-    app = app_over(FakeService(saying(" a b", eos=False)))
-    complete(app, n=3, max_tokens=2)
-    (row,) = rows_of(app)
-    assert (row["choices"], row["completion_tokens"], row["finish"]) == (3, 6, "length")
-
-
-def test_failed_request_has_its_error() -> None:
-    app = app_over(FakeService(saying(" a b c"), fail_at=1))
-    assert chat(app).status_code == 503
-    (row,) = rows_of(app)
-    assert (row["finish"], row["error"], row["completion_tokens"]) == ("error", "Unserved", 1)
-
-
-def test_refused_request_has_no_row() -> None:
-    app = app_over(FakeService(saying(" a")))
-    assert chat(app, temperature=-1).status_code == 400
-    assert rows_of(app) == []
-
-
 async def test_open_request_has_no_end_until_its_client_disconnects() -> None:
     service = FakeService(saying(" a b c"), stall_at=1)
 
@@ -98,6 +78,24 @@ async def test_open_request_has_no_end_until_its_client_disconnects() -> None:
         while row["finish"] is None:
             (row,) = (await client.get("/cluster/requests")).json()["requests"]
         assert (row["finish"], row["error"]) == ("abort", None)
+
+
+@pytest.mark.parametrize(
+    ("body", "fail_at", "ends"),
+    [
+        ({"n": 3, "max_tokens": 2}, None, [("length", None, 3, 6)]),
+        ({}, 1, [("error", "Unserved", 1, 1)]),
+        ({"temperature": -1}, None, []),
+    ],
+    ids=["choices", "failed", "refused"],
+)
+def test_requests_are_rows_with_their_ends(
+    body: dict[str, Any], fail_at: int | None, ends: list[tuple[Any, ...]]
+) -> None:
+    app = app_over(FakeService(saying(" a b", eos=False), fail_at=fail_at))
+    chat(app, **body)
+    columns = ("finish", "error", "choices", "completion_tokens")
+    assert [tuple(row[name] for name in columns) for row in rows_of(app)] == ends
 
 
 @pytest.mark.parametrize("limit", [0, 201, "x", -1])
