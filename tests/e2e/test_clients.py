@@ -1,4 +1,4 @@
-"""Clients that people use, unmodified, on a real server: `openai`, `langchain-openai`, `tidemill bench`."""
+"""Clients that people use, unmodified, on a real server: openai, anthropic, langchain, our own bench."""
 # pyright: basic
 # langchain is typed in part only.
 
@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import openai
 import pytest
+from anthropic import Anthropic
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -229,3 +230,17 @@ def test_chats_of_several_turns_at_a_rate(server: Server, capsys: pytest.Capture
     figures = bench(server, capsys, *words, "--request-rate", "20", "--multi-turn-output-len", "6")
     assert figures["completed"] == 6
     assert figures["total_output_tokens"] == 36
+
+
+def test_anthropic_message_whole_and_streamed(server: Server) -> None:
+    question, answer = asked(0)
+    talk: list[Any] = [{"role": "user", "content": [{"type": "text", "text": question}]}]
+    options: Any = {"model": NAME, "max_tokens": 1000, "messages": talk, "extra_body": {"temperature": 0}}
+    with Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        whole = client.messages.create(**options)
+        with client.messages.stream(**options) as stream:
+            streamed = stream.get_final_message()
+    for message in (whole, streamed):
+        assert [block.text.strip() for block in message.content if block.type == "text"] == [answer]
+    assert streamed.stop_reason == whole.stop_reason == "end_turn"
+    assert streamed.usage.cache_read_input_tokens
