@@ -1,11 +1,16 @@
 """Call llguidance: from a grammar to a matcher of it, within limits."""
 
 import json
-from typing import cast
+import re
+from typing import TYPE_CHECKING, cast
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from tidemill.workers.messages import GRAMMAR_BYTES_MAX, Grammar, RequestError
+
+if TYPE_CHECKING:  # in the type stubs only
+    from llguidance._lib import JsonCompileOptions
 
 COMPILE_FUEL_MAX = 1_000_000
 """The limit for the regular expressions of a grammar when it is compiled, about 20 ms."""
@@ -17,6 +22,11 @@ STEP_ITEMS_MAX = 50_000
 BLANKS = r"(\n[ \t]{0,40}|[ ])?"
 """The white space between two tokens of JSON: none, a space, or a new line with its indentation. Without a
 bound a model can continue with blanks until its answer is cut off."""
+
+JSON_OPTIONS: "JsonCompileOptions" = {"whitespace_pattern": BLANKS, "coerce_one_of": True}
+"""Alternatives of `oneOf` that overlap are those of `anyOf`."""
+
+EBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 ERROR_CHARACTERS_MAX = 400
 FIELD = "response_format"
@@ -65,7 +75,7 @@ def _library_text(grammar: Grammar) -> str:
         case "regex":
             return LLMatcher.grammar_from_regex(grammar.text)
         case "lark":
-            return LLMatcher.grammar_from_lark(grammar.text)
+            return LLMatcher.grammar_from_lark(_lark(grammar))
         case "choice":
             parsed = _parsed(grammar)
             choices = cast("list[object]", parsed) if isinstance(parsed, list) else []
@@ -77,8 +87,18 @@ def _library_text(grammar: Grammar) -> str:
 
 def _schema_text(grammar: Grammar, schema: str) -> str:
     try:
-        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": BLANKS})
+        return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
     except ValueError as error:
+        raise refusal(grammar, str(error)) from error
+
+
+def _lark(grammar: Grammar) -> str:
+    """Return a grammar in Lark's syntax, also one in EBNF with a rule `root`."""
+    if EBNF.search(grammar.text) is None:
+        return grammar.text
+    try:
+        return gbnf_to_lark(grammar.text)
+    except Exception as error:
         raise refusal(grammar, str(error)) from error
 
 

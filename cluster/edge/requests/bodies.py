@@ -33,6 +33,7 @@ from tidemill.cluster.edge.chat.request.params import (
     one_prompt,
     prompts_of,
 )
+from tidemill.cluster.edge.chat.request.structured import FORM_OF, Asked, asked_of
 from tidemill.cluster.edge.chat.request.tools import TOOLS_MAX, Tool, ToolChoice
 from tidemill.workers.messages import RequestError
 
@@ -84,7 +85,7 @@ class StreamOptions(BaseModel):
 
 
 class Body(HintedParams):
-    """The fields of both endpoints. The guided_ fields are older names of structured_outputs."""
+    """The fields of both endpoints. Those of FORM_OF are other names for parts of structured_outputs."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -115,15 +116,14 @@ class Body(HintedParams):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    json_schema: Any = None
 
-    def guided(self) -> dict[str, object]:
-        """Return the guided_ fields, by form."""
-        return {
-            "json": self.guided_json,
-            "regex": self.guided_regex,
-            "choice": self.guided_choice,
-            "grammar": self.guided_grammar,
-        }
+    def asked(self) -> Asked | None:
+        """Return the constraint of the answer. Raises RequestError."""
+        others: dict[str, object] = {field: getattr(self, field) for field in FORM_OF}
+        return asked_of(self.response_format, self.structured_outputs, others)
 
 
 class ChatBody(Body):
@@ -147,6 +147,11 @@ class ChatBody(Body):
     top_logprobs: LogprobCount = 0
 
     clamps_max_tokens: ClassVar[bool] = False
+
+    def restrictions(self) -> tuple[str, ...]:
+        """Return the fields that restrict an answer in words."""
+        fields = ("response_format", "structured_outputs", *FORM_OF)
+        return tuple(field for field in fields if getattr(self, field) not in (None, {"type": "text"}))
 
     def marks(self) -> list[Mark]:
         tools = [Mark(0, tool.cache_control) for tool in self.tools if tool.cache_control is not None]

@@ -12,6 +12,7 @@ from typing import Literal, ParamSpec, TypeVar
 from tidemill.cluster.edge.chat.formats import CALL_END, FINAL, RETURN, START
 from tidemill.cluster.edge.chat.output.detokenizer import Ending
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
+from tidemill.cluster.edge.chat.request.hints import printable
 from tidemill.cluster.edge.chat.request.params import SEED_BITS, session_of
 from tidemill.cluster.edge.chat.request.request_builder import (
     GenerationTerms,
@@ -20,8 +21,7 @@ from tidemill.cluster.edge.chat.request.request_builder import (
     sampling_of,
     terms_of,
 )
-from tidemill.cluster.edge.chat.request.structured import grammar_of
-from tidemill.cluster.edge.chat.request.tool_grammar import forced
+from tidemill.cluster.edge.chat.request.tool_grammar import enforceable, forced
 from tidemill.cluster.edge.chat.request.tools import Tool, offered
 from tidemill.cluster.edge.chat.text import (
     MarkedPrompt,
@@ -114,18 +114,18 @@ class Intake:
         """Prepare a chat. Raises RequestError."""
         self._check(body)
         tools = self._offered(body)
-        grammar = grammar_of(body.response_format, body.structured_outputs, body.guided())
+        forces = body.tool_choice not in ("auto", "none")
+        asked = None if forces else body.asked()
+        grammar = None if asked is None else asked.grammar
+        left_out = () if asked is None else asked.left_out
         max_tokens = body.max_completion_tokens or body.max_tokens
         rendered = await self._chat_prompt(body, tools, self._opening(body, grammar))
         prompt = self._cut(rendered, body, max_tokens)
         output_format = self._output_format(body, tools, prompt.tokens, grammar)
-        if body.tool_choice not in ("auto", "none"):
-            if grammar is not None:
-                raise RequestError(
-                    "tool_choice forces a call, and another field restricts the answer: give one",
-                    param="tool_choice",
-                )
+        if forces:  # it goes before what else restricts the answer
+            tools, left_out = enforceable(tools)
             grammar = forced(tools, output_format, self._tokenizer.added)
+            left_out += body.restrictions()
         logprobs = body.num_logprobs()
         sampling = self._sampling(body, logprobs, body.prompt_logprobs, grammar)
         ends = self._channel_ends() if output_format.channels and not body.ignore_eos else ()
@@ -133,6 +133,7 @@ class Intake:
         if body.clamps_max_tokens:
             terms = replace(terms, clamps=True)
         sender = self._sender(body, caller)
+        dropped = ["tools"] if self._drops_tools(body) else []
         return PreparedRequest(
             requests=self._requests(body, terms, Rendered([prompt], "messages"), sender),
             n=terms.n,
@@ -141,7 +142,7 @@ class Intake:
             prompt_logprobs=body.prompt_logprobs,
             output_format=output_format,
             token_ids=body.return_token_ids,
-            ignored=(*body.ignored(UNSUPPORTED), *(["tools"] if self._drops_tools(body) else [])),
+            ignored=(*body.ignored(UNSUPPORTED), *dropped, *map(printable, left_out)),
         )
 
     async def prefix(self, body: PrefixBody, caller: Caller) -> tuple[PreparedRequest, str]:
@@ -259,6 +260,7 @@ class Intake:
             form=style.form if tools else None,
             calls_max=None if body.parallel_tool_calls and isinstance(body.tool_choice, str) else 1,
             schemas={tool.function.name: tool.function.parameters or {} for tool in tools},
+            forced=body.tool_choice not in ("auto", "none"),
             channels=style.in_channels,
             begun=FINAL if body.continue_final_message else tail.rpartition(START)[2].removeprefix(ROLE),
         )
@@ -268,7 +270,8 @@ class Intake:
         self._check(body)
         whole = [await self._encoded(prompt, body.cache_breakpoints) for prompt in body.prompt]
         prompts = [self._cut(prompt, body, body.max_tokens) for prompt in whole]
-        grammar = grammar_of(body.response_format, body.structured_outputs, body.guided())
+        asked = body.asked()
+        grammar = None if asked is None else asked.grammar
         num_drawn = body.num_drawn()
         logprobs = 0 if body.logprobs is None and num_drawn > body.n else body.logprobs
         max_tokens = body.num_tokens()
@@ -294,7 +297,7 @@ class Intake:
             prompt_logprobs=body.prompt_logprobs,
             echoes=await self.in_thread(self._echoes, body, prompts) if body.echo else None,
             token_ids=body.return_token_ids,
-            ignored=body.ignored(UNSUPPORTED),
+            ignored=(*body.ignored(UNSUPPORTED), *map(printable, asked.left_out if asked else ())),
         )
 
     def _echoes(self, body: CompletionBody, prompts: list[MarkedPrompt]) -> tuple[Prompt, ...]:

@@ -42,7 +42,7 @@ class Harmony:
         parts: list[Part] = []
         while self._step(parts, last=last):
             pass
-        return parts
+        return [part for part in parts if not (self._output_format.forced and isinstance(part, Text))]
 
     def _step(self, parts: list[Part], *, last: bool) -> bool:
         """Take one step; return whether the held text may contain more."""

@@ -34,6 +34,7 @@ class OutputFormat:
     form       of its calls; None: it may call nothing
     calls_max  1: further calls are dropped
     schemas    of the arguments, by function
+    forced     it is calls alone: a piece of a tag at its end is no words
     channels   the model writes in channels
     begun      the part of the answer at the end of the prompt
     """
@@ -43,6 +44,7 @@ class OutputFormat:
     form: CallForm | None = None
     calls_max: int | None = None
     schemas: Schemas = field(default_factory=dict[str, dict[str, object]])
+    forced: bool = False
     channels: bool = False
     begun: str = ""
 
@@ -76,7 +78,7 @@ class OutputParser:
         parts: list[Part] = []
         while self._step(parts, last=last):
             pass
-        return parts
+        return [part for part in parts if not (self._output_format.forced and isinstance(part, Text))]
 
     def _step(self, parts: list[Part], *, last: bool) -> bool:
         """Take one step; return whether the held text may contain more."""

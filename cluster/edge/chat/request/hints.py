@@ -130,7 +130,7 @@ class HintedParams(Params):
     def ignored(self, harmless: Mapping[str, object]) -> tuple[str, ...]:
         """Return the fields that have no effect, as a header names them. `harmless` asks for what is so
         anyway."""
-        return tuple(map(_printable, islice(self._ignored(harmless), IGNORED_NAMES_MAX)))
+        return tuple(map(printable, islice(self._ignored(harmless), IGNORED_NAMES_MAX)))
 
     def _ignored(self, harmless: Mapping[str, object]) -> Iterator[str]:
         yield from (name for name in self.model_extra or {} if name not in harmless)
@@ -180,5 +180,6 @@ def marked_parts(text: str, marks: Sequence[Mark]) -> list[dict[str, object]]:
 _CONTROL = TypeAdapter(CacheControl)
 
 
-def _printable(name: str) -> str:
+def printable(name: str) -> str:
+    """Return the name of a field as a header can hold it."""
     return quote(name[:IGNORED_CHARS_MAX], safe="", errors="replace")

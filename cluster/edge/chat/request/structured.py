@@ -1,15 +1,17 @@
 """Constraints of an answer, in the forms that clients use, as a Grammar. Pure.
 
 response_format      OpenAI: text, json_object, or json_schema with {"schema": ...}
-structured_outputs   vLLM: one of json, regex, choice, grammar (Lark), json_object; formerly guided_json
-etc.
+structured_outputs   vLLM: one of json, regex, choice, grammar (Lark or EBNF), json_object
+guided_json etc.     older names of vLLM
+regex, ebnf, json_schema    SGLang
 """
 
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
+from typing import Any, NamedTuple, cast
 
+from tidemill.cluster.edge.chat.request.schema import enforced
 from tidemill.workers.messages import GRAMMAR_BYTES_MAX, Grammar, RequestError
 
 SCHEMA_DEPTH_MAX = 64
@@ -36,31 +38,56 @@ BYTES_PER_CONTAINER = 2
 """An object or list in a schema is written in at least as many bytes."""
 
 FORMS = ("json", "regex", "choice", "grammar", "json_object")
+FORM_OF = {
+    **{f"guided_{form}": form for form in FORMS[:4]},
+    "regex": "regex",
+    "ebnf": "grammar",
+    "json_schema": "json",
+}
+"""The fields with one form each: older ones of vLLM, and SGLang's."""
+
 HARMLESS = ("disable_fallback", "backend")
+
+
+class Asked(NamedTuple):
+    """A constraint, and the keywords of its schema that it does not enforce."""
+
+    grammar: Grammar
+    left_out: tuple[str, ...] = ()
 
 
 def grammar_of(
     response_format: Mapping[str, object] | None,
     structured_outputs: Mapping[str, object] | None = None,
-    guided: Mapping[str, object] | None = None,
+    others: Mapping[str, object] | None = None,
 ) -> Grammar | None:
-    """Return the one constraint; `guided` has the guided_ fields, by form. Raises RequestError."""
-    requested: dict[str, Grammar | None] = {}
+    """Return the grammar of `asked_of`. Raises RequestError."""
+    asked = asked_of(response_format, structured_outputs, others)
+    return None if asked is None else asked.grammar
+
+
+def asked_of(
+    response_format: Mapping[str, object] | None,
+    structured_outputs: Mapping[str, object] | None = None,
+    others: Mapping[str, object] | None = None,
+) -> Asked | None:
+    """Return the one constraint; `others` are fields of FORM_OF. Raises RequestError."""
+    requested: dict[str, Asked | None] = {}
     if response_format is not None:
         requested["response_format"] = _of_response_format(response_format)
     if structured_outputs is not None:
         requested["structured_outputs"] = _of_structured_outputs(structured_outputs)
-    for form, value in (guided or {}).items():
+    for field, value in (others or {}).items():
         if value not in (None, []):
-            requested[f"guided_{form}"] = _of_form(form, value, f"guided_{form}")
-    found = {field: grammar for field, grammar in requested.items() if grammar is not None}
-    if len(found) > 1:
+            requested[field] = _of_form(FORM_OF[field], value, field)
+    found = {field: asked for field, asked in requested.items() if asked is not None}
+    if len({asked.grammar for asked in found.values()}) > 1:
         first, second, *_ = found
         raise RequestError(f"{second}: {first} also restricts the answer: give one", param=second)
     return next(iter(found.values()), None)
 
 
-def _of_response_format(value: Mapping[str, object]) -> Grammar | None:
+def _of_response_format(value: Mapping[str, object]) -> Asked | None:
     param = "response_format"
     match value:
         case {"type": "text"}:
@@ -68,10 +95,10 @@ def _of_response_format(value: Mapping[str, object]) -> Grammar | None:
         case {"type": "json_object", "schema": dict()} if value["schema"]:
             return _schema(cast("dict[str, object]", value["schema"]), f"{param}.schema")
         case {"type": "json_object"}:
-            return Grammar(kind="json_object")
+            return Asked(Grammar(kind="json_object"))
         case {"type": "json_schema", "json_schema": {"schema": dict()}}:
-            named = cast("dict[str, dict[str, object]]", value["json_schema"])
-            return _schema(named["schema"], f"{param}.json_schema.schema")
+            named = cast("dict[str, Any]", value["json_schema"])
+            return _schema(named["schema"], f"{param}.json_schema.schema", strict=named.get("strict") is True)
         case {"type": "json_schema"}:
             raise RequestError(
                 f'{param}.json_schema: give {{"name": ..., "schema": {{...}}}}', param=f"{param}.json_schema"
@@ -80,7 +107,7 @@ def _of_response_format(value: Mapping[str, object]) -> Grammar | None:
             raise RequestError(f"{param}.type: use text, json_object or json_schema", param=f"{param}.type")
 
 
-def _of_structured_outputs(value: Mapping[str, object]) -> Grammar | None:
+def _of_structured_outputs(value: Mapping[str, object]) -> Asked | None:
     param = "structured_outputs"
     given = {
         name: constraint
@@ -98,20 +125,20 @@ def _of_structured_outputs(value: Mapping[str, object]) -> Grammar | None:
     return next((_of_form(form, constraint, f"{param}.{form}") for form, constraint in given.items()), None)
 
 
-def _of_form(form: str, value: object, param: str) -> Grammar:
+def _of_form(form: str, value: object, param: str) -> Asked:
     match form, value:
         case "json", dict():
             return _schema(cast("dict[str, object]", value), param)
         case "json", str(text):
             return _schema(_parsed(text, param), param)
         case "regex", str(text) if text:
-            return Grammar(kind="regex", text=_bounded(text, param, PATTERN_BYTES_MAX))
+            return Asked(Grammar(kind="regex", text=_bounded(text, param, PATTERN_BYTES_MAX)))
         case "grammar", str(text) if text:
-            return Grammar(kind="lark", text=_bounded(text, param, LARK_BYTES_MAX))
+            return Asked(Grammar(kind="lark", text=_bounded(text, param, LARK_BYTES_MAX)))
         case "choice", list() if all(isinstance(choice, str) for choice in cast("list[object]", value)):
-            return Grammar(kind="choice", text=_bounded(json.dumps(value, ensure_ascii=False), param))
+            return Asked(Grammar(kind="choice", text=_bounded(json.dumps(value, ensure_ascii=False), param)))
         case "json_object", True:
-            return Grammar(kind="json_object")
+            return Asked(Grammar(kind="json_object"))
         case _:
             wanted = {
                 "json": "a JSON schema, as an object or as its text",
@@ -131,13 +158,14 @@ def _parsed(text: str, param: str) -> dict[str, object]:
     return cast("dict[str, object]", schema)
 
 
-def _schema(schema: dict[str, object], param: str) -> Grammar:
+def _schema(schema: dict[str, object], param: str, *, strict: bool = False) -> Asked:
     check_schema(schema, param)
+    kept, left_out = enforced(schema, param, strict=strict)
     try:
-        text = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        text = json.dumps(kept, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (ValueError, TypeError) as error:
         raise RequestError(f"{param} cannot be written as JSON: {error}", param=param) from error
-    return Grammar(kind="json_schema", text=_bounded(text, param))
+    return Asked(Grammar(kind="json_schema", text=_bounded(text, param)), left_out)
 
 
 def check_schema(schema: dict[str, object], param: str) -> None:

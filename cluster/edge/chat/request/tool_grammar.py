@@ -12,6 +12,7 @@ from typing import Any, assert_never, cast
 from tidemill.cluster.edge.chat.formats import Body
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
 from tidemill.cluster.edge.chat.output.tool_call_parser import choices_of, is_text, parameters_of
+from tidemill.cluster.edge.chat.request.schema import enforced
 from tidemill.cluster.edge.chat.request.structured import check_schema
 from tidemill.cluster.edge.chat.request.tools import Tool
 from tidemill.workers.messages import GRAMMAR_BYTES_MAX, Grammar, RequestError
@@ -19,7 +20,12 @@ from tidemill.workers.messages import GRAMMAR_BYTES_MAX, Grammar, RequestError
 BREAK = "\n\n"
 LINE = "\n"
 END = "</parameter>"
-ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+ONE_LINE = {
+    "coerce_one_of": True,
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
 """One line, because a model could continue with blanks forever."""
 
 Rules = dict[str, str]
@@ -35,8 +41,6 @@ def forced(tools: Sequence[Tool], output_format: OutputFormat, added: Mapping[st
     form, reasoning = output_format.form, output_format.reasoning
     assert form is not None, "an answer that may call nothing"
     functions = [tool.function for tool in tools]
-    for function in functions:
-        check_schema(function.parameters or {}, "tools")
     written = form.written
     literal = partial(_literal, added=added)
     thinking = reasoning if output_format.thinking else None
@@ -65,6 +69,25 @@ def forced(tools: Sequence[Tool], output_format: OutputFormat, added: Mapping[st
     return Grammar(kind="lark", text=text)
 
 
+def enforceable(tools: Sequence[Tool]) -> tuple[list[Tool], tuple[str, ...]]:
+    """Return the tools with schemas that a grammar can follow, and the paths of what was left out. Raises
+    RequestError."""
+    kept: list[Tool] = []
+    left_out: list[str] = []
+    for tool in tools:
+        function = tool.function
+        check_schema(function.parameters or {}, "tools")
+        found = enforced(
+            function.parameters or {}, f"tools.{function.name}.parameters", strict=function.strict is True
+        )
+        parameters = None if function.parameters is None else found.schema
+        kept.append(
+            tool.model_copy(update={"function": function.model_copy(update={"parameters": parameters})})
+        )
+        left_out += found.left_out
+    return kept, tuple(left_out)
+
+
 def _in_order(*parts: str) -> str:
     return " ".join(part for part in parts if part) or EMPTY
 
@@ -84,7 +107,7 @@ def _arguments(name: str, schema: Mapping[str, Any], body: Body) -> Rules:
     """Return the rule `name` of a function's arguments, and the rules that it refers to."""
     match body:
         case "json" | "channels":
-            return {name: _json({"type": "object", **schema})}
+            return {name: _json({**schema, "type": "object"})}
         case "xml":
             return _xml_arguments(name, schema)
         case "python":

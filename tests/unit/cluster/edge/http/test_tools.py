@@ -240,6 +240,54 @@ async def test_last_message_goes_on() -> None:
     assert prompts_of(service)[0].endswith("Emma is in")
 
 
+def strictly(**wanted: object) -> dict[str, Any]:
+    parameters = {"type": ["object", "null"], "properties": {"at": wanted}}
+    return {"type": "function", "function": {"name": "look", "parameters": parameters, "strict": True}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "ignored"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "text"}}, None),
+        ({"structured_outputs": {"regex": "a"}, "guided_regex": "b"}, "structured_outputs, guided_regex"),
+    ],
+)
+def test_forced_call_goes_before_what_else_restricts_the_answer(
+    fields: dict[str, Any], ignored: str | None
+) -> None:
+    service = saying(CALLING)
+    app = build_app([ServedBackend(service, tokenizer())], sources())
+    body = {"messages": ASKED, "tools": [LOOK], "tool_choice": "required", **fields}
+    reply = call(app, "POST", "/v1/chat/completions", json=body)
+    assert reply.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "look"
+    assert reply.headers.get("x-tidemill-ignored") == ignored
+
+
+def test_what_a_call_cannot_enforce_is_named() -> None:
+    service = saying(CALLING)
+    app = build_app([ServedBackend(service, tokenizer())], sources())
+    tool = strictly(format="path", type="string")
+    tool["function"]["strict"] = False
+    body = {"messages": ASKED, "tools": [tool], "tool_choice": "required"}
+    reply = call(app, "POST", "/v1/chat/completions", json=body)
+    assert reply.headers["x-tidemill-ignored"] == "tools.look.parameters.properties.at.format"
+    grammar = service.requests[0].sampling.grammar
+    assert grammar is not None
+    assert '"type": "object"' in grammar.text
+    assert "path" not in grammar.text
+
+
+@pytest.mark.parametrize("count", range(1, 40))
+def test_forced_call_that_is_cut_leaks_no_tag(count: int) -> None:
+    service = saying(f"</think>\n\n{CALLING}")
+    app = build_app([ServedBackend(service, tokenizer())], sources())
+    body = {"messages": ASKED, "tools": [LOOK], "tool_choice": "required", "max_tokens": count}
+    thinks = {"chat_template_kwargs": {"thinks": True}}
+    message = call(app, "POST", "/v1/chat/completions", json=body | thinks).json()["choices"][0]["message"]
+    assert not message["content"]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -248,7 +296,10 @@ async def test_last_message_goes_on() -> None:
         ({"tools": [LOOK], "tool_choice": "any"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [LOOK], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-        ({**FORCED, **JSON}, "tool_choice"),
+        (
+            {"tools": [strictly(uniqueItems=True)], "tool_choice": "required"},
+            "tools.look.parameters.properties.at.uniqueItems",
+        ),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.cluster.edge.chat.request.structured import (
+    FORM_OF,
     GRAMMAR_BYTES_MAX,
     LARK_BYTES_MAX,
     MEMBERS_MAX,
@@ -20,7 +21,8 @@ from tidemill.workers.messages import Grammar, RequestError
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"enum": ["ü", 1]}}}
 WRITTEN = Grammar(
     kind="json_schema",
-    text='{"type":"object","properties":{"b":{"type":"string"},"a":{"enum":["ü",1]}}}',
+    text='{"type":"object","properties":{"b":{"type":"string"},"a":{"enum":["ü",1]}},'
+    '"additionalProperties":false}',
 )
 
 
@@ -53,7 +55,7 @@ def nested(depth: int) -> dict[str, Any]:
     ("response_format", "structured_outputs", "guided", "grammar"),
     [
         (None, None, None, None),
-        ({"type": "text"}, {}, {"json": None, "choice": []}, None),
+        ({"type": "text"}, {}, {"guided_json": None, "guided_choice": []}, None),
         ({"type": "json_object"}, None, None, Grammar(kind="json_object")),
         ({"type": "json_object", "schema": SCHEMA}, None, None, WRITTEN),
         ({"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}, None, None, WRITTEN),
@@ -64,9 +66,14 @@ def nested(depth: int) -> dict[str, Any]:
         (None, {"regex": "a|b", "disable_fallback": True}, None, Grammar(kind="regex", text="a|b")),
         (None, {"grammar": 'start: "a"'}, None, Grammar(kind="lark", text='start: "a"')),
         (None, {"choice": ["ü", "b"]}, None, Grammar(kind="choice", text='["ü", "b"]')),
-        (None, None, {"json": SCHEMA}, WRITTEN),
-        (None, None, {"regex": "[0-9]+"}, Grammar(kind="regex", text="[0-9]+")),
-        ({"type": "text"}, None, {"choice": ["a"]}, Grammar(kind="choice", text='["a"]')),
+        (None, None, {"guided_json": SCHEMA}, WRITTEN),
+        (None, None, {"json_schema": json.dumps(SCHEMA)}, WRITTEN),
+        (None, None, {"ebnf": 'root ::= "a"'}, Grammar(kind="lark", text='root ::= "a"')),
+        (None, {"json": SCHEMA}, {"guided_json": json.dumps(SCHEMA)}, WRITTEN),
+        ({"type": "json_object"}, {"json_object": True}, None, Grammar(kind="json_object")),
+        (None, {"regex": "a"}, {"guided_regex": "a", "regex": "a"}, Grammar(kind="regex", text="a")),
+        (None, None, {"guided_regex": "[0-9]+"}, Grammar(kind="regex", text="[0-9]+")),
+        ({"type": "text"}, None, {"guided_choice": ["a"]}, Grammar(kind="choice", text='["a"]')),
     ],
 )
 def test_three_dialects(
@@ -98,16 +105,17 @@ MISTAKES: list[tuple[tuple[Any, Any, Any], str]] = [
     ((None, {"regex": 7}, None), "structured_outputs.regex"),
     ((None, {"choice": ["a", 7]}, None), "structured_outputs.choice"),
     ((None, {"json_object": 7}, None), "structured_outputs.json_object"),
-    ((None, None, {"choice": ["a" * GRAMMAR_BYTES_MAX]}), "guided_choice"),
-    ((None, None, {"grammar": "a" * (LARK_BYTES_MAX + 1)}), "guided_grammar"),
-    ((None, None, {"regex": "a" * (PATTERN_BYTES_MAX + 1)}), "guided_regex"),
-    ((None, None, {"json": {"items": [{"pattern": LONG}]}}), "guided_json"),
-    ((None, None, {"json": {"items": {"patternProperties": {LONG: {}}}}}), "guided_json"),
-    ((None, None, {"regex": ""}), "guided_regex"),
-    ((None, None, {"json": nested(SCHEMA_DEPTH_MAX + 1)}), "guided_json"),
-    ((None, None, {"json": {"enum": [[]] * GRAMMAR_BYTES_MAX}}), "guided_json"),
-    (({"type": "json_object"}, None, {"regex": "a"}), "guided_regex"),
-    ((None, {"regex": "a"}, {"regex": "a"}), "guided_regex"),
+    ((None, None, {"guided_choice": ["a" * GRAMMAR_BYTES_MAX]}), "guided_choice"),
+    ((None, None, {"guided_grammar": "a" * (LARK_BYTES_MAX + 1)}), "guided_grammar"),
+    ((None, None, {"guided_regex": "a" * (PATTERN_BYTES_MAX + 1)}), "guided_regex"),
+    ((None, None, {"guided_json": {"items": [{"pattern": LONG}]}}), "guided_json"),
+    ((None, None, {"guided_json": {"items": {"patternProperties": {LONG: {}}}}}), "guided_json"),
+    ((None, None, {"guided_regex": ""}), "guided_regex"),
+    ((None, None, {"guided_json": nested(SCHEMA_DEPTH_MAX + 1)}), "guided_json"),
+    ((None, None, {"guided_json": {"enum": [[]] * GRAMMAR_BYTES_MAX}}), "guided_json"),
+    (({"type": "json_object"}, None, {"guided_regex": "a"}), "guided_regex"),
+    ((None, {"regex": "a"}, {"guided_regex": "b"}), "guided_regex"),
+    ((None, None, {"regex": 7}), "regex"),
 ]
 
 
@@ -138,7 +146,7 @@ FORM = st.sampled_from(["json", "regex", "choice", "grammar", "json_object", "ty
 @given(
     st.none() | st.dictionaries(FORM, JSON, max_size=2),
     st.none() | st.dictionaries(FORM, JSON, max_size=2),
-    st.dictionaries(st.sampled_from(["json", "regex", "choice", "grammar"]), JSON, max_size=2),
+    st.dictionaries(st.sampled_from(sorted(FORM_OF)), JSON, max_size=2),
 )
 def test_anything_is_a_grammar_or_refused(
     response_format: dict[str, Any] | None, structured_outputs: dict[str, Any] | None, guided: dict[str, Any]
