@@ -20,6 +20,7 @@ import uvloop
 from tidemill.cluster.edge.chat.text import Tokenizer
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.cluster.edge.cluster_service import ClusterService
+from tidemill.cluster.edge.http.same_origin import open_line
 from tidemill.cluster.edge.requests.api_keys import ApiKey
 from tidemill.cluster.edge.requests.context import EdgeContext, Sources, open_context
 from tidemill.cluster.edge.requests.limits import EdgeLimits
@@ -121,6 +122,8 @@ async def _run(
             edge = _JoinedEdge(reader, join, sources, catalogue, lines, group)
             try:
                 await edge.apply(catalogue)
+                if group is None and (line := open_line(endpoint.host, edge.context.keys)):
+                    log.warning("%s", line)
                 if group is not None:
                     working = group.run(edge.context, lines)
                 else:

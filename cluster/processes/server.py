@@ -23,6 +23,7 @@ from tidemill.cluster.edge.chat.templates import Template
 from tidemill.cluster.edge.chat.text import Tokenizer
 from tidemill.cluster.edge.chat.tokenizer_files import load_template, load_tokenizer
 from tidemill.cluster.edge.cluster_service import ClusterService
+from tidemill.cluster.edge.http.same_origin import open_line
 from tidemill.cluster.edge.requests.api_keys import KeysWatch
 from tidemill.cluster.edge.requests.context import EdgeContext, Sources, StopReason, open_context
 from tidemill.cluster.edge.requests.models import ServedBackend
@@ -150,6 +151,8 @@ class _Server:
         keys_file = endpoint.security.keys_file
         others: list[Runs] = [] if keys_file is None else [KeysWatch(context.keys, keys_file)]
         others.append(CataloguePublisher(published, writers, context, endpoint.telemetry))
+        if line := open_line(endpoint.host, context.keys):
+            log.warning("%s", line)
         url = url_of(endpoint, self.sockets)
         stopping = partial(_end_in_time, context.shutdown_s_max)
         try:

@@ -72,6 +72,7 @@ PARTS: Mapping[str, Part] = {
     "keys, TLS, rules of security": tests(
         f"{CLI}/test_security.py",
         f"{EDGE}/requests/test_api_keys.py",
+        f"{EDGE}/http/test_same_origin.py",
         "tests/unit/kvstore/test_files.py",
         "tests/unit/kvstore/test_periodic.py",
         "tests/tidy/test_security.py",

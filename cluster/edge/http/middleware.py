@@ -21,7 +21,7 @@ from tidemill.cluster.edge.apis.json_bytes import event
 from tidemill.cluster.edge.chat.request.json_text import parse_json
 from tidemill.cluster.edge.http.dashboard import PAGE_PATHS
 from tidemill.cluster.edge.http.errors import JsonReply, shaped
-from tidemill.cluster.edge.http.same_origin import check_site
+from tidemill.cluster.edge.http.same_origin import check_operator, check_site
 from tidemill.cluster.edge.http.stream import EventStream
 from tidemill.cluster.edge.requests.api_keys import ApiKey, ApiKeys
 from tidemill.cluster.edge.requests.caller import REQUEST_ID_HEADER, request_id_of
@@ -127,10 +127,12 @@ class EdgeMiddleware:
         key: ApiKey | None = None
         if scope["path"] not in OPEN_PATHS:
             key = await self._keys.admit(scope["path"], headers)
+        address = (scope.get("client") or ("",))[0]
         if not self._keys.are_needed:
             server = scope.get("server") or ("",)
             check_site(scope["method"], server[0], headers)
-        client = client_of(None if key is None else key.tenant, (scope.get("client") or ("",))[0])
+            check_operator(scope["method"], scope["path"], server[0], address)
+        client = client_of(None if key is None else key.tenant, address)
         scope["state"] |= {"key": key, "client": client}
         return client
 

@@ -1,5 +1,5 @@
 """Refuses, where there are no keys, requests and commands that pages of other sites send from a user's
-browser.
+browser, and orders of operators that come from another machine.
 
 A page may send a form anywhere; its browser names the page's site in `Origin`.
 A site may also point its name to this machine (DNS rebinding): its pages then use that name in `Host`.
@@ -9,10 +9,14 @@ from collections.abc import Mapping
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
+from tidemill.cluster.edge.requests.api_keys import OPERATORS_PATHS, ApiKeys
 from tidemill.workers.messages import RequestError
 
 READS = frozenset({"GET", "HEAD", "OPTIONS"})
 """The methods that another site may use: it cannot read the reply."""
+
+PRIVATE_PATHS = ("/cluster/support", "/cluster/edges")
+"""The paths whose reads are for operators, too: logs, settings, and who joins."""
 
 KEYS_FIX = "serve with --api-key"
 
@@ -35,6 +39,28 @@ def check_site(method: str, server: str, headers: Mapping[str, str]) -> None:
         )
 
 
+def check_operator(method: str, path: str, server: str, client: str) -> None:
+    """Check a request from the address `client`, empty for a Unix socket. Raises RequestError (403)."""
+    is_order = path.startswith(OPERATORS_PATHS) and (method not in READS or path.startswith(PRIVATE_PATHS))
+    if is_order and client and client != server and not _is_loopback(client):
+        raise RequestError(
+            f"without API keys, {path} is for clients on the server's own machine: {KEYS_FIX}, or with "
+            "--api-keys-file and a key of an operator",
+            status=403,
+            code="not_an_operator",
+        )
+
+
+def open_line(host: str, keys: ApiKeys) -> str | None:
+    """Return a line for the log of an endpoint that other machines reach without keys."""
+    if keys.are_needed or _is_local(host):
+        return None
+    return (
+        f"everyone who reaches {host} may ask, because there are no API keys; orders of operators are taken "
+        "from this machine alone: to allow others, serve with --api-keys-file and a key of an operator"
+    )
+
+
 def _name_of(host: str) -> str:
     """Return the host without the port."""
     try:
@@ -45,7 +71,7 @@ def _name_of(host: str) -> str:
 
 def _is_loopback(address: str) -> bool:
     try:
-        return ip_address(address).is_loopback
+        return ip_address(address.removeprefix("::ffff:")).is_loopback
     except ValueError:
         return False
 
