@@ -44,7 +44,7 @@ SUITE := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore t
 test: setup
 	$(SUITE) -m "not slow"
 
-# All planted bugs. When they are caught on main: `git tag -f full-run` and push the tag, from which
+# All planted bugs. When they are caught on main, commit tests/mutations/bugs/full_run, from which
 # `make mutations-changed` counts.
 test-all: setup triton triton-3.6 suite
 	python -m tests.mutations --after-tests
@@ -128,7 +128,7 @@ fuzz: setup
 mutations: setup
 	python -m tests.mutations
 
-# The planted bugs that differ from the tag full-run, after all tests have passed.
+# The planted bugs that differ from the last full run, after all tests have passed.
 mutations-changed: setup
 	python -m tests.mutations --after-tests --changed
 

@@ -3,8 +3,9 @@
     python -m tests.mutations [--jobs N] [--after-tests] [--changed] [part of a bug's name or file ...]
 
 Exit status 1 when a bug survives, or when the tests fail without any bug, which is not checked with
-`--after-tests`. With `--changed`, only bugs are planted of which something differs from the tag
-`full-run`: their file, a test that catches them, or they themselves. Without such a tag, all are planted.
+`--after-tests`. A run that catches all bugs writes its commit to `bugs/full_run`. With `--changed`, only bugs
+are planted of which something differs from that commit: their file, a test that catches them, or they
+themselves. If the repository lacks the commit, all are planted.
 """
 
 import argparse
@@ -34,8 +35,8 @@ TIMEOUT_S = 180.0
 """A bug may cause an endless loop: a timeout counts as caught."""
 WAIT_S_MAX = 10.0
 """Seconds that a test waits at most (tests/support/waits.py)."""
-FULL_RUN = "full-run"
-"""The tag of the last commit whose tests have caught all planted bugs."""
+FULL_RUN = "tests/mutations/bugs/full_run"
+"""The file with the last commit whose tests have caught all planted bugs. Clones may lack tags."""
 ATTEMPTS = 3
 """A test with random cases may miss a bug in one run; a bug survives if it is missed in all of these."""
 
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="bugs tested concurrently")
     parser.add_argument("--after-tests", action="store_true", help="all tests have just passed without a bug")
-    parser.add_argument("--changed", action="store_true", help=f"what changed since the tag {FULL_RUN} alone")
+    parser.add_argument("--changed", action="store_true", help="what changed since the last full run alone")
     parser.add_argument("words", nargs="*", help="parts of a bug's name or file; without any: all bugs")
     options = parser.parse_args(arguments)
     words: list[str] = options.words
@@ -65,6 +66,8 @@ def main(arguments: Sequence[str]) -> int:
                 print(f"{failure}\nthe tests fail without any bug: see `make test`")  # noqa: T201  the answer
                 return 1
         survivors = [bug for bug, caught in zip(chosen, _run(chosen, copies), strict=True) if not caught]
+    if not survivors and named == list(PLANTED):
+        (ROOT / FULL_RUN).write_text(_git(ROOT, "rev-parse", "HEAD"))
     lines = [f"SURVIVED {bug.where}: {bug.bug}" for bug in survivors]
     print(*lines, f"{len(chosen) - len(survivors)} of {len(chosen)} caught", sep="\n")  # noqa: T201  the answer
     return 1 if survivors else 0
@@ -72,20 +75,19 @@ def main(arguments: Sequence[str]) -> int:
 
 def changed(bugs: list[Planted], root: Path = ROOT) -> list[Planted]:
     """Return the bugs of which something differs from the last full run; without such a run, all."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", *arguments]
-        return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
-
-    if not git("tag", "--list", FULL_RUN):
+    file = root / FULL_RUN
+    commit = file.read_text().strip() if file.exists() else ""
+    if not commit or not _git(
+        root, "rev-parse", "--quiet", "--verify", f"{commit}^{{commit}}", may_fail=True
+    ):
         return bugs
     files = {
-        *git("diff", "--name-only", FULL_RUN).split(),
-        *git("ls-files", "-o", "--exclude-standard").split(),
+        *_git(root, "diff", "--name-only", commit).split(),
+        *_git(root, "ls-files", "-o", "--exclude-standard").split(),
     }
     if any(file.startswith("tests/mutations/") and file.count("/") == 2 for file in files):
         return bugs
-    lines = git("diff", "--unified=0", FULL_RUN, "--", "tests/mutations/bugs").splitlines()
+    lines = _git(root, "diff", "--unified=0", commit, "--", "tests/mutations/bugs").splitlines()
     new = "".join(line for line in lines if line.startswith("+"))
     return [
         bug
@@ -94,6 +96,11 @@ def changed(bugs: list[Planted], root: Path = ROOT) -> list[Planted]:
         or any(test.partition("::")[0] in files for test in bug.tests.split())
         or any(json.dumps(text) in new or repr(text) in new for text in (bug.bug, bug.find, bug.put))
     ]
+
+
+def _git(root: Path, *arguments: str, may_fail: bool = False) -> str:
+    command = ["git", *arguments]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=not may_fail).stdout
 
 
 def _run(bugs: Iterable[Planted], copies: Sequence[Path]) -> list[bool]:

@@ -58,9 +58,9 @@ def test_plant_refuses_patterns_without_exactly_one_match() -> None:
 
 
 def test_changed_bugs_are_those_of_changed_files_and_tests(tmp_path: Path) -> None:
-    def git(*arguments: str) -> None:
-        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)  # noqa: S607 - any git
+    def git(*arguments: str) -> bytes:
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True).stdout
 
     old, other, new = (
         Planted(name, f"{name}.py::go", "1", "2", f"test_{name}.py") for name in ("old", "other", "new")
@@ -73,7 +73,9 @@ def test_changed_bugs_are_those_of_changed_files_and_tests(tmp_path: Path) -> No
     git("add", ".")
     git("commit", "-m", "before")
     assert changed(bugs, tmp_path) == bugs  # there was no full run
-    git("tag", FULL_RUN)
+    (tmp_path / FULL_RUN).write_text("0" * 40)
+    assert changed(bugs, tmp_path) == bugs, "the clone lacks the commit of the full run"
+    (tmp_path / FULL_RUN).write_bytes(git("rev-parse", "HEAD"))
     assert changed(bugs, tmp_path) == []
     (tmp_path / "new.py").touch()
     (tmp_path / "test_other.py").write_text("after\n")
@@ -81,7 +83,7 @@ def test_changed_bugs_are_those_of_changed_files_and_tests(tmp_path: Path) -> No
     (tmp_path / "tests/mutations/bugs/edge.py").write_text('before\n"old",\n')
     assert changed(bugs, tmp_path) == bugs
     git("commit", "-am", "after")
-    git("tag", "-f", FULL_RUN)
+    (tmp_path / FULL_RUN).write_bytes(git("rev-parse", "HEAD"))
     assert changed(bugs, tmp_path) == [new]
 
 
