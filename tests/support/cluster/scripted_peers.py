@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from tests.support.waits import WAIT_S_MAX
+from tidemill.cluster.edge import flow
 from tidemill.cluster.edge.flow import serve
 from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.kvstore.keys import Namespace, PageKey
@@ -185,7 +186,7 @@ INFO = EngineInfo(page_tokens=P)
 
 
 def pieces_of(
-    script: Script, request: Request, wait_s_max: float = WAIT_S_MAX, info: EngineInfo = INFO
+    script: Script, request: Request, wait_s_max: float = flow.WAIT_S_MAX, info: EngineInfo = INFO
 ) -> list[StreamPiece]:
     """Return all pieces."""
     found: list[StreamPiece] = []
