@@ -204,6 +204,7 @@ def ray_environ(*, joins: bool, token: str = "") -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SCHEDULER_EVENTS": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else Ray warns of its future default
+        "PYTHONSAFEPATH": "1",  # modules in the working directory are none of ours
     }
     if joins:
         return quiet
@@ -213,3 +214,8 @@ def ray_environ(*, joins: bool, token: str = "") -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": token,
     }
+
+
+def authority(host: str, port: int) -> str:
+    """Return an address as URLs have it: one of IPv6 in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

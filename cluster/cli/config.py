@@ -23,6 +23,7 @@ from tidemill.cluster.config.fleets import (
 from tidemill.cluster.config.problems import ConfigError
 from tidemill.cluster.config.reading import dump, read_config
 from tidemill.cluster.config.tree import ModelConfig, RootConfig
+from tidemill.cluster.settings import authority
 from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.stores.secret import read_secret
 from tidemill.workers.settings import EngineSettings, SettingsError
@@ -169,7 +170,7 @@ def _description(config: RootConfig) -> str:
     memory = [f"{sum(fixed) / 2**30:.3g} GiB"] if (fixed := [n * size for n, size in sizes if size]) else []
     memory += ["what their GPUs have left"] if len(fixed) < len(sizes) else []
     processes = sum(group.replicas * group.tensor_parallel_size for group in groups)
-    url = f"{'http' if edge.ssl_certfile is None else 'https'}://{edge.host}:{edge.port}"
+    url = f"{'http' if edge.ssl_certfile is None else 'https'}://{authority(edge.host, edge.port)}"
     routers = sum(model.routers for model in config.models)
     ray = (
         "a Ray cluster of its own"

@@ -35,16 +35,14 @@ from tidemill.cluster.processes.system.private_folder import (
     detached_servers,
     lasting_folder,
     remove_folder,
+    too_long,
     writers,
 )
-from tidemill.cluster.settings import OBJECT_STORE_BYTES
+from tidemill.cluster.settings import OBJECT_STORE_BYTES, authority
 from tidemill.kvstore.errors import TidemillError
 
 READY = "ready: "
 OURS = "tidemill: "
-
-TEMP_PATH_LENGTH_MAX = 34
-"""A private folder and Ray's sockets append up to 66 characters, and the path of a socket has at most 107."""
 
 LOOK_S = 0.1
 RAY_STARTS_MAX = 3
@@ -81,8 +79,8 @@ def start_detached(
     """Start Ray and a server on it; return when it serves. Its folder is made below `temp_folder`, and one
     for a private store below `store_parent`. Raises DetachError and PortTaken; nothing is left running
     then."""
-    if len(str(temp_folder)) > TEMP_PATH_LENGTH_MAX:
-        raise DetachError(f"the path {temp_folder} is too long for Ray's sockets: set TMPDIR=/tmp")
+    if reason := too_long(temp_folder):
+        raise DetachError(reason)
     for known in detached_servers(temp_folder):
         if known.url.rpartition(":")[2] == str(endpoint.port) and known.is_running():
             raise DetachError(f"a detached server has {known.url} already: end it with `tidemill down`")
@@ -94,7 +92,7 @@ def start_detached(
         if store_parent is not None:
             store = stack.enter_context(lasting_folder("tidemill-store-", store_parent))
         server = DetachedServer(
-            url=f"{endpoint.scheme}://{endpoint.host}:{port}",
+            url=f"{endpoint.scheme}://{authority(endpoint.host, port)}",
             root=str(root),
             store="" if store is None else str(store),
             cwd=str(Path.cwd()),

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import ray
 import ray.exceptions
+from ray.job_config import JobConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
@@ -34,7 +35,7 @@ from tidemill.cluster.processes.system.children import (
     has_ended,
     with_descendants,
 )
-from tidemill.cluster.processes.system.private_folder import private_folder, writers
+from tidemill.cluster.processes.system.private_folder import private_folder, too_long, writers
 from tidemill.cluster.processes.worker_actor import find_router
 from tidemill.cluster.rpc.catalogue_client import CatalogueWriter
 from tidemill.cluster.rpc.router_client import RouterClient
@@ -65,8 +66,19 @@ several attempts."""
 ESSENTIAL = {"gcs_server": "GCS", "raylet": "raylet"}
 """The processes of Ray without which nothing can be started or restarted, and their names in messages."""
 
-TEMP_PATH_LENGTH_MAX = 34
-"""A private folder and Ray's sockets append up to 66 characters, and the path of a socket has at most 107."""
+
+class _Nowhere(list[str]):
+    """The directories that Ray adds to the import path of workers: not even the working directory."""
+
+    def extend(self, _: object) -> None:
+        pass
+
+
+def job_of_workers() -> Any:  # noqa: ANN401 - of Ray
+    """Return a job of Ray whose workers import nothing from this process's working directory."""
+    job: Any = JobConfig()
+    job._py_driver_sys_path = _Nowhere()  # noqa: SLF001 - Ray has no option for it
+    return job
 
 
 class LaunchError(TidemillError):
@@ -126,10 +138,8 @@ class Cluster:
         settings = self._settings
         options: dict[str, Any] = {"address": settings.ray_address}
         if settings.ray_address is None:
-            if len(str(settings.temp_folder)) > TEMP_PATH_LENGTH_MAX:
-                raise LaunchError(
-                    f"the path {settings.temp_folder} is too long for Ray's sockets: set TMPDIR=/tmp"
-                )
+            if reason := too_long(settings.temp_folder):
+                raise LaunchError(reason)
             # Ray makes its folder one that all users may write to.
             folder = private_folder("tidemill-", settings.temp_folder)
             self._temp_folder = self._files.enter_context(folder)
@@ -157,7 +167,8 @@ class Cluster:
             with _raise_interrupts():
                 namespace = self._settings.namespace
                 keep_stdout()
-                RAY.init(**options, namespace=namespace, logging_level="error", log_to_driver=True)
+                quiet = {"logging_level": "error", "log_to_driver": True}
+                RAY.init(**options, namespace=namespace, job_config=job_of_workers(), **quiet)
         except Exception as error:
             raise LaunchError(f"Ray does not start: {_line(error)}") from error
         except SystemExit:

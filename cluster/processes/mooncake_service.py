@@ -24,7 +24,7 @@ import msgspec
 from tidemill.cluster.observability.logs import start_logs
 from tidemill.cluster.observability.telemetry import Telemetry
 from tidemill.cluster.processes.store_plan import Master, MemoryOwner, StorePlan, plan_store
-from tidemill.cluster.settings import StoreProgram
+from tidemill.cluster.settings import StoreProgram, authority
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.stores.mooncake_store import check_library, is_listening
 from tidemill.kvstore.stores.open_store import check_url
@@ -208,7 +208,7 @@ def master_process(master: Master) -> StoreProgram:
     return StoreProgram(
         name="Mooncake master",
         arguments=("-m", "mooncake.cli", *arguments),
-        port=f"{master.host}:{master.port}",
+        port=authority(master.host, master.port),
     )
 
 

@@ -18,6 +18,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import psutil
 
+from tidemill.cluster.settings import authority
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.sizes import parse_bytes
 from tidemill.kvstore.stores.mooncake_store import SEGMENT_BYTES_MIN
@@ -107,9 +108,9 @@ def _start(tier: str, given: Mapping[str, str], passed: Sequence[tuple[str, str]
     port = _port(tier, given.get("port"), host)
     admin_port = _free_port(tier, host, (other for other in _shuffled() if other != port))
     master = Master(host=host, port=port, admin_port=admin_port)
-    address = f"{host}:{master.port}"
+    address = authority(host, master.port)
     return StorePlan(
-        url=_url(address, [*passed, ("admin", f"{host}:{master.admin_port}")]),
+        url=_url(address, [*passed, ("admin", authority(host, master.admin_port))]),
         master=master,
         owner=_owner(tier, address, host, given.get("size"), passed),
     )
@@ -201,7 +202,7 @@ def _free_port(tier: str, host: str, ports: Iterable[int]) -> int:
             try:
                 probe.bind((host, port))
             except OSError as error:
-                reason = f"cannot listen on {host}:{port} ({error})"
+                reason = f"cannot listen on {authority(host, port)} ({error})"
             else:
                 return port
     raise StoreError(f"store {tier}: {reason}: give another port= or host=")

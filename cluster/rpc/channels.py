@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 
 from tidemill.cluster.mutual_tls import CLUSTER_NAME, MutualTls
+from tidemill.cluster.settings import authority
 from tidemill.kvstore.files import read_regular
 
 FRAME_BYTES_MAX = 16 * 2**20
@@ -104,12 +105,12 @@ def bind(
     server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None
 ) -> str:
     """Bind to `host`, port 0 for any free one. Return the address for other processes. Raises OSError."""
-    host = f"[{host}]" if ":" in host else host
+    address = authority(host, port)
     try:
         if credentials is None:
-            bound = server.add_insecure_port(f"{host}:{port}")
+            bound = server.add_insecure_port(address)
         else:
-            bound = server.add_secure_port(f"{host}:{port}", credentials)
+            bound = server.add_secure_port(address, credentials)
     except RuntimeError as error:  # gRPC raises it for every reason
-        raise OSError(f"{host}:{port} cannot be bound: {error}") from error
-    return f"{host}:{bound}"
+        raise OSError(f"{address} cannot be bound: {error}") from error
+    return authority(host, bound)

@@ -67,7 +67,7 @@ def processes_of(folder: str) -> list[psutil.Process]:
 
 @pytest.fixture
 def folder() -> str:
-    return tempfile.mkdtemp(prefix="launch-")
+    return tempfile.mkdtemp(prefix="run-")
 
 
 @pytest.mark.slow

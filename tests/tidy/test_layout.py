@@ -46,7 +46,7 @@ MAY_IMPORT = {
         "kvstore workers cluster cluster/edge/apis cluster/edge/chat cluster/edge/requests cluster/metrics"
     ),
     "cluster/edge/grpc_api": (
-        "kvstore workers cluster/edge/apis cluster/edge/chat cluster/edge/requests cluster/rpc"
+        "kvstore workers cluster cluster/edge/apis cluster/edge/chat cluster/edge/requests cluster/rpc"
     ),
     "cluster/router": "kernels/shared kvstore workers workers/scheduling cluster cluster/quotas cluster/rpc",
     "cluster/worker": (

@@ -33,11 +33,19 @@ class Shape:
     text_arguments  calls have the text of their object
     one_text        the template takes either words or reasoning beside calls, so both are one text
     replaced        what becomes a part of a message of the user: keys of REFUSED
+    full_tools      each tool has a description and parameters, empty ones if need be
     """
 
     text_arguments: bool = False
     one_text: bool = False
     replaced: frozenset[str] = frozenset()
+    full_tools: bool = False
+
+    def tools(self, how: Rendering) -> Rendering:
+        """Return the rendering with tools as the template wants them."""
+        if not self.full_tools:
+            return how
+        return replace(how, tools=[{**tool, "function": _EMPTY | tool["function"]} for tool in how.tools])
 
     def turns(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return the messages as the template wants them. What replaces one depends on nothing behind it, so
@@ -131,7 +139,7 @@ class Template:
 def inline_template(source: str, render: Render) -> Template:
     """Return a template that is rendered in this process."""
     render = careful(render)
-    shape = shape_of(render)
+    shape = replace(shape_of(render), full_tools=wants_full_tools(render))
     shapes = (shape, lenient(render, shape))
     return Template(source=source, tried=tried(render, shape), render=partial(rendered_chat, render, shapes))
 
@@ -142,6 +150,7 @@ def rendered_chat(
     """Return what `Template.render` does, by the second shape what is refused by the first. `render` raises
     only RequestError."""
     shape, lenient = shapes
+    how = shape.tools(how)
     try:
         text = render(shape.turns(messages), how)
     except RequestError:
@@ -211,6 +220,16 @@ def shape_of(render: Render) -> Shape:
     return Shape(text_arguments=right.text_arguments, one_text=not _tried(render, right, _BOTH))
 
 
+_EMPTY: dict[str, object] = {"description": "", "parameters": {"type": "object", "properties": {}}}
+_NAMED = Rendering(tools=[{"type": "function", "function": {"name": "tried_call"}}])
+
+
+def wants_full_tools(render: Render) -> bool:
+    """Return whether the template refuses a tool with a name alone, and not one with empty fields."""
+    full = Shape(full_tools=True)
+    return not _tried(render, PLAINLY, [_USER], _NAMED) and bool(_tried(render, full, [_USER], _NAMED))
+
+
 def tried(render: Render, shape: Shape) -> str:
     """Return what a template writes for some chats; empty where it refuses them. `render` raises only
     RequestError."""
@@ -218,9 +237,9 @@ def tried(render: Render, shape: Shape) -> str:
     return "".join(_tried(render, shape, chat) for chat in chats)
 
 
-def _tried(render: Render, shape: Shape, messages: Sequence[Message]) -> str:
+def _tried(render: Render, shape: Shape, messages: Sequence[Message], how: Rendering = PLAIN) -> str:
     try:
-        return render(shape.turns(messages), PLAIN)
+        return render(shape.turns(messages), shape.tools(how))
     except RequestError:
         return ""
 

@@ -19,6 +19,7 @@ import grpc.aio
 
 from tidemill.cluster.edge.requests.limits import InFlightLimit
 from tidemill.cluster.edge.requests.security import HANDSHAKES_MAX, Handshakes, Listener, Tls, tls_context
+from tidemill.cluster.settings import authority
 from tidemill.kvstore.errors import TidemillError
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -313,7 +314,7 @@ class FrameGate:
         handshakes = Handshakes(HANDSHAKES_MAX)
         self._listener = Listener(self._socket, self._tls, lambda: _ClientSide(self), self.places, handshakes)
         bound = self._socket.getsockname()[1]
-        return f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+        return authority(host, bound)
 
     async def close(self) -> None:
         """Accept no more."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.edge.requests.security import OPEN, Security
 from tidemill.cluster.observability.telemetry import QUIET, Telemetry
-from tidemill.cluster.settings import ClusterSettings, RouterSettings
+from tidemill.cluster.settings import ClusterSettings, RouterSettings, authority
 from tidemill.kvstore.errors import TidemillError
 
 UNREAD_BYTES_MAX = 256 << 10
@@ -147,5 +147,6 @@ def _bind(listener: socket.socket, host: str, port: int, option: str) -> None:
         listener.bind((host, port))
     except (OSError, OverflowError) as error:
         raise PortTaken(
-            f"cannot listen on {host}:{port} ({error}): give another --host or {option}, 0 for a free port"
+            f"cannot listen on {authority(host, port)} ({error}): give another --host or {option}, 0 for a "
+            "free port"
         ) from error

@@ -23,6 +23,7 @@ from tidemill.cluster.processes.endpoint.endpoint import Endpoint, PortTaken, So
 from tidemill.cluster.processes.endpoint.handshakes import EdgeServer
 from tidemill.cluster.processes.endpoint.history_recorder import HistoryRecorder
 from tidemill.cluster.processes.system.children import STOP_SIGNALS
+from tidemill.cluster.settings import authority
 from tidemill.kvstore.periodic import every
 from tidemill.workers.malloc import return_freed_memory, share_arenas
 
@@ -142,7 +143,7 @@ async def run_serving(
 
 def url_of(endpoint: Endpoint, sockets: Sockets) -> str:
     """Return the root of the endpoint that listens here."""
-    return f"{endpoint.scheme}://{endpoint.host}:{sockets.http.getsockname()[1]}"
+    return f"{endpoint.scheme}://{authority(endpoint.host, sockets.http.getsockname()[1])}"
 
 
 def _http_server(endpoint: Endpoint, context: EdgeContext) -> "_Server":

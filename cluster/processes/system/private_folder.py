@@ -33,10 +33,24 @@ FILES = "files"
 RECORD = "server.json"
 RAYLET = "raylet"
 
+LONGEST_SOCKET = "/tidemill-xxxxxxxx/files/session_2000-01-01_00-00-00_000000_{pid}/sockets/plasma_store"
+"""The path of a socket of Ray in a private folder below the temporary one."""
+
+SOCKET_PATH_MAX = 107
+
 REMOVALS_MAX = 5
 """A process that was about to start may add a file while its folder is being removed."""
 
 _NAME = re.compile(r"tidemill-(store-)?[a-z0-9_]{8}")
+
+
+def too_long(temp_folder: Path) -> str:
+    """Return why Ray's sockets do not fit below this folder; empty if they do."""
+    most = SOCKET_PATH_MAX - len(LONGEST_SOCKET.format(pid=os.getpid()))
+    size = len(os.fsencode(temp_folder))
+    if size <= most:
+        return ""
+    return f"the path {temp_folder} has {size} bytes, Ray's sockets leave {most}: set TMPDIR=/tmp"
 
 
 class Abandoned(NamedTuple):

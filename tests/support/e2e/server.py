@@ -94,7 +94,8 @@ class Server:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={**os.environ, "TMPDIR": str(self.temp_folder)},
+                # workers import no module from the working directory, so that of a test is named
+                env={**os.environ, "TMPDIR": str(self.temp_folder), "PYTHONPATH": os.pathsep.join(sys.path)},
             )
         assert self._process.stdout is not None
         printed: list[str] = []  # Ray itself may print something first

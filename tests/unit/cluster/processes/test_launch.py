@@ -2,9 +2,12 @@
 
 import asyncio
 import logging
+import os
+import socket
 import subprocess
 import sys
 import threading
+from datetime import UTC, datetime
 from io import StringIO
 from itertools import count
 from pathlib import Path
@@ -17,12 +20,21 @@ import ray._private.worker
 from rich.console import Console
 
 from tidemill.cluster.processes import launch, supervisor_client
-from tidemill.cluster.processes.launch import RAY_STARTS_MAX, RAY_WAS_SLOW, REPORT_S, Cluster, LaunchError
+from tidemill.cluster.processes.launch import (
+    RAY_STARTS_MAX,
+    RAY_WAS_SLOW,
+    REPORT_S,
+    Cluster,
+    LaunchError,
+    job_of_workers,
+)
 from tidemill.cluster.processes.scaling.journal import ClusterPlan, initial_plan
 from tidemill.cluster.processes.scaling.node_fit import Node
 from tidemill.cluster.processes.start_progress import show_progress
 from tidemill.cluster.processes.supervisor_client import PRINT, find_actor, keep_stdout
-from tidemill.cluster.settings import ClusterSettings, FleetSettings, WorkerSettings
+from tidemill.cluster.processes.system import private_folder
+from tidemill.cluster.processes.system.private_folder import too_long
+from tidemill.cluster.settings import ClusterSettings, FleetSettings, WorkerSettings, ray_environ
 from tidemill.cluster.worker.worker_process import Failed, Loading, Ready
 from tidemill.workers.settings import EngineSettings
 
@@ -46,7 +58,7 @@ class SlowRay:
 def start(ray: SlowRay, monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[bool]:
     """Return, for the process of each attempt, whether it still runs."""
     monkeypatch.setattr(launch, "RAY", ray)
-    monkeypatch.setattr(launch, "TEMP_PATH_LENGTH_MAX", 1000)
+    monkeypatch.setattr(private_folder, "SOCKET_PATH_MAX", 1000)
     try:
         Cluster(ClusterSettings(fleets=(), temp_folder=folder)).start_ray()
         return [process.poll() is None for process in ray.left]
@@ -189,3 +201,24 @@ def test_progress_logs_loaded_bytes_at_most_every_ten_seconds(
         "loading weights: prefill-0 1 of 8 MB, decode-0 2 of 8 MB",
         "loading weights: decode-0 4 of 1,234 MB",
     ]
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_sockets_of_ray_fit_below_the_longest_folder_that_is_taken(more: int) -> None:
+    """They have the names that Ray gives them, and the system's limit."""
+    session = datetime.now(tz=UTC).strftime(f"session_%Y-%m-%d_%H-%M-%S_%f_{os.getpid()}")
+    below = f"/tidemill-01234567/files/{session}/sockets/plasma_store"
+    folder = Path("/" + "t" * (107 - len(below) - 1 + more))
+    assert ("set TMPDIR=/tmp" in too_long(folder)) == bool(more)
+    with (
+        socket.socket(socket.AF_UNIX) as ray,
+        pytest.raises(OSError, match="too long" if more else "No such"),
+    ):
+        ray.bind(f"{folder}{below}")
+
+
+def test_workers_import_nothing_from_the_working_directory() -> None:
+    job: Any = job_of_workers()
+    job._py_driver_sys_path.extend(["/work"])
+    assert not job._get_proto_job_config().py_driver_sys_path
+    assert ray_environ(joins=True)["PYTHONSAFEPATH"] == ray_environ(joins=False)["PYTHONSAFEPATH"] == "1"

@@ -198,6 +198,25 @@ def test_tools_that_a_model_cannot_know_of_are_refused(folder: Path, template: s
     assert refused.value.param == "tools"
 
 
+@pytest.mark.parametrize(
+    ("shown", "empty"),
+    [
+        ("description", '""'),
+        ("parameters", '{"type": "object", "properties": {}}'),
+        ("parameters.properties", "{}"),
+    ],
+)
+def test_tool_with_a_name_alone_renders_with_every_template(folder: Path, shown: str, empty: str) -> None:
+    """A template that takes a field for granted, as that of gpt-oss, has it empty; others do not see it."""
+    tool = f"{{{{ t.function.name }}}}|{{{{ t.function.{shown} | tojson }}}}"
+    strict = f"{{% for t in tools or [] %}}{tool}{{% endfor %}}"
+    how = Rendering(tools=[{"type": "function", "function": {"name": "look"}}], answers=False)
+    tokenizer = load_tokenizer(folder, ChatSettings(template=strict, tool_parser="hermes"))
+    assert rendered(tokenizer, Message("user", "a"), how=how) == f"look|{empty}"
+    loose = load_tokenizer(folder, ChatSettings(template="{{ tools | tojson }}", tool_parser="hermes"))
+    assert rendered(loose, Message("user", "a"), how=how) == json.dumps(how.tools)
+
+
 def test_style_of_a_folder_and_tags_that_are_shown(folder: Path) -> None:
     raw = RawTokenizer.from_file(str(folder / "tokenizer.json"))
     cast("Any", raw).add_special_tokens([AddedToken(tag, special=True) for tag in CHANNELS])
