@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false
 """Hints as clients send them: each row of the table in docs/api.md, and how hints come together."""
 
 import json
@@ -222,13 +221,13 @@ def test_ignored_fields_are_named_in_streams_and_bounded(
 ) -> None:
     """A body of 32,000 unknown fields holds the loop for those in the header alone."""
     written: list[str] = []
-    printable = hints_module._printable
+    printable = hints_module.printable
 
     def counted(name: str) -> str:
         written.append(name)
         return printable(name)
 
-    monkeypatch.setattr(hints_module, "_printable", counted)
+    monkeypatch.setattr(hints_module, "printable", counted)
     fields = {f"field\r\n, {number}" + "x" * 99: 1 for number in range(99)}
     status, _, reply, ignored = sent(path, {**ENDPOINTS[path], **fields}, stream=stream)
     assert status == 200
