@@ -286,7 +286,7 @@ def _delta(parts: Sequence[Part], call_id: str) -> Json:
     calls = [{"index": piece.index, **_piece(piece, call_id)} for piece in _calls(parts)]
     reasoning, words = _texts(parts)
     return {
-        **({"reasoning_content": reasoning} if reasoning else {}),
+        **({"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {}),
         **({"content": words} if words or not (reasoning or calls) else {}),
         **({"tool_calls": calls} if calls else {}),
     }
@@ -299,7 +299,7 @@ def _message(parts: Sequence[Part], call_id: str) -> Json:
         "role": "assistant",
         "content": words if words or not calls else None,
         "refusal": None,
-        **({"reasoning_content": reasoning} if reasoning else {}),
+        **({"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {}),
         **({"tool_calls": calls} if calls else {}),
     }
 

@@ -73,11 +73,14 @@ def _items(value: object) -> object:
 
 def _choice(value: object) -> str | dict[str, Any]:
     """Return the tool choice in the form of a chat."""
-    match value:
+    match cast("Any", value):
         case "none" | "auto" | "required" as word:
             return str(word)
         case {"type": "function", "name": str(name)}:
             return {"type": "function", "function": {"name": name}}
+        case {"type": "allowed_tools", "mode": mode, "tools": [*tools]}:
+            nested = [_choice(tool) for tool in tools]
+            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": nested}}
         case _:
             raise ValueError(CHOICE_FORMS)
 

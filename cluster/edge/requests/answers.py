@@ -34,8 +34,9 @@ async def answer(service: Service, tokenizer: Tokenizer, job: PreparedRequest, e
     """Emit all choices of `job` until each has finished. Cancelling this, or a failure, cancels the running
     ones. Raises Unserved and RequestError."""
     choices: list[Coroutine[Any, Any, None]] = []
+    tags = () if job.output_format is None else job.output_format.tags
+    shown = tuple(tokenizer.added) if job.special_tokens else tags
     for index, request in enumerate(job.requests):
-        shown = () if job.output_format is None else job.output_format.tags
         choice = _Choice(
             index,
             Answer(request, tokenizer.decoder(shown), job.ending),

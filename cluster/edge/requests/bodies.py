@@ -5,7 +5,7 @@ cluster/edge/chat/request/params.py has what offline calls use as well; the limi
 HTTP request.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import (
     AfterValidator,
@@ -34,15 +34,21 @@ from tidemill.cluster.edge.chat.request.params import (
     prompts_of,
 )
 from tidemill.cluster.edge.chat.request.structured import FORM_OF, Asked, asked_of
-from tidemill.cluster.edge.chat.request.tools import TOOLS_MAX, Tool, ToolChoice
+from tidemill.cluster.edge.chat.request.tools import TOOLS_MAX, Allowed, Tool, ToolChoice
 from tidemill.workers.messages import RequestError
 
 CHOICES_MAX = 16
 MESSAGES_MAX = 4096
 PROMPTS_MAX = 64
-STOPS_MAX = 4
+STOPS_MAX = 64
 STOP_BYTES_MAX = 256
 STOP_TOKENS_MAX = 64
+
+
+def _some_or_many(value: object) -> object:
+    """Return stop strings without empty ones, which end nothing."""
+    stops = one_or_many(value)
+    return [stop for stop in cast("list[object]", stops) if stop != ""] if isinstance(stops, list) else stops
 
 
 def _short(value: str) -> str:
@@ -97,7 +103,7 @@ class Body(HintedParams):
         list[Annotated[Stop, AfterValidator(_short)]],
         FailFast(),
         Field(max_length=STOPS_MAX),
-        BeforeValidator(one_or_many),
+        BeforeValidator(_some_or_many),
     ] = Field(default=[], description="a text or a list of texts that end the answer and are not part of it")
     stop_token_ids: Annotated[list[int], FailFast(), Field(max_length=STOP_TOKENS_MAX)] = Field(default=[])
     truncate_prompt_tokens: Annotated[
@@ -111,6 +117,9 @@ class Body(HintedParams):
     ] = None
     return_token_ids: Annotated[bool, Field(description="whether the reply has the ids of all tokens")] = (
         False
+    )
+    skip_special_tokens: Annotated[bool, Field(description="false: their texts are part of the answer's")] = (
+        True
     )
     guided_json: Any = None
     guided_regex: Any = None
@@ -147,6 +156,15 @@ class ChatBody(Body):
     top_logprobs: LogprobCount = 0
 
     clamps_max_tokens: ClassVar[bool] = False
+
+    @model_validator(mode="after")
+    def _allowed(self) -> Self:
+        """Leave the tools that tool_choice allows."""
+        if isinstance(self.tool_choice, Allowed):
+            allowed = self.tool_choice
+            self.tools = [tool for tool in self.tools if tool.function.name in allowed.names]
+            self.tool_choice = allowed.mode
+        return self
 
     def restrictions(self) -> tuple[str, ...]:
         """Return the fields that restrict an answer in words."""
@@ -276,7 +294,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "prompt_embeds": (),
     "return_tokens_as_token_ids": (False,),
     "session_params": (),
-    "skip_special_tokens": (True,),
     "suffix": ("",),
     "use_beam_search": (False,),
 }

@@ -92,6 +92,7 @@ class PreparedRequest:
     output_format: OutputFormat | None = None
     echoes: tuple[Prompt, ...] | None = None
     token_ids: bool = False  # whether the reply has them
+    special_tokens: bool = False  # whether they have texts
     ignored: tuple[str, ...] = ()  # fields without an effect
 
 
@@ -142,6 +143,7 @@ class Intake:
             prompt_logprobs=body.prompt_logprobs,
             output_format=output_format,
             token_ids=body.return_token_ids,
+            special_tokens=not body.skip_special_tokens,
             ignored=(*body.ignored(UNSUPPORTED), *dropped, *map(printable, left_out)),
         )
 
@@ -297,6 +299,7 @@ class Intake:
             prompt_logprobs=body.prompt_logprobs,
             echoes=await self.in_thread(self._echoes, body, prompts) if body.echo else None,
             token_ids=body.return_token_ids,
+            special_tokens=not body.skip_special_tokens,
             ignored=(*body.ignored(UNSUPPORTED), *map(printable, asked.left_out if asked else ())),
         )
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import index
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -312,13 +312,29 @@ def _architecture(config: dict[str, Any]) -> str:
 
 
 def _eos_ids(folder: Path, config: dict[str, Any]) -> frozenset[int]:
-    """Return the ids that end an answer. generation_config.json takes precedence: chat models end turns with
-    more tokens than config.json names."""
+    """Return the ids that end an answer: those of generation_config.json, config.json and the
+    tokenizer, which name different ones in many folders."""
     path = folder / "generation_config.json"
-    found = read_json(path).get("eos_token_id") if path.exists() else None
-    text = config.get("text_config") or config
-    ids = text.get("eos_token_id") if found is None else found
-    if ids is None:
-        return frozenset()
+    named = [config, config.get("text_config") or {}, read_json(path) if path.exists() else {}]
+    ids: set[int] = set()
+    for given in named:
+        found: Any = given.get("eos_token_id")
+        with reading(path):
+            ids |= set(map(index, [found] if isinstance(found, int) else found or ()))
+    return frozenset(ids | _tokenizers_eos(folder))
+
+
+def _tokenizers_eos(folder: Path) -> set[int]:
+    """Return the id of the tokenizer's own end of a text, as far as its settings name one."""
+    path, vocabulary = folder / "tokenizer_config.json", folder / "tokenizer.json"
+    if not path.exists():
+        return set()
+    settings = read_json(path)
     with reading(path):
-        return frozenset(map(index, [ids] if isinstance(ids, int) else ids))
+        eos: Any = settings.get("eos_token")
+        text = cast("dict[str, Any]", eos).get("content") if isinstance(eos, dict) else eos
+        decoder = cast("dict[str, Any]", settings.get("added_tokens_decoder") or {})
+        added: list[dict[str, Any]] = [{"id": int(token), **about} for token, about in decoder.items()]
+        if text and not added and vocabulary.exists():  # as transformers 5 saves them
+            added = cast("list[dict[str, Any]]", read_json(vocabulary).get("added_tokens") or [])
+        return {token["id"] for token in added if text and token["content"] == text}

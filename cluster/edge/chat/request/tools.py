@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
@@ -10,7 +10,10 @@ from tidemill.cluster.edge.chat.request.hints import CacheControl
 from tidemill.workers.messages import RequestError
 
 TOOLS_MAX = 128
-CHOICE_FORMS = 'give none, auto, required, or {"type": "function", "function": {"name": ...}}'
+CHOICE_FORMS = (
+    'give none, auto, required, {"type": "function", "function": {"name": ...}}, or '
+    '{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [...]}}'
+)
 
 
 class Function(BaseModel):
@@ -46,24 +49,46 @@ class Named:
     name: str
 
 
-def _choice(value: object) -> str | Named:
-    match value:
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """The functions of these names may, or one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    names: frozenset[str]
+
+
+def _choice(value: object) -> str | Named | Allowed:
+    match cast("Any", value):
         case "none" | "auto" | "required" as word:
             return str(word)
         case {"type": "function", "function": {"name": str(name)}}:
             return Named(name)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*tools]}}:
+            if mode not in ("auto", "required"):
+                raise ValueError(CHOICE_FORMS)
+            return Allowed(mode, frozenset(map(_name_of, tools)))
+        case _:
+            raise ValueError(CHOICE_FORMS)
+
+
+def _name_of(tool: object) -> str:
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}}:
+            return name
         case _:
             raise ValueError(CHOICE_FORMS)
 
 
 ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | Named,
+    Literal["none", "auto", "required"] | Named | Allowed,
     PlainValidator(_choice),
     WithJsonSchema({"description": CHOICE_FORMS, "type": ["string", "object"]}),
 ]
 
 
-def offered(tools: Sequence[Tool], choice: Literal["none", "auto", "required"] | Named) -> list[Tool]:
+def offered(
+    tools: Sequence[Tool], choice: Literal["none", "auto", "required"] | Named | Allowed
+) -> list[Tool]:
     """Return the tools that may be called. Raises RequestError."""
     if choice == "none":
         return []

@@ -100,11 +100,18 @@ def test_progress_ends_near_the_size_of_the_files(folder: Path) -> None:
     assert {total for _, total in seen} == {(folder / "model.safetensors").stat().st_size}
 
 
-def test_chat_model_ends_turns_with_the_ids_of_its_generation_config(folder: Path) -> None:
+def test_answer_ends_with_any_id_that_the_folder_names(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
-    assert load_folder(folder).eos_ids == {3, 4}
+    assert load_folder(folder).eos_ids == {3, 4, 7}
     (folder / "generation_config.json").write_text("{}")
     assert load_folder(folder).eos_ids == {7}
+    write_config(folder, eos_token_id=None)
+    names = json.dumps({"eos_token": {"content": "</s>"}, "added_tokens_decoder": {"2": {"content": "</s>"}}})
+    (folder / "tokenizer_config.json").write_text(names)
+    assert load_folder(folder).eos_ids == {2}
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    (folder / "tokenizer.json").write_text('{"added_tokens": [{"id": 5, "content": "</s>"}]}')
+    assert load_folder(folder).eos_ids == {5}
 
 
 def test_shards_give_the_same_model_as_one_file(folder: Path) -> None:

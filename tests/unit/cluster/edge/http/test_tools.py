@@ -264,6 +264,43 @@ def test_forced_call_goes_before_what_else_restricts_the_answer(
     assert reply.headers.get("x-tidemill-ignored") == ignored
 
 
+@pytest.mark.parametrize(("mode", "forced"), [("auto", False), ("required", True)])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_allowed_tools_are_those_that_are_shown(mode: str, path: str, *, forced: bool) -> None:
+    service = saying(CALLING)
+    app = build_app([ServedBackend(service, tokenizer())], sources())
+    names, flat = [{"type": "function", "name": "look"}], path.endswith("responses")
+    nested = {"mode": mode, "tools": [{"type": "function", "function": {"name": "look"}}]}
+    choice = {"mode": mode, "tools": names} if flat else {"allowed_tools": nested}
+    tools: list[Any] = [LOOK, WAIT]
+    body: dict[str, Any] = {
+        **({"input": "a"} if flat else {"messages": ASKED}),
+        "tools": [{"type": "function", **tool["function"]} for tool in tools] if flat else tools,
+        "tool_choice": {"type": "allowed_tools", **choice},
+    }
+    assert call(app, "POST", path, json=body).status_code == 200
+    (prompt,), request = prompts_of(service), service.requests[0]
+    assert ("[look" in prompt, "[wait" in prompt) == (True, False)
+    assert (request.sampling.grammar is not None) is forced
+
+
+@pytest.mark.parametrize("stop", ["", [""], ["nowhere", "", "elsewhere", "a b", "c d", "e f"]])
+def test_empty_and_many_stop_strings_are_taken(stop: object) -> None:
+    app = build_app([ServedBackend(saying("She is here."), tokenizer())], sources())
+    reply = call(app, "POST", "/v1/completions", json={"prompt": "a", "stop": stop})
+    assert reply.json()["choices"][0]["text"] == "She is here."
+
+
+def test_special_tokens_are_shown_where_they_are_wanted() -> None:
+    tokens = tokenizer(*GRANITE)
+    service = saying("a<|tool_call|>b", "", tokens)
+    app = build_app([ServedBackend(service, tokens)], sources())
+    for skips, text in ((True, "ab"), (False, "a<|tool_call|>b")):
+        body = {"prompt": "a", "skip_special_tokens": skips}
+        reply = call(app, "POST", "/v1/completions", json=body)
+        assert reply.json()["choices"][0]["text"] == text
+
+
 def test_what_a_call_cannot_enforce_is_named() -> None:
     service = saying(CALLING)
     app = build_app([ServedBackend(service, tokenizer())], sources())
