@@ -173,6 +173,7 @@ def help_of(flag: KeyFlag) -> str:
     if flag.text is not None:
         return flag.text
     default = cast("object", flag.field.default)
+    default = " ".join(cast("tuple[str, ...]", default)) or None if isinstance(default, tuple) else default
     if default is None or isinstance(default, bool):
         return flag.config_key.text
     shown = f"{default:g}" if isinstance(default, float) else default
@@ -220,7 +221,14 @@ def endpoint_of(config: RootConfig, api_keys: Sequence[str] | None, environ: Map
         frontends=edge.frontends,
         security=security_of(edge, api_keys, environ),
         telemetry=telemetry_of(config.telemetry),
-        limits=EdgeLimits(send_s_max=edge.send_timeout, shutdown_s_max=edge.shutdown_timeout),
+        limits=EdgeLimits(
+            send_s_max=edge.send_timeout,
+            shutdown_s_max=edge.shutdown_timeout,
+            allowed_origins=edge.allowed_origins,
+            allowed_methods=edge.allowed_methods,
+            allowed_headers=edge.allowed_headers,
+            allow_credentials=edge.allow_credentials,
+        ),
     )
 
 

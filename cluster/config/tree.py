@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from tidemill.cluster.config.telemetry import ConfigNode, TelemetryConfig
-from tidemill.cluster.config.values import DEVICE, Amount, Names, Port, Seconds, Threads
+from tidemill.cluster.config.values import DEVICE, Amount, Names, Port, Seconds, TextList, Threads
 from tidemill.cluster.settings import ReasoningParser, ToolParser
 from tidemill.workers.messages import Role
 from tidemill.workers.options import Count, EngineConfig, Flag, Size, Text
@@ -227,6 +227,15 @@ class EdgeConfig(ConfigNode):
     """private key of the certificate"""
     ssl_ca_certs: Annotated[Text | None, Flag("security", "--ssl-ca-certs", "PATH")] = None
     """require client certificates signed by these authorities"""
+
+    allowed_origins: Annotated[TextList, Flag("security", "--allowed-origins", "ORIGIN")] = ()
+    """sites whose pages may call this server from a browser, also as a JSON list; * is all"""
+    allowed_methods: Annotated[TextList, Flag("security", "--allowed-methods", "METHOD")] = ("*",)
+    """methods that those pages may use"""
+    allowed_headers: Annotated[TextList, Flag("security", "--allowed-headers", "HEADER")] = ("*",)
+    """headers that those pages may send"""
+    allow_credentials: Annotated[bool, Flag("security", "--allow-credentials")] = False
+    """let the browser send cookies and certificates for those pages"""
 
     @model_validator(mode="after")
     def _check_pair(self) -> Self:

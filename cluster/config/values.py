@@ -35,12 +35,22 @@ def _names(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
+def _listed(value: object) -> object:
+    """Return the list that a flag has as JSON, which is how vLLM takes it."""
+    match value:
+        case [str(text)] if text.startswith("["):
+            return json.loads(text)
+        case _:
+            return value
+
+
 def _check_amount(amount: float) -> float:
     if amount > 1 and not amount.is_integer():
         raise ValueError(f"is {amount:g}: Ray reserves a fraction below 1, or a whole number")
     return float(amount)
 
 
+TextList = Annotated[tuple[Text, ...], Field(strict=False), BeforeValidator(_listed)]
 Seconds = Annotated[float, Field(gt=0)]
 Amount = Annotated[float, Field(ge=0), AfterValidator(_check_amount)]
 Threads = Annotated[

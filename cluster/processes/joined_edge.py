@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import uvloop
 
@@ -41,7 +41,7 @@ from tidemill.cluster.processes.endpoint.run_endpoint import (
     url_of,
 )
 from tidemill.cluster.quotas.rate_client import RouterRates
-from tidemill.cluster.rpc.catalogue import Catalogue, CatalogueModel
+from tidemill.cluster.rpc.catalogue import Catalogue, CatalogueModel, Limit
 from tidemill.cluster.rpc.catalogue_client import CatalogueReader, Expelled
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.rpc.router_failover import always_at
@@ -325,10 +325,10 @@ def _write(path: Path, body: bytes) -> None:
     Path(written.name).replace(path)
 
 
-def limits_of(limits: Mapping[str, int | float]) -> EdgeLimits:
+def limits_of(limits: Mapping[str, Limit]) -> EdgeLimits:
     """Return the limits of a catalogue, without those that this version does not know."""
     known = {field.name for field in fields(EdgeLimits)}
-    return EdgeLimits(**cast("dict[str, int]", {name: limits[name] for name in known & limits.keys()}))
+    return EdgeLimits(**cast("dict[str, Any]", {name: limits[name] for name in known & limits.keys()}))
 
 
 def keys_of(catalogue: Catalogue) -> list[ApiKey]:

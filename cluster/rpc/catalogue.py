@@ -42,6 +42,9 @@ class CatalogueKey:
     operator: bool = False
 
 
+Limit = bool | int | float | tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Catalogue:
     """The models, keys and limits of a cluster. Without `keys`, edges admit every client. `limits` are the
@@ -49,6 +52,6 @@ class Catalogue:
 
     models: tuple[CatalogueModel, ...]
     keys: tuple[CatalogueKey, ...] = ()
-    limits: Mapping[str, int | float] = field(default_factory=dict[str, int | float])
+    limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])
     telemetry: Telemetry = QUIET
     resets: Mapping[str, int] = field(default_factory=dict[str, int])

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
 from fastapi import Path as InPath
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from tidemill import __version__
@@ -24,12 +25,12 @@ from tidemill.cluster.edge.chat.request.hints import SALT_FORM
 from tidemill.cluster.edge.http.dashboard import add_page_routes
 from tidemill.cluster.edge.http.errors import JsonReply, add_error_replies
 from tidemill.cluster.edge.http.memory import BudgetBody, memory_of
-from tidemill.cluster.edge.http.middleware import EdgeMiddleware, JsonRoute
+from tidemill.cluster.edge.http.middleware import IGNORED_HEADER, EdgeMiddleware, JsonRoute
 from tidemill.cluster.edge.http.openapi import describe
 from tidemill.cluster.edge.http.stream import CLIENT_CLOSED_REQUEST, EventStream, while_connected
 from tidemill.cluster.edge.http.support import add_support_routes
 from tidemill.cluster.edge.http.workers import add_member_routes, add_worker_routes
-from tidemill.cluster.edge.requests.caller import Caller, caller_of
+from tidemill.cluster.edge.requests.caller import REQUEST_ID_HEADER, Caller, caller_of
 from tidemill.cluster.edge.requests.context import EdgeContext
 from tidemill.cluster.edge.requests.models import EdgeModel, EdgeModels
 from tidemill.cluster.edge.requests.recent_requests import add_recent_routes
@@ -60,6 +61,16 @@ def app_of(context: EdgeContext) -> FastAPI:
         keys=context.keys,
         stop_reason=context.stop_reason,
     )
+    limits = context.limits
+    if limits.allowed_origins:
+        app.add_middleware(  # outside of the other: a preflight brings no key
+            CORSMiddleware,
+            allow_origins=limits.allowed_origins,
+            allow_methods=limits.allowed_methods,
+            allow_headers=limits.allowed_headers,
+            allow_credentials=limits.allow_credentials,
+            expose_headers=(REQUEST_ID_HEADER, IGNORED_HEADER),
+        )
     add_error_replies(app, context.metrics.count_error)
     for path, prepare in APIS.items():
         add_answer_route(app, context, path, prepare)

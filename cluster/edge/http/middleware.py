@@ -80,6 +80,7 @@ class EdgeMiddleware:
         self._requests = InFlightLimit(limits.requests_max, "requests")
         self._bytes = InFlightLimit(limits.body_bytes_max, "bytes of bodies")
         self._body_s_max = limits.body_s_max
+        self._allowed_origins = limits.allowed_origins
         self._pace = _Pace()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -130,7 +131,7 @@ class EdgeMiddleware:
         address = (scope.get("client") or ("",))[0]
         if not self._keys.are_needed:
             server = scope.get("server") or ("",)
-            check_site(scope["method"], server[0], headers)
+            check_site(scope["method"], server[0], headers, self._allowed_origins)
             check_operator(scope["method"], scope["path"], server[0], address)
         client = client_of(None if key is None else key.tenant, address)
         scope["state"] |= {"key": key, "client": client}

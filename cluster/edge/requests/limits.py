@@ -28,6 +28,10 @@ class EdgeLimits:
     body_s_max: float = 30.0  # for its first part, each further one, and beyond BODY_BYTES_PER_S on average
     send_s_max: float = 30.0  # the time in which a client must take something of what waits for it
     shutdown_s_max: float = 5.0  # the time that open answers have when the server stops
+    allowed_origins: tuple[str, ...] = ()  # sites whose pages may call from a browser; "*": all
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
 
 
 class InFlightLimit:

@@ -107,6 +107,8 @@ TREES = nodes(
         grpc_port=PORTS | st.none(),
         send_timeout=SECONDS,
         shutdown_timeout=SECONDS,
+        allowed_origins=st.lists(TEXTS, max_size=2),
+        allow_credentials=st.booleans(),
         api_keys_file=TEXTS,
     ),
     cluster=nodes({}, ray_address=TEXTS, namespace=TEXTS, host=st.sampled_from(["loopback", "node-plain"])),

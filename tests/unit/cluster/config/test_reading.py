@@ -10,6 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
+from pydantic import ValidationError
 from tools.cli_reference import reference as cli_reference
 
 from tests.support.cluster.configs import TREES, Tree
@@ -19,7 +20,7 @@ from tidemill.cluster.config.flags import FLAGS
 from tidemill.cluster.config.problems import ConfigError
 from tidemill.cluster.config.reading import dump, parse_config, read_config
 from tidemill.cluster.config.reference import INTRODUCTION, reference, schema
-from tidemill.cluster.config.tree import RootConfig
+from tidemill.cluster.config.tree import EdgeConfig, RootConfig
 
 
 def problems(text: str) -> tuple[str, ...]:
@@ -248,3 +249,12 @@ def test_example_files_are_valid() -> None:
     for page in ("README.md", "docs/quickstart.md"):
         for text in re.findall(r"```yaml\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
             parse_config(text, page)
+
+
+@pytest.mark.parametrize("origins", [["https://a", "https://b"], ['["https://a", "https://b"]']])
+def test_origins_are_a_list_of_words_or_of_json(origins: list[str]) -> None:
+    """The flag of vLLM takes JSON."""
+    edge = EdgeConfig.model_validate({"allowed_origins": origins})
+    assert edge.allowed_origins == ("https://a", "https://b")
+    with pytest.raises(ValidationError):
+        EdgeConfig.model_validate({"allowed_origins": ["[7"]})

@@ -4,10 +4,12 @@ import asyncio
 import gzip
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from tests.support.cluster.fake_service import (
     KEEPER,
@@ -20,11 +22,13 @@ from tests.support.cluster.fake_service import (
     saying,
     serving,
     sources,
+    tokenizer,
 )
 from tests.support.sockets import connected
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
+from tidemill.cluster.edge.requests.api_keys import ApiKey, digest_of
 from tidemill.cluster.edge.requests.json_body import unpacked
-from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX
+from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX, EdgeLimits
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.settings import ChatSettings
 from tidemill.workers.messages import RequestError
@@ -159,6 +163,52 @@ def test_settings_of_the_tokenizer_are_those_of_its_folder() -> None:
     assert found == {**found, **config}
     assert found["chat_template"] == (KEEPER / "chat_template.jinja").read_text()
     assert call(APP, "GET", "/tokenizer_info?model=other").status_code == 404
+
+
+EVIL, GOOD = "http://evil.example", "https://app.example"
+PREFLIGHT = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+KEY = ApiKey(tenant="a", sha256=digest_of("sk-a"))
+
+
+def page_app(keys: Sequence[ApiKey] = (), **cors: Any) -> FastAPI:  # noqa: ANN401 - fields of EdgeLimits
+    backend = ServedBackend(FakeService(saying(" a")), tokenizer())
+    return build_app([backend], sources(), limits=EdgeLimits(**cors), keys=keys)
+
+
+@pytest.mark.parametrize("keys", [(), (KEY,)])
+@pytest.mark.parametrize(
+    ("origins", "origin", "is_allowed"),
+    [((GOOD,), GOOD, True), (("*",), EVIL, True), ((GOOD,), EVIL, False), ((), GOOD, False)],
+)
+def test_pages_of_allowed_sites_may_call(
+    keys: tuple[ApiKey, ...],
+    origins: tuple[str, ...],
+    origin: str,
+    is_allowed: bool,  # noqa: FBT001 - a parameter
+) -> None:
+    """The preflight needs no key, the request itself does."""
+    app = page_app(keys, allowed_origins=origins)
+    preflight = call(app, "OPTIONS", TEXTS, headers={"origin": origin, **PREFLIGHT})
+    assert (preflight.status_code == 200) == is_allowed
+    assert ("access-control-allow-origin" in preflight.headers) == is_allowed
+    headers = {"origin": origin, "content-type": "application/json"}
+    key = {"authorization": "Bearer sk-a"} if keys else {}
+    found = call(app, "POST", TEXTS, content=BODY, headers=headers | key)
+    assert found.status_code == (200 if is_allowed or keys else 403)
+    assert found.headers.get("access-control-allow-origin") in ({origin, "*"} if is_allowed else {None})
+    if keys:
+        assert call(app, "POST", TEXTS, content=BODY, headers=headers).status_code == 401
+
+
+def test_methods_headers_and_credentials_are_those_that_are_set() -> None:
+    app = page_app(
+        allowed_origins=(GOOD,), allowed_methods=("POST",), allowed_headers=("x-a",), allow_credentials=True
+    )
+    asked = {"origin": GOOD, "access-control-request-method": "POST", "access-control-request-headers": "x-a"}
+    found = call(app, "OPTIONS", TEXTS, headers=asked)
+    assert (found.status_code, found.headers["access-control-allow-credentials"]) == (200, "true")
+    for other in ({"access-control-request-method": "PUT"}, {"access-control-request-headers": "x-b"}):
+        assert call(app, "OPTIONS", TEXTS, headers=asked | other).status_code == 400
 
 
 def test_tools_that_the_model_cannot_know_of_are_left_out_unless_they_are_forced() -> None:

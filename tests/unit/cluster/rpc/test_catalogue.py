@@ -35,7 +35,10 @@ MODEL = CatalogueModel(
     files=dict(zip(("chat_template.jinja", "config.json", "tokenizer.json"), FILES, strict=True)),
     ttft_s_max=float("inf"),
 )
-WHOLE = Catalogue(models=(MODEL,), limits={"answers_max": 4, "send_s_max": 2.5})
+WHOLE = Catalogue(
+    models=(MODEL,),
+    limits={"answers_max": 4, "send_s_max": 2.5, "allowed_origins": ("*",), "allow_credentials": True},
+)
 WITH_KEY = replace(WHOLE, keys=(CatalogueKey(tenant="search", sha256="0" * 64),))
 
 
