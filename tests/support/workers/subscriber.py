@@ -5,8 +5,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Protocol
 
-import zmq
-
 PAGE = Path(__file__).parents[3] / "docs/kv_events.md"
 
 
@@ -21,10 +19,8 @@ class Subscriber(Protocol):
     """The subscriber of docs/kv_events.md."""
 
     mirror: Mirror
-    live: zmq.Socket[bytes]
 
     def receive(self, timeout_ms: int) -> bool: ...
-    def catch_up(self, timeout_ms: int) -> None: ...
     def close(self) -> None: ...
 
 

@@ -201,6 +201,45 @@ async def test_consecutive_pages_are_one_event() -> None:
     assert 44 in depths
 
 
+@pytest.mark.parametrize("buffer_steps", [2, 10_000], ids=["lost", "replayed"])
+@run_by(run)
+async def test_subscriber_that_lost_batches_catches_up(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, buffer_steps: int
+) -> None:
+    """It comes late, loses batches that a replay may have, and sees the worker start again."""
+    monkeypatch.setattr(kv_events, "EVERYTHING_S_MIN", 0.0)
+    live, past = f"ipc://{tmp_path}/live", f"ipc://{tmp_path}/past"
+    settings = KvEventSettings(endpoint=live, replay_endpoint=past, buffer_steps=buffer_steps)
+    subscriber = example.Subscriber(live, past)
+
+    async def follow(first: int, count: int, num_lost: int) -> None:
+        for number in range(first, first + count):
+            await work(made, Random(number), number)
+            events.flush()
+        for _ in range(num_lost):
+            assert subscriber.live.poll(20_000)
+            subscriber.live.recv_multipart()
+        index, silent = made.ledger.index, 0
+        while {entry.key for entry in index} != subscriber.mirror.pages.keys():
+            silent = 0 if subscriber.receive(1000) else silent + 1
+            assert silent < 60, "the mirror never equals the index"
+            events.flush()
+        while subscriber.receive(1000):
+            pass
+        assert_mirrors(subscriber.mirror, index)
+
+    try:
+        for num_lost in (3, 0):  # of one worker, and of the next
+            async with bench(num_extents=12) as made:
+                publisher = ZmqPublisher(settings, EventForm.of(HYBRID, on_cuda=False))
+                events = KvEvents(made.ledger.index, publisher, Counter(), time)
+                await follow(0, 10, 0)
+                await follow(10, 4, num_lost)
+                publisher.close()
+    finally:
+        subscriber.close()
+
+
 def test_publisher_survives_wrong_requests(tmp_path: Path) -> None:
     settings = KvEventSettings(endpoint=f"ipc://{tmp_path}/live", replay_endpoint=f"ipc://{tmp_path}/past")
     publisher = ZmqPublisher(settings, EventForm.of(HYBRID, on_cuda=False))
