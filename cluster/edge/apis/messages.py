@@ -20,6 +20,7 @@ from tidemill.cluster.edge.requests.context import EdgeContext
 from tidemill.cluster.edge.requests.intake import PreparedRequest
 from tidemill.cluster.edge.requests.models import EdgeModel
 from tidemill.cluster.edge.requests.usage import Json, UsageCounter
+from tidemill.workers.messages import RequestError
 
 PATH = "/v1/messages"
 ERROR_TYPES = {
@@ -181,5 +182,16 @@ def _whole(block: dict[str, Any]) -> dict[str, Any]:
         return block
     return {
         **{name: block[name] for name in ("type", "id", "name")},
-        "input": parse_json(block["arguments"] or "{}"),
+        "input": _input(block["arguments"]),
     }
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """Return the arguments of a call. A text that is no object, as of a call that was cut short, becomes the
+    only member of one, as it will be in the history."""
+    try:
+        found = parse_json(arguments or "{}")
+        json_bytes(found)  # which refuses infinite numbers
+    except (ValueError, RecursionError, RequestError):
+        found = None
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {"arguments": arguments}

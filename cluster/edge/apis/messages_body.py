@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tidemill.cluster.edge.apis.responses_body import AgentChat
+from tidemill.cluster.edge.chat.request.hints import IGNORED_NAMES_MAX, printable
 from tidemill.cluster.edge.chat.request.params import absent_if_null
 from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
 from tidemill.cluster.edge.requests.bodies import MESSAGES_MAX, ChatBody
@@ -27,8 +28,9 @@ behind it would be found."""
 SESSION = re.compile(r"session_(?:id\W+)?([0-9a-fA-F-]{36})")
 """The session within `metadata.user_id` of Claude Code."""
 
-IMAGE = "[image: this model reads text alone]"
-"""The text of an image in the result of a tool. A refusal would end the conversation, which repeats it."""
+UNREAD = "[{}: this model reads text alone]"
+"""The text of an image or another block in the result of a tool. A refusal would end the conversation, which
+repeats it."""
 
 EFFORTS = {"xhigh": "high", "max": "high"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -72,6 +74,7 @@ class MessagesBody(BaseModel):
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
     metadata: Block = Field(default={})
+    chat_template_kwargs: Block = Field(default={})
 
     _nulls = model_validator(mode="before")(absent_if_null)
 
@@ -103,7 +106,8 @@ class MessagesBody(BaseModel):
         servers."""
         extra = self.model_extra or {}
         names = [name for name in extra if name in OF_CHATS or name in WITHOUT_EFFECT]
-        return (*names, *(f"tools.{tool.get('type')}" for tool in self.tools if not _is_own(tool)))
+        names += [f"tools.{tool['type']}" for tool in self.tools if not _is_own(tool)]
+        return tuple(map(printable, names[:IGNORED_NAMES_MAX]))
 
     def _system(self) -> Iterator[Turn]:
         parts = _parts(self.system, "system")
@@ -118,7 +122,7 @@ class MessagesBody(BaseModel):
         content = turn.get("content")
         match turn.get("role"):
             case "assistant":
-                yield _assistant(content, where)
+                yield _assistant(content or "", where)
             case "user" | "system" as role:
                 own: list[Block] = []
                 for at, block in enumerate(_blocks(content, where)):
@@ -152,11 +156,11 @@ class MessagesBody(BaseModel):
     def _thinking(self) -> Block:
         """Return the fields of a chat for thinking, effort and the form of the answer."""
         effort, form = self.output_config.effort, self.output_config.format
-        found: Block = {}
+        switches: Block = {}
         if self.thinking is not None:
             thinks = self.thinking.type != "disabled"
-            given = cast("Block", (self.model_extra or {}).get("chat_template_kwargs") or {})
-            found["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks} | given
+            switches = {"enable_thinking": thinks, "thinking": thinks}
+        found: Block = {"chat_template_kwargs": switches | self.chat_template_kwargs}
         if effort is not None:
             found["reasoning_effort"] = EFFORTS.get(effort, effort)
         if form is not None:
@@ -173,7 +177,7 @@ class MessagesBody(BaseModel):
 
 def _is_own(tool: Block) -> bool:
     """Return whether the client runs a tool; others have a type with a version, like web_search_20250305."""
-    return tool.get("type", "custom") == "custom"
+    return tool.get("type") in (None, "custom")
 
 
 def _tool(tool: Block) -> Block:
@@ -199,24 +203,34 @@ def _parts(content: object, where: str) -> list[Block]:
     """Return the parts of a chat's message with the text of blocks. Raises RequestError."""
     parts: list[Block] = []
     for at, block in enumerate(_blocks(content, where)):
-        match block:
-            case {"type": "text", "text": str(text)}:
-                pass
-            case {"type": "document", "source": {"type": "text", "data": str(text)}}:
-                pass
-            case _:
-                kind = str(block.get("type"))[:32]
-                param = f"{where}[{at}]"
-                raise RequestError(f"{param}: {kind!r} is not supported: send text", param=param)
+        text = _text(block)
+        if text is None:
+            kind = str(block.get("type"))[:32]
+            param = f"{where}[{at}]"
+            raise RequestError(f"{param}: {kind!r} is not supported: send text", param=param)
         parts.append({"type": "text", "text": text, "cache_control": block.get("cache_control")})
     return parts
+
+
+def _text(block: Any) -> str | None:  # noqa: ANN401 - as JSON has it
+    """Return the text of a block; None if it has none."""
+    match block:
+        case {"type": "text", "text": str(text)}:
+            return text
+        case {"type": "document", "source": {"type": "text", "data": str(text)}}:
+            return text
+        case {"type": "search_result", "content": list()}:
+            found = cast("list[object]", block["content"])
+            return "".join(_text(part) or "" for part in found)
+        case _:
+            return None
 
 
 def _result(block: Block, where: str) -> Turn:
     """Return the message with the result of a tool."""
     content = block.get("content")
     blocks = [
-        {"type": "text", "text": IMAGE} if inner.get("type") == "image" else inner
+        inner if _text(inner) is not None else {"type": "text", "text": UNREAD.format(inner.get("type"))}
         for inner in _blocks("" if content is None else content, f"{where}.content")
     ]
     parts = _parts(blocks, f"{where}.content")
@@ -234,7 +248,7 @@ def _assistant(content: object, where: str) -> Turn:
     calls: list[Block] = []
     for block in _blocks(content, f"{where}.content"):
         match block:
-            case {"type": "text"}:
+            case {"type": "text", "text": str()}:
                 words += _parts([block], f"{where}.content")
             case {"type": "thinking", "thinking": str(thought)}:
                 thoughts.append(thought)

@@ -338,7 +338,7 @@ class _Xml:
     def _value(self, text: str, *, whole: bool) -> str:
         """Return the rest of the open parameter; if it was cut short, the text so far."""
         if not whole:
-            return _escaped(text) if self._is_text else ""
+            return _escaped(text) if self._is_text or not text else f'"{_escaped(text)}'
         text = text.removesuffix("\n")
         if self._is_text:
             return f'{_escaped(text)}"'

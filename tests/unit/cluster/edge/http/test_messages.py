@@ -110,6 +110,16 @@ async def test_blocks_are_thinking_text_and_calls(streams: bool) -> None:  # noq
         assert reply.usage.output_tokens > 10
 
 
+@pytest.mark.parametrize("arguments", ['{"a": "b', '{"a": b}', '{"a": 1e999}', '{"a": "\\ud800"}'])
+async def test_arguments_that_are_none_are_a_text(arguments: str) -> None:
+    written = f'<tool_call>\n{{"name": "look", "arguments": {arguments}'
+    async with conversing(FakeService(saying(written))) as client:
+        reply = await client.messages.create(model="keeper", max_tokens=400, messages=HELLO, tools=[LOOK])
+        (block,) = reply.content
+        assert isinstance(block, anthropic.types.ToolUseBlock)
+        assert (block.name, block.input) == ("look", {"arguments": arguments})
+
+
 @pytest.mark.parametrize(
     ("fields", "reason", "sequence"),
     [({"max_tokens": 2}, "max_tokens", None), ({"stop_sequences": ["in the"]}, "stop_sequence", "in the")],
@@ -148,8 +158,13 @@ def test_old_turns_are_rendered() -> None:
             {"type": "tool_result", "tool_use_id": "a", "content": [text("Tower."), image]},
             {"type": "tool_result", "tool_use_id": "b", "is_error": True, "content": "gone"},
             {"type": "tool_result", "tool_use_id": "c"},
+            {"type": "tool_result", "tool_use_id": "d", "content": [
+                {"type": "search_result", "source": "u", "content": [text("Found.")]},
+                {"type": "document", "source": {"type": "base64", "data": ""}},
+            ]},
             text("So?"),
         ]},
+        {"role": "assistant", "content": None},
         {"role": "system", "content": "Late."},
         {"role": "user", "content": [{"type": "document", "source": {"type": "text", "data": "Paper."}}]},
     ]  # fmt: skip
@@ -159,7 +174,9 @@ def test_old_turns_are_rendered() -> None:
         ("tool", "Tower.[image: this model reads text alone]"),
         ("tool", "Error: gone"),
         ("tool", ""),
+        ("tool", "Found.[document: this model reads text alone]"),
         ("user", "So?"),
+        ("assistant", ""),
         ("system", "Late."),
         ("user", "Paper."),
     ]
@@ -174,18 +191,19 @@ def test_old_turns_are_rendered() -> None:
 def test_fields_are_those_of_a_chat() -> None:
     web = {"type": "web_search_20250305", "name": "web_search"}
     found = chat_of(
-        tools=[LOOK, web],
+        tools=[LOOK, LOOK | {"name": "see", "type": None}, web],
         tool_choice={"type": "tool", "name": "look", "disable_parallel_tool_use": True},
         thinking={"type": "enabled", "budget_tokens": 1024},
         output_config={"effort": "max", "format": {"type": "json_schema", "schema": {"type": "object"}}},
     )
-    assert [tool.function.name for tool in found.tools] == ["look"]
+    assert [tool.function.name for tool in found.tools] == ["look", "see"]
     assert (found.tool_choice.name, found.parallel_tool_calls) == ("look", False)
     assert found.chat_template_kwargs == {"enable_thinking": True, "thinking": True}
     assert found.reasoning_effort == "high"
     assert found.response_format["type"] == "json_schema"
-    body = MessagesBody.model_validate({"messages": HELLO, "tools": [web], "service_tier": "auto"})
-    assert body.ignored() == ("service_tier", "tools.web_search_20250305")
+    odd = {"type": "\u65e5\r\na"}
+    body = MessagesBody.model_validate({"messages": HELLO, "tools": [web, odd], "service_tier": "auto"})
+    assert body.ignored() == ("service_tier", "tools.web_search_20250305", "tools.%E6%97%A5%0D%0Aa")
     for kind, choice in {"auto": "auto", "any": "required", "none": "none"}.items():
         assert chat_of(tools=[LOOK], tool_choice={"type": kind}).tool_choice == choice
     continued = chat_of(messages=[*HELLO, {"role": "assistant", "content": "She"}])
@@ -202,6 +220,10 @@ def test_fields_are_those_of_a_chat() -> None:
         ({"tool_choice": {"type": "some"}}, "tool_choice: give"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools"),
         ({"max_tokens": 0}, "max_tokens"),
+        (
+            {"thinking": {"type": "enabled"}, "extra_body": {"chat_template_kwargs": [1]}},
+            "chat_template_kwargs",
+        ),
     ],
 )
 async def test_bad_bodies_are_refused_in_the_shape_of_the_api(fields: Any, message: str) -> None:  # noqa: ANN401

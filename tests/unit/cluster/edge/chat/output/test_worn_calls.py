@@ -76,6 +76,7 @@ XML: list[tuple[str, list[Any]]] = [
     (f"{CALL}<function=f>\n<parameter=note>\na\n{CALLED}{CALL}{GX}{CALLED}", [f, g]),
     (f"{CALL}<function=f><parameter=note>a</parameter> well{CALLED} so", [f, f"well{CALLED} so"]),
     ("a <function=f and b", ["a <function=f and b"]),
+    ("<function=f>\n<parameter=number>\n12}", [["f", '{"number": "12}']]),
     *(
         (
             f"{CALL}<function=f>\n<parameter={name}>\n{text}\n</parameter>\n</function>\n{CALLED}",
