@@ -22,6 +22,7 @@ from typing import cast
 from tidemill.cluster.edge.requests.context import Parts
 from tidemill.cluster.edge.requests.recent_requests import RECENT_MAX
 from tidemill.cluster.edge.requests.usage import Json
+from tidemill.cluster.listener import FULL_PAUSE_S, accept_some
 from tidemill.cluster.metrics import specs
 from tidemill.cluster.metrics.edge_samples import EdgeSamples, added
 from tidemill.cluster.mutual_tls import MutualTls
@@ -43,9 +44,6 @@ STOP_MARGIN_S = 5.0
 
 SCRAPE_S_MAX = 1.0
 """The time for an edge to answer a scrape. The edge that asks waits for less than 5 s."""
-
-FULL_PAUSE_S = 1.0
-"""The pause after the system has refused a connection, as asyncio has it."""
 
 MISSES_MAX = 2
 """The polls without an answer, each for 5 s, after which an edge stands still and is replaced. One of them
@@ -148,21 +146,21 @@ class Frontends:
         log.warning("edge process %d has ended with status %d and is started again", index, status)
 
     def _hand_on(self, at: int) -> None:
-        """Accept a connection of the listener at this index, and hand it to the next edge that serves."""
+        """Accept connections of the listener at this index, and hand each to the next edge that serves."""
         try:
-            accepted, _ = self._listeners[at].accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return
+            for accepted, _ in accept_some(self._listeners[at]):
+                with accepted:
+                    self._hand_to_next(at, accepted)
         except OSError:  # no descriptor or memory
             self._listen(after_s=FULL_PAUSE_S)
-            return
-        with accepted:
-            for _ in range(self._endpoint.frontends):
-                edge = self._edges.get(next(self._turns))
-                if edge is not None and edge.serves:
-                    with suppress(OSError):  # it has ended, or takes none
-                        socket.send_fds(edge.handed[at], [b"."], [accepted.fileno()])
-                        return
+
+    def _hand_to_next(self, at: int, accepted: socket.socket) -> None:
+        for _ in range(self._endpoint.frontends):
+            edge = self._edges.get(next(self._turns))
+            if edge is not None and edge.serves:
+                with suppress(OSError):  # it has ended, or takes none
+                    socket.send_fds(edge.handed[at], [b"."], [accepted.fileno()])
+                    return
 
     def _set_serves(self, edge: _Edge, *, serves: bool) -> None:
         edge.serves = serves

@@ -67,6 +67,7 @@ PARTS: Mapping[str, Part] = {
         f"{EDGE}/grpc_api/test_edges.py",
         f"{EDGE}/grpc_api/test_frames.py",
         "tests/unit/cluster/processes/endpoint/test_handshakes.py",
+        "tests/unit/cluster/processes/joining/test_joining.py",
         share_s=45.0,
     ),
     "keys, TLS, rules of security": tests(

@@ -10,7 +10,7 @@ import grpc.aio
 from tidemill.cluster.edge.grpc_api.errors import refusal_of
 from tidemill.cluster.edge.grpc_api.frames import client_at
 from tidemill.cluster.edge.requests.api_keys import ApiKeys
-from tidemill.cluster.edge.requests.limits import InFlightLimit, client_of
+from tidemill.cluster.listener import InFlightLimit, client_of
 from tidemill.workers.messages import Overloaded, RequestError
 
 KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")

@@ -17,8 +17,8 @@ from urllib.parse import unquote
 
 import grpc.aio
 
-from tidemill.cluster.edge.requests.limits import InFlightLimit
-from tidemill.cluster.edge.requests.security import HANDSHAKES_MAX, Handshakes, Listener, Tls, tls_context
+from tidemill.cluster.edge.requests.security import Tls, tls_context
+from tidemill.cluster.listener import HANDSHAKES_MAX, Handshakes, InFlightLimit, Listener
 from tidemill.cluster.settings import authority
 from tidemill.kvstore.errors import TidemillError
 

@@ -23,9 +23,9 @@ from tidemill.cluster.edge.requests.api_keys import ApiKey
 from tidemill.cluster.edge.requests.caller import REQUEST_ID_HEADER, caller_of, request_id_of
 from tidemill.cluster.edge.requests.context import EdgeContext
 from tidemill.cluster.edge.requests.intake import PreparedRequest
-from tidemill.cluster.edge.requests.limits import InFlightLimit, client_of
 from tidemill.cluster.edge.requests.models import EdgeModel
 from tidemill.cluster.edge.requests.usage import UsageCounter
+from tidemill.cluster.listener import InFlightLimit, client_of
 from tidemill.cluster.rpc.proto import generation_pb2 as pb
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError

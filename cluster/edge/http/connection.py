@@ -1,7 +1,7 @@
 """One connection of a client: what it may send before it is answered, and how long it may take.
 
 middleware.py limits the body of a request, which can still be answered, and
-cluster/edge/requests/security.py what comes before it over TLS.
+cluster/listener.py what comes before it over TLS.
 """
 
 import asyncio
@@ -13,7 +13,8 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from tidemill.cluster.edge.requests.errors import error_body
-from tidemill.cluster.edge.requests.limits import EdgeLimits, InFlightLimit, client_of
+from tidemill.cluster.edge.requests.limits import EdgeLimits
+from tidemill.cluster.listener import InFlightLimit, client_of
 from tidemill.workers.messages import Overloaded
 
 HEAD_BYTES_MAX = 64 << 10

@@ -28,13 +28,8 @@ from tidemill.cluster.edge.requests.caller import REQUEST_ID_HEADER, request_id_
 from tidemill.cluster.edge.requests.context import StopReason
 from tidemill.cluster.edge.requests.errors import error_of, headers_of
 from tidemill.cluster.edge.requests.json_body import check_json_body, unpacked
-from tidemill.cluster.edge.requests.limits import (
-    BODY_BYTES_MAX,
-    BODY_BYTES_PER_S,
-    EdgeLimits,
-    InFlightLimit,
-    client_of,
-)
+from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX, BODY_BYTES_PER_S, EdgeLimits
+from tidemill.cluster.listener import InFlightLimit, client_of
 from tidemill.workers.messages import Overloaded, RequestError, Unserved
 
 ORDERS = frozenset({"POST", "DELETE"})

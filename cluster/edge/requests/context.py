@@ -11,11 +11,12 @@ from opentelemetry.trace import Tracer
 from tidemill.cluster.edge.requests.answers import Increment, answer
 from tidemill.cluster.edge.requests.api_keys import ApiKey, ApiKeys
 from tidemill.cluster.edge.requests.intake import PreparedRequest
-from tidemill.cluster.edge.requests.limits import EdgeLimits, InFlightLimit
+from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.edge.requests.models import EdgeModel, EdgeModels, ServedBackend
 from tidemill.cluster.edge.requests.recent_requests import RecentRequests, RequestIdentity
 from tidemill.cluster.edge.requests.request_span import traced
 from tidemill.cluster.edge.requests.usage import Json, UsageCounter
+from tidemill.cluster.listener import InFlightLimit
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.metrics.edge_samples import EdgeSamples
 from tidemill.cluster.metrics.history import History

@@ -3,12 +3,7 @@
 No client can take a limit from the others.
 """
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv6Network, ip_address
-
-from tidemill.workers.messages import Overloaded
 
 RETRY_S = 1.0
 BODY_BYTES_MAX = 4 << 20
@@ -32,68 +27,3 @@ class EdgeLimits:
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
-
-
-class InFlightLimit:
-    """Counts what is in progress and refuses the excess, and also a client that holds too much.
-
-    A client may hold as much as is free: one alone half of all, the next one half of the rest, and there is
-    always something for another.
-    """
-
-    def __init__(self, most: int, what: str) -> None:
-        """`what` is counted, for messages."""
-        self._most = most
-        self._what = what
-        self._held: dict[str, int] = {}  # by client, none of them 0
-        self.held = 0
-
-    def take(self, amount: int, client: str) -> None:
-        """Count `amount` more for a client. Raises Overloaded and counts nothing then."""
-        held = self._held.get(client, 0)
-        if held + amount > self._most - self.held:
-            raise Overloaded(
-                f"this frontend has {self.held} {self._what}, {held} of them yours, and takes at most "
-                f"{self._most}, from one client half of what others leave",
-                predicted_s=0.0,
-                retry_after_s=RETRY_S,
-            )
-        self._set(client, held + amount)
-
-    def give(self, amount: int, client: str) -> None:
-        self._set(client, self._held.get(client, 0) - amount)
-
-    @contextmanager
-    def holding(self, amount: int, client: str) -> Generator[None]:
-        """Count `amount` inside the block. Raises Overloaded."""
-        self.take(amount, client)
-        try:
-            yield
-        finally:
-            self.give(amount, client)
-
-    def _set(self, client: str, held: int) -> None:
-        self.held += held - self._held.pop(client, 0)
-        assert held >= 0, self._what
-        if held:
-            self._held[client] = held
-
-    def check(self) -> None:
-        """Assert that the sum is that of all clients."""
-        assert self.held == sum(self._held.values()) <= self._most, self._what
-        assert all(held > 0 for held in self._held.values()), self._what
-
-
-def client_of(tenant: str | None, address: str | None) -> str:
-    """Return who shares a limit: a tenant, or without keys an address (of IPv6 its /64, which one client
-    has)."""
-    if tenant is not None:
-        return f"tenant:{tenant}"
-    try:
-        parsed = ip_address(address or "")
-    except ValueError:
-        return address or ""
-    if isinstance(parsed, IPv4Address):
-        return str(parsed)
-    mapped = parsed.ipv4_mapped
-    return str(mapped or IPv6Network((parsed.packed[:8] + bytes(8), 64)))

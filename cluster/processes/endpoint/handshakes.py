@@ -1,4 +1,4 @@
-"""uvicorn's server behind the listener that limits TLS handshakes."""
+"""uvicorn's server behind our listener, which limits TLS handshakes and accepts many connections a turn."""
 
 import socket
 import ssl
@@ -8,25 +8,18 @@ from typing import cast
 import uvicorn
 
 from tidemill.cluster.edge.http.connection import Connection
-from tidemill.cluster.edge.requests.security import HANDSHAKES_MAX, Handshakes, Listener
+from tidemill.cluster.listener import HANDSHAKES_MAX, Handshakes, Listener
 
 
 class EdgeServer(uvicorn.Server):
-    """A uvicorn server whose TLS handshakes are limited. Its protocol is a Connection."""
+    """A uvicorn server on sockets that are given. Its protocol is a Connection."""
 
-    def __init__(
-        self, config: uvicorn.Config, tls: ssl.SSLContext | None = None, *, handed: bool = False
-    ) -> None:
-        """`tls` is in place of uvicorn's own settings. Connections of `handed` sockets are those that the
-        server process has accepted."""
+    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None = None) -> None:
+        """`tls` is in place of uvicorn's own settings."""
         super().__init__(config)
         self._tls = tls
-        self._handed = handed
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._tls is None and not self._handed:
-            await super().startup(sockets)
-            return
         await super().startup([])
         protocol = cast("type[Connection]", self.config.http_protocol_class)
         create = partial(protocol, self.config, self.server_state, self.lifespan.state)

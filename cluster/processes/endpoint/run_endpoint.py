@@ -157,7 +157,7 @@ def _http_server(endpoint: Endpoint, context: EdgeContext) -> "_Server":
         access_log=False,
         ws="none",
     )
-    return _Server(config, tls_context(endpoint.security.tls), handed=context.group is not None)
+    return _Server(config, tls_context(endpoint.security.tls))
 
 
 async def _start_grpc(

@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
+import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 
+from tidemill.cluster.listener import Handshakes, InFlightLimit, Listener, client_of
 from tidemill.cluster.messages import JoinAnswer, JoinRequest
 from tidemill.cluster.mutual_tls import CLUSTER_NAME, MutualTls
 from tidemill.cluster.processes.joining.authority import serial_of
@@ -19,7 +21,11 @@ FRAME_BYTES_MAX = 64 << 10
 EXCHANGE_S_MAX = 15.0
 """The time of an exchange with its handshake, longer than a router waits for the supervisor."""
 
-CONNECTIONS_MAX = 64
+CONNECTIONS_MAX = 256
+EXCHANGES_MAX = 64
+"""The most exchanges in progress, which addresses share, and as many for edges with a certificate."""
+
+JOIN_HANDSHAKES_MAX = 32
 
 log = logging.getLogger(__name__)
 
@@ -32,41 +38,71 @@ class JoinServer:
         """`join` raises Unserved."""
         self._join = join
         self._tls = tls
-        self._places = asyncio.Semaphore(CONNECTIONS_MAX)
-        self._server: asyncio.Server | None = None
+        self.places = InFlightLimit(CONNECTIONS_MAX, "connections")
+        self._exchanges = InFlightLimit(EXCHANGES_MAX, "exchanges")
+        self._renewals = InFlightLimit(EXCHANGES_MAX, "renewals")
+        self._listener: Listener | None = None
+        self._socket: socket.socket | None = None
         self.address = ""
 
     async def start(self, host: str, port: int) -> str:
         """Listen, and return the address as host:port. Raises OSError."""
         context = self._tls.server()
         context.verify_mode = ssl.CERT_OPTIONAL
-        self._server = await asyncio.start_server(
-            self._answer, host, port, ssl=context, ssl_handshake_timeout=EXCHANGE_S_MAX, limit=FRAME_BYTES_MAX
-        )
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=CONNECTIONS_MAX)
+        handshakes = Handshakes(JOIN_HANDSHAKES_MAX)
+        self._listener = Listener(self._socket, context, lambda: _Joining(self), self.places, handshakes)
         bound = f"[{host}]" if ":" in host else host
-        self.address = f"{bound}:{self._server.sockets[0].getsockname()[1]}"
+        self.address = f"{bound}:{self._socket.getsockname()[1]}"
         return self.address
 
     async def stop(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        if self._listener is not None and self._socket is not None:
+            self._listener.close()
+            await self._listener.wait_closed()
+            self._socket.close()
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer a request, unless too many are in progress: those of strangers leave room for renewals."""
+        client = client_of(None, writer.get_extra_info("peername")[0])
+        limit = self._renewals if _serial(writer) else self._exchanges
         try:
-            if self._places.locked():
-                return
-            async with self._places, asyncio.timeout(EXCHANGE_S_MAX):
-                request = decode(JoinRequest, await _read(reader))
-                if not request.request:
-                    answer = JoinAnswer(ca=await asyncio.to_thread(read_pem, self._tls.ca))
-                else:
-                    answer = await self._join(replace(request, serial=_serial(writer)))
-                _write(writer, encode(answer))
-                await writer.drain()
+            with limit.holding(1, client):
+                await self._exchange(reader, writer)
         except (asyncio.IncompleteReadError, Malformed, TimeoutError, Unserved, OSError) as error:
             log.info("an edge could not join: %s", error)
         finally:
             writer.close()
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with asyncio.timeout(EXCHANGE_S_MAX):
+            request = decode(JoinRequest, await _read(reader))
+            if not request.request:
+                answer = JoinAnswer(ca=await asyncio.to_thread(read_pem, self._tls.ca))
+            else:
+                answer = await self._join(replace(request, serial=_serial(writer)))
+            _write(writer, encode(answer))
+            await writer.drain()
+
+
+class _Joining(asyncio.StreamReaderProtocol):
+    """One connection, which is counted until it is lost."""
+
+    def __init__(self, server: JoinServer) -> None:
+        super().__init__(asyncio.StreamReader(limit=FRAME_BYTES_MAX), server.answer)
+        self._server = server
+        self.place: str | None = None
+        self.transport: asyncio.BaseTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self.place is not None:
+            self._server.places.give(1, self.place)
 
 
 def _serial(writer: asyncio.StreamWriter) -> str:

@@ -4,6 +4,13 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
+        "connections that have closed take a place",
+        "cluster/listener.py::accept_some",
+        "if _is_closed($ACCEPTED):",
+        "if False:",
+        "tests/unit/cluster/processes/endpoint/test_handshakes.py",
+    ),
+    Planted(
         "a file of keys that the system did not read is not read again",
         "cluster/edge/requests/api_keys.py::KeysWatch.look",
         "if isinstance($ERROR.__cause__, $OS_ERROR):",
@@ -117,7 +124,7 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "one client takes a whole limit",
-        "cluster/edge/requests/limits.py::InFlightLimit.take",
+        "cluster/listener.py::InFlightLimit.take",
         "if $HELD + $AMOUNT >",
         "if $AMOUNT >",
         "tests/unit/cluster/edge/requests/test_limits.py",

@@ -21,8 +21,9 @@ from tests.support.cluster.fake_service import (
     tokenizer,
 )
 from tidemill.cluster.edge.requests.api_keys import ApiKey, digest_of
-from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX, EdgeLimits, InFlightLimit, client_of
+from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX, EdgeLimits
 from tidemill.cluster.edge.requests.models import ServedBackend
+from tidemill.cluster.listener import InFlightLimit, client_of
 from tidemill.cluster.messages import Misses
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.workers.messages import Overloaded

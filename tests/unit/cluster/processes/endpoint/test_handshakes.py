@@ -4,8 +4,9 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from struct import pack
 from types import SimpleNamespace
 from typing import cast
 
@@ -16,9 +17,10 @@ import uvloop
 
 from tests.support.cluster.fake_service import FakeService, app_over, saying, serving
 from tests.support.waits import WAIT_S_MAX
-from tidemill.cluster.edge.requests import security
-from tidemill.cluster.edge.requests.limits import EdgeLimits, InFlightLimit
+from tidemill.cluster import listener as security
+from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.edge.requests.security import Tls
+from tidemill.cluster.listener import InFlightLimit
 from tidemill.cluster.processes.endpoint import handshakes
 
 HALF = b"\x16\x03\x01\x02\x00\x01"
@@ -177,3 +179,15 @@ async def test_a_connection_that_was_just_accepted_ends_with_its_listener() -> N
         await listener.wait_closed()
         assert places.held == 0
         assert client.recv(1) == b""
+
+
+def test_many_connections_are_accepted_at_a_time_without_those_that_have_closed() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as opened, ExitStack() as clients:
+        opened.setblocking(False)  # noqa: FBT003 - its only argument
+        for index in range(80):
+            client = clients.enter_context(socket.create_connection(opened.getsockname()))
+            if index % 2:  # resets
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, pack("ii", 1, 0))
+                client.close()
+        counts = [len([accepted.close() for accepted, _ in security.accept_some(opened)]) for _ in range(2)]
+    assert counts == [32, 8]

@@ -5,7 +5,7 @@ import ssl
 import stat
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -20,9 +20,17 @@ from tests.support.cluster.scripted_engine import FIRST, LAST, WORKER, answer_of
 from tests.support.grpc_loop import IN_GRPC_LOOP
 from tests.unit.cluster.rpc.test_mutual_tls import issue, router, status_of
 from tests.unit.cluster.rpc.test_router_client import Obedient
+from tidemill.cluster.messages import JoinRequest
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.orders import ListEdges, MakeToken, RevokeEdge
-from tidemill.cluster.processes.joining.authority import CERTIFICATE_S, Authority, AuthorityError, validity
+from tidemill.cluster.processes.joining import exchange
+from tidemill.cluster.processes.joining.authority import (
+    CERTIFICATE_S,
+    Authority,
+    AuthorityError,
+    request_of,
+    validity,
+)
 from tidemill.cluster.processes.joining.credentials import Credentials
 from tidemill.cluster.processes.joining.exchange import JoinServer
 from tidemill.cluster.processes.joining.members import JoiningEdge, JoinRefused, Members
@@ -351,3 +359,31 @@ def test_what_has_expired_is_forgotten() -> None:
     members = joined().without("web-1", 20.0).with_token("web-2", member("dddddd"), 10 * DAY_S)
     assert members.edges.keys() == {"web-2"}
     assert not members.revoked
+
+
+@pytest.mark.parametrize("handshaken", [False, True])
+async def test_strangers_leave_room_for_those_that_join_and_renew(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, *, handshaken: bool
+) -> None:
+    """Silent connections, and exchanges that are held: an address has half of what others leave, and a
+    renewal has places of its own."""
+    monkeypatch.setattr(exchange, "CONNECTIONS_MAX", 32)
+    monkeypatch.setattr(exchange, "EXCHANGES_MAX", 4)
+    public = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    public.check_hostname, public.verify_mode = False, ssl.CERT_NONE
+    async with cluster.joined() as credentials, asyncio.timeout(30):
+        host, _, port = cluster.join.rpartition(":")
+        held: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        for _ in range(40):
+            with suppress(OSError):
+                context = public if handshaken else None
+                there = ("127.0.0.2", 0)
+                held.append(await asyncio.open_connection(host, int(port), ssl=context, local_addr=there))
+        await asyncio.sleep(0.2)
+        kept = sum(not reader.at_eof() and reader.exception() is None for reader, _ in held)
+        assert kept == (2 if handshaken else 16)
+        await cluster.credentials(await cluster.token("web-2"), "second").join()
+        renewal = JoinRequest(request=request_of(credentials.tls.key.read_bytes()))
+        assert (await exchange.ask(cluster.join, credentials.tls.client(), renewal)).certificate
+        for _, writer in held:
+            writer.close()
