@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from tidemill.cluster.edge.apis.responses_body import AgentChat
+from tidemill.cluster.edge.apis.responses_body import UNREAD, AgentChat
 from tidemill.cluster.edge.chat.request.hints import IGNORED_NAMES_MAX, printable
 from tidemill.cluster.edge.chat.request.params import absent_if_null
 from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
@@ -27,10 +27,6 @@ behind it would be found."""
 
 SESSION = re.compile(r"session_(?:id\W+)?([0-9a-fA-F-]{36})")
 """The session within `metadata.user_id` of Claude Code."""
-
-UNREAD = "[{}: this model reads text alone]"
-"""The text of an image or another block in the result of a tool. A refusal would end the conversation, which
-repeats it."""
 
 EFFORTS = {"xhigh": "high", "max": "high"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}

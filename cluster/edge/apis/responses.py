@@ -8,6 +8,7 @@ from tidemill.cluster.edge.apis.json_bytes import event, json_bytes
 from tidemill.cluster.edge.apis.reply import Reply, Writer
 from tidemill.cluster.edge.apis.responses_body import ResponsesBody, renamed
 from tidemill.cluster.edge.apis.responses_events import Output, Status
+from tidemill.cluster.edge.apis.responses_tools import names_of
 from tidemill.cluster.edge.requests.answers import Increment
 from tidemill.cluster.edge.requests.caller import Caller
 from tidemill.cluster.edge.requests.context import EdgeContext
@@ -25,7 +26,8 @@ async def responses(edge: EdgeContext, model: EdgeModel, body: ResponsesBody, ca
         raise renamed(error) from None
     job = replace(job, ignored=(*job.ignored, *body.ignored()))
     name = edge.sources.new_id()
-    writer = _Items(model.name, f"resp_{name}", body, int(edge.sources.unix_time_s()), Output(name), job)
+    output = Output(name, names_of(body.tools))
+    writer = _Items(model.name, f"resp_{name}", body, int(edge.sources.unix_time_s()), output, job)
     return Reply(model=model, job=job, kind="responses", id=writer.id, writer=writer, streams=body.stream)
 
 
@@ -107,7 +109,7 @@ class _Items(Writer):
             "temperature": body.temperature,
             "text": {"format": body.text.format},
             "tool_choice": _choice(body),
-            "tools": [tool.model_dump() for tool in body.tools],
+            "tools": [tool.model_dump(exclude_none=True) for tool in body.tools],
             "top_p": body.top_p,
             "truncation": "disabled",
             "usage": None if status == "in_progress" else self._usage(),

@@ -5,6 +5,7 @@ Server-side state (previous_response_id, conversations, prompts) is refused: eve
 the model should see.
 """
 
+import json
 from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import (
@@ -20,14 +21,19 @@ from pydantic import (
     model_validator,
 )
 
-from tidemill.cluster.edge.chat.request.hints import CacheControl, Mark, marked_parts, marks_of
+from tidemill.cluster.edge.apis.responses_tools import FlatTool, chat_tool, flat_name, hosted, own_tools
+from tidemill.cluster.edge.chat.request.hints import Mark, marked_parts, marks_of
 from tidemill.cluster.edge.chat.request.params import TokenCount, absent_if_null
-from tidemill.cluster.edge.chat.request.tools import TOOLS_MAX, Function
+from tidemill.cluster.edge.chat.request.tools import TOOLS_MAX
 from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
 from tidemill.cluster.edge.requests.bodies import MESSAGES_MAX, ChatBody
 from tidemill.workers.messages import RequestError
 
 METADATA_MAX = 16
+UNREAD = "[{}: this model reads text alone]"
+"""The text of an image or another part in the output of a tool. A refusal would end the conversation, which
+repeats it."""
+
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
 CHOICE_FORMS = 'give none, auto, required, or {"type": "function", "name": ...}'
 
@@ -76,8 +82,8 @@ def _choice(value: object) -> str | dict[str, Any]:
     match cast("Any", value):
         case "none" | "auto" | "required" as word:
             return str(word)
-        case {"type": "function", "name": str(name)}:
-            return {"type": "function", "function": {"name": name}}
+        case {"type": "function" | "custom", "name": str(name), **more}:
+            return {"type": "function", "function": {"name": flat_name(name, more.get("namespace"))}}
         case {"type": "allowed_tools", "mode": mode, "tools": [*tools]}:
             nested = [_choice(tool) for tool in tools]
             return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": nested}}
@@ -93,18 +99,43 @@ Choice = Annotated[
 ]
 
 
+def _output(value: object) -> object:
+    """Return the output of a call as text: that of an object is its JSON, an image is named."""
+    if isinstance(value, dict):
+        return json.dumps(value, ensure_ascii=False)
+    if not isinstance(value, list):
+        return value
+    parts = cast("list[object]", value)
+    return _text([_read(part) for part in parts])
+
+
+def _read(part: object) -> object:
+    """Return a part of an output; a note for what is no text."""
+    match part:
+        case {"type": str(kind)} if kind not in TEXT_PARTS:
+            return {"type": "text", "text": UNREAD.format(kind.removeprefix("input_")[:32])}
+        case _:
+            return part
+
+
 class InputItem(BaseModel):
-    """One item of the input. Its type determines which fields it needs; reasoning is dropped."""
+    """One item of the input. Its type determines which fields it needs. Calls of any kind that have a
+    `call_id`, and their outputs, are rendered; reasoning and calls of other servers are left out."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Annotated[str, Field(pattern=r"^(message|reasoning|compaction|\w+_call|\w+_call_output)$")] = (
+        "message"
+    )
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: Text | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
-    output: Text | None = None
+    input: str | None = None
+    action: dict[str, Any] | None = None
+    output: Annotated[str, BeforeValidator(_output)] | None = None
 
     _marks: tuple[Mark, ...] = ()
 
@@ -127,30 +158,25 @@ class InputItem(BaseModel):
         text = (self.content if self.type == "message" else self.output) or ""
         return marked_parts(text, self._marks) if self._marks else text
 
+    def called(self) -> dict[str, Any]:
+        """Return the function that a call of any kind stands for in a chat."""
+        name = flat_name(self.name or self.type.removesuffix("_call"), self.namespace)
+        if self.input is not None:
+            return {"name": name, "arguments": {"input": self.input}}
+        return {"name": name, "arguments": self.action if self.arguments is None else self.arguments}
+
     @model_validator(mode="after")
     def _whole(self) -> Self:
-        needed = {
-            "message": ("role",) if self.role == "assistant" else ("role", "content"),
-            "function_call": ("call_id", "name"),
-            "function_call_output": ("call_id",),
-            "reasoning": (),
-        }[self.type]
+        needed = NEEDED.get(self.type, ())
+        if self.type == "message" and self.role != "assistant":
+            needed = ("role", "content")
         missing = [name for name in needed if getattr(self, name) is None]
         if missing:
             raise ValueError(f"a {self.type} needs {' and '.join(missing)}")
         return self
 
 
-class FlatTool(Function):
-    """A function tool without a nested object."""
-
-    type: Literal["function"]
-    cache_control: CacheControl | None = None
-
-    def nested(self) -> dict[str, object]:
-        """Return it in the form of a chat."""
-        function = self.model_dump(exclude={"type", "cache_control"}, exclude_none=True)
-        return {"type": "function", "function": function, "cache_control": self.cache_control}
+NEEDED = {"message": ("role",), "function_call": ("call_id", "name"), "function_call_output": ("call_id",)}
 
 
 class TextConfig(BaseModel):
@@ -230,7 +256,7 @@ class ResponsesBody(BaseModel):
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "tools": [tool.nested() for tool in self.tools],
+            "tools": [chat_tool(*own) for own in own_tools(self.tools)],
             "tool_choice": self.tool_choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": self._response_format(),
@@ -244,7 +270,8 @@ class ResponsesBody(BaseModel):
     def ignored(self) -> tuple[str, ...]:
         """Return the fields without an effect that the chat does not know of."""
         names = [name for name in self.model_extra or {} if name in NOT_PASSED_ON]
-        return (*names, *(name for name in ("include", "store") if getattr(self, name)))
+        names += [name for name in ("include", "store") if getattr(self, name)]
+        return (*names, *(f"tools.{kind}" for kind in hosted(self.tools)))
 
     def _response_format(self) -> dict[str, Any]:
         wanted = self.text.format
@@ -261,14 +288,14 @@ class ResponsesBody(BaseModel):
             match item.type:
                 case "message":
                     turns.append({"role": item.role, "content": item.parts()})
-                case "function_call":
+                case kind if kind.endswith("_output"):
+                    turns.append({"role": "tool", "tool_call_id": item.call_id, "content": item.parts()})
+                case kind if kind.endswith("_call") and item.call_id is not None:
                     if not turns or turns[-1]["role"] != "assistant":
                         turns.append({"role": "assistant"})
-                    called = {"name": item.name, "arguments": item.arguments}
-                    turns[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": called})
-                case "function_call_output":
-                    turns.append({"role": "tool", "tool_call_id": item.call_id, "content": item.parts()})
-                case "reasoning":
+                    made = {"id": item.call_id, "function": item.called()}
+                    turns[-1].setdefault("tool_calls", []).append(made)
+                case _:
                     pass
         return turns
 

@@ -6,11 +6,14 @@
 One item is open at a time. The streamed deltas add up to the whole response.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from types import MappingProxyType
+from typing import Literal, cast
 
+from tidemill.cluster.edge.apis.responses_tools import ToolName
 from tidemill.cluster.edge.chat.output.parts import Call, Part, ReasoningText, Text
+from tidemill.cluster.edge.chat.request.json_text import parse_json
 from tidemill.cluster.edge.requests.usage import Json
 
 Kind = Literal["reasoning", "message"]
@@ -19,6 +22,7 @@ Status = Literal["completed", "incomplete"]
 PREFIX: dict[Kind, str] = {"reasoning": "rs", "message": "msg"}
 TEXT: dict[Kind, str] = {"reasoning": "reasoning_text", "message": "output_text"}
 ARGUMENTS = "response.function_call_arguments"
+INPUT = "response.custom_tool_call_input"
 
 
 @dataclass(slots=True)
@@ -32,18 +36,20 @@ class Open:
 
 @dataclass(slots=True)
 class OpenCall:
-    """The open call."""
+    """The open call. That of a custom tool has one text, which is known at its end."""
 
     item: Json  # without its arguments
+    is_custom: bool
     arguments: list[str] = field(default_factory=list[str])
 
 
 class Output:
-    """The output; `name` is the common part of the items' ids."""
+    """The output; `name` is the common part of the items' ids. `tools` has the client's names of tools."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, tools: Mapping[str, ToolName] = MappingProxyType({})) -> None:
         self.items: list[Json] = []  # closed ones
         self._name = name
+        self._tools = tools
         self._open: Open | OpenCall | None = None
 
     @property
@@ -89,6 +95,11 @@ class Output:
                 yield self._of_text(f"response.{TEXT[opened.kind]}.done", opened, text=text, **more)
                 yield self._of_text("response.content_part.done", opened, part=_part(opened.kind, text))
                 item = _item(opened, [_part(opened.kind, text)], status)
+            case OpenCall(is_custom=True) as opened:
+                text = _input("".join(opened.arguments))
+                yield self._of_call(f"{INPUT}.delta", opened, {"delta": text})
+                yield self._of_call(f"{INPUT}.done", opened, {"input": text})
+                item = {**opened.item, "input": text, "status": status}
             case OpenCall() as opened:
                 arguments: Json = {"arguments": "".join(opened.arguments)}
                 yield self._of_call(f"{ARGUMENTS}.done", opened, {"name": opened.item["name"], **arguments})
@@ -100,18 +111,22 @@ class Output:
     def _call(self, call: Call) -> Iterator[Json]:
         if call.name is not None:
             yield from self._close("completed")
+            tool = self._tools.get(call.name, ToolName(call.name))
             item: Json = {
-                "id": self._id("fc"),
-                "type": "function_call",
+                "id": self._id("ctc" if tool.is_custom else "fc"),
+                "type": "custom_tool_call" if tool.is_custom else "function_call",
                 "call_id": f"call_{self._name}_{call.index}",
-                "name": call.name,
+                "name": tool.name,
+                **({} if tool.namespace is None else {"namespace": tool.namespace}),
             }
-            self._open = OpenCall(item)
-            added: Json = {**item, "status": "in_progress", "arguments": ""}
-            yield self._of_item("response.output_item.added", added)
+            self._open = OpenCall(item, tool.is_custom)
+            empty = "input" if tool.is_custom else "arguments"
+            yield self._of_item("response.output_item.added", {**item, "status": "in_progress", empty: ""})
         assert isinstance(self._open, OpenCall), "pieces of a call come opened after another"
         if call.arguments:
             self._open.arguments.append(call.arguments)
+            if self._open.is_custom:
+                return
             yield self._of_call(f"{ARGUMENTS}.delta", self._open, {"delta": call.arguments})
 
     def _id(self, prefix: str) -> str:
@@ -126,6 +141,16 @@ class Output:
     def _of_text(self, kind: str, opened: Open, **more: object) -> Json:
         position: Json = {"item_id": opened.item_id, "output_index": len(self.items), "content_index": 0}
         return {"type": kind, **position, **more}
+
+
+def _input(arguments: str) -> str:
+    """Return the text of a call of a custom tool; all that the model wrote if the call was cut."""
+    try:
+        found = parse_json(arguments)
+    except ValueError:
+        return arguments
+    text = cast("dict[str, object]", found).get("input") if isinstance(found, dict) else None
+    return text if isinstance(text, str) else arguments
 
 
 def _item(opened: Open, content: Iterable[Json], status: str) -> Json:

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from tests.support.cluster.fake_service import FakeService, build_app, call, saying, sources
 from tests.support.cluster.openai_talk import ARGUMENTS, conversing
 from tests.unit.cluster.edge.http.test_tools import CALLING, TEMPLATE, prompts_of, tokenizer
+from tidemill.cluster.edge.apis.responses_body import ResponsesBody
 from tidemill.cluster.edge.apis.responses_events import Output
 from tidemill.cluster.edge.chat.output.parts import Call, Part, ReasoningText, Text
 from tidemill.cluster.edge.requests.models import ServedBackend
@@ -183,8 +184,8 @@ async def test_failure_before_the_first_event_is_a_reply_and_later_an_event() ->
         ({"input": [{"role": "user"}]}, "input[0]"),
         ({"input": [{"type": "function_call", "call_id": "a"}]}, "input[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].name"),
-        ({"tools": [{"type": "web_search", "name": "a"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": [{"type": "custom", "name": "a b"}]}, "tools[0].name"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
@@ -253,3 +254,71 @@ def test_items_open_and_close_in_their_order(parts: list[Part], at_once: int) ->
         if sent["type"] == "response.output_item.added":
             opened += 1
         assert sent["output_index"] == opened, "one item is open at a time"
+
+
+SPACE: Any = {"type": "namespace", "name": "mcp__house", "tools": [LOOK]}
+PATCH: Any = {
+    "type": "custom",
+    "name": "apply_patch",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"},
+}
+
+
+def called(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+async def test_tools_of_agents_are_offered_and_called_by_their_own_names() -> None:
+    written = called("mcp__house__look", '{"person": "Emma"}') + called("apply_patch", '{"input": "a\\nb"}')
+    service = FakeService(saying(written), per_piece=2)
+    asked: Any = {"model": "keeper", "input": "Go.", "tools": [SPACE, PATCH, {"type": "web_search"}]}
+    async with conversing(service, tokenizer()) as client:
+        found = await client.responses.with_raw_response.create(**asked)
+        events = [event async for event in await client.responses.create(**asked, stream=True)]
+    assert found.headers["x-tidemill-ignored"] == "tools.web_search"
+    whole = found.parse()
+    look, patch = whole.output
+    assert (look.type, look.name, look.namespace) == ("function_call", "look", "mcp__house")
+    assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "apply_patch", "a\nb")
+    streamed = events[-1].response.output
+    assert [item.to_dict() | {"id": "", "call_id": ""} for item in streamed] == [
+        item.to_dict() | {"id": "", "call_id": ""} for item in whole.output
+    ]
+    kinds = [event.type for event in events]
+    assert kinds.count("response.custom_tool_call_input.done") == kinds.count("response.output_item.done") - 1
+    offered = prompts_of(service)[0]
+    assert "mcp__house__look" in offered
+    assert "web_search" not in offered
+
+
+def test_calls_of_all_kinds_are_replayed() -> None:
+    items: list[Any] = [
+        {
+            "type": "function_call",
+            "call_id": "a",
+            "namespace": "mcp__house",
+            "name": "look",
+            "arguments": "{}",
+        },
+        {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_image"}]},
+        {"type": "custom_tool_call", "call_id": "b", "name": "apply_patch", "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "b", "output": "done"},
+        {"type": "local_shell_call", "call_id": "c", "action": {"command": ["ls"]}},
+        {"type": "local_shell_call_output", "call_id": "c", "output": {"status": 0}},
+        {"type": "web_search_call", "id": "ws", "status": "completed"},
+        {"type": "compaction", "encrypted_content": "x"},
+        {"role": "user", "content": "So?"},
+    ]
+    turns = ResponsesBody.model_validate({"input": items}).chat().messages
+    assert [(turn.role, turn.content) for turn in turns if turn.role != "assistant"] == [
+        ("tool", "[image: this model reads text alone]"),
+        ("tool", "done"),
+        ("tool", '{"status": 0}'),
+        ("user", "So?"),
+    ]
+    made = [call.function for turn in turns for call in turn.tool_calls or []]
+    assert [(call.name, call.arguments) for call in made] == [
+        ("mcp__house__look", {}),
+        ("apply_patch", {"input": "x"}),
+        ("local_shell", {"command": ["ls"]}),
+    ]
