@@ -4,6 +4,7 @@ from typing import Any, cast
 
 from fastapi import FastAPI
 
+from tidemill.cluster.edge.apis.messages import PATH as MESSAGES
 from tidemill.cluster.edge.requests.usage import Json
 
 EVENTS = "text/event-stream"
@@ -39,6 +40,20 @@ ERROR: Json = {
     },
 }
 
+ERROR_OF_MESSAGES: Json = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+"""An error in the shape of Anthropic's API."""
+
 
 def _reply(*fields: str) -> Json:
     return {"type": "object", "required": list(fields)}
@@ -47,6 +62,7 @@ def _reply(*fields: str) -> Json:
 REPLIES: dict[str, Json] = {
     "/v1/chat/completions": _reply("id", "object", "created", "model", "choices", "usage"),
     "/v1/completions": _reply("id", "object", "created", "model", "choices", "usage"),
+    MESSAGES: _reply("id", "type", "role", "model", "content", "stop_reason", "usage"),
     "/v1/responses": _reply("id", "object", "created_at", "model", "output", "status"),
 }
 """The replies of streaming endpoints when they do not stream."""
@@ -69,14 +85,15 @@ def describe(app: FastAPI) -> None:
 def _correct(document: dict[str, Any]) -> None:
     parts = cast("dict[str, dict[str, Any]]", document["components"])
     parts["schemas"] = {name: schema for name, schema in parts["schemas"].items() if name not in NOT_OURS}
-    parts["schemas"]["Error"] = ERROR
+    parts["schemas"] |= {"Error": ERROR, "MessagesError": ERROR_OF_MESSAGES}
     parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     document["security"] = [{}, {"key": []}]
     for path, methods in cast("dict[str, dict[str, dict[str, Any]]]", document["paths"]).items():
         for operation in methods.values():
             responses: dict[str, Any] = operation["responses"]
             responses.pop("422", None)
-            responses.update({status: _error(meaning) for status, meaning in EVERYWHERE.items()})
+            error = "MessagesError" if path.startswith(MESSAGES) else "Error"
+            responses.update({status: _error(error, meaning) for status, meaning in EVERYWHERE.items()})
             if path in REPLIES:
                 responses["200"]["content"] = {
                     "application/json": {"schema": REPLIES[path]},
@@ -87,6 +104,6 @@ def _correct(document: dict[str, Any]) -> None:
     }
 
 
-def _error(meaning: str) -> Json:
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+def _error(name: str, meaning: str) -> Json:
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     return {"description": meaning, "content": content}
