@@ -394,3 +394,8 @@ class CrashedAlone(WorkerGone):
 class LostAlone(WorkerGone):
     """The worker fell silent while it ran nothing but this request, which was on trial. Whether its process
     exited is unknown, for example on a machine that stands still."""
+
+
+BLANKS = r"(\n[ \t]{0,40}|[ ])?"
+"""The white space between two tokens of JSON: none, a space, or a new line with its indentation. Without a
+bound a model can continue with blanks until its answer is cut off."""

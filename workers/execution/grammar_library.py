@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from tidemill.workers.messages import GRAMMAR_BYTES_MAX, Grammar, RequestError
+from tidemill.workers.messages import BLANKS, GRAMMAR_BYTES_MAX, Grammar, RequestError
 
 if TYPE_CHECKING:  # in the type stubs only
     from llguidance._lib import JsonCompileOptions
@@ -18,10 +18,6 @@ COMPILE_FUEL_MAX = 1_000_000
 STEP_FUEL_MAX = 200_000
 STEP_ITEMS_MAX = 50_000
 """The limit for one mask."""
-
-BLANKS = r"(\n[ \t]{0,40}|[ ])?"
-"""The white space between two tokens of JSON: none, a space, or a new line with its indentation. Without a
-bound a model can continue with blanks until its answer is cut off."""
 
 JSON_OPTIONS: "JsonCompileOptions" = {"whitespace_pattern": BLANKS, "coerce_one_of": True}
 """Alternatives of `oneOf` that overlap are those of `anyOf`."""

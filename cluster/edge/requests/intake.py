@@ -21,7 +21,7 @@ from tidemill.cluster.edge.chat.request.request_builder import (
     sampling_of,
     terms_of,
 )
-from tidemill.cluster.edge.chat.request.tool_grammar import enforceable, forced
+from tidemill.cluster.edge.chat.request.tool_grammar import answer_or_calls, enforceable, forced
 from tidemill.cluster.edge.chat.request.tools import Tool, offered
 from tidemill.cluster.edge.chat.text import (
     MarkedPrompt,
@@ -49,6 +49,9 @@ from tidemill.workers.messages import Grammar, Request, RequestError, Sampling
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
+
+ANSWERS_OF_JSON = ("json_schema", "json_object")
+"""The kinds of grammars beside which tools may be called."""
 
 REQUEST_CHOICES_MAX = 128
 TAIL_TOKENS = 8
@@ -120,13 +123,16 @@ class Intake:
         grammar = None if asked is None else asked.grammar
         left_out = () if asked is None else asked.left_out
         max_tokens = body.max_completion_tokens or body.max_tokens
-        rendered = await self._chat_prompt(body, tools, self._opening(body, grammar))
+        may_call = tools and not forces and grammar is not None and grammar.kind in ANSWERS_OF_JSON
+        rendered = await self._chat_prompt(body, tools, "" if may_call else self._opening(body, grammar))
         prompt = self._cut(rendered, body, max_tokens)
         output_format = self._output_format(body, tools, prompt.tokens, grammar)
         if forces:  # it goes before what else restricts the answer
             tools, left_out = enforceable(tools)
             grammar = forced(tools, output_format, self._tokenizer.added)
             left_out += body.restrictions()
+        elif may_call and grammar is not None:
+            grammar = answer_or_calls(grammar, tools, output_format, self._tokenizer.added)
         logprobs = body.num_logprobs()
         sampling = self._sampling(body, logprobs, body.prompt_logprobs, grammar)
         ends = self._channel_ends() if output_format.channels and not body.ignore_eos else ()

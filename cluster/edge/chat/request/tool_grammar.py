@@ -6,16 +6,17 @@ Tags that are single tokens stand in it as these tokens, so that no other tokens
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, assert_never, cast
 
-from tidemill.cluster.edge.chat.formats import Body
+from tidemill.cluster.edge.chat.formats import FINAL, Body
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
 from tidemill.cluster.edge.chat.output.tool_call_parser import choices_of, is_text, parameters_of
 from tidemill.cluster.edge.chat.request.schema import enforced
 from tidemill.cluster.edge.chat.request.structured import check_schema
 from tidemill.cluster.edge.chat.request.tools import Tool
-from tidemill.workers.messages import GRAMMAR_BYTES_MAX, Grammar, RequestError
+from tidemill.workers.messages import BLANKS, GRAMMAR_BYTES_MAX, Grammar, RequestError
 
 BREAK = "\n\n"
 LINE = "\n"
@@ -81,11 +82,39 @@ def enforceable(tools: Sequence[Tool]) -> tuple[list[Tool], tuple[str, ...]]:
             function.parameters or {}, f"tools.{function.name}.parameters", strict=function.strict is True
         )
         parameters = None if function.parameters is None else found.schema
-        kept.append(
-            tool.model_copy(update={"function": function.model_copy(update={"parameters": parameters})})
-        )
+        kept.append(_with_parameters(tool, parameters))
         left_out += found.left_out
     return kept, tuple(left_out)
+
+
+def answer_or_calls(
+    answer: Grammar, tools: Sequence[Tool], output_format: OutputFormat, added: Mapping[str, int]
+) -> Grammar:
+    """Return the grammar of an answer that is JSON or calls tools. Their arguments are free, as they are
+    without a grammar: many tools would take long to compile."""
+    form = output_format.form
+    assert form is not None, "an answer that may call nothing"
+    if form.bare == "{":  # a call begins as an answer does
+        return answer
+    free = [_with_parameters(tool, _names_alone(tool, form.body)) for tool in tools]
+    calls = forced(free, replace(output_format, thinking=False), added).text
+    schema: dict[str, Any] = {"type": "object"} if answer.kind == "json_object" else json.loads(answer.text)
+    options = {"whitespace_pattern": BLANKS, "coerce_one_of": True}
+    words = _literal(FINAL, added) if form.body == "channels" else ""
+    rule = _in_order(words, f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}")
+    text = f"start: answer | calls\nanswer: {rule}\ncalls:{calls.removeprefix('start:')}"
+    return Grammar(kind="lark", text=text) if len(text.encode()) <= GRAMMAR_BYTES_MAX else answer
+
+
+def _names_alone(tool: Tool, body: Body) -> dict[str, Any]:
+    if body in ("json", "channels"):
+        return {}
+    return {"properties": {name: {} for name in parameters_of(tool.function.parameters or {})}}
+
+
+def _with_parameters(tool: Tool, parameters: dict[str, Any] | None) -> Tool:
+    function = tool.function.model_copy(update={"parameters": parameters})
+    return tool.model_copy(update={"function": function})
 
 
 def _in_order(*parts: str) -> str:

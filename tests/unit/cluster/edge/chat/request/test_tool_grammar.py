@@ -13,11 +13,11 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from tests.support.cluster.fake_service import EOS, KEEPER
 from tests.support.workers.masks import accepts
-from tidemill.cluster.edge.chat.formats import FORMS, THINKING, THOUGHT
+from tidemill.cluster.edge.chat.formats import FINAL, FORMS, THINKING, THOUGHT
 from tidemill.cluster.edge.chat.output.harmony import open_parser
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
 from tidemill.cluster.edge.chat.output.parts import Call, joined
-from tidemill.cluster.edge.chat.request.tool_grammar import forced
+from tidemill.cluster.edge.chat.request.tool_grammar import answer_or_calls, forced
 from tidemill.cluster.edge.chat.request.tools import Function, Tool
 from tidemill.workers.execution.grammar import Grammars
 from tidemill.workers.messages import Grammar
@@ -126,6 +126,34 @@ def test_one_call_alone_where_several_are_not_wanted(form: str) -> None:
     one = written(form, ONCE)
     assert takes(manner, around(form, one), as_tokens=True)
     assert not takes(manner, around(form, one, one), as_tokens=True)
+
+
+@pytest.mark.parametrize("as_tokens", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_answer_is_json_or_calls(form: str, *, as_tokens: bool) -> None:
+    manner = OutputFormat(form=FORMS[form], schemas=SCHEMAS, channels=form == "openai")
+    tags = (*FORMS[form].tags, THOUGHT) if as_tokens else ()
+    raw, grammars = vocabulary(*dict.fromkeys(tags))
+    added = {added_token.content: token for token, added_token in raw.get_added_tokens_decoder().items()}
+    schema = '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}'
+    grammar = answer_or_calls(Grammar(kind="json_schema", text=schema), TOOLS, manner, added)
+    if form == "llama3_json":
+        assert grammar == Grammar(kind="json_schema", text=schema), "its calls begin as answers do"
+        return
+    words = FINAL if form == "openai" else ""
+    bad = {"who": "Bob"} if FORMS[form].body != "xml" else ONCE
+    for text, good in (
+        (words + '{"a": 1}', True),
+        (words + '{\n  "a": 1}', True),
+        (words + '{"b": 1}', False),
+        (around(form, written(form, ONCE)), True),
+        (around(form, written(form, bad)), True),
+        (around(form, written(form, {}, "wait")), True),
+        (around(form, written(form, {}, "leave")), False),
+        ("no", False),
+    ):
+        tokens = [*raw.encode(text, add_special_tokens=False).ids, EOS]
+        assert accepts(grammars.matcher(grammar), tokens) is good, text
 
 
 @pytest.mark.parametrize("as_tokens", [False, True])
