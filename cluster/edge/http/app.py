@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
 from fastapi import Path as InPath
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
@@ -38,7 +39,7 @@ from tidemill.cluster.edge.requests.usage import Json
 from tidemill.cluster.metrics.exposition import CONTENT_TYPE, exposition
 from tidemill.cluster.orders import SetBudget
 from tidemill.kvstore.errors import TidemillError
-from tidemill.workers.messages import Unserved
+from tidemill.workers.messages import RequestError, Unserved
 
 
 def app_of(context: EdgeContext) -> FastAPI:
@@ -76,6 +77,7 @@ def app_of(context: EdgeContext) -> FastAPI:
         add_answer_route(app, context, path, prepare)
     for path, work in TEXTS.items():
         add_text_route(app, context.models, path, work)
+    app.add_api_route("/v1/responses", no_socket, include_in_schema=False)
     app.add_api_route("/v1/prefixes/{name}", edge.release_prefix, methods=["DELETE"])
     app.add_api_route("/v1/models", edge.models)
     for path in ("/v1/models/", "/models", "/models/"):  # as some clients write it
@@ -173,6 +175,14 @@ def _post(
     route.__name__, route.__doc__ = work.__name__, work.__doc__
     route.__annotations__["body"] = work.__annotations__["body"]
     app.add_api_route(path, route, methods=["POST"])
+
+
+async def no_socket(request: Request) -> None:
+    """Refuse a WebSocket in words that make clients fall back to requests. Raises RequestError and, for other
+    requests, HTTPException."""
+    if request.headers.get("upgrade", "").lower() != "websocket":
+        raise HTTPException(405)
+    raise RequestError("responses have no WebSocket here: send POST requests, which may stream", status=426)
 
 
 class Edge:

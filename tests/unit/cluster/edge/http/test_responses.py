@@ -322,3 +322,8 @@ def test_calls_of_all_kinds_are_replayed() -> None:
         ("apply_patch", {"input": "x"}),
         ("local_shell", {"command": ["ls"]}),
     ]
+
+
+@pytest.mark.parametrize(("headers", "status"), [({"upgrade": "websocket"}, 426), ({}, 405)])
+def test_socket_is_refused_in_words_of_its_own(headers: dict[str, str], status: int) -> None:
+    assert call(app_over(FakeService(saying("a"))), "GET", PATH, headers=headers).status_code == status
