@@ -2,16 +2,22 @@
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tidemill.kvstore.layout import Attention, Latent, LayerSpec, Linear, Window
 from tidemill.workers.models.architectures import deepseek, gpt_oss, granite, qwen3
 from tidemill.workers.models.architectures.config import ArchitectureConfig, sizes, weights_of
+from tidemill.workers.models.architectures.registry import compute_dtype_of, sizes_of
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.layers.latent import LatentConfig
 from tidemill.workers.models.layers.mamba2 import Mamba2Config
@@ -239,3 +245,34 @@ def test_bounds_of_a_time_step(limit: object, wanted: tuple[float, float]) -> No
 def test_unsupported_configs_are_refused(name: str, changes: dict[str, object], problem: str) -> None:
     with pytest.raises(ModelError, match=problem):
         parsed(name, **changes)
+
+
+ODD: list[Any] = [
+    *(None, True, -1, 0, 7, 1.5, float("inf"), "x", "\ud800", [], [[]], {}, {"a": {}}, 10**18),
+    *({"rope_type": kind, "factor": factor} for kind in ("yarn", "llama3", "linear") for factor in (0, "x")),
+]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "DeepseekV3ForCausalLM": V3,
+    "GptOssForCausalLM": OSS,
+    "GraniteMoeHybridForCausalLM": TINY,
+    "LlamaForCausalLM": LLAMA_2,
+    "Qwen3_5ForConditionalGeneration": {"text_config": LLAMA_2},
+}
+OTHERS = (
+    "rope_parameters",
+    "rope_scaling",
+    "head_dim",
+    "partial_rotary_factor",
+    "torch_dtype",
+    "architectures",
+)
+
+
+@given(name=st.sampled_from(sorted(FAMILIES)), at=st.integers(0, 99), odd=st.sampled_from(range(len(ODD))))
+def test_any_value_of_any_key_is_loaded_or_refused(name: str, at: int, odd: int) -> None:
+    raw = {"architectures": [name], **FAMILIES[name]}
+    keys = [*raw, *OTHERS]
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps({**raw, keys[at % len(keys)]: ODD[odd]}))
+        with suppress(ModelError):
+            sizes_of(Path(folder), compute_dtype_of(Path(folder), "dummy"), load_format="dummy")
