@@ -179,7 +179,7 @@ def compare(bed: Bed, cold: Cold, kl_max: float) -> None:
         ("lazy", "value", 48, 3, False),
     ],
 )
-async def test_eviction_preemption_junctions_and_thinning(
+async def test_eviction_junctions_thinning_and_budgets(
     bed: Beds,
     strategy: CheckpointStrategy,
     policy: Policy,
@@ -191,9 +191,10 @@ async def test_eviction_preemption_junctions_and_thinning(
     one = bed("float32")
     tight = {"checkpoint_strategy": strategy, "eviction_policy": policy, "checkpoint_interval": interval}
     tight |= {"num_speculative_tokens": drafts_max, "overlap": overlap}
+    most_bytes = 60 * one.extent_bytes
 
     cold = await cold_of(one, conversations())
-    async with serving(one.settings, **tight, checkpoints_per_path=1) as built:
+    async with serving(one.settings, **tight, checkpoints_per_path=1, memory_max_bytes=most_bytes) as built:
         for _ in range(2):
             assert await together(built, conversations()) == cold.first
             assert await together(built, next_turns(conversations(), cold.first)) == cold.second
@@ -201,8 +202,17 @@ async def test_eviction_preemption_junctions_and_thinning(
         counters = built.engine.load().counters
         assert counters["kv_hit_without_state_tokens"] > 0
         assert strategy == "none" or counters["evicted_checkpoints_for_cap"] > 0
+        built.engine.resize(50 * one.extent_bytes)
+        work, before = asyncio.create_task(together(built, conversations())), counters["generated_tokens"]
+        for tokens, budget_bytes in ((24, 0), (40, most_bytes), (90, 0), (120, 1 << 40)):
+            await generated(built, int(before) + tokens)
+            built.engine.resize(budget_bytes)
+        assert await work == cold.first
+        compare(one, cold, 0.0)
+        counters = built.engine.load().counters
+        assert counters["preemptions_for_resize"] > 0
         built.engine.resize(0)
-        assert await together(built, conversations()) == cold.first
+        assert await together(built, next_turns(conversations(), cold.first)) == cold.second
         compare(one, cold, 0.0)
         counters = built.engine.load().counters
         assert sum(counters.get(f"evicted_pages_for_{why}", 0) for why in ("pages", "states", "resize")) > 0
@@ -230,48 +240,30 @@ async def test_preemption(bed: Beds, strategy: CheckpointStrategy, drafts_max: i
         assert built.engine.load().counters["preemptions"] > 0
 
 
-@pytest.mark.parametrize("strategy", ["double", "lazy"])
-async def test_budget_goes_down_and_up_while_they_run(bed: Beds, strategy: CheckpointStrategy) -> None:
-    one = bed("float32")
+@pytest.mark.parametrize(
+    ("kv_dtype", "state_dtype", "extents", "changes", "kl_max"),
+    [
+        ("bfloat16", "float32", 100, {}, 1e-4),
+        ("float32", "bfloat16", EXTENTS, {"num_speculative_tokens": 3, "checkpoint_interval": 16}, 0.0),
+    ],
+)
+async def test_bfloat16_memory(
+    bed: Beds,
+    kv_dtype: KvDtype,
+    state_dtype: KvDtype,
+    extents: int,
+    changes: dict[str, int],
+    kl_max: float,
+) -> None:
+    """A state is rounded after each token, however it came there: every path has the same bits. Pages have
+    them where both cut on the grid; a second turn resumes where its first one decoded token by token, and the
+    cold one computed whole pages."""
+    one = bed(kv_dtype, state_dtype)
 
     cold = await cold_of(one, conversations())
-    memory = {"memory_max_bytes": 60 * one.extent_bytes, "memory_bytes": 50 * one.extent_bytes}
-    async with serving(one.settings, checkpoint_strategy=strategy, **memory) as built:
-        work = asyncio.create_task(together(built, conversations()))
-        for tokens, budget_bytes in ((24, 0), (40, memory["memory_max_bytes"]), (90, 0), (120, 1 << 40)):
-            await generated(built, tokens)
-            built.engine.resize(budget_bytes)
-        assert await work == cold.first
-        assert built.engine.load().counters["preemptions_for_resize"] > 0
-        built.engine.resize(0)
-        assert await together(built, next_turns(conversations(), cold.first)) == cold.second
-        compare(one, cold, 0.0)
-
-
-async def test_bfloat16_pages(bed: Beds) -> None:
-    """They are equal bit by bit where both cut on the grid: first turns, and first turns from their
-    checkpoints. A second turn resumes where its first one decoded token by token, and the cold one computed
-    whole pages."""
-    one = bed("bfloat16")
-
-    cold = await cold_of(one, conversations())
-    async with serving(one.settings, memory_bytes=100 * one.extent_bytes) as built:
+    async with serving(one.settings, **changes, memory_bytes=extents * one.extent_bytes) as built:
         for _ in range(2):
             assert await together(built, conversations()) == cold.first
-        compare(one, cold, 0.0)
-        assert await together(built, next_turns(conversations(), cold.first)) == cold.second
-        compare(one, cold, 1e-4)
-
-
-async def test_bfloat16_states(bed: Beds) -> None:
-    """A state is rounded after each token, however it came there: every path has the same bits."""
-    one = bed("float32", "bfloat16")
-    if not one.layout.has_states:
-        pytest.skip("the model has no states")
-
-    cold = await cold_of(one, conversations())
-    async with serving(one.settings, num_speculative_tokens=3, checkpoint_interval=16) as built:
-        for _ in range(2):
-            assert await together(built, conversations()) == cold.first
-            assert await together(built, next_turns(conversations(), cold.first)) == cold.second
             compare(one, cold, 0.0)
+            assert await together(built, next_turns(conversations(), cold.first)) == cold.second
+            compare(one, cold, kl_max)

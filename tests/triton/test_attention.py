@@ -158,28 +158,6 @@ def test_rows_of_a_large_batch_are_found(monkeypatch: pytest.MonkeyPatch) -> Non
     check(Case(new=[3, 1, 40, 2, 17], before=[1, 0, 60, 5, 0], heads=(1, 1), dim=32))
 
 
-def check_short_rows(case: Case, device: str = "cpu") -> None:
-    """Rows after a long text, whose keys are split: the definition, the same bits alone, and a gate."""
-    layer = Layer(case, device)
-    together = layer.run()
-    assert relative_error(together, layer.wanted()) < LIMITS[case.dtype]
-    starts = [0, *torch.tensor(case.new).cumsum(0).tolist()]
-    for b, new in enumerate(case.new):
-        picked = torch.arange(starts[b], starts[b + 1])
-        rows = step([new], [case.before[b]], layer.pages[b : b + 1])
-        assert same_bits(layer.run(rows, picked), together[picked])
-    gate_THI = random(torch.Generator().manual_seed(1), sum(case.new), case.heads[0], 2 * case.dim).to(
-        case.dtype
-    )
-    gate_THD = gate_THI[..., case.dim :]
-    sinks_H = None if layer.sinks_H is None else layer.sinks_H.to(device)
-    found = cuda.gated_attention(
-        layer.q_THD.to(device), layer.cache, layer.rows.to(device), layer.window, sinks_H, gate_THD.to(device)
-    )
-    wanted = sigmoid_mul(layer.wanted(), gate_THD.double())
-    assert relative_error(found.cpu(), wanted) < LIMITS[case.dtype]
-
-
 TAILS = Case(new=[4, 1, 64, 65, 2, 9], before=[700, 90, 500, 130, 3, 63], heads=(4, 2), dim=32)
 """Guesses, tails of up to 64 tokens and a longer one."""
 
@@ -196,9 +174,24 @@ TAILS = Case(new=[4, 1, 64, 65, 2, 9], before=[700, 90, 500, 130, 3, 63], heads=
 def test_short_rows_split_their_keys(
     monkeypatch: pytest.MonkeyPatch, case: Case, limit: str, value: int
 ) -> None:
+    """Rows after a long text, whose keys are split: the definition, the same bits alone, and a gate."""
     monkeypatch.setattr(cuda, "SPAN_TOKENS", 64)
     monkeypatch.setattr(cuda, limit, value)
-    check_short_rows(case)
+    layer = Layer(case)
+    together = layer.run()
+    assert relative_error(together, layer.wanted()) < LIMITS[case.dtype]
+    starts = [0, *torch.tensor(case.new).cumsum(0).tolist()]
+    for b, new in enumerate(case.new):
+        picked = torch.arange(starts[b], starts[b + 1])
+        rows = step([new], [case.before[b]], layer.pages[b : b + 1])
+        assert same_bits(layer.run(rows, picked), together[picked])
+    gate_THI = random(torch.Generator().manual_seed(1), sum(case.new), case.heads[0], 2 * case.dim).to(
+        case.dtype
+    )
+    gate_THD = gate_THI[..., case.dim :]
+    found = cuda.gated_attention(layer.q_THD, layer.cache, layer.rows, layer.window, layer.sinks_H, gate_THD)
+    wanted = sigmoid_mul(layer.wanted(), gate_THD.double())
+    assert relative_error(found, wanted) < LIMITS[case.dtype]
 
 
 def check_any_batch(heads: tuple[int, int], dim: int, window: int | None, device: str = "cpu") -> None:

@@ -2,7 +2,6 @@
 # transformers' classes have no usable types.
 """Random models of every architecture, as Hugging Face folders, with weights that all shape the logits."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -299,8 +298,3 @@ def _experts_together(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
         found[f"{layer}.experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
         found[f"{layer}.experts.down_proj"] = down
     return found
-
-
-def edit_config(folder: Path, **changes: object) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
