@@ -26,6 +26,7 @@ ToolParser = Literal[
     "deepseek_v31",
     "openai",
 ]
+GenerationConfig = Literal["auto", "vllm"]
 ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1", "deepseek_v3", "granite", "openai_gptoss"]
 
 
@@ -102,6 +103,7 @@ class ChatSettings(PickledByName):
     template: str | None = None
     tool_parser: ToolParser = "auto"
     reasoning_parser: ReasoningParser = "auto"
+    generation_config: GenerationConfig = "auto"
 
 
 AUTO = ChatSettings()

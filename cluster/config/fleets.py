@@ -250,6 +250,7 @@ def _fleet(config: RootConfig, index: int, surroundings: Surroundings, source: s
             template=model.chat_template,
             tool_parser=model.tool_call_parser,
             reasoning_parser=model.reasoning_parser,
+            generation_config=model.generation_config,
         ),
     )
 

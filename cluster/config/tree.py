@@ -16,7 +16,7 @@ from pydantic import (
 
 from tidemill.cluster.config.telemetry import ConfigNode, TelemetryConfig
 from tidemill.cluster.config.values import DEVICE, Amount, Names, Port, Seconds, TextList, Threads
-from tidemill.cluster.settings import ReasoningParser, ToolParser
+from tidemill.cluster.settings import GenerationConfig, ReasoningParser, ToolParser
 from tidemill.workers.messages import Role
 from tidemill.workers.options import Count, EngineConfig, Flag, Size, Text
 
@@ -141,6 +141,9 @@ class ModelConfig(ConfigNode):
     """format of the model's tool calls; auto decides by its template and architecture"""
     reasoning_parser: Annotated[ReasoningParser, Flag("model", "--reasoning-parser")] = "auto"
     """format of the model's reasoning; auto decides likewise"""
+    generation_config: Annotated[GenerationConfig, Flag("model", "--generation-config")] = "auto"
+    """defaults of temperature, top_p, top_k, min_p and repetition_penalty: auto takes those of the model's
+    generation_config.json, vllm takes none"""
     ttft_max: Annotated[Seconds | None, Flag("model", "--ttft-max", "SECONDS")] = None
     """refuse a request immediately (429) if it would wait longer than this many seconds for others before its
     first token (no limit)"""

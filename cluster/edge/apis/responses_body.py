@@ -254,8 +254,11 @@ class ResponsesBody(BaseModel):
             **passed_on,
             "messages": self._messages(),
             "max_completion_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
+            **{
+                name: getattr(self, name)
+                for name in ("temperature", "top_p")
+                if name in self.model_fields_set
+            },
             "tools": [chat_tool(*own) for own in own_tools(self.tools)],
             "tool_choice": self.tool_choice,
             "parallel_tool_calls": self.parallel_tool_calls,

@@ -96,6 +96,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def defaults(self) -> Mapping[str, Any]:
+        """Return the sampling parameters of requests that name none."""
+        ...
+
+    @property
     def added(self) -> Mapping[str, int]:
         """Return the texts that are single tokens wherever they stand."""
         ...

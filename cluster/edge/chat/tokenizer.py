@@ -3,8 +3,10 @@
 """A tokenizer with its chat template: text to tokens, chats to prompts, tokens back to text."""
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
+from typing import Any
 
 from tokenizers import AddedToken, Encoding, normalizers
 from tokenizers import Tokenizer as RawTokenizer
@@ -32,12 +34,19 @@ BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 class FolderTokenizer:
     """Encodes, decodes and renders chats; `template` is None for a model without one."""
 
-    def __init__(self, raw: RawTokenizer, template: Template | None, style: Style = SILENT) -> None:
+    def __init__(
+        self,
+        raw: RawTokenizer,
+        template: Template | None,
+        style: Style = SILENT,
+        defaults: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         raw.no_truncation()  # long prompts are refused, not cut
         raw.no_padding()
         self._raw = raw
         self._template = template
         self.style = style
+        self.defaults = defaults
         added = raw.get_added_tokens_decoder()
         self.added = {added_token.content: token for token, added_token in added.items()}
         self.token_chars_max = max(map(len, raw.get_vocab()))

@@ -28,7 +28,17 @@ FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "config.json",
+    "generation_config.json",
 )
+
+SAMPLED = {
+    "temperature": (0.0, 2.0),
+    "top_p": (1e-6, 1.0),
+    "top_k": (-1, 1 << 31),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+}
+"""The fields of generation_config.json that are defaults of requests, as in vLLM, and their ranges."""
 
 ADDED_FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 
@@ -53,7 +63,20 @@ def load_tokenizer(
     added = {token.content for token in raw.get_added_tokens_decoder().values()}
     style = style_of(model_type_of(folder), template.source if template else "", added, chat)
     with reading(folder / "tokenizer.json"):
-        return FolderTokenizer(raw, template, style)
+        return FolderTokenizer(raw, template, style, _defaults(folder, chat))
+
+
+def _defaults(folder: Path, chat: ChatSettings) -> dict[str, Any]:
+    """Return the sampling parameters of requests that name none. Raises ModelError."""
+    path = folder / "generation_config.json"
+    found = _read_optional(path) if chat.generation_config == "auto" else {}
+    given = {name: found[name] for name in SAMPLED if found.get(name) is not None}
+    with reading(path):
+        for name, value in given.items():
+            least, most = SAMPLED[name]
+            if not least <= value <= most:
+                raise ValueError(f"{name} {value} lies not in {least:g} to {most:g}")
+    return given
 
 
 def load_template(folder: Path, chat: ChatSettings = AUTO) -> Template | None:

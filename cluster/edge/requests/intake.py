@@ -383,8 +383,10 @@ class Intake:
                 "prompt_logprobs are no part of a stream: do not stream, or use echo with logprobs",
                 param="prompt_logprobs",
             )
+        defaults = self._tokenizer.defaults
+        unset = {name: value for name, value in defaults.items() if name not in body.model_fields_set}
         return sampling_of(
-            body,
+            body.model_copy(update=unset) if unset else body,
             self._model,
             self._tokenizer.encode_inside,
             seed=self._rng.getrandbits(SEED_BITS),

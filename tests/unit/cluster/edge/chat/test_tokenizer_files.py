@@ -11,9 +11,10 @@ import transformers
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RawTokenizer
 
-from tests.support.cluster.fake_service import KEEPER
+from tests.support.cluster.fake_service import KEEPER, FakeService, build_app, call, saying, sources
 from tidemill.cluster.edge.chat.text import Message, Rendering
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
+from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.settings import ChatSettings
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError
@@ -232,3 +233,25 @@ def test_pattern_that_the_library_gives_up_on_refuses_the_text(folder: Path) -> 
     with pytest.raises(RequestError, match="retry-limit"):
         tokenizer.encode("a" * 60 + "b")
     assert tokenizer.encode("b")
+
+
+def test_sampling_defaults_are_those_of_the_generation_config(tmp_path: Path) -> None:
+    for file in KEEPER.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    assert load_tokenizer(tmp_path).defaults == {}
+    path = tmp_path / "generation_config.json"
+    path.unlink()
+    path.write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": null, "max_length": 9}')
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.defaults == {"temperature": 0.6, "top_k": 20}
+    service = FakeService(saying(" a"))
+    app = build_app([ServedBackend(service, tokenizer)], sources())
+    for path_of_api, body in (("completions", {"prompt": "a"}), ("responses", {"input": "a"})):
+        call(app, "POST", f"/v1/{path_of_api}", json=body)
+        call(app, "POST", f"/v1/{path_of_api}", json=body | {"temperature": 0})
+    drawn = [(request.sampling.temperature, request.sampling.top_k) for request in service.requests]
+    assert drawn == [(0.6, 20), (0.0, 20)] * 2
+    assert load_tokenizer(tmp_path, ChatSettings(generation_config="vllm")).defaults == {}
+    path.write_text('{"temperature": "hot"}')
+    with pytest.raises(TidemillError, match=r"generation_config\.json cannot be used"):
+        load_tokenizer(tmp_path)
