@@ -55,20 +55,23 @@ class Shape:
             new = self._marked(message, taken) if self.replaced else message
             before = taken[-1] if taken else None
             if before is not None and f"second {new.role}" in self.replaced and _may_join(before, new):
-                taken[-1] = Message(new.role, f"{before.content}\n\n{new.content}")
+                taken[-1] = Message(
+                    new.role, f"{before.content}\n\n{new.content}", {**before.more, **new.more}
+                )
             else:
                 taken.append(new)
         return [self._turn(message) for message in taken]
 
     def _marked(self, message: Message, before: Sequence[Message]) -> Message:
         """Return a part of the user in place of a message that the template refuses."""
-        if _kind(message, before) in self.replaced:
-            return Message("user", f"<{message.role}>\n{message.content}\n</{message.role}>")
+        is_refused = _kind(message, before) in self.replaced
         calls = message.more.get("tool_calls")
-        if calls and "tool" in self.replaced:
+        if calls and (is_refused or "tool" in self.replaced):
             written = "\n".join(json.dumps(call["function"], ensure_ascii=False) for call in calls)
             content = f"{message.content}\n<tool_calls>\n{written}\n</tool_calls>".lstrip("\n")
-            return Message(message.role, content, {**message.more, "tool_calls": None})
+            message = Message(message.role, content, {**message.more, "tool_calls": None})
+        if is_refused:
+            return Message("user", f"<{message.role}>\n{message.content}\n</{message.role}>")
         return message
 
     def _turn(self, message: Message) -> dict[str, Any]:
@@ -105,7 +108,7 @@ def _kind(message: Message, before: Sequence[Message]) -> str:
 
 
 def _may_join(before: Message, message: Message) -> bool:
-    return before.role == message.role and not any(before.more.values()) and not any(message.more.values())
+    return before.role == message.role and not before.more.get("tool_calls")
 
 
 def _as_text(call: dict[str, Any]) -> dict[str, Any]:
@@ -140,23 +143,23 @@ def inline_template(source: str, render: Render) -> Template:
     """Return a template that is rendered in this process."""
     render = careful(render)
     shape = replace(shape_of(render), full_tools=wants_full_tools(render))
-    shapes = (shape, lenient(render, shape))
+    shapes = (shape, *lenient(render, shape))
     return Template(source=source, tried=tried(render, shape), render=partial(rendered_chat, render, shapes))
 
 
 def rendered_chat(
-    render: Render, shapes: tuple[Shape, Shape], messages: Sequence[Message], how: Rendering
+    render: Render, shapes: Sequence[Shape], messages: Sequence[Message], how: Rendering
 ) -> tuple[str, list[int]]:
-    """Return what `Template.render` does, by the second shape what is refused by the first. `render` raises
-    only RequestError."""
-    shape, lenient = shapes
+    """Return what `Template.render` does, by the first shape that is not refused. `render` raises only
+    RequestError."""
+    shape, *others = shapes
     how = shape.tools(how)
     try:
         text = render(shape.turns(messages), how)
     except RequestError:
-        if not lenient.replaced:
+        if not others:
             raise
-        shape, text = lenient, render(lenient.turns(messages), how)
+        return rendered_chat(render, others, messages, how)
     if how.chars_max is not None:
         check_chars(len(text), how.chars_max, "tools" if how.tools else "messages")
     return text, shared_ends(render, shape, messages, how, text)
@@ -198,17 +201,20 @@ REFUSED: Mapping[str, Sequence[Message]] = {
     "system inside": (_USER, _ANSWERED, _SYSTEM, _USER),
     "first assistant": (_ANSWERED, _USER),
     "tool": _TRIED,
-    "tool alone": (_USER, _TRIED[2]),
+    "tool alone": (_USER, _ANSWERED, _TRIED[2]),
     "second user": (_USER, _USER),
     "second assistant": (_USER, _ANSWERED, _ANSWERED, _USER),
 }
 """Chats that some templates refuse, by what is wrong with them."""
 
 
-def lenient(render: Render, shape: Shape) -> Shape:
-    """Return the form for chats that the template refuses: it replaces what the template refuses alone."""
-    refused = (kind for kind, chat in REFUSED.items() if not _tried(render, shape, chat))
-    return replace(shape, replaced=frozenset(refused) if _tried(render, shape, [_USER]) else frozenset())
+def lenient(render: Render, shape: Shape) -> Sequence[Shape]:
+    """Return the forms for chats that the template refuses: what it refuses alone is replaced, and then all
+    that any template refuses, so that user and assistant alternate."""
+    if not _tried(render, shape, [_USER]):
+        return ()
+    refused = frozenset(kind for kind, chat in REFUSED.items() if not _tried(render, shape, chat))
+    return [replace(shape, replaced=kinds) for kinds in (refused, frozenset(REFUSED)) if kinds]
 
 
 def shape_of(render: Render) -> Shape:

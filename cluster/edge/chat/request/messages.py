@@ -164,7 +164,7 @@ class ChatMessage(BaseModel):
         # Arguments are passed as they are: a copy of large ones would take long.
         fields = {
             "name": self.name,
-            "tool_calls": None if self.tool_calls is None else [call.shown() for call in self.tool_calls],
+            "tool_calls": [call.shown() for call in self.tool_calls or ()] or None,
             "tool_call_id": self.tool_call_id,
             "reasoning_content": self.reasoning_content,
         }

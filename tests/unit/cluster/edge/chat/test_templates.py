@@ -88,6 +88,11 @@ def test_worn_calls_are_rendered(folder: Path, template: str, arguments: str, ab
         assert shown == f"a|look: {arguments}|"
 
 
+def test_list_of_no_calls_is_none() -> None:
+    turn = ChatMessage.model_validate({"role": "assistant", "content": "a", "tool_calls": []})
+    assert turn.message().more == {}  # some templates ask whether there is a list
+
+
 CHECKED = """{% for m in messages %}
 {%- if m.role == 'system' and not loop.first %}{{ raise_exception('system first') }}{% endif %}
 {%- set before = {} if loop.first else messages[loop.index0 - 1] %}
@@ -96,6 +101,9 @@ CHECKED = """{% for m in messages %}
 {{- m.role }}: {{ m.content }}{{ m.tool_calls | tojson if m.tool_calls else '' }}|{% endfor %}"""
 ALTERNATING = """{% for m in messages %}
 {%- if m.role != ['user', 'assistant'][loop.index0 % 2] %}{{ raise_exception('alternate') }}{% endif %}
+{{- m.role }}: {{ m.content }}|{% endfor %}"""
+NINE = """{% for m in messages %}{% for c in m.tool_calls or [] %}
+{%- if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}{% endfor %}
 {{- m.role }}: {{ m.content }}|{% endfor %}"""
 LATE = Message("system", "s")
 ANSWER = Message("assistant", "b")
@@ -117,6 +125,31 @@ ANSWER = Message("assistant", "b")
                 'user: Where?|assistant: <tool_calls>\n{"name": "look", "arguments": {"at": "the harbor"}}\n'
                 "</tool_calls>|user: <tool>\nhere\n</tool>|"
             ),
+        ),
+        (
+            ALTERNATING,
+            CALLED[1:],
+            (
+                'user: <assistant>\n<tool_calls>\n{"name": "look", "arguments": {"at": "the harbor"}}\n'
+                "</tool_calls>\n</assistant>\n\n<tool>\nhere\n</tool>|"
+            ),
+        ),
+        (
+            NINE,
+            CALLED,
+            (
+                'user: Where?|assistant: <tool_calls>\n{"name": "look", "arguments": {"at": "the harbor"}}\n'
+                "</tool_calls>|user: <tool>\nhere\n</tool>|"
+            ),
+        ),
+        (
+            ALTERNATING,
+            [
+                Message("user", "a", {"name": "n"}),
+                ANSWER,
+                Message("assistant", "c", {"reasoning_content": "r"}),
+            ],
+            "user: a|assistant: b\n\nc|",
         ),
     ],
 )
