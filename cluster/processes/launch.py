@@ -1,6 +1,9 @@
 """Start and stop a cluster: Ray, the routers, the workers. A failed start leaves nothing running."""
 
+import asyncio
 import contextlib
+import math
+import os
 import secrets
 import signal
 import socket
@@ -50,6 +53,9 @@ RAY: Any = ray  # much of it has no types
 
 POLL_S = 0.1
 CHECK_S = 0.25
+TOUCH_S = 3600.0
+"""The period in which the files of our Ray get a new time: programs remove old ones from /tmp."""
+
 REPORT_S = 60.0
 """The period of the messages about workers that have not started yet."""
 
@@ -98,6 +104,7 @@ class Cluster:
         self._temp_folder: Path | None = None
         self._files = contextlib.ExitStack()
         self._processes: list[psutil.Process] = []  # of Ray, if we started it
+        self._sockets: tuple[Path, ...] = ()  # of our own Ray, over which new workers reach it
         self._essential: dict[str, psutil.Process] = {}  # those of ESSENTIAL, by their names in messages
         self._supervisor: Any = None
         self._plan = ClusterPlan()
@@ -181,18 +188,27 @@ class Cluster:
         found = self._processes if folder is None else writers(folder)
         named = {process.name(): process for process in found}
         self._essential = {ESSENTIAL[name]: named[name] for name in ESSENTIAL.keys() & named.keys()}
+        if self._temp_folder is not None:
+            self._sockets = tuple(self._temp_folder.glob("**/sockets/*"))
 
     def check(self) -> None:
-        """Raise RayEnded if a process of our own Ray that the cluster needs has ended."""
+        """Raise RayEnded if a process or a socket of our own Ray that the cluster needs is gone."""
         for name, process in self._essential.items():
             if has_ended(process):
                 raise RayEnded(f"Ray's {name} has ended, and with it this server: start it again")
+        if lost := [path for path in self._sockets if not path.exists()]:
+            raise RayEnded(f"{lost[0]} was removed, and no worker starts without it: start the server again")
 
     async def run(self) -> None:
         """Call `check` until it raises RayEnded or this is cancelled."""
+        touched_s = -math.inf
 
         async def check() -> None:
+            nonlocal touched_s
             self.check()
+            if self._temp_folder is not None and (now_s := time.monotonic()) - touched_s > TOUCH_S:
+                touched_s = now_s
+                await asyncio.to_thread(touch, self._temp_folder)
 
         await every(CHECK_S, check, "Ray's processes", fatal=(RayEnded,))
 
@@ -384,6 +400,13 @@ def start_cluster(
         cluster.stop()
         raise
     return cluster
+
+
+def touch(folder: Path) -> None:
+    """Give everything in a folder a new time, so that a program that removes old files leaves it."""
+    for path in (folder, *folder.rglob("*")):
+        with contextlib.suppress(OSError):  # it has just gone
+            os.utime(path, follow_symlinks=False)
 
 
 def _check_reachable(address: str) -> None:

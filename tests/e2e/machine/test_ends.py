@@ -1,6 +1,7 @@
 """A server ends with its own Ray, and a killed server leaves nothing: no process, file or shared memory."""
 
 import asyncio
+import shutil
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -75,6 +76,15 @@ def test_server_ends_with_its_ray(server: Server, asked: list[Ask]) -> None:
         assert len(call.trouble) == 2
         assert line in call.trouble[0], call.trouble
         assert call.trouble[1] == "the stream was cut"  # without [DONE]
+
+
+def test_server_ends_when_the_sockets_of_its_ray_are_removed(server: Server) -> None:
+    """A program that removes old files does so: no worker that ends could start again."""
+    before = server.processes()
+    [sockets] = server.temp_folder.glob("tidemill-*/**/session_2*/sockets")
+    shutil.rmtree(sockets)
+    assert server.wait(before) == EXIT_LOST
+    assert "was removed, and no worker starts without it: start the server again" in server.log()
 
 
 def test_killed_server_leaves_nothing(server: Server, asked: list[Ask]) -> None:

@@ -222,3 +222,15 @@ def test_workers_import_nothing_from_the_working_directory() -> None:
     job._py_driver_sys_path.extend(["/work"])
     assert not job._get_proto_job_config().py_driver_sys_path
     assert ray_environ(joins=True)["PYTHONSAFEPATH"] == ray_environ(joins=False)["PYTHONSAFEPATH"] == "1"
+
+
+def test_files_of_our_ray_get_a_new_time(tmp_path: Path) -> None:
+    folder = tmp_path / "session" / "sockets"
+    folder.mkdir(parents=True)
+    (folder / "raylet").touch()
+    (folder / "link").symlink_to("nowhere")
+    paths = (tmp_path, *tmp_path.rglob("*"))
+    for path in paths:
+        os.utime(path, (0, 0), follow_symlinks=False)
+    launch.touch(tmp_path)
+    assert all(path.lstat().st_mtime > 0 for path in paths)
