@@ -111,7 +111,7 @@ def objects(folder: Path) -> dict[str, bytes]:
     }
 
 
-async def test_pages_of_all_workers_are_alike(
+async def test_pages_of_all_workers_are_alike_and_without_a_head_have_other_names(
     settings: EngineSettings, wanted: list[list[int]], tmp_path: Path, stored: Callable[[str], str]
 ) -> None:
     """A prefill worker makes pages in steps of any size, a decode worker token by token or guess by guess. A
@@ -127,7 +127,11 @@ async def test_pages_of_all_workers_are_alike(
             assert (await prefill.engine.produce(rest)).depth == restorable_end(len(rest.tokens), P)
     async with serving(settings, store_url=stored("b"), num_speculative_tokens=5) as decode:
         assert [(await answer(decode, request))[0] for request in requests()] == wanted
-    prefilled, decoded = objects(tmp_path / "a"), objects(tmp_path / "b")
+    async with serving(settings, store_url=stored("c"), num_speculative_tokens=0) as without:
+        await without.engine.produce(rests[-1])
+    prefilled, decoded, others = (objects(tmp_path / name) for name in "abc")
+    assert others
+    assert not others.keys() & (prefilled | decoded).keys()
     assert len(prefilled.keys() & decoded.keys()) > len(requests()) * 2
     assert all(prefilled[name] == decoded[name] for name in prefilled.keys() & decoded.keys())
     async with serving(settings, store_url=stored("a")) as moved:
@@ -135,18 +139,6 @@ async def test_pages_of_all_workers_are_alike(
             found, provenance = await answer(moved, rest)
             assert found == tokens[done:]
             assert provenance.fetched_tokens + provenance.reused_tokens == restorable_end(len(rest.tokens), P)
-
-
-async def test_pages_with_and_without_a_head_have_other_names(
-    settings: EngineSettings, tmp_path: Path, stored: Callable[[str], str]
-) -> None:
-    (one,) = (request for request in requests() if request.request_id == f"{3 * P - 1}-0")
-    for name, drafts_max in (("with", 3), ("without", 0)):
-        async with serving(settings, store_url=stored(name), num_speculative_tokens=drafts_max) as built:
-            await built.engine.produce(one)
-    found, others = objects(tmp_path / "with"), objects(tmp_path / "without")
-    assert len(found) == len(others) > 0
-    assert not found.keys() & others.keys()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Tests that are coroutines, each run to its end by the loop that its decorator names."""
+"""Loops for tests that are coroutines: marks, and a decorator for those that hypothesis calls."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -28,10 +28,8 @@ def run_by(
     return decorate
 
 
-def in_loop(test: Callable[Given, Main]) -> Callable[Given, None]:
-    """Run a test in a loop of its own."""
-    return run_by(asyncio.run)(test)
-
-
 IN_VIRTUAL_TIME = pytest.mark.run_with.with_args(partial(simulate, 0))
 """The mark of files whose tests are coroutines for a loop whose clock jumps to the next timer."""
+
+IN_REAL_TIME = pytest.mark.run_with.with_args(asyncio.run)
+"""The mark of a test in such a file that has threads."""

@@ -11,16 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
 from tests.support.parity.architectures import random_model, save
+from tests.support.parity.proof import no_progress
 from tests.support.parity.steps import Runner
 from tidemill.kernels.dispatch import REFERENCE, Operators, operators
 from tidemill.kvstore.layout import KvDtype
 from tidemill.workers.models.architectures.registry import load
 
 LENGTHS = (19, 5)
-
-
-def no_progress(_done: int, _total: int) -> None:
-    pass
 
 
 def drawn_ids() -> list[torch.Tensor]:

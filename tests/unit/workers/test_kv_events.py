@@ -13,8 +13,16 @@ import msgspec
 import pytest
 import zmq
 
-from tests.support.loops import run_by
-from tests.support.workers.bench import ATTENTION_ONLY, HYBRID, WINDOWS, Bench, a_request, bench, root_of, run
+from tests.support.workers.bench import (
+    ATTENTION_ONLY,
+    HYBRID,
+    IN_VIRTUAL_TIME,
+    WINDOWS,
+    Bench,
+    a_request,
+    bench,
+    root_of,
+)
 from tests.support.workers.settings import keeper_settings
 from tests.support.workers.subscriber import Mirror, documented_subscriber
 from tidemill.kvstore.keys import PageKey, chain
@@ -25,7 +33,8 @@ from tidemill.workers.engine.kv_events import EventForm, IndexBatch, KvEvents, e
 from tidemill.workers.engine.zmq_publisher import ZmqPublisher, is_bound, with_rank
 from tidemill.workers.settings import KvEventSettings, SettingsError
 
-ROOT = Path(__file__).parents[4]
+pytestmark = IN_VIRTUAL_TIME
+
 LAYOUTS = pytest.mark.parametrize(
     "layout", [HYBRID, ATTENTION_ONLY, WINDOWS], ids=["hybrid", "attention", "windows"]
 )
@@ -126,7 +135,6 @@ async def work(made: Bench, random: Random, number: int) -> None:
 
 @LAYOUTS
 @pytest.mark.parametrize("length_max", [2, 1 << 20], ids=["overflows", "keeps up"])
-@run_by(run)
 async def test_mirror_equals_the_index(example: ModuleType, layout: Layout, length_max: int) -> None:
     random, decoder = Random(layout.page_bytes + length_max), msgspec.msgpack.Decoder(example.EventBatch)
     form = EventForm.of(layout, on_cuda=False)
@@ -155,7 +163,6 @@ async def test_mirror_equals_the_index(example: ModuleType, layout: Layout, leng
 
 
 @LAYOUTS
-@run_by(run)
 async def test_vllm_decodes_the_events(layout: Layout) -> None:
     """Each of its fields has what vLLM documents, and the ones of ours do not disturb it."""
     form, queue = EventForm.of(layout, on_cuda=True), Queue()
@@ -182,7 +189,6 @@ async def test_vllm_decodes_the_events(layout: Layout) -> None:
     assert {(SALTS[1],)} == {keys[0] for event in stored if (keys := event.extra_keys) is not None}
 
 
-@run_by(run)
 async def test_consecutive_pages_are_one_event() -> None:
     queue, form = Queue(), EventForm.of(HYBRID, on_cuda=False)
 
@@ -202,7 +208,6 @@ async def test_consecutive_pages_are_one_event() -> None:
 
 
 @pytest.mark.parametrize("buffer_steps", [2, 10_000], ids=["lost", "replayed"])
-@run_by(run)
 async def test_subscriber_that_lost_batches_catches_up(
     example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, buffer_steps: int
 ) -> None:
@@ -261,7 +266,6 @@ def test_publisher_survives_wrong_requests(tmp_path: Path) -> None:
         publisher.close()
 
 
-@run_by(run)
 async def test_missing_pyzmq_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
     monkeypatch.delitem(sys.modules, build.PUBLISHER.partition(":")[0])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.kvstore.objects import page, random_body
-from tests.support.loops import IN_VIRTUAL_TIME, in_loop, run_by
+from tests.support.loops import IN_REAL_TIME, IN_VIRTUAL_TIME, run_by
 from tests.support.sim.loop import simulate
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import Kind, ObjectKey
@@ -278,7 +278,7 @@ async def test_remote_store_touches_no_memory_after_a_cancelled_call() -> None:
         assert await store.get(wanted(1)) == [Got.HIT]
 
 
-@in_loop
+@IN_REAL_TIME
 async def test_remote_store_lists_only_our_objects() -> None:
     async def listing() -> Listing:
         await asyncio.sleep(0)
@@ -335,7 +335,7 @@ class TogetherSealing(Sealing):
         return super().seal(key, body)
 
 
-@in_loop
+@IN_REAL_TIME
 async def test_threads_share_the_seals_of_a_large_batch() -> None:
     bodies = [memoryview(bytearray([number]) * SHARE_BYTES_MIN) for number in range(2)]
     views = [memoryview(bytearray(SHARE_BYTES_MIN)) for _ in bodies]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.kvstore.objects import page, random_body
 from tests.support.kvstore.scripted_store import Fault, Scripted, now
-from tests.support.loops import IN_VIRTUAL_TIME, in_loop, run_by
+from tests.support.loops import IN_REAL_TIME, IN_VIRTUAL_TIME, run_by
 from tests.support.sim.faulty_store import FaultyStore
 from tests.support.sim.loop import simulate
 from tidemill.kvstore.keys import Kind, ObjectKey
@@ -236,7 +236,7 @@ async def test_tiered_store_patience_is_the_sum_of_its_tiers() -> None:
     await store.close()
 
 
-@in_loop
+@IN_REAL_TIME
 async def test_tiered_store_copies_large_hits_on_a_thread() -> None:
     content = Random(1).randbytes(3 << 20)
     view = memoryview(bytearray(len(content)))

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.loops import in_loop
 from tests.support.workers.drawing import draw
 from tidemill.kernels.dispatch import REFERENCE
 from tidemill.kvstore.layout import PageId, StateId, WindowId
@@ -198,7 +197,6 @@ def test_tokens_that_draw_or_have_scores_are_kept(drawn: tuple[Step, int], score
 
 
 @pytest.mark.parametrize("computes", [True, False])
-@in_loop
 async def test_cpu_time_of_a_step_is_seen_while_it_runs(
     monkeypatch: pytest.MonkeyPatch, *, computes: bool
 ) -> None:

@@ -17,7 +17,6 @@ import pytest
 import torch
 import trustme
 
-from tests.support.loops import in_loop
 from tests.support.parity.heads import folder_with_head
 from tests.support.parity.served import answer
 from tests.support.workers.ranks import RANKS, end, network_of, rank_of_a_model, started
@@ -190,7 +189,6 @@ def wanted(alone: EngineSettings) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("size", "drafts_max"), [(2, 0), (3, 3)])
-@in_loop
 async def test_tokens_are_those_of_one_process(
     settings: EngineSettings, wanted: list[list[int]], size: int, drafts_max: int
 ) -> None:
@@ -221,7 +219,6 @@ def test_group_scores_a_prompt_as_one_process_does(settings: EngineSettings) -> 
         assert isclose(score.logprob, wanted_score.logprob, abs_tol=1e-3)
 
 
-@in_loop
 async def test_step_that_breaks_before_the_ranks_know_of_it_is_its_own_requests_error(
     settings: EngineSettings, wanted: list[list[int]]
 ) -> None:
@@ -233,7 +230,6 @@ async def test_step_that_breaks_before_the_ranks_know_of_it_is_its_own_requests_
 
 
 @pytest.mark.parametrize("drafts_max", [0, 2])
-@in_loop
 async def test_draw_that_breaks_leaves_the_ranks_together(
     settings: EngineSettings, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch, drafts_max: int
 ) -> None:
@@ -254,7 +250,6 @@ async def test_draw_that_breaks_leaves_the_ranks_together(
 
 
 @pytest.mark.parametrize("amid", ["the model", "the guesses"])
-@in_loop
 async def test_leader_that_breaks_amid_a_step_ends_the_group(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch, amid: str
 ) -> None:

@@ -1,5 +1,6 @@
 """The journal over random orders, crashes and concurrent supervisors, and a scaler that resumes from it."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.loops import in_loop
+from tests.support.loops import run_by
 from tests.unit.cluster.processes.scaling.test_scaler import FakeCluster, fleet
 from tidemill.cluster.processes.scaling.autoscaling import EdgeReports
 from tidemill.cluster.processes.scaling.journal import (
@@ -173,7 +174,7 @@ class CrashingCluster(FakeCluster):
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32))
-@in_loop
+@run_by(asyncio.run)
 async def test_resumed_scaler_does_what_the_journal_has(seed: int) -> None:
     """In the end as many workers run as were ordered last, whichever act a crash interrupted."""
     rng = Random(seed)  # draws of threads are no draws of hypothesis

@@ -15,7 +15,6 @@ from tidemill.cluster.edge.chat.output.parts import Call, Part, ReasoningText, T
 
 THINK, HERMES = THINKING["qwen3"], FORMS["hermes"]
 ALL = OutputFormat(reasoning=THINK, form=HERMES)
-THINKS_ON = OutputFormat(reasoning=THINK, thinking=True)
 CALLING = '<tool_call>\n{"name": "look", "arguments": {"at": "the harbor"}}\n</tool_call>'
 LOOK = Call(0, "look", '{"at": "the harbor"}')
 
