@@ -119,7 +119,7 @@ class FolderTokenizer:
         try:
             (encoding,) = encode([text], add_special_tokens=add_special_tokens)
         except BaseException as error:
-            if not is_panic(error):
+            if not isinstance(error, Exception) and not is_panic(error):
                 raise
             raise RequestError(f"the model's tokenizer cannot take this text: {error}") from error
         return encoding

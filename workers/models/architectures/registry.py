@@ -193,7 +193,7 @@ def load(  # noqa: PLR0913  each is a part of the worker or a setting
         local_layers=own.specs,
         vocab_size=config.vocab_size,
         max_length=config.max_length,
-        eos_ids=_eos_ids(folder, raw),
+        eos_ids=_eos_ids(folder, raw) & frozenset(range(config.vocab_size)),
         fingerprint=checkpoint.fingerprint(identity) if is_leader else "",
         cost=cost(config),
         expert_pairs_R=model.expert_pairs_R,
@@ -315,7 +315,9 @@ def _eos_ids(folder: Path, config: dict[str, Any]) -> frozenset[int]:
     """Return the ids that end an answer: those of generation_config.json, config.json and the
     tokenizer, which name different ones in many folders."""
     path = folder / "generation_config.json"
-    named = [config, config.get("text_config") or {}, read_json(path) if path.exists() else {}]
+    text: Any = config.get("text_config")
+    named: list[dict[str, Any]] = [config, text if isinstance(text, dict) else {}]
+    named.append(read_json(path) if path.exists() else {})
     ids: set[int] = set()
     for given in named:
         found: Any = given.get("eos_token_id")

@@ -101,11 +101,11 @@ def test_progress_ends_near_the_size_of_the_files(folder: Path) -> None:
 
 
 def test_answer_ends_with_any_id_that_the_folder_names(folder: Path) -> None:
-    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4, -1, 99999]}')  # two are no tokens
     assert load_folder(folder).eos_ids == {3, 4, 7}
     (folder / "generation_config.json").write_text("{}")
     assert load_folder(folder).eos_ids == {7}
-    write_config(folder, eos_token_id=None)
+    write_config(folder, eos_token_id=None, text_config=7)
     names = json.dumps({"eos_token": {"content": "</s>"}, "added_tokens_decoder": {"2": {"content": "</s>"}}})
     (folder / "tokenizer_config.json").write_text(names)
     assert load_folder(folder).eos_ids == {2}

@@ -225,6 +225,14 @@ def test_settings_that_no_tokenizer_has_are_refused_in_one_line(
     str(refused.value).encode()
 
 
+def test_word_that_the_vocabulary_has_no_token_for_is_refused(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    words = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model": words}))
+    with pytest.raises(RequestError, match="cannot take this text: WordLevel"):
+        load_tokenizer(folder).encode("b")
+
+
 def test_pattern_that_the_library_gives_up_on_refuses_the_text(folder: Path) -> None:
     path = folder / "tokenizer.json"
     split = {"type": "Split", "pattern": {"Regex": "(a|a)+$"}, "behavior": "Isolated", "invert": False}
