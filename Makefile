@@ -8,7 +8,7 @@ export LD_LIBRARY_PATH := $(DEBIAN_LIBS)$(addprefix :,$(LD_LIBRARY_PATH))
 PYTHON ?= python3
 STAMP := $(VENV)/.ready
 
-.PHONY: setup demo test test-all abuse browser triton triton-3.6 nodes gpu gpu-parcel check trends bench clients fuzz mutations mutations-changed suite triton-3.6-some soak soak-faults soak-overload storm upgrade-test stubs metrics-doc config-doc helm-golden wheel release push docs sbom clean
+.PHONY: setup demo test test-all abuse browser triton triton-3.6 nodes gpu gpu-parcel check trends bench clients fuzz sanitize mutations mutations-changed suite triton-3.6-some soak soak-faults soak-overload storm upgrade-test stubs metrics-doc config-doc helm-golden wheel release push docs sbom clean
 
 setup: $(STAMP)
 
@@ -124,6 +124,20 @@ $(CLIENTS)/%: tests/clients/%.txt
 
 fuzz: setup
 	FUZZ_EXAMPLES=2000 python -m pytest tests/unit -k fuzz
+
+# The tests of the CPU kernels with each read and write checked, by a compiler that the build finds first.
+SANITIZED := $(CURDIR)/$(VENV)/sanitized
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
+sanitize: export OMP_NUM_THREADS := 1
+sanitize: export KERNEL_CACHE := $(SANITIZED)/kernels
+sanitize: setup
+	mkdir -p $(SANITIZED)/bin
+	printf '#!/bin/sh\nexec %s $(SANITIZERS) "$$@"\n' "$$(command -v g++)" > $(SANITIZED)/bin/g++
+	chmod +x $(SANITIZED)/bin/g++
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so):$$(g++ -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 PATH=$(SANITIZED)/bin:$$PATH \
+	  python -m pytest tests/unit/kernels --ignore tests/unit/kernels/test_sm90.py \
+	  --ignore tests/unit/kernels/test_build.py
 
 mutations: setup
 	python -m tests.mutations
