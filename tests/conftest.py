@@ -47,7 +47,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-SHARES_SERVER = {"tests/e2e/test_clients.py", "tests/e2e/test_serving.py", "tests/e2e/lifecycle/test_try.py"}
+SHARES_SERVER = {
+    "tests/e2e/test_clients.py",
+    "tests/e2e/machine/test_fuzz_ports.py",
+    "tests/e2e/test_serving.py",
+    "tests/e2e/lifecycle/test_try.py",
+}
 """The files that use the server of tests/e2e/conftest.py: one process runs them."""
 
 
