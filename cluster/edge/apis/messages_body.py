@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tidemill.cluster.edge.apis.responses_body import UNREAD, AgentChat
-from tidemill.cluster.edge.chat.request.hints import IGNORED_NAMES_MAX, printable
 from tidemill.cluster.edge.chat.request.params import absent_if_null
 from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
 from tidemill.cluster.edge.requests.bodies import MESSAGES_MAX, ChatBody
@@ -102,8 +101,7 @@ class MessagesBody(BaseModel):
         servers."""
         extra = self.model_extra or {}
         names = [name for name in extra if name in OF_CHATS or name in WITHOUT_EFFECT]
-        names += [f"tools.{tool['type']}" for tool in self.tools if not _is_own(tool)]
-        return tuple(map(printable, names[:IGNORED_NAMES_MAX]))
+        return (*names, *(f"tools.{tool['type']}" for tool in self.tools if not _is_own(tool)))
 
     def _system(self) -> Iterator[Turn]:
         parts = _parts(self.system, "system")

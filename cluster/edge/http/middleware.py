@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemill.cluster.edge.apis.json_bytes import event
+from tidemill.cluster.edge.chat.request.hints import in_header
 from tidemill.cluster.edge.chat.request.json_text import parse_json
 from tidemill.cluster.edge.http.dashboard import PAGE_PATHS
 from tidemill.cluster.edge.http.errors import JsonReply, shaped
@@ -182,7 +183,7 @@ def _own_headers(state: Mapping[str, Any]) -> dict[str, str]:
     """Return the headers of every reply: the id, and the fields of the request without an effect."""
     ignored = state.get("ignored")
     return {REQUEST_ID_HEADER: state["request_id"], "request-id": state["request_id"]} | (
-        {IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
+        {IGNORED_HEADER: in_header(ignored)} if ignored else {}
     )
 
 

@@ -12,7 +12,6 @@ from typing import Literal, ParamSpec, TypeVar
 from tidemill.cluster.edge.chat.formats import CALL_END, FINAL, RETURN, START
 from tidemill.cluster.edge.chat.output.detokenizer import Ending
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
-from tidemill.cluster.edge.chat.request.hints import printable
 from tidemill.cluster.edge.chat.request.params import SEED_BITS, session_of
 from tidemill.cluster.edge.chat.request.request_builder import (
     GenerationTerms,
@@ -150,7 +149,7 @@ class Intake:
             output_format=output_format,
             token_ids=body.return_token_ids,
             special_tokens=not body.skip_special_tokens,
-            ignored=(*body.ignored(UNSUPPORTED), *dropped, *map(printable, left_out)),
+            ignored=(*body.ignored(UNSUPPORTED), *dropped, *left_out),
         )
 
     async def prefix(self, body: PrefixBody, caller: Caller) -> tuple[PreparedRequest, str]:
@@ -306,7 +305,7 @@ class Intake:
             echoes=await self.in_thread(self._echoes, body, prompts) if body.echo else None,
             token_ids=body.return_token_ids,
             special_tokens=not body.skip_special_tokens,
-            ignored=(*body.ignored(UNSUPPORTED), *map(printable, asked.left_out if asked else ())),
+            ignored=(*body.ignored(UNSUPPORTED), *(asked.left_out if asked else ())),
         )
 
     def _echoes(self, body: CompletionBody, prompts: list[MarkedPrompt]) -> tuple[Prompt, ...]:

@@ -128,9 +128,8 @@ class HintedParams(Params):
         return super().session(tenant)
 
     def ignored(self, harmless: Mapping[str, object]) -> tuple[str, ...]:
-        """Return the fields that have no effect, as a header names them. `harmless` asks for what is so
-        anyway."""
-        return tuple(map(printable, islice(self._ignored(harmless), IGNORED_NAMES_MAX)))
+        """Return the fields that have no effect. `harmless` asks for what is so anyway."""
+        return tuple(islice(self._ignored(harmless), IGNORED_NAMES_MAX))
 
     def _ignored(self, harmless: Mapping[str, object]) -> Iterator[str]:
         yield from (name for name in self.model_extra or {} if name not in harmless)
@@ -183,3 +182,8 @@ _CONTROL = TypeAdapter(CacheControl)
 def printable(name: str) -> str:
     """Return the name of a field as a header can hold it."""
     return quote(name[:IGNORED_CHARS_MAX], safe="", errors="replace")
+
+
+def in_header(names: Sequence[str]) -> str:
+    """Return the first of the names of fields, which clients choose, as one header."""
+    return ", ".join(map(printable, names[:IGNORED_NAMES_MAX]))

@@ -237,6 +237,13 @@ def test_ignored_fields_are_named_in_streams_and_bounded(
     assert not stream or events_of(reply)
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_type_of_a_tool_is_named_as_a_header_can_hold_it(path: str) -> None:
+    asked = {"input": "a"} if path == "/v1/responses" else {"messages": [{"role": "user", "content": "a"}]}
+    _, _, _, ignored = sent(path, {"max_tokens": 3, "tools": [{"type": "\u65e5\r\na: b"}], **asked})
+    assert "tools.%E6%97%A5%0D%0Aa%3A%20b" in ignored
+
+
 def test_urgency_of_dynamo_is_a_priority_class() -> None:
     for hints, priority in (
         ({"nvext": {"agent_hints": {"priority": 5}}}, -5),
