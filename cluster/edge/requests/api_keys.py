@@ -160,9 +160,9 @@ class ApiKeys:
 
 
 def bearer(headers: Mapping[str, str]) -> str:
-    """Return the key of a request; empty without one."""
+    """Return the key of a request, also where clients of Anthropic send it; empty without one."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+    return (key if scheme.lower() == "bearer" else headers.get("x-api-key", "")).strip()
 
 
 def digest_of(key: str) -> str:

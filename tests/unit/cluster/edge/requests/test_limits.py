@@ -46,6 +46,7 @@ def test_tenant_is_a_key_else_a_salt_else_none() -> None:
     assert one.startswith("key:")
     assert "secret" not in one
     assert asked({"authorization": "bearer  sk-secret "})[0] == one
+    assert asked({"x-api-key": "sk-secret"})[0] == one
     assert asked({"authorization": "Bearer sk-other"})[0] != one
     assert asked({"authorization": "Basic abc"})[0] == asked({"authorization": "Bearer "})[0] == ""
 
