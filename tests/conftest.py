@@ -19,6 +19,11 @@ from tidemill.cluster.settings import ray_environ
 # Ray reads its environment when it is imported, by whichever test is collected first.
 os.environ.update(ray_environ(joins=False, token=secrets.token_hex(16)))
 
+# No process finds modules in its working directory, so those of the tests are named here.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")))
+)
+
 # A shell starts what it runs in the background deaf to Ctrl-C, and tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -148,7 +148,10 @@ def test_mooncake_master_listens_on_loopback_only(server: Server) -> None:
     assert set(listening) == {"127.0.0.1"}
 
 
-def test_operators_see_the_content_of_the_store(server: Server, folder: Path, tmp_path: Path) -> None:
+def test_operators_see_the_content_of_the_store(
+    server: Server, folder: Path, prompts: Prompts, tmp_path: Path
+) -> None:
+    wait_until_used(server, prompts)
     found = re.search(r"store: (mooncake://\S+)", (folder / "log").read_text())
     assert found is not None
     store = ("--store", found[1], "--store-secret-file")

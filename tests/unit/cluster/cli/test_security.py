@@ -164,7 +164,7 @@ LIMITS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (TEXT, {"prompt": ["a"] * 8, "n": 16}, {"prompt": ["a"] * 9, "n": 16}),
     (TEXT, {"prompt": [5] * 511, "max_tokens": 1}, {"prompt": [5] * 512, "max_tokens": 1}),
     (TEXT, {"logprobs": 20}, {"logprobs": 21}),
-    (TEXT, {"stop": ["x"] * 4}, {"stop": ["x"] * 5}),
+    (TEXT, {"stop": ["x"] * 64}, {"stop": ["x"] * 65}),
     (TEXT, {"stop": "x" * 256}, {"stop": "x" * 257}),
     (TEXT, {"stop_token_ids": [5] * 64}, {"stop_token_ids": [5] * 65}),
     (TEXT, {"logit_bias": {"5": 100}}, {"logit_bias": {"5": 100.5}}),
