@@ -3,7 +3,10 @@
 import asyncio
 import json
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
+
+from tidemill.cluster.edge.chat.request.json_text import parse_json
+from tidemill.workers.messages import RequestError
 
 SLICE_ITEMS = 1024
 """The items of a list that are written without a pause."""
@@ -21,6 +24,17 @@ def event(body: object, name: str | None = None) -> bytes:
 
 def json_bytes(body: object) -> bytes:
     return _encoded(BODIES.encode(body))
+
+
+def object_of(text: str) -> dict[str, Any] | None:
+    """Return the object that a model wrote as the arguments of a call. None: it wrote none that a reply can
+    hold, as in a call that was cut short."""
+    try:
+        found = parse_json(text or "{}")
+        json_bytes(found)  # which refuses infinite numbers
+    except (ValueError, RecursionError, RequestError):
+        return None
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else None
 
 
 async def large_json(body: object) -> bytes:

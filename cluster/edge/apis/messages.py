@@ -8,11 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from tidemill.cluster.edge.apis.json_bytes import event, json_bytes
+from tidemill.cluster.edge.apis.json_bytes import event, json_bytes, object_of
 from tidemill.cluster.edge.apis.messages_body import MessagesBody
 from tidemill.cluster.edge.apis.reply import Reply, Writer
 from tidemill.cluster.edge.chat.output.parts import Call, Part, ReasoningText, Text
-from tidemill.cluster.edge.chat.request.json_text import parse_json
 from tidemill.cluster.edge.requests.answers import Increment
 from tidemill.cluster.edge.requests.bodies import TokenizeBody
 from tidemill.cluster.edge.requests.caller import Caller
@@ -20,7 +19,6 @@ from tidemill.cluster.edge.requests.context import EdgeContext
 from tidemill.cluster.edge.requests.intake import PreparedRequest
 from tidemill.cluster.edge.requests.models import EdgeModel
 from tidemill.cluster.edge.requests.usage import Json, UsageCounter
-from tidemill.workers.messages import RequestError
 
 PATH = "/v1/messages"
 ERROR_TYPES = {
@@ -65,20 +63,17 @@ class _Message(Writer):
         self._name = name
         self._model = model
         self._streams = streams
-        self._begun = False
         self._content: list[dict[str, Any]] = []
         self._call: int | None = None  # of the open block
         self._last: Increment | None = None
 
+    def opening(self) -> Iterable[bytes]:
+        return (_event({"type": "message_start", "message": self._message()}),) if self._streams else ()
+
     def grow(self, increment: Increment) -> Iterable[bytes]:
         self._last = increment
         events = [event for part in increment.parts for event in self._add(part)]
-        if not self._streams:
-            return ()
-        if not self._begun:  # its usage has the tokens of the prompt that were found
-            self._begun = True
-            events.insert(0, {"type": "message_start", "message": self._message()})
-        return map(_event, events)
+        return map(_event, events) if self._streams else ()
 
     def error(self, body: Mapping[str, object]) -> Iterable[bytes]:
         kind = cast("Mapping[str, object]", body["error"])["type"]
@@ -177,21 +172,13 @@ def _event(body: Json) -> bytes:
 
 
 def _whole(block: dict[str, Any]) -> dict[str, Any]:
-    """Return a block of a whole message."""
+    """Return a block of a whole message. Arguments that are no object become the only member of one, as they
+    will be in the history."""
     if block["type"] != "tool_use":
         return block
+    written = block["arguments"]
+    found = object_of(written)
     return {
         **{name: block[name] for name in ("type", "id", "name")},
-        "input": _input(block["arguments"]),
+        "input": {"arguments": written} if found is None else found,
     }
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call. A text that is no object, as of a call that was cut short, becomes the
-    only member of one, as it will be in the history."""
-    try:
-        found = parse_json(arguments or "{}")
-        json_bytes(found)  # which refuses infinite numbers
-    except (ValueError, RecursionError, RequestError):
-        found = None
-    return cast("dict[str, Any]", found) if isinstance(found, dict) else {"arguments": arguments}

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from tidemill.cluster.edge.apis.responses_body import UNREAD, AgentChat
+from tidemill.cluster.edge.chat.request.messages import UNREAD
 from tidemill.cluster.edge.chat.request.params import absent_if_null
 from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
-from tidemill.cluster.edge.requests.bodies import MESSAGES_MAX, ChatBody
+from tidemill.cluster.edge.requests.bodies import MESSAGES_MAX, AgentChat, ChatBody
 from tidemill.workers.messages import RequestError
 
 Block = dict[str, Any]

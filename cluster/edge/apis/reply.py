@@ -29,7 +29,7 @@ class Writer(ABC):
         self.tally = tally
 
     def opening(self) -> Iterable[bytes]:
-        """Return what precedes the first increment."""
+        """Return what precedes the messages of the first increment, which `tally` has."""
         return ()
 
     def grow(self, increment: Increment) -> Iterable[bytes]:
@@ -103,8 +103,8 @@ async def answer(
     writer, tally = reply.writer, reply.writer.tally
 
     def take(increment: Increment) -> Pause | None:
-        opening = () if out.begun else writer.opening()
         tally.record(increment)
+        opening = () if out.begun else writer.opening()
         return out.put((*opening, *writer.grow(increment)))
 
     try:

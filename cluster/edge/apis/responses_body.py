@@ -23,17 +23,14 @@ from pydantic import (
 
 from tidemill.cluster.edge.apis.responses_tools import FlatTool, chat_tool, flat_name, hosted, own_tools
 from tidemill.cluster.edge.chat.request.hints import Mark, marked_parts, marks_of
+from tidemill.cluster.edge.chat.request.messages import UNREAD
 from tidemill.cluster.edge.chat.request.params import TokenCount, absent_if_null
 from tidemill.cluster.edge.chat.request.tools import TOOLS_MAX
 from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
-from tidemill.cluster.edge.requests.bodies import MESSAGES_MAX, ChatBody
+from tidemill.cluster.edge.requests.bodies import MESSAGES_MAX, AgentChat, ChatBody
 from tidemill.workers.messages import RequestError
 
 METADATA_MAX = 16
-UNREAD = "[{}: this model reads text alone]"
-"""The text of an image or another part in the output of a tool. A refusal would end the conversation, which
-repeats it."""
-
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
 CHOICE_FORMS = 'give none, auto, required, or {"type": "function", "name": ...}'
 
@@ -196,12 +193,6 @@ class ReasoningOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     effort: Annotated[str, Field(max_length=32)] | None = None
-
-
-class AgentChat(ChatBody):
-    """A chat of an agent, which asks for as many tokens as its own model has, whatever fits here."""
-
-    clamps_max_tokens = True
 
 
 class ResponsesBody(BaseModel):

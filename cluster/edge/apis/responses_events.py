@@ -9,11 +9,11 @@ One item is open at a time. The streamed deltas add up to the whole response.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, cast
+from typing import Literal
 
+from tidemill.cluster.edge.apis.json_bytes import object_of
 from tidemill.cluster.edge.apis.responses_tools import ToolName
 from tidemill.cluster.edge.chat.output.parts import Call, Part, ReasoningText, Text
-from tidemill.cluster.edge.chat.request.json_text import parse_json
 from tidemill.cluster.edge.requests.usage import Json
 
 Kind = Literal["reasoning", "message"]
@@ -144,12 +144,8 @@ class Output:
 
 
 def _input(arguments: str) -> str:
-    """Return the text of a call of a custom tool; all that the model wrote if the call was cut."""
-    try:
-        found = parse_json(arguments)
-    except ValueError:
-        return arguments
-    text = cast("dict[str, object]", found).get("input") if isinstance(found, dict) else None
+    """Return the text of a call of a custom tool; all that the model wrote if there is none."""
+    text = (object_of(arguments) or {}).get("input")
     return text if isinstance(text, str) else arguments
 
 

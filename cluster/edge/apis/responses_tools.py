@@ -7,15 +7,14 @@ of one text, and calls of them have their own names and forms again. Tools that 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from tidemill.cluster.edge.chat.request.hints import CacheControl
+from tidemill.cluster.edge.chat.request.tools import FunctionName
 
 SEPARATOR = "__"
-
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
 class FlatTool(BaseModel):
@@ -24,7 +23,7 @@ class FlatTool(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     type: str
-    name: Name | None = None
+    name: FunctionName | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

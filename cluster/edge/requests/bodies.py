@@ -5,7 +5,7 @@ cluster/edge/chat/request/params.py has what offline calls use as well; the limi
 HTTP request.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import (
     AfterValidator,
@@ -155,8 +155,6 @@ class ChatBody(Body):
     logprobs: bool = False
     top_logprobs: LogprobCount = 0
 
-    clamps_max_tokens: ClassVar[bool] = False
-
     @model_validator(mode="after")
     def _allowed(self) -> Self:
         """Leave the tools that tool_choice allows."""
@@ -188,6 +186,12 @@ class ChatBody(Body):
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: set it to true", param="top_logprobs")
         return self.top_logprobs if self.logprobs else None
+
+
+class AgentChat(ChatBody):
+    """A chat of an agent, which asks for as many tokens as its own model has, whatever fits here."""
+
+    clamps_max_tokens = True
 
 
 class CompletionBody(Body):

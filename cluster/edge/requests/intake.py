@@ -4,7 +4,7 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import Literal, ParamSpec, TypeVar
@@ -136,8 +136,6 @@ class Intake:
         sampling = self._sampling(body, logprobs, body.prompt_logprobs, grammar)
         ends = self._channel_ends() if output_format.channels and not body.ignore_eos else ()
         terms = terms_of(body, self._model, sampling, max_tokens=max_tokens, n=body.n, ends=ends)
-        if body.clamps_max_tokens:
-            terms = replace(terms, clamps=True)
         sender = self._sender(body, caller)
         dropped = ["tools"] if self._drops_tools(body) else []
         return PreparedRequest(

@@ -24,6 +24,10 @@ from tidemill.cluster.edge.chat.request.params import absent_if_null, valid_text
 from tidemill.cluster.edge.chat.text import Message
 from tidemill.workers.messages import RequestError
 
+UNREAD = "[{}: this model reads text alone]"
+"""The text of an image or another part in the output of a tool. A refusal would end the conversation, which
+repeats it."""
+
 CALLS_MAX = 128
 ARGUMENTS_BRACKETS_MAX = 1 << 17
 ARGUMENTS_COMMAS_MAX = 1 << 18

@@ -6,7 +6,7 @@ A null field counts as absent.
 import math
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import (
     AfterValidator,
@@ -138,6 +138,8 @@ class Params(BaseModel):
     OpenAI's (over the answer's tokens) and Hugging Face's (repetition: over the prompt's as well)."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    clamps_max_tokens: ClassVar[bool] = False  # more than fit are as many as fit
 
     max_tokens: TokenCount | None = None
     min_tokens: Annotated[int, Field(ge=0, le=1 << 31)] = 0

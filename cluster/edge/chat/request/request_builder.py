@@ -116,6 +116,7 @@ def terms_of(
         stop_token_ids=(*stops, *(token for token in ends if token not in stops)),
         max_tokens=max_tokens,
         n=n,
+        clamps=params.clamps_max_tokens,
     )
 
 

@@ -16,12 +16,15 @@ CHOICE_FORMS = (
 )
 
 
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+
+
 class Function(BaseModel):
     """A function that the model may call; `parameters` is a JSON schema of an object."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

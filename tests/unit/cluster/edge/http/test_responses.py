@@ -291,6 +291,15 @@ async def test_tools_of_agents_are_offered_and_called_by_their_own_names() -> No
     assert "web_search" not in offered
 
 
+@pytest.mark.parametrize("written", ['{"input": "\\ud800"}', '{"other": 1}'])
+async def test_custom_call_without_a_text_keeps_what_the_model_wrote(written: str) -> None:
+    service = FakeService(saying(called("apply_patch", written)))
+    asked: Any = {"model": "keeper", "input": "Go.", "tools": [PATCH]}
+    async with conversing(service, tokenizer()) as client:
+        (patch,) = (await client.responses.create(**asked)).output
+    assert (patch.type, patch.input) == ("custom_tool_call", written)
+
+
 def test_calls_of_all_kinds_are_replayed() -> None:
     items: list[Any] = [
         {
