@@ -88,12 +88,13 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetStatus:
-    """The workers of a fleet, the number of requests that wait at its router for one to start, and that of
-    the router's failed rounds."""
+    """The workers of a fleet, the number of requests that wait at its router for one to start, and the
+    numbers of failed rounds of the router, and of the supervisor if the router knows it."""
 
     workers: tuple[WorkerStatus, ...]
     held: Count = 0
     failed_rounds: Count = 0
+    supervisor_failed_rounds: Count | None = None
 
     def with_budgets(self, budgets: Mapping[str, BudgetTarget]) -> "FleetStatus":
         """Replace the budget targets by those of another router, given by worker name."""

@@ -13,6 +13,7 @@ from tidemill.cluster.metrics.specs import (
     ROUTER_FAILED_ROUNDS,
     STATE_OF_MODELS,
     STATUSES,
+    SUPERVISOR_FAILED_ROUNDS,
     Spec,
 )
 from tidemill.cluster.metrics.worker_metrics import COUNTERS, GAUGES, MEMORY, STATES, metric_name
@@ -49,7 +50,9 @@ def reference() -> str:
             INTRODUCTION.replace("CODES", ", ".join(map(str, STATUSES))),
             *_section("Requests, at the frontend", (*EDGE, FAILED_ROUNDS)),
             *_section("The edge processes of a server now", [EDGE_UP]),
-            *_section("A model's fleet now", (*STATE_OF_MODELS, ROUTER_FAILED_ROUNDS)),
+            *_section(
+                "A model's fleet now", (*STATE_OF_MODELS, ROUTER_FAILED_ROUNDS, SUPERVISOR_FAILED_ROUNDS)
+            ),
             *_section("Each worker now", [*gauges, MEMORY, *STATES.values()]),
             *_section("Each worker since its start", counters),
         )

@@ -117,6 +117,10 @@ FAILED_ROUNDS = _counter(
 
 ROUTER_FAILED_ROUNDS = _counter("router_failed_rounds", "The same in the router of this model.", "rounds")
 
+SUPERVISOR_FAILED_ROUNDS = _counter(
+    "supervisor_failed_rounds", "The same in the supervisor, such as scaling.", "rounds", ()
+)
+
 EDGE = (
     *(TTFT, ITL, TPOT, E2E, QUEUE, PREFILL, DECODE, INFERENCE),
     *(PROMPT_LENGTH, ANSWER_LENGTH, HIT_DEPTH, ATTEMPTS),

@@ -13,7 +13,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from tidemill.cluster.messages import FleetStatus, WorkerStatus
-from tidemill.cluster.metrics.specs import HELD, MODEL, ROUTER_FAILED_ROUNDS, RUNNING, USAGE, WAITING, Spec
+from tidemill.cluster.metrics.specs import (
+    HELD,
+    MODEL,
+    ROUTER_FAILED_ROUNDS,
+    RUNNING,
+    SUPERVISOR_FAILED_ROUNDS,
+    USAGE,
+    WAITING,
+    Spec,
+)
 
 WORKER = (MODEL, "worker", "role")
 
@@ -217,6 +226,14 @@ class FleetCollector:
         for model, status in self._fleets.items():
             failed.add_metric([model], status.failed_rounds)
         yield failed
+        yield self._supervisor()
+
+    def _supervisor(self) -> Metric:
+        """Return the count of the one supervisor, of which each router knows a state."""
+        spec = SUPERVISOR_FAILED_ROUNDS
+        known = [status.supervisor_failed_rounds for status in self._fleets.values()]
+        counts = [count for count in known if count is not None]
+        return CounterMetricFamily(spec.full_name, spec.text, value=max(counts, default=None))
 
     def _memory(self) -> Metric:
         gauge = GaugeMetricFamily(MEMORY.full_name, MEMORY.text, labels=MEMORY.labels)

@@ -49,7 +49,7 @@ from tidemill.cluster.processes.system.private_folder import read_record
 from tidemill.cluster.processes.worker_actor import WorkerActor, actor_options, call_router, find_router
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings, WorkerSettings
-from tidemill.kvstore.periodic import every
+from tidemill.kvstore.periodic import FAILED_ROUNDS, every
 from tidemill.workers.messages import WorkerGone
 
 RAY: Any = ray  # much of it has no types
@@ -224,6 +224,10 @@ class Supervisor:
         state = EdgeState(at_s=_now_s(), resets=resets, open_requests=open_requests)
         self._reports[fleet].add(edge, misses, state)
         return self._plan.resets.get(fleet, 0)
+
+    def failed_rounds(self) -> int:
+        """Return the number of failed rounds of what this process repeats, which the metrics have."""
+        return FAILED_ROUNDS.total()
 
     def misses(self, fleet: str) -> Misses:
         """Return the totals of all reports."""

@@ -90,6 +90,10 @@ class SupervisorClient:
         more = (open_requests,) if open_requests else ()  # the supervisor of 0.2 has no such argument
         return await self._call(lambda actor: actor.report.remote(self._fleet, edge, misses, resets, *more))
 
+    async def failed_rounds(self) -> int:
+        """See Supervisor.failed_rounds."""
+        return await self._call(lambda actor: actor.failed_rounds.remote())
+
     async def join(self, request: JoinRequest) -> JoinAnswer:
         """See Registry.join."""
         return await self._call(lambda actor: actor.join.remote(request))

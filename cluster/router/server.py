@@ -10,8 +10,9 @@ from collections.abc import (
     Iterable,
     Mapping,
 )
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import grpc
@@ -84,6 +85,7 @@ class FleetSupervisor(Protocol):
     """The part of the supervisor that edges reach through a router. All of it raises Unserved."""
 
     async def report(self, edge: str, misses: Misses, resets: int, open_requests: int) -> int: ...
+    async def failed_rounds(self) -> int: ...
     async def carry_out(self, order: SupervisorOrder) -> object: ...
 
 
@@ -103,6 +105,7 @@ class RouterService:
         self._guard = None if tls is None else Guard(NOT_FOR_EDGES)
         self._rates, self._quotas = Rates(), Quotas()
         self._fence = 0
+        self._supervisor_failed: int | None = None
         self._streams: dict[WorkerId, object] = {}  # the latest stream of each worker
         self._server = new_server(ROUTER_STREAMS_MAX)
         calls: dict[str, Call] = {
@@ -117,7 +120,7 @@ class RouterService:
         }
         orders = {kind.__name__: _ordered(kind, self._obey) for kind in get_args(RouterOrder)}
         if supervisor is not None:
-            calls["Missed"] = _edge_reports(supervisor)
+            calls["Missed"] = partial(self._missed, supervisor)
             for kind in get_args(SupervisorOrder):
                 orders[kind.__name__] = _ordered(kind, lambda _, order: supervisor.carry_out(order))
         methods: dict[str, Handler] = {
@@ -214,7 +217,16 @@ class RouterService:
         return b""
 
     async def _status(self, _: bytes) -> bytes:
-        return encode(replace(self._router.status(), failed_rounds=FAILED_ROUNDS.total()))
+        status = replace(self._router.status(), failed_rounds=FAILED_ROUNDS.total())
+        return encode(replace(status, supervisor_failed_rounds=self._supervisor_failed))
+
+    async def _missed(self, supervisor: FleetSupervisor, data: bytes) -> bytes:
+        """Pass on the report of an edge, and learn what the supervisor has counted."""
+        sent = decode(EdgeReport, data)
+        resets = await supervisor.report(sent.edge, sent.misses, sent.resets, sent.open_requests)
+        with suppress(Unserved, AttributeError):  # away, or of a version without this method
+            self._supervisor_failed = await supervisor.failed_rounds()
+        return encode(resets)
 
     async def _out(self, data: bytes) -> bytes:
         return encode(self._router.silent_workers(decode(frozenset[WorkerId], data)))
@@ -262,13 +274,5 @@ def _ordered(kind: type[Order[Any]], carry_out: Callable[[int, Any], Awaitable[o
             return encode(Answer(await carry_out(fence, order)))
         except RequestError as error:
             return encode(Answer(refused=Refused.of(error)))
-
-    return call
-
-
-def _edge_reports(supervisor: FleetSupervisor) -> Call:
-    async def call(data: bytes) -> bytes:
-        sent = decode(EdgeReport, data)
-        return encode(await supervisor.report(sent.edge, sent.misses, sent.resets, sent.open_requests))
 
     return call

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -176,6 +177,18 @@ def test_lease_is_that_of_its_own_job(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"JobID": "01", "IsDead": True}, {"JobID": "02", "IsDead": False}]
     monkeypatch.setattr(module, "jobs", lambda: rows)
     assert [job_has_ended(job) for job in ("01", "02", "03")] == [True, False, False]
+
+
+async def test_rounds_that_fail_are_counted_for_the_metrics(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AwayRouter, "status", AsyncMock(side_effect=AssertionError("a bug")))
+    async with world.run("a") as supervisor:
+        before = supervisor.failed_rounds()
+        await supervisor.started()
+        async with asyncio.timeout(10):
+            while supervisor.failed_rounds() == before:  # noqa: ASYNC110 - of another task
+                await asyncio.sleep(0.01)
 
 
 async def test_reset_is_done_when_every_edge_knows_it_and_outlives_the_supervisor(

@@ -237,6 +237,9 @@ class Obedient:
     async def report(self, edge: str, misses: Misses, resets: int, open_requests: int) -> int:
         return 5 if (edge, misses, resets, open_requests) == ("a", Misses(late=2), 4, 3) else 0
 
+    async def failed_rounds(self) -> int:
+        return self.obey("failed rounds")  # pyright: ignore[reportReturnType] - by script
+
 
 class ObedientRouter(Router):
     def __init__(self, obedient: Obedient) -> None:
@@ -251,7 +254,14 @@ async def test_orders_are_carried_out_and_answers_and_refusals_come_back_whole()
     obedient = Obedient()
     async with router(served=ObedientRouter(obedient), supervisor=obedient) as address:
         client = RouterClient(always_at(address))
-        assert await client.report("a", Misses(late=2), 4, 3) == 5
+        for answer in (AttributeError("a method of later versions"), Unserved("it is away")):
+            obedient.answers = [answer]
+            assert await client.report("a", Misses(late=2), 4, 3) == 5
+            assert (await client.status()).supervisor_failed_rounds is None
+        for counted in (0, 7):
+            obedient.answers = [counted]
+            assert await client.report("a", Misses(late=2), 4, 3) == 5
+            assert (await client.status()).supervisor_failed_rounds == counted
         for order, answer in ANSWERS:
             obedient.answers = [answer]
             assert await client.carry_out(order) == answer
