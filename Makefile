@@ -56,7 +56,7 @@ suite: setup
 	  || echo "redis-server, with which GCS is restarted, or promtool, which tries the alerts, is missing: as root, apt-get install redis-server prometheus; their tests are skipped"
 	$(SUITE)
 
-# Everything that abuses a server, with a table of verdicts, in at most 20 minutes.
+# Everything that abuses a server, with a table of verdicts, in at most 25 minutes.
 # ABUSE_SOAK_S is the length of the soak in seconds (60).
 abuse: export OMP_NUM_THREADS := 1
 abuse: setup

@@ -112,6 +112,8 @@ def accept_some(listener: socket.socket) -> Iterator[tuple[socket.socket, Any]]:
 
 
 def _is_closed(accepted: socket.socket) -> bool:
+    if accepted.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):  # reset, perhaps after bytes that can be read
+        return True
     try:
         return not accepted.recv(1, socket.MSG_PEEK)
     except BlockingIOError:

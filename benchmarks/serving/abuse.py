@@ -1,6 +1,6 @@
 """Measure what attacks do to a well-behaved client: the server on one core, the clients on another.
 
-python -m benchmarks.serving.abuse [--kind body|flood] [--only WORD ...] [--tls] [--grpc] [--soak-s S]
+python -m benchmarks.serving.abuse [--kind body|flood|reset] [--only WORD ...] [--tls] [--grpc] [--soak-s S]
 
 Each attack of benchmarks.serving.attacks runs beside streams whose answers are known, a ping each 50 ms and a
 request for one token each 250 ms (benchmarks/serving/good_client.py), after a calm of the same.
@@ -36,7 +36,7 @@ from benchmarks.serving import watched
 from benchmarks.serving.attacks import ATTACK_S_MAX, ATTACKS, Attack
 from benchmarks.serving.good_client import GoodClient
 from benchmarks.serving.grpc_attacks import GRPC_ATTACKS
-from benchmarks.serving.verdicts import GOOD, HEADING, STATUSES, Verdict, verdict_of, worst
+from benchmarks.serving.verdicts import GAP_MS_MAX, GOOD, HEADING, STATUSES, Verdict, verdict_of, worst
 from tidemill.cluster.processes.endpoint.run_endpoint import RETURN_S
 
 RESULT = Path(__file__).parents[1] / "results" / "abuse.json"
@@ -164,7 +164,7 @@ async def soaked(server: Server, attacks: Sequence[Attack], seconds: float, seed
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.abuse")
     parser.add_argument("--only", nargs="*", default=[""], help="attacks whose name has one of these in it")
-    parser.add_argument("--kind", default="", choices=("", "body", "flood"), help="attacks of this kind")
+    parser.add_argument("--kind", default="", choices=("", *GAP_MS_MAX), help="attacks of this kind")
     parser.add_argument("--rounds", type=int, default=3, help="the most rounds of an attack")
     parser.add_argument("--s-max", type=float, default=inf, help="the time for all of it")
     parser.add_argument("--soak-s", type=float, default=0.0, help="attacks at random for this time instead")

@@ -9,7 +9,9 @@ benchmarks.serving.abuse runs each of them beside streams of a well-behaved clie
 import argparse
 import asyncio
 import json
+import socket
 import ssl
+import struct
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -27,7 +29,7 @@ SOURCE = "127.0.0.2"
 ATTACK_S_MAX = 25.0
 WAIT_S_MAX = 60.0
 
-Kind = Literal["body", "flood"]
+Kind = Literal["body", "flood", "reset"]
 Statuses = Counter[str]
 
 
@@ -168,6 +170,25 @@ def holding(
     request: bytes, connections: int, seconds: float = 5.0, *, abort: bool = False
 ) -> Callable[[], Callable[[Target], Awaitable[Statuses]]]:
     return lambda: partial(held, request=request, connections=connections, seconds=seconds, abort=abort)
+
+
+async def reset(target: Target, request: bytes, per_s: int, seconds: float = 5.0) -> Statuses:
+    """Open `per_s` connections a second, and reset each when the request was sent."""
+    loop, found = asyncio.get_running_loop(), Statuses()
+    began_s = loop.time()
+    for index in range(int(per_s * seconds)):
+        with socket.socket() as connecting:
+            connecting.settimeout(0.0)
+            connecting.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            try:
+                connecting.bind((SOURCE, 0))
+                await loop.sock_connect(connecting, (target.host, target.port))
+                await loop.sock_sendall(connecting, request)
+                found["reset"] += 1
+            except OSError:
+                found["refused"] += 1
+        await asyncio.sleep(max(0.0, began_s + index / per_s - loop.time()))
+    return found
 
 
 async def trickled(target: Target, opening: bytes, piece: bytes, connections: int) -> Statuses:
@@ -369,11 +390,17 @@ FLOODS: tuple[Attack, ...] = (
     ),
 )
 
+RESETS = tuple(
+    Attack(f"2,100 resets a second{after}", "reset", partial(partial, reset, request=request, per_s=2100))
+    for after, request in (("", b""), (" after a ping", PING), (" after a chat", STREAM))
+)
+
 ATTACKS: dict[str, Attack] = {
     attack.name: attack
     for attack in (
         *(Attack(name, "body", body(path, make, times)) for name, path, make, times in BODIES),
         *FLOODS,
+        *RESETS,
     )
 }
 

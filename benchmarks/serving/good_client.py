@@ -103,7 +103,9 @@ class GoodClient:
             async with asyncio.TaskGroup() as group:
                 tasks = [
                     *(group.create_task(self._stream(client)) for _ in range(STREAMS)),
-                    group.create_task(self._every(PING_S, client.get, "/ping", {})),
+                    group.create_task(
+                        self._every(PING_S, client.get, "/ping", {"headers": {"Connection": "close"}})
+                    ),
                     group.create_task(self._every(POST_S, client.post, "/v1/completions", body)),
                     group.create_task(self._look()),
                 ]

@@ -25,7 +25,7 @@ END_S_MAX = 30.0
 STOP_S_MAX = 15.0
 """The time that a measurement takes after its last attack."""
 
-ALL_S_MAX = 1200.0
+ALL_S_MAX = 1500.0
 """The sum of all shares with a soak of 60 s."""
 
 SERVER_S_MAX = 30.0
@@ -88,6 +88,7 @@ PARTS: Mapping[str, Part] = {
     "crowds with grammars": Part(("benchmarks.serving.strangers", *CROWDS), 75.0),
     "bodies": attacks("--kind", "body", share_s=200.0),
     "floods": attacks("--kind", "flood", share_s=200.0),
+    "resets of connections": attacks("--kind", "reset", share_s=90.0),
     "floods over TLS": attacks("--tls", "--only", "handshake", "without end", "pipelined", share_s=85.0),
     "attacks over gRPC": attacks("--grpc", share_s=165.0),
     "soak": Part(("benchmarks.serving.abuse", "--soak-s", str(SOAK_S)), SOAK_S + SERVER_S_MAX),

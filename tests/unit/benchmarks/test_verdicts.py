@@ -54,6 +54,14 @@ def test_everything_but_gaps_is_a_miss_on_any_machine(wrong: dict[str, object]) 
         assert both.verdict == MISSED
 
 
+def test_only_resets_are_judged_by_waits_beyond_the_lag_of_the_client() -> None:
+    assert verdict(wait_ms=999.0).verdict == verdict(kind="flood", wait_ms=999.0).verdict == GOOD
+    late = verdict(kind="reset", wait_ms=999.0)
+    assert (late.misses, late.may_be_noise) == (["wait"], True)
+    quick = verdict(kind="reset", wait_ms=999.0, lag_ms=800.0, gap_ms=10.0)
+    assert late.with_round(quick).verdict == quick.with_round(late).verdict == GOOD
+
+
 def test_of_several_rounds_the_smallest_gap_counts() -> None:
     first, second = verdict(gap_ms=900.0, calm_gap_ms=9.0, hold_ms=70.0), verdict(gap_ms=10.0, hold_ms=3.0)
     assert first.verdict == MISSED

@@ -186,6 +186,8 @@ def test_many_connections_are_accepted_at_a_time_without_those_that_have_closed(
         opened.setblocking(False)  # noqa: FBT003 - its only argument
         for index in range(80):
             client = clients.enter_context(socket.create_connection(opened.getsockname()))
+            if index % 4 == 1:
+                client.sendall(PING)
             if index % 2:  # resets
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, pack("ii", 1, 0))
                 client.close()
