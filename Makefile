@@ -8,7 +8,7 @@ export LD_LIBRARY_PATH := $(DEBIAN_LIBS)$(addprefix :,$(LD_LIBRARY_PATH))
 PYTHON ?= python3
 STAMP := $(VENV)/.ready
 
-.PHONY: setup demo test test-all abuse browser triton triton-3.6 nodes gpu gpu-parcel check trends bench clients fuzz sanitize mutations mutations-changed suite triton-3.6-some soak soak-faults soak-overload storm upgrade-test stubs metrics-doc config-doc helm-golden wheel release push docs sbom clean
+.PHONY: setup demo test test-all abuse browser triton triton-3.6 nodes gpu gpu-parcel check trends bench clients agents fuzz sanitize mutations mutations-changed suite triton-3.6-some soak soak-faults soak-overload storm upgrade-test stubs metrics-doc config-doc helm-golden wheel release push docs sbom clean
 
 setup: $(STAMP)
 
@@ -120,6 +120,17 @@ $(CLIENTS)/%: tests/clients/%.txt
 	$(PYTHON) -m venv $@
 	if grep -q ^torch $<; then $@/bin/python -m pip install --quiet "$$(grep ^torch $<)"; fi
 	uv pip install --quiet --python $@/bin/python -r $<
+	touch $@
+
+# Coding agents from npm (Node.js 20 or newer) and pip: each edits a file in two conversations.
+agents: setup $(CLIENTS)/agents/node_modules $(CLIENTS)/aider
+	python -m tests.clients.agents --environments $(CLIENTS) $(NAMES)
+
+$(CLIENTS)/agents/node_modules: tests/clients/agents.json
+	@command -v npm >/dev/null || { echo "npm is missing: install Node.js 20 or newer"; exit 1; }
+	mkdir -p $(@D)
+	cp $< $(@D)/package.json
+	npm install --prefix $(@D) --no-audit --no-fund
 	touch $@
 
 fuzz: setup

@@ -66,7 +66,8 @@ def run(command: Sequence[str | Path], folder: Path, **more: str) -> None:
         ended = subprocess.run(
             [str(word) for word in command],
             cwd=folder,
-            env={**environ, **more},
+            env={**environ, "PWD": str(folder), **more},
+            stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             check=False,
