@@ -5,6 +5,7 @@
 // a block of which it sees nothing, which is there for others of its tile, changes nothing of it.
 #include <omp.h>
 
+#include "../shared/ranges.h"
 #include "amx.h"
 #include "blocks.h"
 #include "few.h"
@@ -148,13 +149,14 @@ void attend(const Call& call, const Task& task, const int32_t* table, int64_t he
 
 // q and out [tokens][q_heads][dim], packed; sinks [q_heads] or null. Keys and values of this step's tokens are in their
 // pages already.
-extern "C" void attention(const float* q, const char* cache, int64_t page_stride, int64_t head_stride,
-                          int64_t kv_stride, int64_t token_stride, int64_t half_width, const int32_t* table,
-                          int64_t table_row, const int32_t* cu, const int32_t* lens, float* out, int64_t rows,
-                          int64_t q_heads, int64_t kv_heads, int64_t dim, int64_t page_tokens, float scale,
-                          int64_t window, const float* sinks, int64_t paired) {
+extern "C" void attention(const float* q, const char* cache, int64_t num_pages, int64_t page_stride, int64_t head_stride,
+                          int64_t kv_stride, int64_t token_stride, int64_t half_width, int64_t page_tokens,
+                          const int32_t* table, int64_t table_row, int64_t table_width, const int32_t* cu,
+                          const int32_t* lens, int64_t rows, int64_t tokens, float* out, int64_t q_heads, int64_t kv_heads,
+                          int64_t dim, float scale, int64_t window, const float* sinks, int64_t paired) {
+    assert_pages("attention", table, table_row, table_width, cu, lens, rows, tokens, page_tokens, num_pages, window);
     const int64_t group = q_heads / kv_heads;
-    const int64_t shares = cu[rows] * q_heads / TASK_QUERIES / (2 * omp_get_max_threads());  // two tasks for each thread
+    const int64_t shares = tokens * q_heads / TASK_QUERIES / (2 * omp_get_max_threads());  // two tasks for each thread
     const int64_t queries = TASK_QUERIES * std::clamp<int64_t>(shares, 1, QUERIES_FACTOR);
     const int64_t tile = std::max<int64_t>(1, std::min(queries, TASK_FLOATS / dim) / group);
     const Cache pages{cache, page_stride, head_stride, kv_stride, token_stride, half_width, page_tokens};

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 
 from tidemill.kernels.activation.cpu import bind_sigmoid_mul
+from tidemill.kernels.shared.arguments import address, address_or_null, page_arguments
 from tidemill.kernels.shared.build import Library
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
-from tidemill.kernels.shared.pages import page_arguments
 from tidemill.kernels.shared.rows import Rows
 
 DIM_MAX = 1024  # of cpu.cpp
@@ -26,20 +26,16 @@ def bind(library: Library, compute_dtype: ComputeDtype) -> AttentionCall:
     def attention(
         q_THD: torch.Tensor, cache: torch.Tensor, rows: Rows, window: int | None, sinks_H: torch.Tensor | None
     ) -> torch.Tensor:
-        _, q_heads, dim = q_THD.shape
-        _, kv_heads, _, page_tokens, _ = cache.shape
-        assert q_THD.dtype == torch.float32
-        assert q_THD.is_contiguous()
-        assert dim <= DIM_MAX
+        tokens, q_heads, dim = q_THD.shape
+        kv_heads = cache.shape[1]
+        assert dim == cache.shape[4] <= DIM_MAX
+        assert q_heads % kv_heads == 0
         assert window is None or window > 0
-        assert sinks_H is None or (sinks_H.dtype == torch.float32 and sinks_H.is_contiguous())
         o_THD = torch.empty_like(q_THD)
         call(
-            q_THD.data_ptr(), *page_arguments(cache), rows.pages_BN.data_ptr(), rows.pages_BN.stride(0),
-            rows.cu_B1.data_ptr(), rows.lens_B.data_ptr(), o_THD.data_ptr(), len(rows.lens_B),
-            q_heads, kv_heads, dim, page_tokens, dim**-0.5,
-            UNBOUNDED if window is None else window, None if sinks_H is None else sinks_H.data_ptr(),
-            compute_dtype == "bfloat16",
+            address(q_THD, tokens, q_heads, dim), *page_arguments(cache, rows, tokens), o_THD.data_ptr(),
+            q_heads, kv_heads, dim, dim**-0.5, UNBOUNDED if window is None else window,
+            address_or_null(sinks_H, q_heads), compute_dtype == "bfloat16",
         )  # fmt: skip
         return o_THD
 

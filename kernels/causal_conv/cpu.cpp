@@ -1,5 +1,6 @@
 // Depthwise causal convolution with silu over rows of tokens, its window kept in an indexed state.
 #include "../shared/cpu.h"
+#include "../shared/ranges.h"
 
 namespace {
 // out <- silu(bias + sum over j of tap j * input(j)), WIDTH taps `taps_row` floats apart. One pass: a tap at a time
@@ -34,12 +35,13 @@ void convolve(int64_t width, Input input, const float* taps, int64_t taps_row, c
 // bias [groups][channels], or null; y packed like x; state [slots][groups][width - 1][channels], oldest input first;
 // writes [rows][kept]: slots for the states after the last `kept` tokens of a row, -1 for none.
 extern "C" void causal_conv(const float* x, int64_t x_token, int64_t x_group, const float* weight, const float* bias,
-                            float* y, float* state, int64_t state_slot, int64_t state_group, const int32_t* cu,
-                            const int32_t* read, const int32_t* writes, int64_t rows, int64_t kept, int64_t groups,
-                            int64_t channels, int64_t width) {
+                            float* y, float* state, int64_t slots, int64_t state_slot, int64_t state_group,
+                            const int32_t* cu, const int32_t* read, const int32_t* writes, int64_t rows, int64_t kept,
+                            int64_t tokens, int64_t groups, int64_t channels, int64_t width) {
+    assert_states("causal_conv", cu, read, writes, rows, kept, tokens, slots);
     const int64_t past = width - 1;
     const std::vector<float> zeros(bias ? 0 : channels);
-#pragma omp parallel for collapse(2) schedule(dynamic) if (cu[rows] * groups * channels >= 1 << 13)
+#pragma omp parallel for collapse(2) schedule(dynamic) if (tokens * groups * channels >= 1 << 13)
     for (int64_t b = 0; b < rows; b++) {
         for (int64_t g = 0; g < groups; g++) {
             const int64_t begin = cu[b], n = cu[b + 1] - begin;

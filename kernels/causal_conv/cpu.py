@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from tidemill.kernels.shared.arguments import address, address_or_null, state_arguments
 from tidemill.kernels.shared.build import Library
 from tidemill.kernels.shared.rows import Rows
 
@@ -21,18 +22,17 @@ def bind(library: Library) -> CausalConv:
         rows: Rows,
     ) -> torch.Tensor:
         tokens, groups, channels = x_TGC.shape
-        assert x_TGC.dtype == weight_WGC.dtype == state_SGWC.dtype == torch.float32
+        width = weight_WGC.shape[0]
+        assert x_TGC.dtype == state_SGWC.dtype == torch.float32
         assert x_TGC.stride(2) == 1
-        assert weight_WGC.is_contiguous()
-        assert bias_GC is None or (bias_GC.dtype == torch.float32 and bias_GC.is_contiguous())
-        assert rows.writes_BK.is_contiguous()
+        assert state_SGWC.shape[1:] == (groups, width - 1, channels)
+        assert width <= 2 or state_SGWC.stride(2) == channels
+        assert state_SGWC.stride(3) == 1
         y_TGC = x_TGC.new_empty(tokens, groups, channels)
         call(
-            x_TGC.data_ptr(), x_TGC.stride(0), x_TGC.stride(1), weight_WGC.data_ptr(),
-            None if bias_GC is None else bias_GC.data_ptr(), y_TGC.data_ptr(),
-            state_SGWC.data_ptr(), state_SGWC.stride(0), state_SGWC.stride(1),
-            rows.cu_B1.data_ptr(), rows.read_B.data_ptr(), rows.writes_BK.data_ptr(),
-            *rows.writes_BK.shape, groups, channels, len(weight_WGC),
+            x_TGC.data_ptr(), x_TGC.stride(0), x_TGC.stride(1), address(weight_WGC, width, groups, channels),
+            address_or_null(bias_GC, groups, channels), y_TGC.data_ptr(),
+            *state_arguments(state_SGWC, rows, tokens), groups, channels, width,
         )  # fmt: skip
         return y_TGC
 

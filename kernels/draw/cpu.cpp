@@ -1,9 +1,8 @@
 // Draws, adjusted scores and counts. Fields of the tables: tables.py.
-#include <cstdio>
-#include <cstdlib>
 #include <numeric>
 
 #include "../shared/cpu.h"
+#include "../shared/ranges.h"
 
 namespace {
 constexpr int32_t PROMPT = 1 << 30;
@@ -94,11 +93,10 @@ struct Scores {
     }
 };
 
-// The row or token of a number in a table. Its text is what an index beyond its table is reported as.
+// The row or token of a number in a table.
 int64_t index_of(double number, int64_t count, const char* what) {
-    if (number >= 0 && number < (double)count) return (int64_t)number;
-    std::fprintf(stderr, "draw: %s %g is not below %lld\n", what, number, (long long)count);
-    std::abort();  // it would read or write what belongs to others
+    assert_within("draw", what, &number, 1, 0, count);
+    return (int64_t)number;
 }
 
 int64_t target_of(double uniform, int64_t mass) { return std::min((int64_t)(uniform * (double)mass), mass - 1); }

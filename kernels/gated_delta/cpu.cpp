@@ -1,4 +1,5 @@
 // Gated delta rule, one token after the other, over an indexed state: the same bits however a sequence is cut.
+#include "../shared/ranges.h"
 #include "../shared/recurrence.h"
 
 namespace {
@@ -138,11 +139,13 @@ __attribute__((noinline)) void run(const Row<T>& row, const Head& head, Strip<N,
 // out     [tokens][key_heads][values][value_dim], packed
 // writes  [rows][kept]: slots for the states after the last `kept` tokens of a row, -1 for none
 extern "C" void gated_delta(const float* mixed, const float* gates, int64_t gates_token, const float* a_log,
-                            const float* dt_bias, void* state, int64_t halves, int64_t state_slot, int64_t state_group,
-                            float* out, const int32_t* cu, const int32_t* read, const int32_t* writes, int64_t rows,
-                            int64_t kept, int64_t key_heads, int64_t values, int64_t key_dim, int64_t value_dim) {
+                            const float* dt_bias, float* out, void* state, int64_t slots, int64_t state_slot,
+                            int64_t state_group, const int32_t* cu, const int32_t* read, const int32_t* writes,
+                            int64_t rows, int64_t kept, int64_t tokens, int64_t halves, int64_t key_heads, int64_t values,
+                            int64_t key_dim, int64_t value_dim) {
+    assert_states("gated_delta", cu, read, writes, rows, kept, tokens, slots);
     const Sizes s{key_heads, values, key_dim, value_dim};
-    const int64_t tokens = cu[rows], heads = key_heads * values;
+    const int64_t heads = key_heads * values;
     static thread_local std::vector<float> scratch;
     scratch.resize(tokens * key_heads * s.keys() + tokens * heads * 2);
     float *const keys = scratch.data(), *const scales = keys + tokens * key_heads * s.keys();

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from tidemill.kernels.shared.arguments import address, state_arguments
 from tidemill.kernels.shared.build import Library
 from tidemill.kernels.shared.rows import Rows
 
@@ -23,21 +24,19 @@ def bind(library: Library) -> GatedDelta:
         state_SGRKV: torch.Tensor,
         rows: Rows,
     ) -> torch.Tensor:
-        _, groups, heads, key_dim, value_dim = state_SGRKV.shape
-        assert mixed_TGC.dtype == gates_TI.dtype == torch.float32
-        assert state_SGRKV.dtype in {torch.float32, torch.bfloat16}
-        assert mixed_TGC.is_contiguous()
+        tokens, (_, groups, heads, key_dim, value_dim) = mixed_TGC.shape[0], state_SGRKV.shape
+        assert gates_TI.shape == (tokens, groups * 2 * heads)
+        assert gates_TI.dtype == torch.float32
         assert gates_TI.stride(1) == 1
+        assert state_SGRKV.dtype in {torch.float32, torch.bfloat16}
         assert state_SGRKV.stride()[2:] == (key_dim * value_dim, value_dim, 1)
-        assert rows.writes_BK.is_contiguous()
-        o_TGRV = mixed_TGC.new_empty(len(mixed_TGC), groups, heads, value_dim)
+        o_TGRV = mixed_TGC.new_empty(tokens, groups, heads, value_dim)
         call(
-            mixed_TGC.data_ptr(), gates_TI.data_ptr(), gates_TI.stride(0),
-            a_log_H.data_ptr(), dt_bias_H.data_ptr(),
-            state_SGRKV.data_ptr(), state_SGRKV.dtype == torch.bfloat16,
-            state_SGRKV.stride(0), state_SGRKV.stride(1), o_TGRV.data_ptr(),
-            rows.cu_B1.data_ptr(), rows.read_B.data_ptr(), rows.writes_BK.data_ptr(),
-            *rows.writes_BK.shape, groups, heads, key_dim, value_dim,
+            address(mixed_TGC, tokens, groups, 2 * key_dim + heads * value_dim),
+            gates_TI.data_ptr(), gates_TI.stride(0),
+            address(a_log_H, groups * heads), address(dt_bias_H, groups * heads), o_TGRV.data_ptr(),
+            *state_arguments(state_SGRKV, rows, tokens), state_SGRKV.dtype == torch.bfloat16,
+            groups, heads, key_dim, value_dim,
         )  # fmt: skip
         return o_TGRV
 

@@ -6,6 +6,7 @@ import torch
 
 from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.linear.stored import Stored, join
+from tidemill.kernels.shared.arguments import address_or_null
 from tidemill.kernels.shared.build import Library
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
 from tidemill.kernels.shared.huge_pages import HugePages
@@ -59,19 +60,10 @@ def bind_linear(library: Library) -> Callable[[torch.Tensor, Packed], torch.Tens
         assert halves or x_MK.dtype == torch.float32
         assert x_MK.stride(1) == 1
         y_MN = x_MK.new_empty(m, weight.out_features, dtype=torch.float32)
-        bias = None if weight.bias_N is None else weight.bias_N.data_ptr()
         call(
-            x_MK.data_ptr(),
-            x_MK.stride(0),
-            halves,
-            weight.data.data_ptr(),
-            kind_of(weight),
-            bias,
-            y_MN.data_ptr(),
-            m,
-            weight.out_features,
-            k,
-        )
+            x_MK.data_ptr(), x_MK.stride(0), halves, weight.data.data_ptr(), kind_of(weight),
+            address_or_null(weight.bias_N, weight.out_features), y_MN.data_ptr(), m, weight.out_features, k,
+        )  # fmt: skip
         return y_MN
 
     return linear
@@ -90,7 +82,7 @@ def bind_linear_silu(library: Library) -> Callable[[torch.Tensor, Packed, Packed
         y_MI = x_MK.new_empty(m, inner + BLOCK, dtype=dtype)[:, :inner]
         call(
             x_MK.data_ptr(), x_MK.stride(0), gate_up.data.data_ptr(), kind_of(gate_up),
-            None if gate_up.bias_N is None else gate_up.bias_N.data_ptr(),
+            address_or_null(gate_up.bias_N, gate_up.out_features),
             y_MI.data_ptr(), y_MI.stride(0), dtype == torch.bfloat16, m, inner, k,
         )  # fmt: skip
         return y_MI

@@ -1,4 +1,5 @@
 // State space duality of Mamba-2, one token after the other, over an indexed state: the same bits in any cut.
+#include "../shared/ranges.h"
 #include "../shared/recurrence.h"
 
 namespace {
@@ -68,10 +69,12 @@ __attribute__((noinline)) void ssd_run(const Row<T>& row, const SsdHead& head, S
 // writes  [rows][kept]: slots for the states after the last `kept` tokens of a row, -1 for none
 extern "C" void mamba2(const float* mixed, const float* z, int64_t z_token, int64_t z_group, const float* dt,
                        int64_t dt_token, const float* a_log, const float* dt_bias, const float* skip, float dt_min,
-                       float dt_max, void* state, int64_t halves, int64_t state_slot, int64_t state_group,
-                       float* out, const int32_t* cu, const int32_t* read, const int32_t* writes, int64_t rows, int64_t kept,
-                       int64_t groups, int64_t heads, int64_t key_dim, int64_t value_dim) {
-    const int64_t tokens = cu[rows], every = groups * heads;
+                       float dt_max, float* out, void* state, int64_t slots, int64_t state_slot, int64_t state_group,
+                       const int32_t* cu, const int32_t* read, const int32_t* writes, int64_t rows, int64_t kept,
+                       int64_t tokens, int64_t halves, int64_t groups, int64_t heads, int64_t key_dim,
+                       int64_t value_dim) {
+    assert_states("mamba2", cu, read, writes, rows, kept, tokens, slots);
+    const int64_t every = groups * heads;
     const int64_t channels = 2 * key_dim + heads * value_dim;
     static thread_local std::vector<float> scratch;  // of each token and head: its decay, dt
     scratch.resize(2 * tokens * every);

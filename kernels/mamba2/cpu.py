@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from tidemill.kernels.mamba2.heads import Heads
+from tidemill.kernels.shared.arguments import address, state_arguments
 from tidemill.kernels.shared.build import Library
 from tidemill.kernels.shared.rows import Rows
 
@@ -22,26 +23,23 @@ def bind(library: Library) -> Mamba2:
         state_SGRKV: torch.Tensor,
         rows: Rows,
     ) -> torch.Tensor:
-        _, groups, values, key_dim, value_dim = state_SGRKV.shape
+        tokens, (_, groups, values, key_dim, value_dim) = mixed_TGC.shape[0], state_SGRKV.shape
         z_token, z_group, z_head, z_element = z_TGRV.stride()
-        assert mixed_TGC.dtype == z_TGRV.dtype == dt_TH.dtype == torch.float32
-        assert state_SGRKV.dtype in {torch.float32, torch.bfloat16}
-        assert mixed_TGC.is_contiguous()
-        assert mixed_TGC.shape[2] == 2 * key_dim + values * value_dim
-        assert z_TGRV.shape == (len(mixed_TGC), groups, values, value_dim)
+        assert z_TGRV.dtype == dt_TH.dtype == torch.float32
+        assert z_TGRV.shape == (tokens, groups, values, value_dim)
         assert (z_head, z_element) == (value_dim, 1)
+        assert dt_TH.shape == (tokens, groups * values)
         assert dt_TH.stride(1) == 1
+        assert state_SGRKV.dtype in {torch.float32, torch.bfloat16}
         assert state_SGRKV.stride()[2:] == (key_dim * value_dim, value_dim, 1)
-        assert rows.writes_BK.is_contiguous()
         y_TGRV = mixed_TGC.new_empty(z_TGRV.shape)
         call(
-            mixed_TGC.data_ptr(), z_TGRV.data_ptr(), z_token, z_group, dt_TH.data_ptr(), dt_TH.stride(0),
-            heads.a_log_H.data_ptr(), heads.dt_bias_H.data_ptr(), heads.skip_H.data_ptr(),
-            heads.dt_min, heads.dt_max,
-            state_SGRKV.data_ptr(), state_SGRKV.dtype == torch.bfloat16,
-            state_SGRKV.stride(0), state_SGRKV.stride(1), y_TGRV.data_ptr(),
-            rows.cu_B1.data_ptr(), rows.read_B.data_ptr(), rows.writes_BK.data_ptr(),
-            *rows.writes_BK.shape, groups, values, key_dim, value_dim,
+            address(mixed_TGC, tokens, groups, 2 * key_dim + values * value_dim),
+            z_TGRV.data_ptr(), z_token, z_group, dt_TH.data_ptr(), dt_TH.stride(0),
+            address(heads.a_log_H, groups * values), address(heads.dt_bias_H, groups * values),
+            address(heads.skip_H, groups * values), heads.dt_min, heads.dt_max, y_TGRV.data_ptr(),
+            *state_arguments(state_SGRKV, rows, tokens), state_SGRKV.dtype == torch.bfloat16,
+            groups, values, key_dim, value_dim,
         )  # fmt: skip
         return y_TGRV
 

@@ -1,5 +1,6 @@
 // Mixture of experts: the choice, and the two halves of the routed experts as linears over gathered rows.
 #include "../shared/cpu.h"
+#include "../shared/ranges.h"
 
 namespace {
 // Indices into chosen, by expert, then by token; those of expert e are [start[e], start[e + 1]). Picks without an
@@ -22,6 +23,7 @@ struct Picks {
 };
 
 Picks by_expert(const int32_t* chosen, int64_t count, int64_t experts) {
+    assert_within("moe", "expert", chosen, count, -1, experts);
     Picks picks{std::vector<int64_t>(experts + 1), {}};
     for (int64_t i = 0; i < count; i++)
         if (chosen[i] >= 0) picks.start[chosen[i] + 1]++;

@@ -10,6 +10,7 @@ from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.moe.experts import Experts
 from tidemill.kernels.moe.routing import Choice, RouteTokens, Routing
 from tidemill.kernels.rms_norm.cpu import bind_add_norm
+from tidemill.kernels.shared.arguments import address, address_or_null
 from tidemill.kernels.shared.build import Library
 from tidemill.kernels.shared.rows import Rows
 
@@ -24,12 +25,10 @@ def bind_route(library: Library) -> RouteTokens:
         assert not routing.shared
         assert logits_TE.dtype == torch.float32
         assert logits_TE.stride(1) == 1
-        bias_E = routing.bias_E
-        assert bias_E is None or (bias_E.dtype == torch.float32 and bias_E.is_contiguous())
         chosen_TK = torch.empty(tokens, routing.top_k, dtype=torch.int32)
         weights_TK = logits_TE.new_empty(tokens, routing.top_k)
         call(
-            logits_TE.data_ptr(), logits_TE.stride(0), None if bias_E is None else bias_E.data_ptr(),
+            logits_TE.data_ptr(), logits_TE.stride(0), address_or_null(routing.bias_E, experts),
             chosen_TK.data_ptr(), weights_TK.data_ptr(), tokens, experts, routing.top_k,
             routing.score == "softmax", routing.renormalise, routing.groups, routing.groups_kept,
             routing.scale,
@@ -46,13 +45,10 @@ def bind_moe_inner(library: Library) -> Callable[[Tensor, Choice, Experts], Tens
         chosen_TK = choice.experts_TK
         (tokens, top_k), width = chosen_TK.shape, experts.gate_up.in_features
         inner = experts.gate_up.out_features // 2
-        assert (x_TH.dtype, chosen_TK.dtype) == (torch.float32, torch.int32)
-        assert x_TH.shape == (tokens, width)
-        assert x_TH.is_contiguous()
-        assert chosen_TK.is_contiguous()
         hidden_TKI = x_TH.new_empty(tokens, top_k, inner, dtype=type_into(experts.down))
         call(
-            x_TH.data_ptr(), chosen_TK.data_ptr(), *_weights(experts.gate_up), hidden_TKI.data_ptr(),
+            address(x_TH, tokens, width), address(chosen_TK, tokens, top_k, dtype=torch.int32),
+            *_weights(experts.gate_up), hidden_TKI.data_ptr(),
             hidden_TKI.dtype == torch.bfloat16, tokens, len(experts.gate_up.data), top_k, width, inner,
             experts.activation == "clamped", experts.alpha, experts.limit,
         )  # fmt: skip
@@ -81,19 +77,9 @@ def bind_moe_outer(library: Library) -> MoeOuter:
         tokens, top_k, inner = hidden_TKI.shape
         down, width = experts.down, experts.down.out_features
         assert hidden_TKI.dtype in {torch.float32, type_into(down)}
-        assert weights_TK.dtype == torch.float32
-        assert chosen_TK.dtype == torch.int32
         assert hidden_TKI.is_contiguous()
-        assert chosen_TK.is_contiguous()
-        assert weights_TK.is_contiguous()
-        assert chosen_TK.shape == weights_TK.shape == (tokens, top_k)
         assert inner == down.in_features
-        shared, gate, gate_stride = None, None, 0
-        if shared_TH is not None:
-            assert shared_TH.dtype == torch.float32
-            assert shared_TH.shape == (tokens, width)
-            assert shared_TH.is_contiguous()
-            shared = shared_TH.data_ptr()
+        gate, gate_stride = None, 0
         if gate_T1 is not None:
             assert gate_T1.dtype == torch.float32
             assert gate_T1.shape == (tokens, 1)
@@ -101,8 +87,9 @@ def bind_moe_outer(library: Library) -> MoeOuter:
         y_TH = weights_TK.new_empty(tokens, width)
         call(
             hidden_TKI.data_ptr(), hidden_TKI.dtype == torch.bfloat16,
-            chosen_TK.data_ptr(), weights_TK.data_ptr(), *_weights(down),
-            shared, gate, gate_stride, y_TH.data_ptr(), tokens, len(down.data), top_k, width, inner,
+            address(chosen_TK, tokens, top_k, dtype=torch.int32), address(weights_TK, tokens, top_k),
+            *_weights(down), address_or_null(shared_TH, tokens, width), gate, gate_stride,
+            y_TH.data_ptr(), tokens, len(down.data), top_k, width, inner,
         )  # fmt: skip
         return y_TH
 
@@ -131,7 +118,6 @@ def bind_moe_outer_norm(library: Library) -> MoeOuterNorm:
 
 def _weights(packed: Packed) -> tuple[int, int, int, int | None]:
     """Address, bytes from expert to expert, kind, and the address of the biases."""
-    bias_EN = packed.bias_N
-    assert bias_EN is None or bias_EN.shape == (len(packed.data), packed.out_features)
     apart = packed.data.stride(0) * packed.data.element_size()
-    return packed.data.data_ptr(), apart, kind_of(packed), None if bias_EN is None else bias_EN.data_ptr()
+    bias = address_or_null(packed.bias_N, len(packed.data), packed.out_features)
+    return packed.data.data_ptr(), apart, kind_of(packed), bias

@@ -1,5 +1,6 @@
 // Copies of tokens between pages and another engine's cache, in the longest runs that both sides have.
 #include "../shared/cpu.h"
+#include "../shared/ranges.h"
 
 namespace {
 struct Side {
@@ -14,9 +15,11 @@ struct Side {
 // planes [num_planes][9]: see planes.py. Tokens [0, tokens) of `pages` and of `slots`; heads are inside of a run of
 // tokens, so that what an engine keeps as [token][head] is written, or read, in one go.
 extern "C" void page_copy(const int64_t* planes, int64_t num_planes, int64_t heads, int64_t page_tokens,
-                          int64_t block_tokens, const int32_t* pages, const int64_t* slots, int64_t tokens,
-                          int64_t is_export) {
+                          int64_t block_tokens, const int32_t* pages, int64_t pages_end, const int64_t* slots,
+                          int64_t slots_end, int64_t tokens, int64_t is_export) {
     const int64_t num_pages = (tokens + page_tokens - 1) / page_tokens;
+    assert_within("page_copy", "page", pages, num_pages, 0, pages_end);
+    assert_within("page_copy", "slot", slots, tokens, 0, slots_end);
 #pragma omp parallel for collapse(2) if (num_planes * heads * tokens >= 1 << 9)
     for (int64_t n = 0; n < num_pages; n++) {
         for (int64_t p = 0; p < num_planes; p++) {

@@ -18,12 +18,11 @@ def bind(library: Library) -> PageCopy:
         heads, page_tokens, block_tokens = sizes(planes, page_N, slot_T)
         num_pages = min(len(plane.pages) for plane in planes)
         num_slots = min(len(plane.cache) for plane in planes) * block_tokens
-        assert 0 <= int(page_N.min()) <= int(page_N.max()) < num_pages
-        assert 0 <= int(slot_T.min()) <= int(slot_T.max()) < num_slots
         table = torch.tensor(numbers(planes), dtype=torch.int64)
         call(
             table.data_ptr(), len(planes), heads, page_tokens, block_tokens,
-            page_N.data_ptr(), slot_T.data_ptr(), len(slot_T), int(direction == "export"),
+            page_N.data_ptr(), num_pages, slot_T.data_ptr(), num_slots, len(slot_T),
+            int(direction == "export"),
         )  # fmt: skip
 
     return page_copy

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from tidemill.kernels.shared.arguments import address, address_or_null
 from tidemill.kernels.shared.build import Library
 
 
@@ -16,15 +17,12 @@ def bind_add_norm(
         residual_TH: torch.Tensor | None, branch_TH: torch.Tensor, weight_H: torch.Tensor, epsilon: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, width = branch_TH.shape
-        sum_TH = branch_TH if residual_TH is None else residual_TH
-        assert sum_TH.shape == branch_TH.shape
-        assert sum_TH.dtype == branch_TH.dtype == torch.float32
-        assert sum_TH.is_contiguous()
-        assert branch_TH.is_contiguous()
         y_TH = branch_TH.new_empty(rows, width)
-        residual = None if residual_TH is None else residual_TH.data_ptr()
-        call(residual, branch_TH.data_ptr(), weight_H.data_ptr(), y_TH.data_ptr(), rows, width, epsilon)
-        return sum_TH, y_TH
+        call(
+            address_or_null(residual_TH, rows, width), address(branch_TH, rows, width),
+            address(weight_H, width), y_TH.data_ptr(), rows, width, epsilon,
+        )  # fmt: skip
+        return branch_TH if residual_TH is None else residual_TH, y_TH
 
     return add_norm
 
@@ -34,11 +32,10 @@ def bind_rms_norm(library: Library) -> Callable[[torch.Tensor, torch.Tensor, flo
 
     def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, epsilon: float) -> torch.Tensor:
         rows, width = x_TH.shape
-        assert x_TH.dtype == weight_H.dtype == torch.float32
+        assert x_TH.dtype == torch.float32
         assert x_TH.stride(1) == 1
-        assert len(weight_H) == width
         y_TH = x_TH.new_empty(rows, width)
-        call(x_TH.data_ptr(), x_TH.stride(0), weight_H.data_ptr(), y_TH.data_ptr(), rows, width, epsilon)
+        call(x_TH.data_ptr(), x_TH.stride(0), address(weight_H, width), y_TH.data_ptr(), rows, width, epsilon)
         return y_TH
 
     return rms_norm
@@ -54,13 +51,13 @@ def bind_rms_norm_gated(
     ) -> torch.Tensor:
         tokens, groups, heads, width = x_TGRV.shape
         token_stride, group_stride, head_stride, element_stride = gate_TGRV.stride()
-        assert x_TGRV.dtype == gate_TGRV.dtype == torch.float32
-        assert x_TGRV.is_contiguous()
+        assert gate_TGRV.shape == x_TGRV.shape
+        assert gate_TGRV.dtype == torch.float32
         assert (head_stride, element_stride) == (width, 1)
         y_TI = x_TGRV.new_empty(tokens, groups * heads * width)
         call(
-            x_TGRV.data_ptr(), gate_TGRV.data_ptr(), token_stride, group_stride, weight_V.data_ptr(),
-            y_TI.data_ptr(), tokens, groups, heads, width, epsilon,
+            address(x_TGRV, tokens, groups, heads, width), gate_TGRV.data_ptr(), token_stride, group_stride,
+            address(weight_V, width), y_TI.data_ptr(), tokens, groups, heads, width, epsilon,
         )  # fmt: skip
         return y_TI
 

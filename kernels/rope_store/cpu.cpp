@@ -1,5 +1,6 @@
 // Norm and rotary embedding of q and k, and the store of k and v into their pages.
 #include "../shared/cpu.h"
+#include "../shared/ranges.h"
 
 namespace {
 // Rounded to the nearest, ties to even; NaN stays NaN. The upper half of a word is zero.
@@ -67,10 +68,12 @@ extern "C" void rope_angles(const int64_t* positions, const float* frequencies, 
 // of bfloat16 if half_width.
 extern "C" void rope_store(const float* q, int64_t q_token, int64_t q_head, const float* k, int64_t k_token,
                            const float* v, int64_t v_token, const float* q_weight, const float* k_weight,
-                           const float* angles, float* q_out, char* cache, int64_t page_stride, int64_t head_stride,
-                           int64_t kv_stride, int64_t token_stride, int64_t half_width, const int32_t* table,
-                           int64_t table_row, const int32_t* cu, const int32_t* lens, int64_t rows, int64_t q_heads,
-                           int64_t kv_heads, int64_t dim, int64_t half, int64_t page_tokens, float epsilon) {
+                           const float* angles, float* q_out, char* cache, int64_t num_pages, int64_t page_stride,
+                           int64_t head_stride, int64_t kv_stride, int64_t token_stride, int64_t half_width,
+                           int64_t page_tokens, const int32_t* table, int64_t table_row, int64_t table_width,
+                           const int32_t* cu, const int32_t* lens, int64_t rows, int64_t tokens, int64_t q_heads,
+                           int64_t kv_heads, int64_t dim, int64_t half, float epsilon) {
+    assert_pages("rope_store", table, table_row, table_width, cu, lens, rows, tokens, page_tokens, num_pages, 1);
     for (int64_t b = 0; b < rows; b++) {
 #pragma omp parallel for if ((cu[b + 1] - cu[b]) * q_heads * dim >= 1 << 15)
         for (int64_t t = cu[b]; t < cu[b + 1]; t++) {

@@ -4,11 +4,11 @@ from tests.mutations.planted import Planted
 
 BUGS: tuple[Planted, ...] = (
     Planted(
-        "a token below 0 changes a score of others",
-        "kernels/draw/cpu.cpp",
-        "$NUMBER >= 0 && $NUMBER < (double)$COUNT",
-        "$NUMBER < (double)$COUNT",
-        "tests/unit/kernels/test_draw.py",
+        "an index below its table reads or writes what belongs to others",
+        "kernels/shared/ranges.h",
+        "$NUMBER >= $LOWEST && $NUMBER < $END",
+        "$NUMBER < $END",
+        "tests/unit/kernels/test_ranges.py",
     ),
     Planted(
         "memory that a recording still reads is used again",
@@ -104,9 +104,9 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "latent attention reads its values behind the latents",
-        "kernels/shared/pages.py::page_arguments",
-        "$KV = $KV if $CACHE.$SHAPE[2] > 1 else 0",
-        "$KV = page // 2",
+        "kernels/shared/arguments.py::page_arguments",
+        "$KV * $SIZE if $PARTS > 1 else 0",
+        "$KV * $SIZE",
         "tests/unit/kernels/test_pages.py",
     ),
 )

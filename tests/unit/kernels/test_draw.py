@@ -2,13 +2,6 @@
 # torch's conversions to lists are untyped.
 """Draws, adjusted scores and counts on CPU: the same tokens and bits as their definitions."""
 
-import faulthandler
-import math
-import os
-import signal
-from collections.abc import Callable
-from functools import partial
-
 import pytest
 import torch
 
@@ -99,52 +92,3 @@ def test_counts_change(request: pytest.FixtureRequest, variant: str) -> None:
     changes = [(0, 1, 1), (1, 2, PROMPT), (0, 1, 1), (1, 2, 1), (0, 1, -1)]
     ops.count(counts_SV, torch.tensor(changes, dtype=torch.float64))
     assert counts_SV.tolist() == [[0, 1, 0], [0, 0, PROMPT + 1]]
-
-
-def _adjust(
-    ops: Operators, *, source: float = 0, slot: float = -1, mask: float = -1, end: float = 1, token: float = 0
-) -> None:
-    rows_MF = torch.tensor([[source, slot, 1.0, 0.0, 0.0, mask, 0, end]], dtype=torch.float64)
-    items_IF = torch.tensor([[token, 0.0, 0.5]], dtype=torch.float64)
-    counts_SV, masks_GW = torch.zeros(2, 5, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
-    ops.adjust(torch.zeros(3, 5), counts_SV, masks_GW, rows_MF, items_IF)
-
-
-def _count(ops: Operators, row: float, token: float) -> None:
-    ops.count(torch.zeros(2, 5, dtype=torch.int32), torch.tensor([[row, token, 1.0]], dtype=torch.float64))
-
-
-def _draw(ops: Operators, source: float) -> None:
-    draws_NF = torch.tensor([[source, 0.0, 0.0, -1, 0, 1.0, 0]], dtype=torch.float64)
-    ops.draw(torch.zeros(3, 5), torch.zeros(1, 5), draws_NF, 0)
-
-
-BEYOND: dict[str, Callable[[Operators], None]] = {
-    **{f"token {token:g}": partial(_adjust, token=token) for token in (-(2.0**40), -1, 5, 2.0**63, math.nan)},
-    "logits": partial(_adjust, source=3),
-    "counts": partial(_adjust, slot=2),
-    "mask": partial(_adjust, mask=1),
-    "item": partial(_adjust, end=2),
-    "row counted": partial(_count, row=2, token=0),
-    "token counted": partial(_count, row=0, token=-5),
-    "scores drawn": partial(_draw, source=-2),
-    "logits drawn": partial(_draw, source=3),
-}
-
-
-@pytest.mark.parametrize("kind", BEYOND)
-def test_index_beyond_its_table_ends_the_process_with_a_line(
-    cpu: Operators, kind: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """It would read or write memory of others otherwise."""
-    child = os.fork()
-    if not child:
-        faulthandler.disable()
-        BEYOND[kind](cpu)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WTERMSIG(status) == signal.SIGABRT
-    assert (
-        f"draw: {kind.split(maxsplit=1)[0].removesuffix('s').replace('row', 'count')}"
-        in capfd.readouterr().err
-    )

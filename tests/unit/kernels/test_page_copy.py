@@ -149,10 +149,3 @@ def test_offsets_beyond_32_bits(variant: PageCopy, direction: Direction) -> None
     assert torch.equal(target, source.flip(0))
     for memory in reserved:
         memory.close()
-
-
-@pytest.mark.parametrize(("pages", "slots"), [([4], [0]), ([-1], [0]), ([0], [999]), ([0], [-1])])
-def test_cpu_finds_ids_out_of_range(variant: PageCopy, pages: list[int], slots: list[int]) -> None:
-    memory = Memory(Case(tokens=8))
-    with pytest.raises(AssertionError):
-        variant(memory.planes, torch.tensor(pages, dtype=torch.int32), torch.tensor(slots), "export")
