@@ -9,7 +9,6 @@ themselves. If the repository lacks the commit, all are planted.
 """
 
 import argparse
-import json
 import os
 import shutil
 import signal
@@ -25,7 +24,7 @@ from queue import SimpleQueue
 
 from tests.mutations.bugs import PLANTED
 from tests.mutations.forks import Forks
-from tests.mutations.planted import Planted
+from tests.mutations.planted import Planted, read
 
 ROOT = Path(__file__).parents[2]
 NOT_COPIED = ("__pycache__", ".*", "dist", "build")
@@ -87,14 +86,14 @@ def changed(bugs: list[Planted], root: Path = ROOT) -> list[Planted]:
     }
     if any(file.startswith("tests/mutations/") and file.count("/") == 2 for file in files):
         return bugs
-    lines = _git(root, "diff", "--unified=0", commit, "--", "tests/mutations/bugs").splitlines()
-    new = "".join(line for line in lines if line.startswith("+"))
+    listed = _git(root, "ls-tree", "--name-only", commit, "tests/mutations/bugs/").split()
+    texts = [_git(root, "show", f"{commit}:{name}") for name in listed if name.endswith(".diff")]
+    planted = {bug for text in texts for bug in read(text)}
     return [
         bug
         for bug in bugs
-        if bug.path in files
-        or any(test.partition("::")[0] in files for test in bug.tests.split())
-        or any(json.dumps(text) in new or repr(text) in new for text in (bug.bug, bug.find, bug.put))
+        if bug not in planted
+        or files.intersection([bug.path, *(test.partition("::")[0] for test in bug.tests.split())])
     ]
 
 

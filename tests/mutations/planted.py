@@ -4,9 +4,8 @@ import ast
 import builtins
 import keyword
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-
-UNIT = "tests/unit"
 
 _TOKEN = re.compile(r"""\$\w+|"[^"\n]*"|'[^'\n]*'|\w+|\s+|.""", re.DOTALL)
 _RESERVED = {*keyword.kwlist, *dir(builtins), "self", "cls"}
@@ -50,6 +49,22 @@ class Planted:
         """Return the identifiers that `put` brings by name."""
         tokens = [token for token in _TOKEN.findall(self.put) if token.isidentifier()]
         return set(tokens) - _RESERVED
+
+
+def read(text: str) -> Iterator[Planted]:
+    """Return the bugs of a file. Each is like a part of a diff; without a `+`, code goes:
+
+    # the name of the bug
+    @@ where @@ tests @@ cpu
+    -find
+    +put
+    """
+    for part in re.split(r"^# ", text, flags=re.MULTILINE)[1:]:
+        bug, header, *lines = part.splitlines()
+        _, where, *rest = map(str.strip, header.split("@@"))
+        find, put = ("\n".join(line[1:] for line in lines if line[0] == sign) for sign in "-+")
+        assert all(line[0] in "-+" for line in lines), bug
+        yield Planted(bug, where, find, put, *rest)
 
 
 def _span(text: str, symbol: str) -> tuple[int, int]:

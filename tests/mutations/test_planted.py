@@ -11,7 +11,7 @@ import pytest
 from tests.mutations.__main__ import FULL_RUN, changed
 from tests.mutations.bugs import PLANTED
 from tests.mutations.forks import Forks
-from tests.mutations.planted import Planted
+from tests.mutations.planted import Planted, read
 from tests.tidy.tree import LAYERS
 
 ROOT = Path(__file__).parents[2]
@@ -62,13 +62,12 @@ def test_changed_bugs_are_those_of_changed_files_and_tests(tmp_path: Path) -> No
         command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
         return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True).stdout
 
-    old, other, new = (
-        Planted(name, f"{name}.py::go", "1", "2", f"test_{name}.py") for name in ("old", "other", "new")
-    )
-    bugs = [old, other, new]
-    for name in ("old.py", "other.py", "test_other.py", "tests/mutations/bugs/edge.py"):
+    names = ("old", "other", "new")
+    text = "".join(f"# {name}\n@@ {name}.py::go @@ test_{name}.py\n-1\n+2\n" for name in names)
+    bugs = [_, other, new] = list(read(text))
+    for name in ("old.py", "other.py", "test_other.py", "tests/mutations/bugs/edge.diff"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("before\n")
+        (tmp_path / name).write_text(text)
     git("init")
     git("add", ".")
     git("commit", "-m", "before")
@@ -80,11 +79,11 @@ def test_changed_bugs_are_those_of_changed_files_and_tests(tmp_path: Path) -> No
     (tmp_path / "new.py").touch()
     (tmp_path / "test_other.py").write_text("after\n")
     assert changed(bugs, tmp_path) == [other, new]
-    (tmp_path / "tests/mutations/bugs/edge.py").write_text('before\n"old",\n')
-    assert changed(bugs, tmp_path) == bugs
     git("commit", "-am", "after")
     (tmp_path / FULL_RUN).write_bytes(git("rev-parse", "HEAD"))
     assert changed(bugs, tmp_path) == [new]
+    (again,) = read(text.partition("# other")[0].replace("+2", "+3"))
+    assert changed([again, other], tmp_path) == [again]
 
 
 def test_forks_run_what_pytest_would(tmp_path: Path) -> None:

@@ -1,10 +1,8 @@
 """The planted bugs, one file per part of the product."""
 
-from importlib import import_module
-from pkgutil import iter_modules
+from pathlib import Path
 
-from tests.mutations.planted import Planted
+from tests.mutations.planted import Planted, read
 
-PLANTED: tuple[Planted, ...] = tuple(
-    bug for part in iter_modules(__path__) for bug in import_module(f"{__name__}.{part.name}").BUGS
-)
+FILES = sorted(Path(__file__).parent.glob("*.diff"))
+PLANTED: tuple[Planted, ...] = tuple(bug for file in FILES for bug in read(file.read_text()))
