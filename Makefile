@@ -51,9 +51,9 @@ test-all: setup triton triton-3.6 suite
 
 # RUNLEVEL=1: apt does not start a Redis of the system.
 suite: setup
-	@command -v redis-server >/dev/null && command -v promtool >/dev/null \
-	  || { [ "$$(id -u)" = 0 ] && { apt-get update -qq; RUNLEVEL=1 apt-get install -y -qq --no-install-recommends redis-server prometheus; }; } \
-	  || echo "redis-server, with which GCS is restarted, or promtool, which tries the alerts, is missing: as root, apt-get install redis-server prometheus; their tests are skipped"
+	@command -v redis-server >/dev/null && command -v promtool >/dev/null && ls /usr/lib/postgresql/*/bin/postgres >/dev/null 2>&1 \
+	  || { [ "$$(id -u)" = 0 ] && { apt-get update -qq; RUNLEVEL=1 apt-get install -y -qq --no-install-recommends redis-server prometheus postgresql; }; } \
+	  || echo "redis-server, with which GCS is restarted, promtool, which tries the alerts, or postgres, for the database of edges, is missing: as root, apt-get install redis-server prometheus postgresql; their tests are skipped"
 	$(SUITE)
 
 # Everything that abuses a server, with a table of verdicts, in at most 25 minutes.

@@ -34,6 +34,7 @@ from tidemill.cluster.cli.options.plan import add_plan_options
 from tidemill.cluster.cli.options.simulate import add_simulate_options
 from tidemill.cluster.cli.security import KEY_VARIABLE, add_key_options, with_cluster_security
 from tidemill.cluster.cli.serve import (
+    DATABASE_VARIABLE,
     add_edge_options,
     add_serving_options,
     config_of_options,
@@ -165,7 +166,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _edge(options: argparse.Namespace) -> int:
-    routers, (endpoint, tls) = routers_of(options.join), joined_endpoint_of(options)
+    routers, (endpoint, tls) = routers_of(options.join), joined_endpoint_of(options, os.environ)
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     from tidemill.cluster.processes.joined_edge import Join, run_edge, run_frontend
 
@@ -269,6 +270,8 @@ def _run(
 
     endpoint = endpoint_of(config, api_keys, os.environ)
     os.environ.pop(KEY_VARIABLE, None)  # Ray's processes and the workers do not need it
+    if endpoint.database is not None and endpoint.frontends > 1:
+        os.environ[DATABASE_VARIABLE] = endpoint.database.url
     sealing_of(None if store.secret_file is None else Path(store.secret_file))  # reports errors early
     console = Console(stderr=True)
     with reaping(_folders()), shared_store(store.url, STORE_FOLDERS, detached_folder) as shared:

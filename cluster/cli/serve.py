@@ -27,17 +27,24 @@ from tidemill.cluster.config.overrides import GivenFlag
 from tidemill.cluster.config.paths import kind_of
 from tidemill.cluster.config.reading import dump, load_config
 from tidemill.cluster.config.tree import ClusterConfig, EdgeConfig, RootConfig, TelemetryConfig
+from tidemill.cluster.edge.records.database import DatabaseSettings, database_settings
 from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.edge.requests.security import Security
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.processes.endpoint.endpoint import Endpoint
 from tidemill.cluster.settings import WORKER_ENVIRON, ray_environ
 
+DATABASE_VARIABLE = "TIDEMILL_DATABASE"
+"""The URL of the database, which edge processes inherit; lists of processes show arguments."""
+
 TEXTS = {"TIME", "N|auto", "JSON"}
 """The metavars of flags whose values the configuration reads from text."""
 
 _EDGE_KEYS = {
-    "edge": ("host", "port", "grpc_port", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"),
+    "edge": (
+        *("host", "port", "grpc_port", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"),
+        *("database", "database_ttl"),
+    ),
     "cluster": ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"),
     "telemetry": ("log_level", "log_json"),
 }
@@ -95,7 +102,9 @@ def add_edge_options(edge: argparse.ArgumentParser) -> None:
     edge.add_argument("--inherited", help=argparse.SUPPRESS)  # of an edge process of a server
 
 
-def joined_endpoint_of(options: argparse.Namespace) -> tuple[Endpoint, MutualTls | None]:
+def joined_endpoint_of(
+    options: argparse.Namespace, environ: Mapping[str, str]
+) -> tuple[Endpoint, MutualTls | None]:
     """Return the endpoint of an edge that joins, and its certificate of the cluster. All else comes from the
     cluster. Raises UsageError."""
 
@@ -113,7 +122,12 @@ def joined_endpoint_of(options: argparse.Namespace) -> tuple[Endpoint, MutualTls
         raise UsageError("; ".join(problem["msg"] for problem in error.errors())) from None
     security = Security(tls=endpoint_tls(edge))
     endpoint = Endpoint(
-        host=edge.host, port=edge.port, grpc_port=edge.grpc_port, security=security, telemetry=telemetry
+        host=edge.host,
+        port=edge.port,
+        grpc_port=edge.grpc_port,
+        security=security,
+        telemetry=telemetry,
+        database=database_of(edge, environ),
     )
     return endpoint, cluster_tls(cluster)
 
@@ -229,7 +243,14 @@ def endpoint_of(config: RootConfig, api_keys: Sequence[str] | None, environ: Map
             allowed_headers=edge.allowed_headers,
             allow_credentials=edge.allow_credentials,
         ),
+        database=database_of(edge, environ),
     )
+
+
+def database_of(edge: EdgeConfig, environ: Mapping[str, str]) -> DatabaseSettings | None:
+    """Return the settings of the database, None without one. Raises TidemillError."""
+    url = edge.database or environ.get(DATABASE_VARIABLE)
+    return database_settings(url, edge.database_ttl) if url else None
 
 
 def detach(

@@ -222,6 +222,12 @@ class EdgeConfig(ConfigNode):
     """end a stream if the client reads nothing for this many seconds"""
     shutdown_timeout: Annotated[Seconds, Flag("endpoint", "--shutdown-timeout", "SECONDS")] = 5.0
     """on a stop signal, let open requests continue for this many seconds"""
+    database: Annotated[Text | None, Flag("endpoint", "--database", "URL")] = None
+    """store responses and conversations in a file, for the frontends of one machine, or in a Postgres for all
+    edges: postgresql://USER@HOST/NAME, with the extra `postgres`; also $TIDEMILL_DATABASE (nothing is
+    stored)"""
+    database_ttl: Annotated[Seconds, Flag("endpoint", "--database-ttl", "SECONDS")] = 2_592_000.0
+    """seconds between the last response of a conversation, or of a chain, and its removal"""
     api_keys_file: Annotated[Text | None, Flag("security", "--api-keys-file", "PATH")] = None
     """YAML with digests of keys, their tenants and rates: `tidemill key TENANT` makes an entry"""
     ssl_certfile: Annotated[Text | None, Flag("security", "--ssl-certfile", "PATH")] = None

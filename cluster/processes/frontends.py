@@ -319,6 +319,7 @@ def edge_arguments(endpoint: Endpoint, port: int, routers: Sequence[str], tls: M
         "cluster-ssl-certfile": tls and tls.certificate,
         "cluster-ssl-keyfile": tls and tls.key,
         "cluster-ssl-ca-certs": tls and tls.ca,
+        "database-ttl": endpoint.database and endpoint.database.ttl_s,  # its URL is in the environment
         "log-level": telemetry.log_level,
     }
     given = [f"--{name}={value}" for name, value in options.items() if value is not None]

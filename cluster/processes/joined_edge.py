@@ -21,8 +21,9 @@ from tidemill.cluster.edge.chat.text import Tokenizer
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.cluster.edge.cluster_service import ClusterService
 from tidemill.cluster.edge.http.same_origin import open_line
+from tidemill.cluster.edge.records.database import DatabaseSettings
 from tidemill.cluster.edge.requests.api_keys import ApiKey
-from tidemill.cluster.edge.requests.context import EdgeContext, Sources, open_context
+from tidemill.cluster.edge.requests.context import EdgeContext, Sources, open_context, with_database
 from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.edge.service import ReportingEdge, ServedModel
@@ -119,7 +120,7 @@ async def _run(
         lines = deque[str](maxlen=LINES_KEPT)
         with tracing(catalogue.telemetry, "edge") as tracer, keeping(lines):
             sources = replace(sources, tracer=tracer)
-            edge = _JoinedEdge(reader, join, sources, catalogue, lines, group)
+            edge = _JoinedEdge(reader, join, sources, catalogue, lines, group, endpoint.database)
             try:
                 await edge.apply(catalogue)
                 if group is None and (line := open_line(endpoint.host, edge.context.keys)):
@@ -178,6 +179,7 @@ class _JoinedEdge:
         catalogue: Catalogue,
         lines: deque[str],
         group: LinkedGroup | None,
+        database: DatabaseSettings | None,
     ) -> None:
         self._reader = reader
         self._join = join
@@ -187,7 +189,7 @@ class _JoinedEdge:
         self._changed: list[_Served] = []  # models that have changed; their streams go on
         self._ttft_s_max: dict[str, float] = {}
         metrics = EdgeMetrics(sources.clock_s, self._ttft_s_max, catalogue.telemetry.metrics_alias)
-        self.context: EdgeContext = open_context(
+        context = open_context(
             [],
             sources,
             metrics=metrics,
@@ -198,7 +200,7 @@ class _JoinedEdge:
             else group.parts(),
             group=group,
         )
-
+        self.context: EdgeContext = with_database(context, database)
         self._rates = RouterRates(self._edge, self._routers, join.tls)
         self.context.keys.shared = self._rates
 

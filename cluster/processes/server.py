@@ -25,7 +25,13 @@ from tidemill.cluster.edge.chat.tokenizer_files import load_template, load_token
 from tidemill.cluster.edge.cluster_service import ClusterService
 from tidemill.cluster.edge.http.same_origin import open_line
 from tidemill.cluster.edge.requests.api_keys import KeysWatch
-from tidemill.cluster.edge.requests.context import EdgeContext, Sources, StopReason, open_context
+from tidemill.cluster.edge.requests.context import (
+    EdgeContext,
+    Sources,
+    StopReason,
+    open_context,
+    with_database,
+)
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.edge.service import ReportingEdge, ServedModel
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
@@ -145,6 +151,7 @@ class _Server:
             keys=endpoint.security.keys,
             parts=support_parts(endpoint, self.settings, lines),
         )
+        context = with_database(context, endpoint.database)
         addresses = partial(_addresses, writers)
         context.keys.shared = rates = RouterRates(edge.id, addresses, fleets[0].router.tls)
         published = [PublishedFleet(*pair) for pair in zip(fleets, services, strict=True)]

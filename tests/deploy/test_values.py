@@ -159,6 +159,14 @@ def test_pods_that_download_have_the_environment_of_all_and_their_own(part: str)
     assert PROXY in of_part(part, {"env": [PROXY]})["spec"]["containers"][0]["env"]
 
 
+def test_pods_that_answer_clients_have_the_url_of_the_database() -> None:
+    values = {"database": {"existingSecret": "pg", "key": "url"}, "edges": {"enabled": True}}
+    url = {"name": "TIDEMILL_DATABASE", "valueFrom": {"secretKeyRef": {"name": "pg", "key": "url"}}}
+    for part, pod in pods(rendered(values)).items():
+        answers = part in {"frontend", "edge"}
+        assert (url in pod["spec"]["containers"][0].get("env", [])) is answers, part
+
+
 def test_ids_that_are_null_are_left_to_the_cluster() -> None:
     values = {"podSecurity": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}}
     for pod in pods(rendered(values | {"edges": {"enabled": True}})).values():

@@ -37,13 +37,15 @@ MAY_IMPORT = {
     "cluster/edge/chat": "kvstore workers workers/models cluster",
     "cluster/edge/chat/output": "workers cluster/edge/chat",
     "cluster/edge/chat/request": "workers cluster/edge/chat cluster/edge/chat/output",
+    "cluster/edge/records": "kvstore workers",
     "cluster/edge/requests": (
         "kvstore workers cluster cluster/edge cluster/edge/chat cluster/metrics cluster/observability "
         "cluster/quotas"
     ),
-    "cluster/edge/apis": "kvstore workers cluster/edge/chat cluster/edge/requests",
+    "cluster/edge/apis": "kvstore workers cluster/edge/chat cluster/edge/records cluster/edge/requests",
     "cluster/edge/http": (
-        "kvstore workers cluster cluster/edge/apis cluster/edge/chat cluster/edge/requests cluster/metrics"
+        "kvstore workers cluster cluster/edge/apis cluster/edge/chat cluster/edge/records "
+        "cluster/edge/requests cluster/metrics"
     ),
     "cluster/edge/grpc_api": (
         "kvstore workers cluster cluster/edge/apis cluster/edge/chat cluster/edge/requests cluster/rpc"
@@ -74,8 +76,8 @@ MAY_IMPORT = {
     "cluster/bench": "kvstore cluster/simulate",
     "cluster/plan": "kvstore workers cluster/bench cluster/config cluster/simulate",
     "cluster/cli": (
-        "kvstore workers cluster cluster/bench cluster/cli/options cluster/config cluster/edge/requests "
-        "cluster/metrics cluster/observability cluster/processes cluster/simulate"
+        "kvstore workers cluster cluster/bench cluster/cli/options cluster/config cluster/edge/records "
+        "cluster/edge/requests cluster/metrics cluster/observability cluster/processes cluster/simulate"
     ),
     "cluster/cli/options": "kvstore workers cluster/bench cluster/config cluster/plan cluster/simulate",
 }

@@ -32,6 +32,8 @@ HOMES = {
     "triton": "kernels/",
     "argparse": "cluster/cli/",
     "cryptography": ("cluster/processes/joining/authority.py", "cluster/rpc/guard.py"),
+    "sqlite3": "cluster/edge/records/database.py",
+    "psycopg": "cluster/edge/records/database.py",
     "zmq": "workers/engine/zmq_publisher.py",
     "llguidance": "workers/execution/grammar",
     "torch.distributed": "workers/parallel/distributed.py",

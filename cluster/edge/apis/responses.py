@@ -1,4 +1,4 @@
-"""POST /v1/responses: the stateless core of OpenAI's Responses API, over the same requests as chats."""
+"""POST /v1/responses: OpenAI's Responses API, over the same requests as chats."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -8,6 +8,7 @@ from tidemill.cluster.edge.apis.json_bytes import event, json_bytes
 from tidemill.cluster.edge.apis.reply import Reply, Writer
 from tidemill.cluster.edge.apis.responses_body import ResponsesBody, renamed
 from tidemill.cluster.edge.apis.responses_events import Output, Status
+from tidemill.cluster.edge.apis.responses_storage import Storage, with_context
 from tidemill.cluster.edge.apis.responses_tools import names_of
 from tidemill.cluster.edge.requests.answers import Increment
 from tidemill.cluster.edge.requests.caller import Caller
@@ -19,15 +20,19 @@ from tidemill.workers.messages import FinishReason, RequestError
 
 
 async def responses(edge: EdgeContext, model: EdgeModel, body: ResponsesBody, caller: Caller) -> Reply:
-    """Answer with items (reasoning, message, function_call), streamed or whole. Nothing is stored."""
+    """Answer with items (reasoning, message, function_call), streamed or whole. With a database it is stored,
+    unless `store` is false, and may continue what is stored."""
+    body, storage = await with_context(edge.records, body, caller.tenant, edge.sources.new_id)
+    is_stored = storage is not None and storage.keeps_body
     try:
         job = await model.intake.chat(body.chat(), caller)
     except RequestError as error:
         raise renamed(error) from None
-    job = replace(job, ignored=(*job.ignored, *body.ignored()))
+    job = replace(job, ignored=(*job.ignored, *body.ignored(is_stored=is_stored)))
     name = edge.sources.new_id()
     output = Output(name, names_of(body.tools))
-    writer = _Items(model.name, f"resp_{name}", body, int(edge.sources.unix_time_s()), output, job)
+    created_s = int(edge.sources.unix_time_s())
+    writer = _Items(model.name, f"resp_{name}", body, created_s, output, job, storage)
     return Reply(model=model, job=job, kind="responses", id=writer.id, writer=writer, streams=body.stream)
 
 
@@ -42,8 +47,10 @@ class _Items(Writer):
         created_s: int,
         output: Output,
         job: PreparedRequest,
+        storage: Storage | None,
     ) -> None:
         super().__init__(UsageCounter(job))
+        self._storage = storage
         self.id = reply_id
         self._model = model
         self._body = body
@@ -76,6 +83,8 @@ class _Items(Writer):
     async def close(self) -> Iterable[bytes]:
         status = self._status()
         whole = self._response(status)
+        if self._storage is not None:
+            await self._storage.keep(self.id, whole)
         if not self._body.stream:
             return (json_bytes(whole),)
         return (self._event({"type": f"response.{status}", "response": whole}),)
@@ -103,9 +112,11 @@ class _Items(Writer):
             "model": self._model,
             "output": list(self._output.items),
             "parallel_tool_calls": body.parallel_tool_calls,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
+            "conversation": body.conversation and {"id": body.conversation},
+            "background": False,
             "reasoning": {"effort": body.reasoning.effort, "summary": None},
-            "store": False,
+            "store": self._storage is not None and self._storage.keeps_body,
             "temperature": body.temperature,
             "text": {"format": body.text.format},
             "tool_choice": _choice(body),

@@ -1,11 +1,11 @@
 """The body of POST /v1/responses, and the chat that it asks for.
 
-An item of `input` is a message, a call that the model made, or the output of one.
-Server-side state (previous_response_id, conversations, prompts) is refused: every request brings all that
-the model should see.
+An item of `input` is a message, a call that the model made, the output of one, or a reference to a stored
+item. Prompts that a server keeps, and answers in the background, are refused.
 """
 
 import json
+import re
 from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import (
@@ -16,6 +16,7 @@ from pydantic import (
     Field,
     ModelWrapValidatorHandler,
     PlainValidator,
+    PrivateAttr,
     ValidationError,
     WithJsonSchema,
     model_validator,
@@ -31,10 +32,20 @@ from tidemill.cluster.edge.requests.bodies import MESSAGES_MAX, AgentChat, ChatB
 from tidemill.workers.messages import RequestError
 
 METADATA_MAX = 16
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=METADATA_MAX),
+]
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
 CHOICE_FORMS = 'give none, auto, required, or {"type": "function", "name": ...}'
 
-NEED_A_SERVER_WITH_MEMORY = ("previous_response_id", "conversation", "prompt", "background")
+ID = re.compile(r"^[A-Za-z0-9_.:-]{1,128}$")
+"""The form of ids of responses, conversations and items."""
+
+REFUSED = {
+    "background": "background: answers are made while a client waits: leave it out, and stream",
+    "prompt": "prompt: this server keeps no prompts: send the text in instructions and input",
+}
 NOT_PASSED_ON = frozenset(
     (
         *("messages", "n", "logprobs", "top_logprobs", "max_tokens", "prompt_logprobs", "response_format"),
@@ -88,7 +99,16 @@ def _choice(value: object) -> str | dict[str, Any]:
             raise ValueError(CHOICE_FORMS)
 
 
+def _conversation(value: object) -> object:
+    match value:
+        case {"id": str(name)}:
+            return name
+        case _:
+            return value
+
+
 Text = Annotated[str, BeforeValidator(_text)]
+Id = Annotated[str, Field(pattern=ID.pattern)]
 Choice = Annotated[
     str | dict[str, Any],
     PlainValidator(_choice),
@@ -121,9 +141,10 @@ class InputItem(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    type: Annotated[str, Field(pattern=r"^(message|reasoning|compaction|\w+_call|\w+_call_output)$")] = (
-        "message"
-    )
+    type: Annotated[
+        str, Field(pattern=r"^(message|reasoning|compaction|item_reference|\w+_call|\w+_call_output)$")
+    ] = "message"
+    id: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: Text | None = None
     call_id: str | None = None
@@ -135,6 +156,7 @@ class InputItem(BaseModel):
     output: Annotated[str, BeforeValidator(_output)] | None = None
 
     _marks: tuple[Mark, ...] = ()
+    _given: dict[str, Any] = PrivateAttr(default_factory=dict[str, Any])
 
     _nulls = model_validator(mode="before")(absent_if_null)
 
@@ -142,13 +164,19 @@ class InputItem(BaseModel):
     @classmethod
     def _marked(cls, fields: object, check: ModelWrapValidatorHandler["InputItem"]) -> "InputItem":
         item = check(fields)
-        given = cast("dict[str, object]", fields) if isinstance(fields, dict) else {}
-        return item.with_marks(marks_of(given.get("content" if item.type == "message" else "output")))
+        return item.with_given(cast("dict[str, Any]", fields)) if isinstance(fields, dict) else item
 
-    def with_marks(self, marks: tuple[Mark, ...]) -> "InputItem":
-        """Set the ends of its parts with cache_control, which its text does not show."""
-        self._marks = marks
+    def with_given(self, given: dict[str, Any]) -> "InputItem":
+        """Set the item as the client sent it: with fields that are stored, and the ends of its parts with
+        cache_control, which its text does not show."""
+        self._given = given
+        self._marks = marks_of(given.get("content" if self.type == "message" else "output"))
         return self
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The item as the client sent it."""
+        return self._given
 
     def parts(self) -> str | list[dict[str, object]]:
         """Return the text of a message or of a call's output, in parts that end where it is marked."""
@@ -173,7 +201,12 @@ class InputItem(BaseModel):
         return self
 
 
-NEEDED = {"message": ("role",), "function_call": ("call_id", "name"), "function_call_output": ("call_id",)}
+NEEDED = {
+    "message": ("role",),
+    "function_call": ("call_id", "name"),
+    "function_call_output": ("call_id",),
+    "item_reference": ("id",),
+}
 
 
 class TextConfig(BaseModel):
@@ -197,7 +230,7 @@ class ReasoningOptions(BaseModel):
 
 class ResponsesBody(BaseModel):
     """The body of POST /v1/responses. Chat fields that it does not name are passed on (seed, top_k,
-    cache_salt); nothing is stored, whatever `store` is."""
+    cache_salt)."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -218,8 +251,12 @@ class ResponsesBody(BaseModel):
     parallel_tool_calls: bool = True
     text: TextConfig = TextConfig()
     reasoning: ReasoningOptions = ReasoningOptions()
-    store: bool = False
-    metadata: Annotated[dict[str, str], Field(max_length=METADATA_MAX)] = Field(default={})
+    store: Annotated[bool | None, Field(description="whether a server with a database keeps it (true)")] = (
+        None
+    )
+    previous_response_id: Id | None = None
+    conversation: Annotated[Id | None, BeforeValidator(_conversation)] = None
+    metadata: Metadata = Field(default={})
     include: list[str] = Field(default=[])
 
     _nulls = model_validator(mode="before")(absent_if_null)
@@ -227,13 +264,9 @@ class ResponsesBody(BaseModel):
     def chat(self) -> ChatBody:
         """Return the chat that is asked for. Raises RequestError."""
         extra = self.model_extra or {}
-        kept = next((name for name in NEED_A_SERVER_WITH_MEMORY if extra.get(name)), None)
-        if kept is not None:
-            raise RequestError(
-                f"{kept}: this server keeps no responses: send the whole conversation in input",
-                param=kept,
-                code="unsupported_parameter",
-            )
+        refused = next((name for name in REFUSED if extra.get(name)), None)
+        if refused is not None:
+            raise RequestError(REFUSED[refused], param=refused, code="unsupported_parameter")
         if extra.get("top_logprobs") or "message.output_text.logprobs" in self.include:
             raise RequestError(
                 "responses have no logprobs here: ask /v1/chat/completions for them",
@@ -261,10 +294,11 @@ class ResponsesBody(BaseModel):
         except ValidationError as error:
             raise renamed(request_error(problems_of(error))) from None
 
-    def ignored(self) -> tuple[str, ...]:
+    def ignored(self, *, is_stored: bool) -> tuple[str, ...]:
         """Return the fields without an effect that the chat does not know of."""
         names = [name for name in self.model_extra or {} if name in NOT_PASSED_ON]
-        names += [name for name in ("include", "store") if getattr(self, name)]
+        names += ["include"] if self.include else []
+        names += ["store"] if self.store and not is_stored else []
         return (*names, *(f"tools.{kind}" for kind in hosted(self.tools)))
 
     def _response_format(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from tidemill.cluster.edge.http.errors import JsonReply, add_error_replies
 from tidemill.cluster.edge.http.memory import BudgetBody, memory_of
 from tidemill.cluster.edge.http.middleware import IGNORED_HEADER, EdgeMiddleware, JsonRoute
 from tidemill.cluster.edge.http.openapi import describe
+from tidemill.cluster.edge.http.records import add_record_routes
 from tidemill.cluster.edge.http.stream import CLIENT_CLOSED_REQUEST, EventStream, while_connected
 from tidemill.cluster.edge.http.support import add_support_routes
 from tidemill.cluster.edge.http.workers import add_member_routes, add_worker_routes
@@ -78,6 +79,7 @@ def app_of(context: EdgeContext) -> FastAPI:
     for path, work in TEXTS.items():
         add_text_route(app, context.models, path, work)
     app.add_api_route("/v1/responses", no_socket, include_in_schema=False)
+    add_record_routes(app, context)
     app.add_api_route("/v1/prefixes/{name}", edge.release_prefix, methods=["DELETE"])
     app.add_api_route("/v1/models", edge.models)
     for path in ("/v1/models/", "/models", "/models/"):  # as some clients write it

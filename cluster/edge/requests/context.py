@@ -8,6 +8,8 @@ from typing import Protocol
 
 from opentelemetry.trace import Tracer
 
+from tidemill.cluster.edge.records.conversations import Conversations
+from tidemill.cluster.edge.records.database import Database, DatabaseSettings
 from tidemill.cluster.edge.requests.answers import Increment, answer
 from tidemill.cluster.edge.requests.api_keys import ApiKey, ApiKeys
 from tidemill.cluster.edge.requests.intake import PreparedRequest
@@ -71,7 +73,8 @@ class EdgeGroup(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeContext:
-    """The shared state of one edge's HTTP and gRPC servers. `group` is None where one edge has the port."""
+    """The shared state of one edge's HTTP and gRPC servers. `group` is None where one edge has the port,
+    `records` where it has no database."""
 
     models: EdgeModels
     keys: ApiKeys
@@ -84,6 +87,7 @@ class EdgeContext:
     stop_reason: StopReason = field(default_factory=StopReason)
     history: History = field(default_factory=History)
     group: EdgeGroup | None = None
+    records: Conversations | None = None
 
     def shutdown_s_max(self) -> float:
         """Return the time that open answers have when the server stops now."""
@@ -142,6 +146,14 @@ def open_context(
         parts=parts,
         group=group,
     )
+
+
+def with_database(context: EdgeContext, database: DatabaseSettings | None) -> EdgeContext:
+    """Return the context with the records of a database, if there is one."""
+    if database is None:
+        return context
+    unix_time_s = context.sources.unix_time_s
+    return replace(context, records=Conversations(Database(database), database.ttl_s, unix_time_s))
 
 
 def _named(job: PreparedRequest, identity: RequestIdentity) -> PreparedRequest:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, NamedTuple
 
+from tidemill.cluster.edge.records.database import DatabaseSettings
 from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.edge.requests.security import OPEN, Security
 from tidemill.cluster.observability.telemetry import QUIET, Telemetry
@@ -43,6 +44,7 @@ class Endpoint:
     security: Security = OPEN
     telemetry: Telemetry = QUIET
     limits: EdgeLimits = field(default_factory=EdgeLimits)
+    database: DatabaseSettings | None = None
 
     @property
     def scheme(self) -> str:

@@ -107,7 +107,8 @@ async def run_endpoint(
         server.config.timeout_graceful_shutdown = math.ceil(context.shutdown_s_max())
         server.should_exit = True
 
-    all_runs = [*runs, *grpc_servers, HistoryRecorder(context), FreedMemory()]
+    records = [] if context.records is None else [context.records]
+    all_runs = [*runs, *grpc_servers, *records, HistoryRecorder(context), FreedMemory()]
     await run_serving(server.serve(sockets=[sockets.http]), end, stop, all_runs, *works)
 
 

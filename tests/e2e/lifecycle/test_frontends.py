@@ -5,12 +5,17 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from random import Random
+from threading import Event
+from typing import Any
 
 import httpx
 import pytest
 
+from tests.support.cluster.fake_service import events_of
 from tests.support.e2e.faults import EDGE
 from tests.support.e2e.server import (
     EVENTUALLY_S_MAX,
@@ -41,7 +46,8 @@ OPTIONS = ["keeper", "--port", "0", "--frontends", str(EDGES), *SIZES]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(OPTIONS, tmp_path_factory.mktemp("edges") / "log") as server:
+    folder = tmp_path_factory.mktemp("edges")
+    with Server([*OPTIONS, "--database", str(folder / "stored.db")], folder / "log") as server:
         yield server
         assert server.stop(signal.SIGINT) == 0
 
@@ -168,3 +174,50 @@ def test_killed_server_takes_its_edges_with_it(tmp_path: Path) -> None:
         processes = server.processes()
         os.kill(server.pid, signal.SIGKILL)
         assert server.wait(processes) == -signal.SIGKILL
+
+
+KILLS = 3
+CHAINS = 4
+
+
+def test_acknowledged_response_survives_its_edge(server: Server) -> None:
+    """Clients continue chains while edge after edge is killed; every edge then has all that they received."""
+    stop = Event()
+    chains: list[list[dict[str, Any]]] = [[] for _ in range(CHAINS)]
+
+    def talk(chain: list[dict[str, Any]], *, stream: bool) -> None:
+        while not stop.is_set():
+            previous = {"previous_response_id": chain[-1]["id"]} if chain else {}
+            asked = {"input": f"turn {len(chain)}", "max_output_tokens": 4, "stream": stream, **previous}
+            with suppress(httpx.TransportError):  # its edge was killed
+                reply = httpx.post(
+                    f"{server.url}/v1/responses", json=asked, timeout=EVENTUALLY_S_MAX, verify=NO_TLS
+                )
+                if not stream:
+                    assert reply.status_code == 200, reply.text
+                    chain.append(reply.json())
+                elif (last := events_of(reply)[-1])["type"] == "response.incomplete":
+                    chain.append(last["response"])
+
+    with ThreadPoolExecutor() as threads:
+        talking = [threads.submit(talk, chain, stream=bool(at % 2)) for at, chain in enumerate(chains)]
+        try:
+            for kill in range(KILLS):
+                eventually(lambda least=2 * kill + 2: all(len(chain) >= least for chain in chains))
+                eventually(lambda: len(edges(server)) == EDGES)
+                os.kill(edge_of(server), signal.SIGKILL)
+        finally:
+            stop.set()
+        for talk_done in talking:
+            talk_done.result()
+    for chain in chains:
+        for response in chain:
+            assert get(server, f"/v1/responses/{response['id']}").json() == response
+        items: list[dict[str, Any]] = []
+        page: dict[str, Any] = {"has_more": True}
+        while page["has_more"]:
+            after = f"&after={items[-1]['id']}" if items else ""
+            page = get(server, f"/v1/responses/{chain[-1]['id']}/input_items?order=asc&limit=7{after}").json()
+            items += page["data"]
+        texts = [item["content"][0]["text"] for item in items if item["role"] == "user"]
+        assert texts == [f"turn {index}" for index in range(len(chain))]

@@ -86,6 +86,17 @@ imagePullSecrets:
       fieldPath: status.podIP
 {{- end -}}
 
+{{- /* The database of pods that answer clients. */ -}}
+{{- define "tidemill.databaseEnv" -}}
+{{- with .Values.database.existingSecret }}
+- name: TIDEMILL_DATABASE
+  valueFrom:
+    secretKeyRef:
+      name: {{ . }}
+      key: {{ $.Values.database.key }}
+{{- end }}
+{{- end -}}
+
 {{- /* The environment of pods that download: that of all, then their own. */ -}}
 {{- define "tidemill.downloadEnv" -}}
 {{- with concat .root.Values.env (.own | default list) }}

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.cluster.fake_service import sources
 from tidemill.cluster.cli import main as cli
+from tidemill.cluster.edge.records.database import DatabaseSettings
 from tidemill.cluster.edge.requests.context import PATIENT_S_MAX, open_context
 from tidemill.cluster.edge.requests.security import Security, Tls
 from tidemill.cluster.metrics.edge_samples import EdgeSamples
@@ -108,14 +109,17 @@ def test_arguments_of_an_edge_process_are_those_of_the_server() -> None:
         grpc_port=8001,
         security=Security(tls=Tls(certificate=c, key=k, client_ca=a)),
         telemetry=Telemetry(log_level="debug", log_json=True),
+        database=DatabaseSettings("postgresql://me:hunter2@host/name", None, 60.0),
     )
     tls = MutualTls(certificate=a, key=c, ca=k)
     arguments = edge_arguments(endpoint, 8000, ["10.0.0.1:1", "10.0.0.2:1"], tls)
+    assert "hunter2" not in str(arguments), "lists of processes show them"
     options = vars(cli.parser().parse_args(["edge", *arguments]))
     assert options["join"] == "10.0.0.1:1,10.0.0.2:1"
     files = {"ssl-certfile": "/c", "ssl-keyfile": "/k", "ssl-ca-certs": "/a"}
     own = {"cluster-ssl-certfile": "/a", "cluster-ssl-keyfile": "/c", "cluster-ssl-ca-certs": "/k"}
     more = {"host": "::1", "port": 8000, "grpc-port": 8001, "log-level": "debug", "log-json": True}
+    more |= {"database": None, "database-ttl": 60.0}
     given = {
         name.removeprefix("flag --"): value for name, value in options.items() if name.startswith("flag")
     }

@@ -180,7 +180,7 @@ async def test_failure_before_the_first_event_is_a_reply_and_later_an_event() ->
         ({"background": True}, "background"),
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
         ({"input": [{"role": "user"}]}, "input[0]"),
         ({"input": [{"type": "function_call", "call_id": "a"}]}, "input[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),

@@ -1,0 +1,1 @@
+"""The data that an edge keeps in a database for its clients."""

@@ -1,0 +1,306 @@
+"""Stored responses and conversations: what clients need not send again.
+
+A conversation that a client has made has a name. A chain of responses shares one without a name; an
+answer to a response that is not its last one gets a copy up to there.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tidemill.cluster.edge.records.database import Database, Transaction
+from tidemill.kvstore.periodic import every
+from tidemill.workers.messages import RequestError
+
+T = TypeVar("T")
+
+LOOK_S = 60.0
+"""The period in which expired conversations are removed."""
+
+EXPIRED_TOGETHER = 100
+
+_BETWEEN = "SELECT id, body FROM tidemill_items WHERE conversation = ? AND position > ? AND position < ?"
+PAGE_OF = {
+    True: _BETWEEN + " ORDER BY position ASC LIMIT ?",
+    False: _BETWEEN + " ORDER BY position DESC LIMIT ?",
+}
+"""The statement for a page, by whether its items are in ascending order."""
+
+Item = tuple[str, str]
+"""The id of an item, and its JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredContext:
+    """The items below position `length` of a conversation, which the input follows."""
+
+    conversation: str = ""
+    length: int = 0
+    is_named: bool = False  # by the client: the conversation grows, whatever it has grown meanwhile
+    items: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredResponse:
+    """A complete response. Without a `body` only its items are kept, in a named conversation."""
+
+    id: str
+    body: str | None
+    inputs: Sequence[Item]
+    outputs: Sequence[Item]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredConversation:
+    """A conversation; `metadata` is JSON."""
+
+    id: str
+    created_s: int
+    metadata: str = "{}"
+    length: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A part of a list of items."""
+
+    items: Sequence[Item]
+    has_more: bool
+
+
+class Conversations:
+    """The stored conversations of all tenants."""
+
+    def __init__(self, database: Database, ttl_s: float, unix_time_s: Callable[[], float]) -> None:
+        """A conversation expires `ttl_s` seconds after it has last grown."""
+        self._database = database
+        self._ttl_s = ttl_s
+        self._unix_time_s = unix_time_s
+
+    async def read(self, tenant: str, work: Callable[["TenantRecords"], T]) -> T:
+        """Return what `work` finds. Raises Unserved when the database is gone, and what `work` raises."""
+        now_s = self._unix_time_s()
+        return await self._database.read(lambda sent: work(TenantRecords(sent, tenant, now_s, self._ttl_s)))
+
+    async def write(self, tenant: str, work: Callable[["TenantRecords"], T]) -> T:
+        """Return the result of `work` when its changes are on disk. Raises as `read` does; then nothing has
+        changed."""
+        now_s = self._unix_time_s()
+        return await self._database.write(lambda sent: work(TenantRecords(sent, tenant, now_s, self._ttl_s)))
+
+    async def run(self) -> None:
+        """Remove what has expired until cancelled."""
+        try:
+            await every(LOOK_S, self.expire, "stored responses")
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self._database.close()
+
+    async def expire(self) -> None:
+        """Remove what has expired, in short transactions."""
+        sql = (
+            "DELETE FROM tidemill_conversations WHERE id IN"
+            " (SELECT id FROM tidemill_conversations WHERE expires_s <= ? LIMIT ?)"
+        )
+        now_s = int(self._unix_time_s())
+        while await self._database.write(lambda sent: sent.run(sql, now_s, EXPIRED_TOGETHER)):
+            pass
+
+
+class TenantRecords:
+    """The records of one tenant in one transaction. What others have is missing here: RequestError (404)."""
+
+    def __init__(self, sent: Transaction, tenant: str, now_s: float, ttl_s: float) -> None:
+        self._sent = sent
+        self._tenant = tenant
+        self._now_s = int(now_s)
+        self._expires_s = int(now_s + ttl_s)
+
+    def context(self, previous: str | None, name: str | None, items_max: int) -> StoredContext:
+        """Return all that an earlier response has seen, and its output, or all items of a conversation.
+        Raises RequestError if there are more than `items_max`."""
+        if previous is not None:
+            conversation, _, length = self._response(
+                previous, missing("previous_response", previous, "previous_response_id", status=400)
+            )
+        else:
+            assert name is not None, "one of both is given"
+            conversation, length = name, self.conversation(name).length
+        rows = self._sent.rows(
+            "SELECT body FROM tidemill_items WHERE conversation = ? AND position < ?"
+            " ORDER BY position LIMIT ?",
+            *(conversation, length, items_max + 1),
+        )
+        if len(rows) > items_max:
+            raise RequestError(f"the conversation has more than {items_max} items: start another one")
+        return StoredContext(conversation, length, previous is None, [body for (body,) in rows])
+
+    def referenced(self, item: str) -> str | None:
+        """Return the item of this id in any conversation."""
+        rows = self._sent.rows(
+            "SELECT i.body FROM tidemill_items i JOIN tidemill_conversations c ON c.id = i.conversation"
+            " WHERE i.id = ? AND c.tenant = ? AND c.expires_s > ? LIMIT 1",
+            *(item, self._tenant, self._now_s),
+        )
+        return str(rows[0][0]) if rows else None
+
+    def keep(self, context: StoredContext, response: StoredResponse) -> None:
+        """Store a response, its input and its output."""
+        new = [*response.inputs, *response.outputs]
+        if context.is_named:
+            name = context.conversation
+            start = self.add(name, new)
+        else:
+            name, start = self._continued(context, f"of_{response.id}", len(new)), context.length
+            self._insert(name, start, new)
+        if response.body is not None:
+            self._sent.run(
+                "INSERT INTO tidemill_responses VALUES (?, ?, ?, ?, ?, ?)",
+                *(response.id, self._tenant, name, start + len(response.inputs), start + len(new)),
+                response.body,
+            )
+
+    def response(self, name: str) -> str:
+        """Return a response as it was sent."""
+        self._response(name)
+        return str(self._sent.rows("SELECT body FROM tidemill_responses WHERE id = ?", name)[0][0])
+
+    def delete_response(self, name: str) -> None:
+        """Remove a response, and with the last one of a chain its items."""
+        conversation, _, _ = self._response(name)
+        self._sent.run("DELETE FROM tidemill_responses WHERE id = ?", name)
+        self._sent.run(
+            "DELETE FROM tidemill_conversations WHERE id = ? AND is_named = 0"
+            " AND NOT EXISTS (SELECT 1 FROM tidemill_responses WHERE conversation = ?)",
+            *(conversation, conversation),
+        )
+
+    def input_items(self, name: str, after: str | None, limit: int, *, ascending: bool) -> Page:
+        """Return items that a response has seen, as `items` does."""
+        conversation, num_input, _ = self._response(name)
+        return self._page(conversation, num_input, after, limit, ascending=ascending)
+
+    def create(self, new: StoredConversation, items: Sequence[Item] = (), *, is_named: bool = True) -> None:
+        """Store a conversation with these items."""
+        self._sent.run(
+            "INSERT INTO tidemill_conversations VALUES (?, ?, ?, ?, ?, ?, ?)",
+            *(new.id, self._tenant, int(is_named), new.created_s, self._expires_s),
+            *(new.length + len(items), new.metadata),
+        )
+        self._insert(new.id, 0, items)
+
+    def conversation(self, name: str) -> StoredConversation:
+        """Return a named conversation."""
+        rows = self._sent.rows(
+            "SELECT id, created_s, metadata, length FROM tidemill_conversations"
+            " WHERE id = ? AND tenant = ? AND is_named = 1 AND expires_s > ?",
+            *(name, self._tenant, self._now_s),
+        )
+        if not rows:
+            raise missing("conversation", name)
+        return StoredConversation(*rows[0])
+
+    def set_metadata(self, name: str, metadata: str) -> StoredConversation:
+        """Replace the metadata of a conversation and return it."""
+        self.conversation(name)
+        self._sent.run("UPDATE tidemill_conversations SET metadata = ? WHERE id = ?", metadata, name)
+        return self.conversation(name)
+
+    def delete(self, name: str) -> None:
+        """Remove a conversation, its items and its responses."""
+        self.conversation(name)
+        self._sent.run("DELETE FROM tidemill_conversations WHERE id = ?", name)
+
+    def num_chars(self, name: str) -> int:
+        """Return the characters of a conversation's items."""
+        sql = "SELECT COALESCE(SUM(LENGTH(body)), 0) FROM tidemill_items WHERE conversation = ?"
+        return int(self._sent.rows(sql, name)[0][0])
+
+    def add(self, name: str, items: Sequence[Item]) -> int:
+        """Add items to a named conversation, and return the position of the first."""
+        rows = self._sent.rows(
+            "UPDATE tidemill_conversations SET length = length + ?, expires_s = ?"
+            " WHERE id = ? AND tenant = ? AND is_named = 1 AND expires_s > ? RETURNING length",
+            *(len(items), self._expires_s, name, self._tenant, self._now_s),
+        )
+        if not rows:
+            raise missing("conversation", name)
+        start = int(rows[0][0]) - len(items)
+        self._insert(name, start, items)
+        return start
+
+    def items(self, name: str, after: str | None, limit: int, *, ascending: bool) -> Page:
+        """Return at most `limit` items of a conversation, those behind the one with the id `after`."""
+        return self._page(name, self.conversation(name).length, after, limit, ascending=ascending)
+
+    def item(self, name: str, item: str) -> str:
+        """Return an item of a conversation."""
+        self.conversation(name)
+        sql = "SELECT body FROM tidemill_items WHERE conversation = ? AND id = ?"
+        rows = self._sent.rows(sql, name, item)
+        if not rows:
+            raise missing("item", item)
+        return str(rows[0][0])
+
+    def delete_item(self, name: str, item: str) -> StoredConversation:
+        """Remove an item of a conversation, and return the conversation."""
+        self.item(name, item)
+        self._sent.run("DELETE FROM tidemill_items WHERE conversation = ? AND id = ?", name, item)
+        return self.conversation(name)
+
+    def _response(self, name: str, error: RequestError | None = None) -> tuple[str, int, int]:
+        """Return conversation, num_input and num_items of a response. Raises `error` if it is not there."""
+        rows = self._sent.rows(
+            "SELECT r.conversation, r.num_input, r.num_items"
+            " FROM tidemill_responses r JOIN tidemill_conversations c ON c.id = r.conversation"
+            " WHERE r.id = ? AND r.tenant = ? AND c.expires_s > ?",
+            *(name, self._tenant, self._now_s),
+        )
+        if not rows:
+            raise error or missing("response", name)
+        return rows[0][0], rows[0][1], rows[0][2]
+
+    def _continued(self, context: StoredContext, new_name: str, count: int) -> str:
+        """Return a conversation with room for `count` items behind the context: the same, if it has no name
+        and has not grown since, else a new one with a copy."""
+        known, length = context.conversation, context.length
+        if known and self._sent.run(
+            "UPDATE tidemill_conversations SET length = ?, expires_s = ?"
+            " WHERE id = ? AND length = ? AND is_named = 0 AND expires_s > ?",
+            *(length + count, self._expires_s, known, length, self._now_s),
+        ):
+            return known
+        new = StoredConversation(new_name, self._now_s, length=length + count)
+        self.create(new, is_named=False)
+        self._sent.run(
+            "INSERT INTO tidemill_items SELECT ?, position, id, body FROM tidemill_items"
+            " WHERE conversation = ? AND position < ?",
+            *(new_name, known, length),
+        )
+        return new_name
+
+    def _insert(self, conversation: str, start: int, items: Sequence[Item]) -> None:
+        rows = [(conversation, start + index, *item) for index, item in enumerate(items)]
+        self._sent.run_each("INSERT INTO tidemill_items VALUES (?, ?, ?, ?)", rows)
+
+    def _page(
+        self, conversation: str, length: int, after: str | None, limit: int, *, ascending: bool
+    ) -> Page:
+        """Return items below position `length`. Raises RequestError if `after` is none of them."""
+        low, high = -1, length
+        if after is not None:
+            sql = "SELECT position FROM tidemill_items WHERE conversation = ? AND id = ? AND position < ?"
+            rows = self._sent.rows(sql, conversation, after, length)
+            if not rows:
+                raise missing("item", after, "after")
+            low, high = (rows[0][0], high) if ascending else (low, rows[0][0])
+        found = self._sent.rows(PAGE_OF[ascending], conversation, low, high, limit + 1)
+        return Page([(name, body) for name, body in found[:limit]], len(found) > limit)
+
+
+def missing(kind: str, name: str, param: str | None = None, status: int = 404) -> RequestError:
+    """Return the error for an id that the tenant does not have."""
+    message = f"{kind.replace('_', ' ')} with id {name[:64]!r} not found: never stored, deleted, or expired"
+    return RequestError(message, param=param, status=status, code=f"{kind}_not_found")

@@ -1,0 +1,452 @@
+"""Stored responses and conversations with the `openai` SDK over a real socket, in SQLite and in Postgres."""
+
+import asyncio
+import sqlite3
+import sys
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from hashlib import sha256
+from itertools import count
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from tests.support.cluster.fake_service import FakeService, build_app, call, saying, serving, sources
+from tests.support.cluster.postgres import BINARIES, MISSING, running_postgres
+from tests.unit.cluster.edge.http.test_responses import ALL, LOOK, THINKS
+from tests.unit.cluster.edge.http.test_tools import prompts_of, tokenizer
+from tidemill.cluster.edge.apis import responses_storage
+from tidemill.cluster.edge.http.app import app_of
+from tidemill.cluster.edge.records import database as database_module
+from tidemill.cluster.edge.records.conversations import Conversations, StoredResponse
+from tidemill.cluster.edge.records.database import Database, DatabaseSettings, Transaction, database_settings
+from tidemill.cluster.edge.requests.api_keys import ApiKey
+from tidemill.cluster.edge.requests.context import open_context, with_database
+from tidemill.cluster.edge.requests.models import ServedBackend
+from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.messages import RequestError, Unserved
+
+TTL_S = 1000.0
+NOW_S = 1_700_000_123.5
+TENANT = "tenant:mine"
+LATER = StoredResponse(id="resp_later", body="{}", inputs=[("msg_1", "{}")], outputs=[("msg_2", "{}")])
+TABLES = ("tidemill_conversations", "tidemill_items", "tidemill_responses")
+
+
+@pytest.fixture(scope="module")
+def postgres_url() -> Iterator[str]:
+    if BINARIES is None:
+        pytest.skip(MISSING)
+    with running_postgres() as postgres:
+        yield postgres.url
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> DatabaseSettings:
+    is_file = request.param == "sqlite"
+    url = str(tmp_path / "stored.db") if is_file else request.getfixturevalue("postgres_url")
+    return database_settings(url, TTL_S)
+
+
+@asynccontextmanager
+async def clients(
+    service: FakeService, *databases: DatabaseSettings | None, keys: tuple[str, ...] = ("none",)
+) -> AsyncGenerator[list[Any]]:
+    """A client with each key of an edge with each database, without the types of its many options."""
+    known = [ApiKey(tenant=key, sha256=sha256(key.encode()).hexdigest()) for key in keys if key != "none"]
+    own = replace(sources(), new_id=lambda: uuid4().hex)
+    backend = ServedBackend(service, tokenizer())
+    edges = [with_database(open_context([backend], own, keys=known), database) for database in databases]
+    async with AsyncExitStack() as group:
+        for edge in edges:
+            if edge.records is not None:
+                group.callback(edge.records.close)
+        urls = [await group.enter_async_context(serving(app_of(edge))) for edge in edges]
+        yield [
+            await group.enter_async_context(AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0))
+            for url in urls
+            for key in keys
+        ]
+
+
+def texts_of(items: Any) -> list[str]:  # noqa: ANN401 - of the SDK
+    """The texts of messages, and the types of other items."""
+    return [item.content[0].text if item.type == "message" else item.type for item in items]
+
+
+async def test_chain_has_the_prompt_of_a_clients_own_replay(database: DatabaseSettings) -> None:
+    """The chain has reasoning, words and calls, an answer to a call, and marks for the cache."""
+    service = FakeService(saying(ALL))
+    marked = {"type": "input_text", "text": "Where is Emma?", "cache_control": {"type": "ephemeral"}}
+    first: list[Any] = [{"role": "developer", "content": "Look."}, {"role": "user", "content": [marked]}]
+    async with clients(service, database) as (client,):
+        ask: dict[str, Any] = {"model": "keeper", "tools": [LOOK], "extra_body": THINKS}
+        one = await client.responses.create(input=first, **ask)
+        outputs: list[Any] = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": "in the tower"}
+            for item in one.output
+            if item.type == "function_call"
+        ]
+        two = await client.responses.create(input=outputs, previous_response_id=one.id, **ask)
+        three = await client.responses.create(
+            input="And Tom?", instructions="Be short.", previous_response_id=two.id, **ask
+        )
+        replay = [*first, *(item.model_dump() for item in one.output), *outputs]
+        await client.responses.create(input=replay, store=False, **ask)
+        replay += [*(item.model_dump() for item in two.output), {"role": "user", "content": "And Tom?"}]
+        await client.responses.create(input=replay, instructions="Be short.", store=False, **ask)
+        found = await client.responses.retrieve(three.id)
+        assert found.to_dict() == three.to_dict()
+        assert (found.previous_response_id, found.store) == (two.id, True)
+    _, second, third, own_second, own_third = service.requests
+    assert second.tokens == own_second.tokens
+    assert third.tokens == own_third.tokens
+    assert second.breakpoints == own_second.breakpoints
+    assert "in the tower" in prompts_of(service)[1]
+
+
+async def test_input_items_are_all_that_a_response_has_seen(database: DatabaseSettings) -> None:
+    service = FakeService(saying("here"))
+    async with clients(service, database) as (client,):
+        ask: dict[str, Any] = {"model": "keeper"}
+        one = await client.responses.create(input="a", **ask)
+        two = await client.responses.create(input="b", previous_response_id=one.id, **ask)
+        items = client.responses.input_items
+        newest = [item async for item in await items.list(two.id)]
+        oldest = [item async for item in await items.list(two.id, order="asc", limit=1)]
+        assert texts_of(newest) == ["b", "here", "a"]
+        assert newest == oldest[::-1]
+        assert [item.role for item in newest] == ["user", "assistant", "user"]
+        assert len({item.id for item in newest}) == 3
+        page = await items.list(two.id, after=newest[0].id, limit=1)
+        assert (texts_of(page.data), page.has_more, page.first_id) == (["here"], True, newest[1].id)
+        assert texts_of((await items.list(one.id)).data) == ["a"]
+        for wrong in ({"limit": 0}, {"limit": 101}, {"order": "up"}):
+            with pytest.raises(openai.BadRequestError):
+                await items.list(one.id, **wrong)
+        with pytest.raises(openai.NotFoundError, match="msg_x"):
+            await items.list(one.id, after="msg_x")
+
+
+async def test_answers_to_one_response_are_chains_of_their_own(database: DatabaseSettings) -> None:
+    """Concurrent ones, on two edges, and one that comes after the chain has gone on."""
+    service = FakeService(saying("here"))
+    async with clients(service, database, database) as edges:
+        ask: dict[str, Any] = {"model": "keeper"}
+        one = await edges[0].responses.create(input="a", **ask)
+        answers = await asyncio.gather(
+            *(
+                edges[index % 2].responses.create(input=f"b{index}", previous_response_id=one.id, **ask)
+                for index in range(6)
+            )
+        )
+        for index, answer in enumerate(answers):
+            last = await edges[0].responses.create(input="c", previous_response_id=answer.id, **ask)
+            listed = (await edges[1].responses.input_items.list(last.id)).data
+            assert texts_of(listed) == ["c", "here", f"b{index}", "here", "a"]
+
+
+async def test_deleted_response_is_gone_and_its_items_go_with_the_chain(database: DatabaseSettings) -> None:
+    service = FakeService(saying("here"))
+    async with clients(service, database) as (client,):
+        before = await rows_of(database)
+        one = await client.responses.create(model="keeper", input="a")
+        two = await client.responses.create(model="keeper", input="b", previous_response_id=one.id)
+        await client.responses.delete(one.id)
+        with pytest.raises(openai.NotFoundError, match=one.id):
+            await client.responses.retrieve(one.id)
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.responses.create(model="keeper", input="b", previous_response_id=one.id)
+        assert refused.value.code == "previous_response_not_found"
+        listed = (await client.responses.input_items.list(two.id)).data
+        assert texts_of(listed) == ["b", "here", "a"]
+        await client.responses.delete(two.id)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.delete(two.id)
+        assert await rows_of(database) == before
+
+
+async def rows_of(database: DatabaseSettings) -> list[int]:
+    """The numbers of rows of all tables."""
+    own = Database(database)
+    try:
+        return [(await own.read(partial(count_of, table=table))) for table in TABLES]
+    finally:
+        own.close()
+
+
+def count_of(sent: Transaction, *, table: str) -> int:
+    return sent.rows(f"SELECT COUNT(*) FROM {table}")[0][0]  # noqa: S608 - one of ours
+
+
+async def test_store_false_keeps_nothing(database: DatabaseSettings) -> None:
+    async with clients(FakeService(saying("here")), database) as (client,):
+        one = await client.responses.create(model="keeper", input="a")
+        before = await rows_of(database)
+        two = await client.responses.create(
+            model="keeper", input="b", previous_response_id=one.id, store=False
+        )
+        assert (two.store, await rows_of(database)) == (False, before)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(two.id)
+
+
+async def test_conversation_grows_by_responses_and_by_hand(database: DatabaseSettings) -> None:
+    service = FakeService(saying("here"))
+    asked: Any = {"type": "message", "role": "user", "content": "a"}
+    async with clients(service, database) as (client,):
+        made = await client.conversations.create(items=[asked], metadata={"topic": "x"})
+        assert (made.object, made.metadata) == ("conversation", {"topic": "x"})
+        assert (await client.conversations.retrieve(made.id)) == made
+        updated = await client.conversations.update(made.id, metadata={"topic": "y"})
+        assert updated.metadata == {"topic": "y"}
+        reply = await client.responses.create(model="keeper", input="b", conversation=made.id)
+        assert reply.conversation.id == made.id
+        async with client.responses.stream(
+            model="keeper", input="c", conversation={"id": made.id}, store=False
+        ) as stream:
+            async for _ in stream:
+                pass
+        added = await client.conversations.items.create(made.id, items=[{**asked, "content": "d"}])
+        assert texts_of(added.data) == ["d"]
+        items = [item async for item in await client.conversations.items.list(made.id, order="asc", limit=2)]
+        assert texts_of(items) == ["a", "b", "here", "c", "here", "d"]
+        assert "a<|end|>\n<|user|> b" in prompts_of(service)[0]
+        first = await client.conversations.items.retrieve(items[0].id, conversation_id=made.id)
+        assert first == items[0]
+        assert (await client.conversations.items.delete(items[0].id, conversation_id=made.id)).id == made.id
+        with pytest.raises(openai.NotFoundError):
+            await client.conversations.items.retrieve(items[0].id, conversation_id=made.id)
+        branch = await client.responses.create(model="keeper", input="e", previous_response_id=reply.id)
+        assert texts_of((await client.responses.input_items.list(branch.id)).data) == ["e", "here", "b"]
+        assert len((await client.conversations.items.list(made.id)).data) == 5, "a chain has left it"
+        assert (await client.conversations.delete(made.id)).deleted
+        for gone in (client.conversations.retrieve(made.id), client.responses.retrieve(reply.id)):
+            with pytest.raises(openai.NotFoundError):
+                await gone
+        with pytest.raises(openai.NotFoundError, match=made.id):
+            await client.responses.create(model="keeper", input="b", conversation=made.id)
+        empty = await client.conversations.create()
+        listed = await client.conversations.items.list(empty.id)
+        assert (listed.data, listed.has_more) == ([], False)
+        with pytest.raises(openai.BadRequestError, match="leave out previous_response_id"):
+            await client.responses.create(
+                model="keeper", input="b", conversation=empty.id, previous_response_id=branch.id
+            )
+
+
+async def test_reference_stands_for_a_stored_item(database: DatabaseSettings) -> None:
+    service = FakeService(saying("here"))
+    async with clients(service, database) as (client,):
+        one = await client.responses.create(model="keeper", input="a")
+        reference: Any = {"type": "item_reference", "id": one.output[0].id}
+        two = await client.responses.create(
+            model="keeper", input=[reference, {"role": "user", "content": "b"}]
+        )
+        assert texts_of((await client.responses.input_items.list(two.id)).data) == ["b", "here"]
+        for wrong in ("msg_x", "a\x00b", "", "a" * 200):
+            with pytest.raises(openai.NotFoundError):
+                await client.responses.create(model="keeper", input=[{**reference, "id": wrong}])
+    assert "<|assistant|> here<|end|>\n<|user|> b" in prompts_of(service)[1]
+
+
+async def test_other_tenants_find_nothing(database: DatabaseSettings) -> None:
+    service = FakeService(saying("here"))
+    async with clients(service, database, keys=("mine", "yours")) as (mine, yours):
+        reply = await mine.responses.create(model="keeper", input="a")
+        made = await mine.conversations.create(items=[{"role": "user", "content": "a"}])
+        (item,) = (await mine.conversations.items.list(made.id)).data
+        reference: Any = {"type": "item_reference", "id": reply.output[0].id}
+        attempts = [
+            yours.responses.retrieve(reply.id),
+            yours.responses.delete(reply.id),
+            yours.responses.input_items.list(reply.id),
+            yours.responses.create(model="keeper", input="b", conversation=made.id),
+            yours.responses.create(model="keeper", input=[reference]),
+            yours.conversations.retrieve(made.id),
+            yours.conversations.update(made.id, metadata={}),
+            yours.conversations.delete(made.id),
+            yours.conversations.items.list(made.id),
+            yours.conversations.items.create(made.id, items=[{"role": "user", "content": "b"}]),
+            yours.conversations.items.retrieve(item.id, conversation_id=made.id),
+            yours.conversations.items.delete(item.id, conversation_id=made.id),
+        ]
+        for attempt in attempts:
+            with pytest.raises(openai.NotFoundError):
+                await attempt
+        with pytest.raises(openai.BadRequestError, match=reply.id):
+            await yours.responses.create(model="keeper", input="b", previous_response_id=reply.id)
+        assert (await mine.responses.retrieve(reply.id)).id == reply.id
+        assert len((await mine.conversations.items.list(made.id)).data) == 1
+
+
+async def test_conversation_expires_some_time_after_its_last_response(database: DatabaseSettings) -> None:
+    now_s = [0.0]  # before the end of all that other tests have stored
+    own = Conversations(Database(database), TTL_S, lambda: now_s[0])
+    before = await rows_of(database)
+    service = FakeService(saying("here"))
+    async with clients(service, database, keys=("mine",)) as (client,):  # whose clock stands still
+        one = await client.responses.create(model="keeper", input="a")
+        now_s[0] = NOW_S + TTL_S - 1
+        await own.write(TENANT, lambda found: found.keep(found.context(one.id, None, 9), LATER))
+        now_s[0] = NOW_S + TTL_S + 1
+        await own.expire()
+        assert await own.read(TENANT, lambda found: found.response(one.id)), "a later response continues it"
+        now_s[0] += TTL_S - 2
+        with pytest.raises(RequestError, match="expired"):
+            await own.read(TENANT, lambda found: found.response(one.id))
+        await own.expire()
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(one.id)
+    own.close()
+    assert await rows_of(database) <= before
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_database_nothing_is_stored_and_clients_are_served(*, stream: bool) -> None:
+    app = build_app([ServedBackend(FakeService(saying("here")), tokenizer())], sources())
+    for store, ignored in ((None, None), (False, None), (True, "store")):
+        body = {"input": "a", "stream": stream} | ({} if store is None else {"store": store})
+        reply = call(app, "POST", "/v1/responses", json=body)
+        assert reply.status_code == 200
+        assert '"store":false' in reply.text
+        assert reply.headers.get("x-tidemill-ignored") == ignored
+    reference = {"type": "item_reference", "id": "msg_1"}
+    for field in ({"previous_response_id": "resp_1"}, {"conversation": "conv_1"}, {"input": [reference]}):
+        reply = call(app, "POST", "/v1/responses", json={"input": "a", "stream": stream, **field})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, next(iter(field)))
+        assert "--database" in reply.json()["error"]["message"]
+    for path in ("/v1/responses/resp_1", "/v1/conversations/conv_1"):
+        reply = call(app, "GET", path)
+        assert reply.status_code == 404
+        assert "--database" in reply.json()["error"]["message"]
+
+
+async def test_what_is_too_much_is_refused(
+    database: DatabaseSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = FakeService(saying("here"))
+    asked: Any = {"type": "message", "role": "user", "content": "a"}
+    async with clients(service, database) as (client,):
+        many = await client.conversations.create(items=[asked] * 20)
+        with pytest.raises(openai.BadRequestError, match="items"):
+            await client.conversations.create(items=[asked] * 21)
+        monkeypatch.setattr(responses_storage, "MESSAGES_MAX", 20)
+        with pytest.raises(openai.BadRequestError, match="more than 19 items"):
+            await client.responses.create(model="keeper", input="b", conversation=many.id)
+        monkeypatch.setattr(responses_storage, "MESSAGES_MAX", 21)
+        await client.responses.create(model="keeper", input="b", conversation=many.id, store=False)
+        monkeypatch.setattr(responses_storage, "MESSAGES_MAX", 99)
+        monkeypatch.setattr(responses_storage, "CONTEXT_BYTES_MAX", 2000)
+        with pytest.raises(openai.BadRequestError, match="stored: start another"):
+            await client.responses.create(model="keeper", input="b", conversation=many.id)
+        with pytest.raises(openai.BadRequestError, match="start another"):
+            await client.conversations.items.create(many.id, items=[asked])
+        assert len((await client.conversations.items.list(many.id, limit=100)).data) == 22
+        for metadata in ({"a" * 65: "b"}, {"a": "b" * 513}, {str(number): "" for number in range(17)}):
+            with pytest.raises(openai.BadRequestError, match="metadata"):
+                await client.conversations.create(metadata=metadata)
+        for wrong in ("a b", "a\x00", "a" * 129):
+            with pytest.raises(openai.BadRequestError):
+                await client.responses.create(model="keeper", input="b", previous_response_id=wrong)
+            with pytest.raises(openai.BadRequestError):
+                await client.responses.retrieve(wrong)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_locked_database_is_503_and_streams_end_with_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, stream: bool
+) -> None:
+    monkeypatch.setattr(database_module, "LOCK_S_MAX", 0.05)
+    database = database_settings(str(tmp_path / "stored.db"), TTL_S)
+    service = FakeService(saying("here"))
+    ask: dict[str, Any] = {"model": "keeper", "input": "a", "stream": stream}
+    async with clients(service, database) as (client,):
+        one = await client.responses.create(model="keeper", input="a")
+        lock = sqlite3.connect(database.path or "", isolation_level=None)
+        lock.execute("BEGIN IMMEDIATE")
+        if stream:
+            last = [event async for event in await client.responses.create(**ask)][-1]
+            assert last.type == "response.failed"
+            assert "the database does not answer" in last.response.error.message
+        else:
+            with pytest.raises(openai.InternalServerError, match="the database does not answer") as refused:
+                await client.responses.create(**ask)
+            assert refused.value.status_code == 503
+        assert (await client.responses.retrieve(one.id)).id == one.id, "readers do not wait for writers"
+        await client.responses.create(**ask, store=False)
+        lock.close()
+        await client.responses.create(**ask)
+
+
+async def test_postgres_that_was_away_is_found_again() -> None:
+    if BINARIES is None:
+        pytest.skip(MISSING)
+    with running_postgres() as postgres:
+        async with clients(FakeService(saying("here")), database_settings(postgres.url, TTL_S)) as (client,):
+            one = await client.responses.create(model="keeper", input="a")
+            postgres.stop()
+            for _ in range(2):
+                with pytest.raises(openai.InternalServerError, match="the database does not answer"):
+                    await client.responses.retrieve(one.id)
+            await client.responses.create(model="keeper", input="a", store=False)
+            postgres.start()
+            assert (await client.responses.retrieve(one.id)).id == one.id
+            two = await client.responses.create(model="keeper", input="b", previous_response_id=one.id)
+            postgres.stop()
+            postgres.start()
+            assert (await client.responses.retrieve(two.id)).id == two.id, "a lost connection is no error"
+
+
+async def test_slow_database_is_503_and_does_not_stop_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database_module, "ANSWER_S_MAX", 0.05)
+    own = Database(database_settings(str(tmp_path / "stored.db"), TTL_S))
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    with pytest.raises(Unserved, match="has not answered for"):
+        await own.read(lambda _: asyncio.run_coroutine_threadsafe(ended.wait(), loop).result())
+    ended.set()
+    own.close()
+
+
+async def test_files_are_private_and_tables_are_made_once(tmp_path: Path) -> None:
+    settings = database_settings(f"sqlite:///{tmp_path}/stored.db", TTL_S)
+    several = [Database(settings) for _ in range(8)]
+    ids = count()
+
+    async def write(own: Database) -> None:
+        await own.write(
+            lambda sent: sent.run(
+                "INSERT INTO tidemill_conversations VALUES (?, '', 1, 0, 0, 0, '{}')", str(next(ids))
+            )
+        )
+
+    await asyncio.gather(*map(write, several))
+    assert await rows_of(settings) == [8, 0, 0]
+    assert (tmp_path / "stored.db").stat().st_mode & 0o777 == 0o600
+    for own in several:
+        own.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "fix"),
+    [
+        ("redis://host", "there is no 'redis': give a path"),
+        ("missing/stored.db", "make "),
+        ("sqlite:///", "is no file"),
+    ],
+)
+def test_wrong_address_is_refused_with_its_fix(url: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TidemillError, match=f"^--database: .*{fix}"):
+        database_settings(url, TTL_S)
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(TidemillError, match=r"tidemill\[postgres\]"):
+        database_settings("postgresql://host/name", TTL_S)
