@@ -24,10 +24,33 @@ ToolParser = Literal[
     "granite",
     "deepseek_v3",
     "deepseek_v31",
+    "deepseek_v32",
+    "gemma4",
+    "glm45",
+    "glm47",
+    "kimi_k2",
+    "minimax_m2",
+    "mistral",
     "openai",
 ]
 GenerationConfig = Literal["auto", "vllm"]
-ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1", "deepseek_v3", "granite", "openai_gptoss"]
+ReasoningParser = Literal[
+    "auto",
+    "none",
+    "qwen3",
+    "deepseek_r1",
+    "deepseek_v3",
+    "gemma4",
+    "glm45",
+    "glm47",
+    "granite",
+    "kimi_k2",
+    "minimax_m2",
+    "minimax_m2_append_think",
+    "mistral",
+    "nemotron_v3",
+    "openai_gptoss",
+]
 
 
 OBJECT_STORE_BYTES = 80 * 2**20

@@ -34,6 +34,13 @@ FAMILIES = (
     Family("gpt-oss", ("gpt_oss",), "openai", "openai_gptoss"),
     Family("Granite 4", ("granitemoehybrid",), "hermes", "none"),
     Family("DeepSeek", ("deepseek_v3",), "deepseek_v3", "deepseek_v3"),
+    Family("DeepSeek V3.2", ("deepseek_v32",), "deepseek_v32", "deepseek_v3"),
+    Family("Gemma 4", ("gemma4", "gemma4_text", "gemma4_unified"), "gemma4", "gemma4"),
+    Family("GLM", ("glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), "glm47", "glm47"),
+    Family("Kimi", ("kimi_k2", "kimi_k25"), "kimi_k2", "none"),
+    Family("MiniMax", ("minimax_m2",), "minimax_m2", "minimax_m2"),
+    Family("Mistral", ("mistral", "mistral3", "ministral3", "mistral4"), "mistral", "none"),
+    Family("Nemotron 3", ("nemotron_h",), "qwen3_coder", "nemotron_v3"),
 )
 
 
@@ -69,15 +76,17 @@ def style_of(model_type: str, template: str, added: Collection[str], chat: ChatS
         tools = next(found, family.tools if family is not None else "none")
     if reasoning == "auto":
         reasoning = _reasoning_in(template, added) or (family.reasoning if family is not None else "none")
-    return Style(form=FORMS.get(tools), reasoning=THINKING.get(reasoning))
+    form = FORMS.get(tools)
+    return Style(form=form and form.of(template, added), reasoning=THINKING.get(reasoning))
 
 
 def _reasoning_in(template: str, added: Collection[str]) -> str | None:
-    """Return the parser whose tags a model knows. Nothing shows that a model begins its answers with
+    """Return the parser whose tags a model knows. Nothing else shows that a model begins its answers with
     reasoning by itself."""
     if all(sign in template for sign in FORMS["openai"].signs):
         return "openai_gptoss"
     for name, thinking in THINKING.items():
-        if thinking.close and (thinking.close in template or thinking.close in added):
+        known = thinking.close and (thinking.close in template or thinking.close in added)
+        if known and all(sign in template for sign in thinking.signs):
             return name
     return None

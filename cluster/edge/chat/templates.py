@@ -9,8 +9,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 from tidemill.cluster.edge.chat.text import PLAIN, Message, Rendering, check_chars
 from tidemill.kvstore.errors import TidemillError
@@ -34,12 +35,14 @@ class Shape:
     one_text        the template takes either words or reasoning beside calls, so both are one text
     replaced        what becomes a part of a message of the user: keys of REFUSED
     full_tools      each tool has a description and parameters, empty ones if need be
+    ids             the form of the ids of calls: that of this family's templates; empty: any
     """
 
     text_arguments: bool = False
     one_text: bool = False
     replaced: frozenset[str] = frozenset()
     full_tools: bool = False
+    ids: Literal["", "mistral", "kimi_k2"] = ""
 
     def tools(self, how: Rendering) -> Rendering:
         """Return the rendering with tools as the template wants them."""
@@ -60,7 +63,32 @@ class Shape:
                 )
             else:
                 taken.append(new)
-        return [self._turn(message) for message in taken]
+        return [self._turn(message) for message in (self._renamed(taken) if self.ids else taken)]
+
+    def _renamed(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages with other ids of calls and of their results. An id depends on nothing behind
+        its call."""
+        renamed: list[Message] = []
+        ids: dict[str, str] = {}
+        count = 0
+        for message in messages:
+            more = dict(message.more)
+            if calls := cast("list[dict[str, Any]]", more.get("tool_calls") or []):
+                made = [self._id_of(call, count + at) for at, call in enumerate(calls)]
+                ids |= {call.get("id", ""): new for call, new in zip(calls, made, strict=True)}
+                more["tool_calls"] = [{**call, "id": new} for call, new in zip(calls, made, strict=True)]
+                count += len(calls)
+            if "tool_call_id" in more:
+                more["tool_call_id"] = ids.get(more["tool_call_id"], more["tool_call_id"])
+            renamed.append(Message(message.role, message.content, more))
+        return renamed
+
+    def _id_of(self, call: Mapping[str, Any], number: int) -> str:
+        """Return the id of a call in a chat: 9 letters and digits for Mistral; for Kimi, whose templates show
+        ids in place of names, the function and the number of the call."""
+        if self.ids == "kimi_k2":
+            return f"functions.{call['function']['name']}:{number}"
+        return blake2b(f"{number} {call.get('id')}".encode(), digest_size=5).hexdigest()[:9]
 
     def _marked(self, message: Message, before: Sequence[Message]) -> Message:
         """Return a part of the user in place of a message that the template refuses."""
@@ -183,7 +211,7 @@ def careful(render: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 
 
 _FUNCTION = {"name": "tried_call", "arguments": {"tried_key": "tried_value"}}
-_ID = "tried0000"  # Mistral's ids are 9 letters and digits
+_ID = "call_tried"
 _CALLS = {"tool_calls": [{"id": _ID, "type": "function", "function": _FUNCTION}]}
 _TRIED = (
     Message("user", "a"),
@@ -219,11 +247,11 @@ def lenient(render: Render, shape: Shape) -> Sequence[Shape]:
 
 def shape_of(render: Render) -> Shape:
     """Return the form that the template of `render` wants. `render` raises only RequestError."""
-    shapes = (PLAINLY, Shape(text_arguments=True))
+    shapes = (PLAINLY, Shape(text_arguments=True), Shape(ids="mistral"), Shape(ids="kimi_k2"))
     right = next((shape for shape in shapes if _shows_call(_tried(render, shape, _TRIED))), None)
     if right is None:
         return PLAINLY
-    return Shape(text_arguments=right.text_arguments, one_text=not _tried(render, right, _BOTH))
+    return replace(right, one_text=not _tried(render, right, _BOTH))
 
 
 _EMPTY: dict[str, object] = {"description": "", "parameters": {"type": "object", "properties": {}}}
@@ -251,10 +279,11 @@ def _tried(render: Render, shape: Shape, messages: Sequence[Message], how: Rende
 
 
 def _shows_call(prompt: str) -> bool:
-    """Return whether a call shows its arguments as JSON: not as a Python object, nor as the text of a
-    text."""
+    """Return whether a call shows its name, and then its arguments as JSON: not as a Python object, nor as
+    the text of a text."""
     mangled = "'tried_key'" in prompt or '\\"tried_key' in prompt
-    return "tried_call" in prompt and "tried_value" in prompt and not mangled
+    before, value, _ = prompt.partition("tried_value")
+    return "tried_call" in before and bool(value) and not mangled
 
 
 _OTHER = "\ue000"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tidemill.cluster.edge.chat.formats import CHANNELS, FUNCTION, CallForm, Thinking
+from tidemill.cluster.edge.chat.formats import CHANNELS, CallForm, Thinking
 from tidemill.cluster.edge.chat.output.parts import Part, ReasoningText, Text
 from tidemill.cluster.edge.chat.output.tool_call_parser import Schemas
 from tidemill.cluster.edge.chat.output.tool_call_stream import ToolCallStream
@@ -65,7 +65,7 @@ class OutputParser:
         self._inside: Literal["start", "reasoning", "words", "call", "between"] = "start"
         self._outside: Literal["reasoning", "words"] = "words"  # of calls
         if output_format.thinking:
-            self._inside = self._outside = "reasoning"
+            self._outside = "reasoning"
         self._held: str = ""
         self._after_tag = output_format.thinking  # white space there belongs to no words
         self._begin = ""  # the tag before the call
@@ -84,7 +84,7 @@ class OutputParser:
         """Take one step; return whether the held text may contain more."""
         match self._inside:
             case "start":
-                return self._start(last=last)
+                return self._start(parts, last=last)
             case "reasoning":
                 return self._reasoning(parts, last=last)
             case "words":
@@ -98,31 +98,37 @@ class OutputParser:
         self._inside = inside
         self._after_tag = after_tag
 
-    def _start(self, *, last: bool) -> bool:
-        """Start with reasoning, if the first text that is not white space opens it."""
+    def _start(self, parts: list[Part], *, last: bool) -> bool:
+        """Start with reasoning, if the prompt or the first text that is not white space opens it."""
         begun = self._held.lstrip()
-        for tag in self._thinking.opens:
-            if begun.startswith(tag):
-                self._held = begun[len(tag) :]
-                self._outside = "reasoning"
-                self._go("reasoning", after_tag=True)
-                return True
-        if not last and any(tag.startswith(begun) for tag in self._thinking.opens):
+        tag = next(filter(begun.startswith, self._thinking.opens), None)
+        if tag is not None:
+            self._held = begun[len(tag) :]
+            self._outside = "reasoning"
+        elif not last and any(tag.startswith(begun) for tag in self._thinking.opens):
             return False
-        self._go("words", after_tag=False)
+        thinks = self._outside == "reasoning"
+        if thinks and self._thinking.kept:
+            parts.append(Text(self._thinking.opens[0]))
+        self._go(self._outside, after_tag=thinks and not self._thinking.kept)
         return True
 
     def _reasoning(self, parts: list[Part], *, last: bool) -> bool:
         """Pass on reasoning. A call of a known function inside is one: not every model closes a thought."""
-        form = self._output_format.form
-        begins = form.begins if form is not None else ()
-        found = self._pass_on(parts, (self._thinking.close, *begins), ReasoningText, last=last)
-        if form is not None and found is not None and found != self._thinking.close:
+        form, close, kept = self._output_format.form, self._thinking.close, self._thinking.kept
+        tags = (*form.begins, *form.dropped) if form is not None else ()
+        found = self._pass_on(parts, (close, *tags), self._outside_kind, last=last)
+        if form is not None and found in form.begins:
             self._call_next(form, found)
-        elif found is not None:
+        elif found == close:
+            parts += [Text(close)] if kept else []
             self._outside = "words"
-            self._go("words", after_tag=True)
+            self._go("words", after_tag=not kept)
         return found is not None
+
+    @property
+    def _outside_kind(self) -> type[ReasoningText | Text]:
+        return ReasoningText if self._outside == "reasoning" and not self._thinking.kept else Text
 
     def _words(self, parts: list[Part], *, last: bool) -> bool:
         form = self._output_format.form
@@ -163,8 +169,8 @@ class OutputParser:
     def _call_next(self, form: CallForm, begin: str) -> None:
         self._inside = "call"
         self._begin = begin
-        if begin.endswith(FUNCTION):  # a part of the call itself
-            self._begin, self._held = begin.removesuffix(FUNCTION), FUNCTION + self._held
+        if form.element and begin == form.element:  # a part of the call itself
+            self._begin, self._held = "", begin + self._held
         thought = self._thinking.close if self._outside == "reasoning" else ""
         self._calling = ToolCallStream(self.num_calls, form, self._output_format.schemas, thought)
 
@@ -180,8 +186,7 @@ class OutputParser:
             if left is None:
                 closed = form.ends if self._held.startswith(form.ends) else ""
                 self._held = self._held.removeprefix(closed)
-                kind = ReasoningText if self._outside == "reasoning" else Text
-                parts.append(kind(self._begin + calling.held + closed))
+                parts.append(self._outside_kind(self._begin + calling.held + closed))
             self._go("between" if over and left is not None else self._outside, after_tag=left is not None)
             pieces += left or []
         most = self._output_format.calls_max
@@ -198,7 +203,7 @@ class OutputParser:
         between = (LEFT if form.ends else BETWEEN).match(self._held)
         assert between is not None
         begin, rest = between[0], self._held[between.end() :]
-        next_one = FUNCTION if form.body == "xml" else "{"
+        next_one = form.element or "{"
         if not last and any(sign.startswith(rest) for sign in (form.ends, next_one, FENCE)):
             return False
         if form.ends and rest.startswith(form.ends):

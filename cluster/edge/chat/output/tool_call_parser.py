@@ -3,6 +3,7 @@
     json    {"name": "look", "arguments": {"at": "the harbor"}}
     xml     <function=look> <parameter=at> the harbor </parameter> </function>
     python  look(at="the harbor")
+    gemma   look{at:<|"|>the harbor<|"|>}
 
 XML has no types, so the schema of the function determines the type of a parameter.
 """
@@ -14,10 +15,12 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, assert_never, cast
 
-from tidemill.cluster.edge.chat.formats import Body
+from tidemill.cluster.edge.chat.formats import QUOTE, CallForm
 from tidemill.cluster.edge.chat.output.parts import Call
 
-WITHOUT_PARAMETERS = re.compile(r"\s*<function=([^>\s]+)>\s*(?:</function>\s*)?")
+GEMMA_NAME = re.compile(r"([{,]\s*)([^\s\"{}\[\],:]+)\s*:")
+"""Matches the name of a member, which has no quotation marks."""
+
 CONSTANTS = {"True": True, "False": False, "None": None}
 """Constants of models that write JSON like Python."""
 
@@ -31,20 +34,20 @@ Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schemas of the arguments, by function."""
 
 
-def call_of(text: str, index: int, body: Body) -> Call | None:
+def call_of(text: str, index: int, form: CallForm) -> Call | None:
     """Return the call in `text`, in a format that cannot be parsed while it arrives; None if it is none."""
-    match body:
+    bare = form.without and form.without.fullmatch(text)
+    match form.body:
+        case _ if bare is not None:
+            found = bare[1], dict[str, object]()
         case "json":
             found = _json(text)
-        case "xml":
-            bare = WITHOUT_PARAMETERS.fullmatch(text)
-            found = None if bare is None else (bare[1], dict[str, object]())
         case "python":
             found = _python(text)
-        case "channels":
+        case "xml" | "gemma" | "channels":
             found = None
         case _:
-            assert_never(body)
+            assert_never(form.body)
     if found is None:
         return None
     name, arguments = found
@@ -101,11 +104,11 @@ def _constant(node: ast.expr) -> object:
             return ast.literal_eval(node)
 
 
-def value_of(text: str, wanted: Mapping[str, Any], schema: Mapping[str, Any]) -> object:
-    """Return the value of a parameter if its schema allows it; else its text. `schema` has definitions."""
-    if is_text(wanted, schema):
-        return text
-    types = types_of(wanted, schema)
+Types = frozenset[str]
+
+
+def value_of(text: str, types: Types | None) -> object:
+    """Return the value that a text has as JSON, if it is some and of one of the `types`; else the text."""
     bare = text.strip()
     try:
         value: object = CONSTANTS[bare] if bare in CONSTANTS else json.loads(bare)
@@ -114,7 +117,13 @@ def value_of(text: str, wanted: Mapping[str, Any], schema: Mapping[str, Any]) ->
     return text if types and "string" in types and not types & _types_of_value(value) else value
 
 
-Types = frozenset[str]
+def json_of_gemma(text: str) -> str:
+    """Return JSON for a value as Gemma writes it, with names and texts in the quotation marks of JSON."""
+    parts = enumerate(text.split(QUOTE))
+    return "".join(
+        json.dumps(part, ensure_ascii=False) if index % 2 else GEMMA_NAME.sub(r'\1"\2":', part)
+        for index, part in parts
+    )
 
 
 def types_of(  # noqa: PLR0911 - a case for each keyword
@@ -145,6 +154,19 @@ def types_of(  # noqa: PLR0911 - a case for each keyword
             return inner(_at(schema, pointer))
         case _:
             return None
+
+
+def resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema, with what it refers to among its own definitions in place of the reference."""
+    for _ in range(REFERENCES_MAX):
+        match schema:
+            case {"$ref": str(pointer)}:
+                found = _at(schema, pointer)
+                rest = {key: value for key, value in schema.items() if key != "$ref"}
+                schema = {**rest, **cast("dict[str, Any]", found)} if isinstance(found, dict) else rest
+            case _:
+                break
+    return schema
 
 
 def _at(schema: Mapping[str, Any], pointer: str) -> object:

@@ -9,31 +9,13 @@ A tag inside a text ends the call as well, if the text does not close behind it:
 """
 
 import json
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from tidemill.cluster.edge.chat.formats import FUNCTION, CallForm
+from tidemill.cluster.edge.chat.formats import CallForm
+from tidemill.cluster.edge.chat.output.parameters import ParameterStream
 from tidemill.cluster.edge.chat.output.parts import Call
-from tidemill.cluster.edge.chat.output.tool_call_parser import (
-    Schemas,
-    call_of,
-    is_text,
-    parameters_of,
-    value_of,
-)
+from tidemill.cluster.edge.chat.output.tool_call_parser import Schemas, call_of
 from tidemill.cluster.edge.chat.text import growing
-
-PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>(?:\n|(?=[^\n]))")
-PARAMETER_END, NEXT_PARAMETER, FUNCTION_END = "</parameter>", "<parameter=", "</function>"
-PARAMETER_ENDS = (PARAMETER_END, f"\n{PARAMETER_END}", f"\n{NEXT_PARAMETER}", f"\n{FUNCTION_END}")
-ELEMENTS = (NEXT_PARAMETER, FUNCTION_END)
-STRAY_END = re.compile(rf"(?:\s*{PARAMETER_END})*")
-
-JSON_LEAD = re.compile(r"\s*\[?\s*")
-PYTHON_LEAD = re.compile(r"\s*\[?\s*(?:[A-Za-z_][\w.-]*\s*)?")
-"""The text that may precede the first bracket of a call without tags."""
 
 
 class ToolCallStream:
@@ -45,9 +27,9 @@ class ToolCallStream:
         self._form = form
         self._schemas = schemas
         self._thinks = bool(thought)
-        self._span = None if form.ends or form.body == "xml" else _Span(form)
+        self._span = None if form.ends else _Span(form)
         self._tags = tuple(
-            filter(None, (thought, form.ends, *(tag for tag in form.begins if tag != FUNCTION)))
+            filter(None, (thought, form.ends, *(tag for tag in form.begins if tag != form.element)))
         )
         self._object = _Brackets("{", "}", '"')  # of a call between tags
         self._ahead: _Brackets | None = None  # behind a tag in a text of it
@@ -55,7 +37,7 @@ class ToolCallStream:
         self._scanned = 0  # characters of it that `_ahead` has
         self._read = ""
         self._held = ""
-        self._arguments: _Json | _Xml | None = None
+        self._arguments: _Json | ParameterStream | None = None
         self.rest: str | None = None  # the text behind the call, once it has ended
 
     @property
@@ -89,8 +71,11 @@ class ToolCallStream:
         were cut short are not completed: they are no JSON, so no client executes them."""
         if self._arguments is not None:
             return self._grown(self._arguments.end(closed=self.rest is not None))
-        call = None if self._lost else call_of(self._held, self._index, self._form.body)
-        return None if call is None or not self._may_call(call.name) else [call]
+        call = None if self._lost else call_of(self._held, self._index, self._form)
+        is_word = self._form.body == "xml" and not self._form.element  # unless a function has this name
+        if call is None or not self._may_call(call.name) or (is_word and call.name not in self._schemas):
+            return None
+        return [call]
 
     @property
     def _lost(self) -> bool:
@@ -106,9 +91,9 @@ class ToolCallStream:
     def _inside(self, size: int) -> list[Call]:
         """Read `size` characters, or those up to where the call closes by itself."""
         text, self._unread = self._unread[:size], self._unread[size:]
-        if self._form.body == "xml":
+        if self._form.parameters is not None:
             calls = self._take(text)
-            behind = self._arguments.rest if isinstance(self._arguments, _Xml) else None
+            behind = self._arguments.rest if isinstance(self._arguments, ParameterStream) else None
             self.rest = None if behind is None else behind + self._unread
             return calls
         at = self._object.end(text)
@@ -120,7 +105,7 @@ class ToolCallStream:
     def _is_in_text(self, tag: str, *, last: bool) -> bool | None:
         """Return whether the tag at the start of the unread text is a part of a text of the call; None: that
         is not known yet."""
-        if isinstance(self._arguments, _Xml):
+        if isinstance(self._arguments, ParameterStream):
             return self._arguments.is_open and self._closes_element(tag, last=last)
         if not self._object.in_text:
             return False
@@ -134,7 +119,8 @@ class ToolCallStream:
         return at is not None and _is_json((self._read + self._unread[:at]).partition("{")[2])
 
     def _closes_element(self, tag: str, *, last: bool) -> bool | None:
-        closes = self._unread.find(PARAMETER_END)
+        assert self._form.parameters is not None
+        closes = self._unread.find(self._form.parameters.ends[0])
         begins = self._unread.find(self._form.begins[0], len(tag))
         if closes < 0 and begins < 0 and not last:
             return None
@@ -145,14 +131,15 @@ class ToolCallStream:
             return self._grown(self._arguments.push(text))
         self._held += text
         opening = self._form.opening and self._form.opening.match(self._held)
-        if opening is None or self._lost or not self._may_call(opening[1]):
+        name = opening and opening[opening.lastindex or 1]
+        if opening is None or name is None or self._lost or not self._may_call(name):
             return []
-        if self._form.body == "xml":
-            self._arguments = _Xml(self._schemas.get(opening[1], {}))
-        else:
+        if self._form.parameters is None:
             self._arguments = _Json()
+        else:
+            self._arguments = ParameterStream(self._form.parameters, self._schemas.get(name, {}))
         rest, self._held = self._held[opening.end() :], ""
-        return [Call(self._index, opening[1], self._arguments.push(rest))]
+        return [Call(self._index, name, self._arguments.push(rest))]
 
     def _upto_bracket(self, span: "_Span", text: str) -> str:
         at = span.push(text)
@@ -179,7 +166,7 @@ class _Span:
 
     def __init__(self, form: CallForm) -> None:
         python = form.body == "python"
-        self._lead = PYTHON_LEAD if python else JSON_LEAD
+        self._lead = form.lead
         self._brackets = _Brackets("([{", ")]}", "\"'") if python else _Brackets("{", "}", '"')
         self._before: str | None = ""  # None: the first bracket has arrived
         self.lost = False
@@ -255,96 +242,3 @@ class _Json:
     def end(self, *, closed: bool) -> str:
         del closed
         return ""
-
-
-class _Xml:
-    """XML parameters, emitted as the JSON object that they form. A parameter that is no text is emitted when
-    it is complete."""
-
-    def __init__(self, schema: Mapping[str, Any]) -> None:
-        self._schema = schema
-        self._parameters = parameters_of(schema)
-        self._held = ""
-        self._name: str | None = None  # of the open parameter
-        self._before = "{"  # the text before the next one
-        self._ended = False
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether a parameter is."""
-        return self._name is not None
-
-    @property
-    def rest(self) -> str | None:
-        """Return the text behind the element, once it has ended."""
-        return self._held if self._ended else None
-
-    def push(self, text: str) -> str:
-        self._held += text
-        written: list[str] = []
-        while not self._ended and (self._between(written) if self._name is None else self._inside(written)):
-            pass
-        return "".join(written)
-
-    def end(self, *, closed: bool) -> str:
-        if self._ended:
-            return ""
-        value = "" if self._name is None else self._value(self._held, whole=closed)
-        return value if not closed else f"{value}}}" if self._before == ", " else "{}"
-
-    def _between(self, written: list[str]) -> bool:
-        """Read what follows a parameter; return whether the held text may contain more. Other text ends the
-        call."""
-        if parameter := PARAMETER.match(self._held):
-            self._name, self._held = parameter[1], self._held[parameter.end() :]
-            written.append(f"{self._before}{json.dumps(self._name, ensure_ascii=False)}: ")
-            written.append('"' if self._is_text else "")
-            self._before = ", "
-            return True
-        stray = STRAY_END.match(self._held)
-        begun = self._held[stray.end() if stray else 0 :]
-        bare = begun.lstrip()
-        if any(element.startswith(bare[: len(element)]) for element in (*ELEMENTS, PARAMETER_END)):
-            if not bare.startswith(FUNCTION_END):
-                return False
-            begun = bare.removeprefix(FUNCTION_END)
-        written.append("}" if self._before == ", " else "{}")
-        self._held, self._ended = begun, True
-        return False
-
-    def _inside(self, written: list[str]) -> bool:
-        found = ((at, end) for end in PARAMETER_ENDS if (at := self._held.find(end)) >= 0)
-        at, end = min(found, default=(len(self._held), ""))
-        if end:
-            written.append(self._value(self._held[:at], whole=True))
-            behind = end if end.endswith(PARAMETER_END) else ""
-            self._name, self._held = None, self._held[at + len(behind) :]
-            return True
-        if self._is_text:
-            cut = len(self._held) - growing(self._held, PARAMETER_ENDS)
-            written.append(_escaped(self._held[:cut]))
-            self._held = self._held[cut:]
-        return False
-
-    @property
-    def _is_text(self) -> bool:
-        return is_text(self._wanted, self._schema)
-
-    @property
-    def _wanted(self) -> Mapping[str, Any]:
-        assert self._name is not None
-        return self._parameters.get(self._name, {})
-
-    def _value(self, text: str, *, whole: bool) -> str:
-        """Return the rest of the open parameter; if it was cut short, the text so far."""
-        if not whole:
-            return _escaped(text) if self._is_text or not text else f'"{_escaped(text)}'
-        text = text.removesuffix("\n")
-        if self._is_text:
-            return f'{_escaped(text)}"'
-        return json.dumps(value_of(text, self._wanted, self._schema), ensure_ascii=False)
-
-
-def _escaped(text: str) -> str:
-    """Return the text as it stands inside of a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]

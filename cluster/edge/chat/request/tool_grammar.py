@@ -10,9 +10,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, assert_never, cast
 
-from tidemill.cluster.edge.chat.formats import FINAL, Body
+from tidemill.cluster.edge.chat.formats import FINAL, NUMBER, QUOTE, Body, CallForm, Parameters
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
-from tidemill.cluster.edge.chat.output.tool_call_parser import choices_of, is_text, parameters_of
+from tidemill.cluster.edge.chat.output.tool_call_parser import (
+    TEXT,
+    choices_of,
+    is_text,
+    parameters_of,
+    resolved,
+    types_of,
+)
 from tidemill.cluster.edge.chat.request.schema import enforced
 from tidemill.cluster.edge.chat.request.structured import check_schema
 from tidemill.cluster.edge.chat.request.tools import Tool
@@ -20,7 +27,6 @@ from tidemill.workers.messages import BLANKS, GRAMMAR_BYTES_MAX, Grammar, Reques
 
 BREAK = "\n\n"
 LINE = "\n"
-END = "</parameter>"
 ONE_LINE = {
     "coerce_one_of": True,
     "whitespace_flexible": False,
@@ -31,6 +37,22 @@ ONE_LINE = {
 
 Rules = dict[str, str]
 """The definition of each rule by its name, in Lark's syntax."""
+
+SCALARS = frozenset(["number", "integer", "boolean", "null"])
+GEMMA_VALUES: Rules = {
+    "value": "quote text | scalar | list | object",
+    "scalar": '%json {"type": ["number", "boolean", "null"]}',
+    "list": '"[" (value ("," value)*)? "]"',
+    "object": '"{" (member ("," member)*)? "}"',
+    "member": '/[A-Za-z_][A-Za-z0-9_.-]*/ ":" value',
+}
+"""Any value as Gemma writes it."""
+
+ANYTHING: dict[str, Any] = {"anyOf": [{}]}
+"""A schema of any JSON, where one without a type stands for a text."""
+
+DEPTH_MAX = 8
+"""The most objects and lists one in another of which a grammar of Gemma's follows the schemas."""
 
 
 def forced(tools: Sequence[Tool], output_format: OutputFormat, added: Mapping[str, int]) -> Grammar:
@@ -47,19 +69,23 @@ def forced(tools: Sequence[Tool], output_format: OutputFormat, added: Mapping[st
     thinking = reasoning if output_format.thinking else None
     close = literal(thinking.close + BREAK) if thinking else ""
     several = output_format.calls_max is None and written.between is not None
-    more = f"({literal(written.between or '')} call)*" if several else ""
+    more = f"({literal((written.between or '') + written.name)} call)*" if several else ""
     bodies = [
         f"{literal(function.name + written.arguments)} f{number}" for number, function in enumerate(functions)
     ]
     rules = {
-        "start": _in_order(close, literal(written.before), "call", more, literal(written.behind)),
-        "call": _in_order(literal(written.name), "body", literal(written.end)),
+        "start": _in_order(
+            close, literal(written.before + written.name), "call", more, literal(written.behind)
+        ),
+        "call": _in_order("body", literal(written.end)),
         "body": _one_of(bodies),
     }
     for number, function in enumerate(functions):
-        rules |= _arguments(f"f{number}", function.parameters or {}, form.body)
-    if form.body == "xml":
-        rules[f"text[suffix={json.dumps(END)}]"] = "/(?s:.*)/"
+        rules |= _arguments(f"f{number}", function.parameters or {}, form, added)
+    if form.parameters is not None:
+        rules |= _text(form.parameters, added)
+    if form.body == "gemma":
+        rules |= GEMMA_VALUES | {"quote": literal(QUOTE)}
     text = "\n".join(f"{name}: {definition}" for name, definition in rules.items())
     if len(text.encode(errors="replace")) > GRAMMAR_BYTES_MAX:
         raise RequestError(
@@ -96,7 +122,7 @@ def answer_or_calls(
     assert form is not None, "an answer that may call nothing"
     if form.bare == "{":  # a call begins as an answer does
         return answer
-    free = [_with_parameters(tool, _names_alone(tool, form.body)) for tool in tools]
+    free = [_with_parameters(tool, _names_alone(tool, form)) for tool in tools]
     calls = forced(free, replace(output_format, thinking=False), added).text
     schema: dict[str, Any] = {"type": "object"} if answer.kind == "json_object" else json.loads(answer.text)
     options = {"whitespace_pattern": BLANKS, "coerce_one_of": True}
@@ -106,10 +132,16 @@ def answer_or_calls(
     return Grammar(kind="lark", text=text) if len(text.encode()) <= GRAMMAR_BYTES_MAX else answer
 
 
-def _names_alone(tool: Tool, body: Body) -> dict[str, Any]:
-    if body in ("json", "channels"):
+def _names_alone(tool: Tool, form: CallForm) -> dict[str, Any]:
+    if form.body in ("json", "channels"):
         return {}
-    return {"properties": {name: {} for name in parameters_of(tool.function.parameters or {})}}
+    schema = tool.function.parameters or {}
+    marked = form.parameters is not None and "{is_text}" in form.parameters.before
+    free = {
+        name: ANYTHING if marked and not is_text(wanted, schema) else dict[str, Any]()
+        for name, wanted in parameters_of(schema).items()
+    }
+    return {"properties": free}
 
 
 def _with_parameters(tool: Tool, parameters: dict[str, Any] | None) -> Tool:
@@ -127,62 +159,117 @@ def _one_of(alternatives: Sequence[str]) -> str:
 
 def _literal(text: str, added: Mapping[str, int]) -> str:
     """Return a text as a grammar literal, with single tokens where parts of it are some."""
+    if NUMBER in text:
+        before, _, behind = text.partition(NUMBER)
+        return _in_order(_literal(before, added), "/[0-9]+/", _literal(behind, added))
     there = sorted((tag for tag in added if tag in text), key=len, reverse=True)
     parts = re.split(f"({'|'.join(map(re.escape, there))})", text) if there else [text]
     return " ".join(f"<[{added[part]}]>" if part in there else _quoted(part) for part in parts if part)
 
 
-def _arguments(name: str, schema: Mapping[str, Any], body: Body) -> Rules:
+def _arguments(name: str, schema: Mapping[str, Any], form: CallForm, added: Mapping[str, int]) -> Rules:
     """Return the rule `name` of a function's arguments, and the rules that it refers to."""
-    match body:
+    match form.body:
         case "json" | "channels":
             return {name: _json({**schema, "type": "object"})}
         case "xml":
-            return _xml_arguments(name, schema)
-        case "python":
-            return _python_arguments(name, schema)
+            assert form.parameters is not None
+            return _xml_arguments(name, schema, form.parameters, added)
+        case "python" | "gemma":
+            return _keywords(name, schema, form.body)
         case _:
-            assert_never(body)
+            assert_never(form.body)
 
 
-def _xml_arguments(name: str, schema: Mapping[str, Any]) -> Rules:
+def _xml_arguments(
+    name: str, schema: Mapping[str, Any], marks: Parameters, added: Mapping[str, int]
+) -> Rules:
     """Return the parameters in their order; optional ones may be left out."""
     needed = _needed(schema)
     parameters = list(parameters_of(schema).items())
     rules = {
-        f"{name}p{position}": _in_order(_quoted(f"<parameter={parameter}>{LINE}"), _xml_value(wanted, schema))
+        f"{name}p{position}": _xml_parameter(parameter, wanted, schema, marks, added)
         for position, (parameter, wanted) in enumerate(parameters)
     }
-    marks = ["" if parameter in needed else "?" for parameter, _ in parameters]
-    return rules | {name: _in_order(*(rule + mark for rule, mark in zip(rules, marks, strict=True)))}
+    counts = ["" if parameter in needed else "?" for parameter, _ in parameters]
+    return rules | {name: _in_order(*(rule + count for rule, count in zip(rules, counts, strict=True)))}
 
 
-def _xml_value(wanted: dict[str, Any], schema: Mapping[str, Any]) -> str:
-    end = _quoted(LINE + END + LINE)
-    if not is_text(wanted, schema):
-        return _in_order(_json({**wanted, **_defined(schema)}), end)
+def _xml_parameter(
+    name: str, wanted: dict[str, Any], schema: Mapping[str, Any], marks: Parameters, added: Mapping[str, int]
+) -> str:
+    texts = is_text(wanted, schema)
+    before = _literal(marks.before.format(name=name, is_text=json.dumps(texts)), added)
     choices = choices_of(wanted)
+    if texts and choices is None:
+        return _in_order(before, "text")
     if choices is not None:
-        return _in_order(f"({_one_of([_quoted(choice) for choice in choices])})", end)
-    return _in_order("text", _quoted(LINE))
+        value = f"({_one_of([_quoted(choice) for choice in choices])})"
+    else:
+        value = _json({**wanted, **_defined(schema)})
+    return _in_order(before, value, _literal(marks.behind, added))
 
 
-def _python_arguments(name: str, schema: Mapping[str, Any]) -> Rules:
-    """Return keyword arguments in their order. Two rules per position say what may follow: `first` before any
-    argument, `more` after a comma."""
+def _text(marks: Parameters, added: Mapping[str, int]) -> Rules:
+    """Return the rule of a text with what stands behind it. Where a part of that is a single token, the text
+    ends there: no text has such a token."""
+    behind = marks.behind
+    token = min((tag for tag in added if tag in behind), key=behind.index, default=None)
+    if token is None:
+        rest = behind.partition(marks.ends[0])[2]
+        suffix = f"chars[suffix={json.dumps(marks.ends[0])}]"
+        return {suffix: "/(?s:.*)/", "text": _in_order("chars", _literal(rest, added))}
+    at = behind.index(token)
+    before = re.escape(behind[:at]).replace("\\\n", "\\n").replace("/", "\\/")
+    return {"chars": f"/(?s:.*){before}/", "text": _in_order("chars", _literal(behind[at:], added))}
+
+
+def _keywords(name: str, schema: Mapping[str, Any], body: Body, depth: int = 0) -> Rules:
+    """Return keyword arguments in their order, those of Gemma by name. Two rules per position say what may
+    follow: `first` before any argument, `more` after a comma."""
+    gemma = body == "gemma"
     parameters = [parameter for parameter in parameters_of(schema).items() if parameter[0].isidentifier()]
+    if gemma:
+        parameters.sort(key=lambda parameter: parameter[0].lower())
     needed, defined = _needed(schema), _defined(schema)
     first = [name, *(f"{name}x{position + 1}" for position in range(len(parameters)))]
     more = [f"{name}m{position}" for position in range(len(first))]
     rules = {first[-1]: EMPTY, more[-1]: EMPTY}
     for position, (parameter, wanted) in enumerate(parameters):
-        argument = _in_order(_quoted(f"{parameter}="), _json({**wanted, **defined}), more[position + 1])
+        if gemma:
+            value = _gemma_value(f"{name}v{position}", {**wanted, **defined}, rules, depth)
+        else:
+            value = _json({**wanted, **defined})
+        argument = _in_order(_quoted(parameter + (":" if gemma else "=")), value, more[position + 1])
         rules[first[position]] = argument
-        rules[more[position]] = _in_order(_quoted(", "), argument)
+        rules[more[position]] = _in_order(_quoted("," if gemma else ", "), argument)
         if parameter not in needed:
             rules[first[position]] = _one_of([argument, first[position + 1]])
             rules[more[position]] = _one_of([rules[more[position]], more[position + 1]])
     return rules
+
+
+def _gemma_value(name: str, wanted: Mapping[str, Any], rules: Rules, depth: int) -> str:
+    """Return the rule of a value, and add those that it refers to, whose names begin with `name`. Of schemas
+    it follows types, properties, items and choices of texts."""
+    wanted = resolved(wanted)
+    types = types_of(wanted, wanted)
+    choices = choices_of(wanted)
+    items: object = wanted.get("items")
+    if choices is not None:
+        return f"quote ({_one_of([_quoted(choice) for choice in choices])}) quote"
+    if types is not None and types <= SCALARS:
+        return _json(wanted)
+    if types == TEXT:
+        return "quote text"
+    if types == frozenset(["array"]) and isinstance(items, dict) and depth < DEPTH_MAX:
+        schema = {**cast("dict[str, Any]", items), **_defined(wanted)}
+        rules[name] = _gemma_value(f"{name}i", schema, rules, depth + 1)
+        return f'"[" ({name} ("," {name})*)? "]"'
+    if types == frozenset(["object"]) and parameters_of(wanted) and depth < DEPTH_MAX:
+        rules |= _keywords(name, wanted, "gemma", depth + 1)
+        return f'"{{" {name} "}}"'
+    return "value"
 
 
 def _json(schema: Mapping[str, Any]) -> str:

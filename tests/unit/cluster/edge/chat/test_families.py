@@ -89,6 +89,51 @@ GPT_OSS_THINKS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 GPT_OSS_CALL = '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"at": "the harbor"}'
 
 
+GLM_45 = "{% if tools %}<tool_call>{name}\n<arg_key>{k}</arg_key>\n<arg_value>{v}{% endif %} <think></think>"
+GLM_47 = "{% if tools %}<tool_call>{name}<arg_key>{k}</arg_key><arg_value>{v}{% endif %} <think></think>"
+KIMI = "{% if tools %}<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}{% endif %}"
+KIMI_THINKS = KIMI + "<think></think>"
+MINIMAX = (
+    "{% if tools %}{% set begin = '<minimax:tool_call>' %}<invoke name=\"n\">{% endif %} <think> </think>"
+)
+MISTRAL = "{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]f[ARGS]{} [THINK]...[/THINK]"
+MISTRAL_V3 = "{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS] ["
+GEMMA = "{% if tools %}<|tool_call>call:f{}<tool_call|>{% endif %} <|channel>thought\n<channel|>"
+DEEPSEEK_V32 = (
+    "{% set dsml = '\uff5cDSML\uff5c' %}{% if tools %}<{{ dsml }}function_calls>{% endif %} <think></think>"
+)
+NEMOTRON = QWEN3_CODER + "<think></think>"
+
+GLM_CALLS = (
+    "\n<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>the harbor</arg_value>\n</tool_call>"
+    "<tool_call>wait<arg_key>s</arg_key><arg_value>3</arg_value></tool_call>"
+)
+KIMI_CALLS = (
+    '<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{"at": '
+    '"the harbor"}<|tool_call_end|><|tool_call_begin|>functions.wait:1<|tool_call_argument_begin|>{"s": 3}'
+    "<|tool_call_end|><|tool_calls_section_end|>"
+)
+MINIMAX_CALLS = (
+    '\n<minimax:tool_call>\n<invoke name="look">\n<parameter name="at">the harbor</parameter>\n</invoke>\n'
+    '<invoke name="wait">\n<parameter name="s">3</parameter>\n</invoke>\n</minimax:tool_call>'
+)
+MISTRAL_CALLS = '[TOOL_CALLS]look[ARGS]{"at": "the harbor"}[TOOL_CALLS]wait[ARGS]{"s": 3}'
+MISTRAL_V3_CALLS = (
+    '[TOOL_CALLS] [{"name": "look", "arguments": {"at": "the harbor"}, "id": "a1b2c3d4e"}, '
+    '{"name": "wait", "arguments": {"s": 3}, "id": "a1b2c3d4f"}]'
+)
+GEMMA_CALLS = (
+    '<|tool_call>call:look{at:<|"|>the harbor<|"|>}<tool_call|><|tool_call>call:wait{s:3}<tool_call|>'
+)
+DSML_CALLS = """\n\n<%function_calls>
+<%invoke name="look">
+<%parameter name="at" string="true">the harbor</%parameter>
+</%invoke>
+<%invoke name="wait">
+<%parameter name="s" string="false">3</%parameter>
+</%invoke>
+</%function_calls>""".replace("%", "\uff5cDSML\uff5c")
+
 LLAMA_WAIT = '{"parameters": "{\\"s\\": 3}", "name": "wait"}'
 LLAMA_BOTH = (
     '\n<|python_tag|>{"type": "function", "name": "look", "parameters": {"at": "the harbor"}}; '
@@ -144,6 +189,34 @@ ANSWERS: list[tuple[str, str, str, str, Parsed]] = [
     ("deepseek_v3", DEEPSEEK_V3, "", f"So.{V3_CALLS}", ("", "So.", [LOOK, WAIT])),
     ("deepseek_v3", DEEPSEEK_V31, "<think>", f"Hm.</think>{V31_CALLS}", ("Hm.", "", [LOOK, WAIT])),
     ("deepseek_v3", DEEPSEEK_V31, "</think>", "Yes.", ("", "Yes.", [])),
+    ("glm4_moe", GLM_45, "<|assistant|>", f"\n<think>Hm.</think>{GLM_CALLS}", ("Hm.", "", [LOOK, WAIT])),
+    ("glm4_moe", GLM_45, "<think></think>", f"So.{GLM_CALLS}", ("", "So.\n", [LOOK, WAIT])),
+    ("glm4_moe", GLM_47, "<|assistant|><think>", f"Hm.</think>{GLM_CALLS}", ("Hm.", "", [LOOK, WAIT])),
+    ("glm4_moe", GLM_47, "<|assistant|></think>", "Yes.", ("", "Yes.", [])),
+    ("kimi_k2", KIMI, "<|im_middle|>", f"So.{KIMI_CALLS}", ("", "So.", [LOOK, WAIT])),
+    ("kimi_k2", KIMI_THINKS, "<|im_middle|>", f"<think>Hm.</think>{KIMI_CALLS}", ("Hm.", "", [LOOK, WAIT])),
+    ("kimi_k2", KIMI_THINKS, "<|im_middle|>", f"Hm.{KIMI_CALLS}", ("Hm.", "", [LOOK, WAIT])),
+    ("kimi_k25", KIMI_THINKS, "<think></think>", "Yes.", ("", "Yes.", [])),
+    (
+        "minimax_m2",
+        MINIMAX,
+        "]~b]ai\n<think>\n",
+        f"Hm.\n</think>{MINIMAX_CALLS}",
+        ("Hm.\n", "", [LOOK, WAIT]),
+    ),
+    ("minimax_m2", "", "]~b]ai\n", "Hm.</think>Yes.", ("Hm.", "Yes.", [])),
+    ("mistral3", MISTRAL, "[/INST]", f"[THINK]Hm.[/THINK]So.{MISTRAL_CALLS}", ("Hm.", "So.", [LOOK, WAIT])),
+    ("mistral", MISTRAL_V3, "[/INST]", MISTRAL_V3_CALLS, ("", "", [LOOK, WAIT])),
+    (
+        "gemma4",
+        GEMMA,
+        "<|turn>model\n",
+        f"<|channel>thought\nHm.<channel|>{GEMMA_CALLS}",
+        ("Hm.", "", [LOOK, WAIT]),
+    ),
+    ("gemma4", GEMMA, "<|channel>thought\n<channel|>", f"So.{GEMMA_CALLS}", ("", "So.", [LOOK, WAIT])),
+    ("deepseek_v32", DEEPSEEK_V32, "<think>", f"Hm.</think>{DSML_CALLS}", ("Hm.", "", [LOOK, WAIT])),
+    ("nemotron_h", NEMOTRON, "<think>\n", f"Hm.</think>{XML_LOOK}", ("Hm.", "", [LOOK])),
 ]
 
 
@@ -164,19 +237,42 @@ def test_answers_are_parsed_by_family(
         ("granitemoehybrid", "hermes", None),
         ("deepseek_v3", "deepseek_v3", "deepseek_v3"),
         ("mamba", None, None),
+        ("deepseek_v32", "deepseek_v32", "deepseek_v3"),
+        ("gemma4_text", "gemma4", "gemma4"),
+        ("glm_moe_dsa", "glm47", "glm47"),
+        ("kimi_k2", "kimi_k2", None),
+        ("minimax_m2", "minimax_m2", "minimax_m2"),
+        ("mistral3", "mistral", None),
+        ("nemotron_h", "qwen3_coder", "nemotron_v3"),
     ],
 )
 def test_ambiguous_template_leaves_the_choice_to_the_architecture(
     model_type: str, tools: str | None, reasoning: str | None
 ) -> None:
     style = style_of(model_type, "{{ messages }} {{ tools }}", (), AUTO)
-    assert style.form == (None if tools is None else FORMS[tools])
+    assert style.form == (None if tools is None else FORMS[tools].of("", ()))
     assert style.reasoning == (None if reasoning is None else THINKING[reasoning])
 
 
 def test_each_architecture_is_of_one_family() -> None:
     names = [name for family in FAMILIES for name in family.model_types]
     assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("template", "added", "name"),
+    [
+        (MISTRAL, (), "[TOOL_CALLS]"),
+        (MISTRAL_V3, ("[ARGS]",), "[TOOL_CALLS]"),
+        (MISTRAL_V3, (), '{"name": "'),
+    ],
+)
+def test_calls_are_written_as_the_age_of_a_model_wants(
+    template: str, added: tuple[str, ...], name: str
+) -> None:
+    form = style_of("mistral", template, added, AUTO).form
+    assert form is not None
+    assert form.written.name == name
 
 
 def test_tokens_identify_a_family_and_settings_take_precedence() -> None:

@@ -88,6 +88,24 @@ def test_worn_calls_are_rendered(folder: Path, template: str, arguments: str, ab
         assert shown == f"a|look: {arguments}|"
 
 
+def test_ids_of_calls_are_those_of_the_family(folder: Path) -> None:
+    again = [
+        Message("assistant", "", {"tool_calls": [{**CALL, "id": "d"}, CALL]}),
+        Message("tool", "there", {"tool_call_id": "c", "name": "look"}),
+        Message("tool", "gone", {"tool_call_id": "e"}),
+    ]
+    tokenizer = load_tokenizer(folder, ChatSettings(template=BY_ID))
+    called = '{"at": "the harbor"}'
+    first = f"user: Where?|assistant: <functions.look:0{called}>|tool: here of functions.look:0|"
+    assert rendered(tokenizer, *CALLED) == first
+    assert rendered(tokenizer, *CALLED, *again) == (
+        f"{first}assistant: <functions.look:1{called}><functions.look:2{called}>|"
+        "look: there of functions.look:2|tool: gone of e|"
+    )
+    tokenizer = load_tokenizer(folder, ChatSettings(template=NINE_SHOWN))
+    assert rendered(tokenizer, *CALLED) == f"Where?|{PROMPT}|here|"
+
+
 def test_list_of_no_calls_is_none() -> None:
     turn = ChatMessage.model_validate({"role": "assistant", "content": "a", "tool_calls": []})
     assert turn.message().more == {}  # some templates ask whether there is a list
@@ -105,6 +123,13 @@ ALTERNATING = """{% for m in messages %}
 NINE = """{% for m in messages %}{% for c in m.tool_calls or [] %}
 {%- if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}{% endfor %}
 {{- m.role }}: {{ m.content }}|{% endfor %}"""
+CALLS = "{%- for c in m.tool_calls or [] %}"
+NINE_SHOWN = OBJECTS.replace(
+    CALLS, CALLS + "{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}"
+)
+BY_ID = """{% for m in messages %}{{ m.name or m.role }}: {{ m.content }}
+{%- for c in m.tool_calls or [] %}<{{ c.id }}{{ c.function.arguments | tojson }}>{% endfor %}
+{%- if m.role == 'tool' %} of {{ m.tool_call_id }}{% endif %}|{% endfor %}"""
 LATE = Message("system", "s")
 ANSWER = Message("assistant", "b")
 
@@ -139,7 +164,7 @@ ANSWER = Message("assistant", "b")
             CALLED,
             (
                 'user: Where?|assistant: <tool_calls>\n{"name": "look", "arguments": {"at": "the harbor"}}\n'
-                "</tool_calls>|user: <tool>\nhere\n</tool>|"
+                "</tool_calls>|tool: here|"
             ),
         ),
         (

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.cluster.edge.chat.formats import CHANNEL, FINAL, FORMS, MESSAGE, SPOKEN_IN_CHANNELS, THINKING
+from tidemill.cluster.edge.chat.formats import (
+    CHANNEL,
+    FINAL,
+    FORMS,
+    KIMI_ARGUMENTS,
+    MESSAGE,
+    QUOTE,
+    SPOKEN_IN_CHANNELS,
+    THINKING,
+)
 from tidemill.cluster.edge.chat.output.harmony import open_parser
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat, OutputParser
 from tidemill.cluster.edge.chat.output.parts import Call, Part, ReasoningText, Text
@@ -103,6 +112,7 @@ SCHEMAS = {"f": {"properties": {"note": {"type": "string"}, "n": {"type": "integ
 SNIPPETS = {
     "json": ['{"name": "f", "arguments": {"a": 1}}', '{"name": "f", "parameters": {', "[", "]", ";", ","],
     "xml": ["<function=f>", "</function>", "<parameter=note>", "<parameter=n>", "</parameter>"],
+    "gemma": ["call:f{", "call:g{}", "note:", "n:", QUOTE, "[", "]", ",", "12"],
     "python": ["[", "]", "f(", "f(note='a', n=[1])", ")", ",", "f.g", "'"],
     "channels": [
         FINAL,
@@ -133,6 +143,14 @@ def spoken(draw: st.DrawFn) -> tuple[OutputFormat, str]:
     if manner.reasoning is None or not manner.reasoning.close:
         manner = replace(manner, thinking=False)
     snippets = SNIPPETS["channels" if form is None else form.body]
+    if form is not None and form.parameters is not None:
+        names = [form.parameters.before.format(name=name, is_text="true") for name in ("note", "n")]
+        named = (f"{form.element}{mark}f{mark}>" for mark in ('"', ""))
+        snippets = [*snippets, *names, *named, *form.parameters.ends, form.parameters.closes]
+    if form is FORMS["mistral"]:
+        snippets = [*snippets, "f[ARGS]", "g{}"]
+    if form is FORMS["kimi_k2"]:
+        snippets = [*snippets, f"functions.f:1{KIMI_ARGUMENTS}{{", f"g{KIMI_ARGUMENTS}"]
     bits = [*manner.tags, *(form.tags if form else ()), *snippets, *snippets, *LETTERS]
     return manner, "".join(draw(st.lists(st.sampled_from(bits), max_size=16)))
 
@@ -157,7 +175,8 @@ def test_shown_text_is_never_more_than_the_output(spoken: tuple[OutputFormat, st
     manner, text = spoken
     parts = parsed(manner, text)
     shown = "".join(part.text for part in parts if not isinstance(part, Call))
-    rest = iter(text)
+    kept = manner.reasoning is not None and manner.reasoning.kept
+    rest = iter("<think>" + text if kept else text)
     assert all(char in rest for char in shown), "something was made up, or its order changed"
     if manner.form is None and not manner.channels:
         bare = text

@@ -8,7 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.cluster.edge.chat.output.test_output_parser import joined, parsed
-from tidemill.cluster.edge.chat.formats import BEGIN, CALL, CALLED, FORMS, SEP, THINKING
+from tidemill.cluster.edge.chat.formats import (
+    BEGIN,
+    CALL,
+    CALLED,
+    DSML,
+    FORMS,
+    KIMI_END,
+    NUMBER,
+    QUOTE,
+    SEP,
+    THINKING,
+    THOUGHT,
+)
 from tidemill.cluster.edge.chat.formats import END_OF_CALL as END
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
 from tidemill.cluster.edge.chat.output.parts import Call, ReasoningText, Text
@@ -94,6 +106,131 @@ XML: list[tuple[str, list[Any]]] = [
         for name in names
     ),
 ]
+
+
+def call(form: str, name: str, /, **texts: str) -> str:
+    """Return a call as a model writes it, with values as they stand in XML, or texts in JSON."""
+    how, marks = FORMS[form].written, FORMS[form].parameters
+    inside = json.dumps(texts)
+    if FORMS[form].body == "gemma":
+        inside = ",".join(f"{key}:{QUOTE}{text}{QUOTE}" for key, text in texts.items())
+    elif marks is not None:
+        inside = "".join(
+            marks.before.format(name=key, is_text="true") + text + marks.behind for key, text in texts.items()
+        )
+    return f"{how.name}{name}{how.arguments.replace(NUMBER, '0')}{inside}{how.end}"
+
+
+def around(form: str, *calls: str) -> str:
+    how = FORMS[form].written
+    return f"{how.before}{(how.between or '').join(calls)}{how.behind}"
+
+
+def worn(form: str) -> list[tuple[str, list[Any]]]:
+    """Return the cases that each family with a tag around calls has."""
+    begin, end = FORMS[form].begins[0], FORMS[form].ends
+    one, two = call(form, "f", note="a"), call(form, "g")
+    cut = around(form, one).partition('a"' if FORMS[form].body == "json" else "a<")[0] + "a"
+    whole = around(form, two, call(form, "f", note=f"a {end or begin} b"), two)
+    return [
+        (f"{around(form, one, two)} so", [f, g, "so"]),
+        (f"So {around(form, two, one)}{around(form, one)}", ["So ", g, f, f]),
+        (around(form, one)[: -len(FORMS[form].written.behind) or None] + around(form, two), [f, g]),
+        (whole, [g, ["f", {"note": f"a {end or begin} b"}], g]),
+        (f"{begin}oh{end} so", [f"{begin}oh{end} so"]),
+        (
+            f"{begin}oh{end}{around(form, one)}" if end else around(form, one),
+            [f"{begin}oh{end}", f][not end :],
+        ),
+        (f"So {begin}", [f"So {begin}"]),
+        (cut, [["f", '{"note": "a']]),
+    ]
+
+
+KEYED: list[tuple[str, str, list[Any]]] = [
+    (
+        form,
+        around(form, call(form, "f", **{name: text})),
+        [["f", {name: value}]],
+    )
+    for form in ("deepseek_v32", "minimax_m2", "glm45", "glm47", "gemma4")
+    for names, text, value in [
+        (("note", "maybe", "any", "ref", "fixed", "all", "mixed"), "123", "123"),
+        (("note", "maybe", "any", "ref", "all"), "[1]", "[1]"),
+        (("number",), "12", 12),
+    ]
+    for name in names
+]
+DSML_VALUE = '<{0}invoke name="f">\n<{0}parameter name="{1}" string="false">{2}</{0}parameter>\n</{0}invoke>'
+GLM = "<tool_call>f<arg_key>note</arg_key><arg_value>a"
+M2 = '<minimax:tool_call>\n<invoke name="f">\n<parameter name="note">a'
+KIMI = "<|tool_call_begin|>functions.f:3<|tool_call_argument_begin|>"
+GEMMA = "<|tool_call>call:f{"
+TODAY: list[tuple[str, str, list[Any]]] = [
+    *(
+        (form, text, parts)
+        for form in ("deepseek_v32", "minimax_m2", "kimi_k2", "mistral", "gemma4", "glm45", "glm47")
+        for text, parts in worn(form)
+    ),
+    *KEYED,
+    *(
+        ("deepseek_v32", DSML_VALUE.format(DSML, name, text), [["f", {name: value}]])
+        for name, text, value in [
+            ("free", "12", 12),
+            ("any", "null", None),
+            ("note", "12", "12"),
+            ("one", '"a"', "a"),
+            ("number", "many", "many"),
+        ]
+    ),
+    (
+        "glm47",
+        f"{GLM}<arg_key>number</arg_key><arg_value>2</arg_value>{CALLED}",
+        [["f", {"note": "a", "number": 2}]],
+    ),
+    ("glm47", f"{GLM}{CALLED}{CALL}g{CALLED}", [f, g]),
+    ("glm47", f"{GLM}</arg_value> well{CALLED} so", [f, f"well{CALLED} so"]),
+    (
+        "glm47",
+        f"{CALL}f\n<arg_key> note </arg_key>\n<arg_value> a\n</arg_value>{CALLED}",
+        [["f", {"note": " a\n"}]],
+    ),
+    (
+        "minimax_m2",
+        f'{M2}\n<parameter name="number">2</parameter></invoke>',
+        [["f", {"note": "a", "number": 2}]],
+    ),
+    ("minimax_m2", f"{M2}\n</invoke>\n<invoke name='g'></invoke></minimax:tool_call> so", [f, g, "so"]),
+    ("minimax_m2", "So <invoke name=g>\n</invoke> so", ["So ", g, "so"]),
+    ("minimax_m2", "a <invoke name= and b", ["a <invoke name= and b"]),
+    ("kimi_k2", f'{KIMI}null{KIMI_END}{KIMI} {{"note": "a"}}', [["f", {}], f]),
+    ("kimi_k2", f"{KIMI.replace('functions.f:3', 'f')}{KIMI_END}", [["f", {}]]),
+    ("mistral", f"[TOOL_CALLS][{F}, {G}] so", [f, g, "so"]),
+    ("mistral", '[TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]{"note": "a"}[TOOL_CALLS]g{}', [f, g]),
+    ("mistral", "[TOOL_CALLS]f[ARGS]", [["f", {}]]),
+    (
+        "gemma4",
+        f"{GEMMA}number:1.5,note:{QUOTE}a{QUOTE}}}call:g{{}}",
+        [["f", {"number": 1.5, "note": "a"}], g],
+    ),
+    (
+        "gemma4",
+        f"{GEMMA}free:{{a:[{QUOTE}b, c:]{QUOTE},1,{{}}],d:true}},note:{QUOTE}}}{QUOTE}}}<tool_call|>",
+        [["f", {"free": {"a": ["b, c:]", 1, {}], "d": True}, "note": "}"}]],
+    ),
+    (
+        "gemma4",
+        f"{GEMMA}note:12,maybe:null,free: x ,one:7<tool_call|>",
+        [["f", {"note": "12", "maybe": None, "free": "x", "one": 7}]],
+    ),
+    (
+        "gemma4",
+        f"{GEMMA}note:{QUOTE}a<tool_call|> so{GEMMA}}}<tool_call|>",
+        [f, "so", ["f", {}]],
+    ),
+    ("gemma4", f"{GEMMA}note:{QUOTE}a{QUOTE} well}}<tool_call|>", [f, "well}<tool_call|>"]),
+    ("gemma4", "<|tool_call>call:g<tool_call|>", [g]),
+]
 V3_CALL = f'{BEGIN}{V3}{{"note": "a"}}\n```{END}'
 V31_CALL = f'{BEGIN}f{SEP}{{"note": "a"}}{END}'
 CASES: list[tuple[str, str, list[Any]]] = [
@@ -110,6 +247,8 @@ CASES: list[tuple[str, str, list[Any]]] = [
     ("llama3_json", f"{F}; {G} so".replace("arguments", "parameters"), [f, g, "so"]),
     ("llama3_json", '{"name": "f", "parameters": null}', [["f", {}]]),
     ("pythonic", "[f(note='a'), g()] so", [f, g, "so"]),
+    ("deepseek_v31", f"{BEGIN}g{SEP}null{END}{V31_CALL}", [g, f]),
+    *TODAY,
     ("pythonic", "[f(note='])')]", [["f", {"note": "])"}]]),
 ]
 
@@ -162,20 +301,59 @@ def test_call_of_a_known_function_inside_a_thought(text: str, parts: list[Any]) 
     assert parsed(manner, *text) == parts
 
 
-ITEMS = {
-    "hermes": [f"{CALL}{F}{CALLED}", f"{CALL}{F}", f"{CALL}{F}{G}{CALLED}", f"{CALL}{{oh{CALLED}"],
-    "qwen3_coder": [f"{CALL}{FX}{CALLED}", FX, f"{CALL}{FX}{GX}{CALLED}", f"{CALL}oh{CALLED}", f"{CALL}{FX}"],
-    "deepseek_v31": [V31_CALL, V31_CALL.removesuffix(END), f"{BEGIN}oh{END}"],
-}
+@pytest.mark.parametrize("form", sorted({form for form, _, _ in TODAY}))
+def test_call_inside_an_unclosed_thought_of_each_family(form: str) -> None:
+    manner = OutputFormat(form=FORMS[form], reasoning=THINKING["qwen3"], thinking=True, schemas=SCHEMAS)
+    text = f"Hm. {around(form, call(form, 'f', note='a'), call(form, 'h', note='b'))} Hm.{THOUGHT}Yes."
+    for pieces in ([text], list(text)):
+        thought, made, more, words = parsed(manner, *pieces)
+        assert (thought, words) == (ReasoningText("Hm. "), Text("Yes."))
+        assert isinstance(made, Call)
+        assert (made.name, json.loads(made.arguments)) == ("f", {"note": "a"})
+        assert isinstance(more, ReasoningText)
+        assert "h" in more.text
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "thinking", "text", "parts"),
+    [
+        ("kimi_k2", True, f"Hm.{THOUGHT}Yes.", [ReasoningText("Hm."), Text("Yes.")]),
+        ("kimi_k2", True, f"<think>Hm.{THOUGHT}Yes.", [ReasoningText("Hm."), Text("Yes.")]),
+        ("qwen3", True, f" <think>\nHm.{THOUGHT}\n\nYes.", [ReasoningText("Hm."), Text("Yes.")]),
+        (
+            "minimax_m2_append_think",
+            True,
+            f"\nHm.{THOUGHT}\n\nYes.",
+            [Text(f"<think>\nHm.{THOUGHT}\n\nYes.")],
+        ),
+        ("minimax_m2_append_think", False, "Yes.", [Text("Yes.")]),
+        ("gemma4", False, "<|channel>thought\nHm.<channel|>Yes.", [ReasoningText("Hm."), Text("Yes.")]),
+        ("gemma4", False, "<|channel>thought\n<channel|>Yes.", [Text("Yes.")]),
+        ("mistral", False, "[THINK]Hm.[/THINK]Yes.", [ReasoningText("Hm."), Text("Yes.")]),
+        ("nemotron_v3", True, f"Hm.{THOUGHT}Yes.", [ReasoningText("Hm."), Text("Yes.")]),
+    ],
+)
+def test_reasoning_of_todays_families(reasoning: str, text: str, parts: list[Any], *, thinking: bool) -> None:
+    manner = OutputFormat(reasoning=THINKING[reasoning], thinking=thinking)
+    assert parsed(manner, text) == parts
+    assert parsed(manner, *text) == parts
+
+
+def items(form: str) -> list[tuple[str, int]]:
+    """Return texts with the numbers of calls of `f` in them."""
+    begin, end = FORMS[form].begins[0], FORMS[form].ends
+    one = call(form, "f", note="a")
+    whole = around(form, one)
+    parts = [(whole, 1), (around(form, one, one), 2), (f"{begin}oh{end}" if end else "", 0), (" well ", 0)]
+    return [*parts, (whole.removesuffix(FORMS[form].written.behind).removesuffix(end), 1)]
 
 
 @given(st.data())
 def test_no_words_and_no_call_are_lost(data: st.DataObject) -> None:
-    form = data.draw(st.sampled_from(sorted(ITEMS)))
-    items = data.draw(st.lists(st.sampled_from([*ITEMS[form], " well "]), max_size=7))
-    text = "".join(items)
+    form = data.draw(st.sampled_from(["hermes", "qwen3_coder", "deepseek_v31", *(row[0] for row in TODAY)]))
+    drawn = data.draw(st.lists(st.sampled_from(items(form)), max_size=7))
+    text = "".join(text for text, _ in drawn)
     parts = parts_of(OutputFormat(form=FORMS[form], schemas=SCHEMAS), *text)
-    called: list[str] = [part[0] for part in parts if isinstance(part, list)]
     shown = "".join(part for part in parts if isinstance(part, str))
-    assert called.count("f") == text.count('"a"') + text.count("=f>")
+    assert sum(isinstance(part, list) for part in parts) == sum(calls for _, calls in drawn)
     assert (shown.count("well"), shown.count("oh")) == (text.count("well"), text.count("oh"))

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from tests.support.cluster.fake_service import EOS, KEEPER
 from tests.support.workers.masks import accepts
-from tidemill.cluster.edge.chat.formats import FINAL, FORMS, THINKING, THOUGHT
+from tidemill.cluster.edge.chat.formats import FINAL, FORMS, NUMBER, QUOTE, THINKING, THOUGHT
 from tidemill.cluster.edge.chat.output.harmony import open_parser
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
 from tidemill.cluster.edge.chat.output.parts import Call, joined
@@ -57,18 +57,25 @@ def vocabulary(*tags: str) -> tuple[RawTokenizer, Grammars]:
 def written(form: str, arguments: Mapping[str, Any], name: str = "look") -> str:
     """A call as such a model writes it, without what surrounds all of them."""
     text = json.dumps(arguments)
+    marks = FORMS[form].parameters
     match FORMS[form].body:
         case "xml":
+            assert marks is not None
             text = "".join(
-                f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
+                marks.before.format(name=key, is_text=json.dumps(isinstance(value, str)))
+                + (value if isinstance(value, str) else json.dumps(value))
+                + marks.behind
                 for key, value in arguments.items()
             )
         case "python":
             text = ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items())
+        case "gemma":
+            text = ",".join(f"{key}:{json.dumps(value)}" for key, value in sorted(arguments.items()))
+            text = text.replace('"', QUOTE)
         case "json" | "channels":
             pass
     how = FORMS[form].written
-    return f"{how.name}{name}{how.arguments}{text}{how.end}"
+    return f"{how.name}{name}{how.arguments.replace(NUMBER, '0')}{text}{how.end}"
 
 
 def around(form: str, *calls: str) -> str:
