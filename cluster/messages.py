@@ -46,7 +46,8 @@ class PlacementRequest:
 class Route:
     """The workers of one attempt. Without a `prefill` worker the decode worker computes the prompt. With one
     it computes at most `gap_tokens_max` tokens of it (None: any number). The prompt has its first
-    `shared_pages` pages in common with one that was placed lately."""
+    `shared_pages` pages in common with one that was placed lately. Of the workers that do not compute it,
+    `elsewhere` can restore the most of it: `elsewhere_pages`."""
 
     decode: WorkerId
     decode_address: str
@@ -56,6 +57,8 @@ class Route:
     predicted_s: Seconds = 0.0  # time to first token; 0: no worker has measured its speed
     queue_offset_s: Finite = 0.0  # see Request
     shared_pages: Count = 0
+    elsewhere: WorkerId | None = None
+    elsewhere_pages: Count = 0
 
 
 SetBy = Literal["operator", "broker", "share"]

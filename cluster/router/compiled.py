@@ -26,10 +26,10 @@ CONSTANTS = array(
         *(definition.RHO_MAX, definition.TIED, RHO_TAU_S, ROW_TOKENS, FETCHED_SHARE, LIGHT_STEPS),
     ),
 )
-MADE = 9
+MADE = 11
 """The numbers of a placement: the slots of its decode and its prefill worker (-1: none), the predicted
-seconds, the shared pages; of the prompt the tokens and seconds; its bytes and those of the stream; and the
-time at which the stream starts."""
+seconds, the shared pages; of the prompt the tokens and seconds; its bytes and those of the stream; the time
+at which the stream starts; and the slot and the pages of `elsewhere`."""
 
 
 class Placed(NamedTuple):
@@ -83,10 +83,18 @@ class CompiledPlacement:
 
 
 def _placed(fleet: Fleet, request: PlacementRequest, now_s: float, made: "array[float]") -> Placed:
-    decode_slot, prefill_slot, predicted_s, shared, tokens, seconds, prompt_bytes, stream_bytes, due_s = made
+    decode_slot, prefill_slot, predicted_s, shared, tokens, seconds, prompt_bytes, stream_bytes = made[:8]
+    due_s, elsewhere_slot, elsewhere_pages = made[8:]
     decode = fleet.at(int(decode_slot)).info
     hop = None if prefill_slot < 0 else fleet.at(int(prefill_slot)).info
-    route = definition.route_of(decode, hop, predicted_s, int(shared))
+    route = definition.route_of(
+        decode,
+        hop,
+        predicted_s,
+        shared_pages=int(shared),
+        elsewhere=fleet.at(int(elsewhere_slot)).info.worker if elsewhere_pages else None,
+        elsewhere_pages=int(elsewhere_pages),
+    )
     prompt = Booking(
         tokens=int(tokens),
         rows=1,

@@ -524,6 +524,15 @@ class View {
         made[6] = needed_bytes(slot);
         made[7] = needed_bytes(decode);
         made[8] = asked_.now_s + (in_seconds ? w.wait : 0.0) + made[5];
+        made[9] = made[10] = 0;
+        for (int64_t other = 0; other < num_slots_; other++) {
+            const double pages = depths_[2 * other + 1];
+            if (!pages || other == slot || at(NAMESPACE, other) != at(NAMESPACE, slot)) continue;
+            if (pages > made[10] || (pages == made[10] && at(NAME, other) > at(NAME, (int64_t)made[9]))) {
+                made[9] = other;
+                made[10] = pages;
+            }
+        }
     }
 
     double prompt_slowdown(const Worker& w, double target) const {

@@ -23,7 +23,7 @@ from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.cluster.router.cost_model import Costs, Vector
 from tidemill.cluster.router.fleet_view import Booking, Column, Fleet, Member, RequestBooked
 from tidemill.cluster.router.prefix_table import cut_keys
-from tidemill.workers.messages import WorkerInfo
+from tidemill.workers.messages import WorkerId, WorkerInfo
 from tidemill.workers.scheduling.limits import ANSWER_TOKENS
 
 GAP_PAGES_MAX = 2
@@ -97,10 +97,27 @@ def place(fleet: Fleet, request: PlacementRequest, now_s: float, extra: Vector |
     decode = fleet.at(best).info
     hop = None if prefill is None or alone[best] else prefill.member.info
     predicted_s = float(first_token[best]) if view.costs.in_seconds else 0.0
-    return route_of(decode, hop, predicted_s, shared_pages=fleet.shared_pages(request.keys))
+    computing = fleet.members[decode.worker if hop is None else hop.worker].slot
+    slot, pages = _deepest_elsewhere(view, computing)
+    return route_of(
+        decode,
+        hop,
+        predicted_s,
+        shared_pages=fleet.shared_pages(request.keys),
+        elsewhere=fleet.at(slot).info.worker if pages else None,
+        elsewhere_pages=pages,
+    )
 
 
-def route_of(decode: WorkerInfo, hop: WorkerInfo | None, predicted_s: float, shared_pages: int) -> Route:
+def route_of(
+    decode: WorkerInfo,
+    hop: WorkerInfo | None,
+    predicted_s: float,
+    *,
+    shared_pages: int,
+    elsewhere: WorkerId | None,
+    elsewhere_pages: int,
+) -> Route:
     """Return the route to a decode worker, over a prefill worker if there is a `hop`."""
     return Route(
         decode=decode.worker,
@@ -110,6 +127,8 @@ def route_of(decode: WorkerInfo, hop: WorkerInfo | None, predicted_s: float, sha
         gap_tokens_max=GAP_PAGES_MAX * decode.page_tokens if hop else None,
         predicted_s=predicted_s,
         shared_pages=shared_pages,
+        elsewhere=elsewhere,
+        elsewhere_pages=elsewhere_pages,
     )
 
 
@@ -226,6 +245,16 @@ def _eligible(view: _View, column: Column) -> Chosen:
     failed = [members[worker].slot for worker in view.request.avoid if worker in members]
     others = eligible[~np.isin(eligible, failed)] if failed else eligible
     return others if len(others) else eligible
+
+
+def _deepest_elsewhere(view: _View, computing: int) -> tuple[int, int]:
+    """Return the slot that can restore most pages, other than the computing worker's, and the pages. It
+    names its pages as that worker does."""
+    namespace = view.table[Column.NAMESPACE]
+    pages = np.where(namespace == namespace[computing], view.announced / view.costs.page_tokens, 0.0)
+    pages[computing] = 0.0
+    slot = int(np.lexsort((view.table[Column.NAME], pages))[-1])
+    return slot, int(pages[slot])
 
 
 def _pick(view: _View, slots: Chosen, scores: Vector) -> int:

@@ -308,3 +308,22 @@ def test_placement_moves_only_a_share_of_families_to_a_new_worker() -> None:
     after = [decode_of(fleet_of(*four, measured("w4", "mixed")), request) for request in families]
     assert all(now in {then, "w4"} for then, now in zip(before, after, strict=True))
     assert 5 < after.count("w4") < 35
+
+
+def test_route_names_who_else_can_restore_most_of_the_prompt() -> None:
+    keys = prompt().keys
+
+    def holding(name: str, num_keys: int, *, layout: str = "a", queued_s: float = 0.0) -> Heartbeat:
+        added = Announcement(added=keys[:num_keys])
+        return measured(name, "mixed", announcement=added, layout=layout, queued_s=queued_s)
+
+    route = placed(fleet_of(holding("near", 3), holding("far", 40, queued_s=60)), prompt())
+    assert (route.decode, route.elsewhere, route.elsewhere_pages) == ("near.1", "far.1", 40)
+    best = placed(fleet_of(holding("near", 40), holding("far", 3, queued_s=60)), prompt())
+    assert (best.decode, best.elsewhere, best.elsewhere_pages) == ("near.1", "far.1", 3)
+    other = placed(fleet_of(holding("near", 3), holding("far", 40, layout="b", queued_s=60)), prompt())
+    assert (other.elsewhere, other.elsewhere_pages) == (None, 0), "its pages have other names"
+    prefill = measured("prefill", "prefill", announcement=Announcement(added=keys[:5]))
+    decode = measured("decode", "decode", announcement=Announcement(added=keys[:9]))
+    hop = placed(fleet_of(prefill, decode), prompt())
+    assert (hop.prefill, hop.elsewhere, hop.elsewhere_pages) == ("prefill.1", "decode.1", 9)
