@@ -8,6 +8,7 @@ import msgspec
 
 from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.layout import CLASSES
+from tidemill.workers.cache_lookup import CacheLookup, CacheMiss
 
 WorkerId = NewType("WorkerId", str)
 """The id of one incarnation of a worker: `decode-0.3f9a1c`. A restarted worker has another id."""
@@ -118,7 +119,7 @@ class Request:
     `breakpoints` are depths, ascending, where later requests are likely to leave the prompt.
     For `retain_s` after its last use, 0 for not at all, the tenant pays for keeping what the prompt left in
     memory. `session` replaces what earlier requests of that name retained; it is a digest with the tenant.
-    None of the three changes a token.
+    `cache_diagnostics`: the client asks why the prompt was not cached. None of the four changes a token.
     """
 
     request_id: str
@@ -139,6 +140,7 @@ class Request:
     breakpoints: tuple[Count, ...] = ()
     retain_s: Seconds = 0.0
     session: str = ""
+    cache_diagnostics: bool = False
 
     @property
     def to_score(self) -> int:
@@ -159,12 +161,14 @@ class Times:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """The source of a prompt's tokens on one worker; the three add up to the tokens it now holds."""
+    """The source of a prompt's tokens on one worker; the three add up to the tokens it now holds. `lookup` is
+    None where it could restore all of the prompt, and of a worker of an earlier version."""
 
     reused_tokens: Count = 0  # were already in its memory
     fetched_tokens: Count = 0  # came from the store
     computed_tokens: Count = 0
     times: Times = field(default_factory=Times, compare=False)
+    lookup: CacheLookup | None = field(default=None, compare=False)
 
 
 class Produced(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
@@ -322,6 +326,7 @@ class Trace:
     provenance: Provenance  # of the decode worker
     prefill: WorkerId | None = None
     produced: Produced | None = None  # by the prefill worker
+    misses: tuple[CacheMiss, ...] = field(default=(), compare=False)
 
     @property
     def prefilled(self) -> Provenance:

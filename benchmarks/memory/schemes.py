@@ -139,9 +139,9 @@ class SchemeCache(Cache):
         promised = 0 if self._scheme.page_share is not None else self.promised_pages
         return self._arena.has_room(promised, 1)
 
-    def clear(self) -> None:
+    def clear(self, tenant: str = "") -> None:
         self.counters["dead_ends"] += 1
-        super().clear()
+        super().clear(tenant)
 
     def _victim_for(self, name: str) -> Victim | None:
         leaf, checkpoint = _leaf(self.index), _checkpoint(self.index)

@@ -16,6 +16,7 @@ from tidemill.kvstore.memory import eviction
 from tidemill.kvstore.memory.arena import Arena, Pool
 from tidemill.kvstore.memory.demand import Demand
 from tidemill.kvstore.memory.entry import Checkpoint, Entry
+from tidemill.kvstore.memory.evictions import Evicted, Evictions
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.memory.prefix_index import PrefixIndex
 from tidemill.kvstore.memory.retention import Retention
@@ -32,12 +33,13 @@ class Cache:
         self.retention = Retention(index, layout, lambda: arena.budget_extents * layout.extent_bytes)
         self.spares = SpareValue(index, layout)
         self.counters: Counter[str] = Counter()
+        self.evictions = Evictions()
         self.pools = arena.pools
         self.promised_pages = 0  # to leases that take them later; until then the cache may use their memory
 
-    def take(self, name: str) -> Any:  # noqa: ANN401  an id of that class
-        """Allocate a pinned object of a class, or evict for it. Raises OutOfMemory if all is pinned, or if no
-        extent has room."""
+    def take(self, name: str, tenant: str = "") -> Any:  # noqa: ANN401  an id of that class
+        """Allocate a pinned object of a class for a request of `tenant`, or evict for it. Raises OutOfMemory
+        if all is pinned, or if no extent has room."""
         pool = self.pools[name]
         while True:
             try:
@@ -46,16 +48,16 @@ class Cache:
                 victim = self._victim_for(name)
                 if victim is None:
                     raise
-                self._evict(victim, name)
+                self._evict(victim, name, tenant)
 
-    def free_state_below(self, price: float) -> bool:
+    def free_state_below(self, price: float, tenant: str) -> bool:
         """Return whether a state can be taken without eviction. If need be, evict what costs less than
         `price`."""
         while not self.state_is_free():
             victim = self._victim_for(STATES)
             if victim is None or victim.price >= price:
                 return False
-            self._evict(victim, STATES)
+            self._evict(victim, STATES, tenant)
         return True
 
     def could_hold(self, demand: Demand) -> bool:
@@ -70,12 +72,12 @@ class Cache:
         lease.promised_pages += num_pages
         self.promised_pages += num_pages
 
-    def clear(self) -> None:
-        """Evict everything that is cached."""
+    def clear(self, tenant: str = "") -> None:
+        """Evict everything that is cached, for a request of `tenant`."""
         while (leaf := self.index.cheapest_leaf()) is not None:
-            self._evict(eviction.Victim(entries=(leaf,)), "clear")
+            self._evict(eviction.Victim(entries=(leaf,)), "clear", tenant)
         while (entry := self.index.cheapest_checkpoint()) is not None:
-            self.drop_checkpoint(entry, "clear")
+            self.drop_checkpoint(entry, "clear", tenant)
 
     def state_is_free(self) -> bool:
         """Return whether a state can be taken without eviction, now or for a promised page."""
@@ -112,11 +114,17 @@ class Cache:
                 self.pools[name].own(part, entry)
         self.pools[STATES].unpin_all(checkpoint.states)
 
-    def drop_checkpoint(self, entry: Entry, reason: str) -> None:
+    def drop_checkpoint(self, entry: Entry, reason: str, tenant: str = "") -> None:
         """Evict the checkpoint of `entry`. The name of a metric contains `reason`."""
+        self.note(entry, reason, tenant)
         self.retention.forget(entry)
         self._disown(entry, self.index.drop_checkpoint(entry))
         self.counters[f"evicted_checkpoints_for_{reason}"] += 1
+
+    def note(self, entry: Entry, reason: str, tenant: str) -> None:
+        """Remember the eviction of a depth that could be restored."""
+        expired = entry.retained_s > 0.0 and entry.retained_until_s <= self.index.now_s
+        self.evictions.add(entry.key, Evicted(reason, self.index.now_s, tenant, expired))
 
     def reclaim_checkpoint(self, entry: Entry) -> tuple[StateId, ...]:
         """Remove the checkpoint of `entry`; return the slot of its state, if it has one, pinned."""
@@ -189,9 +197,11 @@ class Cache:
         choose = eviction.for_page if name == PAGES else eviction.for_other
         return choose(self.index, self.arena, self.layout)
 
-    def _evict(self, victim: eviction.Victim, reason: str) -> None:
+    def _evict(self, victim: eviction.Victim, reason: str, tenant: str = "") -> None:
         self.index.age(victim.price)
         for entry in victim.entries:
+            if self.index.is_restorable(entry):
+                self.note(entry, reason, tenant)
             self.retention.forget(entry)
             self.index.remove(entry)
             self.pools[PAGES].disown(entry.page, entry)
@@ -199,7 +209,7 @@ class Cache:
                 self._disown(entry, entry.checkpoint)
                 self.counters[f"evicted_checkpoints_for_{reason}"] += 1
         for entry in victim.checkpoints_only:
-            self.drop_checkpoint(entry, reason)
+            self.drop_checkpoint(entry, reason, tenant)
         self.counters[f"evicted_pages_for_{reason}"] += len(victim.entries)
 
 

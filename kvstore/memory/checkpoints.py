@@ -52,9 +52,9 @@ class Checkpoints:
         credit = self._spare_credit(lease, depth)
         victim = self._least_useful_spare(lease)
         if victim is None or (lost := index.credit(victim)) > credit:
-            return self._cache.free_state_below(credit)
+            return self._cache.free_state_below(credit, lease.text.tenant)
         index.age(lost)
-        self._cache.drop_checkpoint(victim, "states")
+        self._cache.drop_checkpoint(victim, "states", lease.text.tenant)
         return True
 
     def slots_inside(
@@ -102,7 +102,7 @@ class Checkpoints:
         refused = not self._cache.could_hold({STATES: 1}) or self._fail_allocation(CHECKPOINT_STATE)
         if not (lease.spare_slots or refused):
             with suppress(OutOfMemory):
-                lease.spare_slots.append(self._cache.take(STATES))
+                lease.spare_slots.append(self._cache.take(STATES, lease.text.tenant))
         return bool(lease.spare_slots)
 
     def return_slot(self, lease: Lease, slot: StateId) -> None:
@@ -125,6 +125,7 @@ class Checkpoints:
             if lease.rolling is source:
                 lease.rolling = None
             self._cache.unpin_checkpoint(source)
+            self._cache.note(source, "run", lease.text.tenant)
             [lease.states[lease.committed]] = self._cache.reclaim_checkpoint(source)
             self._cache.counters["evicted_checkpoints_for_run"] += 1
         elif not lease.spare_slots_min:
@@ -152,7 +153,7 @@ class Checkpoints:
                 refused = self._fail_allocation(CHECKPOINT_STATE)
                 if refused or not self.find_spare_slot(lease, depth):
                     break
-                slots.append(self._cache.take(STATES))
+                slots.append(self._cache.take(STATES, lease.text.tenant))
         return slots
 
     def _spare_credit(self, lease: Lease, depth: int) -> float:

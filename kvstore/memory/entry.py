@@ -43,7 +43,7 @@ class Entry:
     freed_bytes     the memory that its eviction frees
     clock           the clock of the index when the page was inserted
     uses            0 for a spare checkpoint, at which no request has resumed
-    retained_s      the length of the credit that a client asked for, until `retained_until_s`
+    retained_s      the length of the credit that a client asked for, until `retained_until_s`; kept after it
     tokens, salt    the tokens of the page and the salt of its keys, kept only while changes are logged
     """
 

@@ -21,10 +21,11 @@ from tidemill.kvstore.memory.entry import Entry
 
 
 class SequenceText(NamedTuple):
-    """The tokens of a sequence, a list that may still grow, and the salt of its keys."""
+    """The tokens of a sequence, a list that may still grow, the salt of its keys, and who pays for it."""
 
     tokens: Sequence[int] = ()
     salt: str = ""
+    tenant: str = ""
 
 
 NO_TEXT = SequenceText()

@@ -44,6 +44,7 @@ class Ledger:
         self.retention = cache.retention
         self.spares = cache.spares
         self.counters = cache.counters
+        self.evictions = cache.evictions
         self._cache = cache
         self._pools = cache.pools
         self._checkpoints = Checkpoints(cache, checkpoints_per_path, fail_allocation)
@@ -365,7 +366,8 @@ class Ledger:
         try:
             self._take(lease, need)
         except OutOfMemory:
-            self._cache.clear()  # the states took extents that the pages need, but another slot would do
+            # The states took extents that the pages need, but another slot would do.
+            self._cache.clear(lease.text.tenant)
             self._take(lease, need)
 
     def _take(self, lease: Lease, need: Demand) -> None:
@@ -373,7 +375,7 @@ class Ledger:
         before = {name: len(lease.held.setdefault(name, [])) for name in need}
         try:
             for name, count in need.items():
-                lease.held[name].extend(self._cache.take(name) for _ in range(count))
+                lease.held[name].extend(self._cache.take(name, lease.text.tenant) for _ in range(count))
         except OutOfMemory:
             for name, count in before.items():
                 self._pools[name].unpin_all(lease.held[name][count:])

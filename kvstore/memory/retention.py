@@ -71,6 +71,7 @@ class Retention:
                 self._watch(tenant, entry, credit)
             else:
                 self._drop(tenant, entry)
+                entry.retained_s = entry.retained_s or credit.retain_s
 
     def retain(
         self, tenant: str, name: str, path: Sequence[Entry], retain_s: float, depths_pages: AbstractSet[int]

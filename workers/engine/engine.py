@@ -357,6 +357,8 @@ class Engine:
         if sequence.lease is not None and sequence.computed < sequence.end - 1:
             event = f"{sequence.id} ended at {sequence.computed} of {sequence.end} tokens"
             self._audit.fault(event, _now_s())
+        if sequence.lease is not None and not sequence.ended:
+            self._admission.texts.add(sequence)
         sequence.ended = True
         self._retain(sequence)
         self._sequences.drop(sequence)

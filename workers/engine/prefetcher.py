@@ -47,7 +47,8 @@ class Prefetcher:
     async def run(self, request: Request, keys: list[PageKey]) -> int:
         """Return how many pages of `keys` are here when all of them are, when memory is short, or when the
         store is late. Cancelled, it ends immediately, and pages on their way are still kept."""
-        prefetch = self._of[request.request_id] = _Prefetch(SequenceText(request.tokens, request.salt))
+        text = SequenceText(request.tokens, request.salt, request.tenant)
+        prefetch = self._of[request.request_id] = _Prefetch(text)
         if len(self._of) > REMEMBERED_MAX:
             self._of.popitem(last=False)
         self._serial += 1

@@ -21,10 +21,12 @@ from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.kvstore.memory.prefix_index import Match
 from tidemill.kvstore.memory.spare_value import GRID_PAGES
 from tidemill.kvstore.memory.windows import count_missing
+from tidemill.workers.cache_lookup import CacheLookup, LookupEviction
 from tidemill.workers.messages import PagesMissing, Provenance
 from tidemill.workers.scheduling.admission_queue import AdmissionQueue, Precedence
 from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.prefix_dedup import InProgressPrefixes
+from tidemill.workers.scheduling.recent_texts import RecentTexts
 from tidemill.workers.scheduling.sequence import Sequence
 from tidemill.workers.scheduling.sequences import Sequences
 from tidemill.workers.transfer.transfer import Transfer
@@ -40,11 +42,12 @@ when it is the oldest, which is never preempted."""
 
 
 class _Taken(NamedTuple):
-    """The memory that a sequence got: pages attached, pages kept here, and deeper depths to fetch,
-    ascending."""
+    """The memory that a sequence got: pages attached, pages kept here, whether another page follows those in
+    place of the sequence's own, and deeper depths to fetch, ascending."""
 
     attached_pages: int
     kept_pages: int
+    diverges: bool
     depths: list[int]
 
 
@@ -65,6 +68,7 @@ class Admission:
         self._sequences = sequences
         self._limits = limits
         self.in_progress = InProgressPrefixes(ledger.index, sequences.precedence)
+        self.texts = RecentTexts()
         self._serial = 0
 
     async def admit(self, sequence: Sequence) -> None:
@@ -77,6 +81,7 @@ class Admission:
         keys = sequence.keys[: sequence.restorable // sequence.page_tokens]
         here = self._ledger.index.match(keys).restorable_pages
         depths = await self._transfer.restorable_depths(keys, here) if here < len(keys) else []
+        sequence.restore.stored_pages, sequence.restore.store = max(depths, default=0), ""
         while True:
             taken = await self._take_memory(sequence, keys, depths)
             if taken is None:
@@ -96,8 +101,12 @@ class Admission:
         prefetched = sequence.restore.prefetched_pages
         num_prefetched = len(range(prefetched.start, min(prefetched.stop, taken.attached_pages)))
         reused = min(depth, (taken.attached_pages - num_prefetched) * sequence.page_tokens)
+        asked = sequence.request.cache_diagnostics
         sequence.provenance = Provenance(
-            reused_tokens=reused, fetched_tokens=depth - reused, computed_tokens=sequence.target - depth
+            reused_tokens=reused,
+            fetched_tokens=depth - reused,
+            computed_tokens=sequence.target - depth,
+            lookup=self._look_up(sequence, keys, taken) if asked or depth < sequence.restorable else None,
         )
         found = taken.kept_pages * sequence.page_tokens
         counters = self._ledger.counters
@@ -115,6 +124,35 @@ class Admission:
                 f"{sequence.request.request_id} resumes at {depth} of {sequence.boundary} tokens: "
                 f"more than {gap_tokens_max} are missing"
             )
+
+    def _look_up(self, sequence: Sequence, keys: Seq[PageKey], taken: _Taken) -> CacheLookup:
+        """Return why the sequence resumes no deeper, as far as this worker knows."""
+        size, restore = sequence.page_tokens, sequence.restore
+        matched = taken.kept_pages * size
+        pages = sequence.computed // size
+        found = None if pages == len(keys) else self._ledger.evictions.deepest(keys, pages)
+        eviction = None
+        if found is not None:
+            depth, (reason, at_s, tenant, expired) = found
+            ago_s = max(0.0, self._ledger.index.now_s - at_s)
+            eviction = LookupEviction(depth * size, reason, ago_s, tenant, expired)
+        other_text = (matched, matched + size - 1) if taken.diverges else None
+        other_salt = 0
+        if sequence.request.cache_diagnostics:
+            difference = self.texts.first_difference(sequence, self._sequences.running.values())
+            if difference is not None and difference[0] >= matched:
+                at, goes_on = difference
+                other_text = (at, at) if goes_on and 0 < at < len(sequence.tokens) else None
+            if not matched and keys:
+                other_salt = self.texts.depth_under_other_salt(sequence, self._ledger.index)
+        return CacheLookup(
+            matched=matched,
+            eviction=eviction,
+            stored=restore.stored_pages * size,
+            store=restore.store or ("down" if self._transfer.is_down else ""),
+            other_text=other_text,
+            other_salt=other_salt,
+        )
 
     async def _take_memory(self, sequence: Sequence, keys: Seq[PageKey], depths: Seq[int]) -> _Taken | None:
         """Attach the pages that are here and reserve the rest. Return None when another request has begun to
@@ -168,7 +206,8 @@ class Admission:
         sequence.restore.cuts = {sequence.boundary}
         interval = GRID_PAGES * sequence.page_tokens
         sequence.restore.grid = range(interval, sequence.boundary, interval)
-        return _Taken(attached, len(match.path), deeper)
+        diverges = 0 < len(match.path) < len(keys) and bool(match.path[-1].children)
+        return _Taken(attached, len(match.path), diverges, deeper)
 
     def _lease(self, sequence: Sequence, match: Match, attached: int, target: int | None) -> bool:
         """Return whether the lease got memory for its next steps, the promise of pages for all known tokens,
@@ -179,7 +218,8 @@ class Admission:
         again.
         """
         spare_slots_min = int(self._limits.checkpoint_strategy == "double" and not sequence.produces)
-        text = SequenceText(sequence.tokens, sequence.request.salt)
+        request = sequence.request
+        text = SequenceText(sequence.tokens, request.salt, request.tenant)
         lease = self._ledger.open(sequence.id, spare_slots_min=spare_slots_min, text=text)
         self._ledger.attach(lease, match, attached)
         try:
@@ -241,6 +281,7 @@ class Admission:
         began_s = asyncio.get_running_loop().time()
         good = await self._transfer.fetch(lease, keys, target, partial(self._leave, sequence))
         sequence.restore.fetch_s += asyncio.get_running_loop().time() - began_s
+        sequence.restore.store = "late" if sequence.lease is None else "" if good == target else "failed"
         if sequence.lease is None:
             return []
         if good == target or (good > len(lease.shared_entries) and not self._ledger.layout.hybrid):

@@ -77,6 +77,8 @@ class Restore:
     prefetched_pages: range = range(0)  # fetched from the store before its admission
     admission_s: float = 0.0  # seconds until it had memory, over all admissions, with fetches
     fetch_s: float = 0.0
+    stored_pages: int = 0  # that the store seemed to have at its admission
+    store: str = ""  # how the last fetch ended, as in CacheLookup
 
     @property
     def wanted(self) -> set[int]:

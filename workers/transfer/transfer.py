@@ -235,6 +235,11 @@ class Transfer:
         return stored
 
     @property
+    def is_down(self) -> bool:
+        """True while the store does not answer."""
+        return self.store.patience_s(0) == 0
+
+    @property
     def has_room(self) -> bool:
         """True if the store takes a checkpoint without an eviction, also when another worker puts one now."""
         num_bytes = self._layout.checkpoint_bytes * (1 + len(self._mates))
