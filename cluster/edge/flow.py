@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Protocol
 
+from tidemill.cluster.edge.cache_misses import explain
 from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.keys import PageKey, page_keys
@@ -101,7 +102,7 @@ async def serve(
             at = route.decode
             patient = progress.attempt <= PATIENT_ATTEMPTS and _is_stored(produced, rest, page_tokens)
             sent = replace(rest, gap_tokens_max=route.gap_tokens_max if patient else None)
-            take = progress.take(emit, route, produced)
+            take = progress.take(emit, route, produced, sent, page_tokens)
             await peers.stream(route.decode, route.decode_address, sent, take)
             if progress.finished:
                 return
@@ -165,7 +166,14 @@ class RequestProgress:
             wait_s_max=min(self.wait_s_max, rest.ttft_s_max or math.inf) if is_first else self.wait_s_max,
         )
 
-    def take(self, emit: Emit[StreamPiece], route: Route, produced: Produced | None) -> Emit[Delta]:
+    def take(
+        self,
+        emit: Emit[StreamPiece],
+        route: Route,
+        produced: Produced | None,
+        sent: Request,
+        page_tokens: int,
+    ) -> Emit[Delta]:
         """Return a function that passes on the deltas of an attempt, and asks for none of them again."""
         trace: Trace | None = None
 
@@ -180,6 +188,7 @@ class RequestProgress:
                     decode=route.decode,
                     produced=produced,
                     provenance=delta.provenance,
+                    misses=explain(sent, route, produced, delta.provenance, page_tokens),
                 )
             assert trace is not None, "the first delta of a stream has the source of its prompt"
             self.streamed += delta.tokens

@@ -17,6 +17,7 @@ from tidemill.cluster.metrics import specs
 from tidemill.cluster.metrics.specs import EDGE, MODEL, Spec
 from tidemill.cluster.observability.telemetry import MetricsAlias
 from tidemill.kvstore.periodic import FAILED_ROUNDS
+from tidemill.workers.cache_lookup import MISS_REASONS
 from tidemill.workers.messages import Overloaded, Request, Trace, Unserved
 
 
@@ -122,6 +123,8 @@ class ModelMetrics:
             for spec, counter in counters.items()
             if spec.labels == (MODEL,)
         }
+        computed = counters[specs.COMPUTED]
+        self.computed = {reason: computed.labels(model_name=model, reason=reason) for reason in MISS_REASONS}
         self.num_tokens = 0
         self.gaps = [0] * (len(specs.ITL.buckets) + 1)  # times between tokens by bucket, the last unbounded
         self.gaps_s = 0.0  # their sum
@@ -233,6 +236,8 @@ class RequestMetrics:
         of_model.count(specs.PROMPT_TOKENS, num_tokens)
         of_model.count(specs.QUERIES, num_tokens)
         of_model.count(specs.HITS, trace.cached_tokens(num_tokens))
+        for miss in trace.misses:
+            of_model.computed[miss.reason].inc(miss.end - miss.start)
         of_model.count(specs.STORE_QUERIES, max(0, num_tokens - workers[0].reused_tokens))
         of_model.count(specs.STORE_HITS, workers[0].fetched_tokens)
         of_model.observe(specs.HIT_DEPTH, workers[0].reused_tokens + workers[0].fetched_tokens)

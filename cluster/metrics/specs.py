@@ -84,6 +84,12 @@ PROMPT_TOKENS = _counter("prompt_tokens", "Prompt tokens of answers that started
 GENERATION_TOKENS = _counter("generation_tokens", "Generated tokens.", "tokens")
 QUERIES = _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "tokens")
 HITS = _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "tokens")
+COMPUTED = _counter(
+    "computed_prompt_tokens",
+    "Prompt tokens that were computed, by the reason why they were not cached.",
+    "tokens",
+    (MODEL, "reason"),
+)
 STORE_QUERIES = _counter(
     "external_prefix_cache_queries", "Prompt tokens missing in the memory of the first worker.", "tokens"
 )
@@ -124,7 +130,7 @@ SUPERVISOR_FAILED_ROUNDS = _counter(
 EDGE = (
     *(TTFT, ITL, TPOT, E2E, QUEUE, PREFILL, DECODE, INFERENCE),
     *(PROMPT_LENGTH, ANSWER_LENGTH, HIT_DEPTH, ATTEMPTS),
-    *(PROMPT_TOKENS, GENERATION_TOKENS, QUERIES, HITS, STORE_QUERIES, STORE_HITS),
+    *(PROMPT_TOKENS, GENERATION_TOKENS, QUERIES, HITS, COMPUTED, STORE_QUERIES, STORE_HITS),
     *(REPLAYED, PLACED_AGAIN, HANDED_OVER, LATE, SUCCESS, ERRORS),
 )
 """The metrics that the edge counts as answers pass."""

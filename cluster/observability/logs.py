@@ -97,10 +97,11 @@ def _json(always: Mapping[str, str]) -> logging.Formatter:
 
 
 def log_request(row: Mapping[str, object], tenant: str) -> None:
-    """Log the end of a request. `row` is that of /cluster/requests: numbers, names and ids."""
+    """Log the end of a request. `row` is that of /cluster/requests: numbers, names and ids. Its list of cache
+    diagnostics is left out."""
     if not request_log.isEnabledFor(logging.INFO):
         return
-    fields = {name: value for name, value in row.items() if value is not None}
+    fields = {name: value for name, value in row.items() if not (value is None or isinstance(value, list))}
     if tenant:
         fields["tenant"] = blake2b(
             tenant.encode(errors="surrogatepass"), digest_size=TENANT_BYTES

@@ -164,6 +164,7 @@ class _Message(Writer):
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": self.tally.num_generated,
+            **self.tally.diagnostics(),
         }
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Literal
 
 from tidemill.cluster.edge.requests.api_keys import ApiKeys, bearer
 from tidemill.cluster.observability.spans import parent_of
@@ -11,6 +12,9 @@ from tidemill.workers.messages import RequestError
 
 DEADLINE_HEADER = "x-slo-ttft-ms"
 """The header that clients of llm-d and of the gateway API's inference extension send: milliseconds."""
+
+DIAGNOSTICS_HEADER = "x-cache-diagnostics"
+"""The header that asks why tokens of the prompt were computed: `on`, or `text` for its own text as well."""
 
 REQUEST_ID_HEADER = "x-request-id"
 REQUEST_ID_CHARS_MAX = 128
@@ -21,12 +25,13 @@ TENANT_BYTES = 8
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
     """`tenant` is the key's, or a digest of the key; empty without one. A `private` caller shares no prefix
-    with others. `ttft_s_max` None: the server's limit."""
+    with others. `ttft_s_max` None: the server's limit. `diagnostics` is that of DIAGNOSTICS_HEADER."""
 
     tenant: str = ""
     private: bool = False
     ttft_s_max: float | None = None
     trace_parent: str = ""  # of the client's span, empty without one
+    diagnostics: Literal["", "on", "text"] = ""
 
     def tenant_with(self, salt: str | None) -> str:
         """Return the tenant; without a key, clients with one cache salt are one tenant."""
@@ -39,17 +44,28 @@ class Caller:
 
 def caller_of(headers: Mapping[str, str], keys: ApiKeys) -> Caller:
     """Return the caller; `headers` by lower-case names. Raises RequestError."""
-    deadline_s = _deadline_s(headers.get(DEADLINE_HEADER))
-    trace_parent = parent_of(headers.get("traceparent"))
-    tenant = keys.tenant(headers)
+    tenant, key = keys.tenant(headers), bearer(headers)
     if tenant is not None:
-        return Caller(
-            tenant=f"tenant:{tenant}", private=True, ttft_s_max=deadline_s, trace_parent=trace_parent
-        )
-    key = bearer(headers)
-    if key:
-        tenant = f"key:{blake2b(key.encode(), digest_size=TENANT_BYTES).hexdigest()}"
-    return Caller(tenant=tenant or "", ttft_s_max=deadline_s, trace_parent=trace_parent)
+        name = f"tenant:{tenant}"
+    else:
+        name = f"key:{blake2b(key.encode(), digest_size=TENANT_BYTES).hexdigest()}" if key else ""
+    return Caller(
+        tenant=name,
+        private=tenant is not None,
+        ttft_s_max=_deadline_s(headers.get(DEADLINE_HEADER)),
+        trace_parent=parent_of(headers.get("traceparent")),
+        diagnostics=_diagnostics(headers.get(DIAGNOSTICS_HEADER, "")),
+    )
+
+
+def _diagnostics(text: str) -> Literal["", "on", "text"]:
+    match text.lower():
+        case "" | "on" | "text" as asked:
+            return asked
+        case _:
+            raise RequestError(
+                f"{DIAGNOSTICS_HEADER}: {text[:32]!r} is none of on and text", param=DIAGNOSTICS_HEADER
+            )
 
 
 def _deadline_s(text: str | None) -> float | None:

@@ -9,6 +9,7 @@ from functools import partial
 from random import Random
 from typing import Literal, ParamSpec, TypeVar
 
+from tidemill.cluster.edge.cache_misses import Show
 from tidemill.cluster.edge.chat.formats import CALL_END, FINAL, RETURN, START
 from tidemill.cluster.edge.chat.output.detokenizer import Ending
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
@@ -96,6 +97,7 @@ class PreparedRequest:
     token_ids: bool = False  # whether the reply has them
     special_tokens: bool = False  # whether they have texts
     ignored: tuple[str, ...] = ()  # fields without an effect
+    show: Show | None = None  # for clients that want diagnostics with their own text
 
 
 class Intake:
@@ -145,6 +147,7 @@ class Intake:
             logprobs=logprobs is not None,
             prompt_logprobs=body.prompt_logprobs,
             output_format=output_format,
+            show=self._show(caller),
             token_ids=body.return_token_ids,
             special_tokens=not body.skip_special_tokens,
             ignored=(*body.ignored(UNSUPPORTED), *dropped, *left_out),
@@ -301,6 +304,7 @@ class Intake:
             logprobs=body.logprobs is not None,
             prompt_logprobs=body.prompt_logprobs,
             echoes=await self.in_thread(self._echoes, body, prompts) if body.echo else None,
+            show=self._show(caller),
             token_ids=body.return_token_ids,
             special_tokens=not body.skip_special_tokens,
             ignored=(*body.ignored(UNSUPPORTED), *(asked.left_out if asked else ())),
@@ -392,6 +396,9 @@ class Intake:
             grammar=grammar,
         )
 
+    def _show(self, caller: Caller) -> Show | None:
+        return partial(text_of, self._tokenizer) if caller.diagnostics == "text" else None
+
     def _sender(self, body: Body, caller: Caller, prefix_id: str = "") -> Sender:
         """Return the sender; what is kept is the prefix of that id, if one is given. Raises RequestError."""
         salt = body.salt()
@@ -405,6 +412,7 @@ class Intake:
             trace_parent=caller.trace_parent,
             retain_s=body.retain_s(),
             session=session_of(tenant, "prefix", prefix_id) if prefix_id else body.session(tenant),
+            cache_diagnostics=bool(caller.diagnostics),
         )
 
     def _requests(

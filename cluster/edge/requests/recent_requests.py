@@ -8,13 +8,17 @@ from typing import Annotated
 
 from fastapi import FastAPI, Query
 
+from tidemill.cluster.edge.cache_misses import first_reason, missed_tokens
 from tidemill.cluster.edge.requests.answers import Increment
 from tidemill.cluster.edge.requests.api_keys import ApiKey
 from tidemill.cluster.edge.requests.intake import PreparedRequest
 from tidemill.cluster.edge.requests.usage import Json, UsageCounter
-from tidemill.workers.messages import Trace
+from tidemill.workers.messages import RequestError, Trace
 
 RECENT_MAX = 200
+
+DIAGNOSTICS = "cache_diagnostics"
+"""The field of a row with the reasons for computing tokens, with the names of tenants: it is not logged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +119,8 @@ class RequestRecord:
     def row(self) -> Json:
         """Return the row. `finish` is null while the request runs. The prompt's tokens are counted as in
         `usage`; the workers are those of the first choice's last attempt."""
-        usage, trace = self._tally.usage(), self._trace
+        usage, trace = self._tally.usage(diagnoses=False), self._trace
+        misses = self._tally.misses()
         return {
             "request_id": self._asked.request_id,
             "id": self._asked.reply_id,
@@ -131,6 +136,9 @@ class RequestRecord:
             "prefill_depth": trace.produced.depth if trace and trace.produced else None,
             "prefill_times": asdict(trace.produced.provenance.times) if trace and trace.produced else None,
             "decode_times": asdict(trace.provenance.times) if trace else None,
+            "cache_reason": first_reason(misses) if trace else None,
+            "cache_missed_tokens": missed_tokens(misses),
+            DIAGNOSTICS: self._tally.operator_diagnostics(),
             **usage,
             "ttft_s": None if self._first_s is None else self._first_s - self._start_s,
             "e2e_s": self._last_s - self._start_s if self._ended else None,
@@ -156,12 +164,24 @@ Rows = Callable[[], list[Json]] | Callable[[], Awaitable[list[Json]]]
 
 
 def add_recent_routes(app: FastAPI, rows: Rows) -> None:
-    """Add GET /cluster/requests. `rows` returns the latest ones, newest first."""
+    """Add GET /cluster/requests and one below it. `rows` returns the latest ones, newest first."""
+
+    async def latest() -> list[Json]:
+        found = rows()
+        return found if isinstance(found, list) else await found
 
     async def requests(limit: Annotated[int, Query(ge=1, le=RECENT_MAX)] = RECENT_MAX) -> Json:
         """Return the latest requests at this port, newest first: workers, origin of the prompt's tokens,
         speed, end. No text."""
-        found = rows()
-        return {"requests": (found if isinstance(found, list) else await found)[:limit]}
+        return {"requests": (await latest())[:limit]}
+
+    async def request(request_id: str) -> Json:
+        """Return one of the latest requests at this port, by its id or that of its answer: also why tokens of
+        its prompt were computed. No text."""
+        found = next((row for row in await latest() if request_id in {row["request_id"], row["id"]}), None)
+        if found is None:
+            raise RequestError(f"no such request is among the last {RECENT_MAX}", status=404)
+        return found
 
     app.add_api_route("/cluster/requests", requests)
+    app.add_api_route("/cluster/requests/{request_id:path}", request)

@@ -16,6 +16,8 @@ SPAN_ATTRIBUTES = {
     "finish": "gen_ai.response.finish_reasons",
     "ttft_s": "gen_ai.latency.time_to_first_token",
     "attempts": "tidemill.attempts",
+    "cache_reason": "tidemill.cache.reason",
+    "cache_missed_tokens": "tidemill.cache.missed_tokens",
     "prefill": "tidemill.prefill",
     "decode": "tidemill.decode",
 }

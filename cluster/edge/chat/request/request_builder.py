@@ -47,6 +47,7 @@ class Sender:
     trace_parent: str = ""
     retain_s: float = 0.0
     session: str = ""
+    cache_diagnostics: bool = False
 
 
 NO_SENDER = Sender()
@@ -173,6 +174,7 @@ def requests_of(
             trace_parent=sender.trace_parent,
             retain_s=sender.retain_s,
             session=sender.session,
+            cache_diagnostics=sender.cache_diagnostics,
         )
         for choice, request_id in enumerate(ids)
     ]

@@ -65,6 +65,45 @@ def test_it_is_found_by_the_id_of_the_request() -> None:
     assert [row["request_id"] for row in rows_of(app)] == ids[::-1]
 
 
+def test_request_is_read_by_its_id_or_that_of_its_answer() -> None:
+    app = app_over(FakeService(saying(" a")))
+    ended = call(app, "POST", "/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "a/b c"})
+    for name in ("a%2Fb%20c", ended.json()["id"]):
+        row = call(app, "GET", f"/cluster/requests/{name}").json()
+        assert row["request_id"] == "a/b c"
+        (found,) = row["cache_diagnostics"]
+        assert row["cache_reason"] == found["reason"] == "hit"
+        assert row["cache_missed_tokens"] == found["cache_missed_tokens"] == 0
+    assert call(app, "GET", "/cluster/requests/b").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
+    ],
+)
+def test_diagnostics_are_in_every_usage_that_asks_for_them(path: str, body: dict[str, Any]) -> None:
+    app = app_over(FakeService(saying(" a")))
+
+    def usage_of(**headers: str) -> dict[str, Any]:
+        reply = call(app, "POST", path, json=body, headers=headers)
+        assert reply.status_code == 200, reply.text
+        usage = reply.json()["usage"]
+        return usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or usage
+
+    assert "cache_diagnostics" not in usage_of()
+    for asked in ("on", "Text"):
+        (found,) = usage_of(**{"x-cache-diagnostics": asked})["cache_diagnostics"]
+        assert {"reason", "misses", "matched_tokens"} <= {*found}
+    refused = call(app, "POST", path, json=body, headers={"x-cache-diagnostics": "yes"})
+    assert (refused.status_code, "on and text" in refused.text) == (400, True)
+    assert all("text" not in str(row["cache_diagnostics"]) for row in rows_of(app))
+
+
 async def test_open_request_has_no_end_until_its_client_disconnects() -> None:
     service = FakeService(saying(" a b c"), stall_at=1)
 
