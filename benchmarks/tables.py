@@ -39,6 +39,9 @@ GOALS = {
 }
 """The goals of our time over vLLM's, in the order of `WORKS`."""
 
+FIRST_TOKENS = ("first token", "agent session")
+"""The beginnings of works whose first tokens are compared."""
+
 ZEN_4, XEON = "AMD EPYC", "Intel"
 ONE_THREAD = "--mixed 1 --threads 1"
 POLICIES = {
@@ -67,7 +70,7 @@ def peers(cpu: str, cores: int, arrangement: str, servers: str) -> dict[tuple[st
         row = json.loads(line)
         case = row["cores"], row["arrangement"], row["servers"]
         if row["cpu"].startswith(cpu) and case == (cores, arrangement, servers):
-            seconds = row["ttft_s" if row["work"].startswith("first") else "wall_s"]
+            seconds = row["ttft_s" if row["work"].startswith(FIRST_TOKENS) else "wall_s"]
             sides.setdefault((row["model"], row["work"], row["server"]), []).append(seconds)
     peer = servers.partition(",")[0]
     works = [(model, work) for model, work, server in sides if server == peer]
@@ -141,6 +144,12 @@ def two_cores() -> Lines:
             times = found["hybrid", work]
             yield shown, WORKS[work], seconds(times), ratio(times, goal), f"{goal:.2f}"
             shown = ""
+
+
+def agent_session() -> Lines:
+    times = peers(ZEN_4, 1, ONE_THREAD, "vllm with bfloat16 states, tidemill")["hybrid", "agent session"]
+    yield "work", "ours / vLLM, s", "ratio", "goal"
+    yield "first token of turns 2 to 6", seconds(times), ratio(times, 0.4), "0.40"
 
 
 def kernels(kind: str) -> Lines:
@@ -261,6 +270,7 @@ TABLES: dict[str, tuple[str, Callable[[], Lines]]] = {
     "beside vLLM": ("", beside_vllm),
     "elsewhere": ("", elsewhere),
     "two cores": ("", two_cores),
+    "agent session": ("", agent_session),
     "models": ("kernels_peers", partial(kernels, "model")),
     "operators": ("kernels_peers", partial(kernels, "operator")),
     "architectures": ("architectures", architectures),

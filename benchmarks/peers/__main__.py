@@ -59,10 +59,11 @@ async def measure(url: str, model: str, root: psutil.Process, work: Work) -> dic
         if sample.error:
             raise SystemExit(sample.error)
     cpu_s, pss_mib = used(root)
+    first_tokens_s = [sample.ttft_s for sample in samples if sample.item.position >= work.from_turn]
     return {
         "work": work.name,
         "wall_s": round(wall_s, 3),
-        "ttft_s": round(statistics.median(sample.ttft_s for sample in samples), 4),
+        "ttft_s": round(statistics.median(first_tokens_s), 4),
         "cpu_s": round(cpu_s - before_s, 2),
         "pss_mib": round(pss_mib),
         "cached_tokens": sum(sample.details.get("cached_tokens") or 0 for sample in samples),
@@ -136,8 +137,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["dense", "hybrid"])
     parser.add_argument("--works", nargs="+", choices=[work.name for work in works_of(0)])
-    peers = ["vllm", "llama.cpp"]
-    parser.add_argument("--peers", nargs="+", choices=peers, default=peers)
+    parser.add_argument("--peers", nargs="+", choices=list(VERSIONS), default=["vllm", "llama.cpp"])
     parser.add_argument("--only", choices=sorted(PORTS), help="one server alone, without a table")
     parser.add_argument("--arrangement", help="our workers; by default one, with a thread for each core")
     options = parser.parse_args()

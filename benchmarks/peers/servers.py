@@ -18,10 +18,12 @@ import torch
 
 VLLM = "0.32.0"
 LLAMA_CPP_PYTHON = "0.3.36"
-VERSIONS = {"vllm": VLLM, "llama.cpp": LLAMA_CPP_PYTHON}
+VLLM_FLAGS = {"vllm": (), "vllm with bfloat16 states": ("--mamba-ssm-cache-dtype", "bfloat16")}
+"""The ways in which vLLM runs, and their flags."""
+VERSIONS = {**dict.fromkeys(VLLM_FLAGS, VLLM), "llama.cpp": LLAMA_CPP_PYTHON}
 LLAMA_CPP = f"llama_cpp_python-{LLAMA_CPP_PYTHON}/vendor/llama.cpp"  # in its source distribution
-PORTS = {"vllm": 8101, "tidemill": 8102, "llama.cpp": 8103}
-CONTEXT_TOKENS = 16_384
+PORTS = {**dict.fromkeys(VLLM_FLAGS, 8101), "tidemill": 8102, "llama.cpp": 8103}
+CONTEXT_TOKENS = 32_768
 MEMORY_GIB = 2  # of pages and states, for all
 START_S_MAX = 600.0
 SLOTS = 128  # of llama.cpp: requests at a time
@@ -112,7 +114,7 @@ def make_server(server: str, folder: Path) -> Path:
     """Return the folder of a server, made once. Raises SystemExit when it cannot be made here."""
     if server == "tidemill":
         return folder
-    return make_vllm(folder) if server == "vllm" else make_llama_cpp(folder)
+    return make_vllm(folder) if server in VLLM_FLAGS else make_llama_cpp(folder)
 
 
 def command_of(
@@ -129,7 +131,7 @@ def command_of(
         own += ["--threads", str(cores), "--parallel", str(SLOTS), "--ctx-size", str(SLOTS_TOKENS)]
         return [*pinned, *own, "--kv-unified", "--cache-ram", str(MEMORY_GIB * 1024)], {}
     flags = ["--max-model-len", str(CONTEXT_TOKENS), "--dtype", "bfloat16"]
-    flags += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
+    flags += ["--enable-prefix-caching", "--enable-prompt-tokens-details", *VLLM_FLAGS[server]]
     own = [str(home / "bin/vllm"), "serve", str(model), "--host", "127.0.0.1", "--port", port, *flags]
     settings = {"VLLM_CPU_KVCACHE_SPACE": str(MEMORY_GIB), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     return [*pinned, *own], settings | {"VLLM_CPU_OMP_THREADS_BIND": "0" if cores == 1 else "0-1"}

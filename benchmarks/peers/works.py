@@ -12,12 +12,14 @@ FIRST_ID = 300  # smaller ids are special tokens and single bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One measurement: `metric` is what is compared, in seconds."""
+    """One measurement: `metric` is what is compared, in seconds. First tokens are those of the turns of a
+    conversation from `from_turn` on, counted from 0."""
 
     name: str
     items: tuple[Item, ...]
     concurrency: int
     metric: str = "wall_s"
+    from_turn: int = 0
 
 
 def drawn(rng: Random, length: int) -> tuple[int, ...]:
@@ -28,18 +30,25 @@ def items_of(prompts: Sequence[tuple[int, ...]], max_tokens: int) -> tuple[Item,
     return from_prompts("", prompts, max_tokens).items
 
 
-def conversations(rng: Random, count: int, turns: int) -> tuple[Item, ...]:
-    """Return conversations that grow by 348 tokens a turn. Random tokens stand in for the answers."""
+def conversations(rng: Random, count: int, first: int, growth: Sequence[int]) -> tuple[Item, ...]:
+    """Return conversations whose prompts have `first` tokens, and grow by `growth` from turn to turn.
+    Random tokens stand in for the answers."""
     items: list[Item] = []
     for group in range(count):
-        prompt = drawn(rng, 700)
-        for turn in range(turns):
+        prompt = drawn(rng, first)
+        for turn, more in enumerate((*growth, 0)):
             after = len(items) - 1 if turn else None
             items.append(
                 Item(tokens=prompt, max_tokens=48, group=group, position=turn, shared_tokens=0, after=after)
             )
-            prompt += drawn(rng, 348)
+            prompt += drawn(rng, more)
     return tuple(items)
+
+
+AGENT_TOKENS = 24_000
+AGENT_GROWTH = (180, 1_600, 240, 900, 420)
+"""The prompt of an agent's first turn, and what calls and results of tools add: a listing, a file, an edit, a
+run of tests, another edit."""
 
 
 FAMILIES = (
@@ -82,6 +91,8 @@ def works_of(seed: int) -> list[Work]:
     prefixes = [drawn(rng, 1024) for _ in range(8)]
     shared = items_of([prefix + drawn(rng, 128) for prefix in prefixes for _ in range(8)], 128)
     works.append(Work(name="8 x 8 x (1,024 + 128)", items=shared, concurrency=8))
-    works.append(Work(name="four conversations", items=conversations(rng, 4, 6), concurrency=4))
+    works.append(Work(name="four conversations", items=conversations(rng, 4, 700, [348] * 5), concurrency=4))
     works += [family_work(rng, *family) for family in FAMILIES]
+    session = conversations(rng, 1, AGENT_TOKENS, AGENT_GROWTH)
+    works.append(Work(name="agent session", items=session, concurrency=1, metric="ttft_s", from_turn=1))
     return works

@@ -1,8 +1,10 @@
 """Runs that `python -m benchmarks.peers` keeps, and its table."""
 
+from itertools import pairwise
 from typing import Any
 
 from benchmarks.peers.__main__ import merged, table
+from benchmarks.peers.works import works_of
 
 
 def row(server: str, work: str, run: int, wall_s: float) -> dict[str, Any]:
@@ -38,3 +40,10 @@ def test_first_tokens_are_compared_by_their_own_time() -> None:
     ]
     *_, line = table(rows)
     assert "| 0.50 (0.50 to 0.50) | vllm | 1.00 (1.00 to 1.00) | 0.50 |" in line
+
+
+def test_turns_of_an_agent_grow_and_the_first_one_does_not_count() -> None:
+    work = works_of(0)[-1]
+    assert (work.name, work.metric, work.from_turn) == ("agent session", "ttft_s", 1)
+    assert [len(item.tokens) for item in work.items] == [24_000, 24_180, 25_780, 26_020, 26_920, 27_340]
+    assert all(b.tokens[: len(a.tokens)] == a.tokens for a, b in pairwise(work.items))
