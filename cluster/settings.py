@@ -34,6 +34,7 @@ ToolParser = Literal[
     "openai",
 ]
 GenerationConfig = Literal["auto", "vllm"]
+HostedTools = Literal["ignore", "refuse"]
 ReasoningParser = Literal[
     "auto",
     "none",

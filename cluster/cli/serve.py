@@ -242,6 +242,7 @@ def endpoint_of(config: RootConfig, api_keys: Sequence[str] | None, environ: Map
             allowed_methods=edge.allowed_methods,
             allowed_headers=edge.allowed_headers,
             allow_credentials=edge.allow_credentials,
+            hosted_tools=edge.hosted_tools,
         ),
         database=database_of(edge, environ),
     )

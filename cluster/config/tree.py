@@ -16,7 +16,7 @@ from pydantic import (
 
 from tidemill.cluster.config.telemetry import ConfigNode, TelemetryConfig
 from tidemill.cluster.config.values import DEVICE, Amount, Names, Port, Seconds, TextList, Threads
-from tidemill.cluster.settings import GenerationConfig, ReasoningParser, ToolParser
+from tidemill.cluster.settings import GenerationConfig, HostedTools, ReasoningParser, ToolParser
 from tidemill.workers.messages import Role
 from tidemill.workers.options import Count, EngineConfig, Flag, Size, Text
 
@@ -228,6 +228,9 @@ class EdgeConfig(ConfigNode):
     stored)"""
     database_ttl: Annotated[Seconds, Flag("endpoint", "--database-ttl", "SECONDS")] = 2_592_000.0
     """seconds between the last response of a conversation, or of a chain, and its removal"""
+    hosted_tools: Annotated[HostedTools, Flag("endpoint", "--hosted-tools")] = "ignore"
+    """tools that OpenAI or Anthropic would run themselves, like web_search: ignore leaves them out of the
+    prompt and names them in x-tidemill-ignored, refuse answers 400"""
     api_keys_file: Annotated[Text | None, Flag("security", "--api-keys-file", "PATH")] = None
     """YAML with digests of keys, their tenants and rates: `tidemill key TENANT` makes an entry"""
     ssl_certfile: Annotated[Text | None, Flag("security", "--ssl-certfile", "PATH")] = None

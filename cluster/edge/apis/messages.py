@@ -35,8 +35,9 @@ ERROR_TYPES = {
 
 async def messages(edge: EdgeContext, model: EdgeModel, body: MessagesBody, caller: Caller) -> Reply:
     """Answer with blocks (thinking, text, tool_use), streamed or whole, as Anthropic's API does."""
+    hosted = edge.limits.left_out(body.hosted())
     job = await model.intake.chat(body.chat(), caller)
-    job = replace(job, ignored=(*job.ignored, *body.ignored()))
+    job = replace(job, ignored=(*job.ignored, *body.ignored(), *hosted))
     writer = _Message(model.name, edge.sources.new_id(), job, streams=body.stream)
     return Reply(model=model, job=job, kind="messages", id=writer.id, writer=writer, streams=body.stream)
 

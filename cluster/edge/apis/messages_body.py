@@ -97,11 +97,12 @@ class MessagesBody(BaseModel):
             raise request_error(problems_of(error)) from None
 
     def ignored(self) -> tuple[str, ...]:
-        """Return the fields without an effect that the chat does not know of, and the tools of other
-        servers."""
-        extra = self.model_extra or {}
-        names = [name for name in extra if name in OF_CHATS or name in WITHOUT_EFFECT]
-        return (*names, *(f"tools.{tool['type']}" for tool in self.tools if not _is_own(tool)))
+        """Return the fields without an effect that the chat does not know of."""
+        return tuple(name for name in self.model_extra or {} if name in OF_CHATS or name in WITHOUT_EFFECT)
+
+    def hosted(self) -> list[str]:
+        """Return the types of tools that run on other servers."""
+        return [str(tool["type"]) for tool in self.tools if not _is_own(tool)]
 
     def _system(self) -> Iterator[Turn]:
         parts = _parts(self.system, "system")

@@ -9,7 +9,7 @@ from tidemill.cluster.edge.apis.reply import Reply, Writer
 from tidemill.cluster.edge.apis.responses_body import ResponsesBody, renamed
 from tidemill.cluster.edge.apis.responses_events import Output, Status
 from tidemill.cluster.edge.apis.responses_storage import Storage, with_context
-from tidemill.cluster.edge.apis.responses_tools import names_of
+from tidemill.cluster.edge.apis.responses_tools import hosted, names_of
 from tidemill.cluster.edge.requests.answers import Increment
 from tidemill.cluster.edge.requests.caller import Caller
 from tidemill.cluster.edge.requests.context import EdgeContext
@@ -22,13 +22,14 @@ from tidemill.workers.messages import FinishReason, RequestError
 async def responses(edge: EdgeContext, model: EdgeModel, body: ResponsesBody, caller: Caller) -> Reply:
     """Answer with items (reasoning, message, function_call), streamed or whole. With a database it is stored,
     unless `store` is false, and may continue what is stored."""
+    unserved = edge.limits.left_out(list(hosted(body.tools)))
     body, storage = await with_context(edge.records, body, caller.tenant, edge.sources.new_id)
     is_stored = storage is not None and storage.keeps_body
     try:
         job = await model.intake.chat(body.chat(), caller)
     except RequestError as error:
         raise renamed(error) from None
-    job = replace(job, ignored=(*job.ignored, *body.ignored(is_stored=is_stored)))
+    job = replace(job, ignored=(*job.ignored, *body.ignored(is_stored=is_stored), *unserved))
     name = edge.sources.new_id()
     output = Output(name, names_of(body.tools))
     created_s = int(edge.sources.unix_time_s())

@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from tidemill.cluster.edge.apis.responses_tools import FlatTool, chat_tool, flat_name, hosted, own_tools
+from tidemill.cluster.edge.apis.responses_tools import FlatTool, chat_tool, flat_name, own_tools
 from tidemill.cluster.edge.chat.request.hints import Mark, marked_parts, marks_of
 from tidemill.cluster.edge.chat.request.messages import UNREAD
 from tidemill.cluster.edge.chat.request.params import TokenCount, absent_if_null
@@ -299,7 +299,7 @@ class ResponsesBody(BaseModel):
         names = [name for name in self.model_extra or {} if name in NOT_PASSED_ON]
         names += ["include"] if self.include else []
         names += ["store"] if self.store and not is_stored else []
-        return (*names, *(f"tools.{kind}" for kind in hosted(self.tools)))
+        return tuple(names)
 
     def _response_format(self) -> dict[str, Any]:
         wanted = self.text.format

@@ -3,7 +3,11 @@
 No client can take a limit from the others.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from tidemill.cluster.settings import HostedTools
+from tidemill.workers.messages import RequestError
 
 RETRY_S = 1.0
 BODY_BYTES_MAX = 4 << 20
@@ -27,3 +31,15 @@ class EdgeLimits:
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
+    hosted_tools: HostedTools = "ignore"
+
+    def left_out(self, kinds: Sequence[str]) -> tuple[str, ...]:
+        """Return the names, in the header, of tools of these types, which other servers run. Raises
+        RequestError where they are refused."""
+        if kinds and self.hosted_tools == "refuse":
+            raise RequestError(
+                f"tools: {kinds[0][:32]!r} does not run on this server: leave it out, or start the server "
+                "with --hosted-tools ignore",
+                param="tools",
+            )
+        return tuple(f"tools.{kind}" for kind in kinds)
