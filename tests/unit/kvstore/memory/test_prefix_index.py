@@ -188,7 +188,7 @@ class IndexAgainstDict(RuleBasedStateMachine):
             assert (entry.page, entry.checkpoint) == (kept.page, kept.checkpoint)
             assert (entry.pins, entry.checkpoint_pins) == (kept.pins, kept.checkpoint_pins)
             assert {child.key for child in entry.children} == self._children(entry.key)
-            assert entry.depth_pages == len(entry.key)
+            assert (entry.depth_pages, entry.last_use) == (len(entry.key), kept.last_use)
             if self._is_restorable(entry.key):
                 assert self.index.credit(entry) == pytest.approx(max(0.0, kept.value - self.clock))
         assert sorted(self.index.restorable_keys()) == sorted(filter(self._is_restorable, self.model))

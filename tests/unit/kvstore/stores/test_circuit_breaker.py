@@ -97,11 +97,12 @@ async def test_guard_fails_calls_immediately_while_open(blocks_s: float) -> None
 
 @pytest.mark.parametrize("call", [one_put, one_get])
 @pytest.mark.parametrize("knows", [True, False])
+@pytest.mark.parametrize("blocks_s", [0.0, 30.0])
 async def test_guard_stays_open_while_only_the_metadata_answers(
-    call: Callable[..., Awaitable[object]], *, knows: bool
+    call: Callable[..., Awaitable[object]], *, knows: bool, blocks_s: float
 ) -> None:
     """Probes get a stored object, because an answer about a missing one proves nothing."""
-    async with guarded(Fault(1, 20, 30.0, frozen=True)) as (store, guard):
+    async with guarded(Fault(1, 20, blocks_s, frozen=True)) as (store, guard):
         await (guard if knows else store).put([(key, memoryview(BODY)) for key in KEYS[:3]])
         await asyncio.sleep(1)
         memory = memoryview(bytearray(100))
