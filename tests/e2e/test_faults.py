@@ -19,6 +19,7 @@ from random import Random
 import httpx
 import pytest
 
+from tests.support.e2e.altered import POISON
 from tests.support.e2e.faults import (
     MASTER,
     OWNER,
@@ -40,7 +41,6 @@ from tests.support.e2e.faults import (
 )
 from tests.support.e2e.history import Ask, Call, Chunk, asks, broken, pauses_s, percentile
 from tests.support.e2e.machine import check_during
-from tests.support.e2e.poisoned import MARK
 from tests.support.e2e.server import Server, eventually, listening_of, run_cli
 from tests.support.e2e.streams import (
     Body,
@@ -89,7 +89,7 @@ def server(folder: Path) -> Iterator[Server]:
     store = ("--store", "mooncake?size=256MiB&timeout=1s&ports=open")
     secret = ("--store-secret-file", str(folder / "secret"))
     options = ("keeper", "--port", "0", *ROLES, "--memory", "64MiB", *store, *secret)
-    with Server(options, folder / "log", "tests.support.e2e.poisoned") as server:
+    with Server(options, folder / "log", "tests.support.e2e.altered") as server:
         yield server
 
 
@@ -297,7 +297,7 @@ def test_poisonous_request_crashes_two_workers_and_ends_no_other_stream(
     server: Server, asked: list[Ask], calm: list[Call]
 ) -> None:
     """A prompt that kills its worker: tried again alone, blamed, and refused from then on."""
-    prompt = [*asks(Random(8), 1, num_tokens=200, max_tokens=1)[0].body["prompt"], *MARK]
+    prompt = [*asks(Random(8), 1, num_tokens=200, max_tokens=1)[0].body["prompt"], *POISON]
     poison = Ask("/v1/completions", {"model": "keeper", "prompt": prompt, "max_tokens": 8, "stream": True})
 
     async def main(salt: str) -> tuple[Run, Call]:

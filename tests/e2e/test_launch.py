@@ -6,12 +6,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.support.e2e.server import MARK, marked
 from tidemill.cluster.settings import ray_environ
 
 ROOT = Path(__file__).parents[2]
@@ -40,9 +40,6 @@ except KeyboardInterrupt:
 """
 
 
-MARK = "TIDEMILL_TEST_FOLDER"
-
-
 def drive(folder: str, store_url: str) -> "subprocess.Popen[str]":
     environ = {**os.environ, **ray_environ(joins=False, token=secrets.token_hex(16))}
     return subprocess.Popen(
@@ -53,16 +50,6 @@ def drive(folder: str, store_url: str) -> "subprocess.Popen[str]":
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def processes_of(folder: str) -> list[psutil.Process]:
-    """Every process of the cluster: the mark is inherited."""
-    found: list[psutil.Process] = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get(MARK) == folder:
-                found.append(process)
-    return found
 
 
 @pytest.fixture
@@ -76,7 +63,7 @@ def test_worker_that_cannot_start_prints_one_line_and_leaves_nothing(folder: str
         stdout, stderr = driver.communicate()
     assert stdout == "decode-0: the store at /refused cannot be written: give it another --store\n"
     assert stderr.strip() == ""
-    assert processes_of(folder) == []
+    assert marked(folder) == []
     Path(folder).rmdir()  # and so it is empty
 
 
@@ -90,5 +77,5 @@ def test_signal_while_ray_starts_stops_everything(folder: str) -> None:
         stdout, _ = driver.communicate()
     assert stdout.strip() == "interrupted"
     assert driver.returncode == 0
-    assert processes_of(folder) == []
+    assert marked(folder) == []
     Path(folder).rmdir()

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from tests.support.e2e.leaky import MARK
+from tests.support.e2e.altered import LEAKS
 from tests.support.e2e.server import Server, eventually, run_cli
 from tests.support.e2e.streams import client_of, completion, outcomes_of, random_prompt, run_while
 
@@ -24,7 +24,7 @@ async def cancelled(url: str) -> None:
     body = {"prompt": [7] * 90, "max_tokens": 400, "stream": True, "ignore_eos": True}
     async with (
         client_of(url) as client,
-        client.stream("POST", "/v1/completions", json=body, headers={"x-request-id": MARK}) as response,
+        client.stream("POST", "/v1/completions", json=body, headers={"x-request-id": LEAKS}) as response,
     ):
         async for _ in response.aiter_lines():
             return
@@ -34,7 +34,7 @@ def test_planted_leak_ends_its_worker(tmp_path: Path) -> None:
     arguments = ("keeper", "--port", "0", "--mixed", "2", "--memory", "64MiB")
     rng = Random(3)
     bodies = [completion(random_prompt(rng, 200), 400) for _ in range(6)]
-    with Server(arguments, tmp_path / "log", "tests.support.e2e.leaky") as server:
+    with Server(arguments, tmp_path / "log", "tests.support.e2e.altered") as server:
         calm, before = outcomes_of(server.url, bodies), server.lives()
 
         def leak() -> None:
@@ -49,7 +49,7 @@ def test_planted_leak_ends_its_worker(tmp_path: Path) -> None:
             return len(now) == 2 and len(now.items() & before.items()) == 1
 
         eventually(has_a_successor)
-        assert f"{MARK}." in server.log(), "the newest events"
+        assert f"{LEAKS}." in server.log(), "the newest events"
 
 
 def test_killed_answer_of_the_demo_is_the_calm_one() -> None:

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from tests.support.parity.architectures import random_model, save
-from tests.support.parity.served import MIB, one_by_one, plain_settings, serving, tokens_of
+from tests.support.parity.served import MIB, one_by_one, serving, tokens_of
+from tests.support.workers.settings import plain_settings
 from tidemill.workers.engine.build import BuiltEngine
 from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.settings import EngineSettings

@@ -17,16 +17,8 @@ import pytest
 import torch
 
 from tests.support.parity.architectures import random_model, save
-from tests.support.parity.served import (
-    MIB,
-    answer,
-    generated,
-    one_by_one,
-    plain_settings,
-    serving,
-    together,
-    tokens_of,
-)
+from tests.support.parity.served import MIB, answer, generated, one_by_one, serving, together, tokens_of
+from tests.support.workers.settings import plain_settings
 from tidemill import LLM, SamplingParams
 from tidemill.cluster.offline.llm import settings_of
 from tidemill.kvstore.memory.backing import Kvcached

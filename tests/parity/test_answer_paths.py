@@ -15,7 +15,8 @@ from random import Random
 import pytest
 import torch
 
-from tests.support.parity.served import plain_settings, serving, together
+from tests.support.parity.served import serving, together
+from tests.support.workers.settings import plain_settings
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.kvstore.layout import layout_of
 from tidemill.workers.engine import memory_plan

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.parity.architectures import MODELS, random_model, save
-from tests.support.parity.served import MIB, answer, plain_settings, serving
+from tests.support.parity.served import MIB, answer, serving
 from tests.support.parity.sharded import sizes_of
+from tests.support.workers.settings import plain_settings
 from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.settings import EngineSettings
 from tidemill.workers.sources.names import bundled

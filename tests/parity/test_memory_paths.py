@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from tests.support.parity.architectures import random_model, save
-from tests.support.parity.served import generated, one_by_one, plain_settings, serving, together, tokens_of
+from tests.support.parity.served import generated, one_by_one, serving, together, tokens_of
+from tests.support.workers.settings import plain_settings
 from tidemill.kvstore.layout import KvDtype, Layout, layout_of
 from tidemill.kvstore.memory.recompute_cost import Policy
 from tidemill.workers.engine import memory_plan

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from tests.support.parity.heads import folder_with_head
-from tests.support.parity.served import MIB, answer, one_by_one, plain_settings, serving, together, tokens_of
+from tests.support.parity.served import MIB, answer, one_by_one, serving, together, tokens_of
 from tests.support.parity.steps import Runner
+from tests.support.workers.settings import plain_settings
 from tidemill.kernels.dispatch import Operators
 from tidemill.kvstore.layout import restorable_end
 from tidemill.workers.execution.model_runner import TorchRunner

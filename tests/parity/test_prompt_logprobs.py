@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.parity.architectures import random_model, save
-from tests.support.parity.served import MIB, plain_settings, serving, together, tokens_of
+from tests.support.parity.served import MIB, serving, together, tokens_of
 from tests.support.parity.steps import Runner
 from tests.support.workers.logprobs import token_logprob
+from tests.support.workers.settings import plain_settings
 from tidemill.kernels.dispatch import Operators
 from tidemill.workers.engine.build import BuiltEngine
 from tidemill.workers.messages import Request, Sampling, TokenLogprob

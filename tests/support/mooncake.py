@@ -8,10 +8,8 @@ If only root may filter sockets, its ports are open to other hosts while it runs
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,25 +18,13 @@ from urllib.request import urlopen
 
 import numpy as np
 
+from tests.support.sockets import free_port
+from tests.support.waits import eventually
 from tidemill.kvstore.stores.mooncake_store import Transport, check_library, load_library
 
 HOST = "127.0.0.1"
 LENT_BYTES = 64 << 20
 TRANSPORT = Transport(is_open=True)
-EVENTUALLY_S_MAX = 60
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    """Poll until `holds`, with a limit far beyond the slowness of any machine."""
-    give_up_s = time.monotonic() + EVENTUALLY_S_MAX
-    while not holds():
-        assert time.monotonic() < give_up_s, "the condition never held"
-        time.sleep(0.02)
-
-
-def free_port() -> int:
-    with socket.create_server((HOST, 0)) as server:
-        return server.getsockname()[1]
 
 
 class Mooncake:

@@ -27,11 +27,11 @@ async def connected(url: str, receive_bytes: int | None = None) -> AsyncGenerato
             await writer.wait_closed()
 
 
-def free_port() -> int:
+def free_port(host: str = "127.0.0.1") -> int:
     """Return a port for a server that starts later, outside the range of outgoing connections."""
     for port in Random().sample(range(10_000, 20_000), 1_000):
         with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
             return port
     raise AssertionError("no port is free")
 

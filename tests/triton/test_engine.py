@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.support.parity.architectures import random_model, save
-from tests.support.parity.served import MIB, answer, plain_settings, serving, together
+from tests.support.parity.served import MIB, answer, serving, together
 from tests.support.workers.padded import Bed, check_padding
+from tests.support.workers.settings import plain_settings
 from tidemill.kernels.dispatch import operators
 from tidemill.workers.execution.cuda_graphs import padding
 from tidemill.workers.messages import Request

@@ -11,11 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
 from tests.support.parity.architectures import random_model, save
-from tests.support.parity.proof import no_progress
 from tests.support.parity.steps import Runner
 from tidemill.kernels.dispatch import REFERENCE, Operators, operators
 from tidemill.kvstore.layout import KvDtype
-from tidemill.workers.models.architectures.registry import load
+from tidemill.workers.models.architectures.registry import load, no_progress
 
 LENGTHS = (19, 5)
 

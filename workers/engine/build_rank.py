@@ -13,6 +13,7 @@ from tidemill.workers.engine.build import (
 from tidemill.workers.engine.memory_plan import memory_of
 from tidemill.workers.engine.runners import capture_graphs, open_runner, warm_up, with_device_memory
 from tidemill.workers.execution.step import Step
+from tidemill.workers.models.architectures.registry import no_progress
 from tidemill.workers.parallel.exchange import open_exchange
 from tidemill.workers.parallel.network import Meeting, Network
 from tidemill.workers.parallel.rank import RankParts
@@ -31,7 +32,7 @@ def build_rank(
     bind(settings, index, device)
     exchange = open_exchange(settings, meeting, index, device, network)
     used = memory_in_use(device, shared=settings.device_share < 1) if settings.on_cuda else 0
-    loaded = load_model(settings, _no_progress, operators_of(settings), device, exchange)
+    loaded = load_model(settings, no_progress, operators_of(settings), device, exchange)
     if settings.on_cuda:
         settings = with_device_memory(settings, loaded, device, used, exchange)
     memory = memory_of(settings, loaded.local_layers, loaded.max_length)
@@ -47,7 +48,3 @@ def build_rank(
         runner.run_now(step)
 
     return RankParts(backing, transfer, run, settings.threads)
-
-
-def _no_progress(done_bytes: int, total_bytes: int) -> None:
-    """Report nothing: the leader's progress stands for that of all ranks."""

@@ -25,8 +25,9 @@ import yaml
 
 from tests.support.e2e.faults import GCS, SUPERVISOR, run_until
 from tests.support.e2e.history import Ask, Call, asks, broken, pauses_s
-from tests.support.e2e.nodes import HEAD, NET, Nodes, free_port
+from tests.support.e2e.nodes import HEAD, NET, Nodes
 from tests.support.e2e.server import Server, command_of, eventually, run_cli
+from tests.support.sockets import free_port
 from tidemill.cluster.cli import main as cli
 
 RAY: Any = ray  # much of it has no types

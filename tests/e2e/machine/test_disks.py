@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from tests.support.e2e.history import Ask, Call, asks
-from tests.support.e2e.machine import IN_OWN_SHM, check_then_quiet, fill, free_bytes, mounted, remount
+from tests.support.e2e.machine import IN_OWN_SHM, check_during, fill, free_bytes, mounted, remount
 from tests.support.e2e.server import Server, eventually
 
 pytestmark = pytest.mark.slow
@@ -18,7 +18,7 @@ OPTIONS = ("keeper", "--port", "0", "--prefill", "1", "--decode", "1", "--memory
 SHM_SIZE = "128m"
 """Ray itself reserves 80 MiB of /dev/shm."""
 
-check = partial(check_then_quiet, width=4)
+check = partial(check_during, width=4, then_quiet=True)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@ streams stay exact, and the server goes on."""
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -14,13 +15,14 @@ import pytest
 from tests.support.e2e.faults import process_of
 from tests.support.e2e.history import Ask, Call, asks
 from tests.support.e2e.machine import WORKERS, check_during, file_limit, no_more_memory
-from tests.support.e2e.machine import check_then_quiet as check
 from tests.support.e2e.server import NO_TLS, Server, eventually, run_cli
 
 pytestmark = pytest.mark.slow
 
 SIZES = ("--prefill", "1", "--decode", "1", "--memory", "64MiB")
 STOPPED_S = 5.0
+
+check = partial(check_during, then_quiet=True)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from typing import Any, Self
 import httpx
 import psutil
 
-from tests.support.e2e.server import MARK, READY, command_of
+from tests.support.e2e.server import MARK, READY, command_of, marked
 from tidemill.cluster.processes.system.children import endpoint_pid
 from tidemill.cluster.processes.system.private_folder import DetachedServer, detached_servers
 
@@ -56,12 +56,7 @@ class Detached:
         return process.returncode, out, err
 
     def processes(self) -> list[psutil.Process]:
-        found: list[psutil.Process] = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.environ().get(MARK) == self._mark:
-                    found.append(process)
-        return found
+        return marked(self._mark)
 
     def parts(self, name: str) -> list[psutil.Process]:
         return [process for process in self.processes() if name in command_of(process)]

@@ -41,9 +41,11 @@ def check_during(
     salt: str,
     fault: Callable[[], object] = lambda: None,
     width: int | None = None,
+    *,
+    then_quiet: bool = False,
 ) -> list[Call]:
     """Run `asked` under a new salt, `width` at a time, and cause `fault` after a moment. Every call must be
-    like the calm one."""
+    like the calm one; `then_quiet`: and then no worker may hold memory."""
 
     async def main() -> Run:
         running = asyncio.create_task(run(server, asked, salt, width=width))
@@ -54,20 +56,8 @@ def check_during(
     calls = asyncio.run(main()).calls
     found = [broken(*pair) for pair in zip(calls, calm, strict=True)]
     assert not any(found), found
-    return calls
-
-
-def check_then_quiet(
-    server: Server,
-    asked: Sequence[Ask],
-    calm: Sequence[Call],
-    salt: str,
-    fault: Callable[[], object] = lambda: None,
-    width: int | None = None,
-) -> list[Call]:
-    """Like `check_during`; then no worker may hold memory."""
-    calls = check_during(server, asked, calm, salt, fault, width)
-    wait_until_quiet(server, WORKERS)
+    if then_quiet:
+        wait_until_quiet(server, WORKERS)
     return calls
 
 

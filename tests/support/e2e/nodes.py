@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import uuid
@@ -14,21 +13,15 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.e2e.server import Server, eventually
+from tests.support.e2e.server import MARK, Server, eventually, marked
+from tests.support.sockets import free_port
 
 RAY = Path(sys.executable).parent / "ray"
 NET = f"127.{20 + os.getpid() % 200}.{os.getpid() // 200 % 250}"
 """A network of this process alone, because another process may have nodes as well."""
 
 HEAD = f"{NET}.2"
-MARK = "TIDEMILL_TEST_NODE"
 STARTED = "Ray runtime started."
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    with socket.socket() as one:
-        one.bind((host, 0))
-        return one.getsockname()[1]
 
 
 class Nodes:
@@ -111,12 +104,7 @@ class Nodes:
 
     def processes(self, host: str = "") -> list[psutil.Process]:
         """Return the processes that run on one node, or on all."""
-        found: list[psutil.Process] = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.environ().get(MARK, "").startswith(f"{self._mark} {host}"):
-                    found.append(process)
-        return found
+        return marked(f"{self._mark} {host}")
 
     def actors(self) -> list[psutil.Process]:
         """Return our actors on all nodes."""

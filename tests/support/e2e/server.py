@@ -8,9 +8,8 @@ import ssl
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -18,25 +17,13 @@ from typing import Any, Self
 import httpx
 import psutil
 
+from tests.support.waits import EVENTUALLY_S_MAX, eventually
 from tidemill.cluster.processes.system.private_folder import LOCK
 
-EVENTUALLY_S_MAX = 300
-LOOK_S = (0.02, 0.2)
-"""Soon after the first look, then less and less often: looks are in the way of what they wait for."""
 READY = "ready: "
 MARK = "TIDEMILL_TEST_RUN"
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """An SSL context for clients that ask often; httpx would read all certificates of the system for each."""
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    """Look again and again until `holds`; a bound far beyond any machine's slowness ends a run that hangs."""
-    give_up_s = time.monotonic() + EVENTUALLY_S_MAX
-    look_s, most_s = LOOK_S
-    while not holds():
-        assert time.monotonic() < give_up_s, "it never came to hold"
-        time.sleep(look_s)
-        look_s = min(1.2 * look_s, most_s)
 
 
 def command_of(process: psutil.Process) -> str:
@@ -44,6 +31,16 @@ def command_of(process: psutil.Process) -> str:
     with suppress(psutil.Error):
         return " ".join(process.cmdline())
     return ""
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Return the processes whose MARK begins so; descendants inherit it."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK, "").startswith(mark):
+                found.append(process)
+    return found
 
 
 def runs(process: psutil.Process) -> bool:
@@ -285,7 +282,7 @@ def run_cli(
     *arguments: str, **environment: str
 ) -> tuple[subprocess.CompletedProcess[str], list[psutil.Process]]:
     """Run a command that is expected to end by itself; with the processes that it has left behind."""
-    mark = uuid.uuid4().hex  # every descendant inherits it
+    mark = uuid.uuid4().hex
     ended = subprocess.run(
         [sys.executable, "-m", "tidemill", *arguments],
         capture_output=True,
@@ -294,16 +291,5 @@ def run_cli(
         env={**os.environ, **environment, MARK: mark},
         timeout=2 * EVENTUALLY_S_MAX,
     )
-    _, alive = psutil.wait_procs(_marked(mark), timeout=EVENTUALLY_S_MAX)
+    _, alive = psutil.wait_procs(marked(mark), timeout=EVENTUALLY_S_MAX)
     return ended, alive
-
-
-def _marked(mark: str) -> list[psutil.Process]:
-    found: list[psutil.Process] = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == mark:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found

@@ -28,7 +28,7 @@ from tests.support.parity.steps import Runner, check_memory
 from tests.support.waits import WAIT_S_MAX
 from tidemill.kernels.dispatch import REFERENCE, Operators
 from tidemill.kvstore.layout import layout_of
-from tidemill.workers.models.architectures.registry import LoadedModel, load
+from tidemill.workers.models.architectures.registry import LoadedModel, load, no_progress
 from tidemill.workers.parallel.shared_memory import SharedMemory
 
 LENGTH = 150
@@ -39,10 +39,6 @@ ERROR_MAX = 1e-5
 ERROR_MAX_LINEAR = 2e-4  # transformers computes linear attention chunk by chunk, in another order
 DIVERGENCE_MAX = 1e-3
 DIVERGENCE_RATIO_MAX = 1.5
-
-
-def no_progress(_done: int, _total: int) -> None:
-    pass
 
 
 def model_of(folder: Path, dtype: torch.dtype) -> Any:  # noqa: ANN401  they have no types

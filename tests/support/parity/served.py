@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -41,12 +39,6 @@ async def serving(settings: EngineSettings, **changes: object) -> AsyncGenerator
         with suppress(asyncio.CancelledError):
             await loop
         built.close()
-
-
-def plain_settings(folder: Path, kernels: Path, memory_bytes: int, **more: Any) -> EngineSettings:  # noqa: ANN401
-    """Return settings without a store, unless `more` names one."""
-    given = {"model_folder": folder, "cache_folder": kernels, "memory_bytes": memory_bytes, **more}
-    return EngineSettings(**{"store_url": "memory:?size=0", **given})
 
 
 def tokens_of(count: int, seed: int, first: int = 2) -> tuple[int, ...]:

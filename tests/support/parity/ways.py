@@ -10,7 +10,8 @@ from pathlib import Path
 from random import Random
 from unittest import mock
 
-from tests.support.parity.served import answer, generated, plain_settings, serving
+from tests.support.parity.served import answer, generated, serving
+from tests.support.workers.settings import plain_settings
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
 from tidemill.kvstore.layout import Layout, layout_of, restorable_end
 from tidemill.workers.engine import memory_plan

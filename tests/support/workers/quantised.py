@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from safetensors.torch import save_file
 
+from tidemill.workers.models.architectures.registry import no_progress
 from tidemill.workers.models.loading.checkpoint import WeightsFolder
 
 Tensors = dict[str, torch.Tensor]
@@ -168,10 +169,6 @@ CASES: list[Callable[[torch.Generator], Case]] = [
     packed_in_any_order,
     mxfp4,
 ]
-
-
-def no_progress(_done_bytes: int, _total_bytes: int) -> None:
-    pass
 
 
 def opened(folder: Path, case: Case) -> WeightsFolder:

@@ -11,7 +11,7 @@ import torch
 from benchmarks.engine.released import RELEASED
 
 from tests.support.kvstore.fake_vmm import FakeVmm
-from tests.support.workers.settings import keeper_settings
+from tests.support.workers.settings import plain_settings
 from tidemill import LLM
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.layout import layout_of
@@ -31,7 +31,7 @@ from tidemill.workers.settings import SettingsError
 from tidemill.workers.sources.names import bundled
 
 CUDA = torch.device("cuda", 0)
-settings_with = partial(keeper_settings, memory_bytes=1 << 30)
+settings_with = partial(plain_settings, memory_bytes=1 << 30)
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,7 @@ settings_with = partial(keeper_settings, memory_bytes=1 << 30)
         ({"device": "cuda:1", "kernels": "reference", "backing": "fixed"}, "reference", "fixed", "bfloat16"),
     ],
 )
-def test_defaults_of_a_device(
-    changes: dict[str, object], variant: str, backing: str, page_dtype: str
-) -> None:
+def test_defaults_of_a_device(changes: dict[str, Any], variant: str, backing: str, page_dtype: str) -> None:
     settings = settings_with(**changes)
     assert (settings.variant, settings.backing_kind, settings.page_dtype) == (variant, backing, page_dtype)
 
@@ -81,7 +79,7 @@ def test_defaults_of_a_device(
         ({"device": "cuda", "tensor_parallel_size": 2, "device_share": 0.5}, "one rank on a GPU: .*num-gpus"),
     ],
 )
-def test_incompatible_settings_are_refused(changes: dict[str, object], fix: str) -> None:
+def test_incompatible_settings_are_refused(changes: dict[str, Any], fix: str) -> None:
     with pytest.raises(SettingsError, match=fix):
         settings_with(**changes)
 
@@ -186,9 +184,7 @@ def test_sticky_errors_of_a_device(error: Exception, *, sticky: bool) -> None:
         ({}, 64),
     ],
 )
-def test_checkpoints_while_decoding_cost_what_their_pages_cost(
-    changes: dict[str, object], tokens: int
-) -> None:
+def test_checkpoints_while_decoding_cost_what_their_pages_cost(changes: dict[str, Any], tokens: int) -> None:
     """Qwen3-Next-80B-A3B has states of 75 MiB and pages of 1.5 MiB."""
     settings = settings_with(**changes)
     specs = ARCHITECTURES["Qwen3NextForCausalLM"].parse(RELEASED["Qwen3-Next-80B-A3B"]).specs

@@ -12,7 +12,7 @@ import torch
 from benchmarks.engine.released import RELEASED
 
 from tests.support.kvstore.fake_vmm import FakeVmm
-from tests.support.workers.settings import keeper_settings
+from tests.support.workers.settings import plain_settings
 from tidemill.kernels.dispatch import operators
 from tidemill.workers.engine import build
 from tidemill.workers.engine.build import build_engine, check_settings
@@ -25,7 +25,7 @@ from tidemill.workers.settings import EngineSettings, SettingsError
 
 MIB, GB = 1 << 20, 10**9
 H100, H200 = 85 * GB, 150 * GB
-settings_with = partial(keeper_settings, device="cuda", backing="fixed")
+settings_with = partial(plain_settings, device="cuda", backing="fixed")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from tests.support.workers.bench import (
     bench,
     root_of,
 )
-from tests.support.workers.settings import keeper_settings
+from tests.support.workers.settings import plain_settings
 from tests.support.workers.subscriber import Mirror, documented_subscriber
 from tidemill.kvstore.keys import PageKey, chain
 from tidemill.kvstore.layout import Layout
@@ -269,7 +269,7 @@ def test_publisher_survives_wrong_requests(tmp_path: Path) -> None:
 async def test_missing_pyzmq_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
     monkeypatch.delitem(sys.modules, build.PUBLISHER.partition(":")[0])
-    settings = keeper_settings(kv_events=KvEventSettings(endpoint=f"ipc://{tmp_path}/live"))
+    settings = plain_settings(kv_events=KvEventSettings(endpoint=f"ipc://{tmp_path}/live"))
 
     async with bench() as made:
         missing = pytest.raises(SettingsError, match=r"pip install 'tidemill\[events\]'")

@@ -210,7 +210,7 @@ def describe(
 ) -> tuple[tuple[LayerSpec, ...], int]:
     """Return the layers of the whole model and its length limit, without reading its weights. Raises the
     ModelError that `load` would in a group of this size, as far as headers show."""
-    _, config, _ = _open(folder, _no_progress, load_format, digests=False, mtp=mtp)
+    _, config, _ = _open(folder, no_progress, load_format, digests=False, mtp=mtp)
     local(config, RankPart(size=tensor_parallel_size, sums=by_expert, by_expert=by_expert))
     return config.specs, config.max_length
 
@@ -219,7 +219,7 @@ def sizes_of(
     folder: Path, compute_dtype: ComputeDtype, *, mtp: bool = False, load_format: LoadFormat = "auto"
 ) -> ModelSizes:
     """Return the sizes of the model, without reading its weights. Raises ModelError."""
-    _, config, _ = _open(folder, _no_progress, load_format, digests=False, mtp=mtp)
+    _, config, _ = _open(folder, no_progress, load_format, digests=False, mtp=mtp)
     return ModelSizes(
         layers=config.specs,
         max_length=config.max_length,
@@ -248,15 +248,15 @@ def has_head(folder: Path, load_format: LoadFormat = "auto") -> bool:
         architecture = ARCHITECTURES.get(_architecture(read_json(folder / "config.json")))
     if architecture is None or architecture.draft is None or load_format == "dummy":
         return False
-    return _holds_head(WeightsFolder(folder, _no_progress, digests=False))
+    return _holds_head(WeightsFolder(folder, no_progress, digests=False))
 
 
 def _holds_head(checkpoint: WeightsFolder | DummyWeights) -> bool:
     return any(name.startswith(DRAFT) for name in checkpoint.names)
 
 
-def _no_progress(done_bytes: int, total_bytes: int) -> None:
-    """Report nothing: no weights are read."""
+def no_progress(done_bytes: int, total_bytes: int) -> None:
+    """Report nothing."""
 
 
 def _open(

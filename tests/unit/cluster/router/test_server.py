@@ -1,7 +1,7 @@
 """Router, heartbeats and the client of the edge over loopback sockets, with an engine that only counts."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -13,6 +13,7 @@ import pytest
 from tests.support.cluster.heartbeats import heartbeat, placement_request, worker_info
 from tests.support.cluster.scripted_engine import fails
 from tests.support.grpc_loop import IN_GRPC_LOOP
+from tests.support.waits import until
 from tidemill.cluster.messages import FleetStatus, PlacementRequest
 from tidemill.cluster.orders import Drain, SetBudget, SetRole
 from tidemill.cluster.router.router import Router
@@ -164,12 +165,6 @@ def open_report(channel: grpc.aio.Channel) -> Any:  # noqa: ANN401  half of gRPC
 
 def call(channel: grpc.aio.Channel, method: str, data: bytes) -> Any:  # noqa: ANN401  as above
     return cast("Any", channel).unary_unary(f"/tidemill.Router/{method}")(data)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S_MAX):
-        while not holds():  # noqa: ASYNC110  the change is behind a socket
-            await asyncio.sleep(0.01)
 
 
 async def test_first_heartbeats_announce_everything_and_let_requests_be_placed() -> None:

@@ -15,7 +15,7 @@ from tests.support.parity.architectures import random_model, save
 from tests.support.parity.served import answer, serving
 from tests.support.workers.late import LateStream
 from tests.support.workers.padded import CPU, ROWS_MAX, TABLE_WIDTH, Bed, again, check_padding
-from tests.support.workers.settings import keeper_settings
+from tests.support.workers.settings import plain_settings
 from tidemill.kernels.dispatch import REFERENCE, operators
 from tidemill.workers.engine import build
 from tidemill.workers.engine.memory_plan import Memory
@@ -190,7 +190,7 @@ def test_engine_answers_the_same_with_graphs_and_on_a_late_device(
     drafts_max: int,
     penalty: float,
 ) -> None:
-    made = keeper_settings(
+    made = plain_settings(
         memory_bytes=64 << 20,
         cache_folder=kernel_cache,
         page_size=16,

@@ -9,17 +9,19 @@ import torch
 
 from tidemill import LLM, SamplingParams
 from tidemill.kernels.dispatch import REFERENCE
-from tidemill.workers.models.architectures.registry import compute_dtype_of, describe, has_head, load
+from tidemill.workers.models.architectures.registry import (
+    compute_dtype_of,
+    describe,
+    has_head,
+    load,
+    no_progress,
+)
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.loading.dummy import HIGH, PERIOD, DummyWeights
 from tidemill.workers.models.loading.sharding import RankSlice
 from tidemill.workers.sources.names import bundled
 
 KEEPER = bundled()["keeper"]
-
-
-def no_progress(_done_bytes: int, _total_bytes: int) -> None:
-    pass
 
 
 def weights(**shapes: tuple[int, ...]) -> DummyWeights:

@@ -17,7 +17,7 @@ from tidemill.kernels.dispatch import REFERENCE
 from tidemill.kvstore.layout import Attention, Linear
 from tidemill.workers.models.architectures.config import weights_of
 from tidemill.workers.models.architectures.qwen3_next import parse
-from tidemill.workers.models.architectures.registry import LoadedModel, describe, load
+from tidemill.workers.models.architectures.registry import LoadedModel, describe, load, no_progress
 from tidemill.workers.models.errors import ModelError
 
 CONFIG: dict[str, object] = {
@@ -46,10 +46,6 @@ CONFIG: dict[str, object] = {
 }
 Edit = Callable[[dict[str, torch.Tensor]], object]
 ROUTER = "model.layers.1.mlp.gate.weight"
-
-
-def no_progress(_done_bytes: int, _total_bytes: int) -> None:
-    pass
 
 
 def load_folder(folder: Path) -> LoadedModel:

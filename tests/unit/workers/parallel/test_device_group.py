@@ -18,7 +18,7 @@ import torch
 
 from tests.support.kvstore.fake_vmm import FakeVmm
 from tests.support.parity.served import answer
-from tests.support.workers.settings import keeper_settings
+from tests.support.workers.settings import plain_settings
 from tidemill.kernels.dispatch import operators
 from tidemill.workers.engine.build import BuiltEngine, build_engine
 from tidemill.workers.engine.build_rank import build_rank
@@ -40,7 +40,7 @@ FREE = {"leader": 200 * MIB, "rank 1": 150 * MIB}
 
 RANKS: list[threading.Thread] = []
 
-WORKER = keeper_settings(
+WORKER = plain_settings(
     device="cuda",
     kv_cache_dtype="float32",
     max_num_seqs=4,

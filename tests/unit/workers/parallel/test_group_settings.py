@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.parity.architectures import random_model, save
 from tests.support.parity.served import answer, serving
-from tests.support.workers.settings import keeper_settings
+from tests.support.workers.settings import plain_settings
 from tidemill.kernels.shared.compute_dtype import BITS
 from tidemill.kvstore.shards import shards_of
 from tidemill.workers.engine.build import check_settings, namespace_of
@@ -18,7 +18,7 @@ from tidemill.workers.settings import EngineSettings, SettingsError
 from tidemill.workers.sources.names import bundled
 
 KEEPER = bundled()["keeper"]
-ALONE = keeper_settings()
+ALONE = plain_settings()
 GROUP = replace(ALONE, tensor_parallel_size=2)
 FAST = replace(GROUP, tensor_parallel_reduce="fast")
 ANY = {"tensor_parallel_reduce": "fast", "allow_inexact_groups": True, "tensor_parallel_sizes": (1, 2)}
@@ -68,7 +68,7 @@ def test_whole_experts_need_ranks_that_add_up() -> None:
 def test_load_of_each_ranks_experts_is_counted(tmp_path: Path, kernel_cache: Path) -> None:
     """Two ranks with whole experts give the tokens of one, and each pair of a token and an expert counts."""
     folder = save(random_model("qwen3_moe/all", num_attention_heads=4), tmp_path / "model")
-    alone = keeper_settings(model_folder=folder, memory_bytes=16 << 20, cache_folder=kernel_cache)
+    alone = plain_settings(model_folder=folder, memory_bytes=16 << 20, cache_folder=kernel_cache)
     request = Request(request_id="1", tokens=PROMPT, max_new_tokens=12, sampling=Sampling(temperature=0))
 
     async def run(settings: EngineSettings) -> tuple[list[int], dict[str, float]]:

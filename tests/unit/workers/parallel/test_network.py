@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from tests.support.waits import WAIT_S_MAX
 from tests.support.workers.ranks import network_of
-from tests.support.workers.settings import keeper_settings
+from tests.support.workers.settings import plain_settings
 from tests.unit.cluster.rpc.test_mutual_tls import issue
 from tidemill.cluster.mutual_tls import CLUSTER_NAME, MutualTls
 from tidemill.workers.engine.build import build_engine
@@ -41,7 +41,7 @@ from tidemill.workers.parallel.network import Network, Ports, TlsConnection, end
 from tidemill.workers.settings import SettingsError
 
 HOST = network_of(None, LEADER).host
-settings_of = partial(keeper_settings, kernels="reference")
+settings_of = partial(plain_settings, kernels="reference")
 BIG_INTS = 300_000
 FRAMES = 20
 

@@ -1,8 +1,6 @@
 """The public gRPC server with clients that are unknown, silent or slow, or that disconnect."""
 
-import asyncio
 import socket
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +19,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from tests.support.cluster.fake_service import FakeService, saying, worker_status
 from tests.support.cluster.grpc_edge import HELLO, Client, serving, trailing
 from tests.support.grpc_loop import IN_GRPC_LOOP
+from tests.support.waits import until
 from tidemill.cluster.edge.grpc_api import generation, health
 from tidemill.cluster.edge.grpc_api.server import PublicServer
 from tidemill.cluster.edge.requests.api_keys import ApiKey, digest_of
@@ -80,11 +79,6 @@ async def test_cancelling_a_call_frees_its_request(method: str, stall_at: int) -
         await service.idle.wait()
         await until(lambda: client.context.open_answers.held == 0)
     assert service.open_streams == 0
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    while not holds():  # noqa: ASYNC110 - there is no event to wait for
-        await asyncio.sleep(0)
 
 
 async def test_client_that_does_not_read_holds_its_answer_back() -> None:
