@@ -57,10 +57,16 @@ GrammarKind = Literal["json_object", "json_schema", "regex", "lark", "choice"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
     """The grammar that an answer must match. `text` is a JSON schema, a regular expression, a grammar in the
-    Lark form of llguidance, or a JSON list of texts to choose from; empty for json_object."""
+    Lark form of llguidance, or a JSON list of texts to choose from; empty for json_object.
+
+    frame      a Lark grammar of the whole answer, in which @answer stands for it; empty: it is all
+    otherwise  a grammar that the answer may match instead
+    """
 
     kind: GrammarKind
     text: str = ""
+    frame: str = ""
+    otherwise: "Grammar | None" = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,16 @@ from time import monotonic, thread_time
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 
 from tidemill.kvstore.errors import TidemillError
-from tidemill.workers.execution.grammar_library import FIELD, compile_grammar, error_of, read_tokenizer
+from tidemill.workers.execution.grammar_library import (
+    FIELD,
+    LibraryMatcher,
+    compile_grammar,
+    error_of,
+    read_tokenizer,
+)
 from tidemill.workers.execution.grammar_trial import NICE, GrammarTrial
 from tidemill.workers.execution.mask_pool import MaskPool, lower_priority
 from tidemill.workers.messages import Grammar, RequestError
@@ -126,7 +132,7 @@ class Matcher:
 
     def __init__(
         self,
-        compiled: Callable[[int], LLMatcher],
+        compiled: Callable[[int], LibraryMatcher],
         vocab_size: int,
         eos_ids: Collection[int],
         pool: MaskPool[Mask] | None = None,
@@ -137,7 +143,7 @@ class Matcher:
         self._compiled = compiled
         self._pool = pool
         self._share = LexerShare(memory or LexerMemory())
-        self._inner: LLMatcher | None = None
+        self._inner: LibraryMatcher | None = None
         self._end_W = mask_of(eos_ids, vocab_size)
         self._room_W = np.full_like(self._end_W, -1)
         if vocab_size % 64:
@@ -289,7 +295,7 @@ class Matcher:
         np.bitwise_and(words[:known], self._room_W[:known], out=mask_W[:known])
         return mask_W if mask_W.any() else self._end_W
 
-    def _over(self, inner: LLMatcher) -> bool:
+    def _over(self, inner: LibraryMatcher) -> bool:
         """Return True if the text cannot go on, and False if the lexer needs more states. Raises RequestError
         at another limit: the answer would end as if it were complete."""
         reason = error_of(inner)
@@ -331,7 +337,7 @@ class Grammars:
         self._trial = GrammarTrial(self._path, list(self._eos_ids), LEXER_STATES[-1])
         self._pool = MaskPool[Mask](threads)
         self._memory = LexerMemory()
-        self._compiled: dict[Grammar, LLMatcher | RequestError] = {}  # the last ones used, and refusals
+        self._compiled: dict[Grammar, LibraryMatcher | RequestError] = {}  # the last ones used, and refusals
         self._compiling = Lock()
         self._compiler = ThreadPoolExecutor(1, "grammar", lower_priority, (NICE,))
         self._end_trial = weakref.finalize(self, self._trial.close)  # also without `close`
@@ -366,19 +372,19 @@ class Grammars:
             return self._following(grammar, first)
         return await asyncio.get_running_loop().run_in_executor(self._compiler, self.matcher, grammar)
 
-    def _known(self, grammar: Grammar) -> LLMatcher | RequestError | None:
+    def _known(self, grammar: Grammar) -> LibraryMatcher | RequestError | None:
         found = self._compiled.pop(grammar, None)
         if found is not None:
             self._compiled[grammar] = found  # used last
         return found
 
-    def _following(self, grammar: Grammar, first: LLMatcher | RequestError) -> Matcher:
+    def _following(self, grammar: Grammar, first: LibraryMatcher | RequestError) -> Matcher:
         if isinstance(first, RequestError):
             raise RequestError(str(first), param=first.param, status=first.status, code=first.code)
         tokenizer = self._tokenizer
         assert tokenizer is not None
 
-        def compiled(lexer_states: int) -> LLMatcher:
+        def compiled(lexer_states: int) -> LibraryMatcher:
             if lexer_states == LEXER_STATES[0]:
                 return first.deep_copy()
             return compile_grammar(tokenizer, grammar, lexer_states)

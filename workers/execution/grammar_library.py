@@ -2,8 +2,11 @@
 
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -28,9 +31,78 @@ ERROR_CHARACTERS_MAX = 400
 FIELD = "response_format"
 
 
-def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar, lexer_states: int) -> LLMatcher:
-    """Compile a grammar and compute its first mask, which fails if no text matches. Its lexer has at most
+class Alternatives:
+    """The matchers of an answer that follows one of several grammars. It is used as an LLMatcher is.
+
+    One grammar with alternatives would not do: its lexer takes the longest lexeme of any of them, so a `{` of
+    one may be lost to a longer text of another.
+    """
+
+    def __init__(self, matchers: Sequence[LLMatcher]) -> None:
+        self._matchers = matchers
+        self._taken = [0] * len(matchers)  # tokens of each, which stops at the first that it refuses
+        self._num_tokens = 0
+        self._fuelled = True  # by a mask, after the last token
+
+    @property
+    def _following(self) -> list[LLMatcher]:
+        pairs = zip(self._matchers, self._taken, strict=True)
+        return [matcher for matcher, taken in pairs if taken == self._num_tokens]
+
+    def deep_copy(self) -> "Alternatives":
+        assert not self._num_tokens
+        return Alternatives([matcher.deep_copy() for matcher in self._matchers])
+
+    def compute_bitmask(self) -> bytes:
+        """Return the tokens that any of them allows."""
+        self._fuelled = True
+        masks = [np.frombuffer(matcher.compute_bitmask(), np.uint8) for matcher in self._following]
+        return np.bitwise_or.reduce(masks).tobytes()
+
+    def consume_token(self, token: int) -> bool:
+        """Take a token where it is allowed. Return whether it is anywhere."""
+        if not self._fuelled:
+            self.compute_bitmask()
+        self._fuelled = False
+        for index, matcher in enumerate(self._matchers):
+            if self._taken[index] == self._num_tokens and not matcher.is_stopped():
+                self._taken[index] += matcher.try_consume_tokens([token])
+        took = max(self._taken) > self._num_tokens
+        self._num_tokens += took
+        return took
+
+    def rollback(self, num_tokens: int) -> bool:
+        """Forget the last tokens. Those that refused one of them may go on."""
+        self._num_tokens -= num_tokens
+        surplus = [max(0, taken - self._num_tokens) for taken in self._taken]
+        self._taken = [taken - more for taken, more in zip(self._taken, surplus, strict=True)]
+        pairs = zip(self._matchers, surplus, strict=True)
+        return all(matcher.rollback(more) for matcher, more in pairs if more)
+
+    def is_stopped(self) -> bool:
+        return all(matcher.is_stopped() for matcher in self._following)
+
+    def is_error(self) -> bool:
+        """Return whether one of them has reached a limit. A refused token is no error."""
+        return any(matcher.is_error() for matcher in self._matchers)
+
+    def get_error(self) -> str:
+        return next(matcher.get_error() for matcher in self._matchers if matcher.is_error())
+
+
+LibraryMatcher = LLMatcher | Alternatives
+
+
+def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar, lexer_states: int) -> LibraryMatcher:
+    """Compile a grammar and compute its first mask, which fails if no text matches. Its lexers have at most
     `lexer_states`. Raises RequestError."""
+    if grammar.otherwise is None:
+        return _compile_one(tokenizer, grammar, lexer_states)
+    parts = (replace(grammar, otherwise=None), replace(grammar.otherwise, otherwise=None))
+    return Alternatives([_compile_one(tokenizer, part, lexer_states // len(parts)) for part in parts])
+
+
+def _compile_one(tokenizer: LLTokenizer, grammar: Grammar, lexer_states: int) -> LLMatcher:
     limits = LLParserLimits(
         initial_lexer_fuel=COMPILE_FUEL_MAX,
         step_lexer_fuel=STEP_FUEL_MAX,
@@ -51,7 +123,7 @@ def read_tokenizer(text: str, eos_ids: list[int]) -> LLTokenizer:
     return LLTokenizer(text, eos_token=eos_ids)
 
 
-def error_of(matcher: LLMatcher) -> str:
+def error_of(matcher: LibraryMatcher) -> str:
     return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())[:ERROR_CHARACTERS_MAX]
 
 
@@ -61,8 +133,17 @@ def refusal(grammar: Grammar, reason: str) -> RequestError:
 
 def _library_text(grammar: Grammar) -> str:
     """Return `grammar` in the syntax of llguidance."""
-    if len(grammar.text.encode()) > GRAMMAR_BYTES_MAX:
+    if len(grammar.text.encode()) + len(grammar.frame.encode()) > GRAMMAR_BYTES_MAX:
         raise RequestError(f"a grammar has at most {GRAMMAR_BYTES_MAX} bytes: make it shorter", param=FIELD)
+    text = _answer_text(grammar)
+    if not grammar.frame:
+        return text
+    is_lark = grammar.kind in ("lark", "choice")
+    answer = {"lark_grammar": text} if is_lark else json.loads(text)["grammars"][0]
+    return json.dumps({"grammars": [{"lark_grammar": grammar.frame}, {**answer, "name": "answer"}]})
+
+
+def _answer_text(grammar: Grammar) -> str:
     match grammar.kind:
         case "json_object":
             return _schema_text(grammar, '{"type": "object"}')

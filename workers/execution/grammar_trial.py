@@ -4,8 +4,11 @@ python -m tidemill.workers.execution.grammar_trial    tries what it reads from i
 """
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
+
+import msgspec
 
 from tidemill.workers.bounded_child import MEMORY_BYTES, BoundedChild, answer_questions, head_of_parent
 from tidemill.workers.execution.grammar_library import FIELD, compile_grammar, read_tokenizer, refusal
@@ -30,7 +33,7 @@ class GrammarTrial:
     def refuse(self, grammar: Grammar) -> None:
         """Raise the RequestError that compiling `grammar` raises, or one if it takes too long."""
         with self._lock:
-            reply: str | None = self._child.ask([grammar.kind, grammar.text])
+            reply: str | None = self._child.ask(asdict(grammar))
         if reply is None:
             raise refusal(
                 grammar,
@@ -50,10 +53,9 @@ def main() -> None:
     path, eos_ids, lexer_states = head_of_parent()
     tokenizer = read_tokenizer(read_text(Path(path)), eos_ids)
 
-    def reason(question: list[str]) -> str:
-        kind, text = question
+    def reason(question: dict[str, object]) -> str:
         try:
-            compile_grammar(tokenizer, Grammar(kind=kind, text=text), lexer_states)  # type: ignore[arg-type]
+            compile_grammar(tokenizer, msgspec.convert(question, Grammar), lexer_states)
         except RequestError as error:
             return str(error)
         return ""

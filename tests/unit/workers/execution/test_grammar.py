@@ -21,7 +21,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
 from tests.support.workers.drawing import Noise, answer_of, request_of, troubled_answer_of
-from tests.support.workers.masks import allowed
+from tests.support.workers.masks import accepts, allowed
 from tidemill.workers.execution.grammar import Grammars, Matcher
 from tidemill.workers.messages import GRAMMAR_BYTES_MAX, Grammar, RequestError, Sampling
 from tidemill.workers.sources.names import bundled
@@ -92,6 +92,17 @@ def is_object(text: str) -> bool:
     return isinstance(json.loads(text), dict)
 
 
+def is_sum_or_text(text: str) -> bool:
+    return is_sum(text) or re.fullmatch(TEXT, text) is not None
+
+
+def is_thought(check: Check) -> Check:
+    """Return whether the text behind the first `}` is right."""
+    return lambda text: "}" in text and check(text.partition("}")[2])
+
+
+TEXT = r"\([0-9a-f()]{1,60}"
+FRAME = 'start: thought @answer\nthought[suffix="}"]: /(?s:.*)/'
 CHOICES = ["yes", "no", 'it\'s "50/50"\n', "ü 😀", "yes, but"]
 REGEX = r"(https?://)?([a-z]{1,5}\.){1,2}(com|org)(/[A-Za-z0-9_.-]{0,4}){0,3}"
 KINDS: dict[str, tuple[Grammar, Check]] = {
@@ -101,6 +112,18 @@ KINDS: dict[str, tuple[Grammar, Check]] = {
     "regex": (Grammar(kind="regex", text=REGEX), lambda text: re.fullmatch(REGEX, text) is not None),
     "lark": (Grammar(kind="lark", text=SUM), is_sum),
     "choice": (Grammar(kind="choice", text=json.dumps(CHOICES)), CHOICES.__contains__),
+    "either": (
+        Grammar(kind="lark", text=SUM, otherwise=Grammar(kind="regex", text=TEXT)),
+        is_sum_or_text,
+    ),
+    "thought": (
+        Grammar(kind="json_schema", text=json.dumps(PERSON), frame=FRAME),
+        is_thought(matches(PERSON)),
+    ),
+    "thought, then either": (
+        Grammar(kind="lark", text=SUM, frame=FRAME, otherwise=Grammar(kind="regex", text=TEXT, frame=FRAME)),
+        is_thought(is_sum_or_text),
+    ),
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -156,6 +179,41 @@ def test_rewound_matcher_is_as_new(kind: str) -> None:
         assert (mask == allowed(straight)).all()
         assert mask.any()
         assert not mask[TOKENIZER.get_vocab_size() :].any()
+
+
+PAIRS = [
+    (
+        Grammar(kind="lark", text='start: "{" /"[a-z]*"/ "}"'),
+        Grammar(kind="regex", text=r'\{"name": [0-9]+.*'),
+    ),
+    (Grammar(kind="regex", text=r"(?s)\[.*\]"), Grammar(kind="lark", text='start: "[f(" /[0-9]/ ")]"')),
+    (Grammar(kind="choice", text='["a", "abc"]'), Grammar(kind="regex", text="[ab]b+")),
+]
+
+
+def mask_behind(grammar: Grammar, tokens: list[int]) -> npt.NDArray[np.bool_]:
+    """Return what may follow the tokens; nothing, if the grammar refuses one of them."""
+    matcher = GRAMMARS.matcher(grammar)
+    took = accepts(matcher, tokens)
+    return allowed(matcher) & took
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@settings(PROPERTY)
+@given(rng=st.randoms(use_true_random=False))
+def test_alternatives_allow_what_one_of_them_allows(pair: tuple[Grammar, Grammar], rng: Random) -> None:
+    """Also after a detour that only one of them takes."""
+    whole, tokens = GRAMMARS.matcher(replace(pair[0], otherwise=pair[1])), list[int]()
+    for _ in range(12):
+        mask = np.logical_or(*(mask_behind(grammar, tokens) for grammar in pair))
+        assert (allowed(whole) == mask).all(), text_of(tokens)
+        back = rng.choice([0, 0, 0, rng.randrange(len(tokens) + 1)])
+        if back:
+            whole.rewind(back)
+            del tokens[len(tokens) - back :]
+        elif (token := int(rng.choice(np.flatnonzero(mask)))) != EOS:
+            whole.push(token)
+            tokens.append(token)
 
 
 @pytest.mark.parametrize("eos_ids", [(1,), (1, 3)])
