@@ -80,7 +80,8 @@ class Alternatives:
         return all(matcher.rollback(more) for matcher, more in pairs if more)
 
     def is_stopped(self) -> bool:
-        return all(matcher.is_stopped() for matcher in self._following)
+        """Return whether no token may follow. At a limit that is not known."""
+        return not self.is_error() and all(matcher.is_stopped() for matcher in self._following)
 
     def is_error(self) -> bool:
         """Return whether one of them has reached a limit. A refused token is no error."""
@@ -133,7 +134,7 @@ def refusal(grammar: Grammar, reason: str) -> RequestError:
 
 def _library_text(grammar: Grammar) -> str:
     """Return `grammar` in the syntax of llguidance."""
-    if len(grammar.text.encode()) + len(grammar.frame.encode()) > GRAMMAR_BYTES_MAX:
+    if max(len(grammar.text.encode()), len(grammar.frame.encode())) > GRAMMAR_BYTES_MAX:
         raise RequestError(f"a grammar has at most {GRAMMAR_BYTES_MAX} bytes: make it shorter", param=FIELD)
     text = _answer_text(grammar)
     if not grammar.frame:

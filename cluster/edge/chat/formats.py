@@ -155,6 +155,10 @@ class Thinking:
         prompt = prompt.rstrip()
         return prompt.endswith(self.opens) or (self.implied and not prompt.endswith(self.close))
 
+    def closed_behind(self, prompt: str) -> bool:
+        """Return whether the end of a prompt has closed its reasoning."""
+        return bool(self.close) and prompt.rstrip().endswith(self.close)
+
     @property
     def tags(self) -> tuple[str, ...]:
         return tuple(filter(None, (*self.opens, self.close)))

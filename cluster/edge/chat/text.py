@@ -26,7 +26,6 @@ class Rendering:
     answers    the prompt ends where the model's answer starts
     continues  it ends inside of the last message, which the model continues
     options    variables of the template
-    begun      the start of the answer, behind all that
     chars_max  a longer chat is refused before it is tokenized
 
     Clients mark where later chats will leave this one: behind some characters of a message, or behind
@@ -37,7 +36,6 @@ class Rendering:
     answers: bool = True
     continues: bool = False
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    begun: str = ""
     chars_max: int | None = None
     message_marks: Sequence[tuple[int, int]] = ()  # (index of the message, characters)
     tool_marks: Sequence[int] = ()

@@ -106,7 +106,6 @@ class FolderTokenizer:
             )
         messages, how = self._control.marked(messages, how)
         text, ends = template.render(messages, how)
-        text += how.begun
         has_marks = MARK in text
         encoding = self._encoding(text, offsets=bool(ends or has_marks), add_special_tokens=False)
         if has_marks:

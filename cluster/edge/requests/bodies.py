@@ -181,6 +181,16 @@ class ChatBody(Body):
         named = {"reasoning_effort": self.reasoning_effort} if thinks else {}
         return {"enable_thinking": thinks, "thinking": thinks, **named}
 
+    def template_options(self) -> dict[str, object]:
+        """Return the variables of the chat template."""
+        return {**self.effort(), **self.chat_template_kwargs}
+
+    def thinks(self) -> bool:
+        """Return whether the model may begin a thought: thinking is not disabled, and an answer begins."""
+        options = self.template_options()
+        disabled = any(options.get(name) is False for name in ("enable_thinking", "thinking"))
+        return not disabled and not self.continue_final_message
+
     def num_logprobs(self) -> int | None:
         """Return the number of alternatives per token; None: no logprobs. Raises RequestError."""
         if self.top_logprobs and not self.logprobs:

@@ -13,6 +13,7 @@ from tidemill.cluster.edge.cache_misses import Show
 from tidemill.cluster.edge.chat.formats import CALL_END, FINAL, RETURN, START
 from tidemill.cluster.edge.chat.output.detokenizer import Ending
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
+from tidemill.cluster.edge.chat.request.answer_grammar import ROLE, behind_thought, words_or_calls
 from tidemill.cluster.edge.chat.request.params import SEED_BITS, session_of
 from tidemill.cluster.edge.chat.request.request_builder import (
     GenerationTerms,
@@ -21,7 +22,7 @@ from tidemill.cluster.edge.chat.request.request_builder import (
     sampling_of,
     terms_of,
 )
-from tidemill.cluster.edge.chat.request.tool_grammar import answer_or_calls, enforceable, forced
+from tidemill.cluster.edge.chat.request.tool_grammar import enforceable, forced
 from tidemill.cluster.edge.chat.request.tools import Tool, offered
 from tidemill.cluster.edge.chat.text import (
     MarkedPrompt,
@@ -50,15 +51,9 @@ from tidemill.workers.messages import Grammar, Request, RequestError, Sampling
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
-ANSWERS_OF_JSON = ("json_schema", "json_object")
-"""The kinds of grammars beside which tools may be called."""
-
 REQUEST_CHOICES_MAX = 128
 TAIL_TOKENS = 8
 """The end of a prompt that shows whether it ends in a tag and white space, or in the head of a message."""
-
-ROLE = "assistant"
-"""The role of the messages that a model in channels answers with."""
 
 PROMPT_LOGPROBS_MAX = 1 << 18
 """The most prompt logprobs of one request, over all prompts, answers and alternatives: some 30 MiB."""
@@ -124,16 +119,15 @@ class Intake:
         grammar = None if asked is None else asked.grammar
         left_out = () if asked is None else asked.left_out
         max_tokens = body.max_completion_tokens or body.max_tokens
-        may_call = tools and not forces and grammar is not None and grammar.kind in ANSWERS_OF_JSON
-        rendered = await self._chat_prompt(body, tools, "" if may_call else self._opening(body, grammar))
-        prompt = self._cut(rendered, body, max_tokens)
-        output_format = self._output_format(body, tools, prompt.tokens, grammar)
+        prompt = self._cut(await self._chat_prompt(body, tools), body, max_tokens)
+        output_format = self._output_format(body, tools, prompt.tokens, constrained=forces or bool(asked))
         if forces:  # it goes before what else restricts the answer
             tools, left_out = enforceable(tools)
-            grammar = forced(tools, output_format, self._tokenizer.added)
+            calls = forced(tools, output_format, self._tokenizer.added)
+            grammar = behind_thought(calls, output_format, self._tokenizer.added)
             left_out += body.restrictions()
-        elif may_call and grammar is not None:
-            grammar = answer_or_calls(grammar, tools, output_format, self._tokenizer.added)
+        elif grammar is not None:
+            grammar = words_or_calls(grammar, tools, output_format, self._tokenizer.added)
         logprobs = body.num_logprobs()
         sampling = self._sampling(body, logprobs, body.prompt_logprobs, grammar)
         ends = self._channel_ends() if output_format.channels and not body.ignore_eos else ()
@@ -193,12 +187,6 @@ class Intake:
     def _offered(self, body: ChatBody) -> list[Tool]:
         return [] if self._drops_tools(body) else offered(body.tools, body.tool_choice)
 
-    def _opening(self, body: ChatBody, grammar: Grammar | None) -> str:
-        """Return the beginning of the answer: an answer that must match a grammar is text from its first
-        token on."""
-        asked = grammar is not None and self._tokenizer.style.in_channels
-        return FINAL if asked and not body.continue_final_message else ""
-
     async def _rendered(
         self, body: TokenizeBody | PrefixBody, breakpoints: Sequence[int] = (), *, answers: bool = True
     ) -> Rendered:
@@ -208,11 +196,9 @@ class Intake:
         tools = self._offered(body)
         return Rendered([await self._chat_prompt(body, tools, answers=answers)], "messages")
 
-    async def _chat_prompt(
-        self, body: ChatBody, tools: list[Tool], begun: str = "", *, answers: bool = True
-    ) -> MarkedPrompt:
+    async def _chat_prompt(self, body: ChatBody, tools: list[Tool], *, answers: bool = True) -> MarkedPrompt:
         """Return the tokens of a chat; `answers` up to the start of the answer, if the body names no end."""
-        shown = partial(self._shown, body, tools, begun, answers)
+        shown = partial(self._shown, body, tools, answers=answers)
         if MESSAGE_CHARS * len(body.messages) > INLINE_CHARS_MAX:
             return await self.in_thread(lambda: self._tokenizer.chat(*shown()))
         messages, how = shown()
@@ -224,13 +210,7 @@ class Intake:
             return self._tokenizer.chat(messages, how)
         return await self.in_thread(self._tokenizer.chat, messages, how)
 
-    def _shown(
-        self,
-        body: ChatBody,
-        tools: list[Tool],
-        begun: str,
-        answers: bool,  # noqa: FBT001 - see `_chat_prompt`
-    ) -> tuple[list[Message], Rendering]:
+    def _shown(self, body: ChatBody, tools: list[Tool], *, answers: bool) -> tuple[list[Message], Rendering]:
         """Return what a template gets. Raises RequestError."""
         messages = [turn.message() for turn in body.messages]
         continues = body.continue_final_message
@@ -240,8 +220,7 @@ class Intake:
             if body.add_generation_prompt is None
             else body.add_generation_prompt,
             continues=continues,
-            options={**body.effort(), **body.chat_template_kwargs},
-            begun=begun,
+            options=body.template_options(),
             chars_max=self._chars_max,
             message_marks=[
                 (index, chars) for index, turn in enumerate(body.messages) for chars, _ in turn.marks
@@ -257,18 +236,22 @@ class Intake:
         return messages, how
 
     def _output_format(
-        self, body: ChatBody, tools: list[Tool], tokens: list[int], grammar: Grammar | None
+        self, body: ChatBody, tools: list[Tool], tokens: list[int], *, constrained: bool
     ) -> OutputFormat:
+        """Return the format. A thought before an answer that is `constrained` is one only where the model may
+        think."""
         style = self._tokenizer.style
-        tail = text_of(self._tokenizer, tokens[-TAIL_TOKENS:])
-        reasoning = style.reasoning if grammar is None or style.in_channels else None
+        reasoning, tail = style.reasoning, text_of(self._tokenizer, tokens[-TAIL_TOKENS:])
+        thinking = reasoning is not None and reasoning.open_behind(tail)
+        may_think = reasoning is not None and body.thinks() and not reasoning.closed_behind(tail)
         return OutputFormat(
-            reasoning=reasoning,
-            thinking=reasoning is not None and reasoning.open_behind(tail),
+            reasoning=reasoning if thinking or may_think or not constrained else None,
+            thinking=thinking,
             form=style.form if tools else None,
             calls_max=None if body.parallel_tool_calls and isinstance(body.tool_choice, str) else 1,
             schemas={tool.function.name: tool.function.parameters or {} for tool in tools},
             forced=body.tool_choice not in ("auto", "none"),
+            constrained=constrained,
             channels=style.in_channels,
             begun=FINAL if body.continue_final_message else tail.rpartition(START)[2].removeprefix(ROLE),
         )

@@ -29,14 +29,15 @@ LEFT = re.compile(rf"[\s,;\]}}]*(?:{FENCE}\s*)?")
 class OutputFormat:
     """The format of one answer.
 
-    reasoning  how it may reason; None: all its text is words
-    thinking   the prompt already ends inside of reasoning
-    form       of its calls; None: it may call nothing
-    calls_max  1: further calls are dropped
-    schemas    of the arguments, by function
-    forced     it is calls alone: a piece of a tag at its end is no words
-    channels   the model writes in channels
-    begun      the part of the answer at the end of the prompt
+    reasoning    how it may reason; None: all its text is words
+    thinking     the prompt already ends inside of reasoning
+    form         of its calls; None: it may call nothing
+    calls_max    1: further calls are dropped
+    schemas      of the arguments, by function
+    forced       it is calls alone: a piece of a tag at its end is no words
+    constrained  a grammar allows calls at its start alone, of known functions, and none in its reasoning
+    channels     the model writes in channels
+    begun        the part of the answer at the end of the prompt
     """
 
     reasoning: Thinking | None = None
@@ -45,6 +46,7 @@ class OutputFormat:
     calls_max: int | None = None
     schemas: Schemas = field(default_factory=dict[str, dict[str, object]])
     forced: bool = False
+    constrained: bool = False
     channels: bool = False
     begun: str = ""
 
@@ -116,14 +118,16 @@ class OutputParser:
     def _reasoning(self, parts: list[Part], *, last: bool) -> bool:
         """Pass on reasoning. A call of a known function inside is one: not every model closes a thought."""
         form, close, kept = self._output_format.form, self._thinking.close, self._thinking.kept
-        tags = (*form.begins, *form.dropped) if form is not None else ()
+        constrained = self._output_format.constrained
+        tags = (*form.begins, *form.dropped) if form is not None and not constrained else ()
         found = self._pass_on(parts, (close, *tags), self._outside_kind, last=last)
         if form is not None and found in form.begins:
             self._call_next(form, found)
         elif found == close:
             parts += [Text(close)] if kept else []
             self._outside = "words"
-            self._go("words", after_tag=not kept)
+            self._silent = self._silent or constrained
+            self._go("words", after_tag=not kept or constrained)
         return found is not None
 
     @property
@@ -135,6 +139,8 @@ class OutputParser:
         if form is None:
             self._pass_on(parts, (), Text, last=last)
             return False
+        if self._after_tag:
+            self._held = self._held.lstrip()
         if self._silent and form.bare:
             begun = self._held.lstrip()
             if not begun and not last:
@@ -142,12 +148,19 @@ class OutputParser:
             if begun.startswith(form.bare):
                 self._call_next(form, "")
                 return True
-        tag = self._pass_on(parts, (*form.begins, *form.dropped), Text, last=last)
+        tags = (*form.begins, *form.dropped)
+        tag = self._pass_on(parts, tags if self._may_call(tags) else (), Text, last=last)
         if tag in form.begins:
             self._call_next(form, tag)
         elif tag is not None:
             self._after_tag = True
         return tag is not None
+
+    def _may_call(self, tags: Sequence[str]) -> bool:
+        """Return whether one of the tags may begin a call: anywhere, or where a grammar allows it."""
+        if not self._output_format.constrained or self.num_calls:
+            return True
+        return self._silent and any(tag.startswith(self._held[: len(tag)]) for tag in tags)
 
     def _pass_on(
         self, parts: list[Part], tags: Sequence[str], kind: type[ReasoningText | Text], *, last: bool
@@ -171,8 +184,13 @@ class OutputParser:
         self._begin = begin
         if form.element and begin == form.element:  # a part of the call itself
             self._begin, self._held = "", begin + self._held
-        thought = self._thinking.close if self._outside == "reasoning" else ""
-        self._calling = ToolCallStream(self.num_calls, form, self._output_format.schemas, thought)
+        self._calling = ToolCallStream(
+            self.num_calls,
+            form,
+            self._output_format.schemas,
+            self._thinking.close if self._outside == "reasoning" else "",
+            exact=self._output_format.constrained,
+        )
 
     def _call(self, parts: list[Part], *, last: bool) -> bool:
         form, calling = self._output_format.form, self._calling

@@ -11,7 +11,7 @@ A tag inside a text ends the call as well, if the text does not close behind it:
 import json
 from dataclasses import dataclass, replace
 
-from tidemill.cluster.edge.chat.formats import CallForm
+from tidemill.cluster.edge.chat.formats import JSON_OPENING, CallForm
 from tidemill.cluster.edge.chat.output.parameters import ParameterStream
 from tidemill.cluster.edge.chat.output.parts import Call
 from tidemill.cluster.edge.chat.output.tool_call_parser import Schemas, call_of
@@ -20,13 +20,17 @@ from tidemill.cluster.edge.chat.text import growing
 
 class ToolCallStream:
     """Reads one call of a format, starting behind the tag that begins it. Inside a `thought`, which that tag
-    closes, only the functions of `schemas` are called."""
+    closes, only the functions of `schemas` are called. So it is where a call is `exact`, as a grammar has it:
+    an object is one from its opening on, or none."""
 
-    def __init__(self, index: int, form: CallForm, schemas: Schemas, thought: str = "") -> None:
+    def __init__(
+        self, index: int, form: CallForm, schemas: Schemas, thought: str = "", *, exact: bool = False
+    ) -> None:
         self._index = index
         self._form = form
         self._schemas = schemas
-        self._thinks = bool(thought)
+        self._knows = bool(thought) or exact
+        self._opens_object = exact and form.opening is JSON_OPENING
         self._span = None if form.ends else _Span(form)
         self._tags = tuple(
             filter(None, (thought, form.ends, *(tag for tag in form.begins if tag != form.element)))
@@ -48,7 +52,10 @@ class ToolCallStream:
     def push(self, text: str, *, last: bool) -> list[Call]:
         """Return what `text` adds to the call."""
         if self._span is not None:
-            return self._take(self._upto_bracket(self._span, text))
+            calls = self._take(self._upto_bracket(self._span, text))
+            if self._opens_object and self._arguments is None and not self._may_open():
+                self.rest = self.rest or ""
+            return calls
         self._unread += text
         calls: list[Call] = []
         while self.rest is None:
@@ -71,7 +78,9 @@ class ToolCallStream:
         were cut short are not completed: they are no JSON, so no client executes them."""
         if self._arguments is not None:
             return self._grown(self._arguments.end(closed=self.rest is not None))
-        call = None if self._lost else call_of(self._held, self._index, self._form)
+        call = None
+        if not self._lost and not self._opens_object:
+            call = call_of(self._held, self._index, self._form)
         is_word = self._form.body == "xml" and not self._form.element  # unless a function has this name
         if call is None or not self._may_call(call.name) or (is_word and call.name not in self._schemas):
             return None
@@ -81,8 +90,19 @@ class ToolCallStream:
     def _lost(self) -> bool:
         return self._span is not None and self._span.lost
 
+    def _may_open(self) -> bool:
+        """Return whether what is held may become the opening of a call that is an object."""
+        bare = "".join(self._held.split()).removeprefix("[")
+        heads = (
+            f'{lead}"name":"{name}","{member}":{{'
+            for lead in ("{", '{"type":"function",')
+            for name in self._schemas
+            for member in ("arguments", "parameters")
+        )
+        return any(head.startswith(bare) or bare.startswith(head) for head in heads)
+
     def _may_call(self, name: str | None) -> bool:
-        return name in self._schemas or not self._thinks
+        return name in self._schemas or not self._knows
 
     def _next_tag(self) -> tuple[int, str]:
         found = ((at, tag) for tag in self._tags if (at := self._unread.find(tag)) >= 0)

@@ -6,11 +6,10 @@ Tags that are single tokens stand in it as these tokens, so that no other tokens
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, assert_never, cast
 
-from tidemill.cluster.edge.chat.formats import FINAL, NUMBER, QUOTE, Body, CallForm, Parameters
+from tidemill.cluster.edge.chat.formats import NUMBER, QUOTE, Body, CallForm, Parameters
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
 from tidemill.cluster.edge.chat.output.tool_call_parser import (
     TEXT,
@@ -23,7 +22,7 @@ from tidemill.cluster.edge.chat.output.tool_call_parser import (
 from tidemill.cluster.edge.chat.request.schema import enforced
 from tidemill.cluster.edge.chat.request.structured import check_schema
 from tidemill.cluster.edge.chat.request.tools import Tool
-from tidemill.workers.messages import BLANKS, GRAMMAR_BYTES_MAX, Grammar, RequestError
+from tidemill.workers.messages import GRAMMAR_BYTES_MAX, Grammar, RequestError
 
 BREAK = "\n\n"
 LINE = "\n"
@@ -58,25 +57,20 @@ DEPTH_MAX = 8
 def forced(tools: Sequence[Tool], output_format: OutputFormat, added: Mapping[str, int]) -> Grammar:
     """Return the grammar of an answer that calls one of the tools, or one of them several times.
 
-    Reasoning in which the prompt ends is cut short. `added` has the texts that are single tokens.
-    Raises RequestError.
+    `added` has the texts that are single tokens. Raises RequestError.
     """
-    form, reasoning = output_format.form, output_format.reasoning
+    form = output_format.form
     assert form is not None, "an answer that may call nothing"
     functions = [tool.function for tool in tools]
     written = form.written
-    literal = partial(_literal, added=added)
-    thinking = reasoning if output_format.thinking else None
-    close = literal(thinking.close + BREAK) if thinking else ""
+    literal = partial(literal_of, added=added)
     several = output_format.calls_max is None and written.between is not None
     more = f"({literal((written.between or '') + written.name)} call)*" if several else ""
     bodies = [
         f"{literal(function.name + written.arguments)} f{number}" for number, function in enumerate(functions)
     ]
     rules = {
-        "start": _in_order(
-            close, literal(written.before + written.name), "call", more, literal(written.behind)
-        ),
+        "start": _in_order(literal(written.before + written.name), "call", more, literal(written.behind)),
         "call": _in_order("body", literal(written.end)),
         "body": _one_of(bodies),
     }
@@ -113,23 +107,10 @@ def enforceable(tools: Sequence[Tool]) -> tuple[list[Tool], tuple[str, ...]]:
     return kept, tuple(left_out)
 
 
-def answer_or_calls(
-    answer: Grammar, tools: Sequence[Tool], output_format: OutputFormat, added: Mapping[str, int]
-) -> Grammar:
-    """Return the grammar of an answer that is JSON or calls tools. Their arguments are free, as they are
-    without a grammar: many tools would take long to compile."""
-    form = output_format.form
-    assert form is not None, "an answer that may call nothing"
-    if form.bare == "{":  # a call begins as an answer does
-        return answer
-    free = [_with_parameters(tool, _names_alone(tool, form)) for tool in tools]
-    calls = forced(free, replace(output_format, thinking=False), added).text
-    schema: dict[str, Any] = {"type": "object"} if answer.kind == "json_object" else json.loads(answer.text)
-    options = {"whitespace_pattern": BLANKS, "coerce_one_of": True}
-    words = _literal(FINAL, added) if form.body == "channels" else ""
-    rule = _in_order(words, f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}")
-    text = f"start: answer | calls\nanswer: {rule}\ncalls:{calls.removeprefix('start:')}"
-    return Grammar(kind="lark", text=text) if len(text.encode()) <= GRAMMAR_BYTES_MAX else answer
+def free(tools: Sequence[Tool], output_format: OutputFormat) -> list[Tool]:
+    """Return the tools with the names of their parameters alone."""
+    assert output_format.form is not None
+    return [_with_parameters(tool, _names_alone(tool, output_format.form)) for tool in tools]
 
 
 def _names_alone(tool: Tool, form: CallForm) -> dict[str, Any]:
@@ -157,14 +138,14 @@ def _one_of(alternatives: Sequence[str]) -> str:
     return " | ".join(alternatives)
 
 
-def _literal(text: str, added: Mapping[str, int]) -> str:
+def literal_of(text: str, added: Mapping[str, int]) -> str:
     """Return a text as a grammar literal, with single tokens where parts of it are some."""
     if NUMBER in text:
         before, _, behind = text.partition(NUMBER)
-        return _in_order(_literal(before, added), "/[0-9]+/", _literal(behind, added))
+        return _in_order(literal_of(before, added), "/[0-9]+/", literal_of(behind, added))
     there = sorted((tag for tag in added if tag in text), key=len, reverse=True)
     parts = re.split(f"({'|'.join(map(re.escape, there))})", text) if there else [text]
-    return " ".join(f"<[{added[part]}]>" if part in there else _quoted(part) for part in parts if part)
+    return " ".join(f"<[{added[part]}]>" if part in there else quoted(part) for part in parts if part)
 
 
 def _arguments(name: str, schema: Mapping[str, Any], form: CallForm, added: Mapping[str, int]) -> Rules:
@@ -199,15 +180,15 @@ def _xml_parameter(
     name: str, wanted: dict[str, Any], schema: Mapping[str, Any], marks: Parameters, added: Mapping[str, int]
 ) -> str:
     texts = is_text(wanted, schema)
-    before = _literal(marks.before.format(name=name, is_text=json.dumps(texts)), added)
+    before = literal_of(marks.before.format(name=name, is_text=json.dumps(texts)), added)
     choices = choices_of(wanted)
     if texts and choices is None:
         return _in_order(before, "text")
     if choices is not None:
-        value = f"({_one_of([_quoted(choice) for choice in choices])})"
+        value = f"({_one_of([quoted(choice) for choice in choices])})"
     else:
         value = _json({**wanted, **_defined(schema)})
-    return _in_order(before, value, _literal(marks.behind, added))
+    return _in_order(before, value, literal_of(marks.behind, added))
 
 
 def _text(marks: Parameters, added: Mapping[str, int]) -> Rules:
@@ -218,10 +199,10 @@ def _text(marks: Parameters, added: Mapping[str, int]) -> Rules:
     if token is None:
         rest = behind.partition(marks.ends[0])[2]
         suffix = f"chars[suffix={json.dumps(marks.ends[0])}]"
-        return {suffix: "/(?s:.*)/", "text": _in_order("chars", _literal(rest, added))}
+        return {suffix: "/(?s:.*)/", "text": _in_order("chars", literal_of(rest, added))}
     at = behind.index(token)
     before = re.escape(behind[:at]).replace("\\\n", "\\n").replace("/", "\\/")
-    return {"chars": f"/(?s:.*){before}/", "text": _in_order("chars", _literal(behind[at:], added))}
+    return {"chars": f"/(?s:.*){before}/", "text": _in_order("chars", literal_of(behind[at:], added))}
 
 
 def _keywords(name: str, schema: Mapping[str, Any], body: Body, depth: int = 0) -> Rules:
@@ -240,9 +221,9 @@ def _keywords(name: str, schema: Mapping[str, Any], body: Body, depth: int = 0) 
             value = _gemma_value(f"{name}v{position}", {**wanted, **defined}, rules, depth)
         else:
             value = _json({**wanted, **defined})
-        argument = _in_order(_quoted(parameter + (":" if gemma else "=")), value, more[position + 1])
+        argument = _in_order(quoted(parameter + (":" if gemma else "=")), value, more[position + 1])
         rules[first[position]] = argument
-        rules[more[position]] = _in_order(_quoted("," if gemma else ", "), argument)
+        rules[more[position]] = _in_order(quoted("," if gemma else ", "), argument)
         if parameter not in needed:
             rules[first[position]] = _one_of([argument, first[position + 1]])
             rules[more[position]] = _one_of([rules[more[position]], more[position + 1]])
@@ -257,7 +238,7 @@ def _gemma_value(name: str, wanted: Mapping[str, Any], rules: Rules, depth: int)
     choices = choices_of(wanted)
     items: object = wanted.get("items")
     if choices is not None:
-        return f"quote ({_one_of([_quoted(choice) for choice in choices])}) quote"
+        return f"quote ({_one_of([quoted(choice) for choice in choices])}) quote"
     if types is not None and types <= SCALARS:
         return _json(wanted)
     if types == TEXT:
@@ -285,8 +266,8 @@ def _defined(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-EMPTY = _quoted("")
+EMPTY = quoted("")

@@ -226,7 +226,6 @@ def test_template_in_a_file_goes_before_the_models_own(folder: Path) -> None:
     other = ChatSettings(template=str(folder / "other"))
     tokenizer = load_tokenizer(folder, other)
     assert rendered(tokenizer, Message("user", "a")) == "other a"
-    assert rendered(tokenizer, Message("user", "a"), how=Rendering(begun="!")) == "other a!"
 
 
 @pytest.mark.parametrize("given", ["/nowhere", "/dev/zero", "/"])
@@ -337,7 +336,7 @@ TOOL = {"type": "function", "function": {"name": "look"}}
                 '</think>[{"name": "look", "arguments": {"at": "the harbor"}}]<|tool|>here<|assistant|>',
             ],
         ),
-        (QWENS, AGENT[:2], Rendering(begun="!"), ["<|system|>Be kind.<|user|>", "Where?<|assistant|>"]),
+        (QWENS, AGENT[:2], Rendering(), ["<|system|>Be kind.<|user|>", "Where?<|assistant|>"]),
         (STRICT, AGENT[:2], Rendering(), ["[user]", "Where?[assistant]"]),
         (STRICT, (*AGENT[:2], Message("assistant", "At")), Rendering(answers=False), ["[user]"]),
         (KEEPERS, (Message("user", "a"), Message("assistant", "b")), CONTINUED, ["<|user|>"]),

@@ -68,6 +68,8 @@ GRANITES = 'So. <|tool_call|>[{"name": "look", "arguments": {"person": "Emma"}}]
 THOUGHT = "Hm.</think>\n\nShe is here."
 THINKS: Any = {"extra_body": {"chat_template_kwargs": {"thinks": True}}}
 JSON: Any = {"response_format": {"type": "json_object"}}
+REGEX: Any = {"extra_body": {"structured_outputs": {"regex": "(?s)[A-Z].*"}}}
+UNMARKED: Any = {"add_generation_prompt": False}
 
 
 @cache
@@ -124,16 +126,20 @@ ANSWERS: list[tuple[tuple[Any, ...], str, str, dict[str, Any], Parsed]] = [
     ((), CALLING, "", {**TOOLS, "tool_choice": "none"}, ("", CALLING, [])),
     ((), THOUGHT, "", THINKS, ("Hm.", "She is here.", [])),
     ((), THOUGHT, "", {}, ("", THOUGHT, [])),
-    ((), '{"a": 1}', "", {**JSON, **THINKS}, ("", '{"a": 1}', [])),
+    ((), 'Hm.</think>\n\n{"a": 1}', "", {**JSON, **THINKS}, ("Hm.", '{"a": 1}', [])),
+    ((), f"Hm.</think>\n\n{CALLING}", "", {**TOOLS, **JSON, **THINKS}, ("Hm.", "", [EMMA])),
+    ((), "Hm.", "", {**JSON, **THINKS}, ("Hm.", "", [])),
     ((XML,), XML_CALL, "", TOOLS, ("", "", [EMMA])),
     ((XML,), XML_CALL, "", FORCED, ("", "", [EMMA])),
     (GPT_OSS, f"{ANALYSIS}{FINAL}She is here.", RETURN, TOOLS, ("Hm.", "She is here.", [])),
     (GPT_OSS, f"{ANALYSIS}{COMMENTARY}", CALL_END, TOOLS, ("Hm.", "", [EMMA])),
     (GPT_OSS, "She is here.", "", TOOLS, ("", "She is here.", [])),
-    (GPT_OSS, '{"a": 1}', RETURN, JSON, ("", '{"a": 1}', [])),
+    (GPT_OSS, f'{ANALYSIS}{FINAL}{{"a": 1}}', RETURN, JSON, ("Hm.", '{"a": 1}', [])),
     (GPT_OSS, COMMENTARY, CALL_END, FORCED, ("", "", [EMMA])),
     ((), CALLING, "", {**TOOLS, **JSON}, ("", "", [EMMA])),
     ((), '{"a": 1}', "", {**TOOLS, **JSON}, ("", '{"a": 1}', [])),
+    ((), f"So: {CALLING}", "", {**TOOLS, **REGEX}, ("", f"So: {CALLING}", [])),
+    ((), CALLING, "", {**TOOLS, **REGEX}, ("", "", [EMMA])),
     (GPT_OSS, COMMENTARY, CALL_END, {**TOOLS, **JSON}, ("", "", [EMMA])),
     (GPT_OSS, f'{FINAL}{{"a": 1}}', RETURN, {**TOOLS, **JSON}, ("", '{"a": 1}', [])),
     (GRANITE, GRANITES, "", TOOLS, ("", "So. ", [EMMA])),
@@ -155,8 +161,7 @@ async def test_answer_is_parsed_whole_and_streamed(
     if not family[1:]:
         assert ("[look" in first) is ("tools" in options and options.get("tool_choice") != "none")
     if family == GPT_OSS:
-        ending = FINAL if options is JSON else ""
-        assert first.endswith(f"<|end|><|start|>assistant{ending}")
+        assert first.endswith("<|end|><|start|>assistant")
         assert {PAD, *(tokens.added[tag] for tag in (RETURN, CALL_END))} == set(request.stop_token_ids)
     if options is FORCED:
         begin = f"<[{tokens.added['<|message|>']}]>" if family == GPT_OSS else "<parameter=person>"
@@ -222,6 +227,32 @@ async def test_forced_call_follows_a_grammar(
         tokens = tokenizer().encode(f"</think>\n\n{text}" if thinks else text)
         matcher = Grammars(KEEPER, 896, {PAD}).matcher(grammar)
         assert accepts(matcher, [*tokens, PAD]) is (text in good), text
+
+
+@pytest.mark.parametrize(
+    ("fields", "good", "bad"),
+    [
+        (THINKS["extra_body"], ["Hm.</think>\n\n{}", "</think>{}"], ["{}", "Hm.{}"]),
+        ({}, ["{}"], ["Hm.</think>{}", "<think>Hm.</think>{}"]),
+        (UNMARKED, ["{}", "<think>Hm.</think>{}", "<think></think>\n\n{}"], ["Hm.</think>{}"]),
+        (UNMARKED | {"reasoning_effort": "none"}, ["{}"], ["<think>Hm.</think>{}"]),
+        ({"continue_final_message": True}, ["{}"], ["<think>Hm.</think>{}"]),
+        (TOOLS, ["{}", CALLING], [CALLING.replace("Emma", "Bob"), CALLING.replace("look", "leave"), "So"]),
+        (TOOLS | UNMARKED, [CALLING, f"<think>Hm.</think>\n\n{CALLING}"], [f"<think>{CALLING}"]),
+        (TOOLS | {"parallel_tool_calls": False}, [CALLING], [f"{CALLING}\n{CALLING}"]),
+    ],
+)
+def test_constraint_applies_behind_the_thought(
+    fields: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
+    service = saying("{}")
+    app = build_app([ServedBackend(service, tokenizer())], sources())
+    reply = call(app, "POST", "/v1/chat/completions", json={"messages": ASKED, **JSON, **fields})
+    assert reply.status_code == 200, reply.text
+    grammar = cast("Grammar", service.requests[0].sampling.grammar)
+    for text in (*good, *bad):
+        matcher = Grammars(KEEPER, 896, {PAD}).matcher(grammar)
+        assert accepts(matcher, [*tokenizer().encode(text), PAD]) is (text in good), text
 
 
 @pytest.mark.parametrize(("effort", "expected"), [("high", " Reasoning: high"), ("none", ""), (None, "")])

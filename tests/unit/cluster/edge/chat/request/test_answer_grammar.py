@@ -1,0 +1,197 @@
+"""A constrained answer: a thought, then what the constraint allows or calls, by family, constraint and
+reasoning. The parsers agree with the grammar, however the text is cut."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.support.workers.masks import accepts
+from tests.unit.cluster.edge.chat.request.test_tool_grammar import (
+    ONCE,
+    PAD,
+    SCHEMAS,
+    TOOLS,
+    TWICE,
+    around,
+    vocabulary,
+    written,
+)
+from tidemill.cluster.edge.chat.formats import CHANNEL, END, FINAL, FORMS, MESSAGE, START, THINKING
+from tidemill.cluster.edge.chat.output.harmony import open_parser
+from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
+from tidemill.cluster.edge.chat.output.parts import Call, ReasoningText, Text, joined
+from tidemill.cluster.edge.chat.request.answer_grammar import behind_thought, words_or_calls
+from tidemill.cluster.edge.chat.request.tool_grammar import forced
+from tidemill.cluster.edge.chat.request.tools import Function, Tool
+from tidemill.workers.messages import GRAMMAR_BYTES_MAX, Grammar
+
+Answer = tuple[str, str, Sequence[tuple[str | None, str]]]
+"""Reasoning, words, and calls."""
+
+A_NUMBER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+CONSTRAINTS: dict[str, tuple[Grammar, list[str], list[str]]] = {
+    "json_schema": (
+        Grammar(kind="json_schema", text=json.dumps(A_NUMBER | {"additionalProperties": False})),
+        ['{"a": 1}', '{\n  "a": 1}'],
+        ['{"b": 1}', "a"],
+    ),
+    "json_object": (
+        Grammar(kind="json_object"),
+        ['{"name": "look"}', '{"name": "leave", "parameters": {}}', '{"name": "look", "parameters": 1}'],
+        ["[1]", "a"],
+    ),
+    "array": (
+        Grammar(kind="json_schema", text='{"type": "array"}'),
+        ['[true, "f(", [1]]', "[]"],
+        ["{}", "a"],
+    ),
+    "regex": (
+        Grammar(kind="regex", text=r"(?s)[\[{<]?[^!]{0,400}\.?"),
+        ["no.", "{a: 1}", "<tool", "[a"],
+        ["!"],
+    ),
+    "choice": (Grammar(kind="choice", text='["yes", "{", "<"]'), ["yes", "{", "<"], ["no", "[", "ye"]),
+    "lark": (
+        Grammar(kind="lark", text='start: ("{" | "[" | "<") /"[a-z]+"/? ":"? /[0-9]/ ("}" | "]")?'),
+        ['{"name":1}', "[2]", "<3"],
+        ["3", "<t"],
+    ),
+    "ebnf": (Grammar(kind="lark", text='root ::= "{" [0-9]+ "}"'), ["{12}"], ["{a}", "{"]),
+}
+THOUGHT = "Hm, <tool_call> or { or [?\n"
+THOUGHTS = {
+    "none": [""],
+    "open": ["{thought}</think>\n\n", "</think>"],
+    "free": ["", "<think>{thought}</think>\n\n"],
+}
+ANALYSIS = f"{CHANNEL}analysis{MESSAGE}{{thought}}{END}{START}assistant"
+IN_CHANNELS = {
+    "none": [""],
+    "open": ["{thought}" + ANALYSIS.partition("{thought}")[2]],
+    "free": ["", ANALYSIS, ANALYSIS * 2],
+}
+
+
+def format_of(form: str, reasoning: str, *, forced: bool = False) -> OutputFormat:
+    channels = form == "openai"
+    how = THINKING["openai_gptoss" if channels else "qwen3"]
+    return OutputFormat(
+        form=FORMS[form],
+        schemas=SCHEMAS,
+        channels=channels,
+        constrained=True,
+        forced=forced,
+        reasoning=None if reasoning == "none" else how,
+        thinking=reasoning == "open" and not channels,
+        begun=ANALYSIS.partition("{thought}")[0] if channels and reasoning == "open" else "",
+    )
+
+
+def thoughts(form: str, reasoning: str, thought: str = THOUGHT) -> list[tuple[str, str]]:
+    """Return the texts before an answer, with their reasoning."""
+    texts = (IN_CHANNELS if form == "openai" else THOUGHTS)[reasoning]
+    return [(text.replace("{thought}", thought), thought * text.count("{thought}")) for text in texts]
+
+
+def plain(arguments: object) -> str:
+    return json.dumps(arguments, sort_keys=True)
+
+
+def answer_in(manner: OutputFormat, *pieces: str) -> Answer:
+    parser = open_parser(manner)
+    parts = [part for piece in pieces for part in parser.push(piece, last=False)]
+    parts += parser.push("", last=True)
+    calls = joined(part for part in parts if isinstance(part, Call))
+    reasoning, words = (
+        "".join(part.text for part in parts if isinstance(part, kind)) for kind in (ReasoningText, Text)
+    )
+    return reasoning, words, [(call.name, plain(json.loads(call.arguments))) for call in calls]
+
+
+def check_parsed(manner: OutputFormat, text: str, answer: Answer) -> None:
+    assert answer_in(manner, text) == answer
+    assert answer_in(manner, *text) == answer
+    for cut in range(1, len(text), 5):
+        assert answer_in(manner, text[:cut], text[cut:]) == answer
+
+
+@pytest.mark.parametrize("as_tokens", [False, True])
+@pytest.mark.parametrize("reasoning", THOUGHTS)
+@pytest.mark.parametrize("constraint", CONSTRAINTS)
+@pytest.mark.parametrize("form", FORMS)
+def test_answer_matches_or_calls_behind_a_thought(
+    form: str, constraint: str, reasoning: str, *, as_tokens: bool
+) -> None:
+    words, good, bad = CONSTRAINTS[constraint]
+    manner = format_of(form, reasoning)
+    tags = (*manner.tags, *THINKING["qwen3"].tags) if as_tokens else ()
+    raw, grammars = vocabulary(*dict.fromkeys(tags))
+    added = {token.content: number for number, token in raw.get_added_tokens_decoder().items()}
+    grammar = words_or_calls(words, TOOLS, manner, added)
+
+    def takes(text: str) -> bool:
+        tokens = raw.encode(text, add_special_tokens=False).ids
+        return accepts(grammars.matcher(grammar), [*tokens, PAD])
+
+    final = FINAL if manner.channels else ""
+    one, called = around(form, written(form, ONCE)), [("look", plain(ONCE))]
+    calls = [(one, called), (around(form, written(form, {}, "wait")), [("wait", "{}")])]
+    if FORMS[form].written.between is not None:
+        calls.append((around(form, *[written(form, TWICE)] * 2), [("look", plain(TWICE))] * 2))
+    before = thoughts(form, reasoning, "Hm, { or [?\n" if as_tokens else THOUGHT)
+    for thought, reasoned in before:
+        for text in good:
+            assert takes(thought + final + text), text
+            check_parsed(manner, thought + final + text, (reasoned, text, []))
+        for text, found in calls:
+            assert takes(thought + text), text
+            check_parsed(manner, thought + text, (reasoned, "", found))
+        wrong = [
+            around(form, written(form, {"who": "Bob", "tags": []})),
+            around(form, written(form, {}, "leave")),
+        ]
+        free = constraint == "regex" or (constraint == "json_object" and form == "llama3_json")
+        for text in (*(final + text for text in bad), *([] if free else wrong), one + "!", thought * 2 + "!"):
+            assert not takes(thought + text), text
+    if reasoning == "open":
+        assert not takes(final + good[0])
+
+
+@pytest.mark.parametrize("reasoning", THOUGHTS)
+@pytest.mark.parametrize("form", FORMS)
+def test_forced_call_behind_a_thought(form: str, reasoning: str) -> None:
+    manner = format_of(form, reasoning, forced=True)
+    raw, grammars = vocabulary()
+    added = {token.content: number for number, token in raw.get_added_tokens_decoder().items()}
+    grammar = behind_thought(forced(TOOLS, manner, added), manner, added)
+    one = around(form, written(form, ONCE))
+    for thought, reasoned in thoughts(form, reasoning, "Hm." if manner.channels else f"I may write {one}. "):
+        text = thought + one
+        assert accepts(grammars.matcher(grammar), [*raw.encode(text, add_special_tokens=False).ids, PAD])
+        check_parsed(manner, text, (reasoned, "", [("look", plain(ONCE))]))
+
+
+@pytest.mark.parametrize("form", FORMS.keys() - {"openai"})
+def test_only_a_call_of_an_offered_tool_at_the_start_is_one(form: str) -> None:
+    """Tags around calls are no words."""
+    manner, how = format_of(form, "none"), FORMS[form].written
+    text = "So: " + around(form, written(form, ONCE))
+    check_parsed(manner, text, ("", text, []))
+    text = around(form, written(form, {}, "leave"))
+    words = text.removeprefix(how.before) if how.before in FORMS[form].dropped else text
+    check_parsed(manner, text, ("", words, []))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("more", [{"$defs": {"tags": {"title": "a" * GRAMMAR_BYTES_MAX}}}, {"not": {}}])
+def test_arguments_are_free_where_no_grammar_holds_their_schemas(form: str, more: dict[str, Any]) -> None:
+    """One schema is too long, another one asks for more than can be enforced."""
+    function = Function(name="look", parameters={**SCHEMAS["look"], **more}, strict=True)
+    manner = format_of(form, "none")
+    raw, grammars = vocabulary()
+    tools = [Tool(type="function", function=function)]
+    grammar = words_or_calls(Grammar(kind="json_object"), tools, manner, {})
+    text = around(form, written(form, {"who": "Bob", "tags": []}))
+    assert accepts(grammars.matcher(grammar), [*raw.encode(text, add_special_tokens=False).ids, PAD])
