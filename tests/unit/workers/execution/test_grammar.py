@@ -202,7 +202,7 @@ def mask_behind(grammar: Grammar, tokens: list[int]) -> npt.NDArray[np.bool_]:
 @settings(PROPERTY)
 @given(rng=st.randoms(use_true_random=False))
 def test_alternatives_allow_what_one_of_them_allows(pair: tuple[Grammar, Grammar], rng: Random) -> None:
-    """Also after a detour that only one of them takes."""
+    """Compare the masks, also after a detour that only one of them takes."""
     whole, tokens = GRAMMARS.matcher(replace(pair[0], otherwise=pair[1])), list[int]()
     for _ in range(12):
         mask = np.logical_or(*(mask_behind(grammar, tokens) for grammar in pair))
