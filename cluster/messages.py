@@ -26,7 +26,8 @@ class PlacementRequest:
     """A request for a route.
 
     `keys` are the cut keys of the full pages below the last token. With `recompute_all` they end
-    where the missing prompt logprobs begin, and one worker computes the rest.
+    where the missing prompt logprobs begin, and one worker computes the rest. With `pools` one worker
+    computes all of the prompt, which need not decode.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class PlacementRequest:
     ttft_s_max: Seconds | None = None  # the client's deadline; None: the server's
     content_hash: bytes = b""  # equal for equal requests; it does not cover request_id
     recompute_all: bool = False
+    pools: bool = False
     resumed: bool = False  # it was accepted before: it has no deadline and goes first
 
 

@@ -32,6 +32,7 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 Role = Literal["prefill", "decode", "mixed"]
 FinishReason = Literal["stop", "length"]
+PoolingKind = Literal["embed", "classify"]
 
 TRIAL_TOKENS = 3
 """The number of tokens that a request on trial draws alone: those of the steps that can have been in flight
@@ -126,6 +127,9 @@ class Request:
     For `retain_s` after its last use, 0 for not at all, the tenant pays for keeping what the prompt left in
     memory. `session` replaces what earlier requests of that name retained; it is a digest with the tenant.
     `cache_diagnostics`: the client asks why the prompt was not cached. None of the four changes a token.
+
+    With `pools` nothing is drawn: the answer is what the model pools at the last token (`Pooling`), and
+    `max_new_tokens` is 0.
     """
 
     request_id: str
@@ -147,6 +151,7 @@ class Request:
     retain_s: Seconds = 0.0
     session: str = ""
     cache_diagnostics: bool = False
+    pools: bool = False
 
     @property
     def to_score(self) -> int:
@@ -189,6 +194,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True
 
     `logprobs` has an item for each token if the request asked for them, else none. `prompt_logprobs` are of
     the prompt's next tokens, from its second one on: all have come before the answer's first token.
+    `pooled` is the answer of a request that pools, float32 in little-endian order.
     """
 
     tokens: tuple[TokenId, ...]
@@ -196,6 +202,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish: FinishReason | None = None
     provenance: Provenance | None = None
+    pooled: bytes = b""
 
 
 NO_MEMORY = {f"{name}_{use}": 0 for name in CLASSES for use in ("live", "cached")} | {
@@ -264,6 +271,20 @@ class Announcement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pooling:
+    """The kind of what a model returns for a prompt instead of an answer, from the hidden state at its end.
+
+    embed       that state after the final norm, before any normalisation: `size` numbers
+    classify    the logits of `size` labels; of two, the first is "no" and the second "yes"
+    """
+
+    kind: PoolingKind
+    size: Positive
+    normalize: bool = True  # whether embeddings get the length 1
+    dimensions: tuple[Positive, ...] | None = None  # shorter lengths that it allows: (): any, None: none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """The fixed facts of an engine. All bytes are totals over its ranks."""
 
@@ -281,6 +302,7 @@ class EngineInfo:
     max_model_len: Count = 0  # the most prompt and answer tokens that the model allows and the memory holds
     vocab_size: Count = 0
     eos_token_ids: tuple[TokenId, ...] = ()
+    pooling: Pooling | None = None  # None: it generates, and pools nothing
     device: str = ""  # workers on the same device can hand memory to each other
     memory_bytes: Count = 0  # the configured memory; the budget of a device is the sum over its workers
     memory_floor_bytes: Count = 0  # the least budget: it holds one request of max_model_len
@@ -353,6 +375,7 @@ class StreamPiece(msgspec.Struct, frozen=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish: FinishReason | None = None
+    pooled: bytes = b""
 
 
 class RequestError(TidemillError):

@@ -6,7 +6,7 @@ The text below an option appears in the schema, in docs/configuration.md and in 
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -25,6 +25,24 @@ borrows a slot only then (2 states)."""
 SpeculativeMethod = Literal["auto", "ngram", "mtp"]
 """The source of guesses: earlier occurrences of the last tokens ("ngram"), or the model's own prediction head
 ("mtp"), for which every worker keeps one more layer in its pages. "auto" is the head if the model has one."""
+
+Runner = Literal["auto", "generate", "pooling"]
+"""The work of a model: answers ("generate"), or embeddings and scores ("pooling")."""
+
+Convert = Literal["auto", "none", "embed", "classify"]
+"""The result of a model that pools. "embed": the hidden state after the last token. "classify": how likely
+"yes" is as the next token rather than "no", or the label of a sequence classifier. "none": what the folder is
+made for."""
+
+
+class Purpose(NamedTuple):
+    """The purpose of a model; "auto" is what its folder is made for."""
+
+    runner: Runner = "auto"
+    convert: Convert = "auto"
+
+
+ANY = Purpose()
 
 LoadFormat = Literal["auto", "dummy"]
 """The weights: those of the folder ("auto"), or random ones for its config.json ("dummy")."""
@@ -147,6 +165,12 @@ class KvEventsConfig:
 class EngineConfig:
     """The settings of all workers of a model."""
 
+    runner: Annotated[Runner, Flag("workers", "--runner")] = "auto"
+    """work of the model: generate answers, or pooling for embeddings and scores; auto is pooling for folders
+    of sentence-transformers and sequence classifiers"""
+    convert: Annotated[Convert, Flag("workers", "--convert")] = "auto"
+    """result of a model that pools: embed is the hidden state after the last token, classify the score of
+    "yes" against "no" or of a classifier; auto is embed unless it is a classifier"""
     load_format: Annotated[LoadFormat, Flag("workers", "--load-format")] = "auto"
     """weights: auto reads them; dummy draws random ones for the config.json, to test speed and memory"""
     page_size: Annotated[Count, Flag("workers", "--page-size", "TOKENS")] = 64

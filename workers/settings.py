@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.layout import KvDtype
 from tidemill.kvstore.sizes import parse_bytes
-from tidemill.workers.options import Backend, Count, EngineConfig, KvEventsConfig
+from tidemill.workers.options import Backend, Count, EngineConfig, KvEventsConfig, Purpose
 from tidemill.workers.pickled_by_name import PickledByName
 from tidemill.workers.sources.names import ModelSource
 
@@ -84,6 +84,10 @@ class EngineSettings(HostedSettings, EngineConfig):
     """The settings of our engine: what a worker decides, and the engine's options."""
 
     memory_broker: bool = False  # True: start with the least budget, because a broker assigns the rest
+
+    @property
+    def purpose(self) -> Purpose:
+        return Purpose(self.runner, self.convert)
 
     @property
     def variant(self) -> Literal["cpu", "triton", "reference"]:

@@ -163,6 +163,7 @@ class RequestProgress:
             resumed=not is_first,
             content_hash=self.content,
             recompute_all=whole,
+            pools=rest.pools,
             wait_s_max=min(self.wait_s_max, rest.ttft_s_max or math.inf) if is_first else self.wait_s_max,
         )
 
@@ -194,7 +195,8 @@ class RequestProgress:
             self.streamed += delta.tokens
             self.scored += len(delta.prompt_logprobs)
             self.finished = delta.finish is not None
-            return emit(StreamPiece(delta.tokens, trace, delta.logprobs, delta.prompt_logprobs, delta.finish))
+            logprobs, pooled = (delta.logprobs, delta.prompt_logprobs), delta.pooled
+            return emit(StreamPiece(delta.tokens, trace, *logprobs, delta.finish, pooled))
 
         return take
 

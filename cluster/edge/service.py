@@ -7,7 +7,7 @@ from typing import Protocol
 from tidemill.cluster.messages import FleetStatus, Misses
 from tidemill.cluster.orders import AnswerT, Order
 from tidemill.workers.inbox import Emit
-from tidemill.workers.messages import Request, StreamPiece
+from tidemill.workers.messages import Pooling, Request, StreamPiece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,7 @@ class ServedModel:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    pooling: Pooling | None = None  # None: it generates
     created_s: int  # unix time
     aliases: tuple[str, ...] = ()  # other names for clients
     prefix_caching: bool = True  # false: no request uses the pages of another

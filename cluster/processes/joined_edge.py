@@ -262,6 +262,7 @@ class _JoinedEdge:
             max_model_len=model.info.max_model_len,
             vocab_size=model.info.vocab_size,
             eos_token_ids=model.info.eos_token_ids,
+            pooling=model.info.pooling,
             created_s=model.created_s,
             prefix_caching=model.prefix_caching,
             cold_start_s_max=model.cold_start_s_max,

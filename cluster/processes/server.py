@@ -188,6 +188,7 @@ class _Server:
             max_model_len=min(worker.max_model_len for worker in workers),
             vocab_size=workers[0].vocab_size,
             eos_token_ids=workers[0].eos_token_ids,
+            pooling=workers[0].pooling,
             created_s=int(self.sources.unix_time_s()),
             prefix_caching=fleet.prefix_caching,
             cold_start_s_max=fleet.cold_start_s_max,

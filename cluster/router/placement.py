@@ -80,11 +80,13 @@ def place(fleet: Fleet, request: PlacementRequest, now_s: float, extra: Vector |
     """Return the best route now, or None when no worker can decode. `extra` is added to the scores: seconds
     for each slot."""
     view = _View(fleet, request, now_s)
-    decoding = _eligible(view, Column.DECODES)
+    decoding, prefilling = _eligible(view, Column.DECODES), _eligible(view, Column.PREFILLS)
+    against = 0.0 if extra is None else extra * (1.0 if view.costs.in_seconds else TOKENS_PER_S)
+    if request.pools:
+        slots = prefilling if len(prefilling) else decoding
+        return _pooling_route(view, slots, against) if len(slots) else None
     if not len(decoding):
         return None
-    prefilling = _eligible(view, Column.PREFILLS)
-    against = 0.0 if extra is None else extra * (1.0 if view.costs.in_seconds else TOKENS_PER_S)
     hops = len(prefilling) > 0 and not request.recompute_all
     prefill = _best_prefill(view, prefilling, against) if hops else None
     mixed = view.table[Column.MIXED] > 0
@@ -188,6 +190,16 @@ class _View:
         self.resident: Vector = resident * self.costs.page_tokens  # is or will be there: `k`
         hybrid = table[Column.STATE_BYTES] > 0
         self.restorable: Vector = np.where(hybrid, self.announced, self.resident)  # `u`
+
+
+def _pooling_route(view: _View, slots: Chosen, against: Vector | float) -> Route:
+    """Return the route to the worker that computes a whole prompt first, for which nothing is drawn."""
+    end = view.request.num_tokens
+    done = view.costs.wait + prefill_time(view, view.restorable, end)
+    best = _pick(view, slots, done + _duplicate_work(view, slots, end) + crowding_penalty(view) + against)
+    predicted_s = float(done[best] + view.costs.step[best]) if view.costs.in_seconds else 0.0
+    shared_pages = view.fleet.shared_pages(view.request.keys)
+    return route_of(view.fleet.at(best).info, None, predicted_s, shared_pages)
 
 
 def prefill_time(view: _View, start: Vector, end: int) -> Vector:

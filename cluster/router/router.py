@@ -124,13 +124,13 @@ class Router:
             self._held_tokens -= request.num_tokens
 
     def place_now(self, request: PlacementRequest) -> Route | None:
-        """Choose the workers of one attempt and book it on them; None when no worker can decode. Raises
+        """Choose the workers of one attempt and book it on them; None when no worker can do it. Raises
         Overloaded, Poisonous."""
         now_s = self._clock()
         self._quarantine.check(request.content_hash, now_s)
         terms = [affinity(self._fleet, request) for affinity in self.affinities]
         extra = np.sum(terms, axis=0) if terms else None
-        if self._compiled is not None:
+        if self._compiled is not None and not request.pools:
             placed = self._compiled.place(self._fleet, request, now_s, extra)
             if placed is None:
                 return None

@@ -248,7 +248,9 @@ def decode_worker_frame(data: bytes) -> list[StreamItem]:
 
 def _body_to(body: Delta | Produced | Trial | Failure) -> int | Delta | Produced | Trial | _Failed:
     match body:
-        case Delta(tokens=(token,), logprobs=(), prompt_logprobs=(), finish=None, provenance=None):
+        case Delta(
+            tokens=(token,), logprobs=(), prompt_logprobs=(), finish=None, provenance=None, pooled=b""
+        ):
             return token
         case Delta() | Produced() | Trial():
             return body

@@ -106,6 +106,7 @@ def check_settings(settings: EngineSettings, *, here: bool = False) -> None:
         ranks,
         mtp=mtp_of(settings),
         load_format=settings.load_format,
+        purpose=settings.purpose,
         by_expert=settings.by_expert,
     )
     if not settings.on_cuda or settings.memory_bytes is not None:
@@ -122,7 +123,10 @@ def check_device_memory(settings: EngineSettings, device: torch.device, free: in
     """Check before anything loads that a device has memory for the weights and the smallest arena, or for the
     share of a rank. Raises SettingsError and ModelError."""
     layers, max_length = describe(
-        settings.model_folder, mtp=mtp_of(settings), load_format=settings.load_format
+        settings.model_folder,
+        mtp=mtp_of(settings),
+        load_format=settings.load_format,
+        purpose=settings.purpose,
     )
     ranks = settings.tensor_parallel_size
     least = least_memory(settings, rank_layers(layers, ranks), max_length)
@@ -138,6 +142,7 @@ def weight_bytes(settings: EngineSettings) -> int:
         with_compute_dtype(settings).compute_dtype or "float32",
         mtp=mtp_of(settings),
         load_format=settings.load_format,
+        purpose=settings.purpose,
     ).weight_bytes
 
 
@@ -210,7 +215,7 @@ def _build(
             ledger,
             Transfer(layout, arena_io, shards, () if group is None else group.mates()),
             runner,
-            limits_of(settings, memory, loaded.vocab_size, mtp=loaded.head is not None),
+            limits_of(settings, memory, loaded),
             partial(_root_of, loaded.fingerprint, namespace),
             grammars,
             EngineHooks(
@@ -253,6 +258,7 @@ def load_model(
             mtp=mtp_of(settings),
             compute_dtype=settings.compute_dtype,
             load_format=settings.load_format,
+            purpose=settings.purpose,
         )
     settle(device)
     return loaded
@@ -300,6 +306,7 @@ def _info(
         max_model_len=memory.max_model_len,
         vocab_size=loaded.vocab_size,
         eos_token_ids=tuple(sorted(loaded.eos_ids)),
+        pooling=loaded.pooling,
         device=memory_name(device),
         memory_bytes=memory.share * layout.extent_bytes * ranks,
         memory_floor_bytes=memory.floor * layout.extent_bytes * ranks,
@@ -346,14 +353,12 @@ def mtp_of(settings: EngineSettings) -> bool:
     return settings.speculative_method == "mtp" or has_head(settings.model_folder, settings.load_format)
 
 
-def limits_of(
-    settings: EngineSettings, memory: Memory, vocab_size: int, *, mtp: bool = False
-) -> EngineLimits:
+def limits_of(settings: EngineSettings, memory: Memory, loaded: LoadedModel) -> EngineLimits:
     page_tokens = memory.layout.page_tokens
     return EngineLimits(
         budget=budget_of(settings, page_tokens),
         capacity_tokens=memory.max_model_len,
-        vocab_size=vocab_size,
+        vocab_size=loaded.vocab_size,
         ranks=settings.tensor_parallel_size,
         extents_min=memory.floor,
         checkpoint_strategy=settings.checkpoint_strategy,
@@ -361,7 +366,8 @@ def limits_of(
         itl_target_s=settings.step_target_s,
         overlap=settings.overlap,
         drafts_max=settings.num_speculative_tokens,
-        mtp=mtp,
+        pools=loaded.pooling is not None,
+        mtp=loaded.head is not None,
     )
 
 

@@ -44,15 +44,8 @@ class StepCommitter:
             sequence.delivery.scored += len(some)
             sequence.delivery.inbox.put(Delta(tokens=(), prompt_logprobs=some))
         if row.sampling_state is not None:
-            tokens, logprobs = drawn.tokens, drawn.logprobs
-            count, finish = sequence.draw(tokens)
-            if sequence.drafter is not None:
-                sequence.drafter.accept_proposals(drawn.guesses, len(sequence.tokens))
+            count, finish = self._deliver(planned, drawn)
             end += count - 1 - row.drafts
-            self._count(row.drafts, count)
-            if count < len(tokens):
-                tokens, logprobs = tokens[:count], logprobs[:count]
-            sequence.delivery.inbox.put(Delta(tokens=tokens, logprobs=logprobs, finish=finish))
         self._ledger.commit(lease, end, sequence.keys)
         self._ledger.counters["computed_tokens"] += end - flight.start
         done = sequence.produces and end == sequence.target
@@ -68,6 +61,23 @@ class StepCommitter:
         if finish is not None:
             self._publish_turn(sequence, lease)
         return done or finish is not None
+
+    def _deliver(self, planned: Launched, drawn: Drawn) -> tuple[int, FinishReason | None]:
+        """Deliver what the row drew or pooled. Return the number of drawn tokens, 1 for what is
+        pooled, and why the answer ended."""
+        sequence, row = planned.sequence, planned.row
+        if drawn.pooled:
+            sequence.delivery.inbox.put(Delta(tokens=(), pooled=drawn.pooled, finish="stop"))
+            return 1, "stop"
+        tokens, logprobs = drawn.tokens, drawn.logprobs
+        count, finish = sequence.draw(tokens)
+        if sequence.drafter is not None:
+            sequence.drafter.accept_proposals(drawn.guesses, len(sequence.tokens))
+        self._count(row.drafts, count)
+        if count < len(tokens):
+            tokens, logprobs = tokens[:count], logprobs[:count]
+        sequence.delivery.inbox.put(Delta(tokens=tokens, logprobs=logprobs, finish=finish))
+        return count, finish
 
     def void(self, planned: Launched) -> None:
         """Discard the row: its request has ended, or its step broke."""

@@ -35,12 +35,15 @@ class Drain:
         self._cuts.clear()
         self._offered.clear()
 
-    def takes(self, *, produces: bool) -> bool:
+    def takes(self, *, produces: bool, pools: bool = False) -> bool:
+        """Return whether this kind of work is allowed. What pools runs where either of the others does."""
+        if pools:
+            return self._produces or self._generates
         return self._produces if produces else self._generates
 
-    def check(self, *, produces: bool) -> None:
+    def check(self, *, produces: bool, pools: bool = False) -> None:
         """Raise HandedOver if this kind of work is not allowed."""
-        if not self.takes(produces=produces):
+        if not self.takes(produces=produces, pools=pools):
             raise _handed_over()
 
     def advance(self, running: Iterable[Sequence], now_s: float) -> None:
@@ -48,7 +51,7 @@ class Drain:
         if self._produces and self._generates:
             return
         for sequence in list(running):
-            if not self.takes(produces=sequence.produces) and (
+            if not self.takes(produces=sequence.produces, pools=sequence.request.pools) and (
                 now_s >= self._until_s or (sequence.streams and self._is_stored(sequence))
             ):
                 self._cuts.pop(sequence.id, None)

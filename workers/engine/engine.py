@@ -191,7 +191,7 @@ class Engine:
         """Emit the tokens of `request`, one delta per step; cancelling this ends it. `notify` is for a
         request on trial: see workers/scheduling/isolation.py. Raises PagesMissing, RequestError, WorkerGone,
         HandedOver."""
-        self._drain.check(produces=False)
+        self._drain.check(produces=False, pools=request.pools)
         sequence = await self._arrivals.generating(request)
         sequence.restore.prefetched_pages = await self._prefetcher.take(request)
         try:
@@ -209,7 +209,8 @@ class Engine:
         self._drain.restrict(produces=produces, generates=generates, now_s=_now_s())
         for sequence in self._sequences.waiting.values():
             timeout = sequence.restore.timeout
-            if timeout is not None and not self._drain.takes(produces=sequence.produces):
+            pools = sequence.request.pools
+            if timeout is not None and not self._drain.takes(produces=sequence.produces, pools=pools):
                 timeout.reschedule(_now_s())
         self._work.set()
 
@@ -310,14 +311,14 @@ class Engine:
                 raise error
 
     async def _admit(self, sequence: Sequence) -> None:
-        self._drain.check(produces=sequence.produces)
+        self._drain.check(produces=sequence.produces, pools=sequence.request.pools)
         self._sequences.wait(sequence)
         began_s = _now_s()
         try:
             async with asyncio.timeout(None) as sequence.restore.timeout:
                 await self._admission.admit(sequence)
         except TimeoutError:
-            self._drain.check(produces=sequence.produces)
+            self._drain.check(produces=sequence.produces, pools=sequence.request.pools)
             raise
         finally:
             sequence.restore.timeout = None

@@ -52,8 +52,11 @@ class RequestIntake:
 
     def _check(self, request: Request) -> None:
         total, vocabulary = len(request.tokens) + request.max_new_tokens, self._limits.vocab_size
-        if not request.tokens or request.max_new_tokens < 1:
+        if not request.tokens or (request.max_new_tokens < 1 and not request.pools):
             raise RequestError("a request needs at least one prompt token and one new token", param="prompt")
+        if request.pools != self._limits.pools:
+            is_for = "embeddings and scores" if self._limits.pools else "answers"
+            raise RequestError(f"this worker's model is for {is_for} alone", param="model")
         if (last := max(request.tokens)) >= vocabulary:
             raise RequestError(f"token {last} is not one of the {vocabulary} of this model", param="prompt")
         if max(request.sampling.logprobs or 0, request.sampling.prompt_logprobs or 0) > vocabulary:
@@ -111,4 +114,6 @@ def _isolated_end(request: Request, target: int, *, produces: bool) -> int:
     """Return the depth up to which a request that may have crashed a worker runs alone."""
     if not request.on_trial:
         return 0
-    return target if produces else target - 1 + min(TRIAL_TOKENS, request.max_new_tokens)
+    if produces or request.pools:
+        return target
+    return target - 1 + min(TRIAL_TOKENS, request.max_new_tokens)

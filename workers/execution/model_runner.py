@@ -104,7 +104,7 @@ class TorchRunner:
         with torch.inference_mode(), self._on_stream():
             tokens = self._tokens(step, last)
             outputs = self._outputs(step, tokens)
-            found = self._draw(step, outputs.logits_NV)
+            found = pooled_of(step, outputs) or self._draw(step, outputs.logits_NV)
             if outputs.scores:
                 found = [
                     row_drawn._replace(scores=some)
@@ -251,20 +251,34 @@ def outputs_of(model: Model, hidden_TH: torch.Tensor, step: Step) -> Outputs:
     return Outputs(hidden_TH, logits_of(model, hidden_TH, step), scores_of(model.logits, hidden_TH, step))
 
 
+def pooled_of(step: Step, outputs: Outputs) -> list[Drawn]:
+    """Return what each row pools: the logits of its last token, or the hidden state in a model without. An
+    empty list when no row does; all rows of a model pool, or none."""
+    pools = [row.sampling_state is not None and row.sampling_state.pools for row in step]
+    if outputs.logits_NV is None or not any(pools):
+        return []
+    has_logits = outputs.logits_NV.shape[1] > 0
+    pooled_NC = outputs.logits_NV if has_logits else drawing(outputs.hidden_TH, step)
+    rows = iter(pooled_NC.float().cpu().numpy().astype("<f4"))
+    return [Drawn(pooled=next(rows).tobytes()) if row_pools else Drawn() for row_pools in pools]
+
+
 def logits_of(model: Model, hidden_TH: torch.Tensor, step: Step) -> torch.Tensor | None:
     """Return logits `[N, vocabulary]` from the hidden states of a step, `1 + drafts` for each row that draws.
     None when no row does."""
+    hidden_NH = drawing(hidden_TH, step)
+    return model.logits(hidden_NH) if len(hidden_NH) else None
+
+
+def drawing(hidden_TH: torch.Tensor, step: Step) -> torch.Tensor:
+    """Return the hidden states `[N, hidden]` behind which tokens are drawn."""
     positions: list[int] = []
     end = 0
     for row in step:
         end += len(row.tokens)
         if row.sampling_state is not None:
             positions += range(end - row.drafts - 1, end)
-    if len(positions) == end:
-        return model.logits(hidden_TH)
-    if not positions:
-        return None
-    positions_N = torch.tensor(positions, pin_memory=hidden_TH.is_cuda).to(
-        hidden_TH.device, non_blocking=True
-    )
-    return model.logits(hidden_TH[positions_N])
+    if len(positions) == end or not positions:
+        return hidden_TH[: len(positions)]
+    positions_N = torch.tensor(positions, pin_memory=hidden_TH.is_cuda)
+    return hidden_TH[positions_N.to(hidden_TH.device, non_blocking=True)]

@@ -29,8 +29,9 @@ class SamplingState:
         # Without a limit on the first tokens, the draws are from the logits as they are.
         adjusted = self.penalised or sampling.logit_bias or sampling.bad_words
         self.plain = not adjusted and matcher is None
+        self.pools = request.pools
         # The next draw needs no token before it, except by the logits.
-        self.bare = self.plain and sampling.logprobs is None
+        self.bare = self.plain and sampling.logprobs is None and not self.pools
         for token in request.tokens[self._start :]:
             self.push(token)
         if matcher is not None:

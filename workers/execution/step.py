@@ -64,6 +64,8 @@ class Drawn(NamedTuple):
     `logprobs` has an item for each token if the request asks for them, else none. `scores` has one for each
     target of the row's `scores`. `guesses` are those of the model's own head for the next tokens.
 
+    `pooled` is the answer of a request that pools, as in Delta.
+
     `late`: the mask of its grammar was not ready in time, so nothing of the row counts. `error` ends its
     request.
     """
@@ -74,6 +76,7 @@ class Drawn(NamedTuple):
     guesses: tuple[int, ...] = ()
     late: bool = False
     error: RequestError | None = None
+    pooled: bytes = b""
 
 
 class Runner(Protocol):

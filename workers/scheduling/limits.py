@@ -27,6 +27,7 @@ class EngineLimits:
     idle_interval_s: float = 0.1  # the longest interval between two iterations of an idle step loop
     drafts_max: int = 0  # guessed tokens of a row; 0: no speculation
     audits: bool = True  # check now and then that every byte has one owner
+    pools: bool = False  # the model pools, and does not generate
     mtp: bool = False  # a prediction head of the model makes the guesses
 
     @property

@@ -144,7 +144,7 @@ class Sequence:
     @property
     def streams(self) -> bool:
         """True if its answer has begun, or will begin when the steps in flight have landed."""
-        return not self.produces and self.launched >= len(self.tokens) - 1
+        return not (self.produces or self.request.pools) and self.launched >= len(self.tokens) - 1
 
     def precedence(self, depth: int, token_s: float) -> Precedence:
         """Return the sort key of its prompt when the tokens before `depth` are there and each of the others

@@ -15,8 +15,10 @@ from typing import Any
 from tidemill.workers.sources.names import HUB, ModelSource, SourceError
 from tidemill.workers.sources.remote_files import download_files
 
-IGNORED = ("*/*", "consolidated*", "*.bin", "*.pth", "*.pt", "*.gguf", "*.onnx", "*.msgpack", "*.h5")
-"""Files of a repository that are not read: copies of the weights in other formats, and folders."""
+FOLDERS = ("[!1]*/*", "1[!_]*/*", "1_[!P]*/*")
+IGNORED = (*FOLDERS, "consolidated*", "*.bin", "*.pth", "*.pt", "*.gguf", "*.onnx", "*.msgpack", "*.h5")
+"""Files of a repository that are not read: copies of the weights in other formats, and folders except
+1_Pooling."""
 
 
 def download(source: ModelSource, *, offline: bool = False) -> Path:

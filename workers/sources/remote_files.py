@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -30,8 +30,13 @@ SUFFIXES = (".json", ".jinja", ".safetensors")
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-OTHERS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", INDEX)
+MODULES = "modules.json"
+TEXTS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+OTHERS = (*TEXTS, MODULES, INDEX)
 """The files that are asked for by name where a place lists none, as web servers do not."""
+
+POOLING = "1_Pooling/config.json"
+"""The file in a folder below, where there is a modules.json."""
 
 CHANGES = ("ETag", "etag", "LastModified", "mtime")
 """The names of the mark of a version, the best first; each kind of place has its own."""
@@ -104,14 +109,18 @@ def _list(files: Any, source: ModelSource) -> dict[str, RemoteFile]:  # noqa: AN
     """Return the files to copy by their names in the folder. Raises SourceError without a config.json."""
     try:
         if source.scheme in {"http", "https"}:
-            found = dict(_named(files, source.name))
+            place, found = source.name, dict(_named(files, source.name))
         else:
+            place = source.path
             entries: list[dict[str, Any]] = files.ls(source.path, detail=True, refresh=True)
             found = {
                 entry["name"].rpartition("/")[2]: _file(entry)
                 for entry in entries
                 if entry["type"] == "file" and entry["name"].endswith(SUFFIXES)
             }
+        if MODULES in found:
+            with suppress(FileNotFoundError):
+                found[POOLING] = _file(files.info(f"{place}/{POOLING}"))
     except FileNotFoundError:
         found = {}
     except Exception as error:  # each kind of place has errors of its own
@@ -144,6 +153,7 @@ def _file(entry: dict[str, Any]) -> RemoteFile:
 
 def _copy(files: Any, file: RemoteFile, target: Path, source: ModelSource) -> None:  # noqa: ANN401
     digest = hashlib.sha256(file.version.encode()).hexdigest()[:12]
+    target.parent.mkdir(exist_ok=True)
     part = target.with_name(f".{target.name}.{digest}.part")
     with part.open("ab") as out:
         while (start := out.tell()) < file.num_bytes:

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from tidemill import __version__
 from tidemill.cluster.edge.apis.messages import count_tokens, messages
 from tidemill.cluster.edge.apis.openai import chat, completions
+from tidemill.cluster.edge.apis.pooling import embeddings, rerank, score
 from tidemill.cluster.edge.apis.prefixes import release_prefix, retain_prefix
 from tidemill.cluster.edge.apis.reply import Outgoing, Reply, answer
 from tidemill.cluster.edge.apis.responses import responses
@@ -76,6 +77,8 @@ def app_of(context: EdgeContext) -> FastAPI:
     add_error_replies(app, context.metrics.count_error)
     for path, prepare in APIS.items():
         add_answer_route(app, context, path, prepare)
+    for path, same in OTHER_PATHS.items():
+        add_answer_route(app, context, path, APIS[same], in_schema=False)
     for path, work in TEXTS.items():
         add_text_route(app, context.models, path, work)
     app.add_api_route("/v1/responses", no_socket, include_in_schema=False)
@@ -119,10 +122,16 @@ Prepare = Callable[[EdgeContext, EdgeModel, Any, Caller], Awaitable[Reply]]
 APIS: dict[str, Prepare] = {
     "/v1/chat/completions": chat,
     "/v1/completions": completions,
+    "/v1/embeddings": embeddings,
     "/v1/messages": messages,
     "/v1/prefixes": retain_prefix,
+    "/v1/rerank": rerank,
     "/v1/responses": responses,
+    "/v1/score": score,
 }
+OTHER_PATHS = {"/rerank": "/v1/rerank", "/v2/rerank": "/v1/rerank", "/score": "/v1/score"}
+"""The paths of vLLM for the same work."""
+
 TEXTS: dict[str, Callable[[EdgeModel, Any], Awaitable[bytes]]] = {
     "/tokenize": tokenize,
     "/detokenize": detokenize,
@@ -130,7 +139,9 @@ TEXTS: dict[str, Callable[[EdgeModel, Any], Awaitable[bytes]]] = {
 }
 
 
-def add_answer_route(app: FastAPI, edge: EdgeContext, path: str, prepare: Prepare) -> None:
+def add_answer_route(
+    app: FastAPI, edge: EdgeContext, path: str, prepare: Prepare, *, in_schema: bool = True
+) -> None:
     """Add POST `path`, whose replies stream or are whole."""
 
     async def route(body: Any, request: Request) -> Response:  # noqa: ANN401  see `_post`
@@ -156,7 +167,7 @@ def add_answer_route(app: FastAPI, edge: EdgeContext, path: str, prepare: Prepar
         found = await while_connected(request.receive, work())
         return Response(status_code=CLIENT_CLOSED_REQUEST) if found is None else found
 
-    _post(app, path, prepare, route)
+    _post(app, path, prepare, route, in_schema=in_schema)
 
 
 def add_text_route(
@@ -171,12 +182,17 @@ def add_text_route(
 
 
 def _post(
-    app: FastAPI, path: str, work: Callable[..., object], route: Callable[..., Awaitable[Response]]
+    app: FastAPI,
+    path: str,
+    work: Callable[..., object],
+    route: Callable[..., Awaitable[Response]],
+    *,
+    in_schema: bool = True,
 ) -> None:
     """Add a route with the name, the text and the type of the body of `work`."""
     route.__name__, route.__doc__ = work.__name__, work.__doc__
     route.__annotations__["body"] = work.__annotations__["body"]
-    app.add_api_route(path, route, methods=["POST"])
+    app.add_api_route(path, route, methods=["POST"], include_in_schema=in_schema)
 
 
 async def no_socket(request: Request) -> None:

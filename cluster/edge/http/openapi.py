@@ -63,6 +63,9 @@ REPLIES: dict[str, Json] = {
     "/v1/chat/completions": _reply("id", "object", "created", "model", "choices", "usage"),
     "/v1/completions": _reply("id", "object", "created", "model", "choices", "usage"),
     MESSAGES: _reply("id", "type", "role", "model", "content", "stop_reason", "usage"),
+    "/v1/embeddings": _reply("id", "object", "created", "model", "data", "usage"),
+    "/v1/rerank": _reply("id", "model", "results", "usage"),
+    "/v1/score": _reply("id", "object", "created", "model", "data", "usage"),
     "/v1/responses": _reply("id", "object", "created_at", "model", "output", "status"),
 }
 """The replies of streaming endpoints when they do not stream."""

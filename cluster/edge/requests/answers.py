@@ -28,6 +28,7 @@ class Increment(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: Sequence[TokenLogprob] = ()  # in the first increment: all of them
     parts: Sequence[Part] = ()  # of a chat: the parts that this text completes
     calls: int = 0  # of tools, so far
+    pooled: bytes = b""  # see Delta
 
 
 async def answer(service: Service, tokenizer: Tokenizer, job: PreparedRequest, emit: Emit[Increment]) -> None:
@@ -48,12 +49,21 @@ async def answer(service: Service, tokenizer: Tokenizer, job: PreparedRequest, e
     if len(choices) == 1:  # the usual case needs no task of its own
         await choices[0]
         return
-    tasks = [asyncio.create_task(choice) for choice in choices]
+    free = asyncio.Semaphore(job.concurrent_max)
+    tasks = [asyncio.create_task(_when_free(free, choice)) for choice in choices]
     try:
         await asyncio.gather(*tasks)
     finally:
         running = [task for task in tasks if task.cancel()]
         await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _when_free(free: asyncio.Semaphore, choice: Coroutine[Any, Any, None]) -> None:
+    try:
+        async with free:
+            await choice
+    finally:
+        choice.close()  # it may not have begun
 
 
 class _Choice:
@@ -72,9 +82,18 @@ class _Choice:
 
     async def run(self, service: Service, request: Request) -> None:
         with suppress(Enough):
-            await service.stream(request, self._take)
+            await service.stream(request, self._take_pooled if request.pools else self._take)
         if not self._finished:
             raise Unserved("the stream of tokens ended before the answer was complete")
+
+    def _take_pooled(self, piece: StreamPiece) -> Pause | None:
+        if not piece.pooled:
+            raise Unserved("a worker of an earlier release has answered: upgrade it")
+        self._finished = True
+        growth = Growth(text="", num_tokens=0, finish=piece.finish)
+        return self._emit(
+            Increment(choice=self._index, growth=growth, trace=piece.trace, pooled=piece.pooled)
+        )
 
     def _take(self, piece: StreamPiece) -> Pause | None:
         self._scores += piece.prompt_logprobs

@@ -4,7 +4,7 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 from typing import Literal, ParamSpec, TypeVar
@@ -64,6 +64,13 @@ TOKENIZED_MAX = 1 << 18
 INLINE_CHARS_MAX = 8192
 """Longer texts are tokenized in a thread: this many characters take about a millisecond."""
 
+POOLED_MAX = 64
+"""The prompts of one request that are pooled concurrently."""
+
+NOTHING_DRAWN = GenerationTerms(
+    sampling=Sampling(temperature=0.0), ending=Ending(), stop_token_ids=(), max_tokens=0, n=1
+)
+
 MESSAGE_CHARS = 64
 """The characters that take as long to tokenize as a message to render, several times."""
 
@@ -73,7 +80,7 @@ class Rendered:
     """The tokens of a body, and the field that they came in."""
 
     prompts: list[MarkedPrompt]
-    param: Literal["messages", "prompt"]
+    param: Literal["messages", "prompt", "input"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +98,7 @@ class PreparedRequest:
     echoes: tuple[Prompt, ...] | None = None
     token_ids: bool = False  # whether the reply has them
     special_tokens: bool = False  # whether they have texts
+    concurrent_max: int = REQUEST_CHOICES_MAX  # the others wait for these
     ignored: tuple[str, ...] = ()  # fields without an effect
     show: Show | None = None  # for clients that want diagnostics with their own text
 
@@ -170,6 +178,27 @@ class Intake:
             ignored=(*body.ignored(UNSUPPORTED), *body.unused()),
         )
         return job, prefix_id
+
+    async def pooled(
+        self,
+        body: Body,
+        prompts_of: Callable[[Tokenizer], list[MarkedPrompt]],
+        caller: Caller,
+        ignored: Sequence[str],
+    ) -> PreparedRequest:
+        """Prepare prompts for which the model pools. `prompts_of` runs in a thread. Raises RequestError."""
+        self._check(body, pools=True)
+        prompts = await self.in_thread(prompts_of, self._tokenizer)
+        sender = self._sender(body, caller)
+        requests = self._requests(body, NOTHING_DRAWN, Rendered(prompts, "input"), sender)
+        return PreparedRequest(
+            requests=tuple(replace(request, pools=True) for request in requests),
+            n=1,
+            ending=NOTHING_DRAWN.ending,
+            logprobs=False,
+            concurrent_max=POOLED_MAX,
+            ignored=(*body.ignored(UNSUPPORTED), *ignored),
+        )
 
     async def prompt_of(self, body: TokenizeBody) -> list[int]:
         """Return the tokens of a chat or of a text. Raises RequestError."""
@@ -342,7 +371,13 @@ class Intake:
         """Return the characters of the longest text that the model may take."""
         return self._model.max_model_len * self._tokenizer.token_chars_max
 
-    def _check(self, body: Body) -> None:
+    def _check(self, body: Body, *, pools: bool = False) -> None:
+        if self._model.pooling is not None and not pools:
+            raise RequestError(
+                f"the model {self._model.name} is for embeddings and scores: use /v1/embeddings, /v1/rerank "
+                "or /v1/score",
+                param="model",
+            )
         body.check_marks()
         field = unsupported_field(body.model_extra or {})
         if field is not None:

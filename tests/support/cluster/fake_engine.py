@@ -4,6 +4,7 @@ Its steps run in `run`. Where nothing runs them, a test puts out the items of ca
 """
 
 import asyncio
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf, isfinite
@@ -21,6 +22,7 @@ from tidemill.workers.messages import (
     Delta,
     EngineInfo,
     HandedOver,
+    Pooling,
     Produced,
     Provenance,
     Request,
@@ -47,6 +49,11 @@ Item = Delta | Produced | Exception
 def answer(prompt: tuple[int, ...], index: int) -> int:
     """Return token `index` of the answer, wherever and however often it is asked for."""
     return FIRST_TOKEN + (sum(prompt) + 7 * index) % NUM_TOKENS
+
+
+def pooled(prompt: tuple[int, ...]) -> bytes:
+    """Return what the model pools: four numbers."""
+    return struct.pack("<4f", *(float(1 + sum(prompt[index::4])) for index in range(4)))
 
 
 def depth_of(prompt: Request) -> int:
@@ -84,6 +91,12 @@ class Call:
         request = self.request
         if request.tokens[-1] == BREAK_TOKEN:
             raise RuntimeError("the step loop met its breaking point")
+        if request.pools:
+            self.drawn, self.ended = 1, True
+            computed = Provenance(computed_tokens=len(request.tokens))
+            numbers = pooled(request.tokens)
+            self.items.put_nowait(Delta(tokens=(), finish="stop", pooled=numbers, provenance=computed))
+            return
         prompt = request.tokens[: len(request.tokens) - request.drawn]
         token = answer(prompt, request.drawn + self.drawn)
         self.drawn += 1
@@ -177,7 +190,7 @@ class FakeEngine:
             self._leave(call)
 
     async def stream(self, request: Request, emit: Emit[Delta], notify: Notify | None = None) -> None:
-        self._check(takes=self._generates)
+        self._check(takes=self._generates or (request.pools and self._produces))
         tail = len(request.tokens) if request.gap_tokens_max is None else 1
         call = self._begin("generate", request, notify, tail)
         try:
@@ -212,7 +225,7 @@ class FakeEngine:
         self._produces, self._generates = produces, generates
         takes = {"generate": generates, "produce": produces, "prefetch": True}
         for call in self._open:
-            if not takes[call.kind]:
+            if not (takes[call.kind] or (call.request.pools and produces)):
                 call.items.put_nowait(_handed_over())
 
     def _check(self, *, takes: bool) -> None:
@@ -283,6 +296,7 @@ def build(
         max_model_len=4096,
         vocab_size=FIRST_TOKEN + NUM_TOKENS,
         eos_token_ids=(1,),
+        pooling=Pooling(kind="embed", size=4) if settings.runner == "pooling" else None,
         device="cpu",
         memory_bytes=memory_bytes,
         memory_floor_bytes=memory_bytes,

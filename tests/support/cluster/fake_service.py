@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import struct
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -116,7 +117,8 @@ def worker_status(name: str, role: Role = "decode", state: str = "ready") -> Wor
 
 @dataclass
 class FakeService:
-    """Answers each request with `script`, `per_piece` tokens at a time, to `max_new_tokens` or a stop token.
+    """Answers each request with `script`, `per_piece` tokens at a time, to `max_new_tokens` or a stop token;
+    with `pooled` one that pools.
 
     `fail_at` raises `failure` before the piece of that index, `stall_at` waits for ever there.
     """
@@ -126,6 +128,7 @@ class FakeService:
     fail_at: int | None = None
     failure: Exception = field(default_factory=lambda: Unserved("no worker is left"))
     stall_at: int | None = None
+    pooled: Callable[[Request], Sequence[float]] = lambda _: ()
     model: ServedModel = MODEL
     workers: tuple[WorkerStatus, ...] = (worker_status("prefill-0", "prefill"), worker_status("decode-0"))
     requests: list[Request] = field(default_factory=list[Request])
@@ -153,6 +156,12 @@ class FakeService:
                 self.idle.set()
 
     async def _pieces(self, request: Request) -> AsyncGenerator[StreamPiece]:
+        if request.pools:
+            numbers = struct.pack(f"<{len(self.pooled(request))}f", *self.pooled(request))
+            if self.fail_at == len(self.requests):
+                raise self.failure
+            yield StreamPiece(tokens=(), trace=TRACE, finish="stop", pooled=numbers)
+            return
         tokens = list(self.script(request))[: request.max_new_tokens]
         ends = [index for index, token in enumerate(tokens) if token in request.stop_token_ids]
         finish = "stop" if ends else "length"

@@ -156,6 +156,8 @@ class Script:
                     return
             if act.end is not None:
                 raise act.end
+            if request.pools:
+                emit(Delta(tokens=(), finish="stop", pooled=b"pool", provenance=FETCHED))
         finally:
             self.closed += 1
 

@@ -72,9 +72,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer_api(self, repository: str, kind: str | None, revision: str | None) -> None:
         if not self._is_allowed(repository, revision or "main"):
             return
-        names = sorted(path.name for path in self.served.repositories[repository].iterdir())
+        folder = self.served.repositories[repository]
+        files = (path for path in folder.rglob("*") if path.is_file())
+        names = sorted(path.relative_to(folder).as_posix() for path in files)
         if kind == "tree":
-            folder = self.served.repositories[repository]
             sizes = {name: (folder / name).stat().st_size for name in names}
             entries = [
                 {"type": "file", "path": name, "size": sizes[name], "oid": _etag(folder / name)}

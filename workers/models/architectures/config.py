@@ -35,6 +35,8 @@ class ArchitectureConfig:
     """All that determines the model's output except its weights. Its name is in the fingerprint of the
     model.
 
+    head            the tensor that makes logits, unless it is the embedding (`tied`); empty: there are none
+    labels          the rows of it that make logits, on every rank; (): all, which ranks share
     draft           the layer of a prediction head (mtp.py); None: there is none, or it is not used
     prefix          of all tensors except the head
     norm_offset     norms store their difference from it
@@ -47,6 +49,8 @@ class ArchitectureConfig:
     epsilon: float
     tied: bool
     max_length: int
+    head: str = HEAD
+    labels: tuple[int, ...] = ()
     draft: LayerConfig | None = None
     prefix: str = "model."
     norm_offset: float = 0.0
@@ -92,7 +96,7 @@ def weights_of(config: ArchitectureConfig) -> dict[str, Weight]:
     rows = Weight((config.vocab_size, config.hidden), EvenRuns())
     norm = Weight((config.hidden,), Replicated())
     found = {f"{config.prefix}embed_tokens.weight": rows, f"{config.prefix}norm.weight": norm}
-    if not config.tied:
+    if config.head == HEAD and not config.tied and not config.labels:
         found[HEAD] = rows
     for index, layer in enumerate(config.layers):
         found |= _layer_weights(layer, f"{config.prefix}layers.{index}.", config.hidden)

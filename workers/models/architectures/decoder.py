@@ -6,8 +6,10 @@ from typing import NamedTuple
 import torch
 
 from tidemill.kernels.dispatch import Operators
+from tidemill.kernels.linear.packed import Packed
+from tidemill.kernels.linear.stored import Stored
 from tidemill.workers.models.architectures.config import HEAD, ArchitectureConfig, LayerConfig
-from tidemill.workers.models.collectives import Ranks
+from tidemill.workers.models.collectives import LEADER, Ranks
 from tidemill.workers.models.inputs import Caches, Inputs, Kept
 from tidemill.workers.models.layers.moe import Moe
 from tidemill.workers.models.layers.rope import Rope
@@ -49,10 +51,12 @@ class Decoder:
         operators: Operators,
         ranks: Ranks,
         *,
+        labels: Stored | None = None,
         sums: bool = False,
         counts: bool = False,
     ) -> None:
-        """Load the weights. `counts`: count the load of each rank's experts."""
+        """Load the weights. `labels` are the rows of the head, if it has only some. `counts`: count the load
+        of each rank's experts."""
         self._config = config
         self._sums = sums
         self.ops = operators
@@ -69,8 +73,10 @@ class Decoder:
             for index, layer in enumerate(config.layers)
         )
         self._norm_H = norm_weight(read(f"{config.prefix}norm.weight"), config.norm_offset)
-        head = embedding if config.tied else read(HEAD)
-        self._head = operators.pack([head], None)
+        self._head: Packed | None = None
+        if config.head:
+            head = labels or (embedding if config.tied else read(HEAD))
+            self._head = operators.pack([head], None)
         device = self._embedding_VH.device
         self.expert_pairs_R: torch.Tensor | None = None
         if counts:
@@ -109,8 +115,13 @@ class Decoder:
         return Normed(*ops.add_norm(x_TH, branch_TH, next_norm_H, epsilon))
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
-        """Return logits `[N, vocabulary]` of these rows; `[N, 0]` on ranks other than the leader."""
+        """Return logits `[N, vocabulary]` of these rows, or of its labels; `[N, 0]` without a head and on
+        ranks other than the leader."""
+        if self._head is None:
+            return hidden_NH[:, :0]
         own_NV = _scaled(self.ops.logits(hidden_NH, self._head), self._config.logits_scale)
+        if self._config.labels:
+            return own_NV if self._ranks.index == LEADER else own_NV[:, :0]
         return self._ranks.gather_to_leader(own_NV, self._config.vocab_size)
 
     def work(self, inputs: Inputs) -> Work:

@@ -14,6 +14,7 @@ from tidemill.kernels.shared.compute_dtype import ComputeDtype
 from tidemill.kvstore.layout import LayerSpec
 from tidemill.kvstore.memory.recompute_cost import RecomputeCost
 from tidemill.workers.device import HOST
+from tidemill.workers.messages import Pooling
 from tidemill.workers.models.architectures import deepseek, gpt_oss, granite, qwen3, qwen3_next
 from tidemill.workers.models.architectures.config import (
     DRAFT,
@@ -27,16 +28,17 @@ from tidemill.workers.models.architectures.config import (
 )
 from tidemill.workers.models.architectures.decoder import Decoder
 from tidemill.workers.models.architectures.mtp import MtpHead
+from tidemill.workers.models.architectures.pooling import BARE, CLASSIFIER, SCORE, converted
 from tidemill.workers.models.collectives import LEADER, WHOLE, Sharing
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.inputs import Caches, Inputs, Kept
 from tidemill.workers.models.loading.checkpoint import Progress, WeightsFolder
 from tidemill.workers.models.loading.config_json import Raw
 from tidemill.workers.models.loading.dummy import DummyWeights, dummy_dtype
-from tidemill.workers.models.loading.sharding import RankPart
+from tidemill.workers.models.loading.sharding import RankPart, RankSlice
 from tidemill.workers.models.loading.tensor_files import DTYPES, TensorFiles
 from tidemill.workers.models.model_files import read_json, reading
-from tidemill.workers.options import LoadFormat
+from tidemill.workers.options import ANY, LoadFormat, Purpose
 from tidemill.workers.sources.names import bundled
 
 
@@ -72,6 +74,9 @@ ARCHITECTURES = {
     ),
 }
 """The architectures by their name in `architectures` of config.json."""
+
+NORM = "norm.weight"
+"""The final norm, behind the prefix of a model."""
 
 INV_FREQ = ".rotary_emb.inv_freq"
 """A tensor that some folders hold, although it follows from config.json."""
@@ -117,6 +122,7 @@ class LoadedModel:
     fingerprint     digest of architecture, config and weights, for the namespace of keys: the leader's is
                     the same in groups of every size, that of other ranks is empty
     cost            FLOPs of its forward pass
+    pooling         what it pools; None: it generates
     expert_pairs_R  int64, the pairs of a token and one of its experts so far, by the rank that has the
                     expert; None: they are not counted
     """
@@ -130,6 +136,7 @@ class LoadedModel:
     eos_ids: frozenset[int]
     fingerprint: str
     cost: RecomputeCost
+    pooling: Pooling | None = None
     expert_pairs_R: torch.Tensor | None = None
 
 
@@ -155,6 +162,7 @@ def load(  # noqa: PLR0913  each is a part of the worker or a setting
     mtp: bool = False,
     compute_dtype: ComputeDtype | None = None,
     load_format: LoadFormat = "auto",
+    purpose: Purpose = ANY,
 ) -> LoadedModel:
     """Load the model of a Hugging Face folder, or this rank's part of it, with its weights on `device`, and
     with `mtp` also its prediction head. With `load_format` dummy the weights are random, and config.json
@@ -172,19 +180,23 @@ def load(  # noqa: PLR0913  each is a part of the worker or a setting
     """
     ranks, sums, by_expert = sharing
     is_leader = ranks.index == LEADER
-    raw, config, checkpoint = _open(folder, progress, load_format, digests=is_leader, mtp=mtp)
+    opened = _open(folder, progress, load_format, digests=is_leader, mtp=mtp, purpose=purpose)
+    raw, config, checkpoint, pooling = opened
     part = RankPart(ranks.index, ranks.size, sums, by_expert)
     own, weights = local(config, part), weights_of(config)
 
-    def read(name: str) -> Stored:
-        found = checkpoint.read(name, weights[name].part(part))
+    def read(name: str, rows: RankSlice | None = None) -> Stored:
+        found = checkpoint.read(name, rows or weights[name].part(part))
         if compute_dtype == "bfloat16" and found.dim() > 1:
             found = found.bfloat16()
         if compute_dtype == "float32" and device.type == "cuda":
             found = found.float()
         return plain(found.to(device))
 
-    model = Decoder(own, read, operators, ranks, sums=sums, counts=by_expert and is_leader)
+    rows = RankSlice(tuple((row, row + 1) for row in config.labels))
+    labels = read(config.head, rows) if config.labels else None
+    counts = by_expert and is_leader
+    model = Decoder(own, read, operators, ranks, labels=labels, sums=sums, counts=counts)
     identity = f"{_architecture(raw)} {config} {compute_dtype} {part}".rstrip()
     return LoadedModel(
         model=model,
@@ -196,6 +208,7 @@ def load(  # noqa: PLR0913  each is a part of the worker or a setting
         eos_ids=_eos_ids(folder, raw) & frozenset(range(config.vocab_size)),
         fingerprint=checkpoint.fingerprint(identity) if is_leader else "",
         cost=cost(config),
+        pooling=pooling,
         expert_pairs_R=model.expert_pairs_R,
     )
 
@@ -207,19 +220,25 @@ def describe(
     mtp: bool = False,
     load_format: LoadFormat = "auto",
     by_expert: bool = False,
+    purpose: Purpose = ANY,
 ) -> tuple[tuple[LayerSpec, ...], int]:
     """Return the layers of the whole model and its length limit, without reading its weights. Raises the
     ModelError that `load` would in a group of this size, as far as headers show."""
-    _, config, _ = _open(folder, no_progress, load_format, digests=False, mtp=mtp)
+    config = _open(folder, no_progress, load_format, digests=False, mtp=mtp, purpose=purpose)[1]
     local(config, RankPart(size=tensor_parallel_size, sums=by_expert, by_expert=by_expert))
     return config.specs, config.max_length
 
 
 def sizes_of(
-    folder: Path, compute_dtype: ComputeDtype, *, mtp: bool = False, load_format: LoadFormat = "auto"
+    folder: Path,
+    compute_dtype: ComputeDtype,
+    *,
+    mtp: bool = False,
+    load_format: LoadFormat = "auto",
+    purpose: Purpose = ANY,
 ) -> ModelSizes:
     """Return the sizes of the model, without reading its weights. Raises ModelError."""
-    _, config, _ = _open(folder, no_progress, load_format, digests=False, mtp=mtp)
+    config = _open(folder, no_progress, load_format, digests=False, mtp=mtp, purpose=purpose)[1]
     return ModelSizes(
         layers=config.specs,
         max_length=config.max_length,
@@ -259,17 +278,20 @@ def no_progress(done_bytes: int, total_bytes: int) -> None:
     """Report nothing."""
 
 
+_Opened = tuple[dict[str, Any], ArchitectureConfig, WeightsFolder | DummyWeights, Pooling | None]
+
+
 def _open(
-    folder: Path, progress: Progress, load_format: LoadFormat, *, digests: bool, mtp: bool
-) -> tuple[dict[str, Any], ArchitectureConfig, WeightsFolder | DummyWeights]:
+    folder: Path, progress: Progress, load_format: LoadFormat, *, digests: bool, mtp: bool, purpose: Purpose
+) -> _Opened:
     _check_folder(folder)
     with reading(folder / "config.json"):
-        return _opened(folder, progress, load_format, digests=digests, mtp=mtp)
+        return _opened(folder, progress, load_format, digests=digests, mtp=mtp, purpose=purpose)
 
 
 def _opened(
-    folder: Path, progress: Progress, load_format: LoadFormat, *, digests: bool, mtp: bool
-) -> tuple[dict[str, Any], ArchitectureConfig, WeightsFolder | DummyWeights]:
+    folder: Path, progress: Progress, load_format: LoadFormat, *, digests: bool, mtp: bool, purpose: Purpose
+) -> _Opened:
     raw = read_json(folder / "config.json")
     architecture = ARCHITECTURES.get(_architecture(raw))
     if architecture is None:
@@ -282,7 +304,10 @@ def _opened(
         checkpoint = WeightsFolder(folder, progress, digests=digests, quantization=quantization)
         if config.tied and checkpoint.differ(HEAD, f"{config.prefix}embed_tokens.weight"):
             config = replace(config, tied=False)
-    if mtp:
+        if f"{config.prefix}{NORM}" not in checkpoint.names and NORM in checkpoint.names:
+            config = replace(config, prefix="")  # saved without its head, as embedders are
+    config, pooling = converted(folder, raw, config, purpose)
+    if mtp and pooling is None:
         if architecture.draft is None or not (load_format == "dummy" or _holds_head(checkpoint)):
             raise ModelError(
                 f"{folder} has no prediction head (tensors {DRAFT}*): set --speculative-method to ngram"
@@ -293,10 +318,14 @@ def _opened(
 
     def ignored(name: str) -> bool:
         """Return whether a tensor is not read: an ignored one, or the copy of tied embeddings."""
-        return name == HEAD or name.endswith(INV_FREQ) or name.startswith(prefixes)
+        return name in (HEAD, SCORE) or name.endswith(INV_FREQ) or name.startswith(prefixes)
 
-    checkpoint.check({name: weight.shape for name, weight in weights_of(config).items()}, ignored)
-    return raw, config, checkpoint
+    shapes = {name: weight.shape for name, weight in weights_of(config).items()}
+    if config.labels:
+        rows = len(config.labels) if config.head == SCORE else config.vocab_size
+        shapes[config.head] = (rows, config.hidden)
+    checkpoint.check(shapes, ignored)
+    return raw, config, checkpoint, pooling
 
 
 def _check_folder(folder: Path) -> None:
@@ -308,7 +337,10 @@ def _check_folder(folder: Path) -> None:
 
 
 def _architecture(config: dict[str, Any]) -> str:
-    return str((config.get("architectures") or ["unknown"])[0])
+    """Return the name of the architecture, with the head that generates if it has another one or none."""
+    name = str((config.get("architectures") or ["unknown"])[0])
+    generating = f"{name.removesuffix(CLASSIFIER).removesuffix(BARE)}ForCausalLM"
+    return generating if generating in ARCHITECTURES else name
 
 
 def _eos_ids(folder: Path, config: dict[str, Any]) -> frozenset[int]:

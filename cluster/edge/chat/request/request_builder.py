@@ -206,10 +206,11 @@ def _allowance(num_tokens: int, param: str, terms: GenerationTerms, model: Model
     if left > 0 and (max_tokens is None or terms.clamps):
         return min(left, max_tokens or left)
     if max_tokens is None or max_tokens > left:
-        and_max_tokens = "" if max_tokens is None else f" and max_tokens {max_tokens}"
+        and_max_tokens = f" and max_tokens {max_tokens}" if max_tokens else ""
+        fix = "set truncate_prompt_tokens" if max_tokens == 0 else "lower max_tokens"
         raise RequestError(
             f"this model's maximum context length is {model.max_model_len} tokens, but there are "
-            f"{num_tokens} prompt tokens{and_max_tokens}: shorten the prompt or lower max_tokens",
+            f"{num_tokens} prompt tokens{and_max_tokens}: shorten the prompt or {fix}",
             param=param,
             code="context_length_exceeded",
         )

@@ -377,3 +377,15 @@ def test_bug_in_a_prefetch_is_reported_and_changes_no_answer() -> None:
     pieces, reports = reported(Script(Act(prefetch=AssertionError("a bug"), produce_turns=3)))
     check_answer(pieces, a_request())
     assert [str(error) for error in reports] == ["a bug"]
+
+
+def test_what_is_pooled_arrives_once_whatever_is_lost() -> None:
+    losses = [
+        Act(prefill=False, end=error) for error in (WorkerGone("w"), HandedOver("h"), PagesMissing("m"))
+    ]
+    script = Script(*losses, Act(prefill=False))
+    (piece,) = pieces_of(script, replace(a_request(0), pools=True))
+    assert (piece.tokens, piece.finish, piece.pooled) == ((), "stop", b"pool")
+    assert piece.trace.attempts == 3
+    assert [ask.pools for ask in script.asks] == [True] * 4
+    assert [sent.max_new_tokens for _, sent in script.calls] == [0] * 4

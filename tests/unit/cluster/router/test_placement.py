@@ -327,3 +327,29 @@ def test_route_names_who_else_can_restore_most_of_the_prompt() -> None:
     decode = measured("decode", "decode", announcement=Announcement(added=keys[:9]))
     hop = placed(fleet_of(prefill, decode), prompt())
     assert (hop.prefill, hop.elsewhere, hop.elsewhere_pages) == ("prefill.1", "decode.1", 9)
+
+
+@pytest.mark.parametrize("measures", [True, False])
+def test_a_worker_that_computes_prompts_pools_and_without_one_any_other(*, measures: bool) -> None:
+    report = measured if measures else heartbeat
+    asked = replace(prompt(max_new_tokens=0), pools=True)
+    decodes = [report("decode-0"), report("decode-1")]
+    fleet = fleet_of(*decodes, report("prefill-0", "prefill"))
+    route = placed(fleet, asked)
+    assert (route.decode, route.prefill, route.gap_tokens_max) == ("prefill-0.1", None, None)
+    assert (route.predicted_s > 0) is measures
+    assert {event.worker for event in bookings(fleet, asked, route, 0.0)} == {"prefill-0.1"}
+    fleet = fleet_of(*decodes)
+    route = placed(fleet, asked)
+    assert route.decode in {"decode-0.1", "decode-1.1"}
+    assert placed(fleet, replace(asked, avoid=frozenset({route.decode}))).decode != route.decode
+    assert decode_of(fleet_of(report("mixed-0", "mixed")), asked) == "mixed-0"
+    assert place(fleet_of(), asked, 0.0) is None
+
+
+def test_what_pools_goes_where_its_prefix_is() -> None:
+    fleet = fleet_of(*(measured(f"prefill-{index}", "prefill") for index in range(4)))
+    asked = replace(prompt(max_new_tokens=0), pools=True)
+    home = book(fleet, asked).decode
+    longer = replace(asked, request_id="r-other", num_tokens=asked.num_tokens + 20)
+    assert placed(fleet, longer, now_s=10.0).decode == home

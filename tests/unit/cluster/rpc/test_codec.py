@@ -60,6 +60,7 @@ from tidemill.workers.messages import (
     Overloaded,
     PagesMissing,
     Poisonous,
+    Pooling,
     Produced,
     Provenance,
     Request,
@@ -81,6 +82,7 @@ ids = st.text(min_size=1, max_size=20).map(WorkerId)
 
 for builtin, values in ((str, st.text(max_size=20)), (int, U32), (float, st.floats(allow_nan=False))):
     st.register_type_strategy(builtin, values)
+st.register_type_strategy(Pooling, every(Pooling))
 st.register_type_strategy(WorkerInfo, every(WorkerInfo, worker=ids))
 for nested in (
     Grammar,

@@ -4,17 +4,18 @@ trial."""
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from random import Random
 
 import pytest
 
-from tests.support.cluster.fake_engine import FakeEngine
+from tests.support.cluster.fake_engine import FakeEngine, pooled
 from tests.support.cluster.scripted_engine import FIRST, WORKER, answer_of, fails, frontend, request
 from tests.support.e2e.link import Link, Weather
 from tests.support.grpc_loop import IN_GRPC_LOOP
 from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.cluster.worker.server import WorkerServer
-from tidemill.workers.messages import CrashedAlone, Delta, PagesMissing, WorkerGone
+from tidemill.workers.messages import CrashedAlone, Delta, HandedOver, PagesMissing, WorkerGone
 
 pytestmark = IN_GRPC_LOOP
 
@@ -91,3 +92,15 @@ async def test_worker_is_asked_to_release_what_a_tenant_retains() -> None:
     async with line() as (here, peers, address):
         peers.release(WORKER, address, "key:a", "prefix")
         await here.engine.until(lambda engine: engine.released == [("key:a", "prefix")])
+
+
+async def test_a_worker_that_takes_no_streams_pools() -> None:
+    async with line() as (here, peers, address):
+        here.engine.restrict(produces=True, generates=False)
+        asked = replace(request("a"), pools=True, max_new_tokens=0)
+        running = asyncio.create_task(here.engine.run())
+        (delta,) = [delta async for delta in answer_of(peers, asked, address)]
+        running.cancel()
+        assert (delta.pooled, delta.finish, delta.tokens) == (pooled(asked.tokens), "stop", ())
+        here.engine.restrict(produces=False, generates=False)
+        await fails(anext(answer_of(peers, asked, address)), HandedOver)

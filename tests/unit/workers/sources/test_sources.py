@@ -184,6 +184,24 @@ def test_web_server_sends_what_is_asked_for_by_name(
         download(source(f"{hub.url}/org/keeper/nothing", folder=tmp_path / "models"))
 
 
+def test_the_pooling_of_an_embedder_comes_with_it(hub: Hub, tmp_path: Path) -> None:
+    made = {
+        "config.json",
+        "modules.json",
+        "model.safetensors",
+        "1_Pooling/config.json",
+        "2_Dense/config.json",
+    }
+    for name in made:
+        (tmp_path / "made" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "made" / name).write_text(name)
+    hub.repositories["org/embedder"] = tmp_path / "made"
+    places = (source("org/embedder"), source(f"{hub.url}/org/embedder/resolve/main", folder=tmp_path))
+    for folder in map(download, places):
+        assert (folder / "1_Pooling" / "config.json").read_text() == "1_Pooling/config.json"
+        assert "2_Dense" not in names(folder)
+
+
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[Any]:
     server = ThreadedMotoServer("127.0.0.1", 0)
