@@ -96,19 +96,8 @@ def place(fleet: Fleet, request: PlacementRequest, now_s: float, extra: Vector |
     first_token = first_token_time(view, decode_time, alone, prefill)
     score = first_token + locality_penalty(view, mixed, prefill) + crowding_penalty(view) + against
     best = _pick(view, decoding, score)
-    decode = fleet.at(best).info
     hop = None if prefill is None or alone[best] else prefill.member.info
-    predicted_s = float(first_token[best]) if view.costs.in_seconds else 0.0
-    computing = fleet.members[decode.worker if hop is None else hop.worker].slot
-    slot, pages = _deepest_elsewhere(view, computing)
-    return route_of(
-        decode,
-        hop,
-        predicted_s,
-        shared_pages=fleet.shared_pages(request.keys),
-        elsewhere=fleet.at(slot).info.worker if pages else None,
-        elsewhere_pages=pages,
-    )
+    return _route(view, best, hop, first_token)
 
 
 def route_of(
@@ -197,9 +186,22 @@ def _pooling_route(view: _View, slots: Chosen, against: Vector | float) -> Route
     end = view.request.num_tokens
     done = view.costs.wait + prefill_time(view, view.restorable, end)
     best = _pick(view, slots, done + _duplicate_work(view, slots, end) + crowding_penalty(view) + against)
-    predicted_s = float(done[best] + view.costs.step[best]) if view.costs.in_seconds else 0.0
-    shared_pages = view.fleet.shared_pages(view.request.keys)
-    return route_of(view.fleet.at(best).info, None, predicted_s, shared_pages)
+    return _route(view, best, None, done + view.costs.step)
+
+
+def _route(view: _View, decode_slot: int, hop: WorkerInfo | None, predicted: Vector) -> Route:
+    """Return the route over these workers. `predicted` are times to first token by decode worker."""
+    fleet = view.fleet
+    computing = decode_slot if hop is None else fleet.members[hop.worker].slot
+    slot, pages = _deepest_elsewhere(view, computing)
+    return route_of(
+        fleet.at(decode_slot).info,
+        hop,
+        float(predicted[decode_slot]) if view.costs.in_seconds else 0.0,
+        shared_pages=fleet.shared_pages(view.request.keys),
+        elsewhere=fleet.at(slot).info.worker if pages else None,
+        elsewhere_pages=pages,
+    )
 
 
 def prefill_time(view: _View, start: Vector, end: int) -> Vector:
