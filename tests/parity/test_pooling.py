@@ -15,7 +15,8 @@ import torch
 import transformers
 
 from tests.support.parity.architectures import random_model, save
-from tests.support.parity.served import MIB, plain_settings, serving, tokens_of
+from tests.support.parity.served import MIB, serving, tokens_of
+from tests.support.workers.settings import plain_settings
 from tidemill.kvstore.layout import restorable_end
 from tidemill.workers.engine.build import BuiltEngine
 from tidemill.workers.messages import Delta, Pooling, Provenance, Request, RequestError
