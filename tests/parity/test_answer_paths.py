@@ -42,12 +42,18 @@ SCHEMA = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
+FRAME = 'start: thought @answer\nthought[suffix="."]: /(?s:.*)/'
+CALLS = Grammar(kind="lark", text='start: "[find(" /[0-9]{1,3}/ ")]"')
 GRAMMARS = {
     "schema": Grammar(kind="json_schema", text=json.dumps(SCHEMA)),
     "object": Grammar(kind="json_object"),
     "regex": Grammar(kind="regex", text="(ab|cd){3,12}x"),
     "choice": Grammar(kind="choice", text=json.dumps(["harbor", "harbour master", "garden"])),
     "lark": Grammar(kind="lark", text='start: "(" item ("," item)* ")"\nitem: /[0-9]{1,3}/'),
+    "regex or calls": Grammar(kind="regex", text=r"\[[a-z]{3,20}[.\])]", otherwise=CALLS),
+    "choice behind a thought": Grammar(
+        kind="choice", text='["harbor", "garden"]', frame=FRAME, otherwise=replace(CALLS, frame=FRAME)
+    ),
 }
 DRAWN = {
     "greedy": Sampling(temperature=0),
@@ -165,13 +171,14 @@ def _check_grammars(asked: list[Request], answered: list[list[int]]) -> None:
         text = "".join(map(decoder.push, tokens[:-1]))
         if tokens[-1] not in request.stop_token_ids or request.sampling.grammar is None:
             continue
-        ended.append(request.sampling.grammar.kind)
-        match request.sampling.grammar.kind:
-            case "json_schema":
+        name = request.request_id.rpartition("-")[0]
+        ended.append(name)
+        match name:
+            case "schema":
                 value = json.loads(text)
                 assert set(value) == set(SCHEMA["properties"])
                 assert 0 <= value["age"] <= 99
-            case "json_object":
+            case "object":
                 assert isinstance(json.loads(text), dict)
             case "regex":
                 assert re.fullmatch("(ab|cd){3,12}x", text)
@@ -179,4 +186,8 @@ def _check_grammars(asked: list[Request], answered: list[list[int]]) -> None:
                 assert text in {"harbor", "harbour master", "garden"}
             case "lark":
                 assert re.fullmatch(r"\([0-9]{1,3}(,[0-9]{1,3})*\)", text)
-    assert {"regex", "choice"} <= set(ended)
+            case "regex or calls":
+                assert re.fullmatch(r"\[([a-z]{3,20}[.\])]|find\([0-9]{1,3}\)\])", text)
+            case "choice behind a thought":
+                assert re.fullmatch(r"[^.]*\.(harbor|garden|\[find\([0-9]{1,3}\)\])", text)
+    assert {"regex", "choice", "regex or calls", "choice behind a thought"} <= set(ended)

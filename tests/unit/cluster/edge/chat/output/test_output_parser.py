@@ -137,6 +137,7 @@ def spoken(draw: st.DrawFn) -> tuple[OutputFormat, str]:
         form=form,
         calls_max=draw(st.sampled_from([None, 1])),
         schemas=SCHEMAS,
+        constrained=draw(st.booleans()),
         channels=channels,
         begun=draw(st.sampled_from(["", FINAL])) if channels else "",
     )

@@ -3,6 +3,7 @@ reasoning. The parsers agree with the grammar, however the text is cut."""
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -195,3 +196,25 @@ def test_arguments_are_free_where_no_grammar_holds_their_schemas(form: str, more
     grammar = words_or_calls(Grammar(kind="json_object"), tools, manner, {})
     text = around(form, written(form, {"who": "Bob", "tags": []}))
     assert accepts(grammars.matcher(grammar), [*raw.encode(text, add_special_tokens=False).ids, PAD])
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "thought", "kept"),
+    [
+        ("granite", "Here's my thought process: Hm. Here is my response:", False),
+        ("mistral", "[THINK]Hm.[/THINK]", False),
+        ("gemma4", "<|channel>thought\nHm.<channel|>", False),
+        ("minimax_m2_append_think", "<think>Hm.</think>", True),
+    ],
+)
+@pytest.mark.parametrize("form", ["hermes", "llama3_json"])
+def test_thoughts_of_other_families(form: str, reasoning: str, thought: str, *, kept: bool) -> None:
+    manner = replace(format_of(form, "none"), reasoning=THINKING[reasoning])
+    raw, grammars = vocabulary()
+    grammar = words_or_calls(Grammar(kind="json_object"), TOOLS, manner, {})
+    one, calls = around(form, written(form, ONCE)), [("look", plain(ONCE))]
+    for text, words, called in (("{}", "{}", []), (one, "", calls)):
+        tokens = raw.encode(f"{thought}\n\n{text}", add_special_tokens=False).ids
+        assert accepts(grammars.matcher(grammar), [*tokens, PAD])
+        reasoned, spoken, found = answer_in(manner, *f"{thought}\n\n{text}")
+        assert (bool(reasoned), spoken, found) == (not kept, thought * kept + words, called)
