@@ -1,0 +1,50 @@
+"""Each row of the tables of endpoints and fields in docs/api.md, sent to an edge."""
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.support.cluster.fake_service import FakeService, build_app, call, saying, sources
+from tests.unit.cluster.edge.apis.served_fields import (
+    BEGIN,
+    BODIES,
+    COMMAND,
+    END,
+    PAGE,
+    example,
+    in_page,
+)
+from tests.unit.cluster.edge.http.test_hints import with_tools
+from tidemill.cluster.edge.requests.models import ServedBackend
+
+APP = build_app([ServedBackend(FakeService(saying("a")), with_tools())], sources())
+TABLES = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
+FIELDS = [
+    (path, field, cell.strip())
+    for field, cells in re.findall(r"^\| `(\w+)` \| \w+ \|(.+)\|$", TABLES, re.MULTILINE)
+    for path, cell in zip(BODIES, cells.split("|"), strict=True)
+    if cell.strip()
+]
+
+
+def test_tables_are_those_of_the_code() -> None:
+    assert PAGE.read_text() == in_page(), f"renew the tables: {COMMAND}"
+    assert len(FIELDS) > 250
+
+
+@pytest.mark.parametrize(("path", "field", "cell"), FIELDS)
+def test_field_is_served_as_its_row_states(path: str, field: str, cell: str) -> None:
+    body: dict[str, Any] = {**BODIES[path][1], field: example(path, field)}
+    reply = call(APP, "POST", path, json=body | ({"logprobs": True} if field == "top_logprobs" else {}))
+    ignored = reply.headers.get("x-tidemill-ignored", "").split(", ")
+    match cell:
+        case "works":
+            assert (reply.status_code, field in ignored) == (200, False), reply.text
+        case "ignored":
+            assert (reply.status_code, field in ignored) == (200, True), reply.text
+        case "refused":
+            assert (reply.status_code, field in reply.text) == (400, True), reply.text
+        case _:
+            assert cell == "with a database"
+            assert field in ignored or (reply.status_code == 400 and field in reply.text), reply.text
