@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tidemill.kvstore.layout import PAGES, STATES, PageId, StateId, WindowId
+from tidemill.kvstore.layout import PAGES, STATES, WINDOWS
 from tidemill.kvstore.memory.arena import Arena
 from tidemill.kvstore.memory.lease import Lease, StepInFlight
 
@@ -17,63 +17,33 @@ Written = tuple[int, ...]
 
 UNDEFINED: Written = (-1,)
 
-PageCell = tuple[PageId, int]
-"""The cell of one token in a page."""
+Cell = tuple[str, int, int]
+"""The class and the id of an object, and the place of a token in it; a state has one cell."""
 
-WindowCell = tuple[WindowId, int]
-"""The cell of one token in a window page."""
+
+def cells(name: str, table: Sequence[int], positions: range, page_tokens: int) -> dict[Cell, int]:
+    """Return the cells of tokens in the pages of a table, each with the number of tokens up to it."""
+    return {(name, table[at // page_tokens], at % page_tokens): at + 1 for at in positions}
 
 
 @dataclass(eq=False)
 class DeviceStep:
-    """A step in flight on the device, with the page table and the tokens of its launch."""
+    """A step in flight on the device: the tokens up to its end, and its cells, each with the number of tokens
+    that it has after their writer."""
 
     lease: Lease
     flight: StepInFlight
-    tokens: Written  # up to its end
-    table: tuple[PageId, ...]
-    windows: tuple[WindowId, ...]
-    page_tokens: int
-    window: int
+    tokens: Written
+    reads: dict[Cell, int]
+    writes: dict[Cell, int]
 
     @property
     def counts(self) -> bool:
         return not (self.flight.void or self.lease.ended)
 
-    def cells(self, start: int, end: int) -> list[PageCell]:
-        size = self.page_tokens
-        return [(self.table[position // size], position % size) for position in range(start, end)]
-
-    def window_cells(self, start: int, end: int) -> list[WindowCell]:
-        size = self.page_tokens if self.window else end + 1
-        found = [position for position in range(start, end) if self.window]
-        return [(self.windows[position // size], position % size) for position in found]
-
-    @property
-    def seen_from(self) -> int:
-        """The first position that is in the window of the first token of the step."""
-        return max(0, self.flight.start + 1 - self.window)
-
-    @property
-    def window_reads(self) -> list[WindowCell]:
-        return self.window_cells(self.seen_from, self.flight.start)
-
-    @property
-    def window_writes(self) -> list[WindowCell]:
-        return self.window_cells(self.flight.start, self.flight.end)
-
-    @property
-    def writes(self) -> list[PageCell]:
-        return self.cells(self.flight.start, self.flight.end)
-
-    @property
-    def states(self) -> set[StateId]:
-        """The slots that it writes."""
-        return {state for _, state in self.flight.writes}
-
-    @property
-    def reads(self) -> list[PageCell]:
-        return self.cells(0, self.flight.start)
+    def uses(self, name: str) -> set[int]:
+        """Return the ids of a class that it reads or writes."""
+        return {used for kind, used, _ in (*self.reads, *self.writes) if kind == name}
 
 
 @dataclass
@@ -82,71 +52,41 @@ class Memory:
 
     page_tokens: int
     window: int = 0
-    pages: dict[PageCell, Written] = field(default_factory=dict[PageCell, Written])
-    windows: dict[WindowCell, Written] = field(default_factory=dict[WindowCell, Written])
-    states: dict[StateId, Written] = field(default_factory=dict[StateId, Written])
+    cells: dict[Cell, Written] = field(default_factory=dict[Cell, Written])
     steps: deque[DeviceStep] = field(default_factory=deque[DeviceStep])
 
-    def page(self, page: PageId, cell: int) -> Written:
-        busy = any((page, cell) in step.writes for step in self.steps)
-        return UNDEFINED if busy else self.pages[page, cell]
+    def at(self, name: str, taken: int, place: int = 0) -> Written:
+        busy = any((name, taken, place) in step.writes for step in self.steps)
+        return UNDEFINED if busy else self.cells[name, taken, place]
 
-    def state(self, state: StateId) -> Written:
-        busy = any(state in step.states for step in self.steps)
-        return UNDEFINED if busy else self.states[state]
-
-    def window_cell(self, window: WindowId, cell: int) -> Written:
-        busy = any((window, cell) in step.window_writes for step in self.steps)
-        return UNDEFINED if busy else self.windows[window, cell]
-
-    def allocate(
-        self, pages: Iterable[PageId], states: Iterable[StateId], windows: Iterable[WindowId] = ()
-    ) -> None:
+    def allocate(self, name: str, new: Iterable[int]) -> None:
         """Mark newly allocated objects as undefined; no step may use them."""
-        for page in pages:
-            assert not any(page in step.table for step in self.steps), "a step still uses this page"
-            self.pages |= {(page, cell): UNDEFINED for cell in range(self.page_tokens)}
-        for window in windows:
-            in_use = {used for step in self.steps for used, _ in (*step.window_writes, *step.window_reads)}
-            assert window not in in_use, "a step still uses this window page"
-            self.windows |= {(window, cell): UNDEFINED for cell in range(self.page_tokens)}
-        for state in states:
-            assert not any(state in step.states for step in self.steps), "a step still writes here"
-            assert not any(state == step.flight.reads for step in self.steps), "a step still reads here"
-            self.states[state] = UNDEFINED
+        in_use = {used for step in self.steps for used in step.uses(name)}
+        for taken in new:
+            assert taken not in in_use, f"a step still uses this one of {name}"
+            self.cells |= {(name, taken, place): UNDEFINED for place in range(self.page_tokens)}
 
-    def write(
-        self, table: Sequence[PageId], tokens: Sequence[int], start: int, state: StateId | None
-    ) -> None:
-        """Write pages and a state like a fetch."""
-        for position in range(start, len(tokens)):
-            cell = (table[position // self.page_tokens], position % self.page_tokens)
-            self.pages[cell] = tuple(tokens[: position + 1])
-        if state is not None:
-            self.states[state] = tuple(tokens)
+    def write(self, written: dict[Cell, int], tokens: Sequence[int]) -> None:
+        """Write cells like a fetch."""
+        self.cells |= {cell: tuple(tokens[:count]) for cell, count in written.items()}
 
-    def write_windows(self, windows: Sequence[WindowId], first: int, tokens: Sequence[int]) -> None:
-        """Write whole window pages from position `first` on like a fetch."""
-        for index, window in enumerate(windows, first):
-            for position in range(index * self.page_tokens, (index + 1) * self.page_tokens):
-                self.windows[window, position % self.page_tokens] = tuple(tokens[: position + 1])
-
-    def launch(
-        self, lease: Lease, flight: StepInFlight, tokens: Sequence[int], *, hybrid: bool
-    ) -> DeviceStep:
-        table = tuple(lease.pages[: -(-flight.end // self.page_tokens)])
-        windows = lease.window_table
-        step = DeviceStep(
-            lease, flight, tuple(tokens[: flight.end]), table, windows, self.page_tokens, self.window
-        )
+    def launch(self, lease: Lease, flight: StepInFlight, tokens: Sequence[int], *, hybrid: bool) -> None:
         assert not hybrid or flight.writes, "the state of the step is lost"
         assert (flight.reads is None) == (not hybrid or not flight.start)
-        assert {page for page, _ in step.writes} <= set(lease.private_pages), "a cached page is written again"
-        assert {window for window, _ in step.window_writes} <= set(lease.windows)
+        size, run = self.page_tokens, range(flight.start, flight.end)
+        reads = cells(PAGES, lease.pages, range(flight.start), size)
+        writes = cells(PAGES, lease.pages, run, size)
+        if self.window:
+            seen = range(max(0, flight.start + 1 - self.window), flight.start)
+            reads |= cells(WINDOWS, lease.window_table, seen, size)
+            writes |= cells(WINDOWS, lease.window_table, run, size)
+        if flight.reads is not None:
+            reads[STATES, flight.reads, 0] = flight.start
+        writes |= {(STATES, state, 0): depth for depth, state in flight.writes}
+        step = DeviceStep(lease, flight, tuple(tokens[: flight.end]), reads, writes)
         if not any(other.lease is lease and other.counts for other in self.steps):
             self._check_reads(step)
         self.steps.append(step)
-        return step
 
     def complete(self, step: DeviceStep) -> None:
         """Complete a step; call this before `Ledger.commit`."""
@@ -155,40 +95,29 @@ class Memory:
         if step.counts:
             self._check_reads(step)
         self.steps.remove(step)
-        for position, cell in enumerate(step.writes, step.flight.start):
-            self.pages[cell] = step.tokens[: position + 1] if step.counts else UNDEFINED
-        for position, cell in enumerate(step.window_writes, step.flight.start):
-            self.windows[cell] = step.tokens[: position + 1] if step.counts else UNDEFINED
-        for depth, state in step.flight.writes:
-            self.states[state] = step.tokens[:depth] if step.counts else UNDEFINED
+        self.cells |= {cell: step.tokens[:n] if step.counts else UNDEFINED for cell, n in step.writes.items()}
 
     def check(self, arena: Arena) -> None:
         """Assert that memory in use by a step belongs to its lease, or to its source checkpoint."""
         for step in self.steps:
-            flight, lease = step.flight, step.lease
-            assert {page for page, _ in step.writes} <= set(lease.private_pages)
-            owned = set(lease.owned()[STATES])
-            assert owned.issuperset(step.states)
-            assert not set(lease.spare_slots).intersection((*step.states, flight.reads))
+            flight, lease, pool = step.flight, step.lease, arena.pools[PAGES]
+            written = {(name, taken) for name, taken, _ in step.writes}
+            owned = {(STATES, state) for state in lease.owned()[STATES]}
+            assert written <= {*owned, *((PAGES, page) for page in lease.private_pages)} | {
+                (WINDOWS, window) for window in lease.windows
+            }, "what another may use is written"
+            assert step.uses(STATES).isdisjoint(lease.spare_slots)
             source = None if flight.source is None else flight.source.checkpoint
-            assert flight.reads is None or (source and flight.reads == source.state) or flight.reads in owned
-            used = {window for window, _ in (*step.window_writes, *step.window_reads)}
-            assert used <= set(lease.windows), "a window page in use by a step was freed"
-            for page in {page for page, _ in step.reads}:
-                assert page in arena.pools[PAGES].taken_in(arena.pools[PAGES].extent_of(page)), (
-                    "a page that is read is free"
-                )
+            read = flight.reads
+            assert read is None or (source and read == source.state) or (STATES, read) in owned
+            assert step.uses(WINDOWS) <= set(lease.windows), "a window page in use by a step was freed"
+            for page in step.uses(PAGES):
+                assert page in pool.taken_in(pool.extent_of(page)), "a page that is read is free"
 
     def _check_reads(self, step: DeviceStep) -> None:
-        """Assert that the step reads valid cells, which only later steps of its lease overwrite."""
-        later = [other for other in self.steps if other.lease is step.lease]
-        others = [other for other in self.steps if other not in later]
-        for position, cell in enumerate(step.reads):
-            assert self.pages[cell] == step.tokens[: position + 1]
-            assert not any(cell in other.writes for other in self.steps if other is not step)
-        for position, cell in enumerate(step.window_reads, step.seen_from):
-            assert self.windows[cell] == step.tokens[: position + 1]
-            assert not any(cell in other.window_writes for other in self.steps if other is not step)
-        if step.flight.reads is not None:
-            assert self.states[step.flight.reads] == step.tokens[: step.flight.start]
-            assert not any(step.flight.reads in other.states for other in others)
+        """Assert that the step reads valid cells. Only later steps of its lease overwrite a state."""
+        for cell, count in step.reads.items():
+            assert self.cells[cell] == step.tokens[:count]
+            for other in self.steps:
+                in_place = cell[0] == STATES and other.lease is step.lease
+                assert other is step or in_place or cell not in other.writes

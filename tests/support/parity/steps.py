@@ -59,7 +59,7 @@ class Runner:
         """Runs the next `n` tokens of each sequence. Returns the hidden states of the step."""
         for sequence, n in batch:
             self._take_windows(sequence, sequence.computed + n)
-        hidden = self.loaded.model.forward(self._inputs(batch), self.caches)
+        hidden = self.loaded.model.forward(self.inputs(batch), self.caches)
         start = 0
         for sequence, n in batch:
             sequence.hidden.append(hidden[start : start + n])
@@ -88,7 +88,9 @@ class Runner:
             sequence.tokens.append(int(self.loaded.model.logits(hidden).argmax()))
         return sequence.tokens[len(prompt) :]
 
-    def _inputs(self, batch: list[tuple[Sequence, int]]) -> Inputs:
+    def inputs(self, batch: list[tuple[Sequence, int]]) -> Inputs:
+        """Return the step of the next `n` tokens of each sequence."""
+
         def int32(values: list[int]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32)
 

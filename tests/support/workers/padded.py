@@ -8,11 +8,10 @@ from pathlib import Path
 import torch
 
 from tests.support.parity.steps import Runner
-from tests.support.parity.steps import Sequence as Fed
 from tidemill.kernels.dispatch import Operators
 from tidemill.workers.execution.cuda_graphs import Forward, Graphs, Replay, graph_shapes
 from tidemill.workers.models.architectures.registry import load
-from tidemill.workers.models.inputs import Caches, Inputs
+from tidemill.workers.models.inputs import Caches
 
 CPU = torch.device("cpu")
 PAGE_TOKENS = 16
@@ -21,6 +20,8 @@ TABLE_WIDTH = 9
 PROMPTS = (1, 15, 16, 17, 40)
 CHOSEN = ([0, 1, 2, 3, 4], [4, 1, 0], [2], [3, 2])
 VOCABULARY = 8
+MORE = 20
+"""Tokens of a sequence behind its prompt."""
 
 
 def again(run: Forward) -> tuple[Replay, torch.Tensor]:
@@ -41,10 +42,12 @@ class Bed:
         self.model = loaded.model
         self.runner = Runner(loaded, PAGE_TOKENS)
         draw = torch.Generator().manual_seed(5)
-        drawn = [torch.randint(VOCABULARY, (count,), generator=draw).tolist() for count in lengths]
-        self.sequences = [self.runner.add(tokens, len(tokens) + 20) for tokens in drawn]
+        self.sequences = [
+            self.runner.add(torch.randint(VOCABULARY, (count + MORE,), generator=draw).tolist())
+            for count in lengths
+        ]
         for sequence in self.sequences:
-            self.runner.step([(sequence, len(sequence.tokens))])
+            self.runner.step([(sequence, len(sequence.tokens) - MORE)])
 
     @property
     def caches(self) -> Caches:
@@ -59,28 +62,6 @@ class Bed:
         caches = self.caches
         for tensor, bits in zip((*caches.kv, *caches.conv, *caches.temporal), memory, strict=True):
             tensor.copy_(bits.view(torch.float32))
-
-    def following(self, sequences: list[Fed], new: Sequence[int]) -> Inputs:
-        """Return a step of these numbers of tokens after each of the sequences."""
-        ends = [sequence.computed + count for sequence, count in zip(sequences, new, strict=True)]
-        width = -(-max(ends) // PAGE_TOKENS)
-        positions = [
-            sequence.computed + i
-            for sequence, count in zip(sequences, new, strict=True)
-            for i in range(count)
-        ]
-        return Inputs(
-            tokens_T=torch.arange(len(positions)) % VOCABULARY,
-            positions_T=torch.tensor(positions),
-            cu_B1=torch.tensor([0, *new]).cumsum(0).int(),
-            pages_BN=torch.tensor(
-                [(*sequence.pages, *[0] * width)[:width] for sequence in sequences], dtype=torch.int32
-            ),
-            windows_BN=torch.zeros(len(new), 0, dtype=torch.int32),
-            lens_B=torch.tensor(ends, dtype=torch.int32),
-            read_B=torch.tensor([sequence.state for sequence in sequences], dtype=torch.int32),
-            writes_BK=torch.tensor([[sequence.state] for sequence in sequences], dtype=torch.int32),
-        )
 
 
 def check_padding(
@@ -104,12 +85,13 @@ def check_padding(
             again,
         )
         for some, more in [(some, more) for some in chosen for more in (0, 3, 5)]:
-            sequences = [bed.sequences[index] for index in some]
             # One each, guesses in each row, or a tail in one of them.
             new = [1 + more * (more == 3 or index == 0) for index in range(len(some))]
             if sum(new) > rows_max + 16:
                 continue
-            step = bed.following(sequences, new)
+            step = bed.runner.inputs(
+                [(bed.sequences[at], count) for at, count in zip(some, new, strict=True)]
+            )
             for bits, old in zip(bed.memory(), before, strict=True):
                 assert torch.equal(bits, old), "capturing wrote, or a step was not undone"
             wanted_TH = bed.model.forward(step, bed.caches)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.kvstore.leases import MAPPING, ROOT, P, Refusals, a_cache, could_serve, snapshot
-from tests.support.kvstore.written import DeviceStep, Memory
+from tests.support.kvstore.written import DeviceStep, Memory, cells
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import PageKey, page_keys
 from tidemill.kvstore.layout import PAGES, STATES, WINDOWS, ObjectClass, PageId, StateId
@@ -108,12 +108,13 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
             return
         self.ledger.attach(row.lease, match, min(len(match.path), depth_pages))
         if self._reserve(row, len(tokens), headroom_windows=1) and self._reserve_fetched(row, depth_pages):
-            state = row.lease.fetch_slot if self.has_states else None
-            self.memory.write(row.lease.pages, tokens[: depth_pages * P], row.lease.committed, state)
-            positions = row.lease.fetched_windows
-            self.memory.write_windows(
-                row.lease.windows[-len(positions) :] if positions else [], positions.start, tokens
-            )
+            lease, end = row.lease, depth_pages * P
+            fetched = range(lease.fetched_windows.start * P, lease.fetched_windows.stop * P)
+            written = cells(PAGES, lease.pages, range(lease.committed, end), P)
+            written |= cells(WINDOWS, lease.window_table, fetched, P)
+            if self.has_states:
+                written[STATES, lease.fetch_slot, 0] = end
+            self.memory.write(written, tokens)
             self.ledger.adopt(row.lease, depth_pages * P, row.keys)
             self._scribble_spares(row.lease)
 
@@ -260,30 +261,29 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
             lease = row.lease
             table = lease.pages
             for position in range(lease.committed):
-                assert self.memory.page(table[position // P], position % P) == tuple(
-                    row.tokens[: position + 1]
-                )
+                written = self.memory.at(PAGES, table[position // P], position % P)
+                assert written == tuple(row.tokens[: position + 1])
             if lease.source is not None and lease.source.checkpoint is not None:
                 self._is_written(lease.source.checkpoint, row.tokens[: lease.committed])
             for position in range(lease.committed) if self.memory.window else ():
                 if position > lease.committed - self.memory.window and row not in self.readers:
                     window = lease.window_table[position // P]
-                    assert self.memory.window_cell(window, position % P) == tuple(row.tokens[: position + 1])
+                    assert self.memory.at(WINDOWS, window, position % P) == tuple(row.tokens[: position + 1])
 
     def _is_written(self, checkpoint: Checkpoint, tokens: Sequence[int]) -> None:
         if checkpoint.state is not None:
-            assert self.memory.state(checkpoint.state) == tuple(tokens)
+            assert self.memory.at(STATES, checkpoint.state) == tuple(tokens)
         indexes = self.cache.layout.last_window(len(tokens) // P)
         for index, window in zip(indexes, checkpoint.windows, strict=True):
             for position in range(index * P, index * P + P):
-                assert self.memory.window_cell(window, position % P) == tuple(tokens[: position + 1])
+                assert self.memory.at(WINDOWS, window, position % P) == tuple(tokens[: position + 1])
 
     @invariant()
     def cached_entries_match_their_keys(self) -> None:
         """Assert that the first page under a key stays, and that no step overwrites it."""
         for entry in self.ledger.index:
             assert self.first_pages.setdefault(entry, entry.page) == entry.page
-            last = self.memory.page(entry.page, P - 1)
+            last = self.memory.at(PAGES, entry.page, P - 1)
             assert page_keys(ROOT, last, P)[entry.depth_pages - 1 :] == [entry.key]
             if entry.checkpoint is not None:
                 self._is_written(entry.checkpoint, last)
@@ -342,7 +342,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
             self._release(row)
             return False
         positions = row.lease.fetched_windows
-        self.memory.allocate((), (), row.lease.windows[-len(positions) :] if positions else ())
+        self.memory.allocate(WINDOWS, row.lease.windows[-len(positions) :] if positions else ())
         return True
 
     def _blobs(self) -> set[int]:
@@ -394,8 +394,9 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
             assert lease.source is source or lease.committed in lease.states
         else:
             assert len(lease.spare_slots) == len(spare) + slots
-        self.memory.allocate((), lease.spare_slots[len(spare) :])
-        self.memory.allocate(lease.private_pages[len(private) :], (), lease.windows[len(windows) :])
+        self.memory.allocate(STATES, lease.spare_slots[len(spare) :])
+        self.memory.allocate(PAGES, lease.private_pages[len(private) :])
+        self.memory.allocate(WINDOWS, lease.windows[len(windows) :])
         return True
 
     def _launch(self, row: Row, count: int, drafts: int, choice: int) -> bool:
@@ -420,7 +421,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         elif not keep:
             assert all(entry.checkpoint for entry in used), "a spare one replaces only spare ones"
         assert (flight.start + count, flight.end) == (end, end) == (lease.launched, end)
-        self.memory.allocate((), {state for _, state in flight.writes} - set(slots) - {flight.reads})
+        self.memory.allocate(STATES, {state for _, state in flight.writes} - set(slots) - {flight.reads})
         self.memory.launch(lease, flight, row.tokens, hybrid=self.has_states)
         indexes = range(flight.start // P, -(-end // P) if lease.windows else 0)
         written = [lease.window_table[index] for index in indexes]
@@ -474,7 +475,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         self._scribble_spares(lease)
 
     def _scribble_spares(self, lease: Lease) -> None:
-        self.memory.allocate((), lease.spare_slots)
+        self.memory.allocate(STATES, lease.spare_slots)
 
     def _release(self, row: Row) -> None:
         self.rows.remove(row)
