@@ -251,7 +251,9 @@ def shape_of(render: Render) -> Shape:
     right = next((shape for shape in shapes if _shows_call(_tried(render, shape, _TRIED))), None)
     if right is None:
         return PLAINLY
-    return replace(right, one_text=not _tried(render, right, _BOTH))
+    numbered = f"functions.{_FUNCTION['name']}:0" in _tried(render, right, _TRIED)
+    ids = "kimi_k2" if numbered else right.ids
+    return replace(right, ids=ids, one_text=not _tried(render, right, _BOTH))
 
 
 _EMPTY: dict[str, object] = {"description": "", "parameters": {"type": "object", "properties": {}}}

@@ -20,6 +20,7 @@ from tidemill.cluster.edge.chat.output.parts import Call
 
 GEMMA_NAME = re.compile(r"([{,]\s*)([^\s\"{}\[\],:]+)\s*:")
 """Matches the name of a member, which has no quotation marks."""
+PYTHON_CONSTANT = re.compile(r"\b(?:True|False|None)\b")
 
 CONSTANTS = {"True": True, "False": False, "None": None}
 """Constants of models that write JSON like Python."""
@@ -121,9 +122,14 @@ def json_of_gemma(text: str) -> str:
     """Return JSON for a value as Gemma writes it, with names and texts in the quotation marks of JSON."""
     parts = enumerate(text.split(QUOTE))
     return "".join(
-        json.dumps(part, ensure_ascii=False) if index % 2 else GEMMA_NAME.sub(r'\1"\2":', part)
-        for index, part in parts
+        json.dumps(part, ensure_ascii=False) if index % 2 else _quoted(part) for index, part in parts
     )
+
+
+def _quoted(part: str) -> str:
+    """Return JSON for what stands between texts of Gemma."""
+    named = GEMMA_NAME.sub(r'\1"\2":', part)
+    return PYTHON_CONSTANT.sub(lambda found: json.dumps(CONSTANTS[found[0]]), named)
 
 
 def types_of(  # noqa: PLR0911 - a case for each keyword

@@ -102,6 +102,9 @@ def test_ids_of_calls_are_those_of_the_family(folder: Path) -> None:
         f"{first}assistant: <functions.look:1{called}><functions.look:2{called}>|"
         "look: there of functions.look:2|tool: gone of e|"
     )
+    by_name = BY_ID.replace("c.id", "'functions.' ~ c.function.name ~ ':' ~ loop.index0")
+    tokenizer = load_tokenizer(folder, ChatSettings(template=by_name))
+    assert rendered(tokenizer, *CALLED) == first
     tokenizer = load_tokenizer(folder, ChatSettings(template=NINE_SHOWN))
     assert rendered(tokenizer, *CALLED) == f"Where?|{PROMPT}|here|"
 

@@ -215,8 +215,8 @@ TODAY: list[tuple[str, str, list[Any]]] = [
     ),
     (
         "gemma4",
-        f"{GEMMA}free:{{a:[{QUOTE}b, c:]{QUOTE},1,{{}}],d:true}},note:{QUOTE}}}{QUOTE}}}<tool_call|>",
-        [["f", {"free": {"a": ["b, c:]", 1, {}], "d": True}, "note": "}"}]],
+        f"{GEMMA}free:{{a:[{QUOTE}b, c:]{QUOTE},1,{{}}],d:true,e:None}},note:{QUOTE}}}{QUOTE}}}<tool_call|>",
+        [["f", {"free": {"a": ["b, c:]", 1, {}], "d": True, "e": None}, "note": "}"}]],
     ),
     (
         "gemma4",
