@@ -16,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from tidemill import __version__
+from tidemill.cluster.edge.apis.generate import generate
 from tidemill.cluster.edge.apis.messages import count_tokens, messages
 from tidemill.cluster.edge.apis.openai import chat, completions
 from tidemill.cluster.edge.apis.pooling import embeddings, rerank, score
@@ -120,6 +121,7 @@ Prepare = Callable[[EdgeContext, EdgeModel, Any, Caller], Awaitable[Reply]]
 """An API: makes a reply of a body, whose type FastAPI reads from the function."""
 
 APIS: dict[str, Prepare] = {
+    "/inference/v1/generate": generate,
     "/v1/chat/completions": chat,
     "/v1/completions": completions,
     "/v1/embeddings": embeddings,

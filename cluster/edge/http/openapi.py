@@ -60,6 +60,7 @@ def _reply(*fields: str) -> Json:
 
 
 REPLIES: dict[str, Json] = {
+    "/inference/v1/generate": _reply("request_id", "choices", "usage"),
     "/v1/chat/completions": _reply("id", "object", "created", "model", "choices", "usage"),
     "/v1/completions": _reply("id", "object", "created", "model", "choices", "usage"),
     MESSAGES: _reply("id", "type", "role", "model", "content", "stop_reason", "usage"),

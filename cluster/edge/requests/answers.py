@@ -25,6 +25,7 @@ class Increment(msgspec.Struct, frozen=True, kw_only=True):
     growth: Growth
     trace: Trace
     tokens: Sequence[int] = ()  # all that the growth counts
+    logprobs: Sequence[TokenLogprob] = ()  # of the tokens, if asked for
     prompt_logprobs: Sequence[TokenLogprob] = ()  # in the first increment: all of them
     parts: Sequence[Part] = ()  # of a chat: the parts that this text completes
     calls: int = 0  # of tools, so far
@@ -109,6 +110,7 @@ class _Choice:
             growth=growth,
             trace=piece.trace,
             tokens=piece.tokens[: growth.num_tokens],
+            logprobs=piece.logprobs[: growth.num_tokens],
             prompt_logprobs=scores,
             parts=() if speech is None else speech.push(growth.text, last=growth.finish is not None),
             calls=0 if speech is None else speech.num_calls,

@@ -5,7 +5,7 @@ cluster/edge/chat/request/params.py has what offline calls use as well; the limi
 HTTP request.
 """
 
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import (
     AfterValidator,
@@ -207,6 +207,8 @@ class AgentChat(ChatBody):
 class CompletionBody(Body):
     """The body of POST /v1/completions."""
 
+    prompt_param: ClassVar[Literal["prompt", "token_ids"]] = "prompt"
+
     prompt: Prompts
     logprobs: Annotated[LogprobCount | None, BeforeValidator(_none_if_false)] = None
     max_tokens: Annotated[int, Field(ge=0, le=1 << 31, description="0: the echo alone")] | None = None
@@ -299,6 +301,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "custom_logit_processor": (),
     "documents": ([],),
     "echo": (False,),
+    "features": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "input_ids": ([],),

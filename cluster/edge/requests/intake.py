@@ -14,7 +14,7 @@ from tidemill.cluster.edge.chat.formats import CALL_END, FINAL, RETURN, START
 from tidemill.cluster.edge.chat.output.detokenizer import Ending
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
 from tidemill.cluster.edge.chat.request.answer_grammar import ROLE, behind_thought, words_or_calls
-from tidemill.cluster.edge.chat.request.params import SEED_BITS, session_of
+from tidemill.cluster.edge.chat.request.params import RETAIN_S, SEED_BITS, session_of
 from tidemill.cluster.edge.chat.request.request_builder import (
     GenerationTerms,
     Sender,
@@ -80,7 +80,7 @@ class Rendered:
     """The tokens of a body, and the field that they came in."""
 
     prompts: list[MarkedPrompt]
-    param: Literal["messages", "prompt", "input"]
+    param: Literal["messages", "prompt", "input", "token_ids"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,7 +309,7 @@ class Intake:
         )
         sender = self._sender(body, caller)
         return PreparedRequest(
-            requests=self._requests(body, terms, Rendered(prompts, "prompt"), sender),
+            requests=self._requests(body, terms, Rendered(prompts, body.prompt_param), sender),
             n=num_drawn,
             best_of=body.n if body.n < num_drawn else None,
             ending=terms.ending,
@@ -428,8 +428,10 @@ class Intake:
             priority=body.sort_class(),
             ttft_s_max=caller.ttft_s_max,
             trace_parent=caller.trace_parent,
-            retain_s=body.retain_s(),
-            session=session_of(tenant, "prefix", prefix_id) if prefix_id else body.session(tenant),
+            retain_s=body.retain_s() or (RETAIN_S if caller.session else 0.0),
+            session=session_of(tenant, "prefix", prefix_id)
+            if prefix_id
+            else body.session(tenant) or caller.session_with(tenant),
             cache_diagnostics=bool(caller.diagnostics),
         )
 

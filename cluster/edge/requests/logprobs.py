@@ -30,6 +30,19 @@ def chat_logprobs(scored: Iterable[Scored], piece: Piece) -> dict[str, object]:
     return {"content": content, "refusal": None}
 
 
+def id_logprobs(tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> dict[str, object]:
+    """Return choices[].logprobs of an answer in tokens, in the form of a chat, with `token_id:5` as text."""
+
+    def entry(token: int, logprob: float) -> dict[str, object]:
+        return {"token": f"token_id:{token}", "logprob": _finite(logprob), "bytes": None}
+
+    content = [
+        {**entry(token, logprob.logprob), "top_logprobs": [entry(*other) for other in logprob.top]}
+        for token, logprob in zip(tokens, logprobs, strict=True)
+    ]
+    return {"content": content}
+
+
 def completion_logprobs(scored: Sequence[Scored], piece: Piece) -> dict[str, object]:
     """Return choices[].logprobs of a completion. `top_logprobs` includes the drawn token; `text_offset`
     counts characters of the text. The first token of a prompt has a null logprob."""

@@ -2,9 +2,11 @@
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -93,13 +95,19 @@ def with_tools() -> FolderTokenizer:
 
 
 def sent(
-    path: str, body: dict[str, Any], *, stream: bool = False
+    path: str,
+    body: dict[str, Any],
+    *,
+    stream: bool = False,
+    headers: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[int, Request | None, Response, list[str]]:
     """Send a body; return the status, the request of the service without its id, the reply, and what was
     ignored."""
     service = FakeService(saying(" In the tower."))
     app = build_app([ServedBackend(service, with_tools())], sources())
-    reply = call(app, "POST", path, content=json.dumps({**body, "stream": stream}), headers=JSON)
+    reply = call(
+        app, "POST", path, content=json.dumps({**body, "stream": stream}), headers={**JSON, **headers}
+    )
     ignored = reply.headers.get(IGNORED, "")
     request = replace(service.requests[0], request_id="") if service.requests else None
     return reply.status_code, request, reply, ignored.split(", ") if ignored else []
@@ -170,6 +178,42 @@ def test_sessions_of_tenants_and_kinds_differ() -> None:
     assert sessions[0] == sessions[1]
     assert len({*sessions}) == 4
     assert "s" not in sessions
+
+
+OF_BODY = {"session_id": "body"}
+CLAUDE = {"x-claude-code-session-id": "c"}
+KEY = {"authorization": "Bearer key"}
+SESSIONS: list[tuple[dict[str, Any], dict[str, str], dict[str, Any], float]] = [
+    ({}, {"X-Session-ID": "a"}, {"session_id": "a"}, 300),
+    ({}, {"session-id": "b"}, {"session_id": "b"}, 300),
+    ({}, {"X-Claude-Code-Session-Id": "c"}, {"session_id": "c"}, 300),
+    ({}, {**CLAUDE, "session-id": "b", "x-session-id": "a"}, {"session_id": "a"}, 300),
+    ({}, {**CLAUDE, "session-id": "b"}, {"session_id": "b"}, 300),
+    ({}, {**CLAUDE, "x-session-id": "a" * 257}, {"session_id": "c"}, 300),
+    ({}, {"x-session-id": "a" * 257}, {}, 0),
+    ({}, {"x-session-id": ""}, {}, 0),
+    (OF_BODY, CLAUDE, OF_BODY, 300),
+    ({"prompt_cache_key": "body"}, CLAUDE, {"prompt_cache_key": "body"}, 300),
+    ({"cache_control": HOUR}, CLAUDE, {"session_id": "c"}, 3600),
+    ({"retain": 20}, CLAUDE, {"session_id": "c"}, 20),
+]
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+@pytest.mark.parametrize(("hints", "headers", "same", "retain_s"), SESSIONS)
+def test_header_names_a_session(
+    path: str, hints: dict[str, Any], headers: dict[str, str], same: dict[str, Any], retain_s: float
+) -> None:
+    """The request is that of the body with the same session; with a key it is another tenant's."""
+    for key in ({}, KEY):
+        _, request, _, ignored = sent(path, {**ENDPOINTS[path], **hints}, headers={**headers, **key})
+        _, named, _, _ = sent(path, {**ENDPOINTS[path], **same}, headers=key)
+        assert request is not None
+        assert named is not None
+        assert (request.session, request.retain_s, ignored) == (named.session, retain_s, [])
+    _, other, _, _ = sent(path, {**ENDPOINTS[path], **hints}, headers=headers)
+    assert other is not None
+    assert not request.session or request.session != other.session
 
 
 def test_marks_come_before_the_breakpoints_that_the_edge_finds() -> None:

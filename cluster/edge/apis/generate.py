@@ -1,0 +1,149 @@
+"""POST /inference/v1/generate: tokens in, tokens out, as vLLM has it, over the requests of completions."""
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
+
+from tidemill.cluster.edge.apis.json_bytes import event, json_bytes, large_json
+from tidemill.cluster.edge.apis.openai import DONE
+from tidemill.cluster.edge.apis.reply import Reply, Writer
+from tidemill.cluster.edge.chat.request.hints import HintedParams
+from tidemill.cluster.edge.chat.request.params import Params, absent_if_null
+from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
+from tidemill.cluster.edge.requests.answers import Increment
+from tidemill.cluster.edge.requests.bodies import CompletionBody, StreamOptions
+from tidemill.cluster.edge.requests.caller import REQUEST_ID_CHARS_MAX, Caller
+from tidemill.cluster.edge.requests.context import EdgeContext
+from tidemill.cluster.edge.requests.intake import PreparedRequest
+from tidemill.cluster.edge.requests.logprobs import id_logprobs, prompt_logprobs
+from tidemill.cluster.edge.requests.models import EdgeModel
+from tidemill.cluster.edge.requests.usage import Json, UsageCounter
+from tidemill.workers.messages import RequestError
+
+SAMPLING = {*Params.model_fields, "logprobs", "skip_special_tokens", "truncate_prompt_tokens"} - {
+    "retain",
+    "session_id",
+}
+HINTS = {*HintedParams.model_fields, "cache_breakpoints"} - SAMPLING
+WITHOUT_EFFECT = frozenset(["detokenize", "flat_logprobs", "output_kind", "spaces_between_special_tokens"])
+"""Sampling parameters of vLLM about texts and its own processes, which change no token."""
+
+RequestId = Annotated[str, Field(pattern=rf"^[\x21-\x7e]{{1,{REQUEST_ID_CHARS_MAX}}}$")]
+
+
+class TokensBody(CompletionBody):
+    """A completion whose prompt came as `token_ids`."""
+
+    prompt_param = "token_ids"
+
+
+class GenerateBody(BaseModel):
+    """The body: a prompt in tokens, vLLM's sampling parameters, and the hints of completions."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    token_ids: Annotated[list[int], FailFast(), Field(min_length=1)]
+    sampling_params: dict[str, Any]
+    model: Annotated[str, Field(max_length=256)] | None = None
+    request_id: RequestId | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+
+    _nulls = model_validator(mode="before")(absent_if_null)
+
+    def completion(self) -> TokensBody:
+        """Return the completion that is asked for. Raises RequestError."""
+        asked = {name: value for name, value in self.sampling_params.items() if name not in WITHOUT_EFFECT}
+        unknown = next((name for name, value in asked.items() if name not in SAMPLING and value), None)
+        if unknown is not None:
+            param = f"sampling_params.{unknown[:64]}"
+            raise RequestError(
+                f"{param} is not supported: leave it out", param=param, code="unsupported_parameter"
+            )
+        sampling = {name: value for name, value in asked.items() if name in SAMPLING}
+        misplaced = self.misplaced()
+        hints = {name: value for name, value in (self.model_extra or {}).items() if name not in misplaced}
+        fields = {**hints, **sampling, "prompt": self.token_ids, "stream": self.stream}
+        try:
+            return TokensBody.model_validate(fields)
+        except ValidationError as error:
+            inside = error.errors()[0]["loc"][:1] in [(name,) for name in sampling]
+            raise request_error(problems_of(error, *(["sampling_params"] if inside else []))) from None
+
+    def misplaced(self) -> tuple[str, ...]:
+        """Return the fields of completions that have no effect here."""
+        known = CompletionBody.model_fields.keys() - HINTS
+        return tuple(name for name in self.model_extra or {} if name in known)
+
+
+async def generate(edge: EdgeContext, model: EdgeModel, body: GenerateBody, caller: Caller) -> Reply:
+    """Continue a prompt in tokens with tokens, streamed or whole, as vLLM does."""
+    job = await model.intake.completion(body.completion(), caller)
+    job = replace(job, ignored=(*job.ignored, *body.misplaced()))
+    options = body.stream_options if body.stream else None
+    writer = _Tokens(body.request_id or edge.sources.new_id(), model, job, options)
+    return Reply(model=model, job=job, kind="tokens", id=writer.id, writer=writer, streams=body.stream)
+
+
+class _Tokens(Writer):
+    """Writes the tokens of each choice, in chunks or whole (`options` None)."""
+
+    def __init__(
+        self, request_id: str, model: EdgeModel, job: PreparedRequest, options: StreamOptions | None
+    ) -> None:
+        super().__init__(UsageCounter(job))
+        self.id = request_id
+        self._model = model
+        self._job = job
+        self._options = options
+        self._choices: list[list[Increment]] = [[] for _ in job.requests]
+
+    def grow(self, increment: Increment) -> Iterable[bytes]:
+        if self._options is None:
+            self._choices[increment.choice].append(increment)
+        elif increment.tokens or increment.growth.finish is not None:
+            yield event(self._chunk([self._choice(increment.choice, [increment])]))
+
+    def error(self, body: Mapping[str, object]) -> Iterable[bytes]:
+        return (event(body, "error"),) if self._options is not None else ()
+
+    async def close(self) -> Iterable[bytes]:
+        if self._options is None:
+            whole = await asyncio.to_thread(self._whole)
+            return (await large_json(whole) if self._job.logprobs else json_bytes(whole),)
+        usage = event({**self._chunk([]), "usage": self.tally.usage()})
+        return (usage, DONE) if self._options.include_usage else (DONE,)
+
+    def _chunk(self, choices: Sequence[Json]) -> Json:
+        chunk: Json = {"request_id": self.id, "choices": choices}
+        continuous = self._options is not None and self._options.continuous_usage_stats
+        return {**chunk, "usage": self.tally.usage()} if continuous else chunk
+
+    def _choice(self, index: int, increments: Sequence[Increment]) -> Json:
+        tokens = [token for increment in increments for token in increment.tokens]
+        logprobs = [logprob for increment in increments for logprob in increment.logprobs]
+        return {
+            "index": index,
+            "logprobs": id_logprobs(tokens, logprobs) if self._job.logprobs else None,
+            "finish_reason": increments[-1].growth.finish,
+            "token_ids": tokens,
+        }
+
+    def _whole(self) -> Json:
+        job = self._job
+        scores = [score for increment in self._choices[0] for score in increment.prompt_logprobs]
+        return {
+            "request_id": self.id,
+            "model": self._model.name,
+            "choices": [self._choice(index, increments) for index, increments in enumerate(self._choices)],
+            "prompt_logprobs": None
+            if job.prompt_logprobs is None
+            else prompt_logprobs(
+                job.requests[0].tokens, scores, job.prompt_logprobs, self._model.tokenizer.piece
+            ),
+            "kv_transfer_params": None,
+            "usage": self.tally.usage(),
+        }
