@@ -18,10 +18,12 @@ from anthropic.types.beta import message_create_params as messages
 from fastapi import FastAPI
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chats
+from openai.types.embedding_create_params import EmbeddingCreateParams
 from openai.types.responses import response_create_params as responses
 
 from tests.support.cluster.fake_service import FakeService, app_over, call, saying
 from tidemill.cluster.edge.apis.messages_body import MessagesBody
+from tidemill.cluster.edge.apis.pooling_body import EmbeddingBody, RerankBody, ScoreBody
 from tidemill.cluster.edge.apis.responses_body import ResponsesBody
 from tidemill.cluster.edge.requests.bodies import UNSUPPORTED, ChatBody, CompletionBody, unsupported_field
 from tidemill.workers.messages import RequestError
@@ -37,16 +39,21 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "/v1/completions": (CompletionBody, {"prompt": "Hello!"}),
     "/v1/responses": (ResponsesBody, {"input": "Hello!"}),
     "/v1/messages": (MessagesBody, {"messages": HELLO, "max_tokens": 8}),
+    "/v1/embeddings": (EmbeddingBody, {"input": "Hello!"}),
+    "/v1/rerank": (RerankBody, {"query": "Hello!", "documents": ["a", "b"]}),
+    "/v1/score": (ScoreBody, {"text_1": "Hello!", "text_2": ["a", "b"]}),
 }
-CHAT, COMPLETION, RESPONSE, MESSAGE = BODIES
+CHAT, COMPLETION, RESPONSE, MESSAGE, EMBEDDING, RERANK, SCORE = BODIES
+GENERATING, POOLING = f"{CHAT} {COMPLETION} {RESPONSE}", f"{EMBEDDING} {RERANK} {SCORE}"
 SDKS = {
     CHAT: ("OpenAI", chats.CompletionCreateParamsBase),
     COMPLETION: ("OpenAI", completions.CompletionCreateParamsBase),
     RESPONSE: ("OpenAI", responses.ResponseCreateParamsBase),
     MESSAGE: ("Anthropic", messages.MessageCreateParamsBase),
+    EMBEDDING: ("OpenAI", EmbeddingCreateParams),
 }
 VLLM = {
-    "": """top_k min_p repetition_penalty stop_token_ids include_stop_str_in_output ignore_eos
+    GENERATING: """top_k min_p repetition_penalty stop_token_ids include_stop_str_in_output ignore_eos
         skip_special_tokens structured_outputs priority request_id session_id cache_salt kv_transfer_params
         ec_transfer_params vllm_xargs watermarking mm_payload return_mm_kwargs""",
     f"{CHAT} {COMPLETION}": """use_beam_search length_penalty min_tokens spaces_between_special_tokens
@@ -59,17 +66,25 @@ VLLM = {
     COMPLETION: "response_format prompt_embeds guided_json guided_regex guided_choice guided_grammar",
     RESPONSE: """logit_bias presence_penalty frequency_penalty seed stop enable_response_messages
         previous_input_messages""",
+    POOLING: """truncate_prompt_tokens truncation_side use_activation padding request_id priority
+        mm_processor_kwargs cache_salt""",
+    EMBEDDING: "add_special_tokens embed_dtype endianness",
+    f"{RERANK} {SCORE}": """model user instruction max_tokens_per_query max_tokens_per_doc
+        chat_template_kwargs""",
+    RERANK: "query documents top_n",
+    SCORE: "text_1 text_2",
 }
 SGLANG = {
     f"{CHAT} {COMPLETION}": """regex ebnf stop_regex no_stop_trim lora_path session_params extra_key rid
         custom_logit_processor custom_params return_hidden_states return_routed_experts
         routed_experts_start_len return_cached_tokens_details ngram_corpus_id images_config bootstrap_host
         bootstrap_port bootstrap_room routed_dp_rank disagg_prefill_dp_rank data_parallel_rank""",
+    RERANK: "return_documents",
     CHAT: """return_prompt_token_ids return_meta_info task separate_reasoning stream_reasoning input_ids
         reasoning max_dynamic_patch min_dynamic_patch use_audio_in_video""",
     COMPLETION: "json_schema custom_labels",
 }
-"""Further fields, by the endpoints that have them; "": all of OpenAI's."""
+"""Further fields, by the endpoints that have them."""
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOL = {"name": "look", "parameters": {"type": "object"}}
@@ -95,7 +110,9 @@ EXAMPLES: dict[str, Any] = {
     "output_config": {"effort": "low"}, "cache_control": {"type": "ephemeral"}, "priority": 1,
     "session_id": "s", "cache_salt": "a", "extra_key": "a", "prompt_cache_key": "a",
     "prompt_cache_retention": "24h", "store": True, "previous_response_id": "resp_1",
-    "conversation": "conv_1", f"{RESPONSE} prompt": {"id": "a"},
+    "conversation": "conv_1", "encoding_format": "base64", "dimensions": 4, "use_activation": False,
+    "embed_dtype": "float32", "endianness": "little", "instruction": "a", "query": "a", "documents": ["a"],
+    "top_n": 1, "text_1": "a", "text_2": "a", "return_documents": False, f"{RESPONSE} prompt": {"id": "a"},
 }  # fmt: skip
 """A value of each field that an edge reads, by its name or by endpoint and name."""
 
@@ -128,28 +145,17 @@ class FieldRow(NamedTuple):
 
 
 def fields_of(path: str) -> Iterator[tuple[str, str]]:
-    """Yield each field of an endpoint once, with the server that has it."""
-    name, params = SDKS[path]
-    seen: set[str] = set()
-    for of, names in (
-        (
-            name,
-            [
-                "stream",
-                *(field for field, kind in params.__annotations__.items() if "alias" not in str(kind)),
-            ],
-        ),
-        *(
-            (server, " ".join(names for paths, names in table.items() if _has(paths, path)).split())
-            for server, table in (("vLLM", VLLM), ("SGLang", SGLANG))
-        ),
-    ):
-        yield from ((field, of) for field in names if field not in seen)
-        seen.update(names)
-
-
-def _has(paths: str, path: str) -> bool:
-    return path in paths.split() if paths else path != MESSAGE
+    """Yield each field of an endpoint once, with the first server that has it."""
+    fields: dict[str, str] = {}
+    if path in SDKS:
+        of, params = SDKS[path]
+        named = [name for name, kind in params.__annotations__.items() if "alias" not in str(kind)]
+        fields |= dict.fromkeys(named if path == EMBEDDING else ["stream", *named], of)
+    for of, table in (("vLLM", VLLM), ("SGLang", SGLANG)):
+        for paths, names in table.items():
+            if path in paths.split():
+                fields |= {name: fields.get(name, of) for name in names.split()}
+    yield from fields.items()
 
 
 def example(path: str, field: str) -> Any:  # noqa: ANN401 - as JSON has it
@@ -169,7 +175,7 @@ def verdict(path: str, field: str) -> str:
     if unsupported_field(chat.model_extra or {}):
         return "refused"
     stored = {"is_stored": False} if path == RESPONSE else {}
-    own = body.ignored(**stored) if chat is not body else ()
+    own = body.ignored(**stored) if chat is not body else body.unused() if path in POOLING.split() else ()
     return "ignored" if field in (*own, *chat.ignored(UNSUPPORTED)) else "works"
 
 
@@ -196,7 +202,11 @@ def tables() -> str:
     lines = ["| endpoint | of | it |", "|---|---|---|"]
     for of, method, path in endpoints():
         lines.append(f"| `{method} {path}` | {of} | {'works' if is_served(app, method, path) else '404'} |")
-    lines += ["", f"| field | of | {' | '.join(f'`{path}`' for path in BODIES)} |", "|---" * 6 + "|"]
+    lines += [
+        "",
+        f"| field | of | {' | '.join(f'`{path}`' for path in BODIES)} |",
+        "|---" * (2 + len(BODIES)) + "|",
+    ]
     cells: dict[str, dict[str, str]] = {}
     first: dict[str, str] = {}
     for row in field_rows():

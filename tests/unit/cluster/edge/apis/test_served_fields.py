@@ -1,24 +1,30 @@
 """Each row of the tables of endpoints and fields in docs/api.md, sent to an edge."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.support.cluster.fake_service import FakeService, build_app, call, saying, sources
+from tests.support.cluster.fake_service import MODEL, FakeService, build_app, call, saying, sources
 from tests.unit.cluster.edge.apis.served_fields import (
     BEGIN,
     BODIES,
     COMMAND,
     END,
     PAGE,
+    POOLING,
     example,
     in_page,
 )
 from tests.unit.cluster.edge.http.test_hints import with_tools
 from tidemill.cluster.edge.requests.models import ServedBackend
+from tidemill.workers.messages import Pooling
 
-APP = build_app([ServedBackend(FakeService(saying("a")), with_tools())], sources())
+GENERATES = FakeService(saying("a"))
+POOLS = FakeService(
+    saying("a"), pooled=lambda _: [1.0] * 4, model=replace(MODEL, pooling=Pooling(kind="embed", size=4))
+)
 TABLES = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
 FIELDS = [
     (path, field, cell.strip())
@@ -36,7 +42,9 @@ def test_tables_are_those_of_the_code() -> None:
 @pytest.mark.parametrize(("path", "field", "cell"), FIELDS)
 def test_field_is_served_as_its_row_states(path: str, field: str, cell: str) -> None:
     body: dict[str, Any] = {**BODIES[path][1], field: example(path, field)}
-    reply = call(APP, "POST", path, json=body | ({"logprobs": True} if field == "top_logprobs" else {}))
+    service = POOLS if path in POOLING.split() else GENERATES
+    app = build_app([ServedBackend(service, with_tools())], sources())
+    reply = call(app, "POST", path, json=body | ({"logprobs": True} if field == "top_logprobs" else {}))
     ignored = reply.headers.get("x-tidemill-ignored", "").split(", ")
     match cell:
         case "works":
