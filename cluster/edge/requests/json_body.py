@@ -6,6 +6,8 @@ A parser holds the interpreter until it is done, in any thread: 4 MiB of `[],` t
 
 import asyncio
 import zlib
+from collections.abc import Iterator
+from contextlib import suppress
 from itertools import accumulate
 
 from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX
@@ -20,10 +22,14 @@ VALUES_MAX = 1 << 18
 INLINE_BYTES_MAX = 256 << 10
 """Longer bodies are counted in a thread."""
 
+PARTS_MAX = 80
+"""The most parts of a packed body: each copies those behind it, and those of bgzip have 64 KiB."""
+
 NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
-WINDOWS = {"gzip": (31,), "x-gzip": (31,), "deflate": (zlib.MAX_WBITS, -zlib.MAX_WBITS)}
+GZIP = zlib.MAX_WBITS | 16
+WINDOWS = {"gzip": (GZIP,), "x-gzip": (GZIP,), "deflate": (zlib.MAX_WBITS, -zlib.MAX_WBITS)}
 """The formats of zlib by the name of an encoding. `deflate` has a header in the standard, and none in some
 clients."""
 
@@ -36,14 +42,28 @@ def unpacked(body: bytes, encoding: str) -> bytes:
             f"content-encoding {encoding[:64]!r}: send {', '.join(WINDOWS)} or none", status=415
         )
     for window in WINDOWS[encoding]:
-        unpacker = zlib.decompressobj(window)
-        try:
-            found = unpacker.decompress(body, BODY_BYTES_MAX + 1)
-        except zlib.error:
-            continue
-        if unpacker.eof or len(found) > BODY_BYTES_MAX:
-            return found
+        with suppress(zlib.error, EOFError):
+            return b"".join(_parts(body, window))
     raise RequestError(f"the body is damaged or cut short: it is not the {encoding} of anything")
+
+
+def _parts(packed: bytes, window: int) -> Iterator[bytes]:
+    """Yield what is packed, of which `gzip` may have several parts in a row, up to BODY_BYTES_MAX + 1 bytes.
+    Raises RequestError, zlib.error, and EOFError if it is cut short."""
+    left = BODY_BYTES_MAX + 1
+    for _ in range(PARTS_MAX):
+        unpacker = zlib.decompressobj(window)
+        part = unpacker.decompress(packed, left)
+        yield part
+        left -= len(part)
+        if not left:
+            return
+        if not unpacker.eof:
+            raise EOFError
+        packed = unpacker.unused_data
+        if not packed.strip(b"\0") or window != GZIP:  # padding, or nothing that the format knows
+            return
+    raise RequestError(f"the body is packed in more than {PARTS_MAX} parts: pack it whole")
 
 
 async def check_json_body(body: bytes) -> None:

@@ -27,7 +27,7 @@ from tests.support.cluster.fake_service import (
 from tests.support.sockets import connected
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.cluster.edge.requests.api_keys import ApiKey, digest_of
-from tidemill.cluster.edge.requests.json_body import unpacked
+from tidemill.cluster.edge.requests.json_body import PARTS_MAX, unpacked
 from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX, EdgeLimits
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.settings import ChatSettings
@@ -36,6 +36,10 @@ from tidemill.workers.messages import RequestError
 CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
 BODY = json.dumps({"prompt": "Hello", "max_tokens": 2}).encode()
 APP = app_over(FakeService(saying(" a b")))
+
+
+def in_parts(data: bytes) -> bytes:
+    return gzip.compress(data[:9]) + gzip.compress(b"") + gzip.compress(data[9:])
 
 
 def bare(data: bytes) -> bytes:
@@ -49,6 +53,7 @@ def bare(data: bytes) -> bytes:
         ("gzip", gzip.compress),
         ("x-gzip", gzip.compress),
         ("GZIP", gzip.compress),
+        ("gzip", in_parts),
         ("deflate", zlib.compress),
         ("deflate", bare),
         ("identity", bytes),
@@ -68,7 +73,19 @@ def test_packed_body_has_the_limit_of_a_plain_one(over: int, status: int) -> Non
     packed = gzip.compress(b" " * (BODY_BYTES_MAX + over))
     found = call(APP, "POST", TEXTS, content=packed, headers={"content-encoding": "gzip"})
     assert found.status_code == status
-    assert len(unpacked(gzip.compress(bytes(64 << 20)), "gzip")) == BODY_BYTES_MAX + 1
+    bomb = gzip.compress(bytes(64 << 20))
+    for parts in (1, 3, PARTS_MAX + 1):
+        assert len(unpacked(gzip.compress(b"a" * 99) + bomb * parts, "gzip")) == BODY_BYTES_MAX + 1
+
+
+def test_parts_of_a_packed_body_are_bounded_and_padding_is_none() -> None:
+    part = gzip.compress(b"a")
+    assert unpacked(part * PARTS_MAX + bytes(512), "gzip") == b"a" * PARTS_MAX
+    with pytest.raises(RequestError, match=f"more than {PARTS_MAX} parts: pack it whole"):
+        unpacked(part * (PARTS_MAX + 1), "gzip")
+    for behind in (b"x", part[:-1], part[:4]):
+        with pytest.raises(RequestError, match="damaged or cut short"):
+            unpacked(part + behind, "gzip")
 
 
 @pytest.mark.parametrize("encoding", ["br", "zstd", "gzip, gzip", "\u00e9"])
