@@ -6,7 +6,7 @@ from typing import Any
 import helm_python
 import pytest
 
-from tests.support.deploy.chart import CHART, TRAFFIC, documents, find_one, pods, render
+from tests.support.deploy.chart import CHART, TRAFFIC, config_of, documents, find_one, pods, render
 
 PLAIN: dict[str, Any] = {"clusterTls": {"plain": True}}
 POD: dict[str, Any] = {"resources": {}}
@@ -29,6 +29,7 @@ def model(**group: object) -> dict[str, Any]:
         (model(replica=2), "at '/models/0/groups/0': additional properties 'replica' not allowed"),
         (model(labels={"a": "b"}), "at '/models/0/groups/0': additional properties 'labels' not allowed"),
         (model(name="Mixed"), "at '/models/0/groups/0/name': 'Mixed' does not match pattern"),
+        ({"frontend": {"allowed_origins": "*"}}, "at '/frontend/allowed_origins': got string, want array"),
         (model(pod={}), "at '/models/0/groups/0/pod': missing property 'resources'"),
         ({"apiKeys": {"keys": [{"tenant": "a", "sha256": "sk-a"}]}}, "at '/apiKeys/keys/0/sha256': 'sk-a'"),
         ({"mooncake": {"ha": {"etcdEndpoints": ["etcd"]}}}, "at '/mooncake/ha/etcdEndpoints/0': 'etcd' does"),
@@ -180,3 +181,23 @@ def test_service_has_its_node_ports_and_marks() -> None:
     service = find_one(rendered({"service": values, "frontend": {"grpc": True}}), "Service", "tidemill")
     assert [port["nodePort"] for port in service["spec"]["ports"]] == [30080, 30081]
     assert all(found.items() <= service["metadata"][where].items() for where, found in MARKED.items())
+
+
+@pytest.mark.parametrize(
+    ("own", "origins", "credentials"),
+    [
+        ({}, (), False),
+        ({"allowed_origins": ["*"]}, ("*",), False),
+        (
+            {"allowed_origins": ["https://a.example", "b"], "allow_credentials": True},
+            ("https://a.example", "b"),
+            True,
+        ),
+    ],
+)
+def test_sites_whose_pages_may_call_are_in_the_configuration(
+    own: Values, origins: tuple[str, ...], *, credentials: bool
+) -> None:
+    """Edges learn them from the catalogue."""
+    edge = config_of(rendered({"frontend": own})).edge
+    assert (edge.allowed_origins, edge.allow_credentials) == (origins, credentials)

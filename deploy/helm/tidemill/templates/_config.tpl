@@ -45,6 +45,10 @@ edge:
   grpc_port: {{ $ports.grpc | int64 }}
   {{- end }}
   send_timeout: {{ .Values.frontend.send_timeout }}
+  {{- with .Values.frontend.allowed_origins }}
+  allowed_origins: {{ toJson . }}
+  allow_credentials: {{ $.Values.frontend.allow_credentials }}
+  {{- end }}
   {{- if include "tidemill.keysSecret" . }}
   api_keys_file: /etc/tidemill/keys/keys.yaml
   {{- end }}
