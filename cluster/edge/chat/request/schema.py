@@ -1,5 +1,7 @@
 """The part of a JSON schema that a grammar can enforce. Pure.
 
+An `oneOf` is read as `anyOf`: it is named where a value may fit two alternatives (request/alternatives.py).
+
 Libraries write keywords that no grammar follows: they are left out and named, or refused where the client
 asks for all of its schema by `strict`.
 """
@@ -8,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
+from tidemill.cluster.edge.chat.request.alternatives import may_overlap
 from tidemill.workers.messages import RequestError
 
 UNENFORCED = frozenset(
@@ -41,7 +44,7 @@ class Enforced(NamedTuple):
 def enforced(schema: Mapping[str, Any], param: str, *, strict: bool = False) -> Enforced:
     """Return the part of a schema that can be enforced. Raises RequestError for others in a `strict` one."""
     left_out: list[str] = []
-    kept = _kept(schema, param, left_out, closes="allOf" not in _keywords(schema))
+    kept = _kept(schema, param, _Seen(schema, left_out), closes="allOf" not in _keywords(schema))
     if strict and left_out:
         raise RequestError(
             f"{left_out[0]} cannot be enforced: leave it out, or set strict to false", param=left_out[0]
@@ -49,35 +52,42 @@ def enforced(schema: Mapping[str, Any], param: str, *, strict: bool = False) -> 
     return Enforced(kept, tuple(left_out))
 
 
-def _kept(schema: Mapping[str, Any], path: str, left_out: list[str], *, closes: bool) -> dict[str, Any]:
+class _Seen(NamedTuple):
+    root: Mapping[str, Any]
+    left_out: list[str]
+
+
+def _kept(schema: Mapping[str, Any], path: str, seen: _Seen, *, closes: bool) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     inner_closes = closes and "properties" not in schema
     for keyword, value in schema.items():
         at = f"{path}.{keyword}"
         if _is_lost(keyword, value, schema):
             if value is not False:
-                left_out.append(at)
+                seen.left_out.append(at)
         elif keyword in NAMED and isinstance(value, dict):
             named = cast("dict[str, Any]", value)
             kept[keyword] = {
-                name: _part(part, f"{at}.{name}", left_out, closes=closes) for name, part in named.items()
+                name: _part(part, f"{at}.{name}", seen, closes=closes) for name, part in named.items()
             }
         elif keyword in LISTS and isinstance(value, list):
+            if keyword == "oneOf" and may_overlap(cast("list[object]", value), seen.root):
+                seen.left_out.append(at)
             parts = enumerate(cast("list[Any]", value))
             kept[keyword] = [
-                _part(part, f"{at}[{index}]", left_out, closes=inner_closes) for index, part in parts
+                _part(part, f"{at}[{index}]", seen, closes=inner_closes) for index, part in parts
             ]
         else:
-            kept[keyword] = _part(value, at, left_out, closes=closes) if keyword in SINGLE else value
+            kept[keyword] = _part(value, at, seen, closes=closes) if keyword in SINGLE else value
     if closes and isinstance(schema.get("properties"), dict) and not OPEN & schema.keys():
         kept["additionalProperties"] = False
     return kept
 
 
-def _part(value: object, path: str, left_out: list[str], *, closes: bool) -> object:
+def _part(value: object, path: str, seen: _Seen, *, closes: bool) -> object:
     if not isinstance(value, dict):
         return value
-    return _kept(cast("dict[str, Any]", value), path, left_out, closes=closes)
+    return _kept(cast("dict[str, Any]", value), path, seen, closes=closes)
 
 
 def _is_lost(keyword: str, value: object, schema: Mapping[str, Any]) -> bool:

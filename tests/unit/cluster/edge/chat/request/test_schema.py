@@ -28,6 +28,41 @@ def compiles(schema: dict[str, Any]) -> None:
     compile_grammar(vocabulary(), Grammar(kind="json_schema", text=json.dumps(schema)), 8000)
 
 
+def tagged(**members: Any) -> dict[str, Any]:  # noqa: ANN401 - any JSON
+    """Return an object that requires its first member."""
+    return {
+        "type": "object",
+        "properties": members,
+        "required": [*members][:1],
+        "additionalProperties": False,
+    }
+
+
+OPEN_ONE: dict[str, Any] = {"type": "object", "properties": {"x": TEXT}, "required": ["x"]}
+NUMBER: dict[str, Any] = {"type": "number"}
+OVERLAPPING: list[list[dict[str, Any]]] = [
+    [TEXT, {"type": "string", "maxLength": 3}],
+    [{"type": "integer"}, NUMBER],
+    [TEXT, {"type": ["string", "null"]}],
+    [{"const": "a"}, TEXT],
+    [{"const": "a"}, {"enum": ["b", "a"]}],
+    [tagged(kind={"const": "a"}), tagged(kind={"enum": ["a", "b"]})],
+    [tagged(kind=TEXT), tagged(kind={"const": "a"})],
+    [{"type": "object", "properties": {"kind": {"const": kind}}} for kind in "ab"],
+    [OPEN_ONE, {"type": "object", "properties": {"y": TEXT}, "required": ["y"]}],
+    [{"const": index} for index in range(70)] + [TEXT],
+]
+DISTINCT: list[list[dict[str, Any]]] = [
+    [TEXT],
+    [TEXT, NUMBER, {"type": "null"}, {"type": "array", "items": TEXT}],
+    [{"const": 1}, TEXT],
+    [{"const": index, "title": str(index)} for index in range(90)],
+    [{"enum": ["a", "b"]}, {"enum": ["c", None]}],
+    [tagged(kind={"const": kind}, x=TEXT) for kind in "abc"],
+    [tagged(kind={"const": "a"}), tagged(x=TEXT, kind={"const": "b"})],
+    [tagged(kind={"type": "integer"}), tagged(kind=TEXT)],
+    [tagged(x=TEXT), tagged(y=TEXT)],
+]
 VALUES: dict[str, Any] = {"uniqueItems": True, "minContains": 1, "maxContains": 2, "$dynamicRef": "#a"}
 ODD = ("path", "binary", "password", "byte")
 CASES: list[tuple[dict[str, Any], list[str]]] = [
@@ -40,7 +75,25 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     (of(**TEXT, pattern="^(?!b).*$"), ["p.properties.a.pattern"]),
     (of(**TEXT, pattern="[0-9]+"), []),
     (of(anyOf=[{"type": "array", "items": {"not": {}}}, TEXT]), ["p.properties.a.anyOf[0].items.not"]),
-    (of(oneOf=[TEXT, {"type": "string", "maxLength": 3}]), []),
+    *((of(oneOf=parts), ["p.properties.a.oneOf"]) for parts in OVERLAPPING),
+    *((of(oneOf=parts), []) for parts in DISTINCT),
+    (
+        {
+            **of(
+                oneOf=[{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}],
+                discriminator={"propertyName": "kind"},
+            ),
+            "$defs": {"cat": tagged(kind={"const": "cat"}), "dog": tagged(kind={"const": "dog"})},
+        },
+        [],
+    ),
+    (
+        {
+            **of(oneOf=[{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/y"}]),
+            "$defs": {"x": TEXT, "y": {"$ref": "#/$defs/x"}},
+        },
+        ["p.properties.a.oneOf"],
+    ),
     (of(enum=[{"not": 1, "format": "path"}]), []),
     ({"properties": {"not": TEXT, "if": TEXT, "format": TEXT}, "additionalProperties": False}, []),
     ({**of(**{"$ref": "#/$defs/b"}), "$defs": {"b": {"format": "path"}}}, ["p.$defs.b.format"]),
