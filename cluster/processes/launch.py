@@ -30,7 +30,12 @@ from tidemill.cluster.processes.supervisor import (
     kill_actors,
     stop_plan,
 )
-from tidemill.cluster.processes.supervisor_client import SUPERVISOR, keep_stdout, nodes
+from tidemill.cluster.processes.supervisor_client import (
+    SUPERVISOR,
+    keep_stdout,
+    nodes,
+    note_signals,
+)
 from tidemill.cluster.processes.system.children import (
     STOP_SIGNALS,
     children,
@@ -174,12 +179,11 @@ class Cluster:
             with _raise_interrupts():
                 namespace = self._settings.namespace
                 keep_stdout()
+                note_signals(STOP_SIGNALS)
                 quiet = {"logging_level": "error", "log_to_driver": True}
                 RAY.init(**options, namespace=namespace, job_config=job_of_workers(), **quiet)
         except Exception as error:
             raise LaunchError(f"Ray does not start: {_line(error)}") from error
-        except SystemExit:
-            raise KeyboardInterrupt from None  # Ray raises SystemExit on SIGTERM
         finally:
             for number, disposition in dispositions.items():  # Ray's would end the process without `stop`
                 signal.signal(number, disposition)
@@ -376,16 +380,19 @@ def start_cluster(
     console: Console,
     check: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.monotonic,
+    *,
+    wait: Callable[[], object] = lambda: None,
 ) -> Cluster:
     """Start everything and wait until the router knows every worker. The environment must contain
-    `ray_environ`. `check` is called if the cluster of a detached server is new. Raises LaunchError, and what
-    `check` raises. Nothing is left running after an error or an interrupt."""
+    `ray_environ`. `wait` is called when Ray runs, and `check` if the cluster of a detached server is new.
+    Raises LaunchError, and what both raise. Nothing is left running after an error or an interrupt."""
     cluster = Cluster(settings)
     try:
         with show_progress(console, clock) as show:
             show("Ray", Loading(0, 0))
             cluster.start_ray()
             show("Ray", None)
+            wait()
             for worker in settings.workers:
                 show(worker.name, Loading(0, 0))
             if reason := cluster.unschedulable_reason(*settings.workers):

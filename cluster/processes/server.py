@@ -87,8 +87,8 @@ def serve(
         tracing(endpoint.telemetry, "frontend") as tracer,
     ):
         sources = replace(sources, tracer=tracer)
-        tokenizers = beside(partial(_tokenizers, settings.fleets, templates))  # as long as the cluster takes
-        cluster = start_cluster(settings, console, partial(_check, settings))
+        tokenizers = beside(partial(_tokenizers, settings.fleets, templates))  # while Ray starts
+        cluster = start_cluster(settings, console, partial(_check, settings), wait=tokenizers.result)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 server = _Server(endpoint, settings, cluster, sources, sockets)

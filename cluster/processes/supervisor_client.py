@@ -3,13 +3,18 @@ nodes of Ray."""
 
 import asyncio
 import contextlib
+import ctypes
+import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from types import FrameType
 from typing import Any, cast
 
 import ray
+import ray._private.utils
 import ray._private.worker
+import ray._raylet
 import ray.exceptions
 from ray._private.state import available_resources_per_node
 from ray.experimental.internal_kv import internal_kv_get_gcs_client
@@ -127,6 +132,35 @@ def nodes() -> list[Node]:
         for node in RAY.nodes()
         if node["Alive"]
     ]
+
+
+def note_signals(numbers: Iterable[int]) -> None:
+    """Let the first of these signals do nothing but wake this process, until the caller sets other ones. To
+    be called before `ray.init`: an exception of a handler would leave half a connection there, and shutting
+    it down would end the process by SIGSEGV."""
+    _take_failure_signals()
+    ray._private.utils.set_sigterm_handler = _set_none  # noqa: SLF001 - as it would set one that raises
+    for number in numbers:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _note)
+
+
+def _set_none(_: object) -> None: ...
+
+
+def _note(number: int, _: FrameType | None) -> None:
+    """Leave a signal to the descriptor that wakes this process. The next one ends a Ray that hangs."""
+    signal.signal(number, signal.default_int_handler)
+
+
+def _take_failure_signals() -> None:
+    """Install Ray's handler of fatal signals, which ends a process with a trace, also for SIGTERM. Ray does
+    so once, and else in the middle of `ray.init`."""
+    with contextlib.suppress(AttributeError):  # another version of Ray
+        library = ctypes.CDLL(ray._raylet.__file__)  # noqa: SLF001 - it has no public name
+        install = library["_ZN3ray6RayLog27InstallFailureSignalHandlerEPKcb"]
+        install.argtypes, install.restype = (ctypes.c_char_p, ctypes.c_int), None
+        install(None, 0)
 
 
 def keep_stdout() -> None:

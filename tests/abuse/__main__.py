@@ -80,11 +80,22 @@ PARTS: Mapping[str, Part] = {
         share_s=30.0,
     ),
     "control tokens in chats": tests(f"{EDGE}/chat/test_control_tokens.py", share_s=20.0),
+    "templates and tokenizers": tests(
+        f"{EDGE}/chat/test_template_process.py", f"{EDGE}/chat/test_tokenizer_files.py", share_s=60.0
+    ),
+    "wrong model folders, and signals to a start": tests(
+        "tests/unit/workers/models/test_loading.py",
+        "tests/e2e/test_launch.py",
+        "tests/e2e/machine/test_starts.py",
+        share_s=150.0,
+    ),
     "grammars": tests(
         "tests/unit/workers/execution/test_grammar_limits.py",
         share_s=30.0,
     ),
-    "faults of the machine": tests("tests/e2e/machine", share_s=260.0),
+    "faults of the machine": tests(
+        "tests/e2e/machine", "--ignore=tests/e2e/machine/test_starts.py", share_s=260.0
+    ),
     "crowds with grammars": Part(("benchmarks.serving.strangers", *CROWDS), 75.0),
     "bodies": attacks("--kind", "body", share_s=200.0),
     "floods": attacks("--kind", "flood", share_s=200.0),

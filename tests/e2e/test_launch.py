@@ -17,8 +17,10 @@ from tidemill.cluster.settings import ray_environ
 ROOT = Path(__file__).parents[2]
 
 DRIVER = """
-import signal, sys
+import os, signal, sys
 from pathlib import Path
+from threading import Timer
+import ray._private.worker
 from rich.console import Console
 from tests.support.cluster.fake_engine import worker
 from tidemill.cluster.processes.launch import LaunchError, start_cluster
@@ -27,7 +29,15 @@ from tidemill.cluster.settings import ClusterSettings, FleetSettings
 def interrupt(*_):
     raise KeyboardInterrupt
 
+def connect(*args, **options):
+    Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    original(*args, **options)
+
+original = ray._private.worker.connect
+
 signal.signal(signal.SIGTERM, interrupt)
+if len(sys.argv) > 3:
+    ray._private.worker.connect = connect
 workers = (worker("prefill-0", "prefill"), worker("decode-0", "decode", store_url=sys.argv[2]))
 try:
     settings = ClusterSettings(fleets=(FleetSettings(workers=workers),), temp_folder=Path(sys.argv[1]))
@@ -40,12 +50,13 @@ except KeyboardInterrupt:
 """
 
 
-def drive(folder: str, store_url: str) -> "subprocess.Popen[str]":
+def drive(folder: str, store_url: str, *moment: str) -> "subprocess.Popen[str]":
+    """Start a cluster in a process, which sends itself SIGTERM while Ray connects if there is a `moment`."""
     environ = {**os.environ, **ray_environ(joins=False, token=secrets.token_hex(16))}
     return subprocess.Popen(
-        [sys.executable, "-c", DRIVER, folder, store_url],
+        [sys.executable, "-c", DRIVER, folder, store_url, *moment],
         cwd=ROOT,
-        env=environ | {"PYTHONPATH": str(ROOT), MARK: folder},
+        env=environ | {"PYTHONPATH": os.pathsep.join(sys.path), MARK: folder},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -77,5 +88,14 @@ def test_signal_while_ray_starts_stops_everything(folder: str) -> None:
         stdout, _ = driver.communicate()
     assert stdout.strip() == "interrupted"
     assert driver.returncode == 0
+    assert marked(folder) == []
+    Path(folder).rmdir()
+
+
+def test_signal_while_ray_connects_stops_everything(folder: str) -> None:
+    """Ray has its own handler of signals by then, and ends a process that leaves in the middle by SIGSEGV."""
+    with drive(folder, "memory:", "connects") as driver:
+        stdout, stderr = driver.communicate()
+    assert (stdout.strip(), driver.returncode) == ("interrupted", 0), stderr
     assert marked(folder) == []
     Path(folder).rmdir()
