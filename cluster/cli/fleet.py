@@ -81,6 +81,8 @@ def add_fleet_commands(add_parser: Callable[..., argparse.ArgumentParser], conte
     _add_scale_options(add("scale", _scale, scale))
     _add_drain_options(add("drain", _drain, "make a worker hand its work over and take no more"))
     _add_role_options(add("role", _role, "give a worker of a running server another role"))
+    why = "send requests of a file one after another, and explain why the last one was not cached"
+    _add_why_options(add("why", _why, why))
     bundle = "collect diagnostics of a running server in an archive, without keys and prompts"
     _add_bundle_options(add("support-bundle", _bundle, bundle, as_json=False))
 
@@ -120,6 +122,12 @@ def _add_memory_options(memory: argparse.ArgumentParser) -> None:
     memory.add_argument(
         "--budget", metavar="SIZE", help="its new memory budget, like 4GiB; auto leaves it to the broker"
     )
+
+
+def _add_why_options(why: argparse.ArgumentParser) -> None:
+    bodies = "JSON Lines with two or more prompts: texts, or bodies of chats, completions or responses"
+    why.add_argument("file", type=Path, metavar="FILE", help=bodies)
+    why.add_argument("--endpoint", metavar="PATH", help="path of all requests, like /v1/messages")
 
 
 def _add_scale_options(scale: argparse.ArgumentParser) -> None:
@@ -174,7 +182,7 @@ def _seconds(text: str) -> float:
 
 def _status(options: argparse.Namespace, server: ServerAddress, context: CommandContext) -> int:
     from tidemill.cluster.cli.status import fetch_status, render
-    from tidemill.cluster.cli.watch_screen import poll
+    from tidemill.cluster.cli.top import poll
 
     if options.watch is None:
         status = fetch_status(server)
@@ -186,8 +194,7 @@ def _status(options: argparse.Namespace, server: ServerAddress, context: Command
 
 
 def _top(options: argparse.Namespace, server: ServerAddress, context: CommandContext) -> int:
-    from tidemill.cluster.cli.top import Snapshot, TopRows, compare, render_top, take_snapshot
-    from tidemill.cluster.cli.watch_screen import poll
+    from tidemill.cluster.cli.top import Snapshot, TopRows, compare, poll, render_top, take_snapshot
 
     last: Snapshot | None = None
 
@@ -215,7 +222,7 @@ def _show_repeatedly(
     draw: "Callable[[_View], RenderableType]",
 ) -> None:
     """Show each view until Ctrl-C; with --json, write each one as a line."""
-    from tidemill.cluster.cli.watch_screen import show_live
+    from tidemill.cluster.cli.top import show_live
 
     if not options.json:
         show_live(views, draw, Console())
@@ -229,6 +236,15 @@ def _show_repeatedly(
             sys.stdout.flush()
     except KeyboardInterrupt:
         return
+
+
+def _why(options: argparse.Namespace, server: ServerAddress, context: CommandContext) -> int:
+    from tidemill.cluster.cli.why import ask_all, read_prompts, sentences
+
+    prompts = read_prompts(options.file, options.endpoint)
+    usage = ask_all(server, prompts, context.sleep)
+    show(options, usage, Text("\n".join(sentences(usage))))
+    return 0
 
 
 def _memory(options: argparse.Namespace, server: ServerAddress, _: CommandContext) -> int:

@@ -1,6 +1,7 @@
 """`tidemill status`: show the state of a running server's workers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import httpx
@@ -13,6 +14,7 @@ from tidemill.kvstore.stores.page_store import Got, Put
 from tidemill.workers.messages import RequestError, Unserved
 
 TIMEOUT_S = 10
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 STATE_STYLES = {"ready": "green", "draining": "yellow", "silent": "red"}
 IDENTITY = {
     "name": "worker",
@@ -57,11 +59,18 @@ def fetch_status(server: ServerAddress) -> dict[str, Any]:
 
 
 def ask_server(
-    server: ServerAddress, method: str, path: str, answer: str, body: object = None
+    server: ServerAddress,
+    method: str,
+    path: str,
+    answer: str,
+    body: object = None,
+    *,
+    headers: Mapping[str, str] = NO_HEADERS,
+    timeout_s: float = TIMEOUT_S,
 ) -> dict[str, Any]:
     """Return the JSON object that a server answers; it must have the key `answer`. Raises Unserved with one
     line that names the fix, or RequestError with the reason for which the server refuses."""
-    response = _request(server, method, path, body)
+    response = _request(server, method, path, body, headers, timeout_s)
     value = _json(response)
     if response.is_error or not isinstance(value, dict) or answer not in value:
         raise _not_ready(server, response)
@@ -76,13 +85,20 @@ def ask_text(server: ServerAddress, path: str) -> str:
     return response.text
 
 
-def _request(server: ServerAddress, method: str, path: str, body: object = None) -> httpx.Response:
+def _request(
+    server: ServerAddress,
+    method: str,
+    path: str,
+    body: object = None,
+    headers: Mapping[str, str] = NO_HEADERS,
+    timeout_s: float = TIMEOUT_S,
+) -> httpx.Response:
     """Send a request. Raises RequestError if the server refuses it, Unserved if none answers."""
     url = server.url
-    headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
+    key = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
     try:
         response = httpx.request(
-            method, f"{url.rstrip('/')}{path}", json=body, headers=headers, timeout=TIMEOUT_S
+            method, f"{url.rstrip('/')}{path}", json=body, headers={**key, **headers}, timeout=timeout_s
         )
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Unserved(

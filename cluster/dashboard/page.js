@@ -6,6 +6,7 @@ import { startDrains } from "./drain.js";
 import { drawFigures, drawFlow } from "./flow.js";
 import { clockTime } from "./format.js";
 import { drawHistory } from "./history.js";
+import { drawMisses } from "./misses.js";
 import { offerModels, startPlayground } from "./playground.js";
 import { Rates } from "./rates.js";
 import { drawRequests } from "./requests.js";
@@ -41,6 +42,7 @@ function draw({ models, frontend, workers }, requests) {
   drawFlow(shown, rates);
   drawWorkers(shown, rates, { now_ms, severalModels: several });
   drawRequests(asked, several);
+  drawMisses(asked);
 }
 
 // Fetches the history when the last one is old.

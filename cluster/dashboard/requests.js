@@ -2,6 +2,7 @@
 
 import { byId, copyOf, fill, keyed, part, show } from "./dom.js";
 import { clockTime, count, nameOf, seconds, threeDigits } from "./format.js";
+import { words } from "./misses.js";
 
 export function pathOf(request) {
   if (request.decode === null) return request.finish === null ? "no token yet" : "no token";
@@ -35,6 +36,7 @@ function drawRow(row, request, severalModels) {
     fetched: count(from.fetched_tokens),
     reused: count(from.reused_tokens),
     replayed: count(from.replayed_tokens),
+    cache: words(request.cache_reason),
     answer: count(request.completion_tokens),
     ttft: seconds(request.ttft_s),
     speed: threeDigits(request.tokens_per_s),

@@ -74,6 +74,9 @@ def test_it_shows_workers_and_the_way_of_an_answer(pages: Pages) -> None:
         expect(page.locator("#route li").first).to_contain_text("prefill-0 computed 4 tokens")
         expect(page.locator("#route li").nth(1)).to_contain_text("decode-0 had 2, fetched 3 from the store")
         expect(page.locator("#requests .path")).to_contain_text("prefill-0 → decode-0")
+        expect(page.locator("#requests [data-part=cache]")).to_have_text("other text")
+        expect(page.locator("#misses [data-part=reason]")).to_have_text(["other text", "last page"])
+        expect(page.locator("#misses [data-part=tokens]")).to_have_text(["4", "1"])
 
 
 @pytest.mark.parametrize("stream", [True, False])

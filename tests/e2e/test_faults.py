@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import cycle
+from itertools import chain, cycle
 from pathlib import Path
 from random import Random
 
@@ -130,6 +130,13 @@ def is_left_alone(server: Server) -> bool:
     return any(row["load"]["counters"]["store_is_down"] for row in server.workers())
 
 
+def reasons(server: Server) -> set[str]:
+    """Return why tokens of the latest prompts were computed."""
+    rows = httpx.get(f"{server.url}/cluster/requests", timeout=300).json()["requests"]
+    prompts = chain.from_iterable(row["cache_diagnostics"] for row in rows)
+    return {miss["reason"] for prompt in prompts for miss in prompt["misses"]}
+
+
 def wait_until_used(server: Server, prompts: Prompts) -> None:
     """Wait until a decode worker gets from the store what the prefill worker has just put there. Of that
     many prompts, a decode worker that is faster than fetches does not compute all itself."""
@@ -216,6 +223,7 @@ def test_requests_are_computed_while_the_store_is_down(server: Server, prompts: 
         hits = server.counter("store_gets_as_hit")
         assert outcomes(server, known) == expected
         assert server.counter("store_gets_as_hit") == hits
+        assert "store_down" in reasons(server), "a decode worker computed what it could not fetch"
     finally:
         master.resume()
     wait_until_used(server, prompts)

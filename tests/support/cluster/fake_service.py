@@ -37,6 +37,7 @@ from tidemill.cluster.messages import (
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.orders import AnswerT, Drain, Order, Roles, Scale, SetBudget, SetRole
 from tidemill.cluster.processes.endpoint.handshakes import EdgeServer
+from tidemill.workers.cache_lookup import CacheMiss
 from tidemill.workers.inbox import Emit
 from tidemill.workers.messages import (
     NO_MEMORY,
@@ -74,6 +75,10 @@ TRACE = Trace(
     provenance=Provenance(reused_tokens=2, fetched_tokens=3, computed_tokens=1),
     prefill=WorkerId("prefill-0.b"),
     produced=Produced(depth=5, provenance=Provenance(reused_tokens=1, computed_tokens=4)),
+    misses=(
+        CacheMiss(reason="other_text", start=1, end=5, worker="prefill-0.b", seconds=0.5, other_text=(2, 2)),
+        CacheMiss(reason="last_page", start=5, end=6, worker="decode-0.a", seconds=0.1),
+    ),
 )
 
 

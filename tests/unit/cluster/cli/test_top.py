@@ -22,8 +22,15 @@ from tests.support.cluster.fake_service import (
 from tests.unit.cluster.edge.requests.test_reading import drawn
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.options.server_address import ServerAddress
-from tidemill.cluster.cli.top import Snapshot, WorkerRow, compare, render_top, take_snapshot
-from tidemill.cluster.cli.watch_screen import poll, show_live
+from tidemill.cluster.cli.top import (
+    Snapshot,
+    WorkerRow,
+    compare,
+    poll,
+    render_top,
+    show_live,
+    take_snapshot,
+)
 from tidemill.cluster.metrics import specs
 from tidemill.cluster.metrics.scrape import HistogramSnapshot, scraped
 from tidemill.kvstore.errors import TidemillError
