@@ -224,7 +224,7 @@ def describe(
 ) -> tuple[tuple[LayerSpec, ...], int]:
     """Return the layers of the whole model and its length limit, without reading its weights. Raises the
     ModelError that `load` would in a group of this size, as far as headers show."""
-    raw, config, _ = _open(folder, no_progress, load_format, digests=False, mtp=mtp, purpose=purpose)
+    raw, config, *_ = _open(folder, no_progress, load_format, digests=False, mtp=mtp, purpose=purpose)
     _eos_ids(folder, raw)
     local(config, RankPart(size=tensor_parallel_size, sums=by_expert, by_expert=by_expert))
     return config.specs, config.max_length
