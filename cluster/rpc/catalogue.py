@@ -42,7 +42,7 @@ class CatalogueKey:
     operator: bool = False
 
 
-Limit = bool | int | float | tuple[str, ...]
+Limit = bool | int | float | str | tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pkgutil import resolve_name
 from typing import cast
 
@@ -171,7 +171,7 @@ class WorkerProcess:
     def _info(self, engine: EngineInfo, address: str) -> WorkerInfo:
         engine = replace(engine, device=device_of(self._settings, self._node, engine.device))
         return WorkerInfo(
-            **asdict(engine),
+            **{field.name: getattr(engine, field.name) for field in fields(engine)},
             worker=self._worker,
             name=self._settings.name,
             role=self._settings.role,

@@ -49,6 +49,7 @@ from tidemill.cluster.rpc.placement_codec import (
     encode_placement,
     encode_placement_request,
 )
+from tidemill.workers.cache_lookup import CacheLookup, LookupEviction
 from tidemill.workers.messages import (
     COUNT_MAX,
     Ack,
@@ -87,6 +88,8 @@ st.register_type_strategy(WorkerInfo, every(WorkerInfo, worker=ids))
 for nested in (
     Grammar,
     Times,
+    LookupEviction,
+    CacheLookup,
     Provenance,
     TokenLogprob,
     Speed,
