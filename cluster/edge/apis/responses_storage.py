@@ -14,13 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from tidemill.cluster.edge.apis.json_bytes import json_bytes
 from tidemill.cluster.edge.apis.responses_body import ID, InputItem, Metadata, ResponsesBody
 from tidemill.cluster.edge.records.conversations import (
-    Conversations,
     Item,
     StoredContext,
     StoredResponse,
-    TenantRecords,
-    missing,
+    TenantConversations,
 )
+from tidemill.cluster.edge.records.store import Records, missing
 from tidemill.cluster.edge.requests.bodies import MESSAGES_MAX
 from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX
 from tidemill.cluster.edge.requests.usage import Json
@@ -64,7 +63,7 @@ class ConversationBody(BaseModel):
 class Storage:
     """The destination of a response: behind `context`. Without `keeps_body` a conversation gets its items."""
 
-    records: Conversations
+    records: Records
     tenant: str
     context: StoredContext
     inputs: Sequence[InputItem]
@@ -75,7 +74,7 @@ class Storage:
         """Return when the response is on disk. Raises Unserved, and RequestError if its conversation is
         gone."""
 
-        def keep(own: TenantRecords) -> None:
+        def keep(own: TenantConversations) -> None:
             output = cast("list[dict[str, Any]]", whole["output"])
             response = StoredResponse(
                 id=name,
@@ -85,11 +84,11 @@ class Storage:
             )
             own.keep(self.context, response)
 
-        await self.records.write(self.tenant, keep)
+        await self.records.write(self.tenant, TenantConversations, keep)
 
 
 async def with_context(
-    records: Conversations | None, body: ResponsesBody, tenant: str, new_id: Callable[[], str]
+    records: Records | None, body: ResponsesBody, tenant: str, new_id: Callable[[], str]
 ) -> tuple[ResponsesBody, Storage | None]:
     """Return the body with all that the model is to see as its input, and where the response is stored; None:
     it is not. Raises RequestError and Unserved."""
@@ -104,12 +103,12 @@ async def with_context(
     if previous or conversation or any(item.type == "item_reference" for item in inputs):
         items_max = MESSAGES_MAX - len(inputs)
 
-        def read(own: TenantRecords) -> tuple[StoredContext, list[InputItem], list[InputItem]]:
+        def read(own: TenantConversations) -> tuple[StoredContext, list[InputItem], list[InputItem]]:
             found = own.context(previous, conversation, items_max) if previous or conversation else context
             check_length(sum(map(len, found.items)), asked)
             return found, [_item(text) for text in found.items], [_resolved(item, own) for item in inputs]
 
-        context, before, inputs = await needed(records, asked).read(tenant, read)
+        context, before, inputs = await needed(records, asked).read(tenant, TenantConversations, read)
         body = body.model_copy(update={"input": [*before, *inputs]})
     if records is None or not (stores or conversation):
         return body, None
@@ -124,7 +123,7 @@ def check_length(num_chars: int, param: str) -> None:
         )
 
 
-def needed(records: Conversations | None, param: str | None = None) -> Conversations:
+def needed(records: Records | None, param: str | None = None) -> Records:
     """Return the records; raises RequestError where there is no database."""
     if records is None:
         raise RequestError(
@@ -162,7 +161,7 @@ def _item(text: str) -> InputItem:
     return InputItem.model_validate(json.loads(text))
 
 
-def _resolved(item: InputItem, own: TenantRecords) -> InputItem:
+def _resolved(item: InputItem, own: TenantConversations) -> InputItem:
     """Return the item that another one refers to. Raises RequestError."""
     if item.type != "item_reference":
         return item

@@ -25,6 +25,7 @@ from tidemill.cluster.edge.apis.reply import Outgoing, Reply, answer
 from tidemill.cluster.edge.apis.responses import responses
 from tidemill.cluster.edge.apis.tokenize import detokenize, tokenize, tokenizer_info
 from tidemill.cluster.edge.chat.request.hints import SALT_FORM
+from tidemill.cluster.edge.http.batches import add_batch_routes
 from tidemill.cluster.edge.http.dashboard import add_page_routes
 from tidemill.cluster.edge.http.errors import JsonReply, add_error_replies
 from tidemill.cluster.edge.http.memory import BudgetBody, memory_of
@@ -84,6 +85,7 @@ def app_of(context: EdgeContext) -> FastAPI:
         add_text_route(app, context.models, path, work)
     app.add_api_route("/v1/responses", no_socket, include_in_schema=False)
     add_record_routes(app, context)
+    add_batch_routes(app, context, APIS)
     app.add_api_route("/v1/prefixes/{name}", edge.release_prefix, methods=["DELETE"])
     app.add_api_route("/v1/models", edge.models)
     for path in ("/v1/models/", "/models", "/models/"):  # as some clients write it

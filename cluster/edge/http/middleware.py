@@ -36,6 +36,9 @@ from tidemill.workers.messages import Overloaded, RequestError, Unserved
 ORDERS = frozenset({"POST", "DELETE"})
 """The methods that count as requests."""
 
+UPLOADS = ("/v1/files",)
+"""The paths that read and bound bodies themselves, as they arrive."""
+
 IGNORED_HEADER = "x-tidemill-ignored"
 """The header of a reply that names the fields of the request without an effect."""
 
@@ -99,7 +102,7 @@ class EdgeMiddleware:
         try:
             client = await self._admit(scope, headers)
             body = reading = _Body(self._bytes, client, self._body_s_max, self._pace)
-            if not await body.read(headers, receive):
+            if scope["path"] not in UPLOADS and not await body.read(headers, receive):
                 return
 
             async def receive_after_body() -> Message:

@@ -18,7 +18,7 @@ from tidemill.cluster.edge.apis.responses_storage import (
     needed,
     stored_items,
 )
-from tidemill.cluster.edge.records.conversations import Item, Page, StoredConversation, TenantRecords
+from tidemill.cluster.edge.records.conversations import Item, Page, StoredConversation, TenantConversations
 from tidemill.cluster.edge.requests.caller import caller_of
 from tidemill.cluster.edge.requests.context import EdgeContext
 from tidemill.cluster.edge.requests.usage import Json
@@ -116,7 +116,7 @@ class StoredRecords:
         """Add items to a conversation, and return them."""
         items = stored_items(body.items, self._context.sources.new_id)
 
-        def add(own: TenantRecords) -> Json:
+        def add(own: TenantConversations) -> Json:
             own.add(name, items)
             check_length(own.num_chars(name), "items")
             return _listed(Page(items, has_more=False))
@@ -131,11 +131,11 @@ class StoredRecords:
         """Delete an item of a conversation, and return the conversation."""
         return _shown(await self._write(request, lambda own: own.delete_item(name, item)))
 
-    async def _read(self, request: Request, work: Callable[[TenantRecords], T]) -> T:
-        return await needed(self._context.records).read(self._tenant(request), work)
+    async def _read(self, request: Request, work: Callable[[TenantConversations], T]) -> T:
+        return await needed(self._context.records).read(self._tenant(request), TenantConversations, work)
 
-    async def _write(self, request: Request, work: Callable[[TenantRecords], T]) -> T:
-        return await needed(self._context.records).write(self._tenant(request), work)
+    async def _write(self, request: Request, work: Callable[[TenantConversations], T]) -> T:
+        return await needed(self._context.records).write(self._tenant(request), TenantConversations, work)
 
     def _tenant(self, request: Request) -> str:
         return caller_of(request.headers, self._context.keys).tenant

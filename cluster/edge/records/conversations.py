@@ -4,20 +4,12 @@ A conversation that a client has made has a name. A chain of responses shares on
 answer to a response that is not its last one gets a copy up to there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
-from tidemill.cluster.edge.records.database import Database, Transaction
-from tidemill.kvstore.periodic import every
+from tidemill.cluster.edge.records.database import Transaction
+from tidemill.cluster.edge.records.store import missing
 from tidemill.workers.messages import RequestError
-
-T = TypeVar("T")
-
-LOOK_S = 60.0
-"""The period in which expired conversations are removed."""
-
-EXPIRED_TOGETHER = 100
 
 _BETWEEN = "SELECT id, body FROM tidemill_items WHERE conversation = ? AND position > ? AND position < ?"
 PAGE_OF = {
@@ -68,49 +60,8 @@ class Page:
     has_more: bool
 
 
-class Conversations:
-    """The stored conversations of all tenants."""
-
-    def __init__(self, database: Database, ttl_s: float, unix_time_s: Callable[[], float]) -> None:
-        """A conversation expires `ttl_s` seconds after it has last grown."""
-        self._database = database
-        self._ttl_s = ttl_s
-        self._unix_time_s = unix_time_s
-
-    async def read(self, tenant: str, work: Callable[["TenantRecords"], T]) -> T:
-        """Return what `work` finds. Raises Unserved when the database is gone, and what `work` raises."""
-        now_s = self._unix_time_s()
-        return await self._database.read(lambda sent: work(TenantRecords(sent, tenant, now_s, self._ttl_s)))
-
-    async def write(self, tenant: str, work: Callable[["TenantRecords"], T]) -> T:
-        """Return the result of `work` when its changes are on disk. Raises as `read` does; then nothing has
-        changed."""
-        now_s = self._unix_time_s()
-        return await self._database.write(lambda sent: work(TenantRecords(sent, tenant, now_s, self._ttl_s)))
-
-    async def run(self) -> None:
-        """Remove what has expired until cancelled."""
-        try:
-            await every(LOOK_S, self.expire, "stored responses")
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        self._database.close()
-
-    async def expire(self) -> None:
-        """Remove what has expired, in short transactions."""
-        sql = (
-            "DELETE FROM tidemill_conversations WHERE id IN"
-            " (SELECT id FROM tidemill_conversations WHERE expires_s <= ? LIMIT ?)"
-        )
-        now_s = int(self._unix_time_s())
-        while await self._database.write(lambda sent: sent.run(sql, now_s, EXPIRED_TOGETHER)):
-            pass
-
-
-class TenantRecords:
-    """The records of one tenant in one transaction. What others have is missing here: RequestError (404)."""
+class TenantConversations:
+    """The conversations and responses of one tenant. What others have is missing here: RequestError (404)."""
 
     def __init__(self, sent: Transaction, tenant: str, now_s: float, ttl_s: float) -> None:
         self._sent = sent
@@ -298,9 +249,3 @@ class TenantRecords:
             low, high = (rows[0][0], high) if ascending else (low, rows[0][0])
         found = self._sent.rows(PAGE_OF[ascending], conversation, low, high, limit + 1)
         return Page([(name, body) for name, body in found[:limit]], len(found) > limit)
-
-
-def missing(kind: str, name: str, param: str | None = None, status: int = 404) -> RequestError:
-    """Return the error for an id that the tenant does not have."""
-    message = f"{kind.replace('_', ' ')} with id {name[:64]!r} not found: never stored, deleted, or expired"
-    return RequestError(message, param=param, status=status, code=f"{kind}_not_found")

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from opentelemetry.trace import Tracer
 
-from tidemill.cluster.edge.records.conversations import Conversations
 from tidemill.cluster.edge.records.database import Database, DatabaseSettings
+from tidemill.cluster.edge.records.store import Records
 from tidemill.cluster.edge.requests.answers import Increment, answer
 from tidemill.cluster.edge.requests.api_keys import ApiKey, ApiKeys
 from tidemill.cluster.edge.requests.intake import PreparedRequest
@@ -87,7 +87,7 @@ class EdgeContext:
     stop_reason: StopReason = field(default_factory=StopReason)
     history: History = field(default_factory=History)
     group: EdgeGroup | None = None
-    records: Conversations | None = None
+    records: Records | None = None
 
     def shutdown_s_max(self) -> float:
         """Return the time that open answers have when the server stops now."""
@@ -153,7 +153,7 @@ def with_database(context: EdgeContext, database: DatabaseSettings | None) -> Ed
     if database is None:
         return context
     unix_time_s = context.sources.unix_time_s
-    return replace(context, records=Conversations(Database(database), database.ttl_s, unix_time_s))
+    return replace(context, records=Records(Database(database), database.ttl_s, unix_time_s))
 
 
 def _named(job: PreparedRequest, identity: RequestIdentity) -> PreparedRequest:

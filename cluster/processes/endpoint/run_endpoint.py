@@ -15,10 +15,11 @@ from typing import Any, Protocol
 import uvicorn
 
 from tidemill.cluster.edge.grpc_api.server import PublicServer
-from tidemill.cluster.edge.http.app import app_of
+from tidemill.cluster.edge.http.app import APIS, app_of
 from tidemill.cluster.edge.http.connection import with_limits
 from tidemill.cluster.edge.requests.context import EdgeContext
 from tidemill.cluster.edge.requests.security import tls_context
+from tidemill.cluster.processes.endpoint.batch_lane import BatchLane
 from tidemill.cluster.processes.endpoint.endpoint import Endpoint, PortTaken, Sockets, raise_file_limit
 from tidemill.cluster.processes.endpoint.handshakes import EdgeServer
 from tidemill.cluster.processes.endpoint.history_recorder import HistoryRecorder
@@ -107,8 +108,9 @@ async def run_endpoint(
         server.config.timeout_graceful_shutdown = math.ceil(context.shutdown_s_max())
         server.should_exit = True
 
-    records = [] if context.records is None else [context.records]
-    all_runs = [*runs, *grpc_servers, *records, HistoryRecorder(context), FreedMemory()]
+    records = context.records
+    lane = [] if records is None else [records, BatchLane(context, records, APIS)]
+    all_runs = [*runs, *grpc_servers, *lane, HistoryRecorder(context), FreedMemory()]
     await run_serving(server.serve(sockets=[sockets.http]), end, stop, all_runs, *works)
 
 

@@ -1,6 +1,7 @@
 """Several edge processes behind one port: any may be killed, and they count and answer as one."""
 
 import asyncio
+import json
 import os
 import signal
 from collections import Counter
@@ -14,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from openai import OpenAI
 
 from tests.support.cluster.fake_service import events_of
 from tests.support.e2e.faults import EDGE
@@ -221,3 +223,46 @@ def test_acknowledged_response_survives_its_edge(server: Server) -> None:
             items += page["data"]
         texts = [item["content"][0]["text"] for item in items if item["role"] == "user"]
         assert texts == [f"turn {index}" for index in range(len(chain))]
+
+
+LINES = 120
+
+
+def test_batch_has_each_line_once_whatever_edge_is_killed(server: Server) -> None:
+    """Each edge in turn is killed while lines are answered, so one of them runs the batch."""
+    asked = {"max_tokens": 16, "ignore_eos": True, "temperature": 0}
+    lines = [
+        {
+            "custom_id": f"line-{index}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": f"The keeper {index}", **asked},
+        }
+        for index in range(LINES)
+    ]
+    content = "\n".join(map(json.dumps, lines))
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=9) as client:
+        file = client.files.create(file=("in.jsonl", content.encode()), purpose="batch")
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
+
+        def answered() -> int:
+            counts = client.batches.retrieve(batch.id).request_counts
+            return 0 if counts is None else counts.completed
+
+        eventually(lambda: answered() > 0)
+        killed = edges(server)
+        for edge in killed:
+            os.kill(edge, signal.SIGKILL)
+        eventually(lambda: len(edges(server) - killed) == EDGES)
+        before = answered()
+        eventually(lambda: client.batches.retrieve(batch.id).status == "completed")
+        assert before < LINES, "it was killed in the middle"
+        done = client.batches.retrieve(batch.id)
+        assert done.output_file_id is not None
+        assert done.error_file_id is None
+        found = [json.loads(line) for line in client.files.content(done.output_file_id).text.splitlines()]
+        assert [line["custom_id"] for line in found] == [line["custom_id"] for line in lines]
+        alone = client.completions.create(model="keeper", prompt="The keeper 7", extra_body=asked)
+        assert found[7]["response"]["body"]["choices"][0]["text"] == alone.choices[0].text

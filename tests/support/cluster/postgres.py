@@ -7,6 +7,10 @@ import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
+
+import psycopg
+from psycopg import sql
 
 INSTALLED = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
 BINARIES = INSTALLED[-1].parent if INSTALLED else None
@@ -24,6 +28,13 @@ class Postgres:
             shutil.chown(folder, USER)
         self._run("initdb", "--no-sync", "--auth=trust", "--username=postgres", "--encoding=UTF8")
         self.url = f"postgresql://postgres@/postgres?host={folder}"
+
+    def new_database(self) -> str:
+        """Make a database and return its URL."""
+        name = f"d{uuid4().hex}"
+        with psycopg.connect(self.url, autocommit=True) as connection:
+            connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+        return self.url.replace("/postgres?", f"/{name}?")
 
     def start(self) -> None:
         settings = f"-c listen_addresses= -c unix_socket_directories={self._folder} -c fsync=off"

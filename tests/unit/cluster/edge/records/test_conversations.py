@@ -3,76 +3,31 @@
 import asyncio
 import sqlite3
 import sys
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from functools import partial
-from hashlib import sha256
 from itertools import count
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import openai
 import pytest
-from openai import AsyncOpenAI
 
-from tests.support.cluster.fake_service import FakeService, build_app, call, saying, serving, sources
+from tests.support.cluster.fake_service import FakeService, build_app, call, saying, sources
 from tests.support.cluster.postgres import BINARIES, MISSING, running_postgres
+from tests.support.cluster.stored import NOW_S, TTL_S, clients
 from tests.unit.cluster.edge.http.test_responses import ALL, LOOK, THINKS
 from tests.unit.cluster.edge.http.test_tools import prompts_of, tokenizer
 from tidemill.cluster.edge.apis import responses_storage
-from tidemill.cluster.edge.http.app import app_of
 from tidemill.cluster.edge.records import database as database_module
-from tidemill.cluster.edge.records.conversations import Conversations, StoredResponse
+from tidemill.cluster.edge.records.conversations import StoredResponse, TenantConversations
 from tidemill.cluster.edge.records.database import Database, DatabaseSettings, Transaction, database_settings
-from tidemill.cluster.edge.requests.api_keys import ApiKey
-from tidemill.cluster.edge.requests.context import open_context, with_database
+from tidemill.cluster.edge.records.store import Records
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError, Unserved
 
-TTL_S = 1000.0
-NOW_S = 1_700_000_123.5
 TENANT = "tenant:mine"
 LATER = StoredResponse(id="resp_later", body="{}", inputs=[("msg_1", "{}")], outputs=[("msg_2", "{}")])
 TABLES = ("tidemill_conversations", "tidemill_items", "tidemill_responses")
-
-
-@pytest.fixture(scope="module")
-def postgres_url() -> Iterator[str]:
-    if BINARIES is None:
-        pytest.skip(MISSING)
-    with running_postgres() as postgres:
-        yield postgres.url
-
-
-@pytest.fixture(params=["sqlite", "postgres"])
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> DatabaseSettings:
-    is_file = request.param == "sqlite"
-    url = str(tmp_path / "stored.db") if is_file else request.getfixturevalue("postgres_url")
-    return database_settings(url, TTL_S)
-
-
-@asynccontextmanager
-async def clients(
-    service: FakeService, *databases: DatabaseSettings | None, keys: tuple[str, ...] = ("none",)
-) -> AsyncGenerator[list[Any]]:
-    """A client with each key of an edge with each database, without the types of its many options."""
-    known = [ApiKey(tenant=key, sha256=sha256(key.encode()).hexdigest()) for key in keys if key != "none"]
-    own = replace(sources(), new_id=lambda: uuid4().hex)
-    backend = ServedBackend(service, tokenizer())
-    edges = [with_database(open_context([backend], own, keys=known), database) for database in databases]
-    async with AsyncExitStack() as group:
-        for edge in edges:
-            if edge.records is not None:
-                group.callback(edge.records.close)
-        urls = [await group.enter_async_context(serving(app_of(edge))) for edge in edges]
-        yield [
-            await group.enter_async_context(AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0))
-            for url in urls
-            for key in keys
-        ]
 
 
 def texts_of(items: Any) -> list[str]:  # noqa: ANN401 - of the SDK
@@ -288,19 +243,23 @@ async def test_other_tenants_find_nothing(database: DatabaseSettings) -> None:
 
 async def test_conversation_expires_some_time_after_its_last_response(database: DatabaseSettings) -> None:
     now_s = [0.0]  # before the end of all that other tests have stored
-    own = Conversations(Database(database), TTL_S, lambda: now_s[0])
+    own = Records(Database(database), TTL_S, lambda: now_s[0])
     before = await rows_of(database)
     service = FakeService(saying("here"))
     async with clients(service, database, keys=("mine",)) as (client,):  # whose clock stands still
         one = await client.responses.create(model="keeper", input="a")
         now_s[0] = NOW_S + TTL_S - 1
-        await own.write(TENANT, lambda found: found.keep(found.context(one.id, None, 9), LATER))
+        await own.write(
+            TENANT, TenantConversations, lambda found: found.keep(found.context(one.id, None, 9), LATER)
+        )
         now_s[0] = NOW_S + TTL_S + 1
         await own.expire()
-        assert await own.read(TENANT, lambda found: found.response(one.id)), "a later response continues it"
+        assert await own.read(TENANT, TenantConversations, lambda found: found.response(one.id)), (
+            "a later response continues it"
+        )
         now_s[0] += TTL_S - 2
         with pytest.raises(RequestError, match="expired"):
-            await own.read(TENANT, lambda found: found.response(one.id))
+            await own.read(TENANT, TenantConversations, lambda found: found.response(one.id))
         await own.expire()
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve(one.id)

@@ -1,0 +1,229 @@
+"""Batches: the journal of their lines, and the lease by which one edge alone runs one.
+
+An edge that ends leaves its lease to run out, and another one goes on with the lines without a result.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from tidemill.cluster.edge.records.database import Transaction
+from tidemill.cluster.edge.records.files import StoredFile, TenantFiles
+from tidemill.cluster.edge.records.store import missing
+
+Json = dict[str, Any]
+
+LEASE_S = 15
+OPEN = ("validating", "in_progress", "finalizing", "cancelling")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBatch:
+    """A batch; `body` is the object of the API. `key_digest` is that of the key that made it."""
+
+    id: str
+    tenant: str
+    key_digest: str
+    body: Json
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLine:
+    """A line of a batch. `custom_id` and `body` are JSON; lines with equal beginnings have sort keys with
+    equal beginnings."""
+
+    number: int
+    custom_id: str
+    sort_key: bytes
+    body: str
+
+
+class LeaseLost(Exception):
+    """Another edge runs the batch."""
+
+
+class TenantBatches:
+    """The batches of one tenant; those of all for the edge that runs them."""
+
+    def __init__(self, sent: Transaction, tenant: str, now_s: float, ttl_s: float) -> None:
+        self._sent = sent
+        self._tenant = tenant
+        self._now_s = int(now_s)
+        self._expires_s = int(now_s + ttl_s)
+        self.files = TenantFiles(sent, tenant, now_s, ttl_s)
+
+    def create(self, batch: StoredBatch) -> None:
+        self._sent.run(
+            "INSERT INTO tidemill_batches VALUES (?, ?, ?, ?, ?, 1, '', 0, ?)",
+            *(batch.id, self._tenant, batch.key_digest, self._now_s, self._expires_s, json.dumps(batch.body)),
+        )
+
+    def batch(self, name: str) -> Json:
+        """Return a batch with its counts. Raises RequestError."""
+        sql = "SELECT body FROM tidemill_batches WHERE id = ? AND tenant = ? AND expires_s > ?"
+        rows = self._sent.rows(sql, name, self._tenant, self._now_s)
+        if not rows:
+            raise missing("batch", name)
+        return self._counted(name, json.loads(rows[0][0]))
+
+    def listed(self, after: str | None, limit: int) -> list[Json]:
+        """Return at most `limit` batches, the newest first, behind the one with the id `after`."""
+        rows = self._sent.rows(
+            "SELECT id FROM tidemill_batches WHERE tenant = ? AND expires_s > ?"
+            " ORDER BY created_s DESC, id DESC",
+            *(self._tenant, self._now_s),
+        )
+        names = [str(name) for (name,) in rows]
+        if after is not None and after not in names:
+            raise missing("batch", after, "after")
+        start = 0 if after is None else names.index(after) + 1
+        return [self.batch(name) for name in names[start : start + limit]]
+
+    def cancel(self, name: str) -> Json:
+        """Ask for the end of a batch and return it."""
+        body = self.batch(name)
+        if body["status"] in OPEN:
+            self._set(name, status="cancelling", cancelling_at=self._now_s)
+        return self.batch(name)
+
+    # ---- For the edge that runs a batch ----
+
+    def waits(self) -> bool:
+        """Return whether some batch is run by no edge."""
+        sql = "SELECT 1 FROM tidemill_batches WHERE is_open = 1 AND leased_until_s <= ? LIMIT 1"
+        return bool(self._sent.rows(sql, self._now_s))
+
+    def claim(self, owner: str) -> StoredBatch | None:
+        """Lease the oldest batch that no edge runs; None: there is none."""
+        rows = self._sent.rows(
+            "UPDATE tidemill_batches SET owner = ?, leased_until_s = ? WHERE id = (SELECT id FROM"
+            " tidemill_batches WHERE is_open = 1 AND leased_until_s <= ? ORDER BY created_s, id LIMIT 1)"
+            " AND leased_until_s <= ? RETURNING id, tenant, key_digest, body",
+            *(owner, self._now_s + LEASE_S, self._now_s, self._now_s),
+        )
+        if not rows:
+            return None
+        name, tenant, key_digest, body = rows[0]
+        return StoredBatch(name, tenant, key_digest, json.loads(body))
+
+    def renew(self, name: str, owner: str) -> Json:
+        """Extend the lease and return the batch. Raises LeaseLost."""
+        rows = self._sent.rows(
+            "UPDATE tidemill_batches SET leased_until_s = ? WHERE id = ? AND owner = ? AND is_open = 1"
+            " RETURNING body",
+            *(self._now_s + LEASE_S, name, owner),
+        )
+        if not rows:
+            raise LeaseLost(name)
+        return cast("Json", json.loads(rows[0][0]))
+
+    def add_lines(self, name: str, owner: str, lines: Sequence[StoredLine]) -> None:
+        """Add lines of a batch that is validated. Raises LeaseLost."""
+        self.renew(name, owner)
+        rows = [(name, line.number, line.custom_id, line.sort_key, line.body) for line in lines]
+        self._sent.run_each("INSERT INTO tidemill_lines VALUES (?, ?, ?, ?, ?, NULL, NULL)", rows)
+
+    def clear(self, name: str) -> None:
+        """Remove the lines of a batch, of which an edge that has ended may have validated some."""
+        self._sent.run("DELETE FROM tidemill_lines WHERE batch = ?", name)
+
+    def begin(self, name: str, total: int) -> None:
+        """Note that the lines of a batch are valid."""
+        self._set(name, status="in_progress", in_progress_at=self._now_s, request_counts={"total": total})
+
+    def left(self, name: str) -> list[int]:
+        """Return the numbers of the lines without a result; neighbours have long prefixes in common."""
+        sql = (
+            "SELECT number FROM tidemill_lines WHERE batch = ? AND is_error IS NULL ORDER BY sort_key, number"
+        )
+        return [number for (number,) in self._sent.rows(sql, name)]
+
+    def line(self, name: str, number: int) -> tuple[str, str]:
+        """Return `custom_id` and `body` of a line."""
+        sql = "SELECT custom_id, body FROM tidemill_lines WHERE batch = ? AND number = ?"
+        return self._sent.rows(sql, name, number)[0]
+
+    def journal(self, name: str, owner: str, number: int, result: bytes, *, is_error: bool) -> None:
+        """Keep the result of a line. Raises LeaseLost."""
+        kept = self._sent.run(
+            "UPDATE tidemill_lines SET result = ?, is_error = ?"
+            " WHERE batch = ? AND number = ? AND is_error IS NULL AND EXISTS"
+            " (SELECT 1 FROM tidemill_batches WHERE id = ? AND owner = ? AND is_open = 1)",
+            *(result, int(is_error), name, number, name, owner),
+        )
+        if not kept:
+            raise LeaseLost(name)
+
+    def fail(self, name: str, errors: Sequence[Json]) -> None:
+        """End a batch with lines that cannot be read."""
+        self.clear(name)
+        listed = {"object": "list", "data": list(errors)}
+        self._set(name, status="failed", failed_at=self._now_s, errors=listed)
+
+    def end(self, name: str, owner: str, status: str) -> None:
+        """End a batch: its results become files. Raises LeaseLost."""
+        self.renew(name, owner)
+        if status == "expired":
+            sql = "SELECT number, custom_id FROM tidemill_lines WHERE batch = ? AND is_error IS NULL"
+            self._sent.run_each(
+                "UPDATE tidemill_lines SET result = ?, is_error = 1 WHERE batch = ? AND number = ?",
+                [(_expired(name, *row), name, row[0]) for row in self._sent.rows(sql, name)],
+            )
+        ids: dict[str, str] = {}
+        for is_error, field in enumerate(("output_file_id", "error_file_id")):
+            sql = "SELECT COUNT(*), COALESCE(SUM(LENGTH(result) + 1), 0) FROM tidemill_lines"
+            count, num_bytes = self._sent.rows(sql + " WHERE batch = ? AND is_error = ?", name, is_error)[0]
+            if count:
+                ids[field] = f"file-{name}-{field.partition('_')[0]}"
+                self.files.insert(
+                    StoredFile(
+                        ids[field],
+                        f"{name}_{field.partition('_')[0]}.jsonl",
+                        "batch_output",
+                        self._now_s,
+                        self.files.expires_s,
+                        num_bytes,
+                        name,
+                        is_error,
+                    )
+                )
+        counts = self._counted(name, self._body(name))["request_counts"]
+        done = {"status": status, f"{status}_at": self._now_s, "finalizing_at": self._now_s}
+        self._set(name, **done, **ids, request_counts=counts)
+
+    def _body(self, name: str) -> Json:
+        rows = self._sent.rows("SELECT body FROM tidemill_batches WHERE id = ?", name)
+        return cast("Json", json.loads(rows[0][0]))
+
+    def _set(self, name: str, **fields: object) -> None:
+        body = self._body(name) | fields
+        self._sent.run(
+            "UPDATE tidemill_batches SET body = ?, is_open = ? WHERE id = ?",
+            *(json.dumps(body), int(body["status"] in OPEN), name),
+        )
+
+    def _counted(self, name: str, body: Json) -> Json:
+        """Return the batch with its counts up to now, if it has not ended."""
+        if body["status"] not in OPEN:
+            return body
+        rows = self._sent.rows(
+            "SELECT is_error, COUNT(*) FROM tidemill_lines WHERE batch = ? AND is_error IS NOT NULL"
+            " GROUP BY is_error",
+            name,
+        )
+        found = dict(rows)
+        counts = {"completed": found.get(0, 0), "failed": found.get(1, 0)}
+        return {**body, "request_counts": {"total": 0, **body["request_counts"], **counts}}
+
+
+def result_of(batch: str, number: int, custom_id: str, response: str, error: str = "null") -> bytes:
+    """Return a line of a result; `custom_id`, `response` and `error` are JSON."""
+    return (
+        f'{{"id":"{batch}_{number}","custom_id":{custom_id},"response":{response},"error":{error}}}'
+    ).encode(errors="backslashreplace")
+
+
+def _expired(batch: str, number: int, custom_id: str) -> bytes:
+    error = {"code": "batch_expired", "message": "the batch expired before this line was answered"}
+    return result_of(batch, number, custom_id, "null", json.dumps(error))

@@ -1,0 +1,213 @@
+"""The batch lane: runs the lines of batches as the requests of HTTP, behind all requests of clients."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from pydantic import ValidationError
+
+from tidemill.cluster.edge.apis.batch_lines import ENDPOINTS, LineReader
+from tidemill.cluster.edge.apis.json_bytes import json_bytes
+from tidemill.cluster.edge.apis.reply import Outgoing, Reply, answer
+from tidemill.cluster.edge.chat.request.hints import PRIORITY_MAX
+from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
+from tidemill.cluster.edge.records.batches import LeaseLost, StoredBatch, StoredLine, TenantBatches, result_of
+from tidemill.cluster.edge.records.store import Records, T
+from tidemill.cluster.edge.requests.api_keys import ApiKey
+from tidemill.cluster.edge.requests.caller import Caller
+from tidemill.cluster.edge.requests.context import EdgeContext
+from tidemill.cluster.edge.requests.errors import error_of
+from tidemill.cluster.edge.requests.models import EdgeModel
+from tidemill.kvstore.errors import TidemillError
+from tidemill.kvstore.periodic import every
+from tidemill.workers.messages import Overloaded, Poisonous, RequestError, Unserved
+
+log = logging.getLogger(__name__)
+
+Prepare = Callable[[EdgeContext, EdgeModel, Any, Caller], Awaitable[Reply]]
+
+BATCHES = 2
+"""The batches that one edge runs at a time."""
+
+LINES = 16
+"""The lines of a batch that are answered at a time."""
+
+LOOK_S = 1.0
+RENEW_S = 3.0
+RETRY_S = 1.0
+
+
+class BatchLane:
+    """Runs batches that no other edge runs."""
+
+    def __init__(self, edge: EdgeContext, records: Records, apis: Mapping[str, Prepare]) -> None:
+        self._edge = edge
+        self._records = records
+        self._apis = {path: prepare for path, prepare in apis.items() if path in ENDPOINTS}
+
+    async def run(self) -> None:
+        """Run batches until cancelled."""
+        owners = [self._edge.sources.new_id() for _ in range(BATCHES)]
+        await asyncio.gather(*(every(LOOK_S, partial(self._next, owner), "batches") for owner in owners))
+
+    async def _next(self, owner: str) -> None:
+        """Run a batch, if one waits, to its end or until the lease is lost."""
+        if not await self._records.read("", TenantBatches, lambda found: found.waits()):
+            return
+        batch = await self._records.write("", TenantBatches, lambda found: found.claim(owner))
+        if batch is not None:
+            with suppress(LeaseLost):
+                await _Run(self._edge, self._records, self._apis, batch, owner).run()
+
+
+class _Run:
+    """One batch that this edge has leased."""
+
+    def __init__(
+        self,
+        edge: EdgeContext,
+        records: Records,
+        apis: Mapping[str, Prepare],
+        batch: StoredBatch,
+        owner: str,
+    ) -> None:
+        self._edge = edge
+        self._records = records
+        self._batch = batch
+        self._owner = owner
+        self._prepare = apis[batch.body["endpoint"]]
+        self._caller = Caller(tenant=batch.tenant, private=batch.tenant.startswith("tenant:"))
+        self._key: ApiKey | None = None
+
+    async def run(self) -> None:
+        """Raises LeaseLost, and Unserved when the database is gone."""
+        working = asyncio.create_task(self._work())
+        try:
+            while True:
+                done, _ = await asyncio.wait({working}, timeout=RENEW_S)
+                body = await self._do(lambda own: own.renew(self._batch.id, self._owner))
+                status = self._end(body, is_done=bool(done))
+                if status is not None:
+                    break
+        finally:
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+        if done:
+            working.result()
+        await self._do(lambda own: own.end(self._batch.id, self._owner, status))
+
+    def _end(self, body: dict[str, Any], *, is_done: bool) -> str | None:
+        """Return the status that the batch ends with now; None: it goes on."""
+        if body["status"] == "cancelling":
+            return "cancelled"
+        if is_done:
+            return "completed"
+        return "expired" if self._edge.sources.unix_time_s() >= body["expires_at"] else None
+
+    async def _work(self) -> None:
+        """Answer all lines without a result."""
+        if self._edge.keys.are_needed:
+            known = {key.sha256: key for key in self._edge.keys.known}
+            self._key = known.get(self._batch.key_digest)
+            if self._key is None:
+                gone = {
+                    "code": "invalid_api_key",
+                    "message": "the key that made this batch is not known any more",
+                }
+                await self._fail([gone])
+        if self._batch.body["status"] == "validating":
+            await self._validate()
+        lines = iter(await self._do(lambda own: own.left(self._batch.id)))
+        async with asyncio.TaskGroup() as group:
+            for _ in range(LINES):
+                group.create_task(self._answer_some(lines))
+
+    async def _validate(self) -> None:
+        """Read the lines of the input. Raises LeaseLost if they are wrong, which ends the batch."""
+        name, reader = self._batch.id, LineReader(self._batch.body["endpoint"])
+        await self._do(lambda own: own.clear(name))
+        try:
+            file = await self._do(lambda own: own.files.file(self._batch.body["input_file_id"]))
+        except RequestError as error:  # deleted meanwhile
+            await self._fail([{"code": error.code, "message": str(error)}])
+            raise
+        at: int | None = -1
+        while at is not None:
+            at, content = await self._do(lambda own, at=at: own.files.chunk(file, at)) or (None, b"")
+            found = await asyncio.to_thread(_read, reader, content, is_last=at is None)
+            await self._do(lambda own, found=found: own.add_lines(name, self._owner, found))
+        if reader.errors or not reader.count:
+            await self._fail(reader.errors or [{"code": "empty_file", "message": "the file has no lines"}])
+        await self._do(lambda own: own.begin(name, reader.count))
+
+    async def _fail(self, errors: Sequence[dict[str, Any]]) -> None:
+        await self._do(lambda own: own.fail(self._batch.id, errors))
+        raise LeaseLost(self._batch.id)
+
+    async def _answer_some(self, lines: Iterator[int]) -> None:
+        for number in lines:
+            custom_id, text = await self._do(lambda own, number=number: own.line(self._batch.id, number))
+            request_id = f"{self._batch.id}_{number}"
+            status, reply = await self._answered(json.loads(text), request_id)
+            response = f'{{"status_code":{status},"request_id":"{request_id}","body":{reply}}}'
+            result = result_of(self._batch.id, number, custom_id, response)
+            await self._do(
+                lambda own, number=number, result=result, is_error=status != 200: own.journal(
+                    self._batch.id, self._owner, number, result, is_error=is_error
+                )
+            )
+
+    async def _answered(self, fields: dict[str, Any], request_id: str) -> tuple[int, str]:
+        """Return the status and the reply of a line, as HTTP has them, when the fleet has room for it."""
+        while True:
+            (found,) = await asyncio.gather(self._reply(fields, request_id), return_exceptions=True)
+            match found:
+                case str():
+                    return 200, found
+                case Overloaded():
+                    await asyncio.sleep(max(RETRY_S, found.retry_after_s))
+                case Unserved() if not isinstance(found, Poisonous):
+                    await asyncio.sleep(RETRY_S)
+                case Exception():
+                    if not isinstance(found, TidemillError):
+                        log.error("%s", request_id, exc_info=found)
+                    status, body = error_of(found)
+                    return status, json_bytes(body).decode()
+                case _:
+                    raise found
+
+    async def _reply(self, fields: dict[str, Any], request_id: str) -> str:
+        """Return the reply to one line. Raises what HTTP reports."""
+        kind = self._prepare.__annotations__["body"]
+        if self._batch.body["endpoint"] == "/v1/responses":
+            fields = {"store": False, **fields}
+        try:
+            body = kind.model_validate(fields)
+        except ValidationError as error:
+            raise request_error(problems_of(error)) from None
+        reply = await self._prepare(self._edge, self._edge.models.find(body.model), body, self._caller)
+        if reply.streams:
+            raise RequestError("stream: the reply of a line is whole: leave it out", param="stream")
+        last = tuple(replace(request, priority=PRIORITY_MAX) for request in reply.job.requests)
+        reply = replace(reply, job=replace(reply.job, requests=last))
+        whole: list[bytes] = []
+
+        async def keep(message: bytes) -> None:
+            whole.append(message)
+
+        await answer(
+            self._edge, reply, Outgoing(keep), request_id=request_id, client="batches", key=self._key
+        )
+        return whole[0].decode()
+
+    async def _do(self, work: Callable[[TenantBatches], T]) -> T:
+        return await self._records.write(self._batch.tenant, TenantBatches, work)
+
+
+def _read(reader: LineReader, content: bytes, *, is_last: bool) -> list[StoredLine]:
+    return list(reader.feed(content, is_last=is_last))

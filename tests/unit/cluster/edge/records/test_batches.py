@@ -1,0 +1,467 @@
+"""Files and batches with the `openai` SDK over a real socket, in SQLite and in Postgres."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from io import BytesIO
+from itertools import pairwise
+from operator import getitem
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.cluster.fake_service import MODEL, FakeService, saying
+from tests.support.cluster.stored import NOW_S, TTL_S, clients, clients_of, edge_over
+from tests.unit.cluster.edge.http.test_tools import prompts_of
+from tidemill.cluster.edge.apis import batch_lines
+from tidemill.cluster.edge.apis.batch_lines import LineReader, sort_key
+from tidemill.cluster.edge.chat.request.hints import PRIORITY_MAX
+from tidemill.cluster.edge.http import batches as routes
+from tidemill.cluster.edge.http.app import APIS
+from tidemill.cluster.edge.http.multipart import MultipartReader
+from tidemill.cluster.edge.records import files
+from tidemill.cluster.edge.records.batches import LEASE_S, TenantBatches
+from tidemill.cluster.edge.records.database import DatabaseSettings, database_settings
+from tidemill.cluster.edge.requests.context import EdgeContext
+from tidemill.cluster.processes.endpoint import batch_lane
+from tidemill.cluster.processes.endpoint.batch_lane import BatchLane
+from tidemill.workers.inbox import Emit
+from tidemill.workers.messages import (
+    Overloaded,
+    Poisonous,
+    Pooling,
+    Request,
+    RequestError,
+    StreamPiece,
+    Unserved,
+)
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "Hello!"}]
+POLL_S = 0.02
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOOK_S", "RENEW_S", "RETRY_S"):
+        monkeypatch.setattr(batch_lane, name, 0.02)
+
+
+def line(name: str, url: str = CHAT, **fields: object) -> dict[str, object]:
+    body = {"model": "keeper", **({"messages": HELLO} if url == CHAT else {}), **fields}
+    return {"custom_id": name, "method": "POST", "url": url, "body": body}
+
+
+def jsonl(*lines: object) -> bytes:
+    return b"".join(json.dumps(each).encode() + b"\n" for each in lines)
+
+
+async def started(client: Any, content: bytes, endpoint: str = CHAT, **more: object) -> Any:  # noqa: ANN401 - SDK
+    file = await client.files.create(file=("in.jsonl", BytesIO(content)), purpose="batch")
+    asked = {"input_file_id": file.id, "endpoint": endpoint, "completion_window": "24h"}
+    return await client.batches.create(**{**asked, **more})
+
+
+async def ended(client: Any, batch: Any) -> Any:  # noqa: ANN401 - SDK
+    while batch.status not in ENDED:
+        await asyncio.sleep(POLL_S)
+        batch = await client.batches.retrieve(batch.id)
+    return batch
+
+
+async def completed(client: Any, batch: Any, least: int) -> None:  # noqa: ANN401 - SDK
+    """Wait until at least this many lines of a batch are answered."""
+    count = 0
+    while count < least:
+        await asyncio.sleep(POLL_S)
+        count = (await client.batches.retrieve(batch.id)).request_counts.completed
+
+
+async def lines_of(client: Any, file: str | None) -> dict[str, Any]:  # noqa: ANN401 - SDK
+    """The lines of a file by custom_id, each there once."""
+    if file is None:
+        return {}
+    content = await client.files.content(file)
+    assert len(content.content) == (await client.files.retrieve(file)).bytes
+    found = [json.loads(each) for each in content.text.splitlines()]
+    by_name = {each["custom_id"]: each for each in found}
+    assert len(by_name) == len(found)
+    return by_name
+
+
+@asynccontextmanager
+async def running(*edges: EdgeContext) -> AsyncGenerator[None]:
+    """Run the lanes of edges."""
+    lanes = [BatchLane(edge, edge.records, APIS) for edge in edges if edge.records is not None]
+    tasks = [asyncio.create_task(lane.run()) for lane in lanes]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "asked", "where"),
+    [
+        (CHAT, {"messages": HELLO}, ("choices", 0, "message", "content")),
+        ("/v1/completions", {"prompt": "Hello"}, ("choices", 0, "text")),
+        ("/v1/responses", {"input": "Hello"}, ("output", 0, "content", 0, "text")),
+    ],
+)
+async def test_lines_are_answered_as_http_would(
+    database: DatabaseSettings, endpoint: str, asked: dict[str, Any], where: tuple[str | int, ...]
+) -> None:
+    service = FakeService(saying("zoë is here"))
+    edge = edge_over(service, database)
+    async with clients_of(edge) as (client,), running(edge):
+        good = [line(f"ë{index}", endpoint, **asked) for index in range(40)]
+        wrong = [
+            line("model", endpoint, **asked, model="other"),
+            line("field", endpoint, **asked, temperature="hot"),
+            line("stream", endpoint, **asked, stream=True),
+        ]
+        batch = await started(client, jsonl(*good, *wrong), endpoint, metadata={"a": "b"})
+        assert (batch.status, batch.object, batch.metadata) == ("validating", "batch", {"a": "b"})
+        assert batch.expires_at - batch.created_at == 24 * 3600
+        batch = await ended(client, batch)
+        assert batch.status == "completed", batch
+        counts = batch.request_counts
+        assert (counts.total, counts.completed, counts.failed) == (43, 40, 3)
+        assert batch.in_progress_at is not None
+        answers = await lines_of(client, batch.output_file_id)
+        assert answers.keys() == {f"ë{index}" for index in range(40)}
+        for answer in answers.values():
+            assert (answer["error"], answer["response"]["status_code"]) == (None, 200)
+            assert reduce(getitem, where, answer["response"]["body"]) == "zoë is here"
+        errors = await lines_of(client, batch.error_file_id)
+        statuses = {name: each["response"]["status_code"] for name, each in errors.items()}
+        assert statuses == {"model": 404, "field": 400, "stream": 400}
+        assert errors["field"]["response"]["body"]["error"]["param"] == "temperature"
+        assert [each.id async for each in await client.batches.list(limit=1)] == [batch.id]
+        listed = [each.id async for each in await client.files.list()]
+        assert {batch.input_file_id, batch.output_file_id, batch.error_file_id} <= set(listed)
+        assert batch.output_file_id not in [
+            each.id async for each in await client.files.list(purpose="batch")
+        ]
+        for name in (batch.input_file_id, batch.output_file_id):
+            assert (await client.files.delete(name)).deleted
+            with pytest.raises(openai.NotFoundError):
+                await client.files.content(name)
+        assert len(await lines_of(client, batch.error_file_id)) == 3
+    assert {request.priority for request in service.requests} == {PRIORITY_MAX}
+
+
+async def test_batch_of_embeddings(tmp_path: Path) -> None:
+    database = database_settings(str(tmp_path / "stored.db"), TTL_S)
+    for pooling, status in ((Pooling(kind="embed", size=2), 200), (None, 400)):
+        model = replace(MODEL, pooling=pooling)
+        service = FakeService(lambda _: [], pooled=lambda _: [3.0, 4.0], model=model)
+        edge = edge_over(service, database)
+        async with clients_of(edge) as (client,), running(edge):
+            made = await started(client, jsonl(line("a", "/v1/embeddings", input="b")), "/v1/embeddings")
+            batch = await ended(client, made)
+            lines = await lines_of(client, batch.output_file_id or batch.error_file_id)
+            assert lines["a"]["response"]["status_code"] == status
+            if pooling is not None:
+                (row,) = lines["a"]["response"]["body"]["data"]
+                assert row["embedding"] == pytest.approx([0.6, 0.8])
+
+
+async def test_neighbours_have_prefixes_in_common(
+    database: DatabaseSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_lane, "LINES", 1)
+    service = FakeService(saying("a"))
+    edge = edge_over(service, database)
+    systems = ["You are short." * 4, "You are long." * 4, "Du bist kurz." * 4]
+    async with clients_of(edge) as (client,), running(edge):
+        lines = [
+            line(str(index), messages=[{"role": "system", "content": systems[index % 3]}, *HELLO])
+            for index in range(12)
+        ]
+        await ended(client, await started(client, jsonl(*lines)))
+    seen = [next(system for system in systems if system in prompt) for prompt in prompts_of(service)]
+    assert sum(here != there for here, there in pairwise(seen)) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "number"),
+    [
+        (b"", "empty_file", None),
+        (b"\n\n", "empty_file", None),
+        (b"{nothing}\n", "invalid_json_line", 1),
+        (b"\xff\xfe\n", "invalid_json_line", 1),
+        (b"[" * 200 + b"\n", "body_too_complex", 1),
+        (jsonl(line("a"), {"custom_id": "b"}), "invalid_request", 2),
+        (jsonl(line("a"), line("b", url="/v1/completions")), "invalid_url", 2),
+        (jsonl(line("a")) + b"\n" + jsonl(line("a")), "duplicate_custom_id", 3),
+        (jsonl(*(line(str(index)) for index in range(51))), "too_many_lines", 51),
+        (b"a" * 3000, "line_too_long", 1),
+        (jsonl(line("a")) + json.dumps(line("a")).encode(), "duplicate_custom_id", 2),
+    ],
+)
+async def test_file_that_is_no_batch_fails_with_the_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, code: str, number: int | None
+) -> None:
+    monkeypatch.setattr(batch_lines, "LINES_MAX", 50)
+    monkeypatch.setattr(batch_lines, "BODY_BYTES_MAX", 2000)
+    service = FakeService(saying("a"))
+    edge = edge_over(service, database_settings(str(tmp_path / "stored.db"), TTL_S))
+    async with clients_of(edge) as (client,), running(edge):
+        batch = await ended(client, await started(client, content))
+        assert batch.status == "failed"
+        error = batch.errors.data[0]
+        assert (error.code, error.line) == (code, number)
+        assert batch.output_file_id is None
+    assert service.requests == []
+
+
+@given(st.lists(st.integers(1, 40)))
+def test_lines_are_read_whatever_the_pieces(cuts: list[int]) -> None:
+    content = jsonl(*(line(f"{index}", seed=index) for index in range(9)))
+    reader = LineReader(CHAT)
+    found = [each for piece in pieces(content, cuts) for each in reader.feed(piece)]
+    found += reader.feed(b"", is_last=True)
+    assert [each.custom_id for each in found] == [f'"{index}"' for index in range(9)]
+    assert [each.number for each in found] == list(range(1, 10))
+    assert reader.errors == []
+
+
+def pieces(content: bytes, cuts: list[int]) -> list[bytes]:
+    found: list[bytes] = []
+    for cut in cuts:
+        found.append(content[:cut])
+        content = content[cut:]
+    return [*found, content]
+
+
+def test_equal_beginnings_sort_together_whatever_else_differs() -> None:
+    one, two = ({"messages": HELLO, "seed": seed, "model": "a"} for seed in range(2))
+    assert sort_key(one) == sort_key(two)
+    assert sort_key(one) != sort_key({**one, "model": "b"})
+
+
+@dataclass
+class Moody(FakeService):
+    """Raises each of `moods` once, before anything else."""
+
+    moods: list[Exception] = field(default_factory=list[Exception])
+
+    async def stream(self, request: Request, emit: Emit[StreamPiece]) -> None:
+        if self.moods:
+            raise self.moods.pop()
+        await super().stream(request, emit)
+
+
+@dataclass
+class Stalling(FakeService):
+    """Answers the first `free` requests alone."""
+
+    free: int = 0
+
+    async def stream(self, request: Request, emit: Emit[StreamPiece]) -> None:
+        if len(self.requests) >= self.free:
+            self.stalled.set()
+            await asyncio.Event().wait()
+        await super().stream(request, emit)
+
+
+async def test_full_or_lost_fleet_delays_lines_and_a_bug_ends_one(database: DatabaseSettings) -> None:
+    full = Overloaded("full", predicted_s=1.0, retry_after_s=0.0)
+    service = Moody(saying("a"), moods=[full, Unserved("no worker"), KeyError("a"), Poisonous("it kills")])
+    edge = edge_over(service, database)
+    async with clients_of(edge) as (client,), running(edge):
+        batch = await ended(client, await started(client, jsonl(*(line(str(at)) for at in range(9)))))
+        assert (batch.status, batch.request_counts.failed) == ("completed", 2)
+        errors = await lines_of(client, batch.error_file_id)
+        codes = {each["response"]["body"]["error"]["code"] for each in errors.values()}
+        assert codes == {"internal_error", "poisonous"}
+        assert len(await lines_of(client, batch.output_file_id)) == 7
+
+
+async def test_cancelled_batch_keeps_what_is_answered(
+    database: DatabaseSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_lane, "LINES", 1)
+    service = Stalling(saying("a b c"), free=2)
+    edge = edge_over(service, database)
+    async with clients_of(edge) as (client,), running(edge):
+        lines = [line(f"{at}", messages=[{"role": "user", "content": f"{at}"}]) for at in range(5)]
+        batch = await started(client, jsonl(*lines))
+        await completed(client, batch, 2)
+        await service.stalled.wait()
+        assert (await client.batches.cancel(batch.id)).status == "cancelling"
+        batch = await ended(client, batch)
+        assert (batch.status, batch.error_file_id) == ("cancelled", None)
+        assert len(await lines_of(client, batch.output_file_id)) == 2
+        assert (await client.batches.cancel(batch.id)).status == "cancelled"
+
+
+async def test_expired_batch_names_the_lines_without_an_answer(database: DatabaseSettings) -> None:
+    now_s = [NOW_S]
+    service = FakeService(saying("a"), stall_at=0)
+    edge = edge_over(service, database, unix_time_s=lambda: now_s[0])
+    async with clients_of(edge) as (client,), running(edge):
+        batch = await started(client, jsonl(line("a"), line("b")), completion_window="1m")
+        await service.stalled.wait()
+        now_s[0] += 61
+        batch = await ended(client, batch)
+        assert (batch.status, batch.output_file_id) == ("expired", None)
+        errors = await lines_of(client, batch.error_file_id)
+        assert {name: each["error"]["code"] for name, each in errors.items()} == dict.fromkeys(
+            "ab", "batch_expired"
+        )
+
+
+async def test_one_edge_runs_a_batch_and_another_goes_on_when_it_is_gone(database: DatabaseSettings) -> None:
+    now_s = [NOW_S]
+    first, second = Stalling(saying("a"), free=99), Stalling(saying("a"), free=99)
+    edges = [edge_over(service, database, unix_time_s=lambda: now_s[0]) for service in (first, second)]
+    lines = [line(f"{at}", messages=[{"role": "user", "content": f"{at}"}]) for at in range(40)]
+    async with clients_of(*edges) as (client, _):
+        async with running(*edges):
+            batch = await ended(client, await started(client, jsonl(*lines)))
+            assert len(await lines_of(client, batch.output_file_id)) == 40
+        assert sorted([len(first.requests), len(second.requests)]) == [0, 40]
+        second.requests.clear()
+        first.free = len(first.requests) + 5
+        async with running(edges[0]):
+            batch = await started(client, jsonl(*lines))
+            await completed(client, batch, 5)
+            await first.stalled.wait()
+        async with running(edges[1]):
+            await asyncio.sleep(0.1)
+            assert second.requests == [], "the lease has not run out"
+            now_s[0] += LEASE_S + 1
+            batch = await ended(client, batch)
+        assert batch.request_counts.completed == 40
+        assert len(await lines_of(client, batch.output_file_id)) == 40
+        assert len(second.requests) == 35
+
+
+async def test_other_tenants_find_nothing_and_a_lost_key_ends_its_batches(database: DatabaseSettings) -> None:
+    keys = ("mine", "yours")
+    service = FakeService(saying("a"))
+    edge = edge_over(service, database, keys)
+    async with clients_of(edge, keys=keys) as (mine, yours):
+        batch = await started(mine, jsonl(line("a")))
+        for attempt in (
+            yours.files.retrieve(batch.input_file_id),
+            yours.files.content(batch.input_file_id),
+            yours.files.delete(batch.input_file_id),
+            yours.batches.retrieve(batch.id),
+            yours.batches.cancel(batch.id),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await attempt
+        assert (await yours.files.list()).data == (await yours.batches.list()).data == []
+        with pytest.raises(openai.BadRequestError, match="not found"):
+            await yours.batches.create(
+                input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h"
+            )
+        known = edge.keys.known
+        edge.keys.replace([key for key in known if key.tenant == "yours"])
+        async with running(edge):
+            assert edge.records is not None
+            found: dict[str, Any] = {"status": ""}
+            while found["status"] not in ENDED:
+                await asyncio.sleep(POLL_S)
+                found = await edge.records.read("tenant:mine", TenantBatches, lambda own: own.batch(batch.id))
+        edge.keys.replace(known)
+        batch = await mine.batches.retrieve(batch.id)
+        assert (batch.status, batch.errors.data[0].code) == ("failed", "invalid_api_key")
+        async with running(edge):
+            batch = await ended(mine, await started(mine, jsonl(line("a"))))
+        assert batch.status == "completed"
+    assert {request.tenant for request in service.requests} == {"tenant:mine"}
+
+
+async def test_file_is_bounded_checked_and_comes_back(
+    database: DatabaseSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "FILE_BYTES_MAX", 3 << 20)
+    content = bytes(range(256)) * (10 << 10)  # in several parts, no text
+    async with clients(FakeService(saying("a")), database) as (client,):
+        file = await client.files.create(
+            file=("a b\x00/ü.bin", BytesIO(content)),
+            purpose="user_data",
+            expires_after={"anchor": "created_at", "seconds": 3600},
+        )
+        assert (file.bytes, file.expires_at - file.created_at) == (len(content), 3600)
+        assert (await client.files.content(file.id)).content == content
+        with pytest.raises(openai.APIStatusError) as refused:
+            await client.files.create(file=BytesIO(b"a" * (3 << 20 | 1)), purpose="batch")
+        assert refused.value.status_code == 413
+        for wrong in ({"purpose": "vision"}, {"purpose": "batch", "expires_after": {"seconds": 5}}):
+            with pytest.raises(openai.BadRequestError):
+                await client.files.create(file=BytesIO(b"a"), **wrong)
+        with pytest.raises(openai.BadRequestError, match="purpose of this file"):
+            await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        batch = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
+        for wrong in (
+            {"endpoint": "/v1/moderations"},
+            {"completion_window": "soon"},
+            {"completion_window": "9d"},
+        ):
+            with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
+                await client.batches.create(**{**batch, **wrong})
+        monkeypatch.setattr(files, "TENANT_BYTES_MAX", len(content))
+        with pytest.raises(openai.APIStatusError, match="delete some"):
+            await client.files.create(file=BytesIO(b"a"), purpose="batch")
+        assert [each.id async for each in await client.files.list(limit=1, order="asc")] == [file.id]
+        await client.files.delete(file.id)
+        url = f"{client.base_url}files"
+        async with httpx.AsyncClient() as plain:
+            for headers, body in (
+                ({"content-type": "application/json"}, b"{}"),
+                ({"content-type": "multipart/form-data"}, b"{}"),
+                ({"content-type": "multipart/form-data; boundary=x"}, b"--x\r\n\r\n\r\n--x--\r\n"),
+                ({"content-type": "multipart/form-data; boundary=x"}, b"--x\r\n" + b"a" * 9000),
+                (
+                    {"content-type": "multipart/form-data; boundary=x"},
+                    b'--x\r\ncontent-disposition: form-data; name="file"\r\n\r\ncut',
+                ),
+            ):
+                reply = await plain.post(url, headers=headers, content=body)
+                assert reply.status_code in {400, 415}, reply.text
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["file", "purpose"]), st.binary(max_size=90)), min_size=1, max_size=4),
+    st.lists(st.integers(1, 30)),
+)
+def test_form_is_read_whatever_the_pieces(parts: list[tuple[str, bytes]], cuts: list[int]) -> None:
+    boundary = b"boundary-of-a-form"
+    body = b"".join(
+        b'--%b\r\nContent-Disposition: form-data; name="%b"; filename="a"\r\n\r\n%b\r\n'
+        % (boundary, name.encode(), data)
+        for name, data in parts
+    )
+    reader = MultipartReader(f'multipart/form-data; boundary="{boundary.decode()}"')
+    found: list[tuple[Any, bytes]] = []
+    for piece in pieces(b"preamble\r\n" + body + b"--" + boundary + b"--\r\n", cuts):
+        for part, data in reader.feed(piece):
+            if found and found[-1][0] is part:
+                found[-1] = (part, found[-1][1] + data)
+            else:
+                found.append((part, data))
+    assert reader.has_ended
+    whole = [(part.name, data) for part, data in found]
+    assert whole == parts
+
+
+def test_form_without_its_boundary_is_refused() -> None:
+    for wrong in ("", "application/json", "multipart/form-data", "multipart/mixed; boundary=a"):
+        with pytest.raises(RequestError, match="send a form"):
+            MultipartReader(wrong)
