@@ -61,7 +61,7 @@ class Grammar:
     Lark form of llguidance, or a JSON list of texts to choose from; empty for json_object.
 
     frame      a Lark grammar of the whole answer, in which @answer stands for it; empty: it is all
-    otherwise  a grammar that the answer may match instead
+    otherwise  a grammar that the answer may match instead; its own stands in for it if it cannot be followed
     """
 
     kind: GrammarKind

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -99,8 +98,14 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar, lexer_states: int)
     `lexer_states`. Raises RequestError."""
     if grammar.otherwise is None:
         return _compile_one(tokenizer, grammar, lexer_states)
-    parts = (replace(grammar, otherwise=None), replace(grammar.otherwise, otherwise=None))
-    return Alternatives([_compile_one(tokenizer, part, lexer_states // len(parts)) for part in parts])
+    first = _compile_one(tokenizer, grammar, lexer_states // 2)
+    try:
+        second = _compile_one(tokenizer, grammar.otherwise, lexer_states // 2)
+    except RequestError:
+        if grammar.otherwise.otherwise is None:
+            raise
+        second = _compile_one(tokenizer, grammar.otherwise.otherwise, lexer_states // 2)
+    return Alternatives([first, second])
 
 
 def _compile_one(tokenizer: LLTokenizer, grammar: Grammar, lexer_states: int) -> LLMatcher:

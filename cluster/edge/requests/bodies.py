@@ -185,11 +185,11 @@ class ChatBody(Body):
         """Return the variables of the chat template."""
         return {**self.effort(), **self.chat_template_kwargs}
 
-    def thinks(self) -> bool:
-        """Return whether the model may begin a thought: thinking is not disabled, and an answer begins."""
+    def thinks(self) -> bool | None:
+        """Return whether the model is asked to think or not to; None: neither."""
         options = self.template_options()
-        disabled = any(options.get(name) is False for name in ("enable_thinking", "thinking"))
-        return not disabled and not self.continue_final_message
+        asked = [options[name] for name in ("enable_thinking", "thinking") if name in options]
+        return False if False in asked or self.continue_final_message else True in asked or None
 
     def num_logprobs(self) -> int | None:
         """Return the number of alternatives per token; None: no logprobs. Raises RequestError."""

@@ -10,7 +10,7 @@ from random import Random
 from typing import Literal, ParamSpec, TypeVar
 
 from tidemill.cluster.edge.cache_misses import Show
-from tidemill.cluster.edge.chat.formats import CALL_END, FINAL, RETURN, START
+from tidemill.cluster.edge.chat.formats import CALL_END, FINAL, RETURN, START, Thinking
 from tidemill.cluster.edge.chat.output.detokenizer import Ending
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
 from tidemill.cluster.edge.chat.request.answer_grammar import ROLE, behind_thought, words_or_calls
@@ -272,9 +272,9 @@ class Intake:
         style = self._tokenizer.style
         reasoning, tail = style.reasoning, text_of(self._tokenizer, tokens[-TAIL_TOKENS:])
         thinking = reasoning is not None and reasoning.open_behind(tail)
-        may_think = reasoning is not None and body.thinks() and not reasoning.closed_behind(tail)
+        thinks = thinking or (reasoning is not None and self._may_think(body, reasoning, tail))
         return OutputFormat(
-            reasoning=reasoning if thinking or may_think or not constrained else None,
+            reasoning=reasoning if thinks or not constrained else None,
             thinking=thinking,
             form=style.form if tools else None,
             calls_max=None if body.parallel_tool_calls and isinstance(body.tool_choice, str) else 1,
@@ -284,6 +284,14 @@ class Intake:
             channels=style.in_channels,
             begun=FINAL if body.continue_final_message else tail.rpartition(START)[2].removeprefix(ROLE),
         )
+
+    def _may_think(self, body: ChatBody, reasoning: Thinking, tail: str) -> bool:
+        """Return whether an answer may begin a thought: by a token, or where the client asks for it. Models
+        that do not reason would write on in a thought."""
+        asked = body.thinks()
+        if asked is not None or reasoning.closed_behind(tail):
+            return bool(asked) and not reasoning.closed_behind(tail)
+        return not reasoning.opens or any(tag in self._tokenizer.added for tag in reasoning.opens)
 
     async def completion(self, body: CompletionBody, caller: Caller) -> PreparedRequest:
         """Prepare a completion. Raises RequestError."""

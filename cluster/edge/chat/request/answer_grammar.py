@@ -7,6 +7,7 @@ A worker puts the constraint of the words, or the grammar of calls, where @answe
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from tidemill.cluster.edge.chat.formats import CHANNEL, CHANNELS, END, FINAL, MESSAGE, START
@@ -35,17 +36,17 @@ def words_or_calls(
     """Return the grammar of an answer that matches `words`, or calls tools if there are some. `added` has the
     texts that are single tokens.
 
-    The arguments follow their schemas, if a grammar can hold those.
+    The arguments follow their schemas, if a grammar can hold those and follow them.
     """
     before = FINAL if output_format.channels and output_format.begun in ("", THOUGHT) else ""
     answer = behind_thought(words, output_format, added, before)
     if not tools:
         return answer
-    try:
-        calls = forced(enforceable(tools)[0], output_format, added)
-    except RequestError:
-        calls = forced(free(tools, output_format), output_format, added)
-    return replace(answer, otherwise=behind_thought(calls, output_format, added))
+    calls = behind_thought(forced(free(tools, output_format), output_format, added), output_format, added)
+    with suppress(RequestError):
+        bound = forced(enforceable(tools)[0], output_format, added)
+        calls = replace(behind_thought(bound, output_format, added), otherwise=calls)
+    return replace(answer, otherwise=calls)
 
 
 def behind_thought(

@@ -70,6 +70,7 @@ THINKS: Any = {"extra_body": {"chat_template_kwargs": {"thinks": True}}}
 JSON: Any = {"response_format": {"type": "json_object"}}
 REGEX: Any = {"extra_body": {"structured_outputs": {"regex": "(?s)[A-Z].*"}}}
 UNMARKED: Any = {"add_generation_prompt": False}
+HIGH: Any = {"reasoning_effort": "high"}
 
 
 @cache
@@ -234,11 +235,12 @@ async def test_forced_call_follows_a_grammar(
     [
         (THINKS["extra_body"], ["Hm.</think>\n\n{}", "</think>{}"], ["{}", "Hm.{}"]),
         ({}, ["{}"], ["Hm.</think>{}", "<think>Hm.</think>{}"]),
-        (UNMARKED, ["{}", "<think>Hm.</think>{}", "<think></think>\n\n{}"], ["Hm.</think>{}"]),
+        (UNMARKED, ["{}"], ["<think>Hm.</think>{}", "Hm.</think>{}"]),
+        (UNMARKED | HIGH, ["{}", "<think>Hm.</think>{}", "<think></think>\n\n{}"], ["Hm.</think>{}"]),
         (UNMARKED | {"reasoning_effort": "none"}, ["{}"], ["<think>Hm.</think>{}"]),
         ({"continue_final_message": True}, ["{}"], ["<think>Hm.</think>{}"]),
         (TOOLS, ["{}", CALLING], [CALLING.replace("Emma", "Bob"), CALLING.replace("look", "leave"), "So"]),
-        (TOOLS | UNMARKED, [CALLING, f"<think>Hm.</think>\n\n{CALLING}"], [f"<think>{CALLING}"]),
+        (TOOLS | UNMARKED | HIGH, [CALLING, f"<think>Hm.</think>\n\n{CALLING}"], [f"<think>{CALLING}"]),
         (TOOLS | {"parallel_tool_calls": False}, [CALLING], [f"{CALLING}\n{CALLING}"]),
     ],
 )

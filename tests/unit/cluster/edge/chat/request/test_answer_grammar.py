@@ -12,6 +12,7 @@ from tests.support.workers.masks import accepts
 from tests.unit.cluster.edge.chat.request.test_tool_grammar import (
     ONCE,
     PAD,
+    SCHEMA,
     SCHEMAS,
     TOOLS,
     TWICE,
@@ -186,9 +187,16 @@ def test_only_a_call_of_an_offered_tool_at_the_start_is_one(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("more", [{"$defs": {"tags": {"title": "a" * GRAMMAR_BYTES_MAX}}}, {"not": {}}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"$defs": {"tags": {"title": "a" * GRAMMAR_BYTES_MAX}}},
+        {"not": {}},
+        {"properties": {**SCHEMA["properties"], "times": {"type": "integer", "minimum": "1"}}},
+    ],
+)
 def test_arguments_are_free_where_no_grammar_holds_their_schemas(form: str, more: dict[str, Any]) -> None:
-    """One schema is too long, another one asks for more than can be enforced."""
+    """One schema is too long, one asks for more than can be enforced, one is wrong."""
     function = Function(name="look", parameters={**SCHEMAS["look"], **more}, strict=True)
     manner = format_of(form, "none")
     raw, grammars = vocabulary()
