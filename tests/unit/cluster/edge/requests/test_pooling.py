@@ -7,6 +7,7 @@ import json
 import math
 import struct
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -29,7 +30,9 @@ from tests.support.cluster.openai_talk import conversing
 from tidemill.cluster.edge.apis.pooling_body import INPUTS_MAX
 from tidemill.cluster.edge.chat.text import text_of
 from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
+from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.cluster.edge.requests.models import ServedBackend
+from tidemill.cluster.settings import ChatSettings
 from tidemill.workers.messages import Pooling, Request, Unserved
 
 EMBED = Pooling(kind="embed", size=4)
@@ -306,3 +309,30 @@ def test_the_list_of_requests_has_them() -> None:
     (row,) = call(app, "GET", "/cluster/requests").json()["requests"]
     assert (row["kind"], row["choices"], row["finish"], row["prompt_tokens"]) == ("embeddings", 2, "stop", 3)
     assert json.dumps(row)
+
+
+QWEN = """{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and enable_thinking is false %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+"""The part of Qwen3's chat template that a chat without tools runs."""
+
+
+def test_prompt_of_qwen3_reranker_is_the_published_one(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(QWEN)
+    tokens = load_tokenizer(KEEPER, ChatSettings(template=str(template)))
+    service = served(RANK)
+    call(app_of(service, tokens), "POST", RERANK, json={"query": "What is it?", "documents": ["It is it."]})
+    assert text_of(tokens, service.requests[0].tokens) == (
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
+        'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+        "<|im_start|>user\n<Instruct>: Given a web search query, retrieve relevant passages that answer the "
+        "query\n"
+        "<Query>: What is it?\n<Document>: It is it.<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
