@@ -240,6 +240,17 @@ def test_chat_finds_the_prefix_that_was_warmed(server: Server) -> None:
     assert gone.json() == {"id": first["id"], "object": "prefix", "deleted": True}
 
 
+def test_tokens_in_and_out_are_those_of_a_completion(server: Server) -> None:
+    sampling: dict[str, Any] = {"max_tokens": 20, "temperature": 0.7, "seed": 5, "logprobs": 0}
+    prompt = [5, 80, 200, 7] * 30
+    [choice] = post(server, "/v1/completions", prompt=prompt, return_token_ids=True, **sampling)["choices"]
+    reply = post(server, "/inference/v1/generate", token_ids=prompt, sampling_params=sampling)
+    assert reply["choices"][0]["token_ids"] == choice["token_ids"]
+    assert reply["choices"][0]["finish_reason"] == choice["finish_reason"]
+    logprobs = [entry["logprob"] for entry in reply["choices"][0]["logprobs"]["content"]]
+    assert logprobs[: len(choice["logprobs"]["token_logprobs"])] == choice["logprobs"]["token_logprobs"]
+
+
 @pytest.mark.parametrize(
     "hints",
     [

@@ -142,7 +142,7 @@ def literal_of(text: str, added: Mapping[str, int]) -> str:
     """Return a text as a grammar literal, with single tokens where parts of it are some."""
     if NUMBER in text:
         before, _, behind = text.partition(NUMBER)
-        return _in_order(literal_of(before, added), "/[0-9]+/", literal_of(behind, added))
+        return _in_order(literal_of(before, added), "/[0-9]{1,4}/", literal_of(behind, added))
     there = sorted((tag for tag in added if tag in text), key=len, reverse=True)
     parts = re.split(f"({'|'.join(map(re.escape, there))})", text) if there else [text]
     return " ".join(f"<[{added[part]}]>" if part in there else quoted(part) for part in parts if part)
