@@ -77,7 +77,8 @@ class _Message(Writer):
         return map(_event, events) if self._streams else ()
 
     def error(self, body: Mapping[str, object]) -> Iterable[bytes]:
-        kind = cast("Mapping[str, object]", body["error"])["type"]
+        error = cast("Mapping[str, object]", body["error"])
+        kind = "overloaded_error" if error["code"] == "unserved" else error["type"]
         status = next((status for status, name in ERROR_TYPES.items() if name == kind), 500)
         return (event(error_reply(status, body), "error"),)
 

@@ -76,9 +76,10 @@ class MessagesBody(BaseModel):
     def chat(self, kind: type[ChatBody] = AgentChat) -> ChatBody:
         """Return the chat that is asked for. Raises RequestError."""
         passed_on = {name: value for name, value in (self.model_extra or {}).items() if name not in OF_CHATS}
+        newest = self._newest()
         turns = [
             *self._system(),
-            *(turn for index in range(len(self.messages)) for turn in self._turns(index)),
+            *(turn for index in range(len(self.messages)) for turn in self._turns(index, newest)),
         ]
         fields: Block = {
             **{name: value for name, value in passed_on.items() if name not in WITHOUT_EFFECT},
@@ -111,7 +112,16 @@ class MessagesBody(BaseModel):
         if any(part["text"] for part in parts):
             yield {"role": "system", "content": parts}
 
-    def _turns(self, index: int) -> Iterator[Turn]:
+    def _newest(self) -> int:
+        """Return the index of the last message with more than results of tools, if it is a user's, else -1.
+        Only there a block that cannot be read is refused: an image in the history must not end a session."""
+        for index in reversed(range(len(self.messages))):
+            turn = self.messages[index]
+            if turn.get("role") != "user" or not _has_results_alone(turn.get("content")):
+                return index if turn.get("role") == "user" else -1
+        return -1
+
+    def _turns(self, index: int, newest: int) -> Iterator[Turn]:
         """Yield the messages of a chat that one message stands for. Raises RequestError."""
         turn, where = self.messages[index], f"messages[{index}]"
         content = turn.get("content")
@@ -124,7 +134,7 @@ class MessagesBody(BaseModel):
                     if block.get("type") == "tool_result":
                         yield _result(block, f"{where}.content[{at}]")
                     else:
-                        own.append(block)
+                        own.append(block if index == newest else _readable(block))
                 if own or not content:
                     yield {"role": role, "content": _parts(own, f"{where}.content")}
             case _:
@@ -221,14 +231,23 @@ def _text(block: Any) -> str | None:  # noqa: ANN401 - as JSON has it
             return None
 
 
+def _readable(block: Block) -> Block:
+    """Return the block, or a text that marks it, which is the same in each turn."""
+    return block if _text(block) is not None else {"type": "text", "text": UNREAD.format(block.get("type"))}
+
+
+def _has_results_alone(content: object) -> bool:
+    return isinstance(content, list) and all(
+        isinstance(block, dict) and cast("Block", block).get("type") == "tool_result"
+        for block in cast("list[object]", content)
+    )
+
+
 def _result(block: Block, where: str) -> Turn:
     """Return the message with the result of a tool."""
     content = block.get("content")
-    blocks = [
-        inner if _text(inner) is not None else {"type": "text", "text": UNREAD.format(inner.get("type"))}
-        for inner in _blocks("" if content is None else content, f"{where}.content")
-    ]
-    parts = _parts(blocks, f"{where}.content")
+    blocks = _blocks("" if content is None else content, f"{where}.content")
+    parts = _parts([_readable(inner) for inner in blocks], f"{where}.content")
     if block.get("is_error") is True:
         parts.insert(0, {"type": "text", "text": "Error: "})
     if block.get("cache_control") is not None:

@@ -52,6 +52,7 @@ class _Items(Writer):
     ) -> None:
         super().__init__(UsageCounter(job))
         self._storage = storage
+        self._sampling = job.requests[0].sampling
         self.id = reply_id
         self._model = model
         self._body = body
@@ -118,11 +119,11 @@ class _Items(Writer):
             "background": False,
             "reasoning": {"effort": body.reasoning.effort, "summary": None},
             "store": self._storage is not None and self._storage.keeps_body,
-            "temperature": body.temperature,
+            "temperature": self._sampling.temperature,
             "text": {"format": body.text.format},
             "tool_choice": _choice(body),
             "tools": [tool.model_dump(exclude_none=True) for tool in body.tools],
-            "top_p": body.top_p,
+            "top_p": self._sampling.top_p,
             "truncation": "disabled",
             "usage": None if status == "in_progress" else self._usage(),
         }

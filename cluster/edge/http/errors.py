@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
 from tidemill.cluster.edge.apis.json_bytes import json_bytes
 from tidemill.cluster.edge.apis.messages import PATH as MESSAGES
@@ -14,6 +15,8 @@ from tidemill.cluster.edge.apis.messages import error_reply
 from tidemill.cluster.edge.chat.request.validation import request_error
 from tidemill.cluster.edge.requests.errors import error_body, error_of, headers_of
 from tidemill.kvstore.errors import TidemillError
+
+MODELS = "/v1/models"
 
 
 class JsonReply(JSONResponse):
@@ -23,9 +26,12 @@ class JsonReply(JSONResponse):
         return json_bytes(content)
 
 
-def shaped(path: str, status: int, body: dict[str, object]) -> dict[str, object]:
-    """Return an error in the shape of the API of this path."""
-    return error_reply(status, body) if path.startswith(MESSAGES) else body
+def shaped(scope: Scope, status: int, body: dict[str, object]) -> dict[str, object]:
+    """Return an error in the shape of the API of this path, of which two have models."""
+    path: str = scope["path"]
+    has_version = any(name == b"anthropic-version" for name, _ in scope["headers"])
+    is_theirs = path.startswith(MESSAGES) or (path.startswith(MODELS) and has_version)
+    return error_reply(status, body) if is_theirs else body
 
 
 def add_error_replies(app: FastAPI, count: Callable[[int], None]) -> None:
@@ -34,7 +40,7 @@ def add_error_replies(app: FastAPI, count: Callable[[int], None]) -> None:
     async def expected(request: Request, error: Exception) -> Response:
         status, body = error_of(error)
         count(status)
-        return JsonReply(shaped(request.url.path, status, body), status, headers_of(error))
+        return JsonReply(shaped(request.scope, status, body), status, headers_of(error))
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -48,7 +54,7 @@ def add_error_replies(app: FastAPI, count: Callable[[int], None]) -> None:
         }.get(error.status_code, str(error.detail))
         count(error.status_code)
         body = error_body(error.status_code, message, None, None)
-        body = shaped(request.url.path, error.status_code, body)
+        body = shaped(request.scope, error.status_code, body)
         return JsonReply(body, error.status_code, error.headers)
 
     app.add_exception_handler(TidemillError, expected)

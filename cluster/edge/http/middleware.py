@@ -157,7 +157,7 @@ class EdgeMiddleware:
     def _error_reply(self, error: Exception, scope: Scope) -> tuple[int, dict[str, object]]:
         status, reply = error_of(error)
         self._count(status)
-        return status, shaped(scope["path"], status, reply)
+        return status, shaped(scope, status, reply)
 
 
 class _JsonRequest(Request):

@@ -255,7 +255,8 @@ def test_sampling_defaults_are_those_of_the_generation_config(tmp_path: Path) ->
     service = FakeService(saying(" a"))
     app = build_app([ServedBackend(service, tokenizer)], sources())
     for path_of_api, body in (("completions", {"prompt": "a"}), ("responses", {"input": "a"})):
-        call(app, "POST", f"/v1/{path_of_api}", json=body)
+        found = call(app, "POST", f"/v1/{path_of_api}", json=body).json()
+        assert found.get("temperature", 0.6) == 0.6, "a response has what was used"
         call(app, "POST", f"/v1/{path_of_api}", json=body | {"temperature": 0})
     drawn = [(request.sampling.temperature, request.sampling.top_k) for request in service.requests]
     assert drawn == [(0.6, 20), (0.0, 20)] * 2

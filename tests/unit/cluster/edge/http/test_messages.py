@@ -16,7 +16,7 @@ from tests.support.cluster.openai_talk import ARGUMENTS
 from tests.unit.cluster.edge.http.test_responses import app_over
 from tests.unit.cluster.edge.http.test_tools import CALLING, prompts_of
 from tidemill.cluster.edge.apis.messages_body import MessagesBody
-from tidemill.workers.messages import Unserved
+from tidemill.workers.messages import RequestError, Unserved
 
 LOOK: Any = {"name": "look", "description": "Looks for a person.", "input_schema": ARGUMENTS}
 HELLO: Any = [{"role": "user", "content": "Hello!"}]
@@ -237,14 +237,50 @@ async def test_bad_bodies_are_refused_in_the_shape_of_the_api(fields: Any, messa
         assert refused.value.body["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    "later",
+    [
+        [{"role": "assistant", "content": "No."}, {"role": "user", "content": "Then read on."}],
+        [{"role": "user", "content": [text("Then read on.")]}],
+        [
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "look", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "b"}]},
+        ],
+    ],
+)
+def test_image_of_an_earlier_turn_is_marked_and_a_new_one_refused(later: list[Any]) -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aa"}}
+    asked: list[Any] = [*HELLO, {"role": "user", "content": [text("See: "), image]}]
+    assert turns(messages=[*asked, *later])[1] == ("user", "See: [image: this model reads text alone]")
+    results = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [image]}]}
+    for new in (asked, [*asked, results]):
+        with pytest.raises(RequestError, match=r"content\[1\]: 'image' is not supported: send text"):
+            turns(messages=new)
+
+
 async def test_errors_before_and_within_a_stream() -> None:
     service = FakeService(saying("She is in the tower."), fail_at=3, failure=Unserved("no worker is left"))
     async with conversing(service) as client:
         with pytest.raises(anthropic.NotFoundError):
             await client.messages.create(model="other", max_tokens=9, messages=HELLO)
-        with pytest.raises(anthropic.APIStatusError, match="no worker is left"):
+        with pytest.raises(anthropic.APIStatusError, match="no worker is left") as cut:
             async with client.messages.stream(model="keeper", max_tokens=9, messages=HELLO) as stream:
                 await stream.get_final_message()
+        assert isinstance(cut.value.body, dict)
+        assert cut.value.body["error"]["type"] == "overloaded_error"
+
+
+async def test_errors_of_models_are_in_the_shape_that_its_clients_read() -> None:
+    async with conversing(FakeService(saying("a"))) as client:
+        with pytest.raises(anthropic.NotFoundError) as refused:
+            await client.models.retrieve("other")
+    assert isinstance(refused.value.body, dict)
+    assert refused.value.body["error"]["type"] == "not_found_error"
+
+
+def test_errors_of_models_have_the_shape_of_openai_for_others() -> None:
+    other = call(app_over(FakeService(saying("a"))), "GET", "/v1/models/other").json()
+    assert other["error"]["code"] == "model_not_found"
 
 
 async def test_models_are_as_its_clients_want_them() -> None:
