@@ -91,7 +91,8 @@ async def _outages(rng: Random, store: FaultyStore, pause_s_max: float) -> None:
         finally:
             store.recover()
         if rng.random() < 0.2:
-            await store.sealed.remove(list(store.sealed.objects))
+            for key in list(store.objects):
+                store.forget(key)
 
 
 @asynccontextmanager

@@ -1,7 +1,6 @@
 """A page store that fails in every way that its contract allows, in virtual time."""
 
 import asyncio
-import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -10,21 +9,14 @@ from random import Random
 
 from tidemill.kvstore.keys import ObjectKey
 from tidemill.kvstore.stores.memory_store import MemoryStore
-from tidemill.kvstore.stores.page_store import (
-    Got,
-    Put,
-    StoreCounters,
-    StoredObject,
-    StoreStats,
-    finish,
-    full_after,
-)
+from tidemill.kvstore.stores.page_store import Got, Put, StoreCounters, StoreStats, finish, full_after
+from tidemill.kvstore.stores.seal import PLAIN, Sealing
 
 CAPACITY_BYTES = 1 << 40
 
 
-class FaultyStore:
-    """Real seals over a memory store. Equal `rng` and equal order of calls give equal faults.
+class FaultyStore(MemoryStore):
+    """A memory store with faults. Equal `rng` and equal order of calls give equal faults.
 
     drop, refuse    probability per object put: STORED but lost immediately; FULL, with the rest SKIPPED
     evict, corrupt  probability per call: a random object disappears; a random bit of one flips
@@ -45,12 +37,13 @@ class FaultyStore:
         refuse: float = 0.0,
         delay_s_max: float = 0.0,
         capacity_bytes: int = CAPACITY_BYTES,
+        sealing: Sealing = PLAIN,
     ) -> None:
+        super().__init__(capacity_bytes, sealing)
         self.is_down = False
         self._blocks_s = 0.0
         self._is_up = asyncio.Event()
-        self.sealed = MemoryStore(capacity_bytes)
-        self._counters = StoreCounters()
+        self._asked = StoreCounters()
         self._rng = rng
         self._drop = drop
         self._evict = evict
@@ -69,44 +62,32 @@ class FaultyStore:
 
     async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
         outcomes = await finish(asyncio.ensure_future(self._put(objects)))
-        self._counters.add_put(objects, outcomes)
+        self._asked.add_put(objects, outcomes)
         return outcomes
 
     async def get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
         outcomes = await finish(asyncio.ensure_future(self._get(wanted)))
-        self._counters.add_get(wanted, outcomes)
+        self._asked.add_get(wanted, outcomes)
         return outcomes
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
         await self._answers()
-        return [False] * len(keys) if self.is_down else await self.sealed.contains(keys)
+        return [False] * len(keys) if self.is_down else await super().contains(keys)
 
     async def remove(self, keys: Sequence[ObjectKey]) -> None:
         await self._answers()
-        await self.sealed.remove(keys)
+        await super().remove(keys)
 
     async def demote(self, keys: Sequence[ObjectKey]) -> None:
         await self._pause()
-        await self.sealed.demote(keys)
-
-    async def list_objects(self) -> list[StoredObject]:
-        return await self.sealed.list_objects()
-
-    def register(self, memory: memoryview) -> None:
-        pass
-
-    def patience_s(self, num_bytes: int) -> float:  # noqa: ARG002  it is slow, and never too late
-        return math.inf
+        await super().demote(keys)
 
     def stats(self) -> StoreStats:
-        held = self.sealed.stats()
-        counts = self._counters.stats(
+        held = super().stats()
+        asked = self._asked.stats(
             objects=held.objects, num_bytes=held.bytes, capacity_bytes=held.capacity_bytes
         )
-        return replace(counts, evicted=held.evicted)
-
-    async def close(self) -> None:
-        await self.sealed.close()
+        return replace(asked, evicted=held.evicted)
 
     async def _put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
         offered = list(takewhile(lambda _: self._rng.random() >= self._refuse, objects))
@@ -117,21 +98,21 @@ class FaultyStore:
         if all(outcome.is_there for outcome in outcomes):
             outcomes += (await self._put_now(offered))[first:]
         for (key, _), outcome in zip(offered, outcomes, strict=False):
-            if outcome is Put.STORED and self._rng.random() < self._drop and key in self.sealed.objects:
-                self.sealed.forget(key)
+            if outcome is Put.STORED and self._rng.random() < self._drop and key in self.objects:
+                self.forget(key)
         return outcomes + full_after(outcomes, objects)
 
     async def _put_now(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
         if self.is_down:
             return [Put.UNREACHABLE, *[Put.SKIPPED] * (len(objects) - 1)][: len(objects)]
-        return await self.sealed.put(objects)
+        return await super().put(objects)
 
     async def _get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
         await self._answers()
         for _, view in wanted:
             view[:] = self._rng.randbytes(view.nbytes)
         await self._pause()
-        return [Got.UNREACHABLE] * len(wanted) if self.is_down else await self.sealed.get(wanted)
+        return [Got.UNREACHABLE] * len(wanted) if self.is_down else await super().get(wanted)
 
     async def _answers(self) -> None:
         """Pause, and while the store is down for as long as its calls block."""
@@ -143,9 +124,9 @@ class FaultyStore:
 
     async def _pause(self) -> None:
         await asyncio.sleep(self._rng.random() * self._delay_s_max)
-        held = self.sealed.objects
+        held = self.objects
         if held and self._rng.random() < self._evict:
-            self.sealed.forget(self._rng.choice(list(held)))
+            self.forget(self._rng.choice(list(held)))
         if held and self._rng.random() < self._corrupt:
             damaged = held[self._rng.choice(list(held))]
             damaged[self._rng.randrange(len(damaged))] ^= 1 << self._rng.randrange(8)

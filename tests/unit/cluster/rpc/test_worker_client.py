@@ -5,13 +5,12 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from random import Random
 
 import pytest
 
 from tests.support.cluster.fake_engine import FakeEngine, pooled
 from tests.support.cluster.scripted_engine import FIRST, WORKER, answer_of, fails, frontend, request
-from tests.support.e2e.link import Link, Weather
+from tests.support.e2e.link import Link
 from tests.support.grpc_loop import IN_GRPC_LOOP
 from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.cluster.worker.server import WorkerServer
@@ -24,10 +23,9 @@ class Line:
     """A connection to a worker, through a proxy that resets it at its next bytes on demand."""
 
     def __init__(self) -> None:
-        self.storms: list[Weather] = []
+        self.link = Link()
         self.engine = FakeEngine()
         self.plane = WorkerServer(self.engine, WORKER)
-        self.link = Link(lambda: self.storms.pop() if self.storms else Weather(), Random(1))
 
     async def first(self, call: Awaitable[Delta], name: str, *, alone: bool = False) -> None:
         """Return when the call has its first token."""
@@ -44,7 +42,7 @@ class Line:
 @asynccontextmanager
 async def line() -> AsyncGenerator[tuple[Line, WorkerClients, str]]:
     here = Line()
-    address = await asyncio.to_thread(here.link.to, await here.plane.start("127.0.0.1"))
+    address = await here.link.to(await here.plane.start("127.0.0.1"))
     try:
         async with frontend() as peers:
             yield here, peers, address
@@ -59,10 +57,10 @@ async def test_worker_that_still_runs_is_called_again(num_resets: int, *, alone:
     async with line() as (here, peers, address):
         async with aclosing(answer_of(peers, request("a"), address)) as deltas:
             await here.first(anext(deltas), "a", alone=alone)
-            here.storms += [Weather(reset_share=1.0)] * num_resets
+            here.link.resets = num_resets
             here.engine.step(("a", FIRST))
             assert "still runs" in await fails(anext(deltas), PagesMissing)
-        assert not here.storms
+        assert not here.link.resets
         assert 1 <= here.link.num_resets <= num_resets
         await here.engine.until(lambda engine: not engine.calls)
         async with aclosing(answer_of(peers, request("b"), address)) as deltas:
@@ -71,7 +69,7 @@ async def test_worker_that_still_runs_is_called_again(num_resets: int, *, alone:
 
 async def test_connection_that_breaks_before_its_first_answer_is_no_loss() -> None:
     async with line() as (here, peers, address):
-        here.storms.append(Weather(reset_share=1.0))
+        here.link.resets = 1
         async with aclosing(answer_of(peers, request("a"), address)) as deltas:
             assert "still runs" in await fails(anext(deltas), PagesMissing)
         assert here.link.num_resets == 1

@@ -66,9 +66,8 @@ class Memory:
 @dataclass
 class FaultlessMemory(Memory):
     def open(self, capacity_bytes: int = AMPLE_BYTES, sealing: Sealing = PLAIN) -> PageStore:
-        faultless = FaultyStore(Random(1), capacity_bytes=capacity_bytes)
-        self.store = faultless.sealed = MemoryStore(capacity_bytes, sealing)
-        return faultless
+        self.store = FaultyStore(Random(1), capacity_bytes=capacity_bytes, sealing=sealing)
+        return self.store
 
 
 @dataclass
