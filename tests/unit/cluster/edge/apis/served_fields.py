@@ -22,8 +22,9 @@ from openai.types.embedding_create_params import EmbeddingCreateParams
 from openai.types.responses import response_create_params as responses
 
 from tests.support.cluster.fake_service import FakeService, app_over, call, saying
+from tidemill.cluster.edge.apis.generate import GenerateBody
 from tidemill.cluster.edge.apis.messages_body import MessagesBody
-from tidemill.cluster.edge.apis.pooling_body import EmbeddingBody, RerankBody, ScoreBody
+from tidemill.cluster.edge.apis.pooling_body import EmbeddingBody, PoolingBody, RerankBody, ScoreBody
 from tidemill.cluster.edge.apis.responses_body import ResponsesBody
 from tidemill.cluster.edge.requests.bodies import UNSUPPORTED, ChatBody, CompletionBody, unsupported_field
 from tidemill.workers.messages import RequestError
@@ -42,8 +43,9 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "/v1/embeddings": (EmbeddingBody, {"input": "Hello!"}),
     "/v1/rerank": (RerankBody, {"query": "Hello!", "documents": ["a", "b"]}),
     "/v1/score": (ScoreBody, {"text_1": "Hello!", "text_2": ["a", "b"]}),
+    "/inference/v1/generate": (GenerateBody, {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2}}),
 }
-CHAT, COMPLETION, RESPONSE, MESSAGE, EMBEDDING, RERANK, SCORE = BODIES
+CHAT, COMPLETION, RESPONSE, MESSAGE, EMBEDDING, RERANK, SCORE, TOKENS = BODIES
 GENERATING, POOLING = f"{CHAT} {COMPLETION} {RESPONSE}", f"{EMBEDDING} {RERANK} {SCORE}"
 SDKS = {
     CHAT: ("OpenAI", chats.CompletionCreateParamsBase),
@@ -73,6 +75,9 @@ VLLM = {
         chat_template_kwargs""",
     RERANK: "query documents top_n",
     SCORE: "text_1 text_2",
+    TOKENS: """token_ids sampling_params model request_id stream stream_options cache_salt priority features
+        token_offsets content_parts reasoning_ended reasoning_parser_kwargs return_token_ids output_mode
+        kv_transfer_params ec_transfer_params""",
 }
 SGLANG = {
     f"{CHAT} {COMPLETION}": """regex ebnf stop_regex no_stop_trim lora_path session_params extra_key rid
@@ -110,7 +115,8 @@ EXAMPLES: dict[str, Any] = {
     "output_config": {"effort": "low"}, "cache_control": {"type": "ephemeral"}, "priority": 1,
     "session_id": "s", "cache_salt": "a", "extra_key": "a", "prompt_cache_key": "a",
     "prompt_cache_retention": "24h", "store": True, "previous_response_id": "resp_1",
-    "conversation": "conv_1", "encoding_format": "base64", "dimensions": 4, "use_activation": False,
+    "conversation": "conv_1", "token_ids": [5, 6], "sampling_params": {"n": 2}, "encoding_format": "base64",
+    "dimensions": 4, "use_activation": False,
     "embed_dtype": "float32", "endianness": "little", "instruction": "a", "query": "a", "documents": ["a"],
     "top_n": 1, "text_1": "a", "text_2": "a", "return_documents": False, f"{RESPONSE} prompt": {"id": "a"},
 }  # fmt: skip
@@ -169,14 +175,23 @@ def verdict(path: str, field: str) -> str:
     kind, least = BODIES[path]
     body = kind.model_validate(least | {field: example(path, field)})
     try:
-        chat = body.chat() if hasattr(body, "chat") else body
+        asked = body.completion() if path == TOKENS else body.chat() if hasattr(body, "chat") else body
     except RequestError:
         return "refused"
-    if unsupported_field(chat.model_extra or {}):
+    if unsupported_field(asked.model_extra or {}):
         return "refused"
-    stored = {"is_stored": False} if path == RESPONSE else {}
-    own = body.ignored(**stored) if chat is not body else body.unused() if path in POOLING.split() else ()
-    return "ignored" if field in (*own, *chat.ignored(UNSUPPORTED)) else "works"
+    match body:
+        case ResponsesBody():
+            own = body.ignored(is_stored=False)
+        case MessagesBody():
+            own = body.ignored()
+        case GenerateBody():
+            own = body.misplaced()
+        case PoolingBody():
+            own = body.unused()
+        case _:
+            own = ()
+    return "ignored" if field in (*own, *asked.ignored(UNSUPPORTED)) else "works"
 
 
 def field_rows() -> list[FieldRow]:
