@@ -30,13 +30,18 @@ def explain(
 ) -> tuple[CacheMiss, ...]:
     """Return why `request`, as it was sent on this `route`, was computed where it was, from left to right on
     the prefill worker, then on the decode worker."""
-    boundary = restorable_end(len(request.tokens), page_tokens)
+    length = len(request.tokens)
+    boundary = restorable_end(length, page_tokens)
+    if produced is None and 0 < length - boundary == provenance.computed_tokens:  # the usual hit
+        seconds = provenance.times.computed_s
+        last = CacheMiss(reason="last_page", start=boundary, end=length, worker=route.decode, seconds=seconds)
+        return (last,)
     elsewhere = route.elsewhere, route.elsewhere_pages * page_tokens
-    parts = [_Part(route.decode, provenance, len(request.tokens), *elsewhere)]
+    parts = [_Part(route.decode, provenance, length, *elsewhere)]
     if produced is not None and route.prefill is not None:
         parts = [
             _Part(route.prefill, produced.provenance, boundary, *elsewhere),
-            _Part(route.decode, provenance, len(request.tokens), route.prefill, boundary),
+            _Part(route.decode, provenance, length, route.prefill, boundary),
         ]
     # The decode worker knows the answers of earlier turns.
     differing = max((found for part in parts if (found := part.differing)), default=None)

@@ -136,6 +136,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "external_prefix_cache_queries",
             ),
             heatmap("Restorable hit depth", "request_restorable_hit_depth_tokens", "short"),
+            rates("Computed prompt tokens by reason", "short", "reason", "computed_prompt_tokens"),
             rates("Replayed tail tokens", "short", "model_name", "replayed_tail_tokens"),
             rates(
                 "Hits without a checkpoint",

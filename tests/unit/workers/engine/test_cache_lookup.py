@@ -132,6 +132,8 @@ async def test_same_text_under_another_salt_is_found_for_its_tenant_alone() -> N
         await one.answer(asked(prompt(21), salt="one"))
         assert (await lookup(one, asked(prompt(21), salt="two"))).other_salt == 20
         assert (await lookup(one, asked(prompt(21), tenant="key:b", salt="three"))).other_salt == 0
+        for salt in ("five", "six"):  # clients without a name are not one tenant
+            assert (await lookup(one, asked(prompt(21), tenant="", salt=salt))).other_salt == 0
         unasked = replace(asked(prompt(21), salt="four"), cache_diagnostics=False)
         assert await lookup(one, unasked) == CacheLookup()
 
