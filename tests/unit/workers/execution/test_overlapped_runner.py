@@ -210,3 +210,36 @@ def test_unchanged_tables_change_nothing() -> None:
     assert len(tables.update((row,)).at_D) == len(row.pages)
     assert len(tables.update((row,)).at_D) == 0
     assert tables.update((row._replace(pages=(*row.pages, PageId(8))),)).pages_D.tolist() == [8]
+
+
+class Headless(Echo):
+    """Echo without logits."""
+
+    def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        return hidden_NH[:, :0]
+
+
+@runners
+@pytest.mark.parametrize("kind", [Echo, Headless])
+def test_rows_pool_behind_their_last_tokens(opened: Opened, kind: type[Echo]) -> None:
+    """A step without such a row may be launched ahead of one that has some."""
+
+    def pools() -> SamplingState:
+        return SamplingState(Request(request_id="", tokens=(0,), max_new_tokens=0, pools=True))
+
+    steps = (
+        (a_row("a", (3, 4), 0, pools()), a_row("c", (1, 2), 0), a_row("b", (7,), 5, pools())),
+        (a_row("d", (6, 5), 0),),
+        (a_row("c", (9,), 2, pools()), a_row("d", (8,), 2, pools())),
+    )
+
+    async def main() -> list[list[Drawn]]:
+        return [*await asyncio.gather(*map(runner.run, steps))]
+
+    with opened(kind()) as (runner, _):
+        one, two, three = asyncio.run(main())
+    assert [drawn.pooled for drawn in two] == [b""]
+    numbers = noise if kind is Echo else lambda *end: torch.tensor(end, dtype=torch.float32)
+    ends = ((4, 1), None, (7, 5), (9, 2), (8, 2))
+    for end, drawn in zip(ends, (*one, *three), strict=True):
+        assert drawn == Drawn(pooled=b"" if end is None else numbers(*end).numpy().tobytes())
