@@ -113,6 +113,19 @@ def test_way_of_an_undisturbed_request() -> None:
     assert len(script.asks[0].keys) == 1, "the last token is never asked for as a page"
 
 
+def test_misses_are_those_of_the_attempt_that_its_trace_is_of() -> None:
+    """Another worker computes the prompt and what was streamed after a loss."""
+    script = Script(Act(prefill=False, tokens=3, end=WorkerGone("d")), Act(prefill=False))
+    pieces = pieces_of(script, a_request(6))
+    first, *_, last = dict.fromkeys(piece.trace for piece in pieces)
+    assert (first.attempts, last.attempts) == (1, 2)
+    for trace, num_tokens in ((first, len(PROMPT)), (last, len(PROMPT) + 3)):
+        assert {miss.worker for miss in trace.misses} == {trace.decode}
+        assert trace.misses[-1].end == num_tokens
+        computed = sum(miss.end - miss.start for miss in trace.misses)
+        assert computed == trace.provenance.computed_tokens
+
+
 def test_prompt_without_a_hop() -> None:
     script = Script(Act(prefill=False))
     (piece,) = pieces_of(script, a_request(1))
