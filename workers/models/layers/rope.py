@@ -83,7 +83,8 @@ def rope_of(raw: Raw, head_dim: int, share: float = 1.0) -> Rope:
     # Newer folders nest what older ones have at the top.
     scaling = nested(raw, "rope_parameters", "rope_scaling")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    require(kind in KINDS, f"rope type {kind!r}: supported are {', '.join(KINDS)}")
+    reason = " rotates a text by its length, which cached pages do not follow" if kind == "longrope" else ""
+    require(kind in KINDS, f"rope type {kind!r}{reason}: supported are {', '.join(KINDS)}")
     theta = number(scaling, "rope_theta", number(raw, "rope_theta", THETA))
     require(theta > 0, f"rope_theta is {theta}: a positive number is needed")
     share = number(scaling, "partial_rotary_factor", number(raw, "partial_rotary_factor", share))
