@@ -293,10 +293,13 @@ def _run(
                 logging.getLogger(__name__).info(arrangement(settings.fleets, cores))
             await work(url)
 
+        server = None if detached_folder is None else read_record(detached_folder)
         try:
             serve(endpoint, settings, _sources(), console, announced)
         except RayEnded as error:
             sys.stderr.write(f"tidemill: {error}\n")
+            if server is not None and not Path(server.root).exists():
+                remove_detached(server)  # no other process can find it
             return EXIT_LOST
     if detached_folder is not None and (server := read_record(detached_folder)) is not None:
         remove_detached(server)  # a signal has ended this process, and so the server

@@ -192,8 +192,8 @@ class Cluster:
         found = self._processes if folder is None else writers(folder)
         named = {process.name(): process for process in found}
         self._essential = {ESSENTIAL[name]: named[name] for name in ESSENTIAL.keys() & named.keys()}
-        if self._temp_folder is not None:
-            self._sockets = tuple(self._temp_folder.glob("**/sockets/*"))
+        if (own := self._temp_folder or folder) is not None:
+            self._sockets = tuple(own.glob("**/sockets/*"))
 
     def check(self) -> None:
         """Raise RayEnded if a process or a socket of our own Ray that the cluster needs is gone."""
@@ -206,13 +206,14 @@ class Cluster:
     async def run(self) -> None:
         """Call `check` until it raises RayEnded or this is cancelled."""
         touched_s = -math.inf
+        own = self._temp_folder or self._settings.detached_folder
 
         async def check() -> None:
             nonlocal touched_s
             self.check()
-            if self._temp_folder is not None and (now_s := time.monotonic()) - touched_s > TOUCH_S:
+            if own is not None and (now_s := time.monotonic()) - touched_s > TOUCH_S:
                 touched_s = now_s
-                await asyncio.to_thread(touch, self._temp_folder)
+                await asyncio.to_thread(touch, own)
 
         await every(CHECK_S, check, "Ray's processes", fatal=(RayEnded,))
 

@@ -1,6 +1,7 @@
 """A detached server outlives its command and kills of its processes, and `tidemill down` leaves nothing."""
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -119,6 +120,15 @@ def test_down_leaves_nothing(detached: Detached) -> None:
         2,
         "tidemill: no detached server runs here: `tidemill serve --detach` starts one\n",
     )
+
+
+def test_server_whose_folder_is_removed_ends_with_all_its_processes() -> None:
+    """No worker could start again, and no command finds the server any more."""
+    with Detached() as removed:
+        removed.serve(*SIZES)
+        assert removed.processes()
+        shutil.rmtree(removed.record.root)
+        eventually(removed.nothing_is_left)
 
 
 def test_server_becomes_ready_without_its_command(detached: Detached) -> None:
