@@ -21,8 +21,10 @@ EDGE, ROUTER, SUPERVISOR, WORKER = "failed", "router_failed", "supervisor_failed
 TASKS = {
     "cluster/edge/cluster_service.py": {EDGE},
     "cluster/edge/failure_detector.py": {EDGE},
+    "cluster/edge/records/store.py": {EDGE},
     "cluster/edge/requests/api_keys.py": {EDGE},
     "cluster/observability/worker_line.py": {EDGE},
+    "cluster/processes/endpoint/batch_lane.py": {EDGE},
     "cluster/processes/endpoint/history_recorder.py": {EDGE},
     "cluster/processes/endpoint/run_endpoint.py": {EDGE},
     "cluster/processes/frontends.py": {EDGE},
