@@ -7,6 +7,7 @@ from typing import Annotated
 
 from fastapi import FastAPI, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
 from tidemill.cluster.edge.apis.batch_lines import ENDPOINTS
@@ -15,6 +16,7 @@ from tidemill.cluster.edge.apis.responses_body import Metadata
 from tidemill.cluster.edge.apis.responses_storage import needed
 from tidemill.cluster.edge.http.multipart import MultipartReader, Part
 from tidemill.cluster.edge.http.records import LISTED, After, Id, Limit, Order
+from tidemill.cluster.edge.http.stream import CLIENT_CLOSED_REQUEST
 from tidemill.cluster.edge.records.batches import StoredBatch, TenantBatches
 from tidemill.cluster.edge.records.files import StoredFile, TenantFiles
 from tidemill.cluster.edge.records.store import Records, missing
@@ -139,6 +141,8 @@ class StoredBatches:
                     piece = await anext(stream, None)
             except TimeoutError as error:
                 raise RequestError("the body came too slowly", status=408, code="body_too_slow") from error
+            except ClientDisconnect as error:
+                raise RequestError("the client has gone", status=CLIENT_CLOSED_REQUEST) from error
             if piece is None:
                 return
             num_bytes += len(piece)

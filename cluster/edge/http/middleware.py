@@ -37,7 +37,9 @@ ORDERS = frozenset({"POST", "DELETE"})
 """The methods that count as requests."""
 
 UPLOADS = ("/v1/files",)
-"""The paths that read and bound bodies themselves, as they arrive."""
+"""The paths that read bodies as they arrive, and keep UPLOAD_BYTES of one at most."""
+
+UPLOAD_BYTES = 2 << 20
 
 IGNORED_HEADER = "x-tidemill-ignored"
 """The header of a reply that names the fields of the request without an effect."""
@@ -102,7 +104,7 @@ class EdgeMiddleware:
         try:
             client = await self._admit(scope, headers)
             body = reading = _Body(self._bytes, client, self._body_s_max, self._pace)
-            if scope["path"] not in UPLOADS and not await body.read(headers, receive):
+            if not await (body.reserve() if _uploads(scope) else body.read(headers, receive)):
                 return
 
             async def receive_after_body() -> Message:
@@ -158,6 +160,10 @@ class EdgeMiddleware:
         status, reply = error_of(error)
         self._count(status)
         return status, shaped(scope, status, reply)
+
+
+def _uploads(scope: Scope) -> bool:
+    return scope["path"] in UPLOADS and scope["method"] == "POST"
 
 
 class _JsonRequest(Request):
@@ -274,6 +280,12 @@ class _Body:
         is_paced = self._num_bytes > PACED_BYTES_MIN
         async with self._pace.checking(self._num_bytes, self._client) if is_paced else nullcontext():
             await check_json_body(self._whole)
+        return True
+
+    async def reserve(self) -> bool:
+        """Count a body that is not read here. Raises Overloaded."""
+        self._bound.take(UPLOAD_BYTES, self._client)
+        self._num_bytes = UPLOAD_BYTES
         return True
 
     def message(self) -> Message | None:

@@ -15,6 +15,7 @@ from tidemill.cluster.edge.http.app import app_of
 from tidemill.cluster.edge.records.database import DatabaseSettings
 from tidemill.cluster.edge.requests.api_keys import ApiKey
 from tidemill.cluster.edge.requests.context import EdgeContext, open_context, with_database
+from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.edge.requests.models import ServedBackend
 
 TTL_S = 1000.0
@@ -26,11 +27,13 @@ def edge_over(
     database: DatabaseSettings,
     keys: tuple[str, ...] = ("none",),
     unix_time_s: Callable[[], float] = lambda: NOW_S,
+    limits: EdgeLimits | None = None,
 ) -> EdgeContext:
     """An edge with a database; to be closed."""
     known = [ApiKey(tenant=key, sha256=sha256(key.encode()).hexdigest()) for key in keys if key != "none"]
     own = replace(sources(), new_id=lambda: uuid4().hex, unix_time_s=unix_time_s)
-    return with_database(open_context([ServedBackend(service, tokenizer())], own, keys=known), database)
+    context = open_context([ServedBackend(service, tokenizer())], own, keys=known, limits=limits)
+    return with_database(context, database)
 
 
 @asynccontextmanager

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -26,11 +26,14 @@ from tidemill.cluster.edge.apis.batch_lines import LineReader, sort_key
 from tidemill.cluster.edge.chat.request.hints import PRIORITY_MAX
 from tidemill.cluster.edge.http import batches as routes
 from tidemill.cluster.edge.http.app import APIS
+from tidemill.cluster.edge.http.batches import PART_BYTES
+from tidemill.cluster.edge.http.middleware import UPLOAD_BYTES
 from tidemill.cluster.edge.http.multipart import MultipartReader
 from tidemill.cluster.edge.records import files
 from tidemill.cluster.edge.records.batches import LEASE_S, TenantBatches
-from tidemill.cluster.edge.records.database import DatabaseSettings, database_settings
+from tidemill.cluster.edge.records.database import Database, DatabaseSettings, Transaction, database_settings
 from tidemill.cluster.edge.requests.context import EdgeContext
+from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.processes.endpoint import batch_lane
 from tidemill.cluster.processes.endpoint.batch_lane import BatchLane
 from tidemill.workers.inbox import Emit
@@ -435,6 +438,52 @@ async def test_file_is_bounded_checked_and_comes_back(
             ):
                 reply = await plain.post(url, headers=headers, content=body)
                 assert reply.status_code in {400, 415}, reply.text
+
+
+async def test_uploads_that_are_slow_or_given_up_leave_nothing(tmp_path: Path) -> None:
+    database = database_settings(str(tmp_path / "stored.db"), TTL_S)
+    limits = EdgeLimits(body_s_max=0.2, body_bytes_max=4 * UPLOAD_BYTES)
+    edge = edge_over(FakeService(saying("a")), database, limits=limits)
+    head = b'--x\r\ncontent-disposition: form-data; name="file"\r\n\r\n'
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+
+    async def body(pause: Callable[[], Awaitable[object]]) -> AsyncGenerator[bytes]:
+        yield head
+        yield bytes(PART_BYTES)
+        await pause()
+        yield b"\r\n--x--"
+
+    async with clients_of(edge) as (client,), httpx.AsyncClient() as plain:
+        url = f"{client.base_url}files"
+        slow = await plain.post(url, headers=headers, content=body(lambda: asyncio.sleep(0.5)))
+        assert (slow.status_code, slow.json()["error"]["code"]) == (408, "body_too_slow")
+        object.__setattr__(limits, "body_s_max", 60.0)
+        never = asyncio.Event()
+        held = [
+            asyncio.create_task(plain.post(url, headers=headers, content=body(never.wait))) for _ in range(2)
+        ]
+        await until_rows(database, 2)
+        name = b'--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        whole: dict[str, Any] = {"headers": headers, "content": name + head + b"\r\n--x--"}
+        assert (await plain.post(url, **whole)).status_code == 429, "a client has half of what is free"
+        for task in held:
+            task.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
+        await until_rows(database, 0)
+        assert (await plain.post(url, **whole)).status_code == 200
+
+
+async def until_rows(database: DatabaseSettings, count: int) -> None:
+    """Wait until there are this many files and parts of files."""
+    own = Database(database)
+    while await own.read(num_rows) != count:  # noqa: ASYNC110 - a database
+        await asyncio.sleep(POLL_S)
+    own.close()
+
+
+def num_rows(sent: Transaction) -> int:
+    files_ = sent.rows("SELECT COUNT(*) FROM tidemill_files")
+    return files_[0][0] + sent.rows("SELECT COUNT(*) FROM tidemill_parts")[0][0]
 
 
 @given(
