@@ -145,6 +145,33 @@ class Graph:
     inputs: Inputs
     replay: Replay
     hidden_TH: torch.Tensor
+    shape: GraphShape
+
+    def padded(self, step: Inputs) -> Inputs:
+        """Return a step in host memory padded to this graph, in new memory. It has no tables."""
+        into = empty_of(self.shape, 0)
+        pad(step, into)
+        return into
+
+    def run_there(
+        self, numbers: torch.Tensor, pages_BN: torch.Tensor, windows_BN: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the hidden states of a padded step on the device, which the host need not wait for.
+        `numbers` (uint8) are the bytes of all that is not a table, arranged as in `one_run`."""
+        tables_BN = self.inputs.pages_BN
+        ends = tables_BN.storage_offset() * tables_BN.element_size()
+        self.device_bytes[:ends].copy_(numbers[:ends])
+        for table_BN, part_BN in ((tables_BN, pages_BN), (self.inputs.windows_BN, windows_BN)):
+            if part_BN.shape[1]:
+                table_BN[: len(part_BN), : part_BN.shape[1]] = part_BN
+        self.replay()
+        return self.hidden_TH
+
+
+def empty_of(shape: GraphShape, table_width: int, *, windows: bool = False) -> Inputs:
+    """Return the `padding` that fills a graph of this shape."""
+    first = shape.tokens - shape.rows + 1
+    return padding(shape.rows, table_width, first, windows=windows, states=shape.states)
 
 
 class Graphs:
@@ -164,28 +191,28 @@ class Graphs:
         self._table_width = table_width
         self._graphs: dict[GraphShape, Graph] = {}
         for shape in sorted(shapes, key=lambda shape: shape.tokens, reverse=True):
-            first = shape.tokens - shape.rows + 1
-            empty = padding(shape.rows, table_width, first, windows=windows, states=shape.states)
+            empty = empty_of(shape, table_width, windows=windows)
             host_bytes, host = gathered(empty, pinned=device.type == "cuda")
             device_bytes, inputs = one_run(empty, device=device)
             device_bytes.copy_(host_bytes)
             replay, hidden_TH = capture(lambda inputs=inputs: forward(inputs))
-            self._graphs[shape] = Graph(host, host_bytes, device_bytes, inputs, replay, hidden_TH)
+            self._graphs[shape] = Graph(host, host_bytes, device_bytes, inputs, replay, hidden_TH, shape)
 
-    def forward(self, step: Inputs, *, on_device: bool = False) -> torch.Tensor | None:
-        """Return the hidden states `[T, hidden]` of a step, valid until the next one. None: it fits into no
-        graph. A step in host memory needs the step before to have ended on the device; one that is
-        `on_device` does not."""
-        (rows, width), tokens = step.pages_BN.shape, len(step.tokens_T)
-        shape = choose(self._graphs, rows, tokens, step.writes_BK.shape[1])
-        if shape is None or width > self._table_width:
+    def graph_of(self, step: Inputs, width: int) -> Graph | None:
+        """Return the graph for a step in host memory with tables of `width` pages, or None."""
+        shape = choose(self._graphs, len(step.lens_B), len(step.tokens_T), step.writes_BK.shape[1])
+        return None if shape is None or width > self._table_width else self._graphs[shape]
+
+    def forward(self, step: Inputs) -> torch.Tensor | None:
+        """Return the hidden states `[T, hidden]` of a step in host memory, valid until the next one. None: it
+        fits into no graph. The step before has ended on the device."""
+        graph = self.graph_of(step, step.pages_BN.shape[1])
+        if graph is None:
             return None
-        graph = self._graphs[shape]
-        pad(step, graph.inputs if on_device else graph.host)
-        if not on_device:
-            graph.device_bytes.copy_(graph.host_bytes, non_blocking=True)
+        pad(step, graph.host)
+        graph.device_bytes.copy_(graph.host_bytes, non_blocking=True)
         graph.replay()
-        return graph.hidden_TH[:tokens]
+        return graph.hidden_TH[: len(step.tokens_T)]
 
 
 def cuda_capture(stream: torch.cuda.Stream) -> Capture:

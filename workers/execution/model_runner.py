@@ -169,12 +169,11 @@ class TorchRunner:
         hidden_TH[kept.tokens_K] = hidden_KH
         return hidden_TH
 
-    def _hidden(self, inputs: Inputs, *, is_there: bool = False) -> torch.Tensor:
-        """Return the hidden states of a step whose inputs are in host memory, or already on the device."""
-        hidden_TH = None if self._graphs is None else self._graphs.forward(inputs, on_device=is_there)
+    def _hidden(self, inputs: Inputs) -> torch.Tensor:
+        """Return the hidden states of a step whose inputs are in host memory."""
+        hidden_TH = None if self._graphs is None else self._graphs.forward(inputs)
         if hidden_TH is None:
-            moved = inputs if is_there else on_device(inputs, self._device)
-            return self._model.forward(moved, self._caches)
+            return self._model.forward(on_device(inputs, self._device), self._caches)
         return hidden_TH
 
     @contextmanager

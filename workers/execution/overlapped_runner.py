@@ -10,9 +10,9 @@ the host waits for nothing else. A step whose draws need the host first waits fo
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -21,6 +21,7 @@ import torch
 from tidemill.kvstore.memory.backing import Event
 from tidemill.kvstore.memory.ledger import FLIGHTS_MAX
 from tidemill.workers.device import settle
+from tidemill.workers.execution.cuda_graphs import Graph, Graphs
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.execution.mtp_drafter import MtpDrafter
 from tidemill.workers.execution.sampler import Wanted, token_ids
@@ -33,6 +34,7 @@ ON_DEVICE = -2
 """The last token of a sequence, while the host does not know it."""
 
 DTYPES = {"int32": torch.int32, "int64": torch.int64}
+NUMBERS = [field.name for field in fields(Inputs) if field.name not in {"pages_BN", "windows_BN"}]
 
 
 class StepEvent(Event, Protocol):
@@ -71,12 +73,14 @@ class CudaStream:
 
 
 class Prepared(NamedTuple):
-    """A step, and its integers in the order of `_run_on_device`. `width` is that of its page tables."""
+    """A step, and its integers in the order of `_run_on_device`, padded to its graph. `width` is that of its
+    page tables."""
 
     step: Step
     wanted: list[Wanted]
     arrays: list[Ints]
     width: int
+    graph: Graph | None
 
 
 class Buffers:
@@ -101,14 +105,15 @@ class Buffers:
             memory[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
             start += _aligned_bytes(array)
 
-    def send(self) -> Iterator[torch.Tensor]:
-        """Copy them to the device in one copy, and yield them there."""
+    def send(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Copy them to the device in one copy. Return their bytes and them there."""
         device_bytes = self._host[: self._used].to(self._device, non_blocking=True, copy=True)
-        start = 0
+        start, sent = 0, list[torch.Tensor]()
         for array in self._arrays:
             view = device_bytes[start : start + array.nbytes]
-            yield view.view(DTYPES[array.dtype.name]).view(array.shape)
+            sent.append(view.view(DTYPES[array.dtype.name]).view(array.shape))
             start += _aligned_bytes(array)
+        return device_bytes, sent
 
 
 @dataclass(slots=True, eq=False)
@@ -229,38 +234,40 @@ class OverlappedRunner(TorchRunner):
         lens_B = np.array([row.end for row in step], np.int32)
         cu_B1 = np.array(starts, np.int32)
         positions_T = np.arange(len(tokens)) + np.repeat(lens_B - cu_B1[1:], np.diff(cu_B1))
+        read_B = np.array([-1 if row.read is None else row.read for row in step], np.int32)
+        numbers = np.array(tokens, np.int64), positions_T, cu_B1, lens_B, read_B, writes_of(step)
+        no_tables = torch.zeros(len(step), 0, dtype=torch.int32)
+        inputs = Inputs(
+            **dict(zip(NUMBERS, map(torch.as_tensor, numbers), strict=True)),
+            pages_BN=no_tables,
+            windows_BN=no_tables,
+        )
+        width = -(-int(lens_B.max()) // self._page_tokens)
+        graph = self._graphs.graph_of(inputs, width) if isinstance(self._graphs, Graphs) else None
+        if graph is not None:
+            inputs = graph.padded(inputs)
         arrays = [
-            np.array(tokens, np.int64),
-            positions_T.astype(np.int64),
-            cu_B1,
-            lens_B,
-            np.array([-1 if row.read is None else row.read for row in step], np.int32),
-            writes_of(step),
+            *(getattr(inputs, name).numpy() for name in NUMBERS),
             np.array(reads, np.int64).reshape(-1, 2).T.copy(),
             np.array(draws, np.int64).reshape(-1, 2).T.copy(),
             *changes,
         ]
-        width = -(-int(lens_B.max()) // self._page_tokens)
-        return Prepared(step, wanted, arrays, width)
+        return Prepared(step, wanted, arrays, width, graph)
 
     def _run_on_device(self, prepared: Prepared, buffers: Buffers) -> None:
         """Launch the step's part of the device."""
         with torch.inference_mode():
-            tokens_T, positions_T, cu_B1, lens_B, read_B, writes_BK, reads, draws, *changes = buffers.send()
+            sent, arrays = buffers.send()
+            numbers, (reads, draws, *changes) = arrays[: len(NUMBERS)], arrays[len(NUMBERS) :]
             pages_BN, windows_BN = self._on_device.update(changes, prepared.width)
             drawn_S = self._on_device.drawn_S
-            tokens_T[reads[0]] = drawn_S[reads[1]]
-            inputs = Inputs(
-                tokens_T=tokens_T,
-                positions_T=positions_T,
-                cu_B1=cu_B1,
-                pages_BN=pages_BN,
-                windows_BN=windows_BN,
-                lens_B=lens_B,
-                read_B=read_B,
-                writes_BK=writes_BK,
-            )
-            hidden_TH = self._hidden(inputs, is_there=True)
+            numbers[0][reads[0]] = drawn_S[reads[1]]
+            if prepared.graph is not None:
+                hidden_TH = prepared.graph.run_there(sent, pages_BN, windows_BN)
+            else:
+                named = dict(zip(NUMBERS, numbers, strict=True))
+                inputs = Inputs(**named, pages_BN=pages_BN, windows_BN=windows_BN)
+                hidden_TH = self._model.forward(inputs, self._caches)
             if not prepared.wanted:
                 return
             drawn_N = self._sampler.tokens(self._model.logits(hidden_TH[draws[0]]), prepared.wanted)

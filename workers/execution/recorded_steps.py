@@ -42,12 +42,9 @@ class RecordedSteps:
 
         self._replay = None if model.ops.capture is None else model.ops.capture(step_of, most)
 
-    def forward(
-        self, step: Inputs, kept: Kept | None = None, *, on_device: bool = False
-    ) -> torch.Tensor | None:
+    def forward(self, step: Inputs, kept: Kept | None = None) -> torch.Tensor | None:
         """Return the hidden states `[T, hidden]` of a step, or those of `kept`, valid until the next one.
         None: it is larger than the recording, or the model cannot be recorded."""
-        assert not on_device
         kept = kept or Kept(torch.arange(len(step.tokens_T)), step.cu_B1)
         rows, states = step.writes_BK.shape
         sizes = Sizes(len(step.tokens_T), rows, states, len(kept.tokens_K))

@@ -31,24 +31,26 @@ class Inputs:
     tokens_T        int64, token ids
     positions_T     int64, absolute position of each token in its sequence
     cu_B1           int32, row starts; cu[B] = T
-    pages_BN        int32, page ids of each row, left to right, padded with 0; they cover `lens` tokens
-    windows_BN      int32, the same of window pages, 0 also where no query of the row sees them any more;
-                    [B, 0] in a model without windows
     lens_B          int32, tokens of the sequence after this step, including those of the row
     read_B          int32, state id to start from, -1 for the empty state
     writes_BK       int32, state ids that receive the states after the row's last K tokens, the last column
                     after its last one (any of them may equal read); -1: that one is not kept. K reaches
                     back to the first state that any row keeps
+    pages_BN        int32, page ids of each row, left to right, padded with 0; they cover `lens` tokens
+    windows_BN      int32, the same of window pages, 0 also where no query of the row sees them any more;
+                    [B, 0] in a model without windows
+
+    In `one_run` they are in this order: all that is not a table comes first.
     """
 
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
     cu_B1: torch.Tensor
-    pages_BN: torch.Tensor
-    windows_BN: torch.Tensor
     lens_B: torch.Tensor
     read_B: torch.Tensor
     writes_BK: torch.Tensor
+    pages_BN: torch.Tensor
+    windows_BN: torch.Tensor
 
     @property
     def of_windows(self) -> "Inputs":

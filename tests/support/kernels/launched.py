@@ -77,7 +77,8 @@ class Counted(TorchDispatchMode):
                 return args[0]
         aliases = [argument.alias_info for argument in operator._schema.arguments if argument.alias_info]
         is_view = any(not alias.is_write for alias in aliases)
-        self.count += not (is_view or "empty" in name or name in VIEWS)
+        is_there = META in [getattr(leaf, "device", leaf) for leaf in tree_leaves((args, kwargs))]
+        self.count += is_there and not (is_view or "empty" in name or name in VIEWS)
         return operator(*args, **kwargs)
 
 

@@ -4,6 +4,8 @@
 refuses, and the warm-up meets every kernel of later steps."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,14 @@ from tests.unit.workers.execution.test_model_runner import a_row
 from tidemill.kernels.dispatch import operators
 from tidemill.kvstore.layout import PageId
 from tidemill.workers.execution import model_runner as runner_module
-from tidemill.workers.execution.cuda_graphs import Forward, Graphs, Replay, graph_shapes, padding
+from tidemill.workers.execution.cuda_graphs import (
+    Forward,
+    Graphs,
+    GraphShape,
+    Replay,
+    graph_shapes,
+    padding,
+)
 from tidemill.workers.execution.grammar import Grammars, Matcher
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.execution.overlapped_runner import OverlappedRunner, StepEvent
@@ -203,10 +212,13 @@ def test_masks_of_grammars_travel_with_the_numbers_of_the_draws() -> None:
     assert (counted.to_device, counted.to_host, counted.count) == (1, 0, 1)
 
 
+@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("kind", ["greedy", "filters"])
-def test_overlapped_step_waits_for_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlapped_step_waits_for_nothing(
+    kind: str, monkeypatch: pytest.MonkeyPatch, *, graphs: bool
+) -> None:
     """The second step of streams and a prompt: all its integers in one copy, the numbers of its draws in
-    another, and its tokens back in a third."""
+    another, and its tokens back in a third. Padding it to a graph takes three copies on the device."""
     name, rows = "Qwen3-Next-80B-A3B", 32
     model, caches = released(name)
     tables = PageTables(rows + 1, TABLE_WIDTH, windows=caches.has_windows)
@@ -222,6 +234,18 @@ def test_overlapped_step_waits_for_nothing(kind: str, monkeypatch: pytest.Monkey
         return (*streams, prompt._replace(pages=tuple(map(PageId, range(start)))))
 
     monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # in it, modes see composed operators
+    replays: list[GraphShape] = []
+    if graphs:
+        with launching(monkeypatch):
+            runner._graphs = Graphs(
+                lambda inputs: model.forward(inputs, caches),
+                graph_shapes(rows + 1, 600, 0),
+                TABLE_WIDTH,
+                META,
+                captured,
+            )
+        for shape, graph in runner._graphs._graphs.items():
+            runner._graphs._graphs[shape] = replace(graph, replay=partial(replays.append, shape))
     with launching(monkeypatch) as launches, Counted() as counted:
         runner._launch_ahead(step(1, 5))
         launches.clear()
@@ -235,6 +259,11 @@ def test_overlapped_step_waits_for_nothing(kind: str, monkeypatch: pytest.Monkey
         inputs = padding(rows + 1, TABLE_WIDTH, 64, windows=caches.has_windows)
         moved = there(inputs, META)
         counted.count = 0
-        model.logits(model.forward(moved, caches)[:rows])
+        hidden_TH = model.forward(moved, caches)
+        if graphs:  # their launches are one
+            launches.clear()
+            counted.count = 0
+        model.logits(hidden_TH[:rows])
     runner.close()
-    assert overlapped <= len(launches) + counted.count + OVERLAPPED_LAUNCHES
+    assert overlapped <= len(launches) + counted.count + OVERLAPPED_LAUNCHES + 3 * graphs
+    assert replays == [GraphShape(rows + 2, rows + 1 + 64, 65)] * 2 * graphs
