@@ -110,17 +110,20 @@ def with_device_memory(
     runner = open_runner(settings, loaded, least, arena, None)
     used = [memory_in_use(device, shared=is_shared)]
     try:
-        for prepare in (warm_up, capture_graphs):
-            prepare(settings, least, runner, device)
-            used.append(memory_in_use(device, shared=is_shared))
+        warm_up(settings, least, runner, device)
+        used.append(memory_in_use(device, shared=is_shared))  # with all that torch keeps for steps
+        settle(device)  # a capture would return that too
+        used.append(memory_in_use(device, shared=is_shared))
+        capture_graphs(settings, least, runner, device)
+        used.append(memory_in_use(device, shared=is_shared))
         free, total = memory_info(device)
     finally:
         runner.close()
-    steps, graphs = (after - before for before, after in pairwise(used))
+    steps, returned, graphs = (after - before for before, after in pairwise(used))
     found = DeviceMemory(
         name=str(device),
         total=total,
-        free=free + arena.nbytes,
+        free=free + returned + arena.nbytes,
         weights=weights,
         steps=steps,
         graphs=graphs,

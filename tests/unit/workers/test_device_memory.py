@@ -115,6 +115,10 @@ class FakeDevice:
     graphs: int = 6 * MIB
     loaded: bool = False
     grown: int = 0  # what others take while graphs are captured
+    kept: int = 0  # of steps that ended, which torch keeps for the next ones
+
+    def settle(self, *_: object) -> None:
+        self.own, self.kept = self.own - self.kept, 0
 
     def info(self, _device: object) -> tuple[int, int]:
         return self.total - self.others - self.own, self.total
@@ -131,10 +135,13 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 
     def take(name: str) -> Callable[..., None]:
         def taking(runner: TorchRunner, *_: object) -> None:
-            size = getattr(fake, name)
-            runner.taken = getattr(runner, "taken", 0) + size  # pyright: ignore[reportAttributeAccessIssue]
-            fake.own += size
-            fake.others += fake.grown * (name == "graphs")
+            fake.own += getattr(fake, name)
+            if name == "steps":
+                fake.kept = fake.steps
+                return
+            fake.settle()  # as torch does before it captures
+            runner.taken = fake.graphs  # pyright: ignore[reportAttributeAccessIssue]
+            fake.others += fake.grown
 
         return taking
 
@@ -156,6 +163,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     monkeypatch.setattr(build, "load", loading)
     monkeypatch.setattr(torch.cuda, "mem_get_info", fake.info)
     monkeypatch.setattr(torch.cuda, "memory_reserved", own)
+    monkeypatch.setattr("tidemill.workers.engine.runners.settle", fake.settle)
     monkeypatch.setattr(TorchRunner, "warm_up", take("steps"))
     monkeypatch.setattr(TorchRunner, "use_graphs", take("graphs"))
     monkeypatch.setattr(TorchRunner, "close", closing)
@@ -165,7 +173,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 
 def info_of(fake: FakeDevice, settings: EngineSettings) -> EngineInfo:
     """Start a worker on a device, and return its facts."""
-    fake.own = 0
+    fake.own = fake.kept = 0
     built = build_engine(settings, lambda _done, _total: None)
     built.close()
     return built.info
