@@ -230,7 +230,8 @@ class Tables:
             state.changes.clear()
 
     def on(self, device: torch.device) -> list[torch.Tensor]:
-        """Return draws, rows, items and changes as float64 tables, and masks as int32 words."""
+        """Return draws, rows, items and changes as float64 tables, and masks as int32 words. Each begins at a
+        multiple of 16 bytes, since kernels are compiled for that."""
         parts = (
             (self._draws, len(DrawField)),
             (self._rows, len(AdjustmentField)),
@@ -239,11 +240,15 @@ class Tables:
         )
         flat = [np.array(rows, np.float64).reshape(len(rows), fields) for rows, fields in parts]
         masks = [mask.view(np.float64) for mask in self._masks]
-        moved = _moved(np.concatenate([*(part.ravel() for part in flat), *masks]), device)
-        ends = list(accumulate(part.size for part in flat))
-        tables = [moved[end - part.size : end].view(part.shape) for end, part in zip(ends, flat, strict=True)]
+        even = [np.pad(part.ravel(), (0, part.size % 2)) for part in flat]
+        moved = _moved(np.concatenate([*even, *masks]), device)
+        *starts, end = accumulate((part.size for part in even), initial=0)
+        tables = [
+            moved[start : start + part.size].view(part.shape)
+            for start, part in zip(starts, flat, strict=True)
+        ]
         words = -(-self._vocabulary // 64) * 2
-        return [*tables, moved[ends[-1] :].view(torch.int32).view(len(self._masks), words)]
+        return [*tables, moved[end:].view(torch.int32).view(len(self._masks), words)]
 
     def _adjust(self, draw: Wanted, barred: Iterable[int]) -> None:
         state, sampling = draw.state, draw.state.sampling

@@ -6,6 +6,7 @@ refuses, and the warm-up meets every kernel of later steps."""
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,15 @@ def test_no_step_compiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             with torch.inference_mode():
                 runner._hidden(step)
             assert compiled(launches) <= known, (rows, more, states, width)
+        for (kind, sampling), rows in product(SAMPLINGS.items(), (1, 2, 3, 300)):
+            launches.clear()
+            states = [
+                drawing_state(sampling if row % 2 else SAMPLINGS["greedy"]) for row in range(rows, 0, -1)
+            ]
+            wanted = [Wanted(n, n, state.position, state, ()) for n, state in enumerate(states)]
+            with torch.inference_mode():
+                runner._sampler.tokens(torch.empty(rows, VOCABULARY, device=META), wanted)
+            assert compiled(launches) <= known, (kind, rows)
     runner.close()
 
 
