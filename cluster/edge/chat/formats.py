@@ -31,7 +31,7 @@ END, CALL_END, RETURN = "<|end|>", "<|call|>", "<|return|>"
 
 NAME = r'"([^"\\\x00-\x1f]*)"'
 JSON_OPENING = re.compile(
-    rf'\s*\[?\s*\{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*{NAME}\s*,\s*'
+    rf'\s*+\[?\s*+\{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*{NAME}\s*,\s*'
     r'"(?:arguments|parameters)"\s*:\s*(?=\{\s*["}])'
 )
 JSON_LEAD = re.compile(r"\s*\[?\s*")
@@ -189,16 +189,16 @@ def _invoked(begin: str, end: str, mark: str = "", text: str = "", sign: str = "
     """Return the form of `<invoke name="f"><parameter name="at">`; `mark` stands in its tags, and `text` has
     the attribute by which texts and JSON differ."""
     invoke, parameter, invoked = f"<{mark}invoke name=", f"<{mark}parameter name=", f"</{mark}invoke>"
-    named = r"""["']?([^"'<>]+?)["']?"""
-    opening = rf"\s*{parameter}{named}(?:\s+string=\"(true|false)\")?\s*>"
+    named = r"""["']?([^"'<>]*?[^"'<>\s])\s*+["']?"""
+    opening = rf"\s*{parameter}{named}(?:\s*+string=\"(true|false)\")?+\s*+>"
     missing = (f"\n{parameter}", f"\n{invoked}")
     return CallForm(
         body="xml",
         begins=(begin, invoke),
         ends=end,
         element=invoke,
-        opening=re.compile(rf"\s*{invoke}{named}\s*>(?=\s*(?:{parameter}[^<>]*>|{invoked}))"),
-        without=re.compile(rf"\s*{invoke}{named}\s*>\s*(?:{invoked}\s*)?"),
+        opening=re.compile(rf"\s*{invoke}{named}\s*+>(?=\s*(?:{parameter}[^<>]*>|{invoked}))"),
+        without=re.compile(rf"\s*{invoke}{named}\s*+>\s*(?:{invoked}\s*)?"),
         parameters=Parameters(
             begins=parameter,
             opening=re.compile(opening),
@@ -227,7 +227,7 @@ def _keyed(line: str, sign: str) -> CallForm:
         without=re.compile(r"\s*([^\s<>{}]+)\s*"),
         parameters=Parameters(
             begins=ARGUMENT_KEY,
-            opening=re.compile(rf"\s*{ARGUMENT_KEY}\s*([^<>]*?[^<>\s])\s*{ARGUMENT_KEY_END}\s*{ARGUMENT}"),
+            opening=re.compile(rf"\s*{ARGUMENT_KEY}\s*+([^<>]*?[^<>\s])\s*+{ARGUMENT_KEY_END}\s*{ARGUMENT}"),
             ends=(ARGUMENT_END, ARGUMENT_KEY, f"\n{ARGUMENT_KEY}"),
             before=f"{ARGUMENT_KEY}{{name}}{between}",
             behind=ARGUMENT_END + line,
@@ -332,8 +332,8 @@ FORMS: dict[str, CallForm] = {
         opening=re.compile(r"\s*(?:call)?:([^\s:<>{}]{1,128})\s*\{"),
         without=re.compile(r"\s*(?:call)?:([^\s:<>{}]+)\s*"),
         parameters=Parameters(
-            begun=re.compile(r',?\s*[^\s:,<>{}]*\s*(?::\s*(?:<\|?"?\|?)?)?'),
-            opening=re.compile(rf"\s*,?\s*([^\s:,<>{{}}]+)\s*:\s*(?:({re.escape(QUOTE)})|(?=[^<\s]))"),
+            begun=re.compile(r',?\s*+[^\s:,<>{}]*\s*+(?::\s*(?:<\|?"?\|?)?)?'),
+            opening=re.compile(rf"\s*+,?\s*+([^\s:,<>{{}}]+)\s*:\s*(?:({re.escape(QUOTE)})|(?=[^<\s]))"),
             ends=(QUOTE,),
             closes="}",
             before="{name}:",

@@ -23,13 +23,19 @@ from tidemill.cluster.edge.chat.text import growing
 TEXT_MARKS = ("true", QUOTE)
 BARE_MARKS = re.compile(rf"{re.escape(QUOTE)}|[{{}}\[\],]")
 
+CONTAINER = re.compile(r"\s*[\[{\"]")
+STRING = r'"(?:[^"\\]|\\.?)*+(?:"|\Z)'
+"""Matches a string of JSON, perhaps cut short: no end tag in it is one."""
+
 
 class ParameterStream:
     """Parameters between tags, emitted as the JSON object that they form. A parameter that is no text is
-    emitted when it is complete."""
+    emitted when it is complete. Where they are `exact`, as a grammar has them, no end tag is missing."""
 
-    def __init__(self, marks: Parameters, schema: Mapping[str, Any]) -> None:
+    def __init__(self, marks: Parameters, schema: Mapping[str, Any], *, exact: bool = False) -> None:
         self._marks = marks
+        self._exact = exact
+        self._ends = tuple(end for end in marks.ends if not exact or end.endswith(marks.ends[0]))
         self._schema = schema
         self._parameters = parameters_of(schema)
         self._held = ""
@@ -59,7 +65,8 @@ class ParameterStream:
     def end(self, *, closed: bool) -> str:
         if self._ended:
             return ""
-        value = "" if self._name is None else self._value(self._held, whole=closed)
+        held = self._held.removesuffix("\n") if closed and self._marks.on_lines else self._held
+        value = "" if self._name is None else self._value(held, whole=closed)
         return value if not closed else f"{value}}}" if self._before == ", " else "{}"
 
     def _between(self, written: list[str]) -> bool:
@@ -113,7 +120,7 @@ class ParameterStream:
             self._name, self._held = None, self._held[at + len(behind) :]
             return True
         if self._is_text and self._bare is None:
-            cut = len(self._held) - growing(self._held, self._marks.ends)
+            cut = len(self._held) - growing(self._held, self._ends)
             written.append(_escaped(self._held[:cut]))
             self._held = self._held[cut:]
         return False
@@ -122,8 +129,13 @@ class ParameterStream:
         """Return where the value ends, and the text that ends it."""
         if self._bare is not None:
             return self._bare.end(self._held), ""
-        found = ((at, end) for end in self._marks.ends if (at := self._held.find(end)) >= 0)
-        return min(found, default=(None, ""))
+        found = ((at, end) for end in self._ends if (at := self._held.find(end)) >= 0)
+        at, end = min(found, default=(None, ""))
+        if at is None or self._is_text or not self._exact or not CONTAINER.match(self._held):
+            return at, end
+        ends = "|".join(map(re.escape, self._ends))
+        tokens = re.finditer(rf"{STRING}|({ends})", self._held)
+        return next(((token.start(), token[0]) for token in tokens if token[1]), (None, ""))
 
     @property
     def _wanted(self) -> Mapping[str, Any]:
@@ -134,9 +146,7 @@ class ParameterStream:
         """Return the rest of the open parameter; if it was cut short, the text so far."""
         if not whole:
             return _escaped(text) if self._is_text or not text else f'"{_escaped(text)}'
-        text = (
-            text.removesuffix("\n") if self._marks.on_lines else text if self._bare is None else text.strip()
-        )
+        text = text if self._bare is None else text.strip()
         if self._is_text:
             return f'{_escaped(text)}"'
         text = text if self._bare is None else json_of_gemma(text)

@@ -13,6 +13,7 @@ import json
 import re
 import warnings
 from collections.abc import Mapping
+from sys import float_info
 from typing import Any, assert_never, cast
 
 from tidemill.cluster.edge.chat.formats import QUOTE, CallForm
@@ -27,6 +28,19 @@ CONSTANTS = {"True": True, "False": False, "None": None}
 
 NAMES = {"true": True, "false": False, "null": None}
 """Constants of models that write Python like JSON."""
+
+
+def _finite(number: str) -> float:
+    """Return the number, or the largest one of its sign: JSON can be read back with no other."""
+    return max(-float_info.max, min(float(number), float_info.max))
+
+
+def _refused(constant: str) -> float:
+    raise ValueError(constant)
+
+
+FINITE = json.JSONDecoder(parse_float=_finite, parse_constant=_refused)
+"""A decoder whose values can be written as JSON."""
 
 REFERENCES_MAX = 8
 """The most references and alternatives that are followed one inside another to find a type."""
@@ -77,6 +91,7 @@ def _object(text: str) -> dict[str, object]:
 def _python(text: str) -> tuple[str, dict[str, object]] | None:
     """Return the function and arguments of a call with keyword arguments only, whose values are constants."""
     name, bracket, arguments = text.strip().removeprefix("[").partition("(")
+    arguments = re.sub(r"\\(.)", lambda found: "/" if found[1] == "/" else found[0], arguments)
     try:
         with warnings.catch_warnings(action="ignore"):  # about escapes that Python does not know
             tree = ast.parse(f"f{bracket}{arguments}", mode="eval").body
@@ -96,6 +111,8 @@ def _constant(node: ast.expr) -> object:
     match node:
         case ast.Name(id=name) if name in NAMES:
             return NAMES[name]
+        case ast.Constant(value=str(text)):  # perhaps with the escapes of JSON, which has pairs of halves
+            return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_constant(item) for item in items]
         case ast.Dict(keys=keys, values=values):
@@ -112,7 +129,7 @@ def value_of(text: str, types: Types | None) -> object:
     """Return the value that a text has as JSON, if it is some and of one of the `types`; else the text."""
     bare = text.strip()
     try:
-        value: object = CONSTANTS[bare] if bare in CONSTANTS else json.loads(bare)
+        value: object = CONSTANTS[bare] if bare in CONSTANTS else FINITE.decode(bare)
     except (ValueError, RecursionError):
         return text
     return text if types and "string" in types and not types & _types_of_value(value) else value

@@ -29,6 +29,7 @@ class ToolCallStream:
         self._index = index
         self._form = form
         self._schemas = schemas
+        self._exact = exact
         self._knows = bool(thought) or exact
         self._opens_object = exact and form.opening is JSON_OPENING
         self._span = None if form.ends else _Span(form)
@@ -126,7 +127,7 @@ class ToolCallStream:
         """Return whether the tag at the start of the unread text is a part of a text of the call; None: that
         is not known yet."""
         if isinstance(self._arguments, ParameterStream):
-            return self._arguments.is_open and self._closes_element(tag, last=last)
+            return self._arguments.is_open and (self._exact or self._closes_element(tag, last=last))
         if not self._object.in_text:
             return False
         if self._ahead is None:
@@ -157,7 +158,9 @@ class ToolCallStream:
         if self._form.parameters is None:
             self._arguments = _Json()
         else:
-            self._arguments = ParameterStream(self._form.parameters, self._schemas.get(name, {}))
+            self._arguments = ParameterStream(
+                self._form.parameters, self._schemas.get(name, {}), exact=self._exact
+            )
         rest, self._held = self._held[opening.end() :], ""
         return [Call(self._index, name, self._arguments.push(rest))]
 

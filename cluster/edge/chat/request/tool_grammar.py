@@ -12,7 +12,6 @@ from typing import Any, assert_never, cast
 from tidemill.cluster.edge.chat.formats import NUMBER, QUOTE, Body, CallForm, Parameters
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
 from tidemill.cluster.edge.chat.output.tool_call_parser import (
-    TEXT,
     choices_of,
     is_text,
     parameters_of,
@@ -46,6 +45,12 @@ GEMMA_VALUES: Rules = {
     "member": '/[A-Za-z_][A-Za-z0-9_.-]*/ ":" value',
 }
 """Any value as Gemma writes it."""
+
+GEMMA_WORD = re.compile(r"[^\s:,<>{}\[\]\"]+")
+PYTHON_WORD = re.compile(r"[^\W\d]\w*")
+"""The names that a keyword may have."""
+
+GEMMA_TYPES = {"string": "quote text", "array": "list", "object": "object"}
 
 ANYTHING: dict[str, Any] = {"anyOf": [{}]}
 """A schema of any JSON, where one without a type stands for a text."""
@@ -209,7 +214,8 @@ def _keywords(name: str, schema: Mapping[str, Any], body: Body, depth: int = 0) 
     """Return keyword arguments in their order, those of Gemma by name. Two rules per position say what may
     follow: `first` before any argument, `more` after a comma."""
     gemma = body == "gemma"
-    parameters = [parameter for parameter in parameters_of(schema).items() if parameter[0].isidentifier()]
+    word = GEMMA_WORD if gemma else PYTHON_WORD
+    parameters = [parameter for parameter in parameters_of(schema).items() if word.fullmatch(parameter[0])]
     if gemma:
         parameters.sort(key=lambda parameter: parameter[0].lower())
     needed, defined = _needed(schema), _defined(schema)
@@ -241,8 +247,6 @@ def _gemma_value(name: str, wanted: Mapping[str, Any], rules: Rules, depth: int)
         return f"quote ({_one_of([quoted(choice) for choice in choices])}) quote"
     if types is not None and types <= SCALARS:
         return _json(wanted)
-    if types == TEXT:
-        return "quote text"
     if types == frozenset(["array"]) and isinstance(items, dict) and depth < DEPTH_MAX:
         schema = {**cast("dict[str, Any]", items), **_defined(wanted)}
         rules[name] = _gemma_value(f"{name}i", schema, rules, depth + 1)
@@ -250,7 +254,10 @@ def _gemma_value(name: str, wanted: Mapping[str, Any], rules: Rules, depth: int)
     if types == frozenset(["object"]) and parameters_of(wanted) and depth < DEPTH_MAX:
         rules |= _keywords(name, wanted, "gemma", depth + 1)
         return f'"{{" {name} "}}"'
-    return "value"
+    if types is None or not types <= {*GEMMA_TYPES, *SCALARS}:
+        return "value"
+    scalars = [_json({"type": sorted(types & SCALARS)})] if types & SCALARS else []
+    return f"({_one_of([*(GEMMA_TYPES[kind] for kind in sorted(types - SCALARS)), *scalars])})"
 
 
 def _json(schema: Mapping[str, Any]) -> str:

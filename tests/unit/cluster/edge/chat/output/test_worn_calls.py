@@ -1,6 +1,8 @@
 """Calls as models write them when they err, by family: no text is lost, and no later call."""
 
 import json
+from sys import float_info
+from time import thread_time
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from tidemill.cluster.edge.chat.formats import (
     THOUGHT,
 )
 from tidemill.cluster.edge.chat.formats import END_OF_CALL as END
+from tidemill.cluster.edge.chat.output.harmony import open_parser
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
 from tidemill.cluster.edge.chat.output.parts import Call, ReasoningText, Text
 
@@ -88,6 +91,14 @@ XML: list[tuple[str, list[Any]]] = [
     (f"{CALL}<function=f>\n<parameter=note>\na\n{CALLED}{CALL}{GX}{CALLED}", [f, g]),
     (f"{CALL}<function=f><parameter=note>a</parameter> well{CALLED} so", [f, f"well{CALLED} so"]),
     ("a <function=f and b", ["a <function=f and b"]),
+    (f"{CALL}<function=f>\n<parameter=note>\na\n\n</function>", [["f", {"note": "a\n"}]]),
+    *(
+        (
+            f"{CALL}<function=f><parameter=number>{text}</parameter></function>{CALLED}",
+            [["f", {"number": value}]],
+        )
+        for text, value in [("-1e999", -float_info.max), ("NaN", "NaN"), ("[Infinity]", "[Infinity]")]
+    ),
     ("<function=f>\n<parameter=number>\n12}", [["f", '{"number": "12}']]),
     *(
         (
@@ -250,6 +261,8 @@ CASES: list[tuple[str, str, list[Any]]] = [
     ("deepseek_v31", f"{BEGIN}g{SEP}null{END}{V31_CALL}", [g, f]),
     *TODAY,
     ("pythonic", "[f(note='])')]", [["f", {"note": "])"}]]),
+    ("pythonic", r'[f(note="\ud83d\ude00\/\\/")]', [["f", {"note": "\U0001f600/\\/"}]]),
+    ("pythonic", r'[f(note="\ud83d.")]', [["f", {"note": "\ufffd."}]]),
 ]
 
 
@@ -337,6 +350,27 @@ def test_reasoning_of_todays_families(reasoning: str, text: str, parts: list[Any
     manner = OutputFormat(reasoning=THINKING[reasoning], thinking=thinking)
     assert parsed(manner, text) == parts
     assert parsed(manner, *text) == parts
+
+
+@pytest.mark.parametrize(
+    ("form", "begun"),
+    [
+        ("glm47", f"{CALL}f<arg_key>"),
+        ("glm47", f"{CALL}f<arg_key>note</arg_key><arg_value>a</arg_value><arg_key>"),
+        ("minimax_m2", "<invoke name="),
+        ("minimax_m2", '<invoke name="f"><parameter name='),
+        ("gemma4", "<|tool_call>call:f{"),
+        ("mistral", "[TOOL_CALLS]"),
+        ("hermes", CALL),
+    ],
+)
+def test_white_space_in_a_call_takes_little_time(form: str, begun: str) -> None:
+    parser = open_parser(OutputFormat(form=FORMS[form], schemas=SCHEMAS))
+    parser.push(begun, last=False)
+    began_s = thread_time()
+    parser.push(" " * 10_000, last=False)
+    parser.push(" ", last=False)
+    assert thread_time() - began_s < 0.1
 
 
 def items(form: str) -> list[tuple[str, int]]:

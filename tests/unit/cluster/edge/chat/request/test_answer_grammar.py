@@ -175,6 +175,51 @@ def test_forced_call_behind_a_thought(form: str, reasoning: str) -> None:
         check_parsed(manner, text, (reasoned, "", [("look", plain(ONCE))]))
 
 
+@pytest.mark.parametrize("as_tokens", [False, True])
+@pytest.mark.parametrize("form", sorted(form for form in FORMS if FORMS[form].parameters is not None))
+def test_arguments_have_the_marks_of_calls(form: str, *, as_tokens: bool) -> None:
+    """A grammar has the end of each argument, so no other mark ends one."""
+    marks = FORMS[form].parameters
+    assert marks is not None
+    tags = FORMS[form].tags if as_tokens else ()
+    raw, grammars = vocabulary(*dict.fromkeys(tags))
+    added = {token.content: number for number, token in raw.get_added_tokens_decoder().items()}
+    begins = [marks.before.format(name="n", is_text="true"), marks.closes, *FORMS[form].begins]
+    line = " " if form == "gemma4" else "\n"
+    note = "".join(f"{begin} {line}{begin}" for begin in begins if not any(tag in begin for tag in added))
+    inside = note if form == "gemma4" else note + marks.ends[0] + '\\"'
+    call = {"note": f"a{note}{line}{line}b", "tags": ["a" if as_tokens or not inside.isascii() else inside]}
+    schema = {
+        "type": "object",
+        "properties": {"note": {"type": "string"}, "tags": {"type": "array", "items": {"type": "string"}}},
+    }
+    manner = replace(format_of(form, "none"), schemas={"look": schema})
+    tools = [Tool(type="function", function=Function(name="look", parameters=schema))]
+    grammar = words_or_calls(Grammar(kind="json_object"), tools, manner, added)
+    text = around(form, *[written(form, call)] * 2)
+    assert accepts(grammars.matcher(grammar), [*raw.encode(text, add_special_tokens=False).ids, PAD])
+    check_parsed(manner, text, ("", "", [("look", plain(call))] * 2))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "good", "bad"),
+    [
+        ({"type": "object"}, "{a:1}", "1"),
+        ({"type": "array"}, "[1]", "{}"),
+        ({"type": ["string", "null"]}, "null", "1"),
+    ],
+)
+def test_value_of_gemma_has_a_type_of_its_schema(wanted: dict[str, Any], good: str, bad: str) -> None:
+    schema = {"properties": {"-A": wanted}, "required": ["-A"]}
+    tools = [Tool(type="function", function=Function(name="look", parameters=schema))]
+    raw, grammars = vocabulary()
+    grammar = forced(tools, format_of("gemma4", "none"), {})
+    for value, is_good in ((good, True), (bad, False)):
+        text = around("gemma4", f"<|tool_call>call:look{{-A:{value}}}<tool_call|>")
+        tokens = [*raw.encode(text, add_special_tokens=False).ids, PAD]
+        assert accepts(grammars.matcher(grammar), tokens) is is_good
+
+
 @pytest.mark.parametrize("form", sorted(FORMS.keys() - {"openai"}))
 def test_only_a_call_of_an_offered_tool_at_the_start_is_one(form: str) -> None:
     """Tags around calls are no words."""
