@@ -176,7 +176,8 @@ class EngineConfig:
     page_size: Annotated[Count, Flag("workers", "--page-size", "TOKENS")] = 64
     """tokens per page"""
     compute_dtype: Annotated[ComputeDtype | None, Flag("workers", "--compute-dtype")] = None
-    """data type of factors; sums are float32 (float32 for weights in float32 or float16, else bfloat16)"""
+    """data type of factors; sums are float32 (float32 for weights in float32, on CPU also float16, else
+    bfloat16)"""
     kv_cache_dtype: Annotated[KvDtype | None, Flag("workers", "--kv-cache-dtype")] = None
     """data type of pages (that of products; bfloat16 if workers of the model have a CUDA device)"""
     state_dtype: Annotated[KvDtype, Flag("workers", "--state-dtype")] = "float32"

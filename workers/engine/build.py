@@ -326,7 +326,8 @@ def with_compute_dtype(settings: EngineSettings) -> EngineSettings:
     """Return the settings with the type of products, by the weights where none is set. Raises ModelError."""
     if settings.compute_dtype is not None:
         return settings
-    return replace(settings, compute_dtype=compute_dtype_of(settings.model_folder, settings.load_format))
+    dtype = compute_dtype_of(settings.model_folder, settings.load_format, on_cuda=settings.on_cuda)
+    return replace(settings, compute_dtype=dtype)
 
 
 def operators_of(settings: EngineSettings) -> Operators:

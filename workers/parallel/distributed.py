@@ -68,7 +68,9 @@ class Distributed:
         if self._transport == "gloo":
             return added(self._of_all(x_TN))
         x_TN = x_TN.contiguous()
-        _met(lambda: self._group.allreduce([x_TN], distributed.AllreduceOptions()).wait())
+        options = distributed.AllreduceOptions()
+        options.asyncOp = False  # on the stream of the step, so nothing waits: NCCL's own takes two events
+        _met(lambda: self._group.allreduce([x_TN], options))
         return x_TN
 
     def gather_to_leader(self, x_TN: torch.Tensor, width: int) -> torch.Tensor:

@@ -34,7 +34,7 @@ from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.inputs import Caches, Inputs, Kept
 from tidemill.workers.models.loading.checkpoint import Progress, WeightsFolder
 from tidemill.workers.models.loading.config_json import Raw
-from tidemill.workers.models.loading.dummy import DummyWeights, dummy_dtype
+from tidemill.workers.models.loading.dummy import DummyWeights, named_dtypes
 from tidemill.workers.models.loading.sharding import RankPart, RankSlice
 from tidemill.workers.models.loading.tensor_files import DTYPES, TensorFiles
 from tidemill.workers.models.model_files import read_json, reading
@@ -249,16 +249,20 @@ def sizes_of(
     )
 
 
-def compute_dtype_of(folder: Path, load_format: LoadFormat = "auto") -> ComputeDtype:
-    """Return the type of products if none is set: float32 for weights in float32 or float16, else bfloat16.
-    Raises ModelError."""
+def compute_dtype_of(
+    folder: Path, load_format: LoadFormat = "auto", *, on_cuda: bool = False
+) -> ComputeDtype:
+    """Return the type of products if none is set: float32 for weights in float32, off CUDA also for those
+    in float16, else bfloat16. Raises ModelError."""
     _check_folder(folder)
     if load_format == "dummy":
         with reading(folder / "config.json"):
-            is_float32 = dummy_dtype(read_json(folder / "config.json")) == torch.float32
-        return "float32" if is_float32 else "bfloat16"
+            named = named_dtypes(read_json(folder / "config.json"))
+        wide = {"float32"} if on_cuda else {"float32", "float16"}
+        return "float32" if wide & named else "bfloat16"
     dtypes = {header.dtype for header in TensorFiles(folder).headers.values()}
-    return "float32" if DTYPES.keys() & dtypes <= {"F32", "F16"} else "bfloat16"
+    wide = {"F32"} if on_cuda else {"F32", "F16"}
+    return "float32" if DTYPES.keys() & dtypes <= wide else "bfloat16"
 
 
 def has_head(folder: Path, load_format: LoadFormat = "auto") -> bool:

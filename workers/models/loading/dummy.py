@@ -58,6 +58,10 @@ class DummyWeights:
 
 def dummy_dtype(raw: Mapping[str, Any]) -> torch.dtype:
     """Return the type of the weights that config.json names, float32 for float16, as WeightsFolder does."""
+    return torch.float32 if {"float32", "float16"} & named_dtypes(raw) else torch.bfloat16
+
+
+def named_dtypes(raw: Mapping[str, Any]) -> set[str | None]:
+    """Return the types of the weights that config.json names, or None."""
     text: Mapping[str, Any] = raw.get("text_config") or raw
-    names = [text.get(key) or raw.get(key) for key in ("dtype", "torch_dtype")]
-    return torch.float32 if {"float32", "float16"} & set(names) else torch.bfloat16
+    return {text.get(key) or raw.get(key) for key in ("dtype", "torch_dtype")}

@@ -69,6 +69,9 @@ def test_dummy_weights_have_the_type_that_the_config_names(folder: Path, dtype: 
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "dtype": dtype}))
     assert compute_dtype_of(folder, "dummy") == expected
+    assert compute_dtype_of(folder, "dummy", on_cuda=True) == "bfloat16"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "dtype": "float32"}))
+    assert compute_dtype_of(folder, "dummy", on_cuda=True) == "float32"
 
 
 def test_dummy_model_has_the_layers_but_not_the_fingerprint_of_the_real_one(folder: Path) -> None:

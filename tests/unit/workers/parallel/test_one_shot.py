@@ -8,6 +8,7 @@ from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -132,6 +133,17 @@ def test_gpus_that_cannot_map_each_other_are_one_line(monkeypatch: pytest.Monkey
     monkeypatch.setattr(one_shot, "_symmetric_memory", lambda: fake)
     with pytest.raises(SettingsError, match=r"map each other's memory \(peer access .* leave it out$"):
         OneShot(DictStore(), 0, 2, CPU, BYTES_MAX)
+
+
+def test_nccl_sums_on_the_stream_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a sum returns nothing to wait for."""
+    group = Mock()
+    group.allreduce.return_value = None
+    monkeypatch.setattr("tidemill.workers.parallel.distributed._group", Mock(return_value=group))
+    x_TN = torch.ones(2, 2)
+    assert Distributed(Mock(), 0, 2, "nccl", WAIT_S_MAX).reduce(x_TN) is x_TN
+    (_, options), _ = group.allreduce.call_args
+    assert not options.asyncOp
 
 
 def test_where_it_cannot_work_it_is_refused() -> None:
