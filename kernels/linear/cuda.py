@@ -30,7 +30,7 @@ def linear_silu(x_MK: torch.Tensor, gate_up: Packed, into: Packed) -> torch.Tens
 def logits(x_MK: torch.Tensor, weight: Packed) -> torch.Tensor:
     """float32, as the product adds it up."""
     x_MK, bias_N = x_MK.to(weight.data.dtype), None if weight.bias_N is None else weight.bias_N.float()
-    if weight.data.dtype == torch.float32 or not weight.data.is_cuda:
+    if weight.data.dtype == torch.float32 or weight.data.device.type == "cpu":
         return functional.linear(x_MK.float(), weight.data.float(), bias_N)
     y_MN = torch.mm(x_MK, weight.data.T, out_dtype=torch.float32)
     return y_MN if bias_N is None else y_MN + bias_N

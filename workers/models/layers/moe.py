@@ -110,12 +110,14 @@ class MoeConfig:
         names = [router.weight] if self.shared_gate is None else [router.weight, self.shared_gate]
         scores_SH = torch.cat([read(name).values for name in names])
         bias_S = None if router.bias is None else read(router.bias).values
+        if bias_S is not None or scores_SH.device.type == "cpu":
+            scores_SH = scores_SH.float()  # x would be rounded on CPU, a bias on a device: it chooses others
         missing = -len(scores_SH) % ROWS
         joined = self.joined if ops.joins_shared and self.joins else 0
         return Moe(
             config=self,
             scores=ops.pack(
-                [plain(functional.pad(scores_SH, (0, 0, 0, missing)).float())],  # rounding chooses others
+                [plain(functional.pad(scores_SH, (0, 0, 0, missing)))],
                 None if bias_S is None else functional.pad(bias_S, (0, missing)),
             ),
             routing=Routing(

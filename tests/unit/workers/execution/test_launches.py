@@ -8,10 +8,12 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from benchmarks.engine.released import RELEASED
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.kernels.launched import META, Counted, Launch, capturing, launching
 from tests.support.workers.released import LAYERS, PAGE_TOKENS, released, there
@@ -111,6 +113,28 @@ def test_decode_step_has_few_launches(name: str, rows: int, monkeypatch: pytest.
         counted.count = 0
         model.forward(step, caches)
     assert (len(launches) + counted.count) / LAYERS <= LAUNCHES_PER_LAYER[name, rows] + STEP_LAUNCHES / LAYERS
+
+
+class _Products(TorchDispatchMode):
+    """Collects the types of what products multiply."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[tuple[torch.dtype, ...]] = set()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        if operator.overloadpacket.__name__ in {"mm", "addmm", "bmm"}:
+            self.dtypes.add(tuple(part.dtype for part in args if isinstance(part, torch.Tensor))[-2:])
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Next-80B-A3B", "Qwen3-30B-A3B", "DeepSeek-V3"])
+def test_no_product_of_a_step_is_of_float32(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrix units take none, and products of bfloat16 are exact in the float32 of their sums."""
+    model, caches = released(name)
+    with launching(monkeypatch), torch.no_grad(), _Products() as products:
+        model.logits(model.forward(there(padding(32, 9), META), caches))
+    assert products.dtypes == {(torch.bfloat16, torch.bfloat16)}
 
 
 STEPS = [
