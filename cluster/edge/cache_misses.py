@@ -143,8 +143,8 @@ Show = Callable[[Sequence[int]], str]
 
 
 def cache_diagnostics(trace: Trace, request: Request, show: Show | None = None) -> Json:
-    """Return what a client learns of its prompt. Of others it learns only that they needed the memory. `show`
-    adds its own text around the first difference."""
+    """Return what a client learns of its prompt. Of others it learns only that they needed the memory, to ten
+    seconds, so that no request of theirs is timed. `show` adds its own text around the first difference."""
     return _diagnostics(trace, request, lambda miss: _details(miss, request, show))
 
 
@@ -204,9 +204,10 @@ def _diagnostics(trace: Trace, request: Request, details: Callable[[CacheMiss], 
 def _details(miss: CacheMiss, request: Request, show: Show | None = None) -> Json:
     if (evicted := miss.eviction) is not None:
         by = "own" if evicted.tenant == request.tenant else "another"
+        is_own = bool(request.tenant) and by == "own"
         return {
             "memory_for": evicted.reason,
-            "ago_s": round(evicted.ago_s, 3),
+            "ago_s": round(evicted.ago_s, 3 if is_own else -1),
             "requested_by": by if evicted.reason in FOR_REQUESTS else None,
         }
     if (differing := miss.other_text) is None:

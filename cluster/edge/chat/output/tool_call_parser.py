@@ -30,7 +30,7 @@ NAMES = {"true": True, "false": False, "null": None}
 """Constants of models that write Python like JSON."""
 
 
-def _finite(number: str) -> float:
+def _finite(number: str | float) -> float:
     """Return the number, or the largest one of its sign: JSON can be read back with no other."""
     return max(-float_info.max, min(float(number), float_info.max))
 
@@ -119,7 +119,8 @@ def _constant(node: ast.expr) -> object:
             pairs = zip(keys, values, strict=True)
             return {str(_constant(key)): _constant(value) for key, value in pairs if key is not None}
         case _:
-            return ast.literal_eval(node)
+            value: object = ast.literal_eval(node)
+            return _finite(value) if isinstance(value, float) else value
 
 
 Types = frozenset[str]

@@ -262,6 +262,7 @@ CASES: list[tuple[str, str, list[Any]]] = [
     *TODAY,
     ("pythonic", "[f(note='])')]", [["f", {"note": "])"}]]),
     ("pythonic", r'[f(note="\ud83d\ude00\/\\/")]', [["f", {"note": "\U0001f600/\\/"}]]),
+    ("pythonic", "[f(number=-1e999)]", [["f", {"number": -float_info.max}]]),
     ("pythonic", r'[f(note="\ud83d.")]', [["f", {"note": "\ufffd."}]]),
 ]
 
