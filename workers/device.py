@@ -17,6 +17,9 @@ from tidemill.workers.settings import EngineSettings, SettingsError
 
 HOST = torch.device("cpu")
 
+CAPABILITIES = (9, 10)
+"""The compute capabilities of GPUs with the shared memory and the registers for which tiles are chosen."""
+
 
 def device_of(settings: EngineSettings) -> torch.device:
     """Return the device with its index. Raises SettingsError when it is missing, or its operators do not run
@@ -34,6 +37,12 @@ def device_of(settings: EngineSettings) -> torch.device:
     device, count = torch.device("cuda", requested.index or 0), torch.cuda.device_count()
     if device.index >= count:
         raise SettingsError(f"--device {settings.device}: the last one here is cuda:{count - 1}")
+    major, minor = torch.cuda.get_device_capability(device)
+    if settings.variant == "triton" and major not in CAPABILITIES:
+        raise SettingsError(
+            f"--device {settings.device}: it has compute capability {major}.{minor}, and kernels need 9 or 10"
+            " (H100, H200, B200): use another GPU, or --device cpu"
+        )
     return device
 
 

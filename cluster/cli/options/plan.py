@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tidemill.cluster.plan.command import Serve
 
 HERE = "here"
-CARDS = ("a100", "b200", "h100", "h200", "l40s")
+CARDS = ("b200", "h100", "h200")
 PERCENTILES = (50, 90, 99)
 
 OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (

@@ -78,17 +78,17 @@ def test_plan_reads_a_trace_at_its_own_rate_or_another(
 def test_plan_of_cards_is_an_estimate_that_names_what_does_not_fit(
     here: Path, llama: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["plan", llama, "--load-format=dummy", *LOAD, "--card", "l40s", "h100", "--ttft-target=500ms"]
+    arguments = ["plan", llama, "--load-format=dummy", *LOAD, "--card", "h100", "h200", "--ttft-target=500ms"]
     assert main(arguments) == 0
     shown = capsys.readouterr().out
-    assert "l40s (estimate)" in shown
+    assert "h200 (estimate)" in shown
     assert "h100 (estimate)" in shown
-    assert "2 x l40s: a rank needs" in shown
-    assert "4 ranks fit" in shown
+    assert "1 x h200: a rank needs" in shown
+    assert "2 ranks fit" in shown
     assert "1 x h100: a rank needs" in shown
-    assert (here / "cluster.yaml").read_text().startswith("# 1 mixed, TP 4")
+    assert (here / "cluster.yaml").read_text().startswith("# 1 mixed, TP 2")
     [group] = read_config(here / "cluster.yaml").models[0].groups
-    assert (group.device, group.tensor_parallel_size, group.replicas) == ("cuda", 4, 1)
+    assert (group.device, group.tensor_parallel_size, group.replicas) == ("cuda", 2, 1)
 
 
 def test_plan_reports_that_nothing_meets_the_targets(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -228,8 +228,8 @@ def test_bounds_are_those_of_one_request_and_of_all_prompts() -> None:
 
 
 def test_a_worker_on_cards_holds_weights_and_the_longest_request() -> None:
-    card = CARDS["l40s"]
-    with pytest.raises(NoFit, match=r"1 x l40s: a rank needs 63 GiB .* has 39\.6 GiB"):
+    card = replace(CARDS["h100"], name="small", memory_bytes=44 << 30)
+    with pytest.raises(NoFit, match=r"1 x small: a rank needs 63 GiB .* has 39\.6 GiB"):
         worker_on_card(card, MODEL, cuda(1), LEAST_WORK)
     worker = worker_on_card(card, MODEL, cuda(2), LEAST_WORK)
     assert worker.is_estimate
