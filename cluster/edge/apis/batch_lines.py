@@ -58,7 +58,7 @@ class LineReader:
             raise RequestError(f"a line has at most {BODY_BYTES_MAX >> 20} MiB", code="line_too_long")
         check_json(text)
         try:
-            found = cast("Any", parse_json(text.decode()))
+            found = cast("Any", parse_json(text.decode("utf-8-sig")))
         except (ValueError, RecursionError) as error:
             raise RequestError(f"this line is no JSON: {error}", code="invalid_json_line") from None
         match found:

@@ -12,18 +12,26 @@ SLICE_ITEMS = 1024
 """The items of a list that are written without a pause."""
 
 BODIES = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-EVENTS = json.JSONEncoder(separators=(",", ":"))
+EVENTS = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 """An encoder for all events; `json.dumps` would make one for each."""
 
 
 def event(body: object, name: str | None = None) -> bytes:
-    """Return one server-sent event."""
+    """Return one server-sent event. Raises RequestError as `json_bytes` does."""
     line = f"event: {name}\n" if name else ""
-    return f"{line}data: {EVENTS.encode(body)}\n\n".encode()
+    return f"{line}data: {_finite(EVENTS, body)}\n\n".encode()
 
 
 def json_bytes(body: object) -> bytes:
-    return _encoded(BODIES.encode(body))
+    """Return JSON. Raises RequestError for a number that it does not have, which a request has brought."""
+    return _encoded(_finite(BODIES, body))
+
+
+def _finite(encoder: json.JSONEncoder, body: object) -> str:
+    try:
+        return encoder.encode(body)
+    except ValueError:
+        raise RequestError("the request holds NaN or an infinite number: send finite ones") from None
 
 
 def object_of(text: str) -> dict[str, Any] | None:

@@ -73,7 +73,7 @@ class StoredBatches:
         if int(request.headers.get("content-length", "0")) > FILE_BYTES_MAX + PART_BYTES:
             raise _too_long()
         name = f"file-{self._context.sources.new_id()}"
-        await records.write(tenant, TenantFiles, lambda own: own.begin(name))
+        await records.write(tenant, TenantFiles, lambda own: own.begin(name, FILE_BYTES_MAX))
         try:
             fields, num_bytes = await self._received(request, records, tenant, name)
             if fields.get("purpose") not in PURPOSES:
@@ -102,9 +102,13 @@ class StoredBatches:
         length. Raises RequestError."""
         reader = MultipartReader(request.headers.get("content-type", ""))
         fields: dict[str, str] = {}
+        begun: Part | None = None
         content, num_bytes, number = bytearray(), 0, 0
         async for piece in self._pieces(request):
             for part, data in reader.feed(piece):
+                if part is not begun and part.name in fields:
+                    raise RequestError(f"the form has {part.name[:64]!r} twice: send it once", param="file")
+                begun = part
                 if part.name != "file":
                     fields[part.name] = fields.get(part.name, "") + data.decode(errors="replace")
                     if len(fields) > 16 or len(fields[part.name]) > FIELD_BYTES_MAX:
@@ -128,7 +132,7 @@ class StoredBatches:
         return fields, num_bytes
 
     async def _pieces(self, request: Request) -> AsyncGenerator[bytes]:
-        """Yield the pieces of a body, if they do not come too slowly. Raises RequestError."""
+        """Yield the pieces of a body that is neither too slow nor too long. Raises RequestError."""
         time_s = asyncio.get_running_loop().time
         s_max = self._context.limits.body_s_max
         began_s, num_bytes = time_s(), 0
@@ -146,6 +150,8 @@ class StoredBatches:
             if piece is None:
                 return
             num_bytes += len(piece)
+            if num_bytes > FILE_BYTES_MAX + PART_BYTES:
+                raise _too_long()
             yield piece
 
     async def files(

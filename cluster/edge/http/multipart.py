@@ -35,6 +35,8 @@ class MultipartReader:
 
     def feed(self, piece: bytes) -> Iterator[tuple[Part, bytes]]:
         """Yield the pieces of parts that another piece of the body completes. Raises RequestError."""
+        if self.has_ended:
+            return  # what follows a form is no part of it
         self._left += piece
         while not self.has_ended:
             at = self._left.find(self._delimiter)
@@ -53,7 +55,7 @@ class MultipartReader:
         self.has_ended = rest.startswith(b"--")
         head, separator, body = rest.partition(b"\r\n\r\n")
         if self.has_ended or not separator:
-            if len(rest) > HEAD_BYTES_MAX:
+            if not self.has_ended and len(rest) > HEAD_BYTES_MAX:
                 raise RequestError(f"the head of a part has more than {HEAD_BYTES_MAX} bytes")
             return False
         headers = BytesHeaderParser().parsebytes(head.removeprefix(b"\r\n"))

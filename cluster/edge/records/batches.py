@@ -54,6 +54,8 @@ class TenantBatches:
         self.files = TenantFiles(sent, tenant, now_s, ttl_s)
 
     def create(self, batch: StoredBatch) -> None:
+        """Store a batch. Raises RequestError if there is no room for its results."""
+        self.files.check_room()
         self._sent.run(
             "INSERT INTO tidemill_batches VALUES (?, ?, ?, ?, ?, 1, '', 0, ?)",
             *(batch.id, self._tenant, batch.key_digest, self._now_s, self._expires_s, json.dumps(batch.body)),
@@ -82,12 +84,14 @@ class TenantBatches:
 
     def cancel(self, name: str) -> Json:
         """Ask for the end of a batch and return it."""
-        body = self.batch(name)
-        if body["status"] in OPEN:
-            self._set(name, status="cancelling", cancelling_at=self._now_s)
+        self.batch(name)
+        sql = "UPDATE tidemill_batches SET is_open = 1 WHERE id = ? AND is_open = 1 RETURNING body"
+        for (body,) in self._sent.rows(sql, name):  # locked: its edge cannot end it meanwhile
+            self._set(name, json.loads(body), status="cancelling", cancelling_at=self._now_s)
         return self.batch(name)
 
-    # ---- For the edge that runs a batch ----
+    # ---- For the edge that runs a batch. Each change renews the lease first, which locks the batch: an edge
+    # that stood still has lost it, and `cancel` and `end` see all of a change or nothing. ----
 
     def waits(self) -> bool:
         """Return whether some batch is run by no edge."""
@@ -124,13 +128,19 @@ class TenantBatches:
         rows = [(name, line.number, line.custom_id, line.sort_key, line.body) for line in lines]
         self._sent.run_each("INSERT INTO tidemill_lines VALUES (?, ?, ?, ?, ?, NULL, NULL)", rows)
 
-    def clear(self, name: str) -> None:
-        """Remove the lines of a batch, of which an edge that has ended may have validated some."""
+    def clear(self, name: str, owner: str) -> None:
+        """Remove the lines of a batch, of which an edge that has ended may have validated some. Raises
+        LeaseLost."""
+        self.renew(name, owner)
         self._sent.run("DELETE FROM tidemill_lines WHERE batch = ?", name)
 
-    def begin(self, name: str, total: int) -> None:
-        """Note that the lines of a batch are valid."""
-        self._set(name, status="in_progress", in_progress_at=self._now_s, request_counts={"total": total})
+    def begin(self, name: str, owner: str, total: int) -> None:
+        """Note that the lines of a batch are valid; one that was cancelled meanwhile stays so. Raises
+        LeaseLost."""
+        body = self.renew(name, owner)
+        status = "in_progress" if body["status"] == "validating" else body["status"]
+        counts = {"total": total}
+        self._set(name, body, status=status, in_progress_at=self._now_s, request_counts=counts)
 
     def left(self, name: str) -> list[int]:
         """Return the numbers of the lines without a result; neighbours have long prefixes in common."""
@@ -145,31 +155,33 @@ class TenantBatches:
         return self._sent.rows(sql, name, number)[0]
 
     def journal(self, name: str, owner: str, number: int, result: bytes, *, is_error: bool) -> None:
-        """Keep the result of a line. Raises LeaseLost."""
+        """Keep the result of a line, in place of its body. Raises LeaseLost."""
+        self.renew(name, owner)
         kept = self._sent.run(
-            "UPDATE tidemill_lines SET result = ?, is_error = ?"
-            " WHERE batch = ? AND number = ? AND is_error IS NULL AND EXISTS"
-            " (SELECT 1 FROM tidemill_batches WHERE id = ? AND owner = ? AND is_open = 1)",
-            *(result, int(is_error), name, number, name, owner),
+            "UPDATE tidemill_lines SET result = ?, is_error = ?, body = '', sort_key = ?"
+            " WHERE batch = ? AND number = ? AND is_error IS NULL",
+            *(result, int(is_error), b"", name, number),
         )
         if not kept:
             raise LeaseLost(name)
 
-    def fail(self, name: str, errors: Sequence[Json]) -> None:
-        """End a batch with lines that cannot be read."""
-        self.clear(name)
+    def fail(self, name: str, owner: str, errors: Sequence[Json]) -> None:
+        """End a batch with lines that cannot be read. Raises LeaseLost."""
+        self.clear(name, owner)
         listed = {"object": "list", "data": list(errors)}
-        self._set(name, status="failed", failed_at=self._now_s, errors=listed)
+        self._set(name, self.renew(name, owner), status="failed", failed_at=self._now_s, errors=listed)
 
     def end(self, name: str, owner: str, status: str) -> None:
         """End a batch: its results become files. Raises LeaseLost."""
-        self.renew(name, owner)
+        body = self.renew(name, owner)
         if status == "expired":
             sql = "SELECT number, custom_id FROM tidemill_lines WHERE batch = ? AND is_error IS NULL"
             self._sent.run_each(
-                "UPDATE tidemill_lines SET result = ?, is_error = 1 WHERE batch = ? AND number = ?",
+                "UPDATE tidemill_lines SET result = ?, is_error = 1, body = ''"
+                " WHERE batch = ? AND number = ?",
                 [(_expired(name, *row), name, row[0]) for row in self._sent.rows(sql, name)],
             )
+        self._sent.run("DELETE FROM tidemill_lines WHERE batch = ? AND is_error IS NULL", name)
         ids: dict[str, str] = {}
         for is_error, field in enumerate(("output_file_id", "error_file_id")):
             sql = "SELECT COUNT(*), COALESCE(SUM(LENGTH(result) + 1), 0) FROM tidemill_lines"
@@ -188,16 +200,13 @@ class TenantBatches:
                         is_error,
                     )
                 )
-        counts = self._counted(name, self._body(name))["request_counts"]
+        counts = self._counted(name, body)["request_counts"]
         done = {"status": status, f"{status}_at": self._now_s, "finalizing_at": self._now_s}
-        self._set(name, **done, **ids, request_counts=counts)
+        self._set(name, body, **done, **ids, request_counts=counts)
 
-    def _body(self, name: str) -> Json:
-        rows = self._sent.rows("SELECT body FROM tidemill_batches WHERE id = ?", name)
-        return cast("Json", json.loads(rows[0][0]))
-
-    def _set(self, name: str, **fields: object) -> None:
-        body = self._body(name) | fields
+    def _set(self, name: str, body: Json, **fields: object) -> None:
+        """Change fields of a batch, which is locked since its `body` was read."""
+        body = body | fields
         self._sent.run(
             "UPDATE tidemill_batches SET body = ?, is_open = ? WHERE id = ?",
             *(json.dumps(body), int(body["status"] in OPEN), name),

@@ -200,6 +200,8 @@ class Database:
                 autocommit=True,  # we begin and commit ourselves
                 connect_timeout=LOCK_S_MAX,
                 tcp_user_timeout=LOCK_S_MAX * 1000,
+                keepalives_idle=LOCK_S_MAX,  # a host that has vanished would hold a thread for hours
+                keepalives_interval=1,
                 prepare_threshold=None,  # a pool of connections may be between
             )
             connection.execute(f"SET statement_timeout = '{LOCK_S_MAX}s'")

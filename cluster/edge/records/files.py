@@ -11,7 +11,8 @@ UPLOAD_S_MAX = 3600.0
 """The time after which an upload without an end is removed."""
 
 TENANT_BYTES_MAX = 8 << 30
-"""The most bytes of the files of one tenant."""
+TENANT_FILES_MAX = 10_000
+"""The most that the files of one tenant hold, and the most files."""
 
 LINES_TOGETHER = 16
 
@@ -48,13 +49,21 @@ class TenantFiles:
         self._now_s = int(now_s)
         self.expires_s = int(now_s + ttl_s)
 
-    def begin(self, name: str) -> None:
-        """Begin an upload, which is hidden before `finish`. Raises RequestError if there is no room."""
-        sql = "SELECT COALESCE(SUM(num_bytes), 0) FROM tidemill_files WHERE tenant = ?"
-        if self._sent.rows(sql, self._tenant)[0][0] >= TENANT_BYTES_MAX:
+    def check_room(self, upload_bytes: int = 0) -> None:
+        """Raise RequestError if there is no room; each upload in progress may become `upload_bytes`."""
+        sql = "SELECT COUNT(*), COALESCE(SUM(COALESCE(num_bytes, ?)), 0) FROM tidemill_files WHERE tenant = ?"
+        ((count, num_bytes),) = self._sent.rows(sql, upload_bytes, self._tenant)
+        if count >= TENANT_FILES_MAX or num_bytes >= TENANT_BYTES_MAX:
             raise RequestError(
-                f"your files have {TENANT_BYTES_MAX >> 30} GiB: delete some", status=413, param="file"
+                f"you have {count:,} files of {int(num_bytes) >> 20:,} MiB, with uploads in progress, of at "
+                f"most {TENANT_FILES_MAX:,} files and {TENANT_BYTES_MAX >> 20:,} MiB: delete some",
+                status=413,
+                param="file",
             )
+
+    def begin(self, name: str, upload_bytes: int) -> None:
+        """Begin an upload, which is hidden before `finish`. Raises RequestError if there is no room."""
+        self.check_room(upload_bytes)
         until_s = int(self._now_s + UPLOAD_S_MAX)
         self.insert(StoredFile(name, "", "", self._now_s, until_s))
 

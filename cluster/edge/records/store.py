@@ -13,7 +13,15 @@ Kind = TypeVar("Kind")
 LOOK_S = 60.0
 """The period in which expired records are removed."""
 
-EXPIRED_TOGETHER = 100
+EXPIRE = {
+    """DELETE FROM tidemill_conversations WHERE id IN
+        (SELECT id FROM tidemill_conversations WHERE expires_s <= ? LIMIT ?)""": 100,
+    """DELETE FROM tidemill_batches WHERE id IN
+        (SELECT id FROM tidemill_batches WHERE expires_s <= ? LIMIT ?)""": 1,
+    "DELETE FROM tidemill_files WHERE id IN (SELECT id FROM tidemill_files WHERE expires_s <= ? LIMIT ?)": 1,
+}
+"""The statements that remove what has expired, and the records of each transaction: a batch has 50,000 lines,
+a file 200 MiB."""
 
 Of = Callable[[Transaction, str, float, float], Kind]
 """The records of one kind, like TenantFiles, of a tenant in a transaction, with the time and that until
@@ -53,17 +61,9 @@ class Records:
     async def expire(self) -> None:
         """Remove what has expired, in short transactions."""
         now_s = int(self._unix_time_s())
-        for sql in EXPIRE:
-            while await self._database.write(lambda sent, sql=sql: sent.run(sql, now_s, EXPIRED_TOGETHER)):
+        for sql, count in EXPIRE.items():
+            while await self._database.write(lambda sent, sql=sql, count=count: sent.run(sql, now_s, count)):
                 pass
-
-
-EXPIRE = (
-    """DELETE FROM tidemill_conversations WHERE id IN
-        (SELECT id FROM tidemill_conversations WHERE expires_s <= ? LIMIT ?)""",
-    "DELETE FROM tidemill_batches WHERE id IN (SELECT id FROM tidemill_batches WHERE expires_s <= ? LIMIT ?)",
-    "DELETE FROM tidemill_files WHERE id IN (SELECT id FROM tidemill_files WHERE expires_s <= ? LIMIT ?)",
-)
 
 
 def missing(kind: str, name: str, param: str | None = None, status: int = 404) -> RequestError:

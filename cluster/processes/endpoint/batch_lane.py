@@ -86,14 +86,14 @@ class _Run:
 
     async def run(self) -> None:
         """Raises LeaseLost, and Unserved when the database is gone."""
-        working = asyncio.create_task(self._work())
+        status = self._end(self._batch.body, is_done=False)
+        working = asyncio.create_task(self._work() if status is None else asyncio.sleep(0))
+        done = set[asyncio.Task[None]]()
         try:
-            while True:
+            while status is None:
                 done, _ = await asyncio.wait({working}, timeout=RENEW_S)
                 body = await self._do(lambda own: own.renew(self._batch.id, self._owner))
                 status = self._end(body, is_done=bool(done))
-                if status is not None:
-                    break
         finally:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
@@ -130,7 +130,7 @@ class _Run:
     async def _validate(self) -> None:
         """Read the lines of the input. Raises LeaseLost if they are wrong, which ends the batch."""
         name, reader = self._batch.id, LineReader(self._batch.body["endpoint"])
-        await self._do(lambda own: own.clear(name))
+        await self._do(lambda own: own.clear(name, self._owner))
         try:
             file = await self._do(lambda own: own.files.file(self._batch.body["input_file_id"]))
         except RequestError as error:  # deleted meanwhile
@@ -143,10 +143,10 @@ class _Run:
             await self._do(lambda own, found=found: own.add_lines(name, self._owner, found))
         if reader.errors or not reader.count:
             await self._fail(reader.errors or [{"code": "empty_file", "message": "the file has no lines"}])
-        await self._do(lambda own: own.begin(name, reader.count))
+        await self._do(lambda own: own.begin(name, self._owner, reader.count))
 
     async def _fail(self, errors: Sequence[dict[str, Any]]) -> None:
-        await self._do(lambda own: own.fail(self._batch.id, errors))
+        await self._do(lambda own: own.fail(self._batch.id, self._owner, errors))
         raise LeaseLost(self._batch.id)
 
     async def _answer_some(self, lines: Iterator[int]) -> None:

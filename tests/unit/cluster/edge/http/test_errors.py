@@ -222,6 +222,18 @@ def test_broken_json_is_the_clients_error(content: bytes) -> None:
     assert response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("number", ["NaN", "1e999", "-Infinity"])
+@pytest.mark.parametrize("stream", ["true", "false"])
+def test_number_that_no_reply_can_repeat_is_the_clients_error(number: str, stream: str) -> None:
+    tool = f'{{"type": "function", "name": "f", "parameters": {{"properties": {{"a": {number}}}}}}}'
+    content = f'{{"model": "keeper", "input": "a", "stream": {stream}, "tools": [{tool}]}}'.encode()
+    response = call(
+        APP, "POST", "/v1/responses", content=content, headers={"content-type": "application/json"}
+    )
+    assert response.status_code == 400
+    assert "send finite" in response.text
+
+
 def test_body_is_json_by_its_type() -> None:
     response = call(APP, "POST", TEXT, content=b'{"prompt": "a"}', headers={"content-type": "text/plain"})
     assert response.status_code == 400

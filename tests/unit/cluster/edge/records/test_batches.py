@@ -2,12 +2,15 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
+import threading
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from io import BytesIO
 from itertools import pairwise
+from math import inf, nan
 from operator import getitem
 from pathlib import Path
 from typing import Any
@@ -30,8 +33,16 @@ from tidemill.cluster.edge.http.batches import PART_BYTES
 from tidemill.cluster.edge.http.middleware import UPLOAD_BYTES
 from tidemill.cluster.edge.http.multipart import MultipartReader
 from tidemill.cluster.edge.records import files
-from tidemill.cluster.edge.records.batches import LEASE_S, TenantBatches
+from tidemill.cluster.edge.records.batches import (
+    LEASE_S,
+    LeaseLost,
+    StoredBatch,
+    StoredLine,
+    TenantBatches,
+)
 from tidemill.cluster.edge.records.database import Database, DatabaseSettings, Transaction, database_settings
+from tidemill.cluster.edge.records.files import StoredFile, TenantFiles
+from tidemill.cluster.edge.records.store import Records
 from tidemill.cluster.edge.requests.context import EdgeContext
 from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.processes.endpoint import batch_lane
@@ -205,6 +216,8 @@ async def test_neighbours_have_prefixes_in_common(
         (b"\n\n", "empty_file", None),
         (b"{nothing}\n", "invalid_json_line", 1),
         (b"\xff\xfe\n", "invalid_json_line", 1),
+        (jsonl(line("a"), line("b", temperature=inf)), "invalid_request", 2),
+        (jsonl(line("a"), line("b", messages=[nan])), "invalid_request", 2),
         (b"[" * 200 + b"\n", "body_too_complex", 1),
         (jsonl(line("a"), {"custom_id": "b"}), "invalid_request", 2),
         (jsonl(line("a"), line("b", url="/v1/completions")), "invalid_url", 2),
@@ -234,6 +247,7 @@ async def test_file_that_is_no_batch_fails_with_the_line(
 def test_lines_are_read_whatever_the_pieces(cuts: list[int]) -> None:
     content = jsonl(*(line(f"{index}", seed=index) for index in range(9)))
     reader = LineReader(CHAT)
+    content = b"\xef\xbb\xbf" + content.replace(b"\n", b"\r\n")  # as some editors of Windows write it
     found = [each for piece in pieces(content, cuts) for each in reader.feed(piece)]
     found += reader.feed(b"", is_last=True)
     assert [each.custom_id for each in found] == [f'"{index}"' for index in range(9)]
@@ -353,6 +367,126 @@ async def test_one_edge_runs_a_batch_and_another_goes_on_when_it_is_gone(databas
         assert len(second.requests) == 35
 
 
+INPUT = StoredFile("file-in", "in", "batch", int(NOW_S), int(NOW_S + TTL_S), 2)
+LINES = [StoredLine(number, f'"{number}"', b"a", "{}") for number in range(3)]
+
+
+Write = Callable[[Callable[[TenantBatches], Any]], Coroutine[Any, Any, Any]]
+
+
+async def runner_of(database: DatabaseSettings) -> tuple[Records, Write, list[float]]:
+    """The records with a batch that the edge "first" has leased and filled, a function that writes, and the
+    time."""
+    now_s = [NOW_S]
+    records = Records(Database(database), TTL_S, lambda: now_s[0])
+
+    async def write(work: Callable[[TenantBatches], Any]) -> Any:  # noqa: ANN401 - of the work
+        return await records.write("", TenantBatches, work)
+
+    shown = {
+        "status": "validating",
+        "endpoint": CHAT,
+        "expires_at": NOW_S + TTL_S,
+        "request_counts": {"total": 0},
+    }
+    await write(lambda own: own.create(StoredBatch("batch_a", "", "", shown)))
+    assert (await write(lambda own: own.claim("first"))).id == "batch_a"
+    await write(lambda own: own.add_lines("batch_a", "first", LINES))
+    return records, write, now_s
+
+
+async def test_edge_that_stood_still_changes_nothing(database: DatabaseSettings) -> None:
+    records, write, now_s = await runner_of(database)
+    now_s[0] += LEASE_S + 1
+    assert await write(lambda own: own.claim("second")) is not None
+    attempts: list[Callable[[TenantBatches], None]] = [
+        lambda own: own.clear("batch_a", "first"),
+        lambda own: own.begin("batch_a", "first", 9),
+        lambda own: own.fail("batch_a", "first", []),
+        lambda own: own.journal("batch_a", "first", 0, b"{}", is_error=False),
+        lambda own: own.end("batch_a", "first", "completed"),
+    ]
+    for work in attempts:
+        with pytest.raises(LeaseLost):
+            await write(work)
+    assert await write(lambda own: own.left("batch_a")) == [0, 1, 2]
+    assert (await write(lambda own: own.batch("batch_a")))["status"] == "validating"
+    records.close()
+
+
+async def test_batch_that_is_cancelled_while_it_is_read_stays_cancelled(database: DatabaseSettings) -> None:
+    records, write, _ = await runner_of(database)
+    await write(lambda own: own.cancel("batch_a"))
+    await write(lambda own: own.begin("batch_a", "first", 3))
+    found = await write(lambda own: own.batch("batch_a"))
+    assert (found["status"], found["request_counts"]["total"]) == ("cancelling", 3)
+    service = FakeService(saying("a"))
+    edge = edge_over(service, database, unix_time_s=lambda: NOW_S + LEASE_S + 1)
+    async with running(edge), asyncio.timeout(20):
+        while found["status"] != "cancelled":
+            await asyncio.sleep(POLL_S)
+            found = await write(lambda own: own.batch("batch_a"))
+    assert service.requests == [], "another edge begins no line of it"
+    assert edge.records is not None
+    edge.records.close()
+    records.close()
+
+
+async def test_line_and_cancel_that_come_while_a_batch_ends_are_too_late(database: DatabaseSettings) -> None:
+    records, write, _ = await runner_of(database)
+    journal = partial(TenantBatches.journal, name="batch_a", owner="first", result=b"{}", is_error=False)
+    await write(lambda own: own.begin("batch_a", "first", 3))
+    await write(lambda own: journal(own, number=0))
+    ending = threading.Event()
+
+    def end(own: TenantBatches) -> None:
+        own.end("batch_a", "first", "cancelled")
+        ending.set()
+        time.sleep(0.3)  # the others come before the transaction ends
+
+    ended = asyncio.create_task(write(end))
+    await asyncio.to_thread(ending.wait)
+    results: tuple[Any, Any] = await asyncio.gather(
+        write(lambda own: journal(own, number=1)),
+        write(lambda own: own.cancel("batch_a")),
+        return_exceptions=True,
+    )
+    late, found = results
+    await ended
+    assert isinstance(late, LeaseLost)
+    assert found["status"] == "cancelled"
+    assert not await write(TenantBatches.waits)
+    file = await write(lambda own: own.files.file(found["output_file_id"]))
+    _, content = await write(lambda own: own.files.chunk(file, -1))
+    assert (len(content), found["request_counts"]) == (
+        file.num_bytes,
+        {"total": 3, "completed": 1, "failed": 0},
+    )
+    records.close()
+
+
+async def test_files_of_a_tenant_are_bounded_with_uploads_in_progress(
+    database: DatabaseSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = Records(Database(database), TTL_S, lambda: NOW_S)
+    monkeypatch.setattr(files, "TENANT_BYTES_MAX", 40)
+
+    async def begin(number: int) -> None:
+        await records.write("a", TenantFiles, lambda own: own.begin(f"file-{number}", 20))
+
+    for number in range(2):
+        await begin(number)
+    with pytest.raises(RequestError, match="you have 2 files"):
+        await begin(2)
+    await records.write("a", TenantFiles, lambda own: own.finish(replace(INPUT, id="file-0")))
+    await begin(2)
+    monkeypatch.setattr(files, "TENANT_FILES_MAX", 3)
+    for work in (begin(3), records.write("a", TenantBatches, lambda own: own.files.check_room())):
+        with pytest.raises(RequestError, match="you have 3 files"):
+            await work
+    records.close()
+
+
 async def test_other_tenants_find_nothing_and_a_lost_key_ends_its_batches(database: DatabaseSettings) -> None:
     keys = ("mine", "yours")
     service = FakeService(saying("a"))
@@ -435,9 +569,22 @@ async def test_file_is_bounded_checked_and_comes_back(
                     {"content-type": "multipart/form-data; boundary=x"},
                     b'--x\r\ncontent-disposition: form-data; name="file"\r\n\r\ncut',
                 ),
+                (
+                    {"content-type": "multipart/form-data; boundary=x"},
+                    b'--x\r\ncontent-disposition: form-data; name="file"\r\n\r\na\r\n' * 2 + b"--x--",
+                ),
             ):
                 reply = await plain.post(url, headers=headers, content=body)
                 assert reply.status_code in {400, 415}, reply.text
+
+            async def padded() -> AsyncGenerator[bytes]:
+                yield b"--x--"
+                for _ in range(6):
+                    yield bytes(PART_BYTES)
+
+            form = {"content-type": "multipart/form-data; boundary=x"}
+            reply = await plain.post(url, headers=form, content=padded())
+            assert reply.status_code == 413, reply.text
 
 
 async def test_uploads_that_are_slow_or_given_up_leave_nothing(tmp_path: Path) -> None:
@@ -505,6 +652,7 @@ def test_form_is_read_whatever_the_pieces(parts: list[tuple[str, bytes]], cuts: 
                 found[-1] = (part, found[-1][1] + data)
             else:
                 found.append((part, data))
+    assert list(reader.feed(bytes(1000))) == []
     assert reader.has_ended
     whole = [(part.name, data) for part, data in found]
     assert whole == parts
