@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 import psutil
@@ -25,6 +26,10 @@ from tidemill.workers.parallel.shared_memory import added
 Transport = Literal["gloo", "nccl"]
 LOOPBACK = "127.0.0.1"
 STORE = "collectives"
+SAME_INDEX = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+"""Lets ranks have devices of the same number, as they have where each sees one device alone. torch reads it
+from the environment alone. NCCL refuses two ranks of one device."""
+
 FOREVER = timedelta(days=365)
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 """The interface of NCCL, which it reads from the environment alone."""
@@ -113,6 +118,17 @@ def folder_store(folder: Path, size: int) -> distributed.Store:
 def part_of(store: distributed.Store, name: str) -> distributed.Store:
     """Return a store for another exchange of the same ranks, whose keys do not meet those of `store`."""
     return distributed.PrefixStore(name, store)
+
+
+def named_group(name: str, store: distributed.Store, index: int, size: int) -> distributed.ProcessGroup:
+    """Return a group in which torch's symmetric memory finds the other ranks by name, while it is referenced.
+    It replaces that of an earlier engine of this process."""
+    os.environ[SAME_INDEX] = "1"
+    registry: Any = resolve_name("torch._C._distributed_c10d")  # there are no public names
+    registry._unregister_process_group(name)  # noqa: SLF001
+    group = distributed.ProcessGroup(store, index, size)
+    registry._register_process_group(name, group)  # noqa: SLF001
+    return group
 
 
 def port_stores(

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from tidemill.workers.parallel.distributed import Distributed, folder_store, part_of, port_stores
+from tidemill.workers.parallel.distributed import Distributed, folder_store, named_group, part_of, port_stores
 from tidemill.workers.parallel.network import Meeting, Network, Ports
-from tidemill.workers.parallel.one_shot import OneShot
+from tidemill.workers.parallel.one_shot import NAME, OneShot
 from tidemill.workers.parallel.shared_memory import SharedMemory
 from tidemill.workers.settings import EngineSettings
 
@@ -70,7 +70,9 @@ def open_exchange(
         assert backend != "shared-memory", "see EngineSettings"
         one_shot = None
         if settings.one_shot_bytes:
-            one_shot = OneShot(part_of(store, "one-shot"), index, size, device, settings.one_shot_bytes)
+            found = part_of(store, "one-shot")
+            group = named_group(NAME, found, index, size)
+            one_shot = OneShot(found, group, device, settings.one_shot_bytes)
         model = Distributed(store, index, size, backend, wait_s_max, network, one_shot)
         model.reduce(torch.zeros(1, 1, device=device))  # NCCL connects now, while the folder is there
     except BaseException:

@@ -28,16 +28,16 @@ class OneShot:
     def __init__(
         self,
         store: Any,  # noqa: ANN401  one of distributed.py
-        index: int,
-        size: int,
+        group: Any,  # noqa: ANN401  the group of NAME, see distributed.py
         device: torch.device,
         bytes_max: int,
     ) -> None:
         """Meet the other ranks through `store`, and map their memory. Raises SettingsError."""
         self._bytes_max = bytes_max
+        self._group = group  # torch knows it while it is referenced
         symmetric: Any = _symmetric_memory()
         try:
-            symmetric.set_group_info(NAME, index, size, store)
+            symmetric.set_group_info(NAME, group.rank(), group.size(), store)  # where an older torch looks
             self._buffer = symmetric.empty_strided_p2p((bytes_max,), (1,), torch.uint8, device)
             symmetric.rendezvous(self._buffer, NAME)
         except RuntimeError as error:

@@ -102,7 +102,7 @@ def test_device_that_is_not_there() -> None:
 def test_device_beyond_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", Mock(return_value=(9, 0)))
     assert device_of(settings_with(device="cuda")) == CUDA
     assert device_of(settings_with(device="cuda:1")) == torch.device("cuda", 1)
     with pytest.raises(SettingsError, match="--device cuda:2: the last one here is cuda:1"):
@@ -115,7 +115,7 @@ def test_gpu_that_cannot_run_the_kernels_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", Mock(return_value=capability))
     number = ".".join(map(str, capability))
     with pytest.raises(SettingsError, match=f"^--device cuda: .* capability {number}, .* or --device cpu$"):
         device_of(settings_with(device="cuda"))
@@ -157,7 +157,7 @@ def test_ranks_share_a_device_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_kvcached_the_other_backing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", Mock(return_value=(10, 0)))
     monkeypatch.setitem(sys.modules, "kvcached.vmm_ops", None)
     with pytest.raises(SettingsError, match=r"kvcached does not load .*--backing fixed"):
         open_backing(settings_with(device="cuda"), Kvcached.GRANULE_BYTES)

@@ -1,7 +1,8 @@
-# pyright: basic
+# pyright: basic, reportPrivateImportUsage=false
 # A fake stands in for torch's symmetric memory.
 """Sums in one launch over memory that GPUs map from each other: which sums go this way, and their order."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -12,22 +13,17 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.distributed import HashStore, distributed_c10d
 
 from tests.support.waits import WAIT_S_MAX
 from tests.unit.workers.test_device import settings_with
 from tidemill.workers.parallel import one_shot
-from tidemill.workers.parallel.distributed import Distributed, folder_store
+from tidemill.workers.parallel.distributed import SAME_INDEX, Distributed, folder_store, named_group
 from tidemill.workers.parallel.one_shot import NAME, OneShot
 from tidemill.workers.settings import SettingsError
 
 CPU = torch.device("cpu")
 SIZE, BYTES_MAX = 3, 96
-
-
-class DictStore(dict[str, str]):
-    """A store, through which ranks would find each other."""
-
-    set = dict.__setitem__
 
 
 class FakeSymmetricMemory:
@@ -43,7 +39,10 @@ class FakeSymmetricMemory:
         """Return the class as one rank sees it."""
 
         def rendezvous(buffer: torch.Tensor, name: str) -> None:
-            assert name == NAME
+            torch_groups: Any = distributed_c10d
+            group = torch_groups._resolve_process_group(name)
+            assert (group.rank(), group.size()) == (index, SIZE)
+            assert os.environ[SAME_INDEX] == "1"
             self.buffers[index] = buffer
             self._ranks[buffer.data_ptr()] = index
 
@@ -73,8 +72,14 @@ class FakeSymmetricMemory:
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> FakeSymmetricMemory:
     fake = FakeSymmetricMemory()
+    monkeypatch.setenv(SAME_INDEX, "0")
     monkeypatch.setattr(torch.ops, "symm_mem", fake, raising=False)
     return fake
+
+
+def opened_by(index: int, size: int) -> OneShot:
+    store = HashStore()
+    return OneShot(store, named_group(NAME, store, index, size), CPU, BYTES_MAX)
 
 
 def sums(
@@ -87,7 +92,7 @@ def sums(
     opened = []
     for index in range(SIZE):
         monkeypatch.setattr(one_shot, "_symmetric_memory", lambda index=index: memory.rank(index))
-        opened.append(OneShot(DictStore(), index, SIZE, CPU, BYTES_MAX))
+        opened.append(opened_by(index, SIZE))
 
     def run(index: int) -> list[torch.Tensor]:
         store = folder_store(folder, SIZE)
@@ -130,9 +135,10 @@ def test_gpus_that_cannot_map_each_other_are_one_line(monkeypatch: pytest.Monkey
         raise RuntimeError("peer access is not supported\nC++ stack")
 
     fake = SimpleNamespace(set_group_info=refuse)
+    monkeypatch.setenv(SAME_INDEX, "0")
     monkeypatch.setattr(one_shot, "_symmetric_memory", lambda: fake)
     with pytest.raises(SettingsError, match=r"map each other's memory \(peer access .* leave it out$"):
-        OneShot(DictStore(), 0, 2, CPU, BYTES_MAX)
+        opened_by(0, 2)
 
 
 def test_nccl_sums_on_the_stream_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
