@@ -26,6 +26,9 @@ INPUTS_MAX = 2048
 NUMBERS_MAX = 1 << 22
 """The most numbers in one reply: some 80 MB as JSON."""
 
+PAIRS_CHARS_MAX = 16 << 20
+"""The most characters of all pairs of one request, of which each has the whole query."""
+
 JUDGE = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
     'Note that the answer can only be "yes" or "no".'
@@ -167,6 +170,13 @@ class PairsBody(PoolingBody):
             return self._plain(texts, tokenizer, model)
         most = model.max_model_len * tokenizer.token_chars_max
         found: list[MarkedPrompt] = []
+        num_chars = sum(len(texts[query]) + len(texts[document]) for query, document in pairs)
+        if num_chars > PAIRS_CHARS_MAX:
+            raise RequestError(
+                f"the pairs of query and document have {num_chars:,} characters: send at most "
+                f"{PAIRS_CHARS_MAX:,}, with fewer documents at a time",
+                param="documents",
+            )
         for query, document in pairs:
             check_chars(len(texts[query]) + len(texts[document]), most, "documents")
             prompt = self._judged(tokenizer, texts[query], texts[document])

@@ -4,6 +4,7 @@ A conversation that a client has made has a name. A chain of responses shares on
 answer to a response that is not its last one gets a copy up to there.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -121,6 +122,10 @@ class TenantConversations:
     def delete_response(self, name: str) -> None:
         """Remove a response, and with the last one of a chain its items."""
         conversation, _, _ = self._response(name)
+        lock = (
+            "UPDATE tidemill_conversations SET length = length WHERE id = ?"  # no response is added meanwhile
+        )
+        self._sent.run(lock, conversation)
         self._sent.run("DELETE FROM tidemill_responses WHERE id = ?", name)
         self._sent.run(
             "DELETE FROM tidemill_conversations WHERE id = ? AND is_named = 0"
@@ -215,7 +220,7 @@ class TenantConversations:
 
     def _continued(self, context: StoredContext, new_name: str, count: int) -> str:
         """Return a conversation with room for `count` items behind the context: the same, if it has no name
-        and has not grown since, else a new one with a copy."""
+        and has not grown since, else a new one with a copy, also of what was deleted meanwhile."""
         known, length = context.conversation, context.length
         if known and self._sent.run(
             "UPDATE tidemill_conversations SET length = ?, expires_s = ?"
@@ -225,11 +230,7 @@ class TenantConversations:
             return known
         new = StoredConversation(new_name, self._now_s, length=length + count)
         self.create(new, is_named=False)
-        self._sent.run(
-            "INSERT INTO tidemill_items SELECT ?, position, id, body FROM tidemill_items"
-            " WHERE conversation = ? AND position < ?",
-            *(new_name, known, length),
-        )
+        self._insert(new_name, 0, [(json.loads(body)["id"], body) for body in context.items])
         return new_name
 
     def _insert(self, conversation: str, start: int, items: Sequence[Item]) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import sqlite3
 import sys
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -18,7 +19,11 @@ from tests.unit.cluster.edge.http.test_responses import ALL, LOOK, THINKS
 from tests.unit.cluster.edge.http.test_tools import prompts_of, tokenizer
 from tidemill.cluster.edge.apis import responses_storage
 from tidemill.cluster.edge.records import database as database_module
-from tidemill.cluster.edge.records.conversations import StoredResponse, TenantConversations
+from tidemill.cluster.edge.records.conversations import (
+    StoredContext,
+    StoredResponse,
+    TenantConversations,
+)
 from tidemill.cluster.edge.records.database import Database, DatabaseSettings, Transaction, database_settings
 from tidemill.cluster.edge.records.store import Records
 from tidemill.cluster.edge.requests.models import ServedBackend
@@ -125,6 +130,23 @@ async def test_deleted_response_is_gone_and_its_items_go_with_the_chain(database
         with pytest.raises(openai.NotFoundError):
             await client.responses.delete(two.id)
         assert await rows_of(database) == before
+
+
+async def test_answer_keeps_what_was_deleted_while_it_came(database: DatabaseSettings) -> None:
+    sent = {name: f'{{"id":"{name}"}}' for name in ("msg_0", "msg_1", "msg_2")}
+    first = StoredResponse(id="resp_1", body="{}", inputs=[*sent.items()][:1], outputs=[*sent.items()][1:2])
+    records = Records(Database(database), TTL_S, lambda: NOW_S)
+
+    async def write(work: Callable[[TenantConversations], Any]) -> Any:  # noqa: ANN401 - of the work
+        return await records.write(TENANT, TenantConversations, work)
+
+    await write(lambda own: own.keep(StoredContext(), first))
+    context = await write(lambda own: own.context("resp_1", None, 9))
+    await write(lambda own: own.delete_response("resp_1"))
+    answer = StoredResponse(id="resp_2", body="{}", inputs=[*sent.items()][2:], outputs=[])
+    await write(lambda own: own.keep(context, answer))
+    assert (await write(lambda own: own.context("resp_2", None, 9))).items == [*sent.values()]
+    records.close()
 
 
 async def rows_of(database: DatabaseSettings) -> list[int]:

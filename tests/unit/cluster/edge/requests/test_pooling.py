@@ -27,6 +27,7 @@ from tests.support.cluster.fake_service import (
     tokenizer,
 )
 from tests.support.cluster.openai_talk import conversing
+from tidemill.cluster.edge.apis import pooling_body
 from tidemill.cluster.edge.apis.pooling_body import INPUTS_MAX
 from tidemill.cluster.edge.chat.text import text_of
 from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
@@ -262,6 +263,16 @@ def test_models_for_one_kind_of_work_refuse_the_other() -> None:
 )
 def test_bad_bodies_are_refused_by_name(path: str, body: dict[str, object], param: str) -> None:
     refused(post(path, **body), param)
+
+
+def test_query_that_many_documents_repeat_is_refused_before_it_is_tokenized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pooling_body, "PAIRS_CHARS_MAX", 50)
+    service = served(RANK)
+    assert post("/v1/rerank", service, query="a" * 9, documents=["b"] * 5).status_code == 200
+    reply = post("/v1/rerank", service, query="a" * 9, documents=["b"] * 6)
+    refused(reply, "documents", "60 characters", "fewer documents")
 
 
 def test_too_many_numbers_are_refused_before_they_are_computed() -> None:
