@@ -76,7 +76,10 @@ class ParameterStream:
             self._held = self._held[parameter.end() :]
             self._open(*parameter.groups(), written=written)
             return True
-        begun, bare = self._without_strays()
+        begun, bare = self._held, self._held.lstrip()
+        if bare.startswith(self._marks.ends[0]):  # once more
+            self._held = bare.removeprefix(self._marks.ends[0])
+            return True
         if self._may_go_on(bare):
             if not (self._marks.closes and bare.startswith(self._marks.closes)):
                 return False
@@ -97,14 +100,6 @@ class ParameterStream:
         written.append(f"{self._before}{json.dumps(name, ensure_ascii=False)}: ")
         written.append('"' if self._is_text else "")
         self._before = ", "
-
-    def _without_strays(self) -> tuple[str, str]:
-        """Return the held text without end tags of parameters at its start, and that without white space."""
-        begun, bare = self._held, self._held.lstrip()
-        while bare.startswith(self._marks.ends[0]):
-            begun = bare.removeprefix(self._marks.ends[0])
-            bare = begun.lstrip()
-        return begun, bare
 
     def _may_go_on(self, bare: str) -> bool:
         marks = (self._marks.begins, self._marks.closes, self._marks.ends[0])

@@ -91,6 +91,12 @@ XML: list[tuple[str, list[Any]]] = [
     (f"{CALL}<function=f>\n<parameter=note>\na\n{CALLED}{CALL}{GX}{CALLED}", [f, g]),
     (f"{CALL}<function=f><parameter=note>a</parameter> well{CALLED} so", [f, f"well{CALLED} so"]),
     ("a <function=f and b", ["a <function=f and b"]),
+    (
+        f"{CALL}{FX}".replace(
+            "</parameter>", "</parameter>" * 2 + " </parameter><parameter=number>2</parameter>"
+        ),
+        [["f", {"note": "a", "number": 2}]],
+    ),
     (f"{CALL}<function=f>\n<parameter=note>\na\n\n</function>", [["f", {"note": "a\n"}]]),
     *(
         (
@@ -372,6 +378,15 @@ def test_white_space_in_a_call_takes_little_time(form: str, begun: str) -> None:
     parser.push(" " * 10_000, last=False)
     parser.push(" ", last=False)
     assert thread_time() - began_s < 0.1
+
+
+def test_end_tags_that_repeat_take_little_time() -> None:
+    parser = open_parser(OutputFormat(form=FORMS["qwen3_coder"], schemas=SCHEMAS))
+    parser.push("<function=f><parameter=note>a", last=False)
+    began_s = thread_time()
+    for _ in range(10_000):
+        parser.push("</parameter>", last=False)
+    assert thread_time() - began_s < 4.0
 
 
 def items(form: str) -> list[tuple[str, int]]:
