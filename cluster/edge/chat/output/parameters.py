@@ -38,7 +38,7 @@ class ParameterStream:
         self._ends = tuple(end for end in marks.ends if not exact or end.endswith(marks.ends[0]))
         self._schema = schema
         self._parameters = parameters_of(schema)
-        self._held = ""
+        self._held: str = ""
         self._name: str | None = None  # of the open parameter
         self._is_text = False  # it is written as a text
         self._bare: _Bare | None = None  # it has no end tag
