@@ -105,7 +105,7 @@ def test_larger_steps_run_plainly(tmp_path: Path, cpu: Operators) -> None:
             steps = RecordedSteps(loaded.model, runner.caches, TOKENS_MAX, 5, table_width)
             for count in (1, most, most + 1):
                 rows = [(runner.add([1] * count), count)]
-                inputs = runner._inputs(rows)  # pyright: ignore[reportPrivateUsage] - the step itself
+                inputs = runner.inputs(rows)
                 assert (steps.forward(inputs) is not None) is (count <= most)
 
 

@@ -133,6 +133,7 @@ class IndexAgainstDict(RuleBasedStateMachine):
             self.index.pin_checkpoint(entry)
             self.model[entry.key].checkpoint_pins += 1
             self.reading.append(entry)
+            assert self.index.cheapest_checkpoint() not in self.reading
 
     @precondition(lambda self: self.reading)
     @rule(choice=choices)

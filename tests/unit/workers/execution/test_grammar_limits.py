@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 
 from tests.support.workers.drawing import draw, request_of, row_of
 from tests.support.workers.masks import allowed
 from tidemill.workers.execution import grammar as module
 from tidemill.workers.execution import sampler
 from tidemill.workers.execution.grammar import Grammars, LexerMemory, Mask, Matcher
-from tidemill.workers.execution.grammar_library import compile_grammar
+from tidemill.workers.execution.grammar_library import LibraryMatcher, compile_grammar
 from tidemill.workers.execution.mask_pool import MaskPool
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import Drawn
@@ -73,7 +73,7 @@ def test_grammar_that_compiles_for_minutes_is_refused_and_others_go_on() -> None
 def test_answers_of_one_grammar_share_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Grammar] = []
 
-    def counting(tokenizer: LLTokenizer, grammar: Grammar, lexer_states: int) -> LLMatcher:
+    def counting(tokenizer: LLTokenizer, grammar: Grammar, lexer_states: int) -> LibraryMatcher:
         compiled.append(grammar)
         return compile_grammar(tokenizer, grammar, lexer_states)
 
