@@ -434,3 +434,6 @@ def test_only_objects_of_a_shared_class_have_several_leases_and_owners() -> None
     blobs.check(Counter([blob, blob]), Counter(), {blob: owners})
     with pytest.raises(AssertionError, match="own an object"):
         states.check(Counter([state, state]), Counter(), {state: {next(iter(owners)): None}})
+    first, second = owners
+    blobs.disown(blob, first)
+    assert blobs.owners_of(blob) == (second,)
