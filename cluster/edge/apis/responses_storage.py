@@ -127,8 +127,8 @@ def needed(records: Records | None, param: str | None = None) -> Records:
     """Return the records; raises RequestError where there is no database."""
     if records is None:
         raise RequestError(
-            f"{param or 'this'}: this server stores nothing: serve it with --database, or send the whole "
-            "conversation in input",
+            f"{param}: " * (param is not None)
+            + "this server stores nothing: serve it with --database, or send the whole conversation in input",
             param=param,
             status=404 if param is None else 400,
             code="unsupported_parameter" if param else "no_database",
