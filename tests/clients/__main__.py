@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from tests.clients.answers import lm_eval
-from tests.clients.loads import LOADS, Target
+from tests.clients.loads import LOADS, Target, report
 from tests.support.e2e.server import Server
 from tidemill.workers.sources.names import bundled
 
@@ -36,11 +36,7 @@ def main() -> int:
                 folder.mkdir()
                 python = chosen.vllm if name == "vllm" else chosen.environments / name / "bin" / "python"
                 found = clients[name](python.absolute(), target, folder)
-                problems = found.problems()
-                wrong |= bool(problems)
-                sys.stdout.write(f"{name}: {found}\n")
-                sys.stdout.writelines(f"  wrong: {problem}\n" for problem in problems)
-                sys.stdout.flush()
+                wrong |= report(name, found)
     return int(wrong)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from tests.clients.loads import run
+from tests.clients.loads import report, run
 from tests.clients.obedient import PROMPTS, order
 from tests.support.e2e.server import Server
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
@@ -252,11 +252,7 @@ def main() -> int:
             scene = Scene(server, model)
             for name in chosen.names or AGENTS:
                 found = scene.talk(program_of(chosen.environments, name), AGENTS[name], Path(scratch) / name)
-                problems = found.problems()
-                wrong |= bool(problems)
-                sys.stdout.write(f"{name}: {found}\n")
-                sys.stdout.writelines(f"  wrong: {problem}\n" for problem in problems)
-                sys.stdout.flush()
+                wrong |= report(name, found)
     return int(wrong)
 
 

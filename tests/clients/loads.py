@@ -3,11 +3,12 @@
 import json
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 REQUESTS = 20
 STREAMS = 4
@@ -55,6 +56,21 @@ class Found:
             and self.itl_ms > 0,
         }
         return [text for text, holds in checks.items() if not holds]
+
+
+class Result(Protocol):
+    """The findings of a client, and what of them is wrong."""
+
+    def problems(self) -> list[str]: ...
+
+
+def report(name: str, found: Result) -> bool:
+    """Print what a client has found. Return whether any of it is wrong."""
+    problems = found.problems()
+    sys.stdout.write(f"{name}: {found}\n")
+    sys.stdout.writelines(f"  wrong: {problem}\n" for problem in problems)
+    sys.stdout.flush()
+    return bool(problems)
 
 
 def run(command: Sequence[str | Path], folder: Path, **more: str) -> None:

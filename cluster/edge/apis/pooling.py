@@ -124,21 +124,23 @@ def embedding(vector: Vector, body: PoolingBody, pooling: Pooling, dimensions: i
     if not (pooling.normalize if body.use_activation is None else body.use_activation):
         return cut
     exact = cut.astype(np.float64)
-    length = math.sqrt(math.fsum(exact * exact))  # the same bits on every machine
-    return (exact / (length or 1.0)).astype(np.float32)
+    return (exact / _length(exact)).astype(np.float32)
 
 
 def relevance(body: PairsBody, pooling: Pooling, vectors: Vectors) -> list[float]:
     """Return the score of each pair: how likely "yes" is rather than "no", the probability of a label, or of
     an embedder the cosine."""
     if pooling.kind == "embed":
-        lengths = [math.sqrt(math.fsum(vector.astype(np.float64) ** 2)) or 1.0 for vector in vectors]
-        return [
-            math.fsum(vectors[a].astype(np.float64) * vectors[b]) / (lengths[a] * lengths[b])
-            for a, b in body.pairing()[1]
-        ]
+        exact = [vector.astype(np.float64) for vector in vectors]
+        lengths = list(map(_length, exact))
+        return [math.fsum(exact[a] * exact[b]) / (lengths[a] * lengths[b]) for a, b in body.pairing()[1]]
     logits = [float(vector[-1]) - (float(vector[0]) if len(vector) > 1 else 0.0) for vector in vectors]
     return logits if body.use_activation is False else list(map(_sigmoid, logits))
+
+
+def _length(exact: "NDArray[np.float64]") -> float:
+    """Return the length of a vector, 1 for that of zeros: the same bits on every machine."""
+    return math.sqrt(math.fsum(exact * exact)) or 1.0
 
 
 def _sigmoid(logit: float) -> float:

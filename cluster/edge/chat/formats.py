@@ -238,6 +238,13 @@ def _keyed(line: str, sign: str) -> CallForm:
     )
 
 
+def _json_list(before: str) -> Written:
+    """Return the text of calls in a list: `[{"name": "f", "arguments": {"at": "the harbor"}}]`."""
+    return Written(
+        before=before, between=", ", behind="]", name='{"name": "', arguments='", "arguments": ', end="}"
+    )
+
+
 FORMS: dict[str, CallForm] = {
     "openai": CallForm(
         body="channels",
@@ -314,14 +321,7 @@ FORMS: dict[str, CallForm] = {
         written=Written(between="", name="[TOOL_CALLS]", arguments="[ARGS]", end=""),
         older=(
             "[ARGS]",
-            Written(
-                before="[TOOL_CALLS] [",
-                between=", ",
-                behind="]",
-                name='{"name": "',
-                arguments='", "arguments": ',
-                end="}",
-            ),
+            _json_list("[TOOL_CALLS] ["),
         ),
     ),
     "gemma4": CallForm(
@@ -372,14 +372,7 @@ FORMS: dict[str, CallForm] = {
         begins=("<|tool_call|>", CALL),
         opening=JSON_OPENING,
         signs=("<|tool_call|>",),
-        written=Written(
-            before="<|tool_call|>[",
-            between=", ",
-            behind="]",
-            name='{"name": "',
-            arguments='", "arguments": ',
-            end="}",
-        ),
+        written=_json_list("<|tool_call|>["),
     ),
     "hermes": CallForm(
         body="json",

@@ -15,7 +15,7 @@ from tidemill.cluster.edge.apis.responses_body import Id as BodyId
 from tidemill.cluster.edge.apis.responses_body import Metadata
 from tidemill.cluster.edge.apis.responses_storage import needed
 from tidemill.cluster.edge.http.multipart import MultipartReader, Part
-from tidemill.cluster.edge.http.records import LISTED, After, Id, Limit, Order
+from tidemill.cluster.edge.http.records import LISTED, After, Id, Limit, Order, listed
 from tidemill.cluster.edge.http.stream import CLIENT_CLOSED_REQUEST
 from tidemill.cluster.edge.records.batches import StoredBatch, TenantBatches
 from tidemill.cluster.edge.records.files import StoredFile, TenantFiles
@@ -275,9 +275,3 @@ def _shown(file: StoredFile) -> Json:
         "purpose": file.purpose,
         "status": "processed",
     }
-
-
-def listed(rows: list[Json], *, has_more: bool) -> Json:
-    """Return a list in the form of OpenAI."""
-    first, last = (rows[0]["id"], rows[-1]["id"]) if rows else (None, None)
-    return {"object": "list", "data": rows, "first_id": first, "last_id": last, "has_more": has_more}

@@ -18,7 +18,7 @@ from tidemill.cluster.edge.apis.responses_storage import (
     needed,
     stored_items,
 )
-from tidemill.cluster.edge.records.conversations import Item, Page, StoredConversation, TenantConversations
+from tidemill.cluster.edge.records.conversations import Page, StoredConversation, TenantConversations
 from tidemill.cluster.edge.requests.caller import caller_of
 from tidemill.cluster.edge.requests.context import EdgeContext
 from tidemill.cluster.edge.requests.usage import Json
@@ -151,13 +151,10 @@ def _shown(conversation: StoredConversation) -> Json:
 
 
 def _listed(page: Page) -> Json:
-    items: list[Item] = list(page.items)
-    ends = (
-        {"first_id": items[0][0], "last_id": items[-1][0]} if items else {"first_id": None, "last_id": None}
-    )
-    return {
-        "object": "list",
-        "data": [json.loads(body) for _, body in items],
-        **ends,
-        "has_more": page.has_more,
-    }
+    return listed([json.loads(body) for _, body in page.items], has_more=page.has_more)
+
+
+def listed(rows: list[Json], *, has_more: bool) -> Json:
+    """Return a list in the form of OpenAI."""
+    first, last = (rows[0]["id"], rows[-1]["id"]) if rows else (None, None)
+    return {"object": "list", "data": rows, "first_id": first, "last_id": last, "has_more": has_more}
