@@ -11,15 +11,15 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
 from tidemill.cluster.edge.apis.batch_lines import ENDPOINTS
+from tidemill.cluster.edge.apis.responses_body import ID, Metadata
 from tidemill.cluster.edge.apis.responses_body import Id as BodyId
-from tidemill.cluster.edge.apis.responses_body import Metadata
 from tidemill.cluster.edge.apis.responses_storage import needed
 from tidemill.cluster.edge.http.multipart import MultipartReader, Part
 from tidemill.cluster.edge.http.records import LISTED, After, Id, Limit, Order, listed
 from tidemill.cluster.edge.http.stream import CLIENT_CLOSED_REQUEST
 from tidemill.cluster.edge.records.batches import StoredBatch, TenantBatches
 from tidemill.cluster.edge.records.files import StoredFile, TenantFiles
-from tidemill.cluster.edge.records.store import Records, missing
+from tidemill.cluster.edge.records.store import Records
 from tidemill.cluster.edge.requests.caller import caller_of
 from tidemill.cluster.edge.requests.context import EdgeContext
 from tidemill.cluster.edge.requests.limits import BODY_BYTES_PER_S
@@ -157,7 +157,7 @@ class StoredBatches:
     async def files(
         self,
         request: Request,
-        purpose: str | None = None,
+        purpose: Annotated[str | None, Query(pattern=ID.pattern)] = None,
         after: After = None,
         limit: Annotated[int, Query(ge=1, le=FILES_LISTED_MAX)] = FILES_LISTED_MAX,
         order: Order = "desc",
@@ -165,13 +165,10 @@ class StoredBatches:
         """List the files; the newest first."""
         records, tenant = self._records(request)
         is_up = order == "asc"
-        found = await records.read(tenant, TenantFiles, lambda own: own.listed(ascending=is_up))
-        rows = [_shown(file) for file in found if purpose in (None, file.purpose)]
-        names = [row["id"] for row in rows]
-        if after is not None and after not in names:
-            raise missing("file", after, "after")
-        start = 0 if after is None else names.index(after) + 1
-        return listed(rows[start : start + limit], has_more=start + limit < len(rows))
+        found = await records.read(
+            tenant, TenantFiles, lambda own: own.listed(purpose, after, limit + 1, ascending=is_up)
+        )
+        return listed([_shown(file) for file in found[:limit]], has_more=len(found) > limit)
 
     async def file(self, name: Id, request: Request) -> Json:
         """Return a file, without its content."""

@@ -117,9 +117,9 @@ class StoredRecords:
         items = stored_items(body.items, self._context.sources.new_id)
 
         def add(own: TenantConversations) -> Json:
-            own.add(name, items)
+            kept = own.add(name, items)
             check_length(own.num_chars(name), "items")
-            return _listed(Page(items, has_more=False))
+            return _listed(Page(kept, has_more=False))
 
         return await self._write(request, add)
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from tidemill.cluster.edge.records.database import Transaction
 from tidemill.cluster.edge.records.files import StoredFile, TenantFiles
-from tidemill.cluster.edge.records.store import missing
+from tidemill.cluster.edge.records.store import NEVER_S, missing
 
 Json = dict[str, Any]
 
@@ -71,16 +71,16 @@ class TenantBatches:
 
     def listed(self, after: str | None, limit: int) -> list[Json]:
         """Return at most `limit` batches, the newest first, behind the one with the id `after`."""
+        start = (NEVER_S, "")
+        if after is not None:
+            self.batch(after)
+            (start,) = self._sent.rows("SELECT created_s, id FROM tidemill_batches WHERE id = ?", after)
         rows = self._sent.rows(
-            "SELECT id FROM tidemill_batches WHERE tenant = ? AND expires_s > ?"
-            " ORDER BY created_s DESC, id DESC",
-            *(self._tenant, self._now_s),
+            "SELECT id, body FROM tidemill_batches WHERE tenant = ? AND expires_s > ?"
+            " AND (created_s, id) < (?, ?) ORDER BY created_s DESC, id DESC LIMIT ?",
+            *(self._tenant, self._now_s, *start, limit),
         )
-        names = [str(name) for (name,) in rows]
-        if after is not None and after not in names:
-            raise missing("batch", after, "after")
-        start = 0 if after is None else names.index(after) + 1
-        return [self.batch(name) for name in names[start : start + limit]]
+        return [self._counted(name, json.loads(body)) for name, body in rows]
 
     def cancel(self, name: str) -> Json:
         """Ask for the end of a batch and return it."""

@@ -7,6 +7,7 @@ answer to a response that is not its last one gets a copy up to there.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from tidemill.cluster.edge.records.database import Transaction
 from tidemill.cluster.edge.records.store import missing
@@ -90,10 +91,10 @@ class TenantConversations:
         return StoredContext(conversation, length, previous is None, [body for (body,) in rows])
 
     def referenced(self, item: str) -> str | None:
-        """Return the item of this id in any conversation."""
+        """Return the item of this id, of the conversation that has grown last."""
         rows = self._sent.rows(
             "SELECT i.body FROM tidemill_items i JOIN tidemill_conversations c ON c.id = i.conversation"
-            " WHERE i.id = ? AND c.tenant = ? AND c.expires_s > ? LIMIT 1",
+            " WHERE i.id = ? AND c.tenant = ? AND c.expires_s > ? ORDER BY c.expires_s DESC, c.id LIMIT 1",
             *(item, self._tenant, self._now_s),
         )
         return str(rows[0][0]) if rows else None
@@ -103,10 +104,10 @@ class TenantConversations:
         new = [*response.inputs, *response.outputs]
         if context.is_named:
             name = context.conversation
-            start = self.add(name, new)
+            start = self._grown(name, len(new))
         else:
             name, start = self._continued(context, f"of_{response.id}", len(new)), context.length
-            self._insert(name, start, new)
+        self._insert(name, start, new)
         if response.body is not None:
             self._sent.run(
                 "INSERT INTO tidemill_responses VALUES (?, ?, ?, ?, ?, ?)",
@@ -174,18 +175,20 @@ class TenantConversations:
         sql = "SELECT COALESCE(SUM(LENGTH(body)), 0) FROM tidemill_items WHERE conversation = ?"
         return int(self._sent.rows(sql, name)[0][0])
 
-    def add(self, name: str, items: Sequence[Item]) -> int:
-        """Add items to a named conversation, and return the position of the first."""
+    def add(self, name: str, items: Sequence[Item]) -> list[Item]:
+        """Add items to a named conversation, and return them as they are stored."""
+        return self._insert(name, self._grown(name, len(items)), items)
+
+    def _grown(self, name: str, num_items: int) -> int:
+        """Return the first position of new items of a named conversation."""
         rows = self._sent.rows(
             "UPDATE tidemill_conversations SET length = length + ?, expires_s = ?"
             " WHERE id = ? AND tenant = ? AND is_named = 1 AND expires_s > ? RETURNING length",
-            *(len(items), self._expires_s, name, self._tenant, self._now_s),
+            *(num_items, self._expires_s, name, self._tenant, self._now_s),
         )
         if not rows:
             raise missing("conversation", name)
-        start = int(rows[0][0]) - len(items)
-        self._insert(name, start, items)
-        return start
+        return int(rows[0][0]) - num_items
 
     def items(self, name: str, after: str | None, limit: int, *, ascending: bool) -> Page:
         """Return at most `limit` items of a conversation, those behind the one with the id `after`."""
@@ -233,9 +236,23 @@ class TenantConversations:
         self._insert(new_name, 0, [(json.loads(body)["id"], body) for body in context.items])
         return new_name
 
-    def _insert(self, conversation: str, start: int, items: Sequence[Item]) -> None:
-        rows = [(conversation, start + index, *item) for index, item in enumerate(items)]
+    def _insert(self, conversation: str, start: int, items: Sequence[Item]) -> list[Item]:
+        """Insert items and return them. One with the id of another item of the conversation gets a new id, so
+        that ids are cursors."""
+        sql = "SELECT id FROM tidemill_items WHERE conversation = ?"
+        taken = {name for (name,) in self._sent.rows(sql, conversation)} if start else set[str]()
+        kept: list[Item] = []
+        for position, (given, given_body) in enumerate(items, start):
+            name, body = given, given_body
+            if given in taken:
+                others = (f"{given[:100]}_{number}" for number in count(position))
+                name = next(other for other in others if other not in taken)
+                body = json.dumps({**json.loads(body), "id": name}, ensure_ascii=False)
+            taken.add(name)
+            kept.append((name, body))
+        rows = [(conversation, position, *item) for position, item in enumerate(kept, start)]
         self._sent.run_each("INSERT INTO tidemill_items VALUES (?, ?, ?, ?)", rows)
+        return kept
 
     def _page(
         self, conversation: str, length: int, after: str | None, limit: int, *, ascending: bool

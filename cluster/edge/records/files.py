@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tidemill.cluster.edge.records.database import Transaction
-from tidemill.cluster.edge.records.store import missing
+from tidemill.cluster.edge.records.store import NEVER_S, missing
 from tidemill.workers.messages import RequestError
 
 UPLOAD_S_MAX = 3600.0
@@ -17,13 +17,14 @@ TENANT_FILES_MAX = 10_000
 LINES_TOGETHER = 16
 
 COLUMNS = "SELECT id, name, purpose, created_s, expires_s, num_bytes, batch, is_error FROM tidemill_files"
-LISTED = {
-    True: COLUMNS
-    + " WHERE tenant = ? AND expires_s > ? AND num_bytes IS NOT NULL ORDER BY created_s ASC, id ASC",
-    False: COLUMNS
-    + " WHERE tenant = ? AND expires_s > ? AND num_bytes IS NOT NULL ORDER BY created_s DESC, id DESC",
+_LISTED = COLUMNS + (
+    " WHERE tenant = ? AND expires_s > ? AND num_bytes IS NOT NULL AND purpose = COALESCE(?, purpose)"
+)
+PAGE_OF = {
+    True: _LISTED + " AND (created_s, id) > (?, ?) ORDER BY created_s, id LIMIT ?",
+    False: _LISTED + " AND (created_s, id) < (?, ?) ORDER BY created_s DESC, id DESC LIMIT ?",
 }
-"""The statement for all files, by whether the oldest is first."""
+"""The statement for a page of files, by whether the oldest is first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +81,9 @@ class TenantFiles:
     def finish(self, file: StoredFile) -> None:
         """End an upload: from now on the file is there."""
         self._sent.run(
-            "UPDATE tidemill_files SET name = ?, purpose = ?, expires_s = ?, num_bytes = ? WHERE id = ?",
-            *(file.name, file.purpose, file.expires_s, file.num_bytes, file.id),
+            "UPDATE tidemill_files SET name = ?, purpose = ?, created_s = ?, expires_s = ?, num_bytes = ?"
+            " WHERE id = ?",
+            *(file.name, file.purpose, file.created_s, file.expires_s, file.num_bytes, file.id),
         )
 
     def file(self, name: str, param: str | None = None) -> StoredFile:
@@ -92,9 +94,15 @@ class TenantFiles:
             raise missing("file", name, param, status=404 if param is None else 400)
         return StoredFile(*rows[0])
 
-    def listed(self, *, ascending: bool) -> Sequence[StoredFile]:
-        """Return all files."""
-        return [StoredFile(*row) for row in self._sent.rows(LISTED[ascending], self._tenant, self._now_s)]
+    def listed(
+        self, purpose: str | None, after: str | None, limit: int, *, ascending: bool
+    ) -> Sequence[StoredFile]:
+        """Return at most `limit` files, those behind the one with the id `after`. Raises RequestError."""
+        start = (-1 if ascending else NEVER_S, "")
+        if after is not None:
+            start = (self.file(after).created_s, after)
+        of = (self._tenant, self._now_s, purpose)
+        return [StoredFile(*row) for row in self._sent.rows(PAGE_OF[ascending], *of, *start, limit)]
 
     def delete(self, name: str) -> None:
         """Remove a file; a result of a batch with its lines."""

@@ -10,6 +10,9 @@ from tidemill.workers.messages import RequestError
 T = TypeVar("T")
 Kind = TypeVar("Kind")
 
+NEVER_S = 1 << 62
+"""A time after all others."""
+
 LOOK_S = 60.0
 """The period in which expired records are removed."""
 

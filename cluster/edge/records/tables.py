@@ -27,6 +27,7 @@ TABLES = (
         PRIMARY KEY (conversation, position)
     )""",
     "CREATE INDEX IF NOT EXISTS tidemill_item_ids ON tidemill_items (id)",
+    "CREATE UNIQUE INDEX IF NOT EXISTS tidemill_item_cursors ON tidemill_items (conversation, id)",
     """CREATE TABLE IF NOT EXISTS tidemill_responses (
         id TEXT PRIMARY KEY,
         tenant TEXT NOT NULL,
@@ -48,6 +49,7 @@ TABLES = (
         body TEXT NOT NULL
     )""",
     "CREATE INDEX IF NOT EXISTS tidemill_open_batches ON tidemill_batches (is_open, leased_until_s)",
+    "CREATE INDEX IF NOT EXISTS tidemill_batch_pages ON tidemill_batches (tenant, created_s, id)",
     """CREATE TABLE IF NOT EXISTS tidemill_lines (
         batch TEXT NOT NULL REFERENCES tidemill_batches (id) ON DELETE CASCADE,
         number BIGINT NOT NULL,
@@ -70,6 +72,7 @@ TABLES = (
         batch TEXT REFERENCES tidemill_batches (id) ON DELETE CASCADE,
         is_error BIGINT
     )""",
+    "CREATE INDEX IF NOT EXISTS tidemill_file_pages ON tidemill_files (tenant, created_s, id)",
     """CREATE TABLE IF NOT EXISTS tidemill_parts (
         file TEXT NOT NULL REFERENCES tidemill_files (id) ON DELETE CASCADE,
         number BIGINT NOT NULL,

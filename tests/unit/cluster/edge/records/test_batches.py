@@ -620,6 +620,32 @@ async def test_uploads_that_are_slow_or_given_up_leave_nothing(tmp_path: Path) -
         assert (await plain.post(url, **whole)).status_code == 200
 
 
+async def test_lists_are_read_by_the_page(database: DatabaseSettings) -> None:
+    async with clients(FakeService(saying("a")), database) as (client,):
+        names: list[str] = []
+        for purpose in ("batch", "user_data", "batch", "batch"):
+            file = await client.files.create(file=("a", BytesIO(b"{}")), purpose=purpose)
+            names.append(file.id)
+        batches = [
+            await client.batches.create(input_file_id=name, endpoint=CHAT, completion_window="24h")
+            for name in (names[0], names[2], names[3])
+        ]
+        up = [each.id async for each in await client.files.list(order="asc", limit=1)]
+        down = [each.id async for each in await client.files.list(limit=3)]
+        assert (sorted(up), up) == (sorted(names), down[::-1])
+        some = [each.id async for each in await client.files.list(purpose="batch", limit=1)]
+        assert some == [name for name in down if name != names[1]]
+        paged = [each.id async for each in await client.batches.list(limit=2)]
+        assert sorted(paged) == sorted(batch.id for batch in batches)
+        page = await client.files.list(after=down[1], limit=1)
+        assert ([each.id for each in page.data], page.has_more) == ([down[2]], True)
+        for wrong in (client.files.list(after="file-x"), client.batches.list(after="batch_x")):
+            with pytest.raises(openai.NotFoundError, match=r"[-_]x"):
+                await wrong
+        with pytest.raises(openai.BadRequestError, match="purpose"):
+            await client.files.list(purpose="a\x00")
+
+
 async def until_rows(database: DatabaseSettings, count: int) -> None:
     """Wait until there are this many files and parts of files."""
     own = Database(database)

@@ -218,6 +218,32 @@ async def test_conversation_grows_by_responses_and_by_hand(database: DatabaseSet
             )
 
 
+async def test_items_with_one_id_are_stored_with_several_and_each_page_goes_on(
+    database: DatabaseSettings,
+) -> None:
+    asked: Any = {"type": "message", "role": "user", "id": "msg_same"}
+    async with clients(FakeService(saying("here")), database) as (client,):
+        made = await client.conversations.create(items=[{**asked, "content": text} for text in "ab"])
+        added = await client.conversations.items.create(made.id, items=[{**asked, "content": "c"}] * 2)
+        again: list[Any] = [{**asked, "content": "d"}] * 2
+        await client.responses.create(model="keeper", input=again, conversation=made.id)
+        listed = client.conversations.items.list
+        async with asyncio.timeout(10):
+            up = [item async for item in await listed(made.id, order="asc", limit=1)]
+            down = [item async for item in await listed(made.id, limit=1)]
+        assert texts_of(up) == ["a", "b", "c", "c", "d", "d", "here"]
+        assert down == up[::-1]
+        assert len({item.id for item in up}) == 7
+        assert up[0].id == "msg_same"
+        assert [item.id for item in added.data] == [item.id for item in up[2:4]]
+        one = await client.responses.create(model="keeper", input=again)
+        two = await client.responses.create(model="keeper", input=again, previous_response_id=one.id)
+        async with asyncio.timeout(10):
+            seen = [item async for item in await client.responses.input_items.list(two.id, limit=1)]
+        assert texts_of(seen) == ["d", "d", "here", "d", "d"]
+        assert len({item.id for item in seen}) == 5
+
+
 async def test_reference_stands_for_a_stored_item(database: DatabaseSettings) -> None:
     service = FakeService(saying("here"))
     async with clients(service, database) as (client,):
