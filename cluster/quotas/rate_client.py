@@ -14,7 +14,7 @@ import grpc.aio
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.quotas.rates import Counted
 from tidemill.cluster.quotas.router_quotas import QuotaGrant, QuotaRequest
-from tidemill.cluster.rpc.channels import cancellable, open_channel
+from tidemill.cluster.rpc.channels import cancellable, connection_broke, open_channel
 from tidemill.cluster.rpc.codec import Malformed, RateCount, decode, encode
 
 if TYPE_CHECKING:  # generic only in the type stubs
@@ -54,7 +54,7 @@ class RouterRates:
                 with cancellable():
                     return decode(answer, await call(data, timeout=COUNT_S_MAX))
             except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.UNAVAILABLE and address in self._channels:
+                if connection_broke(error) and address in self._channels:
                     # The next one reads our certificate again.
                     await self._channels.pop(address).close(COUNT_S_MAX)
             except (Malformed, OSError):

@@ -78,6 +78,14 @@ def cancellable() -> Generator[None]:
         raise
 
 
+def connection_broke(error: grpc.aio.AioRpcError) -> bool:
+    """Return whether the connection failed, in contrast to an answer of the peer. gRPC has three codes for
+    it: INTERNAL when a call was sending (no server of ours answers it), and in rare cases UNKNOWN
+    (https://github.com/grpc/grpc/issues/34076)."""
+    is_removed = (error.details() or "").startswith("Stream removed")
+    return is_removed or error.code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL}
+
+
 def new_server(streams_max: int = STREAMS_MAX) -> grpc.aio.Server:
     """Return a server. Calls beyond `streams_max` fail with RESOURCE_EXHAUSTED. Calls that arrive faster than
     they are accepted fail with CANCELLED beyond a queue of the same length."""

@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 
 from tidemill.cluster.mutual_tls import MutualTls
-from tidemill.cluster.rpc.channels import cancellable, open_channel
+from tidemill.cluster.rpc.channels import cancellable, connection_broke, open_channel
 from tidemill.cluster.rpc.codec import encode
 from tidemill.kvstore.periodic import every
 from tidemill.workers.messages import RequestError, Unserved, WorkerGone
@@ -164,7 +164,7 @@ class _Link:
             with cancellable():
                 return await call(body)
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNAVAILABLE and self._channel is channel:
+            if connection_broke(error) and self._channel is channel:
                 self._channel = None
             raise
         finally:

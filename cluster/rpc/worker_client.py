@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import grpc.aio
 
 from tidemill.cluster.mutual_tls import MutualTls
-from tidemill.cluster.rpc.channels import FRAME_BYTES_MAX, cancellable, open_channel
+from tidemill.cluster.rpc.channels import FRAME_BYTES_MAX, cancellable, connection_broke, open_channel
 from tidemill.cluster.rpc.codec import (
     Cancel,
     Failure,
@@ -235,7 +235,7 @@ class _Stream:
         except grpc.aio.AioRpcError as error:
             self._reason = error.details() or error.code().name
             self._died = PING_TIMEOUT not in self._reason
-            if self._died and error.code() is grpc.StatusCode.UNAVAILABLE:
+            if self._died and connection_broke(error):
                 self._is_cut = await self._still_runs()
         except (Malformed, OSError) as error:
             self._reason = str(error)
@@ -260,7 +260,7 @@ class _Stream:
                                     pass
                     except grpc.aio.AioRpcError as error:
                         is_refused = REFUSED in (error.details() or "")
-                        if is_refused or error.code() is not grpc.StatusCode.UNAVAILABLE:
+                        if is_refused or not connection_broke(error):
                             return False
                     else:
                         return True

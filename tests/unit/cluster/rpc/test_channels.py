@@ -13,7 +13,7 @@ from tests.support.grpc_loop import IN_GRPC_LOOP
 from tests.support.waits import WAIT_S_MAX
 from tests.unit.cluster.rpc.test_mutual_tls import router
 from tidemill.cluster.router.router import Router
-from tidemill.cluster.rpc.channels import bind, cancellable, new_server, open_channel
+from tidemill.cluster.rpc.channels import bind, cancellable, connection_broke, new_server, open_channel
 from tidemill.cluster.rpc.codec import encode_heartbeat
 from tidemill.cluster.rpc.placement_codec import decode_placement, encode_placement_request
 
@@ -69,6 +69,21 @@ async def test_one_stream_too_many_is_refused_and_the_others_stay() -> None:
             assert await stream.read() == b"2"
             stream.cancel()
     await server.stop(grace=None)
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "broke"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, "Connection reset by peer", True),
+        (grpc.StatusCode.INTERNAL, "Internal error from Core", True),
+        (grpc.StatusCode.UNKNOWN, "Stream removed (recvmsg:Connection reset by peer (104))", True),
+        (grpc.StatusCode.UNKNOWN, "Unexpected <class 'KeyError'>: 3", False),
+        (grpc.StatusCode.INVALID_ARGUMENT, None, False),
+    ],
+)
+def test_broken_connection_is_no_answer(code: grpc.StatusCode, details: str | None, *, broke: bool) -> None:
+    nothing = grpc.aio.Metadata()
+    assert connection_broke(grpc.aio.AioRpcError(code, nothing, nothing, details)) == broke
 
 
 async def test_a_call_that_fails_while_it_is_cancelled_is_cancelled() -> None:
