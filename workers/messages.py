@@ -61,13 +61,15 @@ class Grammar:
     Lark form of llguidance, or a JSON list of texts to choose from; empty for json_object.
 
     frame      a Lark grammar of the whole answer, in which @answer stands for it; empty: it is all
-    otherwise  a grammar that the answer may match instead; its own stands in for it if it cannot be followed
+    otherwise  a grammar that the answer may match instead
+    stand_in   the grammar in the place of this one, if this is an `otherwise` that cannot be followed
     """
 
     kind: GrammarKind
     text: str = ""
     frame: str = ""
     otherwise: "Grammar | None" = None
+    stand_in: "Grammar | None" = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ each with as many streams and all with one worker, and prints how many single ed
 import argparse
 import asyncio
 import cProfile
+import gc
 import json
 import signal
 import socket
@@ -185,6 +186,7 @@ async def run_edge(listener: socket.socket, address: str, tls: MutualTls | None)
     streams = WorkerClients(tls=tls) if address else DecodedStreams(engine)
     app = app_over(OneWorkerService(streams, address))
     config = uvicorn.Config(app, http=with_limits(EdgeLimits()), log_level="critical", lifespan="off")
+    gc.freeze()  # as the real edge
     try:
         await EdgeServer(config, None).serve(sockets=[listener])
     finally:

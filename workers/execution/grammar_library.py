@@ -102,9 +102,9 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar, lexer_states: int)
     try:
         second = _compile_one(tokenizer, grammar.otherwise, lexer_states // 2)
     except RequestError:
-        if grammar.otherwise.otherwise is None:
+        if grammar.otherwise.stand_in is None:
             raise
-        second = _compile_one(tokenizer, grammar.otherwise.otherwise, lexer_states // 2)
+        second = _compile_one(tokenizer, grammar.otherwise.stand_in, lexer_states // 2)
     return Alternatives([first, second])
 
 

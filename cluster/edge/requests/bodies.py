@@ -82,7 +82,7 @@ LogprobCount = Annotated[int, Field(ge=0, le=LOGPROBS_MAX)]
 class StreamOptions(BaseModel):
     """Options of a stream."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     include_usage: bool = False
     continuous_usage_stats: bool = False

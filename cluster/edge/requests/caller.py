@@ -54,7 +54,9 @@ class Caller:
 
 
 def caller_of(headers: Mapping[str, str], keys: ApiKeys) -> Caller:
-    """Return the caller; `headers` by lower-case names. Raises RequestError."""
+    """Return the caller; `headers` by lower-case names, of which the first of a name counts. Raises
+    RequestError."""
+    headers = dict([*headers.items()][::-1])  # starlette's are searched for each name
     tenant, key = keys.tenant(headers), bearer(headers)
     if tenant is not None:
         name = f"tenant:{tenant}"

@@ -103,8 +103,8 @@ class EdgeContext:
             with (
                 self.open_answers.holding(len(job.requests), identity.client),
                 self.metrics.watch(model.name, job.requests) as watch,
-                self.recent.watch(identity, job) as entry,
-                traced(self.sources.tracer, identity, job, entry) as going,
+                traced(self.sources.tracer, identity, job) as (going, describe),
+                self.recent.watch(identity, going, describe) as entry,
             ):
                 if limited is not None:
                     limited.generated = entry.num_generated

@@ -51,8 +51,13 @@ class RecentRequests:
         self._ring: deque[RequestRecord | Json] = deque(maxlen=size)
 
     @contextmanager
-    def watch(self, identity: RequestIdentity, job: PreparedRequest) -> Generator["RequestRecord"]:
-        """Follow one request to the end of the block."""
+    def watch(
+        self,
+        identity: RequestIdentity,
+        job: PreparedRequest,
+        describe: Callable[[Json], None] | None = None,
+    ) -> Generator["RequestRecord"]:
+        """Follow one request to the end of the block; `describe` then gets its row."""
         entry = RequestRecord(identity, job, self._clock_s, self._unix_time_s())
         self._ring.appendleft(entry)
         try:
@@ -65,6 +70,8 @@ class RecentRequests:
             row = entry.row()
             if entry in self._ring:  # the prompt's tokens are not kept beyond its end
                 self._ring[self._ring.index(entry)] = row
+            if describe is not None:
+                describe(row)
             if self._on_end is not None:
                 self._on_end(row, job)
 

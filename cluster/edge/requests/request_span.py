@@ -1,13 +1,14 @@
 """The span of one request of a client: the parent of all that the cluster does for it."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 
 from opentelemetry.trace import SpanKind, Tracer
 
 from tidemill.cluster.edge.requests.intake import PreparedRequest
-from tidemill.cluster.edge.requests.recent_requests import RequestIdentity, RequestRecord
+from tidemill.cluster.edge.requests.recent_requests import RequestIdentity
+from tidemill.cluster.edge.requests.usage import Json
 from tidemill.cluster.observability.spans import span, traceparent
 
 SPAN_ATTRIBUTES = {
@@ -26,11 +27,12 @@ SPAN_ATTRIBUTES = {
 
 @contextmanager
 def traced(
-    tracer: Tracer | None, identity: RequestIdentity, job: PreparedRequest, entry: RequestRecord
-) -> Generator[PreparedRequest]:
-    """The job as it goes on: its requests have this span for a parent. Without a tracer it stays as it is."""
+    tracer: Tracer | None, identity: RequestIdentity, job: PreparedRequest
+) -> Generator[tuple[PreparedRequest, Callable[[Json], None] | None]]:
+    """The job as it goes on, whose requests have this span for a parent, and a function that describes the
+    span by the row of the ended request. Without a tracer the job stays as it is."""
     if tracer is None or not job.requests:
-        yield job
+        yield job, None
         return
     named = {
         "gen_ai.request.model": identity.model,
@@ -41,13 +43,13 @@ def traced(
     with span(
         tracer, SpanKind.SERVER, f"request {identity.kind}", job.requests[0].trace_parent, named
     ) as answering:
-        parent = traceparent(answering)
-        requests = tuple(replace(request, trace_parent=parent) for request in job.requests)
-        try:
-            yield replace(job, requests=requests)
-        finally:
-            row = entry.row()
+
+        def describe(row: Json) -> None:
             for name, attribute in SPAN_ATTRIBUTES.items():
                 value = row.get(name)
                 if isinstance(value, str | int | float):
                     answering.set_attribute(attribute, value)
+
+        parent = traceparent(answering)
+        requests = tuple(replace(request, trace_parent=parent) for request in job.requests)
+        yield replace(job, requests=requests), describe

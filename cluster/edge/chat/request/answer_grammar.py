@@ -45,7 +45,7 @@ def words_or_calls(
     calls = behind_thought(forced(free(tools, output_format), output_format, added), output_format, added)
     with suppress(RequestError):
         bound = forced(enforceable(tools)[0], output_format, added)
-        calls = replace(behind_thought(bound, output_format, added), otherwise=calls)
+        calls = replace(behind_thought(bound, output_format, added), stand_in=calls)
     return replace(answer, otherwise=calls)
 
 

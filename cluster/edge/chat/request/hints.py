@@ -57,7 +57,7 @@ class Mark(NamedTuple):
 class AgentHints(BaseModel):
     """Dynamo's hints of agents. Of `priority`, higher values go first there."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
 
     priority: int | None = None
 
@@ -67,7 +67,7 @@ class AgentHints(BaseModel):
 class NvidiaExtensions(BaseModel):
     """Dynamo's extensions of OpenAI's API."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
 
     agent_hints: AgentHints = AgentHints()
     cache_control: CacheControl | None = None
