@@ -218,6 +218,16 @@ def test_edge_records_root_span_of_request(header: str | None, parent: str) -> N
     assert {request.trace_parent for request in service.requests} == {traceparent(root.context)}
 
 
+def test_root_span_of_failed_request_has_its_end() -> None:
+    recorded = Recorded()
+    served = ServedBackend(FakeService(saying(" ok"), fail_at=0), tokenizer())
+    app = build_app([served], replace(sources(), tracer=recorded.tracer))
+    assert call(app, "POST", "/v1/completions", json={"prompt": "Hello"}).status_code == 503
+    root = recorded.root()
+    assert root.status.status_code is StatusCode.ERROR
+    assert attributes_of(root)["gen_ai.response.finish_reasons"] == "error"
+
+
 def test_parent_of_checks_traceparent() -> None:
     assert parent_of(PARENT) == PARENT
     for text in (None, "", PARENT.upper(), PARENT.replace("0af7651916cd43dd8448eb211c80319c", "0" * 32)):
