@@ -35,7 +35,7 @@ KILL_S_MAX = 3.0
 
 MARK = "TIDEMILL_MINUTES"
 PYTEST = (sys.executable, "-m", "pytest", "-o", "pythonpath=.", "-W", "default", "-p", "no:cacheprovider")
-PROFILED = "regex:gate_up_tile|down_tile|attend_span|attend_rows|recur|prepare|advance|draw_row"
+PROFILED = "regex:gate_up_tile|down_tile|attend_span|attend_rows|attend_tile|recur|prepare|advance|draw_row"
 METRICS = (
     "launch__registers_per_thread,dram__throughput.avg.pct_of_peak_sustained_elapsed,"
     "sm__throughput.avg.pct_of_peak_sustained_elapsed,sm__warps_active.avg.pct_of_peak_sustained_active"

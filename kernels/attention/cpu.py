@@ -1,6 +1,6 @@
 """`attention` on CPU: one kernel and one order of summation for decode, replay and prefill."""
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -8,23 +8,49 @@ from tidemill.kernels.activation.cpu import bind_sigmoid_mul
 from tidemill.kernels.shared.arguments import address, address_or_null, page_arguments
 from tidemill.kernels.shared.build import Library
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
-from tidemill.kernels.shared.rows import Rows
+from tidemill.kernels.shared.rows import Made, Rows
 
 DIM_MAX = 1024  # of cpu.cpp
 UNBOUNDED = 1 << 62  # a window of more tokens than there are
 
 
-AttentionCall = Callable[[torch.Tensor, torch.Tensor, Rows, int | None, torch.Tensor | None], torch.Tensor]
-GatedAttentionCall = Callable[
-    [torch.Tensor, torch.Tensor, Rows, int | None, torch.Tensor | None, torch.Tensor], torch.Tensor
-]
+class AttentionCall(Protocol):
+    def __call__(
+        self,
+        q_THD: torch.Tensor,
+        cache: torch.Tensor,
+        rows: Rows,
+        window: int | None,
+        sinks_H: torch.Tensor | None,
+        made: Made | None = None,
+        /,
+    ) -> torch.Tensor: ...
+
+
+class GatedAttentionCall(Protocol):
+    def __call__(
+        self,
+        q_THD: torch.Tensor,
+        cache: torch.Tensor,
+        rows: Rows,
+        window: int | None,
+        sinks_H: torch.Tensor | None,
+        gate_THD: torch.Tensor,
+        made: Made | None = None,
+        /,
+    ) -> torch.Tensor: ...
 
 
 def bind(library: Library, compute_dtype: ComputeDtype) -> AttentionCall:
     call = library.function("attention")
 
     def attention(
-        q_THD: torch.Tensor, cache: torch.Tensor, rows: Rows, window: int | None, sinks_H: torch.Tensor | None
+        q_THD: torch.Tensor,
+        cache: torch.Tensor,
+        rows: Rows,
+        window: int | None,
+        sinks_H: torch.Tensor | None,
+        _: Made | None = None,
     ) -> torch.Tensor:
         tokens, q_heads, dim = q_THD.shape
         kv_heads = cache.shape[1]
@@ -53,6 +79,7 @@ def bind_gated(library: Library, compute_dtype: ComputeDtype) -> GatedAttentionC
         window: int | None,
         sinks_H: torch.Tensor | None,
         gate_THD: torch.Tensor,
+        _: Made | None = None,
     ) -> torch.Tensor:
         return sigmoid_mul(attention(q_THD, cache, rows, window, sinks_H), gate_THD)
 

@@ -27,9 +27,19 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tidemill.kernels.activation.cuda import sigmoid_mul
 from tidemill.kernels.attention.inner import LOG2_E, LOWEST, attend, both, put
-from tidemill.kernels.attention.spans import add_short, add_spans, attend_span, short_spans, tile_in_row
-from tidemill.kernels.shared.row_of import ROWS_AT_ONCE
-from tidemill.kernels.shared.rows import Rows
+from tidemill.kernels.attention.lists import (
+    ADDED,
+    LONG,
+    SHORT,
+    SINGLES,
+    Cut,
+    Lists,
+    entry_of,
+    lists_of,
+    short_spans,
+)
+from tidemill.kernels.attention.spans import add_short, add_spans, attend_span, place_of
+from tidemill.kernels.shared.rows import Made, Rows
 
 SPAN_TOKENS = 256  # of one program of `attend_span`, as long as SPANS_MAX of them cover the sequence
 SPANS_MAX = 64
@@ -63,12 +73,12 @@ def span_tile(group: int, dim: int, dtype: torch.dtype) -> Tile:
     return Tile(queries, 64 if dim <= 128 else 32, 4 if queries * dim <= 8192 else 8, 3)
 
 
-def row_tile(dim: int, dtype: torch.dtype) -> Tile:
+def row_tile(dim: int, dtype: torch.dtype, *, short: bool) -> Tile:
     if dtype == torch.float32:
         return Tile(32, 16, 8, 1)
     if dim > 256:
         return Tile(WIDE_QUERIES, 32, 8, 3)
-    return Tile(128, 64, 4 if dim <= 64 else 8, 2)
+    return Tile(64 if short and dim > 128 else 128, 64, 4 if dim <= 64 else 8, 2)
 
 
 def shared_by(group: int, dim: int) -> int:
@@ -99,13 +109,12 @@ def keys_of_span(start, tokens, all_to, end, KEYS: tl.constexpr):
 
 @triton.jit
 def put_short(
-    sums, weights, tops, sum_MD, sum_MR, weight_M, top_M, mask_M, vector_M, token, place, spans,
+    sums, weights, tops, sum_MD, sum_MR, weight_M, top_M, mask_M, vector_M, place, spans,
     D: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store what `add_short` adds up: the results of this program's span."""
+    """Store what `add_short` adds up: a tile's results of a span, from the place of its first token on."""
     first = tl.program_id(1) * GROUP
-    at_M = (place + (token + vector_M // GROUP) * spans + tl.program_id(2)) * (tl.num_programs(1) * GROUP)
-    at_M += first + vector_M % GROUP
+    at_M = (place + vector_M // GROUP * spans) * (tl.num_programs(1) * GROUP) + first + vector_M % GROUP
     put(sums, at_M * D, mask_M, sum_MD, sum_MR, R, D)
     tl.store(weights + at_M, weight_M, mask=mask_M)
     tl.store(tops + at_M, top_M, mask=mask_M)
@@ -124,34 +133,40 @@ def put_rows(
     put(out, at_M, mask_M, sum_MD / whole_M1, sum_MR / whole_M1, R, D)
 
 
-@triton.jit(do_not_specialize=["rows", "pages_stride"])
-def attend_rows(
+@triton.jit(do_not_specialize=["pages_stride"])
+def attend_tile(
     q,  # [T, H, D]
     cache,  # [pages, kv_heads, 2, P, D]
     tiles, first_tiles,  # as of `attend_span`
     sinks,  # float32 [H], or None
+    entries,  # the list of tiles, and of spans if keys are cut
     cu, lens, pages, out,
     sums, weights, tops,  # as of `add_short`, or None: keys are not cut, and results go to `out`
-    scale, rows,
+    scale,
     q_token_stride, q_head_stride, page_stride, head_stride, kv_stride, token_stride, pages_stride,
     P: tl.constexpr, D: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, FIRST: tl.constexpr, STAGES: tl.constexpr,
-    LEAST: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr,
-    BUDGET: tl.constexpr, WINDOW: tl.constexpr, ALIKE: tl.constexpr,
+    SPAN: tl.constexpr, SPANS: tl.constexpr, BUDGET: tl.constexpr, WINDOW: tl.constexpr, ALIKE: tl.constexpr,
+    at=None,
 ) -> None:  # fmt: skip
-    """Some tile of query vectors of one row of LEAST to MOST tokens, kv head j and span k of a grid (at least
-    the tiles, j, k).
+    """Entry i, a tile of query vectors of one row, and kv head j of a grid (at least the entries, j). In
+    `attend_rows`, entry `at`.
 
     The vectors of a row are its tokens' query heads of kv head j, side by side: GROUP vectors of each token.
     """
-    # Later tokens have more keys: the longest go first.
-    tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
-    row, tile = tile_in_row(cu, rows, tile, GROUP, QUERIES, LEAST, MOST, ROWS)
-    if row >= rows:
-        return
+    if at is None:
+        at = tl.program_id(0)
+        if at >= tl.load(entries):
+            return
+    head = tl.program_id(1)
+    row, tile = entry_of(entries, at)
     before = tl.load(cu + row)
     tokens = tl.load(cu + row + 1) - before
     length = tl.load(lens + row)
+    if sums is not None:
+        spans, span_tokens = short_spans(tokens, length, SPAN, SPANS, BUDGET)
+        used = tl.cdiv(length, span_tokens)
+        span, tile = tile % used, tile // used
     # From the tile's first token on: less for threads to keep.
     token, vector_M = tile * QUERIES // GROUP, tile * QUERIES % GROUP + tl.arange(0, QUERIES)
     left = tokens - token
@@ -160,14 +175,10 @@ def attend_rows(
     q += (before + token).to(tl.int64) * q_token_stride + head * GROUP * q_head_stride
     at_M = vector_M // GROUP * q_token_stride + vector_M % GROUP * q_head_stride
     q_MD, q_MR = both(q, at_M, mask_M, R, D, DIMS, FIRST)
-    pages += row.to(tl.int64) * pages_stride
     seen_from, all_from, all_to, end = keys_of(position_M, KEYS, WINDOW)
     weight_M, top_M = tl.zeros([QUERIES], tl.float32), tl.full([QUERIES], LOWEST, tl.float32)
     if sums is not None:
-        spans, span_tokens, place = short_spans(cu, row, tokens, length, SPAN, SPANS, BUDGET)
-        seen_from = tl.program_id(2) * span_tokens
-        if seen_from >= length:
-            return
+        seen_from = span * span_tokens
         all_from, all_to, end = keys_of_span(seen_from, span_tokens, all_to, end, KEYS)
     elif sinks is not None:
         sink_M = tl.load(sinks + head * GROUP + vector_M % GROUP) * LOG2_E
@@ -175,36 +186,67 @@ def attend_rows(
     sum_MD, sum_MR, weight_M, top_M = attend(
         q_MD.to(cache.dtype.element_ty), q_MR.to(cache.dtype.element_ty),
         position_M, weight_M, top_M, length, seen_from, all_from, all_to, end,
-        cache, tiles, first_tiles, pages, head // PARTS, scale,
+        cache, tiles, first_tiles, pages + row * pages_stride, head // PARTS, scale,
         page_stride, head_stride, kv_stride, token_stride, P, D, R, KEYS, STAGES, WINDOW, ALIKE,
     )  # fmt: skip
     if sums is not None:
+        first = place_of(before, row, SPANS, BUDGET) + token * spans + span
         put_short(
-            sums, weights, tops, sum_MD, sum_MR, weight_M, top_M, mask_M, vector_M, token, place, spans,
+            sums, weights, tops, sum_MD, sum_MR, weight_M, top_M, mask_M, vector_M, first, spans,
             D, R, GROUP,
         )  # fmt: skip
-        return
-    put_rows(out, sum_MD, sum_MR, weight_M, mask_M, vector_M, before + token, D, R, GROUP)
+    else:
+        put_rows(out, sum_MD, sum_MR, weight_M, mask_M, vector_M, before + token, D, R, GROUP)
 
 
-def attention(q_THD: Tensor, cache: Tensor, rows: Rows, window: int | None, sinks_H: Tensor | None) -> Tensor:
+@triton.jit(do_not_specialize=["pages_stride"])
+def attend_rows(
+    q, cache, tiles, first_tiles, sinks, entries, cu, lens, pages, out, sums, weights, tops, scale,
+    q_token_stride, q_head_stride, page_stride, head_stride, kv_stride, token_stride, pages_stride,
+    P: tl.constexpr, D: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, FIRST: tl.constexpr, STAGES: tl.constexpr,
+    SPAN: tl.constexpr, SPANS: tl.constexpr, BUDGET: tl.constexpr, WINDOW: tl.constexpr, ALIKE: tl.constexpr,
+) -> None:  # fmt: skip
+    """`attend_tile` for a grid (any, j): a loop, which takes registers, over more entries than programs."""
+    for at in range(tl.program_id(0), tl.load(entries).to(tl.int32), tl.num_programs(0)):
+        attend_tile(
+            q, cache, tiles, first_tiles, sinks, entries, cu, lens, pages, out, sums, weights, tops, scale,
+            q_token_stride, q_head_stride, page_stride, head_stride, kv_stride, token_stride, pages_stride,
+            P, D, R, GROUP, PARTS, QUERIES, KEYS, DIMS, FIRST, STAGES, SPAN, SPANS, BUDGET, WINDOW, ALIKE, at,
+        )  # fmt: skip
+
+
+def attention(
+    q_THD: Tensor,
+    cache: Tensor,
+    rows: Rows,
+    window: int | None,
+    sinks_H: Tensor | None,
+    made: Made | None = None,
+) -> Tensor:
     """Multiplies in the dtype of `cache`, to which queries and weights are rounded; adds up in float32.
 
     Each window is compiled on its own: a model has few.
     """
-    return _attention(q_THD, cache, rows, window, sinks_H, None)
+    return _attention(q_THD, cache, rows, window, sinks_H, None, made)
 
 
 def gated_attention(
-    q_THD: Tensor, cache: Tensor, rows: Rows, window: int | None, sinks_H: Tensor | None, gate_THD: Tensor
+    q_THD: Tensor,
+    cache: Tensor,
+    rows: Rows,
+    window: int | None,
+    sinks_H: Tensor | None,
+    gate_THD: Tensor,
+    made: Made | None = None,
 ) -> Tensor:
     """Return the same times the gate, which takes a launch of its own where a row may be long."""
     assert cache.shape[2] == 2, "latents have no gate"
     assert gate_THD.shape == q_THD.shape
     assert gate_THD.stride(2) == 1 or q_THD.shape[2] == 1
     if len(q_THD) > max(_short(q_THD, window), len(rows.lens_B)):
-        return sigmoid_mul(_attention(q_THD, cache, rows, window, sinks_H, None), gate_THD)
-    return _attention(q_THD, cache, rows, window, sinks_H, gate_THD).flatten(1)
+        return sigmoid_mul(_attention(q_THD, cache, rows, window, sinks_H, None, made), gate_THD)
+    return _attention(q_THD, cache, rows, window, sinks_H, gate_THD, made).flatten(1)
 
 
 def _attention(
@@ -214,6 +256,7 @@ def _attention(
     window: int | None,
     sinks_H: Tensor | None,
     gate_THD: Tensor | None,
+    made: Made | None,
 ) -> Tensor:
     (tokens, q_heads, dim), num_rows = q_THD.shape, len(rows.lens_B)
     kv_heads, page_tokens = cache.shape[1], cache.shape[3]
@@ -235,15 +278,28 @@ def _attention(
         "P": page_tokens, "D": dim, "R": first, "GROUP": group, "PARTS": parts, "DIMS": width,
         "FIRST": max(16, triton.next_power_of_2(first)), "ALIKE": cache.shape[2] == 1, "WINDOW": window,
     }  # fmt: skip
+    cut = Cut(
+        short=_short(q_THD, window),
+        group=group,
+        tile=row_tile(width, cache.dtype, short=False).queries,
+        short_tile=row_tile(width, cache.dtype, short=True).queries,
+        added=TOKENS_AT_ONCE,
+        span=SPAN_TOKENS,
+        spans=SPANS_MAX,
+        spans_short=SPANS_SHORT,
+        budget=_budget(q_THD),
+        window=window,
+    )
+    lists = lists_of(rows, tokens, rows.pages_BN.shape[1] * page_tokens, cut, made)
+    step = cache, rows, sinks_H, shape, cut, lists
     gate = (out_THD, gate_THD), (0, 0) if gate_THD is None else gate_THD.stride()[:2]
     if one_each or num_rows > 1:  # else the one row is longer
-        _attend_singles(q_THD, cache, rows, sinks_H, shape, gate)
+        _attend_singles(q_THD, *step, gate, one_each=one_each)
     if not one_each:
-        budget, short = _budget(q_THD), _short(q_THD, window)
-        if short > 1 and (num_rows > 1 or tokens <= short):
-            _attend_several(q_THD, cache, rows, sinks_H, shape, gate, (2, short, budget))
-        if tokens > short:
-            _attend_several(q_THD, cache, rows, sinks_H, shape, gate, (short + 1, 1 << 30, None))
+        if cut.short > 1 and (num_rows > 1 or tokens <= cut.short):
+            _attend_several(q_THD, *step, gate, SHORT)
+        if tokens > cut.short:
+            _attend_several(q_THD, *step, gate, LONG)
     return out_THD
 
 
@@ -261,26 +317,33 @@ Gate = tuple[tuple[Tensor, Tensor | None], tuple[int, ...]]  # where results go,
 
 
 def _attend_singles(
-    q_THD: Tensor, cache: Tensor, rows: Rows, sinks_H: Tensor | None, shape: dict[str, Any], gate: Gate
+    q_THD: Tensor,
+    cache: Tensor,
+    rows: Rows,
+    sinks_H: Tensor | None,
+    shape: dict[str, Any],
+    cut: Cut,
+    lists: Lists,
+    gate: Gate,
+    *,
+    one_each: bool,
 ) -> None:
     """Attend for the rows of one token."""
-    (tokens, q_heads, dim), num_rows = q_THD.shape, len(rows.lens_B)
-    page_tokens, window = shape["P"], shape["WINDOW"]
-    spans = min(SPANS_MAX, triton.cdiv(rows.pages_BN.shape[1] * page_tokens, SPAN_TOKENS))
-    if window is not None:
-        spans = min(spans, triton.cdiv(window - 1, SPAN_TOKENS) + 1)
+    (_, q_heads, dim), num_rows = q_THD.shape, len(rows.lens_B)
+    spans = lists.most[SINGLES] // num_rows
     sums = q_THD.new_empty(num_rows, q_heads, spans, dim, dtype=torch.float32)
     weights, tops = q_THD.new_empty(2, num_rows, q_heads, spans, dtype=torch.float32)
-    cut = {"ONE_EACH": tokens == num_rows, "SPAN": SPAN_TOKENS, "SPANS": SPANS_MAX}
+    constants = {"SPAN": cut.span, "SPANS": cut.spans}
     tile = span_tile(shape["GROUP"], shape["DIMS"], cache.dtype)
-    attend_span[(num_rows, cache.shape[1] * shape["PARTS"], spans)](
-        q_THD, cache, *_tiles(cache, tile.keys, shape["R"]), *_ids(rows), sums, weights, tops,
-        dim**-0.5 * LOG2_E.value, *_strides(q_THD, cache, rows),
-        **shape, **cut, QUERIES=tile.queries, KEYS=tile.keys, STAGES=tile.stages, num_warps=tile.warps,
+    attend_span[lists.grid(SINGLES, cache.shape[1] * shape["PARTS"])](
+        q_THD, cache, *_tiles(cache, tile.keys, shape["R"]), lists.lists_KN[SINGLES], *_ids(rows),
+        sums, weights, tops, spans, dim**-0.5 * LOG2_E.value, *_strides(q_THD, cache, rows),
+        **shape, **constants, QUERIES=tile.queries, KEYS=tile.keys, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     add_spans[(num_rows, q_heads)](
         sums, weights, tops, sinks_H, *_ids(rows)[:2], *gate[0], spans, *gate[1],
-        **cut, WINDOW=window, D=dim, DIMS=triton.next_power_of_2(dim), AT_ONCE=SPANS_AT_ONCE, num_warps=4,
+        **constants, ONE_EACH=one_each, WINDOW=shape["WINDOW"], D=dim, DIMS=triton.next_power_of_2(dim),
+        AT_ONCE=SPANS_AT_ONCE, num_warps=4,
     )  # fmt: skip
 
 
@@ -290,39 +353,29 @@ def _attend_several(
     rows: Rows,
     sinks_H: Tensor | None,
     shape: dict[str, Any],
+    cut: Cut,
+    lists: Lists,
     gate: Gate,
-    limits: tuple[int, int, int | None],
+    kind: int,
 ) -> None:
-    """Attend for the rows whose tokens are within the limits, least and most. The third one is the number of
-    a row's results: its keys are split."""
-    (tokens, q_heads, dim), num_rows, (least, most, budget) = q_THD.shape, len(rows.lens_B), limits
-    tile, group = row_tile(shape["DIMS"], cache.dtype), shape["GROUP"]
-    longest = min(most, tokens)
-    spans, sums = 1, (None, None, None)
-    if budget is not None:
-        spans = min(SPANS_SHORT, triton.cdiv(rows.pages_BN.shape[1] * shape["P"], SPAN_TOKENS))
-        places = min(tokens * SPANS_SHORT, num_rows * budget)
+    """Attend for the rows that are SHORT, whose keys are split, or LONG."""
+    (tokens, q_heads, dim), num_rows = q_THD.shape, len(rows.lens_B)
+    short = kind == SHORT
+    tile, sums = row_tile(shape["DIMS"], cache.dtype, short=short), (None, None, None)
+    if short:
+        places = min(tokens * cut.spans_short, num_rows * cut.budget)
         weights, tops = q_THD.new_empty(2, places, q_heads, dtype=torch.float32)
         sums = q_THD.new_empty(places, q_heads, dim, dtype=torch.float32), weights, tops
-    cut = {"SPAN": SPAN_TOKENS, "SPANS": SPANS_SHORT, "BUDGET": budget, "MOST": most, "ROWS": ROWS_AT_ONCE}
-
-    def grid(vectors: int, size: int, heads: int, spans: int) -> tuple[int, int, int]:
-        """Return tiles for every way in which tokens could be in rows."""
-        return (
-            min(tokens * vectors // size + num_rows, num_rows * -(-longest * vectors // size)),
-            heads,
-            spans,
-        )
-
-    attend_rows[grid(group, tile.queries, cache.shape[1] * shape["PARTS"], spans)](
-        q_THD, cache, *_tiles(cache, tile.keys, shape["R"]), sinks_H, *_ids(rows), gate[0][0], *sums,
-        dim**-0.5 * LOG2_E.value, num_rows, *_strides(q_THD, cache, rows), **shape, **cut,
-        QUERIES=tile.queries, KEYS=tile.keys, STAGES=tile.stages, LEAST=least, num_warps=tile.warps,
+    constants = {"SPAN": cut.span, "SPANS": cut.spans_short, "BUDGET": cut.budget if short else None}
+    (attend_rows if short else attend_tile)[lists.grid(kind, cache.shape[1] * shape["PARTS"])](
+        q_THD, cache, *_tiles(cache, tile.keys, shape["R"]), sinks_H, lists.lists_KN[kind], *_ids(rows),
+        gate[0][0], *sums, dim**-0.5 * LOG2_E.value, *_strides(q_THD, cache, rows), **shape, **constants,
+        QUERIES=tile.queries, KEYS=tile.keys, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
-    if budget is not None:
-        add_short[grid(1, TOKENS_AT_ONCE, q_heads, 1)](
-            *sums, sinks_H, *_ids(rows)[:2], *gate[0], num_rows, *gate[1], **cut,
-            D=dim, DIMS=triton.next_power_of_2(dim), TOKENS=TOKENS_AT_ONCE, num_warps=4,
+    if short:
+        add_short[lists.grid(ADDED, q_heads)](
+            *sums, sinks_H, lists.lists_KN[ADDED], *_ids(rows)[:2], *gate[0], *gate[1], **constants,
+            D=dim, DIMS=triton.next_power_of_2(dim), TOKENS=cut.added, num_warps=4,
         )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import torch
 
 from tidemill.kernels.activation.reference import sigmoid_mul
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
-from tidemill.kernels.shared.rows import Rows, integers
+from tidemill.kernels.shared.rows import Made, Rows, integers
 
 
 def attention(
@@ -15,6 +15,8 @@ def attention(
     rows: Rows,
     window: int | None,
     sinks_H: torch.Tensor | None,
+    made: Made | None = None,  # noqa: ARG001 - of devices
+    *,
     compute_dtype: ComputeDtype = "float32",
 ) -> torch.Tensor:
     """o = softmax(q K^T / sqrt(D)) V over the tokens up to and including the query's own, `[T, H, D]`.
@@ -72,7 +74,9 @@ def gated_attention(
     window: int | None,
     sinks_H: torch.Tensor | None,
     gate_THD: torch.Tensor,
+    made: Made | None = None,  # noqa: ARG001 - of devices
+    *,
     compute_dtype: ComputeDtype = "float32",
 ) -> torch.Tensor:
     """Return `sigmoid_mul` of `attention` and the gate, `[T, H D]`. The gate may be strided except in D."""
-    return sigmoid_mul(attention(q_THD, cache, rows, window, sinks_H, compute_dtype), gate_THD)
+    return sigmoid_mul(attention(q_THD, cache, rows, window, sinks_H, compute_dtype=compute_dtype), gate_THD)

@@ -9,36 +9,21 @@ import triton.language as tl
 
 from tidemill.kernels.activation.cuda import sigmoid
 from tidemill.kernels.attention.inner import LOG2_E, LOWEST, attend, both, put
+from tidemill.kernels.attention.lists import entry_of, short_spans, spans_of
 
 
-@triton.jit
-def spans_of(length, SPAN: tl.constexpr, SPANS: tl.constexpr, WINDOW: tl.constexpr):
-    """The first key that a sequence's last token sees, the tokens of a span, and the span of that key.
-
-    Spans lie at multiples of their tokens, and the keys that the token sees are in SPANS of them at most.
-    """
-    seen_from = 0
-    seen, spans = length, SPANS
-    if WINDOW is not None:
-        seen_from = tl.maximum(length - WINDOW, 0)
-        # A window may begin and end in the middle of a span.
-        seen, spans = tl.minimum(length, WINDOW), SPANS - 1
-    span_tokens = tl.maximum(SPAN * tl.cdiv(seen, SPAN * spans), 1)
-    return seen_from, span_tokens, seen_from // span_tokens
-
-
-@triton.jit(do_not_specialize=["pages_stride"])
+@triton.jit(do_not_specialize=["spans", "pages_stride"])
 def attend_span(
     q,  # [T, H, D]
     cache,  # [pages, kv_heads, 2, P, D]
     tiles, first_tiles,  # the same as descriptors of tiles: after R elements, and these; or None
+    entries,  # the list of spans
     cu, lens, pages,
     sums,  # float32 [B, H, spans, D]
     weights,  # float32 [B, H, spans]
     tops,  # float32 [B, H, spans]
-    scale,
+    spans, scale,
     q_token_stride, q_head_stride, page_stride, head_stride, kv_stride, token_stride, pages_stride,
-    ONE_EACH: tl.constexpr,  # every row has one token
     P: tl.constexpr, D: tl.constexpr,
     R: tl.constexpr,  # elements apart from the rest
     GROUP: tl.constexpr,  # query heads of a program
@@ -46,43 +31,36 @@ def attend_span(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, FIRST: tl.constexpr, STAGES: tl.constexpr,
     SPAN: tl.constexpr, SPANS: tl.constexpr, WINDOW: tl.constexpr, ALIKE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Row i, part j % PARTS of kv head j // PARTS, span k of what the token sees, of a grid (i, j, k)."""
-    row = tl.program_id(0).to(tl.int64)
+    """Some spans of what rows of one token see; part j % PARTS of kv head j // PARTS of a grid (any, j)."""
     head = tl.program_id(1)
-    span = tl.program_id(2)
-    token = row
-    if not ONE_EACH:
-        token = tl.load(cu + row).to(tl.int64)
-        if tl.load(cu + row + 1) - token != 1:
-            return
-    length = tl.load(lens + row)
-    seen_from, span_tokens, first_span = spans_of(length, SPAN, SPANS, WINDOW)
-    start = (first_span + span) * span_tokens
-    if start >= length:
-        return
     h_M = tl.arange(0, QUERIES)
-    q += token * q_token_stride + head * GROUP * q_head_stride
-    q_MD, q_MR = both(q, h_M * q_head_stride, h_M < GROUP, R, D, DIMS, FIRST)
-    position_M = tl.full([QUERIES], 0, tl.int32) + length - 1
-    end = tl.minimum(start + span_tokens, length)
-    all_from, all_to = start, start + (end - start) // KEYS * KEYS
-    if WINDOW is not None:
-        start = tl.maximum(start, seen_from)
-        all_from = tl.minimum(tl.cdiv(start, KEYS) * KEYS, all_to)
-    weight_M = tl.zeros([QUERIES], tl.float32)
-    top_M = tl.full([QUERIES], LOWEST, tl.float32)
-    sum_MD, sum_MR, weight_M, top_M = attend(
-        q_MD.to(cache.dtype.element_ty), q_MR.to(cache.dtype.element_ty),
-        position_M, weight_M, top_M, length, start, all_from, all_to, end,
-        cache, tiles, first_tiles, pages + row * pages_stride,
-        head // PARTS, scale, page_stride, head_stride, kv_stride, token_stride,
-        P, D, R, KEYS, STAGES, WINDOW, ALIKE,
-    )  # fmt: skip
-    heads = tl.num_programs(1) * GROUP
-    at_M = (row * heads + head * GROUP + h_M) * tl.num_programs(2) + span
-    put(sums, at_M * D, h_M < GROUP, sum_MD, sum_MR, R, D)
-    tl.store(weights + at_M, weight_M, mask=h_M < GROUP)
-    tl.store(tops + at_M, top_M, mask=h_M < GROUP)
+    for at in range(tl.program_id(0), tl.load(entries).to(tl.int32), tl.num_programs(0)):
+        row, span = entry_of(entries, at)
+        length = tl.load(lens + row)
+        seen_from, span_tokens, first_span = spans_of(length, SPAN, SPANS, WINDOW)
+        start = (first_span + span) * span_tokens
+        own = q + tl.load(cu + row).to(tl.int64) * q_token_stride + head * GROUP * q_head_stride
+        q_MD, q_MR = both(own, h_M * q_head_stride, h_M < GROUP, R, D, DIMS, FIRST)
+        position_M = tl.full([QUERIES], 0, tl.int32) + length - 1
+        end = tl.minimum(start + span_tokens, length)
+        all_from, all_to = start, start + (end - start) // KEYS * KEYS
+        if WINDOW is not None:
+            start = tl.maximum(start, seen_from)
+            all_from = tl.minimum(tl.cdiv(start, KEYS) * KEYS, all_to)
+        weight_M = tl.zeros([QUERIES], tl.float32)
+        top_M = tl.full([QUERIES], LOWEST, tl.float32)
+        sum_MD, sum_MR, weight_M, top_M = attend(
+            q_MD.to(cache.dtype.element_ty), q_MR.to(cache.dtype.element_ty),
+            position_M, weight_M, top_M, length, start, all_from, all_to, end,
+            cache, tiles, first_tiles, pages + row * pages_stride,
+            head // PARTS, scale, page_stride, head_stride, kv_stride, token_stride,
+            P, D, R, KEYS, STAGES, WINDOW, ALIKE,
+        )  # fmt: skip
+        heads = tl.num_programs(1) * GROUP
+        at_M = (row * heads + head * GROUP + h_M) * spans + span
+        put(sums, at_M * D, h_M < GROUP, sum_MD, sum_MR, R, D)
+        tl.store(weights + at_M, weight_M, mask=h_M < GROUP)
+        tl.store(tops + at_M, top_M, mask=h_M < GROUP)
 
 
 @triton.jit(do_not_specialize=["spans"])
@@ -134,89 +112,58 @@ def add_spans(
 
 
 @triton.jit
-def tile_in_row(
-    cu, rows, tile,
-    GROUP: tl.constexpr, QUERIES: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Return the row of a tile, `rows` if there is none, and its number in the row.
-
-    A row of LEAST to MOST tokens of GROUP query vectors has as many tiles of QUERIES as hold these.
-    """
-    row, first_tile, tiles = 0, 0, 0
-    for first in range(0, rows, ROWS):
-        row_R = first + tl.arange(0, ROWS)
-        is_row_R = row_R < rows
-        tokens_R = tl.load(cu + 1 + row_R, mask=is_row_R, other=0) - tl.load(
-            cu + row_R, mask=is_row_R, other=0
-        )
-        has_R = (tokens_R >= LEAST) & (tokens_R <= MOST)
-        own_R = tl.where(has_R, tl.cdiv(tokens_R * GROUP, QUERIES), 0)
-        end_R = tiles + tl.cumsum(own_R, 0)
-        is_before_R = is_row_R & (end_R <= tile)
-        row += tl.sum(is_before_R.to(tl.int32), 0)
-        first_tile = tl.maximum(first_tile, tl.max(tl.where(is_before_R, end_R, 0), 0))
-        tiles += tl.sum(own_R, 0)
-    return row, tile - first_tile
+def place_of(before, row, SPANS: tl.constexpr, BUDGET: tl.constexpr):
+    """Return the place of the first span of a short row's first token, which is the token `before` of all.
+    The places of rows, of which each needs at most SPANS for each of its tokens, are apart."""
+    return tl.minimum(before.to(tl.int64) * SPANS, row * BUDGET)
 
 
 @triton.jit
-def short_spans(cu, row, tokens, length, SPAN: tl.constexpr, SPANS: tl.constexpr, BUDGET: tl.constexpr):
-    """Return the spans of a short row, the tokens of each, and the place of its first token's first span.
-
-    The more tokens, the fewer spans: a row has no more than BUDGET results. So the places of rows, of which
-    each needs at most SPANS for each of its tokens, are apart.
-    """
-    spans = tl.minimum(BUDGET // tokens, SPANS)
-    span_tokens = tl.maximum(SPAN * tl.cdiv(length, SPAN * spans), 1)
-    place = tl.minimum(tl.load(cu + row).to(tl.int64) * SPANS, row.to(tl.int64) * BUDGET)
-    return spans, span_tokens, place
-
-
-@triton.jit(do_not_specialize=["rows"])
 def add_short(
     sums,  # float32 [places, H, D]
     weights, tops,  # float32 [places, H]
     sinks,  # float32 [H], or None
+    entries,  # the list of tiles of TOKENS tokens
     cu, lens,
     out,  # [T, H, D]
     gate,  # [T, H, D], or None
-    rows, gate_token_stride, gate_head_stride,
+    gate_token_stride, gate_head_stride,
     D: tl.constexpr, DIMS: tl.constexpr, TOKENS: tl.constexpr,
-    SPAN: tl.constexpr, SPANS: tl.constexpr, BUDGET: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
+    SPAN: tl.constexpr, SPANS: tl.constexpr, BUDGET: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Some TOKENS tokens of a short row, and query head j of a grid (at least the tiles, j)."""
-    row, tile = tile_in_row(cu, rows, tl.program_id(0), 1, TOKENS, 2, MOST, ROWS)
-    if row >= rows:
-        return
+    """Some tiles of tokens of short rows, and query head j of a grid (any, j)."""
     head, heads = tl.program_id(1), tl.num_programs(1)
-    before = tl.load(cu + row)
-    tokens = tl.load(cu + row + 1) - before
-    length = tl.load(lens + row)
-    spans, span_tokens, place = short_spans(cu, row, tokens, length, SPAN, SPANS, BUDGET)
-    token_T, dim_D = tile * TOKENS + tl.arange(0, TOKENS), tl.arange(0, DIMS)
-    in_T = token_T < tokens
-    in_TD = in_T[:, None] & (dim_D < D)[None, :]
-    top_T, weight_T = tl.full([TOKENS], LOWEST, tl.float32), tl.zeros([TOKENS], tl.float32)
-    if sinks is not None:
-        top_T = tl.maximum(top_T, tl.load(sinks + head) * LOG2_E)
-        weight_T += 1.0
-    sum_TD = tl.zeros([TOKENS, DIMS], tl.float32)
-    for span in range(tl.cdiv(length, span_tokens)):
-        at_T = (place + token_T * spans + span) * heads + head
-        new_top_T = tl.maximum(top_T, tl.load(tops + at_T, mask=in_T, other=LOWEST))
-        old_T, new_T = (
-            tl.exp2(top_T - new_top_T),
-            tl.exp2(tl.load(tops + at_T, mask=in_T, other=LOWEST) - new_top_T),
-        )
-        weight_T = weight_T * old_T + tl.load(weights + at_T, mask=in_T, other=0.0) * new_T
-        own_TD = tl.load(sums + at_T[:, None] * D + dim_D[None, :], mask=in_TD, other=0.0)
-        sum_TD = sum_TD * old_T[:, None] + own_TD * new_T[:, None]
-        top_T = new_top_T
-    sum_TD /= tl.where(weight_T > 0, weight_T, 1.0)[:, None]
-    at_T = (before + token_T).to(tl.int64)
-    if gate is not None:
-        gate_T = gate + at_T * gate_token_stride + head * gate_head_stride
-        sum_TD = sum_TD.to(out.dtype.element_ty).to(tl.float32)
-        sum_TD *= sigmoid(tl.load(gate_T[:, None] + dim_D[None, :], mask=in_TD, other=0.0).to(tl.float32))
-    at_TD = ((at_T * heads + head) * D)[:, None] + dim_D[None, :]
-    tl.store(out + at_TD, sum_TD.to(out.dtype.element_ty), mask=in_TD)
+    for at in range(tl.program_id(0), tl.load(entries).to(tl.int32), tl.num_programs(0)):
+        row, tile = entry_of(entries, at)
+        before = tl.load(cu + row)
+        tokens = tl.load(cu + row + 1) - before
+        length = tl.load(lens + row)
+        spans, span_tokens = short_spans(tokens, length, SPAN, SPANS, BUDGET)
+        place = place_of(before, row, SPANS, BUDGET)
+        token_T, dim_D = tile * TOKENS + tl.arange(0, TOKENS), tl.arange(0, DIMS)
+        in_T = token_T < tokens
+        in_TD = in_T[:, None] & (dim_D < D)[None, :]
+        top_T, weight_T = tl.full([TOKENS], LOWEST, tl.float32), tl.zeros([TOKENS], tl.float32)
+        if sinks is not None:
+            top_T = tl.maximum(top_T, tl.load(sinks + head) * LOG2_E)
+            weight_T += 1.0
+        sum_TD = tl.zeros([TOKENS, DIMS], tl.float32)
+        for span in range(tl.cdiv(length, span_tokens)):
+            at_T = (place + token_T * spans + span) * heads + head
+            new_top_T = tl.maximum(top_T, tl.load(tops + at_T, mask=in_T, other=LOWEST))
+            old_T, new_T = (
+                tl.exp2(top_T - new_top_T),
+                tl.exp2(tl.load(tops + at_T, mask=in_T, other=LOWEST) - new_top_T),
+            )
+            weight_T = weight_T * old_T + tl.load(weights + at_T, mask=in_T, other=0.0) * new_T
+            own_TD = tl.load(sums + at_T[:, None] * D + dim_D[None, :], mask=in_TD, other=0.0)
+            sum_TD = sum_TD * old_T[:, None] + own_TD * new_T[:, None]
+            top_T = new_top_T
+        sum_TD /= tl.where(weight_T > 0, weight_T, 1.0)[:, None]
+        at_T = (before + token_T).to(tl.int64)
+        if gate is not None:
+            gate_T = gate + at_T * gate_token_stride + head * gate_head_stride
+            sum_TD = sum_TD.to(out.dtype.element_ty).to(tl.float32)
+            sum_TD *= sigmoid(tl.load(gate_T[:, None] + dim_D[None, :], mask=in_TD, other=0.0).to(tl.float32))
+        at_TD = ((at_T * heads + head) * D)[:, None] + dim_D[None, :]
+        tl.store(out + at_TD, sum_TD.to(out.dtype.element_ty), mask=in_TD)

@@ -7,6 +7,9 @@ import torch
 MANY_ROWS = 256
 """Up to this limit a device has the same kernels for any number of rows."""
 
+Made = dict[object, torch.Tensor]
+"""The tensors that an operator makes of the rows of a step, once for all layers that share them."""
+
 
 class Rows(Protocol):
     """B rows with T tokens in all; row b is tokens `[cu[b], cu[b + 1])`, the last of its sequence so far.

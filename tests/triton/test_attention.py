@@ -21,7 +21,8 @@ from tests.support.kernels.cases import (
     step,
 )
 from tidemill.kernels.activation.reference import sigmoid_mul
-from tidemill.kernels.attention import cuda, reference
+from tidemill.kernels.attention import cuda, lists, reference
+from tidemill.kernels.shared.rows import Made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +155,8 @@ def test_long_sequences_have_longer_spans(
 
 
 def test_rows_of_a_large_batch_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "ROWS_AT_ONCE", 2)
+    monkeypatch.setattr(lists, "ROWS_AT_ONCE", 2)
+    monkeypatch.setattr(lists, "ENTRIES_AT_ONCE", 4)
     check(Case(new=[3, 1, 40, 2, 17], before=[1, 0, 60, 5, 0], heads=(1, 1), dim=32))
 
 
@@ -192,6 +194,35 @@ def test_short_rows_split_their_keys(
     found = cuda.gated_attention(layer.q_THD, layer.cache, layer.rows, layer.window, layer.sinks_H, gate_THD)
     wanted = sigmoid_mul(layer.wanted(), gate_THD.double())
     assert relative_error(found, wanted) < LIMITS[case.dtype]
+
+
+def test_no_entry_of_a_list_is_empty() -> None:
+    """Four tokens see 704 keys, in spans of 64; 65 tokens of two query heads are two tiles; and so on."""
+    made: Made = {}
+    layer = Layer(TAILS)
+    cuda.attention(layer.q_THD, layer.cache, layer.rows, None, None, made)
+    (lists_KN,) = made.values()
+    found = [
+        [(entry >> 32, entry & 0xFFFFFFFF) for entry in of_K[1 : 1 + of_K[0]]] for of_K in lists_KN.tolist()
+    ]
+    parts = {
+        lists.SINGLES: [(1, 1)],
+        lists.SHORT: [(0, 3), (2, 3), (4, 1), (5, 1)],
+        lists.ADDED: [(0, 1), (2, 8), (4, 1), (5, 2)],
+        lists.LONG: [(3, 2)],
+    }
+    for kind, of_rows in parts.items():
+        every = [(row, part) for row, count in of_rows for part in range(count)]
+        assert found[kind] == every[::-1]
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+def test_bits_do_not_depend_on_the_number_of_programs(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
+    monkeypatch.setattr(cuda, "SPAN_TOKENS", 64)
+    layer = Layer(replace(TAILS, new=[4, 1, 20, 65, 2], before=[200, 190, 0, 63, 3]))
+    wanted = layer.run()
+    monkeypatch.setattr(lists, "PROGRAMS", programs)
+    assert same_bits(layer.run(), wanted)
 
 
 def check_any_batch(heads: tuple[int, int], dim: int, window: int | None, device: str = "cpu") -> None:

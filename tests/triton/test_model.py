@@ -94,7 +94,9 @@ class Launches(TorchDispatchMode):
 
 PRODUCT = ["to", "to", "linear"]  # of bfloat16 in float32: one launch on a device
 LINEAR = ["linear", "convolve", "recur", "norm_gated_rows", "linear", "add_norm_rows"]
-ATTENTION = [*("linear", "rotate_and_store", "attend_span", "add_spans", "linear", "add_norm_rows")]
+ATTENTION = [
+    *("linear", "rotate_and_store", "list_entries", "attend_span", "add_spans", "linear", "add_norm_rows")
+]
 DENSE = ["linear", "silu_mul_part", "linear", "add_norm_rows"]
 # Scores multiply weights that are kept in float32.
 MOE = ["to", "linear", "choose", "gate_up_tile", "down_tile", "combine_norm"]

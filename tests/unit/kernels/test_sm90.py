@@ -258,8 +258,8 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "moe with biases": run_biased_experts,
 }
 # Kernels that must use them.
-WGMMA: set[str] = {"attend_rows", "gate_up_tile", "down_tile", "prepare", "advance", "answer"}
-TMA: set[str] = {"attend_span", "attend_rows"}
+WGMMA: set[str] = {"attend_rows", "attend_tile", "gate_up_tile", "down_tile", "prepare", "advance", "answer"}
+TMA: set[str] = {"attend_span", "attend_rows", "attend_tile"}
 # Launches that cannot: no matrix unit takes float32, registers hold no sums of latents for the 64 queries of
 # wgmma, and the copy engine takes tiles of one page.
 WITHOUT_WGMMA = {"attention, float32", "latents, mixed", "latents, mixed, 16 heads"}

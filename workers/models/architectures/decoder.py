@@ -94,8 +94,8 @@ class Decoder:
         paged, states = iter(caches.kv), iter(zip(caches.conv, caches.temporal, strict=True))
         for layer, next_norm_H in zip(self._layers, next_norms, strict=True):
             cache = (next(paged),) if layer.is_paged else next(states)
-            if layer is self._layers[-1]:  # of other tokens the last layer computes what goes into caches
-                work = replace(work, kept=kept)
+            if kept is not None and layer is self._layers[-1]:  # of others it computes what goes into caches
+                work = replace(work, kept=kept, made={})
             normed = self.through(layer, normed, next_norm_H, work, cache)
         return normed.h_TH
 

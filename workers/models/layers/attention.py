@@ -130,5 +130,5 @@ class AttentionMixer:
         paged = (q_KHD, kv, work.seen(rows), window, self.sinks_H)
         if config.gated:
             gate_KHD = work.of_kept(q_THI[..., dim:])
-            return work.project_out(ops.gated_attention(*paged, gate_KHD), self.out)
-        return work.project_out(ops.attention(*paged).flatten(1), self.out)
+            return work.project_out(ops.gated_attention(*paged, gate_KHD, work.made), self.out)
+        return work.project_out(ops.attention(*paged, work.made).flatten(1), self.out)

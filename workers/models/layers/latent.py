@@ -166,6 +166,6 @@ class LatentMixer:
             work.inputs,
         )
         q_KHI = work.of_kept(q_THI) * (config.scale * width**0.5)
-        o_KHI = ops.attention(q_KHI, latents, work.seen(work.inputs), None, None)
+        o_KHI = ops.attention(q_KHI, latents, work.seen(work.inputs), None, None, work.made)
         o_KHV = ops.linear_heads(o_KHI[..., rotary:], self.release)
         return work.project_out(o_KHV.flatten(1), self.out)

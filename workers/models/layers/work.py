@@ -1,7 +1,7 @@
 """The data that layers share in one step, and the protocols of their configs and of loaded layers."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, Self, TypeAlias
 
 import torch
@@ -9,6 +9,7 @@ import torch
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.linear.stored import Stored
+from tidemill.kernels.shared.rows import Made
 from tidemill.kvstore.layout import Attention, Latent, LayerSpec, Linear, Window
 from tidemill.workers.models.collectives import Ranks
 from tidemill.workers.models.inputs import Inputs, Kept
@@ -32,6 +33,7 @@ class Work:
     expert_pairs_R  int64, counts pairs of a token and one of its experts by the rank that has that expert;
                     None: nothing is counted
     kept            the tokens that a mixer returns; None: all
+    made            what operators have made of the rows of those tokens
     """
 
     ops: Operators
@@ -43,6 +45,7 @@ class Work:
     sums: bool = False
     expert_pairs_R: torch.Tensor | None = None
     kept: Kept | None = None
+    made: Made = field(default_factory=dict[object, torch.Tensor])
 
     def of_kept(self, x_T: torch.Tensor) -> torch.Tensor:
         """Return the rows of the tokens that are kept."""

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.kernels.launched import META, Counted, Launch, capturing, launching
 from tests.support.workers.released import LAYERS, PAGE_TOKENS, released, there
 from tests.unit.workers.execution.test_model_runner import a_row
+from tidemill.kernels.attention.lists import PROGRAMS
 from tidemill.kernels.dispatch import operators
 from tidemill.kvstore.layout import PageId
 from tidemill.workers.execution import model_runner as runner_module
@@ -46,7 +47,8 @@ DRAFTS_MAX = 5
 VOCABULARY = 151_936
 BOX_MAX = 256  # elements of one dimension of a tile, what cuTensorMapEncodeTiled takes
 STRIDE_BYTES_MAX = 1 << 40
-STEP_LAUNCHES = 9  # embedding, angles and the first norm, whatever the number of layers
+STEP_LAUNCHES = 11
+"""Embedding, angles, the first norm and the lists of attention, whatever the number of layers."""
 
 
 def captured(run: Forward) -> tuple[Replay, torch.Tensor]:
@@ -113,6 +115,38 @@ def test_decode_step_has_few_launches(name: str, rows: int, monkeypatch: pytest.
         counted.count = 0
         model.forward(step, caches)
     assert (len(launches) + counted.count) / LAYERS <= LAUNCHES_PER_LAYER[name, rows] + STEP_LAUNCHES / LAYERS
+
+
+IN_LISTS = {"attend_span", "attend_rows", "add_short"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "tiles"),
+    [
+        (GraphShape(256, 256), 0),
+        (GraphShape(257, 272), 160),  # of windows, where the tail of a prompt may be in rows of two tokens
+        (GraphShape(257, 768), 480),
+        (GraphShape(256, 8192), 4700),  # 8,192 tokens of 8 or 16 query vectors in tiles of 128
+    ],
+)
+@pytest.mark.parametrize("name", ["Qwen3-Next-80B-A3B", "Qwen3-30B-A3B", "gpt-oss-20b"])
+def test_programs_of_attention_are_those_that_have_work(
+    name: str, shape: GraphShape, tiles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables have 262,144 tokens, and a grid of all their spans would have 65,536 programs."""
+    model, caches = released(name)
+    with launching(monkeypatch) as launches, torch.inference_mode():
+        first = shape.tokens - shape.rows + 1
+        step = padding(shape.rows, (1 << 18) // PAGE_TOKENS, first, windows=caches.has_windows)
+        model.forward(there(step, META), caches)
+    kernels = [launch.kernel for launch in launches]
+    assert kernels.count("list_entries") == 1 + caches.has_windows  # for all layers
+    assert IN_LISTS & set(kernels)
+    for launch in launches:
+        if launch.kernel in IN_LISTS:
+            assert launch.grid[0] <= -(-PROGRAMS // launch.grid[1]), launch
+        if launch.kernel == "attend_tile":
+            assert launch.grid[0] <= tiles, launch
 
 
 class _Products(TorchDispatchMode):
