@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tidemill.kernels.linear.packed import Packed
-from tidemill.kernels.linear.stored import Stored, join
+from tidemill.kernels.linear.stored import Stored
 from tidemill.kernels.shared.arguments import address_or_null
 from tidemill.kernels.shared.build import Library
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
@@ -33,7 +33,7 @@ def bind_pack(
     memory = HugePages()
 
     def pack(parts: Sequence[Stored], bias_N: torch.Tensor | None = None) -> Packed:
-        weight_NK = join(parts).values
+        weight_NK = torch.cat([part.factors(compute_dtype) for part in parts], -2)
         *experts, n, k = weight_NK.shape
         is_half = weight_NK.dtype == torch.bfloat16
         rounds = is_half and compute_dtype == "bfloat16"

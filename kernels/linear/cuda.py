@@ -7,12 +7,12 @@ from torch.nn import functional
 
 from tidemill.kernels.activation.cuda import silu_mul
 from tidemill.kernels.linear.packed import Packed
-from tidemill.kernels.linear.stored import Stored, join
+from tidemill.kernels.linear.stored import Stored
 
 
 def pack(parts: Sequence[Stored], bias_N: torch.Tensor | None = None) -> Packed:
     """The weights as they are, in a type that all operators take."""
-    weight_NK = join(parts).values
+    weight_NK = torch.cat([part.factors("bfloat16") for part in parts], -2)
     data = (weight_NK if weight_NK.dtype == torch.bfloat16 else weight_NK.float()).contiguous()
     bias = None if bias_N is None else bias_N.to(data.dtype)
     return Packed(data, bias, data.shape[-2], data.shape[-1])

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from tidemill.kernels.activation.reference import silu_mul
 from tidemill.kernels.linear.packed import Packed
-from tidemill.kernels.linear.stored import Stored, join
+from tidemill.kernels.linear.stored import Stored
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
 
 
@@ -16,7 +16,7 @@ def pack(
 ) -> Packed:
     """Join parts of weights `[.., N, K]` by rows, with a bias `[.., N]`: for `linear` without a leading
     dimension, of heads for `linear_heads`, of experts for `moe_inner` and `moe_outer`."""
-    weight_NK = join(parts).values
+    weight_NK = torch.cat([part.factors(compute_dtype) for part in parts], -2)
     rounds = weight_NK.dtype == torch.bfloat16 and compute_dtype == "bfloat16"
     return Packed(weight_NK, bias_N, weight_NK.shape[-2], weight_NK.shape[-1], rounds)
 

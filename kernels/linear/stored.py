@@ -1,36 +1,79 @@
 """Weights as a folder stores them, which layers reorder and `pack` joins."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal, TypeAlias
 
 import torch
 
-Kind: TypeAlias = Literal["float32", "bfloat16"]
+from tidemill.kernels.shared.compute_dtype import ComputeDtype
+
+CodeKind: TypeAlias = Literal["int8", "fp8", "int4", "uint4", "fp4"]
+Kind: TypeAlias = Literal["float32", "bfloat16"] | CodeKind
+
+FOUR_BITS: dict[Kind, tuple[float, ...]] = {
+    "int4": tuple(range(-8, 8)),
+    "uint4": tuple(range(16)),
+    "fp4": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0),
+}
+"""The number for each code of a kind of 4 bits; uint8 holds two codes of a row, the first below. `int8` and
+`fp8` (e4m3) are the torch types int8 and float8_e4m3fn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Rows of weights, `[.., N, K]`, or a vector; a value is a code times its scale.
+    """Rows of weights, `[.., N, K]`, or a vector. A value is a code's number times its scale, in float32,
+    then plus its offset: columns have both in G groups, of equal size, for each row.
 
-    codes    [.., N, K] as `kind` has them: of floats the values themselves
-    scales   [.., N, groups of columns], float32; None: the codes are the values
+    codes    [.., N, K] as `kind` has them, of 4 bits [.., N, K / 2]; of floats the values themselves
+    scales   [.., N, G], float32; None: the codes are the values
+    offsets  [.., N, G], float32, or None
     """
 
     codes: torch.Tensor
     kind: Kind
     scales: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+
+    @property
+    def columns(self) -> int:
+        return self.codes.shape[-1] * (2 if self.kind in FOUR_BITS else 1)
+
+    @property
+    def group(self) -> int:
+        """The columns that share a scale, 0 without scales."""
+        return 0 if self.scales is None else self.columns // self.scales.shape[-1]
 
     @property
     def values(self) -> torch.Tensor:
-        """The values, in the type of a float kind."""
-        assert self.scales is None, "no kind of today has scales"
-        return self.codes
+        """The values, `[.., N, K]`: of codes in float32, else as they are."""
+        if self.scales is None:
+            return self.codes
+        numbers, groups = self._numbers(), self.scales.shape[-1]
+        found = numbers.view(*numbers.shape[:-1], groups, -1) * self.scales[..., None]
+        if self.offsets is not None:
+            found += self.offsets[..., None]
+        return found.view(numbers.shape)
+
+    def factors(self, compute_dtype: ComputeDtype) -> torch.Tensor:
+        """Return the values as products take them: bfloat16 if they are stored so, or are codes and products
+        are in bfloat16."""
+        values = self.values
+        return values.bfloat16() if self.scales is not None and compute_dtype == "bfloat16" else values
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Stored":
-        """Return it with its rows, or whole groups of columns, where `move` moves them. `move` gets codes and
-        scales, which have equal rows."""
-        return Stored(move(self.codes), self.kind, None if self.scales is None else move(self.scales))
+        """Return it with its rows, or whole groups of columns, where `move` moves them. `move` gets codes,
+        scales and offsets, which have equal rows."""
+        scales, offsets = (None if part is None else move(part) for part in (self.scales, self.offsets))
+        return Stored(move(self.codes), self.kind, scales, offsets)
+
+    def _numbers(self) -> torch.Tensor:
+        table = FOUR_BITS.get(self.kind)
+        if table is None:
+            return self.codes.float()
+        codes = torch.stack([self.codes & 15, self.codes >> 4], dim=-1).flatten(-2)
+        return torch.tensor(table, device=codes.device)[codes.int()]
 
 
 def plain(values: torch.Tensor) -> Stored:
@@ -39,16 +82,27 @@ def plain(values: torch.Tensor) -> Stored:
     return Stored(values, "bfloat16" if is_half else "float32")
 
 
+def runs(parts: Sequence[Stored]) -> Iterator[Stored]:
+    """Yield the parts, neighbours of one kind and size of groups joined by rows."""
+    for _, same in groupby(parts, lambda part: (part.kind, part.group, part.offsets is None)):
+        yield join(list(same))
+
+
 def join(parts: Sequence[Stored], dim: int = -2) -> Stored:
     """Return the parts, one below the other, or along another dimension; of several kinds as floats."""
     first = parts[0]
     if len(parts) == 1:
         return first
-    if len({part.kind for part in parts}) > 1:
+    if len({(part.kind, part.group, part.offsets is None) for part in parts}) > 1:
         return plain(torch.cat([part.values for part in parts], dim))
-    scales = [part.scales for part in parts if part.scales is not None]
+
+    def joined(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        found = [tensor for tensor in tensors if tensor is not None]
+        return torch.cat(found, dim) if found else None
+
     codes = torch.cat([part.codes for part in parts], dim)
-    return Stored(codes, first.kind, torch.cat(scales, dim) if scales else None)
+    scales, offsets = joined([part.scales for part in parts]), joined([part.offsets for part in parts])
+    return Stored(codes, first.kind, scales, offsets)
 
 
 def stack(parts: Sequence[Stored]) -> Stored:

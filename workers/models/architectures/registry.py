@@ -187,11 +187,11 @@ def load(  # noqa: PLR0913  each is a part of the worker or a setting
 
     def read(name: str, rows: RankSlice | None = None) -> Stored:
         found = checkpoint.read(name, rows or weights[name].part(part))
-        if compute_dtype == "bfloat16" and found.dim() > 1:
-            found = found.bfloat16()
+        if found.scales is None and compute_dtype == "bfloat16" and found.codes.dim() > 1:
+            found = plain(found.codes.bfloat16())
         if compute_dtype == "float32" and device.type == "cuda":
-            found = found.float()
-        return plain(found.to(device))
+            found = plain(found.values.float())
+        return found.moved(lambda tensor: tensor.to(device))
 
     rows = RankSlice(tuple((row, row + 1) for row in config.labels))
     labels = read(config.head, rows) if config.labels else None

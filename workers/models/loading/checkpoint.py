@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 
+from tidemill.kernels.linear.stored import Stored, plain
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.loading import encodings
 from tidemill.workers.models.loading.dequantise import read_part
@@ -85,7 +85,7 @@ class WeightsFolder:
             unused = {name for name in unused if not name.endswith(encodings.UNREAD)}
         _complain("has unexpected", [name for name in unused if not ignored(name)], self._folder)
 
-    def read(self, name: str, part: RankSlice) -> torch.Tensor:
+    def read(self, name: str, part: RankSlice) -> Stored:
         """Return the part of a tensor, in memory of its own: float32 if it is stored as float32 or float16,
         else bfloat16."""
         encoding = self._encodings[name]
@@ -100,7 +100,7 @@ class WeightsFolder:
         self._progress(self._done_bytes, self._files.all_bytes)
         if found.sum().isnan() and found.isnan().any():  # the sum is one pass over memory
             raise ModelError(f"{self._folder}: the tensor {name} holds NaN: download the model again")
-        return found
+        return plain(found)
 
     def fingerprint(self, config: str) -> str:
         """Return the digest of `config` and of every tensor read so far, independent of order and files."""

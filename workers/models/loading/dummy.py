@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import xxhash
 
+from tidemill.kernels.linear.stored import Stored, plain
 from tidemill.workers.models.loading.checkpoint import Progress
 from tidemill.workers.models.loading.sharding import RankSlice
 
@@ -38,7 +39,7 @@ class DummyWeights:
         self._shapes = dict(shapes)
         self._total_bytes = sum(map(prod, shapes.values())) * self._dtype.itemsize
 
-    def read(self, name: str, part: RankSlice) -> torch.Tensor:
+    def read(self, name: str, part: RankSlice) -> Stored:
         """Return the part of a tensor, in memory of its own."""
         shape = self._shapes[name]
         count, draw = prod(shape), torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(name.encode()) >> 1)
@@ -49,7 +50,7 @@ class DummyWeights:
         found = torch.cat([tensor for piece in pieces for tensor in (piece, zeros)], part.dim)
         self._done_bytes += whole.nbytes
         self._progress(self._done_bytes, self._total_bytes)
-        return found
+        return plain(found)
 
     def fingerprint(self, config: str) -> str:
         """Return the digest of `config`, on which all else depends."""

@@ -42,25 +42,25 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_dummy_weights_are_a_function_of_their_name() -> None:
-    values = weights(a=(40, 30), b=(40, 30)).read("a", whole(40))
-    assert torch.equal(values, weights(a=(40, 30)).read("a", whole(40)))
-    assert not torch.equal(values, weights(a=(40, 30), b=(40, 30)).read("b", whole(40)))
+    values = weights(a=(40, 30), b=(40, 30)).read("a", whole(40)).codes
+    assert torch.equal(values, weights(a=(40, 30)).read("a", whole(40)).codes)
+    assert not torch.equal(values, weights(a=(40, 30), b=(40, 30)).read("b", whole(40)).codes)
     assert -HIGH <= values.min() < -0.9 * HIGH
     assert HIGH > values.max() > 0.9 * HIGH
 
 
 def test_ranks_have_parts_of_the_same_dummy_weights() -> None:
-    values = weights(a=(8, 6)).read("a", whole(8))
-    rows = weights(a=(8, 6)).read("a", RankSlice(((0, 2), (5, 6)), zeros=1))
+    values = weights(a=(8, 6)).read("a", whole(8)).codes
+    rows = weights(a=(8, 6)).read("a", RankSlice(((0, 2), (5, 6)), zeros=1)).codes
     assert torch.equal(rows, torch.cat([values[:2], torch.zeros(1, 6), values[5:6], torch.zeros(1, 6)]))
-    columns = weights(a=(8, 6)).read("a", RankSlice(((3, 6),), dim=1))
+    columns = weights(a=(8, 6)).read("a", RankSlice(((3, 6),), dim=1)).codes
     assert torch.equal(columns, values[:, 3:])
     assert columns.is_contiguous()
 
 
 def test_rows_of_a_large_dummy_tensor_differ() -> None:
     rows = PERIOD // 1024 + 3
-    values = weights(a=(rows, 1024)).read("a", whole(rows))
+    values = weights(a=(rows, 1024)).read("a", whole(rows)).codes
     assert len({row.numpy().tobytes() for row in values}) == rows
 
 
