@@ -39,6 +39,8 @@ class CatalogueKey:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     max_parallel_requests: int | None = None
+    max_stored_bytes: int | None = None
+    max_queued_batch_requests: int | None = None
     operator: bool = False
 
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tidemill.cluster.edge.apis.json_bytes import json_bytes
 from tidemill.cluster.edge.apis.responses_body import ID, InputItem, Metadata, ResponsesBody
+from tidemill.cluster.edge.records.account import size
 from tidemill.cluster.edge.records.conversations import (
     Item,
     StoredContext,
@@ -66,20 +67,19 @@ class Storage:
     records: Records
     tenant: str
     context: StoredContext
-    inputs: Sequence[InputItem]
+    inputs: Sequence[Item]
     keeps_body: bool
-    new_id: Callable[[], str]
 
     async def keep(self, name: str, whole: Json) -> None:
         """Return when the response is on disk. Raises Unserved, and RequestError if its conversation is
-        gone."""
+        gone or the tenant stores too much."""
 
         def keep(own: TenantConversations) -> None:
             output = cast("list[dict[str, Any]]", whole["output"])
             response = StoredResponse(
                 id=name,
                 body=json_text(whole) if self.keeps_body else None,
-                inputs=stored_items(self.inputs, self.new_id),
+                inputs=self.inputs,
                 outputs=[(item["id"], json_text(item)) for item in output],
             )
             own.keep(self.context, response)
@@ -112,7 +112,10 @@ async def with_context(
         body = body.model_copy(update={"input": [*before, *inputs]})
     if records is None or not (stores or conversation):
         return body, None
-    return body, Storage(records, tenant, context, inputs, stores, new_id)
+    items = stored_items(inputs, new_id)
+    num_bytes = sum(size(text) for _, text in items)
+    await records.read(tenant, TenantConversations, lambda own: own.account.check_room(num_bytes))
+    return body, Storage(records, tenant, context, items, stores)
 
 
 def check_length(num_chars: int, param: str) -> None:

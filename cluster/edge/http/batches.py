@@ -70,10 +70,11 @@ class StoredBatches:
     async def upload(self, request: Request) -> Json:
         """Store a file, of a form with `purpose` and `file`."""
         records, tenant = self._records(request)
-        if int(request.headers.get("content-length", "0")) > FILE_BYTES_MAX + PART_BYTES:
+        num_announced = int(request.headers.get("content-length", "0"))
+        if num_announced > FILE_BYTES_MAX + PART_BYTES:
             raise _too_long()
         name = f"file-{self._context.sources.new_id()}"
-        await records.write(tenant, TenantFiles, lambda own: own.begin(name, FILE_BYTES_MAX))
+        await records.write(tenant, TenantFiles, lambda own: own.begin(name, num_announced))
         try:
             fields, num_bytes = await self._received(request, records, tenant, name)
             if fields.get("purpose") not in PURPOSES:
@@ -224,8 +225,7 @@ class StoredBatches:
         digest = "" if key is None else key.sha256
 
         def create(own: TenantBatches) -> None:
-            if own.files.file(body.input_file_id, "input_file_id").purpose != "batch":
-                raise RequestError("the purpose of this file is not batch", param="input_file_id")
+            own.files.input_of_batch(body.input_file_id, now_s + window_s)
             own.create(StoredBatch(name, tenant, digest, shown))
 
         await records.write(tenant, TenantBatches, create)

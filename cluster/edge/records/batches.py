@@ -8,14 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from tidemill.cluster.edge.records.database import Transaction
-from tidemill.cluster.edge.records.files import StoredFile, TenantFiles
+from tidemill.cluster.edge.records.account import BATCHES, ROW_BYTES, Account
+from tidemill.cluster.edge.records.files import StoredFile, TenantFiles, count_lines
 from tidemill.cluster.edge.records.store import NEVER_S, missing
+from tidemill.workers.messages import RequestError
 
 Json = dict[str, Any]
 
 LEASE_S = 15
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
+OPEN_MAX = 100
+"""The most batches of a tenant that have not ended."""
+
+VISIBLE = "tenant = ? AND (is_open = 1 OR expires_s > ?)"
+"""The condition for batches of a tenant that have not expired: an open one does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,24 +52,35 @@ class LeaseLost(Exception):
 class TenantBatches:
     """The batches of one tenant; those of all for the edge that runs them."""
 
-    def __init__(self, sent: Transaction, tenant: str, now_s: float, ttl_s: float) -> None:
-        self._sent = sent
-        self._tenant = tenant
-        self._now_s = int(now_s)
-        self._expires_s = int(now_s + ttl_s)
-        self.files = TenantFiles(sent, tenant, now_s, ttl_s)
+    def __init__(self, account: Account) -> None:
+        self.account = account
+        self._sent = account.sent
+        self._tenant = account.tenant
+        self._now_s = account.now_s
+        self._expires_s = account.expires_s
+        self.files = TenantFiles(account)
 
     def create(self, batch: StoredBatch) -> None:
-        """Store a batch. Raises RequestError if there is no room for its results."""
-        self.files.check_room()
+        """Store a batch. Raises RequestError if there is no room for it and its results, or too many are
+        open."""
+        self.files.check_count()
+        if len(self._queued()) >= OPEN_MAX:
+            raise _too_many(f"{OPEN_MAX} batches")
         self._sent.run(
-            "INSERT INTO tidemill_batches VALUES (?, ?, ?, ?, ?, 1, '', 0, ?)",
+            "INSERT INTO tidemill_batches VALUES (?, ?, ?, ?, ?, 1, '', 0, ?, 0)",
             *(batch.id, self._tenant, batch.key_digest, self._now_s, self._expires_s, json.dumps(batch.body)),
         )
+        self.account.count(BATCHES, batch.id, ROW_BYTES)
+
+    def _queued(self) -> list[int]:
+        """Return the numbers of lines of the open batches, as far as they are known."""
+        sql = "SELECT body FROM tidemill_batches WHERE is_open = 1 AND tenant = ?"
+        rows = self._sent.rows(sql, self._tenant)
+        return [json.loads(body)["request_counts"]["total"] for (body,) in rows]
 
     def batch(self, name: str) -> Json:
         """Return a batch with its counts. Raises RequestError."""
-        sql = "SELECT body FROM tidemill_batches WHERE id = ? AND tenant = ? AND expires_s > ?"
+        sql = f"SELECT body FROM tidemill_batches WHERE id = ? AND {VISIBLE}"  # noqa: S608 - ours
         rows = self._sent.rows(sql, name, self._tenant, self._now_s)
         if not rows:
             raise missing("batch", name)
@@ -76,7 +93,7 @@ class TenantBatches:
             self.batch(after)
             (start,) = self._sent.rows("SELECT created_s, id FROM tidemill_batches WHERE id = ?", after)
         rows = self._sent.rows(
-            "SELECT id, body FROM tidemill_batches WHERE tenant = ? AND expires_s > ?"
+            f"SELECT id, body FROM tidemill_batches WHERE {VISIBLE}"  # noqa: S608 - ours
             " AND (created_s, id) < (?, ?) ORDER BY created_s DESC, id DESC LIMIT ?",
             *(self._tenant, self._now_s, *start, limit),
         )
@@ -123,21 +140,27 @@ class TenantBatches:
         return cast("Json", json.loads(rows[0][0]))
 
     def add_lines(self, name: str, owner: str, lines: Sequence[StoredLine]) -> None:
-        """Add lines of a batch that is validated. Raises LeaseLost."""
+        """Add lines of a batch that is validated. Raises LeaseLost, and RequestError if there is no room."""
         self.renew(name, owner)
         rows = [(name, line.number, line.custom_id, line.sort_key, line.body) for line in lines]
         self._sent.run_each("INSERT INTO tidemill_lines VALUES (?, ?, ?, ?, ?, NULL, NULL)", rows)
+        texts = sum(len(line.custom_id) + len(line.sort_key) + len(line.body) for line in lines)
+        self.account.count(BATCHES, name, ROW_BYTES * len(lines) + texts)
 
     def clear(self, name: str, owner: str) -> None:
         """Remove the lines of a batch, of which an edge that has ended may have validated some. Raises
         LeaseLost."""
         self.renew(name, owner)
         self._sent.run("DELETE FROM tidemill_lines WHERE batch = ?", name)
+        count_lines(self.account, name)
 
     def begin(self, name: str, owner: str, total: int) -> None:
         """Note that the lines of a batch are valid; one that was cancelled meanwhile stays so. Raises
-        LeaseLost."""
+        LeaseLost, and RequestError if the tenant has too many lines."""
         body = self.renew(name, owner)
+        most = self.account.limits.queued_batch_requests
+        if sum(self._queued()) + total > most:
+            raise _too_many(f"{most:,} lines")
         status = "in_progress" if body["status"] == "validating" else body["status"]
         counts = {"total": total}
         self._set(name, body, status=status, in_progress_at=self._now_s, request_counts=counts)
@@ -157,13 +180,19 @@ class TenantBatches:
     def journal(self, name: str, owner: str, number: int, result: bytes, *, is_error: bool) -> None:
         """Keep the result of a line, in place of its body. Raises LeaseLost."""
         self.renew(name, owner)
-        kept = self._sent.run(
+        sql = (
+            "SELECT LENGTH(sort_key) + LENGTH(body) FROM tidemill_lines"
+            " WHERE batch = ? AND number = ? AND is_error IS NULL"
+        )
+        freed = self._sent.rows(sql, name, number)
+        if not freed:
+            raise LeaseLost(name)
+        self._sent.run(
             "UPDATE tidemill_lines SET result = ?, is_error = ?, body = '', sort_key = ?"
-            " WHERE batch = ? AND number = ? AND is_error IS NULL",
+            " WHERE batch = ? AND number = ?",
             *(result, int(is_error), b"", name, number),
         )
-        if not kept:
-            raise LeaseLost(name)
+        self.account.count(BATCHES, name, len(result) - freed[0][0], is_checked=False)
 
     def fail(self, name: str, owner: str, errors: Sequence[Json]) -> None:
         """End a batch with lines that cannot be read. Raises LeaseLost."""
@@ -177,7 +206,7 @@ class TenantBatches:
         if status == "expired":
             sql = "SELECT number, custom_id FROM tidemill_lines WHERE batch = ? AND is_error IS NULL"
             self._sent.run_each(
-                "UPDATE tidemill_lines SET result = ?, is_error = 1, body = ''"
+                "UPDATE tidemill_lines SET result = ?, is_error = 1, body = '', sort_key = ''"
                 " WHERE batch = ? AND number = ?",
                 [(_expired(name, *row), name, row[0]) for row in self._sent.rows(sql, name)],
             )
@@ -200,16 +229,18 @@ class TenantBatches:
                         is_error,
                     )
                 )
+        count_lines(self.account, name)
         counts = self._counted(name, body)["request_counts"]
         done = {"status": status, f"{status}_at": self._now_s, "finalizing_at": self._now_s}
         self._set(name, body, **done, **ids, request_counts=counts)
 
     def _set(self, name: str, body: Json, **fields: object) -> None:
-        """Change fields of a batch, which is locked since its `body` was read."""
+        """Change fields of a batch, which is locked since its `body` was read. It expires some time after its
+        last change."""
         body = body | fields
         self._sent.run(
-            "UPDATE tidemill_batches SET body = ?, is_open = ? WHERE id = ?",
-            *(json.dumps(body), int(body["status"] in OPEN), name),
+            "UPDATE tidemill_batches SET body = ?, is_open = ?, expires_s = ? WHERE id = ?",
+            *(json.dumps(body), int(body["status"] in OPEN), self._expires_s, name),
         )
 
     def _counted(self, name: str, body: Json) -> Json:
@@ -231,6 +262,11 @@ def result_of(batch: str, number: int, custom_id: str, response: str, error: str
     return (
         f'{{"id":"{batch}_{number}","custom_id":{custom_id},"response":{response},"error":{error}}}'
     ).encode(errors="backslashreplace")
+
+
+def _too_many(most: str) -> RequestError:
+    message = f"you have at most {most} of batches that have not ended: wait for some, or cancel them"
+    return RequestError(message, status=429, code="batch_queue_full")
 
 
 def _expired(batch: str, number: int, custom_id: str) -> bytes:

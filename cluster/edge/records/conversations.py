@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from tidemill.cluster.edge.records.database import Transaction
+from tidemill.cluster.edge.records.account import CONVERSATIONS, Account, drop, size
 from tidemill.cluster.edge.records.store import missing
 from tidemill.workers.messages import RequestError
 
@@ -65,11 +65,12 @@ class Page:
 class TenantConversations:
     """The conversations and responses of one tenant. What others have is missing here: RequestError (404)."""
 
-    def __init__(self, sent: Transaction, tenant: str, now_s: float, ttl_s: float) -> None:
-        self._sent = sent
-        self._tenant = tenant
-        self._now_s = int(now_s)
-        self._expires_s = int(now_s + ttl_s)
+    def __init__(self, account: Account) -> None:
+        self.account = account
+        self._sent = account.sent
+        self._tenant = account.tenant
+        self._now_s = account.now_s
+        self._expires_s = account.expires_s
 
     def context(self, previous: str | None, name: str | None, items_max: int) -> StoredContext:
         """Return all that an earlier response has seen, and its output, or all items of a conversation.
@@ -100,20 +101,21 @@ class TenantConversations:
         return str(rows[0][0]) if rows else None
 
     def keep(self, context: StoredContext, response: StoredResponse) -> None:
-        """Store a response, its input and its output."""
+        """Store a response, its input and its output. Raises RequestError if there is no room, or if its
+        conversation is gone."""
         new = [*response.inputs, *response.outputs]
         if context.is_named:
             name = context.conversation
             start = self._grown(name, len(new))
         else:
             name, start = self._continued(context, f"of_{response.id}", len(new)), context.length
-        self._insert(name, start, new)
         if response.body is not None:
             self._sent.run(
                 "INSERT INTO tidemill_responses VALUES (?, ?, ?, ?, ?, ?)",
                 *(response.id, self._tenant, name, start + len(response.inputs), start + len(new)),
                 response.body,
             )
+        self._insert(name, start, new, 0 if response.body is None else size(response.body))
 
     def response(self, name: str) -> str:
         """Return a response as it was sent."""
@@ -123,16 +125,14 @@ class TenantConversations:
     def delete_response(self, name: str) -> None:
         """Remove a response, and with the last one of a chain its items."""
         conversation, _, _ = self._response(name)
-        lock = (
-            "UPDATE tidemill_conversations SET length = length WHERE id = ?"  # no response is added meanwhile
+        self._lock(conversation)  # no response is added meanwhile
+        removed = self._sent.rows("DELETE FROM tidemill_responses WHERE id = ? RETURNING body", name)
+        is_last = (
+            "id = ? AND is_named = 0 AND NOT EXISTS (SELECT 1 FROM tidemill_responses WHERE conversation = ?)"
         )
-        self._sent.run(lock, conversation)
-        self._sent.run("DELETE FROM tidemill_responses WHERE id = ?", name)
-        self._sent.run(
-            "DELETE FROM tidemill_conversations WHERE id = ? AND is_named = 0"
-            " AND NOT EXISTS (SELECT 1 FROM tidemill_responses WHERE conversation = ?)",
-            *(conversation, conversation),
-        )
+        if not drop(self._sent, CONVERSATIONS, is_last, conversation, conversation):
+            for (body,) in removed:
+                self.account.count(CONVERSATIONS, conversation, -size(body))
 
     def input_items(self, name: str, after: str | None, limit: int, *, ascending: bool) -> Page:
         """Return items that a response has seen, as `items` does."""
@@ -142,11 +142,11 @@ class TenantConversations:
     def create(self, new: StoredConversation, items: Sequence[Item] = (), *, is_named: bool = True) -> None:
         """Store a conversation with these items."""
         self._sent.run(
-            "INSERT INTO tidemill_conversations VALUES (?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO tidemill_conversations VALUES (?, ?, ?, ?, ?, ?, ?, 0)",
             *(new.id, self._tenant, int(is_named), new.created_s, self._expires_s),
             *(new.length + len(items), new.metadata),
         )
-        self._insert(new.id, 0, items)
+        self._insert(new.id, 0, items, size(new.metadata))
 
     def conversation(self, name: str) -> StoredConversation:
         """Return a named conversation."""
@@ -161,14 +161,16 @@ class TenantConversations:
 
     def set_metadata(self, name: str, metadata: str) -> StoredConversation:
         """Replace the metadata of a conversation and return it."""
-        self.conversation(name)
+        self._lock(name)
+        before = self.conversation(name).metadata
         self._sent.run("UPDATE tidemill_conversations SET metadata = ? WHERE id = ?", metadata, name)
+        self.account.count(CONVERSATIONS, name, size(metadata) - size(before))
         return self.conversation(name)
 
     def delete(self, name: str) -> None:
         """Remove a conversation, its items and its responses."""
         self.conversation(name)
-        self._sent.run("DELETE FROM tidemill_conversations WHERE id = ?", name)
+        drop(self._sent, CONVERSATIONS, "id = ?", name)
 
     def num_chars(self, name: str) -> int:
         """Return the characters of a conversation's items."""
@@ -177,14 +179,16 @@ class TenantConversations:
 
     def add(self, name: str, items: Sequence[Item]) -> list[Item]:
         """Add items to a named conversation, and return them as they are stored."""
+        self.conversation(name)
         return self._insert(name, self._grown(name, len(items)), items)
 
     def _grown(self, name: str, num_items: int) -> int:
-        """Return the first position of new items of a named conversation."""
+        """Return the first position of new items of a named conversation, which may have expired since it
+        was read."""
         rows = self._sent.rows(
             "UPDATE tidemill_conversations SET length = length + ?, expires_s = ?"
-            " WHERE id = ? AND tenant = ? AND is_named = 1 AND expires_s > ? RETURNING length",
-            *(num_items, self._expires_s, name, self._tenant, self._now_s),
+            " WHERE id = ? AND tenant = ? AND is_named = 1 RETURNING length",
+            *(num_items, self._expires_s, name, self._tenant),
         )
         if not rows:
             raise missing("conversation", name)
@@ -205,8 +209,9 @@ class TenantConversations:
 
     def delete_item(self, name: str, item: str) -> StoredConversation:
         """Remove an item of a conversation, and return the conversation."""
-        self.item(name, item)
-        self._sent.run("DELETE FROM tidemill_items WHERE conversation = ? AND id = ?", name, item)
+        body = self.item(name, item)
+        if self._sent.run("DELETE FROM tidemill_items WHERE conversation = ? AND id = ?", name, item):
+            self.account.count(CONVERSATIONS, name, -size(body))
         return self.conversation(name)
 
     def _response(self, name: str, error: RequestError | None = None) -> tuple[str, int, int]:
@@ -220,6 +225,9 @@ class TenantConversations:
         if not rows:
             raise error or missing("response", name)
         return rows[0][0], rows[0][1], rows[0][2]
+
+    def _lock(self, name: str) -> None:
+        self._sent.run("UPDATE tidemill_conversations SET length = length WHERE id = ?", name)
 
     def _continued(self, context: StoredContext, new_name: str, count: int) -> str:
         """Return a conversation with room for `count` items behind the context: the same, if it has no name
@@ -236,9 +244,11 @@ class TenantConversations:
         self._insert(new_name, 0, [(json.loads(body)["id"], body) for body in context.items])
         return new_name
 
-    def _insert(self, conversation: str, start: int, items: Sequence[Item]) -> list[Item]:
-        """Insert items and return them. One with the id of another item of the conversation gets a new id, so
-        that ids are cursors."""
+    def _insert(
+        self, conversation: str, start: int, items: Sequence[Item], more_bytes: int = 0
+    ) -> list[Item]:
+        """Insert items, count them and more bytes, and return them. One with the id of another item of the
+        conversation gets a new id, so that ids are cursors."""
         sql = "SELECT id FROM tidemill_items WHERE conversation = ?"
         taken = {name for (name,) in self._sent.rows(sql, conversation)} if start else set[str]()
         kept: list[Item] = []
@@ -252,6 +262,8 @@ class TenantConversations:
             kept.append((name, body))
         rows = [(conversation, position, *item) for position, item in enumerate(kept, start)]
         self._sent.run_each("INSERT INTO tidemill_items VALUES (?, ?, ?, ?)", rows)
+        item_bytes = sum(size(body) for _, body in kept)
+        self.account.count(CONVERSATIONS, conversation, item_bytes + more_bytes)
         return kept
 
     def _page(

@@ -3,16 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tidemill.cluster.edge.records.database import Transaction
+from tidemill.cluster.edge.records.account import BATCHES, FILES, ROW_BYTES, Account, drop
 from tidemill.cluster.edge.records.store import NEVER_S, missing
 from tidemill.workers.messages import RequestError
 
 UPLOAD_S_MAX = 3600.0
 """The time after which an upload without an end is removed."""
 
-TENANT_BYTES_MAX = 8 << 30
 TENANT_FILES_MAX = 10_000
-"""The most that the files of one tenant hold, and the most files."""
+"""The most files of one tenant."""
 
 LINES_TOGETHER = 16
 
@@ -25,6 +24,12 @@ PAGE_OF = {
     False: _LISTED + " AND (created_s, id) < (?, ?) ORDER BY created_s DESC, id DESC LIMIT ?",
 }
 """The statement for a page of files, by whether the oldest is first."""
+
+
+LINE_BYTES = (
+    f"{ROW_BYTES} + LENGTH(custom_id) + LENGTH(sort_key) + LENGTH(body) + COALESCE(LENGTH(result), 0)"
+)
+"""The bytes that a line counts; characters of a body without a result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,39 +49,47 @@ class StoredFile:
 class TenantFiles:
     """The files of one tenant. What others have is missing here: RequestError (404)."""
 
-    def __init__(self, sent: Transaction, tenant: str, now_s: float, ttl_s: float) -> None:
-        self._sent = sent
-        self._tenant = tenant
-        self._now_s = int(now_s)
-        self.expires_s = int(now_s + ttl_s)
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self._sent = account.sent
+        self._tenant = account.tenant
+        self._now_s = account.now_s
+        self.expires_s = account.expires_s
 
-    def check_room(self, upload_bytes: int = 0) -> None:
-        """Raise RequestError if there is no room; each upload in progress may become `upload_bytes`."""
-        sql = "SELECT COUNT(*), COALESCE(SUM(COALESCE(num_bytes, ?)), 0) FROM tidemill_files WHERE tenant = ?"
-        ((count, num_bytes),) = self._sent.rows(sql, upload_bytes, self._tenant)
-        if count >= TENANT_FILES_MAX or num_bytes >= TENANT_BYTES_MAX:
+    def check_count(self) -> None:
+        """Raise RequestError if there are too many files."""
+        sql = "SELECT COUNT(*) FROM tidemill_files WHERE tenant = ?"
+        ((count,),) = self._sent.rows(sql, self._tenant)
+        if count >= TENANT_FILES_MAX:
             raise RequestError(
-                f"you have {count:,} files of {int(num_bytes) >> 20:,} MiB, with uploads in progress, of at "
-                f"most {TENANT_FILES_MAX:,} files and {TENANT_BYTES_MAX >> 20:,} MiB: delete some",
+                f"you have {count:,} files, with uploads in progress, of at most {TENANT_FILES_MAX:,}: "
+                "delete some",
                 status=413,
                 param="file",
             )
 
     def begin(self, name: str, upload_bytes: int) -> None:
-        """Begin an upload, which is hidden before `finish`. Raises RequestError if there is no room."""
-        self.check_room(upload_bytes)
-        until_s = int(self._now_s + UPLOAD_S_MAX)
-        self.insert(StoredFile(name, "", "", self._now_s, until_s))
+        """Begin an upload of some bytes, which is hidden before `finish`. Raises RequestError if there is no
+        room."""
+        self.check_count()
+        self._account.check_room(upload_bytes)
+        self.insert(StoredFile(name, "", "", self._now_s, int(self._now_s + UPLOAD_S_MAX)))
+        self._account.count(FILES, name, ROW_BYTES)
 
     def insert(self, file: StoredFile) -> None:
+        """Store a file that counts no bytes yet."""
         self._sent.run(
-            "INSERT INTO tidemill_files VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO tidemill_files VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
             *(file.id, self._tenant, file.name, file.purpose, file.created_s, file.expires_s),
             *(file.num_bytes, file.batch, file.is_error),
         )
 
     def add_part(self, name: str, number: int, body: bytes) -> None:
+        """Add a part to an upload, which has some more time for the next one. Raises RequestError."""
+        if not self._keep(name, int(self._now_s + UPLOAD_S_MAX)):
+            raise missing("file", name)
         self._sent.run("INSERT INTO tidemill_parts VALUES (?, ?, ?)", name, number, body)
+        self._account.count(FILES, name, ROW_BYTES + len(body))
 
     def finish(self, file: StoredFile) -> None:
         """End an upload: from now on the file is there."""
@@ -104,16 +117,33 @@ class TenantFiles:
         of = (self._tenant, self._now_s, purpose)
         return [StoredFile(*row) for row in self._sent.rows(PAGE_OF[ascending], *of, *start, limit)]
 
+    def input_of_batch(self, name: str, until_s: int) -> None:
+        """Keep a file until a batch of it has run or expired. Raises RequestError if it is not for one."""
+        if self.file(name, "input_file_id").purpose != "batch":
+            raise RequestError("the purpose of this file is not batch", param="input_file_id")
+        self._keep(name, until_s)
+
+    def _keep(self, name: str, until_s: int) -> int:
+        """Let a file expire at a time or, if that is later, as before; return whether it is there."""
+        later = "CASE WHEN expires_s < ? THEN ? ELSE expires_s END"
+        sql = f"UPDATE tidemill_files SET expires_s = {later} WHERE id = ?"  # noqa: S608 - ours
+        return self._sent.run(sql, until_s, until_s, name)
+
     def delete(self, name: str) -> None:
         """Remove a file; a result of a batch with its lines."""
         file = self.file(name)
-        self.drop(name)
-        sql = "DELETE FROM tidemill_lines WHERE batch = ? AND is_error = ?"
-        self._sent.run(sql, file.batch, file.is_error)
+        if file.batch is None:
+            self.drop(name)
+            return
+        self._sent.run("DELETE FROM tidemill_files WHERE id = ?", name)
+        self._sent.run(
+            "DELETE FROM tidemill_lines WHERE batch = ? AND is_error = ?", file.batch, file.is_error
+        )
+        count_lines(self._account, file.batch)
 
     def drop(self, name: str) -> None:
         """Remove a file, or what an upload has left."""
-        self._sent.run("DELETE FROM tidemill_files WHERE id = ?", name)
+        drop(self._sent, FILES, "id = ?", name)
 
     def chunk(self, file: StoredFile, after: int) -> tuple[int, bytes] | None:
         """Return the number of the next piece of the content behind the one of a number, first -1, and the
@@ -128,3 +158,12 @@ class TenantFiles:
             *(file.batch, file.is_error, after, LINES_TOGETHER),
         )
         return (rows[-1][0], b"".join(b"%b\n" % bytes(result) for _, result in rows)) if rows else None
+
+
+def count_lines(account: Account, batch: str) -> None:
+    """Count a batch again, some of whose lines were removed or ended."""
+    locked = "UPDATE tidemill_batches SET owner = owner WHERE id = ? RETURNING stored_bytes"
+    for (counted,) in account.sent.rows(locked, batch):
+        lines = f"SELECT COALESCE(SUM({LINE_BYTES}), 0) FROM tidemill_lines WHERE batch = ?"  # noqa: S608 - ours
+        ((line_bytes,),) = account.sent.rows(lines, batch)
+        account.count(BATCHES, batch, ROW_BYTES + int(line_bytes) - counted, is_checked=False)

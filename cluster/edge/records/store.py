@@ -3,6 +3,14 @@
 from collections.abc import Callable
 from typing import TypeVar
 
+from tidemill.cluster.edge.records.account import (
+    BATCHES,
+    CONVERSATIONS,
+    FILES,
+    Account,
+    TenantLimits,
+    drop,
+)
 from tidemill.cluster.edge.records.database import Database, Transaction
 from tidemill.kvstore.periodic import every
 from tidemill.workers.messages import RequestError
@@ -16,40 +24,51 @@ NEVER_S = 1 << 62
 LOOK_S = 60.0
 """The period in which expired records are removed."""
 
-EXPIRE = {
-    """DELETE FROM tidemill_conversations WHERE id IN
-        (SELECT id FROM tidemill_conversations WHERE expires_s <= ? LIMIT ?)""": 100,
-    """DELETE FROM tidemill_batches WHERE id IN
-        (SELECT id FROM tidemill_batches WHERE expires_s <= ? LIMIT ?)""": 1,
-    "DELETE FROM tidemill_files WHERE id IN (SELECT id FROM tidemill_files WHERE expires_s <= ? LIMIT ?)": 1,
-}
-"""The statements that remove what has expired, and the records of each transaction: a batch has 50,000 lines,
-a file 200 MiB."""
+GRACE_S = 3600.0
+"""The time after which what has expired is removed: what was read before may be in use, like the conversation
+of an answer in progress."""
 
-Of = Callable[[Transaction, str, float, float], Kind]
-"""The records of one kind, like TenantFiles, of a tenant in a transaction, with the time and that until
-expiry."""
+EXPIRE = {
+    CONVERSATIONS: ("expires_s <= ?", 100),
+    BATCHES: ("is_open = 0 AND expires_s <= ?", 1),
+    FILES: ("expires_s <= ?", 1),
+}
+"""The records that are removed, and the most in each transaction: a batch has 50,000 lines, a file
+200 MiB."""
+
+Of = Callable[[Account], Kind]
+"""The records of one kind, like TenantFiles, of a tenant in a transaction."""
 
 
 class Records:
     """The records of all tenants. Every method raises Unserved when the database is gone."""
 
-    def __init__(self, database: Database, ttl_s: float, unix_time_s: Callable[[], float]) -> None:
-        """Records expire `ttl_s` seconds after they were made, conversations after they have last grown."""
+    def __init__(
+        self,
+        database: Database,
+        ttl_s: float,
+        unix_time_s: Callable[[], float],
+        limits_of: Callable[[str], TenantLimits] = lambda _: TenantLimits(),
+    ) -> None:
+        """Records expire `ttl_s` seconds after they were made, conversations after they have last grown,
+        batches after they have ended. `limits_of` has those of a tenant."""
         self._database = database
         self._ttl_s = ttl_s
         self._unix_time_s = unix_time_s
+        self._limits_of = limits_of
 
     async def read(self, tenant: str, of: Of[Kind], work: Callable[[Kind], T]) -> T:
         """Return what `work` finds. Raises what it raises."""
-        now_s = self._unix_time_s()
-        return await self._database.read(lambda sent: work(of(sent, tenant, now_s, self._ttl_s)))
+        return await self._database.read(lambda sent: work(of(self._account(sent, tenant))))
 
     async def write(self, tenant: str, of: Of[Kind], work: Callable[[Kind], T]) -> T:
         """Return the result of `work` when its changes are on disk. Raises what it raises; then nothing has
         changed."""
+        return await self._database.write(lambda sent: work(of(self._account(sent, tenant))))
+
+    def _account(self, sent: Transaction, tenant: str) -> Account:
         now_s = self._unix_time_s()
-        return await self._database.write(lambda sent: work(of(sent, tenant, now_s, self._ttl_s)))
+        return Account(sent, tenant, int(now_s), int(now_s + self._ttl_s), self._limits_of(tenant))
 
     async def run(self) -> None:
         """Remove what has expired until cancelled."""
@@ -63,9 +82,14 @@ class Records:
 
     async def expire(self) -> None:
         """Remove what has expired, in short transactions."""
-        now_s = int(self._unix_time_s())
-        for sql, count in EXPIRE.items():
-            while await self._database.write(lambda sent, sql=sql, count=count: sent.run(sql, now_s, count)):
+        before_s = int(self._unix_time_s() - GRACE_S)
+        for table, (condition, count) in EXPIRE.items():
+            where = f"id IN (SELECT id FROM {table} WHERE {condition} LIMIT ?)"  # noqa: S608 - one of ours
+
+            def remove(sent: Transaction, table: str = table, where: str = where, most: int = count) -> int:
+                return drop(sent, table, where, before_s, most)
+
+            while await self._database.write(remove):
                 pass
 
 

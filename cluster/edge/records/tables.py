@@ -4,11 +4,17 @@ Each response belongs to a conversation, whose items have positions: it saw thos
 its own output ends at `num_items`. A chain of responses shares one conversation without a name, which a
 second answer to an earlier response copies. All of a conversation expires together.
 
+`stored_bytes` is what a record counts in the account of its tenant (`cluster/edge/records/account.py`).
+
 A file is uploaded in parts, or has the lines of a batch that were answered, or that failed. A line is
 journaled with its result, once: `is_error` is NULL before.
 """
 
 TABLES = (
+    """CREATE TABLE IF NOT EXISTS tidemill_accounts (
+        name TEXT PRIMARY KEY,
+        stored_bytes BIGINT NOT NULL
+    )""",
     """CREATE TABLE IF NOT EXISTS tidemill_conversations (
         id TEXT PRIMARY KEY,
         tenant TEXT NOT NULL,
@@ -16,7 +22,8 @@ TABLES = (
         created_s BIGINT NOT NULL,
         expires_s BIGINT NOT NULL,
         length BIGINT NOT NULL,
-        metadata TEXT NOT NULL
+        metadata TEXT NOT NULL,
+        stored_bytes BIGINT NOT NULL
     )""",
     "CREATE INDEX IF NOT EXISTS tidemill_expiring ON tidemill_conversations (expires_s)",
     """CREATE TABLE IF NOT EXISTS tidemill_items (
@@ -46,7 +53,8 @@ TABLES = (
         is_open BIGINT NOT NULL,
         owner TEXT NOT NULL,
         leased_until_s BIGINT NOT NULL,
-        body TEXT NOT NULL
+        body TEXT NOT NULL,
+        stored_bytes BIGINT NOT NULL
     )""",
     "CREATE INDEX IF NOT EXISTS tidemill_open_batches ON tidemill_batches (is_open, leased_until_s)",
     "CREATE INDEX IF NOT EXISTS tidemill_batch_pages ON tidemill_batches (tenant, created_s, id)",
@@ -70,7 +78,8 @@ TABLES = (
         expires_s BIGINT NOT NULL,
         num_bytes BIGINT,
         batch TEXT REFERENCES tidemill_batches (id) ON DELETE CASCADE,
-        is_error BIGINT
+        is_error BIGINT,
+        stored_bytes BIGINT NOT NULL
     )""",
     "CREATE INDEX IF NOT EXISTS tidemill_file_pages ON tidemill_files (tenant, created_s, id)",
     """CREATE TABLE IF NOT EXISTS tidemill_parts (

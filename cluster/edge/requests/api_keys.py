@@ -6,6 +6,8 @@ keys:
     requests_per_minute: 600
     tokens_per_minute: 100000
     max_parallel_requests: 16
+    max_stored_bytes: 10000000000
+    max_queued_batch_requests: 100000
   - tenant: people
     sha256: 7c21...
     operator: true          # may read /cluster and send commands, too
@@ -24,6 +26,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
+from tidemill.cluster.edge.records.account import TenantLimits
 from tidemill.cluster.quotas.edge_quotas import EdgeQuotas, LimitReached, OpenAnswer
 from tidemill.cluster.quotas.rates import Counted, Rates
 from tidemill.cluster.quotas.router_quotas import QuotaGrant, QuotaRequest
@@ -44,10 +47,12 @@ OPERATORS_PATHS = ("/cluster", "/reset_prefix_cache", "/flush_cache", "/server_i
 
 
 class ApiKey(BaseModel):
-    """One key and its limits; None: as much as the fleet takes.
+    """One key and its limits; None: as much as the fleet takes, or as TenantLimits has.
 
     All `requests_per_minute` may arrive together after a pause, and all `tokens_per_minute`, of
     prompts and answers, may be used together. At most `max_parallel_requests` are answered at a time.
+    The tenant stores at most `max_stored_bytes`, and its batches that have not ended have at most
+    `max_queued_batch_requests` lines: the most of all keys that set them.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -57,6 +62,8 @@ class ApiKey(BaseModel):
     requests_per_minute: Annotated[int, Field(ge=1)] | None = None
     tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
     max_parallel_requests: Annotated[int, Field(ge=1)] | None = None
+    max_stored_bytes: Annotated[int, Field(ge=1)] | None = None
+    max_queued_batch_requests: Annotated[int, Field(ge=1)] | None = None
     operator: bool = False
 
 
@@ -129,6 +136,17 @@ class ApiKeys:
 
     async def _ask(self, asked: QuotaRequest) -> QuotaGrant | None:
         return None if self.shared is None else await self.shared.ask(asked)
+
+    def limits_of(self, tenant: str) -> TenantLimits:
+        """Return what a tenant, as Caller has it, may store and queue."""
+        keys = [key for key in self._keys.values() if tenant == f"tenant:{key.tenant}"]
+        usual = TenantLimits()
+        stored = [key.max_stored_bytes for key in keys if key.max_stored_bytes is not None]
+        queued = [key.max_queued_batch_requests for key in keys if key.max_queued_batch_requests is not None]
+        return TenantLimits(
+            stored_bytes=max(stored, default=usual.stored_bytes),
+            queued_batch_requests=max(queued, default=usual.queued_batch_requests),
+        )
 
     def tenant(self, headers: Mapping[str, str]) -> str | None:
         """Return the tenant; None where there are no keys. Raises RequestError."""

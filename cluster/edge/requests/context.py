@@ -153,7 +153,8 @@ def with_database(context: EdgeContext, database: DatabaseSettings | None) -> Ed
     if database is None:
         return context
     unix_time_s = context.sources.unix_time_s
-    return replace(context, records=Records(Database(database), database.ttl_s, unix_time_s))
+    records = Records(Database(database), database.ttl_s, unix_time_s, context.keys.limits_of)
+    return replace(context, records=records)
 
 
 def _named(job: PreparedRequest, identity: RequestIdentity) -> PreparedRequest:

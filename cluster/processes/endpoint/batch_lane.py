@@ -133,17 +133,17 @@ class _Run:
         await self._do(lambda own: own.clear(name, self._owner))
         try:
             file = await self._do(lambda own: own.files.file(self._batch.body["input_file_id"]))
-        except RequestError as error:  # deleted meanwhile
+            at: int | None = -1
+            while at is not None:
+                at, content = await self._do(lambda own, at=at: own.files.chunk(file, at)) or (None, b"")
+                found = await asyncio.to_thread(_read, reader, content, is_last=at is None)
+                await self._do(lambda own, found=found: own.add_lines(name, self._owner, found))
+            if reader.errors or not reader.count:
+                empty = {"code": "empty_file", "message": "the file has no lines"}
+                await self._fail(reader.errors or [empty])
+            await self._do(lambda own: own.begin(name, self._owner, reader.count))
+        except RequestError as error:  # the file was deleted meanwhile, or there is no room
             await self._fail([{"code": error.code, "message": str(error)}])
-            raise
-        at: int | None = -1
-        while at is not None:
-            at, content = await self._do(lambda own, at=at: own.files.chunk(file, at)) or (None, b"")
-            found = await asyncio.to_thread(_read, reader, content, is_last=at is None)
-            await self._do(lambda own, found=found: own.add_lines(name, self._owner, found))
-        if reader.errors or not reader.count:
-            await self._fail(reader.errors or [{"code": "empty_file", "message": "the file has no lines"}])
-        await self._do(lambda own: own.begin(name, self._owner, reader.count))
 
     async def _fail(self, errors: Sequence[dict[str, Any]]) -> None:
         await self._do(lambda own: own.fail(self._batch.id, self._owner, errors))
@@ -183,6 +183,7 @@ class _Run:
 
     async def _reply(self, fields: dict[str, Any], request_id: str) -> str:
         """Return the reply to one line. Raises what HTTP reports."""
+        await self._records.read(self._batch.tenant, TenantBatches, lambda own: own.account.check_room())
         kind = self._prepare.__annotations__["body"]
         if self._batch.body["endpoint"] == "/v1/responses":
             fields = {"store": False, **fields}

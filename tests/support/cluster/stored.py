@@ -1,5 +1,6 @@
 """Edges with a database, and clients of them."""
 
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -12,7 +13,8 @@ from openai import AsyncOpenAI
 from tests.support.cluster.fake_service import FakeService, serving, sources
 from tests.unit.cluster.edge.http.test_tools import tokenizer
 from tidemill.cluster.edge.http.app import app_of
-from tidemill.cluster.edge.records.database import DatabaseSettings
+from tidemill.cluster.edge.records.account import ROW_BYTES, size
+from tidemill.cluster.edge.records.database import Database, DatabaseSettings, Transaction
 from tidemill.cluster.edge.requests.api_keys import ApiKey
 from tidemill.cluster.edge.requests.context import EdgeContext, open_context, with_database
 from tidemill.cluster.edge.requests.limits import EdgeLimits
@@ -34,6 +36,50 @@ def edge_over(
     own = replace(sources(), new_id=lambda: uuid4().hex, unix_time_s=unix_time_s)
     context = open_context([ServedBackend(service, tokenizer())], own, keys=known, limits=limits)
     return with_database(context, database)
+
+
+def limit_keys(edge: EdgeContext, **limits: int | None) -> None:
+    """Give all keys of an edge these limits."""
+    edge.keys.replace([key.model_copy(update=limits) for key in edge.keys.known])
+
+
+async def check_accounts(database: DatabaseSettings) -> None:
+    """Assert that each record, and each account, counts what is there."""
+    own = Database(database)
+    counted, accounts = await own.read(_found)
+    own.close()
+    assert all(stored == found for _, stored, found in counted), counted
+    sums = Counter[str]()
+    for tenant, stored, _ in counted:
+        sums[tenant if tenant.startswith("tenant:") else ""] += stored
+    assert +Counter(accounts) == +sums
+
+
+def _found(sent: Transaction) -> tuple[list[tuple[str, int, int]], dict[str, int]]:
+    """The tenants of all records, the bytes that they count and those that they have; and the accounts."""
+    counted: list[tuple[str, int, int]] = []
+    for name, tenant, stored, metadata in sent.rows(
+        "SELECT id, tenant, stored_bytes, metadata FROM tidemill_conversations"
+    ):
+        bodies = [
+            body
+            for table in ("items", "responses")
+            for (body,) in sent.rows(f"SELECT body FROM tidemill_{table} WHERE conversation = ?", name)  # noqa: S608
+        ]
+        counted.append((tenant, stored, size(metadata) + sum(map(size, bodies))))
+    for name, tenant, stored in sent.rows("SELECT id, tenant, stored_bytes FROM tidemill_batches"):
+        lines = sent.rows(
+            "SELECT custom_id, sort_key, body, result FROM tidemill_lines WHERE batch = ?", name
+        )
+        found = sum(ROW_BYTES + sum(len(part or "") for part in line) for line in lines)
+        counted.append((tenant, stored, ROW_BYTES + found))
+    for name, tenant, stored, batch in sent.rows(
+        "SELECT id, tenant, stored_bytes, batch FROM tidemill_files"
+    ):
+        parts = sent.rows("SELECT body FROM tidemill_parts WHERE file = ?", name)
+        found = ROW_BYTES + sum(ROW_BYTES + len(part) for (part,) in parts)
+        counted.append((tenant, stored, 0 if batch else found))
+    return counted, dict(sent.rows("SELECT name, stored_bytes FROM tidemill_accounts"))
 
 
 @asynccontextmanager

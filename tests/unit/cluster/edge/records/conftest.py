@@ -1,12 +1,13 @@
 """The databases of this folder's tests."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.cluster.postgres import BINARIES, MISSING, Postgres, running_postgres
-from tests.support.cluster.stored import TTL_S
+from tests.support.cluster.stored import TTL_S, check_accounts
 from tidemill.cluster.edge.records.database import DatabaseSettings, database_settings
 
 
@@ -19,9 +20,12 @@ def postgres() -> Iterator[Postgres]:
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> DatabaseSettings:
-    """A new database."""
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DatabaseSettings]:
+    """A new database, whose accounts are right whatever a test did."""
     if request.param == "sqlite":
-        return database_settings(str(tmp_path / "stored.db"), TTL_S)
-    postgres: Postgres = request.getfixturevalue("postgres")
-    return database_settings(postgres.new_database(), TTL_S)
+        url = str(tmp_path / "stored.db")
+    else:
+        postgres: Postgres = request.getfixturevalue("postgres")
+        url = postgres.new_database()
+    yield (settings := database_settings(url, TTL_S))
+    asyncio.run(check_accounts(settings))

@@ -33,6 +33,7 @@ from tidemill.cluster.edge.http.batches import PART_BYTES
 from tidemill.cluster.edge.http.middleware import UPLOAD_BYTES
 from tidemill.cluster.edge.http.multipart import MultipartReader
 from tidemill.cluster.edge.records import files
+from tidemill.cluster.edge.records.account import ROW_BYTES, TenantLimits
 from tidemill.cluster.edge.records.batches import (
     LEASE_S,
     LeaseLost,
@@ -42,7 +43,7 @@ from tidemill.cluster.edge.records.batches import (
 )
 from tidemill.cluster.edge.records.database import Database, DatabaseSettings, Transaction, database_settings
 from tidemill.cluster.edge.records.files import StoredFile, TenantFiles
-from tidemill.cluster.edge.records.store import Records
+from tidemill.cluster.edge.records.store import GRACE_S, Records
 from tidemill.cluster.edge.requests.context import EdgeContext
 from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.processes.endpoint import batch_lane
@@ -468,22 +469,33 @@ async def test_line_and_cancel_that_come_while_a_batch_ends_are_too_late(databas
 async def test_files_of_a_tenant_are_bounded_with_uploads_in_progress(
     database: DatabaseSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    records = Records(Database(database), TTL_S, lambda: NOW_S)
-    monkeypatch.setattr(files, "TENANT_BYTES_MAX", 40)
+    now_s = [NOW_S]
+    most = TenantLimits(stored_bytes=9 * ROW_BYTES)
+    records = Records(Database(database), TTL_S, lambda: now_s[0], lambda _: most)
 
-    async def begin(number: int) -> None:
-        await records.write("a", TenantFiles, lambda own: own.begin(f"file-{number}", 20))
+    async def write(work: Callable[[TenantFiles], Any]) -> Any:  # noqa: ANN401 - of the work
+        return await records.write("a", TenantFiles, work)
 
-    for number in range(2):
-        await begin(number)
-    with pytest.raises(RequestError, match="you have 2 files"):
-        await begin(2)
-    await records.write("a", TenantFiles, lambda own: own.finish(replace(INPUT, id="file-0")))
-    await begin(2)
+    with pytest.raises(RequestError, match="max_stored_bytes"):
+        await write(lambda own: own.begin("file-0", 10 * ROW_BYTES))
+    for number in range(3):
+        await write(lambda own, number=number: own.begin(f"file-{number}", 2))
+    await write(lambda own: own.add_part("file-0", 0, bytes(ROW_BYTES)))
+    now_s[0] += files.UPLOAD_S_MAX - 1
+    await write(lambda own: own.add_part("file-1", 0, bytes(2 * ROW_BYTES)))
+    with pytest.raises(RequestError, match="you would store 4,609 bytes of at most 4,608"):
+        await write(lambda own: own.add_part("file-2", 0, bytes(1)))
+    await write(lambda own: own.finish(replace(INPUT, id="file-0", expires_s=int(now_s[0] + TTL_S))))
     monkeypatch.setattr(files, "TENANT_FILES_MAX", 3)
-    for work in (begin(3), records.write("a", TenantBatches, lambda own: own.files.check_room())):
-        with pytest.raises(RequestError, match="you have 3 files"):
-            await work
+    with pytest.raises(RequestError, match="you have 3 files"):
+        await write(lambda own: own.begin("file-3", 1))
+    with pytest.raises(RequestError, match="you have 3 files"):
+        await write(TenantFiles.check_count)
+    now_s[0] += 2 + GRACE_S
+    await records.expire()
+    with pytest.raises(RequestError, match="not found"):
+        await write(lambda own: own.add_part("file-2", 0, b"a"))
+    await write(lambda own: own.add_part("file-1", 1, b"an upload that goes on is not removed"))
     records.close()
 
 
@@ -553,9 +565,6 @@ async def test_file_is_bounded_checked_and_comes_back(
         ):
             with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
                 await client.batches.create(**{**batch, **wrong})
-        monkeypatch.setattr(files, "TENANT_BYTES_MAX", len(content))
-        with pytest.raises(openai.APIStatusError, match="delete some"):
-            await client.files.create(file=BytesIO(b"a"), purpose="batch")
         assert [each.id async for each in await client.files.list(limit=1, order="asc")] == [file.id]
         await client.files.delete(file.id)
         url = f"{client.base_url}files"

@@ -25,7 +25,7 @@ from tidemill.cluster.edge.records.conversations import (
     TenantConversations,
 )
 from tidemill.cluster.edge.records.database import Database, DatabaseSettings, Transaction, database_settings
-from tidemill.cluster.edge.records.store import Records
+from tidemill.cluster.edge.records.store import GRACE_S, Records
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError, Unserved
@@ -299,14 +299,16 @@ async def test_conversation_expires_some_time_after_its_last_response(database: 
         await own.write(
             TENANT, TenantConversations, lambda found: found.keep(found.context(one.id, None, 9), LATER)
         )
-        now_s[0] = NOW_S + TTL_S + 1
+        now_s[0] = NOW_S + TTL_S + 1 + GRACE_S
         await own.expire()
+        now_s[0] -= GRACE_S
         assert await own.read(TENANT, TenantConversations, lambda found: found.response(one.id)), (
             "a later response continues it"
         )
         now_s[0] += TTL_S - 2
         with pytest.raises(RequestError, match="expired"):
             await own.read(TENANT, TenantConversations, lambda found: found.response(one.id))
+        now_s[0] += GRACE_S
         await own.expire()
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve(one.id)
@@ -413,8 +415,9 @@ async def test_postgres_that_was_away_is_found_again() -> None:
 async def test_slow_database_is_503_and_does_not_stop_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database_module, "ANSWER_S_MAX", 0.05)
     own = Database(database_settings(str(tmp_path / "stored.db"), TTL_S))
+    await own.read(lambda _: None)
+    monkeypatch.setattr(database_module, "ANSWER_S_MAX", 0.05)
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     with pytest.raises(Unserved, match="has not answered for"):
@@ -431,7 +434,7 @@ async def test_files_are_private_and_tables_are_made_once(tmp_path: Path) -> Non
     async def write(own: Database) -> None:
         await own.write(
             lambda sent: sent.run(
-                "INSERT INTO tidemill_conversations VALUES (?, '', 1, 0, 0, 0, '{}')", str(next(ids))
+                "INSERT INTO tidemill_conversations VALUES (?, '', 1, 0, 0, 0, '{}', 0)", str(next(ids))
             )
         )
 
