@@ -171,9 +171,9 @@ def kernels(kind: str) -> Lines:
 
 
 def architectures() -> Lines:
-    yield "model", "layers", "a token", "a window", "a state", "32,768 tokens"
+    yield "model", "layers", "a token", "in FP8", "a window", "a state", "32,768 tokens"
     for row in read_rows("architectures"):
-        sizes = [row[f"bytes_per_{kind}"] for kind in ("token", "window", "state")]
+        sizes = [row[f"bytes_per_{kind}"] for kind in ("token", "token_fp8", "window", "state")]
         whole = f"{row['bytes_of_a_sequence'] / 2**20:,.0f} MiB"
         yield row["model"], row["layers"], *(f"{size:,}" if size else "" for size in sizes), whole
 

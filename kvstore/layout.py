@@ -3,6 +3,7 @@
     page         P tokens of every attention layer, contiguous:
                  [kv_head][attention layer][K|V][token][head_dim]
                  or, in a model that keeps latents instead, [latent layer][token][width]
+                 In a format with scales, those of the tokens follow each [token][..]: one byte each.
     window page  P tokens of every window layer, like a page; needed while a query sees them
     state        the recurrent state of one sequence, contiguous:
                  [head group][linear layer][conv | temporal]
@@ -27,7 +28,8 @@ from typing import Literal, NewType, assert_never
 PageId = NewType("PageId", int)
 WindowId = NewType("WindowId", int)
 StateId = NewType("StateId", int)
-KvDtype = Literal["float32", "bfloat16"]
+StateDtype = Literal["float32", "bfloat16"]
+KvDtype = Literal["float32", "bfloat16", "fp8", "fp8_per_token_head"]
 
 LAYOUT_VERSION = 1
 EXTENT_BYTES_MIN = 1 << 20
@@ -42,19 +44,27 @@ PAGES, STATES, WINDOWS = CLASSES = ("pages", "states", "windows")
 class KvFormat:
     """The storage of pages and states.
 
-    name            of the type in torch, in the configuration and in namespaces
+    name            in the configuration and in namespaces
+    element         the type of an element in torch; of uint8 it is a code of FP8 (kernels/shared/fp8.py)
     element_bytes   of a number
-    scale_bytes     of the scale of one token of a layer, of its keys and values in one head or of its latent;
-                    0: numbers are stored as they are
+    scale_bytes     of the scale of one token of a layer, of its keys or values in one head or of its latent;
+                    0: numbers are stored as they are, or have the scale of their layer
     """
 
     name: KvDtype
+    element: Literal["float32", "bfloat16", "uint8"]
     element_bytes: int
     scale_bytes: int = 0
 
 
 KV_FORMATS: dict[KvDtype, KvFormat] = {
-    kv_format.name: kv_format for kv_format in (KvFormat("float32", 4), KvFormat("bfloat16", 2))
+    kv_format.name: kv_format
+    for kv_format in (
+        KvFormat("float32", "float32", 4),
+        KvFormat("bfloat16", "bfloat16", 2),
+        KvFormat("fp8", "uint8", 1),
+        KvFormat("fp8_per_token_head", "uint8", 1, scale_bytes=1),
+    )
 }
 
 
@@ -124,12 +134,12 @@ class Linear:
         """The elements of the convolution state per head group."""
         return (self.conv_width - 1) * self.group_channels
 
-    def temporal_bytes(self, dtype: KvDtype) -> int:
+    def temporal_bytes(self, dtype: StateDtype) -> int:
         """Return the bytes of the temporal state per head group, whole words."""
         num_bytes = self.values_per_group * self.key_dim * self.value_dim * KV_FORMATS[dtype].element_bytes
         return -(-num_bytes // WORD_BYTES) * WORD_BYTES
 
-    def group_bytes(self, dtype: KvDtype) -> int:
+    def group_bytes(self, dtype: StateDtype) -> int:
         """Return the bytes of the whole state per head group."""
         return self.conv_elements * WORD_BYTES + self.temporal_bytes(dtype)
 
@@ -149,7 +159,7 @@ class Layout:
 
     page_tokens: int
     kv_dtype: KvDtype
-    state_dtype: KvDtype
+    state_dtype: StateDtype
     layers: tuple[LayerSpec, ...]
     page_bytes: int
     window_bytes: int
@@ -263,7 +273,7 @@ def layout_of(
     layers: Sequence[LayerSpec],
     page_tokens: int,
     kv_dtype: KvDtype = "float32",
-    state_dtype: KvDtype = "float32",
+    state_dtype: StateDtype = "float32",
     extent_bytes_min: int = EXTENT_BYTES_MIN,
     granule_bytes: int = GRANULE_BYTES,
 ) -> Layout:
@@ -274,8 +284,11 @@ def layout_of(
     """
     if page_tokens < 1:
         raise ValueError(f"page size is {page_tokens} tokens: set --page-size to 1 or more")
-    token_bytes, window_token_bytes, state_bytes = _sizes(layers, KV_FORMATS[kv_dtype], state_dtype)
-    page_bytes, window_bytes = token_bytes * page_tokens, window_token_bytes * page_tokens
+    page_bytes, window_bytes, state_bytes = _sizes(layers, page_tokens, KV_FORMATS[kv_dtype], state_dtype)
+    if KV_FORMATS[kv_dtype].element_bytes < 2 and page_tokens % WORD_BYTES:
+        raise ValueError(
+            f"pages of {kv_dtype} are whole words: set --page-size to a multiple of {WORD_BYTES}"
+        )
     state_pages = -(-state_bytes // page_bytes)
     unit_bytes = lcm(max(state_pages, 1) * page_bytes, window_bytes or 1)
     extent_bytes = unit_bytes
@@ -295,19 +308,21 @@ def layout_of(
     )
 
 
-def _sizes(layers: Sequence[LayerSpec], kv: KvFormat, state_dtype: KvDtype) -> tuple[int, int, int]:
-    """Return the bytes of a token in a page and in a window page, and of a state, or raise."""
-    paged, windowed, state_bytes = 0, 0, 0
+def _sizes(
+    layers: Sequence[LayerSpec], page_tokens: int, kv: KvFormat, state_dtype: StateDtype
+) -> tuple[int, int, int]:
+    """Return the bytes of a page, of a window page and of a state, or raise."""
+    paged, windowed, state_bytes = 0, 0, 0  # pages by the token and head
     heads: dict[type[LayerSpec], set[int]] = {Attention: set(), Window: set(), Latent: set(), Linear: set()}
     for layer in layers:
         match layer:
             case Attention():
-                paged += 2 * layer.kv_heads * (layer.head_dim * kv.element_bytes + kv.scale_bytes)
+                paged += 2 * (layer.head_dim * kv.element_bytes + kv.scale_bytes)
                 heads[Attention].add(layer.kv_heads)
             case Window():
                 if layer.tokens < 1:
                     raise ValueError(f"a window of {layer.tokens} tokens: a window has 1 token or more")
-                windowed += 2 * layer.kv_heads * (layer.head_dim * kv.element_bytes + kv.scale_bytes)
+                windowed += 2 * (layer.head_dim * kv.element_bytes + kv.scale_bytes)
                 heads[Window].add(layer.kv_heads)
             case Latent():
                 paged += layer.width * kv.element_bytes + kv.scale_bytes
@@ -327,7 +342,19 @@ def _sizes(layers: Sequence[LayerSpec], kv: KvFormat, state_dtype: KvDtype) -> t
         raise ValueError(
             "layers of one kind must have the same number of (key) heads to share a page or state"
         )
-    return paged, windowed, state_bytes
+    (paged_heads,) = heads[Attention] or heads[Latent]
+    return (
+        paged_heads * _head_bytes(paged * page_tokens, kv),
+        sum(heads[Window]) * _head_bytes(windowed * page_tokens, kv),
+        state_bytes,
+    )
+
+
+def _head_bytes(num_bytes: int, kv: KvFormat) -> int:
+    """Return the bytes of a head in a page. Scales make them odd multiples of small powers of two, and an
+    extent is a multiple of the page and of the unit of mapping: a padding of 1/32 at most keeps it small."""
+    unit = max(WORD_BYTES, 1 << max(0, num_bytes.bit_length() - 6)) if kv.scale_bytes else 1
+    return -(-num_bytes // unit) * unit
 
 
 def restorable_end(num_tokens: int, page_tokens: int) -> int:

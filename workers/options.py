@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJso
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
-from tidemill.kvstore.layout import KvDtype
+from tidemill.kvstore.layout import StateDtype
 from tidemill.kvstore.memory.recompute_cost import Policy
 from tidemill.kvstore.sizes import parse_bytes
 from tidemill.workers.messages import Role
@@ -43,6 +43,9 @@ class Purpose(NamedTuple):
 
 
 ANY = Purpose()
+
+KvCacheDtype = Literal["auto", "float32", "bfloat16", "fp8", "fp8_e4m3", "fp8_per_token_head"]
+"""The format of pages by the names of vLLM: "fp8" is "fp8_e4m3", and "auto" is the type of products."""
 
 LoadFormat = Literal["auto", "dummy"]
 """The weights: those of the folder ("auto"), or random ones for its config.json ("dummy")."""
@@ -178,9 +181,10 @@ class EngineConfig:
     compute_dtype: Annotated[ComputeDtype | None, Flag("workers", "--compute-dtype")] = None
     """data type of factors; sums are float32 (float32 for weights in float32, on CPU also float16, else
     bfloat16)"""
-    kv_cache_dtype: Annotated[KvDtype | None, Flag("workers", "--kv-cache-dtype")] = None
-    """data type of pages (that of products; bfloat16 if workers of the model have a CUDA device)"""
-    state_dtype: Annotated[KvDtype, Flag("workers", "--state-dtype")] = "float32"
+    kv_cache_dtype: Annotated[KvCacheDtype, Flag("workers", "--kv-cache-dtype")] = "auto"
+    """data type of pages; auto is that of products, and bfloat16 if workers of the model have a CUDA device;
+    fp8 (fp8_e4m3) has the scales of the folder, or 1, fp8_per_token_head one for each token of a head"""
+    state_dtype: Annotated[StateDtype, Flag("workers", "--state-dtype")] = "float32"
     """data type of recurrent states of linear attention; bfloat16 halves them, in steps and checkpoints, and
     rounds a state after each token"""
     max_num_seqs: Annotated[Count | None, Flag("workers", "--max-num-seqs", "N")] = None

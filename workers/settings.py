@@ -96,8 +96,14 @@ class EngineSettings(HostedSettings, EngineConfig):
 
     @property
     def page_dtype(self) -> KvDtype:
-        """The dtype of pages, once `compute_dtype` is known."""
-        return self.kv_cache_dtype or ("bfloat16" if self.on_cuda else self.compute_dtype or "float32")
+        """The format of pages, once `compute_dtype` is known."""
+        match self.kv_cache_dtype:
+            case "auto":
+                return "bfloat16" if self.on_cuda else self.compute_dtype or "float32"
+            case "fp8_e4m3":
+                return "fp8"
+            case given:
+                return given
 
     @property
     def backing_kind(self) -> Literal["fixed", "mmap", "kvcached"]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tidemill.kvstore.layout import Layout, layout_of
+from tidemill.kvstore.layout import KvDtype, Layout, layout_of
 from tidemill.workers.models.architectures.registry import ARCHITECTURES
 
 PAGE_TOKENS = 64
@@ -185,11 +185,11 @@ RELEASED: dict[str, dict[str, Any]] = {
 }
 
 
-def released_layout(name: str) -> Layout:
-    """Pages of bfloat16, states of float32; the smallest extents."""
+def released_layout(name: str, kv_dtype: KvDtype = "bfloat16") -> Layout:
+    """Pages of this format, states of float32; the smallest extents."""
     raw = RELEASED[name]
     specs = ARCHITECTURES[raw["architectures"][0]].parse(raw).specs
-    return layout_of(specs, PAGE_TOKENS, "bfloat16", extent_bytes_min=1, granule_bytes=1)
+    return layout_of(specs, PAGE_TOKENS, kv_dtype, extent_bytes_min=1, granule_bytes=1)
 
 
 def bytes_by_architecture() -> list[dict[str, Any]]:
@@ -210,6 +210,7 @@ def bytes_by_architecture() -> list[dict[str, Any]]:
                 "model": name,
                 "layers": ", ".join(f"{len(specs)} {kind}" for kind, specs in kinds.items() if specs),
                 "bytes_per_token": layout.page_bytes // PAGE_TOKENS,
+                "bytes_per_token_fp8": released_layout(name, "fp8_per_token_head").page_bytes // PAGE_TOKENS,
                 "bytes_per_window": window_bytes,
                 "bytes_per_state": layout.state_bytes,
                 "bytes_of_a_sequence": pages * layout.page_bytes + layout.state_bytes + window_bytes,

@@ -86,7 +86,7 @@ def pages_for(shape: Shape, rows: Inputs) -> torch.Tensor:
     extents = -(-rows.pages_BN.numel() // layout.pages_per_extent)
     arena = torch.empty(extents * layout.extent_bytes, dtype=torch.uint8)
     arena.view(torch.bfloat16).normal_()
-    return caches_of(layout, arena).kv[shape.layers // 2]
+    return caches_of(layout, arena).plain_kv[shape.layers // 2]
 
 
 def attention(shape: Shape, ops: Operators, new: int, before: int, batch: int) -> Work:
@@ -292,7 +292,7 @@ def copied(shape: Shape, tokens: int) -> Work:
     ).transpose(3, 4)
     planes = [
         Plane(cache[:, :, kv], blocks[layer, kv])
-        for layer, cache in enumerate(caches_of(layout, arena).kv)
+        for layer, cache in enumerate(caches_of(layout, arena).plain_kv)
         for kv in range(2)
     ]
     slots, copy = torch.arange(tokens), page_copy("triton", Path())

@@ -84,7 +84,7 @@ def measure_copies(
     page_N = torch.tensor(rng.sample(range(num_pages), num_pages), dtype=torch.int32)
     other = torch.zeros_like(pages)
     memcpy_s = seconds(lambda: other.copy_(pages), rounds)
-    ours = [cache[:, :, kv] for cache in caches_of(layout, pages).kv for kv in range(2)]
+    ours = [cache[:, :, kv] for cache in caches_of(layout, pages).plain_kv for kv in range(2)]
     found: list[Copied] = []
     for side in caches:
         planes = [Plane(page, view) for page, view in zip(ours, side.views, strict=True)]

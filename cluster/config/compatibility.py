@@ -72,6 +72,7 @@ FEATURES: tuple[Flags, ...] = (
     {"--num-speculative-tokens": 2, "--speculative-method": "mtp"},
     {"--speculative-method": "mtp"},
     {"--kv-cache-dtype": "float32"},
+    {"--kv-cache-dtype": "fp8_per_token_head"},
     {"--state-dtype": "bfloat16"},
     {"--checkpoint-strategy": "double"},
     {"--checkpoint-interval": 100},

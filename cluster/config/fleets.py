@@ -113,13 +113,14 @@ def engine_settings(
     on_gpus = any(other.device != "cpu" and other.tensor_parallel_size > 1 for other in model.groups)
     source = source_of_model(model)
     folder = local_folder(model.model) if source is None else surroundings.folders[source]
+    asked = model.engine.kv_cache_dtype
     made: dict[str, Any] = {
         "model_folder": folder,
         "model_source": None if source is None else source.pinned(folder),
         "cache_folder": surroundings.cache_folder,
         "store_url": surroundings.store_url,
         "store_secret_file": None if config.store.secret_file is None else Path(config.store.secret_file),
-        "kv_cache_dtype": model.engine.kv_cache_dtype or ("bfloat16" if on_cuda else None),
+        "kv_cache_dtype": "bfloat16" if on_cuda and asked == "auto" else asked,
         "device_share": min(1.0, group.gpus or 1.0),
         "memory_bytes": memory_bytes_of(group),
         "memory_max_bytes": _memory_max_bytes(config, model, group),

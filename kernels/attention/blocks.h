@@ -1,7 +1,7 @@
 // Blocks of keys and values: where they lie in pages, packed into panels for a product, and the softmax that folds their
 // scores in.
 #pragma once
-#include "../shared/cpu.h"
+#include "../shared/fp8.h"
 
 namespace {
 const float ZEROS[128] = {};              // what scores start as
@@ -63,6 +63,7 @@ struct Task {
 struct Call {  // what its tasks share; q and out [tokens][kv_heads][group][dim]
     const float* q;
     Cache cache;
+    Scales scales;  // of codes, which are decoded block by block
     Seen seen;
     float* out;
     int64_t kv_heads, group, dim;
@@ -231,6 +232,39 @@ struct Block {
         std::fill(rows, rows + from, any);
         if (after) std::copy(after->rows + behind, after->rows + SIZE, rows + behind);
         else std::fill(rows + behind, rows + SIZE, any);
+    }
+};
+
+// The keys and values of a block of codes as bfloat16, where they lie as in a page of one head: every product has the
+// bits of such pages.
+template <typename E>
+struct Decoded {
+    Cache cache;
+    Block<E> block;
+
+    Decoded(const Cache& codes, int64_t dim, bool coded) : cache(codes) {
+        if (!coded) return;
+        static thread_local std::vector<uint16_t> room;
+        uint16_t* const data = lined(room, 2 * BLOCK<E> * dim);
+        cache.data = (const char*)data, cache.token = 2 * dim, cache.half_width = 1, cache.page_tokens = BLOCK<E>;
+        cache.kv = codes.kv ? BLOCK<E> * cache.token : 0;
+        for (int64_t j = 0; j < BLOCK<E>; j++) block.rows[j] = cache.data + j * cache.token;
+    }
+
+    // Prefetches what it reads in the block that is next.
+    void decode(const Cache& codes, const Scales& scales, const int32_t* table, int64_t head, int64_t start,
+                const Block<E>& from, const Block<E>& next, int64_t dim) {
+        block.from = from.from, block.to = from.to;
+        for (int64_t j = from.from; j < from.to; j++) {
+            const int64_t page = table[(start + j) / codes.page_tokens], slot = (start + j) % codes.page_tokens;
+            const uint8_t* const scale = scales.at(page, head, slot);
+            for (int64_t at = 0; at < dim; at += LINE) __builtin_prefetch(next.rows[j] + at, 0, 2);
+            ::decode((const uint8_t*)from.rows[j], *scale, dim, (uint16_t*)block.rows[j]);
+            if (!codes.kv) continue;
+            for (int64_t at = 0; at < dim; at += LINE) __builtin_prefetch(next.rows[j] + codes.kv + at, 0, 2);
+            ::decode((const uint8_t*)from.rows[j] + codes.kv, scale[scales.kv], dim,
+                     (uint16_t*)(block.rows[j] + cache.kv));
+        }
     }
 };
 

@@ -45,7 +45,9 @@ template <typename E>
 void attend(const Call& call, const Task& task, const int32_t* table, int64_t head, const Block<E>& after) {
     constexpr int64_t BLOCK = ::BLOCK<E>, BLOCK_WORDS = words_of<E>(BLOCK);
     const std::conditional_t<PAIRED<E>, FlushDenormals, Nothing> flushed;
-    const Cache& cache = call.cache;
+    const bool coded = call.scales.data;
+    Decoded<E> decoded(call.cache, call.dim, coded);
+    const Cache& cache = decoded.cache;
     const Seen& seen = call.seen;
     const int64_t group = call.group, dim = call.dim;
     const int64_t queries = (task.end - task.begin) * group, panels = (dim + PANEL - 1) / PANEL, wide = panels * PANEL;
@@ -77,19 +79,28 @@ void attend(const Call& call, const Task& task, const int32_t* table, int64_t he
     if constexpr (PAIRED<E>)
         if (in_pages) to_columns(Q, queries, depth, room.columns);
 #endif
+    // Few queries decode codes where they lie; for others a block is decoded once.
+    const bool in_place = coded && scores && !in_pages;
+    BlockScales of_codes{};
     Block<E> blocks[2], *now = blocks, *later = blocks + 1;
-    now->find(cache, table, head, first / BLOCK * BLOCK, first, last, &after);
+    now->find(call.cache, table, head, first / BLOCK * BLOCK, first, last, &after);
     // What no query sees of the first block stays zero: its pages may belong to other rows.
     if (now->from > 0) std::fill(values, values + BLOCK_WORDS * wide, E{});
     for (int64_t start = first / BLOCK * BLOCK; start < last; start += BLOCK, std::swap(now, later)) {
-        if (start + BLOCK < last) later->find(cache, table, head, start + BLOCK, first, last, &after);
-        const Block<E>&block = *now, &next = start + BLOCK < last ? *later : after;
+        if (start + BLOCK < last) later->find(call.cache, table, head, start + BLOCK, first, last, &after);
+        const Block<E>& soon = start + BLOCK < last ? *later : after;
+        if (coded && !in_place) decoded.decode(call.cache, call.scales, table, head, start, *now, soon, dim);
+        if constexpr (PAIRED<E>)
+            if (in_place) of_codes.find(call.cache, call.scales, table, head, start, *now);
+        const bool is_decoded = coded && !in_place;
+        const Block<E>&block = is_decoded ? decoded.block : *now, &next = is_decoded ? decoded.block : soon;
         const int64_t count = block.to;
         const bool few = scores && (!in_pages || count - block.from <= FEW_KEYS);
         if constexpr (PAIRED<E>)
             if (few)
                 with_constant<MOST_WEIGHED>(queries, [&](auto number) {
-                    score_keys<number>(block, next, depth, factors, block.from, count, S);
+                    const auto score = in_place ? score_keys<number, true> : score_keys<number, false>;
+                    score(block, next, depth, factors, block.from, count, of_codes.keys, S);
                 });
         if (!in_pages && !few) gather_keys(cache, block, next, dim, keys, room.row);
 #if defined(AMX)
@@ -129,7 +140,9 @@ void attend(const Call& call, const Task& task, const int32_t* table, int64_t he
             if constexpr (PAIRED<E>) {
                 if (weighs) {
                     with_constant<MOST_WEIGHED>(queries, [&](auto number) {
-                        weigh_values<number>(block, next, cache.kv, dim, P, begin, std::min(count, end), sums);
+                        const auto weigh = in_place ? weigh_values<number, true> : weigh_values<number, false>;
+                        const int64_t kv = in_place ? call.cache.kv : cache.kv;
+                        weigh(block, next, kv, dim, P, begin, std::min(count, end), of_codes.values, sums);
                     });
                     continue;
                 }
@@ -150,8 +163,9 @@ void attend(const Call& call, const Task& task, const int32_t* table, int64_t he
 // q and out [tokens][q_heads][dim], packed; sinks [q_heads] or null. Keys and values of this step's tokens are in their
 // pages already.
 extern "C" void attention(const float* q, const char* cache, int64_t num_pages, int64_t page_stride, int64_t head_stride,
-                          int64_t kv_stride, int64_t token_stride, int64_t half_width, int64_t page_tokens,
-                          const int32_t* table, int64_t table_row, int64_t table_width, const int32_t* cu,
+                          int64_t kv_stride, int64_t token_stride, int64_t kind, uint8_t* scales,
+                          int64_t scales_page, int64_t scales_head, int64_t scales_kv, int64_t scales_token,
+                          int64_t page_tokens, const int32_t* table, int64_t table_row, int64_t table_width, const int32_t* cu,
                           const int32_t* lens, int64_t rows, int64_t tokens, float* out, int64_t q_heads, int64_t kv_heads,
                           int64_t dim, float scale, int64_t window, const float* sinks, int64_t paired) {
     assert_pages("attention", table, table_row, table_width, cu, lens, rows, tokens, page_tokens, num_pages, window);
@@ -159,7 +173,8 @@ extern "C" void attention(const float* q, const char* cache, int64_t num_pages, 
     const int64_t shares = tokens * q_heads / TASK_QUERIES / (2 * omp_get_max_threads());  // two tasks for each thread
     const int64_t queries = TASK_QUERIES * std::clamp<int64_t>(shares, 1, QUERIES_FACTOR);
     const int64_t tile = std::max<int64_t>(1, std::min(queries, TASK_FLOATS / dim) / group);
-    const Cache pages{cache, page_stride, head_stride, kv_stride, token_stride, half_width, page_tokens};
+    const Cache pages{cache, page_stride, head_stride, kv_stride, token_stride, kind == 1, page_tokens};
+    const Scales lie{scales, scales_page, scales_head, scales_kv, scales_token};
     const Seen seen{window, sinks};
     std::vector<Task> tasks;
     int64_t keys = 0;
@@ -172,7 +187,7 @@ extern "C" void attention(const float* q, const char* cache, int64_t num_pages, 
     const int64_t count = tasks.size();
     const auto attend_all = [&](auto element) {
         using E = decltype(element);
-        const Call call{q, pages, seen, out, kv_heads, group, dim, scale * LOG_E<E>};
+        const Call call{q, pages, lie, seen, out, kv_heads, group, dim, scale * LOG_E<E>};
         const auto table_of = [&](const Task& task) { return table + task.row * table_row; };
 #pragma omp parallel for schedule(dynamic) if (keys * kv_heads * dim >= 1 << 14)
         for (int64_t at = 0; at < count * kv_heads; at++) {  // the longest first: late tokens see the most keys

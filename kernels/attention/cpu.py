@@ -8,6 +8,7 @@ from tidemill.kernels.activation.cpu import bind_sigmoid_mul
 from tidemill.kernels.shared.arguments import address, address_or_null, page_arguments
 from tidemill.kernels.shared.build import Library
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
+from tidemill.kernels.shared.fp8 import Pages
 from tidemill.kernels.shared.rows import Made, Rows
 
 DIM_MAX = 1024  # of cpu.cpp
@@ -18,7 +19,7 @@ class AttentionCall(Protocol):
     def __call__(
         self,
         q_THD: torch.Tensor,
-        cache: torch.Tensor,
+        cache: Pages,
         rows: Rows,
         window: int | None,
         sinks_H: torch.Tensor | None,
@@ -31,7 +32,7 @@ class GatedAttentionCall(Protocol):
     def __call__(
         self,
         q_THD: torch.Tensor,
-        cache: torch.Tensor,
+        cache: Pages,
         rows: Rows,
         window: int | None,
         sinks_H: torch.Tensor | None,
@@ -46,7 +47,7 @@ def bind(library: Library, compute_dtype: ComputeDtype) -> AttentionCall:
 
     def attention(
         q_THD: torch.Tensor,
-        cache: torch.Tensor,
+        cache: Pages,
         rows: Rows,
         window: int | None,
         sinks_H: torch.Tensor | None,
@@ -74,7 +75,7 @@ def bind_gated(library: Library, compute_dtype: ComputeDtype) -> GatedAttentionC
 
     def gated_attention(
         q_THD: torch.Tensor,
-        cache: torch.Tensor,
+        cache: Pages,
         rows: Rows,
         window: int | None,
         sinks_H: torch.Tensor | None,

@@ -14,11 +14,32 @@ inline void to_halves(const uint32_t* pairs, int64_t count, float* low, float* h
     }
 }
 
+// The scales of the keys of a block of codes, and of its values.
+struct BlockScales {
+    uint8_t keys[BLOCK<uint32_t>], values[BLOCK<uint32_t>];
+
+    void find(const Cache& cache, const Scales& scales, const int32_t* table, int64_t head, int64_t start,
+              const Block<uint32_t>& block) {
+        for (int64_t j = block.from; j < block.to; j++) {
+            const int64_t page = table[(start + j) / cache.page_tokens], slot = (start + j) % cache.page_tokens;
+            const uint8_t* const at = scales.at(page, head, slot);
+            keys[j] = at[0], values[j] = at[scales.kv];
+        }
+    }
+};
+
+// The words of a panel of a row from element `first` on: of bfloat16, or of codes.
+template <bool CODED>
+__attribute__((always_inline)) inline words panel_words(const char* row, int64_t first, uint8_t scale) {
+    if constexpr (CODED) return (words)decode_lanes((const uint8_t*)row + first, scale);
+    return load((const uint32_t*)(row + 2 * first));
+}
+
 // sums[ROWS][dim] += P V of keys [begin, end) of a block of bfloat16, begin a multiple of STEP, in the order of `multiply`.
 // Prefetches the values of the block that is next.
-template <int ROWS>
+template <int ROWS, bool CODED>
 void weigh_values(const Block<uint32_t>& block, const Block<uint32_t>& next, int64_t kv, int64_t dim, const uint32_t* P,
-                  int64_t begin, int64_t end, float* sums) {
+                  int64_t begin, int64_t end, const uint8_t* scales, float* sums) {
     constexpr int64_t PAIRS_OF_BLOCK = BLOCK<uint32_t> / 2;
     float weights[2][ROWS][PAIRS_OF_BLOCK];  // of even keys and of odd ones
     for (int r = 0; r < ROWS; r++)
@@ -32,8 +53,8 @@ void weigh_values(const Block<uint32_t>& block, const Block<uint32_t>& next, int
         for (int64_t p = 0; p < dim; p += PANEL) {
             vec chains[2][ROWS][2] = {};
             const auto add = [&](int parity, int64_t j) __attribute__((always_inline)) {
-                __builtin_prefetch(next.rows[j] + kv + 2 * p, 0, 2);
-                const words value = load((const uint32_t*)(block.rows[j] + kv + 2 * p));
+                __builtin_prefetch(next.rows[j] + kv + (CODED ? 1 : 2) * p, 0, 2);
+                const words value = panel_words<CODED>(block.rows[j] + kv, p, scales[j]);
                 const vec columns[2] = {lower(value), upper(value)};
                 for (int r = 0; r < ROWS; r++) {
                     const vec weight = splat(weights[parity][r][j / 2]);
@@ -59,17 +80,17 @@ void weigh_values(const Block<uint32_t>& block, const Block<uint32_t>& next, int
 // S [ROWS][SIZE] of keys [begin, end) of a block of bfloat16 where they lie, in the order of `multiply`. `factors` of a query
 // are the floats of its words' lower halves, then of their upper ones. Scores beside those are not read. Prefetches the
 // keys of the block that is next.
-template <int ROWS>
+template <int ROWS, bool CODED>
 void score_keys(const Block<uint32_t>& block, const Block<uint32_t>& next, int64_t depth, const float* factors,
-                int64_t begin, int64_t end, float* S) {
+                int64_t begin, int64_t end, const uint8_t* scales, float* S) {
     for (int64_t j = begin / LANES * LANES; j < end; j += LANES) {
         vec sums[ROWS] = {};
         for (int64_t start = 0; start < depth; start += DEPTH_WORDS) {
-            for (int64_t i = j; i < j + LANES; i++) __builtin_prefetch(next.rows[i] + start * 4, 0, 2);
+            for (int64_t i = j; i < j + LANES; i++) __builtin_prefetch(next.rows[i] + start * (CODED ? 2 : 4), 0, 2);
             vec even[ROWS] = {}, odd[ROWS] = {};
             for (int64_t w = start; w < start + DEPTH_WORDS; w += LANES) {
                 words square[LANES];
-                for (int l = 0; l < LANES; l++) square[l] = load((const uint32_t*)block.rows[j + l] + w);
+                for (int l = 0; l < LANES; l++) square[l] = panel_words<CODED>(block.rows[j + l], 2 * w, scales[j + l]);
                 transpose(square);
                 for (int i = 0; i < LANES; i++)
                     for (int r = 0; r < ROWS; r++) {

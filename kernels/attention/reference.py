@@ -6,12 +6,13 @@ import torch
 
 from tidemill.kernels.activation.reference import sigmoid_mul
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
+from tidemill.kernels.shared.fp8 import Fp8, Pages, decode
 from tidemill.kernels.shared.rows import Made, Rows, integers
 
 
 def attention(
     q_THD: torch.Tensor,
-    cache: torch.Tensor,
+    cache: Pages,
     rows: Rows,
     window: int | None,
     sinks_H: torch.Tensor | None,
@@ -49,7 +50,11 @@ def attention(
         first = 0 if window is None else max(0, before - window + 1)
         count, offset = length - first, first % page_tokens
         pages_N = rows.pages_BN[b, first // page_tokens : -(-length // page_tokens)].long()
-        kv_K2PD = cache[pages_N].permute(1, 2, 0, 3, 4).flatten(2, 3)
+        if isinstance(cache, Fp8):
+            kv_NK2PD = decode(cache.codes[pages_N], cache.scales[pages_N])
+        else:
+            kv_NK2PD = cache[pages_N]
+        kv_K2PD = kv_NK2PD.permute(1, 2, 0, 3, 4).flatten(2, 3)
         kv_H2LD = kv_K2PD[:, :, offset : offset + count].to(q_THD.dtype).repeat_interleave(group, dim=0)
         k_HLD, v_HLD = rounded(kv_H2LD[:, 0]), rounded(kv_H2LD[:, -1])
         scaled_NHD = rounded(q_NHD * (q_THD.shape[2] ** -0.5 * base))
@@ -69,7 +74,7 @@ def attention(
 
 def gated_attention(
     q_THD: torch.Tensor,
-    cache: torch.Tensor,
+    cache: Pages,
     rows: Rows,
     window: int | None,
     sinks_H: torch.Tensor | None,

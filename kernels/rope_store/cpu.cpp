@@ -1,5 +1,6 @@
 // Norm and rotary embedding of q and k, and the store of k and v into their pages.
 #include "../shared/cpu.h"
+#include "../shared/fp8.h"
 #include "../shared/ranges.h"
 
 namespace {
@@ -26,6 +27,11 @@ void norm_rotate(const float* x, const float* weight, const float* angles, float
         store(y + i + half, high * c + low * s);
     });
     by_vectors(dim - 2 * half, [=](auto lane, int64_t i) { store(y + 2 * half + i, normed(lane, 2 * half + i)); });
+}
+
+void put_codes(const float* x, char* at, int64_t dim, uint8_t* scale, bool fixed) {
+    if (!fixed) *scale = scale_of(x, dim);
+    encode(x, dim, *scale, (uint8_t*)at);
 }
 
 void put(const float* x, char* at, int64_t dim, bool half_width) {
@@ -64,16 +70,19 @@ extern "C" void rope_angles(const int64_t* positions, const float* frequencies, 
 }
 
 // q [tokens][q_heads][dim] by strides; k and v [tokens][kv_heads][dim], heads packed; q_out packed; v and the
-// weights of norms may be null. The cache is [pages][kv_heads][K|V][page_tokens][dim] by strides in bytes, of float32, or
-// of bfloat16 if half_width.
+// weights of norms may be null. The cache is [pages][kv_heads][K|V][page_tokens][dim] by strides in bytes, of float32 (kind
+// 0), bfloat16 (1) or codes with scales (2), which are written unless they are fixed.
 extern "C" void rope_store(const float* q, int64_t q_token, int64_t q_head, const float* k, int64_t k_token,
                            const float* v, int64_t v_token, const float* q_weight, const float* k_weight,
                            const float* angles, float* q_out, char* cache, int64_t num_pages, int64_t page_stride,
-                           int64_t head_stride, int64_t kv_stride, int64_t token_stride, int64_t half_width,
+                           int64_t head_stride, int64_t kv_stride, int64_t token_stride, int64_t kind, uint8_t* scales,
+                           int64_t scales_page, int64_t scales_head, int64_t scales_kv, int64_t scales_token,
                            int64_t page_tokens, const int32_t* table, int64_t table_row, int64_t table_width,
                            const int32_t* cu, const int32_t* lens, int64_t rows, int64_t tokens, int64_t q_heads,
                            int64_t kv_heads, int64_t dim, int64_t half, float epsilon) {
     assert_pages("rope_store", table, table_row, table_width, cu, lens, rows, tokens, page_tokens, num_pages, 1);
+    const Scales lie{scales, scales_page, scales_head, scales_kv, scales_token};
+    const bool fixed = !scales_page;
     for (int64_t b = 0; b < rows; b++) {
 #pragma omp parallel for if ((cu[b + 1] - cu[b]) * q_heads * dim >= 1 << 15)
         for (int64_t t = cu[b]; t < cu[b + 1]; t++) {
@@ -94,8 +103,15 @@ extern "C" void rope_store(const float* q, int64_t q_token, int64_t q_head, cons
             for (int64_t h = 0; h < kv_heads; h++) {
                 char* const at = token + h * head_stride;
                 norm_rotate(k + t * k_token + h * dim, k_weight, angle, turned.data(), dim, half, epsilon);
-                put(turned.data(), at, dim, half_width);
-                if (v) put(v + t * v_token + h * dim, at + kv_stride, dim, half_width);
+                const float* const value = v ? v + t * v_token + h * dim : nullptr;
+                if (kind == 2) {
+                    uint8_t* const scale = lie.at(page, h, position % page_tokens);
+                    put_codes(turned.data(), at, dim, scale, fixed);
+                    if (v) put_codes(value, at + kv_stride, dim, scale + lie.kv, fixed);
+                    continue;
+                }
+                put(turned.data(), at, dim, kind == 1);
+                if (v) put(value, at + kv_stride, dim, kind == 1);
             }
         }
     }

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from tidemill.kernels.shared.arguments import address, address_or_null, page_arguments
 from tidemill.kernels.shared.build import Library
+from tidemill.kernels.shared.fp8 import Pages
 from tidemill.kernels.shared.rows import Rows
 
 RopeStore = Callable[
-    [Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, float, Tensor, Tensor, Rows], Tensor
+    [Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, float, Tensor, Pages, Rows], Tensor
 ]
 
 
@@ -40,7 +41,7 @@ def bind_rope_store(library: Library) -> RopeStore:
         k_weight_D: Tensor | None,
         epsilon: float,
         angles_T2R: Tensor,
-        cache: Tensor,
+        cache: Pages,
         rows: Rows,
     ) -> Tensor:
         (tokens, q_heads, dim), kv_heads, half = q_THD.shape, k_TKD.shape[1], angles_T2R.shape[2]

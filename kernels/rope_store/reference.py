@@ -3,6 +3,7 @@
 import torch
 
 from tidemill.kernels.rms_norm.reference import rms_norm
+from tidemill.kernels.shared.fp8 import Fp8, Pages, encode, scale_of
 from tidemill.kernels.shared.rows import Rows
 
 
@@ -20,7 +21,7 @@ def rope_store(
     k_weight_D: torch.Tensor | None,
     epsilon: float,
     angles_T2R: torch.Tensor,
-    cache: torch.Tensor,
+    cache: Pages,
     rows: Rows,
 ) -> torch.Tensor:
     """Returns q / rms(q) * weight, rotated, `[T, H, D]`; stores k, treated alike, and v.
@@ -30,7 +31,8 @@ def rope_store(
     v_TKD       None for latents: the cache is [pages, kv_heads, 1, P, D], and only k is stored
     q_weight_D  None: q is not normed; so with k
     angles_T2R  of `rope_angles`; element i < R turns with element i + R, the rest of D is left as it is
-    cache       [pages, kv_heads, 2, P, D], strided; float32, or bfloat16 to which k and v are rounded
+    cache       [pages, kv_heads, 2, P, D], strided; float32, or bfloat16 or FP8 to which k and v are
+                rounded. Scales of tokens are written too
     """
     page_tokens = cache.shape[3]
     cu_B1 = rows.cu_B1.long()
@@ -41,10 +43,18 @@ def rope_store(
     page_T = rows.pages_BN[row_T, position_T // page_tokens].long()
     k_TKD = _rotated(k_TKD, k_weight_D, epsilon, angles_T2R)
     assert cache.shape[2] == (1 if v_TKD is None else 2)
-    cache[page_T, :, 0, position_T % page_tokens] = k_TKD[stored_T].to(cache.dtype)
-    if v_TKD is not None:
-        cache[page_T, :, 1, position_T % page_tokens] = v_TKD[stored_T].to(cache.dtype)
+    for part, x_TKD in enumerate([k_TKD] if v_TKD is None else [k_TKD, v_TKD]):
+        _store(x_TKD[stored_T], cache, (page_T, slice(None), part, position_T % page_tokens))
     return _rotated(q_THD, q_weight_D, epsilon, angles_T2R)
+
+
+def _store(x_TKD: torch.Tensor, cache: Pages, at: tuple[torch.Tensor, slice, int, torch.Tensor]) -> None:
+    if not isinstance(cache, Fp8):
+        cache[at] = x_TKD.to(cache.dtype)
+        return
+    if not cache.is_fixed:
+        cache.scales[at] = scale_of(x_TKD.abs().amax(-1))
+    cache.codes[at] = encode(x_TKD, cache.scales[at])
 
 
 def _rotated(

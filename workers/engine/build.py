@@ -259,6 +259,7 @@ def load_model(
             compute_dtype=settings.compute_dtype,
             load_format=settings.load_format,
             purpose=settings.purpose,
+            fixed_kv_scales=settings.page_dtype == "fp8",
         )
     settle(device)
     return loaded

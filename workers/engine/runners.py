@@ -42,7 +42,7 @@ def open_runner(
     group: RankGroup | Exchange | None,
 ) -> TorchRunner:
     """Open the runner of a worker, of the leader of a group, or of another rank, which has an exchange."""
-    layout, caches = memory.layout, caches_of(memory.layout, arena)
+    layout, caches = memory.layout, caches_of(memory.layout, arena, loaded.kv_scales)
     running = (loaded.model, caches, layout.page_tokens, settings.threads)
     guesser = guesser_of(settings, loaded, layout, caches)
     if isinstance(group, RankGroup):

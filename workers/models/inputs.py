@@ -8,6 +8,7 @@ from typing import NamedTuple, assert_never
 
 import torch
 
+from tidemill.kernels.shared.fp8 import Fp8, Pages, fixed_scales
 from tidemill.kvstore.layout import (
     KV_FORMATS,
     WORD_BYTES,
@@ -21,7 +22,7 @@ from tidemill.kvstore.layout import (
 ALIGNED_BYTES = 16
 """The alignment in bytes: kernels are compiled once for multiples of it, and once for other addresses."""
 
-KV_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in KV_FORMATS}
+KV_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, row.element) for name, row in KV_FORMATS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,24 +118,29 @@ class Caches:
     """Strided views of one arena, one per layer of each kind, in layer order. All ids index dimension 0.
     `has_windows`: some of `kv` are of window pages.
 
-    kv          [pages or window pages, kv_heads, 2, P, head_dim]  kv dtype; index 2 is K, V
+    kv          [pages or window pages, kv_heads, 2, P, head_dim]  kv dtype, or FP8; index 2 is K, V
                 [pages, 1, 1, P, width]                            ... of a layer that keeps latents
     conv        [states, key_heads, conv_width - 1, channels]      float32
     temporal    [states, key_heads, values_per_group, key_dim, value_dim]  state dtype
     """
 
-    kv: tuple[torch.Tensor, ...]
+    kv: tuple[Pages, ...]
     conv: tuple[torch.Tensor, ...]
     temporal: tuple[torch.Tensor, ...]
     has_windows: bool = False
 
+    @property
+    def plain_kv(self) -> list[torch.Tensor]:
+        """The views whose numbers are stored as they are."""
+        return [pages for pages in self.kv if not isinstance(pages, Fp8)]
 
-def caches_of(layout: Layout, arena: torch.Tensor) -> Caches:
+
+def caches_of(layout: Layout, arena: torch.Tensor, kv_scales: Sequence[tuple[int, int]] = ()) -> Caches:
     """Return views of `arena` (uint8, a whole number of extents), as `layout` arranges pages and states in
-    it."""
+    it. `kv_scales` are the bytes of scales of keys and values of each layer; empty: all 1."""
     assert arena.dtype == torch.uint8
     assert arena.numel() % layout.extent_bytes == 0
-    kv: list[torch.Tensor] = []
+    kv: list[Pages] = []
     conv: list[torch.Tensor] = []
     temporal: list[torch.Tensor] = []
     pages = _Pages(layout, arena, layout.page_bytes, layout.attention)
@@ -158,6 +164,9 @@ def caches_of(layout: Layout, arena: torch.Tensor) -> Caches:
                 offset_bytes += spec.temporal_bytes(layout.state_dtype)
             case _:
                 assert_never(spec)
+    if kv_scales:
+        coded = [pages for pages in kv if isinstance(pages, Fp8)]
+        kv = [fixed_scales(pages.codes, *pair) for pages, pair in zip(coded, kv_scales, strict=True)]
     return Caches(tuple(kv), tuple(conv), tuple(temporal), layout.has_windows)
 
 
@@ -183,23 +192,31 @@ class _Pages:
     def __init__(
         self, layout: Layout, arena: torch.Tensor, page_bytes: int, layers: Sequence[Attention | Window]
     ) -> None:
+        self._format = KV_FORMATS[layout.kv_dtype]
         self._memory = arena.view(KV_DTYPES[layout.kv_dtype])
         self._tokens = layout.page_tokens
-        self._size = page_bytes // KV_FORMATS[layout.kv_dtype].element_bytes
-        self._head_size = sum(2 * layout.page_tokens * layer.head_dim for layer in layers)
+        self._size = page_bytes // self._format.element_bytes
+        self._head_size = self._size // layers[0].kv_heads if layers else 0
         self._offset = 0
 
-    def next(self, spec: Attention | Window) -> torch.Tensor:
-        size = self._tokens * spec.head_dim
-        shape = (self._memory.numel() // self._size, spec.kv_heads, 2, self._tokens, spec.head_dim)
-        strides = (self._size, self._head_size, size, spec.head_dim, 1)
-        return self._view(shape, strides, 2 * size)
+    def next(self, spec: Attention | Window) -> Pages:
+        return self._view(spec.kv_heads, 2, spec.head_dim, self._head_size)
 
-    def next_latents(self, spec: Latent) -> torch.Tensor:
-        shape = (self._memory.numel() // self._size, 1, 1, self._tokens, spec.width)
-        return self._view(shape, (self._size, 0, 0, spec.width, 1), self._tokens * spec.width)
+    def next_latents(self, spec: Latent) -> Pages:
+        return self._view(1, 1, spec.width, 0)
 
-    def _view(self, shape: tuple[int, ...], strides: tuple[int, ...], num_elements: int) -> torch.Tensor:
-        view = self._memory.as_strided(shape, strides, self._offset)
-        self._offset += num_elements
-        return view
+    def _plane(self, dim: int) -> int:
+        """Return the elements of the tokens of a page in one head, keys or values, and of their scales."""
+        return self._tokens * (dim + self._format.scale_bytes // self._format.element_bytes)
+
+    def _view(self, heads: int, parts: int, dim: int, head_size: int) -> Pages:
+        plane, offset = self._plane(dim), self._offset
+        shape = (self._memory.numel() // self._size, heads, parts, self._tokens)
+        strides = (self._size, head_size, plane if parts > 1 else 0)
+        self._offset += parts * plane
+        view = self._memory.as_strided((*shape, dim), (*strides, dim, 1), offset)
+        if self._memory.dtype != torch.uint8:
+            return view
+        if not self._format.scale_bytes:
+            return fixed_scales(view)
+        return Fp8(view, self._memory.as_strided(shape, (*strides, 1), offset + self._tokens * dim))

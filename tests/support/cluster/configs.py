@@ -59,7 +59,7 @@ GROUPS = (
 ENGINES = nodes(
     {},
     page_size=COUNTS,
-    kv_cache_dtype=st.sampled_from([None, "float32", "bfloat16"]),
+    kv_cache_dtype=st.sampled_from(["auto", "float32", "bfloat16", "fp8"]),
     state_dtype=st.sampled_from(["float32", "bfloat16"]),
     max_num_seqs=COUNTS | st.none(),
     gpu_memory_utilization=st.floats(0.01, 1),

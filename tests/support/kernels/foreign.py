@@ -128,4 +128,4 @@ def _pages_of(c: Case, num_pages: int) -> tuple[torch.Tensor, list[torch.Tensor]
     kv_dtype = "float32" if c.dtype == torch.float32 else "bfloat16"
     layout = layout_of(specs, c.page_tokens, kv_dtype, extent_bytes_min=1, granule_bytes=1)
     arena = torch.empty(num_pages * layout.page_bytes, dtype=torch.uint8)
-    return arena, [cache[:, :, kv] for cache in caches_of(layout, arena).kv for kv in range(2)]
+    return arena, [cache[:, :, kv] for cache in caches_of(layout, arena).plain_kv for kv in range(2)]

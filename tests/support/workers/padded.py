@@ -56,11 +56,13 @@ class Bed:
     def memory(self) -> list[torch.Tensor]:
         """The bits of the whole arena, as pages and as states."""
         caches = self.caches
-        return [tensor.clone().view(torch.int32) for tensor in (*caches.kv, *caches.conv, *caches.temporal)]
+        return [
+            tensor.clone().view(torch.int32) for tensor in (*caches.plain_kv, *caches.conv, *caches.temporal)
+        ]
 
     def restore(self, memory: list[torch.Tensor]) -> None:
         caches = self.caches
-        for tensor, bits in zip((*caches.kv, *caches.conv, *caches.temporal), memory, strict=True):
+        for tensor, bits in zip((*caches.plain_kv, *caches.conv, *caches.temporal), memory, strict=True):
             tensor.copy_(bits.view(torch.float32))
 
 

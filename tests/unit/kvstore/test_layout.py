@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tidemill.kernels.shared.fp8 import Fp8, Pages
 from tidemill.kvstore.layout import (
     KV_FORMATS,
     Attention,
@@ -16,6 +17,7 @@ from tidemill.kvstore.layout import (
     Layout,
     Linear,
     PageId,
+    StateDtype,
     StateId,
     Window,
     layout_of,
@@ -62,11 +64,11 @@ def layer_lists(draw: st.DrawFn) -> list[LayerSpec]:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[list[LayerSpec], Layout]:
-    layers = draw(layer_lists())
+    layers, kv_dtype = draw(layer_lists()), draw(st.sampled_from(list(KV_FORMATS)))
     return layers, layout_of(
         layers,
-        draw(st.sampled_from([1, 2, 5, 16])),
-        draw(st.sampled_from(["float32", "bfloat16"])),
+        draw(st.sampled_from([4, 16] if kv_dtype.startswith("fp8") else [1, 2, 5, 16])),
+        kv_dtype,
         draw(st.sampled_from(["float32", "bfloat16"])),
         extent_bytes_min=draw(st.sampled_from([1, 3000])),
         granule_bytes=draw(st.sampled_from([1, 64])),
@@ -104,7 +106,8 @@ def test_layout_of_makes_the_smallest_extent_allowed(
 @PROPERTY
 @given(layouts())
 def test_layout_gives_each_byte_of_a_page_to_one_element(drawn: tuple[list[LayerSpec], Layout]) -> None:
-    """Layers, heads, K, V and tokens do not overlap and leave no gap, in pages and in window pages."""
+    """Layers, heads, K, V and tokens do not overlap in pages and in window pages. They leave no gap but with
+    scales, a small one."""
     layers, layout = drawn
     arena, caches = _caches(layout, num_extents=2)
     paged = [layer for layer in layers if not isinstance(layer, Linear)]
@@ -112,8 +115,11 @@ def test_layout_gives_each_byte_of_a_page_to_one_element(drawn: tuple[list[Layer
         owners = torch.zeros(arena.numel(), dtype=torch.int32)
         for layer, view in zip(paged, caches.kv, strict=True):
             if isinstance(layer, Window) == of_windows:
-                _own(owners, view, KV_FORMATS[layout.kv_dtype].element_bytes)
-        assert owners.eq(1).all()
+                for part in _written(view):
+                    _own(owners, part, KV_FORMATS[layout.kv_dtype].element_bytes)
+        assert owners.le(1).all()
+        padding_bytes = int(owners.eq(0).sum())
+        assert padding_bytes <= (arena.numel() / 32 if KV_FORMATS[layout.kv_dtype].scale_bytes else 0)
 
 
 @PROPERTY
@@ -151,7 +157,8 @@ def test_layout_stores_the_share_of_a_head_contiguously(
             arena.zero_()
             for layer, view in zip(paged, caches.kv, strict=True):
                 if isinstance(layer, Attention):
-                    view[page, head] = 1.0
+                    for part in _written(view):
+                        part[page, head] = 1
             size = layout.page_bytes // kv_heads
             _only_within(arena, layout.page_offset(page) + head * size, size)
     if layout.has_states:
@@ -203,6 +210,22 @@ NO_VIEWS: Views = ([], ())
             NO_VIEWS,
         ),
         (
+            GPT_OSS_20B,
+            "fp8_per_token_head",
+            (49 << 14, 0, 0, 49 << 15, 49 << 14),
+            ([index // 2 * 8_320 for index in range(24)], (49 << 14, 49 << 11, 4_160, 64, 1)),
+            NO_VIEWS,
+            NO_VIEWS,
+        ),
+        (
+            DEEPSEEK_V3,
+            "fp8",
+            (64 * 35_136, 0, 0, 64 * 35_136, 0),
+            (_every(36_864, 61), (64 * 35_136, 0, 0, 576, 1)),
+            NO_VIEWS,
+            NO_VIEWS,
+        ),
+        (
             DEEPSEEK_V3,
             "bfloat16",
             (64 * 70_272, 0, 0, 64 * 70_272, 0),
@@ -211,7 +234,7 @@ NO_VIEWS: Views = ([], ())
             NO_VIEWS,
         ),
     ],
-    ids=["keeper", "qwen3-next-80b", "gpt-oss-20b", "deepseek-v3"],
+    ids=["keeper", "qwen3-next-80b", "gpt-oss-20b", "gpt-oss-20b-fp8", "deepseek-v3-fp8", "deepseek-v3"],
 )
 def test_layout_of_models_does_not_change(
     layers: list[LayerSpec],
@@ -230,7 +253,8 @@ def test_layout_of_models_does_not_change(
         layout.window_bytes,
     )
     _, caches = _caches(layout, num_extents=1, device="meta")
-    for views, (offsets, strides) in ((caches.kv, kv), (caches.conv, conv), (caches.temporal, temporal)):
+    pages = [part for view in caches.kv for part in _written(view)[:1]]
+    for views, (offsets, strides) in ((pages, kv), (caches.conv, conv), (caches.temporal, temporal)):
         assert [view.storage_offset() * view.element_size() for view in views] == offsets
         assert {_strides_bytes(view) for view in views} <= {strides}
 
@@ -279,17 +303,22 @@ def test_peak_windows_is_a_tight_bound(shape: tuple[int, int], depth: int, in_fl
     assert layout.peak_windows(1 << 20, in_flight) - 1 <= peak
 
 
+def test_pages_of_fp8_are_whole_words() -> None:
+    with pytest.raises(ValueError, match="--page-size to a multiple of 4"):
+        layout_of(KEEPER, 6, "fp8")
+
+
 def test_describe_differs_for_different_layouts() -> None:
     wider = Attention(kv_heads=2, head_dim=64)
-    dtypes: list[KvDtype] = ["float32", "bfloat16"]
+    states: list[StateDtype] = ["float32", "bfloat16"]
     described = {
         layout_of(layers, page_tokens, dtype, state_dtype).describe()
         for layers in (KEEPER, KEEPER[1:], [*KEEPER, wider], [*KEEPER[:3], wider])
         for page_tokens in (16, 64)
-        for dtype in dtypes
-        for state_dtype in dtypes
+        for dtype in KV_FORMATS
+        for state_dtype in states
     }
-    assert len(described) == 4 * 2 * 2 * 2
+    assert len(described) == 4 * 2 * 4 * 2
 
 
 @pytest.mark.parametrize(
@@ -331,6 +360,13 @@ def test_restorable_end_is_before_the_last_token(num_tokens: int, page_tokens: i
 def _caches(layout: Layout, num_extents: int, device: str = "cpu") -> tuple[torch.Tensor, Caches]:
     arena = torch.zeros(num_extents * layout.extent_bytes, dtype=torch.uint8, device=device)
     return arena, caches_of(layout, arena)
+
+
+def _written(view: Pages) -> list[torch.Tensor]:
+    """Return what tokens write: numbers, or codes and their scales."""
+    if not isinstance(view, Fp8):
+        return [view]
+    return [view.codes] if view.is_fixed else list(view)
 
 
 def _own(owners: torch.Tensor, view: torch.Tensor, element_bytes: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.linear.stored import Stored, plain
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
-from tidemill.kvstore.layout import LayerSpec
+from tidemill.kvstore.layout import LayerSpec, Linear
 from tidemill.kvstore.memory.recompute_cost import RecomputeCost
 from tidemill.workers.device import HOST
 from tidemill.workers.messages import Pooling
@@ -35,6 +35,7 @@ from tidemill.workers.models.inputs import Caches, Inputs, Kept
 from tidemill.workers.models.loading.checkpoint import Progress, WeightsFolder
 from tidemill.workers.models.loading.config_json import Raw
 from tidemill.workers.models.loading.dummy import DummyWeights, named_dtypes
+from tidemill.workers.models.loading.kv_scales import KvScales, kv_scales
 from tidemill.workers.models.loading.sharding import RankPart, RankSlice
 from tidemill.workers.models.loading.tensor_files import DTYPES, TensorFiles
 from tidemill.workers.models.model_files import read_json, reading
@@ -125,6 +126,7 @@ class LoadedModel:
     pooling         what it pools; None: it generates
     expert_pairs_R  int64, the pairs of a token and one of its experts so far, by the rank that has the
                     expert; None: they are not counted
+    kv_scales       of pages of FP8, for each layer with pages; empty: all 1
     """
 
     model: Model
@@ -138,6 +140,7 @@ class LoadedModel:
     cost: RecomputeCost
     pooling: Pooling | None = None
     expert_pairs_R: torch.Tensor | None = None
+    kv_scales: tuple[KvScales, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +166,7 @@ def load(  # noqa: PLR0913  each is a part of the worker or a setting
     compute_dtype: ComputeDtype | None = None,
     load_format: LoadFormat = "auto",
     purpose: Purpose = ANY,
+    fixed_kv_scales: bool = False,
 ) -> LoadedModel:
     """Load the model of a Hugging Face folder, or this rank's part of it, with its weights on `device`, and
     with `mtp` also its prediction head. With `load_format` dummy the weights are random, and config.json
@@ -173,7 +177,7 @@ def load(  # noqa: PLR0913  each is a part of the worker or a setting
 
     `compute_dtype` and the way in which ranks sum are parts of the fingerprint. With bfloat16, matrices are
     rounded to it; with float32, on a CUDA device all weights become float32. Elsewhere `operators` decide on
-    products.
+    products. With `fixed_kv_scales` the folder's scales of keys and values are read.
 
     The leader reads all bytes, for the fingerprint, the other ranks just theirs. Raises ModelError, with one
     line that names the fix, when the folder cannot be served or the ranks cannot share the model.
@@ -197,7 +201,10 @@ def load(  # noqa: PLR0913  each is a part of the worker or a setting
     labels = read(config.head, rows) if config.labels else None
     counts = by_expert and is_leader
     model = Decoder(own, read, operators, ranks, labels=labels, sums=sums, counts=counts)
-    identity = f"{_architecture(raw)} {config} {compute_dtype} {part}".rstrip()
+    scales: tuple[KvScales, ...] = ()
+    if fixed_kv_scales and isinstance(checkpoint, WeightsFolder):
+        scales = kv_scales(checkpoint, _paged(config))
+    identity = f"{_architecture(raw)} {config} {compute_dtype} {part}{scales or ''}".rstrip()
     return LoadedModel(
         model=model,
         head=None if own.draft is None else MtpHead(own, own.draft, read, model, operators, ranks),
@@ -210,7 +217,15 @@ def load(  # noqa: PLR0913  each is a part of the worker or a setting
         cost=cost(config),
         pooling=pooling,
         expert_pairs_R=model.expert_pairs_R,
+        kv_scales=scales,
     )
+
+
+def _paged(config: ArchitectureConfig) -> list[str]:
+    """Return the prefixes of the layers with pages, that of the prediction head the last."""
+    prefixes = [f"{config.prefix}layers.{index}." for index in range(len(config.layers))]
+    layers = zip([*prefixes, f"{DRAFT}layers.0."], config.every_layer, strict=False)
+    return [prefix for prefix, layer in layers if not isinstance(layer.mixer.spec, Linear)]
 
 
 def describe(

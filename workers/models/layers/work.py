@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, Self, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
 
 import torch
 
@@ -20,8 +20,9 @@ from tidemill.workers.models.loading.weights import Weight
 Read: TypeAlias = Callable[[str], Stored]
 """Returns this rank's part of the tensor of that name, as it is stored."""
 
-Cache: TypeAlias = tuple[torch.Tensor, ...]
-"""The cache of one layer: (keys and values or latents), or (convolution, temporal); see inputs.Caches."""
+Cache: TypeAlias = tuple[Any, ...]
+"""The cache of one layer: (pages of keys and values or of latents), or (convolution, temporal); see
+inputs.Caches."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tidemill.workers.models.loading import encodings
 from tidemill.workers.models.loading.dequantise import read_part
 from tidemill.workers.models.loading.encodings import Encoding, encoding_of, scheme_of, stored_by
 from tidemill.workers.models.loading.sharding import RankSlice
-from tidemill.workers.models.loading.tensor_files import TensorFiles
+from tidemill.workers.models.loading.tensor_files import DTYPES, TensorFiles
 
 Progress = Callable[[int, int], None]
 
@@ -101,6 +102,16 @@ class WeightsFolder:
         if found.sum().isnan() and found.isnan().any():  # the sum is one pass over memory
             raise ModelError(f"{self._folder}: the tensor {name} holds NaN: download the model again")
         return plain(found)
+
+    def number(self, name: str, else_set: str) -> float:
+        """Return a tensor of one positive number. Raises ModelError, which names the option that does without
+        it."""
+        header = self._files.headers[name]
+        known = header.dtype in DTYPES and prod(header.shape) == 1
+        value = float(self._files.tensor(name)) if known else inf
+        if not 0 < value < inf:
+            raise ModelError(f"{self._folder}: {name} is not one positive number: set {else_set}")
+        return value
 
     def fingerprint(self, config: str) -> str:
         """Return the digest of `config` and of every tensor read so far, independent of order and files."""

@@ -14,11 +14,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tidemill.kernels.dispatch import REFERENCE
-from tidemill.kvstore.layout import Attention, Linear
+from tidemill.kernels.shared.fp8 import Fp8
+from tidemill.kernels.shared.rows import integers
+from tidemill.kvstore.layout import Attention, Linear, layout_of
 from tidemill.workers.models.architectures.config import weights_of
 from tidemill.workers.models.architectures.qwen3_next import parse
 from tidemill.workers.models.architectures.registry import LoadedModel, describe, load, no_progress
 from tidemill.workers.models.errors import ModelError
+from tidemill.workers.models.inputs import caches_of
+from tidemill.workers.models.loading.kv_scales import KvScales
 
 CONFIG: dict[str, object] = {
     "architectures": ["Qwen3NextForCausalLM"],
@@ -338,3 +342,47 @@ def test_head_that_differs_from_tied_embeddings_is_used(folder: Path) -> None:
     alone = load_folder(folder)
     assert torch.allclose(copy.model.logits(torch.eye(8)), embedding.T)
     assert copy.fingerprint == alone.fingerprint != other.fingerprint
+
+
+ATTENTION = "model.layers.1.self_attn."
+
+
+@pytest.mark.parametrize("names", [("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale")])
+def test_scales_of_keys_and_values_are_rounded_up_to_powers_of_two(
+    folder: Path, names: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+
+    def loaded() -> LoadedModel:
+        return load(folder, REFERENCE, no_progress, fixed_kv_scales=True)
+
+    write_config(folder, quantization_config={"quant_method": "fp8"})
+    bare = loaded()
+    assert bare.kv_scales == (KvScales(),)
+    assert "0 of 1 layers have scales in the folder, others 1" in caplog.text
+    key, value = (ATTENTION + name for name in names)
+    scales = {key: torch.tensor(0.25), value: torch.tensor([0.3])}
+    edit_tensors(folder, lambda tensors: tensors.update(scales))
+    assert loaded().kv_scales == (KvScales(125, 126),)
+    assert "1 of 1 layers have scales" in caplog.text
+    assert loaded().fingerprint != bare.fingerprint
+    assert load_folder(folder).kv_scales == ()
+    pages = _attention_pages(loaded())
+    assert [set(integers(pages.scales[:, :, part].flatten())) for part in range(2)] == [{125}, {126}]
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), [1.0, 2.0]])
+def test_scale_that_is_not_one_positive_number_is_named(folder: Path, scale: float | list[float]) -> None:
+    write_config(folder, quantization_config={"quant_method": "fp8"})
+    edit_tensors(folder, lambda tensors: tensors.update({f"{ATTENTION}v_scale": torch.tensor(scale)}))
+    assert load_folder(folder).kv_scales == ()
+    with pytest.raises(ModelError, match="v_scale is not one positive number: set --kv-cache-dtype"):
+        load(folder, REFERENCE, no_progress, fixed_kv_scales=True)
+
+
+def _attention_pages(loaded: LoadedModel) -> Fp8:
+    layout = layout_of(loaded.local_layers, 4, "fp8")
+    arena = torch.zeros(layout.extent_bytes, dtype=torch.uint8)
+    (pages,) = caches_of(layout, arena, loaded.kv_scales).kv
+    assert isinstance(pages, Fp8)
+    return pages
