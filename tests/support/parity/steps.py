@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tidemill.kernels.shared.fp8 import Fp8
 from tidemill.kvstore.layout import KvDtype, Layout, Linear, Window, WindowId, layout_of
 from tidemill.workers.models.architectures.registry import LoadedModel
 from tidemill.workers.models.inputs import Inputs, caches_of
@@ -135,8 +136,11 @@ def check_memory(layout: Layout) -> None:
     arena = torch.zeros(layout.extent_bytes, dtype=torch.uint8)
     caches = caches_of(layout, arena)
     specs = [spec for spec in layout.layers if not isinstance(spec, Linear)]
-    windows = [kv for kv, spec in zip(caches.kv, specs, strict=True) if isinstance(spec, Window)]
-    pages = [kv for kv, spec in zip(caches.kv, specs, strict=True) if not isinstance(spec, Window)]
+    windows: list[torch.Tensor] = []
+    pages: list[torch.Tensor] = []
+    for kv, spec in zip(caches.kv, specs, strict=True):
+        tensors = [kv] if not isinstance(kv, Fp8) else [kv.codes] if kv.is_fixed else list(kv)
+        (windows if isinstance(spec, Window) else pages).extend(tensors)
     for name, views, num_bytes, count in (
         ("page", pages, layout.page_bytes, layout.pages_per_extent),
         ("window page", windows, layout.window_bytes, layout.windows_per_extent),
