@@ -2,11 +2,13 @@
 # torch's devices have no types.
 """Steps of a Qwen3-Next-shaped random model as a worker runs them, against the roofline; page copies.
 
-    python -m benchmarks.gpu.engine --folder FOLDER [--tiny]
+    python -m benchmarks.gpu.engine --folder FOLDER [--layers 8] [--short] [--tiny]
 
 The layers are those of Qwen3-Next-80B-A3B, as many as the device holds. A step is timed on the host from its
 integers to its tokens, with launches and draws and the wait for the device: the median of 10. The roofline is
-measured in the same run: a copy of 4 GiB and a bfloat16 matrix product. `--tiny` goes through all of it on a
+measured in the same run: a copy of 4 GiB and a bfloat16 matrix product. Steps of `--async-scheduling` are
+timed as a chain, each launched while the one before it runs. What a decode step and a prompt spend most on is
+listed by torch's profiler. `--tiny` goes through all of it on a
 machine without a device, with the operators' definitions: its figures mean nothing.
 """
 
@@ -16,12 +18,14 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from tests.support.workers.late import LateStream
 from xxhash import xxh3_128_digest
 
 from tidemill.kernels.dispatch import Operators, operators
@@ -30,10 +34,12 @@ from tidemill.kvstore.layout import KvDtype, Layout, PageId, StateId, layout_of
 from tidemill.kvstore.memory.backing import Fixed
 from tidemill.kvstore.memory.lease import StateWrite
 from tidemill.workers.device import HOST
-from tidemill.workers.execution.cuda_graphs import Forward, Replay, graph_shapes
+from tidemill.workers.execution.cuda_graphs import Forward, GraphShape, Replay, graph_shapes
 from tidemill.workers.execution.model_runner import TorchRunner
+from tidemill.workers.execution.overlapped_runner import CudaStream, OverlappedRunner
 from tidemill.workers.execution.sampling_state import SamplingState
-from tidemill.workers.execution.step import Row, Step
+from tidemill.workers.execution.step import PENDING, Row, Step
+from tidemill.workers.execution.step_tensors import PageTables
 from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.models.architectures.config import ArchitectureConfig, cost, weight_bytes, weights_of
 from tidemill.workers.models.architectures.decoder import Decoder
@@ -83,15 +89,30 @@ class Plan:
     drafts: int = 4
     mixed: tuple[int, int] = (32, 64)  # rows that decode, and tokens of a prompt beside them
     step_tokens: int = 1024
+    profiled: tuple[int, int] = (32, 2048)  # rows that decode, and tokens of a prompt
+    chained: int = 20  # overlapped steps
+    wide_tokens: int = 262_144  # of the tables of another graph, of the most rows
 
     def config(self, layers: int) -> ArchitectureConfig:
         return parse(self.layer | {"num_hidden_layers": layers})
 
 
 TINY = Plan(
-    layer=TINY_LAYER, prompts=(70,), batches=(1, 3), context=70, copied_pages=4, guessed=(1,),
-    drafts=2, mixed=(2, 5), step_tokens=20,
-)  # fmt: skip
+    layer=TINY_LAYER,
+    prompts=(70,),
+    batches=(1, 3),
+    context=70,
+    copied_pages=4,
+    guessed=(1,),
+    drafts=2,
+    mixed=(2, 5),
+    step_tokens=20,
+    profiled=(3, 70),
+    chained=4,
+    wide_tokens=640,
+)
+SHORT = Plan(layer=LAYER, prompts=(2048, 8192), batches=(1, 32, 128), copied_pages=64, guessed=(1,))
+KERNELS_SHOWN = 15  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +292,7 @@ class Job:
     sampling: Sampling = GREEDY
     beside: int = 0
     eager: bool = False
+    wide: bool = False
 
     def step(self, bed: Bed) -> Step:
         found = step_of(bed, self.rows, self.before, self.tokens, drafts=self.drafts, sampling=self.sampling)
@@ -305,26 +327,25 @@ def jobs_of(plan: Plan) -> list[Job]:
     ]
     rows, tokens = plan.mixed
     jobs.append(Job(f"prompt of {tokens} beside", rows, plan.context, 1, beside=tokens))
-    return jobs
+    tail, streams = plan.mixed[1] // 4, min(4, max(plan.batches))
+    jobs.append(Job(f"tail of {tail} beside", streams, plan.context, 1, beside=tail))
+    wide = Job(f"decode, tables of {plan.wide_tokens}", max(plan.batches), plan.context, 1, wide=True)
+    return [*jobs, wide]
 
 
 def timed_steps(
     bed: Bed, most: Roofline, device: torch.device, report: Callable[[dict[str, Any]], None]
 ) -> None:
     """Prompts eagerly, decode both ways, and what else a graph can hold."""
-    plan = bed.plan
-    eager, graphed = (TorchRunner(bed.model, bed.caches, PAGE_TOKENS, 1, device) for _ in range(2))
-    start = time.perf_counter()
-    width = -(-(plan.context + PAGE_TOKENS) // PAGE_TOKENS)
-    graphed.use_graphs(
-        graph_shapes(max(plan.batches), plan.step_tokens, plan.drafts),
-        width,
-        None if device.type == "cuda" else recomputed,
-    )
+    plan, capture = bed.plan, None if device.type == "cuda" else recomputed
+    eager, graphed, wide = (TorchRunner(bed.model, bed.caches, PAGE_TOKENS, 1, device) for _ in range(3))
+    start, rows = time.perf_counter(), max(plan.batches)
+    graphed.use_graphs(graph_shapes(rows, plan.step_tokens, plan.drafts), width_of(plan), capture)
+    wide.use_graphs([GraphShape(rows, rows)], plan.wide_tokens // PAGE_TOKENS, capture)
     print(f"graphs captured in {time.perf_counter() - start:.1f} s")
     print(f"{'step':36}{'ms':>10}{'tokens/s':>12}{'roofline ms':>13}{'share':>8}")
     for job in jobs_of(plan):
-        runner, step = eager if job.eager else graphed, job.step(bed)
+        runner, step = eager if job.eager else wide if job.wide else graphed, job.step(bed)
         took_s = seconds(device, lambda runner=runner, step=step: runner.run_now(step))
         num_bytes, flops = job.least(bed)
         least_s = most.seconds(num_bytes, flops)
@@ -340,8 +361,89 @@ def timed_steps(
                 "share": least_s / took_s, "goal": job.goal(bed), "num_bytes": num_bytes, "flops": flops,
             }
         )  # fmt: skip
-    for runner in (eager, graphed):
+    for rows in plan.batches:
+        took_s = chained_s(bed, rows, device)
+        least_s = most.seconds(*Job("", rows, plan.context, 1).least(bed))
+        title = f"decode, async {rows} x 1 after {plan.context}"
+        print(
+            f"{title:36}{took_s * 1e3:10.2f}{rows / took_s:12.0f}{least_s * 1e3:13.2f}{least_s / took_s:8.0%}"
+        )
+        report(
+            {
+                "name": title,
+                "seconds": took_s,
+                "tokens_per_s": rows / took_s,
+                "share": least_s / took_s,
+                "goal": None,
+            }
+        )
+    decoding, tokens = plan.profiled
+    for job, runner in (
+        (Job("decode", decoding, plan.context, 1), graphed),
+        (Job("prompt", 1, 0, tokens), eager),
+    ):
+        step, name = job.step(bed), f"{job.name} {job.rows} x {job.tokens}"
+        print(*most_time(name, device, partial(runner.run_now, step)), sep="\n", flush=True)
+    for runner in (eager, graphed, wide):
         runner.close()
+
+
+def width_of(plan: Plan) -> int:
+    return -(-(plan.context + plan.chained + PAGE_TOKENS) // PAGE_TOKENS)
+
+
+def chained_s(bed: Bed, rows: int, device: torch.device) -> float:
+    """Return the seconds of one of several overlapped steps, each of which reads the tokens of the one before
+    it on the device."""
+    plan = bed.plan
+    tables = PageTables(rows, width_of(plan), windows=False)
+    stream = LateStream() if device.type == "cpu" else CudaStream(torch.cuda.Stream(device))
+    runner = OverlappedRunner(bed.model, bed.caches, PAGE_TOKENS, 1, stream, None, tables)
+    if device.type == "cuda":
+        runner.use_graphs([GraphShape(rows, rows)], width_of(plan))
+    first = step_of(bed, rows, plan.context, 1)
+
+    def step(at: int) -> Step:
+        """Return the step in which each row has one token more."""
+        return tuple(
+            row._replace(
+                start=row.start + at,
+                tokens=(PENDING,) if at else row.tokens,
+                writes=tuple(StateWrite(write.depth + at, write.state) for write in row.writes),
+            )
+            for row in first
+        )
+
+    async def chain() -> None:
+        await asyncio.gather(*(runner.run(step(at)) for at in range(plan.chained)))
+
+    found_s: list[float] = []
+    for _ in range(3):
+        start_s = time.perf_counter()
+        asyncio.run(chain())
+        found_s.append((time.perf_counter() - start_s) / plan.chained)
+    runner.close()
+    return min(found_s)
+
+
+def most_time(name: str, device: torch.device, call: Callable[[], object]) -> list[str]:
+    """Return lines of the kernels (on a CPU: operators) on which a call spends most, by torch's profiler."""
+    call()
+    wait(device)
+    with torch.profiler.profile() as profile:  # of all devices
+        call()
+        wait(device)
+    of_device = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    rows = sorted(profile.key_averages(), key=lambda row: -getattr(row, of_device))
+    whole_us = sum(getattr(row, of_device) for row in rows)
+    return [
+        f"{name}: {whole_us / 1e3:.2f} ms in kernels",
+        *(
+            f"{getattr(row, of_device) / 1e3:10.3f} ms {getattr(row, of_device) / max(whole_us, 1):4.0%}"
+            f" {row.count:5} x {row.key:.60}"
+            for row in rows[:KERNELS_SHOWN]
+        ),
+    ]
 
 
 def timed_copies(bed: Bed, device: torch.device) -> dict[str, float]:
@@ -384,12 +486,13 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--folder", type=Path, required=True, help="receives gpu_engine.json")
     parser.add_argument("--tiny", action="store_true", help="to see that it runs, without a device")
+    parser.add_argument("--short", action="store_true", help="fewer sizes")
     parser.add_argument("--layers", type=int, help="a multiple of 4; as many as fit")
     args = parser.parse_args(arguments)
     if not args.tiny and not torch.cuda.is_available():
         parser.error("there is no CUDA device here: --tiny runs without one")
     device = torch.device("cpu") if args.tiny else torch.device("cuda", 0)
-    plan = TINY if args.tiny else Plan(layer=LAYER)
+    plan = TINY if args.tiny else SHORT if args.short else Plan(layer=LAYER)
     torch.manual_seed(0)
     most = roofline(device, 4096 if args.tiny else 1)
     if args.tiny:
@@ -417,9 +520,9 @@ def main(arguments: list[str] | None = None) -> None:
         f"{found['device']}: {layers} layers, {found['weight_bytes'] / 1e9:.1f} GB of weights;"
         f" copy {most.num_bytes / 1e12:.2f} TB/s, bfloat16 {most.flops / 1e12:.0f} TFLOP/s"
     )
+    timed_steps(bed, most, device, report)
     found["copies"] = timed_copies(bed, device)
     save()
-    timed_steps(bed, most, device, report)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 # Peers and Triton have no types.
 """Each Triton operator on a device: its share of the roofline, and its peers where they import.
 
-    python -m benchmarks.gpu.kernels --folder FOLDER [--tiny] [--once]
+    python -m benchmarks.gpu.kernels --folder FOLDER [--names REGEX] [--tiny] [--once]
 
 The roofline is measured in the same run: a copy of 4 GiB and a bfloat16 matrix product. An operator is timed
 as a CUDA graph, with a cold L2, the median of 20; the rows are those of `gpu_works.py`. What has a goal is
@@ -14,6 +14,7 @@ times nothing, for a profiler.
 import argparse
 import json
 import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -173,6 +174,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="receives gpu_kernels.json")
     parser.add_argument("--tiny", action="store_true", help="to see that it runs, without a device")
     parser.add_argument("--once", action="store_true", help="call each operator once, for a profiler")
+    parser.add_argument("--names", default="", help="times those alone whose name has this in it")
     parser.add_argument("--limit-s", type=float, default=420.0, help="starts nothing after this time")
     args = parser.parse_args()
     if args.tiny:
@@ -199,6 +201,8 @@ def main() -> None:
     print(f"{'one layer':40}{'us':>12}{'roofline us':>12}{'share':>8} {'bound':9}peers, their time over ours")
     args.folder.mkdir(parents=True, exist_ok=True)
     for work in works(shape, ops):
+        if not re.search(args.names, work.name):
+            continue
         found["works"].append(measured(watch, work, bytes_s, flops_s))
         (args.folder / "gpu_kernels.json").write_text(json.dumps(found, indent=1))
         if time.monotonic() - begun > args.limit_s:

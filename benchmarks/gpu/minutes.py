@@ -1,14 +1,17 @@
-"""Spend the first thirty minutes on a GPU: four calls, each with one table of verdicts.
+"""Spend the first minutes on a GPU: calls of one table of verdicts each. The first one answers most.
 
-    python benchmarks/gpu/minutes.py 1 --folder FOLDER --parcel dist/gpu-parcel     is it right
+    python -m benchmarks.gpu.minutes 0 --folder FOLDER --parcel dist/gpu-parcel/parcel.tar.xz --archive FILE
+    python benchmarks/gpu/minutes.py 1 --folder FOLDER                              is it right
     python benchmarks/gpu/minutes.py 2 --folder FOLDER [--peers PEERS]              kernels, and engine steps
     python benchmarks/gpu/minutes.py 3 --folder FOLDER                              the whole server
     python benchmarks/gpu/minutes.py 4 --folder FOLDER                              several ranks of a worker
 
 It runs from the root of a checkout and needs the standard library alone. `--parcel` is installed into
 FOLDER first (`make gpu-parcel` collects it), without a network. FOLDER keeps Triton's cache, the output of
-each piece and `call-N.json`. A call takes at most 560 s: each piece has a bound, and one that exceeds it is
-killed with all that it started. PEERS is a folder of modules of other engines (`fused_moe.py` with vLLM's
+each piece and `call-N.json`. A call takes at most 560 s, call 0 at most 540: each piece has a bound, and one
+that exceeds it is killed with all that it started. A verdict is printed when it falls, with the tests that
+failed, and after each piece FILE has the output of all, also of those that still run.
+PEERS is a folder of modules of other engines (`fused_moe.py` with vLLM's
 `fused_experts`). `--device cpu` tries all of it at small sizes.
 """
 
@@ -19,37 +22,72 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from threading import Lock, Thread
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 CALL_S_MAX = 560.0
+FIRST_S_MAX = 540.0
+INSTALL_S_MAX = 30.0
 END_S = 5.0
 """Kept for the end of a call: killing a piece, and the table."""
 KILL_S_MAX = 3.0
 """Processes that a driver holds for longer are left behind."""
 
 MARK = "TIDEMILL_MINUTES"
-PYTEST = (sys.executable, "-m", "pytest", "-o", "pythonpath=.", "-W", "default", "-p", "no:cacheprovider")
+PYTEST = (
+    sys.executable,
+    "-m",
+    "pytest",
+    "-o",
+    "pythonpath=.",
+    "-W",
+    "default",
+    "-p",
+    "no:cacheprovider",
+    "-rfE",
+)
 PROFILED = "regex:gate_up_tile|down_tile|attend_span|attend_rows|attend_tile|recur|prepare|advance|draw_row"
+ONE_OF_EACH = (
+    "definition and ((attention and mixed and sinks and not window) or (recurrences and strong) or into)"
+)
+RACING = "definition and ((draw and 300) or into)"
 METRICS = (
     "launch__registers_per_thread,dram__throughput.avg.pct_of_peak_sustained_elapsed,"
     "sm__throughput.avg.pct_of_peak_sustained_elapsed,sm__warps_active.avg.pct_of_peak_sustained_active"
 )
 PRINT_CHAT = """
-import sys
+import logging, sys, time, traceback
 from tidemill import LLM, SamplingParams
-more = {"memory": "256MiB", "kv_cache_dtype": "float32"} | {name: True for name in sys.argv[2:]}
-with LLM("keeper", device=sys.argv[1], backing="fixed", **more) as llm:
-    asked = [{"role": "user", "content": "Hello"}]
-    (found,) = llm.chat(asked, SamplingParams(temperature=0, max_tokens=12), progress=False)
-    print(found.outputs[0].text)
-    assert found.outputs[0].token_ids
+logging.basicConfig(level=logging.INFO)
+device, *ways = sys.argv[1:]
+failed = 0
+for way in ways:
+    more = {"memory": "256MiB", "kv_cache_dtype": "float32", "backing": "fixed"} if way != "defaults" else {}
+    more |= {} if way in {"defaults", "graphs"} else {way: "bfloat16" if way == "state_dtype" else True}
+    start_s = time.monotonic()
+    try:
+        with LLM("keeper", device=device, **more) as llm:
+            asked = [{"role": "user", "content": "Hello"}]
+            (found,) = llm.chat(asked, SamplingParams(temperature=0, max_tokens=12), progress=False)
+            assert found.outputs[0].token_ids
+            print(f"== {way}: {found.outputs[0].text!r} after {time.monotonic() - start_s:.1f} s", flush=True)
+    except Exception:
+        failed += 1
+        traceback.print_exc()
+        print(f"== {way}: FAILED", flush=True)
+sys.exit(failed)
 """
+NOTED = ("FAILED ", "ERROR ", "== ")
+"""Beginnings of lines of a piece's output that are printed with its verdict."""
+NOTED_MAX = 20
 
 Command = Sequence[str]
 
@@ -66,7 +104,7 @@ class Verdict:
 class Piece:
     """A process with a bound. `on_cpu` replaces the command there (None: it needs a GPU). `needs` is a
     program without which it does not run, `gpus` the number that it takes. `figures` reads what it left in
-    FOLDER, if it left anything."""
+    FOLDER, if it left anything. `beside`: it runs beside the pieces after it."""
 
     name: str
     s_max: float
@@ -75,6 +113,11 @@ class Piece:
     needs: str = ""
     gpus: int = 1
     figures: Callable[[Path], list[Verdict]] | None = None
+    beside: bool = False
+
+
+Judge = Callable[[Piece, float], list[Verdict]]
+"""Runs a piece for some seconds at most."""
 
 
 def reached(what: str, value: float, goal: float | None, unit: str = "of the roofline") -> Verdict:
@@ -119,6 +162,8 @@ def pieces_of(call: int, folder: Path) -> list[Piece]:
     workers = ("-n", str(max(1, (os.cpu_count() or 2) - 2)))
     gpu = [f"tests/gpu/test_{name}.py" for name in ("operators", "page_copy", "architectures", "engine")]
     match call:
+        case 0:
+            return first_pieces(folder, chat, workers, gpu)
         case 1:
             return [
                 Piece("device", 15, ("nvidia-smi",)),
@@ -126,21 +171,29 @@ def pieces_of(call: int, folder: Path) -> list[Piece]:
                     "operators compile", 45, module("tidemill.kernels.dispatch"),
                     module("tidemill.kernels.dispatch"),
                 ),
-                Piece("one chat", 50, (*chat, "cuda"), (*chat, "cpu")),
+                Piece("one chat", 50, (*chat, "cuda", "graphs"), (*chat, "cpu", "graphs")),
                 Piece(
                     "operators, far arena", 120, (*PYTEST, *workers, *gpu[:2]),
                     (*PYTEST, "tests/triton/test_routing.py", "tests/triton/test_page_copy.py"),
                 ),
-                Piece("architectures, engine", 140, (*PYTEST, *gpu[2:]), (*PYTEST, "--co", *gpu[2:])),
+                Piece("architectures, engine", 110, (*PYTEST, *gpu[2:]), (*PYTEST, "--co", *gpu[2:])),
                 Piece(
                     "staging, kvcached", 50,
                     (*PYTEST, "tests/gpu/test_staging.py", "tests/gpu/test_kvcached.py"),
                 ),
                 Piece(
-                    "memory accesses", 60,
+                    "memory accesses", 50,
                     (
                         "compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "3", *PYTEST, gpu[0],
-                        "-k", "mixed and (attention or moe or recurrences)", "--maxfail", "1",
+                        "-k", ONE_OF_EACH, "--maxfail", "1",
+                    ),
+                    needs="compute-sanitizer",
+                ),
+                Piece(
+                    "races", 40,
+                    (
+                        "compute-sanitizer", "--tool", "racecheck", "--error-exitcode", "3", *PYTEST, gpu[0],
+                        "-k", RACING, "--maxfail", "1",
                     ),
                     needs="compute-sanitizer",
                 ),
@@ -191,13 +244,60 @@ def pieces_of(call: int, folder: Path) -> list[Piece]:
             ]  # fmt: skip
 
 
+def first_pieces(folder: Path, chat: Command, workers: Command, gpu: Sequence[str]) -> list[Piece]:
+    """Return the pieces of call 0: each is the shortest that decides what to do next."""
+    engine, kernels = "benchmarks.gpu.engine", "benchmarks.gpu.kernels"
+    sources = next(iter((folder / "parcel").glob("kvcached-*.tar.gz")), folder / "kvcached.tar.gz")
+    build = ("--no-index", "--no-deps", "--no-build-isolation", "--target", folder / "kvcached", sources)
+    names = "experts|attention|delta|draw|scores"
+    return [
+        Piece("device", 10, ("nvidia-smi",)),
+        Piece("kvcached is compiled", 300, module("pip", "install", "--quiet", *build), beside=True),
+        Piece(
+            "chat", 60, (*chat, "cuda", "enforce_eager", "graphs", "async_scheduling", "state_dtype"),
+            (*chat, "cpu", "enforce_eager", "graphs"),
+        ),
+        Piece(
+            "operators, far arena", 85, (*PYTEST, *workers, "--maxfail", "20", *gpu[:2]),
+            (*PYTEST, "tests/triton/test_routing.py", "tests/triton/test_page_copy.py"),
+        ),
+        Piece(
+            "steps of an engine", 105, module(engine, "--folder", folder, "--layers", 8, "--short"),
+            module(engine, "--folder", folder, "--tiny"), figures=step_verdicts,
+        ),
+        Piece(
+            "kernels", 45, module(kernels, "--folder", folder, "--limit-s", 40, "--names", names),
+            module(kernels, "--folder", folder, "--tiny", "--limit-s", 30, "--names", "draw|scores"),
+            figures=kernel_verdicts,
+        ),
+        Piece(
+            "architectures, ways of an engine", 45, (*PYTEST, *workers, *gpu[2:], "-k", "likely or ways"),
+            (*PYTEST, "--co", *gpu[2:]),
+        ),
+        Piece("default backing", 35, (*chat, "cuda", "defaults"), (*chat, "cpu", "defaults")),
+        Piece(
+            "kvcached", 20, (*PYTEST, "tests/gpu/test_kvcached.py"), (*PYTEST, "tests/gpu/test_kvcached.py"),
+        ),
+        Piece(
+            "tiles of experts", 40, module("benchmarks.gpu.sweep", "--folder", folder, "--limit-s", 37),
+            module("benchmarks.gpu.sweep", "--folder", folder, "--tiny", "--limit-s", 5),
+        ),
+        Piece(
+            "server: kill", 50, module("benchmarks.gpu.served", "kill", "--folder", folder),
+            module("benchmarks.gpu.served", "kill", "--folder", folder, "--device", "cpu"),
+            figures=served_verdicts,
+        ),
+    ]  # fmt: skip
+
+
 def kill_marked(mark: str) -> bool:
-    """Kill every process that has the mark in its environment, in whichever session it runs, and return
+    """Kill every process whose mark in its environment begins so, in whichever session it runs, and return
     whether there was one."""
     found = False
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
-            if f"{MARK}={mark}".encode() in path.read_bytes().split(b"\0"):
+            begins = f"{MARK}={mark}".encode()
+            if any(entry.startswith(begins) for entry in path.read_bytes().split(b"\0")):
                 found = True
                 os.kill(int(path.parent.name), signal.SIGKILL)
     return found
@@ -205,7 +305,7 @@ def kill_marked(mark: str) -> bool:
 
 def run(command: Command, s_max: float, log: Path, environment: Mapping[str, str]) -> str:
     """Return the verdict on a command that takes at most `s_max` seconds. Nothing that it started remains."""
-    mark = f"{os.getpid()}-{log.stem}"
+    mark = f"{os.getpid()}-{log.stem}."
     with log.open("w") as output:
         process = subprocess.Popen(  # noqa: S603
             command, cwd=ROOT, env={**environment, MARK: mark}, stdout=output, stderr=subprocess.STDOUT,
@@ -228,6 +328,16 @@ def count_gpus() -> int:
     return len(listed.stdout.splitlines())
 
 
+def log_of(piece: Piece, folder: Path) -> Path:
+    return folder / f"{piece.name.replace(' ', '-').replace(',', '').replace(':', '')}.log"
+
+
+def noted(log: Path) -> list[str]:
+    """Return the lines of a piece that are worth reading with its verdict."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return [line for line in lines if line.startswith(NOTED)][:NOTED_MAX]
+
+
 def last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1][:60] if lines else ""
@@ -245,7 +355,7 @@ def verdicts_on(
         return [Verdict(piece.name, "", "", f"needs {piece.gpus} GPUs")]
     if left_s <= 0:
         return [Verdict(piece.name, "", "", "TOO LATE")]
-    log = folder / f"{piece.name.replace(' ', '-').replace(',', '').replace(':', '')}.log"
+    log = log_of(piece, folder)
     began_s = time.monotonic()
     verdict = run(command, min(piece.s_max, left_s), log, environment)
     took = f"{time.monotonic() - began_s:.0f} s: {last_line(log)}"
@@ -253,55 +363,122 @@ def verdicts_on(
 
 
 def environment_of(folder: Path, peers: Path | None, *, cpu: bool) -> dict[str, str]:
-    paths = [folder / "site", ROOT, *([peers.resolve()] if peers else []), os.environ.get("PYTHONPATH")]
+    paths = [
+        folder / "site",
+        folder / "kvcached",
+        ROOT,
+        *([peers.resolve()] if peers else []),
+        os.environ.get("PYTHONPATH"),
+    ]
     found = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path),
         "PATH": os.pathsep.join([str(folder / "site/bin"), os.environ.get("PATH", "")]),
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "PYTHONUNBUFFERED": "1",
+        "LDFLAGS": "-Wl,--no-as-needed",  # kvcached needs the driver's library, though it names no symbol
     }
     return {**found, "TRITON_INTERPRET": "1"} if cpu else found
 
 
-def show(rows: Sequence[Verdict]) -> None:
-    for row in (Verdict("what", "figure", "goal", "verdict"), *rows):
-        print(f"{row.what:40} {row.figure:72} {row.goal:10} {row.verdict}", flush=True)
+LINE = "{0.what:40} {0.figure:72} {0.goal:10} {0.verdict}"
+
+
+class Report:
+    """The verdicts of a call so far: printed when they fall, and kept in FOLDER and in an archive."""
+
+    def __init__(self, call: int, folder: Path, archive: Path | None) -> None:
+        self.rows: list[Verdict] = []
+        self._path = folder / f"call-{call}.json"
+        self._folder = folder
+        self._archive = archive
+        self._lock = Lock()
+
+    def add(self, rows: Sequence[Verdict], lines: Sequence[str] = ()) -> None:
+        with self._lock:
+            self.rows += rows
+            for row in rows:
+                print(LINE.format(row), flush=True)
+            print(
+                *(f"    {line}" for line in lines),
+                sep="\n" if lines else "",
+                end="\n" if lines else "",
+                flush=True,
+            )
+            self._path.write_text(json.dumps([asdict(row) for row in self.rows], indent=1))
+            self.save()
+
+    def save(self) -> None:
+        """Write the archive: all of it is there, or what was there before."""
+        if self._archive is None:
+            return
+        part = self._archive.with_suffix(".part")
+        with tarfile.open(part, "w:gz") as archive:
+            for path in sorted([*self._folder.glob("*.log"), *self._folder.glob("*.json")]):
+                archive.add(path, path.name)
+        part.replace(self._archive)
+
+
+def installed(parcel: Path, folder: Path) -> Piece:
+    """Return the piece that unpacks the parcel and installs its wheels."""
+    target, unpacked = folder / "site", folder / "parcel"
+    pip = f"{sys.executable} -m pip install --quiet --no-index --no-deps --upgrade --target {target}"
+    command = f"mkdir -p {unpacked} && tar xf {parcel.resolve()} -C {unpacked} && {pip} {unpacked}/*.whl"
+    return Piece("the parcel is installed", INSTALL_S_MAX, ("sh", "-c", command), ("sh", "-c", command))
+
+
+def run_all(pieces: Sequence[Piece], report: Report, end_s: float, judge: Judge, folder: Path) -> None:
+    """Run the pieces, and those that run beside others on threads, until `end_s`."""
+    beside: list[Thread] = []
+
+    def run_one(piece: Piece) -> None:
+        rows = judge(piece, end_s - time.monotonic())
+        report.add(rows, noted(log_of(piece, folder)))
+
+    for piece in pieces:
+        if piece.beside:
+            beside.append(Thread(target=run_one, args=(piece,), daemon=True))
+            beside[-1].start()
+        else:
+            run_one(piece)
+    for thread in beside:
+        thread.join()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("call", type=int, choices=(1, 2, 3, 4))
+    parser.add_argument("call", type=int, choices=(0, 1, 2, 3, 4))
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--parcel", type=Path, help="wheels to install first")
+    parser.add_argument("--parcel", type=Path, help="the archive of wheels to install first")
+    parser.add_argument("--archive", type=Path, help="receives all output, as .tar.gz")
     parser.add_argument("--peers", type=Path)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--limit-s", type=float, default=CALL_S_MAX, help="seconds of the whole call (560)")
+    parser.add_argument("--limit-s", type=float, help="seconds of the whole call (560; call 0: 540)")
     args = parser.parse_args()
-    end_s = time.monotonic() + args.limit_s - END_S
+    limit_s = args.limit_s or (CALL_S_MAX if args.call else FIRST_S_MAX)
+    end_s = time.monotonic() + limit_s - END_S
     folder, cpu = args.folder.resolve(), args.device == "cpu"
     folder.mkdir(parents=True, exist_ok=True)
-    environment, pieces = environment_of(folder, args.peers, cpu=cpu), pieces_of(args.call, folder)
-    if args.parcel:
-        wheels = map(str, args.parcel.resolve().glob("*.whl"))
-        install = ("--no-index", "--no-deps", "--upgrade", "--target", folder / "site", *wheels)
-        command = module("pip", "install", "--quiet", *install)
-        pieces.insert(0, Piece("the parcel is installed", 60, command, command))
-    rows: list[Verdict] = []
-    for piece in pieces:
-        print(f"== {piece.name}", flush=True)
-        rows += verdicts_on(piece, end_s - time.monotonic(), folder, environment, cpu=cpu)
-        (folder / f"call-{args.call}.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    for figures in dict.fromkeys(piece.figures for piece in pieces if piece.figures):
-        found = figures(folder)
-        if cpu:  # figures of small sizes in an interpreter say nothing about a goal
-            found = [replace(row, verdict="tried") if row.goal[:2] == ">=" else row for row in found]
-        rows += found
-    (folder / f"call-{args.call}.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    show(rows)
-    return sum(row.verdict in {"MISSED", "TOO LONG", "TOO LATE"} for row in rows)
+    environment = environment_of(folder, args.peers, cpu=cpu)
+    report = Report(args.call, folder, args.archive)
+    judge = partial(verdicts_on, folder=folder, environment=environment, cpu=cpu)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        if args.parcel:  # before other pieces are made, which look for its files
+            run_all([installed(args.parcel, folder)], report, end_s, judge, folder)
+        pieces = pieces_of(args.call, folder)
+        run_all(pieces, report, end_s, judge, folder)
+        for figures in dict.fromkeys(piece.figures for piece in pieces if piece.figures):
+            found = figures(folder)
+            if cpu:  # figures of small sizes in an interpreter say nothing about a goal
+                found = [replace(row, verdict="tried") if row.goal[:2] == ">=" else row for row in found]
+            report.add(found)
+    finally:
+        kill_marked(f"{os.getpid()}-")
+        report.save()
+    return sum(row.verdict in {"MISSED", "TOO LONG", "TOO LATE"} for row in report.rows)
 
 
 if __name__ == "__main__":

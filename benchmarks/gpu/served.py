@@ -17,7 +17,7 @@ import json
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -145,6 +145,7 @@ def fast(folder: Path, device: str) -> list[Verdict]:
             text += f"p99 {figures['p99_itl_ms']:.1f} ms, "
             text += f"longest {1e3 * max(gap_s for answer in run.answered for gap_s in answer.gaps_s):.0f} ms"
             found.append(Verdict(f"server, {concurrency} at a time, {name}", text, "", "figure"))
+            keep(folder, "speed", found)  # also if what follows is cut
         found += scored(server.url, 2000 if is_tiny else 4000)
         (row,) = server.workers()
 
@@ -168,6 +169,12 @@ PARTS: Mapping[str, Callable[[Path, str], list[Verdict]]] = {
 }
 
 
+def keep(folder: Path, part: str, rows: Sequence[Verdict]) -> None:
+    path = folder / "served.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(found | {part: [asdict(row) for row in rows]}, indent=1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -176,11 +183,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
-    path: Path = args.folder / "served.json"
-    found = json.loads(path.read_text()) if path.exists() else {}
     rows = PARTS[args.part](args.folder, args.device)
-    found[args.part] = [asdict(row) for row in rows]
-    path.write_text(json.dumps(found, indent=1))
+    keep(args.folder, args.part, rows)
     for row in rows:
         print(row)
 

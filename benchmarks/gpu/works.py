@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
-from unittest import mock
 
 import torch
 from torch.nn import functional
 
 from benchmarks.kernels import PAGE_TOKENS, step_inputs
 from tidemill.kernels.dispatch import Operators, page_copy
+from tidemill.kernels.draw.tables import DrawField, scale_of
 from tidemill.kernels.linear.stored import plain
+from tidemill.kernels.mamba2.heads import Heads
 from tidemill.kernels.moe.experts import Experts
 from tidemill.kernels.moe.routing import Routing
 from tidemill.kernels.page_copy.planes import Plane
@@ -44,7 +45,10 @@ class Shape:
     batches: tuple[int, ...] = (1, 8, 32, 64, 256)
     context: int = 4096
     prompts: tuple[int, ...] = (2048, 8192)
-    tiled: tuple[int, ...] = (3264, 8192)  # 64 and 160 pairs for each expert
+    vocabulary: int = 151_936
+    drawn: int = 128  # rows that draw
+    mamba_heads: int = 128
+    latent: int = 576
 
     @property
     def channels(self) -> int:
@@ -53,7 +57,8 @@ class Shape:
 
 TINY = Shape(
     hidden=64, q_heads=4, head_dim=32, layers=2, key_heads=2, value_heads=4, key_dim=16, experts=4, top_k=2,
-    inner=32, batches=(2,), context=70, prompts=(70,), tiled=(70,),
+    inner=32, batches=(2,), context=70, prompts=(70,),
+    vocabulary=999, drawn=3, mamba_heads=4, latent=48,
 )  # fmt: skip
 
 
@@ -269,16 +274,67 @@ def moe(shape: Shape, ops: Operators, experts: Experts, tokens: int) -> Iterator
     )
 
 
-def tiles_of_experts(shape: Shape, ops: Operators, experts: Experts, tokens: int) -> Iterator[Work]:
-    """The products with tiles of 64 tokens and of 128, which are often half empty at these sizes."""
-    *_, both = moe(shape, ops, experts, tokens)
-    for size in (64, 128):
+def draws(shape: Shape, ops: Operators, rows: int, temperature: float, top_p: float) -> Work:
+    """The draw of each row, which reads its scores once or, with filters, some times."""
+    logits = normal(rows, shape.vocabulary, dtype=torch.float32)
+    numbers, filtered = torch.zeros(rows, len(DrawField), dtype=torch.float64), rows if top_p < 1 else 0
+    numbers[:, DrawField.SOURCE] = torch.arange(rows)
+    numbers[:, DrawField.ROOM] = torch.arange(rows) if filtered else -1
+    numbers[:, DrawField.SCALE], numbers[:, DrawField.TOP_P] = scale_of(temperature), top_p
+    numbers[:, DrawField.UNIFORM] = 0.5
+    name = "greedy" if not temperature else f"top-p {top_p}" if filtered else "temperature"
+    return Work(f"draw {rows}, {name}", lambda: ops.draw(logits, logits, numbers, filtered), size_of(logits))
 
-        def call(size: int = size) -> object:
-            with mock.patch("tidemill.kernels.moe.cuda.TILES", ((size, None),)):
-                return both.call()
 
-        yield replace(both, name=f"{both.name}, tiles of {size}", call=call, peers={}, goal=None)
+def router(shape: Shape, ops: Operators, tokens: int) -> Work:
+    x, weight = normal(tokens, shape.hidden), normal(shape.experts, shape.hidden)
+    packed = ops.pack([plain(weight)], None)
+    return Work(
+        f"scores of {shape.experts} experts for {tokens}",
+        lambda: ops.logits(x, packed),
+        size_of(x, weight) + 4 * tokens * shape.experts,
+        2.0 * tokens * shape.experts * shape.hidden,
+    )
+
+
+def mamba2(shape: Shape, ops: Operators, new: int, batch: int) -> Work:
+    """A recurrent layer of Granite 4."""
+    groups, heads, key_dim, value_dim = 1, shape.mamba_heads, shape.key_dim, shape.key_dim // 2
+    rows, tokens = step_inputs([new] * batch, [0] * batch), new * batch
+    mixed = normal(tokens, groups, 2 * key_dim + heads * value_dim)
+    gate, steps = normal(tokens, groups, heads, value_dim), normal(tokens, heads)
+    per_head = normal(heads, dtype=torch.float32)
+    state = normal(batch, groups, heads, key_dim, value_dim, dtype=torch.float32)
+    constants = Heads(per_head, per_head, per_head, 0.0, float("inf"))
+    return Work(
+        f"mamba2 {batch} x {new}",
+        lambda: ops.mamba2(mixed, gate, steps, constants, state, rows),
+        size_of(mixed, gate, gate, steps) + 2 * size_of(state),
+        6.0 * tokens * heads * key_dim * value_dim,
+    )
+
+
+def other_attention(shape: Shape, ops: Operators) -> Iterator[Work]:
+    """A window with sinks (gpt-oss), latents (DeepSeek-V3), guesses, and a chunk behind a long prefix."""
+    few = shape.batches[min(1, len(shape.batches) - 1)]
+    rows = step_inputs([1] * few, [shape.context - 1] * few)
+    windowed = replace(shape, q_heads=shape.q_heads * 4, kv_heads=shape.kv_heads * 4, head_dim=64)
+    cache, window = pages_for(windowed, rows), min(128, shape.context)
+    q_THD, sinks_H = normal(few, windowed.q_heads, 64), normal(windowed.q_heads, dtype=torch.float32)
+    yield Work(
+        f"attention {few} x 1, window of {window}",
+        lambda: ops.attention(q_THD, cache, rows, window, sinks_H),
+        2 * size_of(q_THD) + few * window * windowed.kv_heads * 2 * 64 * 2,
+    )
+    latents = torch.randn(rows.pages_BN.numel() + 1, 1, 1, PAGE_TOKENS, shape.latent, dtype=torch.bfloat16)
+    absorbed = normal(few, shape.q_heads * 2, shape.latent)
+    yield Work(
+        f"latents {few} x 1 after {shape.context - 1}",
+        lambda: ops.attention(absorbed, latents, rows, None, None),
+        2 * size_of(absorbed) + few * shape.context * shape.latent * 2,
+    )
+    yield replace(attention(shape, ops, 5, 8 * shape.context, 1), peers={})
+    yield replace(attention(shape, ops, shape.prompts[0] // 4, 25 * shape.context, 1), peers={})
 
 
 def copied(shape: Shape, tokens: int) -> Work:
@@ -324,8 +380,14 @@ def works(shape: Shape, ops: Operators) -> Iterator[Work]:
         yield linear(shape, ops, tokens)
         yield copied(shape, tokens)
         yield from elementwise(shape, ops, tokens)
-    for tokens in shape.tiled:
-        yield from tiles_of_experts(shape, ops, experts, tokens)
+    for rows in (shape.batches[0], shape.drawn):
+        for temperature, top_p in ((0.0, 1.0), (0.8, 1.0), (0.8, 0.95)):
+            yield draws(shape, ops, rows, temperature, top_p)
+    for tokens in (shape.drawn, shape.prompts[-1]):
+        yield router(shape, ops, tokens)
+    yield from other_attention(shape, ops)
+    yield mamba2(shape, ops, 1, shape.batches[-1])
+    yield mamba2(shape, ops, shape.prompts[0], 1)
     yield attention(shape, ops, shape.prompts[0] // 4, shape.context, 4)
     for batch in (shape.batches[0], shape.batches[-1]):
         yield causal_conv(shape, ops, 1, batch)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.support.parity.architectures import random_model, save
+from tests.support.parity.heads import folder_with_head
 from tests.support.parity.served import MIB, answer, generated, one_by_one, serving, together, tokens_of
 from tests.support.workers.settings import plain_settings
 from tidemill import LLM, SamplingParams
@@ -117,6 +118,32 @@ async def test_graphs_answer_as_steps_without(
     assert not replayed
     assert await answers(settings, **drafts) == wanted
     assert len(set(replayed)) > 2
+
+
+@pytest.mark.parametrize("eager", [False, True])
+async def test_ways_of_steps_answer_alike_overlapped(
+    settings: EngineSettings, wanted: list[list[int]], *, eager: bool
+) -> None:
+    assert await answers(settings, enforce_eager=eager, async_scheduling=True) == wanted
+
+
+async def test_ways_of_steps_answer_alike_on_states_in_bfloat16(settings: EngineSettings) -> None:
+    found = [
+        await answers(settings, state_dtype="bfloat16", enforce_eager=eager, async_scheduling=overlapped)
+        for eager, overlapped in ((True, False), (False, False), (False, True))
+    ]
+    assert found[1:] == found[:1] * 2
+
+
+@pytest.mark.parametrize("eager", [False, True])
+async def test_ways_of_steps_answer_alike_with_guesses_of_a_head(
+    tmp_path: Path, kernel_cache: Path, *, eager: bool
+) -> None:
+    folder = folder_with_head(tmp_path / "model", agrees=True)
+    sizes = {"page_size": PAGE_TOKENS, "kv_cache_dtype": "float32", "max_model_len": 512}
+    headed = plain_settings(folder, kernel_cache, 256 * MIB, backing="fixed", **sizes, **ON_DEVICE)
+    plain = await answers(headed, enforce_eager=True)
+    assert await answers(headed, enforce_eager=eager, num_speculative_tokens=3) == plain
 
 
 @pytest.mark.parametrize("backing", BACKINGS)

@@ -26,10 +26,17 @@ def test_command_leaves_its_figures(tmp_path: Path, capsys: pytest.CaptureFixtur
         "decode, top-p 3 x 1 after 70",
         "guesses of 2, 1 x 3 after 70",
         "prompt of 5 beside 2 x 1 after 70",
+        "tail of 1 beside 3 x 1 after 70",
+        "decode, tables of 640 3 x 1 after 70",
+        "decode, async 1 x 1 after 70",
+        "decode, async 3 x 1 after 70",
     ]
     assert all(step["seconds"] > 0 for step in found["steps"])
-    assert [step["goal"] for step in found["steps"] if "1 x 1" in step["name"]] == [None, 0.6, 0.6]
-    assert names[0] in capsys.readouterr().out
+    assert [step["goal"] for step in found["steps"] if "1 x 1" in step["name"]] == [None, 0.6, 0.6, None]
+    output = capsys.readouterr().out
+    assert names[0] in output
+    assert "decode 3 x 1: " in output
+    assert "x aten::" in output  # what a step spends most on
 
 
 @pytest.mark.parametrize("free_gib", [40, 80, 139, 200])

@@ -2,7 +2,10 @@
 
 import json
 import os
+import signal
+import subprocess
 import sys
+import tarfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +13,20 @@ from pathlib import Path
 import psutil
 import pytest
 from benchmarks.gpu import minutes
-from benchmarks.gpu.minutes import CALL_S_MAX, END_S, Piece, kernel_verdicts, pieces_of, run, verdicts_on
+from benchmarks.gpu.minutes import (
+    CALL_S_MAX,
+    END_S,
+    FIRST_S_MAX,
+    INSTALL_S_MAX,
+    Piece,
+    kernel_verdicts,
+    pieces_of,
+    run,
+    verdicts_on,
+)
+from benchmarks.gpu.parcel import MIB_MAX, PARCEL_MIB_MAX, fitting, tracked_bytes
+
+from tests.support.waits import eventually
 
 HANG = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]], start_new_session=True)"
 SLEEP = "import time; time.sleep(300)"
@@ -51,12 +67,75 @@ def test_pieces_that_cannot_run_say_why(tmp_path: Path, monkeypatch: pytest.Monk
         assert found.verdict == wanted
 
 
-@pytest.mark.parametrize("call", [1, 2, 3, 4])
+@pytest.mark.parametrize("call", [0, 1, 2, 3, 4])
 def test_the_bounds_of_a_call_are_within_its_time(call: int, tmp_path: Path) -> None:
-    pieces, install_s = pieces_of(call, tmp_path), 60 if call == 1 else 0
-    assert sum(piece.s_max for piece in pieces) + install_s <= CALL_S_MAX - END_S
+    pieces, install_s = pieces_of(call, tmp_path), 0 if call else INSTALL_S_MAX
+    most_s = (CALL_S_MAX if call else FIRST_S_MAX) - END_S
+    assert sum(piece.s_max for piece in pieces if not piece.beside) + install_s <= most_s
+    assert all(piece.s_max < most_s for piece in pieces)
     paths = [Path(word) for piece in pieces for word in piece.command if "tests/" in word]
     assert all((minutes.ROOT / path).exists() for path in paths)
+
+
+def test_the_checkout_leaves_room_for_the_parcel() -> None:
+    assert fitting(PARCEL_MIB_MAX << 20, tracked_bytes())
+    with pytest.raises(SystemExit, match="more than 50"):
+        fitting(MIB_MAX << 20, 1)
+
+
+PIECES = """
+import sys, time
+from pathlib import Path
+from benchmarks.gpu import minutes
+from benchmarks.gpu.minutes import Piece
+
+def python(text):
+    return (sys.executable, "-c", text)
+
+def pieces_of(call, folder):
+    after = str(folder / "after")
+    wait = f"import time, pathlib\\nwhile not pathlib.Path({after!r}).exists(): time.sleep(0.05)"
+    return [
+        Piece("beside", 30, python(wait), python(wait), beside=True),
+        Piece("breaks", 30, *[python("print('FAILED here'); raise SystemExit(1)")] * 2),
+        Piece("after", 30, *[python(f"open({after!r}, 'w')")] * 2),
+        Piece("last", 60, *[python("print('begun', flush=True); import time; time.sleep(60)")] * 2),
+    ]
+
+minutes.pieces_of = pieces_of
+sys.exit(minutes.main())
+"""
+
+
+def test_verdicts_fall_one_by_one_and_a_call_that_is_cut_leaves_all_output(tmp_path: Path) -> None:
+    """A piece beside others ends after them, one that breaks stops none, and SIGTERM comes amid the last."""
+    archive = tmp_path / "all.tar.gz"
+    options = ("0", "--folder", tmp_path / "pieces", "--archive", archive, "--device", "cpu")
+    command = (sys.executable, "-c", PIECES, *map(str, options))
+    call = subprocess.Popen(command, cwd=minutes.ROOT, stdout=subprocess.PIPE, text=True)
+    lines: list[str] = []
+    with call:
+        assert call.stdout is not None
+        for line in call.stdout:
+            lines.append(line)
+            if sum(" good" in line for line in lines) == 2:
+                break
+        log = tmp_path / "pieces/last.log"
+        eventually(lambda: log.exists() and "begun" in log.read_text())
+        call.terminate()
+        assert call.wait(20) == 128 + signal.SIGTERM
+    assert next(line.split()[0] for line in lines if line[0] != " ") == "breaks"
+    assert "    FAILED here\n" in lines
+    with tarfile.open(archive) as found:
+        names = found.getnames()
+        last = found.extractfile("last.log")
+        assert last is not None
+        assert b"begun" in last.read()
+    assert names == ["after.log", "beside.log", "breaks.log", "call-0.json", "last.log"]
+    verdicts = {
+        row["what"]: row["verdict"] for row in json.loads((tmp_path / "pieces/call-0.json").read_text())
+    }
+    assert verdicts == {"breaks": "MISSED", "after": "good", "beside": "good"}
 
 
 def test_goals_of_kernels(tmp_path: Path) -> None:
