@@ -1,26 +1,44 @@
-"""`linear` and its kin on CUDA: cuBLAS; the order of a sum may change with the rows' number."""
+"""`linear` and its kin on CUDA: codes have their own kernels, and floats cuBLAS, where the order of a sum may
+change with the rows' number."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch.nn import functional
 
 from tidemill.kernels.activation.cuda import silu_mul
+from tidemill.kernels.linear.factors import pack_codes, takes
 from tidemill.kernels.linear.packed import Packed
-from tidemill.kernels.linear.stored import Stored
+from tidemill.kernels.linear.stored import Stored, plain, runs
+from tidemill.kernels.linear.tiles import products
 
 
 def pack(parts: Sequence[Stored], bias_N: torch.Tensor | None = None) -> Packed:
-    """The weights as they are, in a type that all operators take."""
-    weight_NK = torch.cat([part.factors("bfloat16") for part in parts], -2)
-    data = (weight_NK if weight_NK.dtype == torch.bfloat16 else weight_NK.float()).contiguous()
-    bias = None if bias_N is None else bias_N.to(data.dtype)
-    return Packed(data, bias, data.shape[-2], data.shape[-1])
+    """Keep codes that kernels take, and widen others to bfloat16. Parts of several kinds are segments."""
+    parts = [part if takes(part) else plain(part.factors("bfloat16")) for part in parts]
+    if all(part.scales is None for part in parts):
+        return _pack_floats(torch.cat([part.codes for part in parts], -2), bias_N)
+    found = list(runs(parts))
+    rows = [part.codes.shape[-2] for part in found]
+    biases = [None] * len(found) if bias_N is None else torch.split(bias_N, rows, -1)
+    packed: Packed | None = None
+    for part, bias in zip(reversed(found), reversed(biases), strict=True):
+        one = _pack_floats(part.codes, bias) if part.scales is None else pack_codes(part, bias)
+        packed = replace(one, rest=packed)
+    assert packed is not None
+    return packed
 
 
 def linear(x_MK: torch.Tensor, weight: Packed) -> torch.Tensor:
-    """Multiply in the dtype of the weights: a product of bfloat16 needs no more of x."""
-    return functional.linear(x_MK.to(weight.data.dtype), weight.data, weight.bias_N)
+    """Multiply in the dtype of the weights, of codes bfloat16: such a product needs no more of x."""
+
+    def product(part: Packed) -> torch.Tensor:
+        if part.scales is not None:
+            return products(x_MK[:, None], part, torch.bfloat16)[:, 0]
+        return functional.linear(x_MK.to(part.data.dtype), part.data, part.bias_N)
+
+    return _joined([product(part) for part in weight.segments])
 
 
 def linear_silu(x_MK: torch.Tensor, gate_up: Packed, into: Packed) -> torch.Tensor:  # noqa: ARG001 - of any type
@@ -29,15 +47,35 @@ def linear_silu(x_MK: torch.Tensor, gate_up: Packed, into: Packed) -> torch.Tens
 
 def logits(x_MK: torch.Tensor, weight: Packed) -> torch.Tensor:
     """float32, as the product adds it up."""
-    x_MK, bias_N = x_MK.to(weight.data.dtype), None if weight.bias_N is None else weight.bias_N.float()
-    if weight.data.dtype == torch.float32 or weight.data.device.type == "cpu":
-        return functional.linear(x_MK.float(), weight.data.float(), bias_N)
-    y_MN = torch.mm(x_MK, weight.data.T, out_dtype=torch.float32)
-    return y_MN if bias_N is None else y_MN + bias_N
+
+    def product(part: Packed) -> torch.Tensor:
+        if part.scales is not None:
+            return products(x_MK[:, None], part, torch.float32)[:, 0]
+        bias_N = None if part.bias_N is None else part.bias_N.float()
+        if part.data.dtype == torch.float32 or part.data.device.type == "cpu":
+            return functional.linear(x_MK.to(part.data.dtype).float(), part.data.float(), bias_N)
+        y_MN = torch.mm(x_MK.to(part.data.dtype), part.data.T, out_dtype=torch.float32)
+        return y_MN if bias_N is None else y_MN + bias_N
+
+    return _joined([product(part) for part in weight.segments])
 
 
 def linear_heads(x_THI: torch.Tensor, weight: Packed) -> torch.Tensor:
     """Multiply in the dtype of the weights; each head is one product of a batch."""
-    assert weight.bias_N is None
+    assert weight.bias_N is weight.rest is None
+    if weight.scales is not None:
+        return products(x_THI, weight, torch.bfloat16)
     x_HTI = x_THI.to(weight.data.dtype).transpose(0, 1)
     return torch.bmm(x_HTI, weight.data.transpose(1, 2)).transpose(0, 1).contiguous()
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+def _pack_floats(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> Packed:
+    """Pack weights as they are, in a type that all operators take."""
+    data = (weight_NK if weight_NK.dtype == torch.bfloat16 else weight_NK.float()).contiguous()
+    bias = None if bias_N is None else bias_N.to(data.dtype).contiguous()
+    kind = "bfloat16" if data.dtype == torch.bfloat16 else "float32"
+    return Packed(data, bias, data.shape[-2], data.shape[-1], kind=kind)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tidemill.kernels.linear.stored import CodeKind
+from tidemill.kernels.linear.stored import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,14 +12,13 @@ class Packed:
     """Weights `[.., out, in]` in the order of the variant that packed them; leading dimensions are experts,
     or heads.
 
-    data      the weights, bfloat16 if they came so, else float32 (of a reference, whatever they were), or
-              codes; only operators of the same variant understand their order
-    bias_N    [.., out] or None
-    rounds    x is rounded to bfloat16; of weights in bfloat16 alone
-    kind      of codes, as `Stored` has them; None: the weights are floats
-    scales    of codes, in the order of the variant; `offsets` likewise, or None
-    segments  rows of several kinds, one below the other, each packed by itself with its part of the bias;
-              `data` is then that of the first. Empty: all rows are of one kind
+    data    the weights, bfloat16 if they came so, else float32 (of a reference, whatever they were), or
+            codes; only operators of the same variant understand their order
+    bias_N  [.., out] or None
+    rounds  x is rounded to bfloat16; of weights in bfloat16 alone
+    kind    of the weights, as they are kept
+    scales  of codes, in the order of the variant; `offsets` likewise, or None
+    rest    the outputs that follow, of other kinds; `linear` and `logits` alone take it
     """
 
     data: torch.Tensor
@@ -27,10 +26,15 @@ class Packed:
     out_features: int
     in_features: int
     rounds: bool = False
-    kind: CodeKind | None = None
+    kind: Kind = "float32"
     scales: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
-    segments: "tuple[Packed, ...]" = ()
+    rest: "Packed | None" = None
+
+    @property
+    def segments(self) -> "list[Packed]":
+        """The weights of one kind, in the order of their outputs."""
+        return [self] if self.rest is None else [self, *self.rest.segments]
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         """Return x as the product takes it, in its own type."""

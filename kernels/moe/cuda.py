@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tidemill.kernels.activation.cuda import sigmoid
+from tidemill.kernels.linear.factors import constants, dtype_of, factors, tile_of_codes
 from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.moe import reference
 from tidemill.kernels.moe.choose import choose
@@ -29,7 +30,8 @@ from tidemill.kernels.shared.rows import Rows
 @triton.jit(do_not_specialize=["pairs"])
 def gate_up_tile(
     x,  # [T, H]
-    weight,  # [E, 2 I, H]
+    weight,  # [E, 2 I, H], or codes [E, 2 I, ROW]
+    scales, offsets,  # of codes [E, GROUPS, 2 I], else None
     bias,  # [E, 2 I], or None
     hidden,  # [T, K, I]
     chosen, order, starts,  # as of `tile_of`
@@ -38,6 +40,7 @@ def gate_up_tile(
     alpha,
     limit,
     CLAMPED: tl.constexpr,
+    KIND: tl.constexpr, HALVES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, ROW: tl.constexpr,
     E: tl.constexpr,
     H: tl.constexpr,
     I: tl.constexpr,  # noqa: E741 - the letter of the shapes
@@ -56,20 +59,34 @@ def gate_up_tile(
     column_N = tl.program_id(1) * N + tl.arange(0, N)
     depth_D = tl.arange(0, D)
     x_MD = x + (pair_M // K).to(tl.int64)[:, None] * row_stride + depth_D[None, :]
-    gate_ND = weight + expert * (2 * I * H) + column_N[:, None] * H + depth_D[None, :]
-    mask_M1, mask_N1 = pair_M[:, None] >= 0, column_N[:, None] < I
+    gate_ND = weight + expert * (2 * I * ROW) + column_N[:, None] * ROW + depth_D[None, :]
+    if KIND is not None:
+        scales += expert * (GROUPS * 2 * I)
+    if offsets is not None:
+        offsets += expert * (GROUPS * 2 * I)
+    mask_M1, in_N = pair_M[:, None] >= 0, column_N < I
     gate_NM = tl.zeros([N, M], tl.float32)
     up_NM = tl.zeros([N, M], tl.float32)
-    for depth in range(0, H, D):
-        mask_MD, mask_ND = mask_M1, mask_N1
-        if H % D:
-            mask_MD = mask_M1 & (depth_D < H - depth)[None, :]
-            mask_ND = mask_N1 & (depth_D < H - depth)[None, :]
-        x_DM = tl.trans(tl.load(x_MD + depth, mask=mask_MD, other=0.0))
-        gate = tl.load(gate_ND + depth, mask=mask_ND, other=0.0)
-        up = tl.load(gate_ND + I * H + depth, mask=mask_ND, other=0.0)
-        gate_NM = tl.dot(gate, x_DM, gate_NM, input_precision="ieee")
-        up_NM = tl.dot(up, x_DM, up_NM, input_precision="ieee")
+    for depth in range(0, H, D * HALVES):
+        mask_ND = in_N[:, None]
+        if H % D and KIND is None:
+            mask_ND = mask_ND & (depth_D < H - depth)[None, :]
+        gates_ND = tl.load(gate_ND + depth // HALVES, mask=mask_ND, other=0)
+        ups_ND = tl.load(gate_ND + I * ROW + depth // HALVES, mask=mask_ND, other=0)
+        for half in tl.static_range(HALVES):
+            at = depth + half * D
+            mask_MD = mask_M1
+            if H % (D * HALVES):
+                mask_MD = mask_M1 & (depth_D < H - at)[None, :]
+            x_DM = tl.trans(tl.load(x_MD + at, mask=mask_MD, other=0.0))
+            gate = factors(
+                gates_ND, half, scales, offsets, column_N, in_N, at, 2 * I, KIND, GROUPS, GROUP, N, D
+            )
+            gate_NM = tl.dot(gate, x_DM, gate_NM, input_precision="ieee")
+            up = factors(
+                ups_ND, half, scales, offsets, column_N + I, in_N, at, 2 * I, KIND, GROUPS, GROUP, N, D
+            )
+            up_NM = tl.dot(up, x_DM, up_NM, input_precision="ieee")
     if bias is not None:
         bias_N = bias + expert * (2 * I) + column_N
         gate_NM += tl.load(bias_N, mask=column_N < I, other=0.0).to(tl.float32)[:, None]
@@ -88,11 +105,13 @@ def gate_up_tile(
 @triton.jit(do_not_specialize=["pairs"])
 def down_tile(
     hidden,  # [T K, I]
-    weight,  # [E, H, I]
+    weight,  # [E, H, I], or codes [E, H, ROW]
+    scales, offsets,  # of codes [E, GROUPS, H], else None
     bias,  # [E, H], or None
     part,  # [T K, H]
     chosen, order, starts,  # as of `tile_of`
     pairs,
+    KIND: tl.constexpr, HALVES: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, ROW: tl.constexpr,
     E: tl.constexpr,
     I: tl.constexpr,  # noqa: E741 - the letter of the shapes
     H: tl.constexpr,
@@ -109,17 +128,26 @@ def down_tile(
     column_N = tl.program_id(1) * N + tl.arange(0, N)
     depth_D = tl.arange(0, D)
     x_MD = hidden + pair_M.to(tl.int64)[:, None] * I + depth_D[None, :]
-    w_ND = weight + expert * (H * I) + column_N[:, None] * I + depth_D[None, :]
-    mask_M1, mask_N1 = pair_M[:, None] >= 0, column_N[:, None] < H
+    w_ND = weight + expert * (H * ROW) + column_N[:, None] * ROW + depth_D[None, :]
+    if KIND is not None:
+        scales += expert * (GROUPS * H)
+    if offsets is not None:
+        offsets += expert * (GROUPS * H)
+    mask_M1, in_N = pair_M[:, None] >= 0, column_N < H
     out_NM = tl.zeros([N, M], tl.float32)
-    for depth in range(0, I, D):
-        mask_MD, mask_ND = mask_M1, mask_N1
-        if I % D:
-            mask_MD = mask_M1 & (depth_D < I - depth)[None, :]
-            mask_ND = mask_N1 & (depth_D < I - depth)[None, :]
-        x_DM = tl.trans(tl.load(x_MD + depth, mask=mask_MD, other=0.0))
-        w = tl.load(w_ND + depth, mask=mask_ND, other=0.0)
-        out_NM = tl.dot(w, x_DM, out_NM, input_precision="ieee")
+    for depth in range(0, I, D * HALVES):
+        mask_ND = in_N[:, None]
+        if I % D and KIND is None:
+            mask_ND = mask_ND & (depth_D < I - depth)[None, :]
+        ws_ND = tl.load(w_ND + depth // HALVES, mask=mask_ND, other=0)
+        for half in tl.static_range(HALVES):
+            at = depth + half * D
+            mask_MD = mask_M1
+            if I % (D * HALVES):
+                mask_MD = mask_M1 & (depth_D < I - at)[None, :]
+            x_DM = tl.trans(tl.load(x_MD + at, mask=mask_MD, other=0.0))
+            w = factors(ws_ND, half, scales, offsets, column_N, in_N, at, H, KIND, GROUPS, GROUP, N, D)
+            out_NM = tl.dot(w, x_DM, out_NM, input_precision="ieee")
     if bias is not None:
         bias_N = tl.load(bias + expert * H + column_N, mask=column_N < H, other=0.0)
         out_NM += bias_N.to(tl.float32)[:, None]
@@ -202,6 +230,7 @@ TILES = ((16, 6), (32, 20), (64, 48), (128, None))
 # while weights are streamed, which hides where each begins.
 GATE_UP = {16: (64, 64, 4, 4), 32: (64, 64, 4, 4), 64: (64, 64, 4, 4), 128: (128, 64, 8, 4)}
 DOWN = {16: (128, 64, 4, 4), 32: (128, 64, 4, 4), 64: (128, 64, 4, 4), 128: (256, 64, 8, 4)}
+CODES_TOKENS = 64  # of a tile of codes, at most: registers hold factors beside sums
 FLOAT32 = (64, 16, 4, 2)  # no matrix unit multiplies float32: for tests and small models
 
 
@@ -211,11 +240,14 @@ def tile_tokens(pairs: int, experts: int) -> int:
     return next(tokens for tokens, most in TILES if most is None or pairs <= most * experts)
 
 
-def tiles(choice: Choice, experts: int) -> tuple[int, int, tuple[Tensor | int | None, ...]]:
+def tiles(
+    choice: Choice, experts: int, *, codes: bool = False
+) -> tuple[int, int, tuple[Tensor | int | None, ...]]:
     """Return the tokens of a tile, the number of tiles, enough for every way in which tokens could have
     chosen, and what `tile_of` takes."""
     pairs = choice.experts_TK.numel()
     m = tile_tokens(pairs, experts)
+    m = min(CODES_TOKENS, m) if codes else m
     if is_few(pairs, experts, m):
         return m, pairs, (choice.experts_TK, None, None, pairs)
     assert choice.order is not None
@@ -256,23 +288,20 @@ def own_experts(choice: Choice, first: int, end: int) -> Choice:
 def moe_inner(x_TH: Tensor, choice: Choice, experts: Experts) -> Tensor:
     """Compute as the reference does, except that x and hidden are rounded to the dtype of the experts."""
     (tokens, top_k), width = choice.experts_TK.shape, experts.gate_up.in_features
-    gate_up, inner = experts.gate_up.data, experts.gate_up.out_features // 2
+    gate_up, inner = experts.gate_up, experts.gate_up.out_features // 2
     assert x_TH.shape == (tokens, width)
-    assert gate_up.shape[1:] == (2 * inner, width)
-    assert gate_up.is_contiguous()
     assert choice.experts_TK.is_contiguous()
     assert x_TH.stride(1) == 1
-    hidden_TKI = gate_up.new_empty(tokens, top_k, inner)
+    x_TH = x_TH.to(dtype_of(gate_up))
+    hidden_TKI = x_TH.new_empty(tokens, top_k, inner)
     if not tokens:
         return hidden_TKI
-    m, count, found = tiles(choice, len(gate_up))
-    n, depth, warps, stages = GATE_UP[m] if gate_up.dtype == torch.bfloat16 else FLOAT32
-    x_TH = x_TH.to(gate_up.dtype)
-    gate_up_tile[(count, triton.cdiv(inner, n))](
-        x_TH, gate_up, _bias(experts.gate_up), hidden_TKI, *found, x_TH.stride(0),
-        experts.alpha, experts.limit, CLAMPED=experts.activation == "clamped", E=len(gate_up),
-        H=width, I=inner, K=top_k, M=m, N=n, D=depth, AT_ONCE=PAIRS_AT_ONCE,
-        num_warps=warps, num_stages=stages,
+    m, count, found = tiles(choice, len(gate_up.data), codes=gate_up.scales is not None)
+    tile = _tile(gate_up, m, GATE_UP, 2)
+    gate_up_tile[(count, triton.cdiv(inner, tile["N"]))](
+        x_TH, *_weights(gate_up), hidden_TKI, *found, x_TH.stride(0),
+        experts.alpha, experts.limit, CLAMPED=experts.activation == "clamped", **constants(gate_up),
+        E=len(gate_up.data), H=width, I=inner, K=top_k, AT_ONCE=PAIRS_AT_ONCE, **tile,
     )  # fmt: skip
     return hidden_TKI
 
@@ -283,7 +312,7 @@ def moe_outer(
     """Compute as the reference does, except that the inputs and outputs of experts and their sum are rounded
     to the dtype of the experts."""
     (tokens, top_k), width = choice.experts_TK.shape, experts.down.out_features
-    y_TH = experts.down.data.new_empty(tokens, width)
+    y_TH = hidden_TKI.new_empty(tokens, width, dtype=dtype_of(experts.down))
     if tokens:
         parts = _parts(hidden_TKI, choice, experts, shared_TH, gate_T1)
         columns = min(1024, triton.next_power_of_2(width))
@@ -306,7 +335,7 @@ def moe_outer_norm(
     assert residual_TH.shape == (tokens, width)
     assert residual_TH.dtype == torch.float32
     assert residual_TH.is_contiguous()
-    y_TH = experts.down.data.new_empty(tokens, width)
+    y_TH = hidden_TKI.new_empty(tokens, width, dtype=dtype_of(experts.down))
     if tokens:
         parts = _parts(hidden_TKI, choice, experts, shared_TH, gate_T1)
         columns = triton.next_power_of_2(width)
@@ -322,9 +351,8 @@ def _parts(
 ) -> tuple[Tensor | int | None, ...]:
     """Multiply by `down`, and return what `combine` takes first."""
     tokens, top_k, inner = hidden_TKI.shape
-    down, width = experts.down.data, experts.down.out_features
-    assert down.shape[1:] == (width, inner)
-    assert down.is_contiguous()
+    down, width = experts.down, experts.down.out_features
+    assert down.in_features == inner
     assert hidden_TKI.is_contiguous()
     assert choice.experts_TK.is_contiguous()
     assert choice.weights_TK.is_contiguous()
@@ -334,18 +362,37 @@ def _parts(
         assert shared_TH.shape == (tokens, width)
         assert shared_TH.is_contiguous()
     assert gate_T1 is None or gate_T1.shape == (tokens, 1)
-    part_TKH = down.new_empty(tokens, top_k, width)
-    m, count, found = tiles(choice, len(down))
-    n, depth, warps, stages = DOWN[m] if down.dtype == torch.bfloat16 else FLOAT32
-    down_tile[(count, triton.cdiv(width, n))](
-        hidden_TKI.to(down.dtype), down, _bias(experts.down), part_TKH, *found, E=len(down),
-        I=inner, H=width, M=m, N=n, D=depth, AT_ONCE=PAIRS_AT_ONCE, num_warps=warps, num_stages=stages,
+    hidden_TKI = hidden_TKI.to(dtype_of(down))
+    part_TKH = hidden_TKI.new_empty(tokens, top_k, width)
+    m, count, found = tiles(choice, len(down.data), codes=down.scales is not None)
+    tile = _tile(down, m, DOWN, 1)
+    down_tile[(count, triton.cdiv(width, tile["N"]))](
+        hidden_TKI, *_weights(down), part_TKH, *found, **constants(down), E=len(down.data), I=inner, H=width,
+        AT_ONCE=PAIRS_AT_ONCE, **tile,
     )  # fmt: skip
     stride = 0 if gate_T1 is None else gate_T1.stride(0)
     return part_TKH, choice.experts_TK, choice.weights_TK, shared_TH, gate_T1, stride
 
 
-def _bias(packed: Packed) -> Tensor | None:
-    bias_EN = packed.bias_N
-    assert bias_EN is None or (bias_EN.is_contiguous() and bias_EN.shape == packed.data.shape[:2])
-    return bias_EN
+def _tile(
+    weight: Packed, tokens: int, table: dict[int, tuple[int, int, int, int]], products: int
+) -> dict[str, int]:
+    """Return the sizes of a tile of `tokens`, and how it is launched."""
+    if weight.scales is not None:
+        return tile_of_codes(weight, tokens, products)
+    n, depth, warps, stages = table[tokens] if weight.data.dtype == torch.bfloat16 else FLOAT32
+    return {"M": tokens, "N": n, "D": depth, "num_warps": warps, "num_stages": stages}
+
+
+def _weights(packed: Packed) -> tuple[Tensor | None, ...]:
+    """Return what a kernel takes of weights."""
+    experts, rows, bias_EN = len(packed.data), packed.out_features, packed.bias_N
+    assert packed.data.shape == (
+        experts,
+        rows,
+        packed.data.shape[2] if packed.scales is not None else packed.in_features,
+    )
+    assert packed.data.is_contiguous()
+    assert packed.rest is None
+    assert bias_EN is None or (bias_EN.is_contiguous() and bias_EN.shape == (experts, rows))
+    return packed.data, packed.scales, packed.offsets, bias_EN

@@ -11,13 +11,15 @@ from tests.triton import (
     test_attention,
     test_draw,
     test_elementwise,
+    test_linear,
     test_moe,
     test_recurrences,
     test_rope_store,
     test_routing,
 )
+from tests.unit.kernels.test_stored import CODE_KINDS, stored
 from tidemill.kernels.linear import cuda as linear_cuda
-from tidemill.kernels.linear.stored import plain
+from tidemill.kernels.linear.stored import Kind, plain
 from tidemill.kernels.moe.cuda import tile_tokens
 from tidemill.kernels.rms_norm import cuda as rms_norm_cuda
 
@@ -31,6 +33,7 @@ MODULES = {
     "moe": test_moe,
     "route": test_routing,
     "draw": test_draw,
+    "linear": test_linear,
 }
 CASES = {
     f"{operator} {name}": (module.check, case)
@@ -43,6 +46,21 @@ CASES = {
 def test_matches_the_definition(name: str) -> None:
     check, case = CASES[name]
     check(case, "cuda")
+
+
+@pytest.mark.parametrize(("kind", "tokens"), test_moe.CODES.values(), ids=test_moe.CODES)
+def test_experts_of_codes_match_the_definition(kind: Kind, tokens: int) -> None:
+    test_moe.check_codes(kind, tokens, "cuda")
+
+
+@pytest.mark.parametrize("kind", CODE_KINDS)
+def test_row_times_codes_has_the_same_bits_beside_any_number_of_others(kind: Kind) -> None:
+    """Spans of the depth are added in one order by programs of their own, and by one of them."""
+    part = stored(kind, 1000, 2048, 128, shifted=False).moved(lambda rows: rows.cuda())
+    weight, x = linear_cuda.pack([part]), random(torch.Generator().manual_seed(0), 20_000, 2048).cuda()
+    whole = linear_cuda.logits(x, weight)
+    for rows in (1, 17, 64, 100, 3000):
+        assert same_bits(linear_cuda.logits(x[:rows], weight), whole[:rows]), rows
 
 
 @pytest.mark.parametrize("vocabulary", [33, 5000])

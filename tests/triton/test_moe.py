@@ -11,7 +11,11 @@ import triton
 import triton.language as tl
 
 from tests.support.kernels.cases import int32, random, relative_error, same_bits, step
+from tests.unit.kernels.test_stored import CODE_KINDS, stored
+from tidemill.kernels.linear.cuda import pack
 from tidemill.kernels.linear.packed import Packed
+from tidemill.kernels.linear.reference import pack as reference_pack
+from tidemill.kernels.linear.stored import Kind
 from tidemill.kernels.moe import reference
 from tidemill.kernels.moe.cuda import (
     moe_inner,
@@ -155,6 +159,43 @@ def check(case: Case, device: str = "cpu") -> None:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_moe_matches_the_definition(case: Case) -> None:
     check(case)
+
+
+CODES = {f"{kind} of {tokens} tokens": (kind, tokens) for kind in CODE_KINDS for tokens in (5, 150)}
+
+
+def check_codes(kind: Kind, tokens: int, device: str = "cpu") -> None:
+    """Against the definition, with biases: a few tokens, and tiles of 64."""
+    experts, width, inner, group = 3, 160, 96, 16 if tokens == 5 else 32
+    draw = torch.Generator().manual_seed(tokens)
+    found, wide = list[Packed](), list[Packed]()
+    for out, depth in ((2 * inner, width), (width, inner)):
+        part = stored(kind, experts * out, depth, depth if kind == "int8" else group, shifted=kind == "uint4")
+        part = part.moved(lambda rows, out=out: rows.view(experts, out, -1))
+        assert part.scales is not None
+        part = replace(part, scales=part.scales / 256)
+        bias = random(draw, experts, out).bfloat16()
+        found.append(pack([part.moved(lambda rows: rows.to(device))], bias.to(device)))
+        wide.append(reference_pack([part], bias, "bfloat16"))
+        assert found[-1].kind == kind
+    ours, truth = Experts(found[0], found[1]), Experts(wide[0], wide[1])
+    x_TH, logits_TE = random(draw, tokens, width).bfloat16(), random(draw, tokens, experts).argsort(-1) / 8
+    routing = Routing(2, renormalise=True)
+    choice, wanted = route(logits_TE.to(device), routing), reference.route(logits_TE.double(), routing)
+    hidden = moe_inner(x_TH.to(device), choice, ours)
+    wide_hidden = reference.moe_inner(x_TH.double(), wanted, truth)
+    y, wide_TH = (
+        moe_outer(hidden, choice, ours, None, None),
+        reference.moe_outer(wide_hidden, wanted, truth, None, None),
+    )
+    assert hidden.dtype == y.dtype == torch.bfloat16
+    assert relative_error(hidden.cpu(), wide_hidden) < 1e-2
+    assert relative_error(y.cpu(), wide_TH) < 1e-2
+
+
+@pytest.mark.parametrize(("kind", "tokens"), CODES.values(), ids=CODES)
+def test_codes_match_the_definition(kind: Kind, tokens: int) -> None:
+    check_codes(kind, tokens)
 
 
 @triton.jit

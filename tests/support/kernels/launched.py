@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.support.kernels.offline import Hopper
+from tests.support.kernels.offline import Device
 
 META = torch.device("meta")
 """The device of tensors with shapes and strides but no values: reading one is refused, as within a
@@ -43,14 +43,14 @@ def launching(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
 
     def record(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:  # noqa: ANN401
         assert not warmup
-        *_, binder = self.device_caches[0]
+        *_, binder = self.device_caches[Device().capability]
         bound, specialization, _ = binder(*arguments, debug=False, instrumentation_mode="", **options)
         warps = {name: value for name, value in options.items() if name.startswith("num_")}
         tiles = tuple(value for value in bound.values() if isinstance(value, TensorDescriptor))
         launches.append(Launch(self.fn.__name__, f"{specialization} {warps}", grid, tiles))
 
     with monkeypatch.context() as patch:
-        patch.setattr(triton.runtime.driver, "_active", Hopper())
+        patch.setattr(triton.runtime.driver, "_active", Device())
         patch.setattr(JITFunction, "run", record)
         yield launches
 

@@ -1,6 +1,6 @@
 # pyright: basic
 # Triton has no types.
-"""Compiles what an operator launches for sm_90, on a machine without a device, and reads what came out."""
+"""Compiles what an operator launches, on a machine without a device, and reads what came out."""
 
 import re
 import subprocess
@@ -18,17 +18,21 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-SHARED_BYTES_MAX = 232_448  # of a program on sm_90
+SHARED_BYTES_MAX = {80: 166_912, 89: 101_376, 90: 232_448}
+"""By capability, of a program."""
 
 
-class Hopper:
-    """The part of a driver that compiling needs."""
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The part of a driver that compiling needs. Triton keeps what it compiled by device."""
+
+    capability: int = 90
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return self.capability
 
     def get_current_stream(self, _: int) -> int:
         return 0
@@ -53,7 +57,7 @@ class Compiled:
 
 
 @contextmanager
-def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Compiled]]:
+def compiling(monkeypatch: pytest.MonkeyPatch, capability: int = 90) -> Iterator[list[Compiled]]:
     """Inside, a launch compiles and does not run: call the operator with host tensors. Yields the kernels."""
     launched: list[Compiled] = []
     run: Callable[..., Any] = JITFunction.run
@@ -65,7 +69,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Compiled]]:
 
     active = triton.runtime.driver
     with monkeypatch.context() as patch:
-        patch.setattr(active, "_active", Hopper())
+        patch.setattr(active, "_active", Device(capability))
         patch.setattr(JITFunction, "run", compile_only)
         yield launched
 
