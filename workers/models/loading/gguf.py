@@ -1,0 +1,245 @@
+"""Read the weights of GGUF files in the place of WeightsFolder: quantised ones stay codes."""
+
+import mmap
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import xxhash
+
+from tidemill.kernels.linear.stored import Stored, join, plain
+from tidemill.workers.models.errors import ModelError
+from tidemill.workers.models.loading.blocks import stored_of
+from tidemill.workers.models.loading.checkpoint import DIGESTED_BYTES, Progress
+from tidemill.workers.models.loading.sharding import RankSlice
+from tidemill.workers.sources.gguf_families import OUTSIDE, Family, family_of, head_dim_of
+from tidemill.workers.sources.gguf_header import GgufFile, GgufTensor, read_header
+
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
+UNREAD = ("rope_freqs.weight",)
+"""Tensors whose content is in config.json."""
+
+
+class Place(NamedTuple):
+    """The tensors of files, joined by rows, that are one of ours; of an expert that row of them. `change` is
+    what the converter to GGUF has done to it."""
+
+    tensors: tuple[str, ...]
+    expert: int | None
+    change: str
+
+
+def gguf_files(folder: Path) -> list[Path]:
+    """Return the GGUF files of a folder that `unpack` has made; none for one with other weights."""
+    return [] if any(folder.glob("*.safetensors")) else sorted(folder.glob("*.gguf"))
+
+
+class GgufWeights:
+    """The tensors of the GGUF files of a model by the names that the model knows."""
+
+    def __init__(self, folder: Path, progress: Progress, *, digests: bool) -> None:
+        """Read the headers. Raises SourceError and ModelError."""
+        self._folder = folder
+        self._progress = progress
+        self._files = [read_header(path) for path in gguf_files(folder)]
+        self._file_of = {name: file for file in self._files for name in file.tensors}
+        self._family: Family = family_of(self._files[0])
+        self._head_dim = head_dim_of(self._files[0])
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._digests: dict[str, str] | None = {} if digests else None
+        self._thread = ThreadPoolExecutor(1, "digests")
+        self._done_bytes = 0
+
+    @property
+    def dtypes(self) -> set[str]:
+        """The kinds of all tensors."""
+        return {tensor.kind.name for file in self._files for tensor in file.tensors.values()}
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of the tensors outside of layers."""
+        return {ours for ours, theirs in OUTSIDE.items() if theirs in self._file_of}
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]], ignored: Callable[[str], bool]) -> None:
+        """Raise ModelError unless the files hold exactly these tensors. Only they can be read."""
+        del ignored
+        self._shapes = dict(shapes)
+        used = set(UNREAD)
+        for name, shape in shapes.items():
+            place = self._place(name)
+            used |= set(place.tensors)
+            found = [self._shape(theirs, place.expert) for theirs in place.tensors]
+            if _sizes(*found) != _sizes(shape):
+                raise ModelError(
+                    f"{self._folder} has {' + '.join(place.tensors)} of {found} where its metadata ask for "
+                    f"{shape}: download the file again"
+                )
+        if unused := self._file_of.keys() - used:
+            raise ModelError(
+                f"{self._folder} has {len(unused)} tensors that its architecture does not know, such as "
+                f"{min(unused)}: use the model's Hugging Face folder"
+            )
+
+    def read(self, name: str, part: RankSlice) -> Stored:
+        """Return the part of a tensor, in memory of its own, as codes if it is stored so."""
+        place, shape = self._place(name), self._shapes[name]
+        digesting = self._thread.submit(self._digest, place.tensors) if self._digests is not None else None
+        raws = {theirs: self._raw(theirs, place.expert) for theirs in place.tensors}
+        if len(raws) == 1:
+            ((theirs, raw),) = raws.items()
+            raws[theirs] = raw.reshape(shape if self._is_float(theirs) else (*shape[:-1], -1))
+        rows, by_columns = max(len(shape) - 2, 0), 0 < part.dim == len(shape) - 1
+        cut = list(raws.items()) if by_columns else list(_rows_of(raws, part, rows))
+        found = join([self._stored(theirs, place.change, piece) for theirs, piece in cut], rows)
+        found = _columns_of(found, part) if by_columns else found
+        if digesting is not None:
+            digesting.result()
+        self._done_bytes += sum(raw.nbytes for raw in raws.values())
+        self._progress(self._done_bytes, sum(len(file.mapped) for file in self._files))
+        for theirs in place.tensors:
+            tensor = self._tensor(theirs)
+            _drop(self._file_of[theirs], tensor.start_byte, tensor.start_byte + tensor.num_bytes)
+        parts = (found.codes if found.scales is None else found.scales, found.offsets)
+        if any(part is not None and part.sum().isnan() and part.isnan().any() for part in parts):
+            raise ModelError(f"{self._folder}: the tensor {name} holds NaN: download the file again")
+        return found
+
+    def fingerprint(self, config: str) -> str:
+        """Return the digest of `config` and of every tensor read so far, independent of order and files."""
+        assert self._digests is not None
+        digest = xxhash.xxh3_128("\n".join(map(" ".join, sorted(self._digests.items()))).encode())
+        digest.update(f"\ngguf\n{config}".encode())
+        return digest.hexdigest()
+
+    def _digest(self, names: Iterable[str]) -> None:
+        assert self._digests is not None
+        for name in names:
+            if name in self._digests:
+                continue
+            file, tensor = self._file_of[name], self._tensor(name)
+            digest = xxhash.xxh3_128(f"{tensor.kind.name} {tensor.shape}\n".encode())
+            end = tensor.start_byte + tensor.num_bytes
+            for start in range(tensor.start_byte, end, DIGESTED_BYTES):
+                last = min(start + DIGESTED_BYTES, end)
+                digest.update(memoryview(file.mapped)[start:last])
+                _drop(file, start, last)
+            self._digests[name] = digest.hexdigest()
+
+    def _place(self, name: str) -> Place:
+        """Return where one of our tensors is. Raises ModelError."""
+        prefix, expert, layer = "", None, IN_LAYER.fullmatch(name)
+        ours, table = name, OUTSIDE
+        if layer is not None:
+            number, ours = layer.groups()
+            prefix, table = f"blk.{number}.", self._family.tensors
+            if (of_expert := EXPERT.fullmatch(ours)) and ours not in table:
+                before, number, behind = of_expert.groups()
+                ours, expert = f"{before}.*.{behind}", int(number)
+        tensors = tuple(f"{prefix}{theirs}" for theirs in table.get(ours, "").split(" + ") if theirs)
+        missing = [theirs for theirs in tensors if theirs not in self._file_of]
+        if missing or not tensors:
+            raise ModelError(
+                f"{self._folder} has no tensor {', '.join(missing) or f'that is our {name}'}: give all files "
+                "of the model, or its Hugging Face folder"
+            )
+        return Place(tensors, expert, self._family.changes.get(ours, ""))
+
+    def _tensor(self, name: str) -> GgufTensor:
+        return self._file_of[name].tensors[name]
+
+    def _shape(self, name: str, expert: int | None) -> tuple[int, ...]:
+        """Return the shape of a tensor, or of an expert in it; empty if it has too few of them."""
+        shape = self._tensor(name).shape
+        if expert is None:
+            return shape
+        return shape[1:] if expert < shape[0] else ()
+
+    def _is_float(self, name: str) -> bool:
+        return self._tensor(name).kind.name in FLOATS
+
+    def _raw(self, name: str, expert: int | None) -> torch.Tensor:
+        """Return a view of a tensor, `[.., N, K]` of floats or `[.., N, bytes]` of blocks, or that of an
+        expert."""
+        tensor, mapped = self._tensor(name), self._file_of[name].mapped
+        dtype = FLOATS.get(tensor.kind.name, torch.uint8)
+        count = tensor.num_bytes // dtype.itemsize
+        flat = torch.frombuffer(mapped, dtype=dtype, count=count, offset=tensor.start_byte)
+        whole = flat.view(*tensor.shape[:-1], -1)
+        return whole if expert is None else whole[expert]
+
+    def _stored(self, name: str, change: str, raw: torch.Tensor) -> Stored:
+        """Return the weights of rows of a tensor, as they were before it was converted to GGUF."""
+        if change == "rotary":
+            raw = _halved(raw, self._head_dim)
+        if not self._is_float(name):
+            return stored_of(self._tensor(name).kind.name, raw, name)
+        return plain(raw.clone() if raw.dtype == torch.bfloat16 else raw.to(torch.float32, copy=True))
+
+
+def _sizes(*shapes: tuple[int, ...]) -> list[int]:
+    """Return the sizes of tensors that are joined by rows, except sizes of 1; none if they do not fit."""
+    first = shapes[0]
+    if len({(*shape[:-2], shape[-1:]) for shape in shapes}) > 1:
+        return []
+    rows = sum(sum(shape[-2:-1]) for shape in shapes)
+    return [size for size in (*first[:-2], *([rows] if len(first) > 1 else []), *first[-1:]) if size != 1]
+
+
+def _halved(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Return the rows of heads with first those of the first half, which converters mix with the second."""
+    return rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def _rows_of(
+    raws: Mapping[str, torch.Tensor], part: RankSlice, joined: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the rows of a part, of tensors that are joined in dimension `joined`. Bytes of 0 are zeros."""
+    if part.dim != joined:
+        for name, raw in raws.items():
+            yield name, _cut(raw, part.ranges, part)
+        return
+    for start, end in part.ranges:
+        before = 0
+        for name, raw in raws.items():
+            first, last = max(start - before, 0), min(end - before, raw.shape[joined])
+            is_last = before < end <= before + raw.shape[joined]
+            if first < last:
+                yield name, _cut(raw, ((first, last),), replace(part, zeros=part.zeros if is_last else 0))
+            before += raw.shape[joined]
+
+
+def _cut(tensor: torch.Tensor, ranges: Iterable[tuple[int, int]], part: RankSlice) -> torch.Tensor:
+    zeros = tensor.new_zeros(*tensor.shape[: part.dim], part.zeros, *tensor.shape[part.dim + 1 :])
+    pieces = [tensor.narrow(part.dim, start, end - start) for start, end in ranges]
+    if len(pieces) == 1 and not part.zeros:
+        return pieces[0]
+    return torch.cat([piece for own in pieces for piece in (own, zeros)], part.dim)
+
+
+def _columns_of(whole: Stored, part: RankSlice) -> Stored:
+    """Return some columns: whole groups as codes, others as values."""
+    edges = [edge for span in part.ranges for edge in span] + [part.zeros]
+    group = whole.group
+    if not group or any(edge % group for edge in edges):
+        return plain(_cut(whole.values, part.ranges, part))
+    per_code = whole.columns // whole.codes.shape[-1]
+
+    def columns(tensor: torch.Tensor, step: int) -> torch.Tensor:
+        ranges = [(start // step, end // step) for start, end in part.ranges]
+        return _cut(tensor, ranges, replace(part, zeros=part.zeros // step)).contiguous()
+
+    assert whole.scales is not None
+    offsets = None if whole.offsets is None else columns(whole.offsets, group)
+    return Stored(columns(whole.codes, per_code), whole.kind, columns(whole.scales, group), offsets)
+
+
+def _drop(file: GgufFile, start: int, end: int) -> None:
+    """Free the memory of these bytes of a file. They can be read again."""
+    first = start // mmap.PAGESIZE * mmap.PAGESIZE
+    file.mapped.madvise(mmap.MADV_DONTNEED, first, end - first)
