@@ -3,7 +3,7 @@
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -54,11 +54,12 @@ Variant = Literal["cpu", "triton", "reference"]
 class Operators:
     """One variant of each operator; the docstrings in `reference.py` of its folder say what it computes.
 
-    joins_shared  an expert that all tokens share runs among the routed ones (`Routing.shared`)
-    capture       records the calls of these operators; None: they cannot be recorded
+    compute_dtype  the type of the factors that codes become
+    joins_shared   an expert that all tokens share runs among the routed ones (`Routing.shared`)
+    capture        records the calls of these operators; None: they cannot be recorded
     """
 
-    embed: Callable[[Tensor, Tensor], Tensor]
+    embed: Callable[[Tensor, Stored], Tensor]
     pack: Callable[[Sequence[Stored], Tensor | None], Packed]
     linear: Callable[[Tensor, Packed], Tensor]
     linear_silu: Callable[[Tensor, Packed, Packed], Tensor]
@@ -84,6 +85,7 @@ class Operators:
     count: Callable[[Tensor, Tensor], None]
     adjust: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     draw: Callable[[Tensor, Tensor, Tensor, int], Tensor]
+    compute_dtype: ComputeDtype = "float32"
     joins_shared: bool = False
     capture: Capture | None = None
 
@@ -118,7 +120,7 @@ REFERENCE = Operators(
 )
 
 
-NAMES = tuple(field.name for field in fields(Operators) if field.name not in {"joins_shared", "capture"})
+NAMES = tuple(field.name for field in fields(Operators) if field.default is MISSING)
 FOLDERS = {  # of the operators that are not called like theirs
     "pack": "linear",
     "linear_silu": "linear",
@@ -158,6 +160,7 @@ def operators(variant: Variant, cache_dir: Path, compute_dtype: ComputeDtype = "
                 return REFERENCE
             return replace(
                 REFERENCE,
+                compute_dtype=compute_dtype,
                 pack=partial(linear_reference.pack, compute_dtype=compute_dtype),
                 attention=partial(attention_reference.attention, compute_dtype=compute_dtype),
                 gated_attention=partial(attention_reference.gated_attention, compute_dtype=compute_dtype),
@@ -165,6 +168,7 @@ def operators(variant: Variant, cache_dir: Path, compute_dtype: ComputeDtype = "
         case "cpu":
             library = build(cache_dir)
             return Operators(
+                compute_dtype=compute_dtype,
                 capture=Recorder(library).capture,
                 embed=embed_reference.embed,
                 pack=linear_cpu.bind_pack(library, compute_dtype),
@@ -194,7 +198,8 @@ def operators(variant: Variant, cache_dir: Path, compute_dtype: ComputeDtype = "
                 draw=draw_cpu.bind_draw(library),
             )
         case "triton":
-            return Operators(**{name: _triton(name) for name in NAMES}, joins_shared=True)
+            found = {name: _triton(name) for name in NAMES}
+            return Operators(**found, compute_dtype="bfloat16", joins_shared=True)
         case _:
             assert_never(variant)
 

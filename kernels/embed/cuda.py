@@ -3,7 +3,9 @@
 import torch
 from torch.nn import functional
 
+from tidemill.kernels.linear.stored import Stored
 
-def embed(tokens_T: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
-    """Look up rows, in the dtype of the weights."""
-    return functional.embedding(tokens_T, weight_VH)
+
+def embed(tokens_T: torch.Tensor, weight: Stored) -> torch.Tensor:
+    """Look up rows, in the dtype of the weights, of codes in bfloat16."""
+    return weight.moved(lambda rows: functional.embedding(tokens_T, rows)).factors("bfloat16")

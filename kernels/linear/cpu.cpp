@@ -1,7 +1,7 @@
 // y = x W^T + bias over weights packed once into panels [n / PANEL][k][PANEL], zero-padded in n. Weights that come in
 // bfloat16 stay so: half the memory, and half of what a decode step reads. Their products are those of floats, or of
 // pairs of bfloat16, which have twice the speed where the CPU has an instruction for them.
-#include "../shared/cpu.h"
+#include "codes.h"
 
 namespace {
 constexpr int64_t ROW_BLOCK = 192;  // rows of x that stay in L2 while all panels pass by
@@ -20,7 +20,14 @@ int64_t place(int64_t kind, int64_t i, int64_t j) {
     return 2 * (word * PANEL + j) + half;
 }
 
-int64_t padded(int64_t kind, int64_t k) { return kind == PAIRS ? 2 * block_words(k) : k; }
+int64_t padded(int64_t kind, int64_t k) { return is_pairs(kind) ? 2 * block_words(k) : k; }
+
+// Of a panel whose rows have so many words.
+int64_t panel_bytes(int64_t kind, int64_t words) {
+    if (!code_of(kind)) return words * PANEL * (kind == WIDENED ? sizeof(uint16_t) : sizeof(float));
+    const Codes codes(kind, is_pairs(kind) ? 2 * words : words);
+    return codes.pieces * codes.bytes;
+}
 
 template <typename W>
 void pack(const W* weight, W* packed, int64_t kind, int64_t n, int64_t k) {
@@ -36,9 +43,37 @@ void pack(const W* weight, W* packed, int64_t kind, int64_t n, int64_t k) {
     }
 }
 
+// codes [n][k], two in a byte if they have 4 bits, with scales and perhaps offsets [n][groups].
+void pack_codes(const uint8_t* given, const float* scales, const float* offsets, uint8_t* packed, int64_t kind, int64_t n,
+                int64_t k) {
+    const Codes codes(kind, padded(kind, k));
+    const bool is_half = bits_of(codes.code) == 4;
+    const int64_t groups = (k + codes.group - 1) / codes.group, bytes = codes.pieces * codes.bytes;
+    const int64_t unit_bytes = UNIT * PANEL / (is_half ? 2 : 1);
+#pragma omp parallel for
+    for (int64_t p = 0; p < (n + PANEL - 1) / PANEL; p++) {
+        uint8_t* const panel = packed + p * bytes;
+        std::fill(panel, panel + bytes, 0);
+        for (int64_t j = 0; j < std::min<int64_t>(PANEL, n - p * PANEL); j++) {
+            const int64_t row = p * PANEL + j;
+            for (int64_t g = 0; g < groups; g++) {
+                float* const columns = (float*)(panel + g * codes.bytes);
+                columns[j] = scales[row * groups + g];
+                if (offsets) columns[PANEL + j] = offsets[row * groups + g];
+            }
+            for (int64_t i = 0; i < k; i++) {
+                const int64_t in_group = i % codes.group, at = place(kind % (1 << CODE_BIT), i % UNIT, j);
+                uint8_t* const unit = panel + i / codes.group * codes.bytes + codes.header + in_group / UNIT * unit_bytes;
+                if (!is_half) unit[at] = given[row * k + i];
+                else unit[at % LANES * 4 + at / LANES / 2] |= (given[(row * k + i) / 2] >> i % 2 * 4 & 15) << at / LANES % 2 * 4;
+            }
+        }
+    }
+}
+
 // Columns of one task of a product, for at most ROW_BLOCK rows from `row` on. Of PAIRS, k counts words.
 template <typename A, typename W>
-void apply(const Product& product, int64_t row, int64_t column, int64_t n, int64_t k) {
+void apply(const Product& product, int64_t, int64_t row, int64_t column, int64_t n, int64_t k) {
     const std::conditional_t<std::is_same_v<A, uint32_t>, FlushDenormals, Nothing> flushed;
     const int64_t rows = std::min(ROW_BLOCK, product.m - row), stride = product.stride, y_stride = product.y_stride;
     const int64_t columns = std::min(PANEL_GROUP * PANEL, n - column), whole = columns / PANEL, rest = columns % PANEL;
@@ -65,7 +100,41 @@ void apply(const Product& product, int64_t row, int64_t column, int64_t n, int64
 
 constexpr int64_t GROUP = PANEL_GROUP * PANEL;
 
+// The same of codes: some panels' factors are decoded, for a block of depth that the cache keeps, and multiplied.
+template <typename A>
+void apply_codes(const Product& product, int64_t kind, int64_t row, int64_t column, int64_t n, int64_t k) {
+    constexpr bool PAIRED = std::is_same_v<A, uint32_t>;
+    constexpr int64_t DEPTH = PAIRED ? 2 : 1;  // of a word
+    const std::conditional_t<PAIRED, FlushDenormals, Nothing> flushed;
+    const int64_t rows = std::min(ROW_BLOCK, product.m - row), columns = std::min(PANEL_GROUP * PANEL, n - column);
+    const Codes codes(kind, k * DEPTH);
+    const Decode decode = decode_of<PAIRED>(codes);
+    const int64_t together = PAIRED ? 1 : PANEL_GROUP, most = DEPTH_BLOCK<A> / (PAIRED ? 1 : PANEL_GROUP);
+    static thread_local std::vector<A> room;
+    A* const factors = lined(room, together * most * PANEL);
+    float last[ROW_BLOCK * PANEL], bias[PANEL_GROUP * PANEL] = {};
+    if (product.bias) std::memcpy(bias, product.bias + column, columns * sizeof(float));
+    for (int64_t p = 0; p < columns; p += together * PANEL) {
+        const int64_t left = std::min(together * PANEL, columns - p), whole = left / PANEL, rest = left % PANEL;
+        const uint8_t* const panels = (const uint8_t*)product.packed + (column + p) / PANEL * codes.pieces * codes.bytes;
+        float* const y = product.y + row * product.y_stride + column + p;
+        for (int64_t start = 0; start < k; start += most) {
+            const int64_t depth = std::min(most, k - start), units = (depth * DEPTH + UNIT - 1) / UNIT * UNIT, stride = units / DEPTH * PANEL;
+            for (int64_t i = 0; i * PANEL < left; i++)
+                decode(codes, panels + i * codes.pieces * codes.bytes, start * DEPTH, units, factors + i * stride);
+            const A* const a = (const A*)product.rows + row * product.stride + start;
+            const float* const from = start ? nullptr : bias + p;
+            const auto times = rows <= FEW_ROWS ? multiply<true, A, A> : multiply<false, A, A>;
+            if (whole) times(rows, whole, a, product.stride, factors, stride, depth, y, product.y_stride, from, {});
+            if (rest) times(rows, 1, a, product.stride, factors + whole * stride, stride, depth, last, PANEL, from ? from + whole * PANEL : from, {});
+        }
+        for (int64_t r = 0; rest && r < rows; r++)
+            std::memcpy(y + whole * PANEL + r * product.y_stride, last + r * PANEL, rest * sizeof(float));
+    }
+}
+
 auto times_of(int64_t kind) {
+    if (code_of(kind)) return is_pairs(kind) ? apply_codes<uint32_t> : apply_codes<float>;
     return kind == FLOATS ? apply<float, float> : kind == WIDENED ? apply<float, uint16_t> : apply<uint32_t, uint32_t>;
 }
 
@@ -81,15 +150,15 @@ int64_t gated_columns(int64_t inner) { return inner % PANEL ? GROUP - PANEL : GR
 void apply_gated(const Product& product, const Gate& join, bool halves, int64_t kind, int64_t row, int64_t column,
                  int64_t inner, int64_t k) {
     const int64_t rows = std::min(ROW_BLOCK, product.m - row), columns = std::min(gated_columns(inner), inner - column);
-    const int64_t words = row_words(kind, k), element = kind == WIDENED ? sizeof(uint16_t) : sizeof(float);
+    const int64_t words = row_words(kind, k), apart = panel_bytes(kind, words);
     static thread_local std::vector<float> room;
     float *const gate = lined(room, 2 * rows * GROUP + LANES), *const ups = gate + rows * GROUP;
     const int64_t up_panel = (inner + column) / PANEL * PANEL, behind = inner + column - up_panel;
     const auto multiply = [&](int64_t from, int64_t count, float* y) {
         times_of(kind)({product.rows + row * product.stride, product.stride, rows,
-                        (const char*)product.packed + from * words * element,
+                        (const char*)product.packed + from / PANEL * apart,
                         product.bias ? product.bias + from : nullptr, y, GROUP},
-                       0, 0, count, words);
+                       kind, 0, 0, count, words);
     };
     multiply(column, columns, gate);
     multiply(up_panel, behind + columns, ups);
@@ -119,7 +188,7 @@ void with_rows(std::vector<Product> products, bool halves, int64_t kind, int64_t
     const int64_t m = products[0].m, words = row_words(kind, k) + DEPTH_WORDS;  // a power of 2 has few sets of L1
     const int64_t stride = products[0].stride;
     const bool whole = halves && !CHAINED && k % (2 * DEPTH_WORDS) == 0 && stride % 2 == 0 && stride % 1024 > 0;
-    const bool ready = kind != PAIRS || whole;
+    const bool ready = !is_pairs(kind) || whole;
     const int64_t count = ready ? 0 : m * products.size();
     static thread_local std::vector<uint32_t> room;
     uint32_t* const rounded = lined(room, count * words);
@@ -161,7 +230,7 @@ void each_block(const std::vector<Product>& products, int64_t n, int64_t columns
 
 void multiply_all(const std::vector<Product>& products, int64_t kind, int64_t n, int64_t k) {
     each_block(products, n, GROUP, [&](const Product& product, int64_t row, int64_t column) {
-        times_of(kind)(product, row, column, n, row_words(kind, k));
+        times_of(kind)(product, kind, row, column, n, row_words(kind, k));
     });
 }
 
@@ -178,10 +247,20 @@ extern "C" void linear_pack(const void* weight, void* packed, int64_t kind, int6
     pack((const uint16_t*)weight, (uint16_t*)packed, kind, n, k);
 }
 
+// Bytes of the panels of n outputs of codes.
+extern "C" int64_t linear_codes_bytes(int64_t kind, int64_t n, int64_t k) {
+    return (n + PANEL - 1) / PANEL * panel_bytes(kind, row_words(kind, k));
+}
+
+extern "C" void linear_pack_codes(const void* codes, const float* scales, const float* offsets, void* packed, int64_t kind,
+                                  int64_t n, int64_t k) {
+    pack_codes((const uint8_t*)codes, scales, offsets, (uint8_t*)packed, kind, n, k);
+}
+
 // x is float, or of `halves` bfloat16, for PAIRS.
 extern "C" void linear(const void* x, int64_t x_stride, int64_t halves, const void* packed, int64_t kind,
-                       const float* bias, float* y, int64_t m, int64_t n, int64_t k) {
-    with_rows({{(const uint32_t*)x, x_stride, m, packed, bias, y, n}}, halves, kind, n, k,
+                       const float* bias, float* y, int64_t y_stride, int64_t m, int64_t n, int64_t k) {
+    with_rows({{(const uint32_t*)x, x_stride, m, packed, bias, y, y_stride}}, halves, kind, n, k,
               [&](const auto& products) { multiply_all(products, kind, n, k); });
 }
 

@@ -1,22 +1,24 @@
 """`linear` and its kin on CPU: weights packed once into panels; an output is a sum in index order."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
+from tidemill.kernels.activation.cpu import bind_silu_mul
 from tidemill.kernels.linear.packed import Packed
-from tidemill.kernels.linear.stored import Stored
+from tidemill.kernels.linear.stored import Kind, Stored, runs
 from tidemill.kernels.shared.arguments import address_or_null
 from tidemill.kernels.shared.build import Library
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
 from tidemill.kernels.shared.huge_pages import HugePages
 
 FLOATS, WIDENED, PAIRS = range(3)  # of cpu.h
+CODES: dict[Kind, int] = {"int8": 1, "fp8": 2, "int4": 3, "uint4": 4, "fp4": 5}
 BLOCK = 32  # elements of depth that PAIRS are padded to
-
-
-def kind_of(weight: Packed) -> int:
-    return FLOATS if weight.data.dtype == torch.float32 else PAIRS if weight.rounds else WIDENED
+UNIT = 4  # elements of depth that are decoded together
+SMALLEST, LARGEST = 2.0**-90, 2.0**90
+"""Bounds of scales and offsets: no value is denormal, or infinite."""
 
 
 def type_into(weight: Packed) -> torch.dtype:
@@ -24,27 +26,80 @@ def type_into(weight: Packed) -> torch.dtype:
     return torch.bfloat16 if weight.rounds and weight.in_features % BLOCK == 0 else torch.float32
 
 
+def is_kept(part: Stored) -> bool:
+    """Return whether products decode these codes as they go, with the bits of the widened values."""
+    if part.scales is None or (part.group % UNIT and part.scales.shape[-1] > 1):
+        return False
+    if part.kind == "fp8" and bool((part.codes.view(torch.uint8) & 127 == 127).any()):  # NaN
+        return False
+    return _is_moderate(part.scales) and (part.offsets is None or _is_moderate(part.offsets))
+
+
+def _is_moderate(values: torch.Tensor) -> bool:
+    size = values.abs()
+    return bool(((size == 0) | (size >= SMALLEST) & (size <= LARGEST)).all())
+
+
 def bind_pack(
     library: Library, compute_dtype: ComputeDtype
 ) -> Callable[[Sequence[Stored], torch.Tensor | None], Packed]:
-    call = library.function("linear_pack")
-    panel = library.function("linear_panel")()
+    """Codes that are kept have the products of their `factors`, decoded block by block."""
+    pack_floats, pack_codes = library.function("linear_pack"), library.function("linear_pack_codes")
+    codes_bytes, panel = library.function("linear_codes_bytes"), library.function("linear_panel")()
     assert panel is not None
     memory = HugePages()
 
     def pack(parts: Sequence[Stored], bias_N: torch.Tensor | None = None) -> Packed:
-        weight_NK = torch.cat([part.factors(compute_dtype) for part in parts], -2)
+        bias_N = None if bias_N is None else bias_N.float()
+        rounds = compute_dtype == "bfloat16"
+        if rounds and not all(part.scales is not None or part.kind == "bfloat16" for part in parts):
+            return floats(torch.cat([part.factors(compute_dtype) for part in parts], -2), bias_N)
+        found, end = None, sum(part.codes.shape[-2] for part in parts)
+        for run in reversed(list(runs(parts))):
+            start = end - run.codes.shape[-2]
+            bias = None if bias_N is None else bias_N[..., start:end]
+            packed = codes(run, bias) if is_kept(run) else floats(run.factors(compute_dtype), bias)
+            found, end = replace(packed, rest=found), start
+        assert found is not None
+        return found
+
+    def floats(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> Packed:
         *experts, n, k = weight_NK.shape
         is_half = weight_NK.dtype == torch.bfloat16
         rounds = is_half and compute_dtype == "bfloat16"
         weight_ENK = (weight_NK if is_half else weight_NK.float()).contiguous().view(-1, n, k)
         depth = -(-k // BLOCK) * BLOCK if rounds else k
         data = memory.empty(len(weight_ENK), -(-n // panel), depth, panel, dtype=weight_ENK.dtype)
-        bias = None if bias_N is None else bias_N.float().contiguous()
-        packed = Packed(data.view(*experts, *data.shape[1:]), bias, n, k, rounds)
+        format_ = PAIRS if rounds else WIDENED if is_half else FLOATS
         for source, target in zip(weight_ENK, data, strict=True):
-            call(source.data_ptr(), target.data_ptr(), kind_of(packed), n, k)
-        return packed
+            pack_floats(source.data_ptr(), target.data_ptr(), format_, n, k)
+        bias = None if bias_N is None else bias_N.contiguous()
+        kind: Kind = "bfloat16" if is_half else "float32"
+        return Packed(data.view(*experts, *data.shape[1:]), bias, n, k, rounds, kind, format=format_)
+
+    def codes(given: Stored, bias_N: torch.Tensor | None) -> Packed:
+        assert given.scales is not None
+        *experts, n, _ = given.codes.shape
+        k, rounds, groups = given.columns, compute_dtype == "bfloat16", given.scales.shape[-1]
+        fields = PAIRS if rounds else FLOATS, CODES[given.kind] << 2, (given.offsets is not None) << 5
+        format_ = sum(fields) | (given.group << 6 if groups > 1 else 0)
+        codes_ENC = given.codes.contiguous().view(-1, n, given.codes.shape[-1])
+        scales_ENG, offsets_ENG = (
+            None if part is None else part.float().contiguous().view(-1, n, groups)
+            for part in (given.scales, given.offsets)
+        )
+        num_bytes = codes_bytes(format_, n, k)
+        assert num_bytes is not None
+        assert scales_ENG is not None
+        data = memory.empty(len(codes_ENC), num_bytes, dtype=torch.uint8)
+        for e, target in enumerate(data):
+            pack_codes(
+                codes_ENC[e].data_ptr(), scales_ENG[e].data_ptr(),
+                None if offsets_ENG is None else offsets_ENG[e].data_ptr(),
+                target.data_ptr(), format_, n, k,
+            )  # fmt: skip
+        bias = None if bias_N is None else bias_N.contiguous()
+        return Packed(data.view(*experts, num_bytes), bias, n, k, rounds, given.kind, format=format_)
 
     return pack
 
@@ -59,11 +114,17 @@ def bind_linear(library: Library) -> Callable[[torch.Tensor, Packed], torch.Tens
         assert halves <= weight.rounds
         assert halves or x_MK.dtype == torch.float32
         assert x_MK.stride(1) == 1
-        y_MN = x_MK.new_empty(m, weight.out_features, dtype=torch.float32)
-        call(
-            x_MK.data_ptr(), x_MK.stride(0), halves, weight.data.data_ptr(), kind_of(weight),
-            address_or_null(weight.bias_N, weight.out_features), y_MN.data_ptr(), m, weight.out_features, k,
-        )  # fmt: skip
+        segments = weight.segments
+        y_MN = x_MK.new_empty(m, sum(part.out_features for part in segments), dtype=torch.float32)
+        column = 0
+        for part in segments:
+            n = part.out_features
+            call(
+                x_MK.data_ptr(), x_MK.stride(0), halves, part.data.data_ptr(), part.format,
+                address_or_null(part.bias_N, n),
+                y_MN.data_ptr() + column * y_MN.element_size(), y_MN.stride(0), m, n, k,
+            )  # fmt: skip
+            column += n
         return y_MN
 
     return linear
@@ -71,17 +132,20 @@ def bind_linear(library: Library) -> Callable[[torch.Tensor, Packed], torch.Tens
 
 def bind_linear_silu(library: Library) -> Callable[[torch.Tensor, Packed, Packed], torch.Tensor]:
     call = library.function("linear_silu")
+    linear, silu_mul = bind_linear(library), bind_silu_mul(library)
 
     def linear_silu(x_MK: torch.Tensor, gate_up: Packed, into: Packed) -> torch.Tensor:
         (m, k), inner = x_MK.shape, gate_up.out_features // 2
         assert k == gate_up.in_features
         assert x_MK.dtype == torch.float32
         assert x_MK.stride(1) == 1
+        if gate_up.rest is not None:
+            return silu_mul(linear(x_MK, gate_up))
         dtype = type_into(into)
         # Rows a power of 2 apart would share few sets of L1.
         y_MI = x_MK.new_empty(m, inner + BLOCK, dtype=dtype)[:, :inner]
         call(
-            x_MK.data_ptr(), x_MK.stride(0), gate_up.data.data_ptr(), kind_of(gate_up),
+            x_MK.data_ptr(), x_MK.stride(0), gate_up.data.data_ptr(), gate_up.format,
             address_or_null(gate_up.bias_N, gate_up.out_features),
             y_MI.data_ptr(), y_MI.stride(0), dtype == torch.bfloat16, m, inner, k,
         )  # fmt: skip
@@ -97,13 +161,14 @@ def bind_linear_heads(library: Library) -> Callable[[torch.Tensor, Packed], torc
         tokens, heads, width = x_THI.shape
         data = weight.data
         assert weight.bias_N is None
+        assert weight.rest is None
         assert (heads, width) == (len(data), weight.in_features)
         assert x_THI.dtype == torch.float32
         assert x_THI.stride(2) == 1
         y_THO = x_THI.new_empty(tokens, heads, weight.out_features)
         call(
             x_THI.data_ptr(), x_THI.stride(0), x_THI.stride(1),
-            data.data_ptr(), data.stride(0) * data.element_size(), kind_of(weight),
+            data.data_ptr(), data.stride(0) * data.element_size(), weight.format,
             y_THO.data_ptr(), tokens, heads, weight.out_features, width,
         )  # fmt: skip
         return y_THO

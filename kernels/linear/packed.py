@@ -15,9 +15,10 @@ class Packed:
     data    the weights, bfloat16 if they came so, else float32 (of a reference, whatever they were), or
             codes; only operators of the same variant understand their order
     bias_N  [.., out] or None
-    rounds  x is rounded to bfloat16; of weights in bfloat16 alone
+    rounds  x is rounded to bfloat16; of weights alone that are bfloat16, or become so
     kind    of the weights, as they are kept
     scales  of codes, in the order of the variant; `offsets` likewise, or None
+    format  a number by which the C++ operators know what `data` is: of codes, their scales beside them
     rest    the outputs that follow, of other kinds; `linear` and `logits` alone take it
     """
 
@@ -29,6 +30,7 @@ class Packed:
     kind: Kind = "float32"
     scales: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
+    format: int = 0
     rest: "Packed | None" = None
 
     @property

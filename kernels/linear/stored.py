@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from typing import Literal, TypeAlias
 
@@ -53,7 +54,7 @@ class Stored:
         numbers, groups = self._numbers(), self.scales.shape[-1]
         found = numbers.view(*numbers.shape[:-1], groups, -1) * self.scales[..., None]
         if self.offsets is not None:
-            found += self.offsets[..., None]
+            found = found + self.offsets[..., None]
         return found.view(numbers.shape)
 
     def factors(self, compute_dtype: ComputeDtype) -> torch.Tensor:
@@ -69,11 +70,15 @@ class Stored:
         return Stored(move(self.codes), self.kind, scales, offsets)
 
     def _numbers(self) -> torch.Tensor:
-        table = FOUR_BITS.get(self.kind)
-        if table is None:
+        if self.kind not in FOUR_BITS:
             return self.codes.float()
         codes = torch.stack([self.codes & 15, self.codes >> 4], dim=-1).flatten(-2)
-        return torch.tensor(table, device=codes.device)[codes.int()]
+        return _table(self.kind, codes.device)[codes.int()]
+
+
+@cache
+def _table(kind: Kind, device: torch.device) -> torch.Tensor:
+    return torch.tensor(FOUR_BITS[kind], device=device)
 
 
 def plain(values: torch.Tensor) -> Stored:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tidemill.kernels.linear.cpu import kind_of, type_into
+from tidemill.kernels.linear.cpu import type_into
 from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.moe.experts import Experts
 from tidemill.kernels.moe.routing import Choice, RouteTokens, Routing
@@ -118,6 +118,7 @@ def bind_moe_outer_norm(library: Library) -> MoeOuterNorm:
 
 def _weights(packed: Packed) -> tuple[int, int, int, int | None]:
     """Address, bytes from expert to expert, kind, and the address of the biases."""
+    assert packed.rest is None
     apart = packed.data.stride(0) * packed.data.element_size()
     bias = address_or_null(packed.bias_N, len(packed.data), packed.out_features)
-    return packed.data.data_ptr(), apart, kind_of(packed), bias
+    return packed.data.data_ptr(), apart, packed.format, bias

@@ -657,11 +657,19 @@ static __attribute__((noinline)) void multiply(int64_t rows, int64_t panels, con
 // bfloat16, for which x is rounded to bfloat16 once.
 enum Kind : int64_t { FLOATS, WIDENED, PAIRS };
 
+// ... or as codes (linear/codes.h), of which FLOATS or PAIRS are made. The number of a kind has these fields: what they
+// become, the code, whether there are offsets, and the columns of a group, or 0 for all.
+enum Code : int64_t { NO_CODE, INT8, FP8, INT4, UINT4, FP4 };
+constexpr int64_t CODE_BIT = 2, SHIFTED_BIT = 5, GROUP_BIT = 6;
+
+static inline bool is_pairs(int64_t kind) { return kind % (1 << CODE_BIT) == PAIRS; }
+static inline int64_t code_of(int64_t kind) { return kind >> CODE_BIT & 7; }
+
 // The words of a row of x as weights of that kind take it; they are floats but for PAIRS.
-static inline int64_t row_words(int64_t kind, int64_t k) { return kind == PAIRS ? block_words(k) : k; }
+static inline int64_t row_words(int64_t kind, int64_t k) { return is_pairs(kind) ? block_words(k) : k; }
 
 static inline void copy_row(int64_t kind, const float* x, int64_t k, uint32_t* row) {
-    if (kind == PAIRS) return to_blocks(x, k, row);
+    if (is_pairs(kind)) return to_blocks(x, k, row);
     std::memcpy(row, x, k * sizeof(float));
 }
 

@@ -103,6 +103,6 @@ def test_each_head_is_a_linear_of_its_own(dtype: torch.dtype, tmp_path: Path) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_embed_keeps_the_type(dtype: torch.dtype, tmp_path: Path) -> None:
     weight = random(torch.Generator().manual_seed(0), 7, 5).to(dtype)
-    found = dispatch.operators("triton", tmp_path).embed(torch.tensor([3, 0, 6, 3]), weight)
+    found = dispatch.operators("triton", tmp_path).embed(torch.tensor([3, 0, 6, 3]), plain(weight))
     assert found.dtype == dtype
     assert torch.equal(found, weight[[3, 0, 6, 3]])

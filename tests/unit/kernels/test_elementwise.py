@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from tests.support.kernels.cases import random, relative_error, same_bits
+from tests.unit.kernels.test_stored import CODE_KINDS, stored
 from tidemill.kernels.dispatch import Operators
+from tidemill.kernels.linear.stored import Kind, plain
 
 SIZES = (1, 2, 63, 64, 65, 127, 300)
 EPSILON = 1e-6
@@ -103,5 +105,11 @@ def test_rope_angles(cpu: Operators, reference: Operators) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_embed(cpu: Operators, dtype: torch.dtype) -> None:
     weight = random(torch.Generator().manual_seed(0), 7, 5).to(dtype)
-    found = cpu.embed(torch.tensor([3, 0, 6, 3]), weight)
+    found = cpu.embed(torch.tensor([3, 0, 6, 3]), plain(weight))
     assert same_bits(found, weight.float()[[3, 0, 6, 3]])
+
+
+@pytest.mark.parametrize("kind", CODE_KINDS)
+def test_embed_of_codes_is_that_of_their_values(cpu: Operators, kind: Kind) -> None:
+    weight, tokens = stored(kind, 7, 8, 4, shifted=True), torch.tensor([3, 0, 6, 3])
+    assert same_bits(cpu.embed(tokens, weight), weight.values[tokens])

@@ -61,8 +61,7 @@ class Decoder:
         self._sums = sums
         self.ops = operators
         self._ranks = ranks
-        embedding = read(f"{config.prefix}embed_tokens.weight")
-        self._embedding_VH = embedding.values
+        self._embedding = read(f"{config.prefix}embed_tokens.weight")
         self._layers = tuple(
             Layer(
                 layer,
@@ -75,9 +74,9 @@ class Decoder:
         self._norm_H = norm_weight(read(f"{config.prefix}norm.weight"), config.norm_offset)
         self._head: Packed | None = None
         if config.head:
-            head = labels or (embedding if config.tied else read(HEAD))
+            head = labels or (self._embedding if config.tied else read(HEAD))
             self._head = operators.pack([head], None)
-        device = self._embedding_VH.device
+        device = self._embedding.codes.device
         self.expert_pairs_R: torch.Tensor | None = None
         if counts:
             self.expert_pairs_R = torch.zeros(ranks.size, dtype=torch.int64, device=device)
@@ -152,10 +151,11 @@ class Decoder:
     def embed(self, tokens_T: torch.Tensor) -> torch.Tensor:
         """Look up the tokens. Each rank has some rows; of each token, the row of the rank that has it
         counts."""
-        ops, ranks, (rows, hidden) = self.ops, self._ranks, self._embedding_VH.shape
+        ops, ranks, rows = self.ops, self._ranks, len(self._embedding.codes)
         if ranks.size == 1:
-            return _scaled(ops.embed(tokens_T, self._embedding_VH), self._config.embedding_scale)
-        own_TH = ops.embed((tokens_T - ranks.index * rows).clamp(0, rows - 1), self._embedding_VH)
+            return _scaled(ops.embed(tokens_T, self._embedding), self._config.embedding_scale)
+        own_TH = ops.embed((tokens_T - ranks.index * rows).clamp(0, rows - 1), self._embedding)
+        hidden = own_TH.shape[1]
         every_TRH = ranks.gather(own_TH, ranks.size * hidden).view(-1, ranks.size, hidden)
         found_TH = every_TRH[torch.arange(len(tokens_T), device=tokens_T.device), tokens_T // rows]
         return _scaled(found_TH, self._config.embedding_scale)

@@ -94,7 +94,7 @@ class LatentConfig:
         keys_values_HIC = read("self_attn.kv_b_proj.weight").moved(
             lambda rows: rows.view(self.query_heads, self.plain + self.value, -1)
         )
-        absorb_HCI = keys_values_HIC.values[:, : self.plain].mT.contiguous()
+        absorb_HCI = keys_values_HIC.factors(ops.compute_dtype)[:, : self.plain].mT.contiguous()
         return LatentMixer(
             config=self,
             down=down,
