@@ -116,10 +116,12 @@ class TenantBatches:
         return bool(self._sent.rows(sql, self._now_s))
 
     def claim(self, owner: str) -> StoredBatch | None:
-        """Lease the oldest batch that no edge runs; None: there is none."""
+        """Lease the oldest batch that no edge runs, of the tenant that has waited longest since one of its
+        batches ran; None: there is none."""
         rows = self._sent.rows(
             "UPDATE tidemill_batches SET owner = ?, leased_until_s = ? WHERE id = (SELECT id FROM"
-            " tidemill_batches WHERE is_open = 1 AND leased_until_s <= ? ORDER BY created_s, id LIMIT 1)"
+            " tidemill_batches b WHERE is_open = 1 AND leased_until_s <= ? ORDER BY (SELECT"
+            " MAX(leased_until_s) FROM tidemill_batches WHERE tenant = b.tenant), created_s, id LIMIT 1)"
             " AND leased_until_s <= ? RETURNING id, tenant, key_digest, body",
             *(owner, self._now_s + LEASE_S, self._now_s, self._now_s),
         )
@@ -127,6 +129,26 @@ class TenantBatches:
             return None
         name, tenant, key_digest, body = rows[0]
         return StoredBatch(name, tenant, key_digest, json.loads(body))
+
+    def num_running(self) -> int:
+        """Return the number of batches of all tenants that edges run."""
+        sql = "SELECT COUNT(*) FROM tidemill_batches WHERE is_open = 1 AND leased_until_s > ?"
+        return int(self._sent.rows(sql, self._now_s)[0][0])
+
+    def others_wait(self) -> bool:
+        """Return whether a batch waits of another tenant, of which no batch runs."""
+        sql = (
+            "SELECT 1 FROM tidemill_batches b WHERE is_open = 1 AND leased_until_s <= ? AND tenant <> ?"
+            " AND NOT EXISTS (SELECT 1 FROM tidemill_batches WHERE tenant = b.tenant AND leased_until_s > ?)"
+            " LIMIT 1"
+        )
+        return bool(self._sent.rows(sql, self._now_s, self._tenant, self._now_s))
+
+    def release(self, name: str, owner: str) -> None:
+        """Let an edge run the batch when its tenant is the next. Raises LeaseLost."""
+        self.renew(name, owner)
+        sql = "UPDATE tidemill_batches SET owner = '', leased_until_s = ? WHERE id = ?"
+        self._sent.run(sql, self._now_s, name)
 
     def renew(self, name: str, owner: str) -> Json:
         """Extend the lease and return the batch. Raises LeaseLost."""
@@ -238,9 +260,11 @@ class TenantBatches:
         """Change fields of a batch, which is locked since its `body` was read. It expires some time after its
         last change."""
         body = body | fields
+        is_open = int(body["status"] in OPEN)
         self._sent.run(
-            "UPDATE tidemill_batches SET body = ?, is_open = ?, expires_s = ? WHERE id = ?",
-            *(json.dumps(body), int(body["status"] in OPEN), self._expires_s, name),
+            "UPDATE tidemill_batches SET body = ?, is_open = ?, expires_s = ?,"
+            " leased_until_s = CASE WHEN ? = 1 THEN leased_until_s ELSE ? END WHERE id = ?",
+            *(json.dumps(body), is_open, self._expires_s, is_open, self._now_s, name),
         )
 
     def _counted(self, name: str, body: Json) -> Json:

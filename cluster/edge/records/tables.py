@@ -57,6 +57,7 @@ TABLES = (
         stored_bytes BIGINT NOT NULL
     )""",
     "CREATE INDEX IF NOT EXISTS tidemill_open_batches ON tidemill_batches (is_open, leased_until_s)",
+    "CREATE INDEX IF NOT EXISTS tidemill_batch_turns ON tidemill_batches (tenant, leased_until_s)",
     "CREATE INDEX IF NOT EXISTS tidemill_batch_pages ON tidemill_batches (tenant, created_s, id)",
     """CREATE TABLE IF NOT EXISTS tidemill_lines (
         batch TEXT NOT NULL REFERENCES tidemill_batches (id) ON DELETE CASCADE,

@@ -3,7 +3,8 @@
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -35,7 +36,12 @@ BATCHES = 2
 """The batches that one edge runs at a time."""
 
 LINES = 16
-"""The lines of a batch that are answered at a time."""
+LINES_TOGETHER = 32
+"""The lines that are answered at a time, of one batch and of all batches of all edges. They are a part of the
+rows of one worker, because a request that finds no free row waits for the end of another one."""
+
+SLICE_S = 30.0
+"""The time for which a batch runs while a tenant without a running batch waits."""
 
 LOOK_S = 1.0
 RENEW_S = 3.0
@@ -83,23 +89,38 @@ class _Run:
         self._prepare = apis[batch.body["endpoint"]]
         self._caller = Caller(tenant=batch.tenant, private=batch.tenant.startswith("tenant:"))
         self._key: ApiKey | None = None
+        self._left = deque[int]()  # lines
+        self._width = 1  # the lines that may be answered at a time
+        self._slice_end_s = asyncio.get_running_loop().time() + SLICE_S
+        self._yields = False
 
     async def run(self) -> None:
         """Raises LeaseLost, and Unserved when the database is gone."""
-        status = self._end(self._batch.body, is_done=False)
+        status = self._end(await self._renewed(), is_done=False)
         working = asyncio.create_task(self._work() if status is None else asyncio.sleep(0))
         done = set[asyncio.Task[None]]()
         try:
             while status is None:
                 done, _ = await asyncio.wait({working}, timeout=RENEW_S)
-                body = await self._do(lambda own: own.renew(self._batch.id, self._owner))
-                status = self._end(body, is_done=bool(done))
+                status = self._end(await self._renewed(), is_done=bool(done))
         finally:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
         if done:
             working.result()
-        await self._do(lambda own: own.end(self._batch.id, self._owner, status))
+        if status == "completed" and self._left:
+            await self._do(lambda own: own.release(self._batch.id, self._owner))
+        else:
+            await self._do(lambda own: own.end(self._batch.id, self._owner, status))
+
+    async def _renewed(self) -> dict[str, Any]:
+        """Renew the lease, look at other batches, and return this one. Raises LeaseLost."""
+        body, running, others_wait = await self._do(
+            lambda own: (own.renew(self._batch.id, self._owner), own.num_running(), own.others_wait())
+        )
+        self._width = min(LINES, max(1, LINES_TOGETHER // running))
+        self._yields |= others_wait and asyncio.get_running_loop().time() >= self._slice_end_s
+        return body
 
     def _end(self, body: dict[str, Any], *, is_done: bool) -> str | None:
         """Return the status that the batch ends with now; None: it goes on."""
@@ -110,11 +131,13 @@ class _Run:
         return "expired" if self._edge.sources.unix_time_s() >= body["expires_at"] else None
 
     async def _work(self) -> None:
-        """Answer all lines without a result."""
+        """Answer lines without a result: all of them, or some and let others run."""
         if self._edge.keys.are_needed:
             known = {key.sha256: key for key in self._edge.keys.known}
-            self._key = known.get(self._batch.key_digest)
-            if self._key is None:
+            key = known.get(self._batch.key_digest)
+            if key is not None:  # its lines take nothing from the limits of its other requests
+                self._key = key.model_copy(update={"sha256": f"{key.sha256}/batches"})
+            else:
                 gone = {
                     "code": "invalid_api_key",
                     "message": "the key that made this batch is not known any more",
@@ -122,10 +145,10 @@ class _Run:
                 await self._fail([gone])
         if self._batch.body["status"] == "validating":
             await self._validate()
-        lines = iter(await self._do(lambda own: own.left(self._batch.id)))
+        self._left.extend(await self._do(lambda own: own.left(self._batch.id)))
         async with asyncio.TaskGroup() as group:
-            for _ in range(LINES):
-                group.create_task(self._answer_some(lines))
+            for index in range(LINES):
+                group.create_task(self._answer_some(index))
 
     async def _validate(self) -> None:
         """Read the lines of the input. Raises LeaseLost if they are wrong, which ends the batch."""
@@ -149,8 +172,14 @@ class _Run:
         await self._do(lambda own: own.fail(self._batch.id, self._owner, errors))
         raise LeaseLost(self._batch.id)
 
-    async def _answer_some(self, lines: Iterator[int]) -> None:
-        for number in lines:
+    async def _answer_some(self, index: int) -> None:
+        """Answer lines as one of LINES tasks, while it is one of those that may. The first one answers some
+        line even if the batch yields from its start."""
+        while self._left and not (self._yields and index):
+            if index >= self._width:
+                await asyncio.sleep(RETRY_S)
+                continue
+            number = self._left.popleft()
             custom_id, text = await self._do(lambda own, number=number: own.line(self._batch.id, number))
             request_id = f"{self._batch.id}_{number}"
             status, reply = await self._answered(json.loads(text), request_id)
@@ -161,6 +190,8 @@ class _Run:
                     self._batch.id, self._owner, number, result, is_error=is_error
                 )
             )
+            if self._yields:
+                return
 
     async def _answered(self, fields: dict[str, Any], request_id: str) -> tuple[int, str]:
         """Return the status and the reply of a line, as HTTP has them, when the fleet has room for it."""

@@ -8,6 +8,8 @@ import pytest
 
 from tests.support.workers.bench import IN_VIRTUAL_TIME, Bench, Tuning, a_request, bench, prompt
 from tests.unit.workers.engine.test_fairness import Machine, now_s
+from tidemill.cluster.edge.chat.request.hints import PRIORITY_MAX
+from tidemill.cluster.processes.endpoint.batch_lane import LINES_TOGETHER
 from tidemill.workers.scheduling.sequence import PRIORITY_AGE_S
 
 pytestmark = IN_VIRTUAL_TIME
@@ -46,6 +48,23 @@ async def test_those_that_wait_are_served_in_the_order_of_their_classes(seed: in
             await asyncio.sleep(0.001)
         await asyncio.gather(*tasks)
         assert order == ["first", *(f"{priority}.{index}" for priority, index in sorted(classes))]
+
+
+async def test_lines_of_batches_delay_no_request_of_a_client() -> None:
+    """They are all that the edges send at a time."""
+    machine = Machine(base_s=STEP_S, rng=Random(0))
+    async with bench(num_extents=400, runner=machine, tuning=Tuning(rows_max=64)) as one:
+        order: list[str] = []
+        alone_s = await served(one, "alone", 0, order)
+        lines = [
+            asyncio.create_task(served(one, f"line{index}", PRIORITY_MAX, order, 300))
+            for index in range(LINES_TOGETHER)
+        ]
+        await one.until(lambda: one.engine.load().running_rows == LINES_TOGETHER)
+        for index in range(5):
+            assert await served(one, f"client{index}", 0, order) < alone_s + 2.5 * STEP_S
+        assert not any(line.done() for line in lines)
+        await asyncio.gather(*lines)
 
 
 async def test_flood_of_urgent_requests_does_not_starve_a_low_class() -> None:

@@ -1,6 +1,7 @@
 """The quota of a tenant's records, and the time for which they are stored."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from io import BytesIO
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from tests.support.cluster.fake_service import FakeService, saying
 from tests.support.cluster.stored import NOW_S, TTL_S, clients_of, edge_over, limit_keys
 from tests.unit.cluster.edge.records.test_batches import (
+    Stalling,
     ended,
     jsonl,
     line,
@@ -20,6 +22,7 @@ from tests.unit.cluster.edge.records.test_batches import (
 )
 from tidemill.cluster.edge.records import batches
 from tidemill.cluster.edge.records.account import TenantLimits
+from tidemill.cluster.edge.records.batches import StoredBatch, TenantBatches
 from tidemill.cluster.edge.records.conversations import StoredConversation, TenantConversations
 from tidemill.cluster.edge.records.database import Database, DatabaseSettings
 from tidemill.cluster.edge.records.store import GRACE_S, Records
@@ -129,6 +132,79 @@ async def test_batch_beyond_a_quota_fails_and_its_results_are_bounded(
             for batch in waiting:
                 await ended(mine, batch)
         await started(mine, content)
+
+
+async def test_batches_of_tenants_alternate(database: DatabaseSettings) -> None:
+    now_s = [NOW_S]
+    records = Records(Database(database), TTL_S, lambda: now_s[0])
+    shown = {"status": "validating", "request_counts": {"total": 0}}
+
+    async def write(work: Callable[[TenantBatches], Any], tenant: str = "") -> Any:  # noqa: ANN401 - of the work
+        return await records.write(tenant, TenantBatches, work)
+
+    for name in ("a1", "a2", "a3", "b1", "b2", "c1"):
+        batch = StoredBatch(name, name[0], "", shown)
+        await write(lambda own, batch=batch: own.create(batch), name[0])
+        now_s[0] += 1
+    ran: list[str] = []
+    for _ in range(3):
+        ran.append((await write(lambda own: own.claim("edge"))).id)
+        now_s[0] += 1
+        waits = [await write(TenantBatches.others_wait, tenant) for tenant in "abc"]
+        assert waits == [False] * 3 if len(ran) == 3 else any(waits)
+    for name in ran:
+        await write(lambda own, name=name: own.end(name, "edge", "completed"), name[0])
+    for _ in range(3):
+        ran.append((await write(lambda own: own.claim("edge"))).id)
+        if ran[-1] == "a2":
+            now_s[0] += 1
+            await write(lambda own: own.release("a2", "edge"), "a")
+    assert ran == ["a1", "b1", "c1", "a2", "b2", "a2"], "another tenant is first, and then what is left"
+    records.close()
+
+
+async def test_batch_lets_another_tenant_run_and_each_line_is_answered_once(
+    database: DatabaseSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"BATCHES": 1, "LINES": 2, "SLICE_S": 0.0}.items():
+        monkeypatch.setattr(batch_lane, name, value)
+
+    class Slow(FakeService):
+        async def stream(self, request: Request, emit: Any) -> None:  # noqa: ANN401 - as FakeService
+            await asyncio.sleep(0.02)
+            await super().stream(request, emit)
+
+    service = Slow(saying("a"))
+    edge = edge_over(service, database, KEYS, unix_time_s=time.time)
+    async with clients_of(edge, keys=KEYS) as (mine, yours), running(edge):
+        content = jsonl(*(line(str(at)) for at in range(30)))
+        made = [(client, await started(client, content)) for client in (mine, mine, yours)]
+        for client, batch in made:
+            done = await ended(client, batch)
+            assert (done.status, len(await lines_of(client, done.output_file_id))) == ("completed", 30)
+    tenants = [request.tenant for request in service.requests]
+    assert len(tenants) == 90
+    assert tenants.index("tenant:yours") < 30, "the other one waits for no whole batch"
+
+
+async def test_lines_of_all_batches_are_bounded_and_leave_the_limits_of_a_key(
+    database: DatabaseSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lines of two batches wait at a worker; the key may ask one thing at a time."""
+    monkeypatch.setattr(batch_lane, "LINES_TOGETHER", 2)
+    service = Stalling(saying("a"), free=0)
+    edge = edge_over(service, database, ("mine",))
+    limit_keys(edge, max_parallel_requests=2)
+    async with clients_of(edge, keys=("mine",)) as (mine,):
+        content = jsonl(*(line(str(at)) for at in range(9)))
+        for _ in range(2):
+            await started(mine, content)
+        async with running(edge), asyncio.timeout(20):
+            await service.stalled.wait()
+            await asyncio.sleep(0.3)
+            assert edge.open_answers.held == 2
+            service.free = 99
+            assert (await mine.responses.create(model="keeper", input="a")).status == "completed"
 
 
 async def test_batch_and_its_files_outlast_the_time_for_records(database: DatabaseSettings) -> None:
