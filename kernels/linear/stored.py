@@ -22,6 +22,10 @@ FOUR_BITS: dict[Kind, tuple[float, ...]] = {
 `fp8` (e4m3) are the torch types int8 and float8_e4m3fn."""
 
 
+PIECE = 1 << 18
+"""The number of values that are computed before they are rounded: they fit a core's cache."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """Rows of weights, `[.., N, K]`, or a vector. A value is a code's number times its scale, in float32,
@@ -60,8 +64,21 @@ class Stored:
     def factors(self, compute_dtype: ComputeDtype) -> torch.Tensor:
         """Return the values as products take them: bfloat16 if they are stored so, or are codes and products
         are in bfloat16."""
-        values = self.values
-        return values.bfloat16() if self.scales is not None and compute_dtype == "bfloat16" else values
+        if self.scales is None:
+            return self.codes
+        dtype = torch.bfloat16 if compute_dtype == "bfloat16" else torch.float32
+        rows = self.moved(lambda tensor: tensor.flatten(0, -2))
+        found = torch.empty(len(rows.codes), self.columns, dtype=dtype, device=self.codes.device)
+        step = max(1, PIECE // self.columns)
+        for start in range(0, len(found), step):
+            piece = rows.moved(lambda tensor, start=start: tensor[start : start + step])
+            found[start : start + step] = piece.values
+        return found.view(*self.codes.shape[:-1], self.columns)
+
+    @property
+    def widened(self) -> "Stored":
+        """The same as floats, in bfloat16 if it is codes."""
+        return plain(self.factors("bfloat16"))
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Stored":
         """Return it with its rows, or whole groups of columns, where `move` moves them. `move` gets codes,
@@ -72,13 +89,15 @@ class Stored:
     def _numbers(self) -> torch.Tensor:
         if self.kind not in FOUR_BITS:
             return self.codes.float()
-        codes = torch.stack([self.codes & 15, self.codes >> 4], dim=-1).flatten(-2)
-        return _table(self.kind, codes.device)[codes.int()]
+        found = _pairs(self.kind, self.codes.device).index_select(0, self.codes.reshape(-1).int())
+        return found.view(*self.codes.shape[:-1], self.columns)
 
 
 @cache
-def _table(kind: Kind, device: torch.device) -> torch.Tensor:
-    return torch.tensor(FOUR_BITS[kind], device=device)
+def _pairs(kind: Kind, device: torch.device) -> torch.Tensor:
+    """Return the two numbers in each byte, float32 `[256, 2]`."""
+    codes = torch.arange(256)
+    return torch.tensor(FOUR_BITS[kind])[torch.stack([codes & 15, codes >> 4], dim=1)].to(device)
 
 
 def plain(values: torch.Tensor) -> Stored:
@@ -94,12 +113,12 @@ def runs(parts: Sequence[Stored]) -> Iterator[Stored]:
 
 
 def join(parts: Sequence[Stored], dim: int = -2) -> Stored:
-    """Return the parts, one below the other, or along another dimension; of several kinds as floats."""
+    """Return the parts, one below the other, or along another dimension; of several kinds `widened`."""
     first = parts[0]
     if len(parts) == 1:
         return first
     if len({(part.kind, part.group, part.offsets is None) for part in parts}) > 1:
-        return plain(torch.cat([part.values for part in parts], dim))
+        return plain(torch.cat([part.factors("bfloat16") for part in parts], dim))
 
     def joined(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         found = [tensor for tensor in tensors if tensor is not None]

@@ -2,15 +2,18 @@
 # safetensors leaves a type parameter of its paths open.
 """Tensors as quantised checkpoints hold them, beside the values that their formats define."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors.torch import save_file
 
+from tidemill.kernels.linear.stored import Kind
 from tidemill.workers.models.architectures.registry import no_progress
 from tidemill.workers.models.loading.checkpoint import WeightsFolder
+from tidemill.workers.models.loading.sharding import Replicated
+from tidemill.workers.models.loading.weights import Weight
 
 Tensors = dict[str, torch.Tensor]
 NAME = "layer.weight"
@@ -19,12 +22,14 @@ FP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 
 
 class Case(NamedTuple):
-    """A tensor as a folder holds it, and as float32 arithmetic on its definition has it."""
+    """A tensor as a folder holds it, as float32 arithmetic on its definition has it, and the kind it is read
+    as: bfloat16 if it is widened."""
 
     config: dict[str, Any]
     shape: tuple[int, ...]
     stored: Tensors
     wanted: torch.Tensor
+    kind: Kind = "bfloat16"
 
 
 def packed(config_group: dict[str, Any], kind: str = "pack-quantized") -> dict[str, Any]:
@@ -41,6 +46,10 @@ def whole_number(draw: torch.Generator, *shape: int, bits: int = 8) -> torch.Ten
 
 def positive(draw: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.rand(shape, generator=draw) + 0.01
+
+
+def in_blocks(scale: torch.Tensor, columns: int) -> torch.Tensor:
+    return scale.float().repeat_interleave(columns, -1)
 
 
 def words(values: torch.Tensor, bits: int) -> torch.Tensor:
@@ -68,7 +77,7 @@ def fp8_in_blocks_of_experts(draw: torch.Generator) -> Case:
     weight = torch.randn(2, 8, 6, generator=draw).to(torch.float8_e4m3fn)
     scale = positive(draw, 2, 2, 2)
     wanted = weight.float() * scale.repeat_interleave(4, 1).repeat_interleave(3, 2)
-    return Case(FP8_BLOCKS, (2, 8, 6), {NAME: weight, f"{NAME}_scale_inv": scale}, wanted)
+    return Case(FP8_BLOCKS, (2, 8, 6), {NAME: weight, f"{NAME}_scale_inv": scale}, wanted, "fp8")
 
 
 def fp8_with_powers_of_two(draw: torch.Generator) -> Case:
@@ -76,7 +85,7 @@ def fp8_with_powers_of_two(draw: torch.Generator) -> Case:
     scale = torch.tensor([[0.25, 8.0]])
     wanted = weight.float() * scale.repeat_interleave(3, 1)
     stored = {NAME: weight, f"{NAME}_scale_inv": scale.to(torch.float8_e8m0fnu)}
-    return Case(FP8_BLOCKS, (4, 6), stored, wanted)
+    return Case(FP8_BLOCKS, (4, 6), stored, wanted, "fp8")
 
 
 def fp8_of_a_tensor(draw: torch.Generator) -> Case:
@@ -92,12 +101,12 @@ def fp8_by_rows(draw: torch.Generator) -> Case:
     scale = positive(draw, 6).bfloat16()
     config = packed({"num_bits": 8, "type": "float", "strategy": "channel"}, "float-quantized")
     return Case(
-        config, (6, 6), {NAME: weight, f"{NAME}_scale": scale}, weight.float() * scale[:, None].float()
+        config, (6, 6), {NAME: weight, f"{NAME}_scale": scale}, weight.float() * scale[:, None].float(), "fp8"
     )
 
 
 def int8_with_zeros(draw: torch.Generator) -> Case:
-    weight, scale = whole_number(draw, 6, 5), positive(draw, 6, 1)
+    weight, scale = whole_number(draw, 6, 5), positive(draw, 6, 1).bfloat16()
     zeros = whole_number(draw, 6, 1)
     stored = {
         NAME: weight.to(torch.int8),
@@ -105,7 +114,7 @@ def int8_with_zeros(draw: torch.Generator) -> Case:
         f"{NAME}_zero_point": zeros.to(torch.int8),
     }
     config = packed({"num_bits": 8, "type": "int", "strategy": "channel"}, "int-quantized")
-    return Case(config, (6, 5), stored, (weight - zeros) * scale)
+    return Case(config, (6, 5), stored, (weight - zeros) * scale, "int8")
 
 
 def packed_8_bits(draw: torch.Generator) -> Case:
@@ -116,13 +125,13 @@ def packed_8_bits(draw: torch.Generator) -> Case:
         "layer.weight_shape": torch.tensor([7, 10]),
     }
     config = packed({"num_bits": 8, "type": "int", "strategy": "channel"})
-    return Case(config, (7, 10), stored, weight * scale.float())
+    return Case(config, (7, 10), stored, weight * scale.float(), "int8")
 
 
 def packed_4_bits_in_groups(draw: torch.Generator) -> Case:
     weight, scale, zeros = (
         whole_number(draw, 9, 12, bits=4),
-        positive(draw, 9, 3),
+        positive(draw, 9, 3).half(),
         whole_number(draw, 9, 3, bits=4),
     )
     stored = {
@@ -130,9 +139,13 @@ def packed_4_bits_in_groups(draw: torch.Generator) -> Case:
         f"{NAME}_scale": scale,
         f"{NAME}_zero_point": words(zeros.T, 4).T.contiguous(),
     }
-    wanted = (weight - zeros.repeat_interleave(4, 1)) * scale.repeat_interleave(4, 1)
+    wanted = (weight - zeros.repeat_interleave(4, 1)) * in_blocks(scale, 4)
     return Case(
-        packed({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 4}), (9, 12), stored, wanted
+        packed({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 4}),
+        (9, 12),
+        stored,
+        wanted,
+        "int4",
     )
 
 
@@ -145,16 +158,109 @@ def packed_in_any_order(draw: torch.Generator) -> Case:
 
 
 def mxfp4(draw: torch.Generator) -> Case:
-    """`[E, K, N]`, stored by groups of 32 along K: two values in a byte, the first in its lower half."""
-    codes = torch.randint(0, 16, (3, 10, 64), generator=draw)
+    """By groups of 32 along K: two values in a byte, the first in its lower half."""
+    codes, wanted = fp4(draw, 3, 10, 64)
     powers = torch.randint(-20, 20, (3, 10, 2), generator=draw)
-    table = torch.tensor([*FP4, *(-value for value in FP4)])
-    wanted = table[codes] * (2.0**powers).repeat_interleave(32, 2)
+    stored = {f"{NAME}_blocks": codes.view(3, 10, 2, 16), f"{NAME}_scales": (powers + 127).to(torch.uint8)}
+    return Case({"quant_method": "mxfp4"}, (3, 10, 64), stored, wanted * in_blocks(2.0**powers, 32), "fp4")
+
+
+def mxfp4_packed(draw: torch.Generator) -> Case:
+    codes, wanted = fp4(draw, 6, 64)
+    powers = torch.randint(-20, 20, (6, 2), generator=draw)
+    stored = {f"{NAME}_packed": codes, f"{NAME}_scale": (powers + 127).to(torch.uint8)}
+    group = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+    config = packed(group, "mxfp4-pack-quantized")
+    return Case(config, (6, 64), stored, wanted * in_blocks(2.0**powers, 32), "fp4")
+
+
+def mxfp8(draw: torch.Generator) -> Case:
+    weight = torch.randn(6, 64, generator=draw).to(torch.float8_e4m3fn)
+    powers = torch.randint(-20, 20, (6, 2), generator=draw)
+    stored = {NAME: weight, f"{NAME}_scale": (powers + 127).to(torch.uint8)}
+    return Case(
+        {"quant_method": "modelopt"}, (6, 64), stored, weight.float() * in_blocks(2.0**powers, 32), "fp8"
+    )
+
+
+def nvfp4(draw: torch.Generator) -> Case:
+    """The scale of a group is an e4m3 times a float32 of the tensor."""
+    codes, wanted = fp4(draw, 6, 32)
+    scale, factor = positive(draw, 6, 2).to(torch.float8_e4m3fn), torch.tensor(0.013)
+    stored = {NAME: codes, f"{NAME}_scale": scale, f"{NAME}_scale_2": factor}
+    return Case(
+        {"quant_method": "modelopt"}, (6, 32), stored, wanted * in_blocks(scale.float() * factor, 16), "fp4"
+    )
+
+
+def nvfp4_packed(draw: torch.Generator) -> Case:
+    """Like nvfp4, divided by the float32."""
+    codes, wanted = fp4(draw, 6, 32)
+    scale, divisor = positive(draw, 6, 2).to(torch.float8_e4m3fn), torch.tensor([83.0])
+    stored = {f"{NAME}_packed": codes, f"{NAME}_scale": scale, f"{NAME}_global_scale": divisor}
+    group = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    config = packed(group, "nvfp4-pack-quantized")
+    return Case(config, (6, 32), stored, wanted * in_blocks(scale.float() / divisor, 16), "fp4")
+
+
+def awq(draw: torch.Generator) -> Case:
+    """Words are of 8 outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits on."""
+    numbers, zeros = (torch.randint(0, 16, shape, generator=draw) for shape in ((12, 16), (3, 16)))
+    scale = positive(draw, 3, 16).half()
+    woven = [8 * word + place for word in range(2) for place in (0, 2, 4, 6, 1, 3, 5, 7)]
     stored = {
-        f"{NAME}_blocks": (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8).view(3, 10, 2, 16),
-        f"{NAME}_scales": (powers + 127).to(torch.uint8),
+        "layer.qweight": words(numbers[:, woven] - 8, 4),
+        "layer.qzeros": words(zeros[:, woven] - 8, 4),
+        "layer.scales": scale,
     }
-    return Case({"quant_method": "mxfp4"}, (3, 64, 10), stored, wanted.mT)
+    wanted = (numbers - zeros.repeat_interleave(4, 0)) * scale.float().repeat_interleave(4, 0)
+    config = {"quant_method": "awq", "bits": 4, "group_size": 4, "version": "gemm", "zero_point": True}
+    return Case(config, (16, 12), stored, wanted.T, "int4")
+
+
+def gptq_of(
+    draw: torch.Generator, *, bits: int = 4, form: str = "gptq", group_of: Sequence[int] = (), zero: int = -1
+) -> Case:
+    """Words are of inputs; zero points are in words of outputs, less 1 in the first form."""
+    most, group_of = 1 << bits, group_of or [column // 8 for column in range(16)]
+    numbers, zeros = (torch.randint(1, most, shape, generator=draw) for shape in ((16, 8), (2, 8)))
+    if zero >= 0:
+        zeros.fill_(zero)
+    scale, lowered = positive(draw, 2, 8).half(), zeros - int(form == "gptq")
+    stored = {
+        "layer.qweight": words(numbers.T - most // 2, bits).T,
+        "layer.qzeros": words(lowered - most // 2, bits),
+        "layer.scales": scale,
+        "layer.g_idx": torch.tensor(group_of, dtype=torch.int32),
+    }
+    wanted = (numbers - zeros[list(group_of)]) * scale.float()[list(group_of)]
+    in_order = list(group_of) == sorted(group_of)
+    kind: Kind = "bfloat16" if not in_order else "int4" if bits == 4 else "int8"
+    config = {"quant_method": "gptq", "bits": bits, "group_size": 8, "checkpoint_format": form}
+    return Case(config, (8, 16), stored, wanted.T, kind)
+
+
+def gptq(draw: torch.Generator) -> Case:
+    return gptq_of(draw)
+
+
+def gptq_symmetric(draw: torch.Generator) -> Case:
+    return gptq_of(draw, zero=8)
+
+
+def gptq_8_bits(draw: torch.Generator) -> Case:
+    return gptq_of(draw, bits=8, form="gptq_v2")
+
+
+def gptq_in_any_order(draw: torch.Generator) -> Case:
+    return gptq_of(draw, group_of=[0, 1] * 8)
+
+
+def fp4(draw: torch.Generator, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes, two in a byte, and their numbers."""
+    codes = torch.randint(0, 16, shape, generator=draw)
+    table = torch.tensor([*FP4, *(-value for value in FP4)])
+    return (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8), table[codes]
 
 
 CASES: list[Callable[[torch.Generator], Case]] = [
@@ -168,6 +274,15 @@ CASES: list[Callable[[torch.Generator], Case]] = [
     packed_4_bits_in_groups,
     packed_in_any_order,
     mxfp4,
+    mxfp4_packed,
+    mxfp8,
+    nvfp4,
+    nvfp4_packed,
+    awq,
+    gptq,
+    gptq_symmetric,
+    gptq_8_bits,
+    gptq_in_any_order,
 ]
 
 
@@ -176,5 +291,5 @@ def opened(folder: Path, case: Case) -> WeightsFolder:
         {name: tensor.contiguous() for name, tensor in case.stored.items()}, folder / "model.safetensors"
     )
     checkpoint = WeightsFolder(folder, no_progress, digests=True, quantization=case.config)
-    checkpoint.check({NAME: case.shape}, lambda _name: False)
+    checkpoint.check({NAME: Weight(case.shape, Replicated(), transposed=True)}, lambda _name: False)
     return checkpoint

@@ -73,7 +73,7 @@ def test_neighbours_of_one_kind_join() -> None:
         ("bfloat16", 0, 1),
         ("int4", 4, 1),
     ]
-    assert torch.equal(join(parts).values, torch.cat([part.values for part in parts]))
+    assert torch.equal(join(parts).values, torch.cat([part.values.bfloat16() for part in parts]))
 
 
 def widened(given: Stored, compute_dtype: ComputeDtype) -> Stored:

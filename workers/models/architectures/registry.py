@@ -37,8 +37,9 @@ from tidemill.workers.models.loading.config_json import Raw
 from tidemill.workers.models.loading.dummy import DummyWeights, named_dtypes
 from tidemill.workers.models.loading.gguf import GgufWeights, gguf_files
 from tidemill.workers.models.loading.kv_scales import KvScales, kv_scales
-from tidemill.workers.models.loading.sharding import RankPart, RankSlice
+from tidemill.workers.models.loading.sharding import RankPart, RankSlice, Replicated
 from tidemill.workers.models.loading.tensor_files import DTYPES, TensorFiles
+from tidemill.workers.models.loading.weights import Weight
 from tidemill.workers.models.model_files import read_json, reading
 from tidemill.workers.options import ANY, LoadFormat, Purpose
 from tidemill.workers.sources.names import bundled
@@ -348,11 +349,11 @@ def _opened(
         """Return whether a tensor is not read: an ignored one, or the copy of tied embeddings."""
         return name in (HEAD, SCORE) or name.endswith(INV_FREQ) or name.startswith(prefixes)
 
-    shapes = {name: weight.shape for name, weight in weights_of(config).items()}
+    weights = weights_of(config)
     if config.labels:
         rows = len(config.labels) if config.head == SCORE else config.vocab_size
-        shapes[config.head] = (rows, config.hidden)
-    checkpoint.check(shapes, ignored)
+        weights[config.head] = Weight((rows, config.hidden), Replicated())
+    checkpoint.check(weights, ignored)
     return raw, config, checkpoint, pooling
 
 

@@ -6,15 +6,17 @@ from math import inf, prod
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
 
-from tidemill.kernels.linear.stored import Stored, plain
+from tidemill.kernels.linear.stored import Stored
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.loading import encodings
 from tidemill.workers.models.loading.dequantise import read_part
 from tidemill.workers.models.loading.encodings import Encoding, encoding_of, scheme_of, stored_by
 from tidemill.workers.models.loading.sharding import RankSlice
 from tidemill.workers.models.loading.tensor_files import DTYPES, TensorFiles
+from tidemill.workers.models.loading.weights import Weight
 
 Progress = Callable[[int, int], None]
 
@@ -46,7 +48,7 @@ class WeightsFolder:
         self._progress = progress
         self._scheme = scheme_of(quantization)
         self._files = TensorFiles(folder)
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._weights: dict[str, Weight] = {}
         self._encodings: dict[str, Encoding] = {}
         self._digests: dict[str, str] | None = {} if digests else None
         self._thread = ThreadPoolExecutor(1, "digests")
@@ -69,39 +71,42 @@ class WeightsFolder:
             for start, end in _chunks(one.num_bytes)
         )
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]], ignored: Callable[[str], bool]) -> None:
+    def check(self, weights: Mapping[str, Weight], ignored: Callable[[str], bool]) -> None:
         """Raise ModelError unless the folder holds exactly these tensors, in any encoding, except those
         `ignored`. Only they can be read."""
         headers = self._files.headers
-        self._shapes = dict(shapes)
+        self._weights = dict(weights)
         self._encodings = {
-            name: encoding_of(name, shape, self._scheme, headers) for name, shape in shapes.items()
+            name: encoding_of(name, weight, self._scheme, headers) for name, weight in weights.items()
         }
         used = [name for encoding in self._encodings.values() for name in stored_by(encoding)]
         _complain("lacks", [name for name in used if name not in headers], self._folder)
         for name, encoding in self._encodings.items():
-            encodings.check(encoding, shapes[name], self._scheme, headers)
+            encodings.check(encoding, weights[name].shape, self._scheme, headers)
         unused = headers.keys() - set(used)
         if self._scheme is not None:
             unused = {name for name in unused if not name.endswith(encodings.UNREAD)}
         _complain("has unexpected", [name for name in unused if not ignored(name)], self._folder)
 
     def read(self, name: str, part: RankSlice) -> Stored:
-        """Return the part of a tensor, in memory of its own: float32 if it is stored as float32 or float16,
-        else bfloat16."""
+        """Return the part of a tensor, in memory of its own: as codes, or float32 if it is stored as float32
+        or float16, else bfloat16."""
         encoding = self._encodings[name]
         stored = {stored_name: self._files.tensor(stored_name) for stored_name in stored_by(encoding)}
         digesting = self._thread.submit(self._digest, list(stored)) if self._digests is not None else None
-        found = read_part(encoding, self._shapes[name], self._scheme, stored.__getitem__, part)
+        found = read_part(encoding, self._weights[name].shape, self._scheme, stored.__getitem__, part)
         if digesting is not None:
             digesting.result()
         for stored_name, tensor in stored.items():
             self._files.drop(stored_name, 0, tensor.nbytes)
             self._done_bytes += tensor.nbytes
         self._progress(self._done_bytes, self._files.all_bytes)
-        if found.sum().isnan() and found.isnan().any():  # the sum is one pass over memory
-            raise ModelError(f"{self._folder}: the tensor {name} holds NaN: download the model again")
-        return plain(found)
+        for what, tensor in (("", found.codes), ("scales of ", found.scales)):
+            if tensor is not None and _has_nan(tensor):
+                raise ModelError(
+                    f"{self._folder}: the {what}tensor {name} holds NaN: download the model again"
+                )
+        return found
 
     def number(self, name: str, else_set: str) -> float:
         """Return a tensor of one positive number. Raises ModelError, which names the option that does without
@@ -131,6 +136,13 @@ class WeightsFolder:
                 digest.update(self._files.raw(name, start, end))
                 self._files.drop(name, start, end)
             self._digests[name] = digest.hexdigest()
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    if tensor.dtype == torch.float8_e4m3fn:
+        return bool((tensor.view(torch.uint8) & 127 == 127).any())
+    # The sum is one pass over memory.
+    return tensor.dtype.is_floating_point and bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
 
 
 def _chunks(num_bytes: int) -> Iterator[tuple[int, int]]:

@@ -1,234 +1,173 @@
-"""Compute the values of stored tensors, quantised or not. A part of a tensor has exactly the values of the
-whole.
+"""Read stored tensors as codes with scales. A part of a tensor has exactly the values of the whole.
 
-A quantised value is one product in float32, rounded to bfloat16, computed in pieces that fit a core's
-cache.
+Matrices become floats where codes cannot say what they are: columns in groups of unequal size or in another
+order, parts that cut a group, and numbers of no kind (e5m2).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from math import prod
-from typing import Any, TypeAlias, assert_never
+from typing import TypeAlias
 
-import numpy as np
 import torch
 
+from tidemill.kernels.linear.stored import Kind, Stored, join, plain, stack
+from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.loading.encodings import (
-    MXFP4_GROUP,
+    BYTES,
+    EIGHT_BITS,
+    Coded,
     Encoding,
-    Mxfp4,
-    PackedInts,
+    Matrix,
     Plain,
-    Scaled,
     Scheme,
     Stacked,
+    bits_of,
     grid_of,
     steps_of,
 )
 from tidemill.workers.models.loading.sharding import RankSlice
 
-PIECE = 1 << 18
-"""The number of elements in a piece."""
-
-Region: TypeAlias = tuple[tuple[int, int], ...]
-"""A half-open range of each dimension."""
-
-Values: TypeAlias = Callable[[Region], torch.Tensor]
-"""Returns the values of a region, in a dtype that is converted when they are copied to their destination."""
-
 Open: TypeAlias = Callable[[str], torch.Tensor]
 """Returns a stored tensor by name."""
 
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The place in a word of each of 8 columns."""
 
 
 def read_part(
     encoding: Encoding, shape: tuple[int, ...], scheme: Scheme | None, stored: Open, part: RankSlice
-) -> torch.Tensor:
-    """Return the part of a tensor of `shape`, in memory of its own: float32 if it is stored as float32 or
-    float16, else bfloat16."""
-    values, dtype = _values(encoding, shape, scheme, stored), _dtype(encoding, stored)
-    if isinstance(encoding, Mxfp4):
-        swapped = replace(part, dim=(0, 2, 1)[part.dim])
-        return _filled(values, (shape[0], shape[2], shape[1]), swapped, dtype).mT
-    return _filled(values, shape, part, dtype)
+) -> Stored:
+    """Return the part of a tensor of `shape`, in memory of its own. Floats are bfloat16 if they are stored so
+    or were codes, else float32."""
+    if not isinstance(encoding, Stacked):
+        return cut(_whole(encoding, shape, scheme, stored), part)
+    experts, (count, rows, columns) = encoding.experts, shape
+    below = (rows // len(experts[0]), columns)
+    ranges, each = (part.ranges, RankSlice(((0, rows),)))
+    if part.dim:
+        ranges, each = ((0, count),), replace(part, dim=part.dim - 1)
+    matrices = [
+        cut(join([_whole(matrix, below, scheme, stored) for matrix in experts[expert]]), each)
+        for start, end in ranges
+        for expert in range(start, end)
+    ]
+    return stack(matrices)
 
 
-def _filled(values: Values, shape: tuple[int, ...], part: RankSlice, dtype: torch.dtype) -> torch.Tensor:
+def cut(whole: Stored, part: RankSlice) -> Stored:
+    """Return a part of a tensor, in memory of its own. Codes become floats if it cuts a group of columns."""
+    if whole.scales is None or part.dim < whole.codes.dim() - 1:
+        return whole.moved(lambda tensor: _picked(tensor, part))
+    columns, is_one = whole.columns, whole.scales.shape[-1] == 1
+    edges = [edge for edges in part.ranges for edge in edges] + [part.zeros]
+    if any(edge % (2 if is_one else whole.group) for edge in edges) or (is_one and part.zeros):
+        return cut(whole.widened, part)
+
+    def picked(tensor: torch.Tensor) -> torch.Tensor:
+        if is_one and tensor is not whole.codes:
+            return tensor.clone()
+        count = tensor.shape[-1]
+        ranges = tuple((start * count // columns, end * count // columns) for start, end in part.ranges)
+        return _picked(tensor, RankSlice(ranges, part.zeros * count // columns, part.dim))
+
+    return whole.moved(picked)
+
+
+def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return codes of 4 or 8 bits, uint8 `[.., 32 n / bits]`, from int32 `[.., n]`, lowest bits first."""
+    found = words.contiguous().view(torch.uint8)
+    return found if bits == 8 else torch.stack([found & 15, found >> 4], dim=-1).flatten(-2)
+
+
+def _picked(tensor: torch.Tensor, part: RankSlice) -> torch.Tensor:
     rows = sum(end - start + part.zeros for start, end in part.ranges)
-    out = torch.empty(*shape[: part.dim], rows, *shape[part.dim + 1 :], dtype=dtype)
+    dtype = torch.float32 if tensor.dtype == torch.float16 else tensor.dtype
+    out = torch.empty(*tensor.shape[: part.dim], rows, *tensor.shape[part.dim + 1 :], dtype=dtype)
     at = 0
     for start, end in part.ranges:
-        whole = tuple((0, size) for size in shape)
-        for region in _pieces((*whole[: part.dim], (start, end), *whole[part.dim + 1 :])):
-            to = list(_slices(region))
-            to[part.dim] = slice(*(index - start + at for index in region[part.dim]))
-            out[tuple(to)] = values(region)
+        out.narrow(part.dim, at, end - start).copy_(tensor.narrow(part.dim, start, end - start))
         at += end - start + part.zeros
         out.narrow(part.dim, at - part.zeros, part.zeros).zero_()
     return out
 
 
-def _pieces(region: Region) -> Iterator[Region]:
-    """Yield the region, cut at its first dimensions into small pieces."""
-    sizes = [end - start for start, end in region]
-    if prod(sizes) <= PIECE:
-        if all(sizes):
-            yield region
-        return
-    dim = next(index for index, size in enumerate(sizes) if size > 1)
-    start, end = region[dim]
-    middle = (start + end) // 2
-    for half in ((start, middle), (middle, end)):
-        yield from _pieces((*region[:dim], half, *region[dim + 1 :]))
+def _whole(encoding: Matrix, shape: tuple[int, ...], scheme: Scheme | None, stored: Open) -> Stored:
+    """Return all of a matrix, whose codes may be the file's."""
+    if isinstance(encoding, Plain):
+        floats = stored(encoding.name)
+        return plain(floats.mT if encoding.transposed else floats)
+    assert scheme is not None
+    words = stored(encoding.codes)
+    bits = bits_of(encoding, shape, scheme, tuple(words.shape))
+    scales = _scales(encoding, len(shape), stored)
+    zeros = None if encoding.zeros is None else _zeros(encoding, bits, shape, scheme, stored)
+    offsets = None if zeros is None or not zeros.any() else -zeros * scales
+    steps = steps_of(shape, tuple(scales.shape), scheme.blocks)
+    assert steps is not None
+    groups = torch.arange(shape[-1]) // steps[-1]
+    order = groups if encoding.group_of is None else stored(encoding.group_of)
+    is_even = shape[-1] % steps[-1] == 0 and (order.equal(groups.to(order.dtype)) or bool((order < 0).any()))
+    if not is_even and order.max() >= scales.shape[-1]:
+        raise ModelError(
+            f"tensor {encoding.group_of} names group {int(order.max())} of {scales.shape[-1]}: "
+            "download the model again"
+        )
+
+    def spread(cells: torch.Tensor) -> torch.Tensor:
+        for dim, size in enumerate(shape[:-1]):
+            cells = cells.repeat_interleave(steps[dim], dim).narrow(dim, 0, size)
+        return cells if is_even else cells.index_select(-1, order)
+
+    found = Stored(*_codes(encoding, words, bits, shape[-1]), spread(scales))
+    found = replace(found, offsets=None if offsets is None else spread(offsets))
+    return found if is_even and words.dtype != torch.float8_e5m2 else found.widened
 
 
-def _slices(region: Region) -> tuple[slice, ...]:
-    return tuple(slice(start, end) for start, end in region)
+def _codes(encoding: Coded, words: torch.Tensor, bits: int, columns: int) -> tuple[torch.Tensor, Kind]:
+    """Return the codes `[.., N, K]` and their kind."""
+    form = encoding.format
+    match form.layout:
+        case "blocks":
+            return words.flatten(-2), "fp4"
+        case "gptq":
+            words = words.T
+        case "awq":
+            nibbles = _in_order(unpacked(words, 4)).T
+            return nibbles[:, 0::2] | nibbles[:, 1::2] << 4, "int4"
+        case "rows":
+            if form.dtypes == EIGHT_BITS:
+                return words, "int8" if words.dtype == torch.int8 else "fp8"
+            if form.dtypes == BYTES:
+                return words, "fp4"
+    found = words.contiguous().view(torch.uint8)[..., : columns * bits // 8]
+    return (found, "int4") if bits == 4 else ((found ^ 128).view(torch.int8), "int8")
 
 
-def _dtype(encoding: Encoding, stored: Open) -> torch.dtype:
-    match encoding:
-        case Plain(name):
-            return torch.bfloat16 if stored(name).dtype == torch.bfloat16 else torch.float32
-        case Scaled() | PackedInts() | Mxfp4():
-            return torch.bfloat16
-        case Stacked(experts):
-            kinds = {_dtype(matrix, stored) for stack in experts for matrix in stack}
-            return torch.float32 if torch.float32 in kinds else torch.bfloat16
-        case _:
-            assert_never(encoding)
+def _scales(encoding: Coded, dims: int, stored: Open) -> torch.Tensor:
+    """Return the scales, float32, with `dims` dimensions."""
+    found = stored(encoding.scales)
+    found = (found.view(torch.float8_e8m0fnu) if found.dtype == torch.uint8 else found).float()
+    if encoding.factor is not None:
+        factor = stored(encoding.factor)
+        found = found / factor if encoding.format.divides else found * factor
+    found = found.view(grid_of(tuple(found.shape), dims))
+    return found.T if encoding.format.layout in {"gptq", "awq"} else found
 
 
-def _values(encoding: Encoding, shape: tuple[int, ...], scheme: Scheme | None, stored: Open) -> Values:
-    match encoding:
-        case Plain(name):
-            tensor = stored(name)
-            return lambda region: tensor[_slices(region)]
-        case Scaled():
-            return _scaled(encoding, shape, scheme, stored)
-        case PackedInts():
-            assert scheme is not None
-            return _packed(encoding, shape, scheme, stored)
-        case Mxfp4(blocks, scales):
-            return _mxfp4(stored(blocks), stored(scales))
-        case Stacked(experts):
-            rows = shape[1] // len(experts[0])
-            matrices = [
-                [_values(matrix, (rows, shape[2]), scheme, stored) for matrix in stack] for stack in experts
-            ]
-            return lambda region: _stacked(matrices, rows, region)
-        case _:
-            assert_never(encoding)
+def _zeros(encoding: Coded, bits: int, shape: tuple[int, ...], scheme: Scheme, stored: Open) -> torch.Tensor:
+    """Return the signed numbers that stand for zero, float32, of the shape of the scales."""
+    assert encoding.zeros is not None
+    found = stored(encoding.zeros)
+    if found.dtype == torch.int8:
+        return found.float().view(grid_of(tuple(found.shape), len(shape)))
+    by_row = encoding.format.layout == "rows"
+    codes_GN = unpacked(found.T if by_row else found, bits)
+    if encoding.format.layout == "awq":
+        codes_GN = _in_order(codes_GN)
+    half = 1 << bits - 1
+    return ((codes_GN[:, : shape[-2]].T.float() + scheme.shift) % (2 * half)) - half
 
 
-def _stacked(matrices: list[list[Values]], rows: int, region: Region) -> torch.Tensor:
-    (first, last), (start, end), columns = region
-    found: list[torch.Tensor] = []
-    for stack in matrices[first:last]:
-        for index, values in enumerate(stack):
-            own = max(start - index * rows, 0), min(end - index * rows, rows)
-            if own[0] < own[1]:
-                found.append(values((own, columns)))
-    return torch.cat(found).view(last - first, end - start, columns[1] - columns[0])
-
-
-def _scaled(encoding: Scaled, shape: tuple[int, ...], scheme: Scheme | None, stored: Open) -> Values:
-    weight = stored(encoding.weight)
-    table = torch.arange(256, dtype=torch.uint8).view(weight.dtype).float().numpy()
-    codes = weight.view(torch.uint8).numpy()
-    zeros = None if encoding.zero_point is None else stored(encoding.zero_point)
-    scale = _Grid(stored(encoding.scale), shape, scheme)
-    offset = None if zeros is None else _Grid(zeros, shape, scheme)
-
-    def values(region: Region) -> torch.Tensor:
-        found = _looked_up(table, codes[_slices(region)])
-        if offset is not None:
-            found -= offset.of(region)
-        return found.mul_(scale.of(region))
-
-    return values
-
-
-def _packed(encoding: PackedInts, shape: tuple[int, ...], scheme: Scheme, stored: Open) -> Values:
-    packed, offset = stored(encoding.packed), None
-    group_of = None if encoding.group_of is None else stored(encoding.group_of)
-    scale = _Grid(stored(encoding.scale), shape, scheme, group_of)
-    if encoding.zero_point is not None:  # packed along the rows, unlike the weights
-        zeros_GR = unpacked(stored(encoding.zero_point).T.contiguous(), scheme.bits)[:, : shape[0]]
-        offset = _Grid(zeros_GR.T, shape, scheme, group_of)
-
-    def values(region: Region) -> torch.Tensor:
-        *rows, columns = _slices(region)
-        found = unpacked(packed[tuple(rows)], scheme.bits)[..., columns].float()
-        if offset is not None:
-            found -= offset.of(region)
-        return found.mul_(scale.of(region))
-
-    return values
-
-
-def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return signed integers of 4 or 8 bits, int8 `[.., 32 n / bits]`, from int32 `[.., n]`, lowest bits
-    first."""
-    bytes_ = words.contiguous().view(torch.uint8)
-    if bits == 4:
-        bytes_ = torch.stack([bytes_ & 15, bytes_ >> 4], dim=-1).flatten(-2)
-    return (bytes_.to(torch.int16) - (1 << bits - 1)).to(torch.int8)
-
-
-def _mxfp4(blocks_ENGB: torch.Tensor, scales_ENG: torch.Tensor) -> Values:
-    """Return the values of `[E, N, K]`: a byte is two values, the first in its lower half, each times a power
-    of two."""
-    values_16 = torch.tensor(FP4)
-    codes = torch.arange(256)
-    pairs = torch.stack([values_16[codes & 15], values_16[codes >> 4]], dim=1).to(torch.bfloat16)
-    table = pairs.view(torch.int32)[:, 0].numpy()
-    codes_ENGB = blocks_ENGB.numpy()
-
-    def values(region: Region) -> torch.Tensor:
-        experts, rows, (start, end) = region
-        first, last = start // MXFP4_GROUP, -(-end // MXFP4_GROUP)
-        groups = (*_slices((experts, rows)), slice(first, last))
-        found = _looked_up(table, codes_ENGB[groups]).view(torch.bfloat16)
-        powers = scales_ENG[groups].view(torch.float8_e8m0fnu).to(torch.bfloat16)
-        scaled = (found * powers[..., None]).flatten(-2)
-        return scaled[..., start - first * MXFP4_GROUP : end - first * MXFP4_GROUP]
-
-    return values
-
-
-def _looked_up(table: "np.ndarray[Any, Any]", codes: "np.ndarray[Any, Any]") -> torch.Tensor:
-    """Look up values: the fastest way on a CPU, because torch converts from 8-bit floats one by one."""
-    return torch.from_numpy(np.take(table, codes, mode="clip"))  # pyright: ignore[reportUnknownMemberType]
-
-
-class _Grid:
-    """The scales or zero points, one for each block of a tensor of `shape`."""
-
-    def __init__(
-        self,
-        cells: torch.Tensor,
-        shape: tuple[int, ...],
-        scheme: Scheme | None,
-        group_of: torch.Tensor | None = None,
-    ) -> None:
-        self._cells = cells.float().view(grid_of(tuple(cells.shape), len(shape)))
-        self._steps = steps_of(shape, tuple(self._cells.shape), None if scheme is None else scheme.block)
-        self._group_of = None if group_of is None or (group_of < 0).any() else group_of
-
-    def of(self, region: Region) -> torch.Tensor:
-        """Return one for each element of the region, in the dimensions in which they differ."""
-        found, inner = self._cells, self._group_of
-        steps = [step if cells > 1 else 0 for step, cells in zip(self._steps, found.shape, strict=True)]
-        if inner is not None:
-            steps[-1] = 0
-        for dim, ((start, end), step) in enumerate(zip(region, steps, strict=True)):
-            if step:
-                found = found.narrow(dim, start // step, -(-end // step) - start // step)
-        if inner is not None:
-            found = found.index_select(-1, inner[slice(*region[-1])])
-        for dim, ((start, end), step) in reversed(list(enumerate(zip(region, steps, strict=True)))):
-            if step > 1:
-                found = found.index_select(dim, torch.arange(start, end) // step - start // step)
-        return found
+def _in_order(codes: torch.Tensor) -> torch.Tensor:
+    by_word = codes.view(*codes.shape[:-1], -1, 8)
+    return by_word[..., AWQ_ORDER].view(codes.shape)

@@ -10,6 +10,7 @@ import xxhash
 from tidemill.kernels.linear.stored import Stored, plain
 from tidemill.workers.models.loading.checkpoint import Progress
 from tidemill.workers.models.loading.sharding import RankSlice
+from tidemill.workers.models.loading.weights import Weight
 
 HIGH = 1e-3
 """The values are uniform in [-HIGH, HIGH), as those of other engines."""
@@ -33,11 +34,11 @@ class DummyWeights:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._done_bytes = self._total_bytes = 0
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]], ignored: Callable[[str], bool]) -> None:
+    def check(self, weights: Mapping[str, Weight], ignored: Callable[[str], bool]) -> None:
         """Take the shapes of the tensors that will be read."""
         del ignored
-        self._shapes = dict(shapes)
-        self._total_bytes = sum(map(prod, shapes.values())) * self._dtype.itemsize
+        self._shapes = {name: weight.shape for name, weight in weights.items()}
+        self._total_bytes = sum(map(prod, self._shapes.values())) * self._dtype.itemsize
 
     def read(self, name: str, part: RankSlice) -> Stored:
         """Return the part of a tensor, in memory of its own."""

@@ -1,78 +1,127 @@
-"""The encodings of a named tensor in a folder: plain, quantised, or expert by expert. Pure.
+"""The encodings of a named matrix in a folder: plain, as codes, or expert by expert. Pure.
 
-Plain        NAME
-Scaled       NAME in 8 bits, NAME_scale_inv or NAME_scale, perhaps NAME_zero_point    (fp8, int8)
-PackedInts   NAME_packed, NAME_scale, perhaps NAME_zero_point and NAME_g_idx       (int8, int4 in int32)
-Mxfp4        NAME_blocks [E, N, K / 32, 16] and NAME_scales of a tensor [E, K, N]     (gpt-oss)
-Stacked      experts.N.gate_proj.weight .. of experts.gate_up_proj, each as above
+The tensors of a folder show which it is, one matrix at a time: so recipes that leave some in floats or mix
+kinds need no names of modules. The configuration only adds what shapes and dtypes leave open.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias, assert_never
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias, assert_never
 
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.loading.tensor_files import Header
+from tidemill.workers.models.loading.weights import Weight
 
 FLOATS = frozenset({"F32", "BF16", "F16"})
 EIGHT_BITS = frozenset({"F8_E4M3", "F8_E5M2", "I8"})
+BYTES = frozenset({"U8"})
 INT32 = frozenset({"I32"})
-SCALES = FLOATS | {"F8_E8M0"}
-METHODS = (
-    "fp8, compressed-tensors (float-quantized, int-quantized, naive-quantized, pack-quantized) and mxfp4"
+SCALES = FLOATS | {"F8_E8M0", "U8"}
+SMALL_SCALES = frozenset({"F8_E4M3", "F8_E8M0", "U8"})
+METHODS = "fp8, compressed-tensors, awq, gptq, mxfp4 and modelopt"
+COMPRESSED = {
+    "float-quantized",
+    "int-quantized",
+    "naive-quantized",
+    "pack-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mxfp8-quantized",
+    "mixed-precision",
+}
+"""The formats of compressed-tensors."""
+
+UNREAD = (
+    "input_scale",
+    "input_zero_point",
+    "input_global_scale",
+    "output_scale",
+    "k_scale",
+    "v_scale",
+    "weight_shape",
 )
-FORMATS = frozenset({"float-quantized", "int-quantized", "naive-quantized", "pack-quantized"})
-UNREAD = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "weight_shape")
 """The suffixes of tensors for the quantisation of activations, keys and values, or with a shape."""
 
-MXFP4_GROUP = 32
-"""The number of values that share a scale."""
+Layout: TypeAlias = Literal["rows", "blocks", "gptq", "awq"]
+"""The way in which codes make rows of outputs `[.., N, K]`. The first code of a word is the lowest.
+
+rows     [.., N, words]
+blocks   [E, N, K / 32, 16] of bytes
+gptq     [words, N]; zero points [G, words]
+awq      [K, words], 8 columns of N in each, as AWQ_ORDER; zero points alike
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """The tensors of a matrix as codes. `{name}` is that of the matrix, `{stem}` without `weight`.
+
+    codes       of one of `dtypes`
+    scales      the first name that there is, of one of `scale_dtypes`: U8 and F8_E8M0 are powers of two
+    zeros       the codes that stand for 0, subtracted before scaling, if there are any
+    group_of    int32 [K], the group of each column, if they are in another order
+    factor      a float32 for all scales that are F8_E4M3: it multiplies them, or `divides`
+    """
+
+    codes: str
+    dtypes: frozenset[str]
+    scales: tuple[str, ...]
+    scale_dtypes: frozenset[str] = SCALES
+    zeros: str = "{name}_zero_point"
+    group_of: str = "{name}_g_idx"
+    factor: str | None = None
+    divides: bool = False
+    layout: Layout = "rows"
+
+
+FORMATS = (
+    Format("{name}", EIGHT_BITS, ("{name}_scale_inv", "{name}_scale")),
+    Format("{name}", BYTES, ("{name}_scale",), SMALL_SCALES, factor="{name}_scale_2"),
+    Format("{name}_packed", INT32, ("{name}_scale",)),
+    Format(
+        "{name}_packed", BYTES, ("{name}_scale",), SMALL_SCALES, factor="{name}_global_scale", divides=True
+    ),
+    Format("{name}_blocks", BYTES, ("{name}_scales",), BYTES, layout="blocks"),
+    Format("{stem}qweight", INT32, ("{stem}scales",), FLOATS, "{stem}qzeros", "{stem}g_idx", layout="gptq"),
+)
+"""The formats of FP8, INT8 and MXFP8; NVFP4 of modelopt; INT4 and INT8 in words; NVFP4 and MXFP4 of
+compressed-tensors; MXFP4 of gpt-oss; GPTQ and AWQ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """The content of `quantization_config` that applies to all weights.
+    """The content of `quantization_config` that tensors do not show.
 
-    scale       the suffix of the names of scales
-    block       the rows and columns that share a scale where it is not one for the tensor or for each row
+    blocks    the rows and columns that share a scale where it is not one for the tensor or for each row
+    bits      of the codes in int32
+    shift     zero points are stored too low by this
     """
 
-    scale: str = "_scale"
-    bits: int = 8
-    block: tuple[int, int] | None = None
+    method: str
+    blocks: tuple[tuple[int, int], ...] = ()
+    bits: tuple[int, ...] = ()
+    shift: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Plain:
     name: str
+    transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
-    """(value - zero point) * scale."""
+class Coded:
+    """The names of the tensors of a format that the folder has or needs."""
 
-    weight: str
-    scale: str
-    zero_point: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class PackedInts:
-    """Like Scaled; `group_of` is the column of the scales for each column of the weight."""
-
-    packed: str
-    scale: str
-    zero_point: str | None
-    group_of: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Mxfp4:
-    blocks: str
+    format: Format
+    codes: str
     scales: str
+    zeros: str | None = None
+    group_of: str | None = None
+    factor: str | None = None
 
 
-Matrix: TypeAlias = Plain | Scaled | PackedInts
+Matrix: TypeAlias = Plain | Coded
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,50 +131,22 @@ class Stacked:
     experts: tuple[tuple[Matrix, ...], ...]
 
 
-Encoding: TypeAlias = Matrix | Mxfp4 | Stacked
+Encoding: TypeAlias = Matrix | Stacked
 
 
-def scheme_of(config: Mapping[str, Any] | None) -> Scheme | None:
-    """Return the scheme of the `quantization_config` in config.json, if there is one. Raises ModelError when
-    it is not supported or not understood."""
-    try:
-        return None if config is None else _scheme_of(config)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ModelError(
-            f"quantization_config of config.json is damaged ({error!r}): download the model again"
-        ) from error
-
-
-def _scheme_of(config: Mapping[str, Any]) -> Scheme:
-    match config.get("quant_method"):
-        case "fp8":
-            block = config.get("weight_block_size")
-            return Scheme("_scale_inv", block=None if block is None else (int(block[0]), int(block[1])))
-        case "mxfp4":
-            return Scheme()
-        case "compressed-tensors":
-            return _compressed_tensors(config)
-        case method:
-            raise _unsupported(f"quant_method {method!r}")
-
-
-def encoding_of(
-    name: str, shape: tuple[int, ...], scheme: Scheme | None, headers: Mapping[str, Header]
-) -> Encoding:
+def encoding_of(name: str, weight: Weight, scheme: Scheme | None, headers: Mapping[str, Header]) -> Encoding:
     """Return how the folder with these tensors stores `name`; Plain when it does not."""
     if name not in headers and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
         prefix, _, kind = name.rpartition(".")
         kinds = ("down_proj",) if kind == "down_proj" else ("gate_proj", "up_proj")
         stacks = [
-            [f"{prefix}.{expert}.{projection}.weight" for projection in kinds] for expert in range(shape[0])
+            [_matrix(f"{prefix}.{expert}.{projection}.weight", scheme, headers) for projection in kinds]
+            for expert in range(weight.shape[0])
         ]
-        if any(part_name in headers or f"{part_name}_packed" in headers for part_name in stacks[0]):
-            return Stacked(
-                tuple(tuple(_matrix(part_name, scheme, headers) for part_name in stack) for stack in stacks)
-            )
-    if scheme is not None and f"{name}_blocks" in headers:
-        return Mxfp4(f"{name}_blocks", f"{name}_scales")
-    return _matrix(name, scheme, headers)
+        if any(stored in headers for matrix in stacks[0] for stored in stored_by(matrix)):
+            return Stacked(tuple(map(tuple, stacks)))
+    found = _matrix(name, scheme, headers)
+    return replace(found, transposed=weight.transposed) if isinstance(found, Plain) else found
 
 
 def stored_by(encoding: Encoding) -> list[str]:
@@ -133,12 +154,8 @@ def stored_by(encoding: Encoding) -> list[str]:
     match encoding:
         case Plain(name):
             return [name]
-        case Scaled(weight, scale, zero_point):
-            return [weight, scale, *_there(zero_point)]
-        case PackedInts(packed, scale, zero_point, group_of):
-            return [packed, scale, *_there(zero_point), *_there(group_of)]
-        case Mxfp4(blocks, scales):
-            return [blocks, scales]
+        case Coded(_, codes, scales, zeros, group_of, factor):
+            return [name for name in (codes, scales, zeros, group_of, factor) if name is not None]
         case Stacked(experts):
             return [name for stack in experts for matrix in stack for name in stored_by(matrix)]
         case _:
@@ -155,9 +172,10 @@ def check(
         return
     for name, wanted, dtypes in _wanted(encoding, shape, scheme, headers):
         found = headers[name]
-        if found.shape != wanted:
+        if found.shape not in wanted:
             raise ModelError(
-                f"tensor {name} has shape {found.shape} but config.json asks for {wanted}: "
+                f"tensor {name} has shape {found.shape} but config.json asks for "
+                f"{' or '.join(map(str, dict.fromkeys(wanted)))}: "
                 "the weights and config.json belong to different models"
             )
         if found.dtype not in dtypes:
@@ -168,14 +186,10 @@ def check(
             )
 
 
-def steps_of(shape: tuple[int, ...], grid: tuple[int, ...], block: tuple[int, int] | None) -> tuple[int, ...]:
-    """Return how many indices of each dimension share a scale, where the scales are a `grid` with as many
-    dimensions. The grid that `shape` should have is `-(-size // step)` in each."""
-    blocks = (1,) * (len(shape) - 2) + (block or (1, 1))
-    return tuple(
-        size if cells == 1 else 1 if cells == size else step
-        for size, cells, step in zip(shape, grid, blocks[-len(shape) :], strict=True)
-    )
+def bits_of(encoding: Coded, shape: tuple[int, ...], scheme: Scheme, found: tuple[int, ...]) -> int:
+    """Return the bits of a code, where the tensor with the codes has the shape `found`."""
+    form = encoding.format
+    return next(bits for bits in _bits(form, shape, scheme) if found == _codes_shape(form, shape, bits))
 
 
 def grid_of(scales: tuple[int, ...], dims: int) -> tuple[int, ...]:
@@ -183,107 +197,207 @@ def grid_of(scales: tuple[int, ...], dims: int) -> tuple[int, ...]:
     return scales + (1,) * (dims - len(scales))
 
 
-def _matrix(name: str, scheme: Scheme | None, headers: Mapping[str, Header]) -> Matrix:
-    if scheme is None:
-        return Plain(name)
-
-    def there(suffix: str) -> str | None:
-        return name + suffix if name + suffix in headers else None
-
-    scale = there("_scale_inv") or there("_scale") or name + scheme.scale
-    if f"{name}_packed" in headers:
-        return PackedInts(f"{name}_packed", scale, there("_zero_point"), there("_g_idx"))
-    if name in headers and headers[name].dtype in EIGHT_BITS:
-        return Scaled(name, scale, there("_zero_point"))
-    return Plain(name)
-
-
-Wanted: TypeAlias = tuple[str, tuple[int, ...], frozenset[str]]
-"""The expectation of a stored tensor: its name, shape, and the dtypes that it may have."""
-
-
-def _wanted(
-    encoding: Matrix | Mxfp4, shape: tuple[int, ...], scheme: Scheme | None, headers: Mapping[str, Header]
-) -> Iterator[Wanted]:
-    match encoding:
-        case Plain(name):
-            yield name, shape, FLOATS
-        case Scaled(weight, scale, zero_point):
-            yield weight, shape, EIGHT_BITS
-            yield scale, _grid(scale, shape, scheme, headers), SCALES
-            for name in _there(zero_point):
-                yield name, headers[scale].shape, frozenset({"I8"})
-        case PackedInts(packed, scale, zero_point, group_of):
-            assert scheme is not None
-            rows, columns = (-(-size * scheme.bits // 32) for size in shape)
-            yield packed, (shape[0], columns), INT32
-            yield scale, _grid(scale, shape, scheme, headers), SCALES
-            for name in _there(zero_point):
-                yield name, (rows, *headers[scale].shape[1:]), INT32
-            for name in _there(group_of):
-                yield name, shape[1:], INT32
-        case Mxfp4(blocks, scales):
-            experts, rows, columns = shape
-            wanted = (experts, columns, rows // MXFP4_GROUP)
-            yield blocks, (*wanted, MXFP4_GROUP // 2), frozenset({"U8"})
-            yield scales, wanted, frozenset({"U8"})
-        case _:
-            assert_never(encoding)
-
-
-def _grid(
-    scale: str, shape: tuple[int, ...], scheme: Scheme | None, headers: Mapping[str, Header]
-) -> tuple[int, ...]:
-    """Return the shape of the scales. Raises ModelError if it does not fit."""
-    found, block = headers[scale].shape, None if scheme is None else scheme.block
-    if len(found) <= len(shape):
-        grid = grid_of(found, len(shape))
-        steps = steps_of(shape, grid, block)
+def steps_of(
+    shape: tuple[int, ...], grid: tuple[int, ...], blocks: Sequence[tuple[int, int]]
+) -> tuple[int, ...] | None:
+    """Return how many indices of each dimension share a scale, where the scales are a `grid` with as many
+    dimensions; None: they are none of these blocks."""
+    for block in ((1, 1), *blocks):
+        each = (1,) * (len(shape) - 2) + block
+        steps = tuple(
+            size if cells == 1 else step for size, cells, step in zip(shape, grid, each, strict=True)
+        )
         if grid == tuple(-(-size // step) for size, step in zip(shape, steps, strict=True)):
-            return found
-    parts = "of whole tensors or rows" if block is None else f"of blocks of {block}"
-    raise ModelError(
-        f"tensor {scale} has shape {found}, but these are no scales {parts} for a weight of {shape}: "
-        "the weights and the quantization_config of config.json belong to different models"
-    )
+            return steps
+    return None
+
+
+def scheme_of(config: Mapping[str, Any] | None) -> Scheme | None:
+    """Return the scheme of the `quantization_config` in config.json, if there is one. Raises ModelError when
+    it is not supported or not understood."""
+    try:
+        return None if config is None else _scheme_of(config)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"quantization_config of config.json is damaged ({error!r}): download the model again"
+        ) from error
+
+
+def _scheme_of(config: Mapping[str, Any]) -> Scheme:
+    method = config.get("quant_method")
+    match method:
+        case "fp8":
+            block = config.get("weight_block_size")
+            return Scheme(method, () if block is None else ((int(block[0]), int(block[1])),))
+        case "mxfp4":
+            return Scheme(method, ((1, 32),))
+        case "modelopt" | "modelopt_fp4" | "modelopt_mixed":
+            return Scheme(method, ((1, 16), (1, 32)))
+        case "awq":
+            _supported("version", config.get("version", "gemm").lower(), {"gemm"})
+            return Scheme(method, _groups([config]), _some_bits([config], {4}))
+        case "gptq":
+            form = config.get("checkpoint_format") or "gptq"
+            _supported("checkpoint_format", form, {"gptq", "gptq_v2"})
+            dynamic: Mapping[str, Mapping[str, Any]] = config.get("dynamic") or {}
+            rules = [config, *filter(None, dynamic.values())]
+            return Scheme(method, _groups(rules), _some_bits(rules, {4, 8}), int(form == "gptq"))
+        case "compressed-tensors":
+            return _compressed_tensors(config)
+        case _:
+            raise _unsupported(f"quant_method {method!r}")
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
     if config.get("transform_config"):
         raise _unsupported("a transform_config")
     sparsity: Mapping[str, Any] = config.get("sparsity_config") or {}
-    if sparsity.get("format", "dense") != "dense":
-        raise _unsupported(f"sparsity format {sparsity['format']!r}")
-    kinds: set[Scheme] = set()
-    for group in config.get("config_groups", {}).values():
-        found = group.get("format") or config.get("format")
-        if found not in FORMATS:
-            raise _unsupported(f"format {found!r}")
-        kinds.add(_kind(group["weights"]))
-    if len(kinds) != 1:
-        raise _unsupported(f"{len(kinds)} kinds of weights in one model")
-    return kinds.pop()
+    _supported("sparsity format", sparsity.get("format", "dense"), {"dense"})
+    kinds = [group["weights"] for group in config.get("config_groups", {}).values()]
+    if not kinds:
+        raise _unsupported("no kind of weights")
+    blocks: tuple[tuple[int, int], ...] = ()
+    for group, weights in zip(config["config_groups"].values(), kinds, strict=True):
+        form = group.get("format") or config.get("format")
+        _supported("format", form, COMPRESSED)
+        bits, kind = weights.get("num_bits"), weights.get("type")
+        if bits not in {4, 8} or (bits == 4 and kind != ("int" if form == "pack-quantized" else "float")):
+            raise _unsupported(f"{bits} bits of type {kind!r}")
+        match weights.get("strategy"):
+            case "tensor" | "channel":
+                pass
+            case "group" | "tensor_group":
+                blocks += _groups([weights])
+            case "block":
+                rows, columns = weights["block_structure"]
+                blocks += ((int(rows), int(columns)),)
+            case strategy:
+                raise _unsupported(f"strategy {strategy!r}")
+    return Scheme("compressed-tensors", blocks, tuple({weights["num_bits"]: None for weights in kinds}))
 
 
-def _kind(weights: Mapping[str, Any]) -> Scheme:
-    bits, strategy = weights.get("num_bits"), weights.get("strategy")
-    if bits not in {4, 8} or (bits == 4 and weights.get("type") != "int"):
-        raise _unsupported(f"{bits} bits of type {weights.get('type')!r}")
-    match strategy:
-        case "tensor" | "channel":
-            block = None
-        case "group":
-            block = (1, int(weights["group_size"]))
-        case "block":
-            rows, columns = weights["block_structure"]
-            block = (int(rows), int(columns))
+def _groups(rules: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, int], ...]:
+    """Return the blocks of the groups that these rules have; -1 is a whole row."""
+    sizes = [int(rule["group_size"]) for rule in rules if rule.get("group_size") is not None]
+    return tuple((1, size) for size in dict.fromkeys(sizes) if size > 0)
+
+
+def _some_bits(rules: Sequence[Mapping[str, Any]], known: set[int]) -> tuple[int, ...]:
+    found = tuple(dict.fromkeys(rule["bits"] for rule in rules if "bits" in rule))
+    for bits in found:
+        _supported("bits", bits, known)
+    return found
+
+
+def _matrix(name: str, scheme: Scheme | None, headers: Mapping[str, Header]) -> Matrix:
+    names = {"name": name, "stem": name.removesuffix("weight")}
+    for form in FORMATS:
+        codes = form.codes.format(**names)
+        if scheme is not None and codes in headers and headers[codes].dtype in form.dtypes:
+            return _coded(form, codes, names, scheme, headers)
+    return Plain(name)
+
+
+def _coded(
+    form: Format, codes: str, names: Mapping[str, str], scheme: Scheme, headers: Mapping[str, Header]
+) -> Coded:
+    def there(pattern: str | None, *, needed: bool = False) -> str | None:
+        name = (pattern or "").format(**names)
+        return name if name in headers or (needed and pattern) else None
+
+    first, *_, last = (pattern.format(**names) for pattern in form.scales * 2)
+    scales = first if scheme.method == "fp8" or first in headers else last
+    if scheme.method == "awq":
+        form = replace(form, layout="awq")
+    is_small = scales in headers and headers[scales].dtype == "F8_E4M3"
+    return Coded(
+        form,
+        codes,
+        scales,
+        there(form.zeros, needed=form.layout in {"gptq", "awq"}),
+        there(form.group_of),
+        there(form.factor, needed=is_small),
+    )
+
+
+Wanted: TypeAlias = tuple[str, Sequence[tuple[int, ...]], frozenset[str]]
+"""The expectation of a stored tensor: its name, the shapes and the dtypes that it may have."""
+
+
+def _wanted(
+    encoding: Matrix, shape: tuple[int, ...], scheme: Scheme | None, headers: Mapping[str, Header]
+) -> Iterator[Wanted]:
+    if isinstance(encoding, Plain):
+        plain = (*shape[:-2], shape[-1], shape[-2]) if encoding.transposed else shape
+        yield encoding.name, [plain], FLOATS
+        return
+    assert scheme is not None
+    form, bits = encoding.format, _bits(encoding.format, shape, scheme)
+    shapes = [_codes_shape(form, shape, number) for number in bits]
+    yield encoding.codes, shapes, form.dtypes
+    grid = _grid(encoding, shape, scheme, headers)
+    yield encoding.scales, [grid], form.scale_dtypes
+    if encoding.zeros is not None:
+        found = bits[shapes.index(headers[encoding.codes].shape)]
+        yield encoding.zeros, [_zeros_shape(form, shape, grid, found)], form.dtypes
+    if encoding.group_of is not None:
+        yield encoding.group_of, [shape[-1:]], INT32
+    if encoding.factor is not None:
+        yield encoding.factor, [(), (1,)], frozenset({"F32"})
+
+
+def _bits(form: Format, shape: tuple[int, ...], scheme: Scheme) -> tuple[int, ...]:
+    """Return the bits that codes may have. An odd number of columns has none of 4."""
+    some = (8,) if form.dtypes == EIGHT_BITS else (4,) if form.dtypes == BYTES else scheme.bits
+    return tuple(bits for bits in some if bits * shape[-1] % 8 == 0)
+
+
+def _codes_shape(form: Format, shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
+    *rows, columns = shape
+    word = 32 if form.dtypes == INT32 else 8
+    match form.layout:
+        case "rows":
+            return (*rows, -(-columns * bits // word))
+        case "blocks":
+            return (*rows, columns // 32, 16)
+        case "gptq":
+            return (-(-columns * bits // word), *rows)
+        case "awq":
+            return (columns, *rows[:-1], -(-rows[-1] * bits // word))
         case _:
-            raise _unsupported(f"strategy {strategy!r}")
-    return Scheme(bits=bits, block=block)
+            assert_never(form.layout)
 
 
-def _there(name: str | None) -> list[str]:
-    return [] if name is None else [name]
+def _zeros_shape(form: Format, shape: tuple[int, ...], grid: tuple[int, ...], bits: int) -> tuple[int, ...]:
+    """Return the shape of the zero points for scales of the shape `grid`: words hold those of rows."""
+    if form.dtypes != INT32:
+        return grid
+    words = -(-shape[-2] * bits // 32)
+    return (words, *grid[1:]) if form.layout == "rows" else (grid[0], words)
+
+
+def _grid(
+    encoding: Coded, shape: tuple[int, ...], scheme: Scheme, headers: Mapping[str, Header]
+) -> tuple[int, ...]:
+    """Return the shape of the scales. Raises ModelError if it does not fit."""
+    found = headers[encoding.scales].shape
+    if len(found) <= len(shape):
+        grid = grid_of(found, len(shape))
+        if encoding.format.layout in {"gptq", "awq"}:
+            grid = grid[::-1]
+        if steps_of(shape, grid, scheme.blocks) is not None:
+            return found
+    parts = " or ".join(map(str, scheme.blocks))
+    parts = f"of blocks of {parts}" if parts else "of whole tensors or rows"
+    raise ModelError(
+        f"tensor {encoding.scales} has shape {found}, but these are no scales {parts} for a weight of "
+        f"{shape}: the weights and the quantization_config of config.json belong to different models"
+    )
+
+
+def _supported(what: str, found: object, known: Collection[object]) -> None:
+    if found not in known:
+        raise _unsupported(f"{what} {found!r}")
 
 
 def _unsupported(what: str) -> ModelError:

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, TypeAlias, assert_never
 
 import torch
 
-from tidemill.kernels.linear.stored import Stored, join, plain, stack
+from tidemill.kernels.linear.stored import Stored, join, stack
 from tidemill.workers.models.loading.sharding import EvenRuns, OneRank
 from tidemill.workers.models.loading.weights import Weight, projection_back
 
@@ -28,7 +28,7 @@ class ExpertTensors:
 
     separate    gate_proj, up_proj and down_proj of each expert, under `into`.N.
     stacked     `into` [E, 2 I, H], gate first, and `back` [E, H, I]
-    woven       `into` [E, H, 2 I], gate and up interleaved, and `back` [E, I, H], both with biases
+    woven       the same with gate and up interleaved, floats transposed, and both with biases
     """
 
     form: Form
@@ -55,14 +55,18 @@ class ExpertTensors:
                     self.back: Weight(back, EvenRuns(dim=1), EvenRuns(dim=2), EvenRuns()),
                 }
             case "woven":
-                into, back = (self.count, hidden, 2 * self.inner), (self.count, self.inner, hidden)
-                cut, bias = EvenRuns(dim=2, step=2), EvenRuns(dim=1, step=2)
-                once = OneRank(zeros=True)
+                into, back = (self.count, 2 * self.inner, hidden), (self.count, hidden, self.inner)
+                pairs, rows, experts, once = (
+                    EvenRuns(dim=1, step=2),
+                    EvenRuns(dim=1),
+                    EvenRuns(),
+                    OneRank(zeros=True),
+                )
                 return {
-                    self.into: Weight(into, cut, by_expert=EvenRuns()),
-                    f"{self.into}_bias": Weight((into[0], into[2]), bias, by_expert=EvenRuns()),
-                    self.back: Weight(back, EvenRuns(dim=2), EvenRuns(dim=1), EvenRuns()),
-                    f"{self.back}_bias": Weight((self.count, hidden), EvenRuns(dim=1), once, EvenRuns()),
+                    self.into: Weight(into, pairs, by_expert=experts, transposed=True),
+                    f"{self.into}_bias": Weight(into[:2], pairs, by_expert=experts),
+                    self.back: Weight(back, rows, EvenRuns(dim=2), experts, transposed=True),
+                    f"{self.back}_bias": Weight(back[:2], rows, once, experts),
                 }
             case _:
                 assert_never(self.form)
@@ -83,8 +87,8 @@ class ExpertTensors:
                 return ExpertMatrices(read(self.into), read(self.back))
             case "woven":
                 return ExpertMatrices(
-                    plain(_unwoven(read(self.into).values.mT)),
-                    plain(read(self.back).values.mT),
+                    read(self.into).moved(_unwoven),
+                    read(self.back),
                     _unwoven(read(f"{self.into}_bias").values),
                     read(f"{self.back}_bias").values,
                 )

@@ -11,12 +11,14 @@ class Weight:
 
     terms       the cut where ranks add up; None: the same
     by_expert   the cut where ranks have whole experts; None: as without
+    transposed  folders have its floats, not its codes, with the last two dimensions exchanged
     """
 
     shape: tuple[int, ...]
     cut: Cut
     terms: Cut | None = None
     by_expert: Cut | None = None
+    transposed: bool = False
 
     def part(self, rank: RankPart) -> RankSlice:
         """Return the part of a rank."""

@@ -18,7 +18,8 @@ from tidemill.workers.models.architectures.registry import (
 )
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.loading.dummy import HIGH, PERIOD, DummyWeights
-from tidemill.workers.models.loading.sharding import RankSlice
+from tidemill.workers.models.loading.sharding import RankSlice, Replicated
+from tidemill.workers.models.loading.weights import Weight
 from tidemill.workers.sources.names import bundled
 
 KEEPER = bundled()["keeper"]
@@ -26,7 +27,7 @@ KEEPER = bundled()["keeper"]
 
 def weights(**shapes: tuple[int, ...]) -> DummyWeights:
     found = DummyWeights({"torch_dtype": "float32"}, no_progress)
-    found.check(shapes, ignored=lambda _: False)
+    found.check({name: Weight(shape, Replicated()) for name, shape in shapes.items()}, lambda _: False)
     return found
 
 

@@ -33,7 +33,8 @@ from tidemill.workers.models.architectures.registry import LoadedModel, describe
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.loading.checkpoint import WeightsFolder
 from tidemill.workers.models.loading.encodings import Scheme, scheme_of
-from tidemill.workers.models.loading.sharding import EvenRuns, part_of
+from tidemill.workers.models.loading.sharding import EvenRuns, Replicated, part_of
+from tidemill.workers.models.loading.weights import Weight
 
 
 def stacks(draw: torch.Generator) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
@@ -63,7 +64,8 @@ def test_experts_that_are_stored_apart_are_read_together(tmp_path: Path) -> None
     save_file(stored, tmp_path / "model.safetensors")
     checkpoint = WeightsFolder(tmp_path, no_progress, digests=True, quantization={"quant_method": "fp8"})
     shapes = {"mlp.experts.gate_up_proj": (2, 6, 4), "mlp.experts.down_proj": (2, 4, 3)}
-    checkpoint.check(shapes, lambda _name: False)
+    weights = {name: Weight(shape, Replicated()) for name, shape in shapes.items()}
+    checkpoint.check(weights, lambda _name: False)
     for size in (1, 2, 3):
         for index in range(size):
             for (name, shape), wanted, cut in zip(
@@ -73,15 +75,15 @@ def test_experts_that_are_stored_apart_are_read_together(tmp_path: Path) -> None
                 rows = [wanted[:, start:end] for start, end in part.ranges]
                 zeros = torch.zeros(2, part.zeros, shape[2])
                 whole = torch.cat([half for row in rows for half in (row, zeros)], dim=1)
-                assert torch.equal(checkpoint.read(name, part).codes, whole.bfloat16())
+                assert torch.equal(checkpoint.read(name, part).widened.codes, whole.bfloat16())
     assert checkpoint.names == stored.keys()
     del stored["mlp.experts.1.gate_proj.weight"]
     save_file(stored, tmp_path / "model.safetensors")
     checkpoint = WeightsFolder(tmp_path, no_progress, digests=True, quantization={"quant_method": "fp8"})
     with pytest.raises(ModelError, match=r"lacks tensor mlp\.experts\.1\.gate_proj\.weight"):
-        checkpoint.check(shapes, lambda _name: False)
+        checkpoint.check(weights, lambda _name: False)
     with pytest.raises(ModelError, match=r"lacks tensor mtp\.experts\.gate_up_proj"):
-        checkpoint.check({"mtp.experts.gate_up_proj": (2, 6, 4)}, lambda _name: False)
+        checkpoint.check({"mtp.experts.gate_up_proj": Weight((2, 6, 4), Replicated())}, lambda _name: False)
 
 
 def fp8_of(weight: torch.Tensor) -> Tensors:
@@ -127,7 +129,7 @@ def test_quantised_folder_is_the_model_that_its_values_are(tmp_path: Path) -> No
         found: Tensors = {}
 
         def pack(parts: Sequence[Stored], bias: torch.Tensor | None) -> Packed:
-            found[str(len(found))] = join(parts).values
+            found[str(len(found))] = join(parts).widened.codes
             return REFERENCE.pack(parts, bias)
 
         return load(folder, replace(REFERENCE, pack=pack), no_progress), found
@@ -159,7 +161,7 @@ MISFITS: list[tuple[Callable[[Case], Case], str]] = [
     (with_scales(1, 3, 3), r"layer\.weight_scale_inv has shape \(1, 3, 3\), but these are no scales"),
     (
         with_scales(3, 3, dtype=torch.int32),
-        r"layer\.weight_scale_inv is I32 but BF16 or F16 or F32 or F8_E8M0 is needed",
+        r"layer\.weight_scale_inv is I32 but BF16 or F16 or F32 or F8_E8M0 or U8 is needed",
     ),
     (
         lambda case: case._replace(config=FP8_BLOCKS | {"weight_block_size": [2, 2]}),
@@ -171,7 +173,7 @@ MISFITS: list[tuple[Callable[[Case], Case], str]] = [
     ),
     (
         lambda case: case._replace(config={}),
-        r"quant_method None: supported are fp8, compressed-tensors .* and mxfp4; use",
+        r"quant_method None: supported are fp8, compressed-tensors, .*; use",
     ),
 ]
 
@@ -195,14 +197,17 @@ def test_packed_tensor_of_another_shape_is_named(
 
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [
-    ({"quant_method": "awq", "bits": 4}, "has quant_method 'awq': supported are fp8"),
-    ({"quant_method": "bitsandbytes"}, "has quant_method 'bitsandbytes'"),
-    (packed({}, "nvfp4-pack-quantized"), "has format 'nvfp4-pack-quantized'"),
+    ({"quant_method": "bitsandbytes"}, "has quant_method 'bitsandbytes': supported are fp8"),
+    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "has version 'gemv'"),
+    ({"quant_method": "awq", "bits": 8}, "has bits 8"),
+    ({"quant_method": "gptq", "bits": 3}, "has bits 3"),
+    ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "has checkpoint_format 'marlin'"),
+    (packed({}, "marlin-24"), "has format 'marlin-24'"),
     (packed({"num_bits": 4, "type": "float"}), "has 4 bits of type 'float'"),
-    (packed({"num_bits": 8, "strategy": "tensor_group"}), "has strategy 'tensor_group'"),
+    (packed({"num_bits": 8, "strategy": "token"}), "has strategy 'token'"),
     (packed({"num_bits": 8}) | {"transform_config": {"R1": {}}}, "has a transform_config"),
     (packed({"num_bits": 8}) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "'sparse-24-bitmask'"),
-    (packed({}) | {"config_groups": {}}, "has 0 kinds of weights in one model"),
+    (packed({}) | {"config_groups": {}}, "has no kind of weights"),
     ({"quant_method": "fp8", "weight_block_size": [128]}, "is damaged .*: download the model again"),
     ({"quant_method": "fp8", "weight_block_size": "x"}, "is damaged"),
     (packed({}) | {"config_groups": 3}, "is damaged"),
@@ -212,8 +217,8 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
 def test_either_method_names_the_blocks() -> None:
     group = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [4, 3]}
     found = scheme_of(packed(group, "float-quantized"))
-    assert found == Scheme(block=(4, 3))
-    assert scheme_of(FP8_BLOCKS) == Scheme("_scale_inv", block=(4, 3))
+    assert found == Scheme("compressed-tensors", ((4, 3),), (8,))
+    assert scheme_of(FP8_BLOCKS) == Scheme("fp8", ((4, 3),))
     assert scheme_of(None) is None
 
 

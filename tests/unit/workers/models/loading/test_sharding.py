@@ -25,9 +25,11 @@ from tidemill.workers.models.loading.sharding import (
     OneRank,
     RankPart,
     RankSlice,
+    Replicated,
     heads_fit,
     part_of,
 )
+from tidemill.workers.models.loading.weights import Weight
 
 BASE = SHAPE | {"linear_num_key_heads": 4, "num_experts": 0}
 EXPERTS = {"num_experts": 5}
@@ -215,7 +217,7 @@ def test_part_is_the_same_whether_all_bytes_are_read_or_few(
         checkpoint = WeightsFolder(
             tmp_path, lambda bytes_, _total, done=done: done.append(bytes_), digests=digests
         )
-        checkpoint.check({"a": (24, 7, 4)}, lambda name: name == "b")
+        checkpoint.check({"a": Weight((24, 7, 4), Replicated())}, lambda name: name == "b")
         found = checkpoint.read("a", part).codes
         assert found.dtype == (dtype if dtype == torch.bfloat16 else torch.float32)
         assert torch.equal(found.float(), wanted)

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from tidemill.workers.models.loading.checkpoint import WeightsFolder
-from tidemill.workers.models.loading.sharding import RankSlice
+from tidemill.workers.models.loading.sharding import RankSlice, Replicated
 from tidemill.workers.models.loading.tensor_files import TensorFiles
+from tidemill.workers.models.loading.weights import Weight
 
 ROWS, COLUMNS = 4096, 4096  # of float32: 64 MiB, the system maps files by pages of up to 4
 ALL_BYTES = 4 * ROWS * COLUMNS
@@ -32,7 +33,7 @@ def opened(folder: Path, *, digests: bool) -> tuple[WeightsFolder, Path]:
     file = folder / "model.safetensors"
     save_file({"a": torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS).float()}, file)
     checkpoint = WeightsFolder(folder, lambda _done_bytes, _total_bytes: None, digests=digests)
-    checkpoint.check({"a": (ROWS, COLUMNS)}, lambda _name: False)
+    checkpoint.check({"a": Weight((ROWS, COLUMNS), Replicated())}, lambda _name: False)
     return checkpoint, file
 
 
