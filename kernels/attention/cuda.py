@@ -39,6 +39,7 @@ from tidemill.kernels.attention.lists import (
     short_spans,
 )
 from tidemill.kernels.attention.spans import add_short, add_spans, attend_span, place_of
+from tidemill.kernels.shared.fp8 import Fp8, Pages
 from tidemill.kernels.shared.rows import Made, Rows
 
 SPAN_TOKENS = 256  # of one program of `attend_span`, as long as SPANS_MAX of them cover the sequence
@@ -69,15 +70,20 @@ def span_tile(group: int, dim: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:
         return Tile(queries, 16, 4, 2)
     if dim > 256:
-        return Tile(queries, 32, 8, 3)
-    return Tile(queries, 64 if dim <= 128 else 32, 4 if queries * dim <= 8192 else 8, 3)
+        return Tile(queries, 16 if dtype == torch.uint8 else 32, 8, 3)
+    warps = 4 if queries * dim <= 8192 else 8
+    if dtype == torch.uint8:  # registers hold codes beside their numbers
+        return Tile(queries, 64, warps, 2) if dim <= 64 else Tile(queries, 32, warps, 3)
+    return Tile(queries, 64 if dim <= 128 else 32, warps, 3)
 
 
 def row_tile(dim: int, dtype: torch.dtype, *, short: bool) -> Tile:
     if dtype == torch.float32:
         return Tile(32, 16, 8, 1)
     if dim > 256:
-        return Tile(WIDE_QUERIES, 32, 8, 3)
+        return Tile(WIDE_QUERIES, 16 if dtype == torch.uint8 else 32, 8, 3)
+    if dim > 128 and dtype == torch.uint8:
+        return Tile(64, 32, 8, 1 if short else 2)
     return Tile(64 if short and dim > 128 else 128, 64, 4 if dim <= 64 else 8, 2)
 
 
@@ -137,6 +143,7 @@ def put_rows(
 def attend_tile(
     q,  # [T, H, D]
     cache,  # [pages, kv_heads, 2, P, D]
+    scales,  # as of `attend_span`
     tiles, first_tiles,  # as of `attend_span`
     sinks,  # float32 [H], or None
     entries,  # the list of tiles, and of spans if keys are cut
@@ -147,7 +154,7 @@ def attend_tile(
     P: tl.constexpr, D: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, FIRST: tl.constexpr, STAGES: tl.constexpr,
     SPAN: tl.constexpr, SPANS: tl.constexpr, BUDGET: tl.constexpr, WINDOW: tl.constexpr, ALIKE: tl.constexpr,
-    at=None,
+    FIXED: tl.constexpr, at=None,
 ) -> None:  # fmt: skip
     """Entry i, a tile of query vectors of one row, and kv head j of a grid (at least the entries, j). In
     `attend_rows`, entry `at`.
@@ -184,10 +191,9 @@ def attend_tile(
         sink_M = tl.load(sinks + head * GROUP + vector_M % GROUP) * LOG2_E
         weight_M, top_M = weight_M + 1.0, tl.maximum(top_M, sink_M)
     sum_MD, sum_MR, weight_M, top_M = attend(
-        q_MD.to(cache.dtype.element_ty), q_MR.to(cache.dtype.element_ty),
-        position_M, weight_M, top_M, length, seen_from, all_from, all_to, end,
-        cache, tiles, first_tiles, pages + row * pages_stride, head // PARTS, scale,
-        page_stride, head_stride, kv_stride, token_stride, P, D, R, KEYS, STAGES, WINDOW, ALIKE,
+        q_MD, q_MR, position_M, weight_M, top_M, length, seen_from, all_from, all_to, end,
+        cache, scales, tiles, first_tiles, pages + row * pages_stride, head // PARTS, scale,
+        page_stride, head_stride, kv_stride, token_stride, P, D, R, KEYS, STAGES, WINDOW, ALIKE, FIXED,
     )  # fmt: skip
     if sums is not None:
         first = place_of(before, row, SPANS, BUDGET) + token * spans + span
@@ -201,24 +207,27 @@ def attend_tile(
 
 @triton.jit(do_not_specialize=["pages_stride"])
 def attend_rows(
-    q, cache, tiles, first_tiles, sinks, entries, cu, lens, pages, out, sums, weights, tops, scale,
+    q, cache, scales, tiles, first_tiles, sinks, entries, cu, lens, pages, out, sums, weights, tops, scale,
     q_token_stride, q_head_stride, page_stride, head_stride, kv_stride, token_stride, pages_stride,
     P: tl.constexpr, D: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, FIRST: tl.constexpr, STAGES: tl.constexpr,
     SPAN: tl.constexpr, SPANS: tl.constexpr, BUDGET: tl.constexpr, WINDOW: tl.constexpr, ALIKE: tl.constexpr,
+    FIXED: tl.constexpr,
 ) -> None:  # fmt: skip
     """`attend_tile` for a grid (any, j): a loop, which takes registers, over more entries than programs."""
     for at in range(tl.program_id(0), tl.load(entries).to(tl.int32), tl.num_programs(0)):
         attend_tile(
-            q, cache, tiles, first_tiles, sinks, entries, cu, lens, pages, out, sums, weights, tops, scale,
+            q, cache, scales, tiles, first_tiles, sinks, entries, cu, lens, pages, out, sums, weights, tops,
+            scale,
             q_token_stride, q_head_stride, page_stride, head_stride, kv_stride, token_stride, pages_stride,
-            P, D, R, GROUP, PARTS, QUERIES, KEYS, DIMS, FIRST, STAGES, SPAN, SPANS, BUDGET, WINDOW, ALIKE, at,
+            P, D, R, GROUP, PARTS, QUERIES, KEYS, DIMS, FIRST, STAGES, SPAN, SPANS, BUDGET, WINDOW, ALIKE,
+            FIXED, at,
         )  # fmt: skip
 
 
 def attention(
     q_THD: Tensor,
-    cache: Tensor,
+    cache: Pages,
     rows: Rows,
     window: int | None,
     sinks_H: Tensor | None,
@@ -233,7 +242,7 @@ def attention(
 
 def gated_attention(
     q_THD: Tensor,
-    cache: Tensor,
+    cache: Pages,
     rows: Rows,
     window: int | None,
     sinks_H: Tensor | None,
@@ -251,7 +260,7 @@ def gated_attention(
 
 def _attention(
     q_THD: Tensor,
-    cache: Tensor,
+    cache: Pages,
     rows: Rows,
     window: int | None,
     sinks_H: Tensor | None,
@@ -261,7 +270,8 @@ def _attention(
     (tokens, q_heads, dim), num_rows = q_THD.shape, len(rows.lens_B)
     kv_heads, page_tokens = cache.shape[1], cache.shape[3]
     assert {q_THD.dtype, cache.dtype} <= {torch.float32, torch.bfloat16}
-    assert dim == 1 or q_THD.stride(2) == cache.stride(4) == 1
+    numbers = _numbers(cache)
+    assert dim == 1 or q_THD.stride(2) == numbers.stride(4) == 1
     assert rows.pages_BN.stride(1) == 1 or rows.pages_BN.shape[1] == 1
     assert window is None or window > 0
     assert sinks_H is None or (sinks_H.dtype == torch.float32 and sinks_H.stride(0) == 1)
@@ -277,12 +287,13 @@ def _attention(
     shape = {
         "P": page_tokens, "D": dim, "R": first, "GROUP": group, "PARTS": parts, "DIMS": width,
         "FIRST": max(16, triton.next_power_of_2(first)), "ALIKE": cache.shape[2] == 1, "WINDOW": window,
+        "FIXED": isinstance(cache, Fp8) and cache.is_fixed,
     }  # fmt: skip
     cut = Cut(
         short=_short(q_THD, window),
         group=group,
-        tile=row_tile(width, cache.dtype, short=False).queries,
-        short_tile=row_tile(width, cache.dtype, short=True).queries,
+        tile=row_tile(width, numbers.dtype, short=False).queries,
+        short_tile=row_tile(width, numbers.dtype, short=True).queries,
         added=TOKENS_AT_ONCE,
         span=SPAN_TOKENS,
         spans=SPANS_MAX,
@@ -318,7 +329,7 @@ Gate = tuple[tuple[Tensor, Tensor | None], tuple[int, ...]]  # where results go,
 
 def _attend_singles(
     q_THD: Tensor,
-    cache: Tensor,
+    cache: Pages,
     rows: Rows,
     sinks_H: Tensor | None,
     shape: dict[str, Any],
@@ -334,9 +345,9 @@ def _attend_singles(
     sums = q_THD.new_empty(num_rows, q_heads, spans, dim, dtype=torch.float32)
     weights, tops = q_THD.new_empty(2, num_rows, q_heads, spans, dtype=torch.float32)
     constants = {"SPAN": cut.span, "SPANS": cut.spans}
-    tile = span_tile(shape["GROUP"], shape["DIMS"], cache.dtype)
+    tile = span_tile(shape["GROUP"], shape["DIMS"], _numbers(cache).dtype)
     attend_span[lists.grid(SINGLES, cache.shape[1] * shape["PARTS"])](
-        q_THD, cache, *_tiles(cache, tile.keys, shape["R"]), lists.lists_KN[SINGLES], *_ids(rows),
+        q_THD, *_memory(cache, tile.keys, shape["R"]), lists.lists_KN[SINGLES], *_ids(rows),
         sums, weights, tops, spans, dim**-0.5 * LOG2_E.value, *_strides(q_THD, cache, rows),
         **shape, **constants, QUERIES=tile.queries, KEYS=tile.keys, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
@@ -349,7 +360,7 @@ def _attend_singles(
 
 def _attend_several(
     q_THD: Tensor,
-    cache: Tensor,
+    cache: Pages,
     rows: Rows,
     sinks_H: Tensor | None,
     shape: dict[str, Any],
@@ -361,14 +372,14 @@ def _attend_several(
     """Attend for the rows that are SHORT, whose keys are split, or LONG."""
     (tokens, q_heads, dim), num_rows = q_THD.shape, len(rows.lens_B)
     short = kind == SHORT
-    tile, sums = row_tile(shape["DIMS"], cache.dtype, short=short), (None, None, None)
+    tile, sums = row_tile(shape["DIMS"], _numbers(cache).dtype, short=short), (None, None, None)
     if short:
         places = min(tokens * cut.spans_short, num_rows * cut.budget)
         weights, tops = q_THD.new_empty(2, places, q_heads, dtype=torch.float32)
         sums = q_THD.new_empty(places, q_heads, dim, dtype=torch.float32), weights, tops
     constants = {"SPAN": cut.span, "SPANS": cut.spans_short, "BUDGET": cut.budget if short else None}
     (attend_rows if short else attend_tile)[lists.grid(kind, cache.shape[1] * shape["PARTS"])](
-        q_THD, cache, *_tiles(cache, tile.keys, shape["R"]), sinks_H, lists.lists_KN[kind], *_ids(rows),
+        q_THD, *_memory(cache, tile.keys, shape["R"]), sinks_H, lists.lists_KN[kind], *_ids(rows),
         gate[0][0], *sums, dim**-0.5 * LOG2_E.value, *_strides(q_THD, cache, rows), **shape, **constants,
         QUERIES=tile.queries, KEYS=tile.keys, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
@@ -383,8 +394,13 @@ def _ids(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
     return rows.cu_B1, rows.lens_B, rows.pages_BN
 
 
-def _strides(q_THD: Tensor, cache: Tensor, rows: Rows) -> tuple[int, ...]:
-    return *q_THD.stride()[:2], *cache.stride()[:4], rows.pages_BN.stride(0)
+def _numbers(cache: Pages) -> Tensor:
+    """Return the numbers, or their codes."""
+    return cache.codes if isinstance(cache, Fp8) else cache
+
+
+def _strides(q_THD: Tensor, cache: Pages, rows: Rows) -> tuple[int, ...]:
+    return *q_THD.stride()[:2], *_numbers(cache).stride()[:4], rows.pages_BN.stride(0)
 
 
 def described(pages: int, page_bytes: int, last_bytes: int) -> int:
@@ -399,6 +415,14 @@ def described(pages: int, page_bytes: int, last_bytes: int) -> int:
     if last < WRAP // 2 or SMALL_BYTES <= found < WRAP // 2:
         return pages
     return pages + -(-((SMALL_BYTES - found) % WRAP) // page_bytes)
+
+
+def _memory(cache: Pages, keys: int, first: int) -> tuple[Tensor | TensorDescriptor | None, ...]:
+    """The numbers or codes, the scales, and `_tiles`."""
+    if not isinstance(cache, Fp8):
+        return cache, None, *_tiles(cache, keys, first)
+    assert cache.is_fixed or cache.is_beside
+    return *cache, *_tiles(cache.codes, keys, first)
 
 
 def _tiles(cache: Tensor, keys: int, first: int) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:

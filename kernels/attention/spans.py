@@ -16,6 +16,7 @@ from tidemill.kernels.attention.lists import entry_of, short_spans, spans_of
 def attend_span(
     q,  # [T, H, D]
     cache,  # [pages, kv_heads, 2, P, D]
+    scales,  # of codes: fixed ones, or by the strides of `cache`, side by side in a page; or None
     tiles, first_tiles,  # the same as descriptors of tiles: after R elements, and these; or None
     entries,  # the list of spans
     cu, lens, pages,
@@ -30,6 +31,7 @@ def attend_span(
     PARTS: tl.constexpr,  # programs of a kv head
     QUERIES: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, FIRST: tl.constexpr, STAGES: tl.constexpr,
     SPAN: tl.constexpr, SPANS: tl.constexpr, WINDOW: tl.constexpr, ALIKE: tl.constexpr,
+    FIXED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Some spans of what rows of one token see; part j % PARTS of kv head j // PARTS of a grid (any, j)."""
     head = tl.program_id(1)
@@ -50,11 +52,10 @@ def attend_span(
         weight_M = tl.zeros([QUERIES], tl.float32)
         top_M = tl.full([QUERIES], LOWEST, tl.float32)
         sum_MD, sum_MR, weight_M, top_M = attend(
-            q_MD.to(cache.dtype.element_ty), q_MR.to(cache.dtype.element_ty),
-            position_M, weight_M, top_M, length, start, all_from, all_to, end,
-            cache, tiles, first_tiles, pages + row * pages_stride,
+            q_MD, q_MR, position_M, weight_M, top_M, length, start, all_from, all_to, end,
+            cache, scales, tiles, first_tiles, pages + row * pages_stride,
             head // PARTS, scale, page_stride, head_stride, kv_stride, token_stride,
-            P, D, R, KEYS, STAGES, WINDOW, ALIKE,
+            P, D, R, KEYS, STAGES, WINDOW, ALIKE, FIXED,
         )  # fmt: skip
         heads = tl.num_programs(1) * GROUP
         at_M = (row * heads + head * GROUP + h_M) * spans + span

@@ -9,6 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tidemill.kernels.rope_store import reference
+from tidemill.kernels.shared.codes import put_codes
+from tidemill.kernels.shared.fp8 import Fp8, Pages
 from tidemill.kernels.shared.row_of import ROWS_AT_ONCE, row_of
 from tidemill.kernels.shared.rows import Rows
 
@@ -62,6 +64,7 @@ def rotate_and_store(
     angles,  # [T, 2, R]
     out,  # [T, H, D]
     cache,  # [pages, kv_heads, 2, P, D], or 1 in place of 2 without v
+    scales,  # of codes: two that are FIXED, or by the strides of `cache`, side by side in a page; or None
     cu, lens, pages, epsilon, rows,
     q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride,
     page_stride, head_stride, kv_stride, token_stride, pages_stride,
@@ -69,7 +72,7 @@ def rotate_and_store(
     P: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a program
     PARTS: tl.constexpr,  # programs of a kv head
-    HEADS: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr, FIXED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Token i, part j % PARTS of the query heads of kv head j // PARTS, of a grid (i, j); the first of them
     stores."""
@@ -99,13 +102,23 @@ def rotate_and_store(
     if position < 0:  # the padding of a batch
         return
     page = tl.load(pages + row * pages_stride + position // P).to(tl.int64)
-    cache += page * page_stride + head * head_stride + position % P * token_stride
+    first = page * page_stride + head * head_stride
+    cache += first + position % P * token_stride
+    if scales is not None and not FIXED:
+        scales += first + position % P
     k += token * k_token_stride + head * k_head_stride
     k_HD = norm_and_rotate(k, 0, 1, k_weight, angles, epsilon, R, D, 1, DIMS)
-    tl.store(cache + dim_D[None, :], k_HD.to(cache.dtype.element_ty), mask=mask_D[None, :])
+    if scales is None:
+        tl.store(cache + dim_D[None, :], k_HD.to(cache.dtype.element_ty), mask=mask_D[None, :])
+    else:
+        put_codes(k_HD, cache + dim_D[None, :], scales, mask_D[None, :], FIXED)
     if v is not None:
         v_D = tl.load(v + token * v_token_stride + head * v_head_stride + dim_D, mask=mask_D, other=0.0)
-        tl.store(cache + kv_stride + dim_D, v_D.to(tl.float32).to(cache.dtype.element_ty), mask=mask_D)
+        v_D = v_D.to(tl.float32)
+        if scales is None:
+            tl.store(cache + kv_stride + dim_D, v_D.to(cache.dtype.element_ty), mask=mask_D)
+        else:
+            put_codes(v_D, cache + kv_stride + dim_D, scales + (1 if FIXED else kv_stride), mask_D, FIXED)
 
 
 def rope_store(
@@ -116,12 +129,17 @@ def rope_store(
     k_weight_D: Tensor | None,
     epsilon: float,
     angles_T2R: Tensor,
-    cache: Tensor,
+    cache: Pages,
     rows: Rows,
 ) -> Tensor:
     """One launch: a program per token and kv head. Computes in float32."""
     tokens, q_heads, dim = q_THD.shape
     kv_heads, page_tokens, num_rows = cache.shape[1], cache.shape[3], len(rows.lens_B)
+    scales, fixed = None, False
+    if isinstance(cache, Fp8):
+        fixed = cache.is_fixed
+        assert fixed or cache.is_beside
+        cache, scales = cache
     assert dim == 1 or q_THD.stride(2) == k_TKD.stride(2) == cache.stride(4) == 1
     assert v_TKD is None or dim == 1 or v_TKD.stride(2) == 1
     assert cache.shape[2] == (1 if v_TKD is None else 2)
@@ -136,12 +154,13 @@ def rope_store(
     group = _group(q_heads // kv_heads, width)
     heads = triton.next_power_of_2(group)
     rotate_and_store[(tokens, q_heads // group)](
-        q_THD, k_TKD, v_TKD, q_weight_D, k_weight_D, angles_T2R, out_THD, cache,
+        q_THD, k_TKD, v_TKD, q_weight_D, k_weight_D, angles_T2R, out_THD, cache, scales,
         rows.cu_B1, rows.lens_B, rows.pages_BN, epsilon, num_rows,
         *q_THD.stride()[:2], *k_TKD.stride()[:2], *((0, 0) if v_TKD is None else v_TKD.stride()[:2]),
         *cache.stride()[:4],
         rows.pages_BN.stride(0), ONE_EACH=tokens == num_rows, P=page_tokens, R=angles_T2R.shape[2], D=dim,
         GROUP=group, PARTS=q_heads // kv_heads // group, HEADS=heads, DIMS=width, ROWS=ROWS_AT_ONCE,
+        FIXED=fixed,
         num_warps=max(1, min(8, heads * width // 512)),
     )  # fmt: skip
     return out_THD

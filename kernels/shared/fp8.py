@@ -43,6 +43,13 @@ class Fp8(NamedTuple):
     def is_fixed(self) -> bool:
         return self.scales.stride(0) == 0
 
+    @property
+    def is_beside(self) -> bool:
+        """Return whether the scales of a page lie as its codes do, those of tokens side by side."""
+        wanted = (*self.codes.stride()[:3], 1)
+        both = zip(self.scales.shape, self.scales.stride(), wanted, strict=True)
+        return all(size == 1 or stride == other for size, stride, other in both)
+
 
 Pages = Tensor | Fp8
 """The keys and values of one layer, or its latents: [pages, kv_heads, 2 or 1, P, D], strided."""
@@ -57,8 +64,8 @@ def fixed_scales(codes: Tensor, key: int = BIAS, value: int = BIAS) -> Fp8:
 
 def scale_of(highest: Tensor) -> Tensor:
     """Return the least scale, uint8, with which no code of these float32 magnitudes is beyond CODE_MAX."""
-    exponents = (highest.float().contiguous().view(torch.int32) + 0x1FFFFF) >> 23
-    return (exponents - 8).clamp(SCALE_MIN, SCALE_MAX).to(torch.uint8)
+    bits = highest.float().contiguous().view(torch.int32).clamp(max=0x7F800000)  # NaN as infinity
+    return (((bits + 0x1FFFFF) >> 23) - 8).clamp(SCALE_MIN, SCALE_MAX).to(torch.uint8)
 
 
 def encode(x_ND: Tensor, scales_N: Tensor) -> Tensor:

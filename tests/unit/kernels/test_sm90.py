@@ -25,7 +25,10 @@ from tidemill.kernels.moe.routing import Routing
 from tidemill.kernels.page_copy import cuda as page_copy_cuda
 from tidemill.kernels.rms_norm import cuda as rms_norm_cuda
 from tidemill.kernels.rope_store import cuda as rope_store_cuda
+from tidemill.kernels.shared.fp8 import Pages
+from tidemill.kvstore.layout import Attention, Latent, LayerSpec, layout_of
 from tidemill.kvstore.memory.backing import Mmap
+from tidemill.workers.models.inputs import caches_of
 
 pytestmark = pytest.mark.slow
 
@@ -78,12 +81,19 @@ def run_biased_experts() -> None:
         moe_cuda.route(logits_TE, grouped)
 
 
-def attend_latents(new: list[int], heads: int) -> Callable[[], None]:
+def coded_pages(layers: list[LayerSpec], page_tokens: int) -> Pages:
+    layout = layout_of(layers, page_tokens, "fp8_per_token_head", extent_bytes_min=1, granule_bytes=1)
+    return caches_of(layout, torch.zeros(3 * layout.page_bytes, dtype=torch.uint8)).kv[1]
+
+
+def attend_latents(new: list[int], heads: int, *, coded: bool = False) -> Callable[[], None]:
     """Return a run of DeepSeek-V3's latents, with some of its heads on a rank."""
 
     def run() -> None:
         width, tokens = 576, sum(new)
         cache = torch.zeros(3, 1, 2, 1, 64, width, dtype=torch.bfloat16)[:, :, 1]
+        if coded:
+            cache = coded_pages([Latent(width=width)] * 2, 64)
         rows = step(new, [500] * len(new), torch.zeros(len(new), 64, dtype=torch.int32))
         q_THD = torch.zeros(tokens, heads, width, dtype=torch.bfloat16)
         k_TKD, angles_T2R = torch.zeros(tokens, 1, width, dtype=torch.bfloat16), torch.zeros(tokens, 2, 32)
@@ -101,12 +111,15 @@ def attend(
     page_tokens: int = 64,
     window: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    coded: bool = False,
 ) -> Callable[[], None]:
     """Rows of `new` tokens after 500: qk-norm, rope and store, then attention, with sinks beside a window."""
 
     def run() -> None:
         q_heads, kv_heads = heads
         cache = torch.zeros(3, kv_heads, 2, 2, page_tokens, dim, dtype=dtype)[:, :, 1]
+        if coded:
+            cache = coded_pages([Attention(kv_heads=kv_heads, head_dim=dim)] * 2, page_tokens)
         rows = step(new, [500] * len(new), torch.zeros(len(new), 64, dtype=torch.int32))
         tokens = sum(new)
         q_gate_THD = torch.zeros(tokens, q_heads, 2 * dim, dtype=dtype)
@@ -226,8 +239,14 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "attention, pages of 16": attend(MIXED, (16, 2), 256, page_tokens=16),
     "attention, window, pages of 16": attend(MIXED, (16, 2), 256, page_tokens=16, window=128),
     "attention, float32": attend(MIXED, (16, 2), 256, dtype=torch.float32),
+    "attention, decode, FP8": attend([1] * 32, (32, 8), 128, coded=True),
+    "attention, mixed, FP8": attend(MIXED, (32, 8), 128, coded=True),
+    "attention, mixed, dim 256, FP8": attend(MIXED, (16, 2), 256, coded=True),
+    "attention, window, dim 64, FP8": attend(MIXED, (64, 8), 64, window=128, coded=True),
     "latents, decode": attend_latents([1] * 32, 128),
     "latents, mixed": attend_latents(MIXED, 128),
+    "latents, decode, FP8": attend_latents([1] * 32, 128, coded=True),
+    "latents, mixed, FP8": attend_latents(MIXED, 128, coded=True),
     "latents, mixed, 16 heads": attend_latents(MIXED, 16),
     "draws": draw_tokens,
     "elementwise": run_elementwise,
@@ -262,7 +281,7 @@ WGMMA: set[str] = {"attend_rows", "attend_tile", "gate_up_tile", "down_tile", "p
 TMA: set[str] = {"attend_span", "attend_rows", "attend_tile"}
 # Launches that cannot: no matrix unit takes float32, registers hold no sums of latents for the 64 queries of
 # wgmma, and the copy engine takes tiles of one page.
-WITHOUT_WGMMA = {"attention, float32", "latents, mixed", "latents, mixed, 16 heads"}
+WITHOUT_WGMMA = {"attention, float32", "latents, mixed", "latents, mixed, FP8", "latents, mixed, 16 heads"}
 WITHOUT_TMA = {"attention, float32", "attention, pages of 16", "attention, window, pages of 16"}
 
 
