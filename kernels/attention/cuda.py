@@ -81,7 +81,8 @@ def row_tile(dim: int, dtype: torch.dtype, *, short: bool) -> Tile:
     if dtype == torch.float32:
         return Tile(32, 16, 8, 1)
     if dim > 256:
-        return Tile(WIDE_QUERIES, 16 if dtype == torch.uint8 else 32, 8, 3)
+        coded = dtype == torch.uint8
+        return Tile(WIDE_QUERIES, 16 if coded and short else 32, 8, 2 if coded and not short else 3)
     if dim > 128 and dtype == torch.uint8:
         return Tile(64, 32, 8, 1 if short else 2)
     return Tile(64 if short and dim > 128 else 128, 64, 4 if dim <= 64 else 8, 2)
