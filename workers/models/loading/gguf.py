@@ -16,6 +16,7 @@ from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.loading.blocks import stored_of
 from tidemill.workers.models.loading.checkpoint import DIGESTED_BYTES, Progress
 from tidemill.workers.models.loading.sharding import RankSlice
+from tidemill.workers.models.loading.weights import Weight
 from tidemill.workers.sources.gguf_families import OUTSIDE, Family, family_of, head_dim_of
 from tidemill.workers.sources.gguf_header import GgufFile, GgufTensor, read_header
 
@@ -66,12 +67,12 @@ class GgufWeights:
         """The names of the tensors outside of layers."""
         return {ours for ours, theirs in OUTSIDE.items() if theirs in self._file_of}
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]], ignored: Callable[[str], bool]) -> None:
+    def check(self, weights: Mapping[str, Weight], ignored: Callable[[str], bool]) -> None:
         """Raise ModelError unless the files hold exactly these tensors. Only they can be read."""
         del ignored
-        self._shapes = dict(shapes)
+        self._shapes = {name: weight.shape for name, weight in weights.items()}
         used = set(UNREAD)
-        for name, shape in shapes.items():
+        for name, shape in self._shapes.items():
             place = self._place(name)
             used |= set(place.tensors)
             found = [self._shape(theirs, place.expert) for theirs in place.tensors]
