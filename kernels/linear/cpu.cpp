@@ -109,7 +109,7 @@ void apply_codes(const Product& product, int64_t kind, int64_t row, int64_t colu
     const int64_t rows = std::min(ROW_BLOCK, product.m - row), columns = std::min(PANEL_GROUP * PANEL, n - column);
     const Codes codes(kind, k * DEPTH);
     const Decode decode = decode_of<PAIRED>(codes);
-    const int64_t together = PAIRED ? 1 : PANEL_GROUP, most = DEPTH_BLOCK<A> / (PAIRED ? 1 : PANEL_GROUP);
+    const int64_t together = PAIRED ? 1 : PANEL_GROUP, most = DEPTH_BLOCK<A> / together;
     static thread_local std::vector<A> room;
     A* const factors = lined(room, together * most * PANEL);
     float last[ROW_BLOCK * PANEL], bias[PANEL_GROUP * PANEL] = {};
@@ -118,13 +118,24 @@ void apply_codes(const Product& product, int64_t kind, int64_t row, int64_t colu
         const int64_t left = std::min(together * PANEL, columns - p), whole = left / PANEL, rest = left % PANEL;
         const uint8_t* const panels = (const uint8_t*)product.packed + (column + p) / PANEL * codes.pieces * codes.bytes;
         float* const y = product.y + row * product.y_stride + column + p;
+#if defined(__AVX512BF16__)
+        if constexpr (PAIRED) {
+            if (CHAINED && rows <= FUSED_ROWS) {
+                fused_tile_of(codes, rows)(codes, panels, (const A*)product.rows + row * product.stride, product.stride, k,
+                                           whole ? y : last, whole ? product.y_stride : PANEL, bias + p);
+                for (int64_t r = 0; rest && r < rows; r++)
+                    std::memcpy(y + r * product.y_stride, last + r * PANEL, rest * sizeof(float));
+                continue;
+            }
+        }
+#endif
         for (int64_t start = 0; start < k; start += most) {
             const int64_t depth = std::min(most, k - start), units = (depth * DEPTH + UNIT - 1) / UNIT * UNIT, stride = units / DEPTH * PANEL;
             for (int64_t i = 0; i * PANEL < left; i++)
                 decode(codes, panels + i * codes.pieces * codes.bytes, start * DEPTH, units, factors + i * stride);
             const A* const a = (const A*)product.rows + row * product.stride + start;
             const float* const from = start ? nullptr : bias + p;
-            const auto times = rows <= FEW_ROWS ? multiply<true, A, A> : multiply<false, A, A>;
+            const auto times = multiply<false, A, A>;
             if (whole) times(rows, whole, a, product.stride, factors, stride, depth, y, product.y_stride, from, {});
             if (rest) times(rows, 1, a, product.stride, factors + whole * stride, stride, depth, last, PANEL, from ? from + whole * PANEL : from, {});
         }
