@@ -212,10 +212,14 @@ async def test_eviction_junctions_thinning_and_budgets(
 
 
 @pytest.mark.parametrize("drafts_max", [0, 4])
-@pytest.mark.parametrize("strategy", ["none", "lazy"])
-async def test_preemption(bed: Beds, strategy: CheckpointStrategy, drafts_max: int) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "kv_dtype"), [("none", "float32"), ("lazy", "float32"), ("lazy", "fp8_per_token_head")]
+)
+async def test_preemption(
+    bed: Beds, strategy: CheckpointStrategy, kv_dtype: KvDtype, drafts_max: int
+) -> None:
     """Short prompts are admitted together; their answers do not fit together."""
-    one = bed("float32")
+    one = bed(kv_dtype)
     requests = [
         replace(request, tokens=tokens_of(9 + index, 200 + index, first=0), max_new_tokens=60)
         for index, request in enumerate(conversations()[:5])

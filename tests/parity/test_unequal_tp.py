@@ -18,7 +18,7 @@ from tests.support.parity.steps import Runner
 from tests.support.waits import WAIT_S_MAX
 from tidemill.kernels.dispatch import Operators
 from tidemill.kvstore.keys import Namespace, page_keys
-from tidemill.kvstore.layout import PageId, StateId, WindowId
+from tidemill.kvstore.layout import KvDtype, PageId, StateId, WindowId
 from tidemill.kvstore.memory.entry import Checkpoint, Entry
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.shards import Shards, rank_share, shards_of
@@ -51,7 +51,15 @@ class Group:
     """A model on the threads of `size` ranks, each with an arena full of NaN, and its transfers."""
 
     def __init__(
-        self, folder: Path, cpu: Operators, store: PageStore, shards: Shards, size: int, *, sums: bool
+        self,
+        folder: Path,
+        cpu: Operators,
+        store: PageStore,
+        shards: Shards,
+        size: int,
+        *,
+        sums: bool,
+        kv_dtype: KvDtype,
     ) -> None:
         self._threads = ThreadPoolExecutor(size)
         self._meeting = TemporaryDirectory()
@@ -59,7 +67,7 @@ class Group:
         self.late: list[asyncio.Future[int]] = []
         self._ranks = list(self._threads.map(self._meet, range(size)))
         loaded = [load(folder, cpu, lambda _done, _total: None, Sharing(rank, sums)) for rank in self._ranks]
-        self.runners = [Runner(part, P) for part in loaded]
+        self.runners = [Runner(part, P, kv_dtype) for part in loaded]
         self._fed = [runner.add(list(TOKENS)) for runner in self.runners]
         self.fingerprint, self.layout = loaded[0].fingerprint, self.runners[0].layout
         arenas = [DirectIO(store, runner.arena.numpy().data) for runner in self.runners]
@@ -127,10 +135,13 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return save(model, tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize(
+    ("sums", "kv_dtype"),
+    [(False, "float32"), (True, "float32"), (False, "fp8"), (False, "fp8_per_token_head")],
+)
 @pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (2, 4), (4, 1)])
 async def test_prompt_computed_by_one_group_is_continued_by_another(
-    folder: Path, cpu: Operators, tmp_path: Path, writers: int, readers: int, *, sums: bool
+    folder: Path, cpu: Operators, tmp_path: Path, writers: int, readers: int, *, sums: bool, kv_dtype: KvDtype
 ) -> None:
     """Compare bits; with ranks that add up, numbers."""
     layers, _ = describe(folder)
@@ -138,7 +149,10 @@ async def test_prompt_computed_by_one_group_is_continued_by_another(
     boundary = NUM_PAGES * P
 
     store = FileStore(tmp_path, 1 << 30)
-    groups = [Group(folder, cpu, store, shards, size, sums=sums) for size in (1, writers, readers)]
+    groups = [
+        Group(folder, cpu, store, shards, size, sums=sums, kv_dtype=kv_dtype)
+        for size in (1, writers, readers)
+    ]
     assert len({group.fingerprint for group in groups}) == 1, "their keys would differ"
     cold, prefill, decode = groups
     wanted = cold.run(len(TOKENS))

@@ -49,6 +49,16 @@ def test_versions_whose_products_have_other_bits_share_no_page(monkeypatch: pyte
     assert namespace(half) not in now
 
 
+def test_formats_of_pages_never_share_one() -> None:
+    found = [
+        namespace(replace(ALONE, kv_cache_dtype=name))
+        for name in ("float32", "bfloat16", "fp8", "fp8_per_token_head")
+    ]
+    assert len(set(found)) == 4
+    assert namespace(replace(ALONE, kv_cache_dtype="fp8_e4m3")) == found[2]
+    assert namespace(replace(ALONE, kv_cache_dtype="auto")) == namespace(ALONE) == found[0]
+
+
 def test_unequal_groups_that_round_in_different_ways_are_refused() -> None:
     with pytest.raises(SettingsError, match=r"groups of 1 and 2 ranks .* add --allow-inexact-groups$"):
         replace(FAST, tensor_parallel_sizes=(1, 2))
