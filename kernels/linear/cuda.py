@@ -10,13 +10,13 @@ from torch.nn import functional
 from tidemill.kernels.activation.cuda import silu_mul
 from tidemill.kernels.linear.factors import pack_codes, takes
 from tidemill.kernels.linear.packed import Packed
-from tidemill.kernels.linear.stored import Stored, plain, runs
+from tidemill.kernels.linear.stored import Stored, runs
 from tidemill.kernels.linear.tiles import products
 
 
 def pack(parts: Sequence[Stored], bias_N: torch.Tensor | None = None) -> Packed:
     """Keep codes that kernels take, and widen others to bfloat16. Parts of several kinds are segments."""
-    parts = [part if takes(part) else plain(part.factors("bfloat16")) for part in parts]
+    parts = [part if takes(part) else part.widened for part in parts]
     if all(part.scales is None for part in parts):
         return _pack_floats(torch.cat([part.codes for part in parts], -2), bias_N)
     found = list(runs(parts))

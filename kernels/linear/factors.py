@@ -33,7 +33,11 @@ def takes(part: Stored) -> bool:
     if part.scales is None:
         return False
     is_whole = part.group == part.columns or part.group % DEPTH == 0 or DEPTH % part.group == 0
-    return is_whole and not (part.kind == "fp8" and bool((part.codes.view(torch.uint8) & 127 == 127).any()))
+    return is_whole and not (part.kind == "fp8" and has_nan(part.codes))
+
+
+def has_nan(codes: Tensor) -> bool:
+    return bool((codes.view(torch.uint8) & 127 == 127).any())
 
 
 def pack_codes(part: Stored, bias_N: Tensor | None) -> Packed:
@@ -82,7 +86,14 @@ def tile_of_codes(weight: Packed, tokens: int, products: int = 1) -> dict[str, i
     rows, warps = TILES[tokens]
     halves = 2 if weight.kind in FOUR_BITS else 1
     stages = SHARED_BYTES // (DEPTH * (products * rows + 2 * halves * tokens))
-    return {"M": tokens, "N": rows, "D": DEPTH, "num_warps": warps, "num_stages": max(2, min(4, stages))}
+    return {
+        "M": tokens,
+        "N": rows,
+        "D": DEPTH,
+        "num_warps": warps,
+        "num_stages": max(2, min(4, stages)),
+        "maxnreg": 255,
+    }
 
 
 def dtype_of(weight: Packed) -> torch.dtype:

@@ -17,6 +17,7 @@ from torch import Tensor
 from tidemill.kernels.linear.factors import BLOCK, TILES, constants, factors, tile_of_codes
 from tidemill.kernels.linear.packed import Packed
 
+TOKENS_MAX = 128  # of a tile; of 4 bits half of them: registers hold factors beside two sums
 PROGRAMS = 512  # that a device has room for at least
 SPAN_MIN = 512
 SPANS_MAX = 16
@@ -109,8 +110,8 @@ def products(x_THK: Tensor, weight: Packed, dtype: torch.dtype) -> Tensor:
     y_THN = x_THK.new_empty(tokens, heads, rows, dtype=dtype)
     if not tokens:
         return y_THN
-    x_THK, span = x_THK.to(torch.bfloat16), span_of(heads, rows, depth)
-    m = min(128, max(16, triton.next_power_of_2(tokens)))
+    x_THK, span, fixed = x_THK.to(torch.bfloat16), span_of(heads, rows, depth), constants(weight)
+    m = min(TOKENS_MAX // fixed["HALVES"], max(16, triton.next_power_of_2(tokens)))
     tile = tile_of_codes(weight, m)
     grid, spans = (triton.cdiv(tokens, m), triton.cdiv(rows, tile["N"])), triton.cdiv(depth, span)
     apart = spans > 1 and grid[0] * grid[1] * heads < PROGRAMS // 2
@@ -118,7 +119,7 @@ def products(x_THK: Tensor, weight: Packed, dtype: torch.dtype) -> Tensor:
     product_tile[(*grid, heads * spans if apart else heads)](
         x_THK, weight.data, weight.scales, weight.offsets, None if apart else weight.bias_N, to,
         tokens, x_THK.stride(0), x_THK.stride(1), H=heads, K=depth, ROWS=rows,
-        SPAN=span, APART=apart, **constants(weight), **tile,
+        SPAN=span, APART=apart, **fixed, **tile,
     )  # fmt: skip
     if apart:
         size = y_THN.numel()

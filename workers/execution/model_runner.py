@@ -197,6 +197,8 @@ class TorchRunner:
                 logits_NV = self._model.logits(hidden_TH[: rows * (1 + drafts_max)])
                 if rows == rows_max and logits_NV.shape[1]:  # the leader's
                     self._sampler.start(logits_NV[:rows], _filtered_rows(rows))
+                for power in range(rows_max.bit_length() if (rows, first) == (rows_max, 1) else 0):
+                    self._model.logits(hidden_TH[: 1 << power])  # tiles of a head of codes
                 if self._guesser is not None:
                     self._guesser.warm_up(hidden_TH, inputs)
 

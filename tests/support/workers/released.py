@@ -4,13 +4,15 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from benchmarks.engine.released import RELEASED
 
 from tests.support.kernels.launched import META
 from tidemill.kernels.dispatch import operators
-from tidemill.kernels.linear.stored import Stored, plain
+from tidemill.kernels.linear import factors
+from tidemill.kernels.linear.stored import FOUR_BITS, CodeKind, Stored, plain
 from tidemill.kvstore.layout import layout_of
 from tidemill.workers.models.architectures.config import local, weights_of
 from tidemill.workers.models.architectures.decoder import Decoder
@@ -21,12 +23,19 @@ from tidemill.workers.models.loading.sharding import RankPart
 
 LAYERS = 6  # of every kind that the models have
 PAGE_TOKENS = 64
+GROUP = 32
+READS = {"has_nan": lambda _: False, "narrowed": lambda scales: scales.transpose(-1, -2).bfloat16()}
 
 
 def released(
-    name: str, part: RankPart | None = None, ranks: Ranks = ALONE, *, counts: bool = False
+    name: str,
+    part: RankPart | None = None,
+    ranks: Ranks = ALONE,
+    *,
+    counts: bool = False,
+    kind: CodeKind | None = None,
 ) -> tuple[Decoder, Caches]:
-    """Return the part of a rank of a model, in bfloat16."""
+    """Return the part of a rank of a model, in bfloat16, or with projections, experts and head of codes."""
     part = part or RankPart()
     raw: dict[str, Any] = RELEASED[name] | {"num_hidden_layers": LAYERS}
     if "layer_types" in raw:
@@ -39,9 +48,19 @@ def released(
         piece = weight.part(part)
         shape = list(weight.shape)
         shape[piece.dim] = sum(end - start + piece.zeros for start, end in piece.ranges)
+        if (
+            kind is not None
+            and any(part in tensor for part in ("_proj", "lm_head"))
+            and shape[1] % GROUP == 0
+        ):
+            columns = shape[1] // 2 if kind in FOUR_BITS else shape[1]
+            dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(kind, torch.uint8)
+            scales = torch.empty(shape[0], shape[1] // GROUP, device=META)
+            return Stored(torch.empty(shape[0], columns, dtype=dtype, device=META), kind, scales)
         return plain(torch.empty(shape, dtype=torch.bfloat16, device=META))
 
-    model = Decoder(own, read, operators("triton", Path()), ranks, sums=part.sums, counts=counts)
+    with mock.patch.multiple(factors, **READS):  # what cannot be read without values
+        model = Decoder(own, read, operators("triton", Path()), ranks, sums=part.sums, counts=counts)
     layout = layout_of(own.specs, PAGE_TOKENS, "bfloat16")
     return model, caches_of(layout, torch.empty(8 * layout.extent_bytes, dtype=torch.uint8, device=META))
 

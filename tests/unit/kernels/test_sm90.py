@@ -1,22 +1,28 @@
 # pyright: basic
 """The launches of each Triton operator, compiled for sm_90, which needs no device: no kernel spills, all fit,
-and the matrix units and the copy engine are used where intended."""
+and the matrix units and the copy engine are used where intended. Products with codes are compiled for sm_80
+and sm_89 too."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.support.kernels.cases import step
 from tests.support.kernels.foreign import Case, Memory
+from tests.support.kernels.launched import META, launching
 from tests.support.kernels.offline import SHARED_BYTES_MAX, compiling
+from tests.unit.kernels.test_stored import stored
 from tidemill.kernels.activation import cuda as activation_cuda
 from tidemill.kernels.attention import cuda as attention_cuda
 from tidemill.kernels.causal_conv import cuda as causal_conv_cuda
 from tidemill.kernels.draw import cuda as draw_cuda
 from tidemill.kernels.draw.tables import AdjustmentField, ChangeField, DrawField, ItemField
 from tidemill.kernels.gated_delta import cuda as gated_delta_cuda
+from tidemill.kernels.linear import cuda as linear_cuda
 from tidemill.kernels.linear.packed import Packed
+from tidemill.kernels.linear.stored import Kind, Stored
 from tidemill.kernels.mamba2 import cuda as mamba2_cuda
 from tidemill.kernels.mamba2.heads import Heads
 from tidemill.kernels.moe import cuda as moe_cuda
@@ -297,3 +303,74 @@ def test_fits_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert kernel.shared_bytes <= SHARED_BYTES_MAX[90], kernel
         assert (kernel.wgmma > 0) >= (kernel.name in wgmma), kernel
         assert (kernel.tma > 0) >= (kernel.name in tma), kernel
+
+
+OUT, DEPTH = 320, 2048
+FORMATS: dict[str, tuple[Kind, int, torch.dtype, bool, float]] = {
+    "INT8 per channel": ("int8", DEPTH, torch.float32, False, 0.501),
+    "FP8 in blocks": ("fp8", 128, torch.float32, False, 0.5156),
+    "INT4 of compressed-tensors": ("int4", 128, torch.bfloat16, False, 0.2578),
+    "AWQ": ("uint4", 128, torch.float16, True, 0.2734),
+    "MXFP4": ("fp4", 32, torch.bfloat16, False, 0.2812),
+    "NVFP4": ("fp4", 16, torch.float32, False, 0.375),
+    "Q4_0": ("int4", 32, torch.float16, False, 0.2812),
+}
+"""The kind, columns of a group, a type that holds all scales, offsets, and the bytes that a product of one
+row reads, over those of weights in bfloat16."""
+
+
+def stored_as(name: str, rows: int = OUT, columns: int = DEPTH) -> Stored:
+    kind, group, dtype, shifted, _ = FORMATS[name]
+    part = stored(kind, rows, columns, min(group, columns), shifted=shifted)
+    assert part.scales is not None
+    return replace(part, scales=part.scales.to(dtype).float())
+
+
+def on(packed: Packed, device: torch.device) -> Packed:
+    parts = {
+        name: None if part is None else part.to(device)
+        for name in ("data", "scales", "offsets")
+        for part in (getattr(packed, name),)
+    }
+    return replace(packed, **parts)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_one_row_reads_codes_and_scales_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = linear_cuda.pack([stored_as(name)])
+    parts = [part for part in (packed.data, packed.scales, packed.offsets) if part is not None]
+    num_bytes = sum(part.numel() * part.element_size() for part in parts)
+    assert num_bytes / (2 * OUT * DEPTH) == pytest.approx(FORMATS[name][4], abs=1e-4)
+    with launching(monkeypatch) as launches:
+        linear_cuda.linear(torch.empty(1, DEPTH, dtype=torch.bfloat16, device=META), on(packed, META))
+    assert [(launch.kernel, launch.grid) for launch in launches] == [
+        ("product_tile", (1, OUT // 64, 4)),  # each program has its rows and its columns
+        ("add_spans", (1,)),
+    ]
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES_MAX)
+@pytest.mark.parametrize("name", FORMATS)
+def test_kernels_fit_without_spills(name: str, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of one row and of a prompt, and the experts of 20 tokens and of a prompt."""
+    count, width, inner = 4, 512, 256
+    gate_up, down = (
+        linear_cuda.pack(
+            [stored_as(name, count * out, depth).moved(lambda rows: rows.unflatten(0, (count, -1)))]
+        )
+        for out, depth in ((2 * inner, width), (width, inner))
+    )
+    weight = linear_cuda.pack([stored_as(name)])
+    with compiling(monkeypatch, capability) as kernels:
+        for tokens in (1, 8192):
+            linear_cuda.linear(torch.zeros(tokens, DEPTH, dtype=torch.bfloat16), weight)
+        for tokens in (20, 200):
+            x_TH = torch.zeros(tokens, width, dtype=torch.bfloat16)
+            choice = moe_cuda.route(x_TH[:, :count], Routing(2, renormalise=True))
+            hidden_TKI = moe_cuda.moe_inner(x_TH, choice, Experts(gate_up, down))
+            moe_cuda.moe_outer(hidden_TKI, choice, Experts(gate_up, down), None, None)
+    assert {"product_tile", "gate_up_tile", "down_tile"} <= {kernel.name for kernel in kernels}
+    for kernel in kernels:
+        assert kernel.stack_bytes == 0, kernel
+        assert kernel.shared_bytes <= SHARED_BYTES_MAX[capability], kernel
+        assert (kernel.wgmma > 0) == (capability == 90 and kernel.name.endswith("_tile")), kernel

@@ -20,6 +20,7 @@ from tests.support.workers.released import LAYERS, PAGE_TOKENS, released, there
 from tests.unit.workers.execution.test_model_runner import a_row
 from tidemill.kernels.attention.lists import PROGRAMS
 from tidemill.kernels.dispatch import operators
+from tidemill.kernels.linear.stored import CodeKind
 from tidemill.kvstore.layout import PageId
 from tidemill.workers.execution import model_runner as runner_module
 from tidemill.workers.execution.cuda_graphs import (
@@ -179,10 +180,20 @@ STEPS = [
 """Rows, tokens beyond one each, states that a row may keep, pages of a table."""
 
 
-@pytest.mark.parametrize("name", ["Qwen3-Next-80B-A3B", "granite-4.0-h-small", "gpt-oss-20b", "DeepSeek-V3"])
-def test_no_step_compiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "codes"),
+    [
+        ("Qwen3-Next-80B-A3B", None),
+        ("granite-4.0-h-small", None),
+        ("gpt-oss-20b", None),
+        ("DeepSeek-V3", None),
+        ("Qwen3-Next-80B-A3B", "int4"),
+        ("DeepSeek-V3", "fp8"),
+    ],
+)
+def test_no_step_compiles(name: str, codes: CodeKind | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would stop all requests for seconds."""
-    model, caches = released(name)
+    model, caches = released(name, kind=codes)
     monkeypatch.setattr(runner_module, "on_device", there)
     runner = TorchRunner(model, caches, PAGE_TOKENS, 1, META)
     with launching(monkeypatch) as launches:
@@ -192,8 +203,13 @@ def test_no_step_compiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             launches.clear()
             step = padding(rows, width, 1 + more, windows=caches.has_windows, states=states)
             with torch.inference_mode():
-                runner._hidden(step)
+                hidden_TH = runner._hidden(step)
             assert compiled(launches) <= known, (rows, more, states, width)
+        for rows in (2, 20, 40, 100, 300):
+            launches.clear()
+            with torch.inference_mode():
+                model.logits(hidden_TH[:rows])
+            assert compiled(launches) <= known, rows
         for (kind, sampling), rows in product(SAMPLINGS.items(), (1, 2, 3, 300)):
             launches.clear()
             states = [
