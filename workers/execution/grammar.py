@@ -19,6 +19,7 @@ from llguidance import LLTokenizer
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.execution.grammar_library import (
     FIELD,
+    TOO_MANY,
     LibraryMatcher,
     compile_grammar,
     error_of,
@@ -299,7 +300,7 @@ class Matcher:
         """Return True if the text cannot go on, and False if the lexer needs more states. Raises RequestError
         at another limit: the answer would end as if it were complete."""
         reason = error_of(inner)
-        if "lexer error: too many" in reason:  # states, or parts of them
+        if TOO_MANY in reason:  # states, or parts of them
             return False
         if not any(limit in reason for limit in LIMIT_ERRORS):
             return True

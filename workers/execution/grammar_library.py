@@ -26,6 +26,7 @@ JSON_OPTIONS: "JsonCompileOptions" = {"whitespace_pattern": BLANKS, "coerce_one_
 
 EBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
+TOO_MANY = "lexer error: too many"
 ERROR_CHARACTERS_MAX = 400
 FIELD = "response_format"
 
@@ -87,7 +88,9 @@ class Alternatives:
         return any(matcher.is_error() for matcher in self._matchers)
 
     def get_error(self) -> str:
-        return next(matcher.get_error() for matcher in self._matchers if matcher.is_error())
+        """Return the first error. A matcher that fails at a token that it has allowed lacks states."""
+        error = next(matcher.get_error() for matcher in self._matchers if matcher.is_error())
+        return f"{TOO_MANY} states: {error}" if "satisfy the grammar" in error else error
 
 
 LibraryMatcher = LLMatcher | Alternatives

@@ -18,7 +18,7 @@
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -26,6 +26,9 @@ from tidemill.cluster.settings import ReasoningParser, ToolParser
 
 CALL, CALLED = "<tool_call>", "</tool_call>"
 THINK, THOUGHT = "<think>", "</think>"
+BREAK = "\n\n"
+"""The text that may stand between a thought and what follows it."""
+
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL_END, RETURN = "<|end|>", "<|call|>", "<|return|>"
 
@@ -84,6 +87,11 @@ class Parameters:
     behind: str
 
     @property
+    def end(self) -> str:
+        """Return the end of a text as it is written."""
+        return self.behind[: self.behind.index(self.ends[0])] + self.ends[0]
+
+    @property
     def on_lines(self) -> bool:
         """Return whether a value has lines of its own."""
         return self.behind.startswith("\n")
@@ -125,6 +133,14 @@ class CallForm:
     @property
     def tags(self) -> tuple[str, ...]:
         return tuple(filter(None, (*self.begins, self.ends, *self.dropped, *self.inner)))
+
+    def starts(self, functions: Iterable[str]) -> tuple[str, ...]:
+        """Return the starts of calls that no tag precedes, where any object may be one."""
+        if self.element:
+            return (self.element,)
+        head = self.written.name.partition(self.begins[0])[2] if self.begins else self.written.name
+        named = () if self.opening is JSON_OPENING else (head + name for name in functions)
+        return (*(("{",) if self.body == "json" else ()), *named)
 
     def of(self, template: str, added: Collection[str]) -> "CallForm":
         """Return the form of a model by the text of its template and its added tokens."""

@@ -93,10 +93,12 @@ class Harmony:
             self._inside = "words"
 
     def _message(self, parts: list[Part], *, last: bool) -> bool:
-        found = ((at, tag) for tag in ENDS if (at := self._held.find(tag)) >= 0)
+        # a grammar has one message behind the reasoning, to the end of the answer
+        ends = () if self._output_format.constrained and self._inside != "reasoning" else ENDS
+        found = ((at, tag) for tag in ends if (at := self._held.find(tag)) >= 0)
         at, tag = min(found, default=(len(self._held), ""))
         if not tag and not last:
-            at -= growing(self._held, ENDS)
+            at -= growing(self._held, ends)
         text, self._held = self._held[:at], self._held[at:]
         over = bool(tag) or last
         if self._inside == "call":

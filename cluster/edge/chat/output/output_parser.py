@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tidemill.cluster.edge.chat.formats import CHANNELS, CallForm, Thinking
+from tidemill.cluster.edge.chat.formats import BREAK, CHANNELS, CallForm, Thinking
 from tidemill.cluster.edge.chat.output.parts import Part, ReasoningText, Text
 from tidemill.cluster.edge.chat.output.tool_call_parser import Schemas
 from tidemill.cluster.edge.chat.output.tool_call_stream import ToolCallStream
@@ -102,7 +102,7 @@ class OutputParser:
 
     def _start(self, parts: list[Part], *, last: bool) -> bool:
         """Start with reasoning, if the prompt or the first text that is not white space opens it."""
-        begun = self._held.lstrip()
+        begun = self._held if self._output_format.constrained else self._held.lstrip()
         tag = next(filter(begun.startswith, self._thinking.opens), None)
         if tag is not None:
             self._held = begun[len(tag) :]
@@ -135,14 +135,19 @@ class OutputParser:
         return ReasoningText if self._outside == "reasoning" and not self._thinking.kept else Text
 
     def _words(self, parts: list[Part], *, last: bool) -> bool:
-        form = self._output_format.form
+        form, constrained = self._output_format.form, self._output_format.constrained
+        if self._after_tag and constrained and not self.num_calls:
+            if not last and BREAK.startswith(self._held):
+                return False
+            self._held = self._held.removeprefix(BREAK)
+            self._after_tag = False
         if form is None:
             self._pass_on(parts, (), Text, last=last)
             return False
         if self._after_tag:
             self._held = self._held.lstrip()
         if self._silent and form.bare:
-            begun = self._held.lstrip()
+            begun = self._held if constrained else self._held.lstrip()
             if not begun and not last:
                 return False
             if begun.startswith(form.bare):
@@ -221,8 +226,8 @@ class OutputParser:
         between = (LEFT if form.ends else BETWEEN).match(self._held)
         assert between is not None
         begin, rest = between[0], self._held[between.end() :]
-        next_one = form.element or "{"
-        if not last and any(sign.startswith(rest) for sign in (form.ends, next_one, FENCE)):
+        starts = form.starts(self._output_format.schemas)
+        if not last and any(sign.startswith(rest) for sign in (form.ends, *starts, FENCE)):
             return False
         if form.ends and rest.startswith(form.ends):
             self._held = rest.removeprefix(form.ends)
@@ -231,7 +236,7 @@ class OutputParser:
         if form.body == "python":
             follows = rest[:1].isidentifier() and bool(between[1])
         else:
-            follows = rest.startswith(next_one)
+            follows = rest.startswith(starts)
         if follows:
             self._held = rest
             self._call_next(form, begin)

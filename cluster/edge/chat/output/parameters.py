@@ -35,7 +35,7 @@ class ParameterStream:
     def __init__(self, marks: Parameters, schema: Mapping[str, Any], *, exact: bool = False) -> None:
         self._marks = marks
         self._exact = exact
-        self._ends = tuple(end for end in marks.ends if not exact or end.endswith(marks.ends[0]))
+        self._ends = (marks.end,) if exact else marks.ends
         self._schema = schema
         self._parameters = parameters_of(schema)
         self._held: str = ""

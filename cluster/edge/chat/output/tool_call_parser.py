@@ -230,12 +230,10 @@ def parameters_of(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def choices_of(wanted: Mapping[str, Any]) -> list[str] | None:
-    """Return the texts that a parameter allows; None if it allows anything, or something that is no text."""
-    values: object = wanted.get("enum")
-    if not isinstance(values, list) or not values:
-        return None
-    texts = [value for value in cast("list[object]", values) if isinstance(value, str)]
-    return texts if len(texts) == len(cast("list[object]", values)) else None
+    """Return the texts among the values that a parameter lists; None if it lists none."""
+    values: object = [wanted["const"]] if "const" in wanted else wanted.get("enum")
+    listed = cast("list[object]", values) if isinstance(values, list) else []
+    return [value for value in listed if isinstance(value, str)] or None
 
 
 def is_text(wanted: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:

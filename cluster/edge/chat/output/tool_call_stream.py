@@ -54,8 +54,11 @@ class ToolCallStream:
         """Return what `text` adds to the call."""
         if self._span is not None:
             calls = self._take(self._upto_bracket(self._span, text))
-            if self._opens_object and self._arguments is None and not self._may_open():
-                self.rest = self.rest or ""
+            if self._opens_object and self._arguments is None and not self._may_open(self._held):
+                sizes = range(1, len(self._held) + 1)
+                size = next(size for size in sizes if not self._may_open(self._held[:size]))
+                self.rest = self._held[size:] + (self.rest or "")
+                self._held = self._held[:size]
             return calls
         self._unread += text
         calls: list[Call] = []
@@ -91,9 +94,9 @@ class ToolCallStream:
     def _lost(self) -> bool:
         return self._span is not None and self._span.lost
 
-    def _may_open(self) -> bool:
-        """Return whether what is held may become the opening of a call that is an object."""
-        bare = "".join(self._held.split()).removeprefix("[")
+    def _may_open(self, held: str) -> bool:
+        """Return whether a text may become the opening of a call that is an object."""
+        bare = "".join(held.split()).removeprefix("[")
         heads = (
             f'{lead}"name":"{name}","{member}":{{'
             for lead in ("{", '{"type":"function",')

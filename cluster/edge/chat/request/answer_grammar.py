@@ -6,25 +6,29 @@
 A worker puts the constraint of the words, or the grammar of calls, where @answer stands.
 """
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from tidemill.cluster.edge.chat.formats import CHANNEL, CHANNELS, END, FINAL, MESSAGE, START
+from tidemill.cluster.edge.chat.formats import BREAK, CHANNEL, CHANNELS, END, FINAL, MESSAGE, START
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
+from tidemill.cluster.edge.chat.request.text_grammar import quoted
 from tidemill.cluster.edge.chat.request.tool_grammar import (
-    BREAK,
     enforceable,
     forced,
     free,
     literal_of,
-    quoted,
 )
 from tidemill.cluster.edge.chat.request.tools import Tool
 from tidemill.workers.messages import Grammar, RequestError
 
 ROLE = "assistant"
 """The role of the messages that a model in channels answers with."""
+
+MAY_BREAK = re.compile(r"[\x00-\x1f]|\[\^|\(\?|\\[^bdw\W]|[%@~]|/[a-z]*s")
+"""Matches what may stand for a line break in a pattern or grammar."""
 
 THOUGHT = f"{CHANNEL}analysis{MESSAGE}"
 """The text before the reasoning of a model that writes in channels."""
@@ -39,7 +43,7 @@ def words_or_calls(
     The arguments follow their schemas, if a grammar can hold those and follow them.
     """
     before = FINAL if output_format.channels and output_format.begun in ("", THOUGHT) else ""
-    answer = behind_thought(words, output_format, added, before)
+    answer = behind_thought(words, output_format, added, before, breaks=_may_begin_with_break(words))
     if not tools:
         return answer
     calls = behind_thought(forced(free(tools, output_format), output_format, added), output_format, added)
@@ -49,12 +53,28 @@ def words_or_calls(
     return replace(answer, otherwise=calls)
 
 
+def _may_begin_with_break(words: Grammar) -> bool:
+    """Return whether words may begin with BREAK, or perhaps do."""
+    match words.kind:
+        case "choice":
+            return any(choice.startswith(BREAK) for choice in json.loads(words.text))
+        case "regex" | "lark":
+            return MAY_BREAK.search(words.text) is not None
+        case "json_object" | "json_schema":
+            return False
+
+
 def behind_thought(
-    answer: Grammar, output_format: OutputFormat, added: Mapping[str, int], before: str = ""
+    answer: Grammar,
+    output_format: OutputFormat,
+    added: Mapping[str, int],
+    before: str = "",
+    *,
+    breaks: bool = False,
 ) -> Grammar:
     """Return the grammar of an answer that has the text `before` it, and before that a thought as the format
-    allows one."""
-    thought = _thought_before(output_format, added)
+    allows one, with BREAK behind it, which only is needed if it `breaks`."""
+    thought = _thought_before(output_format, added, quoted(BREAK) if breaks else f"{quoted(BREAK)}?")
     if not thought and not before:
         return answer
     rules = [f"start: {thought} {literal_of(before, added)} @answer"]
@@ -64,7 +84,7 @@ def behind_thought(
     return replace(answer, frame="\n".join(rules))
 
 
-def _thought_before(output_format: OutputFormat, added: Mapping[str, int]) -> str:
+def _thought_before(output_format: OutputFormat, added: Mapping[str, int], rest: str) -> str:
     """Return the thoughts that an answer may have or must end, in Lark's syntax."""
     reasoning, begun = output_format.reasoning, output_format.begun
     if reasoning is None:
@@ -73,7 +93,7 @@ def _thought_before(output_format: OutputFormat, added: Mapping[str, int]) -> st
         more = f"thought {literal_of(START + ROLE, added)}"
         any_more = f"({literal_of(THOUGHT, added)} {more})*"
         return {"": any_more, THOUGHT: f"{more} {any_more}"}.get(begun, "")
-    thought = f"thought {quoted(BREAK)}?"
+    thought = f"thought {rest}"
     if output_format.thinking:
         return thought
     opens = " | ".join(literal_of(tag, added) for tag in reasoning.opens)

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, assert_never, cast
 
-from tidemill.cluster.edge.chat.formats import NUMBER, QUOTE, Body, CallForm, Parameters
+from tidemill.cluster.edge.chat.formats import NUMBER, QUOTE, CallForm, Parameters
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
 from tidemill.cluster.edge.chat.output.tool_call_parser import (
-    choices_of,
+    TEXT,
     is_text,
     parameters_of,
     resolved,
@@ -20,10 +20,19 @@ from tidemill.cluster.edge.chat.output.tool_call_parser import (
 )
 from tidemill.cluster.edge.chat.request.schema import enforced
 from tidemill.cluster.edge.chat.request.structured import check_schema
+from tidemill.cluster.edge.chat.request.text_grammar import (
+    ANY_TEXT,
+    DEPTH_MAX,
+    count_of,
+    definitions_of,
+    one_of,
+    parts_of,
+    quoted,
+    terminal_of,
+)
 from tidemill.cluster.edge.chat.request.tools import Tool
 from tidemill.workers.messages import GRAMMAR_BYTES_MAX, Grammar, RequestError
 
-BREAK = "\n\n"
 LINE = "\n"
 ONE_LINE = {
     "coerce_one_of": True,
@@ -38,7 +47,7 @@ Rules = dict[str, str]
 
 SCALARS = frozenset(["number", "integer", "boolean", "null"])
 GEMMA_VALUES: Rules = {
-    "value": "quote text | scalar | list | object",
+    "value": "quote string | scalar | list | object",
     "scalar": '%json {"type": ["number", "boolean", "null"]}',
     "list": '"[" (value ("," value)*)? "]"',
     "object": '"{" (member ("," member)*)? "}"',
@@ -50,13 +59,8 @@ GEMMA_WORD = re.compile(r"[^\s:,<>{}\[\]\"]+")
 PYTHON_WORD = re.compile(r"[^\W\d]\w*")
 """The names that a keyword may have."""
 
-GEMMA_TYPES = {"string": "quote text", "array": "list", "object": "object"}
-
 ANYTHING: dict[str, Any] = {"anyOf": [{}]}
 """A schema of any JSON, where one without a type stands for a text."""
-
-DEPTH_MAX = 8
-"""The most objects and lists one in another of which a grammar of Gemma's follows the schemas."""
 
 
 def forced(tools: Sequence[Tool], output_format: OutputFormat, added: Mapping[str, int]) -> Grammar:
@@ -77,12 +81,12 @@ def forced(tools: Sequence[Tool], output_format: OutputFormat, added: Mapping[st
     rules = {
         "start": _in_order(literal(written.before + written.name), "call", more, literal(written.behind)),
         "call": _in_order("body", literal(written.end)),
-        "body": _one_of(bodies),
+        "body": one_of(bodies),
     }
     for number, function in enumerate(functions):
         rules |= _arguments(f"f{number}", function.parameters or {}, form, added)
     if form.parameters is not None:
-        rules |= _text(form.parameters, added)
+        rules |= {"TEXT": ANY_TEXT} | _text("string", "TEXT", form.parameters, added)
     if form.body == "gemma":
         rules |= GEMMA_VALUES | {"quote": literal(QUOTE)}
     text = "\n".join(f"{name}: {definition}" for name, definition in rules.items())
@@ -139,10 +143,6 @@ def _in_order(*parts: str) -> str:
     return " ".join(part for part in parts if part) or EMPTY
 
 
-def _one_of(alternatives: Sequence[str]) -> str:
-    return " | ".join(alternatives)
-
-
 def literal_of(text: str, added: Mapping[str, int]) -> str:
     """Return a text as a grammar literal, with single tokens where parts of it are some."""
     if NUMBER in text:
@@ -162,7 +162,7 @@ def _arguments(name: str, schema: Mapping[str, Any], form: CallForm, added: Mapp
             assert form.parameters is not None
             return _xml_arguments(name, schema, form.parameters, added)
         case "python" | "gemma":
-            return _keywords(name, schema, form.body)
+            return _keywords(name, schema, form, added)
         case _:
             assert_never(form.body)
 
@@ -173,91 +173,111 @@ def _xml_arguments(
     """Return the parameters in their order; optional ones may be left out."""
     needed = _needed(schema)
     parameters = list(parameters_of(schema).items())
-    rules = {
-        f"{name}p{position}": _xml_parameter(parameter, wanted, schema, marks, added)
-        for position, (parameter, wanted) in enumerate(parameters)
-    }
-    counts = ["" if parameter in needed else "?" for parameter, _ in parameters]
-    return rules | {name: _in_order(*(rule + count for rule, count in zip(rules, counts, strict=True)))}
+    rules: Rules = {}
+    found: list[str] = []
+    for position, (parameter, wanted) in enumerate(parameters):
+        rule, schema_of_it = f"{name}p{position}", {**wanted, **definitions_of(schema)}
+        texts = is_text(wanted, schema)
+        before = literal_of(marks.before.format(name=parameter, is_text=json.dumps(texts)), added)
+        if texts:
+            value = _text_of(f"{rule}v", schema_of_it, rules, marks, added)
+        else:
+            value = _in_order(_json(schema_of_it), literal_of(marks.behind, added))
+        rules[rule] = _in_order(before, value)
+        found.append(rule if parameter in needed else f"{rule}?")
+    return rules | {name: _in_order(*found)}
 
 
-def _xml_parameter(
-    name: str, wanted: dict[str, Any], schema: Mapping[str, Any], marks: Parameters, added: Mapping[str, int]
+def _text_of(
+    name: str, wanted: Mapping[str, Any], rules: Rules, marks: Parameters, added: Mapping[str, int]
 ) -> str:
-    texts = is_text(wanted, schema)
-    before = literal_of(marks.before.format(name=name, is_text=json.dumps(texts)), added)
-    choices = choices_of(wanted)
-    if texts and choices is None:
-        return _in_order(before, "text")
-    if choices is not None:
-        value = f"({_one_of([quoted(choice) for choice in choices])})"
-    else:
-        value = _json({**wanted, **_defined(schema)})
-    return _in_order(before, value, literal_of(marks.behind, added))
+    """Return the rule of a text of this schema with what stands behind it. It is a new one, called `name`,
+    unless any text will do."""
+    terminal = terminal_of(wanted)
+    if not terminal:
+        return "string"
+    rules |= _text(name, terminal, marks, added)
+    return name
 
 
-def _text(marks: Parameters, added: Mapping[str, int]) -> Rules:
-    """Return the rule of a text with what stands behind it. Where a part of that is a single token, the text
-    ends there: no text has such a token."""
-    behind = marks.behind
-    token = min((tag for tag in added if tag in behind), key=behind.index, default=None)
-    if token is None:
-        rest = behind.partition(marks.ends[0])[2]
-        suffix = f"chars[suffix={json.dumps(marks.ends[0])}]"
-        return {suffix: "/(?s:.*)/", "text": _in_order("chars", literal_of(rest, added))}
-    at = behind.index(token)
-    before = re.escape(behind[:at]).replace("\\\n", "\\n").replace("/", "\\/")
-    return {"chars": f"/(?s:.*){before}/", "text": _in_order("chars", literal_of(behind[at:], added))}
+def _text(name: str, terminal: str, marks: Parameters, added: Mapping[str, int]) -> Rules:
+    """Return the rule of a text that matches a terminal, with what stands behind it. It ends at the first end
+    mark, whatever spells it; the mark may begin with a token or have one inside."""
+    end, rest = marks.end, marks.behind.removeprefix(marks.end)
+    at = min((end.index(tag) for tag in added if tag in end), default=len(end))
+    chars = f"({terminal} & ~(TEXT {quoted(end)} TEXT)) {quoted(end[:at])}"
+    return {name.upper(): chars, name: _in_order(name.upper(), literal_of(end[at:] + rest, added))}
 
 
-def _keywords(name: str, schema: Mapping[str, Any], body: Body, depth: int = 0) -> Rules:
+def _keywords(
+    name: str, schema: Mapping[str, Any], form: CallForm, added: Mapping[str, int], depth: int = 0
+) -> Rules:
     """Return keyword arguments in their order, those of Gemma by name. Two rules per position say what may
     follow: `first` before any argument, `more` after a comma."""
-    gemma = body == "gemma"
+    gemma = form.body == "gemma"
     word = GEMMA_WORD if gemma else PYTHON_WORD
     parameters = [parameter for parameter in parameters_of(schema).items() if word.fullmatch(parameter[0])]
     if gemma:
         parameters.sort(key=lambda parameter: parameter[0].lower())
-    needed, defined = _needed(schema), _defined(schema)
+    needed, defined = _needed(schema), definitions_of(schema)
     first = [name, *(f"{name}x{position + 1}" for position in range(len(parameters)))]
     more = [f"{name}m{position}" for position in range(len(first))]
     rules = {first[-1]: EMPTY, more[-1]: EMPTY}
     for position, (parameter, wanted) in enumerate(parameters):
         if gemma:
-            value = _gemma_value(f"{name}v{position}", {**wanted, **defined}, rules, depth)
+            value = _gemma_value(f"{name}v{position}", {**wanted, **defined}, rules, form, added, depth)
         else:
             value = _json({**wanted, **defined})
         argument = _in_order(quoted(parameter + (":" if gemma else "=")), value, more[position + 1])
         rules[first[position]] = argument
         rules[more[position]] = _in_order(quoted("," if gemma else ", "), argument)
         if parameter not in needed:
-            rules[first[position]] = _one_of([argument, first[position + 1]])
-            rules[more[position]] = _one_of([rules[more[position]], more[position + 1]])
+            rules[first[position]] = one_of([argument, first[position + 1]])
+            rules[more[position]] = one_of([rules[more[position]], more[position + 1]])
     return rules
 
 
-def _gemma_value(name: str, wanted: Mapping[str, Any], rules: Rules, depth: int) -> str:
+def _gemma_value(
+    name: str, wanted: Mapping[str, Any], rules: Rules, form: CallForm, added: Mapping[str, int], depth: int
+) -> str:
     """Return the rule of a value, and add those that it refers to, whose names begin with `name`. Of schemas
-    it follows types, properties, items and choices of texts."""
+    it follows types, alternatives, choices, properties, items and their number, and the limits of texts."""
     wanted = resolved(wanted)
     types = types_of(wanted, wanted)
-    choices = choices_of(wanted)
-    items: object = wanted.get("items")
-    if choices is not None:
-        return f"quote ({_one_of([quoted(choice) for choice in choices])}) quote"
-    if types is not None and types <= SCALARS:
-        return _json(wanted)
-    if types == frozenset(["array"]) and isinstance(items, dict) and depth < DEPTH_MAX:
-        schema = {**cast("dict[str, Any]", items), **_defined(wanted)}
-        rules[name] = _gemma_value(f"{name}i", schema, rules, depth + 1)
-        return f'"[" ({name} ("," {name})*)? "]"'
-    if types == frozenset(["object"]) and parameters_of(wanted) and depth < DEPTH_MAX:
-        rules |= _keywords(name, wanted, "gemma", depth + 1)
-        return f'"{{" {name} "}}"'
-    if types is None or not types <= {*GEMMA_TYPES, *SCALARS}:
+    alternatives = parts_of(wanted, "anyOf") or parts_of(wanted, "oneOf")
+    assert form.parameters is not None
+
+    def inner(mark: str, schema: Mapping[str, Any]) -> str:
+        return _gemma_value(name + mark, schema, rules, form, added, depth + 1)
+
+    if alternatives and types != TEXT and "type" not in wanted and depth < DEPTH_MAX:
+        return f"({one_of(inner(f'o{index}', part) for index, part in enumerate(alternatives))})"
+    if types is None or depth == DEPTH_MAX or not types <= {"string", "array", "object", *SCALARS}:
         return "value"
-    scalars = [_json({"type": sorted(types & SCALARS)})] if types & SCALARS else []
-    return f"({_one_of([*(GEMMA_TYPES[kind] for kind in sorted(types - SCALARS)), *scalars])})"
+    found: list[str] = []
+    if "string" in types:
+        found.append(f"quote {_text_of(f'{name}t', wanted, rules, form.parameters, added)}")
+    if "array" in types:
+        items: object = wanted.get("items")
+        item = cast("dict[str, Any]", items) if isinstance(items, dict) else {}
+        rules[f"{name}l"] = inner("i", {**item, **definitions_of(wanted)})
+        found.append(_listed(f"{name}l", count_of(wanted, "minItems") or 0, count_of(wanted, "maxItems")))
+    if "object" in types and parameters_of(wanted):
+        rules |= _keywords(name, wanted, form, added, depth + 1)
+        found.append(f'"{{" {name} "}}"')
+    elif "object" in types:
+        found.append("object")
+    if types & SCALARS:
+        found.append(_json({**wanted, "type": sorted(types & SCALARS)}))
+    return f"({one_of(found)})"
+
+
+def _listed(item: str, low: int, high: int | None) -> str:
+    """Return a list of `low` to `high` items in Lark's syntax."""
+    if high == 0:
+        return '"[" "]"'
+    several = f'{item} ("," {item}){{{max(low - 1, 0)},{"" if high is None else high - 1}}}'
+    return f'"[" {several if low else f"({several})?"} "]"'
 
 
 def _json(schema: Mapping[str, Any]) -> str:
@@ -267,14 +287,6 @@ def _json(schema: Mapping[str, Any]) -> str:
 def _needed(schema: Mapping[str, Any]) -> list[object]:
     required: object = schema.get("required")
     return cast("list[object]", required) if isinstance(required, list) else []
-
-
-def _defined(schema: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-
-
-def quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 EMPTY = quoted("")

@@ -145,7 +145,7 @@ def around(form: str, *calls: str) -> str:
 
 def worn(form: str) -> list[tuple[str, list[Any]]]:
     """Return the cases that each family with a tag around calls has."""
-    begin, end = FORMS[form].begins[0], FORMS[form].ends
+    begin, end, how = FORMS[form].begins[0], FORMS[form].ends, FORMS[form].written
     one, two = call(form, "f", note="a"), call(form, "g")
     cut = around(form, one).partition('a"' if FORMS[form].body == "json" else "a<")[0] + "a"
     whole = around(form, two, call(form, "f", note=f"a {end or begin} b"), two)
@@ -159,6 +159,7 @@ def worn(form: str) -> list[tuple[str, list[Any]]]:
             f"{begin}oh{end}{around(form, one)}" if end else around(form, one),
             [f"{begin}oh{end}", f][not end :],
         ),
+        (f"{how.before}{one.removesuffix(end)}{two.removeprefix(begin)}{how.behind}", [f, g]),
         (f"So {begin}", [f"So {begin}"]),
         (cut, [["f", '{"note": "a']]),
     ]
