@@ -26,8 +26,10 @@ $(STAMP): pyproject.toml setup.py constraints.txt deploy/mooncake_libs.sh
 	deploy/mooncake_libs.sh $(VENV)/bin/python $(DEBIAN_LIBS)
 	touch $(STAMP)
 
+# MODEL=smollm2 adds chats with a small trained model, from its GGUF file.
 demo: setup
 	tidemill demo
+	$(if $(filter smollm2,$(MODEL)),python -m tools.smollm2)
 
 # Otherwise threads of one process wait for those of the other, and spin on a core meanwhile.
 test test-all suite triton triton-3.6 triton-3.6-some mutations mutations-changed: export OMP_NUM_THREADS := 1

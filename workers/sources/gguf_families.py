@@ -56,9 +56,96 @@ SEPARATE = {"mlp.gate.weight": "ffn_gate_inp.weight"} | {
 }
 """Experts that each have tensors of their own: `*` is a row of the file's tensor."""
 
-ROTARY = dict.fromkeys(
-    (f"self_attn.{name}_proj.{part}" for name in "qk" for part in ("weight", "bias")), "rotary"
+SHARED = {"mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight"} | {
+    f"mlp.shared_expert.{name}_proj.weight": f"ffn_{name}_shexp.weight" for name in ("gate", "up", "down")
+}
+STACKED = {
+    "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.experts.gate_up_proj": "ffn_gate_exps.weight + ffn_up_exps.weight | ffn_gate_up_exps.weight",
+    "mlp.experts.down_proj": "ffn_down_exps.weight",
+}
+DELTA = {
+    "post_attention_layernorm.weight": "post_attention_norm.weight",
+    "linear_attn.conv1d.weight": "ssm_conv1d.weight",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "linear_attn.norm.weight": "ssm_norm.weight",
+    "linear_attn.out_proj.weight": "ssm_out.weight",
+}
+BY_HEAD = {
+    "linear_attn.in_proj_qkvz.weight": "attn_qkv.weight + attn_gate.weight",
+    "linear_attn.in_proj_ba.weight": "ssm_ba.weight",
+}
+BY_PART = {
+    "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
+    "linear_attn.in_proj_z.weight": "attn_gate.weight",
+    "linear_attn.in_proj_b.weight": "ssm_beta.weight",
+    "linear_attn.in_proj_a.weight": "ssm_alpha.weight",
+}
+MAMBA = {
+    "mamba.in_proj.weight": "ssm_in.weight",
+    "mamba.conv1d.weight": "ssm_conv1d.weight",
+    "mamba.conv1d.bias": "ssm_conv1d.bias",
+    "mamba.A_log": "ssm_a",
+    "mamba.dt_bias": "ssm_dt.bias",
+    "mamba.D": "ssm_d",
+    "mamba.norm.weight": "ssm_norm.weight",
+    "mamba.out_proj.weight": "ssm_out.weight",
+    "block_sparse_moe.router.layer.weight": "ffn_gate_inp.weight",
+    "block_sparse_moe.input_linear.weight": "ffn_gate_exps.weight + ffn_up_exps.weight",
+    "block_sparse_moe.output_linear.weight": "ffn_down_exps.weight",
+    "shared_mlp.input_linear.weight": (
+        "ffn_gate_shexp.weight + ffn_up_shexp.weight | ffn_gate.weight + ffn_up.weight"
+    ),
+    "shared_mlp.output_linear.weight": "ffn_down_shexp.weight | ffn_down.weight",
+}
+
+STATES = {
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "full_attention_interval": "full_attention_interval",
+}
+GRANITE = {
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "shared_intermediate_size": "expert_shared_feed_forward_length",
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+    "mamba_n_heads": "ssm.time_step_rank",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_d_conv": "ssm.conv_kernel",
+}
+
+ROTARY = {f"self_attn.{name}_proj.{part}": "rotary" for name in "qk" for part in ("weight", "bias")}
+OFFSET = dict.fromkeys(
+    (
+        "model.norm.weight",
+        "input_layernorm.weight",
+        "post_attention_layernorm.weight",
+        "self_attn.q_norm.weight",
+        "self_attn.k_norm.weight",
+    ),
+    "plus 1",
 )
+LOG = {"linear_attn.A_log": "minus exp", "mamba.A_log": "minus exp"}
+TILED = {
+    "linear_attn.in_proj_qkv.weight": "tiled behind keys",
+    "linear_attn.conv1d.weight": "tiled behind keys",
+    "linear_attn.out_proj.weight": "tiled columns",
+    "linear_attn.A_log": "tiled minus exp",
+    **dict.fromkeys(
+        (
+            f"linear_attn.{name}"
+            for name in ("in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight", "dt_bias")
+        ),
+        "tiled",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +169,7 @@ class Family:
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", "llama", changes=ROTARY),
+    "qwen2": Family("Qwen2ForCausalLM", "qwen2"),
     "qwen3": Family("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": Family(
         "Qwen3MoeForCausalLM",
@@ -89,6 +177,35 @@ FAMILIES = {
         keys=COMMON | EXPERTS,
         fixed={"norm_topk_prob": True},
         tensors=LAYER | SEPARATE,
+    ),
+    "qwen3next": Family(
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        keys=COMMON | EXPERTS | STATES,
+        tensors=LAYER | SEPARATE | SHARED | DELTA | BY_HEAD,
+        changes=OFFSET | LOG | {"linear_attn.in_proj_qkvz.weight": "by part"},
+    ),
+    "qwen35": Family(
+        "Qwen3_5ForCausalLM",
+        "qwen3_5_text",
+        keys=COMMON | STATES,
+        tensors=LAYER | DELTA | BY_PART,
+        changes=OFFSET | TILED,
+    ),
+    "qwen35moe": Family(
+        "Qwen3_5MoeForCausalLM",
+        "qwen3_5_moe_text",
+        keys=COMMON | EXPERTS | STATES,
+        tensors=LAYER | STACKED | SHARED | DELTA | BY_PART,
+        changes=OFFSET | TILED,
+    ),
+    "granitehybrid": Family(
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        keys=COMMON | GRANITE,
+        fixed={"position_embedding_type": "nope"},
+        tensors=LAYER | MAMBA,
+        changes=ROTARY | LOG,
     ),
 }
 """The families by `general.architecture`."""
@@ -103,12 +220,6 @@ def family_of(file: GgufFile) -> Family:
     if name not in FAMILIES:
         raise SourceError(f"{file.path} is a {name}: GGUF files are served of {', '.join(FAMILIES)}")
     return FAMILIES[name]
-
-
-def head_dim_of(file: GgufFile) -> int:
-    """Return the width of a head of attention. Raises SourceError."""
-    config = config_of(file, frozenset())
-    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
 def config_of(file: GgufFile, names: frozenset[str]) -> dict[str, Any]:
@@ -130,6 +241,15 @@ def config_of(file: GgufFile, names: frozenset[str]) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in names,
         **family.fixed,
     }
+    if "ssm.inner_size" in own:  # of value heads, and of Mamba heads
+        raw["linear_value_head_dim"] = own["ssm.inner_size"] // own["ssm.time_step_rank"]
+        raw["mamba_expand"] = own["ssm.inner_size"] / raw["hidden_size"]
+    if isinstance(raw.get("num_key_value_heads"), list):  # 0 for layers with a state
+        kv_heads = cast("list[int]", raw["num_key_value_heads"])
+        raw["layer_types"] = ["attention" if heads else "mamba" for heads in kv_heads]
+        raw["num_key_value_heads"] = max(kv_heads)
+    if "shared_intermediate_size" not in raw:
+        raw["shared_intermediate_size"] = raw.get("intermediate_size")
     rotary = own.get("rope.dimension_count")
     if rotary is not None and raw.get("head_dim") not in {None, rotary}:
         raw["partial_rotary_factor"] = rotary / raw["head_dim"]

@@ -126,6 +126,7 @@ MODELS: dict[str, dict[str, Shape]] = {
         },
         odd={"num_attention_heads": 3, "num_key_value_heads": 3, "rms_norm_eps": 1e-5},
     ),
+    "qwen2": _shapes("Qwen2Config", "Qwen2ForCausalLM", SIZES | {"rope_parameters": DEFAULT_ROPE}, tied={}),
     "qwen3": _shapes(
         "Qwen3Config",
         "Qwen3ForCausalLM",

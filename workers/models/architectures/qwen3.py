@@ -1,4 +1,6 @@
-"""Full attention: Llama, Qwen3 and Qwen3-MoE (and models with their config.json)."""
+"""Full attention: Llama, Qwen2, Qwen3 and Qwen3-MoE (and models with their config.json)."""
+
+from dataclasses import replace
 
 from tidemill.kvstore.layout import Attention, Window
 from tidemill.workers.models.architectures.config import ArchitectureConfig, config_of, stacked
@@ -13,6 +15,13 @@ from tidemill.workers.models.loading.config_json import Raw, count, layer_kinds,
 def parse_llama(raw: Raw) -> ArchitectureConfig:
     """Return the architecture. Raises ModelError for what is missing or not supported."""
     return stack(raw, [attention_of(raw)] * size(raw, "num_hidden_layers"))
+
+
+def parse_qwen2(raw: Raw) -> ArchitectureConfig:
+    """Return the architecture. Raises ModelError for what is missing or not supported."""
+    require(not raw.get("use_sliding_window"), "use_sliding_window is true: not supported")
+    attention = replace(attention_of(raw), bias=True, out_bias=False)
+    return stack(raw, [attention] * size(raw, "num_hidden_layers"))
 
 
 def parse_qwen3(raw: Raw) -> ArchitectureConfig:

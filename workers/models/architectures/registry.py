@@ -64,6 +64,7 @@ ARCHITECTURES = {
     "GptOssForCausalLM": Architecture(gpt_oss.parse),
     "GraniteMoeHybridForCausalLM": Architecture(granite.parse),
     "LlamaForCausalLM": Architecture(qwen3.parse_llama),
+    "Qwen2ForCausalLM": Architecture(qwen3.parse_qwen2),
     "Qwen3ForCausalLM": Architecture(qwen3.parse_qwen3),
     "Qwen3MoeForCausalLM": Architecture(qwen3.parse_qwen3),
     "Qwen3NextForCausalLM": Architecture(qwen3_next.parse, (DRAFT,), qwen3_next.draft_of),

@@ -15,9 +15,10 @@ from tidemill.kernels.linear.stored import Stored, join, plain
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.loading.blocks import stored_of
 from tidemill.workers.models.loading.checkpoint import DIGESTED_BYTES, Progress
+from tidemill.workers.models.loading.gguf_changes import original
 from tidemill.workers.models.loading.sharding import RankSlice
 from tidemill.workers.models.loading.weights import Weight
-from tidemill.workers.sources.gguf_families import OUTSIDE, Family, family_of, head_dim_of
+from tidemill.workers.sources.gguf_families import OUTSIDE, Family, config_of, family_of
 from tidemill.workers.sources.gguf_header import GgufFile, GgufTensor, read_header
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -51,7 +52,7 @@ class GgufWeights:
         self._files = [read_header(path) for path in gguf_files(folder)]
         self._file_of = {name: file for file in self._files for name in file.tensors}
         self._family: Family = family_of(self._files[0])
-        self._head_dim = head_dim_of(self._files[0])
+        self._config = config_of(self._files[0], frozenset(self._file_of))
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._digests: dict[str, str] | None = {} if digests else None
         self._thread = ThreadPoolExecutor(1, "digests")
@@ -96,9 +97,16 @@ class GgufWeights:
             ((theirs, raw),) = raws.items()
             raws[theirs] = raw.reshape(shape if self._is_float(theirs) else (*shape[:-1], -1))
         rows, by_columns = max(len(shape) - 2, 0), 0 < part.dim == len(shape) - 1
-        cut = list(raws.items()) if by_columns else list(_rows_of(raws, part, rows))
-        found = join([self._stored(theirs, place.change, piece) for theirs, piece in cut], rows)
-        found = _columns_of(found, part) if by_columns else found
+        if place.change or by_columns or len(shape) == 1:
+            whole = join([self._stored(theirs, raw) for theirs, raw in raws.items()], rows)
+            whole = original(whole, place.change, self._config)
+            found = (
+                _columns_of(whole, part)
+                if by_columns
+                else whole.moved(lambda tensor: _cut(tensor, part.ranges, part))
+            )
+        else:
+            found = join([self._stored(theirs, raw) for theirs, raw in _rows_of(raws, part, rows)], rows)
         if digesting is not None:
             digesting.result()
         self._done_bytes += sum(raw.nbytes for raw in raws.values())
@@ -142,14 +150,17 @@ class GgufWeights:
             if (of_expert := EXPERT.fullmatch(ours)) and ours not in table:
                 before, number, behind = of_expert.groups()
                 ours, expert = f"{before}.*.{behind}", int(number)
-        tensors = tuple(f"{prefix}{theirs}" for theirs in table.get(ours, "").split(" + ") if theirs)
-        missing = [theirs for theirs in tensors if theirs not in self._file_of]
-        if missing or not tensors:
+        choices = [
+            tuple(f"{prefix}{theirs}" for theirs in choice.split(" + "))
+            for choice in table.get(ours, f"({ours})").split(" | ")
+        ]
+        there = [tensors for tensors in choices if self._file_of.keys() >= set(tensors)]
+        if not there:
             raise ModelError(
-                f"{self._folder} has no tensor {', '.join(missing) or f'that is our {name}'}: give all files "
-                "of the model, or its Hugging Face folder"
+                f"{self._folder} has no tensor {' + '.join(choices[0])}: give all files of the model, or its "
+                "Hugging Face folder"
             )
-        return Place(tensors, expert, self._family.changes.get(ours, ""))
+        return Place(there[0], expert, self._family.changes.get(ours, ""))
 
     def _tensor(self, name: str) -> GgufTensor:
         return self._file_of[name].tensors[name]
@@ -174,12 +185,10 @@ class GgufWeights:
         whole = flat.view(*tensor.shape[:-1], -1)
         return whole if expert is None else whole[expert]
 
-    def _stored(self, name: str, change: str, raw: torch.Tensor) -> Stored:
-        """Return the weights of rows of a tensor, as they were before it was converted to GGUF."""
-        if change == "rotary":
-            raw = _halved(raw, self._head_dim)
+    def _stored(self, name: str, raw: torch.Tensor) -> Stored:
         if not self._is_float(name):
-            return stored_of(self._tensor(name).kind.name, raw, name)
+            found = stored_of(self._tensor(name).kind.name, raw, name)
+            return found if raw.dim() > 1 else plain(found.values)
         return plain(raw.clone() if raw.dtype == torch.bfloat16 else raw.to(torch.float32, copy=True))
 
 
@@ -190,11 +199,6 @@ def _sizes(*shapes: tuple[int, ...]) -> list[int]:
         return []
     rows = sum(sum(shape[-2:-1]) for shape in shapes)
     return [size for size in (*first[:-2], *([rows] if len(first) > 1 else []), *first[-1:]) if size != 1]
-
-
-def _halved(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Return the rows of heads with first those of the first half, which converters mix with the second."""
-    return rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def _rows_of(
