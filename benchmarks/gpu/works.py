@@ -4,8 +4,9 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch.nn import functional
@@ -13,7 +14,7 @@ from torch.nn import functional
 from benchmarks.kernels import PAGE_TOKENS, step_inputs
 from tidemill.kernels.dispatch import Operators, page_copy
 from tidemill.kernels.draw.tables import DrawField, scale_of
-from tidemill.kernels.linear.stored import plain
+from tidemill.kernels.linear.stored import FOUR_BITS, CodeKind, Stored, plain
 from tidemill.kernels.mamba2.heads import Heads
 from tidemill.kernels.moe.experts import Experts
 from tidemill.kernels.moe.routing import Routing
@@ -235,6 +236,23 @@ def linear(shape: Shape, ops: Operators, tokens: int) -> Work:
     )
 
 
+def codes(shape: Shape, ops: Operators, kind: CodeKind, tokens: int) -> Work:
+    """The same product with codes in groups of 32 columns."""
+    out = shape.key_heads * (shape.channels + shape.value_heads // shape.key_heads * shape.key_dim)
+    width = shape.hidden // 2 if kind in FOUR_BITS else shape.hidden
+    raw = torch.randint(0, 119, (out, width), dtype=torch.uint8)
+    dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(kind, torch.uint8)
+    scales = torch.full((out, shape.hidden // 32), 2.0**-8)
+    x, packed = normal(tokens, shape.hidden), ops.pack([Stored(raw.view(dtype), kind, scales)], None)
+    assert packed.scales is not None
+    return Work(
+        f"linear {tokens} -> {out}, {kind}",
+        lambda: ops.linear(x, packed),
+        size_of(x, packed.data, packed.scales) + 2 * tokens * out,
+        2.0 * tokens * out * shape.hidden,
+    )
+
+
 def moe(shape: Shape, ops: Operators, experts: Experts, tokens: int) -> Iterator[Work]:
     """Each expert that some token chose is read once."""
     x, logits = normal(tokens, shape.hidden), normal(tokens, shape.experts)
@@ -385,6 +403,8 @@ def works(shape: Shape, ops: Operators) -> Iterator[Work]:
             yield draws(shape, ops, rows, temperature, top_p)
     for tokens in (shape.drawn, shape.prompts[-1]):
         yield router(shape, ops, tokens)
+    for kind, tokens in product(get_args(CodeKind), (shape.batches[0], shape.prompts[0])):
+        yield codes(shape, ops, kind, tokens)
     yield from other_attention(shape, ops)
     yield mamba2(shape, ops, 1, shape.batches[-1])
     yield mamba2(shape, ops, shape.prompts[0], 1)
