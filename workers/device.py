@@ -17,8 +17,8 @@ from tidemill.workers.settings import EngineSettings, SettingsError
 
 HOST = torch.device("cpu")
 
-CAPABILITIES = (9, 10)
-"""The compute capabilities of GPUs with the shared memory and the registers for which tiles are chosen."""
+CAPABILITIES = (8, 9, 10)
+"""The compute capabilities of GPUs for whose shared memory and registers tiles are chosen, from 8.0 on."""
 
 
 def device_of(settings: EngineSettings) -> torch.device:
@@ -40,8 +40,8 @@ def device_of(settings: EngineSettings) -> torch.device:
     major, minor = torch.cuda.get_device_capability(device)
     if settings.variant == "triton" and major not in CAPABILITIES:
         raise SettingsError(
-            f"--device {settings.device}: it has compute capability {major}.{minor}, and kernels need 9 or 10"
-            " (H100, H200, B200): use another GPU, or --device cpu"
+            f"--device {settings.device}: it has compute capability {major}.{minor}, and kernels need 8 to 10"
+            " (A100, L40S, H100, H200, B200): use another GPU, or --device cpu"
         )
     return device
 

@@ -40,9 +40,11 @@ class Card:
 CARDS = {
     card.name: card
     for card in (
+        Card(name="a100", memory_bytes=79 << 30, flops_per_s=312e12, bytes_per_s=2.0e12),
         Card(name="b200", memory_bytes=178 << 30, flops_per_s=2250e12, bytes_per_s=8.0e12),
         Card(name="h100", memory_bytes=79 << 30, flops_per_s=989e12, bytes_per_s=3.35e12),
         Card(name="h200", memory_bytes=140 << 30, flops_per_s=989e12, bytes_per_s=4.8e12),
+        Card(name="l40s", memory_bytes=44 << 30, flops_per_s=362e12, bytes_per_s=0.864e12),
     )
 }
 

@@ -41,6 +41,7 @@ from tidemill.kernels.attention.lists import (
 from tidemill.kernels.attention.spans import add_short, add_spans, attend_span, place_of
 from tidemill.kernels.shared.fp8 import Fp8, Pages
 from tidemill.kernels.shared.rows import Made, Rows
+from tidemill.kernels.shared.tiles import has_large
 
 SPAN_TOKENS = 256  # of one program of `attend_span`, as long as SPANS_MAX of them cover the sequence
 SPANS_MAX = 64
@@ -70,7 +71,11 @@ def span_tile(group: int, dim: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:
         return Tile(queries, 16, 4, 2)
     if dim > 256:
+        if not has_large():
+            return Tile(queries, 16, 8, 2)
         return Tile(queries, 16 if dtype == torch.uint8 else 32, 8, 3)
+    if not has_large():
+        return Tile(queries, 32, 4 if queries * dim <= 2048 else 8, 2)
     warps = 4 if queries * dim <= 8192 else 8
     if dtype == torch.uint8:  # registers hold codes beside their numbers
         return Tile(queries, 64, warps, 2) if dim <= 64 else Tile(queries, 32, warps, 3)
@@ -81,8 +86,12 @@ def row_tile(dim: int, dtype: torch.dtype, *, short: bool) -> Tile:
     if dtype == torch.float32:
         return Tile(32, 16, 8, 1)
     if dim > 256:
+        if not has_large():
+            return Tile(WIDE_QUERIES, 16, 8, 2)
         coded = dtype == torch.uint8
         return Tile(WIDE_QUERIES, 16 if coded and short else 32, 8, 2 if coded and not short else 3)
+    if not has_large():
+        return Tile(64, 64 if 64 < dim <= 128 else 32, 4 if dim <= 64 else 8, 2)
     if dim > 128 and dtype == torch.uint8:
         return Tile(64, 32, 8, 1 if short else 2)
     return Tile(64 if short and dim > 128 else 128, 64, 4 if dim <= 64 else 8, 2)
@@ -436,6 +445,7 @@ def _tiles(cache: Tensor, keys: int, first: int) -> tuple[TensorDescriptor | Non
     page_tokens, dim = cache.shape[3:]
     widths = [dim - first, first] if first else [dim]
     whole = page_tokens % keys == 0 and all(n >= 16 and triton.next_power_of_2(n) == n for n in widths)
+    whole = whole and has_large()  # others have no copy engine
     if cache.dtype == torch.float32 or not whole or any(number % 16 for number in bytes_apart):
         return None, None
     shape, strides = list(cache.shape), list(cache.stride())

@@ -25,6 +25,7 @@ import triton.language as tl
 from tidemill.kernels.shared.recurrence import CHUNK, SHORT, between, chunk_at, cut, softplus
 from tidemill.kernels.shared.rows import Rows, rows_at_once
 from tidemill.kernels.shared.states_inside import write_inside
+from tidemill.kernels.shared.tiles import has_large
 
 BLOCK = tl.constexpr(16)  # of the inverse: substituted row by row; a chunk has four
 COLUMNS = 32  # of a state, kept in registers by one program; those of a head's programs share nothing
@@ -312,7 +313,8 @@ def gated_delta(
     ends, ids = (rows.cu_B1, *writes), (rows.cu_B1, rows.read_B, *writes)
     sizes = {"HEADS": heads, "K": key_dim, "V": value_dim}
     sizes["KEYS"] = max(16, triton.next_power_of_2(key_dim))
-    few, many = (max(16, min(most, triton.next_power_of_2(value_dim))) for most in (COLUMNS, ANSWER_COLUMNS))
+    answered = ANSWER_COLUMNS if has_large() else COLUMNS
+    few, many = (max(16, min(most, triton.next_power_of_2(value_dim))) for most in (COLUMNS, answered))
     parts = triton.cdiv(value_dim, few)
     alone = tokens - batch < SHORT.value  # no row can have more
     if not alone:

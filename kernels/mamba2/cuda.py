@@ -21,6 +21,7 @@ from tidemill.kernels.mamba2.heads import Heads
 from tidemill.kernels.shared.recurrence import CHUNK, SHORT, between, chunk_at, cut, silu, softplus
 from tidemill.kernels.shared.rows import Rows, rows_at_once
 from tidemill.kernels.shared.states_inside import write_inside
+from tidemill.kernels.shared.tiles import has_large
 
 COLUMNS = 32  # of a state, kept in registers by one program; those of a head's programs share nothing
 ANSWER_COLUMNS = 128
@@ -208,7 +209,8 @@ def mamba2(
     ids = (rows.cu_B1, rows.read_B, *writes)
     sizes = {"HEADS": values, "K": key_dim, "V": value_dim}
     sizes["KEYS"] = max(16, triton.next_power_of_2(key_dim))
-    few, many = (max(16, min(most, triton.next_power_of_2(value_dim))) for most in (COLUMNS, ANSWER_COLUMNS))
+    answered = ANSWER_COLUMNS if has_large() else COLUMNS
+    few, many = (max(16, min(most, triton.next_power_of_2(value_dim))) for most in (COLUMNS, answered))
     parts = triton.cdiv(value_dim, few)
     alone = tokens - batch < SHORT.value  # no row can have more
     if not alone:

@@ -25,6 +25,7 @@ from tidemill.kernels.moe.routing import Choice, Routing
 from tidemill.kernels.rms_norm.cuda import launch, normalised
 from tidemill.kernels.shared.row_of import ROWS_AT_ONCE
 from tidemill.kernels.shared.rows import Rows
+from tidemill.kernels.shared.tiles import has_large
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -231,13 +232,15 @@ TILES = ((16, 6), (32, 20), (64, 48), (128, None))
 GATE_UP = {16: (64, 64, 4, 4), 32: (64, 64, 4, 4), 64: (64, 64, 4, 4), 128: (128, 64, 8, 4)}
 DOWN = {16: (128, 64, 4, 4), 32: (128, 64, 4, 4), 64: (128, 64, 4, 4), 128: (256, 64, 8, 4)}
 CODES_TOKENS = 64  # of a tile of codes, at most: registers hold factors beside sums
+SMALL_TILE = 64  # tokens at most where shared memory is smaller
 FLOAT32 = (64, 16, 4, 2)  # no matrix unit multiplies float32: for tests and small models
 
 
 def tile_tokens(pairs: int, experts: int) -> int:
     """Return the tokens of a tile, from the shapes: the number of tokens of each expert is only on the
     device."""
-    return next(tokens for tokens, most in TILES if most is None or pairs <= most * experts)
+    found = next(tokens for tokens, most in TILES if most is None or pairs <= most * experts)
+    return found if has_large() else min(found, SMALL_TILE)
 
 
 def tiles(

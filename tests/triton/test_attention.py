@@ -22,6 +22,7 @@ from tests.support.kernels.cases import (
 )
 from tidemill.kernels.activation.reference import sigmoid_mul
 from tidemill.kernels.attention import cuda, lists, reference
+from tidemill.kernels.shared import tiles
 from tidemill.kernels.shared.rows import Made
 
 
@@ -194,6 +195,13 @@ def test_short_rows_split_their_keys(
     found = cuda.gated_attention(layer.q_THD, layer.cache, layer.rows, layer.window, layer.sinks_H, gate_THD)
     wanted = sigmoid_mul(layer.wanted(), gate_THD.double())
     assert relative_error(found, wanted) < LIMITS[case.dtype]
+
+
+@pytest.mark.parametrize("name", ["mixed", "extend, pages of 128", "latents, mixed"])
+def test_smaller_tiles_match_the_definition(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """They are those of GPUs with less shared memory, which have no copy engine."""
+    monkeypatch.setattr(tiles, "shared_bytes", lambda: 99 << 10)
+    check(CASES[name])
 
 
 def test_no_entry_of_a_list_is_empty() -> None:

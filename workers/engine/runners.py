@@ -19,7 +19,7 @@ from tidemill.workers.models.inputs import Caches, caches_of
 from tidemill.workers.parallel.exchange import Exchange
 from tidemill.workers.parallel.group import GroupRunner, RankGroup
 from tidemill.workers.parallel.rank_runner import RankRunner
-from tidemill.workers.settings import EngineSettings
+from tidemill.workers.settings import EngineSettings, SettingsError
 
 log = logging.getLogger(__name__)
 
@@ -61,13 +61,20 @@ def open_runner(
 
 
 def warm_up(settings: EngineSettings, memory: Memory, runner: TorchRunner, device: torch.device) -> None:
-    """On a device, compile the kernels and run the largest steps. Raises OutOfMemory."""
+    """On a device, compile the kernels and run the largest steps. Raises OutOfMemory, and SettingsError for a
+    model whose tiles the GPU cannot hold."""
     if settings.on_cuda and settings.variant == "triton":
-        budget = budget_of(settings, memory.layout.page_tokens)
+        budget, width = budget_of(settings, memory.layout.page_tokens), table_width_of(memory)
         with granted(device, "the largest step: lower --memory or --max-num-batched-tokens"):
-            runner.warm_up(
-                budget.rows_max, budget.tokens_max, table_width_of(memory), settings.num_speculative_tokens
-            )
+            try:
+                runner.warm_up(budget.rows_max, budget.tokens_max, width, settings.num_speculative_tokens)
+            except Exception as error:
+                if type(error).__name__ != "OutOfResources":  # Triton's, which is not on every machine
+                    raise
+                fix = "use a GPU with more shared memory, or --device cpu"
+                raise SettingsError(
+                    f"{settings.model_folder} does not fit {device}: {error}: {fix}"
+                ) from error
 
 
 def capture_graphs(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tidemill.cluster.plan.command import Serve
 
 HERE = "here"
-CARDS = ("b200", "h100", "h200")
+CARDS = ("a100", "b200", "h100", "h200", "l40s")
 PERCENTILES = (50, 90, 99)
 
 OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (

@@ -1,7 +1,7 @@
 # pyright: basic
 """The launches of each Triton operator, compiled for sm_90, which needs no device: no kernel spills, all fit,
-and the matrix units and the copy engine are used where intended. Products with codes are compiled for sm_80
-and sm_89 too."""
+and the matrix units and the copy engine are used where intended. The largest ones and products with codes are
+compiled for sm_80 and sm_89 too."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,6 +31,7 @@ from tidemill.kernels.moe.routing import Routing
 from tidemill.kernels.page_copy import cuda as page_copy_cuda
 from tidemill.kernels.rms_norm import cuda as rms_norm_cuda
 from tidemill.kernels.rope_store import cuda as rope_store_cuda
+from tidemill.kernels.shared import tiles
 from tidemill.kernels.shared.fp8 import Pages
 from tidemill.kvstore.layout import Attention, Latent, LayerSpec, layout_of
 from tidemill.kvstore.memory.backing import Mmap
@@ -374,3 +375,28 @@ def test_kernels_fit_without_spills(name: str, capability: int, monkeypatch: pyt
         assert kernel.stack_bytes == 0, kernel
         assert kernel.shared_bytes <= SHARED_BYTES_MAX[capability], kernel
         assert (kernel.wgmma > 0) == (capability == 90 and kernel.name.endswith("_tile")), kernel
+
+
+SPILLED_MAX = 32
+"""Bytes of a thread on smaller devices."""
+
+
+@pytest.mark.parametrize("capability", [80, 89])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attention, mixed",
+        "attention, mixed, dim 128",
+        "latents, mixed",
+        "moe of 3072 tokens",
+        "linear layer, mixed",
+    ],
+)
+def test_fits_smaller_devices(name: str, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "shared_bytes", lambda: SHARED_BYTES_MAX[capability])
+    with compiling(monkeypatch, capability) as kernels:
+        LAUNCHES[name]()
+    assert kernels
+    for kernel in kernels:
+        assert kernel.stack_bytes <= SPILLED_MAX, kernel
+        assert kernel.shared_bytes <= SHARED_BYTES_MAX[capability], kernel

@@ -109,7 +109,7 @@ def test_device_beyond_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
         device_of(settings_with(device="cuda:2"))
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)])
+@pytest.mark.parametrize("capability", [(7, 5), (12, 0)])
 def test_gpu_that_cannot_run_the_kernels_is_refused(
     capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -226,3 +226,19 @@ def test_weights_that_do_not_fit_are_not_loaded(fake: FakeDevice) -> None:
         check_settings(settings, here=True)
     check_settings(settings)  # the device of another machine may be larger
     assert not fake.loaded
+
+
+def test_model_whose_tiles_do_not_fit_the_gpu_is_refused_by_name(
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OutOfResources(Exception):
+        """The name of Triton's error."""
+
+    refused = Mock(
+        side_effect=OutOfResources("out of resource: shared memory, Required: 9, Hardware limit: 5")
+    )
+    monkeypatch.setattr(TorchRunner, "warm_up", refused)
+    settings = settings_with()
+    with pytest.raises(SettingsError, match=r"Required: 9, .* use a GPU with more shared memory") as raised:
+        info_of(fake, settings)
+    assert str(settings.model_folder) in str(raised.value)
