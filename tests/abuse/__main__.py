@@ -25,7 +25,7 @@ END_S_MAX = 30.0
 STOP_S_MAX = 15.0
 """The time that a measurement takes after its last attack."""
 
-ALL_S_MAX = 1500.0
+ALL_S_MAX = 1700.0
 """The sum of all shares with a soak of 60 s."""
 
 SERVER_S_MAX = 30.0
@@ -88,6 +88,11 @@ PARTS: Mapping[str, Part] = {
         "tests/e2e/test_launch.py",
         "tests/e2e/machine/test_starts.py",
         share_s=150.0,
+    ),
+    "records and batches": tests(
+        f"{EDGE}/records",
+        "tests/e2e/lifecycle/test_frontends.py::test_batch_has_each_line_once_whatever_edge_is_killed",
+        share_s=200.0,
     ),
     "grammars": tests(
         "tests/unit/workers/execution/test_grammar_limits.py",
