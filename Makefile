@@ -116,7 +116,7 @@ bench: setup
 # Third-party load generators and evaluations against a server of keeper. VLLM=path/to/python adds
 # `vllm bench serve`.
 CLIENTS := $(VENV)/clients
-clients: setup $(CLIENTS)/aiperf $(CLIENTS)/guidellm $(CLIENTS)/lm-eval
+clients: setup $(CLIENTS)/aiperf $(CLIENTS)/guidellm $(CLIENTS)/lm-eval $(CLIENTS)/libraries
 	python -m tests.clients --environments $(CLIENTS) $(if $(VLLM),--vllm $(VLLM)) $(NAMES)
 
 $(CLIENTS)/%: tests/clients/%.txt

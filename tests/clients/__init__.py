@@ -1,1 +1,1 @@
-"""Load generators and evaluations of others, unmodified, each with an environment of its own."""
+"""Load generators, evaluations and libraries of others, unmodified, each with an environment of its own."""

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from tests.clients.answers import lm_eval
+from tests.clients.libraries import libraries
 from tests.clients.loads import LOADS, Target, report
 from tests.support.e2e.server import Server
 from tidemill.workers.sources.names import bundled
@@ -24,7 +25,7 @@ def main() -> int:
     options.add_argument("--environments", type=Path, required=True, help="a folder with one of each")
     options.add_argument("--vllm", type=Path, help="a Python that has vllm; without, it is left out")
     chosen = options.parse_args()
-    clients = {**LOADS, "lm-eval": lm_eval}
+    clients = {**LOADS, "lm-eval": lm_eval, "libraries": libraries}
     names = chosen.names or [name for name in clients if name != "vllm" or chosen.vllm]
     with tempfile.TemporaryDirectory(prefix="clients-") as scratch:
         arguments = [NAME, "--port", "0", "--prefill", "1", "--decode", "1", "--memory", "128MiB"]
