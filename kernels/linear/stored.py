@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Literal, TypeAlias
 
 import torch
+from torch.nn import functional
 
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
 
@@ -89,15 +90,19 @@ class Stored:
     def _numbers(self) -> torch.Tensor:
         if self.kind not in FOUR_BITS:
             return self.codes.float()
-        found = _pairs(self.kind, self.codes.device).index_select(0, self.codes.reshape(-1).int())
-        return found.view(*self.codes.shape[:-1], self.columns)
+        return functional.embedding(self.codes.int(), _pairs(self.kind, self.codes.device)).flatten(-2)
+
+
+PAIRS = {
+    kind: torch.tensor([(numbers[byte & 15], numbers[byte >> 4]) for byte in range(256)]).float()
+    for kind, numbers in FOUR_BITS.items()
+}
+"""The two numbers in each byte, `[256, 2]`. Made here, since a step that is recorded may make no tensors."""
 
 
 @cache
 def _pairs(kind: Kind, device: torch.device) -> torch.Tensor:
-    """Return the two numbers in each byte, float32 `[256, 2]`."""
-    codes = torch.arange(256)
-    return torch.tensor(FOUR_BITS[kind])[torch.stack([codes & 15, codes >> 4], dim=1)].to(device)
+    return PAIRS[kind].to(device)
 
 
 def plain(values: torch.Tensor) -> Stored:

@@ -14,7 +14,9 @@ from torch.nn import functional
 
 from tests.support.parity.architectures import MODELS, random_model, save
 from tests.support.parity.steps import Runner
+from tests.unit.kernels.test_stored import CODE_KINDS, stored
 from tidemill.kernels.dispatch import Operators
+from tidemill.kernels.linear.stored import Kind, plain
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
 from tidemill.kernels.shared.recording import Replay, Sizes
 from tidemill.workers.execution.recorded_steps import RecordedSteps
@@ -134,6 +136,19 @@ def test_what_torch_computes_is_computed_again(cpu: Operators) -> None:
         normed_TH = cpu.rms_norm(doubled_TH, weight_H, 1e-6)
         turned_TH = normed_TH.view(-1, 2, 4).mT.reshape(-1, 8)
         return cpu.rms_norm(turned_TH, weight_H, 1.0) + doubled_TH
+
+    check(cpu, compute)
+
+
+@pytest.mark.parametrize("kind", CODE_KINDS)
+def test_codes_are_looked_up_and_multiplied_again(cpu: Operators, kind: Kind) -> None:
+    table = stored(kind, 5, WIDTH, 4, shifted=True)
+    parts = [stored(kind, 3, WIDTH, 8, shifted=False), plain(torch.randn(2, WIDTH)), table]
+    weight = cpu.pack(parts, torch.randn(10))
+
+    def compute(x_TH: torch.Tensor) -> torch.Tensor:
+        tokens_T = x_TH[:, 0].abs().clamp(max=4).long()
+        return cpu.linear(cpu.embed(tokens_T, table), weight)
 
     check(cpu, compute)
 
