@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import struct
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,7 +48,11 @@ def unpack(path: Path, cache: Path | None = None) -> Path:
     cache = cache or Path.home() / ".cache" / "tidemill" / "gguf"
     folder = cache / f"{paths[0].stem}-{digest.hexdigest()[:12]}"
     beside = {name: path.with_name(name) for name in BESIDE if path.with_name(name).exists()}
-    made = _texts(files, path.parent) | beside | {shard.name: shard for shard in paths}
+    try:
+        texts = _texts(files, path.parent)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
+        raise SourceError(f"{path} has damaged metadata ({error!r}): download it again") from error
+    made = texts | beside | {shard.name: shard for shard in paths}
     try:
         for name, content in made.items():
             _replace(folder / name, content)

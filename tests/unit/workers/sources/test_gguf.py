@@ -107,6 +107,19 @@ def test_missing_file_and_unknown_architecture_are_refused(tmp_path: Path) -> No
         unpack(path, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"llama.ssm.inner_size": 8},
+        {"tokenizer.ggml.token_type": 3},
+        {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": ["a"]},
+    ],
+)
+def test_damaged_metadata_are_one_line(tmp_path: Path, metadata: dict[str, Any]) -> None:
+    with pytest.raises(SourceError, match=r"a.gguf has damaged metadata \(.*download it again$"):
+        unpack(write(tmp_path / "a.gguf", **metadata), tmp_path / "cache")
+
+
 def test_all_shards_are_opened(tmp_path: Path) -> None:
     assert shards_of("m-00002-of-00003.gguf") == [f"m-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
     assert shards_of("m.gguf") == ["m.gguf"]

@@ -12,6 +12,7 @@ from huggingface_hub import constants
 from moto.server import ThreadedMotoServer
 
 from tests.support.workers.model_hub import COMMIT, TOKEN, Hub, model_hub
+from tests.unit.workers.sources.test_gguf import write
 from tidemill.workers.engine.build import with_model_here
 from tidemill.workers.settings import EngineSettings
 from tidemill.workers.sources import remote_files
@@ -242,3 +243,17 @@ def test_object_store_sends_what_has_changed(
         assert (folder / name).stat().st_mtime_ns == times[name]
     with pytest.raises(SourceError, match=r"there is no config\.json"):
         download(source(f"s3://{BUCKET}/nothing", folder=tmp_path))
+
+
+def test_hub_sends_the_gguf_file_that_is_named(hub: Hub, tmp_path: Path) -> None:
+    for name in ("m-Q8_0.gguf", "m-Q4_0.gguf"):
+        write(tmp_path / "hub" / name)
+    folder = download(source("hf://org/keeper:Q8_0", folder=tmp_path / "cache"))
+    assert (folder / "m-Q8_0.gguf").exists()
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+    assert source("hf://org/keeper:Q8_0").pinned(folder).revision == COMMIT
+    assert not [line for line in bodies(hub) if "Q4_0" in line or "model.safetensors" in line]
+    with pytest.raises(SourceError, match="no GGUF file of this name: write hf://org/keeper:FILE"):
+        download(source("hf://org/keeper:Q6_K", folder=tmp_path / "cache"))
+    with pytest.raises(SourceError, match=r"has m-Q4_0.gguf, m-Q8_0.gguf: write"):
+        download(source("hf://org/keeper:m-", folder=tmp_path / "cache"))
