@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJso
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
+from tidemill.kernels.shared.quantization import Quantization
 from tidemill.kvstore.layout import StateDtype
 from tidemill.kvstore.memory.recompute_cost import Policy
 from tidemill.kvstore.sizes import parse_bytes
@@ -176,6 +177,9 @@ class EngineConfig:
     "yes" against "no" or of a classifier; auto is embed unless it is a classifier"""
     load_format: Annotated[LoadFormat, Flag("workers", "--load-format")] = "auto"
     """weights: auto reads them; dummy draws random ones for the config.json, to test speed and memory"""
+    quantization: Annotated[Quantization | None, Flag("workers", "--quantization")] = None
+    """quantise weights in floats while they are read; fp8, int8 and int4 (in groups of 64 columns) have
+    embedding and head in 8 bits, the others, of vLLM, in floats (leave weights as they are)"""
     page_size: Annotated[Count, Flag("workers", "--page-size", "TOKENS")] = 64
     """tokens per page"""
     compute_dtype: Annotated[ComputeDtype | None, Flag("workers", "--compute-dtype")] = None

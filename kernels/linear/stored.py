@@ -52,6 +52,10 @@ class Stored:
         return 0 if self.scales is None else self.columns // self.scales.shape[-1]
 
     @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in (self.codes, self.scales, self.offsets) if part is not None)
+
+    @property
     def values(self) -> torch.Tensor:
         """The values, `[.., N, K]`: of codes in float32, else as they are."""
         if self.scales is None:

@@ -106,6 +106,7 @@ def check_settings(settings: EngineSettings, *, here: bool = False) -> None:
         ranks,
         mtp=mtp_of(settings),
         load_format=settings.load_format,
+        quantization=settings.quantization,
         purpose=settings.purpose,
         by_expert=settings.by_expert,
     )
@@ -126,6 +127,7 @@ def check_device_memory(settings: EngineSettings, device: torch.device, free: in
         settings.model_folder,
         mtp=mtp_of(settings),
         load_format=settings.load_format,
+        quantization=settings.quantization,
         purpose=settings.purpose,
     )
     ranks = settings.tensor_parallel_size
@@ -142,6 +144,7 @@ def weight_bytes(settings: EngineSettings) -> int:
         with_compute_dtype(settings).compute_dtype or "float32",
         mtp=mtp_of(settings),
         load_format=settings.load_format,
+        quantization=settings.quantization,
         purpose=settings.purpose,
     ).weight_bytes
 
@@ -258,6 +261,7 @@ def load_model(
             mtp=mtp_of(settings),
             compute_dtype=settings.compute_dtype,
             load_format=settings.load_format,
+            quantization=settings.quantization,
             purpose=settings.purpose,
             fixed_kv_scales=settings.page_dtype == "fp8",
         )

@@ -93,7 +93,7 @@ def weights_of(config: ArchitectureConfig) -> dict[str, Weight]:
     hidden width give it some of those columns, over the full input; or, where ranks add up, all of them, over
     its own input.
     """
-    rows = Weight((config.vocab_size, config.hidden), EvenRuns())
+    rows = Weight((config.vocab_size, config.hidden), EvenRuns(), role="vocabulary")
     norm = Weight((config.hidden,), Replicated())
     found = {f"{config.prefix}embed_tokens.weight": rows, f"{config.prefix}norm.weight": norm}
     if config.head == HEAD and not config.tied and not config.labels:

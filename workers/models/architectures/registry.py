@@ -1,16 +1,20 @@
 """Load a model folder: the known architectures, and what the engine needs of a loaded model."""
 
-from collections.abc import Callable
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import index
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 
 from tidemill.kernels.dispatch import Operators
+from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.linear.stored import Stored, plain
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
+from tidemill.kernels.shared.quantization import Quantization
 from tidemill.kvstore.layout import LayerSpec, Linear
 from tidemill.kvstore.memory.recompute_cost import RecomputeCost
 from tidemill.workers.device import HOST
@@ -23,7 +27,6 @@ from tidemill.workers.models.architectures.config import (
     LayerConfig,
     cost,
     local,
-    weight_bytes,
     weights_of,
 )
 from tidemill.workers.models.architectures.decoder import Decoder
@@ -43,6 +46,10 @@ from tidemill.workers.models.loading.weights import Weight
 from tidemill.workers.models.model_files import read_json, reading
 from tidemill.workers.options import ANY, LoadFormat, Purpose
 from tidemill.workers.sources.names import bundled
+
+log = logging.getLogger(__name__)
+
+Pack: TypeAlias = Callable[[Sequence[Stored], torch.Tensor | None], Packed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +175,7 @@ def load(  # noqa: PLR0913  each is a part of the worker or a setting
     mtp: bool = False,
     compute_dtype: ComputeDtype | None = None,
     load_format: LoadFormat = "auto",
+    quantization: Quantization | None = None,
     purpose: Purpose = ANY,
     fixed_kv_scales: bool = False,
 ) -> LoadedModel:
@@ -178,7 +186,8 @@ def load(  # noqa: PLR0913  each is a part of the worker or a setting
     `progress(done_bytes, total_bytes)` is called per tensor. Tensors are moved one by one: host memory holds
     at most one of them for long.
 
-    `compute_dtype` and the way in which ranks sum are parts of the fingerprint. With bfloat16, matrices are
+    With `quantization` matrices in floats become codes. It, `compute_dtype` and the way in which ranks sum
+    are parts of the fingerprint. With bfloat16, matrices are
     rounded to it; with float32, on a CUDA device all weights become float32. Elsewhere `operators` decide on
     products. With `fixed_kv_scales` the folder's scales of keys and values are read.
 
@@ -187,7 +196,8 @@ def load(  # noqa: PLR0913  each is a part of the worker or a setting
     """
     ranks, sums, by_expert = sharing
     is_leader = ranks.index == LEADER
-    opened = _open(folder, progress, load_format, digests=is_leader, mtp=mtp, purpose=purpose)
+    source = Source(folder, load_format, quantization)
+    opened = _open(source, progress, digests=is_leader, mtp=mtp, purpose=purpose)
     raw, config, checkpoint, pooling = opened
     part = RankPart(ranks.index, ranks.size, sums, by_expert)
     own, weights = local(config, part), weights_of(config)
@@ -203,14 +213,19 @@ def load(  # noqa: PLR0913  each is a part of the worker or a setting
     rows = RankSlice(tuple((row, row + 1) for row in config.labels))
     labels = read(config.head, rows) if config.labels else None
     counts = by_expert and is_leader
+    kinds = _Kinds()
+    operators = replace(operators, pack=kinds.counting(operators.pack))
     model = Decoder(own, read, operators, ranks, labels=labels, sums=sums, counts=counts)
     scales: tuple[KvScales, ...] = ()
     if fixed_kv_scales and isinstance(checkpoint, WeightsFolder):
         scales = kv_scales(checkpoint, _paged(config))
+    head = None if own.draft is None else MtpHead(own, own.draft, read, model, operators, ranks)
+    kinds.log(checkpoint.widened)
     identity = f"{_architecture(raw)} {config} {compute_dtype} {part}{scales or ''}".rstrip()
+    identity += f" {quantization}" if quantization else ""
     return LoadedModel(
         model=model,
-        head=None if own.draft is None else MtpHead(own, own.draft, read, model, operators, ranks),
+        head=head,
         layers=config.specs,
         local_layers=own.specs,
         vocab_size=config.vocab_size,
@@ -237,12 +252,15 @@ def describe(
     *,
     mtp: bool = False,
     load_format: LoadFormat = "auto",
+    quantization: Quantization | None = None,
     by_expert: bool = False,
     purpose: Purpose = ANY,
 ) -> tuple[tuple[LayerSpec, ...], int]:
     """Return the layers of the whole model and its length limit, without reading its weights. Raises the
     ModelError that `load` would in a group of this size, as far as headers show."""
-    raw, config, *_ = _open(folder, no_progress, load_format, digests=False, mtp=mtp, purpose=purpose)
+    raw, config, *_ = _open(
+        Source(folder, load_format, quantization), no_progress, digests=False, mtp=mtp, purpose=purpose
+    )
     _eos_ids(folder, raw)
     local(config, RankPart(size=tensor_parallel_size, sums=by_expert, by_expert=by_expert))
     return config.specs, config.max_length
@@ -254,15 +272,18 @@ def sizes_of(
     *,
     mtp: bool = False,
     load_format: LoadFormat = "auto",
+    quantization: Quantization | None = None,
     purpose: Purpose = ANY,
 ) -> ModelSizes:
     """Return the sizes of the model, without reading its weights. Raises ModelError."""
-    config = _open(folder, no_progress, load_format, digests=False, mtp=mtp, purpose=purpose)[1]
+    source = Source(folder, load_format, quantization)
+    _, config, checkpoint, _ = _open(source, no_progress, digests=False, mtp=mtp, purpose=purpose)
+    float_bytes = 2 if compute_dtype == "bfloat16" else 4
     return ModelSizes(
         layers=config.specs,
         max_length=config.max_length,
         vocab_size=config.vocab_size,
-        weight_bytes=weight_bytes(config, compute_dtype),
+        weight_bytes=sum(checkpoint.num_bytes(name, float_bytes) for name in weights_of(config)),
         cost=cost(config),
     )
 
@@ -309,36 +330,72 @@ _Weights = WeightsFolder | GgufWeights | DummyWeights
 _Opened = tuple[dict[str, Any], ArchitectureConfig, _Weights, Pooling | None]
 
 
-def _open(
-    folder: Path, progress: Progress, load_format: LoadFormat, *, digests: bool, mtp: bool, purpose: Purpose
-) -> _Opened:
-    _check_folder(folder)
-    with reading(folder / "config.json"):
-        return _opened(folder, progress, load_format, digests=digests, mtp=mtp, purpose=purpose)
+class _Kinds:
+    """Counts the matrices in codes that operators pack, as they are or widened, by their kind."""
+
+    def __init__(self) -> None:
+        self._kept, self._widened = Counter[str](), Counter[str]()
+
+    def counting(self, pack: Pack) -> Pack:
+        def counted(parts: Sequence[Stored], bias_N: torch.Tensor | None) -> Packed:
+            packed = pack(parts, bias_N)
+            kept = {segment.kind for segment in packed.segments}
+            for part in parts:
+                if part.scales is not None:
+                    (self._kept if part.kind in kept else self._widened)[part.kind] += 1
+            return packed
+
+        return counted
+
+    def log(self, read_as_floats: Sequence[str]) -> None:
+        """Log a line, unless there are no codes."""
+        if not (self._kept or self._widened or read_as_floats):
+            return
+        kept, widened = (
+            ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "none"
+            for counts in (self._kept, self._widened)
+        )
+        first = f", the first {read_as_floats[0]}" if read_as_floats else ""
+        log.info(
+            "matrices computed with as stored: %s; widened, since this variant does not take the kind, its "
+            "groups or its scales: %s; widened when read, since columns are not in equal groups, in another "
+            "order, cut by ranks or e5m2: %d%s",
+            kept, widened, len(read_as_floats), first,
+        )  # fmt: skip
 
 
-def _opened(
-    folder: Path, progress: Progress, load_format: LoadFormat, *, digests: bool, mtp: bool, purpose: Purpose
-) -> _Opened:
+class Source(NamedTuple):
+    """The place of the weights, and what is made of them."""
+
+    folder: Path
+    load_format: LoadFormat
+    quantization: Quantization | None
+
+
+def _open(source: Source, progress: Progress, *, digests: bool, mtp: bool, purpose: Purpose) -> _Opened:
+    _check_folder(source.folder)
+    with reading(source.folder / "config.json"):
+        return _opened(source, progress, digests=digests, mtp=mtp, purpose=purpose)
+
+
+def _opened(source: Source, progress: Progress, *, digests: bool, mtp: bool, purpose: Purpose) -> _Opened:
+    folder = source.folder
     raw = read_json(folder / "config.json")
     architecture = ARCHITECTURES.get(_architecture(raw))
     if architecture is None:
         raise ModelError(f"{folder} is a {_architecture(raw)}: supported are {', '.join(ARCHITECTURES)}")
     config = architecture.parse(raw)
-    if load_format == "dummy":
-        checkpoint = DummyWeights(raw, progress)
-    elif gguf_files(folder):
-        checkpoint = GgufWeights(folder, progress, digests=digests)
-    else:
-        quantization = raw.get("quantization_config")
-        checkpoint = WeightsFolder(folder, progress, digests=digests, quantization=quantization)
+    checkpoint = _weights(source, raw, progress, digests=digests)
+    if isinstance(checkpoint, WeightsFolder):
         if config.tied and checkpoint.differ(HEAD, f"{config.prefix}embed_tokens.weight"):
             config = replace(config, tied=False)
         if f"{config.prefix}{NORM}" not in checkpoint.names and NORM in checkpoint.names:
             config = replace(config, prefix="")  # saved without its head, as embedders are
     config, pooling = converted(folder, raw, config, purpose)
     if mtp and pooling is None:
-        if architecture.draft is None or not (load_format == "dummy" or _holds_head(checkpoint)):
+        if architecture.draft is None or not (
+            isinstance(checkpoint, DummyWeights) or _holds_head(checkpoint)
+        ):
             raise ModelError(
                 f"{folder} has no prediction head (tensors {DRAFT}*): set --speculative-method to ngram"
             )
@@ -353,9 +410,24 @@ def _opened(
     weights = weights_of(config)
     if config.labels:
         rows = len(config.labels) if config.head == SCORE else config.vocab_size
-        weights[config.head] = Weight((rows, config.hidden), Replicated())
+        weights[config.head] = Weight((rows, config.hidden), Replicated(), role="precise")
     checkpoint.check(weights, ignored)
     return raw, config, checkpoint, pooling
+
+
+def _weights(source: Source, raw: Raw, progress: Progress, *, digests: bool) -> _Weights:
+    """Open the weights. Raises ModelError."""
+    folder, load_format, quantize = source
+    if load_format == "dummy":
+        return DummyWeights(raw, progress, quantize)
+    if gguf_files(folder):
+        if quantize is not None:
+            raise ModelError(f"{folder} has GGUF files, with their own kinds: leave out --quantization")
+        return GgufWeights(folder, progress, digests=digests)
+    quantization = raw.get("quantization_config")
+    if quantization is None and (folder / "hf_quant_config.json").exists():  # of older versions of modelopt
+        quantization = {"quant_method": "modelopt"}
+    return WeightsFolder(folder, progress, digests=digests, quantization=quantization, quantize=quantize)
 
 
 def _check_folder(folder: Path) -> None:

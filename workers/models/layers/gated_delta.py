@@ -11,7 +11,7 @@ from tidemill.kernels.linear.stored import Stored, join
 from tidemill.kvstore.layout import LayerSpec, Linear
 from tidemill.workers.models.layers.work import Cache, Read, Work
 from tidemill.workers.models.loading.sharding import ByHeads, Replicated
-from tidemill.workers.models.loading.weights import Weight, projection_back
+from tidemill.workers.models.loading.weights import Role, Weight, projection_back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,22 +34,24 @@ class DeltaConfig:
         keys, values = spec.key_heads * spec.key_dim, spec.value_heads * spec.value_dim
         channels = 2 * keys + values
 
-        def by_key_head(*shape: int) -> Weight:
-            return Weight(shape, ByHeads(spec.key_heads, (shape[0],)))
+        def by_key_head(*shape: int, role: Role = "matrix") -> Weight:
+            return Weight(shape, ByHeads(spec.key_heads, (shape[0],)), role=role)
 
         by_part = ByHeads(spec.key_heads, (keys, keys, values))
         match self.stored:
             case "by head":
                 found = {
                     "linear_attn.in_proj_qkvz.weight": by_key_head(channels + values, hidden),
-                    "linear_attn.in_proj_ba.weight": by_key_head(2 * spec.value_heads, hidden),
+                    "linear_attn.in_proj_ba.weight": by_key_head(
+                        2 * spec.value_heads, hidden, role="precise"
+                    ),
                 }
             case "by part":
                 found = {
                     "linear_attn.in_proj_qkv.weight": Weight((channels, hidden), by_part),
                     "linear_attn.in_proj_z.weight": by_key_head(values, hidden),
-                    "linear_attn.in_proj_b.weight": by_key_head(spec.value_heads, hidden),
-                    "linear_attn.in_proj_a.weight": by_key_head(spec.value_heads, hidden),
+                    "linear_attn.in_proj_b.weight": by_key_head(spec.value_heads, hidden, role="precise"),
+                    "linear_attn.in_proj_a.weight": by_key_head(spec.value_heads, hidden, role="precise"),
                 }
             case _:
                 assert_never(self.stored)

@@ -84,14 +84,14 @@ class MoeConfig:
     def _common_weights(self, hidden: int) -> dict[str, Weight]:
         """Return the weights that every token uses."""
         router = self.router
-        found = {router.weight: Weight((self.count, hidden), Replicated())}
+        found = {router.weight: Weight((self.count, hidden), Replicated(), role="precise")}
         for name in (router.bias, router.choice_bias):
             if name is not None:
                 found[name] = Weight((self.count,), Replicated())
         if self.shared is not None:
             found |= self.shared.weights(hidden)
         if self.shared_gate is not None:
-            found[self.shared_gate] = Weight((1, hidden), Replicated())
+            found[self.shared_gate] = Weight((1, hidden), Replicated(), role="precise")
         return found
 
     def part(self, rank: RankPart) -> Self:

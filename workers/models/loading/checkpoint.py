@@ -10,10 +10,12 @@ import torch
 import xxhash
 
 from tidemill.kernels.linear.stored import Stored
+from tidemill.kernels.shared.quantization import Quantization
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.loading import encodings
 from tidemill.workers.models.loading.dequantise import read_part
 from tidemill.workers.models.loading.encodings import Encoding, encoding_of, scheme_of, stored_by
+from tidemill.workers.models.loading.quantise import floats_bytes, recipe_of
 from tidemill.workers.models.loading.sharding import RankSlice
 from tidemill.workers.models.loading.tensor_files import DTYPES, TensorFiles
 from tidemill.workers.models.loading.weights import Weight
@@ -39,14 +41,23 @@ class WeightsFolder:
         *,
         digests: bool,
         quantization: Mapping[str, Any] | None = None,
+        quantize: Quantization | None = None,
     ) -> None:
-        """Open the files and read their headers; `quantization` is the quantization_config of config.json.
+        """Open the files and read their headers; `quantization` is the quantization_config of config.json,
+        `quantize` what is made of a folder that has none.
 
         Raises ModelError when a file is missing or damaged, or weights are quantised in an unknown way.
         """
         self._folder = folder
         self._progress = progress
         self._scheme = scheme_of(quantization)
+        if self._scheme is not None and quantize is not None:
+            raise ModelError(
+                f"{folder} is quantised already ({self._scheme.method}): leave out --quantization {quantize}"
+            )
+        self._quantize: Quantization | None = quantize
+        self.widened: list[str] = []
+        """The tensors that have codes in the folder and are read as floats."""
         self._files = TensorFiles(folder)
         self._weights: dict[str, Weight] = {}
         self._encodings: dict[str, Encoding] = {}
@@ -91,16 +102,18 @@ class WeightsFolder:
     def read(self, name: str, part: RankSlice) -> Stored:
         """Return the part of a tensor, in memory of its own: as codes, or float32 if it is stored as float32
         or float16, else bfloat16."""
-        encoding = self._encodings[name]
+        encoding, recipe = self._encodings[name], recipe_of(self._weights[name], self._quantize)
         stored = {stored_name: self._files.tensor(stored_name) for stored_name in stored_by(encoding)}
         digesting = self._thread.submit(self._digest, list(stored)) if self._digests is not None else None
-        found = read_part(encoding, self._weights[name].shape, self._scheme, stored.__getitem__, part)
+        found = read_part(encoding, self._weights[name].shape, self._scheme, stored.__getitem__, part, recipe)
         if digesting is not None:
             digesting.result()
         for stored_name, tensor in stored.items():
             self._files.drop(stored_name, 0, tensor.nbytes)
             self._done_bytes += tensor.nbytes
         self._progress(self._done_bytes, self._files.all_bytes)
+        if found.scales is None and encodings.has_codes(encoding):
+            self.widened.append(name)
         for what, tensor in (("", found.codes), ("scales of ", found.scales)):
             if tensor is not None and _has_nan(tensor):
                 raise ModelError(
@@ -117,6 +130,12 @@ class WeightsFolder:
         if not 0 < value < inf:
             raise ModelError(f"{self._folder}: {name} is not one positive number: set {else_set}")
         return value
+
+    def num_bytes(self, name: str, float_bytes: int) -> int:
+        """Return the size of a tensor in memory, where floats take `float_bytes`."""
+        encoding, weight = self._encodings[name], self._weights[name]
+        coded = encodings.num_bytes(encoding, weight.shape, self._scheme, self._files.headers)
+        return coded or floats_bytes(weight, self._quantize, float_bytes)
 
     def fingerprint(self, config: str) -> str:
         """Return the digest of `config` and of every tensor read so far, independent of order and files."""

@@ -25,6 +25,7 @@ from tidemill.workers.models.loading.encodings import (
     grid_of,
     steps_of,
 )
+from tidemill.workers.models.loading.quantise import Recipe, quantised
 from tidemill.workers.models.loading.sharding import RankSlice
 
 Open: TypeAlias = Callable[[str], torch.Tensor]
@@ -35,19 +36,31 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def read_part(
-    encoding: Encoding, shape: tuple[int, ...], scheme: Scheme | None, stored: Open, part: RankSlice
+    encoding: Encoding,
+    shape: tuple[int, ...],
+    scheme: Scheme | None,
+    stored: Open,
+    part: RankSlice,
+    recipe: Recipe | None = None,
 ) -> Stored:
     """Return the part of a tensor of `shape`, in memory of its own. Floats are bfloat16 if they are stored so
-    or were codes, else float32."""
+    or were codes, else float32; with a recipe they become codes."""
+
+    def whole(matrix: Matrix, shape: tuple[int, ...]) -> Stored:
+        found = _whole(matrix, shape, scheme, stored)
+        return found if recipe is None else quantised(found, recipe)
+
     if not isinstance(encoding, Stacked):
-        return cut(_whole(encoding, shape, scheme, stored), part)
+        found = whole(encoding, shape)
+        is_all = part.ranges == ((0, shape[part.dim]),) and not part.zeros
+        return found if recipe is not None and is_all else cut(found, part)
     experts, (count, rows, columns) = encoding.experts, shape
     below = (rows // len(experts[0]), columns)
     ranges, each = (part.ranges, RankSlice(((0, rows),)))
     if part.dim:
         ranges, each = ((0, count),), replace(part, dim=part.dim - 1)
     matrices = [
-        cut(join([_whole(matrix, below, scheme, stored) for matrix in experts[expert]]), each)
+        cut(join([whole(matrix, below) for matrix in experts[expert]]), each)
         for start, end in ranges
         for expert in range(start, end)
     ]

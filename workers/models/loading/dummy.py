@@ -1,6 +1,6 @@
 """Random weights for a config.json alone: tests of speed and memory at sizes that are not at hand."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -8,7 +8,10 @@ import torch
 import xxhash
 
 from tidemill.kernels.linear.stored import Stored, plain
+from tidemill.kernels.shared.quantization import Quantization
 from tidemill.workers.models.loading.checkpoint import Progress
+from tidemill.workers.models.loading.dequantise import cut
+from tidemill.workers.models.loading.quantise import floats_bytes, quantised, recipe_of
 from tidemill.workers.models.loading.sharding import RankSlice
 from tidemill.workers.models.loading.weights import Weight
 
@@ -22,36 +25,44 @@ PERIOD = 1_048_583
 class DummyWeights:
     """The tensors that a model asks for, in the place of WeightsFolder.
 
-    Each is a function of its name, so that all workers and ranks have the same model. Quantised weights count
-    as plain ones.
+    Each is a function of its name, so that all workers and ranks have the same model. Weights of quantised
+    folders count as plain ones.
     """
 
     names: Collection[str] = ()
+    widened: Sequence[str] = ()
 
-    def __init__(self, raw: Mapping[str, Any], progress: Progress) -> None:
+    def __init__(
+        self, raw: Mapping[str, Any], progress: Progress, quantize: Quantization | None = None
+    ) -> None:
+        self._quantize: Quantization | None = quantize
         self._dtype = dummy_dtype(raw)
         self._progress = progress
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._weights: dict[str, Weight] = {}
         self._done_bytes = self._total_bytes = 0
 
     def check(self, weights: Mapping[str, Weight], ignored: Callable[[str], bool]) -> None:
         """Take the shapes of the tensors that will be read."""
         del ignored
-        self._shapes = {name: weight.shape for name, weight in weights.items()}
-        self._total_bytes = sum(map(prod, self._shapes.values())) * self._dtype.itemsize
+        self._weights = dict(weights)
+        count = sum(prod(weight.shape) for weight in weights.values())
+        self._total_bytes = count * self._dtype.itemsize
 
     def read(self, name: str, part: RankSlice) -> Stored:
         """Return the part of a tensor, in memory of its own."""
-        shape = self._shapes[name]
+        weight = self._weights[name]
+        shape, recipe = weight.shape, recipe_of(weight, self._quantize)
         count, draw = prod(shape), torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(name.encode()) >> 1)
         block = torch.empty(min(count, PERIOD)).uniform_(-HIGH, HIGH, generator=draw).to(self._dtype)
         whole = block.repeat(-(-count // PERIOD))[:count].view(shape)
-        zeros = whole.new_zeros(*shape[: part.dim], part.zeros, *shape[part.dim + 1 :])
-        pieces = [whole.narrow(part.dim, start, end - start) for start, end in part.ranges]
-        found = torch.cat([tensor for piece in pieces for tensor in (piece, zeros)], part.dim)
+        found = cut(plain(whole) if recipe is None else quantised(plain(whole), recipe), part)
         self._done_bytes += whole.nbytes
         self._progress(self._done_bytes, self._total_bytes)
-        return plain(found)
+        return found
+
+    def num_bytes(self, name: str, float_bytes: int) -> int:
+        """Return the size of a tensor in memory, where floats take `float_bytes`."""
+        return floats_bytes(self._weights[name], self._quantize, float_bytes)
 
     def fingerprint(self, config: str) -> str:
         """Return the digest of `config`, on which all else depends."""

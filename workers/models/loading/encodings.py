@@ -6,6 +6,7 @@ kinds need no names of modules. The configuration only adds what shapes and dtyp
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Literal, TypeAlias, assert_never
 
 from tidemill.workers.models.errors import ModelError
@@ -162,6 +163,13 @@ def stored_by(encoding: Encoding) -> list[str]:
             assert_never(encoding)
 
 
+def has_codes(encoding: Encoding) -> bool:
+    """Return whether all of it is stored as codes."""
+    if isinstance(encoding, Stacked):
+        return all(has_codes(matrix) for stack in encoding.experts for matrix in stack)
+    return isinstance(encoding, Coded)
+
+
 def check(
     encoding: Encoding, shape: tuple[int, ...], scheme: Scheme | None, headers: Mapping[str, Header]
 ) -> None:
@@ -190,6 +198,26 @@ def bits_of(encoding: Coded, shape: tuple[int, ...], scheme: Scheme, found: tupl
     """Return the bits of a code, where the tensor with the codes has the shape `found`."""
     form = encoding.format
     return next(bits for bits in _bits(form, shape, scheme) if found == _codes_shape(form, shape, bits))
+
+
+def num_bytes(
+    encoding: Encoding, shape: tuple[int, ...], scheme: Scheme | None, headers: Mapping[str, Header]
+) -> int:
+    """Return the size in memory of codes with scales and offsets in float32; 0 for floats."""
+    if isinstance(encoding, Stacked):
+        below = (shape[1] // len(encoding.experts[0]), shape[2])
+        return sum(
+            num_bytes(matrix, below, scheme, headers) for stack in encoding.experts for matrix in stack
+        )
+    if isinstance(encoding, Plain):
+        return 0
+    assert scheme is not None
+    is_transposed = encoding.format.layout in {"gptq", "awq"}
+    grid = grid_of(headers[encoding.scales].shape, len(shape))
+    groups = grid[0] if is_transposed else grid[-1]
+    bits = bits_of(encoding, shape, scheme, headers[encoding.codes].shape)
+    *rows, columns = shape
+    return prod(rows) * (columns * bits // 8 + 4 * groups * (1 if encoding.zeros is None else 2))
 
 
 def grid_of(scales: tuple[int, ...], dims: int) -> tuple[int, ...]:

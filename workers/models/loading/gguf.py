@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,6 +58,8 @@ class GgufWeights:
         self._digests: dict[str, str] | None = {} if digests else None
         self._thread = ThreadPoolExecutor(1, "digests")
         self._done_bytes = 0
+        self.widened: list[str] = []
+        """The tensors that have codes in the files and are read as floats."""
 
     @property
     def dtypes(self) -> set[str]:
@@ -107,6 +110,8 @@ class GgufWeights:
             )
         else:
             found = join([self._stored(theirs, raw) for theirs, raw in _rows_of(raws, part, rows)], rows)
+        if found.scales is None and not any(map(self._is_float, place.tensors)):
+            self.widened.append(name)
         if digesting is not None:
             digesting.result()
         self._done_bytes += sum(raw.nbytes for raw in raws.values())
@@ -117,6 +122,20 @@ class GgufWeights:
         parts = (found.codes if found.scales is None else found.scales, found.offsets)
         if any(part is not None and part.sum().isnan() and part.isnan().any() for part in parts):
             raise ModelError(f"{self._folder}: the tensor {name} holds NaN: download the file again")
+        return found
+
+    def num_bytes(self, name: str, float_bytes: int) -> int:
+        """Return the size of a tensor in memory, where floats take `float_bytes`."""
+        place, found = self._place(name), 0
+        for theirs in place.tensors:
+            tensor = self._tensor(theirs)
+            row = torch.zeros(1, tensor.num_bytes // prod(tensor.shape[:-1]), dtype=torch.uint8)
+            share = 1 if place.expert is None else tensor.shape[0]
+            if self._is_float(theirs):
+                found += prod(tensor.shape) // share * float_bytes
+            else:
+                of_row = stored_of(tensor.kind.name, row, theirs).num_bytes
+                found += prod(tensor.shape[:-1]) // share * of_row
         return found
 
     def fingerprint(self, config: str) -> str:

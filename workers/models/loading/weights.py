@@ -1,8 +1,11 @@
 """The tensors that a model needs: the shape of each, and how ranks share it. Pure."""
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from tidemill.workers.models.loading.sharding import Cut, EvenRuns, OneRank, RankPart, RankSlice, part_of
+
+Role: TypeAlias = Literal["matrix", "vocabulary", "precise"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,6 +14,8 @@ class Weight:
 
     terms       the cut where ranks add up; None: the same
     by_expert   the cut where ranks have whole experts; None: as without
+    role        `--quantization` leaves vectors and "precise" ones, those that choose or gate, as floats, and
+                decides on a "vocabulary", of embedding and head, apart
     transposed  folders have its floats, not its codes, with the last two dimensions exchanged
     """
 
@@ -19,6 +24,7 @@ class Weight:
     terms: Cut | None = None
     by_expert: Cut | None = None
     transposed: bool = False
+    role: Role = "matrix"
 
     def part(self, rank: RankPart) -> RankSlice:
         """Return the part of a rank."""

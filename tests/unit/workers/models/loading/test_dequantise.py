@@ -23,8 +23,12 @@ def test_values_are_those_of_the_format_rounded_once(
 ) -> None:
     for seed in range(5):
         case = make(torch.Generator().manual_seed(seed))
-        found = opened(tmp_path, case).read(NAME, part_of(Replicated(), case.shape[0], 0, 1))
+        checkpoint = opened(tmp_path, case)
+        found = checkpoint.read(NAME, part_of(Replicated(), case.shape[0], 0, 1))
         assert found.kind == case.kind
+        assert checkpoint.widened == ([NAME] if case.kind == "bfloat16" else [])
+        planned = checkpoint.num_bytes(NAME, 2)
+        assert case.kind == "bfloat16" or found.num_bytes <= planned <= found.num_bytes + 4 * found.columns
         assert torch.equal(found.widened.codes, case.wanted.to(torch.bfloat16))
 
 
