@@ -2,6 +2,9 @@
 # safetensors leaves a type parameter of its paths open.
 """`--quantization`: codes of near values, the same for all ranks."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -10,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.workers.quantised import NAME, fp8_in_blocks, opened
-from tidemill.kernels.linear.stored import plain
+from tidemill.kernels.linear.stored import Stored, plain
 from tidemill.kernels.shared.quantization import Quantization
 from tidemill.workers.models.architectures.registry import no_progress
 from tidemill.workers.models.errors import ModelError
@@ -79,3 +82,53 @@ def test_folder_that_is_quantised_is_refused(tmp_path: Path) -> None:
     opened(tmp_path, case)
     with pytest.raises(ModelError, match=r"is quantised already \(fp8\): leave out --quantization int8$"):
         WeightsFolder(tmp_path, no_progress, digests=True, quantization=case.config, quantize="int8")
+
+
+READ = """
+import sys, threading
+from pathlib import Path
+from tests.unit.workers.models.loading.test_quantise import every_of
+
+def own_bytes():  # mapped pages of the file are the system's
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+def sample():
+    while not ended.wait(0.001):
+        seen.append(own_bytes())
+
+read = every_of(Path(sys.argv[1]), count=4)
+seen, ended = [own_bytes()], threading.Event()
+sampling = threading.Thread(target=sample)
+sampling.start()
+read += every_of(Path(sys.argv[1]), count=100)
+ended.set()
+sampling.join()
+print(sum(part.num_bytes for part in read[4:]), max(seen) - seen[0], len(seen))
+"""
+
+
+def every_of(folder: Path, count: int) -> list[Stored]:
+    """Read tensors of 512 x 1024 as INT8."""
+    found = WeightsFolder(folder, no_progress, digests=True, quantize="int8")
+    weights = {f"{index}.weight": Weight((512, 1024), Replicated()) for index in range(100)}
+    found.check(weights, lambda _name: False)
+    return [found.read(name, part_of(Replicated(), 512, 0, 1)) for name in list(weights)[:count]]
+
+
+def test_peak_memory_is_that_of_the_codes_and_a_tenth(tmp_path: Path) -> None:
+    floats = torch.randn(512, 1024).bfloat16()
+    save_file({f"{index}.weight": floats + index for index in range(100)}, tmp_path / "model.safetensors")
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"}  # what is freed leaves the process
+    ended = subprocess.run(
+        [sys.executable, "-c", READ, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    assert ended.returncode == 0, ended.stderr
+    stored, peak, samples = map(int, ended.stdout.split())
+    assert samples > 100
+    assert stored == 100 * (512 * 1024 + 4 * 512)
+    assert 0.9 * stored < peak < 1.1 * stored
