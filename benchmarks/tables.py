@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.rows import RESULTS, Row, read_rows
+from tidemill.cluster.plan.cards import CARDS, STEP_BYTES
 
 ROOT = Path(__file__).parents[1]
 PAGES = tuple(ROOT / page for page in ("benchmarks/README.md", "docs/side_by_side.md", "docs/sizing.md"))
@@ -178,6 +179,24 @@ def architectures() -> Lines:
         yield row["model"], row["layers"], *(f"{size:,}" if size else "" for size in sizes), whole
 
 
+def weights() -> Lines:
+    """The size of weights, and the least that holds them with a step and a stream of 32,768 tokens."""
+    holders = {f"a laptop of {size} GiB": (size - 4) << 30 for size in (16, 32, 64)}
+    cards = sorted(CARDS.values(), key=lambda card: (card.memory_bytes, card.flops_per_s))
+    holders |= {card.name: card.memory_bytes for card in cards}
+    holders |= {f"{count} x h200": count * CARDS["h200"].memory_bytes for count in (2, 4, 8, 16)}
+    yield "model", "bfloat16", "", "`fp8`", "", "`int4`", ""
+    for row in read_rows("architectures"):
+        cells: list[str] = []
+        for num_bytes in row["weight_bytes"].values():
+            needed = num_bytes + row["bytes_of_a_sequence"] + STEP_BYTES
+            cells += [
+                f"{num_bytes / 2**30:,.1f} GiB",
+                next(name for name, size in holders.items() if size >= needed),
+            ]
+        yield row["model"], *cells
+
+
 def memory(part: str) -> list[Row]:
     return [row for row in read_rows("memory") if row["part"] == part]
 
@@ -274,6 +293,7 @@ TABLES: dict[str, tuple[str, Callable[[], Lines]]] = {
     "models": ("kernels_peers", partial(kernels, "model")),
     "operators": ("kernels_peers", partial(kernels, "operator")),
     "architectures": ("architectures", architectures),
+    "weights": ("architectures", weights),
     "splits": ("memory", splits),
     "hits": ("memory", hits),
     "overload": ("memory", overload),

@@ -2,11 +2,15 @@
 
 from typing import Any
 
+from tidemill.kernels.shared.quantization import Quantization
 from tidemill.kvstore.layout import KvDtype, Layout, layout_of
+from tidemill.workers.models.architectures.config import weights_of
 from tidemill.workers.models.architectures.registry import ARCHITECTURES
+from tidemill.workers.models.loading.quantise import floats_bytes
 
 PAGE_TOKENS = 64
 CONTEXT_TOKENS = 32_768
+WEIGHT_KINDS: tuple[Quantization | None, ...] = (None, "fp8", "int4")
 YARN_ROPE: dict[str, Any] = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0}
 LLAMA_3_1_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -192,6 +196,13 @@ def released_layout(name: str, kv_dtype: KvDtype = "bfloat16") -> Layout:
     return layout_of(specs, PAGE_TOKENS, kv_dtype, extent_bytes_min=1, granule_bytes=1)
 
 
+def weight_bytes_of(name: str, quantization: Quantization | None) -> int:
+    """Return the bytes of all weights, in bfloat16 or quantised while they are read."""
+    raw = RELEASED[name]
+    weights = weights_of(ARCHITECTURES[raw["architectures"][0]].parse(raw)).values()
+    return sum(floats_bytes(weight, quantization, 2) for weight in weights)
+
+
 def bytes_by_architecture() -> list[dict[str, Any]]:
     """Return the bytes of a token in pages, of a sequence's window and state, and of a long sequence."""
     rows: list[dict[str, Any]] = []
@@ -214,6 +225,7 @@ def bytes_by_architecture() -> list[dict[str, Any]]:
                 "bytes_per_window": window_bytes,
                 "bytes_per_state": layout.state_bytes,
                 "bytes_of_a_sequence": pages * layout.page_bytes + layout.state_bytes + window_bytes,
+                "weight_bytes": {kind or "bfloat16": weight_bytes_of(name, kind) for kind in WEIGHT_KINDS},
             }
         )
     return rows

@@ -24,6 +24,7 @@ from tidemill.cluster.plan.search import Arrangement, Found, Targets, Tried, sea
 from tidemill.cluster.plan.sizing import NoFit, WorkerSize, bound, predictor, worker_here, worker_on_card
 from tidemill.cluster.plan.workload import LeastWork, Load, least_work_of, requests_of
 from tidemill.cluster.simulate.trace import TraceRequest
+from tidemill.kernels.shared.quantization import Quantization
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.engine.build import with_compute_dtype
 from tidemill.workers.models.architectures.registry import ModelSizes, sizes_of
@@ -50,6 +51,7 @@ class PlanOptions:
 
     model: str
     load_format: LoadFormat
+    quantization: Quantization | None
     load: Load
     targets: Targets
     cards: tuple[str, ...]
@@ -80,7 +82,9 @@ def plan(
     settings = _settings_of(options, Arrangement(options.cards[0], 1, mixed=1))
     dtype = settings.compute_dtype
     assert dtype is not None, "with_compute_dtype has set it"
-    model = sizes_of(settings.model_folder, dtype, load_format=options.load_format)
+    model = sizes_of(
+        settings.model_folder, dtype, load_format=options.load_format, quantization=options.quantization
+    )
     requests = requests_of(options.load, model.vocab_size)
     work = least_work_of(requests)
     plans = [
@@ -214,8 +218,8 @@ def _tree(options: PlanOptions, arrangement: Arrangement, *, is_trial: bool = Fa
     )
     groups = [{"role": role, "replicas": count, **own} for role, count in roles if count]
     model: dict[str, Any] = {"model": options.model, "groups": groups}
-    if options.load_format != "auto":
-        model["engine"] = {"load_format": options.load_format}
+    engine = {"quantization": options.quantization, "load_format": options.load_format}
+    model["engine"] = {name: value for name, value in engine.items() if value not in {None, "auto"}}
     quiet = {"edge": {"port": 0}, "telemetry": {"log_level": "warning"}}
     return {"models": [model], **(quiet if is_trial else {})}
 

@@ -74,12 +74,14 @@ MAY_IMPORT = {
     ),
     "cluster/simulate": "kvstore workers cluster cluster/edge cluster/router",
     "cluster/bench": "kvstore cluster/simulate",
-    "cluster/plan": "kvstore workers cluster/bench cluster/config cluster/simulate",
+    "cluster/plan": "kernels/shared kvstore workers cluster/bench cluster/config cluster/simulate",
     "cluster/cli": (
         "kvstore workers cluster cluster/bench cluster/cli/options cluster/config cluster/edge/records "
         "cluster/edge/requests cluster/metrics cluster/observability cluster/processes cluster/simulate"
     ),
-    "cluster/cli/options": "kvstore workers cluster/bench cluster/config cluster/plan cluster/simulate",
+    "cluster/cli/options": (
+        "kernels/shared kvstore workers cluster/bench cluster/config cluster/plan cluster/simulate"
+    ),
 }
 """The folders that the modules of a folder may import from, in addition to their own.
 

@@ -3,12 +3,13 @@
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
 from tidemill.cluster.bench.workloads import RandomShape
 from tidemill.cluster.cli.options.arguments import UsageError, bytes_of
+from tidemill.kernels.shared.quantization import Quantization
 from tidemill.workers.options import Duration
 
 if TYPE_CHECKING:
@@ -65,6 +66,11 @@ OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
         "dummy: config.json without weights",
     ),
     (
+        "--quantization",
+        {"choices": get_args(Quantization)},
+        "of the weights while they are read, as in `tidemill serve`",
+    ),
+    (
         "--output",
         {"type": Path, "default": Path("cluster.yaml"), "metavar": "FILE"},
         "configuration file",
@@ -118,6 +124,7 @@ def _checked(options: argparse.Namespace) -> Any:  # noqa: ANN401  PlanOptions, 
     return PlanOptions(
         model=options.model,
         load_format=options.load_format,
+        quantization=options.quantization,
         load=Load(trace=options.trace, request_rate=options.request_rate, shape=shape, seed=options.seed),
         targets=Targets(
             ttft_s=_seconds(options.ttft_target, "--ttft-target"),

@@ -91,6 +91,16 @@ def test_plan_of_cards_is_an_estimate_that_names_what_does_not_fit(
     assert (group.device, group.tensor_parallel_size, group.replicas) == ("cuda", 2, 1)
 
 
+def test_plan_of_quantised_weights_needs_fewer_cards(
+    here: Path, llama: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", llama, "--load-format=dummy", "--quantization=int4", *LOAD, "--card", "h100"]
+    assert main(arguments) == 0
+    assert "a rank needs" not in capsys.readouterr().out
+    [model] = read_config(here / "cluster.yaml").models
+    assert (model.engine.quantization, model.groups[0].tensor_parallel_size) == ("int4", 1)
+
+
 def test_plan_reports_that_nothing_meets_the_targets(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A calibrated step alone takes longer than the target, so nothing is simulated."""
     assert main(["plan", "keeper", *LOAD, "--calibration=times.json", "--itl-target=1ms"]) == EXIT_NONE
