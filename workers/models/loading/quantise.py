@@ -13,8 +13,9 @@ from tidemill.kernels.linear.stored import PIECE, CodeKind, Stored, stack
 from tidemill.kernels.shared.quantization import Quantization
 from tidemill.workers.models.loading.weights import Weight
 
-MOST: dict[CodeKind, float] = {"fp8": 448.0, "int8": 127.0, "int4": 7.5}
-"""The code of the largest value of a block; 7.5 is rounded to -8 or cut to 7."""
+MOST: dict[CodeKind, float] = {"fp8": 448.0, "int8": 127.0, "int4": -8.0}
+"""The code of the largest value of a block. That of 4 bits becomes -8 whatever its sign, as in ggml's Q4_0:
+all 16 codes are used."""
 
 DTYPES: dict[CodeKind, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
 
@@ -49,7 +50,7 @@ class Recipe:
 RECIPES: dict[Quantization, Recipe] = {
     "fp8": Recipe("fp8", vocabulary=Recipe("fp8")),
     "int8": Recipe("int8", vocabulary=Recipe("int8")),
-    "int4": Recipe("int4", columns=64, vocabulary=Recipe("int8")),
+    "int4": Recipe("int4", columns=32, vocabulary=Recipe("int8")),
     "fp8_per_tensor": Recipe("fp8", rows=0),
     "fp8_per_channel": Recipe("fp8"),
     "fp8_per_block": Recipe("fp8", rows=128, columns=128),
@@ -88,11 +89,12 @@ def quantised(whole: Stored, recipe: Recipe) -> Stored:
         piece = floats_NK[span].float()
         return piece.reshape(len(piece), -1, group)
 
-    largest_NG = torch.cat([grouped(span).abs().amax(-1) for span in spans])
+    largest_NG = torch.cat([_largest(grouped(span), recipe.kind) for span in spans])
     for start in range(0, rows, recipe.rows or rows):
         block = largest_NG[start : start + (recipe.rows or rows)]
         block[:] = block.amax(0)
-    scales_NG = (largest_NG / MOST[recipe.kind]).clamp(min=SCALE_MIN)
+    scales_NG = largest_NG / MOST[recipe.kind]
+    scales_NG = scales_NG.where(scales_NG.abs() >= SCALE_MIN, SCALE_MIN)
     width = columns // 2 if recipe.kind == "int4" else columns
     codes = torch.empty(
         rows, width, dtype=DTYPES[recipe.kind]
@@ -100,6 +102,13 @@ def quantised(whole: Stored, recipe: Recipe) -> Stored:
     for span in spans:
         codes[span] = _codes(grouped(span) / scales_NG[span][..., None], recipe.kind).flatten(1)
     return Stored(codes, recipe.kind, scales_NG)
+
+
+def _largest(groups_NGC: torch.Tensor, kind: CodeKind) -> torch.Tensor:
+    """Return the size of the largest value of each group, with its sign where codes have no other half."""
+    if kind != "int4":
+        return groups_NGC.abs().amax(-1)
+    return groups_NGC.gather(-1, groups_NGC.abs().argmax(-1, keepdim=True))[..., 0]
 
 
 def _codes(numbers: torch.Tensor, kind: CodeKind) -> torch.Tensor:

@@ -23,7 +23,7 @@ from tidemill.workers.models.loading.sharding import EvenRuns, Replicated, part_
 from tidemill.workers.models.loading.weights import Weight
 
 EVERY: tuple[Quantization, ...] = get_args(Quantization)
-ERRORS = {"fp8": 1 / 16, "int8": 0.51 / 127, "int4": 1.01 / 15}
+ERRORS = {"fp8": 1 / 16, "int8": 0.51 / 127, "int4": 1 / 8}
 """The largest error, of FP8 of the value, else of the largest value of its block."""
 
 
