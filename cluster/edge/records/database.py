@@ -216,10 +216,25 @@ class Database:
         return connection
 
     def _make_tables(self, connection: Any) -> None:  # noqa: ANN401 - of either library
-        """Make missing tables, while no other process does."""
+        """Make what is missing, while no other process does. The rest is not locked: an edge that starts
+        would wait for those that write, and they for it."""
+        if not self._missing(connection):
+            return
         connection.execute(self._begin)
         if self._settings.path is None:
             connection.execute("SELECT pg_advisory_xact_lock(7433645)")
-        for table in TABLES:
-            connection.execute(table)
+        for statement in self._missing(connection):
+            connection.execute(statement)
         connection.execute("COMMIT")
+
+    def _missing(self, connection: Any) -> list[str]:  # noqa: ANN401 - of either library
+        """Return the statements whose table or index is not there."""
+        find = "SELECT MAX(name) FROM sqlite_master WHERE name = ?"
+        if self._settings.path is None:
+            find = "SELECT to_regclass(%s)"
+
+        def is_missing(statement: str) -> bool:
+            name = statement.partition("IF NOT EXISTS ")[2].split()[0]
+            return connection.execute(find, [name]).fetchone()[0] is None
+
+        return [statement for statement in TABLES if is_missing(statement)]

@@ -445,6 +445,28 @@ async def test_files_are_private_and_tables_are_made_once(tmp_path: Path) -> Non
         own.close()
 
 
+async def test_edge_that_starts_does_not_wait_for_one_that_writes(database: DatabaseSettings) -> None:
+    """Each would hold what the other waits for: Postgres ends one of the two."""
+    first, second = Database(database), Database(database)
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def insert(sent: Transaction) -> None:
+        sent.run("INSERT INTO tidemill_conversations VALUES ('a', '', 1, 0, 0, 0, '{}', 0)")
+        loop.call_soon_threadsafe(begun.set)
+        asyncio.run_coroutine_threadsafe(ended.wait(), loop).result()
+        sent.run("DELETE FROM tidemill_conversations")
+
+    await first.read(lambda _: None)
+    begun = asyncio.Event()
+    writing = asyncio.create_task(first.write(insert))
+    await begun.wait()
+    assert await second.read(lambda sent: sent.rows("SELECT * FROM tidemill_conversations")) == []
+    ended.set()
+    await writing
+    for own in (first, second):
+        own.close()
+
+
 @pytest.mark.parametrize(
     ("url", "fix"),
     [
