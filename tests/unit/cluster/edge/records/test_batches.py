@@ -392,6 +392,7 @@ async def runner_of(database: DatabaseSettings) -> tuple[Records, Write, list[fl
     }
     await write(lambda own: own.create(StoredBatch("batch_a", "", "", shown)))
     assert (await write(lambda own: own.claim("first"))).id == "batch_a"
+    assert await write(lambda own: own.claim("second")) is None
     await write(lambda own: own.add_lines("batch_a", "first", LINES))
     return records, write, now_s
 
