@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tidemill.kernels.linear.packed import Packed
-from tidemill.kernels.linear.stored import FOUR_BITS, Stored
+from tidemill.kernels.linear.stored import FOUR_BITS, Stored, has_nan
 
 DEPTH = 64  # columns of a step
 BLOCK = 2 * DEPTH
@@ -33,11 +33,7 @@ def takes(part: Stored) -> bool:
     if part.scales is None:
         return False
     is_whole = part.group == part.columns or part.group % DEPTH == 0 or DEPTH % part.group == 0
-    return is_whole and not (part.kind == "fp8" and has_nan(part.codes))
-
-
-def has_nan(codes: Tensor) -> bool:
-    return bool((codes.view(torch.uint8) & 127 == 127).any())
+    return is_whole and not has_nan(part.codes)
 
 
 def pack_codes(part: Stored, bias_N: Tensor | None) -> Packed:

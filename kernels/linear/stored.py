@@ -109,6 +109,14 @@ def _pairs(kind: Kind, device: torch.device) -> torch.Tensor:
     return PAIRS[kind].to(device)
 
 
+def has_nan(tensor: torch.Tensor) -> bool:
+    """Return whether codes, scales or values hold NaN."""
+    if tensor.dtype == torch.float8_e4m3fn:
+        return bool((tensor.view(torch.uint8) & 127 == 127).any())
+    # The sum is one pass over memory.
+    return tensor.dtype.is_floating_point and bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
+
+
 def plain(values: torch.Tensor) -> Stored:
     """Return values that are stored as they are, in float32 if they are not bfloat16."""
     is_half = values.dtype == torch.bfloat16

@@ -187,9 +187,9 @@ def load(  # noqa: PLR0913  each is a part of the worker or a setting
     at most one of them for long.
 
     With `quantization` matrices in floats become codes. It, `compute_dtype` and the way in which ranks sum
-    are parts of the fingerprint. With bfloat16, matrices are
-    rounded to it; with float32, on a CUDA device all weights become float32. Elsewhere `operators` decide on
-    products. With `fixed_kv_scales` the folder's scales of keys and values are read.
+    are parts of the fingerprint. With bfloat16, matrices are rounded to it; with float32, on a CUDA device
+    all weights become float32. Elsewhere `operators` decide on products. With `fixed_kv_scales` the folder's
+    scales of keys and values are read.
 
     The leader reads all bytes, for the fingerprint, the other ranks just theirs. Raises ModelError, with one
     line that names the fix, when the folder cannot be served or the ranks cannot share the model.

@@ -6,10 +6,9 @@ from math import inf, prod
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 
-from tidemill.kernels.linear.stored import Stored
+from tidemill.kernels.linear.stored import Stored, has_nan
 from tidemill.kernels.shared.quantization import Quantization
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.loading import encodings
@@ -115,7 +114,7 @@ class WeightsFolder:
         if found.scales is None and encodings.has_codes(encoding):
             self.widened.append(name)
         for what, tensor in (("", found.codes), ("scales of ", found.scales)):
-            if tensor is not None and _has_nan(tensor):
+            if tensor is not None and has_nan(tensor):
                 raise ModelError(
                     f"{self._folder}: the {what}tensor {name} holds NaN: download the model again"
                 )
@@ -155,13 +154,6 @@ class WeightsFolder:
                 digest.update(self._files.raw(name, start, end))
                 self._files.drop(name, start, end)
             self._digests[name] = digest.hexdigest()
-
-
-def _has_nan(tensor: torch.Tensor) -> bool:
-    if tensor.dtype == torch.float8_e4m3fn:
-        return bool((tensor.view(torch.uint8) & 127 == 127).any())
-    # The sum is one pass over memory.
-    return tensor.dtype.is_floating_point and bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
 
 
 def _chunks(num_bytes: int) -> Iterator[tuple[int, int]]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import xxhash
 
-from tidemill.kernels.linear.stored import Stored, join, plain
+from tidemill.kernels.linear.stored import Stored, has_nan, join, plain
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.loading.blocks import stored_of
 from tidemill.workers.models.loading.checkpoint import DIGESTED_BYTES, Progress
@@ -120,7 +120,7 @@ class GgufWeights:
             tensor = self._tensor(theirs)
             _drop(self._file_of[theirs], tensor.start_byte, tensor.start_byte + tensor.num_bytes)
         parts = (found.codes if found.scales is None else found.scales, found.offsets)
-        if any(part is not None and part.sum().isnan() and part.isnan().any() for part in parts):
+        if any(part is not None and has_nan(part) for part in parts):
             raise ModelError(f"{self._folder}: the tensor {name} holds NaN: download the file again")
         return found
 
