@@ -82,7 +82,7 @@ class StoredBatches:
             now_s = int(self._context.sources.unix_time_s())
 
             def finish(own: TenantFiles) -> StoredFile:
-                expires_s = own.expires_s
+                expires_s = own.account.expires_s
                 if seconds := fields.get("expires_after[seconds]", ""):
                     if not seconds.isdecimal() or not 3600 <= int(seconds) <= 2_592_000:
                         raise RequestError("seconds are 3600 to 2592000", param="expires_after[seconds]")

@@ -67,6 +67,17 @@ class Account:
             )
 
 
+class TenantRecords:
+    """The records of one kind of a tenant, in a transaction."""
+
+    def __init__(self, account: Account) -> None:
+        self.account = account
+        self._sent = account.sent
+        self._tenant = account.tenant
+        self._now_s = account.now_s
+        self._expires_s = account.expires_s
+
+
 def drop(sent: Transaction, table: str, where: str, *values: object) -> int:
     """Remove records of any tenants with all that they hold, and return their number."""
     sql = f"DELETE FROM {table} WHERE {where} RETURNING tenant, stored_bytes"  # noqa: S608 - one of ours

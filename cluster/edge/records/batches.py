@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from tidemill.cluster.edge.records.account import BATCHES, ROW_BYTES, Account
+from tidemill.cluster.edge.records.account import BATCHES, ROW_BYTES, Account, TenantRecords
 from tidemill.cluster.edge.records.files import StoredFile, TenantFiles, count_lines
 from tidemill.cluster.edge.records.store import NEVER_S, missing
 from tidemill.workers.messages import RequestError
@@ -49,15 +49,11 @@ class LeaseLost(Exception):
     """Another edge runs the batch."""
 
 
-class TenantBatches:
+class TenantBatches(TenantRecords):
     """The batches of one tenant; those of all for the edge that runs them."""
 
     def __init__(self, account: Account) -> None:
-        self.account = account
-        self._sent = account.sent
-        self._tenant = account.tenant
-        self._now_s = account.now_s
-        self._expires_s = account.expires_s
+        super().__init__(account)
         self.files = TenantFiles(account)
 
     def create(self, batch: StoredBatch) -> None:
@@ -245,7 +241,7 @@ class TenantBatches:
                         f"{name}_{field.partition('_')[0]}.jsonl",
                         "batch_output",
                         self._now_s,
-                        self.files.expires_s,
+                        self._expires_s,
                         num_bytes,
                         name,
                         is_error,

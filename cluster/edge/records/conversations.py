@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from tidemill.cluster.edge.records.account import CONVERSATIONS, Account, drop, size
+from tidemill.cluster.edge.records.account import CONVERSATIONS, TenantRecords, drop, size
 from tidemill.cluster.edge.records.store import missing
 from tidemill.workers.messages import RequestError
 
@@ -62,15 +62,8 @@ class Page:
     has_more: bool
 
 
-class TenantConversations:
+class TenantConversations(TenantRecords):
     """The conversations and responses of one tenant. What others have is missing here: RequestError (404)."""
-
-    def __init__(self, account: Account) -> None:
-        self.account = account
-        self._sent = account.sent
-        self._tenant = account.tenant
-        self._now_s = account.now_s
-        self._expires_s = account.expires_s
 
     def context(self, previous: str | None, name: str | None, items_max: int) -> StoredContext:
         """Return all that an earlier response has seen, and its output, or all items of a conversation.

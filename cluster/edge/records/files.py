@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tidemill.cluster.edge.records.account import BATCHES, FILES, ROW_BYTES, Account, drop
+from tidemill.cluster.edge.records.account import BATCHES, FILES, ROW_BYTES, Account, TenantRecords, drop
 from tidemill.cluster.edge.records.store import NEVER_S, missing
 from tidemill.workers.messages import RequestError
 
@@ -46,15 +46,8 @@ class StoredFile:
     is_error: int | None = None
 
 
-class TenantFiles:
+class TenantFiles(TenantRecords):
     """The files of one tenant. What others have is missing here: RequestError (404)."""
-
-    def __init__(self, account: Account) -> None:
-        self._account = account
-        self._sent = account.sent
-        self._tenant = account.tenant
-        self._now_s = account.now_s
-        self.expires_s = account.expires_s
 
     def check_count(self) -> None:
         """Raise RequestError if there are too many files."""
@@ -72,9 +65,9 @@ class TenantFiles:
         """Begin an upload of some bytes, which is hidden before `finish`. Raises RequestError if there is no
         room."""
         self.check_count()
-        self._account.check_room(upload_bytes)
+        self.account.check_room(upload_bytes)
         self.insert(StoredFile(name, "", "", self._now_s, int(self._now_s + UPLOAD_S_MAX)))
-        self._account.count(FILES, name, ROW_BYTES)
+        self.account.count(FILES, name, ROW_BYTES)
 
     def insert(self, file: StoredFile) -> None:
         """Store a file that counts no bytes yet."""
@@ -89,7 +82,7 @@ class TenantFiles:
         if not self._keep(name, int(self._now_s + UPLOAD_S_MAX)):
             raise missing("file", name)
         self._sent.run("INSERT INTO tidemill_parts VALUES (?, ?, ?)", name, number, body)
-        self._account.count(FILES, name, ROW_BYTES + len(body))
+        self.account.count(FILES, name, ROW_BYTES + len(body))
 
     def finish(self, file: StoredFile) -> None:
         """End an upload: from now on the file is there."""
@@ -139,7 +132,7 @@ class TenantFiles:
         self._sent.run(
             "DELETE FROM tidemill_lines WHERE batch = ? AND is_error = ?", file.batch, file.is_error
         )
-        count_lines(self._account, file.batch)
+        count_lines(self.account, file.batch)
 
     def drop(self, name: str) -> None:
         """Remove a file, or what an upload has left."""
