@@ -54,7 +54,7 @@ PYTEST = (
     "no:cacheprovider",
     "-rfE",
 )
-PROFILED = "regex:gate_up_tile|down_tile|attend_span|attend_rows|attend_tile|recur|prepare|advance|draw_row"
+PROFILED = "regex:gate_up_tile|down_tile|attend_span|attend_rows|attend_tile|recur|prepare|advance|weigh_part"
 ONE_OF_EACH = (
     "definition and ((attention and mixed and sinks and not window) or (recurrences and strong) or into)"
 )

@@ -2,11 +2,12 @@
 # pyright: reportOperatorIssue=false, reportCallIssue=false
 # ruff: noqa: ANN001, ANN201 - Triton takes annotations of kernels for its own types
 # Nor has it types that pyright could check.
-"""`draw`, `adjust` and `count` on CUDA, one launch each.
+"""`adjust` and `count` on CUDA, one launch each, and `draw`, three launches, or four with filters.
 
-One program draws one row. It reads the row three times, or four times with filters: for the greatest score,
-the whole weight, and the token. With filters it first copies the scores that the filters can leave, and then
-searches thresholds among them alone. The weights are integers, so no order of sums matters.
+A row of scores is cut into parts, each read by a program of its own: for its greatest score, for its weight,
+and with filters to copy the scores that these can leave. The last launch has a program for each draw. It
+looks into one part for the token, and searches thresholds among what was copied. The weights are integers, so
+no order of sums matters.
 """
 
 import torch
@@ -17,7 +18,9 @@ from tidemill.kernels.draw.reference import POWERS
 from tidemill.kernels.draw.tables import ONE, PROMPT, AdjustmentField, ChangeField, DrawField, ItemField
 
 BLOCK = 4096
-WARPS = 16
+"""The tokens of a part."""
+
+WARPS, WARPS_OF_PART = 16, 8
 FAN = 8
 """The thresholds that one pass of a search compares."""
 
@@ -104,18 +107,19 @@ def search(
 
 
 @triton.jit
-def greatest(row, vocabulary, BLOCK: tl.constexpr):
-    """Return the greatest score, and its first token."""
-    at_B = tl.arange(0, BLOCK)
-    best_B = tl.full([BLOCK], float("-inf"), tl.float32)
-    best_at_B = at_B
-    for start in range(0, vocabulary, BLOCK):
-        score_B = clean(tl.load(row + start + at_B, mask=start + at_B < vocabulary, other=float("-inf")))
-        better_B = score_B > best_B
-        best_B = tl.where(better_B, score_B, best_B)
-        best_at_B = tl.where(better_B, start + at_B, best_at_B)
-    top = tl.max(best_B, axis=0)
-    return top, tl.min(tl.where(best_B == top, best_at_B, vocabulary), axis=0)
+def row_of(logits, logits_row, adjusted, vocabulary, source):
+    """Return the scores of a draw."""
+    row = logits + source * logits_row
+    if source < 0:
+        row = adjusted + (-1 - source) * vocabulary
+    return row
+
+
+@triton.jit
+def top_of(tops, draw, parts, PARTS: tl.constexpr):
+    """Return the greatest score of each part."""
+    part_P = tl.arange(0, PARTS)
+    return tl.load(tops + draw * parts + part_P, mask=part_P < parts, other=float("-inf"))
 
 
 @triton.jit
@@ -133,50 +137,33 @@ def mass_of(scores, size, top, scale, least, beyond, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def bounds(row, vocabulary, top, scale, top_k, top_p, least, PART: tl.constexpr, FAN: tl.constexpr):
-    """Return a power of two such that the filters drop every score below it, and the mass that top-p fills:
-    that of all and one without it."""
-    # Masses and counts of scores from a power of two on: the last one has all of them.
-    level_F = tl.minimum(1 << tl.arange(0, FAN), 64)
-    mass_PF = tl.zeros([PART, FAN], tl.int64)
-    count_PF = tl.zeros([PART, FAN], tl.int32)
-    at_P = tl.arange(0, PART)
-    for start in range(0, vocabulary, PART):
-        in_P = start + at_P < vocabulary
-        score_P = clean(tl.load(row + start + at_P, mask=in_P, other=float("-inf")))
-        power_P = power_of(score_P, top, scale)
-        mass_P = tl.where(in_P, weight(power_P), 0)
-        at_least_PF = power_P[:, None] >= -level_F.to(tl.float32)[None, :]
-        mass_PF += tl.where(at_least_PF, mass_P[:, None], 0)
-        count_PF += (at_least_PF & in_P[:, None]).to(tl.int32)
-    mass_F = tl.sum(mass_PF, axis=0)
-    count_F = tl.sum(count_PF, axis=0).to(tl.int64)
+def cut_of(
+    masses, counts, entry, draw, parts, vocabulary,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, LEAST: tl.constexpr, PARTS: tl.constexpr, FAN: tl.constexpr,
+):  # fmt: skip
+    """Return a power of two such that the filters drop every score below it, how many each part has of the
+    others, and the filters: top-k, the mass that top-p fills (that of all and one without it), and the least
+    weight."""
+    least = tl.maximum(tl.load(entry + LEAST).to(tl.int64), 1)
+    top_k = tl.load(entry + TOP_K).to(tl.int64)
+    top_k = tl.where(top_k > 0, top_k, vocabulary + 1)
+    top_p = tl.load(entry + TOP_P)
+    part_P, fan_F = tl.arange(0, PARTS), tl.arange(0, FAN)
+    at_PF = (draw * parts + part_P)[:, None] * FAN + fan_F[None, :]
+    mass_PF = tl.load(masses + at_PF, mask=(part_P < parts)[:, None], other=0)
+    count_PF = tl.load(counts + at_PF, mask=(part_P < parts)[:, None], other=0).to(tl.int64)
+    mass_F, count_F = tl.sum(mass_PF, axis=0), tl.sum(count_PF, axis=0)
     total = tl.max(mass_F, axis=0)
     exact = top_p * total.to(tl.float64)
     share = exact.to(tl.int64)
     share += (share.to(tl.float64) < exact).to(tl.int64)
     share = tl.where(top_p < 1, tl.maximum(share, 1), total + 1)
+    level_F = tl.minimum(1 << fan_F, 64)
     decided_F = (mass_F >= share) | (count_F >= top_k) | (level_F == 64)
     decided_F |= (UNIT >> tl.minimum(level_F, 41).to(tl.int64)) < least
-    return -tl.min(tl.where(decided_F, level_F, 64), axis=0).to(tl.float32), share
-
-
-@triton.jit
-def copy_above(row, vocabulary, room, top, scale, level, BLOCK: tl.constexpr):
-    """Copy the scores from a power of two on. Return their number, and the least key among them."""
-    at_B = tl.arange(0, BLOCK)
-    size = tl.zeros([], tl.int32)
-    lowest_B = tl.full([BLOCK], float("inf"), tl.float32)
-    for start in range(0, vocabulary, BLOCK):
-        in_B = start + at_B < vocabulary
-        score_B = clean(tl.load(row + start + at_B, mask=in_B, other=float("-inf")))
-        in_B &= power_of(score_B, top, scale) >= level
-        slot_B = size + tl.cumsum(in_B.to(tl.int32), axis=0) - 1
-        tl.store(room + slot_B, score_B, mask=in_B)
-        lowest_B = tl.where(in_B, tl.minimum(lowest_B, score_B), lowest_B)
-        size += tl.sum(in_B.to(tl.int32), axis=0)
-    tl.debug_barrier()
-    return size, key_of(tl.min(lowest_B, axis=0))
+    first = tl.min(tl.where(decided_F, fan_F, FAN - 1), axis=0)
+    count_P = tl.sum(tl.where((fan_F == first)[None, :], count_PF, 0), axis=1)
+    return -tl.minimum(1 << first, 64).to(tl.float32), count_P, top_k, share, least
 
 
 @triton.jit
@@ -198,64 +185,161 @@ def kept_mass(
 
 
 @triton.jit
-def token_at(row, vocabulary, top, scale, by_key, key, nth, BLOCK: tl.constexpr):
-    """Return the first token at which the sum exceeds `nth`: of weights, or of scores with a key."""
+def slot_at(room, size, key, nth, BLOCK: tl.constexpr):
+    """Return the place of score `nth` of those with a key."""
     at_B = tl.arange(0, BLOCK)
-    token = vocabulary
+    slot = size
     seen = tl.zeros([], tl.int64)
-    start = 0
-    while (token == vocabulary) & (start < vocabulary):
-        in_B = start + at_B < vocabulary
-        score_B = clean(tl.load(row + start + at_B, mask=in_B, other=float("-inf")))
-        mass_B = weight(power_of(score_B, top, scale))
-        if by_key:
-            mass_B = (key_of(score_B) == key).to(tl.int64)
-        sum_B = seen + tl.cumsum(tl.where(in_B, mass_B, 0), axis=0)
-        token = tl.min(tl.where(in_B & (sum_B > nth), start + at_B, vocabulary), axis=0)
+    start = size * 0
+    while (slot == size) & (start < size):
+        score_B = tl.load(room + start + at_B, mask=start + at_B < size, other=0.0)
+        is_B = (start + at_B < size) & (key_of(score_B) == key)
+        sum_B = seen + tl.cumsum(is_B.to(tl.int64), axis=0)
+        slot = tl.min(tl.where(is_B & (sum_B > nth), start + at_B, size), axis=0)
         seen = tl.max(sum_B, axis=0)
         start += BLOCK
-    return token
+    return slot
 
 
 @triton.jit(do_not_specialize=["vocabulary", "logits_row"])
-def draw_row(
-    logits, logits_row, adjusted, vocabulary, draws, room, tokens,
-    FIELDS: tl.constexpr, SOURCE: tl.constexpr, SCALE: tl.constexpr, UNIFORM: tl.constexpr,
-    ROOM: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, LEAST: tl.constexpr,
+def top_of_part(
+    logits, logits_row, adjusted, vocabulary, draws, tops, firsts,
+    FIELDS: tl.constexpr, SOURCE: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Store the greatest score of part j for draw i, of a grid (i, j), and its first token."""
+    draw, part = tl.program_id(0), tl.program_id(1)
+    row = row_of(
+        logits, logits_row, adjusted, vocabulary, tl.load(draws + draw * FIELDS + SOURCE).to(tl.int64)
+    )
+    at_B = part * BLOCK + tl.arange(0, BLOCK)
+    score_B = clean(tl.load(row + at_B, mask=at_B < vocabulary, other=float("-inf")))
+    top = tl.max(score_B, axis=0)
+    to = draw * tl.num_programs(1) + part
+    tl.store(tops + to, top)
+    tl.store(firsts + to, tl.min(tl.where(score_B == top, at_B, vocabulary), axis=0))
+
+
+@triton.jit(do_not_specialize=["vocabulary", "logits_row"])
+def weigh_part(
+    logits, logits_row, adjusted, vocabulary, draws, tops, masses, counts,
+    FIELDS: tl.constexpr, SOURCE: tl.constexpr, SCALE: tl.constexpr, ROOM: tl.constexpr,
     BLOCK: tl.constexpr,
     PART: tl.constexpr,  # of the loops that compare FAN numbers
+    PARTS: tl.constexpr,
     FAN: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Draw i of a grid (i)."""
-    entry = draws + tl.program_id(0) * FIELDS
-    source = tl.load(entry + SOURCE).to(tl.int64)
+    """Store the mass of part j for draw i, of a grid (i, j); with filters, masses and numbers of its scores
+    from each power of two on, the last of all."""
+    draw, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    entry = draws + draw * FIELDS
     scale = tl.load(entry + SCALE).to(tl.float32)
-    uniform = tl.load(entry + UNIFORM)
-    own = tl.load(entry + ROOM).to(tl.int64)
-    row = logits + source * logits_row
-    if source < 0:
-        row = adjusted + (-1 - source) * vocabulary
-    top, token = greatest(row, vocabulary, BLOCK)
     if scale > 0:
-        high = key_of(top) + 1
-        key = high * 0
-        nth = high * 0
-        if own < 0:
-            nth = target_of(uniform, mass_of(row, vocabulary, top, scale, 0, -(1 << 40), BLOCK))
+        row = row_of(logits, logits_row, adjusted, vocabulary, tl.load(entry + SOURCE).to(tl.int64))
+        top = tl.max(top_of(tops, draw, parts, PARTS), axis=0)
+        to = (draw * parts + part) * FAN
+        if tl.load(entry + ROOM) < 0:
+            at_B = part * BLOCK + tl.arange(0, BLOCK)
+            score_B = clean(tl.load(row + at_B, mask=at_B < vocabulary, other=float("-inf")))
+            mass_B = tl.where(at_B < vocabulary, weight(power_of(score_B, top, scale)), 0)
+            tl.store(masses + to + FAN - 1, tl.sum(mass_B, axis=0))
         else:
+            fan_F = tl.arange(0, FAN)
+            level_F = -tl.minimum(1 << fan_F, 64).to(tl.float32)
+            mass_PF = tl.zeros([PART, FAN], tl.int64)
+            count_PF = tl.zeros([PART, FAN], tl.int32)
+            for start in range(0, BLOCK, PART):
+                at_P = part * BLOCK + start + tl.arange(0, PART)
+                score_P = clean(tl.load(row + at_P, mask=at_P < vocabulary, other=float("-inf")))
+                power_P = power_of(score_P, top, scale)
+                is_from_PF = (power_P[:, None] >= level_F[None, :]) & (at_P < vocabulary)[:, None]
+                mass_PF += tl.where(is_from_PF, weight(power_P)[:, None], 0)
+                count_PF += is_from_PF.to(tl.int32)
+            tl.store(masses + to + fan_F, tl.sum(mass_PF, axis=0))
+            tl.store(counts + to + fan_F, tl.sum(count_PF, axis=0))
+
+
+@triton.jit(do_not_specialize=["vocabulary", "logits_row"])
+def copy_part(
+    logits, logits_row, adjusted, vocabulary, draws, tops, masses, counts,
+    room,  # [filtered, V]
+    lowest,  # [N, parts]
+    FIELDS: tl.constexpr, SOURCE: tl.constexpr, SCALE: tl.constexpr, ROOM: tl.constexpr,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, LEAST: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, FAN: tl.constexpr,
+) -> None:  # fmt: skip
+    """Copy those scores of part j that the filters of draw i can leave, of a grid (i, j), behind those of
+    the parts before it. Store the lowest of them."""
+    draw, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    entry = draws + draw * FIELDS
+    own = tl.load(entry + ROOM).to(tl.int64)
+    if own >= 0:
+        row = row_of(logits, logits_row, adjusted, vocabulary, tl.load(entry + SOURCE).to(tl.int64))
+        scale = tl.load(entry + SCALE).to(tl.float32)
+        top = tl.max(top_of(tops, draw, parts, PARTS), axis=0)
+        level, count_P, _, _, _ = cut_of(
+            masses, counts, entry, draw, parts, vocabulary, TOP_K, TOP_P, LEAST, PARTS, FAN
+        )
+        before = tl.sum(tl.where(tl.arange(0, PARTS) < part, count_P, 0), axis=0)
+        at_B = part * BLOCK + tl.arange(0, BLOCK)
+        score_B = clean(tl.load(row + at_B, mask=at_B < vocabulary, other=float("-inf")))
+        is_B = (at_B < vocabulary) & (power_of(score_B, top, scale) >= level)
+        slot_B = tl.cumsum(is_B.to(tl.int32), axis=0) - 1
+        tl.store(room + own * vocabulary + before + slot_B, score_B, mask=is_B)
+        least = tl.min(tl.where(is_B, score_B, float("inf")), axis=0)
+        tl.store(lowest + draw * parts + part, least)
+
+
+@triton.jit(do_not_specialize=["vocabulary", "logits_row", "parts"])
+def draw_token(
+    logits, logits_row, adjusted, vocabulary, draws, tops, masses, counts, room, lowest, firsts,
+    tokens,  # [N]
+    parts,
+    FIELDS: tl.constexpr, SOURCE: tl.constexpr, SCALE: tl.constexpr, UNIFORM: tl.constexpr,
+    ROOM: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, LEAST: tl.constexpr,
+    BLOCK: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, FAN: tl.constexpr,
+) -> None:  # fmt: skip
+    """Draw i of a grid (i)."""
+    draw, part_P = tl.program_id(0), tl.arange(0, PARTS)
+    entry = draws + draw * FIELDS
+    scale = tl.load(entry + SCALE).to(tl.float32)
+    top_P = top_of(tops, draw, parts, PARTS)
+    top = tl.max(top_P, axis=0)
+    first_P = tl.load(firsts + draw * parts + part_P, mask=part_P < parts, other=vocabulary)
+    token = tl.min(tl.where(top_P == top, first_P, vocabulary), axis=0)
+    if scale > 0:
+        uniform = tl.load(entry + UNIFORM)
+        own = tl.load(entry + ROOM).to(tl.int64)
+        at_P = (draw * parts + part_P) * FAN + FAN - 1
+        # What each part has, of which the token is number `nth`: mass, or scores that were copied.
+        size_P = tl.load(masses + at_P, mask=(part_P < parts) & (own < 0), other=0)
+        level = LOWEST + 0.0
+        if own < 0:
+            nth = target_of(uniform, tl.sum(size_P, axis=0))
+        else:
+            level, size_P, top_k, share, least = cut_of(
+                masses, counts, entry, draw, parts, vocabulary, TOP_K, TOP_P, LEAST, PARTS, FAN
+            )
             room += own * vocabulary
-            least = tl.maximum(tl.load(entry + LEAST).to(tl.int64), 1)
-            top_k = tl.load(entry + TOP_K).to(tl.int64)
-            top_k = tl.where(top_k > 0, top_k, vocabulary + 1)
-            top_p = tl.load(entry + TOP_P)
-            level, share = bounds(row, vocabulary, top, scale, top_k, top_p, least, PART, FAN)
-            size, low = copy_above(row, vocabulary, room, top, scale, level, BLOCK)
+            size = tl.sum(size_P, axis=0).to(tl.int32)
+            lowest_P = tl.load(lowest + draw * parts + part_P, mask=part_P < parts, other=float("inf"))
+            low, high = key_of(tl.min(lowest_P, axis=0)), key_of(top) + 1
             mass = kept_mass(room, size, top, scale, low, high, top_k, share, least, BLOCK, PART, FAN)
             nth = target_of(uniform, mass)
             key, above = search(room, size, top, scale, low, high, nth, COUNTS=False, PART=PART, FAN=FAN)
             nth = (nth - above) // weight(power_of(score_of(key), top, scale))
-        token = token_at(row, vocabulary, top, scale, own >= 0, key, nth, BLOCK)
-    tl.store(tokens + tl.program_id(0), token.to(tl.int64))
+            nth = slot_at(room, size, key, nth, BLOCK).to(tl.int64)
+        part = tl.sum((tl.cumsum(size_P, axis=0) <= nth).to(tl.int32), axis=0)
+        nth -= tl.sum(tl.where(part_P < part, size_P, 0), axis=0)
+        row = row_of(logits, logits_row, adjusted, vocabulary, tl.load(entry + SOURCE).to(tl.int64))
+        at_B = part * BLOCK + tl.arange(0, BLOCK)
+        score_B = clean(tl.load(row + at_B, mask=at_B < vocabulary, other=float("-inf")))
+        power_B = power_of(score_B, top, scale)
+        each_B = weight(power_B)
+        if own >= 0:
+            each_B = (power_B >= level).to(tl.int64)
+        sum_B = tl.cumsum(tl.where(at_B < vocabulary, each_B, 0), axis=0)
+        token = tl.min(tl.where((at_B < vocabulary) & (sum_B > nth), at_B, vocabulary), axis=0)
+    tl.store(tokens + draw, token.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["vocabulary", "logits_row", "words"])
@@ -316,15 +400,33 @@ def draw(
     vocabulary = logits_RV.shape[1]
     assert logits_RV.dtype == scores_MV.dtype == torch.float32
     assert logits_RV.stride(1) == 1
-    tokens_N = torch.empty(len(draws_NF), dtype=torch.int64, device=logits_RV.device)
-    if len(draws_NF):
-        block = min(BLOCK, triton.next_power_of_2(vocabulary))
-        draw_row[(len(draws_NF),)](
-            logits_RV, logits_RV.stride(0), scores_MV, vocabulary, draws_NF,
-            logits_RV.new_empty(filtered, vocabulary), tokens_N,
-            FIELDS=len(DrawField), **{field.name: int(field) for field in DrawField},
-            BLOCK=block, PART=min(block, BLOCK // 4), FAN=FAN, num_warps=WARPS, **EXACT,
-        )  # fmt: skip
+    num_draws, device = len(draws_NF), logits_RV.device
+    tokens_N = torch.empty(num_draws, dtype=torch.int64, device=device)
+    if not num_draws:
+        return tokens_N
+    block = min(BLOCK, triton.next_power_of_2(vocabulary))
+    parts = triton.cdiv(vocabulary, block)
+    tops_NP, lowest_NP = (torch.empty(num_draws, parts, device=device) for _ in range(2))
+    firsts_NP = torch.empty(num_draws, parts, dtype=torch.int32, device=device)
+    masses_NPF = torch.empty(num_draws, parts, FAN, dtype=torch.int64, device=device)
+    counts_NPF = torch.empty(num_draws, parts, FAN, dtype=torch.int32, device=device)
+    room_KV = logits_RV.new_empty(filtered, vocabulary)
+    rows = logits_RV, logits_RV.stride(0), scores_MV, vocabulary, draws_NF
+    fields = {field.name: int(field) for field in DrawField}
+    filters = {name: fields[name] for name in ("TOP_K", "TOP_P", "LEAST")}
+    common = {"FIELDS": len(DrawField), "SOURCE": fields["SOURCE"], "BLOCK": block, **EXACT}
+    sizes = {"SCALE": fields["SCALE"], "ROOM": fields["ROOM"], "FAN": FAN}
+    sizes |= {"PARTS": triton.next_power_of_2(parts), **common}
+    part, grid = min(block, BLOCK // 4), (num_draws, parts)
+    top_of_part[grid](*rows, tops_NP, firsts_NP, num_warps=WARPS_OF_PART, **common)
+    weighed = tops_NP, masses_NPF, counts_NPF
+    weigh_part[grid](*rows, *weighed, PART=part, num_warps=WARPS_OF_PART, **sizes)
+    if filtered:
+        copy_part[grid](*rows, *weighed, room_KV, lowest_NP, num_warps=WARPS_OF_PART, **filters, **sizes)
+    draw_token[(num_draws,)](
+        *rows, *weighed, room_KV, lowest_NP, firsts_NP, tokens_N, parts,
+        UNIFORM=fields["UNIFORM"], PART=part, num_warps=WARPS, **filters, **sizes,
+    )  # fmt: skip
     return tokens_N
 
 

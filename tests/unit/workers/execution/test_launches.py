@@ -20,6 +20,7 @@ from tests.support.workers.released import LAYERS, PAGE_TOKENS, released, there
 from tests.unit.workers.execution.test_model_runner import a_row
 from tidemill.kernels.attention.lists import PROGRAMS
 from tidemill.kernels.dispatch import operators
+from tidemill.kernels.draw.cuda import BLOCK
 from tidemill.kernels.linear.stored import CodeKind
 from tidemill.kvstore.layout import PageId
 from tidemill.workers.execution import model_runner as runner_module
@@ -208,7 +209,7 @@ def test_no_step_compiles(name: str, codes: CodeKind | None, monkeypatch: pytest
         for rows in (2, 20, 40, 100, 300):
             launches.clear()
             with torch.inference_mode():
-                model.logits(hidden_TH[:rows])
+                logits_NV = model.logits(hidden_TH[:rows])
             assert compiled(launches) <= known, rows
         for (kind, sampling), rows in product(SAMPLINGS.items(), (1, 2, 3, 300)):
             launches.clear()
@@ -217,7 +218,7 @@ def test_no_step_compiles(name: str, codes: CodeKind | None, monkeypatch: pytest
             ]
             wanted = [Wanted(n, n, state.position, state, ()) for n, state in enumerate(states)]
             with torch.inference_mode():
-                runner._sampler.tokens(torch.empty(rows, VOCABULARY, device=META), wanted)
+                runner._sampler.tokens(logits_NV[:1].expand(rows, -1), wanted)
             assert compiled(launches) <= known, (kind, rows)
     runner.close()
 
@@ -251,8 +252,10 @@ SAMPLINGS = {
         min_tokens=5,
     ),
 }  # fmt: skip
-DRAW_KERNELS = {"draw_row", "adjust_part", "count_change"}
-OVERLAPPED_LAUNCHES = 12
+DRAWS = {False: ["top_of_part", "weigh_part", "draw_token"]}
+DRAWS[True] = [*DRAWS[False][:2], "copy_part", "draw_token"]
+"""The kernels of draws without filters and with some."""
+OVERLAPPED_LAUNCHES = 15
 """The launches of a step beside its forward pass: copies, changes of page tables, tokens, draws."""
 
 
@@ -261,8 +264,8 @@ def drawing_state(sampling: Sampling, matcher: Matcher | None = None) -> Samplin
     return SamplingState(asked, matcher)
 
 
-def drawn_on_meta(states: list[SamplingState]) -> tuple[list[str], Counted]:
-    """Draw for each state, twice. Return the kernels and the copies of the second time."""
+def drawn_on_meta(states: list[SamplingState]) -> tuple[list[Launch], Counted]:
+    """Draw for each state, twice. Return the launches and the copies of the second time."""
     sampler = Sampler(operators("triton", Path()), META)
     logits_NV = torch.empty(len(states), VOCABULARY, device=META)
     with pytest.MonkeyPatch.context() as patch, launching(patch) as launches:
@@ -274,15 +277,20 @@ def drawn_on_meta(states: list[SamplingState]) -> tuple[list[str], Counted]:
             for state in states:
                 state.push(7)
         assert tokens_N.device == META
-    return [launch.kernel for launch in launches], counted
+    return launches, counted
 
 
 @pytest.mark.parametrize("rows", [1, 128])
 @pytest.mark.parametrize("kind", SAMPLINGS)
-def test_draws_of_any_number_of_rows_are_one_copy_and_three_launches(kind: str, rows: int) -> None:
-    kernels, counted = drawn_on_meta([drawing_state(SAMPLINGS[kind]) for _ in range(rows)])
-    wanted = ["count_change", "adjust_part", "draw_row"] if kind == "penalties" else ["draw_row"]
-    assert kernels == wanted
+def test_draws_of_any_number_of_rows_are_one_copy_and_few_launches(kind: str, rows: int) -> None:
+    """Many programs share the scores of a row; the one that draws reads a part of them."""
+    launches, counted = drawn_on_meta([drawing_state(SAMPLINGS[kind]) for _ in range(rows)])
+    wanted = DRAWS[kind in {"filters", "penalties"}]
+    adjusted = ["count_change", "adjust_part"] if kind == "penalties" else []
+    assert [launch.kernel for launch in launches] == [*adjusted, *wanted]
+    *parts, last = launches[-len(wanted) :]
+    assert {launch.grid for launch in parts} == {(rows, -(-VOCABULARY // BLOCK))}
+    assert last.grid == (rows,)
     assert (counted.to_device, counted.to_host) == (1, 0)
     assert counted.count == counted.to_device
 
@@ -290,9 +298,9 @@ def test_draws_of_any_number_of_rows_are_one_copy_and_three_launches(kind: str, 
 def test_masks_of_grammars_travel_with_the_numbers_of_the_draws() -> None:
     grammars = Grammars(bundled()["keeper"], VOCABULARY, (2,))
     matchers = [grammars.matcher(Grammar(kind="regex", text="[a-z ]{9}")) for _ in range(16)]
-    kernels, counted = drawn_on_meta([drawing_state(SAMPLINGS["greedy"], matcher) for matcher in matchers])
+    launches, counted = drawn_on_meta([drawing_state(SAMPLINGS["greedy"], matcher) for matcher in matchers])
     grammars.close()
-    assert kernels == ["adjust_part", "draw_row"]
+    assert [launch.kernel for launch in launches] == ["adjust_part", *DRAWS[False]]
     assert (counted.to_device, counted.to_host, counted.count) == (1, 0, 1)
 
 
@@ -336,7 +344,8 @@ def test_overlapped_step_waits_for_nothing(
         counted.count = counted.to_device = counted.to_host = 0
         runner._launch_ahead(step(2, PENDING))
         overlapped = len(launches) + counted.count
-        assert [launch.kernel for launch in launches if launch.kernel in DRAW_KERNELS] == ["draw_row"]
+        drawing = DRAWS[kind == "filters"]
+        assert [launch.kernel for launch in launches][-len(drawing) :] == drawing
         assert (counted.to_device, counted.to_host) == (2, 1)
         launches.clear()
         counted.count = 0
