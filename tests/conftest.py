@@ -3,10 +3,11 @@
 import asyncio
 import gc
 import inspect
+import logging
 import os
 import secrets
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("tidemill", deadline=None, derandomize=True)
 settings.load_profile("tidemill")
 
+TEST_S_MAX = 300
+"""The time after which a test hangs: far beyond the slowest machine's."""
+
 
 def pytest_collection_finish() -> None:
     """Keep all that was imported out of the collections of garbage, of which each engine that starts makes
@@ -38,14 +42,34 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def _same_log_levels() -> Iterator[None]:
+    """Restore the levels that a test sets when it starts a log as a process does."""
+    loggers = logging.getLogger(), logging.getLogger("tidemill")
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+
+
+def run_bounded(test: Coroutine[None, None, None]) -> None:
+    """Run a coroutine by asyncio.run; one that hangs fails where it waits."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(TEST_S_MAX):
+            await test
+
+    asyncio.run(bounded())
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine by its mark `run_with`, also with its `seed`, else by asyncio.run."""
+    """Run a test that is a coroutine by its mark `run_with`, also with its `seed`, else by run_bounded."""
     test = pyfuncitem.obj
     if not inspect.iscoroutinefunction(test):
         return None
     mark = pyfuncitem.get_closest_marker("run_with")
-    run: Callable[..., object] = asyncio.run if mark is None else mark.args[0]
+    run: Callable[..., object] = run_bounded if mark is None else mark.args[0]
     given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
     seeds = given.keys() & {"seed"} & inspect.signature(run).parameters.keys()
     run(test(**given), **{name: given[name] for name in seeds})

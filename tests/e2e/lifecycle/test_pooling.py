@@ -22,6 +22,11 @@ def metrics_of(server: Server) -> str:
     return httpx.get(f"{server.url}/metrics").text
 
 
+def busy_workers(server: Server) -> list[int]:
+    """Return the processes of workers that compute rows, as of their last heartbeats."""
+    return [row["info"]["pid"] for row in server.workers("prefill") if row["load"]["running_rows"]]
+
+
 async def embedded(client: httpx.AsyncClient, texts: Sequence[str]) -> list[str]:
     reply = await client.post("/v1/embeddings", json={"input": texts, "encoding_format": "base64"})
     assert reply.status_code == 200, reply.text
@@ -33,9 +38,9 @@ async def embed_while_one_is_killed(server: Server) -> tuple[list[str], list[lis
         wanted = [row for text in TEXTS for row in await embedded(client, [text])]
         await client.post("/reset_prefix_cache")
         asked = [asyncio.create_task(embedded(client, TEXTS)) for _ in range(8)]
-        await asyncio.sleep(0.2)
-        assert not all(task.done() for task in asked)
-        os.kill(server.workers("prefill")[0]["info"]["pid"], signal.SIGKILL)
+        while not (busy := await asyncio.to_thread(busy_workers, server)):
+            assert not all(task.done() for task in asked)
+        os.kill(busy[0], signal.SIGKILL)
         return wanted, await asyncio.gather(*asked)
 
 

@@ -322,6 +322,7 @@ async def serving(
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # a slow reader shows soon
         config = uvicorn.Config(app, http=http, log_level="critical", ws="none", lifespan="off")
+        config.timeout_graceful_shutdown = 30  # when a test has failed, requests may wait for it
         server = EdgeServer(config, tls_context(tls))
         running = asyncio.create_task(server.serve(sockets=[listening]))
         try:
