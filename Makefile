@@ -39,11 +39,11 @@ test test-all suite abuse triton triton-3.6 triton-3.6-some mutations mutations-
 # Compiled kernels are named by their sources, so all runs share them.
 export KERNEL_CACHE := $(CURDIR)/$(VENV)/kernels
 
-# Two processes, because with a third one servers wait for each other. The tests of a file share
-# servers and stay together. The order is that of folders, so that e2e, the slowest one, is not
-# last. `make check` runs tests/tidy, `make nodes` several nodes. A test that hangs is run again, by a
+# Two processes run servers, because those of a third one would wait; it begins with the tests at the
+# end. The tests of a file share servers and stay together. The order is that of folders, so that
+# e2e, the slowest one, is not last. `make check` runs tests/tidy, `make nodes` several nodes. A test that hangs is run again, by a
 # new process.
-SUITE := python -m pytest -n 2 --max-worker-restart 2 --dist loadfile --no-loadscope-reorder --ignore tests/tidy --ignore tests/e2e/test_nodes.py
+SUITE := python -m pytest -n 3 --max-worker-restart 2 --dist loadfile --no-loadscope-reorder --ignore tests/tidy --ignore tests/e2e/test_nodes.py
 
 test: setup
 	$(SUITE) -m "not slow"

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 from xdist.remote import Producer  # pyright: ignore[reportMissingTypeStubs]
 from xdist.scheduler import LoadFileScheduling  # pyright: ignore[reportMissingTypeStubs]
+from xdist.workermanage import WorkerController  # pyright: ignore[reportMissingTypeStubs]
 
 from tidemill.cluster.settings import ray_environ
 
@@ -86,7 +87,14 @@ SHARES_SERVER = {
 
 
 class ByServer(LoadFileScheduling):
-    """Gives all tests of a file, or of the files that share a server, to one process."""
+    """Gives all tests of a file, or of the files that share a server, to one process.
+
+    The third process takes files from the end: two wait for the servers of e2e, and it computes meanwhile."""
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        if str(node.gateway.id) == "gw2":  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+            self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+        super()._assign_work_unit(node)
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
