@@ -6,7 +6,16 @@ from typing import Any
 import helm_python
 import pytest
 
-from tests.support.deploy.chart import CHART, TRAFFIC, config_of, documents, find_one, pods, render
+from tests.support.deploy.chart import (
+    CHART,
+    TRAFFIC,
+    config_of,
+    containers,
+    documents,
+    find_one,
+    pods,
+    render,
+)
 
 PLAIN: dict[str, Any] = {"clusterTls": {"plain": True}}
 POD: dict[str, Any] = {"resources": {}}
@@ -166,6 +175,21 @@ def test_pods_that_answer_clients_have_the_url_of_the_database() -> None:
     for part, pod in pods(rendered(values)).items():
         answers = part in {"frontend", "edge"}
         assert (url in pod["spec"]["containers"][0].get("env", [])) is answers, part
+
+
+def test_workers_keep_compiled_kernels_on_the_volume_for_them() -> None:
+    claim = {"persistentVolumeClaim": {"claimName": "kernels"}}
+    found = pods(documents(CHART, PLAIN | {"kernelCache": claim, "sharedMemory": "3Gi"}))
+    for name, pod in found.items():
+        is_worker, at = name.startswith("worker/"), "/var/cache/tidemill"
+        for container in containers(pod):
+            folders = {item["name"]: item.get("value") for item in container.get("env", [])}
+            mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+            kept = folders.get("TRITON_CACHE_DIR"), mounts.get("kernels")
+            assert kept == ((at, at) if is_worker else (None, None))
+        volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+        assert volumes.get("kernels") == ({"name": "kernels"} | claim if is_worker else None)
+        assert volumes["shm"]["emptyDir"]["sizeLimit"] == "3Gi"
 
 
 def test_ids_that_are_null_are_left_to_the_cluster() -> None:

@@ -1,6 +1,7 @@
 """Open the runner of a worker, and find what it leaves of the memory of a device."""
 
 import logging
+import os
 from dataclasses import replace
 from itertools import pairwise
 
@@ -65,9 +66,11 @@ def warm_up(settings: EngineSettings, memory: Memory, runner: TorchRunner, devic
     model whose tiles the GPU cannot hold."""
     if settings.on_cuda and settings.variant == "triton":
         budget, width = budget_of(settings, memory.layout.page_tokens), table_width_of(memory)
+        sizes = budget.rows_max, budget.tokens_max, width, settings.num_speculative_tokens
         with granted(device, "the largest step: lower --memory or --max-num-batched-tokens"):
             try:
-                runner.warm_up(budget.rows_max, budget.tokens_max, width, settings.num_speculative_tokens)
+                runner.compile_ahead(len(os.sched_getaffinity(0)) // settings.ranks_per_node, *sizes)
+                runner.warm_up(*sizes)
             except Exception as error:
                 if type(error).__name__ != "OutOfResources":  # Triton's, which is not on every machine
                     raise

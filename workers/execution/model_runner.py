@@ -10,10 +10,12 @@ import time
 from collections.abc import Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from tidemill.kernels.precompile import compile_ahead
 from tidemill.kvstore.memory.backing import Event
 from tidemill.workers.device import HOST
 from tidemill.workers.execution.cuda_graphs import Capture, Graphs, GraphShape, cuda_capture, padding, shapes
@@ -75,6 +77,10 @@ class TorchRunner:
         """Run steps of padding, before the first step. It compiles the kernels, and ensures memory for the
         largest step, whose page tables have `table_width` pages."""
         self._thread.submit(self._warm_up, rows_max, tokens_max, table_width, drafts_max).result()
+
+    def compile_ahead(self, processes_max: int, *sizes: int) -> None:
+        """Compile what `warm_up` of these sizes launches, on several processes."""
+        self._thread.submit(compile_ahead, partial(self._warm_up, *sizes), processes_max).result()
 
     def use_graphs(
         self, graphs: Iterable[GraphShape], table_width: int, capture: Capture | None = None

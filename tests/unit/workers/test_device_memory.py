@@ -164,6 +164,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     monkeypatch.setattr(torch.cuda, "mem_get_info", fake.info)
     monkeypatch.setattr(torch.cuda, "memory_reserved", own)
     monkeypatch.setattr("tidemill.workers.engine.runners.settle", fake.settle)
+    monkeypatch.setattr(TorchRunner, "compile_ahead", Mock())
     monkeypatch.setattr(TorchRunner, "warm_up", take("steps"))
     monkeypatch.setattr(TorchRunner, "use_graphs", take("graphs"))
     monkeypatch.setattr(TorchRunner, "close", closing)

@@ -117,7 +117,7 @@ imagePullSecrets:
 - name: shm
   emptyDir:
     medium: Memory
-    sizeLimit: 512Mi
+    sizeLimit: {{ .Values.sharedMemory }}
 {{- end -}}
 
 {{- /* The files and folders that frontend and workers share, at the same paths. The server also checks that it can

@@ -112,6 +112,10 @@ resource as it has ranks. */ -}}
           imagePullPolicy: {{ $root.Values.image.pullPolicy }}
           env:
             {{- include "tidemill.env" $root | nindent 12 }}
+            {{- if $root.Values.kernelCache }}
+            - name: TRITON_CACHE_DIR
+              value: /var/cache/tidemill
+            {{- end }}
             {{- with include "tidemill.downloadEnv" (dict "root" $root "own" $group.pod.env) }}{{ . | nindent 12 }}{{- end }}
           resources:
             {{- toYaml $group.pod.resources | nindent 12 }}
@@ -119,8 +123,16 @@ resource as it has ranks. */ -}}
             {{- include "tidemill.containerSecurity" $root | nindent 12 }}
           volumeMounts:
             {{- include "tidemill.mounts" $root | nindent 12 }}
+            {{- if $root.Values.kernelCache }}
+            - name: kernels
+              mountPath: /var/cache/tidemill
+            {{- end }}
             {{- with include "tidemill.sharedMounts" $root | trim }}{{ . | nindent 12 }}{{- end }}
       volumes:
         {{- include "tidemill.volumes" $root | nindent 8 }}
+        {{- with $root.Values.kernelCache }}
+        - name: kernels
+          {{- toYaml . | nindent 10 }}
+        {{- end }}
         {{- with include "tidemill.sharedVolumes" $root | trim }}{{ . | nindent 8 }}{{- end }}
 {{- end -}}

@@ -79,6 +79,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr("tidemill.workers.engine.runners.memory_in_use", Mock(return_value=0))
     monkeypatch.setattr("tidemill.workers.engine.build.memory_name", Mock(return_value="cuda-0"))
     monkeypatch.setattr("tidemill.kvstore.memory.backing._installed_vmm_ops", FakeVmm)
+    monkeypatch.setattr(TorchRunner, "compile_ahead", Mock())
     monkeypatch.setattr(TorchRunner, "_warm_up", warming)
     return done
 
