@@ -141,7 +141,7 @@ async def test_answers_of_an_edge_have_any_time_if_its_server_is_killed(
     assert context.shutdown_s_max() == context.limits.shutdown_s_max
     ours.close()
     if is_killed:
-        monkeypatch.setattr(os, "getppid", lambda: 1)
+        monkeypatch.setattr(os, "getppid", lambda: -1)
     await running
     assert (context.shutdown_s_max() == PATIENT_S_MAX) is is_killed
 
