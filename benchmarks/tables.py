@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+from benchmarks.peers.cases import CASES, ONE_THREAD, Case
+from benchmarks.peers.works import METRICS, shown
 from benchmarks.rows import RESULTS, Row, read_rows
 from tidemill.cluster.plan.cards import CARDS, STEP_BYTES
 
@@ -34,17 +36,28 @@ WORKS = {
 }
 """The works of `benchmarks.peers` that pages show, and what they are."""
 
+MORE_WORKS = {
+    "decode, 1 stream": "a token of 1 stream",
+    "4 x 4 x (512 + 128), c=4": "4 families of 4 that share 512, four at a time",
+    "4 x 4 x (1,400 + 128), c=4": "4 families of 4 that share 1,400, four at a time",
+}
+"""The works of `CASES` alone."""
+
+STORED = {
+    "int8": "INT8 in rows (compressed-tensors)",
+    "int4": "INT4 in groups of 128 (compressed-tensors)",
+    "Q4_1": "Q4_1 (GGUF)",
+    "Q8_0": "Q8_0 (GGUF)",
+}
+"""The weights of a model whose name has this ending; those of others are in bfloat16."""
+
 GOALS = {
     "hybrid": (0.60, 0.65, 0.65, 0.75, 0.65, 0.70, 0.45, 0.70, 0.33),
     "dense": (0.60, 0.65, 0.65, 0.75, 0.80, 0.70, 0.45, 0.70, None),
 }
 """The goals of our time over vLLM's, in the order of `WORKS`."""
 
-FIRST_TOKENS = ("first token", "agent session")
-"""The beginnings of works whose first tokens are compared."""
-
-ZEN_4, XEON = "AMD EPYC", "Intel"
-ONE_THREAD = "--mixed 1 --threads 1"
+ZEN_4, ZEN_5, XEON = "AMD EPYC,", "AMD EPYC (Zen 5),", "Intel"
 POLICIES = {
     "round-robin": "round-robin",
     "least-load": "least-load",
@@ -65,14 +78,13 @@ Lines = Iterable[Sequence[object]]
 
 
 def peers(cpu: str, cores: int, arrangement: str, servers: str) -> dict[tuple[str, str], tuple[float, float]]:
-    """Return our median and the first server's, by model and work."""
+    """Return our median and the first server's, by model and work. A CPU is named by its beginning."""
     sides: dict[tuple[str, str, str], list[float]] = {}
     for line in (RESULTS / "peers.jsonl").read_text().splitlines():
         row = json.loads(line)
         case = row["cores"], row["arrangement"], row["servers"]
-        if row["cpu"].startswith(cpu) and case == (cores, arrangement, servers):
-            seconds = row["ttft_s" if row["work"].startswith(FIRST_TOKENS) else "wall_s"]
-            sides.setdefault((row["model"], row["work"], row["server"]), []).append(seconds)
+        if f"{row['cpu']},".startswith(cpu) and case == (cores, arrangement, servers):
+            sides.setdefault((row["model"], row["work"], row["server"]), []).append(row[METRICS[row["work"]]])
     peer = servers.partition(",")[0]
     works = [(model, work) for model, work, server in sides if server == peer]
     return {key: (median(sides[*key, "tidemill"]), median(sides[*key, peer])) for key in works}
@@ -87,7 +99,7 @@ def ratio(times: tuple[float, float] | None, goal: float | None = None) -> str:
 
 
 def seconds(times: tuple[float, float]) -> str:
-    return " / ".join(f"{each:.1f}" if each >= 10 else f"{each:.2f}" for each in times)
+    return " / ".join(map(shown, times))
 
 
 def beside_vllm() -> Lines:
@@ -123,8 +135,7 @@ def three_servers() -> dict[tuple[str, str], tuple[float, float]]:
     for line in (RESULTS / "peers.jsonl").read_text().splitlines():
         row = json.loads(line)
         if row["servers"] == "vllm, llama.cpp, tidemill":
-            first = row["work"].startswith("first")
-            sides[row["model"], row["work"], row["server"]] = row["ttft_s" if first else "wall_s"]
+            sides[row["model"], row["work"], row["server"]] = row[METRICS[row["work"]]]
     return {
         (model, work): (sides[model, work, "tidemill"], theirs)
         for (model, work, server), theirs in sides.items()
@@ -151,6 +162,28 @@ def agent_session() -> Lines:
     times = peers(ZEN_4, 1, ONE_THREAD, "vllm with bfloat16 states, tidemill")["hybrid", "agent session"]
     yield "work", "ours / vLLM, s", "ratio", "goal"
     yield "first token of turns 2 to 6", seconds(times), ratio(times, 0.4), "0.40"
+
+
+def cases() -> Lines:
+    """Yield the rows of `CASES`, as measured on a Zen 5."""
+    yield "model", "weights, our flags", "beside", "work", "ours / theirs, s", "ratio", "goal"
+    for case in CASES:
+        cpu = f"{ZEN_5} avx512f{'' if case.older else ' avx512_bf16'},"
+        found, names = peers(cpu, 1, case.arrangement, case.servers), _names(case)
+        for work, goal in case.goals.items():
+            times = found.get((case.model, work))
+            cells = seconds(times) if times else "not measured", ratio(times, goal)
+            yield *names, (WORKS | MORE_WORKS)[work], *cells, f"{goal:.2f}" if goal else ""
+            names = ("",) * len(names)
+
+
+def _names(case: Case) -> tuple[str, str, str]:
+    """Return the first cells of a case: model, weights with our flags, and peer."""
+    model, _, kind = case.model.rpartition("-")
+    weights = STORED.get(kind, "bfloat16")
+    flags = case.arrangement.removeprefix(ONE_THREAD).strip()
+    peer = ", ".join(case.peers) + (", no bfloat16 instructions" if case.older else "")
+    return model if kind in STORED else case.model, weights + (f", `{flags}`" if flags else ""), peer
 
 
 def kernels(kind: str) -> Lines:
@@ -290,6 +323,7 @@ TABLES: dict[str, tuple[str, Callable[[], Lines]]] = {
     "elsewhere": ("", elsewhere),
     "two cores": ("", two_cores),
     "agent session": ("", agent_session),
+    "peers by kind": ("", cases),
     "models": ("kernels_peers", partial(kernels, "model")),
     "operators": ("kernels_peers", partial(kernels, "operator")),
     "architectures": ("architectures", architectures),

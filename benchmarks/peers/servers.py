@@ -20,9 +20,12 @@ VLLM = "0.32.0"
 LLAMA_CPP_PYTHON = "0.3.36"
 VLLM_FLAGS = {"vllm": (), "vllm with bfloat16 states": ("--mamba-ssm-cache-dtype", "bfloat16")}
 """The ways in which vLLM runs, and their flags."""
-VERSIONS = {**dict.fromkeys(VLLM_FLAGS, VLLM), "llama.cpp": LLAMA_CPP_PYTHON}
+OWN_BFLOAT16 = "tidemill in bfloat16"
+"""Ours beside ours with other flags."""
+
+VERSIONS = {**dict.fromkeys(VLLM_FLAGS, VLLM), "llama.cpp": LLAMA_CPP_PYTHON, OWN_BFLOAT16: None}
 LLAMA_CPP = f"llama_cpp_python-{LLAMA_CPP_PYTHON}/vendor/llama.cpp"  # in its source distribution
-PORTS = {**dict.fromkeys(VLLM_FLAGS, 8101), "tidemill": 8102, "llama.cpp": 8103}
+PORTS = {**dict.fromkeys(VLLM_FLAGS, 8101), "tidemill": 8102, OWN_BFLOAT16: 8102, "llama.cpp": 8103}
 CONTEXT_TOKENS = 32_768
 MEMORY_GIB = 2  # of pages and states, for all
 START_S_MAX = 600.0
@@ -41,6 +44,33 @@ convert_hf_to_gguf.main()
 """
 """The converter of llama.cpp knows tokenizers by their digests, but not that of the random models. Any will
 do, for prompts are tokens."""
+
+OLDER = {
+    "g++": """#!/bin/sh
+exec /usr/bin/g++ "$@" -march=icelake-server
+""",
+    "sitecustomize.py": """import sys
+if "vllm" in sys.prefix:
+    import torch
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        setattr(torch.cpu, name, lambda: False)
+""",
+}
+"""Files that keep servers from instructions for bfloat16, which Xeons up to Ice Lake lack. Our kernels are
+compiled for such a CPU. vLLM asks torch what there is; its products are oneDNN's, which a variable limits."""
+
+
+def older_cpu(folder: Path) -> dict[str, str]:
+    """Return the environment of servers that use no instructions for bfloat16."""
+    home = folder / "older"
+    home.mkdir(exist_ok=True)
+    for name, text in OLDER.items():
+        (home / name).write_text(text)
+        (home / name).chmod(0o755)
+    limits = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI", "ATEN_CPU_CAPABILITY": "avx512"}
+    return limits | {
+        name: f"{home.resolve()}{os.pathsep}{os.environ.get(name, '')}" for name in ("PATH", "PYTHONPATH")
+    }
 
 
 def make_vllm(folder: Path) -> Path:
@@ -76,7 +106,8 @@ def make_llama_cpp(folder: Path) -> Path:
     Raises SystemExit where it cannot be compiled: it needs cmake and a compiler, and some minutes.
     """
     home = folder / "llama.cpp"
-    if (home / "build/bin/llama-server").exists():
+    targets = ("llama-server", "llama-quantize")
+    if all((home / "build/bin" / target).exists() for target in targets):
         return home
     if not (shutil.which("cmake") and shutil.which("c++")):
         raise SystemExit(
@@ -93,15 +124,15 @@ def make_llama_cpp(folder: Path) -> Path:
     settings = [f"-D{option}" for option in options.split()]
     for arguments in (
         ["-S", home / LLAMA_CPP, "-B", home / "build", *settings],
-        ["--build", home / "build", "--target", "llama-server", "--parallel", str(os.cpu_count())],
+        ["--build", home / "build", "--target", *targets, "--parallel", str(os.cpu_count())],
     ):
         subprocess.run(["cmake", *arguments], check=True, stdout=sys.stderr)  # noqa: S603, S607 - our own
     return home
 
 
 def make_gguf(home: Path, model: Path) -> Path:
-    """Return the file of a model for llama.cpp in bfloat16, made once."""
-    target = home / f"{model.name}.gguf"
+    """Return the file of a model for llama.cpp, of a folder in bfloat16, made once."""
+    target = model if model.suffix == ".gguf" else home / f"{model.name}.gguf"
     if not target.exists():
         heads = ["--no-mtp"] if "hybrid" in model.name else []  # which these models lack
         flags = [*heads, "--outtype", "bf16", "--outfile", target]
@@ -112,7 +143,7 @@ def make_gguf(home: Path, model: Path) -> Path:
 
 def make_server(server: str, folder: Path) -> Path:
     """Return the folder of a server, made once. Raises SystemExit when it cannot be made here."""
-    if server == "tidemill":
+    if server in ("tidemill", OWN_BFLOAT16):
         return folder
     return make_vllm(folder) if server in VLLM_FLAGS else make_llama_cpp(folder)
 
@@ -123,7 +154,8 @@ def command_of(
     """Return the command of a server and its environment. llama.cpp's model is converted for it, once."""
     port = str(PORTS[server])
     pinned = ["taskset", "-c", "0" if cores == 1 else "0-1"]
-    if server == "tidemill":
+    if server in ("tidemill", OWN_BFLOAT16):
+        arrangement = arrangement if server == "tidemill" else f"--mixed 1 --threads {cores}"
         own = [sys.executable, "-m", "tidemill", "serve", str(model), "--port", port]
         return [*pinned, *own, "--memory", f"{MEMORY_GIB}GiB", *arrangement.split()], {}
     if server == "llama.cpp":

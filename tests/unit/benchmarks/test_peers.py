@@ -4,7 +4,9 @@ from itertools import pairwise
 from typing import Any
 
 from benchmarks.peers.__main__ import merged, table
-from benchmarks.peers.works import works_of
+from benchmarks.peers.cases import CASES
+from benchmarks.peers.models import NAMES
+from benchmarks.peers.works import METRICS, works_of
 
 
 def row(server: str, work: str, run: int, wall_s: float) -> dict[str, Any]:
@@ -47,3 +49,9 @@ def test_turns_of_an_agent_grow_and_the_first_one_does_not_count() -> None:
     assert (work.name, work.metric, work.from_turn) == ("agent session", "ttft_s", 1)
     assert [len(item.tokens) for item in work.items] == [24_000, 24_180, 25_780, 26_020, 26_920, 27_340]
     assert all(b.tokens[: len(a.tokens)] == a.tokens for a, b in pairwise(work.items))
+
+
+def test_cases_name_works_and_models_that_exist() -> None:
+    for case in CASES:
+        assert case.model in NAMES
+        assert METRICS.keys() >= case.goals.keys()
