@@ -7,7 +7,7 @@ import torch
 
 from tidemill.kernels.activation.cpu import bind_silu_mul
 from tidemill.kernels.linear.packed import Packed
-from tidemill.kernels.linear.stored import Kind, Stored, has_nan, runs
+from tidemill.kernels.linear.stored import Kind, Stored, runs
 from tidemill.kernels.shared.arguments import address_or_null
 from tidemill.kernels.shared.build import Library
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
@@ -29,8 +29,6 @@ def type_into(weight: Packed) -> torch.dtype:
 def is_kept(part: Stored) -> bool:
     """Return whether products decode these codes as they go, with the bits of the widened values."""
     if part.scales is None or (part.group % UNIT and part.scales.shape[-1] > 1):
-        return False
-    if has_nan(part.codes):
         return False
     return _is_moderate(part.scales) and (part.offsets is None or _is_moderate(part.offsets))
 

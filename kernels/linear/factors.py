@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tidemill.kernels.linear.packed import Packed
-from tidemill.kernels.linear.stored import FOUR_BITS, Stored, has_nan
+from tidemill.kernels.linear.stored import FOUR_BITS, Stored
 
 DEPTH = 64  # columns of a step
 BLOCK = 2 * DEPTH
@@ -28,12 +28,10 @@ SHARED_BYTES = 80 << 10  # of the steps that are under way: small devices have 9
 
 
 def takes(part: Stored) -> bool:
-    """Return whether kernels compute with these codes. A step must be in one group or have whole groups; NaN
-    has no place in the arithmetic of fp8."""
+    """Return whether kernels compute with these codes. A step must be in one group or have whole groups."""
     if part.scales is None:
         return False
-    is_whole = part.group == part.columns or part.group % DEPTH == 0 or DEPTH % part.group == 0
-    return is_whole and not has_nan(part.codes)
+    return part.group == part.columns or part.group % DEPTH == 0 or DEPTH % part.group == 0
 
 
 def pack_codes(part: Stored, bias_N: Tensor | None) -> Packed:

@@ -20,7 +20,7 @@ FOUR_BITS: dict[Kind, tuple[float, ...]] = {
     "fp4": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0),
 }
 """The number for each code of a kind of 4 bits; uint8 holds two codes of a row, the first below. `int8` and
-`fp8` (e4m3) are the torch types int8 and float8_e4m3fn."""
+`fp8` (e4m3, without NaN) are the torch types int8 and float8_e4m3fn."""
 
 
 PIECE = 1 << 18

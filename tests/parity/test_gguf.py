@@ -51,5 +51,5 @@ def test_file_is_served_as_its_folder(name: str, cpu: Operators, half_cpu: Opera
     unpacked = unpack(convert(folder, tmp_path / "model.gguf"), tmp_path / "cache")
     subject = Subject(unpacked, cpu, half_cpu, tmp_path)
     subject.theirs = model_of(folder, torch.float32)
-    for check in ("logits", "ranks"):
+    for check in ("logits", "ranks", "sums"):
         CHECKS[check](subject)

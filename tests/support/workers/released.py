@@ -24,7 +24,7 @@ from tidemill.workers.models.loading.sharding import RankPart
 LAYERS = 6  # of every kind that the models have
 PAGE_TOKENS = 64
 GROUP = 32
-READS = {"has_nan": lambda _: False, "narrowed": lambda scales: scales.transpose(-1, -2).bfloat16()}
+READS = {"narrowed": lambda scales: scales.transpose(-1, -2).bfloat16()}
 
 
 def released(

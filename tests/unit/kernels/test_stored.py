@@ -198,13 +198,10 @@ def test_codes_that_cannot_be_decoded_exactly_are_widened(half_cpu: Operators) -
     assert is_kept(good)
     assert not is_kept(plain(torch.ones(1)))
     assert good.scales is not None
-    no_number = good.codes.clone().view(torch.uint8)
-    no_number[3, 3] = 255
     denormal, infinite = good.scales.clone(), good.scales.clone()
     denormal[0, 1], infinite[7, 0] = 1e-39, torch.inf
     x = torch.ones(2, 24)
     for odd in (
-        Stored(no_number.view(torch.float8_e4m3fn), "fp8", good.scales),
         Stored(good.codes, "fp8", denormal),
         Stored(good.codes, "fp8", good.scales, infinite),
         stored("fp8", 8, 24, 6, shifted=False),

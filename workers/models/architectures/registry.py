@@ -37,11 +37,10 @@ from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.inputs import Caches, Inputs, Kept
 from tidemill.workers.models.loading.checkpoint import Progress, WeightsFolder
 from tidemill.workers.models.loading.config_json import Raw
-from tidemill.workers.models.loading.dummy import DummyWeights, named_dtypes
+from tidemill.workers.models.loading.dummy import DummyWeights
 from tidemill.workers.models.loading.gguf import GgufWeights, gguf_files
 from tidemill.workers.models.loading.kv_scales import KvScales, kv_scales
 from tidemill.workers.models.loading.sharding import RankPart, RankSlice, Replicated
-from tidemill.workers.models.loading.tensor_files import DTYPES, TensorFiles
 from tidemill.workers.models.loading.weights import Weight
 from tidemill.workers.models.model_files import read_json, reading
 from tidemill.workers.options import ANY, LoadFormat, Purpose
@@ -294,28 +293,20 @@ def compute_dtype_of(
     """Return the type of products if none is set: float32 for weights in float32, off CUDA also for those
     in float16, else bfloat16. Raises ModelError."""
     _check_folder(folder)
-    if load_format == "dummy":
-        with reading(folder / "config.json"):
-            named = named_dtypes(read_json(folder / "config.json"))
-        wide = {"float32"} if on_cuda else {"float32", "float16"}
-        return "float32" if wide & named else "bfloat16"
-    wide = {"F32"} if on_cuda else {"F32", "F16"}
-    if gguf_files(folder):
-        return "float32" if GgufWeights(folder, no_progress, digests=False).dtypes <= wide else "bfloat16"
-    dtypes = {header.dtype for header in TensorFiles(folder).headers.values()}
-    return "float32" if DTYPES.keys() & dtypes <= wide else "bfloat16"
+    with reading(folder / "config.json"):
+        checkpoint = _weights(Source(folder, load_format), read_json(folder / "config.json"), no_progress)
+    return "float32" if checkpoint.dtypes <= ({"F32"} if on_cuda else {"F32", "F16"}) else "bfloat16"
 
 
 def has_head(folder: Path, load_format: LoadFormat = "auto") -> bool:
     """Return whether `load` finds a prediction head; random weights have one only on request. Raises
     ModelError for a folder without a model."""
     with reading(folder / "config.json"):
-        architecture = ARCHITECTURES.get(_architecture(read_json(folder / "config.json")))
-    if architecture is None or architecture.draft is None or load_format == "dummy":
-        return False
-    if gguf_files(folder):
-        return _holds_head(GgufWeights(folder, no_progress, digests=False))
-    return _holds_head(WeightsFolder(folder, no_progress, digests=False))
+        raw = read_json(folder / "config.json")
+        architecture = ARCHITECTURES.get(_architecture(raw))
+        if architecture is None or architecture.draft is None:
+            return False
+        return _holds_head(_weights(Source(folder, load_format), raw, no_progress))
 
 
 def _holds_head(checkpoint: "_Weights") -> bool:
@@ -369,7 +360,7 @@ class Source(NamedTuple):
 
     folder: Path
     load_format: LoadFormat
-    quantization: Quantization | None
+    quantization: Quantization | None = None
 
 
 def _open(source: Source, progress: Progress, *, digests: bool, mtp: bool, purpose: Purpose) -> _Opened:
@@ -415,7 +406,7 @@ def _opened(source: Source, progress: Progress, *, digests: bool, mtp: bool, pur
     return raw, config, checkpoint, pooling
 
 
-def _weights(source: Source, raw: Raw, progress: Progress, *, digests: bool) -> _Weights:
+def _weights(source: Source, raw: Raw, progress: Progress, *, digests: bool = False) -> _Weights:
     """Open the weights. Raises ModelError."""
     folder, load_format, quantize = source
     if load_format == "dummy":

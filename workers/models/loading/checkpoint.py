@@ -1,18 +1,16 @@
 """Read the weights of a Hugging Face folder in the order of the model's requests, and digest what is read."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping
 from math import inf, prod
 from pathlib import Path
 from typing import Any
-
-import xxhash
 
 from tidemill.kernels.linear.stored import Stored, has_nan
 from tidemill.kernels.shared.quantization import Quantization
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.loading import encodings
 from tidemill.workers.models.loading.dequantise import read_part
+from tidemill.workers.models.loading.digests import Digests
 from tidemill.workers.models.loading.encodings import Encoding, encoding_of, scheme_of, stored_by
 from tidemill.workers.models.loading.quantise import floats_bytes, recipe_of
 from tidemill.workers.models.loading.sharding import RankSlice
@@ -21,16 +19,12 @@ from tidemill.workers.models.loading.weights import Weight
 
 Progress = Callable[[int, int], None]
 
-DIGESTED_BYTES = 16 << 20
-"""The chunk of a digest. A rank with a part of a tensor reads the rest in chunks of this size."""
-
 
 class WeightsFolder:
     """The tensors of one folder by the names that the model knows.
 
-    With `digests` every byte of what is read counts in the fingerprint, whatever the parts. A thread digests
-    a tensor while it is read, so that its bytes come from the disk once. Without, only the bytes of the
-    requested parts are read.
+    With `digests` every byte of what is read counts in the fingerprint, whatever the parts. Without, only the
+    bytes of the requested parts are read.
     """
 
     def __init__(
@@ -60,14 +54,18 @@ class WeightsFolder:
         self._files = TensorFiles(folder)
         self._weights: dict[str, Weight] = {}
         self._encodings: dict[str, Encoding] = {}
-        self._digests: dict[str, str] | None = {} if digests else None
-        self._thread = ThreadPoolExecutor(1, "digests")
+        self._digests = Digests(wanted=digests)
         self._done_bytes = 0
 
     @property
     def names(self) -> Collection[str]:
         """The names of all tensors in the folder."""
         return self._files.headers.keys()
+
+    @property
+    def dtypes(self) -> set[str]:
+        """The types of all tensors that can be read."""
+        return DTYPES.keys() & {header.dtype for header in self._files.headers.values()}
 
     def differ(self, name: str, other: str) -> bool:
         """Return whether the folder has both tensors, and they are not the same."""
@@ -77,8 +75,8 @@ class WeightsFolder:
         one, two = headers[name], headers[other]
         same = (one.dtype, one.shape) == (two.dtype, two.shape)
         return not same or any(
-            self._files.raw(name, start, end) != self._files.raw(other, start, end)
-            for start, end in _chunks(one.num_bytes)
+            first.view != second.view
+            for first, second in zip(one.span.chunks(), two.span.chunks(), strict=True)
         )
 
     def check(self, weights: Mapping[str, Weight], ignored: Callable[[str], bool]) -> None:
@@ -101,15 +99,14 @@ class WeightsFolder:
     def read(self, name: str, part: RankSlice) -> Stored:
         """Return the part of a tensor, in memory of its own: as codes, or float32 if it is stored as float32
         or float16, else bfloat16."""
-        encoding, recipe = self._encodings[name], recipe_of(self._weights[name], self._quantize)
-        stored = {stored_name: self._files.tensor(stored_name) for stored_name in stored_by(encoding)}
-        digesting = self._thread.submit(self._digest, list(stored)) if self._digests is not None else None
-        found = read_part(encoding, self._weights[name].shape, self._scheme, stored.__getitem__, part, recipe)
-        if digesting is not None:
-            digesting.result()
-        for stored_name, tensor in stored.items():
-            self._files.drop(stored_name, 0, tensor.nbytes)
-            self._done_bytes += tensor.nbytes
+        encoding, shape = self._encodings[name], self._weights[name].shape
+        recipe = recipe_of(self._weights[name], self._quantize)
+        headers = {stored: self._files.headers[stored] for stored in stored_by(encoding)}
+        with self._digests.reading(
+            {stored: (f"{header.dtype} {header.shape}", header.span) for stored, header in headers.items()}
+        ):
+            found = read_part(encoding, shape, self._scheme, self._files.tensor, part, recipe)
+        self._done_bytes += sum(header.span.num_bytes for header in headers.values())
         self._progress(self._done_bytes, self._files.all_bytes)
         if found.scales is None and encodings.has_codes(encoding):
             self.widened.append(name)
@@ -138,26 +135,7 @@ class WeightsFolder:
 
     def fingerprint(self, config: str) -> str:
         """Return the digest of `config` and of every tensor read so far, independent of order and files."""
-        assert self._digests is not None
-        digest = xxhash.xxh3_128("\n".join(map(" ".join, sorted(self._digests.items()))).encode())
-        digest.update(f"\n{self._scheme}\n{config}".encode())
-        return digest.hexdigest()
-
-    def _digest(self, names: list[str]) -> None:
-        assert self._digests is not None
-        for name in names:
-            if name in self._digests:
-                continue
-            header = self._files.headers[name]
-            digest = xxhash.xxh3_128(f"{header.dtype} {header.shape}\n".encode())
-            for start, end in _chunks(header.num_bytes):
-                digest.update(self._files.raw(name, start, end))
-                self._files.drop(name, start, end)
-            self._digests[name] = digest.hexdigest()
-
-
-def _chunks(num_bytes: int) -> Iterator[tuple[int, int]]:
-    return ((start, min(start + DIGESTED_BYTES, num_bytes)) for start in range(0, num_bytes, DIGESTED_BYTES))
+        return self._digests.fingerprint(f"{self._scheme}\n{config}")
 
 
 def _complain(what: str, names: Collection[str], folder: Path) -> None:

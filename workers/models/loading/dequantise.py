@@ -1,11 +1,13 @@
 """Read stored tensors as codes with scales. A part of a tensor has exactly the values of the whole.
 
 Matrices become floats where codes cannot say what they are: columns in groups of unequal size or in another
-order, parts that cut a group, and numbers of no kind (e5m2).
+order, parts that cut a group into small ones, and numbers of no kind (e5m2).
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
+from math import gcd
 from typing import TypeAlias
 
 import torch
@@ -34,6 +36,9 @@ Open: TypeAlias = Callable[[str], torch.Tensor]
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place in a word of each of 8 columns."""
 
+GROUP_STEP = 8
+"""The columns of the smallest group that a cut leaves: with fewer, scales take as much as codes save."""
+
 
 def read_part(
     encoding: Encoding,
@@ -52,8 +57,7 @@ def read_part(
 
     if not isinstance(encoding, Stacked):
         found = whole(encoding, shape)
-        is_all = part.ranges == ((0, shape[part.dim]),) and not part.zeros
-        return found if recipe is not None and is_all else cut(found, part)
+        return found if recipe is not None and part.is_all(shape) else cut(found, part)
     experts, (count, rows, columns) = encoding.experts, shape
     below = (rows // len(experts[0]), columns)
     ranges, each = (part.ranges, RankSlice(((0, rows),)))
@@ -68,22 +72,26 @@ def read_part(
 
 
 def cut(whole: Stored, part: RankSlice) -> Stored:
-    """Return a part of a tensor, in memory of its own. Codes become floats if it cuts a group of columns."""
+    """Return a part of a tensor, in memory of its own. Where it cuts groups of columns, smaller groups have
+    their scales; without such groups codes become floats, in float32."""
     if whole.scales is None or part.dim < whole.codes.dim() - 1:
-        return whole.moved(lambda tensor: _picked(tensor, part))
-    columns, is_one = whole.columns, whole.scales.shape[-1] == 1
-    edges = [edge for edges in part.ranges for edge in edges] + [part.zeros]
-    if any(edge % (2 if is_one else whole.group) for edge in edges) or (is_one and part.zeros):
-        return cut(whole.widened, part)
+        return whole.moved(lambda tensor: picked(tensor, part))
+    columns, is_one = whole.columns, whole.scales.shape[-1] == 1 and not part.zeros
+    unit = 2 if is_one else whole.group
+    group = gcd(unit, *chain(*part.ranges), part.zeros)
+    if group < unit and (is_one or group % GROUP_STEP):
+        return cut(plain(whole.factors("float32")), part)
 
-    def picked(tensor: torch.Tensor) -> torch.Tensor:
-        if is_one and tensor is not whole.codes:
-            return tensor.clone()
+    def of_columns(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor is not whole.codes:
+            if is_one:
+                return tensor.clone()
+            tensor = tensor.repeat_interleave(unit // group, -1)
         count = tensor.shape[-1]
         ranges = tuple((start * count // columns, end * count // columns) for start, end in part.ranges)
-        return _picked(tensor, RankSlice(ranges, part.zeros * count // columns, part.dim))
+        return picked(tensor, RankSlice(ranges, part.zeros * count // columns, part.dim))
 
-    return whole.moved(picked)
+    return whole.moved(of_columns)
 
 
 def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -92,7 +100,8 @@ def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     return found if bits == 8 else torch.stack([found & 15, found >> 4], dim=-1).flatten(-2)
 
 
-def _picked(tensor: torch.Tensor, part: RankSlice) -> torch.Tensor:
+def picked(tensor: torch.Tensor, part: RankSlice) -> torch.Tensor:
+    """Return a part of a tensor, in memory of its own. Numbers in float16 become float32."""
     rows = sum(end - start + part.zeros for start, end in part.ranges)
     dtype = torch.float32 if tensor.dtype == torch.float16 else tensor.dtype
     out = torch.empty(*tensor.shape[: part.dim], rows, *tensor.shape[part.dim + 1 :], dtype=dtype)

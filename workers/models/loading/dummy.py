@@ -21,6 +21,8 @@ HIGH = 1e-3
 PERIOD = 1_048_583
 """Values of a tensor repeat after this many, a prime: rows and columns differ, and large tensors are fast."""
 
+WIDE = {"float32": "F32", "float16": "F16"}
+
 
 class DummyWeights:
     """The tensors that a model asks for, in the place of WeightsFolder.
@@ -36,7 +38,8 @@ class DummyWeights:
         self, raw: Mapping[str, Any], progress: Progress, quantize: Quantization | None = None
     ) -> None:
         self._quantize: Quantization | None = quantize
-        self._dtype = dummy_dtype(raw)
+        self.dtypes = named_dtypes(raw)
+        self._dtype = torch.bfloat16 if self.dtypes == {"BF16"} else torch.float32  # as of WeightsFolder
         self._progress = progress
         self._weights: dict[str, Weight] = {}
         self._done_bytes = self._total_bytes = 0
@@ -69,12 +72,8 @@ class DummyWeights:
         return xxhash.xxh3_128_hexdigest(f"dummy {self._dtype} {config}".encode())
 
 
-def dummy_dtype(raw: Mapping[str, Any]) -> torch.dtype:
-    """Return the type of the weights that config.json names, float32 for float16, as WeightsFolder does."""
-    return torch.float32 if {"float32", "float16"} & named_dtypes(raw) else torch.bfloat16
-
-
-def named_dtypes(raw: Mapping[str, Any]) -> set[str | None]:
-    """Return the types of the weights that config.json names, or None."""
+def named_dtypes(raw: Mapping[str, Any]) -> set[str]:
+    """Return the types of the weights that config.json names, as safetensors has them."""
     text: Mapping[str, Any] = raw.get("text_config") or raw
-    return {text.get(key) or raw.get(key) for key in ("dtype", "torch_dtype")}
+    named = {text.get(key) or raw.get(key) for key in ("dtype", "torch_dtype")}
+    return {WIDE[name] for name in WIDE.keys() & named} or {"BF16"}

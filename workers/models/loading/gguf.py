@@ -1,26 +1,25 @@
 """Read the weights of GGUF files in the place of WeightsFolder: quantised ones stay codes."""
 
-import mmap
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import xxhash
 
 from tidemill.kernels.linear.stored import Stored, has_nan, join, plain
 from tidemill.workers.models.errors import ModelError
-from tidemill.workers.models.loading.blocks import stored_of
-from tidemill.workers.models.loading.checkpoint import DIGESTED_BYTES, Progress
+from tidemill.workers.models.loading.checkpoint import Progress
+from tidemill.workers.models.loading.dequantise import cut, picked
+from tidemill.workers.models.loading.digests import Digests
+from tidemill.workers.models.loading.gguf_blocks import stored_of
 from tidemill.workers.models.loading.gguf_changes import original
 from tidemill.workers.models.loading.sharding import RankSlice
+from tidemill.workers.models.loading.tensor_files import Span
 from tidemill.workers.models.loading.weights import Weight
 from tidemill.workers.sources.gguf_families import OUTSIDE, Family, config_of, family_of
-from tidemill.workers.sources.gguf_header import GgufFile, GgufTensor, read_header
+from tidemill.workers.sources.gguf_header import GgufTensor, read_header
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
@@ -55,8 +54,7 @@ class GgufWeights:
         self._family: Family = family_of(self._files[0])
         self._config = config_of(self._files[0], frozenset(self._file_of))
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._digests: dict[str, str] | None = {} if digests else None
-        self._thread = ThreadPoolExecutor(1, "digests")
+        self._digests = Digests(wanted=digests)
         self._done_bytes = 0
         self.widened: list[str] = []
         """The tensors that have codes in the files and are read as floats."""
@@ -80,7 +78,7 @@ class GgufWeights:
             place = self._place(name)
             used |= set(place.tensors)
             found = [self._shape(theirs, place.expert) for theirs in place.tensors]
-            if _sizes(*found) != _sizes(shape):
+            if _sizes(found, _joined(name)) != _sizes([shape]):
                 raise ModelError(
                     f"{self._folder} has {' + '.join(place.tensors)} of {found} where its metadata ask for "
                     f"{shape}: download the file again"
@@ -93,32 +91,14 @@ class GgufWeights:
 
     def read(self, name: str, part: RankSlice) -> Stored:
         """Return the part of a tensor, in memory of its own, as codes if it is stored so."""
-        place, shape = self._place(name), self._shapes[name]
-        digesting = self._thread.submit(self._digest, place.tensors) if self._digests is not None else None
+        place = self._place(name)
         raws = {theirs: self._raw(theirs, place.expert) for theirs in place.tensors}
-        if len(raws) == 1:
-            ((theirs, raw),) = raws.items()
-            raws[theirs] = raw.reshape(shape if self._is_float(theirs) else (*shape[:-1], -1))
-        rows, by_columns = max(len(shape) - 2, 0), 0 < part.dim == len(shape) - 1
-        if place.change or by_columns or len(shape) == 1:
-            whole = join([self._stored(theirs, raw) for theirs, raw in raws.items()], rows)
-            whole = original(whole, place.change, self._config)
-            found = (
-                _columns_of(whole, part)
-                if by_columns
-                else whole.moved(lambda tensor: _cut(tensor, part.ranges, part))
-            )
-        else:
-            found = join([self._stored(theirs, raw) for theirs, raw in _rows_of(raws, part, rows)], rows)
+        self._done_bytes += sum(raw.nbytes for raw in raws.values())
+        with self._digests.reading({theirs: self._digested(theirs) for theirs in place.tensors}):
+            found = self._part(name, raws, place.change, part)
         if found.scales is None and not any(map(self._is_float, place.tensors)):
             self.widened.append(name)
-        if digesting is not None:
-            digesting.result()
-        self._done_bytes += sum(raw.nbytes for raw in raws.values())
         self._progress(self._done_bytes, sum(len(file.mapped) for file in self._files))
-        for theirs in place.tensors:
-            tensor = self._tensor(theirs)
-            _drop(self._file_of[theirs], tensor.start_byte, tensor.start_byte + tensor.num_bytes)
         parts = (found.codes if found.scales is None else found.scales, found.offsets)
         if any(part is not None and has_nan(part) for part in parts):
             raise ModelError(f"{self._folder}: the tensor {name} holds NaN: download the file again")
@@ -140,24 +120,23 @@ class GgufWeights:
 
     def fingerprint(self, config: str) -> str:
         """Return the digest of `config` and of every tensor read so far, independent of order and files."""
-        assert self._digests is not None
-        digest = xxhash.xxh3_128("\n".join(map(" ".join, sorted(self._digests.items()))).encode())
-        digest.update(f"\ngguf\n{config}".encode())
-        return digest.hexdigest()
+        return self._digests.fingerprint(f"gguf\n{config}")
 
-    def _digest(self, names: Iterable[str]) -> None:
-        assert self._digests is not None
-        for name in names:
-            if name in self._digests:
-                continue
-            file, tensor = self._file_of[name], self._tensor(name)
-            digest = xxhash.xxh3_128(f"{tensor.kind.name} {tensor.shape}\n".encode())
-            end = tensor.start_byte + tensor.num_bytes
-            for start in range(tensor.start_byte, end, DIGESTED_BYTES):
-                last = min(start + DIGESTED_BYTES, end)
-                digest.update(memoryview(file.mapped)[start:last])
-                _drop(file, start, last)
-            self._digests[name] = digest.hexdigest()
+    def _part(self, name: str, raws: Mapping[str, torch.Tensor], change: str, part: RankSlice) -> Stored:
+        """Return a part of tensors that are joined by rows. Where it is rows of each, other rows are left
+        alone."""
+        shape = self._shapes[name]
+        joined = max(len(shape) + _joined(name), 0)
+        if len(raws) == 1:
+            ((theirs, raw),) = raws.items()
+            raws = {theirs: raw.reshape(shape if self._is_float(theirs) else (*shape[:-1], -1))}
+        is_cut = part.is_all(shape)
+        by_rows = part.dim < len(shape) - 1 and (len(raws) == 1 or part.dim < joined)
+        if by_rows and not (is_cut or change or part.zeros):
+            raws, is_cut = {theirs: picked(raw, part) for theirs, raw in raws.items()}, True
+        whole = join([self._stored(theirs, raw) for theirs, raw in raws.items()], joined)
+        whole = original(whole, change, self._config)
+        return whole if is_cut else cut(whole, part)
 
     def _place(self, name: str) -> Place:
         """Return where one of our tensors is. Raises ModelError."""
@@ -183,6 +162,12 @@ class GgufWeights:
 
     def _tensor(self, name: str) -> GgufTensor:
         return self._file_of[name].tensors[name]
+
+    def _digested(self, name: str) -> tuple[str, Span]:
+        """Return the text and the bytes of a tensor, for its digest."""
+        tensor = self._tensor(name)
+        span = Span(self._file_of[name].mapped, tensor.start_byte, tensor.start_byte + tensor.num_bytes)
+        return f"{tensor.kind.name} {tensor.shape}", span
 
     def _shape(self, name: str, expert: int | None) -> tuple[int, ...]:
         """Return the shape of a tensor, or of an expert in it; empty if it has too few of them."""
@@ -211,59 +196,20 @@ class GgufWeights:
         return plain(raw.clone() if raw.dtype == torch.bfloat16 else raw.to(torch.float32, copy=True))
 
 
-def _sizes(*shapes: tuple[int, ...]) -> list[int]:
-    """Return the sizes of tensors that are joined by rows, except sizes of 1; none if they do not fit."""
-    first = shapes[0]
-    if len({(*shape[:-2], shape[-1:]) for shape in shapes}) > 1:
-        return []
-    rows = sum(sum(shape[-2:-1]) for shape in shapes)
-    return [size for size in (*first[:-2], *([rows] if len(first) > 1 else []), *first[-1:]) if size != 1]
+def _joined(name: str) -> int:
+    """Return the dimension along which tensors are joined: of biases the last one, else that before it."""
+    return -1 if name.endswith("bias") else -2
 
 
-def _rows_of(
-    raws: Mapping[str, torch.Tensor], part: RankSlice, joined: int
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the rows of a part, of tensors that are joined in dimension `joined`. Bytes of 0 are zeros."""
-    if part.dim != joined:
-        for name, raw in raws.items():
-            yield name, _cut(raw, part.ranges, part)
-        return
-    for start, end in part.ranges:
-        before = 0
-        for name, raw in raws.items():
-            first, last = max(start - before, 0), min(end - before, raw.shape[joined])
-            is_last = before < end <= before + raw.shape[joined]
-            if first < last:
-                yield name, _cut(raw, ((first, last),), replace(part, zeros=part.zeros if is_last else 0))
-            before += raw.shape[joined]
-
-
-def _cut(tensor: torch.Tensor, ranges: Iterable[tuple[int, int]], part: RankSlice) -> torch.Tensor:
-    zeros = tensor.new_zeros(*tensor.shape[: part.dim], part.zeros, *tensor.shape[part.dim + 1 :])
-    pieces = [tensor.narrow(part.dim, start, end - start) for start, end in ranges]
-    if len(pieces) == 1 and not part.zeros:
-        return pieces[0]
-    return torch.cat([piece for own in pieces for piece in (own, zeros)], part.dim)
-
-
-def _columns_of(whole: Stored, part: RankSlice) -> Stored:
-    """Return some columns: whole groups as codes, others as values."""
-    edges = [edge for span in part.ranges for edge in span] + [part.zeros]
-    group = whole.group
-    if not group or any(edge % group for edge in edges):
-        return plain(_cut(whole.values, part.ranges, part))
-    per_code = whole.columns // whole.codes.shape[-1]
-
-    def columns(tensor: torch.Tensor, step: int) -> torch.Tensor:
-        ranges = [(start // step, end // step) for start, end in part.ranges]
-        return _cut(tensor, ranges, replace(part, zeros=part.zeros // step)).contiguous()
-
-    assert whole.scales is not None
-    offsets = None if whole.offsets is None else columns(whole.offsets, group)
-    return Stored(columns(whole.codes, per_code), whole.kind, columns(whole.scales, group), offsets)
-
-
-def _drop(file: GgufFile, start: int, end: int) -> None:
-    """Free the memory of these bytes of a file. They can be read again."""
-    first = start // mmap.PAGESIZE * mmap.PAGESIZE
-    file.mapped.madvise(mmap.MADV_DONTNEED, first, end - first)
+def _sizes(shapes: Sequence[tuple[int, ...]], joined: int = 0) -> list[int]:
+    """Return the sizes of tensors that are joined along a dimension, except sizes of 1; none if they do not
+    fit."""
+    first, *others = (list(shape) for shape in shapes)
+    for other in others:
+        if len(other) != len(first) or len(first) < -joined:
+            return []
+        first[joined] += other[joined]
+        other[joined] = first[joined]
+        if other != first:
+            return []
+    return [size for size in first if size != 1]

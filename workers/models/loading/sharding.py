@@ -93,6 +93,10 @@ class RankSlice:
     zeros: int = 0
     dim: int = 0
 
+    def is_all(self, shape: Sequence[int]) -> bool:
+        """Return whether it is all of a tensor of this shape."""
+        return self.ranges == ((0, shape[self.dim]),) and not self.zeros
+
 
 def part_of(cut: Cut, rows: int, index: int, size: int) -> RankSlice:
     """Return the part of rank `index` of `size`, for a tensor with `rows` in the dimension that is cut."""

@@ -2,9 +2,10 @@
 
 import json
 import mmap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,6 +30,35 @@ DTYPES = {
 }
 """The dtypes of tensors that are read."""
 
+CHUNK_BYTES = 16 << 20
+"""The bytes that are read together of what is digested or compared."""
+
+
+class Span(NamedTuple):
+    """Bytes of a mapped file."""
+
+    mapped: mmap.mmap
+    start: int
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.start
+
+    @property
+    def view(self) -> memoryview:
+        return memoryview(self.mapped)[self.start : self.end]
+
+    def chunks(self) -> "Iterator[Span]":
+        """Yield them in parts of `CHUNK_BYTES`."""
+        for start in range(self.start, self.end, CHUNK_BYTES):
+            yield Span(self.mapped, start, min(start + CHUNK_BYTES, self.end))
+
+    def drop(self) -> None:
+        """Free their memory. They can be read again."""
+        start = self.start // mmap.PAGESIZE * mmap.PAGESIZE
+        self.mapped.madvise(mmap.MADV_DONTNEED, start, self.end - start)
+
 
 @dataclass(frozen=True, slots=True)
 class Header:
@@ -36,12 +66,7 @@ class Header:
 
     dtype: str
     shape: tuple[int, ...]
-    start_byte: int = 0
-    end_byte: int = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return self.end_byte - self.start_byte
+    span: Span
 
 
 class TensorFiles:
@@ -51,32 +76,16 @@ class TensorFiles:
         """Open the files and read their headers. Raises ModelError when one is missing or damaged."""
         self.headers: dict[str, Header] = {}
         self.all_bytes = 0
-        self._file_of: dict[str, mmap.mmap] = {}
         for name in _shards(folder):
             with reading(folder / name):
                 mapped = _open(folder, name)
-                headers = _headers(mapped)
-            self.headers |= headers
-            self._file_of |= dict.fromkeys(headers, mapped)
+                self.headers |= _headers(mapped)
             self.all_bytes += len(mapped)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a read-only view of the mapped file, for a tensor that is not empty."""
-        header, dtype = self.headers[name], DTYPES[self.headers[name].dtype]
-        count = header.num_bytes // dtype.itemsize
-        flat = torch.frombuffer(self._file_of[name], dtype=dtype, count=count, offset=header.start_byte)
-        return flat.view(header.shape)
-
-    def raw(self, name: str, first_byte: int, end_byte: int) -> memoryview:
-        """Return a view of some bytes of a tensor."""
-        start = self.headers[name].start_byte
-        return memoryview(self._file_of[name])[start + first_byte : start + end_byte]
-
-    def drop(self, name: str, first_byte: int, end_byte: int) -> None:
-        """Free the memory of these bytes of a tensor. They can be read again."""
-        first = self.headers[name].start_byte
-        start = (first + first_byte) // mmap.PAGESIZE * mmap.PAGESIZE
-        self._file_of[name].madvise(mmap.MADV_DONTNEED, start, first + end_byte - start)
+        header = self.headers[name]
+        return torch.frombuffer(header.span.view, dtype=DTYPES[header.dtype]).view(header.shape)
 
 
 def _shards(folder: Path) -> list[str]:
@@ -113,7 +122,9 @@ def _headers(mapped: mmap.mmap) -> dict[str, Header]:
     found.pop("__metadata__", None)
     return {
         name: Header(
-            header["dtype"], tuple(header["shape"]), *(first + byte for byte in header["data_offsets"])
+            header["dtype"],
+            tuple(header["shape"]),
+            Span(mapped, *(first + byte for byte in header["data_offsets"])),
         )
         for name, header in found.items()
     }

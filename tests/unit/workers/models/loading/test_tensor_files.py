@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from tidemill.workers.models.loading.checkpoint import WeightsFolder
 from tidemill.workers.models.loading.sharding import RankSlice, Replicated
-from tidemill.workers.models.loading.tensor_files import TensorFiles
+from tidemill.workers.models.loading.tensor_files import Span
 from tidemill.workers.models.loading.weights import Weight
 
 ROWS, COLUMNS = 4096, 4096  # of float32: 64 MiB, the system maps files by pages of up to 4
@@ -49,10 +49,7 @@ def test_read_bytes_leave_no_second_copy(tmp_path: Path, *, digests: bool) -> No
 def test_rank_reads_its_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, file = opened(tmp_path, digests=False)
 
-    def keep(_files: TensorFiles, _name: str, _first_byte: int, _end_byte: int) -> None:
-        pass
-
-    monkeypatch.setattr(TensorFiles, "drop", keep)
+    monkeypatch.setattr(Span, "drop", lambda _span: None)
     checkpoint.read("a", RankSlice(((ROWS // 2, ROWS // 2 + ROWS // 8),)))
     assert ALL_BYTES / 8 <= mapped_bytes(file) < ALL_BYTES / 2
     checkpoint, file = opened(tmp_path, digests=True)

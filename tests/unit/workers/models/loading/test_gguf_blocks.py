@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from tidemill.workers.models.errors import ModelError
-from tidemill.workers.models.loading.blocks import KINDS, stored_of
+from tidemill.workers.models.loading.dequantise import cut
+from tidemill.workers.models.loading.gguf_blocks import KINDS, stored_of
+from tidemill.workers.models.loading.sharding import EvenRuns, part_of
 
 ROWS, COLUMNS = 3, 512
 WIDENED = ("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "IQ2_S")
@@ -35,6 +37,17 @@ def test_values_are_those_of_the_library(kind: str) -> None:
     else:
         assert found.kind == KINDS[kind][1]
     torch.testing.assert_close(found.values, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [2, 3, 32, 64])
+def test_columns_of_ranks_have_the_values_of_the_whole(kind: str, size: int) -> None:
+    """Halves and quarters of a block stay codes; others are floats that products in float32 take."""
+    whole = stored_of(kind, torch.tensor(blocks_of(kind)), "name")
+    found = [cut(whole, part_of(EvenRuns(dim=1), COLUMNS, index, size)) for index in range(size)]
+    assert all((part.scales is not None) == (size != 3) for part in found)
+    columns = torch.cat([part.factors("float32") for part in found], 1)[:, :COLUMNS]
+    torch.testing.assert_close(columns, whole.values, rtol=0, atol=0, equal_nan=True)
 
 
 def test_kind_that_is_not_computed_with_needs_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

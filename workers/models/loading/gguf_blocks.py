@@ -29,7 +29,7 @@ def stored_of(kind: str, rows: torch.Tensor, name: str) -> Stored:
 
 
 def _in_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    return tensor.reshape(*tensor.shape[:-1], rows, -1)
+    return tensor.reshape(*tensor.shape[:-1], rows, tensor.shape[-1] // rows)
 
 
 def _halves(blocks: torch.Tensor, start: int) -> torch.Tensor:
