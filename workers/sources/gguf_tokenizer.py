@@ -1,6 +1,6 @@
 """Write the metadata of a GGUF file's tokenizer as tokenizer.json, tokenizer_config.json and templates."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,8 +57,11 @@ SPLITS = {
 }
 """The splits by `tokenizer.ggml.pre`."""
 
-CONTROL, USER_DEFINED = 3, 4
-"""The types of tokens that are no parts of words: special ones, and others."""
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+"""Types of tokens. The last two are no parts of words: special ones, and others."""
+
+SPACE = "\u2581"
+"""A space, as sentencepiece writes it."""
 
 ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|return|>", "<|call|>")
 """Special tokens that end an answer, whatever the file names."""
@@ -79,28 +82,20 @@ class Vocabulary:
     def tokenizer_json(self) -> dict[str, Any]:
         """Return the content of tokenizer.json. Raises SourceError for a kind that is not supported."""
         kind, pre = self._found("model"), self._found("pre", "default")
+        if kind == "llama":
+            return self._sentencepiece()
         if kind != "gpt2" or pre not in SPLITS:
             raise SourceError(
                 f"{self._path} has a tokenizer of the kind {kind} ({pre}), which is not read from GGUF: put "
                 "the tokenizer.json of the model beside the file"
             )
         splits = SPLITS[pre]
-        added = [
-            {
-                "id": index,
-                "content": text,
-                **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
-                "special": kind == CONTROL,
-            }
-            for index, (text, kind) in enumerate(zip(self.tokens, self._types, strict=True))
-            if kind in {CONTROL, USER_DEFINED}
-        ]
         return {
             "version": "1.0",
-            "added_tokens": added,
+            "added_tokens": self._added({CONTROL, USER_DEFINED}),
             "normalizer": {"type": "NFC"} if splits.nfc else None,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(_steps(splits))},
-            "post_processor": self._post_processor(splits),
+            "post_processor": self._post_processor(begins=splits.bos),
             "decoder": {**BYTE_LEVEL, "use_regex": True},
             "model": {
                 "type": "BPE",
@@ -136,9 +131,57 @@ class Vocabulary:
             if isinstance(text, str) and (not name or name[1:].isidentifier())
         }
 
-    def _post_processor(self, splits: Splits) -> dict[str, Any] | None:
+    def _sentencepiece(self) -> dict[str, Any]:
+        """Return the content of tokenizer.json for byte pairs of sentencepiece: characters that are in no
+        token are bytes, and a space stands before the text."""
+        spaces = self._found("add_space_prefix", default=True)
+        prepend, strip = {"type": "Prepend", "prepend": SPACE}, {"type": "Strip", "content": " ", "stop": 0}
+        write, read = (
+            {"type": "Replace", "pattern": {"String": old}, "content": new}
+            for old, new in ((" ", SPACE), (SPACE, " "))
+        )
+        decoders = [read, {"type": "ByteFallback"}, {"type": "Fuse"}, strip | {"start": int(spaces)}]
+        return {
+            "version": "1.0",
+            "added_tokens": self._added({UNKNOWN, CONTROL, USER_DEFINED}),
+            "normalizer": {"type": "Sequence", "normalizers": [prepend, write][not spaces :]},
+            "pre_tokenizer": None,
+            "post_processor": self._post_processor(begins=True),
+            "decoder": {"type": "Sequence", "decoders": decoders},
+            "model": {
+                "type": "BPE",
+                "unk_token": self._token("unknown"),
+                "fuse_unk": True,
+                "byte_fallback": True,
+                "vocab": {text: index for index, text in enumerate(self.tokens)},
+                "merges": [pair for _, pair in sorted(self._scored_pairs(), key=lambda scored: scored[0])],
+            },
+        }
+
+    def _scored_pairs(self) -> Iterator[tuple[float, tuple[str, str]]]:
+        """Yield the pairs of words' parts that make another, each with its negative score."""
+        rows = zip(self.tokens, self._types, self._found("scores", []), strict=True)
+        scores = {text: score for text, kind, score in rows if kind == NORMAL}
+        for text, score in scores.items():
+            for end in range(1, len(text)):
+                if text[:end] in scores and text[end:] in scores:
+                    yield -score, (text[:end], text[end:])
+
+    def _added(self, kinds: set[int]) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": index,
+                "content": text,
+                **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
+                "special": kind != USER_DEFINED,
+            }
+            for index, (text, kind) in enumerate(zip(self.tokens, self._types, strict=True))
+            if kind in kinds
+        ]
+
+    def _post_processor(self, *, begins: bool) -> dict[str, Any] | None:
         bos = self._token("bos")
-        if bos is None or not self._found("add_bos_token", splits.bos):
+        if bos is None or not self._found("add_bos_token", begins):
             return None
         begin, text = {"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
         ids = [self._metadata["tokenizer.ggml.bos_token_id"]]
