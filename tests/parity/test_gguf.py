@@ -31,6 +31,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_5_moe/text",
         WIDTHS | EXPERTS | STATES | {"num_hidden_layers": 4, "layer_types": None},
     ),
+    "gpt-oss": ("gpt_oss/narrow", {"hidden_size": 64, "intermediate_size": 64}),
     "granitehybrid": ("granitemoehybrid/moe", MAMBA | {"shared_intermediate_size": 64}),
     "granitehybrid, dense": (
         "granitemoehybrid/moe",

@@ -64,6 +64,16 @@ STACKED = {
     "mlp.experts.gate_up_proj": "ffn_gate_exps.weight + ffn_up_exps.weight | ffn_gate_up_exps.weight",
     "mlp.experts.down_proj": "ffn_down_exps.weight",
 }
+WOVEN = {
+    "self_attn.sinks": "attn_sinks.weight",
+    "post_attention_layernorm.weight": "post_attention_norm.weight",
+    "mlp.router.weight": "ffn_gate_inp.weight",
+    "mlp.router.bias": "ffn_gate_inp.bias",
+    "mlp.experts.gate_up_proj": "ffn_gate_exps.weight + ffn_up_exps.weight",
+    "mlp.experts.gate_up_proj_bias": "ffn_gate_exps.bias + ffn_up_exps.bias",
+    "mlp.experts.down_proj": "ffn_down_exps.weight",
+    "mlp.experts.down_proj_bias": "ffn_down_exps.bias",
+}
 DELTA = {
     "post_attention_layernorm.weight": "post_attention_norm.weight",
     "linear_attn.conv1d.weight": "ssm_conv1d.weight",
@@ -199,6 +209,14 @@ FAMILIES = {
         tensors=LAYER | STACKED | SHARED | DELTA | BY_PART,
         changes=OFFSET | TILED,
     ),
+    "gpt-oss": Family(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        keys=COMMON | EXPERTS | {"sliding_window": "attention.sliding_window"},
+        fixed={"rope_scaling": {"truncate": False}},
+        tensors=LAYER | WOVEN,
+        changes=dict.fromkeys(("mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_bias"), "apart"),
+    ),
     "granitehybrid": Family(
         "GraniteMoeHybridForCausalLM",
         "granitemoehybrid",
@@ -254,7 +272,7 @@ def config_of(file: GgufFile, names: frozenset[str]) -> dict[str, Any]:
     if rotary is not None and raw.get("head_dim") not in {None, rotary}:
         raw["partial_rotary_factor"] = rotary / raw["head_dim"]
     scaling = _llama3(file) if "rope_freqs.weight" in file.tensors else _scaling(own)
-    return raw | ({"rope_scaling": scaling} if scaling else {})
+    return raw | ({"rope_scaling": raw.get("rope_scaling", {}) | scaling} if scaling else {})
 
 
 def _even(value: Any) -> Any:  # noqa: ANN401 - metadata

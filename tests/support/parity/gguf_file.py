@@ -11,7 +11,7 @@ import gguf
 import torch
 from safetensors.torch import load_file, save_file
 
-Q8_0 = gguf.GGMLQuantizationType.Q8_0
+Q8_0, MXFP4 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.MXFP4
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
@@ -20,6 +20,7 @@ ARCHITECTURES = {
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
     "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
     "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
     "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
 }
 Tensors = dict[str, torch.Tensor]
@@ -30,11 +31,15 @@ def fits(tensor: torch.Tensor) -> bool:
 
 
 def round_weights(folder: Path) -> None:
-    """Give the matrices of a folder values that 8 bits hold exactly."""
+    """Give the matrices of a folder values that their kinds in the file hold exactly: gpt-oss has experts of
+    4 bits, which its folder has transposed."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     for name, tensor in tensors.items():
-        if fits(tensor):
+        if f"{name}_bias" in tensors:
+            codes = gguf.quantize(tensor.mT.float().contiguous().numpy(), MXFP4)
+            tensors[name] = torch.tensor(gguf.dequantize(codes, MXFP4)).mT.contiguous()
+        elif fits(tensor):
             codes = gguf.quantize(tensor.float().numpy(), Q8_0)
             tensors[name] = torch.tensor(gguf.dequantize(codes, Q8_0))
     save_file(tensors, path, metadata={"format": "pt"})
@@ -51,8 +56,9 @@ def convert(folder: Path, path: Path) -> Path:
         theirs = name if name.startswith("blk.") else names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert theirs is not None, name
         array = tensor.float().contiguous().numpy()
-        if fits(tensor) and "norm" not in theirs:
-            writer.add_tensor(theirs, gguf.quantize(array, Q8_0), raw_dtype=Q8_0)
+        if fits(tensor) and "norm" not in theirs and "bias" not in theirs:
+            kind = MXFP4 if "_exps" in theirs and raw["model_type"] == "gpt_oss" else Q8_0
+            writer.add_tensor(theirs, gguf.quantize(array, kind), raw_dtype=kind)
         else:
             writer.add_tensor(theirs, array)
     writer.write_header_to_file()
@@ -88,6 +94,9 @@ def add_metadata(writer: gguf.GGUFWriter, raw: dict[str, Any]) -> None:
     for key in ("shared_expert_intermediate_size", "shared_intermediate_size"):
         if raw.get(key):
             writer.add_expert_shared_feed_forward_length(raw[key])
+    if raw["model_type"] == "gpt_oss":
+        writer.add_expert_feed_forward_length(raw["intermediate_size"])
+        writer.add_sliding_window(raw["sliding_window"])
     if "linear_num_key_heads" in raw:
         writer.add_ssm_group_count(raw["linear_num_key_heads"])
         writer.add_ssm_time_step_rank(raw["linear_num_value_heads"])
@@ -136,8 +145,24 @@ def changed(tensors: Tensors, raw: dict[str, Any]) -> Tensors:
     found: Tensors = {}
     for name, tensor in tensors.items():
         layer = re.sub(r"model\.layers\.(\d+)\..*", r"blk.\1.", name)
-        found |= renamed(name, layer, reordered(name, tensor, raw), raw)
+        if raw["model_type"] == "gpt_oss":
+            found |= of_gpt_oss(name, layer, tensor)
+        else:
+            found |= renamed(name, layer, reordered(name, tensor, raw), raw)
     return found
+
+
+def of_gpt_oss(name: str, layer: str, tensor: torch.Tensor) -> Tensors:
+    """Return the tensors that one of gpt-oss becomes."""
+    if name.endswith("sinks"):
+        return {f"{layer}attn_sinks.weight": tensor}
+    if ".experts." not in name:
+        return {name: tensor}
+    suffix, rows = ("bias", tensor) if name.endswith("bias") else ("weight", tensor.mT)
+    if "experts.down_proj" in name:
+        return {f"{layer}ffn_down_exps.{suffix}": rows}
+    gate, up = rows[:, 0::2], rows[:, 1::2]
+    return {f"{layer}ffn_gate_exps.{suffix}": gate, f"{layer}ffn_up_exps.{suffix}": up}
 
 
 def reordered(name: str, tensor: torch.Tensor, raw: dict[str, Any]) -> torch.Tensor:

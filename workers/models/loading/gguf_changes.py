@@ -16,6 +16,10 @@ def original(weight: Stored, change: str, config: Raw) -> Stored:
         weight = plain(weight.values - 1)
     elif change == "tiled columns" and weight.group and size(config, "linear_value_head_dim") % weight.group:
         weight = plain(weight.values)
+    if change == "apart":  # gate and up of experts
+        return weight.moved(
+            lambda rows: rows.reshape(len(rows), 2, -1, *rows.shape[2:]).transpose(1, 2).reshape(rows.shape)
+        )
     if change == "rotary":
         heads = size(config, "num_attention_heads")
         half = (count(config, "head_dim") or size(config, "hidden_size") // heads) // 2
