@@ -45,7 +45,7 @@ def test_model_computes_with_the_values_of_its_codes(
 ) -> None:
     floats = save(random_model(name), tmp_path / "floats")
     values = dequantised(floats, tmp_path / "values", quantization)
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "tidemill")
     coded = load(floats, cpu, no_progress, quantization=quantization)
     assert "matrices computed with as stored: " in caplog.text
     wanted = load(values, cpu, no_progress)

@@ -351,7 +351,7 @@ ATTENTION = "model.layers.1.self_attn."
 def test_scales_of_keys_and_values_are_rounded_up_to_powers_of_two(
     folder: Path, names: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "tidemill")
 
     def loaded() -> LoadedModel:
         return load(folder, REFERENCE, no_progress, fixed_kv_scales=True)

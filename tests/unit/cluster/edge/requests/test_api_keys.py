@@ -108,7 +108,7 @@ def test_tenant_shares_prefixes_with_itself_alone() -> None:
 
 def test_keys_appear_nowhere(caplog: pytest.LogCaptureFixture) -> None:
     service = FakeService(saying("a"))
-    caplog.set_level("DEBUG")
+    caplog.set_level("DEBUG", "tidemill")
     reply = ask(edge(service), CHAT, "sk-secret-of-somebody")
     ask(edge(service), CHAT, "sk-shop", BODY)
     assert "sk-" not in reply.text + caplog.text + repr(service.requests)
