@@ -4,8 +4,8 @@
 
     python -m benchmarks.gpu.sweep --folder FOLDER [--limit-s 50] [--tiny]
 
-Processes compile all tilings first, each some of them. What is printed last are rows for TILES, GATE_UP and
-DOWN of `kernels/moe/cuda.py`. FOLDER/sweep.json has all figures.
+Processes compile all tilings first, each some of them. What is printed last are the rows of TILES in
+`kernels/moe/tiles.py`. FOLDER/sweep.json has all figures.
 """
 
 import argparse
@@ -26,8 +26,10 @@ from benchmarks.gpu.kernels import Stopwatch
 from benchmarks.gpu.works import TINY, Call, Shape, normal
 from tidemill.kernels.dispatch import operators
 from tidemill.kernels.linear.stored import plain
+from tidemill.kernels.moe import tiles
 from tidemill.kernels.moe.experts import Experts
 from tidemill.kernels.moe.routing import Routing
+from tidemill.kernels.moe.tiles import ExpertTiles
 
 TOKENS = (32, 128, 512, 8192)
 PROCESSES = max(1, (os.cpu_count() or 2) - 2)
@@ -41,6 +43,10 @@ class Tiling(NamedTuple):
     depth: int
     warps: int
     stages: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return self.columns, self.depth, self.warps, self.stages
 
 
 TILINGS = [
@@ -68,12 +74,9 @@ class Products:
 
     def calls(self, tokens: int, tiling: Tiling) -> Iterator[tuple[str, Call]]:
         """Yield the name and the call of each product."""
-        ops, shape, sizes = self._ops, self._shape, tuple(tiling[1:])
-        cuda = "tidemill.kernels.moe.cuda"
-        tiled = {"TILES": ((tiling.tokens, None),), "GATE_UP": {tiling.tokens: sizes}}
-        tiled["DOWN"] = tiled["GATE_UP"]
+        ops, shape, sizes = self._ops, self._shape, tiling.sizes
         x, logits = normal(tokens, shape.hidden), normal(tokens, shape.experts)
-        with mock.patch.multiple(cuda, **tiled):
+        with mock.patch.object(tiles, "TILES", (ExpertTiles(None, tiling.tokens, sizes, sizes),)):
             choice = ops.route(logits, Routing(shape.top_k, renormalise=True))
             hidden = ops.moe_inner(x, choice, self._experts)
             yield "gate_up", lambda: ops.moe_inner(x, choice, self._experts)
@@ -108,6 +111,25 @@ def timed(products: Products, watch: Stopwatch, work: list[tuple[int, Tiling]], 
     return found
 
 
+def table(found: list[Timed], shape: Shape) -> list[ExpertTiles]:
+    """Return the rows of the fastest tiles. A row reaches halfway, as a factor, to the next number of tokens
+    that was timed. Both products have tiles of the same tokens."""
+    rows: list[ExpertTiles] = []
+    counts = sorted({row.tokens for row in found})
+    for tokens, following in zip(counts, [*counts[1:], None], strict=True):
+        best: dict[int, dict[str, Timed]] = {}
+        for row in found:
+            if row.tokens == tokens:
+                of_tile = best.setdefault(row.tiling.tokens, {})
+                for name in ("gate_up", "down"):
+                    of_tile[name] = min(of_tile.get(name, row), row, key=lambda row: row.took_s[name])
+        size, fastest = min(best.items(), key=lambda item: sum(t.took_s[name] for name, t in item[1].items()))
+        pairs = None if following is None else (tokens * following) ** 0.5 * shape.top_k / shape.experts
+        gate_up, down = (fastest[name].tiling.sizes for name in ("gate_up", "down"))
+        rows.append(ExpertTiles(pairs and round(pairs, 1), size, gate_up, down))
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -138,6 +160,7 @@ def main() -> None:
         rows = sorted((row for row in found if row.tokens == tokens), key=lambda row: row.took_s[name])
         for row in rows[:3]:
             print(f"{tokens:6} {name:8} {1e6 * row.took_s[name]:9.1f} us  {row.tiling}")
+    print("TILES = (", *(f"    {row!r}," for row in table(found, shape)), ")", sep="\n")
 
 
 if __name__ == "__main__":

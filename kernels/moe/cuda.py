@@ -22,10 +22,10 @@ from tidemill.kernels.moe.choose import choose
 from tidemill.kernels.moe.experts import Experts
 from tidemill.kernels.moe.order import PAIRS_AT_ONCE, is_few, order_of, tile_of
 from tidemill.kernels.moe.routing import Choice, Routing
+from tidemill.kernels.moe.tiles import ExpertTiles, tiles_for
 from tidemill.kernels.rms_norm.cuda import launch, normalised
 from tidemill.kernels.shared.row_of import ROWS_AT_ONCE
 from tidemill.kernels.shared.rows import Rows
-from tidemill.kernels.shared.tiles import has_large
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -224,37 +224,20 @@ def combine_norm(
     tl.store(y + token * H + at_N[None, :], y_1N.to(y.dtype.element_ty), mask=in_N[None, :])
 
 
-# Tokens of a tile, and up to how many pairs of an average expert. Its weights are read once for each of its
-# tiles, but for what the second finds in the L2: a tile takes most experts whole while reading is the cost.
-TILES = ((16, 6), (32, 20), (64, 48), (128, None))
-# By tokens of a tile: columns, depth of a step, warps, stages. Three or two programs share a multiprocessor
-# while weights are streamed, which hides where each begins.
-GATE_UP = {16: (64, 64, 4, 4), 32: (64, 64, 4, 4), 64: (64, 64, 4, 4), 128: (128, 64, 8, 4)}
-DOWN = {16: (128, 64, 4, 4), 32: (128, 64, 4, 4), 64: (128, 64, 4, 4), 128: (256, 64, 8, 4)}
-CODES_TOKENS = 64  # of a tile of codes, at most: registers hold factors beside sums
-SMALL_TILE = 64  # tokens at most where shared memory is smaller
 FLOAT32 = (64, 16, 4, 2)  # no matrix unit multiplies float32: for tests and small models
-
-
-def tile_tokens(pairs: int, experts: int) -> int:
-    """Return the tokens of a tile, from the shapes: the number of tokens of each expert is only on the
-    device."""
-    found = next(tokens for tokens, most in TILES if most is None or pairs <= most * experts)
-    return found if has_large() else min(found, SMALL_TILE)
 
 
 def tiles(
     choice: Choice, experts: int, *, codes: bool = False
-) -> tuple[int, int, tuple[Tensor | int | None, ...]]:
-    """Return the tokens of a tile, the number of tiles, enough for every way in which tokens could have
+) -> tuple[ExpertTiles, int, tuple[Tensor | int | None, ...]]:
+    """Return the sizes of tiles, the number of them, enough for every way in which tokens could have
     chosen, and what `tile_of` takes."""
     pairs = choice.experts_TK.numel()
-    m = tile_tokens(pairs, experts)
-    m = min(CODES_TOKENS, m) if codes else m
-    if is_few(pairs, experts, m):
-        return m, pairs, (choice.experts_TK, None, None, pairs)
+    row = tiles_for(pairs, experts, codes=codes)
+    if is_few(pairs, experts, row.tokens):
+        return row, pairs, (choice.experts_TK, None, None, pairs)
     assert choice.order is not None
-    return m, pairs // m + experts, (choice.experts_TK, *choice.order, pairs)
+    return row, pairs // row.tokens + experts, (choice.experts_TK, *choice.order, pairs)
 
 
 def route(logits_TE: Tensor, routing: Routing, rows: Rows | None = None) -> Choice:
@@ -276,7 +259,7 @@ def route(logits_TE: Tensor, routing: Routing, rows: Rows | None = None) -> Choi
         ROWS=ROWS_AT_ONCE, num_warps=1,
     )  # fmt: skip
     pairs = tokens * each
-    few = is_few(pairs, every, tile_tokens(pairs, every))
+    few = is_few(pairs, every, tiles_for(pairs, every).tokens)
     return Choice(chosen_TK, weights_TK, None if few else order_of(chosen_TK, every))
 
 
@@ -284,7 +267,7 @@ def own_experts(choice: Choice, first: int, end: int) -> Choice:
     """Choose as the reference does, and sort the pairs again."""
     own = reference.own_experts(choice, first, end)
     pairs, experts = own.experts_TK.numel(), end - first
-    few = is_few(pairs, experts, tile_tokens(pairs, experts))
+    few = is_few(pairs, experts, tiles_for(pairs, experts).tokens)
     return own if few or not pairs else own._replace(order=order_of(own.experts_TK, experts))
 
 
@@ -299,8 +282,8 @@ def moe_inner(x_TH: Tensor, choice: Choice, experts: Experts) -> Tensor:
     hidden_TKI = x_TH.new_empty(tokens, top_k, inner)
     if not tokens:
         return hidden_TKI
-    m, count, found = tiles(choice, len(gate_up.data), codes=gate_up.scales is not None)
-    tile = _tile(gate_up, m, GATE_UP, 2)
+    row, count, found = tiles(choice, len(gate_up.data), codes=gate_up.scales is not None)
+    tile = _tile(gate_up, row.tokens, row.gate_up, 2)
     gate_up_tile[(count, triton.cdiv(inner, tile["N"]))](
         x_TH, *_weights(gate_up), hidden_TKI, *found, x_TH.stride(0),
         experts.alpha, experts.limit, CLAMPED=experts.activation == "clamped", **constants(gate_up),
@@ -367,8 +350,8 @@ def _parts(
     assert gate_T1 is None or gate_T1.shape == (tokens, 1)
     hidden_TKI = hidden_TKI.to(dtype_of(down))
     part_TKH = hidden_TKI.new_empty(tokens, top_k, width)
-    m, count, found = tiles(choice, len(down.data), codes=down.scales is not None)
-    tile = _tile(down, m, DOWN, 1)
+    row, count, found = tiles(choice, len(down.data), codes=down.scales is not None)
+    tile = _tile(down, row.tokens, row.down, 1)
     down_tile[(count, triton.cdiv(width, tile["N"]))](
         hidden_TKI, *_weights(down), part_TKH, *found, **constants(down), E=len(down.data), I=inner, H=width,
         AT_ONCE=PAIRS_AT_ONCE, **tile,
@@ -377,13 +360,11 @@ def _parts(
     return part_TKH, choice.experts_TK, choice.weights_TK, shared_TH, gate_T1, stride
 
 
-def _tile(
-    weight: Packed, tokens: int, table: dict[int, tuple[int, int, int, int]], products: int
-) -> dict[str, int]:
+def _tile(weight: Packed, tokens: int, sizes: tuple[int, int, int, int], products: int) -> dict[str, int]:
     """Return the sizes of a tile of `tokens`, and how it is launched."""
     if weight.scales is not None:
         return tile_of_codes(weight, tokens, products)
-    n, depth, warps, stages = table[tokens] if weight.data.dtype == torch.bfloat16 else FLOAT32
+    n, depth, warps, stages = sizes if weight.data.dtype == torch.bfloat16 else FLOAT32
     return {"M": tokens, "N": n, "D": depth, "num_warps": warps, "num_stages": stages}
 
 

@@ -20,7 +20,7 @@ from tests.triton import (
 from tests.unit.kernels.test_stored import CODE_KINDS, stored
 from tidemill.kernels.linear import cuda as linear_cuda
 from tidemill.kernels.linear.stored import Kind, plain
-from tidemill.kernels.moe.cuda import tile_tokens
+from tidemill.kernels.moe.tiles import tiles_for
 from tidemill.kernels.rms_norm import cuda as rms_norm_cuda
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -92,7 +92,7 @@ def test_token_has_the_same_bits_beside_any_number_of_others(dtype: torch.dtype)
     layer = test_moe.layer_of(600, 16, 256, 128, dtype).on("cuda")
     whole = test_moe.moe(layer, 4)
     counts = (1, 20, 70, 150)
-    assert [tile_tokens(4 * n, 16) for n in (*counts, 600)] == [16, 16, 32, 64, 128]
+    assert [tiles_for(4 * n, 16).tokens for n in (*counts, 600)] == [16, 16, 32, 64, 128]
     for count in counts:
         rows = list(range(600 - count, 600))
         assert same_bits(test_moe.moe(layer.rows(rows), 4), whole[rows]), count

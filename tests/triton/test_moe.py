@@ -23,12 +23,12 @@ from tidemill.kernels.moe.cuda import (
     moe_outer_norm,
     own_experts,
     route,
-    tile_tokens,
     tiles,
 )
 from tidemill.kernels.moe.experts import Experts
 from tidemill.kernels.moe.order import is_few, order_of, tile_of
 from tidemill.kernels.moe.routing import Choice, Routing
+from tidemill.kernels.moe.tiles import tiles_for
 from tidemill.kernels.rms_norm.reference import rms_norm
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -222,10 +222,11 @@ def test_every_pair_is_in_one_tile_of_its_expert(tokens: int, experts: int, top_
     if how == "padded":
         chosen_TK[tokens // 2 :] = -1
     pairs = tokens * top_k
-    few = is_few(pairs, experts, tile_tokens(pairs, experts))
+    few = is_few(pairs, experts, tiles_for(pairs, experts).tokens)
     order = None if few else order_of(chosen_TK, experts)
-    m, count, found = tiles(Choice(chosen_TK, chosen_TK, order), experts)
-    assert m == tile_tokens(pairs, experts)
+    row, count, found = tiles(Choice(chosen_TK, chosen_TK, order), experts)
+    assert row == tiles_for(pairs, experts)
+    m = row.tokens
     shown = chosen_TK.new_empty(count, 1 + m)
     show: Any = show_tile  # Triton has no types
     show[(count,)](*found, shown, E=experts, M=m, AT_ONCE=16)

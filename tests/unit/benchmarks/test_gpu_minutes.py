@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from benchmarks.gpu import minutes
+from benchmarks.gpu import minutes, sweep
 from benchmarks.gpu.minutes import (
     CALL_S_MAX,
     END_S,
@@ -25,8 +25,10 @@ from benchmarks.gpu.minutes import (
     verdicts_on,
 )
 from benchmarks.gpu.parcel import MIB_MAX, PARCEL_MIB_MAX, fitting, tracked_bytes
+from benchmarks.gpu.works import Shape
 
 from tests.support.waits import eventually
+from tidemill.kernels.moe.tiles import ExpertTiles
 
 HANG = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]], start_new_session=True)"
 SLEEP = "import time; time.sleep(300)"
@@ -86,7 +88,7 @@ def test_the_checkout_leaves_room_for_the_parcel() -> None:
 PIECES = """
 import sys, time
 from pathlib import Path
-from benchmarks.gpu import minutes
+from benchmarks.gpu import minutes, sweep
 from benchmarks.gpu.minutes import Piece
 
 def python(text):
@@ -144,3 +146,23 @@ def test_goals_of_kernels(tmp_path: Path) -> None:
     (tmp_path / "gpu_kernels.json").write_text(json.dumps({"works": [row, beaten]}))
     verdicts = [(found.what, found.verdict) for found in kernel_verdicts(tmp_path)]
     assert verdicts == [("x", "reached"), ("x", "MISSED"), ("x", "figure"), ("y", "figure"), ("y", "MISSED")]
+
+
+def test_sweep_fills_the_table_of_tiles() -> None:
+    """Both products share the tokens of a tile, and nothing else."""
+
+    def timed(tokens: int, sizes: tuple[int, int, int, int, int], gate_up: float, down: float) -> sweep.Timed:
+        return sweep.Timed(tokens, sweep.Tiling(*sizes), {"gate_up": gate_up, "down": down})
+
+    found = [
+        timed(32, (16, 64, 64, 4, 3), 2.0, 1.0),
+        timed(32, (16, 128, 64, 4, 4), 1.0, 3.0),
+        timed(32, (32, 64, 64, 4, 4), 0.9, 1.5),
+        timed(512, (64, 128, 128, 8, 3), 1.0, 1.0),
+        timed(512, (32, 64, 64, 4, 4), 0.5, 1.6),
+    ]
+    shape = Shape(experts=512, top_k=10)
+    assert sweep.table(found, shape) == [
+        ExpertTiles(2.5, 16, (128, 64, 4, 4), (64, 64, 4, 3)),
+        ExpertTiles(None, 64, (128, 128, 8, 3), (128, 128, 8, 3)),
+    ]
