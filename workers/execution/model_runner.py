@@ -22,7 +22,7 @@ from tidemill.workers.execution.cuda_graphs import Capture, Graphs, GraphShape, 
 from tidemill.workers.execution.logprobs import scores_of
 from tidemill.workers.execution.mtp_drafter import MtpDrafter, ends_of
 from tidemill.workers.execution.recorded_steps import RecordedSteps
-from tidemill.workers.execution.sampler import Sampler, token_ids
+from tidemill.workers.execution.sampler import Sampler
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import PENDING, Drawn, Row, Step
 from tidemill.workers.execution.step_tensors import inputs_of, kept_of
@@ -153,10 +153,10 @@ class TorchRunner:
     ) -> list[tuple[int, ...]]:
         return guesser.run(step, tokens, hidden_TH, ends_of(drawn), self._choose)
 
-    def _choose(self, logits_NV: torch.Tensor, rows: Step) -> list[int]:
+    def _choose(self, logits_NV: torch.Tensor, rows: Step) -> torch.Tensor:
         """Return the most likely token of each row, whatever its sampling (measured: decision 25)."""
         assert len(logits_NV) == len(rows)
-        return token_ids(logits_NV.argmax(dim=-1))
+        return logits_NV.argmax(dim=-1)
 
     def _outputs(self, step: Step, tokens: list[int]) -> Outputs:
         """Compute what all ranks of a group compute together."""

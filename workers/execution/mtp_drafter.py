@@ -13,18 +13,20 @@ what it writes there, and at e where a page begins.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 import torch
 
-from tidemill.workers.execution.step import Drawn, Row, Step
+from tidemill.workers.execution.sampler import token_ids
+from tidemill.workers.execution.step import PENDING, Drawn, Row, Step
 from tidemill.workers.execution.step_tensors import inputs_of
 from tidemill.workers.models.architectures.registry import DraftHead
 from tidemill.workers.models.inputs import Caches, Inputs, on_device
 
-Choose: TypeAlias = Callable[[torch.Tensor, Step], list[int]]
-"""Returns a guess for each row, from logits `[N, vocabulary]` after its last token."""
+Choose: TypeAlias = Callable[[torch.Tensor, Step], torch.Tensor]
+"""Returns a guess for each row, int64 `[N]`, from logits `[N, vocabulary]` after its last token."""
 
 
 class DrawnEnd(NamedTuple):
@@ -112,39 +114,54 @@ class MtpDrafter:
         found = slots_of(step, tokens, ends, self._page_tokens)
         if not found:
             return [()] * len(step)
-        sources_T = torch.tensor([source for slots in found for source in slots.sources])
-        sources_T = sources_T.to(hidden_TH.device)
+        device = hidden_TH.device
+        sources_T = _moved([source for slots in found for source in slots.sources], device)
         before_TH = hidden_TH[sources_T.clamp(min=0)].masked_fill((sources_T == NONE)[:, None], 0.0)
         after_TH = self._forward(before_TH, tuple(slots.row for slots in found))
         ends_N = accumulate(len(slots.sources) for slots in found)
         last = [end - 1 for end, slots in zip(ends_N, found, strict=True) if slots.guesses]
         rows = {slots.number: slots.row for slots in found if slots.guesses}
-        guesses = self._guess(rows, after_TH[last], choose) if rows else {}
+        guesses = self._guess(rows, after_TH[_moved(last, device)], choose) if rows else {}
         return [tuple(guesses.get(index, ())) for index in range(len(step))]
 
     def _guess(self, rows: dict[int, Row], hidden_NH: torch.Tensor, choose: Choose) -> dict[int, list[int]]:
-        """Return the guesses by the index of each row, from the hidden states after its last token."""
-        guesses: dict[int, list[int]] = {index: [] for index in rows}
+        """Return the guesses by the index of each row, from the hidden states after its last token. Guesses
+        stay on the device, and the host waits for all of them together."""
+        rounds: list[tuple[list[int], torch.Tensor]] = []
         while True:
-            chosen = choose(self._logits(hidden_NH), tuple(rows.values()))
-            for index, token in zip(rows, chosen, strict=True):
-                guesses[index].append(token)
+            chosen_N = choose(self._logits(hidden_NH), tuple(rows.values()))
+            rounds.append((list(rows), chosen_N))
             going = [
-                len(guesses[index]) < self._guesses_max and row.end < len(row.pages) * self._page_tokens
-                for index, row in rows.items()
+                len(rounds) < self._guesses_max and row.end < len(row.pages) * self._page_tokens
+                for row in rows.values()
             ]
+            if not any(going):
+                break
             rows = {
-                index: row._replace(tokens=(guesses[index][-1],), start=row.end)
+                index: row._replace(tokens=(PENDING,), start=row.end)
                 for (index, row), goes in zip(rows.items(), going, strict=True)
                 if goes
             }
-            if not rows:
-                return guesses
-            hidden_NH = self._forward(
-                hidden_NH[torch.tensor(going).to(hidden_NH.device)], tuple(rows.values())
-            )
+            going_N = _moved([at for at, goes in enumerate(going) if goes], hidden_NH.device)
+            hidden_NH = self._forward(hidden_NH[going_N], tuple(rows.values()), chosen_N[going_N])
+        tokens = iter(token_ids(torch.cat([chosen_N for _, chosen_N in rounds])))
+        guesses: dict[int, list[int]] = {}
+        for indices, _ in rounds:
+            for index in indices:
+                guesses.setdefault(index, []).append(next(tokens))
+        return guesses
 
-    def _forward(self, before_TH: torch.Tensor, rows: Step) -> torch.Tensor:
+    def _forward(
+        self, before_TH: torch.Tensor, rows: Step, tokens_T: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run the head. `tokens_T` are those of the rows where only the device knows them."""
         tokens = [token for row in rows for token in row.tokens]
-        inputs = inputs_of(rows, tokens, self._page_tokens)
-        return self._head.forward(before_TH, on_device(inputs, before_TH.device), self._caches)
+        inputs = on_device(inputs_of(rows, tokens, self._page_tokens), before_TH.device)
+        if tokens_T is not None:
+            inputs = replace(inputs, tokens_T=tokens_T)
+        return self._head.forward(before_TH, inputs, self._caches)
+
+
+def _moved(numbers: list[int], device: torch.device) -> torch.Tensor:
+    """Return the numbers on the device, in a copy for which the host does not wait."""
+    return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)

@@ -144,10 +144,10 @@ class GroupRunner(TorchRunner):
         with self._together():
             return super()._guess(guesser, step, tokens, hidden_TH, drawn)
 
-    def _choose(self, logits_NV: torch.Tensor, rows: Step) -> list[int]:
-        chosen = super()._choose(logits_NV, rows)
-        self._group.exchange.control.broadcast(torch.tensor(chosen))
-        return chosen
+    def _choose(self, logits_NV: torch.Tensor, rows: Step) -> torch.Tensor:
+        chosen_N = super()._choose(logits_NV, rows)
+        self._group.exchange.control.broadcast(chosen_N.cpu())
+        return chosen_N
 
     @contextmanager
     def _together(self) -> Generator[None]:

@@ -64,9 +64,8 @@ class RankRunner(TorchRunner):
         ends = [DrawnEnd(*tokens) for tokens in ends_N2.numpy().tolist()]
         return None if any(end.num_drawn == NONE for end in ends) else ends
 
-    def _choose(self, logits_NV: torch.Tensor, rows: Step) -> list[int]:
+    def _choose(self, logits_NV: torch.Tensor, rows: Step) -> torch.Tensor:
         """Return the guess of the leader."""
-        del logits_NV
         tokens_N = torch.zeros(len(rows), dtype=torch.int64)
         self._control.broadcast(tokens_N)
-        return tokens_N.numpy().tolist()
+        return tokens_N.to(logits_NV.device)

@@ -6,13 +6,17 @@ right place."""
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.kernels.launched import META, Counted
+from tests.support.workers.released import there
 from tidemill.kvstore.layout import PageId
+from tidemill.workers.execution import mtp_drafter as drafter_module
 from tidemill.workers.execution.mtp_drafter import DrawnEnd, MtpDrafter
-from tidemill.workers.execution.step import Row, Step
+from tidemill.workers.execution.step import PENDING, Row, Step
 from tidemill.workers.models.inputs import Caches, Inputs
 from tidemill.workers.parallel.frames import ELSEWHERE
 
@@ -62,13 +66,15 @@ def guess_of(token: int, position: int) -> int:
     return (3 * token + position + 1) % VOCABULARY
 
 
-def choose(logits_NV: torch.Tensor, rows: Step) -> list[int]:
-    """`logits` are the hidden states themselves here. Each row ends at the token that they stand behind."""
-    assert [(row.tokens[-1], row.end - 1) for row in rows] == [
-        tuple(pair) for pair in logits_NV.int().tolist()
-    ]
-    assert all(row.sampling_state is ELSEWHERE and not row.drafts for row in rows)
-    return [guess_of(int(token), int(position)) for token, position in logits_NV.tolist()]
+def choose(logits_NV: torch.Tensor, rows: Step) -> torch.Tensor:
+    """`logits` are the hidden states themselves here. Each row ends at the token that they stand behind,
+    which only the device knows if it is a guess."""
+    for row, (token, position) in zip(rows, logits_NV.int().tolist(), strict=True):
+        assert row.end - 1 == position
+        assert row.tokens[-1] in (token, PENDING)
+        assert row.sampling_state is ELSEWHERE
+        assert not row.drafts
+    return torch.tensor([guess_of(int(token), int(position)) for token, position in logits_NV.tolist()])
 
 
 @dataclass
@@ -185,3 +191,36 @@ def test_without_a_slot_the_head_rests() -> None:
     row = Row("", (5,), 3, (PageId(1),), None, (), sampling_state=ELSEWHERE)
     assert guesser.run((row,), (5,), torch.zeros(1, 2), [DrawnEnd(1, 6)], choose) == [()]
     assert head.steps == 0
+
+
+class There:
+    """A head on a device."""
+
+    def forward(self, hidden_TH: torch.Tensor, inputs: Inputs, caches: Caches) -> torch.Tensor:
+        assert caches is NO_CACHES
+        assert inputs.tokens_T.device == META
+        return hidden_TH.new_empty(len(inputs.tokens_T), 2)
+
+
+def test_host_waits_for_all_guesses_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    def ids(ids_N: torch.Tensor) -> list[int]:
+        read.append(len(ids_N))
+        return [3] * len(ids_N)
+
+    monkeypatch.setattr(drafter_module, "token_ids", ids)
+    monkeypatch.setattr(drafter_module, "on_device", there)
+    guesser = MtpDrafter(There(), lambda hidden_NH: hidden_NH, NO_CACHES, 4, 3)
+    rows = [Row("", (5,), 3, (PageId(1),) * pages, None, (), sampling_state=ELSEWHERE) for pages in (1, 2, 3)]
+    with Counted() as counted:
+        guesses = guesser.run(
+            tuple(rows),
+            (5,) * 3,
+            torch.empty(3, 2, device=META),
+            [DrawnEnd(1, 6)] * 3,
+            lambda logits_NV, _: logits_NV.argmax(dim=-1),
+        )
+    assert guesses == [(), (3, 3, 3), (3, 3, 3)]
+    assert read == [6]
+    assert counted.to_host == 0
