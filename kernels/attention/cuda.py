@@ -7,7 +7,8 @@
 A row of one token is cut at fixed places into spans of keys, to which programs attend side by side and
 whose results are then added up (split-KV, as in Flash-Decoding). The tokens of a longer row are taken in
 tiles, each of which goes through its keys from the first to the last (FlashAttention-2, arXiv 2307.08691).
-A row of up to SHORT_TOKENS tokens, such as guesses or the tail of a prompt, has both tiles and spans.
+A row of up to SHORT_TOKENS tokens, such as guesses or the tail of a prompt, has both tiles and spans, as has
+a longer one that continues a long text in too few tiles for a device.
 What comes out for a token depends on its own sequence, and on the number of tokens of its row, not on the
 rest of the batch. A window leaves out the spans, and the keys of a tile, that lie wholly before it; a sink is
 one more score.
@@ -32,6 +33,9 @@ from tidemill.kernels.attention.lists import (
     LONG,
     SHORT,
     SINGLES,
+    SPLIT,
+    SPLIT_ADDED,
+    UNBOUNDED,
     Cut,
     Lists,
     entry_of,
@@ -51,6 +55,8 @@ SHORT_TOKENS = 64  # of a row, at most, whose keys are split
 SPANS_SHORT = 32  # of such a row, at most
 RESULTS_MAX = 1 << 20  # elements of a short row's results, at most, before they are added up
 TOKENS_AT_ONCE = 8  # of one program of `add_short`
+SPLIT_PROGRAMS = 128  # of a longer row, at most, whose keys are split: as many as multiprocessors
+SPLIT_KEYS, SPANS_SPLIT = 16_384, 4  # of its sequence, at least; and its spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,16 +305,20 @@ def _attention(
         "FIRST": max(16, triton.next_power_of_2(first)), "ALIKE": cache.shape[2] == 1, "WINDOW": window,
         "FIXED": isinstance(cache, Fp8) and cache.is_fixed,
     }  # fmt: skip
+    tile = row_tile(width, numbers.dtype, short=False).queries
     cut = Cut(
         short=_short(q_THD, window),
         group=group,
-        tile=row_tile(width, numbers.dtype, short=False).queries,
+        tile=tile,
         short_tile=row_tile(width, numbers.dtype, short=True).queries,
         added=TOKENS_AT_ONCE,
         span=SPAN_TOKENS,
         spans=SPANS_MAX,
         spans_short=SPANS_SHORT,
         budget=_budget(q_THD),
+        split=0 if window is not None or shape["ALIKE"] else SPLIT_PROGRAMS * tile // q_heads,
+        split_keys=SPLIT_KEYS,
+        spans_split=SPANS_SPLIT,
         window=window,
     )
     lists = lists_of(rows, tokens, rows.pages_BN.shape[1] * page_tokens, cut, made)
@@ -321,6 +331,8 @@ def _attention(
             _attend_several(q_THD, *step, gate, SHORT)
         if tokens > cut.short:
             _attend_several(q_THD, *step, gate, LONG)
+        if len(lists.most) > SPLIT:
+            _attend_several(q_THD, *step, gate, SPLIT)
     return out_THD
 
 
@@ -379,23 +391,25 @@ def _attend_several(
     gate: Gate,
     kind: int,
 ) -> None:
-    """Attend for the rows that are SHORT, whose keys are split, or LONG."""
+    """Attend for the rows that are SHORT or SPLIT, whose keys are split, or LONG."""
     (tokens, q_heads, dim), num_rows = q_THD.shape, len(rows.lens_B)
-    short = kind == SHORT
-    tile, sums = row_tile(shape["DIMS"], _numbers(cache).dtype, short=short), (None, None, None)
-    if short:
-        places = min(tokens * cut.spans_short, num_rows * cut.budget)
+    splits = kind != LONG
+    spans, budget = (cut.spans_split, UNBOUNDED) if kind == SPLIT else (cut.spans_short, cut.budget)
+    tile, sums = row_tile(shape["DIMS"], _numbers(cache).dtype, short=splits), (None, None, None)
+    if splits:
+        places = min(tokens * spans, num_rows * budget)
         weights, tops = q_THD.new_empty(2, places, q_heads, dtype=torch.float32)
         sums = q_THD.new_empty(places, q_heads, dim, dtype=torch.float32), weights, tops
-    constants = {"SPAN": cut.span, "SPANS": cut.spans_short, "BUDGET": cut.budget if short else None}
-    (attend_rows if short else attend_tile)[lists.grid(kind, cache.shape[1] * shape["PARTS"])](
+    constants = {"SPAN": cut.span, "SPANS": spans, "BUDGET": budget if splits else None}
+    (attend_rows if splits else attend_tile)[lists.grid(kind, cache.shape[1] * shape["PARTS"])](
         q_THD, *_memory(cache, tile.keys, shape["R"]), sinks_H, lists.lists_KN[kind], *_ids(rows),
         gate[0][0], *sums, dim**-0.5 * LOG2_E.value, *_strides(q_THD, cache, rows), **shape, **constants,
         QUERIES=tile.queries, KEYS=tile.keys, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
-    if short:
-        add_short[lists.grid(ADDED, q_heads)](
-            *sums, sinks_H, lists.lists_KN[ADDED], *_ids(rows)[:2], *gate[0], *gate[1], **constants,
+    if splits:
+        added = SPLIT_ADDED if kind == SPLIT else ADDED
+        add_short[lists.grid(added, q_heads)](
+            *sums, sinks_H, lists.lists_KN[added], *_ids(rows)[:2], *gate[0], *gate[1], **constants,
             D=dim, DIMS=triton.next_power_of_2(dim), TOKENS=cut.added, num_warps=4,
         )  # fmt: skip
 

@@ -24,9 +24,11 @@ PROGRAMS = 1056  # of one launch, at most: eight for each multiprocessor of an H
 ENTRIES_AT_ONCE = 128  # of one round of `list_entries`
 ALIGNED = 2  # numbers: kernels are compiled once for addresses that are multiples of 16 bytes
 
-SINGLES, SHORT, ADDED, LONG = range(4)
+SINGLES, SHORT, ADDED, LONG, SPLIT, SPLIT_ADDED = range(6)
 """The lists: spans of rows of one token; tiles and spans of short rows, and tiles of their tokens to add up;
-tiles of longer rows."""
+tiles of longer rows; the same as for short rows of longer ones after a long text."""
+
+UNBOUNDED = 1 << 30  # a budget
 
 
 class Cut(NamedTuple):
@@ -38,6 +40,8 @@ class Cut(NamedTuple):
     added       tokens of a program that adds up spans
     span        tokens of a span, as long as a row of one token has at most `spans`, and a short one, of
                 `budget` results at most, has `spans_short`
+    split       tokens of a longer row, at most, whose keys are split into `spans_split` if it is one of a
+                sequence of at least `split_keys`: its tiles alone would leave most of a device idle
     """
 
     short: int
@@ -49,6 +53,9 @@ class Cut(NamedTuple):
     spans: int
     spans_short: int
     budget: int
+    split: int
+    split_keys: int
+    spans_split: int
     window: int | None
 
 
@@ -81,7 +88,8 @@ def entries_of(
     kind, tokens, length,
     SHORT: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, SHORT_TILE: tl.constexpr,
     ADDED: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, SPANS_SHORT: tl.constexpr,
-    BUDGET: tl.constexpr, WINDOW: tl.constexpr,
+    BUDGET: tl.constexpr, SPLIT: tl.constexpr, SPLIT_KEYS: tl.constexpr, SPANS_SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Return the entries of rows in a list."""
     _, span_tokens, first_span = spans_of(length, SPAN, SPANS, WINDOW)
@@ -89,9 +97,15 @@ def entries_of(
     is_short = (tokens > 1) & (tokens <= SHORT)
     singles = tl.where(tokens == 1, tl.cdiv(length, span_tokens) - first_span, 0)
     short = tl.where(is_short, tl.cdiv(tokens * GROUP, SHORT_TILE) * tl.cdiv(length, short_tokens), 0)
-    added = tl.where(is_short, tl.cdiv(tokens, ADDED), 0)
-    long = tl.where((tokens > 1) & (tokens > SHORT), tl.cdiv(tokens * GROUP, TILE), 0)
-    return tl.where(kind == 0, singles, tl.where(kind == 1, short, tl.where(kind == 2, added, long)))
+    added = tl.cdiv(tokens, ADDED)
+    is_long = (tokens > 1) & (tokens > SHORT)
+    is_split = is_long & (tokens <= SPLIT) & (length >= SPLIT_KEYS)
+    long = tl.where(is_split, 0, tl.where(is_long, tl.cdiv(tokens * GROUP, TILE), 0))
+    spans = tl.cdiv(length, tl.maximum(SPAN * tl.cdiv(length, SPAN * SPANS_SPLIT), 1))
+    split = tl.where(is_split, tl.cdiv(tokens * GROUP, SHORT_TILE) * spans, 0)
+    found = tl.where(kind == 0, singles, tl.where(kind == 1, short, tl.where(is_short, added, 0)))
+    found = tl.where(kind == 3, long, tl.where(kind == 4, split, found))
+    return tl.where(kind == 5, tl.where(is_split, added, 0), found)
 
 
 @triton.jit(do_not_specialize=["rows", "stride"])
@@ -101,7 +115,8 @@ def list_entries(
     rows, stride,
     SHORT: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, SHORT_TILE: tl.constexpr,
     ADDED: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, SPANS_SHORT: tl.constexpr,
-    BUDGET: tl.constexpr, WINDOW: tl.constexpr,
+    BUDGET: tl.constexpr, SPLIT: tl.constexpr, SPLIT_KEYS: tl.constexpr, SPANS_SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
     ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Row i in list j of a grid (i, j). The last entry is listed first: later tokens have more keys."""
@@ -115,7 +130,8 @@ def list_entries(
         length_R = tl.load(lens + row_R, mask=is_row_R, other=0)
         entries_R = entries_of(
             kind, tokens_R, length_R,
-            SHORT, GROUP, TILE, SHORT_TILE, ADDED, SPAN, SPANS, SPANS_SHORT, BUDGET, WINDOW,
+            SHORT, GROUP, TILE, SHORT_TILE, ADDED, SPAN, SPANS, SPANS_SHORT, BUDGET,
+            SPLIT, SPLIT_KEYS, SPANS_SPLIT, WINDOW,
         )  # fmt: skip
         every += tl.sum(entries_R, 0)
         own += tl.sum(tl.where(row_R == row, entries_R, 0), 0)
@@ -167,6 +183,10 @@ def lists_of(rows: Rows, tokens: int, table_tokens: int, cut: Cut, made: Made | 
         short = tiles(2, cut.short, cut.group, cut.short_tile) * min(cut.spans_short, spans)
         long = tiles(max(cut.short, 1) + 1, tokens, cut.group, cut.tile)
         most += [short, tiles(2, cut.short, 1, cut.added), long]
+        least = cut.short + 1
+        if cut.split >= least <= tokens and table_tokens >= cut.split_keys:
+            split = tiles(least, cut.split, cut.group, cut.short_tile) * min(cut.spans_split, spans)
+            most += [split, tiles(least, cut.split, 1, cut.added)]
     key = cut, tuple(most)
     made = {} if made is None else made
     if key not in made:

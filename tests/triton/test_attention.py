@@ -172,9 +172,15 @@ TAILS = Case(new=[4, 1, 64, 65, 2, 9], before=[700, 90, 500, 130, 3, 63], heads=
         (replace(TAILS, sinks=True), "RESULTS_MAX", 2048),
         # A short row of the longest text has programs for every span, and leaves none out.
         (Case(new=[3, 3], before=[250, 100], page_tokens=16, heads=(2, 1), dim=16), "SPANS_SHORT", 2),
+        # One of two longer rows is behind a long text.
+        (
+            Case(new=[1, 70, 66, 3], before=[90, 400, 100, 500], heads=(4, 2), dim=32, sinks=True),
+            "SPLIT_KEYS",
+            400,
+        ),
     ],
 )
-def test_short_rows_split_their_keys(
+def test_rows_of_several_tokens_split_their_keys(
     monkeypatch: pytest.MonkeyPatch, case: Case, limit: str, value: int
 ) -> None:
     """Rows after a long text, whose keys are split: the definition, the same bits alone, and a gate."""
@@ -204,8 +210,10 @@ def test_smaller_tiles_match_the_definition(monkeypatch: pytest.MonkeyPatch, nam
     check(CASES[name])
 
 
-def test_no_entry_of_a_list_is_empty() -> None:
-    """Four tokens see 704 keys, in spans of 64; 65 tokens of two query heads are two tiles; and so on."""
+@pytest.mark.parametrize("split_keys", [1 << 14, 196, 195])
+def test_no_entry_of_a_list_is_empty(split_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four tokens see 704 keys, in spans of 256; 65 tokens of two query heads are two tiles; and so on."""
+    monkeypatch.setattr(cuda, "SPLIT_KEYS", split_keys)
     made: Made = {}
     layer = Layer(TAILS)
     cuda.attention(layer.q_THD, layer.cache, layer.rows, None, None, made)
@@ -217,8 +225,12 @@ def test_no_entry_of_a_list_is_empty() -> None:
         lists.SINGLES: [(1, 1)],
         lists.SHORT: [(0, 3), (2, 3), (4, 1), (5, 1)],
         lists.ADDED: [(0, 1), (2, 8), (4, 1), (5, 2)],
-        lists.LONG: [(3, 2)],
+        lists.LONG: [(3, 2)] if split_keys > 195 else [],
     }
+    if split_keys < 1 << 14:
+        parts[lists.SPLIT] = [(3, 2)] if split_keys == 195 else []
+        parts[lists.SPLIT_ADDED] = [(3, 9)] if split_keys == 195 else []
+    assert len(found) == len(parts)
     for kind, of_rows in parts.items():
         every = [(row, part) for row, count in of_rows for part in range(count)]
         assert found[kind] == every[::-1]

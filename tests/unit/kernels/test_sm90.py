@@ -120,15 +120,17 @@ def attend(
     window: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     coded: bool = False,
+    pages: int = 64,
 ) -> Callable[[], None]:
-    """Rows of `new` tokens after 500: qk-norm, rope and store, then attention, with sinks beside a window."""
+    """Rows of `new` tokens after 500, in tables of `pages`: qk-norm, rope and store, then attention, with
+    sinks beside a window."""
 
     def run() -> None:
         q_heads, kv_heads = heads
         cache = torch.zeros(3, kv_heads, 2, 2, page_tokens, dim, dtype=dtype)[:, :, 1]
         if coded:
             cache = coded_pages([Attention(kv_heads=kv_heads, head_dim=dim)] * 2, page_tokens)
-        rows = step(new, [500] * len(new), torch.zeros(len(new), 64, dtype=torch.int32))
+        rows = step(new, [500] * len(new), torch.zeros(len(new), pages, dtype=torch.int32))
         tokens = sum(new)
         q_gate_THD = torch.zeros(tokens, q_heads, 2 * dim, dtype=dtype)
         k_TKD, v_TKD = torch.zeros(2, tokens, kv_heads, dim, dtype=dtype)
@@ -241,6 +243,9 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "attention, mixed": attend(MIXED, (16, 2), 256),
     "attention, decode, dim 128": attend([1] * 32, (32, 8), 128),
     "attention, mixed, dim 128": attend(MIXED, (32, 8), 128),
+    "attention, mixed, long text": attend(MIXED, (16, 2), 256, pages=256),
+    "attention, mixed, long text, dim 128": attend(MIXED, (32, 8), 128, pages=256),
+    "attention, mixed, long text, FP8": attend(MIXED, (16, 2), 256, pages=256, coded=True),
     "attention, window, dim 64": attend(MIXED, (64, 8), 64, window=128),
     "attention, window, dim 128": attend(MIXED, (32, 8), 128, window=4096),
     "attention, window, dim 256": attend(MIXED, (8, 4), 256, window=1024),

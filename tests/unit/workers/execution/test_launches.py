@@ -151,6 +151,16 @@ def test_programs_of_attention_are_those_that_have_work(
             assert launch.grid[0] <= tiles, launch
 
 
+def test_chunk_of_a_prompt_behind_a_long_text_fills_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tiles are 64 of 128 query vectors, all heads together."""
+    model, caches = released("Qwen3-Next-80B-A3B")
+    with launching(monkeypatch) as launches, torch.inference_mode():
+        model.forward(there(padding(1, (1 << 17) // PAGE_TOKENS, 512), META), caches)
+    grids = [launch.grid for launch in launches if launch.kernel == "attend_rows"]
+    assert grids
+    assert all(programs * heads >= 2 * 132 for programs, heads in grids)
+
+
 class _Products(TorchDispatchMode):
     """Collects the types of what products multiply."""
 
