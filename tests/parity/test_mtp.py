@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,12 @@ from torch.nn import functional
 from tests.support.parity.heads import folder_with_head
 from tests.support.parity.served import MIB, answer, one_by_one, serving, together, tokens_of
 from tests.support.parity.steps import Runner
+from tests.support.workers.padded import again
 from tests.support.workers.settings import plain_settings
 from tidemill.kernels.dispatch import Operators
 from tidemill.kvstore.layout import restorable_end
+from tidemill.workers.engine import build
+from tidemill.workers.execution.cuda_graphs import graph_shapes
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.execution.step import Drawn, Row, Step
 from tidemill.workers.messages import Request, Sampling
@@ -157,8 +161,15 @@ def guessed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Row, Drawn]]:
     return seen
 
 
+@pytest.mark.parametrize("graphs", [False, True])
 async def test_guesses_are_those_of_the_definition(
-    kernel_cache: Path, tmp_path: Path, cpu: Operators, guessed: list[tuple[Row, Drawn]]
+    kernel_cache: Path,
+    tmp_path: Path,
+    cpu: Operators,
+    guessed: list[tuple[Row, Drawn]],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    graphs: bool,
 ) -> None:
     folder = folder_with_head(tmp_path / "dense", agrees=False, num_experts=0)
     changes = {"page_size": P, "num_speculative_tokens": 3, "max_num_batched_tokens": 20}
@@ -166,6 +177,15 @@ async def test_guesses_are_those_of_the_definition(
     asked = [request for request in requests() if not request.sampling.temperature]
     async with serving(made, num_speculative_tokens=0) as built:
         plain = await together(built, asked)
+    open_runner = build.open_runner
+
+    def opened(*parts: Any) -> TorchRunner:  # noqa: ANN401
+        runner = open_runner(*parts)
+        runner.use_graphs(graph_shapes(len(asked), 20, 3), 64, again)
+        return runner
+
+    if graphs:
+        monkeypatch.setattr(build, "open_runner", opened)
     async with serving(made, speculative_method="mtp") as built:
         assert await together(built, asked) == plain, "wrong guesses change no token"
     whole = {

@@ -10,7 +10,7 @@ tokens beyond one per row: tails of prompts, and parts of them beside decoding r
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -153,6 +153,20 @@ class Graph:
         pad(step, into)
         return into
 
+    def run(self, step: Inputs, tokens_T: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the hidden states of a step in host memory, which the host need not wait for. `tokens_T` are
+        its tokens where only the device knows them."""
+        device = self.device_bytes.device
+        pinned = device.type == "cuda"
+        no_tables = replace(step, pages_BN=step.pages_BN[:, :0], windows_BN=step.windows_BN[:, :0])
+        numbers, _ = gathered(self.padded(no_tables), pinned=pinned)
+        numbers = numbers.to(device, non_blocking=True)
+        if tokens_T is not None:
+            numbers[: tokens_T.nbytes].view(tokens_T.dtype).copy_(tokens_T)
+        pages_BN = step.pages_BN.pin_memory() if pinned else step.pages_BN
+        hidden_TH = self.run_there(numbers, pages_BN.to(device, non_blocking=True), step.windows_BN)
+        return hidden_TH[: len(step.tokens_T)]
+
     def run_there(
         self, numbers: torch.Tensor, pages_BN: torch.Tensor, windows_BN: torch.Tensor
     ) -> torch.Tensor:
@@ -197,6 +211,10 @@ class Graphs:
             device_bytes.copy_(host_bytes)
             replay, hidden_TH = capture(lambda inputs=inputs: forward(inputs))
             self._graphs[shape] = Graph(host, host_bytes, device_bytes, inputs, replay, hidden_TH, shape)
+
+    def most_hidden(self) -> torch.Tensor:
+        """Return the hidden states of the graph of the most tokens."""
+        return next(iter(self._graphs.values())).hidden_TH
 
     def graph_of(self, step: Inputs, width: int) -> Graph | None:
         """Return the graph for a step in host memory with tables of `width` pages, or None."""

@@ -212,6 +212,7 @@ class TorchRunner:
         if capture is None:
             assert self._stream is not None
             capture = cuda_capture(self._stream)
+        graphs = tuple(graphs)
         with torch.inference_mode(), self._on_stream():
             self._graphs = Graphs(
                 lambda inputs: self._model.forward(inputs, self._caches),
@@ -221,6 +222,8 @@ class TorchRunner:
                 capture,
                 windows=self._caches.has_windows,
             )
+            if self._guesser is not None:
+                self._guesser.use_graphs(graphs, table_width, capture, self._graphs.most_hidden())
 
     def _record(self, *sizes: int) -> None:
         with torch.inference_mode():

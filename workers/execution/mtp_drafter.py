@@ -12,13 +12,14 @@ After slot e the head continues with its own guesses, in memory that the row has
 what it writes there, and at e where a page begins.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 import torch
 
+from tidemill.workers.execution.cuda_graphs import Capture, Graphs, GraphShape
 from tidemill.workers.execution.sampler import token_ids
 from tidemill.workers.execution.step import PENDING, Drawn, Row, Step
 from tidemill.workers.execution.step_tensors import inputs_of
@@ -96,6 +97,19 @@ class MtpDrafter:
         self._caches = caches
         self._page_tokens = page_tokens
         self._guesses_max = guesses_max
+        self._graphs: Graphs | None = None
+        self._before_TH = torch.empty(0)  # what the graphs read beside their inputs
+
+    def use_graphs(
+        self, shapes: Iterable[GraphShape], table_width: int, capture: Capture, like_TH: torch.Tensor
+    ) -> None:
+        """Capture graphs of the head. `like_TH` are hidden states of as many tokens as the largest has."""
+        self._before_TH = before_TH = torch.zeros_like(like_TH)
+
+        def forward(inputs: Inputs) -> torch.Tensor:
+            return self._head.forward(before_TH[: len(inputs.tokens_T)], inputs, self._caches)
+
+        self._graphs = Graphs(forward, shapes, table_width, like_TH.device, capture)
 
     def warm_up(self, hidden_TH: torch.Tensor, inputs: Inputs) -> None:
         """Run the head over a step of padding."""
@@ -156,7 +170,11 @@ class MtpDrafter:
     ) -> torch.Tensor:
         """Run the head. `tokens_T` are those of the rows where only the device knows them."""
         tokens = [token for row in rows for token in row.tokens]
-        inputs = on_device(inputs_of(rows, tokens, self._page_tokens), before_TH.device)
+        step = inputs_of(rows, tokens, self._page_tokens)
+        if self._graphs is not None and (graph := self._graphs.graph_of(step, step.pages_BN.shape[1])):
+            self._before_TH[: len(tokens)] = before_TH
+            return graph.run(step, tokens_T)
+        inputs = on_device(step, before_TH.device)
         if tokens_T is not None:
             inputs = replace(inputs, tokens_T=tokens_T)
         return self._head.forward(before_TH, inputs, self._caches)

@@ -15,6 +15,7 @@ from tests.support.kernels.launched import META, Counted
 from tests.support.workers.released import there
 from tidemill.kvstore.layout import PageId
 from tidemill.workers.execution import mtp_drafter as drafter_module
+from tidemill.workers.execution.cuda_graphs import Forward, Replay, graph_shapes
 from tidemill.workers.execution.mtp_drafter import DrawnEnd, MtpDrafter
 from tidemill.workers.execution.step import PENDING, Row, Step
 from tidemill.workers.models.inputs import Caches, Inputs
@@ -202,7 +203,14 @@ class There:
         return hidden_TH.new_empty(len(inputs.tokens_T), 2)
 
 
-def test_host_waits_for_all_guesses_together(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("graphs", [False, True])
+def test_host_waits_for_all_guesses_together(monkeypatch: pytest.MonkeyPatch, *, graphs: bool) -> None:
+    replays: list[int] = []
+
+    def captured(run: Forward) -> tuple[Replay, torch.Tensor]:
+        hidden_TH = run()
+        return lambda: replays.append(len(hidden_TH)), hidden_TH
+
     read: list[int] = []
 
     def ids(ids_N: torch.Tensor) -> list[int]:
@@ -212,6 +220,8 @@ def test_host_waits_for_all_guesses_together(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(drafter_module, "token_ids", ids)
     monkeypatch.setattr(drafter_module, "on_device", there)
     guesser = MtpDrafter(There(), lambda hidden_NH: hidden_NH, NO_CACHES, 4, 3)
+    if graphs:
+        guesser.use_graphs(graph_shapes(4, 20, 3), 9, captured, torch.empty(20, 2, device=META))
     rows = [Row("", (5,), 3, (PageId(1),) * pages, None, (), sampling_state=ELSEWHERE) for pages in (1, 2, 3)]
     with Counted() as counted:
         guesses = guesser.run(
@@ -223,4 +233,5 @@ def test_host_waits_for_all_guesses_together(monkeypatch: pytest.MonkeyPatch) ->
         )
     assert guesses == [(), (3, 3, 3), (3, 3, 3)]
     assert read == [6]
+    assert replays == [2] * 3 * graphs
     assert counted.to_host == 0
