@@ -142,7 +142,26 @@ FOLDERS = {  # of the operators that are not called like theirs
 }
 
 
-def operators(variant: Variant, cache_dir: Path, compute_dtype: ComputeDtype = "float32") -> Operators:
+INVARIANT = (
+    "linear",
+    "linear_silu",
+    "logits",
+    "linear_heads",
+    "attention",
+    "gated_attention",
+    "gated_delta",
+    "mamba2",
+)
+"""The operators on CUDA whose order of sums depends on the step unless they are asked otherwise."""
+
+
+def operators(
+    variant: Variant,
+    cache_dir: Path,
+    compute_dtype: ComputeDtype = "float32",
+    *,
+    batch_invariant: bool = False,
+) -> Operators:
     """All operators of one variant; compiled ones are kept in `cache_dir`. Raises KernelUnavailable.
 
     `compute_dtype` is the type of products with weights in bfloat16, and of those of `attention`. Weights in
@@ -152,7 +171,8 @@ def operators(variant: Variant, cache_dir: Path, compute_dtype: ComputeDtype = "
     for a sequence does not depend on the batch, on how it is cut into steps, or on the number of threads.
     `triton` takes CUDA memory, and its own cache of compiled kernels is where Triton keeps it. Its products,
     and what it passes from operator to operator, are in the type of the weights, whatever `compute_dtype` is;
-    what it adds up over layers is float32.
+    what it adds up over layers is float32. With `batch_invariant` what it computes for a sequence depends on
+    nothing else, as that of `cpu`.
     """
     match variant:
         case "reference":
@@ -199,6 +219,8 @@ def operators(variant: Variant, cache_dir: Path, compute_dtype: ComputeDtype = "
             )
         case "triton":
             found = {name: _triton(name) for name in NAMES}
+            for name in INVARIANT if batch_invariant else ():
+                found[name] = partial(found[name], batch_invariant=True)
             return Operators(**found, compute_dtype="bfloat16", joins_shared=True)
         case _:
             assert_never(variant)

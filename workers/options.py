@@ -229,6 +229,9 @@ class EngineConfig:
     """variants of the operators (cpu; on CUDA triton)"""
     backing: Annotated[Literal["fixed", "mmap", "kvcached"] | None, Flag("device", "--backing")] = None
     """allocation of pages and states: fixed at the start, the others on demand (mmap; on CUDA kvcached)"""
+    batch_invariant: Annotated[Switch, Flag("device", "--batch-invariant")] = False
+    """on CUDA: the bits of an answer depend on its request alone, not on the other rows of a step or on how
+    prompts are cut; slower (docs/gpu.md). On CPU they never do"""
     enforce_eager: Annotated[Switch, Flag("device", "--enforce-eager")] = False
     """launch decode steps without CUDA graphs; on CPU call their operators one by one"""
     async_scheduling: Annotated[Switch, Flag("device", "--async-scheduling")] = False

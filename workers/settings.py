@@ -129,7 +129,7 @@ class EngineSettings(HostedSettings, EngineConfig):
     @property
     def sums(self) -> bool:
         """Return whether ranks add up terms: a group of one rank has nothing to add."""
-        default = "fast" if self.on_cuda else "exact"
+        default = "fast" if self.on_cuda and not self.batch_invariant else "exact"
         return max(self.group_sizes) > 1 and (self.tensor_parallel_reduce or default) == "fast"
 
     @property
@@ -176,6 +176,11 @@ class EngineSettings(HostedSettings, EngineConfig):
             )
         if max(self.group_sizes) == 1:
             return
+        if self.batch_invariant and self.sums:
+            raise SettingsError(
+                "--tensor-parallel-reduce fast adds up in an order that depends on the size of a step: set it"
+                " to exact with --batch-invariant"
+            )
         if self.enable_expert_parallel and not self.sums:
             raise SettingsError(
                 "--enable-expert-parallel adds up what the experts of all ranks compute: add"
@@ -200,6 +205,8 @@ class EngineSettings(HostedSettings, EngineConfig):
                 "--numa-bind is for CUDA devices and for ranks on CPUs: leave it out, or run the server under"
                 " numactl"
             )
+        if self.batch_invariant and self.on_cuda and self.variant != "triton":
+            raise SettingsError("--batch-invariant is of --kernels triton: leave out --kernels")
         if self.on_cuda and self.variant == "cpu":
             raise SettingsError(f"--kernels cpu computes in host memory: leave it out with {named}")
         if self.on_cuda and self.backing_kind == "mmap":

@@ -10,8 +10,8 @@ tiles, each of which goes through its keys from the first to the last (FlashAtte
 A row of up to SHORT_TOKENS tokens, such as guesses or the tail of a prompt, has both tiles and spans, as has
 a longer one that continues a long text in too few tiles for a device.
 What comes out for a token depends on its own sequence, and on the number of tokens of its row, not on the
-rest of the batch. A window leaves out the spans, and the keys of a tile, that lie wholly before it; a sink is
-one more score.
+rest of the batch; with `batch_invariant` no keys are split, and it depends on its own sequence alone. A
+window leaves out the spans, and the keys of a tile, that lie wholly before it; a sink is one more score.
 
 Where values are the keys, an element is read once for both. Such latents are wide and of no power of two: the
 first elements, those over, are multiplied apart from the rest, and query heads are shared among programs.
@@ -248,12 +248,14 @@ def attention(
     window: int | None,
     sinks_H: Tensor | None,
     made: Made | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Multiplies in the dtype of `cache`, to which queries and weights are rounded; adds up in float32.
 
     Each window is compiled on its own: a model has few.
     """
-    return _attention(q_THD, cache, rows, window, sinks_H, None, made)
+    return _attention(q_THD, cache, rows, window, sinks_H, None, made, batch_invariant=batch_invariant)
 
 
 def gated_attention(
@@ -264,14 +266,17 @@ def gated_attention(
     sinks_H: Tensor | None,
     gate_THD: Tensor,
     made: Made | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Return the same times the gate, which takes a launch of its own where a row may be long."""
     assert cache.shape[2] == 2, "latents have no gate"
     assert gate_THD.shape == q_THD.shape
     assert gate_THD.stride(2) == 1 or q_THD.shape[2] == 1
-    if len(q_THD) > max(_short(q_THD, window), len(rows.lens_B)):
-        return sigmoid_mul(_attention(q_THD, cache, rows, window, sinks_H, None, made), gate_THD)
-    return _attention(q_THD, cache, rows, window, sinks_H, gate_THD, made).flatten(1)
+    if batch_invariant or len(q_THD) > max(_short(q_THD, window), len(rows.lens_B)):
+        out_THD = attention(q_THD, cache, rows, window, sinks_H, made, batch_invariant=batch_invariant)
+        return sigmoid_mul(out_THD, gate_THD)
+    return _attention(q_THD, cache, rows, window, sinks_H, gate_THD, made, batch_invariant=False).flatten(1)
 
 
 def _attention(
@@ -282,6 +287,8 @@ def _attention(
     sinks_H: Tensor | None,
     gate_THD: Tensor | None,
     made: Made | None,
+    *,
+    batch_invariant: bool,
 ) -> Tensor:
     (tokens, q_heads, dim), num_rows = q_THD.shape, len(rows.lens_B)
     kv_heads, page_tokens = cache.shape[1], cache.shape[3]
@@ -306,8 +313,9 @@ def _attention(
         "FIXED": isinstance(cache, Fp8) and cache.is_fixed,
     }  # fmt: skip
     tile = row_tile(width, numbers.dtype, short=False).queries
+    splits = not (batch_invariant or window is not None or shape["ALIKE"])
     cut = Cut(
-        short=_short(q_THD, window),
+        short=0 if batch_invariant else _short(q_THD, window),
         group=group,
         tile=tile,
         short_tile=row_tile(width, numbers.dtype, short=True).queries,
@@ -316,7 +324,7 @@ def _attention(
         spans=SPANS_MAX,
         spans_short=SPANS_SHORT,
         budget=_budget(q_THD),
-        split=0 if window is not None or shape["ALIKE"] else SPLIT_PROGRAMS * tile // q_heads,
+        split=SPLIT_PROGRAMS * tile // q_heads if splits else 0,
         split_keys=SPLIT_KEYS,
         spans_split=SPANS_SPLIT,
         window=window,
@@ -324,9 +332,9 @@ def _attention(
     lists = lists_of(rows, tokens, rows.pages_BN.shape[1] * page_tokens, cut, made)
     step = cache, rows, sinks_H, shape, cut, lists
     gate = (out_THD, gate_THD), (0, 0) if gate_THD is None else gate_THD.stride()[:2]
-    if one_each or num_rows > 1:  # else the one row is longer
+    if cut.short and (one_each or num_rows > 1):  # else the one row is longer
         _attend_singles(q_THD, *step, gate, one_each=one_each)
-    if not one_each:
+    if not (cut.short and one_each):
         if cut.short > 1 and (num_rows > 1 or tokens <= cut.short):
             _attend_several(q_THD, *step, gate, SHORT)
         if tokens > cut.short:

@@ -34,7 +34,7 @@ UNBOUNDED = 1 << 30  # a budget
 class Cut(NamedTuple):
     """The constants by which rows are cut into entries.
 
-    short       tokens of a row, at most, whose keys are split
+    short       tokens of a row, at most, whose keys are split; 0: those of no row
     group       query vectors of a token in one program, of which a tile has `tile`, one of a short row
                 `short_tile`
     added       tokens of a program that adds up spans
@@ -95,10 +95,10 @@ def entries_of(
     _, span_tokens, first_span = spans_of(length, SPAN, SPANS, WINDOW)
     _, short_tokens = short_spans(tokens, length, SPAN, SPANS_SHORT, BUDGET)
     is_short = (tokens > 1) & (tokens <= SHORT)
-    singles = tl.where(tokens == 1, tl.cdiv(length, span_tokens) - first_span, 0)
+    singles = tl.where((tokens == 1) & (SHORT > 0), tl.cdiv(length, span_tokens) - first_span, 0)
     short = tl.where(is_short, tl.cdiv(tokens * GROUP, SHORT_TILE) * tl.cdiv(length, short_tokens), 0)
     added = tl.cdiv(tokens, ADDED)
-    is_long = (tokens > 1) & (tokens > SHORT)
+    is_long = tokens > SHORT
     is_split = is_long & (tokens <= SPLIT) & (length >= SPLIT_KEYS)
     long = tl.where(is_split, 0, tl.where(is_long, tl.cdiv(tokens * GROUP, TILE), 0))
     spans = tl.cdiv(length, tl.maximum(SPAN * tl.cdiv(length, SPAN * SPANS_SPLIT), 1))
@@ -171,7 +171,7 @@ def lists_of(rows: Rows, tokens: int, table_tokens: int, cut: Cut, made: Made | 
     if cut.window is not None:
         singles = min(singles, triton.cdiv(cut.window - 1, cut.span) + 1)
     most = [num_rows * singles]
-    if tokens != num_rows:
+    if tokens != num_rows or not cut.short:
 
         def tiles(least: int, longest: int, vectors: int, size: int) -> int:
             """Return tiles for every way in which tokens could be in rows of these numbers."""
@@ -181,7 +181,7 @@ def lists_of(rows: Rows, tokens: int, table_tokens: int, cut: Cut, made: Made | 
             )
 
         short = tiles(2, cut.short, cut.group, cut.short_tile) * min(cut.spans_short, spans)
-        long = tiles(max(cut.short, 1) + 1, tokens, cut.group, cut.tile)
+        long = tiles(cut.short + 1, tokens, cut.group, cut.tile)
         most += [short, tiles(2, cut.short, 1, cut.added), long]
         least = cut.short + 1
         if cut.split >= least <= tokens and table_tokens >= cut.split_keys:

@@ -295,6 +295,8 @@ def gated_delta(
     dt_bias_H: torch.Tensor,
     state_SGRKV: torch.Tensor,
     rows: Rows,
+    *,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     _, groups, heads, key_dim, value_dim = state_SGRKV.shape
     tokens, batch, every = len(mixed_TGC), len(rows.read_B), groups * heads
@@ -316,7 +318,7 @@ def gated_delta(
     answered = ANSWER_COLUMNS if has_large() else COLUMNS
     few, many = (max(16, min(most, triton.next_power_of_2(value_dim))) for most in (COLUMNS, answered))
     parts = triton.cdiv(value_dim, few)
-    alone = tokens - batch < SHORT.value  # no row can have more
+    alone = batch_invariant or tokens - batch < SHORT.value  # no row can have more
     if not alone:
         total_HT = torch.empty(every, tokens, dtype=torch.float64, device=mixed_TGC.device)
         unit_HT = torch.empty(every, tokens, dtype=torch.float32, device=mixed_TGC.device)

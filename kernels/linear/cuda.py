@@ -1,5 +1,5 @@
 """`linear` and its kin on CUDA: codes have their own kernels, and floats cuBLAS, where the order of a sum may
-change with the rows' number."""
+change with the rows' number. With `batch_invariant` floats run the kernels of codes, which have one order."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from tidemill.kernels.activation.cuda import silu_mul
-from tidemill.kernels.linear.factors import pack_codes, takes
+from tidemill.kernels.linear.factors import dtype_of, pack_codes, takes
 from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.linear.stored import Stored, runs
 from tidemill.kernels.linear.tiles import products
@@ -30,26 +30,32 @@ def pack(parts: Sequence[Stored], bias_N: torch.Tensor | None = None) -> Packed:
     return packed
 
 
-def linear(x_MK: torch.Tensor, weight: Packed) -> torch.Tensor:
+def linear(x_MK: torch.Tensor, weight: Packed, *, batch_invariant: bool = False) -> torch.Tensor:
     """Multiply in the dtype of the weights, of codes bfloat16: such a product needs no more of x."""
 
     def product(part: Packed) -> torch.Tensor:
-        if part.scales is not None:
-            return products(x_MK[:, None], part, torch.bfloat16)[:, 0]
+        if batch_invariant or part.scales is not None:
+            return products(x_MK[:, None], part, dtype_of(part))[:, 0]
         return functional.linear(x_MK.to(part.data.dtype), part.data, part.bias_N)
 
     return _joined([product(part) for part in weight.segments])
 
 
-def linear_silu(x_MK: torch.Tensor, gate_up: Packed, into: Packed) -> torch.Tensor:  # noqa: ARG001 - of any type
-    return silu_mul(linear(x_MK, gate_up))
+def linear_silu(
+    x_MK: torch.Tensor,
+    gate_up: Packed,
+    into: Packed,  # noqa: ARG001 - of any type
+    *,
+    batch_invariant: bool = False,
+) -> torch.Tensor:
+    return silu_mul(linear(x_MK, gate_up, batch_invariant=batch_invariant))
 
 
-def logits(x_MK: torch.Tensor, weight: Packed) -> torch.Tensor:
+def logits(x_MK: torch.Tensor, weight: Packed, *, batch_invariant: bool = False) -> torch.Tensor:
     """float32, as the product adds it up."""
 
     def product(part: Packed) -> torch.Tensor:
-        if part.scales is not None:
+        if batch_invariant or part.scales is not None:
             return products(x_MK[:, None], part, torch.float32)[:, 0]
         bias_N = None if part.bias_N is None else part.bias_N.float()
         if part.data.dtype == torch.float32 or part.data.device.type == "cpu":
@@ -60,11 +66,11 @@ def logits(x_MK: torch.Tensor, weight: Packed) -> torch.Tensor:
     return _joined([product(part) for part in weight.segments])
 
 
-def linear_heads(x_THI: torch.Tensor, weight: Packed) -> torch.Tensor:
+def linear_heads(x_THI: torch.Tensor, weight: Packed, *, batch_invariant: bool = False) -> torch.Tensor:
     """Multiply in the dtype of the weights; each head is one product of a batch."""
     assert weight.bias_N is weight.rest is None
-    if weight.scales is not None:
-        return products(x_THI, weight, torch.bfloat16)
+    if batch_invariant or weight.scales is not None:
+        return products(x_THI, weight, dtype_of(weight))
     x_HTI = x_THI.to(weight.data.dtype).transpose(0, 1)
     return torch.bmm(x_HTI, weight.data.transpose(1, 2)).transpose(0, 1).contiguous()
 

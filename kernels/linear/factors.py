@@ -21,6 +21,7 @@ from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.linear.stored import FOUR_BITS, Stored
 
 DEPTH = 64  # columns of a step
+DEPTH_FLOAT32 = 16
 BLOCK = 2 * DEPTH
 # Tokens of a tile: rows of weights, warps. Warps share no rows: a tile decodes none of them twice.
 TILES = {16: (64, 4), 32: (64, 4), 64: (64, 4), 128: (128, 8)}
@@ -78,12 +79,13 @@ def constants(weight: Packed) -> dict[str, Any]:
 def tile_of_codes(weight: Packed, tokens: int, products: int = 1) -> dict[str, int]:
     """Return the sizes of a tile of `tokens`, and how it is launched; `products` share its tokens."""
     rows, warps = TILES[tokens]
-    halves = 2 if weight.kind in FOUR_BITS else 1
-    stages = SHARED_BYTES // (DEPTH * (products * rows + 2 * halves * tokens))
+    halves, size = 2 if weight.kind in FOUR_BITS else 1, weight.data.element_size()
+    depth = DEPTH_FLOAT32 if size == 4 else DEPTH
+    stages = SHARED_BYTES // (depth * (products * rows * size + max(2, size) * halves * tokens))
     return {
         "M": tokens,
         "N": rows,
-        "D": DEPTH,
+        "D": depth,
         "num_warps": warps,
         "num_stages": max(2, min(4, stages)),
         "maxnreg": 255,

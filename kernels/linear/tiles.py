@@ -2,7 +2,9 @@
 # pyright: reportArgumentType=false, reportReturnType=false
 # ruff: noqa: ANN001 - Triton takes annotations of kernels for its own types
 # Nor has it types that pyright could check.
-"""Products with codes on CUDA: one launch, or two where the rows are too few to fill a device.
+"""Products with codes on CUDA, and with floats if a token's sum must have one order in every batch.
+
+There is one launch, or two where the rows are too few to fill a device.
 
 The weights are the left side, as those of experts are, and tokens its columns. The depth is cut into spans by
 the shape of the weights alone; a span is a sum of its own, and the spans are added in order, by one program
@@ -14,10 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tidemill.kernels.linear.factors import BLOCK, TILES, constants, factors, tile_of_codes
+from tidemill.kernels.linear.factors import BLOCK, TILES, constants, dtype_of, factors, tile_of_codes
 from tidemill.kernels.linear.packed import Packed
 
 TOKENS_MAX = 128  # of a tile; of 4 bits half of them: registers hold factors beside two sums
+SMALL_TOKENS = 32  # of float32, which no matrix unit multiplies: for small models
 PROGRAMS = 512  # that a device has room for at least
 SPAN_MIN = 512
 SPANS_MAX = 16
@@ -25,9 +28,9 @@ SPANS_MAX = 16
 
 @triton.jit(do_not_specialize=["tokens"])
 def product_tile(
-    x,  # bfloat16 [T, H, K]
-    codes,  # uint8 [H, ROWS, ROW]
-    scales, offsets,  # [H, GROUPS, ROWS]; offsets may be None
+    x,  # [T, H, K], bfloat16, or float32 as the weights
+    codes,  # uint8 [H, ROWS, ROW], or floats
+    scales, offsets,  # [H, GROUPS, ROWS]; either may be None
     bias,  # [ROWS], or None
     y,  # [T, H, ROWS]; of spans apart float32 [spans, T, H, ROWS]
     tokens, token_stride, head_stride,
@@ -47,14 +50,18 @@ def product_tile(
     in_M, in_N = token_M < tokens, row_N < ROWS
     x_MD = x + token_M.to(tl.int64)[:, None] * token_stride + head * head_stride + depth_D[None, :]
     code_ND = codes + (head * ROWS + row_N)[:, None] * ROW + depth_D[None, :]
-    scales += head * GROUPS * ROWS
+    if scales is not None:
+        scales += head * GROUPS * ROWS
     if offsets is not None:
         offsets += head * GROUPS * ROWS
     total_NM = tl.zeros([N, M], tl.float32)
     for first in range(span * SPAN, span * SPAN + SPAN if APART else K, SPAN):
         sum_NM = tl.zeros([N, M], tl.float32)
         for depth in range(first, min(first + SPAN, K), D * HALVES):
-            step_ND = tl.load(code_ND + depth // HALVES, mask=in_N[:, None], other=0)
+            mask_ND = in_N[:, None]
+            if KIND is None and K % D:  # rows of codes are filled up
+                mask_ND = mask_ND & (depth_D < K - depth)[None, :]
+            step_ND = tl.load(code_ND + depth // HALVES, mask=mask_ND, other=0)
             for half in tl.static_range(HALVES):
                 at = depth + half * D
                 mask_MD = in_M[:, None]
@@ -64,7 +71,7 @@ def product_tile(
                 weight_ND = factors(
                     step_ND, half, scales, offsets, row_N, in_N, at, ROWS, KIND, GROUPS, GROUP, N, D
                 )
-                sum_NM = tl.dot(weight_ND, x_DM, sum_NM)
+                sum_NM = tl.dot(weight_ND, x_DM, sum_NM, input_precision="ieee")
         total_NM += sum_NM
     if bias is not None:
         total_NM += tl.load(bias + row_N, mask=in_N, other=0.0).to(tl.float32)[:, None]
@@ -102,16 +109,16 @@ def span_of(heads: int, rows: int, depth: int) -> int:
 
 
 def products(x_THK: Tensor, weight: Packed, dtype: torch.dtype) -> Tensor:
-    """Return `[T, H, N]` of x by heads and codes `[H, N, K]`; the last dimension of x has stride 1."""
-    assert weight.scales is not None
+    """Return `[T, H, N]` of x by heads and weights `[H, N, K]`; the last dimension of x has stride 1."""
     (tokens, heads, depth), rows = x_THK.shape, weight.out_features
     assert depth == weight.in_features
     assert x_THK.stride(2) == 1
     y_THN = x_THK.new_empty(tokens, heads, rows, dtype=dtype)
     if not tokens:
         return y_THN
-    x_THK, span, fixed = x_THK.to(torch.bfloat16), span_of(heads, rows, depth), constants(weight)
-    m = min(TOKENS_MAX // fixed["HALVES"], max(16, triton.next_power_of_2(tokens)))
+    x_THK, span, fixed = x_THK.to(dtype_of(weight)), span_of(heads, rows, depth), constants(weight)
+    most = SMALL_TOKENS if weight.data.dtype == torch.float32 else TOKENS_MAX // fixed["HALVES"]
+    m = min(most, max(16, triton.next_power_of_2(tokens)))
     tile = tile_of_codes(weight, m)
     grid, spans = (triton.cdiv(tokens, m), triton.cdiv(rows, tile["N"])), triton.cdiv(depth, span)
     apart = spans > 1 and grid[0] * grid[1] * heads < PROGRAMS // 2

@@ -188,6 +188,8 @@ def mamba2(
     heads: Heads,
     state_SGRKV: torch.Tensor,
     rows: Rows,
+    *,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     _, groups, values, key_dim, value_dim = state_SGRKV.shape
     tokens, batch, every = len(mixed_TGC), len(rows.read_B), groups * values
@@ -212,7 +214,7 @@ def mamba2(
     answered = ANSWER_COLUMNS if has_large() else COLUMNS
     few, many = (max(16, min(most, triton.next_power_of_2(value_dim))) for most in (COLUMNS, answered))
     parts = triton.cdiv(value_dim, few)
-    alone = tokens - batch < SHORT.value  # no row can have more
+    alone = batch_invariant or tokens - batch < SHORT.value  # no row can have more
     if not alone:
         chunks = tokens // CHUNK.value + batch
         before = mixed_TGC.new_empty(chunks, every, key_dim, value_dim)

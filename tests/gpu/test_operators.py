@@ -9,6 +9,7 @@ import torch
 from tests.support.kernels.cases import random, relative_error, same_bits
 from tests.triton import (
     test_attention,
+    test_batch_invariant,
     test_draw,
     test_elementwise,
     test_linear,
@@ -46,6 +47,14 @@ CASES = {
 def test_matches_the_definition(name: str) -> None:
     check, case = CASES[name]
     check(case, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("depth", [100, 1300, 8192])
+def test_row_times_floats_has_the_same_bits_beside_any_number_of_others(
+    depth: int, dtype: torch.dtype
+) -> None:
+    test_batch_invariant.check_product(depth, dtype, "cuda")
 
 
 @pytest.mark.parametrize(("kind", "tokens"), test_moe.CODES.values(), ids=test_moe.CODES)

@@ -338,7 +338,12 @@ def with_compute_dtype(settings: EngineSettings) -> EngineSettings:
 def operators_of(settings: EngineSettings) -> Operators:
     """Return the operators for the device. Raises SettingsError."""
     try:
-        return operators(settings.variant, settings.cache_folder, settings.compute_dtype or "float32")
+        return operators(
+            settings.variant,
+            settings.cache_folder,
+            settings.compute_dtype or "float32",
+            batch_invariant=settings.batch_invariant,
+        )
     except KernelUnavailable as error:
         raise SettingsError(str(error)) from error
 
@@ -349,6 +354,7 @@ def namespace_of(settings: EngineSettings, layers: Sequence[LayerSpec], shards: 
     layout = layout_of(layers, settings.page_size, settings.page_dtype, settings.state_dtype)
     products = BITS[settings.compute_dtype or "float32"]
     numbers = f"{products}{settings.sums_namespace}"
+    numbers += "/batch-invariant" if settings.batch_invariant and settings.on_cuda else ""
     return f"{shards.describe(layout)}/{numbers}" + sealing_of(settings).describe()
 
 

@@ -25,7 +25,7 @@ def rounded(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     return np.where(np.isnan(values), np.uint16(0x7FC0), near)
 
 
-def _values(handle: Any) -> Any:  # noqa: ANN401
+def values(handle: Any) -> Any:  # noqa: ANN401
     return widened(handle.data) if handle.dtype.scalar == tl.bfloat16 else handle.data
 
 
@@ -50,12 +50,12 @@ def compute_bfloat16() -> None:
         return fp_to_fp(self, source, target, rounding)
 
     def dot(_: Any, a: Any, b: Any, c: Any, *__: Any) -> Any:  # noqa: ANN401
-        return TensorHandle(np.matmul(_values(a), _values(b), dtype=c.data.dtype) + c.data, c.dtype.scalar)
+        return TensorHandle(np.matmul(values(a), values(b), dtype=c.data.dtype) + c.data, c.dtype.scalar)
 
     def binary(self: Any, a: Any, b: Any, operation: Any) -> Any:  # noqa: ANN401
         if a.dtype.scalar != tl.bfloat16:
             return binary_op(self, a, b, operation)
-        result = operation(_values(a), _values(b))
+        result = operation(values(a), values(b))
         return TensorHandle(result if result.dtype == bool else rounded(result), a.dtype.scalar)
 
     builder.cast_impl = cast

@@ -58,6 +58,19 @@ def test_defaults_of_a_device(changes: dict[str, Any], variant: str, backing: st
         ({"device": "cuda:-1"}, "set it to cpu, cuda, or cuda:1"),
         ({"device": "cuda", "kernels": "cpu"}, "--kernels cpu .*leave it out"),
         ({"async_scheduling": True}, "--async-scheduling is for CUDA devices"),
+        (
+            {"device": "cuda", "kernels": "reference", "batch_invariant": True},
+            "--batch-invariant is of --kernels triton",
+        ),
+        (
+            {
+                "device": "cuda",
+                "tensor_parallel_size": 2,
+                "tensor_parallel_reduce": "fast",
+                "batch_invariant": True,
+            },
+            "set it to exact with --batch-invariant",
+        ),
         ({"device": "cuda", "backing": "mmap"}, "--backing mmap .*use kvcached or fixed"),
         ({"backing": "kvcached"}, "--backing kvcached .*use mmap or fixed"),
         (
