@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -152,17 +153,29 @@ def main() -> None:
         make_model(options.folder, case.model)
         for server in servers_of(case, options):
             make_server(server, options.folder)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # servers end with this process
     os.sched_setaffinity(0, {1} if options.cores == 1 else {0, 1})
-    for case in cases:
+    failed = [case.model for case in cases if not measured(case, options)]
+    if failed:
+        raise SystemExit(f"without figures: {', '.join(failed)}")
+
+
+def measured(case: Case, options: argparse.Namespace) -> bool:
+    """Measure a case, print and keep its figures. Return whether all servers answered."""
+    try:
         rows = [
             row
             for run in range(options.runs)
             for server in servers_of(case, options)
             for row in run_server(server, case, options, run)
         ]
-        if not options.only:
-            print("\n".join(table(rows)), flush=True)
-            keep(case, options.cores, rows)
+    except SystemExit as error:
+        print(error, file=sys.stderr, flush=True)
+        return False
+    if not options.only:
+        print("\n".join(table(rows)), flush=True)
+        keep(case, options.cores, rows)
+    return True
 
 
 def cases_of(options: argparse.Namespace) -> Iterable[Case]:
