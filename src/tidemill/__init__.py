@@ -3,14 +3,13 @@
 `LLM` and `SamplingParams` answer prompts offline; they are imported when they are used, and torch with them.
 """
 
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tidemill.cluster.edge.chat.request.params import SamplingParams
     from tidemill.cluster.offline.llm import LLM
 
-__version__ = metadata.version("tidemill")
+__version__: str
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 
@@ -24,5 +23,9 @@ def __getattr__(name: str) -> object:
             from tidemill.cluster.edge.chat.request.params import SamplingParams  # noqa: PLC0415 - nor for pydantic
 
             return SamplingParams
+        case "__version__":
+            from importlib import metadata  # noqa: PLC0415 - a folder on the path of another engine has none
+
+            return metadata.version("tidemill")
         case _:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

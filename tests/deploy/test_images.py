@@ -111,7 +111,7 @@ def test_build_context_has_only_sources_of_wheel() -> None:
     sent = {line[1:] for line in lines if line.startswith("!")}
     assert all((ROOT / name).exists() for name in sent)
     assert sent == {
-        *("cluster", "kernels", "kvstore", "src", "workers"),
+        *("cluster", "connect", "kernels", "kvstore", "src", "workers"),
         *("LICENSE", "README.md", "constraints.txt", "pyproject.toml", "setup.py"),
     }
 

@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "kvstore": "",
     "kvstore/memory": "kvstore",
     "kvstore/stores": "kvstore",
+    "connect": "kvstore",
     "workers/sources": "kvstore",
     "workers": "kernels kvstore workers/sources",
     "workers/transfer": "kvstore workers",

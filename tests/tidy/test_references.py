@@ -16,7 +16,7 @@ ANCHOR = re.compile(r"\]\(([^)#:\s]*)#([^)]*)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 DECISION = re.compile(r"\b[Dd]ecisions?\s+(\d+)\b(?!\.\d)")
 PATH = re.compile(
-    r"(?<![\w/.-])((?:cluster|workers|kvstore|kernels|tests|benchmarks|tools|deploy|docs)/[\w./-]*\w\.\w+)"
+    r"(?<![\w/.-])((?:cluster|connect|workers|kvstore|kernels|tests|benchmarks|tools|deploy|docs)/[\w./-]*\w\.\w+)"
 )
 MADE = re.compile(r"_pb2")
 """Files that a build writes."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 ROOT = Path(__file__).parents[2]
-LAYERS = ("kernels", "kvstore", "workers", "cluster")
+LAYERS = ("kernels", "kvstore", "connect", "workers", "cluster")
 GENERATED = {"docs/cli.md", "docs/compatibility.md", "docs/configuration.md", "docs/metrics.md"}
 
 Node = TypeVar("Node", bound=ast.AST)
