@@ -4,8 +4,13 @@ An edge returns to the system what it has freed.
 """
 
 import ctypes
+from collections.abc import Generator
+from contextlib import contextmanager
 
 KEPT_BYTES = 1 << 30
+
+MAPPED_BYTES = 128 << 10
+"""The least block that leaves the process when it is freed, while a model loads."""
 
 ARENAS_MAX = 2
 
@@ -19,6 +24,19 @@ def keep_freed_memory() -> bool:
     thresholds by itself, and their pages fault in again.
     """
     return all(_set(name, KEPT_BYTES) for name in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD))
+
+
+@contextmanager
+def large_blocks_returned() -> Generator[None]:
+    """Return large blocks to the system as soon as they are freed, in the body; then `keep_freed_memory`.
+
+    malloc would keep them wherever something behind them is in use.
+    """
+    _set(_M_MMAP_THRESHOLD, MAPPED_BYTES)
+    try:
+        yield
+    finally:
+        keep_freed_memory()
 
 
 def share_arenas() -> bool:

@@ -52,6 +52,7 @@ from tidemill.workers.engine.memory_plan import (
 )
 from tidemill.workers.engine.runners import capture_graphs, open_runner, warm_up, with_device_memory
 from tidemill.workers.execution.grammar import Grammars
+from tidemill.workers.malloc import large_blocks_returned
 from tidemill.workers.messages import EngineInfo
 from tidemill.workers.models.architectures.registry import (
     LoadedModel,
@@ -251,7 +252,8 @@ def load_model(
 ) -> LoadedModel:
     """Load the model, or the part of a rank. Raises ModelError and OutOfMemory."""
     ranks = ALONE if exchange is None else exchange.model
-    with granted(device, "the weights of the model: serve a smaller one, or stop what else uses it"):
+    what = "the weights of the model: serve a smaller one, or stop what else uses it"
+    with granted(device, what), large_blocks_returned():
         loaded = load(
             settings.model_folder,
             ops,

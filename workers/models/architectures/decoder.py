@@ -62,6 +62,10 @@ class Decoder:
         self.ops = operators
         self._ranks = ranks
         self._embedding = read(f"{config.prefix}embed_tokens.weight")
+        self._head: Packed | None = None
+        if config.head:  # before layers: while it is packed, its codes are there twice
+            whole = self._embedding if config.tied else None
+            self._head = operators.pack([labels or whole or read(HEAD)], None)
         self._layers = tuple(
             Layer(
                 layer,
@@ -72,10 +76,6 @@ class Decoder:
             for index, layer in enumerate(config.layers)
         )
         self._norm_H = norm_weight(read(f"{config.prefix}norm.weight"), config.norm_offset)
-        self._head: Packed | None = None
-        if config.head:
-            head = labels or (self._embedding if config.tied else read(HEAD))
-            self._head = operators.pack([head], None)
         device = self._embedding.codes.device
         self.expert_pairs_R: torch.Tensor | None = None
         if counts:

@@ -96,9 +96,7 @@ def quantised(whole: Stored, recipe: Recipe) -> Stored:
     scales_NG = largest_NG / MOST[recipe.kind]
     scales_NG = scales_NG.where(scales_NG.abs() >= SCALE_MIN, SCALE_MIN)
     width = columns // 2 if recipe.kind == "int4" else columns
-    codes = torch.empty(
-        rows, width, dtype=DTYPES[recipe.kind]
-    )  # before what is freed, as freed memory is kept
+    codes = torch.empty(rows, width, dtype=DTYPES[recipe.kind])
     for span in spans:
         codes[span] = _codes(grouped(span) / scales_NG[span][..., None], recipe.kind).flatten(1)
     return Stored(codes, recipe.kind, scales_NG)
@@ -112,9 +110,10 @@ def _largest(groups_NGC: torch.Tensor, kind: CodeKind) -> torch.Tensor:
 
 
 def _codes(numbers: torch.Tensor, kind: CodeKind) -> torch.Tensor:
+    """Return the nearest codes; overwrite the numbers."""
     if kind == "fp8":
         return numbers.to(torch.float8_e4m3fn)
     if kind == "int8":
-        return numbers.round().to(torch.int8)
-    nibbles = numbers.round().clamp(-8, 7).to(torch.int16).add(8).to(torch.uint8)
+        return numbers.round_().to(torch.int8)
+    nibbles = numbers.round_().clamp_(-8, 7).add_(8).to(torch.uint8)
     return nibbles[..., 0::2] | nibbles[..., 1::2] << 4

@@ -2,19 +2,22 @@
 # safetensors leaves a type parameter of its paths open.
 """`--quantization`: codes of near values, the same for all ranks."""
 
-import os
+import json
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from tests.support.workers.quantised import NAME, fp8_in_blocks, opened
-from tidemill.kernels.linear.stored import Stored, plain
+from tidemill.kernels.linear.stored import plain
 from tidemill.kernels.shared.quantization import Quantization
+from tidemill.workers.models.architectures.config import weights_of
+from tidemill.workers.models.architectures.qwen3 import parse_llama
 from tidemill.workers.models.architectures.registry import no_progress
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.loading.checkpoint import WeightsFolder
@@ -84,10 +87,14 @@ def test_folder_that_is_quantised_is_refused(tmp_path: Path) -> None:
         WeightsFolder(tmp_path, no_progress, digests=True, quantization=case.config, quantize="int8")
 
 
-READ = """
+LOAD = """
 import sys, threading
+from dataclasses import replace
 from pathlib import Path
-from tests.unit.workers.models.loading.test_quantise import every_of
+from tidemill.workers.device import HOST
+from tidemill.workers.engine.build import load_model, operators_of, weight_bytes
+from tidemill.workers.malloc import keep_freed_memory
+from tidemill.workers.settings import EngineSettings
 
 def own_bytes():  # mapped pages of the file are the system's
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -97,38 +104,60 @@ def sample():
     while not ended.wait(0.001):
         seen.append(own_bytes())
 
-read = every_of(Path(sys.argv[1]), count=4)
+keep_freed_memory()  # as a worker does
+small, folder, kernels, quantization = sys.argv[1:]
+settings = EngineSettings(
+    model_folder=Path(small),
+    cache_folder=Path(kernels),
+    store_url="memory:",
+    quantization=quantization,
+    compute_dtype="bfloat16",
+)
+ops = operators_of(settings)
+load_model(settings, lambda _done, _total: None, ops, HOST, None)
 seen, ended = [own_bytes()], threading.Event()
 sampling = threading.Thread(target=sample)
 sampling.start()
-read += every_of(Path(sys.argv[1]), count=100)
+settings = replace(settings, model_folder=Path(folder))
+loaded = load_model(settings, lambda _done, _total: None, ops, HOST, None)
 ended.set()
 sampling.join()
-print(sum(part.num_bytes for part in read[4:]), max(seen) - seen[0], len(seen))
+print(weight_bytes(settings), max(seen) - seen[0], len(seen))
 """
 
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 4096,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "eos_token_id": 2,
+}
 
-def every_of(folder: Path, count: int) -> list[Stored]:
-    """Read tensors of 512 x 1024 as INT8."""
-    found = WeightsFolder(folder, no_progress, digests=True, quantize="int8")
-    weights = {f"{index}.weight": Weight((512, 1024), Replicated()) for index in range(100)}
-    found.check(weights, lambda _name: False)
-    return [found.read(name, part_of(Replicated(), 512, 0, 1)) for name in list(weights)[:count]]
 
-
-def test_peak_memory_is_that_of_the_codes_and_a_tenth(tmp_path: Path) -> None:
-    floats = torch.randn(512, 1024).bfloat16()
-    save_file({f"{index}.weight": floats + index for index in range(100)}, tmp_path / "model.safetensors")
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"}  # what is freed leaves the process
-    ended = subprocess.run(
-        [sys.executable, "-c", READ, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
+def random_llama(folder: Path, layers: int) -> Path:
+    raw = LLAMA | {"num_hidden_layers": layers}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(raw))
+    weights, floats = weights_of(parse_llama(raw)), torch.randn(4096 * 768).bfloat16()
+    save_file(
+        {name: floats[: prod(weight.shape)].view(weight.shape).clone() for name, weight in weights.items()},
+        folder / "model.safetensors",
     )
+    return folder
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_peak_of_a_worker_is_the_size_of_the_codes_and_a_tenth(
+    tmp_path: Path, kernel_cache: Path, quantization: str
+) -> None:
+    """Beside what its process has when it has loaded a small model."""
+    folders = [random_llama(tmp_path / str(layers), layers) for layers in (1, 24)]
+    command = [sys.executable, "-c", LOAD, *map(str, folders), str(kernel_cache), quantization]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     stored, peak, samples = map(int, ended.stdout.split())
     assert samples > 100
-    assert stored == 100 * (512 * 1024 + 4 * 512)
     assert 0.9 * stored < peak < 1.1 * stored
