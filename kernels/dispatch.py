@@ -15,6 +15,7 @@ from torch import Tensor
 from tidemill.kernels.activation import cpu as activation_cpu
 from tidemill.kernels.activation import reference as activation_reference
 from tidemill.kernels.attention import cpu as attention_cpu
+from tidemill.kernels.attention import flashinfer
 from tidemill.kernels.attention import reference as attention_reference
 from tidemill.kernels.causal_conv import cpu as causal_conv_cpu
 from tidemill.kernels.causal_conv import reference as causal_conv_reference
@@ -142,6 +143,7 @@ FOLDERS = {  # of the operators that are not called like theirs
 }
 
 
+AttentionBackend = Literal["triton", "flashinfer"]
 INVARIANT = (
     "linear",
     "linear_silu",
@@ -161,6 +163,7 @@ def operators(
     compute_dtype: ComputeDtype = "float32",
     *,
     batch_invariant: bool = False,
+    attention_backend: AttentionBackend = "triton",
 ) -> Operators:
     """All operators of one variant; compiled ones are kept in `cache_dir`. Raises KernelUnavailable.
 
@@ -172,7 +175,7 @@ def operators(
     `triton` takes CUDA memory, and its own cache of compiled kernels is where Triton keeps it. Its products,
     and what it passes from operator to operator, are in the type of the weights, whatever `compute_dtype` is;
     what it adds up over layers is float32. With `batch_invariant` what it computes for a sequence depends on
-    nothing else, as that of `cpu`.
+    nothing else, as that of `cpu`. `attention_backend` is the library of `attention` and `gated_attention`.
     """
     match variant:
         case "reference":
@@ -221,6 +224,9 @@ def operators(
             found = {name: _triton(name) for name in NAMES}
             for name in INVARIANT if batch_invariant else ():
                 found[name] = partial(found[name], batch_invariant=True)
+            if attention_backend == "flashinfer":
+                library = flashinfer.installed(found["sigmoid_mul"])
+                found |= {"attention": library.attention, "gated_attention": library.gated_attention}
             return Operators(**found, compute_dtype="bfloat16", joins_shared=True)
         case _:
             assert_never(variant)

@@ -229,6 +229,11 @@ class EngineConfig:
     """variants of the operators (cpu; on CUDA triton)"""
     backing: Annotated[Literal["fixed", "mmap", "kvcached"] | None, Flag("device", "--backing")] = None
     """allocation of pages and states: fixed at the start, the others on demand (mmap; on CUDA kvcached)"""
+    attention_backend: Annotated[Literal["triton", "flashinfer"], Flag("device", "--attention-backend")] = (
+        "triton"
+    )
+    """on CUDA: library of attention; flashinfer is installed separately and needs --enforce-eager; no device
+    has run it yet"""
     batch_invariant: Annotated[Switch, Flag("device", "--batch-invariant")] = False
     """on CUDA: the bits of an answer depend on its request alone, not on the other rows of a step or on how
     prompts are cut; slower (docs/gpu.md). On CPU they never do"""

@@ -205,8 +205,7 @@ class EngineSettings(HostedSettings, EngineConfig):
                 "--numa-bind is for CUDA devices and for ranks on CPUs: leave it out, or run the server under"
                 " numactl"
             )
-        if self.batch_invariant and self.on_cuda and self.variant != "triton":
-            raise SettingsError("--batch-invariant is of --kernels triton: leave out --kernels")
+        self._check_numbers()
         if self.on_cuda and self.variant == "cpu":
             raise SettingsError(f"--kernels cpu computes in host memory: leave it out with {named}")
         if self.on_cuda and self.backing_kind == "mmap":
@@ -215,6 +214,22 @@ class EngineSettings(HostedSettings, EngineConfig):
             raise SettingsError(f"--backing kvcached is CUDA memory: use mmap or fixed with {named}")
         if self.tensor_parallel_size > 1:
             self._check_backend(named)
+
+    def _check_numbers(self) -> None:
+        """Check the options that choose the order of sums."""
+        if self.batch_invariant and self.on_cuda and self.variant != "triton":
+            raise SettingsError("--batch-invariant is of --kernels triton: leave out --kernels")
+        if self.attention_backend == "flashinfer":
+            if self.variant != "triton" or self.batch_invariant:
+                raise SettingsError(
+                    "--attention-backend flashinfer is for --device cuda without --kernels and"
+                    " --batch-invariant: leave one out"
+                )
+            if not self.enforce_eager:
+                raise SettingsError(
+                    "--attention-backend flashinfer plans each step on the host, which no CUDA graph can: add"
+                    " --enforce-eager, or leave it out"
+                )
 
     def _check_backend(self, named: str) -> None:
         """Check the exchange of several ranks on the device that is `named`."""

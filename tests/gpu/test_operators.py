@@ -2,6 +2,7 @@
 """The cases of tests/triton on a device, and what only a device can show: equal bits, graphs, far offsets."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -18,7 +19,10 @@ from tests.triton import (
     test_rope_store,
     test_routing,
 )
+from tests.unit.kernels.pages import test_flashinfer
 from tests.unit.kernels.test_stored import CODE_KINDS, stored
+from tidemill.kernels.activation import cuda as activation
+from tidemill.kernels.attention.flashinfer import installed
 from tidemill.kernels.linear import cuda as linear_cuda
 from tidemill.kernels.linear.stored import Kind, plain
 from tidemill.kernels.moe.tiles import tiles_for
@@ -173,3 +177,9 @@ def test_logits_are_not_rounded(rows: int, out: int, width: int, dtype: torch.dt
     found = linear_cuda.logits(x.cuda(), linear_cuda.pack([plain(weight.cuda())]))
     assert found.dtype == torch.float32
     assert relative_error(found.cpu(), x.double() @ weight.double().T) < 1e-5
+
+
+@pytest.mark.skipif(find_spec("flashinfer") is None, reason="needs flashinfer-python")
+@pytest.mark.parametrize("window", [None, 20])
+def test_flashinfer_reads_our_pages(window: int | None) -> None:
+    test_flashinfer.check_rows(window, installed(activation.sigmoid_mul), "cuda")

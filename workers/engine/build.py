@@ -345,6 +345,7 @@ def operators_of(settings: EngineSettings) -> Operators:
             settings.cache_folder,
             settings.compute_dtype or "float32",
             batch_invariant=settings.batch_invariant,
+            attention_backend=settings.attention_backend,
         )
     except KernelUnavailable as error:
         raise SettingsError(str(error)) from error

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import torch
 
+from tidemill.kernels.shared.build import KernelUnavailable
 from tidemill.kvstore.layout import Layout
 from tidemill.workers.device import granted, memory_in_use, memory_info, settle
 from tidemill.workers.engine.memory_plan import DeviceMemory, Memory, arena_bytes, budget_of, least_memory
@@ -71,6 +72,8 @@ def warm_up(settings: EngineSettings, memory: Memory, runner: TorchRunner, devic
             try:
                 runner.compile_ahead(len(os.sched_getaffinity(0)) // settings.ranks_per_node, *sizes)
                 runner.warm_up(*sizes)
+            except KernelUnavailable as error:  # for this model
+                raise SettingsError(str(error)) from error
             except Exception as error:
                 if type(error).__name__ != "OutOfResources":  # Triton's, which is not on every machine
                     raise

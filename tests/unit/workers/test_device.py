@@ -58,6 +58,8 @@ def test_defaults_of_a_device(changes: dict[str, Any], variant: str, backing: st
         ({"device": "cuda:-1"}, "set it to cpu, cuda, or cuda:1"),
         ({"device": "cuda", "kernels": "cpu"}, "--kernels cpu .*leave it out"),
         ({"async_scheduling": True}, "--async-scheduling is for CUDA devices"),
+        ({"attention_backend": "flashinfer"}, "is for --device cuda without"),
+        ({"device": "cuda", "attention_backend": "flashinfer"}, "add --enforce-eager"),
         (
             {"device": "cuda", "kernels": "reference", "batch_invariant": True},
             "--batch-invariant is of --kernels triton",

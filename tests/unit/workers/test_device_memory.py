@@ -14,6 +14,7 @@ from benchmarks.engine.released import RELEASED
 from tests.support.kvstore.fake_vmm import FakeVmm
 from tests.support.workers.settings import plain_settings
 from tidemill.kernels.dispatch import operators
+from tidemill.kernels.shared.build import KernelUnavailable
 from tidemill.workers.engine import build
 from tidemill.workers.engine.build import build_engine, check_settings
 from tidemill.workers.engine.memory_plan import DeviceMemory, arena_bytes, budget_of
@@ -243,3 +244,12 @@ def test_model_whose_tiles_do_not_fit_the_gpu_is_refused_by_name(
     with pytest.raises(SettingsError, match=r"Required: 9, .* use a GPU with more shared memory") as raised:
         info_of(fake, settings)
     assert str(settings.model_folder) in str(raised.value)
+
+
+def test_model_that_a_library_of_kernels_does_not_take_is_refused_in_its_words(
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "--attention-backend flashinfer takes keys beside values, and this model has latents"
+    monkeypatch.setattr(TorchRunner, "warm_up", Mock(side_effect=KernelUnavailable(words)))
+    with pytest.raises(SettingsError, match=words):
+        info_of(fake, settings_with())
