@@ -34,6 +34,12 @@ Role = Literal["prefill", "decode", "mixed"]
 FinishReason = Literal["stop", "length"]
 PoolingKind = Literal["embed", "classify"]
 
+Feature = Literal[
+    "bad_words", "grammar", "grammar_alternatives", "penalties", "pooling", "prompt_logprobs", "seed"
+]
+"""The parts of a request that an engine of others may not have, or not be able to continue:
+grammar_alternatives are the `otherwise` of a grammar; penalties are those that count the answer's tokens."""
+
 TRIAL_TOKENS = 3
 """The number of tokens that a request on trial draws alone: those of the steps that can have been in flight
 when its worker crashed, and of one whose tokens were still on their way."""
@@ -86,6 +92,7 @@ class Sampling:
     top_p: Share = 1.0
     min_p: Share = 0.0
     seed: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] = 0
+    seeded: bool = False  # the client has chosen the seed
     presence_penalty: Finite = 0.0
     frequency_penalty: Finite = 0.0
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)] = 1.0
@@ -159,6 +166,21 @@ class Request:
     def to_score(self) -> int:
         """The number of prompt tokens with a logprob: all but the first one, or none."""
         return 0 if self.sampling.prompt_logprobs is None else len(self.tokens) - self.drawn - 1
+
+
+def features_of(request: Request) -> set[Feature]:
+    """Return the features that a request has. A seed matters where draws are random."""
+    sampling = request.sampling
+    found: dict[Feature, object] = {
+        "bad_words": sampling.bad_words,
+        "grammar": sampling.grammar is not None,
+        "grammar_alternatives": sampling.grammar is not None and sampling.grammar.otherwise is not None,
+        "penalties": sampling.presence_penalty or sampling.frequency_penalty,
+        "pooling": request.pools,
+        "prompt_logprobs": sampling.prompt_logprobs is not None,
+        "seed": sampling.seeded and sampling.temperature,
+    }
+    return {feature for feature, has in found.items() if has}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,6 +313,9 @@ class EngineInfo:
     """The fixed facts of an engine. All bytes are totals over its ranks."""
 
     exact: bool = True  # a request sent again with the tokens already drawn continues with the same tokens
+    isolates: bool = True  # a request on trial runs alone, and its caller is notified
+    inexact_with: tuple[str, ...] = ()  # but not one with any of these
+    refuses: tuple[str, ...] = ()  # it serves no request with any of these; see Feature
     roles: tuple[Role, ...] = get_args(Role)  # the work that it can do
 
     tensor_parallel_size: Count = 1  # ranks

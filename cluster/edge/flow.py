@@ -27,14 +27,20 @@ from tidemill.workers.messages import (
     Poisonous,
     Produced,
     Request,
+    RequestError,
     StreamPiece,
     Trace,
     Unserved,
     WorkerGone,
     WorkerId,
+    features_of,
 )
 
 ATTEMPTS_MAX = 16
+TOGETHER_MAX = 4
+"""The maximum number of attempts where requests never run alone: any of those that ran together on a worker
+that was lost may be the cause."""
+
 PATIENT_ATTEMPTS = 2
 """The attempts that insist on fetched pages. Later attempts let the decode worker compute whatever is
 missing, so that a store that loses everything slows answers and never fails them."""
@@ -76,13 +82,18 @@ async def serve(
 
     Pages are named by their tokens and a draw is a function of (seed, position). A retry is therefore an
     ordinary request whose prompt includes what was already streamed. After a loss it runs in isolation,
-    because it may be what crashed the worker. An engine that is not exact would continue with other tokens,
-    so a stream of it that has begun ends with its worker. `root_of(salt)` is the namespace's root key.
-    Raises Unserved, Overloaded, Poisonous.
+    because it may be what crashed the worker. An engine that is not exact, at least with features of this
+    request, would continue with other tokens, so a stream that has begun ends with its worker.
+    `root_of(salt)` is the namespace's root key. Raises Unserved, Overloaded, Poisonous, RequestError.
     """
-    page_tokens = info.page_tokens
+    page_tokens, features = info.page_tokens, features_of(request)
+    if refused := sorted(features & {*info.refuses}):
+        raise RequestError(f"the engine of this model has no {' and '.join(refused)}: leave that out")
+    inexact = "" if info.exact else "anything"
+    inexact = inexact or " and ".join(sorted(features & {*info.inexact_with}))
     progress = RequestProgress(request, content_hash_of(request), wait_s_max)
-    while progress.attempt <= ATTEMPTS_MAX and progress.hand_overs <= HAND_OVERS_MAX:
+    attempts_max = ATTEMPTS_MAX if info.isolates else TOGETHER_MAX
+    while progress.attempt <= attempts_max and progress.hand_overs <= HAND_OVERS_MAX:
         rest = progress.remaining_request()
         began_s = asyncio.get_running_loop().time()
         route = await router.place(progress.placement_request(rest, root_of(request.salt), page_tokens))
@@ -109,8 +120,10 @@ async def serve(
             raise WorkerGone(f"{at} ended a stream that was not finished")
         except (PagesMissing, WorkerGone) as error:
             await progress.on_failure(at, error, router)
-            if progress.streamed and not info.exact:
-                raise Unserved(f"{error}: the engine cannot continue a stream exactly") from error
+            if progress.streamed and inexact:
+                raise Unserved(
+                    f"{error}: the engine cannot continue a stream exactly with {inexact}"
+                ) from error
     raise Unserved(
         f"{progress.attempt - 1} attempts failed and {progress.hand_overs} workers handed it over: "
         "see `tidemill status` for the workers' state"
@@ -244,7 +257,12 @@ async def _prefetching(peers: WorkerStreams, route: Route, request: Request) -> 
 
 def content_hash_of(request: Request) -> bytes:
     """Return 16 bytes that name the content, independent of its sender and of its seed."""
-    terms = (request.max_new_tokens, replace(request.sampling, seed=0), request.stop_token_ids, request.salt)
+    terms = (
+        request.max_new_tokens,
+        replace(request.sampling, seed=0, seeded=False),
+        request.stop_token_ids,
+        request.salt,
+    )
     digest = blake2b(repr(terms).encode(errors="surrogatepass"), digest_size=16)
     digest.update(array("Q", request.tokens).tobytes())
     return digest.digest()

@@ -81,6 +81,7 @@ def sampling_of(
         top_p=params.top_p,
         min_p=params.min_p,
         seed=seed if params.seed is None else params.seed,
+        seeded=params.seed is not None,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty,

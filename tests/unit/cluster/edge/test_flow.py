@@ -186,6 +186,35 @@ def test_stream_of_an_inexact_engine_is_tried_again_only_before_it_begins() -> N
     assert script.lost_workers == ["d.1"]
 
 
+def test_stream_with_what_the_engine_starts_again_ends_with_its_worker() -> None:
+    info = replace(INFO, inexact_with=("penalties", "seed"))
+    lost = Act(tokens=3, end=WorkerGone("d"))
+    for sampling, continues in (
+        (Sampling(temperature=0.7, seed=3), True),  # the seed is ours
+        (Sampling(temperature=0.0, seed=3, seeded=True), True),
+        (Sampling(temperature=0.7, seed=3, seeded=True), False),
+        (Sampling(frequency_penalty=0.5), False),
+        (Sampling(repetition_penalty=1.5), True),  # counts the prompt as well
+    ):
+        request = replace(a_request(), sampling=sampling)
+        if continues:
+            check_answer(pieces_of(Script(lost, Act()), request, info=info), request)
+            continue
+        with pytest.raises(Unserved, match=r"cannot continue a stream exactly with (seed|penalties)$"):
+            pieces_of(Script(lost, Act()), request, info=info)
+        unbegun = Script(Act(tokens=0, end=WorkerGone("d")), Act())
+        check_answer(pieces_of(unbegun, request, info=info), request)
+
+
+def test_request_that_the_engine_refuses_is_placed_nowhere() -> None:
+    info = replace(INFO, refuses=("bad_words", "pooling", "prompt_logprobs"))
+    script = Script(Act())
+    request = replace(a_request(), sampling=Sampling(bad_words=((1,),), prompt_logprobs=0))
+    with pytest.raises(RequestError, match="has no bad_words and prompt_logprobs: leave that out"):
+        pieces_of(script, request, info=info)
+    assert not script.asks
+
+
 def test_missing_pages_are_nobodys_fault_and_end_the_patience() -> None:
     """The first attempts insist on pages; then the decode worker may compute whatever is missing."""
     missing = Act(tokens=0, end=PagesMissing("m"))
