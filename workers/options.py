@@ -121,6 +121,9 @@ def _check_endpoint(endpoint: str) -> str:
     return endpoint
 
 
+ENGINE = r"^(tidemill|vllm(=https?://[^\s,]+(,https?://[^\s,]+)*)?)$"
+"""The engines: our own, a vLLM of each worker, or the vLLMs at some URLs."""
+
 Switch = Annotated[bool, Field(strict=True)]
 Count = Annotated[int, Field(strict=True, ge=1)]
 Text = Annotated[str, Field(min_length=1)]
@@ -163,6 +166,28 @@ class KvEventsConfig:
     has everything that the worker holds"""
     topic: str = ""
     """topic of the messages"""
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=OPTIONS)
+class AdapterConfig:
+    """The engine of all workers of a model, and the settings of one that is not our own: docs/vllm.md."""
+
+    engine: Annotated[str, Field(pattern=ENGINE), Flag("workers", "--engine", "NAME")] = "tidemill"
+    """engine of the workers: tidemill, vllm for a server of its own in each worker, or vllm=URL,URL for
+    servers that others run, with a worker for each"""
+    args: Annotated[str, Flag("workers", "--engine-args", "ARGS")] = ""
+    """arguments of each `vllm serve`, after those that Tidemill sets: --max-num-seqs 64 --dtype float16"""
+    python: Annotated[Text | None, Flag("workers", "--engine-python", "PATH")] = None
+    """python of the environment that has vLLM, on every node (the one that Tidemill runs in)"""
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The servers that others run."""
+        return tuple(url.rstrip("/") for url in self.engine.partition("=")[2].split(",") if url)
+
+    @property
+    def is_own(self) -> bool:
+        return self.engine == "tidemill"
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=OPTIONS)

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic.dataclasses import dataclass as checked_dataclass
 
@@ -64,6 +64,11 @@ class HostedSettings(PickledByName):
     tensor_parallel_nodes: Count = 1  # that its ranks may be spread over, evenly
     tensor_parallel_sizes: tuple[int, ...] = ()  # of the other workers that use this store
     kv_events: KvEventSettings | None = None  # None: no events
+
+    def of_worker(self, name: str) -> Self:
+        """Return the settings of the worker `name`, from those of its group: `decode-2` is the third. Raises
+        SettingsError."""
+        return self if self.kv_events is None else replace(self, kv_events=self.kv_events.of_worker(name))
 
     @property
     def on_cuda(self) -> bool:

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, cast
 
 from tidemill.cluster.cli.security import cluster_tls, security_of
 from tidemill.cluster.cli.serve import count_gpus
@@ -16,9 +18,12 @@ from tidemill.cluster.config.fleets import (
     Surroundings,
     engine_settings,
     folders_of,
+    hosted_settings,
     memory_bytes_of,
+    programs_of,
     summary,
     with_visible_gpus,
+    with_workers_of_urls,
 )
 from tidemill.cluster.config.problems import ConfigError
 from tidemill.cluster.config.reading import dump, read_config
@@ -26,9 +31,12 @@ from tidemill.cluster.config.tree import ModelConfig, RootConfig
 from tidemill.cluster.settings import authority
 from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.stores.secret import read_secret
-from tidemill.workers.settings import EngineSettings, SettingsError
+from tidemill.workers.settings import HostedSettings, SettingsError
 from tidemill.workers.sources.download import download
 from tidemill.workers.sources.names import SourceError
+
+if TYPE_CHECKING:  # with torch
+    from tidemill.workers.contract.engine import Check
 
 EXIT_REFUSED = 2
 
@@ -53,6 +61,7 @@ def add_config_commands(config: argparse.ArgumentParser) -> None:
 def _check(options: argparse.Namespace) -> int:
     try:
         config = read_config(options.file)
+        config = with_workers_of_urls(config)
         config = config if options.offline else with_visible_gpus(config, count_gpus)
     except ConfigError as error:
         return _print_problems(options.file, error.problems)
@@ -109,8 +118,8 @@ def _checks(config: RootConfig, *, offline: bool) -> Iterator[tuple[str, Callabl
             yield f"models[{index}].model", partial(_raise, error)
             continue
         for number, group in enumerate(model.groups):
-            engine = partial(engine_settings, config, model, group, surroundings)
-            check = engine if offline else partial(_check_engine, config, engine)
+            engine = partial(hosted_settings, config, model, group, surroundings)
+            check = engine if offline else partial(_check_engine, config, model, engine)
             yield f"models[{index}].groups[{number}]", partial(_with_config_paths, check, index, number)
     if config.store.url is not None:
         yield "store.url", partial(_check_store, config.store.url, offline=offline)
@@ -143,12 +152,11 @@ def _with_config_paths(check: Callable[[], object], model: int, group: int) -> N
         raise ConfigError([message]) from error
 
 
-def _check_engine(config: RootConfig, engine: Callable[[], EngineSettings]) -> None:
-    from tidemill.workers.engine.build import check_settings
-
-    made, is_own = engine(), config.cluster.ray_address is None
+def _check_engine(config: RootConfig, model: ModelConfig, engine: Callable[[], HostedSettings]) -> None:
+    check = cast("Check", resolve_name(programs_of(model)["check"]))  # imports torch
+    made = engine()
     # A file with GPUs may be checked on a machine without any.
-    check_settings(made, here=made.on_cuda and is_own and count_gpus() > 0)
+    check(made, here=config.cluster.ray_address is None and (not made.on_cuda or count_gpus() > 0))
 
 
 def _check_store(url: str, *, offline: bool) -> None:
@@ -185,15 +193,14 @@ def _description(config: RootConfig) -> str:
 
 
 def _weights(config: RootConfig) -> str:
-    """Describe the size of the weights that each worker of a model loads."""
+    """Describe the size of the weights that each worker of our own engine loads."""
     from tidemill.cluster.cli.status import human_bytes
     from tidemill.workers.engine.build import weight_bytes
 
-    made = [
-        engine_settings(config, model, model.groups[0], surroundings_of(model)) for model in config.models
-    ]
+    models = [model for model in config.models if model.adapter.is_own]
+    made = [engine_settings(config, model, model.groups[0], surroundings_of(model)) for model in models]
     sizes = [
         f"{model.names[0]} {human_bytes(weight_bytes(settings))}"
-        for model, settings in zip(config.models, made, strict=True)
+        for model, settings in zip(models, made, strict=True)
     ]
-    return f"\nweights of each worker: {', '.join(sizes)}"
+    return f"\nweights of each worker: {', '.join(sizes)}" if sizes else ""

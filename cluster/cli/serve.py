@@ -22,7 +22,7 @@ from tidemill.cluster.cli.security import (
     security_of,
 )
 from tidemill.cluster.config.flags import FLAGS, KeyFlag
-from tidemill.cluster.config.fleets import telemetry_of, with_visible_gpus
+from tidemill.cluster.config.fleets import telemetry_of, with_visible_gpus, with_workers_of_urls
 from tidemill.cluster.config.overrides import GivenFlag
 from tidemill.cluster.config.paths import kind_of
 from tidemill.cluster.config.reading import dump, load_config
@@ -172,7 +172,8 @@ def config_of_options(options: argparse.Namespace) -> RootConfig:
     GPU of this machine where it has no number. Raises ConfigError."""
     values = [GivenFlag(flag, getattr(options, MARK + flag.option)) for flag in FLAGS]
     given = [value for value in values if value.value is not None]
-    return with_visible_gpus(load_config(options.config, options.model, given), count_gpus)
+    config = with_workers_of_urls(load_config(options.config, options.model, given))
+    return with_visible_gpus(config, count_gpus)
 
 
 def count_gpus() -> int:

@@ -1,12 +1,13 @@
 """Translate a configuration into the settings of the cluster that it describes. Pure."""
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from tidemill.cluster.config.flags import with_config_paths
+from tidemill.cluster.config.flags import FLAGS, with_config_paths
 from tidemill.cluster.config.paths import fields_of
 from tidemill.cluster.config.problems import ConfigError
 from tidemill.cluster.config.threads import threads_of
@@ -21,6 +22,7 @@ from tidemill.cluster.config.tree import (
 from tidemill.cluster.messages import Bounds, Hysteresis
 from tidemill.cluster.observability.telemetry import Telemetry
 from tidemill.cluster.settings import (
+    OWN_ENGINE,
     ChatSettings,
     ClusterSettings,
     FleetSettings,
@@ -31,11 +33,25 @@ from tidemill.cluster.settings import (
 from tidemill.kvstore.sizes import parse_bytes
 from tidemill.workers.messages import Role
 from tidemill.workers.options import EngineConfig
-from tidemill.workers.settings import MEMORY_BYTES, EngineSettings, KvEventSettings, SettingsError
+from tidemill.workers.settings import (
+    MEMORY_BYTES,
+    EngineSettings,
+    HostedSettings,
+    KvEventSettings,
+    SettingsError,
+)
 from tidemill.workers.sources.names import ModelSource, local_folder, source_of
+from tidemill.workers.vllm.settings import VllmSettings
 
 ROLES: tuple[Role, ...] = get_args(Role)
 _ENGINE_FIELDS = {field.name for field in fields(EngineSettings)}
+
+
+VLLM = {
+    "build": "tidemill.workers.vllm.build:build_vllm",
+    "check": "tidemill.workers.vllm.build:check_vllm",
+}
+"""The names of the Build and the Check of vLLM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +148,48 @@ def engine_settings(
     return EngineSettings(**_by_name(model) | _by_name(model.engine) | _by_name(group) | made)
 
 
+def hosted_settings(
+    config: RootConfig, model: ModelConfig, group: GroupConfig, surroundings: Surroundings
+) -> HostedSettings:
+    """Return the settings of the workers of a group, whatever their engine. Raises SettingsError."""
+    own = engine_settings(config, model, group, surroundings)
+    return own if model.adapter.is_own else _vllm_settings(config, model, group, own)
+
+
+def programs_of(model: ModelConfig) -> Mapping[str, str]:
+    """Return the names of the Build and the Check of a model's engine."""
+    return OWN_ENGINE if model.adapter.is_own else VLLM
+
+
+def _vllm_settings(
+    config: RootConfig, model: ModelConfig, group: GroupConfig, own: EngineSettings
+) -> VllmSettings:
+    """Return the settings of the workers of a group, from those that our own engine would have."""
+    named = f"--engine {model.adapter.engine}"
+    if group.role != "mixed":
+        raise SettingsError(f"{named} computes prompts and generates in each worker: use --mixed N")
+    if config.telemetry.kv_events.enable_kv_cache_events:
+        raise SettingsError(f"{named} sends its events to its worker: leave out --kv-events-config")
+    usual = EngineConfig()
+    options = {flag.key: flag.option for flag in FLAGS if flag.scope == "engine"}
+    set_here = [
+        option for key, option in options.items() if getattr(model.engine, key) != getattr(usual, key)
+    ]
+    set_here += ["--memory-floor"] * (group.memory_floor is not None)
+    set_here += ["--tensor-parallel-nodes"] * (group.tensor_parallel_nodes > 1)
+    if set_here:
+        raise SettingsError(f"{', '.join(set_here)} is of our own engine: leave it out with {named}")
+    hosted: dict[str, Any] = {field.name: getattr(own, field.name) for field in fields(HostedSettings)}
+    hosted |= {"tensor_parallel_size": 1, "tensor_parallel_sizes": ()}  # of Ray's processes
+    return VllmSettings(
+        **hosted,
+        ranks=group.tensor_parallel_size,
+        python=Path(model.adapter.python or sys.executable),
+        args=model.adapter.args,
+        urls=model.adapter.urls,
+    )
+
+
 def _by_name(node: ModelConfig | EngineConfig | GroupConfig) -> dict[str, Any]:
     """Return what the mapping sets of EngineSettings: the keys with the names of its fields."""
     return {name: getattr(node, name) for name in fields_of(type(node)) if name in _ENGINE_FIELDS}
@@ -159,6 +217,25 @@ def kv_events_of(config: RootConfig, index: int, role: Role) -> KvEventSettings 
         return None
     roles = [(number, known) for number, model in enumerate(config.models) for known in counts_of(model)]
     return KvEventSettings(**asdict(events), rank=roles.index((index, role)), stride=len(roles))
+
+
+def with_workers_of_urls(config: RootConfig) -> RootConfig:
+    """Return the configuration with a worker for each server that others run. Raises ConfigError."""
+
+    def with_workers(index: int, model: ModelConfig) -> ModelConfig:
+        urls, (group, *others) = model.adapter.urls, model.groups
+        if not urls:
+            return model
+        number = group.replicas if "replicas" in group.model_fields_set else len(urls)
+        if others or number != len(urls) or group.replicas_max is not None:
+            raise ConfigError(
+                [f"models[{index}].adapter.engine (--engine) has {len(urls)} URLs: each is one mixed worker"]
+            )
+        group = group.model_copy(update={"replicas": number})
+        return model.model_copy(update={"groups": (group,)})
+
+    models = tuple(with_workers(*pair) for pair in enumerate(config.models))
+    return config.model_copy(update={"models": models})
 
 
 def with_visible_gpus(config: RootConfig, count_gpus: Callable[[], int]) -> RootConfig:
@@ -209,18 +286,22 @@ def _fleet(config: RootConfig, index: int, surroundings: Surroundings, source: s
     workers: list[WorkerSettings] = []
     for number, group in enumerate(model.groups):
         try:
-            engine = engine_settings(config, model, group, surroundings)
+            engine = hosted_settings(config, model, group, surroundings)
         except SettingsError as error:
             if not source:
                 raise
             raise ConfigError([with_config_paths(str(error), index, number)], source) from error
+        programs = programs_of(model)
+        processes = 1 if model.adapter.is_own else group.tensor_parallel_size  # of one rank in Ray
         template = WorkerSettings(
             name="",
             role=group.role,
             engine=replace(engine, kv_events=kv_events_of(config, index, group.role)),
-            num_cpus=group.num_cpus,
-            num_gpus=group.gpus,
-            resources=group.resources,
+            build=programs["build"],
+            check=programs["check"],
+            num_cpus=group.num_cpus * processes,
+            num_gpus=group.gpus * processes,
+            resources={name: amount * processes for name, amount in group.resources.items()},
             labels=group.labels,
         )
         first = sum(worker.role == group.role for worker in workers)
@@ -237,7 +318,7 @@ def _fleet(config: RootConfig, index: int, surroundings: Surroundings, source: s
         router=RouterSettings(
             name=f"{label}-router" if label else "router",
             replicas=model.routers,
-            broker=model.engine.memory_broker,
+            broker=model.engine.memory_broker and model.adapter.is_own,
             expected=frozenset(worker.name for worker in workers),
             ttft_s_max=math.inf if model.ttft_max is None else model.ttft_max,
             cache_folder=surroundings.cache_folder,

@@ -99,7 +99,7 @@ def _nodes(tree: Tree, models: Sequence[Node], flag: KeyFlag) -> Iterator[Node]:
     match flag.scope:
         case "model":
             yield from models
-        case "autoscaling" | "engine":
+        case "adapter" | "autoscaling" | "engine":
             for location, model in models:
                 yield from _child(model, location, flag.scope)
         case "group":

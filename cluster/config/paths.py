@@ -8,9 +8,9 @@ from typing import Annotated, Any, Union, cast, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from tidemill.cluster.config.tree import ConfigNode, RootConfig
-from tidemill.workers.options import EngineConfig, KvEventsConfig
+from tidemill.workers.options import AdapterConfig, EngineConfig, KvEventsConfig
 
-Node = type[ConfigNode | EngineConfig | KvEventsConfig]
+Node = type[AdapterConfig | ConfigNode | EngineConfig | KvEventsConfig]
 """A mapping of the file."""
 
 

@@ -18,7 +18,7 @@ from tidemill.cluster.config.telemetry import ConfigNode, TelemetryConfig
 from tidemill.cluster.config.values import DEVICE, Amount, Names, Port, Seconds, TextList, Threads
 from tidemill.cluster.settings import GenerationConfig, HostedTools, ReasoningParser, ToolParser
 from tidemill.workers.messages import Role
-from tidemill.workers.options import Count, EngineConfig, Flag, Size, Text
+from tidemill.workers.options import AdapterConfig, Count, EngineConfig, Flag, Size, Text
 
 MODELS_MAX = 64
 
@@ -160,6 +160,8 @@ class ModelConfig(ConfigNode):
     """delays of scaling, for groups with replicas_max, and of ending all workers of an idle model"""
     engine: EngineConfig = EngineConfig()
     """settings of all its workers"""
+    adapter: AdapterConfig = AdapterConfig()
+    """engine of all its workers, if it is not our own"""
 
     @field_validator("groups")
     @classmethod

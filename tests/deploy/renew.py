@@ -13,6 +13,7 @@ from tidemill.cluster.edge.requests.api_keys import ApiKey
 
 SCHEMA = CHART / "values.schema.json"
 PARTS = ("ModelConfig", "AutoscalingConfig", "EngineConfig", "TelemetryConfig", "KvEventsConfig")
+PARTS += ("AdapterConfig",)
 SET_BY_CHART = ("labels", "resources")
 """Keys of a group that the chart sets, to tie workers to pods."""
 

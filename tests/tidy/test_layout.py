@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "workers/parallel": "kvstore workers workers/execution workers/models workers/transfer",
     "workers/contract": "workers workers/parallel workers/scheduling",
     "workers/engine": "kernels kvstore workers workers/sources",
+    "workers/vllm": "kvstore workers workers/models workers/sources",
     "cluster": "workers cluster/observability",
     "cluster/observability": "kvstore workers",
     "cluster/rpc": "kvstore workers cluster cluster/observability",

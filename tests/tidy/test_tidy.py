@@ -34,7 +34,7 @@ HOMES = {
     "cryptography": ("cluster/processes/joining/authority.py", "cluster/rpc/guard.py"),
     "sqlite3": "cluster/edge/records/database.py",
     "psycopg": "cluster/edge/records/database.py",
-    "zmq": "workers/engine/zmq_publisher.py",
+    "zmq": ("workers/engine/zmq_publisher.py", "workers/vllm/events.py"),
     "vllm": "connect/vllm.py",
     "llguidance": "workers/execution/grammar",
     "torch.distributed": "workers/parallel/distributed.py",

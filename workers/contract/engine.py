@@ -2,8 +2,8 @@
 
     HostedSettings -> Build -> HostedEngine: an Engine, its facts (EngineInfo), the other ranks
 
-`workers/engine/build.py` builds ours. An adapter of another engine, vLLM for example, is a module with a
-`Build` and a `Check` of its own, which `WorkerSettings` names.
+`workers/engine/build.py` builds ours. An adapter of another engine is a module with a `Build` and a `Check`
+of its own, which `WorkerSettings` names; that of vLLM is workers/vllm/build.py.
 Messages: Request, Produced, Delta, Announcement, WorkerLoad. Facts: EngineInfo. Errors: RequestError (the
 engine refuses the request), PagesMissing, HandedOver, WorkerGone. All are in `workers/messages.py`.
 """

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Generator
 from contextlib import contextmanager
+from operator import index
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,6 +53,37 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{path} is not a JSON object: download the model again")
     return cast("dict[str, Any]", content)
+
+
+def eos_ids_of(folder: Path, config: dict[str, Any]) -> frozenset[int]:
+    """Return the ids that end an answer: those of generation_config.json, config.json and the
+    tokenizer, which name different ones in many folders. Raises ModelError."""
+    path = folder / "generation_config.json"
+    text: Any = config.get("text_config")
+    named: list[dict[str, Any]] = [config, text if isinstance(text, dict) else {}]
+    named.append(read_json(path) if path.exists() else {})
+    ids: set[int] = set()
+    for given in named:
+        found: Any = given.get("eos_token_id")
+        with reading(path):
+            ids |= set(map(index, [found] if isinstance(found, int) else found or ()))
+    return frozenset(ids | _tokenizers_eos(folder))
+
+
+def _tokenizers_eos(folder: Path) -> set[int]:
+    """Return the id of the tokenizer's own end of a text, as far as its settings name one."""
+    path, vocabulary = folder / "tokenizer_config.json", folder / "tokenizer.json"
+    if not path.exists():
+        return set()
+    settings = read_json(path)
+    with reading(path):
+        eos: Any = settings.get("eos_token")
+        text = cast("dict[str, Any]", eos).get("content") if isinstance(eos, dict) else eos
+        decoder = cast("dict[str, Any]", settings.get("added_tokens_decoder") or {})
+        added: list[dict[str, Any]] = [{"id": int(token), **about} for token, about in decoder.items()]
+        if text and not added and vocabulary.exists():  # as transformers 5 saves them
+            added = cast("list[dict[str, Any]]", read_json(vocabulary).get("added_tokens") or [])
+        return {token["id"] for token in added if text and token["content"] == text}
 
 
 def _line(error: BaseException) -> str:

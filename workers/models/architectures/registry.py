@@ -4,9 +4,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from operator import index
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -42,7 +41,7 @@ from tidemill.workers.models.loading.gguf import GgufWeights, gguf_files
 from tidemill.workers.models.loading.kv_scales import KvScales, kv_scales
 from tidemill.workers.models.loading.sharding import RankPart, RankSlice, Replicated
 from tidemill.workers.models.loading.weights import Weight
-from tidemill.workers.models.model_files import read_json, reading
+from tidemill.workers.models.model_files import eos_ids_of, read_json, reading
 from tidemill.workers.options import ANY, LoadFormat, Purpose
 from tidemill.workers.sources.names import bundled
 
@@ -229,7 +228,7 @@ def load(  # noqa: PLR0913  each is a part of the worker or a setting
         local_layers=own.specs,
         vocab_size=config.vocab_size,
         max_length=config.max_length,
-        eos_ids=_eos_ids(folder, raw) & frozenset(range(config.vocab_size)),
+        eos_ids=eos_ids_of(folder, raw) & frozenset(range(config.vocab_size)),
         fingerprint=checkpoint.fingerprint(identity) if is_leader else "",
         cost=cost(config),
         pooling=pooling,
@@ -260,7 +259,7 @@ def describe(
     raw, config, *_ = _open(
         Source(folder, load_format, quantization), no_progress, digests=False, mtp=mtp, purpose=purpose
     )
-    _eos_ids(folder, raw)
+    eos_ids_of(folder, raw)
     local(config, RankPart(size=tensor_parallel_size, sums=by_expert, by_expert=by_expert))
     return config.specs, config.max_length
 
@@ -434,34 +433,3 @@ def _architecture(config: dict[str, Any]) -> str:
     name = str((config.get("architectures") or ["unknown"])[0])
     generating = f"{name.removesuffix(CLASSIFIER).removesuffix(BARE)}ForCausalLM"
     return generating if generating in ARCHITECTURES else name
-
-
-def _eos_ids(folder: Path, config: dict[str, Any]) -> frozenset[int]:
-    """Return the ids that end an answer: those of generation_config.json, config.json and the
-    tokenizer, which name different ones in many folders."""
-    path = folder / "generation_config.json"
-    text: Any = config.get("text_config")
-    named: list[dict[str, Any]] = [config, text if isinstance(text, dict) else {}]
-    named.append(read_json(path) if path.exists() else {})
-    ids: set[int] = set()
-    for given in named:
-        found: Any = given.get("eos_token_id")
-        with reading(path):
-            ids |= set(map(index, [found] if isinstance(found, int) else found or ()))
-    return frozenset(ids | _tokenizers_eos(folder))
-
-
-def _tokenizers_eos(folder: Path) -> set[int]:
-    """Return the id of the tokenizer's own end of a text, as far as its settings name one."""
-    path, vocabulary = folder / "tokenizer_config.json", folder / "tokenizer.json"
-    if not path.exists():
-        return set()
-    settings = read_json(path)
-    with reading(path):
-        eos: Any = settings.get("eos_token")
-        text = cast("dict[str, Any]", eos).get("content") if isinstance(eos, dict) else eos
-        decoder = cast("dict[str, Any]", settings.get("added_tokens_decoder") or {})
-        added: list[dict[str, Any]] = [{"id": int(token), **about} for token, about in decoder.items()]
-        if text and not added and vocabulary.exists():  # as transformers 5 saves them
-            added = cast("list[dict[str, Any]]", read_json(vocabulary).get("added_tokens") or [])
-        return {token["id"] for token in added if text and token["content"] == text}

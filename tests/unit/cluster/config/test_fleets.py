@@ -28,6 +28,7 @@ from tidemill.cluster.observability.telemetry import Telemetry
 from tidemill.cluster.settings import ChatSettings, ClusterSettings, FleetSettings, WorkerSettings
 from tidemill.workers.settings import EngineSettings, SettingsError
 from tidemill.workers.sources.names import bundled
+from tidemill.workers.vllm.settings import VllmSettings
 
 SURROUNDINGS = Surroundings(store_url="memory:", cache_folder=Path("cache"))
 MIB = 1 << 20
@@ -160,6 +161,42 @@ def test_workers_on_gpus_have_one_each_or_the_parts_that_they_ask_for() -> None:
     assert engine_of(parts[1]).gpu_memory_utilization == 0.8
     (numbered,) = fleet("{role: mixed, device: 'cuda:1'}").workers
     assert (numbered.num_gpus, numbered.engine.device_share) == (0, 1), "Ray would hide the others"
+
+
+def vllm_of(*words: object) -> tuple[VllmSettings, ...]:
+    (fleet,) = fleets(4, "/models/m", *words)
+    assert {worker.build for worker in fleet.workers} == {"tidemill.workers.vllm.build:build_vllm"}
+    assert not fleet.router.broker
+    engines = [worker.engine.of_worker(worker.name) for worker in fleet.workers]
+    return tuple(engine for engine in engines if isinstance(engine, VllmSettings))
+
+
+def test_vllm_in_each_worker_or_at_urls() -> None:
+    own = ("--engine", "vllm", "--mixed", 2, "-tp", 4, "--engine-args", "--x 1", "--engine-python", "/v/py")
+    first, _ = vllm_of(*own)
+    assert (first.args, first.python) == ("--x 1", Path("/v/py"))
+    assert (first.ranks, first.tensor_parallel_size) == (4, 1)
+    (on_gpus,) = fleets(4, "/models/m", *own[:2], "-tp", 4, "--device", "cuda", "--mixed", 1)
+    assert [worker.num_gpus for worker in on_gpus.workers] == [4], "one process of ours has all ranks"
+    joined = vllm_of("--engine", "vllm=http://a:1,https://b/")
+    assert [settings.url for settings in joined] == ["http://a:1", "https://b"]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--engine", "sglang"), "engine"),
+        (("--engine", "vllm=a:8000"), "engine"),
+        (("--engine", "vllm", "--decode", 2), "--engine vllm .* use --mixed N"),
+        (("--engine", "vllm", "--page-size", 32), "--page-size is of our own engine"),
+        (("--engine", "vllm", "--memory-floor", "1GiB"), "--memory-floor is of our own engine"),
+        (("--engine", "vllm=http://a,http://b", "--mixed", 3), "has 2 URLs: each is one mixed worker"),
+        (("--engine", "vllm=http://a", "--mixed-max", 3), "has 1 URLs: each is one mixed worker"),
+    ],
+)
+def test_settings_that_vllm_does_not_have_are_refused(words: tuple[object, ...], problem: str) -> None:
+    with pytest.raises((SettingsError, ConfigError), match=problem):
+        vllm_of(*words)
 
 
 def test_workers_do_not_share_a_gpu_by_accident() -> None:

@@ -1,0 +1,52 @@
+"""Streams over workers whose engine is another process, and kills under them."""
+
+import asyncio
+
+import httpx
+import psutil
+
+from tests.support.e2e.history import Ask, Call
+from tests.support.e2e.server import Server, command_of, runs
+from tests.support.waits import eventually
+
+STREAMS = 8
+TOKENS = 64
+PROMPT_TOKENS = 31
+
+CLIENT_S_MAX = 600.0
+
+
+def asks(model: str, **fields: object) -> list[Ask]:
+    """Return the requests of the streams: each has a prompt of its own."""
+    body = {"model": model, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
+    body |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    prompts = [[100 + index, *range(10, 9 + PROMPT_TOKENS)] for index in range(STREAMS)]
+    return [Ask("/v1/completions", {**body, "prompt": prompt, **fields}) for prompt in prompts]
+
+
+async def streamed(server: Server, asked: list[Ask], victim: psutil.Process | None = None) -> list[Call]:
+    """Run the streams, and kill the victim when each has some tokens."""
+    calls = [Call(ask) for ask in asked]
+    async with httpx.AsyncClient(base_url=server.url, timeout=CLIENT_S_MAX) as client:
+        running = [asyncio.create_task(call.run(client, salt="streams")) for call in calls]
+        if victim is not None:
+            for call in calls:
+                await call.reach(4)
+            victim.kill()
+        await asyncio.gather(*running)
+    return calls
+
+
+def text_of(call: Call) -> str:
+    return "".join(chunk.text for chunk in call.choice(0))
+
+
+def processes(server: Server, name: str) -> list[psutil.Process]:
+    """Return the running processes below the server whose command or name has `name`, but for guards."""
+    running = [each for each in server.processes() if runs(each) and "guard.py" not in command_of(each)]
+    return [each for each in running if name in f"{command_of(each)} {each.name()}"]
+
+
+def wait_for_both(server: Server) -> None:
+    """Wait until both workers are there again."""
+    eventually(lambda: [row["state"] for row in server.workers()] == ["ready", "ready"])

@@ -1,0 +1,167 @@
+"""A server is started, watched and ended with all its processes; its facts and refusals come from it."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.waits import eventually
+from tests.support.workers.vllm_server import VllmServer, fake_python, serving
+from tidemill.workers.messages import Request
+from tidemill.workers.settings import SettingsError
+from tidemill.workers.vllm.build import build_vllm, check_vllm
+from tidemill.workers.vllm.server_process import EngineEnded
+from tidemill.workers.vllm.settings import VllmSettings, command_of, environ_of
+
+DIES = """\
+if "serve" in sys.argv:
+    print("(EngineCore pid=7) ERROR 11-30 00:37:13 [core.py:1512] ValueError: no room for the cache")
+    print("(APIServer pid=6) bye", flush=True)
+    sys.exit(3)
+"""
+FORKS = """\
+if "serve" in sys.argv:
+    child = subprocess.Popen(["sleep", "1000"])
+    open({pid!r}, "w").write(str(child.pid))
+"""
+
+
+def silent(done_bytes: int, total_bytes: int) -> None:
+    """Report no progress."""
+
+
+@pytest.fixture
+def settings_of(tmp_path: Path) -> Callable[..., VllmSettings]:
+    (tmp_path / "config.json").write_text('{"vocab_size": 100, "eos_token_id": 0}')
+
+    def settings_of(behaviour: str = "", version: str = "0.32.0+cpu", **changes: object) -> VllmSettings:
+        python = fake_python(tmp_path, behaviour.format(pid=str(tmp_path / "pid")), version)
+        plain = VllmSettings(model_folder=tmp_path, cache_folder=tmp_path, store_url="", python=python)
+        return replace(plain, **changes)
+
+    return settings_of
+
+
+def test_command_has_the_arguments_of_the_operator_last(tmp_path: Path) -> None:
+    settings = VllmSettings(
+        model_folder=tmp_path,
+        cache_folder=tmp_path,
+        store_url="",
+        python=Path("py"),
+        args="--port 1 -x 'a b'",
+    )
+    command = command_of(settings, 8001, 5001)
+    assert command[:5] == ["py", "-m", "vllm.entrypoints.cli.main", "serve", str(tmp_path)]
+    assert command[-4:] == ["--port", "1", "-x", "a b"]
+    assert command[command.index("--port") + 1] == "8001"
+    assert json.loads(command[command.index("--kv-events-config") + 1])["endpoint"] == "tcp://127.0.0.1:5001"
+    assert "--max-model-len" not in command
+    assert "--max-model-len" in command_of(replace(settings, max_model_len=64), 1, 2)
+    with pytest.raises(SettingsError, match="--engine-args"):
+        replace(settings, args="'")
+
+
+def test_environment_is_that_of_the_other_python(tmp_path: Path) -> None:
+    settings = VllmSettings(
+        model_folder=tmp_path, cache_folder=tmp_path, store_url="", python=Path("py"), threads=3
+    )
+    changes = environ_of(settings, "key")
+    assert changes["PYTHONPATH"] is None
+    assert (changes["OMP_NUM_THREADS"], changes["VLLM_API_KEY"]) == ("3", "key")
+    assert "OMP_NUM_THREADS" not in environ_of(replace(settings, device="cuda"), "key")
+
+
+def test_worker_of_urls_has_the_one_of_its_number(tmp_path: Path) -> None:
+    settings = VllmSettings(
+        model_folder=tmp_path,
+        cache_folder=tmp_path,
+        store_url="",
+        python=Path("py"),
+        urls=("http://a", "http://b"),
+    )
+    assert settings.of_worker("m-mixed-1").url == "http://b"
+    with pytest.raises(SettingsError, match=r"2 URLs, and mixed-2 has none"):
+        settings.of_worker("mixed-2")
+
+
+def test_environments_without_vllm_or_with_an_old_one_are_refused(
+    settings_of: Callable[..., VllmSettings], tmp_path: Path
+) -> None:
+    check_vllm(settings_of(), here=True)
+    check_vllm(settings_of(python=tmp_path / "none"), here=False)
+    with pytest.raises(SettingsError, match=r"has vLLM 0\.31\.2, and 0\.32 is the oldest"):
+        check_vllm(settings_of(version="0.31.2"), here=True)
+    with pytest.raises(SettingsError, match="set it to the python of an environment"):
+        check_vllm(settings_of(python=tmp_path / "none"), here=True)
+
+
+def test_server_serves_and_ends_with_its_processes(
+    settings_of: Callable[..., VllmSettings], tmp_path: Path
+) -> None:
+    built = build_vllm(settings_of(FORKS), silent)
+    info = built.info
+    assert (info.page_tokens, info.page_bytes, info.memory_bytes) == (4, 64, 4096)
+    assert (info.max_model_len, info.vocab_size, info.eos_token_ids, info.roles) == (
+        512,
+        100,
+        (0,),
+        ("mixed",),
+    )
+    assert built.group is not None
+    built.group.check()
+    child = psutil.Process(int((tmp_path / "pid").read_text()))
+    built.group.stop()
+    eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    asyncio.run(built.engine.close())
+    with pytest.raises(EngineEnded, match="vLLM ended with exit code"):
+        built.group.check()
+
+
+def test_server_that_dies_at_its_start_is_one_line(settings_of: Callable[..., VllmSettings]) -> None:
+    with pytest.raises(
+        EngineEnded, match=r"^vLLM ended with exit code 3: ValueError: no room for the cache$"
+    ):
+        build_vllm(settings_of(DIES), silent)
+
+
+def test_guard_kills_what_ignores_the_end() -> None:
+    stubborn = (
+        "import os, signal, time; signal.signal(15, signal.SIG_IGN);"
+        "print(os.getenv('SHOWN'), os.getenv('PATH'), flush=True); time.sleep(999)"
+    )
+    code = "import sys; from tidemill.workers.vllm import guard; guard.GRACE_S = 0.1;"
+    code += "sys.exit(guard.run_apart(sys.argv[1:]))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, sys.executable, "-c", stubborn],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(b'{"SHOWN": "up", "PATH": null}\n')
+    process.stdin.flush()
+    assert process.stdout.readline() == b"up None\n"
+    process.communicate()  # closes its standard input, as the end of a worker does
+    assert process.returncode == 128 + 9
+
+
+async def test_joined_server_is_asked_whether_it_knows_priorities(
+    settings_of: Callable[..., VllmSettings],
+) -> None:
+    for knows in (True, False):
+        async with serving(VllmServer(prioritizes=knows)) as server:
+            settings = settings_of(urls=(server.url,)).of_worker("mixed-0")
+            built = await asyncio.to_thread(build_vllm, settings, silent)
+            assert built.group is None
+            request = Request(request_id="r", tokens=(1,), max_new_tokens=1, priority=1)
+            await built.engine.stream(request, lambda _: None)
+            assert (server.bodies[-1]["priority"] > 0) is knows
+            await built.engine.close()
+    with pytest.raises(EngineEnded, match="no vLLM is ready at"):
+        await asyncio.to_thread(build_vllm, settings, silent)

@@ -1,0 +1,219 @@
+"""The engine over a server that speaks as vLLM does: streams, cancellation, draining, what it reports."""
+
+import asyncio
+import json
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+
+from tests.support.waits import until
+from tests.support.workers.vllm_server import REFUSAL, VllmServer, frame_of, serving
+from tidemill.workers.inbox import Pause
+from tidemill.workers.messages import (
+    Delta,
+    EngineInfo,
+    Grammar,
+    HandedOver,
+    Request,
+    RequestError,
+    Sampling,
+    WorkerGone,
+)
+from tidemill.workers.vllm import engine as engine_module
+from tidemill.workers.vllm.client import VllmClient
+from tidemill.workers.vllm.engine import VllmEngine
+from tidemill.workers.vllm.metrics import Metrics
+from tidemill.workers.vllm.prefixes import BlockStored, EventBatch, Prefixes
+from tidemill.workers.vllm.server_process import EngineEnded
+
+INFO = EngineInfo(
+    inexact_with=("grammar",),
+    refuses=("prompt_logprobs",),
+    fingerprint="m",
+    layout="v",
+    page_tokens=4,
+    page_bytes=64,
+    vocab_size=100,
+    memory_bytes=4096,
+)
+GREEDY = Request(
+    request_id="r", tokens=tuple(range(10)), max_new_tokens=3, sampling=Sampling(temperature=0.0)
+)
+GUIDED = replace(GREEDY, sampling=Sampling(temperature=0.0, grammar=Grammar(kind="json_object")))
+
+
+async def engine_of(server: VllmServer, prefixes: Prefixes | None = None) -> VllmEngine:
+    client = VllmClient(server.url)
+    prefixes = Prefixes("m", "v", 4, keeps_states=False) if prefixes is None else prefixes
+    first = await client.metrics()
+    return VllmEngine(client, INFO, first, prefixes, None, prioritizes=True, wedged_s_max=0.3)
+
+
+class Streamed:
+    """A stream that runs, with its deltas."""
+
+    def __init__(self, engine: VllmEngine, request: Request) -> None:
+        self.deltas: list[Delta] = []
+        self.begun = asyncio.Event()
+        self.task = asyncio.create_task(engine.stream(request, self._take))
+
+    def _take(self, delta: Delta) -> None:
+        self.deltas.append(delta)
+        self.begun.set()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for delta in self.deltas for token in delta.tokens]
+
+
+WHOLE = [frame_of(11), frame_of(12, 13, finish="length")]
+HANGING = [frame_of(11), None]
+
+
+async def test_stream_has_the_tokens_and_the_source_of_the_prompt() -> None:
+    async with serving(VllmServer(list(WHOLE), list(WHOLE))) as server:
+        prefixes = Prefixes("m", "v", 4, keeps_states=False)
+        engine = await engine_of(server, prefixes)
+        block = BlockStored([1, 2], None, list(GREEDY.tokens[:8]), 4)
+        for reused in (0, 8):
+            streamed = Streamed(engine, GREEDY)
+            await streamed.task
+            assert streamed.tokens == [11, 12, 13]
+            assert [delta.finish for delta in streamed.deltas] == [None, "length"]
+            first, *others = [delta.provenance for delta in streamed.deltas]
+            assert first is not None
+            assert others == [None]
+            assert (first.reused_tokens, first.computed_tokens) == (reused, 10 - reused)
+            prefixes.apply(EventBatch(0.0, [block]))
+        assert server.bodies[0]["token_ids"] == list(GREEDY.tokens)
+
+
+async def test_cancelled_stream_closes_its_connection() -> None:
+    async with serving(VllmServer(list(HANGING))) as server:
+        streamed = Streamed(await engine_of(server), GREEDY)
+        await streamed.begun.wait()
+        streamed.task.cancel()
+        with suppress(asyncio.CancelledError):
+            await streamed.task
+        await asyncio.wait_for(server.closed.wait(), 5)
+
+
+async def test_reader_that_pauses_holds_the_stream_and_is_no_sign_of_a_wedged_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_module, "LOOK_S", 0.02)
+    async with serving(VllmServer(list(WHOLE))) as server:
+        engine, may_go_on, seen = await engine_of(server), asyncio.Event(), list[Delta]()
+
+        def take(delta: Delta) -> Pause:
+            seen.append(delta)
+            return may_go_on.wait
+
+        running = asyncio.create_task(engine.run())
+        task = asyncio.create_task(engine.stream(GREEDY, take))
+        await asyncio.sleep(0.6)
+        assert len(seen) == 1
+        assert not running.done()
+        may_go_on.set()
+        await task
+        assert len(seen) == 2
+        running.cancel()
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_draining_hands_over_what_others_can_continue(begun: bool) -> None:  # noqa: FBT001
+    frames: list[bytes | None] = list(HANGING) if begun else [None]
+    async with serving(VllmServer(list(frames), list(frames))) as server:
+        engine = await engine_of(server)
+        greedy, guided = Streamed(engine, GREEDY), Streamed(engine, GUIDED)
+        await until(lambda: len(server.bodies) == 2)
+        await until(lambda: len(greedy.deltas) + len(guided.deltas) == 2 * begun)
+        engine.restrict(produces=False, generates=False)
+        with pytest.raises(HandedOver):
+            await greedy.task
+        with pytest.raises(HandedOver):
+            await engine.stream(GREEDY, lambda _: None)
+        if begun:
+            assert not guided.task.done()
+            guided.task.cancel()
+        else:
+            with pytest.raises(HandedOver):
+                await guided.task
+
+
+async def test_lost_server_and_refusals() -> None:
+    broken: list[bytes | None] = [frame_of(11)]
+    async with serving(VllmServer(broken, [json.dumps(REFUSAL).encode()])) as server:
+        engine = await engine_of(server)
+        streamed = Streamed(engine, GREEDY)
+        with pytest.raises(WorkerGone):
+            await streamed.task
+        assert streamed.tokens == [11]
+        with pytest.raises(RequestError, match="vLLM refuses it: temperature"):
+            await Streamed(engine, GREEDY).task
+        for refused in (
+            replace(GREEDY, tokens=(100,)),
+            replace(GREEDY, sampling=Sampling(prompt_logprobs=1)),
+        ):
+            with pytest.raises(RequestError):
+                await Streamed(engine, refused).task
+        assert len(server.bodies) == 2
+    with pytest.raises(WorkerGone, match="does not answer"):
+        await Streamed(engine, GREEDY).task
+
+
+async def test_load_counts_prompts_until_their_first_token() -> None:
+    async with serving(VllmServer([None], list(HANGING))) as server:
+        engine = await engine_of(server)
+        waiting = Streamed(engine, GREEDY)
+        await until(lambda: len(server.bodies) == 1)
+        streaming = Streamed(engine, GREEDY)
+        await streaming.begun.wait()
+        load = engine.load()
+        assert (load.queued_tokens, load.queued_s, load.streams, load.running_rows) == (10, 0.02, 1, 2)
+        assert (load.budget_bytes, sum(load.memory.values())) == (4096, 4096)
+        assert load.live_bytes == 1024
+        assert load.counters["generated_tokens"] == 7
+        for stream in (waiting, streaming):
+            stream.task.cancel()
+
+
+async def test_server_that_steps_no_more_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers, and a request has no token."""
+    monkeypatch.setattr(engine_module, "LOOK_S", 0.02)
+    async with serving(VllmServer([None])) as server:
+        engine = await engine_of(server)
+        running = asyncio.create_task(engine.run())
+        await asyncio.sleep(0.6)
+        assert not running.done(), "a server without requests steps not"
+        progress = engine.progress
+        streamed = Streamed(engine, GREEDY)
+        with pytest.raises(BaseExceptionGroup) as failed:
+            await asyncio.wait_for(running, 10)
+        assert failed.group_contains(EngineEnded, match="has made no step")
+        assert engine.progress > progress
+        streamed.task.cancel()
+
+
+async def test_server_that_answers_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "LOOK_S", 0.02)
+    monkeypatch.setattr(engine_module, "SILENT_S_MAX", 0.2)
+    async with serving(VllmServer()) as server:
+        engine = await engine_of(server)
+    with pytest.raises(BaseExceptionGroup) as failed:
+        await asyncio.wait_for(engine.run(), 10)
+    assert failed.group_contains(EngineEnded, match="does not answer")
+
+
+def test_metrics_sum_over_engines_and_name_the_facts() -> None:
+    text = b"""# HELP x
+vllm:num_requests_running{engine="0"} 1.0
+vllm:num_requests_running{engine="1"} 2.0
+vllm:cache_config_info{block_size="16",mamba_cache_mode="align",num_gpu_blocks="8"} 1.0
+other:x 3
+"""
+    metrics = Metrics.parse(text)
+    assert metrics.values["num_requests_running"] == 3
+    assert (metrics.page_tokens, metrics.memory_bytes, metrics.keeps_states) == (16, 128, True)
+    assert metrics.prefill_token_s == 0.0

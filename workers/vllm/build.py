@@ -1,0 +1,243 @@
+"""Build an engine that a vLLM server runs: the Build and the Check of workers/contract/engine.py."""
+
+import logging
+import secrets
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from tidemill.workers.contract.engine import Progress
+from tidemill.workers.messages import EngineInfo
+from tidemill.workers.models.model_files import eos_ids_of, read_json
+from tidemill.workers.parallel.link import StartRanks
+from tidemill.workers.settings import HostedSettings, SettingsError
+from tidemill.workers.sources.download import download
+from tidemill.workers.vllm.client import VllmClient
+from tidemill.workers.vllm.engine import VllmEngine
+from tidemill.workers.vllm.metrics import Metrics
+from tidemill.workers.vllm.prefixes import Prefixes
+from tidemill.workers.vllm.server_process import EngineEnded, ServerProcess
+from tidemill.workers.vllm.settings import VERSION_MIN, VllmSettings, command_of, environ_of
+
+if TYPE_CHECKING:  # needs the extra `events`
+    from tidemill.workers.vllm.events import Subscription
+
+READY_S = 0.2
+"""The period in which a server that starts is asked whether it is ready."""
+
+ANSWER_S_MAX = 60.0
+"""The time limit of a question to a server that is ready, and to the Python of an environment."""
+
+FIND_VERSION = "from importlib.metadata import version; print(version('vllm'))"
+
+WEDGED_S_MAX, WEDGED_CUDA_S_MAX = 120.0, 30.0
+"""The longest time of a step: on CPUs one of thousands of prompt tokens takes a minute."""
+
+CANNOT_CONTINUE = ("grammar", "penalties", "seed")
+"""vLLM starts grammars, the counts of penalties and random generators at the end of the prompt, which has the
+tokens of a lost stream."""
+
+LACKS = ("bad_words", "grammar_alternatives", "pooling", "prompt_logprobs")
+"""vLLM tokenizes bad words itself, follows one grammar, and streams no logprobs of the prompt."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltVllm:
+    engine: VllmEngine
+    info: EngineInfo
+    group: ServerProcess | None  # None: others run the server
+
+
+def check_vllm(settings: HostedSettings, *, here: bool = False) -> None:
+    """Raise SettingsError if no server can be started here, or its events not be received."""
+    made = _of_vllm(settings)
+    try:
+        resolve_name("tidemill.workers.vllm.events")
+    except ImportError as error:
+        raise SettingsError(f"--engine vllm needs pyzmq ({error}): pip install 'tidemill[events]'") from None
+    if here and not made.urls:
+        version = _version(made)
+        if tuple(map(int, version.split(".")[:2])) < VERSION_MIN:
+            least = ".".join(map(str, VERSION_MIN))
+            raise SettingsError(f"{made.python} has vLLM {version}, and {least} is the oldest that works")
+
+
+def build_vllm(
+    settings: HostedSettings,
+    progress: Progress,  # noqa: ARG001 - vLLM reports none
+    start_ranks: StartRanks | None = None,  # noqa: ARG001 - vLLM starts its own
+) -> BuiltVllm:
+    """Start a server, or join one, and wait until it is ready. Raises SettingsError, EngineEnded,
+    ModelError and OSError, each with one line that names the fix."""
+    made = _of_vllm(settings)
+    check_vllm(made)
+    if made.model_source is not None and not made.model_folder.exists():
+        made = replace(made, model_folder=download(made.model_source))
+    return _joined(made) if made.url else _started(made)
+
+
+def _of_vllm(settings: HostedSettings) -> VllmSettings:
+    assert isinstance(settings, VllmSettings)
+    return settings
+
+
+def _version(settings: VllmSettings) -> str:
+    try:
+        found = subprocess.run(  # noqa: S603 - of the configuration
+            [settings.python, "-I", "-c", FIND_VERSION],
+            capture_output=True,
+            text=True,
+            timeout=ANSWER_S_MAX,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise SettingsError(
+            f"--engine-python {settings.python} has no vLLM ({error}): set it to the python of an environment"
+            " that has it"
+        ) from None
+    return found.stdout.strip()
+
+
+def _started(settings: VllmSettings) -> BuiltVllm:
+    from tidemill.workers.vllm.events import Subscription  # noqa: PLC0415 - an extra
+
+    api_key, port = secrets.token_hex(32), _free_port()
+    events = Subscription()
+    server = ServerProcess(command_of(settings, port, events.port), environ_of(settings, api_key))
+    try:
+        ask = _Questions(f"http://127.0.0.1:{port}", api_key)
+        while not ask.is_ready():
+            server.check()
+            time.sleep(READY_S)
+        return _built(settings, ask, events, server)
+    except BaseException:
+        server.stop()
+        events.close()
+        raise
+
+
+def _joined(settings: VllmSettings) -> BuiltVllm:
+    """Join the server at the URL of this worker. Raises EngineEnded."""
+    from tidemill.workers.vllm.events import Subscription  # noqa: PLC0415 - an extra
+
+    ask = _Questions(settings.url)
+    if not ask.is_ready():
+        raise EngineEnded(f"no vLLM is ready at {settings.url}: start it, or leave its URL out of --engine")
+    sources: dict[str, Any] = ask.json("/kv_event_sources")
+    events = None
+    if len(sources) == 1:
+        address = str(next(iter(sources.values()))["endpoint"])
+        events = Subscription(address.replace("*", httpx.URL(settings.url).host))
+    else:
+        log.warning("%s announces nothing: it needs --kv-events-config, and one engine", settings.url)
+    return _built(settings, ask, events, None)
+
+
+def _built(
+    settings: VllmSettings,
+    ask: "_Questions",
+    events: "Subscription | None",
+    server: ServerProcess | None,
+) -> BuiltVllm:
+    metrics = ask.metrics()
+    info = _info(settings, metrics, ask.max_model_len())
+    prefixes = Prefixes(info.fingerprint, info.layout, info.page_tokens, keeps_states=metrics.keeps_states)
+    client = VllmClient(ask.url, ask.api_key)
+    engine = VllmEngine(
+        client,
+        info,
+        metrics,
+        prefixes,
+        events,
+        prioritizes=ask.generates(),
+        wedged_s_max=WEDGED_CUDA_S_MAX if settings.on_cuda else WEDGED_S_MAX,
+    )
+    return BuiltVllm(engine, info, server)
+
+
+def _info(settings: VllmSettings, metrics: Metrics, max_model_len: int) -> EngineInfo:
+    """Return the facts of a server. Raises ModelError."""
+    config = read_json(settings.model_folder / "config.json")
+    text: Mapping[str, Any] = config | (config.get("text_config") or {})
+    return EngineInfo(
+        isolates=False,
+        inexact_with=CANNOT_CONTINUE,
+        refuses=LACKS,
+        roles=("mixed",),
+        tensor_parallel_size=settings.ranks,
+        fingerprint=blake2b(repr(sorted(config.items())).encode(), digest_size=16).hexdigest(),
+        layout=f"vllm/{metrics.page_tokens}",
+        page_tokens=metrics.page_tokens,
+        page_bytes=metrics.memory_bytes // max(1, metrics.num_pages),
+        max_model_len=max_model_len,
+        vocab_size=int(text["vocab_size"]),
+        eos_token_ids=tuple(sorted(eos_ids_of(settings.model_folder, config))),
+        device=settings.url or settings.device,
+        memory_bytes=metrics.memory_bytes,
+        memory_floor_bytes=metrics.memory_bytes,
+        memory_max_bytes=metrics.memory_bytes,
+    )
+
+
+class _Questions:
+    """The questions to a server before it serves."""
+
+    def __init__(self, url: str, api_key: str = "") -> None:
+        self.url = url.rstrip("/")
+        self.api_key = api_key
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    def is_ready(self) -> bool:
+        try:
+            return self._call("GET", "/health").is_success
+        except httpx.HTTPError:
+            return False
+
+    def json(self, path: str) -> Any:  # noqa: ANN401 - JSON
+        return self._checked("GET", path).json()
+
+    def metrics(self) -> Metrics:
+        return Metrics.parse(self._checked("GET", "/metrics").content)
+
+    def max_model_len(self) -> int:
+        return int(self.json("/v1/models")["data"][0]["max_model_len"])
+
+    def generates(self) -> bool:
+        """Draw a token, and return whether the server knows priorities. Raises EngineEnded."""
+        body = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "detokenize": False}}
+        path = "/inference/v1/generate"
+        if self._call("POST", path, json={**body, "priority": 1}).is_success:
+            return True
+        self._checked("POST", path, json=body)
+        return False
+
+    def _checked(self, method: str, path: str, **given: Any) -> httpx.Response:  # noqa: ANN401 - of httpx
+        try:
+            answer = self._call(method, path, **given)
+        except httpx.HTTPError as error:
+            raise EngineEnded(f"vLLM at {self.url} does not answer {path}: {error!r}") from error
+        if not answer.is_success:
+            text = " ".join(answer.text.split())[:300]
+            raise EngineEnded(f"vLLM at {self.url} answers {path} with {answer.status_code}: {text}")
+        return answer
+
+    def _call(self, method: str, path: str, **given: Any) -> httpx.Response:  # noqa: ANN401 - of httpx
+        return httpx.request(
+            method, self.url + path, headers=self._headers, timeout=ANSWER_S_MAX, trust_env=False, **given
+        )
+
+
+def _free_port() -> int:
+    """Return a port of loopback that is free now; a server that finds it taken ends, and is started again."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

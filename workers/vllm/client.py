@@ -1,0 +1,89 @@
+"""Call one vLLM server over HTTP."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import httpx
+import msgspec
+
+from tidemill.workers.messages import WorkerGone
+from tidemill.workers.vllm.generate import Frame, ServerError, frame_of
+from tidemill.workers.vllm.metrics import Metrics
+
+CALL_S_MAX = 10.0
+"""The time limit of calls that do not generate."""
+
+END = b"data: [DONE]"
+
+UNLIMITED = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+
+
+class VllmClient:
+    """The server at `url`. Without the `api_key` of a server that asks for one it refuses everything."""
+
+    def __init__(self, url: str, api_key: str = "") -> None:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.url = url
+        self._http = httpx.AsyncClient(
+            base_url=url, headers=headers, limits=UNLIMITED, timeout=CALL_S_MAX, trust_env=False
+        )
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def metrics(self) -> Metrics:
+        """Raises httpx.HTTPError."""
+        answer = await self._http.get("/metrics")
+        answer.raise_for_status()
+        return Metrics.parse(answer.content)
+
+    async def json(self, path: str) -> Any:  # noqa: ANN401 - JSON
+        """Raises httpx.HTTPError."""
+        answer = await self._http.get(path)
+        answer.raise_for_status()
+        return answer.json()
+
+    async def generate(self, body: dict[str, Any]) -> AsyncGenerator[Frame]:
+        """Yield the frames of a stream. Closing it ends the request there. Raises WorkerGone and
+        RequestError."""
+        asked = self._http.stream(
+            "POST",
+            "/inference/v1/generate",
+            content=msgspec.json.encode(body),
+            headers={"Content-Type": "application/json"},
+            timeout=httpx.Timeout(CALL_S_MAX, read=None),
+        )
+        try:
+            async with asked as answer:
+                if not answer.is_success:
+                    raise _refusal(answer.status_code, await answer.aread())
+                async with aclosing(_lines(answer)) as lines:
+                    async for line in lines:
+                        if line == END:
+                            return
+                        yield frame_of(line.removeprefix(b"data: "))
+        except httpx.HTTPError as error:
+            raise WorkerGone(
+                f"vLLM at {self.url} does not answer: {type(error).__name__}: {error}"
+            ) from error
+        raise WorkerGone(f"vLLM at {self.url} closed a stream that was not finished")
+
+
+async def _lines(answer: httpx.Response) -> AsyncGenerator[bytes]:
+    """Yield the lines of events, without the empty ones between them."""
+    rest = b""
+    async for data in answer.aiter_raw():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            if line:
+                yield line
+
+
+def _refusal(status: int, content: bytes) -> Exception:
+    """Return what an answer without a stream means."""
+    try:
+        error = frame_of(content).error
+    except WorkerGone:
+        error = None
+    return (error or ServerError(content[:200].decode(errors="replace"), status)).raised()

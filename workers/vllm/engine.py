@@ -1,0 +1,248 @@
+"""The engine of a worker, by a vLLM server: streams, load, announcements, and whether it still works."""
+
+import asyncio
+from collections.abc import Callable, Generator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import httpx
+import msgspec
+
+from tidemill.kvstore.keys import page_keys
+from tidemill.kvstore.layout import restorable_end
+from tidemill.kvstore.periodic import every
+from tidemill.workers.inbox import Emit
+from tidemill.workers.messages import (
+    ANNOUNCED_KEY_BYTES,
+    NO_MEMORY,
+    Announcement,
+    Delta,
+    EngineInfo,
+    HandedOver,
+    Produced,
+    Provenance,
+    Request,
+    RequestError,
+    Speed,
+    Times,
+    WorkerLoad,
+    features_of,
+)
+from tidemill.workers.scheduling.isolation import Notify
+from tidemill.workers.vllm.client import VllmClient
+from tidemill.workers.vllm.generate import body_of, delta_of, priority_of
+from tidemill.workers.vllm.metrics import Metrics
+from tidemill.workers.vllm.prefixes import Prefixes
+from tidemill.workers.vllm.server_process import EngineEnded
+
+if TYPE_CHECKING:  # needs the extra `events`
+    from tidemill.workers.vllm.events import Subscription
+
+PUMP_S = 0.05
+"""The period in which events are taken."""
+
+LOOK_S = 2.0
+"""The period in which the server's metrics are read, which costs it some milliseconds."""
+
+QUIET_S_MAX = 10.0
+"""The time without an answer to these calls after which the worker reports no progress, so that its streams
+go on elsewhere."""
+
+SILENT_S_MAX = 30.0
+"""The time without an answer after which the server is given up."""
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    request: Request
+    reused_tokens: int
+    began_s: float
+    hand_over: Callable[[], None]
+    streams: bool = False  # its first token is drawn
+    paused: bool = False  # its reader does not read, and vLLM may have ended it
+
+    @property
+    def queued_tokens(self) -> int:
+        return 0 if self.streams else len(self.request.tokens) - self.reused_tokens
+
+
+class VllmEngine:
+    def __init__(
+        self,
+        client: VllmClient,
+        info: EngineInfo,
+        first: Metrics,
+        prefixes: Prefixes,
+        events: "Subscription | None",
+        *,
+        prioritizes: bool,
+        wedged_s_max: float,
+    ) -> None:
+        """`first` are the metrics at the start. Without `events` nothing is announced. A server that answers
+        and makes no step in `wedged_s_max`, while it has requests, is given up."""
+        self.progress = 0
+        self._client = client
+        self._info = info
+        self._metrics = first
+        self._prefixes = prefixes
+        self._events = events
+        self._prioritizes = prioritizes
+        self._wedged_s_max = wedged_s_max
+        self._generates = True
+        self._calls: set[_Call] = set()
+        self._looked_s = self._stepped_s = 0.0
+
+    async def run(self) -> None:
+        """Take events, read metrics, and raise EngineEnded when the server answers nothing or steps no
+        more."""
+        self._looked_s = self._stepped_s = _now_s()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(every(PUMP_S, self._pump, "KV events of vLLM"))
+                tasks.create_task(every(LOOK_S, self._look, "metrics of vLLM", fatal=(EngineEnded,)))
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """Close the connections to the server, which ends its requests of this worker."""
+        await self._client.close()
+        if self._events is not None:
+            self._events.close()
+
+    async def produce(self, request: Request, notify: Notify | None = None) -> Produced:  # noqa: ARG002
+        raise HandedOver("vLLM computes no prompts for other workers")
+
+    async def prefetch(self, request: Request) -> Produced:  # noqa: ARG002
+        raise HandedOver("vLLM fetches no pages")
+
+    async def stream(
+        self,
+        request: Request,
+        emit: Emit[Delta],
+        notify: Notify | None = None,  # noqa: ARG002 - it runs nothing alone
+    ) -> None:
+        if not self._generates:
+            raise HandedOver("the worker takes no more requests")
+        self._check(request)
+        try:
+            async with asyncio.timeout(None) as until:
+                with self._call(request, lambda: until.reschedule(0.0)) as call:
+                    await self._stream(call, emit)
+        except TimeoutError:
+            raise HandedOver("the worker hands its requests over") from None
+
+    async def _stream(self, call: _Call, emit: Emit[Delta]) -> None:
+        request = call.request
+        priority = priority_of(request, call.began_s) if self._prioritizes else 0
+        async with aclosing(self._client.generate(body_of(request, priority))) as frames:
+            async for frame in frames:
+                delta = delta_of(frame, request.sampling.logprobs)
+                if delta is None:
+                    continue
+                self._stepped_s = _now_s()
+                if not call.streams:
+                    call.streams = True
+                    delta = msgspec.structs.replace(delta, provenance=_provenance(call))
+                if (pause := emit(delta)) is not None:
+                    call.paused = True
+                    await pause()
+                    call.paused = False
+
+    def _check(self, request: Request) -> None:
+        """Raise RequestError for what would end the server, or what it cannot do."""
+        if refused := features_of(request) & {*self._info.refuses}:
+            raise RequestError(f"the engine of this model has no {' and '.join(sorted(refused))}")
+        if max(request.tokens) >= self._info.vocab_size:
+            raise RequestError(f"token ids are below {self._info.vocab_size}")
+
+    @contextmanager
+    def _call(self, request: Request, hand_over: Callable[[], None]) -> Generator[_Call]:
+        end = restorable_end(len(request.tokens), self._info.page_tokens)
+        keys = page_keys(self._prefixes.root(request.salt), request.tokens[:end], self._info.page_tokens)
+        reused_tokens = self._prefixes.restorable(key[:ANNOUNCED_KEY_BYTES] for key in keys)
+        call = _Call(request, reused_tokens, _now_s(), hand_over)
+        if not self._calls:
+            self._stepped_s = _now_s()
+        self._calls.add(call)
+        try:
+            yield call
+        finally:
+            self._calls.discard(call)
+
+    def release(self, tenant: str, name: str) -> None:
+        """Do nothing: no prefix is retained."""
+
+    def restrict(self, *, produces: bool, generates: bool) -> None:  # noqa: ARG002
+        """Hand over what another worker can continue; the rest runs to its end here."""
+        self._generates = generates
+        for call in () if generates else tuple(self._calls):
+            if not call.streams or not features_of(call.request) & {*self._info.inexact_with}:
+                call.hand_over()
+
+    def take_announcement(self, *, full: bool) -> Announcement:
+        return self._prefixes.take(full=full)
+
+    def load(self) -> WorkerLoad:
+        metrics, calls = self._metrics, self._calls
+        queued = sum(call.queued_tokens for call in calls)
+        streams = sum(call.streams for call in calls)
+        budget = self._info.memory_bytes
+        live = int(budget * min(1.0, metrics.values.get("kv_cache_usage_perc", 0.0)))
+        cached = max(0, min(budget, len(self._prefixes) * self._info.page_bytes) - live)
+        memory = {"pages_live": live, "pages_cached": cached, "empty": budget - live - cached}
+        return WorkerLoad(
+            queued_tokens=queued,
+            queued_s=queued * metrics.prefill_token_s,
+            running_rows=max(len(calls), int(metrics.values.get("num_requests_running", 0.0))),
+            waiting_rows=int(metrics.values.get("num_requests_waiting", 0.0)),
+            streams=streams,
+            memory=NO_MEMORY | memory,
+            budget_bytes=budget,
+            speed=Speed(token_s=metrics.prefill_token_s),
+            counters=metrics.counters(),
+        )
+
+    def resize(self, budget_bytes: int) -> None:
+        """The memory of vLLM is fixed at its start."""
+
+    async def drain_publications(self) -> None:
+        """Do nothing: there are none."""
+
+    async def _pump(self) -> None:
+        if self._events is not None:
+            self._events.pump(self._prefixes)
+        if _now_s() - self._looked_s < QUIET_S_MAX:
+            self.progress += 1
+
+    async def _look(self) -> None:
+        now_s = _now_s()
+        try:
+            metrics = await self._client.metrics()
+        except httpx.HTTPError as error:
+            if _now_s() - self._looked_s > SILENT_S_MAX:
+                raise EngineEnded(f"vLLM at {self._client.url} does not answer: {error!r}") from error
+            return
+        self._looked_s = _now_s()
+        waits = any(not call.paused for call in self._calls)
+        if not waits or metrics.steps != self._metrics.steps:
+            self._stepped_s = max(self._stepped_s, now_s)
+        self._metrics = metrics
+        if now_s - self._stepped_s > self._wedged_s_max:
+            raise EngineEnded(
+                f"vLLM at {self._client.url} answers, and has made no step for its requests in"
+                f" {self._wedged_s_max:g} s"
+            )
+
+
+def _provenance(call: _Call) -> Provenance:
+    """Return the source of the prompt's tokens, by the events before the call."""
+    return Provenance(
+        reused_tokens=call.reused_tokens,
+        computed_tokens=len(call.request.tokens) - call.reused_tokens,
+        times=Times(computed_s=_now_s() - call.began_s),
+    )
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,91 @@
+"""The vLLM server of a worker: started, watched, and ended with the worker."""
+
+import json
+import logging
+import re
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from threading import Thread
+
+from tidemill.kvstore.errors import TidemillError
+from tidemill.kvstore.periodic import every
+from tidemill.workers.vllm import guard
+
+LINES_KEPT = 200
+
+ERROR = re.compile(r"\b\w*(Error|Exception): \S")
+LEVELS = {"WARNING": logging.WARNING, "ERROR": logging.ERROR, "CRITICAL": logging.ERROR}
+
+PREFIX = re.compile(r"^\(.*? pid=\d+\) +|^.*\[\w+\.py:\d+\] ")
+"""The beginning of a line of vLLM: its process, or its level, time and place."""
+
+WATCH_S = 0.1
+
+log = logging.getLogger(__name__)
+
+
+class EngineEnded(TidemillError):
+    """The vLLM server of this worker has ended or does not work; the message is one line with the reason."""
+
+
+class ServerProcess:
+    """A running server. Its lines go to the log of the worker."""
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str | None]) -> None:
+        """Start the server, with the environment of this process and these changes. Raises OSError."""
+        self._lines = deque[str](maxlen=LINES_KEPT)
+        self._process = subprocess.Popen(  # noqa: S603 - our own program
+            [sys.executable, "-P", str(Path(guard.__file__)), *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(environ) + "\n")
+        self._process.stdin.flush()
+        self._reader = Thread(target=self._read, name="vllm-log", daemon=True)
+        self._reader.start()
+
+    def check(self) -> None:
+        """Raise EngineEnded if the server has ended."""
+        code = self._process.poll()
+        if code is not None:
+            self._reader.join(WATCH_S)
+            raise EngineEnded(f"vLLM ended with exit code {code}: {self.reason}")
+
+    @property
+    def reason(self) -> str:
+        """The last line about an error, else the last line."""
+        lines = [PREFIX.sub("", PREFIX.sub("", line)).strip() for line in self._lines]
+        errors = [line for line in lines if ERROR.search(line)]
+        return (errors or lines or ["it wrote nothing"])[-1]
+
+    async def watch(self) -> None:
+        """Raise EngineEnded when the server has ended."""
+
+        async def check() -> None:
+            self.check()
+
+        await every(WATCH_S, check, "watch of vLLM", fatal=(EngineEnded,))
+
+    def stop(self) -> None:
+        """End the server, as the end of this process does, and wait until none of its processes runs."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._reader.join()
+        self._process.stdout.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if text := line.strip():
+                self._lines.append(text)
+                level = next((level for word, level in LEVELS.items() if f" {word} " in text), logging.INFO)
+                log.log(level, "vllm: %s", text)
