@@ -30,7 +30,6 @@ from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.linear.stored import Stored
 from tidemill.kernels.mamba2 import cpu as mamba2_cpu
 from tidemill.kernels.mamba2 import reference as mamba2_reference
-from tidemill.kernels.mamba2.heads import Heads as Mamba2Heads
 from tidemill.kernels.moe import cpu as moe_cpu
 from tidemill.kernels.moe import reference as moe_reference
 from tidemill.kernels.moe.experts import Experts
@@ -72,8 +71,8 @@ class Operators:
     silu_mul: Callable[[Tensor], Tensor]
     sigmoid_mul: Callable[[Tensor, Tensor], Tensor]
     causal_conv: Callable[[Tensor, Tensor, Tensor | None, Tensor, Rows], Tensor]
-    gated_delta: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Rows], Tensor]
-    mamba2: Callable[[Tensor, Tensor, Tensor, Mamba2Heads, Tensor, Rows], Tensor]
+    gated_delta: gated_delta_cpu.GatedDelta
+    mamba2: mamba2_cpu.Mamba2
     rope_angles: Callable[[Tensor, Tensor], Tensor]
     rope_store: RopeStore
     attention: attention_cpu.AttentionCall
@@ -230,6 +229,13 @@ def operators(
             return Operators(**found, compute_dtype="bfloat16", joins_shared=True)
         case _:
             assert_never(variant)
+
+
+def rounding_states(ops: Operators, round_tokens: int) -> Operators:
+    """Return the operators with recurrent states rounded to bfloat16 whenever a multiple of `round_tokens` is
+    in them."""
+    gated_delta = partial(ops.gated_delta, round_tokens=round_tokens)
+    return replace(ops, gated_delta=gated_delta, mamba2=partial(ops.mamba2, round_tokens=round_tokens))
 
 
 def page_copy(variant: Variant, cache_dir: Path) -> PageCopy:

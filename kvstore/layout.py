@@ -9,6 +9,8 @@
                  [head group][linear layer][conv | temporal]
                  conv      [conv_width - 1][channels of the group]         float32, oldest first.
                  temporal  [value heads of the group][key_dim][value_dim]  state dtype, in whole words.
+    checkpoint   a state of a checkpoint, if its temporal part is kept in fewer bits than running states have;
+                 two take the place of a state
 
 A head group is one key head with the value heads that share it. Its channels are those of its q,
 its k and its v heads. Head (group) is the outermost dimension, so that the share of a
@@ -28,6 +30,7 @@ from typing import Literal, NewType, assert_never
 PageId = NewType("PageId", int)
 WindowId = NewType("WindowId", int)
 StateId = NewType("StateId", int)
+CheckpointId = NewType("CheckpointId", int)
 StateDtype = Literal["float32", "bfloat16"]
 KvDtype = Literal["float32", "bfloat16", "fp8", "fp8_per_token_head"]
 
@@ -38,6 +41,9 @@ WORD_BYTES = 4  # of an element of a convolution's state
 
 PAGES, STATES, WINDOWS = CLASSES = ("pages", "states", "windows")
 """The names of the classes of objects that every model has rows for."""
+
+CHECKPOINTS = "checkpoints"
+"""The class of states in checkpoints that are kept in fewer bits than running states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,28 +160,33 @@ class Layout:
     window_bytes    0 without window layers
     window_tokens   the widest window, the query's own token included
     state_bytes     0 without linear layers
+    saved_bytes     of the state of a checkpoint
     others          classes of objects beside pages, states and window pages
     """
 
     page_tokens: int
     kv_dtype: KvDtype
     state_dtype: StateDtype
+    checkpoint_dtype: StateDtype
     layers: tuple[LayerSpec, ...]
     page_bytes: int
     window_bytes: int
     window_tokens: int
     state_bytes: int
     state_stride_bytes: int
+    saved_bytes: int
     extent_bytes: int
     others: tuple[ObjectClass, ...] = ()
 
     @property
     def classes(self) -> tuple[ObjectClass, ...]:
         """The classes of objects in the arena, one row each."""
+        saved = (self.saved_stride_bytes, 2 * self.states_per_extent) if self.converts else (0, 0)
         return (
             ObjectClass(PAGES, self.page_bytes, self.pages_per_extent),
             ObjectClass(STATES, self.state_stride_bytes, self.states_per_extent),
             ObjectClass(WINDOWS, self.window_bytes, self.windows_per_extent, shared=True),
+            ObjectClass(CHECKPOINTS, *saved),
             *self.others,
         )
 
@@ -214,6 +225,22 @@ class Layout:
         return self.window_bytes > 0
 
     @property
+    def converts(self) -> bool:
+        """True when checkpoints keep states in a class of their own, to which states are copied. Running
+        states are then rounded on every page boundary, so that the copies lose nothing."""
+        return self.has_states and self.checkpoint_dtype != self.state_dtype
+
+    @property
+    def saved(self) -> str:
+        """The class of the states of checkpoints."""
+        return CHECKPOINTS if self.converts else STATES
+
+    @property
+    def saved_stride_bytes(self) -> int:
+        """The bytes from the state of a checkpoint to the next."""
+        return self.state_stride_bytes // 2 if self.converts else self.state_stride_bytes
+
+    @property
     def pages_per_extent(self) -> int:
         return self.extent_bytes // self.page_bytes
 
@@ -228,7 +255,7 @@ class Layout:
     @property
     def checkpoint_bytes(self) -> int:
         """The largest size of a checkpoint; 0 if pages alone restore a sequence."""
-        return self.state_bytes + len(self.last_window(1 << 31)) * self.window_bytes
+        return self.saved_bytes + len(self.last_window(1 << 31)) * self.window_bytes
 
     def last_window(self, depth_pages: int) -> range:
         """Return the positions of the window pages of a checkpoint after `depth_pages` pages. Those are the
@@ -265,6 +292,7 @@ class Layout:
     def describe(self) -> str:
         """Return a text that identifies the layout. `Shards.describe` adds the cuts."""
         states = str(self.linear) + ("" if self.state_dtype == "float32" else f"/{self.state_dtype}")
+        states += f"/checkpoints {self.checkpoint_dtype}" if self.converts else ""
         others = "".join(f"/{specs}" for specs in (self.windows, self.latents) if specs)
         return f"v{LAYOUT_VERSION}/p{self.page_tokens}/{self.kv_dtype}/{self.attention}/{states}{others}"
 
@@ -274,6 +302,7 @@ def layout_of(
     page_tokens: int,
     kv_dtype: KvDtype = "float32",
     state_dtype: StateDtype = "float32",
+    checkpoint_dtype: StateDtype | None = None,
     extent_bytes_min: int = EXTENT_BYTES_MIN,
     granule_bytes: int = GRANULE_BYTES,
 ) -> Layout:
@@ -281,15 +310,27 @@ def layout_of(
 
     An extent is a multiple of one state, rounded up so that pages and window pages tile it. It has
     at least `extent_bytes_min` bytes and is a multiple of `granule_bytes`, the unit of mapping.
+    Checkpoints have the type of running states by default, or one of fewer bits.
     """
     if page_tokens < 1:
         raise ValueError(f"page size is {page_tokens} tokens: set --page-size to 1 or more")
-    page_bytes, window_bytes, state_bytes = _sizes(layers, page_tokens, KV_FORMATS[kv_dtype], state_dtype)
+    page_bytes, window_bytes = _page_sizes(layers, page_tokens, KV_FORMATS[kv_dtype])
+    state_bytes, saved_bytes = (
+        _state_bytes(layers, dtype) for dtype in (state_dtype, checkpoint_dtype or state_dtype)
+    )
+    assert saved_bytes <= state_bytes
+    if checkpoint_dtype not in {None, state_dtype} and not state_bytes:
+        raise ValueError(
+            "a model without recurrent states has none in checkpoints: leave out --checkpoint-dtype"
+        )
     if KV_FORMATS[kv_dtype].element_bytes < 2 and page_tokens % WORD_BYTES:
         raise ValueError(
             f"pages of {kv_dtype} are whole words: set --page-size to a multiple of {WORD_BYTES}"
         )
     state_pages = -(-state_bytes // page_bytes)
+    if saved_bytes < state_bytes:  # two of them take the place of a state, in whole words
+        state_pages = max(state_pages, -(-2 * saved_bytes // page_bytes))
+        state_pages += state_pages * page_bytes % (2 * WORD_BYTES) > 0
     unit_bytes = lcm(max(state_pages, 1) * page_bytes, window_bytes or 1)
     extent_bytes = unit_bytes
     while extent_bytes < extent_bytes_min or extent_bytes % granule_bytes:
@@ -298,21 +339,25 @@ def layout_of(
         page_tokens=page_tokens,
         kv_dtype=kv_dtype,
         state_dtype=state_dtype,
+        checkpoint_dtype=checkpoint_dtype or state_dtype,
         layers=tuple(layers),
         page_bytes=page_bytes,
         window_bytes=window_bytes,
         window_tokens=max((layer.tokens for layer in layers if isinstance(layer, Window)), default=0),
         state_bytes=state_bytes,
         state_stride_bytes=state_pages * page_bytes,
+        saved_bytes=saved_bytes,
         extent_bytes=extent_bytes,
     )
 
 
-def _sizes(
-    layers: Sequence[LayerSpec], page_tokens: int, kv: KvFormat, state_dtype: StateDtype
-) -> tuple[int, int, int]:
-    """Return the bytes of a page, of a window page and of a state, or raise."""
-    paged, windowed, state_bytes = 0, 0, 0  # pages by the token and head
+def _state_bytes(layers: Sequence[LayerSpec], dtype: StateDtype) -> int:
+    return sum(layer.key_heads * layer.group_bytes(dtype) for layer in layers if isinstance(layer, Linear))
+
+
+def _page_sizes(layers: Sequence[LayerSpec], page_tokens: int, kv: KvFormat) -> tuple[int, int]:
+    """Return the bytes of a page and of a window page, or raise."""
+    paged, windowed = 0, 0  # by the token and head
     heads: dict[type[LayerSpec], set[int]] = {Attention: set(), Window: set(), Latent: set(), Linear: set()}
     for layer in layers:
         match layer:
@@ -328,7 +373,6 @@ def _sizes(
                 paged += layer.width * kv.element_bytes + kv.scale_bytes
                 heads[Latent].add(1)
             case Linear():
-                state_bytes += layer.key_heads * layer.group_bytes(state_dtype)
                 heads[Linear].add(layer.key_heads)
             case _:
                 assert_never(layer)
@@ -346,7 +390,6 @@ def _sizes(
     return (
         paged_heads * _head_bytes(paged * page_tokens, kv),
         sum(heads[Window]) * _head_bytes(windowed * page_tokens, kv),
-        state_bytes,
     )
 
 

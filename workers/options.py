@@ -48,6 +48,9 @@ ANY = Purpose()
 KvCacheDtype = Literal["auto", "float32", "bfloat16", "fp8", "fp8_e4m3", "fp8_per_token_head"]
 """The format of pages by the names of vLLM: "fp8" is "fp8_e4m3", and "auto" is the type of products."""
 
+CheckpointDtype = Literal["auto", "float32", "bfloat16"]
+"""The format of recurrent states in checkpoints: "auto" is that of running ones."""
+
 LoadFormat = Literal["auto", "dummy"]
 """The weights: those of the folder ("auto"), or random ones for its config.json ("dummy")."""
 
@@ -216,6 +219,9 @@ class EngineConfig:
     state_dtype: Annotated[StateDtype, Flag("workers", "--state-dtype")] = "float32"
     """data type of recurrent states of linear attention; bfloat16 halves them, in steps and checkpoints, and
     rounds a state after each token"""
+    checkpoint_dtype: Annotated[CheckpointDtype, Flag("workers", "--checkpoint-dtype")] = "auto"
+    """data type of recurrent states in checkpoints; auto is that of states; bfloat16 beside states in float32
+    halves checkpoints, and rounds a state at each multiple of the page size"""
     max_num_seqs: Annotated[Count | None, Flag("workers", "--max-num-seqs", "N")] = None
     """maximum number of rows in a step (128; on CUDA 256)"""
     max_num_batched_tokens: Annotated[Count | None, Flag("workers", "--max-num-batched-tokens", "N")] = None

@@ -8,7 +8,7 @@ from typing import Literal, Self
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from tidemill.kvstore.errors import TidemillError
-from tidemill.kvstore.layout import KvDtype
+from tidemill.kvstore.layout import KvDtype, StateDtype
 from tidemill.kvstore.sizes import parse_bytes
 from tidemill.workers.options import Backend, Count, EngineConfig, KvEventsConfig, Purpose
 from tidemill.workers.pickled_by_name import PickledByName
@@ -111,6 +111,11 @@ class EngineSettings(HostedSettings, EngineConfig):
                 return given
 
     @property
+    def saved_dtype(self) -> StateDtype:
+        """The type of recurrent states in checkpoints."""
+        return self.state_dtype if self.checkpoint_dtype == "auto" else self.checkpoint_dtype
+
+    @property
     def backing_kind(self) -> Literal["fixed", "mmap", "kvcached"]:
         return self.backing or ("kvcached" if self.on_cuda else "mmap")
 
@@ -156,6 +161,11 @@ class EngineSettings(HostedSettings, EngineConfig):
         if self.speculative_method == "mtp" and not self.num_speculative_tokens:
             raise SettingsError(
                 "--speculative-method mtp needs --num-speculative-tokens: set it to 1 or more"
+            )
+        if (self.state_dtype, self.checkpoint_dtype) == ("bfloat16", "float32"):
+            raise SettingsError(
+                "--checkpoint-dtype float32 is wider than states in bfloat16: leave it out, or add"
+                " --state-dtype float32"
             )
         interval = self.checkpoint_interval
         if interval is not None and interval % self.page_size:

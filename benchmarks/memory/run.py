@@ -10,6 +10,7 @@ from benchmarks.memory.served_model import COST, Device, ModelRunner, NoBytes, N
 from tidemill.cluster.bench.workloads import Item, Workload
 from tidemill.cluster.simulate.clock import run_virtual
 from tidemill.kvstore.keys import Namespace, PageKey
+from tidemill.kvstore.layout import Layout, StateDtype
 from tidemill.kvstore.memory.arena import Arena
 from tidemill.kvstore.memory.cache import Cache
 from tidemill.kvstore.memory.ledger import Ledger
@@ -35,6 +36,7 @@ class Setup:
     """The setup of one run.
 
     scheme          the division of the memory; None: the elastic arena
+    num_extents     the memory, in extents of a layout without a class of checkpoints
     clients         the clients, which send one request at a time each, in the order of the workload
     """
 
@@ -46,6 +48,17 @@ class Setup:
     rows_max: int = 256
     tokens_max: int = 4096
     page_tokens: int = PAGE_TOKENS
+    checkpoint_dtype: StateDtype | None = None
+
+    @property
+    def extents(self) -> int:
+        """The extents of its layout."""
+        num_bytes = self.num_extents * qwen_layout(self.page_tokens).extent_bytes
+        return num_bytes // self.layout.extent_bytes
+
+    @property
+    def layout(self) -> Layout:
+        return qwen_layout(self.page_tokens, self.checkpoint_dtype)
 
     @property
     def name(self) -> str:
@@ -72,10 +85,10 @@ def serve(workload: Workload, setup: Setup) -> Outcome:
 
 
 def cache_of(setup: Setup) -> Cache:
-    layout = qwen_layout(setup.page_tokens)
+    layout = setup.layout
     index = PrefixIndex(layout, setup.policy, COST)
     if setup.scheme is None:
-        return Cache(layout, Arena(layout, setup.num_extents, NoBytes()), index)
+        return Cache(layout, Arena(layout, setup.extents, NoBytes()), index)
     return SchemeCache(layout, SchemeArena(layout, setup.num_extents, setup.scheme), index)
 
 
@@ -96,7 +109,7 @@ async def _serve(workload: Workload, setup: Setup) -> Outcome:
             budget=Budget(
                 tokens_max=setup.tokens_max, rows_max=setup.rows_max, page_tokens=layout.page_tokens
             ),
-            capacity_tokens=capacity_tokens(layout, setup.num_extents),
+            capacity_tokens=capacity_tokens(layout, setup.extents),
             checkpoint_strategy=setup.strategy,
         ),
         _root_of,

@@ -85,7 +85,7 @@ class SchemeArena(Arena):
         self._pages_max = num_extents * layout.pages_per_extent
         share = scheme.page_share
         self._share = None if share is None else round(num_extents * share) * layout.pages_per_extent
-        pages, states, _ = layout.classes
+        pages, states, *_ = layout.classes
         self.pools |= {PAGES: self._pool(pages, 1, 0), STATES: self._pool(states, 0, 1)}
 
     def fits(self, pages: int, states: int) -> bool:
@@ -135,7 +135,8 @@ class SchemeCache(Cache):
         pages = self.pools[PAGES].num_pinned + self.promised_pages + demand.get(PAGES, 0)
         return self._arena.fits(pages, self.pools[STATES].num_pinned + demand.get(STATES, 0))
 
-    def state_is_free(self) -> bool:
+    def is_free(self, name: str) -> bool:
+        assert name == STATES
         promised = 0 if self._scheme.page_share is not None else self.promised_pages
         return self._arena.has_room(promised, 1)
 

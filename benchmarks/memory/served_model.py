@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tidemill.cluster.simulate.cost import ATTENTION, ATTENTION_LAYERS, LINEAR, LINEAR_LAYERS
 from tidemill.cluster.simulate.engines import NoBytes
-from tidemill.kvstore.layout import Layout, layout_of
+from tidemill.kvstore.layout import Layout, StateDtype, layout_of
 from tidemill.kvstore.memory.recompute_cost import RecomputeCost
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.workers.execution.step import Drawn, Row, Step
@@ -26,10 +26,10 @@ VOCABULARY = 150_000
 FIRST_TOKEN = 16
 
 
-def qwen_layout(page_tokens: int) -> Layout:
+def qwen_layout(page_tokens: int, checkpoint_dtype: StateDtype | None = None) -> Layout:
     """Return the layout: a token has 24,576 B of bfloat16, a state 75.4 MiB of float32."""
     layers = (*[ATTENTION] * ATTENTION_LAYERS, *[LINEAR] * LINEAR_LAYERS)
-    return layout_of(layers, page_tokens, kv_dtype="bfloat16")
+    return layout_of(layers, page_tokens, kv_dtype="bfloat16", checkpoint_dtype=checkpoint_dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

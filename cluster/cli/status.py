@@ -1,5 +1,6 @@
 """`tidemill status`: show the state of a running server's workers."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
@@ -37,11 +38,13 @@ CLASSES = {
     "states_cached": "\ncached",
     "windows_live": "windows\nlive",
     "windows_cached": "\ncached",
+    "checkpoints_live": "checkpoints\nlive",
+    "checkpoints_cached": "\ncached",
     "free": "\nfree",
     "empty": "\nempty",
     "unmapped": "\nunmapped",
 }
-WINDOW_CLASSES = {"windows_live", "windows_cached"}
+RARE_CLASSES = {"windows_live", "windows_cached", "checkpoints_live", "checkpoints_cached"}
 STORE: dict[str, tuple[str, ...]] = {
     "stored": tuple(f"store_puts_as_{put.value}" for put in Put if put.is_there),
     "lost": tuple(f"store_puts_as_{put.value}" for put in Put if not put.is_there),
@@ -153,9 +156,9 @@ def render(status: dict[str, Any]) -> RenderableType:
 
 
 def memory_table(workers: Iterable[tuple[str, dict[str, int]]]) -> Table:
-    """Return the bytes of named workers by class of memory; window classes only if a worker has some."""
-    rows = list(workers)
-    classes = [key for key in CLASSES if key not in WINDOW_CLASSES or any(memory[key] for _, memory in rows)]
+    """Return the bytes of named workers by class of memory; of the rare classes those that a worker has."""
+    rows = [(name, Counter(memory)) for name, memory in workers]
+    classes = [key for key in CLASSES if key not in RARE_CLASSES or any(memory[key] for _, memory in rows)]
     memory_rows = table(("worker", *(CLASSES[key] for key in classes)), num_left=1)
     for name, memory in rows:
         memory_rows.add_row(Text(name), *(human_bytes(memory[key]) for key in classes))

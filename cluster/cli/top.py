@@ -172,7 +172,7 @@ def _worker(before: Mapping[str, Any] | None, after: Mapping[str, Any], elapsed_
         increase = load["counters"].get(counter, 0) - before["load"]["counters"].get(counter, 0)
         return increase / beat_s if beat_s > BEAT_S_MIN else None
 
-    live_bytes = memory["pages_live"] + memory["states_live"] + memory["windows_live"]
+    live_bytes = sum(num_bytes for name, num_bytes in memory.items() if name.endswith("_live"))
     return WorkerRow(
         model=after["model"],
         worker=info["name"],

@@ -74,6 +74,7 @@ FEATURES: tuple[Flags, ...] = (
     {"--kv-cache-dtype": "float32"},
     {"--kv-cache-dtype": "fp8_per_token_head"},
     {"--state-dtype": "bfloat16"},
+    {"--checkpoint-dtype": "bfloat16"},
     {"--checkpoint-strategy": "double"},
     {"--checkpoint-interval": 100},
     {"--eviction-policy": "lru"},

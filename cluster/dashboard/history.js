@@ -7,7 +7,7 @@ const SPAN_S = 900;
 const SPAN_MIN_S = 60; // of a server that has just started
 const HEIGHT_PX = 150;
 const AXIS_PX = 62;
-const CLASSES = ["pages_live", "pages_cached", "states_live", "states_cached", "windows_live", "windows_cached", "free", "empty", "unmapped"];
+const CLASSES = ["pages_live", "pages_cached", "states_live", "states_cached", "windows_live", "windows_cached", "checkpoints_live", "checkpoints_cached", "free", "empty", "unmapped"];
 const MARKS = { start: "--good", end: "--bad" };
 
 const uPlot = globalThis.uPlot;

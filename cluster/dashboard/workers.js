@@ -11,6 +11,8 @@ const CLASSES = [
   "states_cached",
   "windows_live",
   "windows_cached",
+  "checkpoints_live",
+  "checkpoints_cached",
   "free",
   "empty",
   "unmapped",
@@ -84,7 +86,7 @@ function drawCard(card, { worker, gone_ms }, rates, severalModels) {
 }
 
 function drawMemory(card, { load, set_by: setBy, set_bytes: setBytes }) {
-  const memory = load.memory;
+  const memory = { checkpoints_live: 0, checkpoints_cached: 0, ...load.memory };
   const held = CLASSES.reduce((sum, name) => sum + memory[name], 0);
   const scale = Math.max(held, load.budget_bytes, setBytes, 1);
   const bar = part(card, "bar");

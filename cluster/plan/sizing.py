@@ -119,7 +119,8 @@ def _need(model: ModelSizes, settings: EngineSettings, work: LeastWork) -> tuple
         )
     try:
         layers = rank_layers(model.layers, settings.tensor_parallel_size)
-        layout = layout_of(layers, settings.page_size, settings.page_dtype, settings.state_dtype)
+        dtypes = settings.page_dtype, settings.state_dtype, settings.saved_dtype
+        layout = layout_of(layers, settings.page_size, *dtypes)
     except ValueError as error:
         raise NoFit(str(error)) from error
     return layout, extents_for(layout, work.longest) * layout.extent_bytes

@@ -93,7 +93,7 @@ class Setup:
                 device=f"{role}-{index}",
                 page_tokens=layout.page_tokens,
                 page_bytes=layout.page_bytes,
-                state_bytes=layout.state_bytes,
+                state_bytes=layout.saved_bytes,
                 step_tokens_max=self.cost.step_tokens // self.trace_tokens_per_token,
                 itl_target_s=self.itl_target_s,
                 memory_bytes=self.memory_bytes or self.blocks * layout.page_bytes,

@@ -18,7 +18,7 @@ class SizeOnlyStore:
         self._sizes = {
             Kind.PAGE: layout.page_bytes,
             Kind.WINDOW: layout.window_bytes,
-            Kind.CHECKPOINT: layout.state_bytes,
+            Kind.CHECKPOINT: layout.saved_bytes,
         }
         self._capacity_bytes = capacity_bytes
         self._objects: OrderedDict[ObjectKey, None] = OrderedDict()

@@ -73,10 +73,10 @@ Change<N> step(Strip<N, WHOLE, F> from, Strip<N, WHOLE, float> to, const Change<
     return change;
 }
 
-template <typename From, typename To, int N>
+template <typename T, typename From, typename To, int N>
 void settle(From from, To to, const Change<N> change, int64_t key_dim) {
     vec s[N];
-    for (int64_t i = 0; i < key_dim; i++) from.get(i, s), change.template make<float>(i, s), to.put(i, s);
+    for (int64_t i = 0; i < key_dim; i++) from.get(i, s), change.template make<T>(i, s), to.put(i, s);
 }
 
 // A strip in scratch, and a slot that takes the same past the caches: the next token of the row reads scratch.
@@ -102,31 +102,41 @@ template <int N, bool WHOLE, typename T>
 __attribute__((noinline)) void run(const Row<T>& row, const Head& head, Strip<N, WHOLE, T> from, int64_t start) {
     const Strip<N, WHOLE, float> scratch = row.template scratch<N, WHOLE>(start);
     bool apart = false;  // the state is in scratch, which `from` cannot say of another type
+    bool rounds = false;  // ... after the change that is left
     Change<N> left;
+    const auto settled = [&](auto source, auto to) {
+        if (rounds) settle<uint16_t>(source, to, left, row.key_dim);
+        else settle<float>(source, to, left, row.key_dim);
+    };
     for (int64_t t = row.begin; t < row.end; t++) {
         const float *keys = head.keys + t * head.keys_token, *scale = head.scales + t * head.scales_token;
         const float* v = head.values + t * head.values_token + start;
         float* out = head.out + t * head.out_token + start;
         __builtin_prefetch(v + AHEAD_TOKENS * head.values_token);
+        const auto next = [&](auto source) {
+            if (rounds) left = step<true, uint16_t>(source, scratch, left, keys, v, scale[0], scale[1], out, row.key_dim);
+            else left = step<true, T>(source, scratch, left, keys, v, scale[0], scale[1], out, row.key_dim);
+        };
         if (!left.k) left = step<false, T>(from, scratch, left, keys, v, scale[0], scale[1], out, row.key_dim);
-        else if (apart) left = step<true, T>(scratch, scratch, left, keys, v, scale[0], scale[1], out, row.key_dim);
+        else if (apart) next(scratch);
         else {
-            left = step<true, T>(from, scratch, left, keys, v, scale[0], scale[1], out, row.key_dim);
+            next(from);
             if constexpr (std::is_same_v<T, float>) from = scratch;
             else apart = true;
         }
+        rounds = row.rounds(t);
         const int32_t write = row.write(t);
         if (write < 0) continue;
         const Strip<N, WHOLE, T> to = row.template in_slot<Strip<N, WHOLE, T>>(write, start);
         if constexpr (WHOLE && std::is_same_v<T, float>) {
             if (t + 1 < row.end && !((uintptr_t)to.first % LINE) && !(to.row % LANES)) {
-                settle(from, Both<N>{scratch, to}, left, row.key_dim);
+                settled(from, Both<N>{scratch, to});
                 after_streams();
                 from = scratch, left = {};
                 continue;
             }
         }
-        apart ? settle(scratch, to, left, row.key_dim) : settle(from, to, left, row.key_dim);
+        apart ? settled(scratch, to) : settled(from, to);
         from = to, apart = false;
         left.k = nullptr;
     }
@@ -138,11 +148,12 @@ __attribute__((noinline)) void run(const Row<T>& row, const Head& head, Strip<N,
 // state   [slots][key_heads][values][key_dim][value_dim] of float, or of `halves` bfloat16
 // out     [tokens][key_heads][values][value_dim], packed
 // writes  [rows][kept]: slots for the states after the last `kept` tokens of a row, -1 for none
+// lens    [rows]: tokens of the sequence after each row. A state is rounded at multiples of `round` tokens, 0: never
 extern "C" void gated_delta(const float* mixed, const float* gates, int64_t gates_token, const float* a_log,
                             const float* dt_bias, float* out, void* state, int64_t slots, int64_t state_slot,
                             int64_t state_group, const int32_t* cu, const int32_t* read, const int32_t* writes,
-                            int64_t rows, int64_t kept, int64_t tokens, int64_t halves, int64_t key_heads, int64_t values,
-                            int64_t key_dim, int64_t value_dim) {
+                            int64_t rows, int64_t kept, int64_t tokens, int64_t halves, const int32_t* lens, int64_t round,
+                            int64_t key_heads, int64_t values, int64_t key_dim, int64_t value_dim) {
     assert_states("gated_delta", cu, read, writes, rows, kept, tokens, slots);
     const Sizes s{key_heads, values, key_dim, value_dim};
     const int64_t heads = key_heads * values;
@@ -164,7 +175,8 @@ extern "C" void gated_delta(const float* mixed, const float* gates, int64_t gate
             for (int64_t h = 0; h < heads; h++) {
                 const int64_t group = h / values, value = h % values;
                 const StateRow row{states + group * state_group + value * key_dim * value_dim,
-                                   state_slot, key_dim, value_dim, cu[b], cu[b + 1], read[b], writes + b * kept, kept};
+                                   state_slot, key_dim, value_dim, cu[b], cu[b + 1], read[b], writes + b * kept, kept,
+                                   lens[b], round};
                 const Head head{keys + group * tokens * s.keys(),
                                 mixed + group * s.channels() + 2 * key_dim + value * value_dim,
                                 scales + 2 * h, out + h * value_dim,

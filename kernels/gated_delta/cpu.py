@@ -8,9 +8,7 @@ from tidemill.kernels.shared.arguments import address, state_arguments
 from tidemill.kernels.shared.build import Library
 from tidemill.kernels.shared.rows import Rows
 
-GatedDelta = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Rows], torch.Tensor
-]
+GatedDelta = Callable[..., torch.Tensor]
 
 
 def bind(library: Library) -> GatedDelta:
@@ -23,6 +21,7 @@ def bind(library: Library) -> GatedDelta:
         dt_bias_H: torch.Tensor,
         state_SGRKV: torch.Tensor,
         rows: Rows,
+        round_tokens: int = 0,
     ) -> torch.Tensor:
         tokens, (_, groups, heads, key_dim, value_dim) = mixed_TGC.shape[0], state_SGRKV.shape
         assert gates_TI.shape == (tokens, groups * 2 * heads)
@@ -36,6 +35,7 @@ def bind(library: Library) -> GatedDelta:
             gates_TI.data_ptr(), gates_TI.stride(0),
             address(a_log_H, groups * heads), address(dt_bias_H, groups * heads), o_TGRV.data_ptr(),
             *state_arguments(state_SGRKV, rows, tokens), state_SGRKV.dtype == torch.bfloat16,
+            address(rows.lens_B, len(rows.lens_B), dtype=torch.int32), round_tokens,
             groups, heads, key_dim, value_dim,
         )  # fmt: skip
         return o_TGRV

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tidemill.kernels.shared.recurrence import CHUNK, SHORT, between, chunk_at, cut, softplus
+from tidemill.kernels.shared.recurrence import CHUNK, SHORT, between, chunk_at, cut, rounded, softplus
 from tidemill.kernels.shared.rows import Rows, rows_at_once
 from tidemill.kernels.shared.states_inside import write_inside
 from tidemill.kernels.shared.tiles import has_large
@@ -146,10 +146,11 @@ def prepare(
 def advance(
     mixed, mixed_token, mixed_group, total, unit, w, u, state, state_slot, state_group,
     before,  # [chunks, H, K, V]: the state before each
-    cu, read, writes, kept, tokens,
+    cu, lens, read, writes, kept, tokens,
     HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     KEYS: tl.constexpr, COLUMNS: tl.constexpr,
     INSIDE: tl.constexpr,  # a row may keep more states than its last
+    ROUND: tl.constexpr,
 ) -> None:  # fmt: skip
     """Columns i of value head j of row k, of a grid (i, j, k)."""
     head, every, row = tl.program_id(1), tl.num_programs(1), tl.program_id(2)
@@ -195,6 +196,8 @@ def advance(
         S_KV *= tl.exp(total_last.to(tl.float32))
         added_CV = (u_CV * left_C[:, None]).to(k_CK.dtype)
         S_KV = tl.dot(tl.trans(k_CK), added_CV, S_KV, input_precision="ieee")
+        depth = tl.load(lens + row) - n + tl.minimum((chunk + 1) * CHUNK, chunked)
+        S_KV = rounded(S_KV, depth, ROUND)
     tl.store(state + slot * state_slot + at_KV, S_KV, mask=in_KV & (slot >= 0))
 
 
@@ -241,10 +244,11 @@ def answer(
 @triton.jit(do_not_specialize=["kept", "alone"])
 def recur(
     mixed, mixed_token, mixed_group, gates, gates_token, a_log, dt_bias, state, state_slot, state_group,
-    out, cu, read, writes, kept,
+    out, cu, lens, read, writes, kept,
     alone,  # 1: nothing ran in chunks
     HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROUND: tl.constexpr,  # tokens, as in the definition
 ) -> None:  # fmt: skip
     """Columns i of value head j of row k, of a grid (i, j, k)."""
     head, every, row = tl.program_id(1), tl.num_programs(1), tl.program_id(2)
@@ -263,6 +267,7 @@ def recur(
     state += group * state_group + value * K * V + key_K[:, None] * V + column_V[None, :]
     S_KV = tl.load(state + source * state_slot, mask=in_KV & (source >= 0), other=0.0).to(tl.float32)
     log_rate, bias = tl.load(a_log + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32)
+    length = tl.load(lens + row)
     for t in range(done, n):
         token = (start + t).to(tl.int64)
         mixed_at = mixed + token * mixed_token + group * mixed_group
@@ -281,7 +286,7 @@ def recur(
         S_KV += k_K[:, None] * change_V[None, :]
         o_V = asked_V + tl.sum(q_K * k_K) * change_V
         tl.store(out + (token * every + head) * V + column_V, o_V, mask=in_V)
-        S_KV = S_KV.to(state.dtype.element_ty).to(tl.float32)
+        S_KV = rounded(S_KV.to(state.dtype.element_ty).to(tl.float32), length - (n - 1 - t), ROUND)
         column = kept - (n - t)
         if column >= 0:
             to = tl.load(writes + column).to(tl.int64)
@@ -295,6 +300,7 @@ def gated_delta(
     dt_bias_H: torch.Tensor,
     state_SGRKV: torch.Tensor,
     rows: Rows,
+    round_tokens: int = 0,
     *,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
@@ -312,7 +318,7 @@ def gated_delta(
     gates = (gates_TI, gates_TI.stride(0), a_log_H, dt_bias_H)
     state = (state_SGRKV, state_SGRKV.stride(0), state_SGRKV.stride(1))
     writes = (rows.writes_BK, rows.writes_BK.shape[1])
-    ends, ids = (rows.cu_B1, *writes), (rows.cu_B1, rows.read_B, *writes)
+    ends, ids = (rows.cu_B1, *writes), (rows.cu_B1, rows.lens_B, rows.read_B, *writes)
     sizes = {"HEADS": heads, "K": key_dim, "V": value_dim}
     sizes["KEYS"] = max(16, triton.next_power_of_2(key_dim))
     answered = ANSWER_COLUMNS if has_large() else COLUMNS
@@ -334,11 +340,13 @@ def gated_delta(
         )  # fmt: skip
         advance[(parts, every, batch)](
             *mixed, total_HT, unit_HT, w_THK, u_THV, *state, before, *ids, tokens,
-            COLUMNS=few, INSIDE=writes[1] > 1, **options,
+            COLUMNS=few, INSIDE=writes[1] > 1, ROUND=round_tokens, **options,
         )  # fmt: skip
         answer[(triton.cdiv(value_dim, many), chunks, every)](
             *mixed, total_HT, unit_HT, u_THV, before, o_TGRV, *ends, tokens, batch,
             COLUMNS=many, ROWS=padded, **options,
         )  # fmt: skip
-    recur[(parts, every, batch)](*mixed, *gates, *state, o_TGRV, *ids, int(alone), COLUMNS=few, **sizes)
+    recur[(parts, every, batch)](
+        *mixed, *gates, *state, o_TGRV, *ids, int(alone), COLUMNS=few, ROUND=round_tokens, **sizes
+    )
     return o_TGRV

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional
 
-from tidemill.kernels.shared.rows import Rows, integers, slots_after, wide
+from tidemill.kernels.shared.rows import Rows, integers, rounded_after, slots_after, wide
 
 EPSILON = 1e-6
 
@@ -15,6 +15,7 @@ def gated_delta(
     dt_bias_H: torch.Tensor,
     state_SGRKV: torch.Tensor,
     rows: Rows,
+    round_tokens: int = 0,
 ) -> torch.Tensor:
     """Per value head: S <- exp(g) S; S <- S + k beta (v - k S); o = q S. Returns `[T, G, R, V]`.
 
@@ -24,6 +25,7 @@ def gated_delta(
                  g = -exp(a_log) * softplus(a + dt_bias)
     state_SGRKV  [states, G, R, K, V], float32 or bfloat16, to which it is rounded after each token;
                  read by `rows.read_B` (-1: zeros), written by `rows.writes_BK`
+    round_tokens a state is rounded to bfloat16 at each multiple of this number of tokens; 0: never
     """
     _, groups, heads, key_dim, value_dim = state_SGRKV.shape
     q_TGK = _unit(mixed_TGC[..., :key_dim]) * key_dim**-0.5
@@ -34,6 +36,7 @@ def gated_delta(
     g_TGR = -a_log_H.view(groups, heads).exp() * functional.softplus(a_TGR + dt_bias_H.view(groups, heads))
     o_TGRV = torch.empty_like(v_TGRV, memory_format=torch.contiguous_format)
     starts, slots = integers(rows.cu_B1), slots_after(rows)
+    rounded = rounded_after(rows, round_tokens)
     for b, read in enumerate(integers(rows.read_B)):
         state = wide(state_SGRKV[read] if read >= 0 else torch.zeros_like(state_SGRKV[0]))
         for t in range(starts[b], starts[b + 1]):
@@ -43,6 +46,8 @@ def gated_delta(
             state = state + torch.einsum("gk,grv->grkv", k_TGK[t], change_GRV)
             o_TGRV[t] = torch.einsum("gk,grkv->grv", q_TGK[t], state)
             state = wide(state.to(state_SGRKV.dtype))
+            if t in rounded:
+                state = state.bfloat16().to(state.dtype)
             if t in slots:
                 state_SGRKV[slots[t]] = state
     return o_TGRV

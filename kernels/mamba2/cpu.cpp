@@ -20,8 +20,8 @@ template <int N, bool WHOLE, typename T>
 __attribute__((noinline)) void ssd_run(const Row<T>& row, const SsdHead& head, Strip<N, WHOLE, T> from, int64_t start) {
     typedef Strip<N, WHOLE, T> Slot;
     const Strip<N, WHOLE, float> scratch = row.template scratch<N, WHOLE>(start);
-    const auto run_token = [&](int64_t t, auto source, auto to) {
-        typedef std::conditional_t<std::is_same_v<decltype(to), Slot>, float, T> Kept;  // a slot rounds by itself
+    const auto compute = [&](int64_t t, auto source, auto to, auto kept) {
+        typedef decltype(kept) Kept;
         const float *b = head.b + t * head.mixed_token, *c = head.c + t * head.mixed_token;
         const float *scale = head.scales + t * head.scales_token, decay = scale[0];
         vec x[N], u[N], sum[N] = {}, s[N];
@@ -45,6 +45,10 @@ __attribute__((noinline)) void ssd_run(const Row<T>& row, const SsdHead& head, S
         std::memcpy(head.out + t * head.out_token + start, columns,
                     (WHOLE ? Slot::WIDTH : from.columns) * sizeof(float));
     };
+    const auto run_token = [&](int64_t t, auto source, auto to) {
+        typedef std::conditional_t<std::is_same_v<decltype(to), Slot>, float, T> Kept;  // a slot rounds by itself
+        row.rounds(t) ? compute(t, source, to, uint16_t{}) : compute(t, source, to, Kept{});
+    };
     bool apart = false;  // the state is in scratch, which `from` cannot say of another type
     for (int64_t t = row.begin; t < row.end; t++) {
         const int32_t write = row.write(t);
@@ -67,12 +71,13 @@ __attribute__((noinline)) void ssd_run(const Row<T>& row, const SsdHead& head, S
 // state   [slots][groups][heads][key_dim][value_dim] of float, or of `halves` bfloat16
 // out     [tokens][groups][heads][value_dim], packed
 // writes  [rows][kept]: slots for the states after the last `kept` tokens of a row, -1 for none
+// lens    [rows]: tokens of the sequence after each row. A state is rounded at multiples of `round` tokens, 0: never
 extern "C" void mamba2(const float* mixed, const float* z, int64_t z_token, int64_t z_group, const float* dt,
                        int64_t dt_token, const float* a_log, const float* dt_bias, const float* skip, float dt_min,
                        float dt_max, float* out, void* state, int64_t slots, int64_t state_slot, int64_t state_group,
                        const int32_t* cu, const int32_t* read, const int32_t* writes, int64_t rows, int64_t kept,
-                       int64_t tokens, int64_t halves, int64_t groups, int64_t heads, int64_t key_dim,
-                       int64_t value_dim) {
+                       int64_t tokens, int64_t halves, const int32_t* lens, int64_t round, int64_t groups,
+                       int64_t heads, int64_t key_dim, int64_t value_dim) {
     assert_states("mamba2", cu, read, writes, rows, kept, tokens, slots);
     const int64_t every = groups * heads;
     const int64_t channels = 2 * key_dim + heads * value_dim;
@@ -94,7 +99,8 @@ extern "C" void mamba2(const float* mixed, const float* z, int64_t z_token, int6
             for (int64_t h = 0; h < every; h++) {
                 const int64_t group = h / heads, head = h % heads;
                 const StateRow row{states + group * state_group + head * key_dim * value_dim,
-                                   state_slot, key_dim, value_dim, cu[b], cu[b + 1], read[b], writes + b * kept, kept};
+                                   state_slot, key_dim, value_dim, cu[b], cu[b + 1], read[b], writes + b * kept, kept,
+                                   lens[b], round};
                 const float* B = mixed + group * channels;
                 const SsdHead at{B, B + key_dim, B + 2 * key_dim + head * value_dim,
                                  z + group * z_group + head * value_dim, scales + 2 * h, out + h * value_dim, skip[h],

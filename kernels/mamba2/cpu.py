@@ -9,7 +9,7 @@ from tidemill.kernels.shared.arguments import address, state_arguments
 from tidemill.kernels.shared.build import Library
 from tidemill.kernels.shared.rows import Rows
 
-Mamba2 = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Heads, torch.Tensor, Rows], torch.Tensor]
+Mamba2 = Callable[..., torch.Tensor]
 
 
 def bind(library: Library) -> Mamba2:
@@ -22,6 +22,7 @@ def bind(library: Library) -> Mamba2:
         heads: Heads,
         state_SGRKV: torch.Tensor,
         rows: Rows,
+        round_tokens: int = 0,
     ) -> torch.Tensor:
         tokens, (_, groups, values, key_dim, value_dim) = mixed_TGC.shape[0], state_SGRKV.shape
         z_token, z_group, z_head, z_element = z_TGRV.stride()
@@ -39,6 +40,7 @@ def bind(library: Library) -> Mamba2:
             address(heads.a_log_H, groups * values), address(heads.dt_bias_H, groups * values),
             address(heads.skip_H, groups * values), heads.dt_min, heads.dt_max, y_TGRV.data_ptr(),
             *state_arguments(state_SGRKV, rows, tokens), state_SGRKV.dtype == torch.bfloat16,
+            address(rows.lens_B, len(rows.lens_B), dtype=torch.int32), round_tokens,
             groups, values, key_dim, value_dim,
         )  # fmt: skip
         return y_TGRV

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from tidemill.kernels.mamba2.heads import Heads
-from tidemill.kernels.shared.recurrence import CHUNK, SHORT, between, chunk_at, cut, silu, softplus
+from tidemill.kernels.shared.recurrence import CHUNK, SHORT, between, chunk_at, cut, rounded, silu, softplus
 from tidemill.kernels.shared.rows import Rows, rows_at_once
 from tidemill.kernels.shared.states_inside import write_inside
 from tidemill.kernels.shared.tiles import has_large
@@ -45,12 +45,13 @@ def advance(
     mixed, mixed_token, mixed_group, dt, dt_token, a_log, dt_bias, dt_min, dt_max,
     state, state_slot, state_group,
     before,  # [chunks, H, K, V]: the state before each
-    cu, read, writes, kept,
+    cu, lens, read, writes, kept,
     HEADS: tl.constexpr,  # of a group
     K: tl.constexpr, V: tl.constexpr,
     KEYS: tl.constexpr,  # power of two, at least K
     COLUMNS: tl.constexpr,
     INSIDE: tl.constexpr,  # a row may keep more states than its last
+    ROUND: tl.constexpr,
 ) -> None:  # fmt: skip
     """Columns i of head j of row k, of a grid (i, j, k)."""
     head, every, row = tl.program_id(1), tl.num_programs(1), tl.program_id(2)
@@ -92,6 +93,8 @@ def advance(
         added_CV = (x_CV.to(tl.float32) * left_C[:, None]).to(x_CV.dtype)
         S_KV *= tl.exp(total_last.to(tl.float32))
         S_KV = tl.dot(tl.trans(b_CK), added_CV, S_KV, input_precision="ieee")
+        depth = tl.load(lens + row) - n + tl.minimum((chunk + 1) * CHUNK, chunked)
+        S_KV = rounded(S_KV, depth, ROUND)
     tl.store(state + slot * state_slot + at_KV, S_KV, mask=in_KV & (slot >= 0))
 
 
@@ -140,10 +143,11 @@ def answer(
 @triton.jit(do_not_specialize=["kept", "alone"])
 def recur(
     mixed, mixed_token, mixed_group, dt, dt_token, a_log, dt_bias, dt_min, dt_max,
-    z, z_token, z_group, skip, state, state_slot, state_group, out, cu, read, writes, kept,
+    z, z_token, z_group, skip, state, state_slot, state_group, out, cu, lens, read, writes, kept,
     alone,  # 1: nothing ran in chunks
     HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROUND: tl.constexpr,  # tokens, as in the definition
 ) -> None:  # fmt: skip
     """Columns i of head j of row k, of a grid (i, j, k)."""
     head, every, row = tl.program_id(1), tl.num_programs(1), tl.program_id(2)
@@ -163,6 +167,7 @@ def recur(
     S_KV = tl.load(state + source * state_slot, mask=in_KV & (source >= 0), other=0.0).to(tl.float32)
     rate, bias = -tl.exp(tl.load(a_log + head).to(tl.float32)), tl.load(dt_bias + head).to(tl.float32)
     straight = tl.load(skip + head).to(tl.float32)
+    length = tl.load(lens + row)
     for t in range(done, n):
         token = (start + t).to(tl.int64)
         mixed_at = mixed + token * mixed_token + group * mixed_group
@@ -174,7 +179,7 @@ def recur(
         S_KV = S_KV * tl.exp(rate * now) + b_K[:, None] * (now * x_V)[None, :]
         y_V = (tl.sum(S_KV * c_K[:, None], 0) + straight * x_V) * silu(z_V.to(tl.float32))
         tl.store(out + (token * every + head) * V + column_V, y_V, mask=in_V)
-        S_KV = S_KV.to(state.dtype.element_ty).to(tl.float32)
+        S_KV = rounded(S_KV.to(state.dtype.element_ty).to(tl.float32), length - (n - 1 - t), ROUND)
         column = kept - (n - t)
         if column >= 0:
             to = tl.load(writes + column).to(tl.int64)
@@ -188,6 +193,7 @@ def mamba2(
     heads: Heads,
     state_SGRKV: torch.Tensor,
     rows: Rows,
+    round_tokens: int = 0,
     *,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
@@ -208,7 +214,7 @@ def mamba2(
     gate = (z_TGRV, z_TGRV.stride(0), z_TGRV.stride(1), heads.skip_H)
     state = (state_SGRKV, state_SGRKV.stride(0), state_SGRKV.stride(1))
     writes = (rows.writes_BK, rows.writes_BK.shape[1])
-    ids = (rows.cu_B1, rows.read_B, *writes)
+    ids = (rows.cu_B1, rows.lens_B, rows.read_B, *writes)
     sizes = {"HEADS": values, "K": key_dim, "V": value_dim}
     sizes["KEYS"] = max(16, triton.next_power_of_2(key_dim))
     answered = ANSWER_COLUMNS if has_large() else COLUMNS
@@ -221,11 +227,13 @@ def mamba2(
         wide = mixed_TGC.dtype == torch.float32 or sizes["KEYS"] > 128
         options = {"num_warps": 8 if wide else 4, "num_stages": 2, **sizes}
         advance[(parts, every, batch)](
-            *inputs, *state, before, *ids, COLUMNS=few, INSIDE=writes[1] > 1, **options
+            *inputs, *state, before, *ids, COLUMNS=few, INSIDE=writes[1] > 1, ROUND=round_tokens, **options
         )
         answer[(triton.cdiv(value_dim, many), chunks, every)](
             *inputs, *gate, before, y_TGRV, rows.cu_B1, *writes, batch,
             COLUMNS=many, ROWS=rows_at_once(batch), **options,
         )  # fmt: skip
-    recur[(parts, every, batch)](*inputs, *gate, *state, y_TGRV, *ids, int(alone), COLUMNS=few, **sizes)
+    recur[(parts, every, batch)](
+        *inputs, *gate, *state, y_TGRV, *ids, int(alone), COLUMNS=few, ROUND=round_tokens, **sizes
+    )
     return y_TGRV

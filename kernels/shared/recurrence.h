@@ -74,7 +74,9 @@ struct Row {
     int32_t read;           // slot, or -1: zeros
     const int32_t* writes;  // [kept]: slots for the states after the last `kept` tokens, -1 for none
     int64_t kept;
+    int64_t length, round;  // tokens of its sequence up to `end`; of those a state is rounded at each multiple, 0: none
 
+    bool rounds(int64_t t) const { return round && (length - (end - 1 - t)) % round == 0; }
     int32_t write(int64_t t) const { return end - t <= kept ? writes[kept - (end - t)] : -1; }
     template <typename Place>
     Place in_slot(int32_t index, int64_t start) const {

@@ -5,7 +5,8 @@
 """The shared parts of recurrences on CUDA: cutting rows into chunks, sums of decays, softplus and silu.
 
 Chunks start at the row's start, and the result of a token depends only on its row: neither the batch nor a
-cut at a multiple of CHUNK changes a bit.
+cut at a multiple of CHUNK changes a bit. A state that is rounded inside a chunk is rounded only where it is
+kept: the chunk goes on from its own.
 """
 
 import triton
@@ -48,6 +49,14 @@ def cut(n, writes, KEPT: tl.constexpr):
     chunked = tl.where(depth < chunked, (depth - 1) // CHUNK * CHUNK, chunked)
     chunked = tl.where(first == KEPT, tl.where(n <= SHORT, 0, n), chunked)
     return chunked, tl.max(tl.where(column_K == first, slot_K, -1)).to(tl.int64)
+
+
+@triton.jit
+def rounded(S_KV, depth, ROUND: tl.constexpr):
+    """The state after `depth` tokens of its sequence: in bfloat16 at multiples of ROUND; 0: nowhere."""
+    if ROUND:
+        S_KV = tl.where(depth % ROUND == 0, S_KV.to(tl.bfloat16).to(tl.float32), S_KV)
+    return S_KV
 
 
 @triton.jit

@@ -61,6 +61,17 @@ def slots_after(rows: Rows) -> dict[int, int]:
     return slots
 
 
+def rounded_after(rows: Rows, round_tokens: int) -> set[int]:
+    """Return the indices in the batch of the tokens after which a state is rounded to bfloat16: each
+    `round_tokens`-th of its sequence; 0: none."""
+    starts, lens = integers(rows.cu_B1), integers(rows.lens_B)
+    found: set[int] = set()
+    for start, end, length in zip(starts, starts[1:], lens, strict=False):
+        depths = range(length - (end - start) + 1, length + 1)
+        found |= {start + at for at, depth in enumerate(depths) if round_tokens and not depth % round_tokens}
+    return found
+
+
 def wide(state: torch.Tensor) -> torch.Tensor:
     """Return a copy of a state in the type of sums."""
     return state.to(torch.promote_types(state.dtype, torch.float32), copy=True)

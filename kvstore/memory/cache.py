@@ -11,7 +11,7 @@ from typing import Any
 
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import PageKey
-from tidemill.kvstore.layout import PAGES, STATES, Layout, PageId, StateId
+from tidemill.kvstore.layout import PAGES, Layout, PageId
 from tidemill.kvstore.memory import eviction
 from tidemill.kvstore.memory.arena import Arena, Pool
 from tidemill.kvstore.memory.demand import Demand
@@ -50,14 +50,14 @@ class Cache:
                     raise
                 self._evict(victim, name, tenant)
 
-    def free_state_below(self, price: float, tenant: str) -> bool:
-        """Return whether a state can be taken without eviction. If need be, evict what costs less than
-        `price`."""
-        while not self.state_is_free():
-            victim = self._victim_for(STATES)
+    def free_below(self, price: float, name: str, tenant: str) -> bool:
+        """Return whether an object of a class can be taken without eviction. If need be, evict what costs
+        less than `price`."""
+        while not self.is_free(name):
+            victim = self._victim_for(name)
             if victim is None or victim.price >= price:
                 return False
-            self._evict(victim, STATES, tenant)
+            self._evict(victim, name, tenant)
         return True
 
     def could_hold(self, demand: Demand) -> bool:
@@ -79,11 +79,12 @@ class Cache:
         while (entry := self.index.cheapest_checkpoint()) is not None:
             self.drop_checkpoint(entry, "clear", tenant)
 
-    def state_is_free(self) -> bool:
-        """Return whether a state can be taken without eviction, now or for a promised page."""
+    def is_free(self, name: str) -> bool:
+        """Return whether an object of a class other than pages can be taken without eviction, now or for a
+        promised page."""
         pages = self.pools[PAGES]
         promised_extents = -(-max(0, self.promised_pages - pages.num_free) // pages.objects_per_extent)
-        return bool(self.pools[STATES].num_free) or self.arena.num_empty > promised_extents
+        return bool(self.pools[name].num_free) or self.arena.num_empty > promised_extents
 
     def resize(self, budget_extents: int) -> bool:
         """Change the budget of the arena and evict; return whether the budget is met."""
@@ -112,7 +113,7 @@ class Cache:
         for name, ids in checkpoint.by_class():
             for part in ids:
                 self.pools[name].own(part, entry)
-        self.pools[STATES].unpin_all(checkpoint.states)
+        self.pools[self.layout.saved].unpin_all(checkpoint.saved)
 
     def drop_checkpoint(self, entry: Entry, reason: str, tenant: str = "") -> None:
         """Evict the checkpoint of `entry`. The name of a metric contains `reason`."""
@@ -126,14 +127,14 @@ class Cache:
         expired = entry.retained_s > 0.0 and entry.retained_until_s <= self.index.now_s
         self.evictions.add(entry.key, Evicted(reason, self.index.now_s, tenant, expired))
 
-    def reclaim_checkpoint(self, entry: Entry) -> tuple[StateId, ...]:
+    def reclaim_checkpoint(self, entry: Entry) -> tuple[Any, ...]:
         """Remove the checkpoint of `entry`; return the slot of its state, if it has one, pinned."""
         self.retention.forget(entry)
         checkpoint = self.index.drop_checkpoint(entry)
-        for state in checkpoint.states:
-            self.pools[STATES].pin(state)
+        for state in checkpoint.saved:
+            self.pools[self.layout.saved].pin(state)
         self._disown(entry, checkpoint)
-        return checkpoint.states
+        return checkpoint.saved
 
     def pin(self, entry: Entry) -> None:
         if not entry.pins:

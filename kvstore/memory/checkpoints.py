@@ -3,19 +3,28 @@
 A checkpoint is made without a copy: the slot with the state at a page boundary goes to the index,
 and the next step reads it there and writes to another slot. The state at a page boundary inside a
 step is written to a slot of its own, which goes to the index. Lease and index share the last window.
+
+Where checkpoints are a class of their own, a step copies its states to their slots when it has run, and the
+lease keeps the states. A step that goes on from a checkpoint first copies it to the slot that it writes.
 """
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 from tidemill.kvstore.errors import OutOfMemory
-from tidemill.kvstore.layout import STATES, StateId
+from tidemill.kvstore.layout import CHECKPOINTS, STATES, CheckpointId, StateId
 from tidemill.kvstore.memory.cache import Cache
 from tidemill.kvstore.memory.demand import CHECKPOINT_STATE, FailAllocation
 from tidemill.kvstore.memory.entry import Checkpoint, Entry
-from tidemill.kvstore.memory.lease import Lease
+from tidemill.kvstore.memory.lease import Lease, StateSave, StateWrite, StepInFlight
 from tidemill.kvstore.memory.spare_value import GRID_PAGES, roundness
 from tidemill.kvstore.memory.windows import last_window
+
+
+def roundest(depths: Sequence[int]) -> list[int]:
+    """Return the depths, the roundest first."""
+    return sorted(depths, key=lambda depth: (-roundness(depth), -depth))
 
 
 class Checkpoints:
@@ -24,6 +33,7 @@ class Checkpoints:
     def __init__(self, cache: Cache, per_path: int, fail_allocation: FailAllocation) -> None:
         self._cache = cache
         self._layout = cache.layout
+        self._class = cache.layout.saved
         self._per_path = per_path
         self._fail_allocation = fail_allocation
 
@@ -32,10 +42,10 @@ class Checkpoints:
 
         The next step reads it there and writes to another slot; with `last` there is no next step.
         A checkpoint is optional: return False and change nothing when no second slot is free, or
-        when the step in flight overwrites the state.
+        when the step in flight overwrites the state. In a class of their own it needs a copy.
         A spare one replaces only what has less credit, and counts for no limit.
         """
-        has_slot = any(not flight.void for flight in lease.flights)
+        has_slot = self._layout.converts or any(not flight.void for flight in lease.flights)
         if spare and not has_slot and not self.find_spare_slot(lease, lease.committed):
             return False
         kept = self._keep(lease, last=last, spare=spare)
@@ -46,27 +56,44 @@ class Checkpoints:
     def find_spare_slot(self, lease: Lease, depth: int) -> bool:
         """Return whether a slot is free for a spare checkpoint at `depth`. If need be, drop another spare one
         with no more credit for it, or evict what has less."""
-        if not self._layout.has_states or self._cache.state_is_free():
+        if not self._layout.has_states or self._cache.is_free(self._class):
             return True
         index = self._cache.index
         credit = self._spare_credit(lease, depth)
         victim = self._least_useful_spare(lease)
         if victim is None or (lost := index.credit(victim)) > credit:
-            return self._cache.free_state_below(credit, lease.text.tenant)
+            return self._cache.free_below(credit, self._class, lease.text.tenant)
         index.age(lost)
-        self._cache.drop_checkpoint(victim, "states", lease.text.tenant)
+        self._cache.drop_checkpoint(victim, self._class, lease.text.tenant)
         return True
 
     def slots_inside(
         self, lease: Lease, inside: Sequence[int], spare: Sequence[int]
-    ) -> list[tuple[int, StateId]]:
+    ) -> list[tuple[int, Any]]:
         """Return the depths that get a slot, ascending, each with its slot: the deepest of `inside`, then the
         roundest of `spare`."""
         kept = self._take_slots(lease, len(inside))
-        round_first = sorted(spare, key=lambda depth: (-roundness(depth), -depth))
+        round_first = roundest(spare)
         free = self._take_free_slots(lease, round_first)
         deepest = zip(reversed(inside), kept, strict=False)
         return sorted([*deepest, *zip(round_first, free, strict=False)])
+
+    def copy(self, lease: Lease, flight: StepInFlight, depths: Sequence[int]) -> None:
+        """Let the step copy its states at these depths to checkpoints, the first ones first, until there is
+        no slot for one, or no state inside the step to copy from."""
+        for depth in depths:
+            inside = depth not in lease.states
+            state = self._state_inside(lease, flight, depth) if inside else lease.states[depth]
+            slot = None if state is None else self._slot_of_copy(lease, flight, depth)
+            if state is None or slot is None:
+                if state is not None and inside:
+                    self.return_slot(lease, STATES, state)
+                self._cache.counters["checkpoints_skipped"] += depth not in flight.spare
+                return
+            if inside:
+                flight.writes = tuple(sorted((*flight.writes, StateWrite(depth, state))))
+            lease.states[depth], lease.saved[depth] = state, slot
+            flight.saves += (StateSave(state, slot),)
 
     def keep_inside(self, lease: Lease, depth: int, *, spare: bool) -> None:
         """Turn the state at `depth`, a page boundary inside a completed step, into a checkpoint, unless there
@@ -89,28 +116,30 @@ class Checkpoints:
         if not self._keep(lease, last=False):
             return False
         for slot in self._drop_rolling(lease):
-            self.return_slot(lease, slot)
+            self.return_slot(lease, self._class, slot)
         lease.rolling = entry
         self._thin(entry)
         return True
 
     def borrow_slot(self, lease: Lease) -> bool:
-        """Ensure that the lease has a spare slot, and return whether it has. When no slot is free, the slot
-        of the checkpoint that the new one replaces is tried first, and then eviction."""
-        if not lease.spare_slots and not self._cache.state_is_free():
-            lease.spare_slots += self._drop_rolling(lease)
-        refused = not self._cache.could_hold({STATES: 1}) or self._fail_allocation(CHECKPOINT_STATE)
-        if not (lease.spare_slots or refused):
-            with suppress(OutOfMemory):
-                lease.spare_slots.append(self._cache.take(STATES, lease.text.tenant))
-        return bool(lease.spare_slots)
+        """Ensure that the lease has a spare slot of a checkpoint, and return whether it has. When no slot is
+        free, the slot of the checkpoint that the new one replaces is tried first, and then eviction."""
+        spare_slots = lease.held[self._class]
+        if not spare_slots and not self._cache.is_free(self._class):
+            spare_slots += self._drop_rolling(lease)
+        if not spare_slots and (slot := self._borrow(lease, self._class)) is not None:
+            spare_slots.append(slot)
+        return bool(spare_slots)
 
-    def return_slot(self, lease: Lease, slot: StateId) -> None:
-        """Keep a slot that is no longer needed as a spare, or free it."""
-        if len(lease.spare_slots) < lease.spare_slots_min + (not lease.writes_in_place(0)):
-            lease.spare_slots.append(slot)
+    def return_slot(self, lease: Lease, name: str, slot: Any) -> None:  # noqa: ANN401  an id of that class
+        """Keep a slot of a class that is no longer needed as a spare, or free it."""
+        most = lease.spare_slots_min if name == self._class else 0
+        if name == STATES and not lease.writes_in_place(0):
+            most += 1
+        if len(lease.held[name]) < most:
+            lease.held[name].append(slot)
         else:
-            self._cache.pools[STATES].unpin(slot)
+            self._cache.pools[name].unpin(slot)
 
     def take_back_optional(self, lease: Lease) -> bool:
         """Take back what the lease holds for its checkpoints; return whether there was any.
@@ -119,7 +148,7 @@ class Checkpoints:
         instead. The second slot of the strategy `double` is freed; it is borrowed when needed, as
         with `lazy`.
         """
-        source = lease.source
+        source = lease.source if self._class == STATES else None
         if source is not None and source.checkpoint_pins == 1 and self._layout.has_states:
             lease.source = None
             if lease.rolling is source:
@@ -131,29 +160,50 @@ class Checkpoints:
         elif not lease.spare_slots_min:
             return False
         lease.spare_slots_min = 0
-        while lease.spare_slots:
-            self._cache.pools[STATES].unpin(lease.spare_slots.pop())
+        while lease.held[self._class]:
+            self._cache.pools[self._class].unpin(lease.held[self._class].pop())
         return True
 
-    def _take_slots(self, lease: Lease, most: int) -> list[StateId]:
+    def _borrow(self, lease: Lease, name: str) -> Any:  # noqa: ANN401  an id of that class
+        """Take an object for a checkpoint, or return None: it is optional."""
+        if self._cache.could_hold({name: 1}) and not self._fail_allocation(CHECKPOINT_STATE):
+            with suppress(OutOfMemory):
+                return self._cache.take(name, lease.text.tenant)
+        return None
+
+    def _state_inside(self, lease: Lease, flight: StepInFlight, depth: int) -> StateId | None:
+        """Take a state for a depth inside a step. For a spare checkpoint only what has less credit is
+        evicted."""
+        if depth in flight.spare:
+            credit = self._spare_credit(lease, depth)
+            if not self._cache.free_below(credit, STATES, lease.text.tenant):
+                return None
+        return self._borrow(lease, STATES)
+
+    def _slot_of_copy(self, lease: Lease, flight: StepInFlight, depth: int) -> CheckpointId | None:
+        if depth in flight.spare:
+            return self._borrow(lease, CHECKPOINTS) if self.find_spare_slot(lease, depth) else None
+        return lease.held[CHECKPOINTS].pop() if self.borrow_slot(lease) else None
+
+    def _take_slots(self, lease: Lease, most: int) -> list[Any]:
         """Return up to `most` slots for states inside its next step. Those of a missing slot are skipped."""
-        slots: list[StateId] = []
+        slots: list[Any] = []
         while len(slots) < most:
             if not self.borrow_slot(lease):
                 self._cache.counters["checkpoints_skipped"] += most - len(slots)
                 break
-            slots.append(lease.spare_slots.pop())
+            slots.append(lease.held[self._class].pop())
         return slots
 
-    def _take_free_slots(self, lease: Lease, depths: Sequence[int]) -> list[StateId]:
+    def _take_free_slots(self, lease: Lease, depths: Sequence[int]) -> list[Any]:
         """Return slots for spare checkpoints at the first of `depths`, until there is none for the next."""
-        slots: list[StateId] = []
+        slots: list[Any] = []
         with suppress(OutOfMemory):  # another process may have the memory
             for depth in depths:
                 refused = self._fail_allocation(CHECKPOINT_STATE)
                 if refused or not self.find_spare_slot(lease, depth):
                     break
-                slots.append(self._cache.take(STATES, lease.text.tenant))
+                slots.append(self._cache.take(self._class, lease.text.tenant))
         return slots
 
     def _spare_credit(self, lease: Lease, depth: int) -> float:
@@ -180,26 +230,33 @@ class Checkpoints:
         return min(own, key=lambda entry: roundness(entry.depth_pages))
 
     def _keep(self, lease: Lease, *, last: bool, spare: bool = False) -> bool:
-        entry = self._boundary(lease)
+        entry, converts = self._boundary(lease), self._layout.converts
+        in_flight = next((flight for flight in lease.flights if not flight.void), None)
+        fetched = converts and in_flight is None and lease.committed not in lease.states
         if not self._layout.hybrid or entry.checkpoint is not None:
-            if last and self._layout.hybrid and lease.source is None:
+            if (last or fetched) and self._layout.hybrid and lease.source is None:
                 lease.source = self._cache.pin_checkpoint(entry)
             return True
-        in_flight = next((flight for flight in lease.flights if not flight.void), None)
-        continues = in_flight is None and not last
+        continues = in_flight is None and not last and not converts
         if self._layout.has_states and (
-            lease.committed not in lease.states or (continues and not self.borrow_slot(lease))
+            lease.committed not in self._saved(lease) or (continues and not self.borrow_slot(lease))
         ):
             self._cache.counters["checkpoints_skipped"] += 1
             return False
         self._move_state(lease, entry, lease.committed, spare=spare)
-        (in_flight or lease).source = self._cache.pin_checkpoint(entry)
+        if not converts or last or fetched:
+            (in_flight or lease).source = self._cache.pin_checkpoint(entry)
         return True
+
+    def _saved(self, lease: Lease) -> dict[int, Any]:
+        """Return the slots that can become checkpoints, by depth."""
+        return lease.saved if self._layout.converts else lease.states
 
     def _move_state(self, lease: Lease, entry: Entry, depth: int, *, spare: bool) -> None:
         """Turn the state of the lease at `depth`, if it has one, and its window there into a checkpoint."""
-        states = (lease.states.pop(depth),) if depth in lease.states else ()
-        kept = Checkpoint(states, last_window(self._layout, lease, depth))
+        held, windows = self._saved(lease), last_window(self._layout, lease, depth)
+        saved = (held.pop(depth),) if depth in held else ()
+        kept = Checkpoint((), windows, saved) if self._layout.converts else Checkpoint(saved, windows)
         credit = self._spare_credit(lease, depth) if spare else 0.0
         self._cache.keep_checkpoint(entry, kept, spare=spare, credit=credit)
 
@@ -208,7 +265,7 @@ class Checkpoints:
         assert lease.committed > 0
         return lease.shared_entries[-1]
 
-    def _drop_rolling(self, lease: Lease) -> tuple[StateId, ...]:
+    def _drop_rolling(self, lease: Lease) -> tuple[Any, ...]:
         """Move the slot of the previous rolling checkpoint to the lease, unless a step reads it."""
         earlier = lease.rolling
         if earlier is None or earlier.checkpoint is None or earlier.checkpoint_pins:

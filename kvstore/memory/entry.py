@@ -5,18 +5,20 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tidemill.kvstore.keys import PageKey
-from tidemill.kvstore.layout import Layout, PageId, StateId, WindowId
+from tidemill.kvstore.layout import CheckpointId, Layout, PageId, StateId, WindowId
 
 
 class Checkpoint(NamedTuple):
     """The objects that restore a depth in addition to its pages. Fields have the names of their classes.
 
-    states      the slot of the state, if the model has states
-    windows     the pages of the last window, left to right, if the model has windows
+    states          the slot of the state, if the model has states
+    windows         the pages of the last window, left to right, if the model has windows
+    checkpoints     the slot of the state, in place of `states`, if checkpoints are a class of their own
     """
 
     states: tuple[StateId, ...] = ()
     windows: tuple[WindowId, ...] = ()
+    checkpoints: tuple[CheckpointId, ...] = ()
 
     def by_class(self) -> Iterator[tuple[str, tuple[Any, ...]]]:
         """Yield the name of each class, with the ids of its objects."""
@@ -26,8 +28,13 @@ class Checkpoint(NamedTuple):
     def state(self) -> StateId | None:
         return self.states[0] if self.states else None
 
+    @property
+    def saved(self) -> tuple[StateId, ...] | tuple[CheckpointId, ...]:
+        """The slot of the state, of whatever class."""
+        return self.states or self.checkpoints
+
     def num_bytes(self, layout: Layout) -> int:
-        return len(self.states) * layout.state_stride_bytes + len(self.windows) * layout.window_bytes
+        return len(self.saved) * layout.saved_stride_bytes + len(self.windows) * layout.window_bytes
 
 
 @dataclass(slots=True, eq=False)

@@ -6,6 +6,8 @@
 
 states        Its slots, by the number of tokens in the state. A step in flight may still write it.
 spare_slots   Its slots that no step has written to.
+saved         Copies of its states, by depth, if checkpoints are a class of their own. They become
+              checkpoints, or are freed. A step in flight may still write them.
 source        The pinned entry whose checkpoint the next step reads, unless `states` has that depth.
 windows       The window pages from `first_window` on, shared with checkpoints: see windows.py.
 """
@@ -16,7 +18,16 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
-from tidemill.kvstore.layout import PAGES, STATES, WINDOWS, PageId, StateId, WindowId
+from tidemill.kvstore.layout import (
+    CHECKPOINTS,
+    PAGES,
+    STATES,
+    WINDOWS,
+    CheckpointId,
+    PageId,
+    StateId,
+    WindowId,
+)
 from tidemill.kvstore.memory.entry import Entry
 
 
@@ -38,6 +49,13 @@ class StateWrite(NamedTuple):
     state: StateId
 
 
+class StateSave(NamedTuple):
+    """A copy of a written state to the slot of a checkpoint, of another class, when the step has run."""
+
+    state: StateId
+    checkpoint: CheckpointId
+
+
 @dataclass(slots=True, eq=False)
 class StepInFlight:
     """A step that was launched and is not committed: it runs `[start, end)` of one lease.
@@ -45,6 +63,8 @@ class StepInFlight:
     reads       The slot of the state at `start`. None: the state is empty.
     writes      The states that it writes, ascending by depth: those at `inside`, then one before each
                 draft, and that at `end`. A model without states has none.
+    restores    The checkpoint that is copied to `reads` before it, if checkpoints are a class of their own.
+    saves       The copies of written states after it, likewise.
     inside      Page boundaries inside it whose states become checkpoints when it completes.
     void        The step before it was committed only in part, so its output is dropped.
     deferred    The class and the id of objects that only this step still uses: rejected states, and pages
@@ -57,6 +77,8 @@ class StepInFlight:
     writes: tuple[StateWrite, ...]
     inside: tuple[int, ...]
     source: Entry | None = None  # pinned while its checkpoint is read
+    restores: CheckpointId | None = None
+    saves: tuple[StateSave, ...] = ()
     spare: frozenset[int] = frozenset()  # those of `inside` that are kept as spare ones
     void: bool = False
     deferred: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])
@@ -78,6 +100,7 @@ class Lease:
     launched: int = 0  # where the next step starts
     states: dict[int, StateId] = field(default_factory=dict[int, StateId])
     spare_slots: list[StateId] = field(default_factory=list[StateId])
+    saved: dict[int, CheckpointId] = field(default_factory=dict[int, CheckpointId])
     promised_pages: int = 0  # that no other lease may take
     source: Entry | None = None
     windows: list[WindowId] = field(default_factory=list[WindowId])
@@ -91,6 +114,7 @@ class Lease:
 
     def __post_init__(self) -> None:
         self.held = {STATES: self.spare_slots, WINDOWS: self.windows, PAGES: self.private_pages}
+        self.held[CHECKPOINTS] = []
 
     @property
     def allocated(self) -> int:
@@ -105,6 +129,7 @@ class Lease:
         """Return the ids of all objects that it has itself, by class."""
         owned = {name: list(ids) for name, ids in self.held.items()}
         owned[STATES] += self.states.values()
+        owned[CHECKPOINTS] += self.saved.values()
         for name, freed in chain.from_iterable(flight.deferred for flight in self.flights):
             owned[name].append(freed)
         return owned
@@ -115,26 +140,28 @@ class Lease:
         return [entry for entry in found if entry is not None]
 
     @property
-    def fetch_slot(self) -> StateId:
+    def fetch_slot(self) -> StateId | CheckpointId:
         """The slot for a fetched state. If the fetch fails, the lease can only be released."""
+        if self.held[CHECKPOINTS]:
+            return self.held[CHECKPOINTS][-1]
         return self.spare_slots[-1] if self.spare_slots else self.states[self.committed]
 
     @property
     def num_slots(self) -> int:
         """The number of states for this request: its own, and its rolling checkpoint."""
         checkpoint = None if self.rolling is None else self.rolling.checkpoint
-        return len(self.states) + len(self.spare_slots) + len(checkpoint.states if checkpoint else ())
+        return len(self.states) + len(self.spare_slots) + len(checkpoint.saved if checkpoint else ())
 
     def writes_in_place(self, drafts: int) -> bool:
         """Return whether the next step can overwrite the state that it reads."""
         return not drafts and self.launched in self.states
 
-    def missing_slots(self, drafts: int) -> int:
-        """Return the number of slots that the lease lacks for its next step."""
+    def missing_slots(self, drafts: int, spare: int) -> int:
+        """Return the number of slots that the lease lacks for its next step and `spare` ones beside it."""
         in_place = self.writes_in_place(drafts)
-        if in_place and not self.spare_slots_min:
+        if in_place and not spare:
             return 0
-        return max(0, (not in_place) * (1 + drafts) + self.spare_slots_min - len(self.spare_slots))
+        return max(0, (not in_place) * (1 + drafts) + spare - len(self.spare_slots))
 
     @property
     def windows_end(self) -> int:
@@ -164,7 +191,9 @@ class Lease:
         owned = set(self.owned()[STATES])
         assert all(state in owned for flight in self.flights for _, state in flight.writes)
         assert all(flight.void or STATES not in dict(flight.deferred) for flight in self.flights)
-        assert all(self.committed <= depth <= self.launched for depth in self.states)
+        assert all(self.committed <= depth <= self.launched for depth in (*self.states, *self.saved))
+        copies = {save.checkpoint for flight in self.flights for save in flight.saves}
+        assert copies <= set(self.owned()[CHECKPOINTS])
         if self.source is not None:
             assert self.source is self.shared_entries[-1]
             assert self.launched == self.committed == len(self.shared_entries) * self.page_tokens

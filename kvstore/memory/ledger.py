@@ -17,11 +17,11 @@ from typing import Any
 
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import PageKey
-from tidemill.kvstore.layout import PAGES, STATES, WINDOWS, StateId
+from tidemill.kvstore.layout import CHECKPOINTS, PAGES, STATES, WINDOWS
 from tidemill.kvstore.memory import windows
 from tidemill.kvstore.memory.arena import ArenaUsage
 from tidemill.kvstore.memory.cache import Cache
-from tidemill.kvstore.memory.checkpoints import Checkpoints
+from tidemill.kvstore.memory.checkpoints import Checkpoints, roundest
 from tidemill.kvstore.memory.demand import NOTHING, Demand, FailAllocation, never
 from tidemill.kvstore.memory.lease import NO_TEXT, Lease, SequenceText, StateWrite, StepInFlight
 from tidemill.kvstore.memory.prefix_index import Match
@@ -128,7 +128,8 @@ class Ledger:
         self._cache.promise(lease, max(0, -(-(num_tokens - lease.allocated) // self.layout.page_tokens)))
 
     def reserve_fetched(self, lease: Lease, num_pages: int) -> None:
-        """Take the missing window pages of a checkpoint after `num_pages`, for a fetch to fill.
+        """Take the missing window pages of a checkpoint after `num_pages`, and its slot if it has a class of
+        its own, for a fetch to fill.
 
         Window pages before that checkpoint are freed, so the lease is useless if the fetch fails. Raises
         OutOfMemory.
@@ -140,6 +141,8 @@ class Ledger:
             lease.first_window = positions.start
         missing = range(lease.windows_end, positions.stop)
         need = {WINDOWS: len(missing)}
+        if self.layout.converts:
+            need[CHECKPOINTS] = int(not lease.held[CHECKPOINTS])
         self._refuse(need)
         self._grow(lease, need)
         lease.fetched_windows = missing
@@ -157,7 +160,8 @@ class Ledger:
         """Record a step that runs `[launched, end)`, whose last `drafts` tokens may be rejected.
 
         With `keep`, the state at its start will become a checkpoint: the caller calls `keep_state` when the
-        previous step is committed. The step then overwrites that state only if no slot can be had.
+        previous step is committed. The step then overwrites that state only if no slot can be had. Where
+        checkpoints are a class of their own, it is the state at its end, which the step copies if it can.
         `inside` are page boundaries, ascending, before the first draft. Their states become checkpoints when
         the step is committed; if not all of them get a slot, the deepest ones do.
         Those at `spare` likewise, as far as slots are free or spare.
@@ -176,16 +180,19 @@ class Ledger:
                 flight.reads = flight.source.checkpoint.state
             elif start:
                 flight.reads = lease.states[start]
-            if lease.writes_in_place(drafts) and not (keep and self._checkpoints.borrow_slot(lease)):
+            moves = keep and not self.layout.converts
+            if lease.writes_in_place(drafts) and not (moves and self._checkpoints.borrow_slot(lease)):
                 slots = [lease.states.pop(start)]
             else:
                 slots = [lease.spare_slots.pop() for _ in range(drafts + 1)]
             flight.writes = tuple(map(StateWrite, range(end - drafts, end + 1), slots))
-            if flight.inside:
-                found = self._checkpoints.slots_inside(lease, inside, spare)
+            if self.layout.converts:
+                self._copy(lease, flight, [*[end] * keep, *reversed(inside), *roundest(spare)])
+            else:
+                found = self._checkpoints.slots_inside(lease, inside, spare) if flight.inside else []
                 flight.inside = tuple(depth for depth, _ in found)
                 flight.writes = (*map(StateWrite._make, found), *flight.writes)
-            lease.states.update(flight.writes)
+                lease.states.update(flight.writes)
         lease.flights.append(flight)
         lease.launched = end
         return flight
@@ -208,8 +215,8 @@ class Ledger:
             rejected = self._reject(lease, num_tokens) if num_tokens < flight.end else []
             self._commit(lease, num_tokens, keys, flight)
             self._pools[WINDOWS].unpin_all(windows.pop_out_of_window(self.layout, lease, num_tokens))
-            for slot in rejected:
-                self._checkpoints.return_slot(lease, slot)
+            for name, slot in rejected:
+                self._checkpoints.return_slot(lease, name, slot)
         if lease.ended and not lease.flights:
             self._released.remove(lease)
             self._free(lease)
@@ -224,7 +231,9 @@ class Ledger:
         if lease.source is not None:
             self._cache.unpin_checkpoint(lease.source)
             lease.source = None
-        if self.layout.has_states and lease.runs:
+        if self.layout.converts and lease.runs:
+            lease.saved[num_tokens] = lease.held[CHECKPOINTS].pop()
+        elif self.layout.has_states and lease.runs:
             slot = lease.spare_slots.pop() if lease.spare_slots else lease.states.pop(lease.committed)
             lease.states[num_tokens] = slot
         self._commit(lease, num_tokens, keys)
@@ -320,19 +329,38 @@ class Ledger:
             for depth in flight.inside:
                 if depth <= num_tokens:
                     self._checkpoints.keep_inside(lease, depth, spare=depth in flight.spare)
-        for depth in [depth for depth in lease.states if depth < num_tokens]:
-            self._checkpoints.return_slot(lease, lease.states.pop(depth))
+        for name, slots in ((STATES, lease.states), (CHECKPOINTS, lease.saved)):
+            for depth in [depth for depth in slots if depth < num_tokens]:
+                self._checkpoints.return_slot(lease, name, slots.pop(depth))
 
-    def _reject(self, lease: Lease, num_tokens: int) -> list[StateId]:
+    def _copy(self, lease: Lease, flight: StepInFlight, depths: Sequence[int]) -> None:
+        """Let a step copy the checkpoint from which it goes on to a state, and states at `depths`, inside it
+        and at its end, to checkpoints."""
+        lease.states.update(flight.writes)
+        if flight.source is not None and flight.source.checkpoint is not None:
+            [flight.restores] = flight.source.checkpoint.checkpoints
+            flight.reads = flight.writes[-1].state
+        self._checkpoints.copy(lease, flight, depths)
+        flight.inside = tuple(
+            sorted(depth for depth in depths if depth in lease.saved and depth < flight.end)
+        )
+
+    def _reject(self, lease: Lease, num_tokens: int) -> list[tuple[str, Any]]:
         """Discard the tokens from `num_tokens` on and void the steps after the completed one. Return the
-        slots of the rejected states; none if a step in flight still uses them: it frees them."""
-        slots = [lease.states.pop(depth) for depth in list(lease.states) if depth > num_tokens]
+        class and slot of rejected states and their copies; none if a step in flight still uses them: it frees
+        them."""
+        slots = [
+            (name, by_depth.pop(depth))
+            for name, by_depth in ((STATES, lease.states), (CHECKPOINTS, lease.saved))
+            for depth in list(by_depth)
+            if depth > num_tokens
+        ]
         lease.launched = num_tokens
         for flight in lease.flights:
             flight.void = True
         if not lease.flights:
             return slots
-        lease.flights[-1].deferred += [(STATES, slot) for slot in slots]
+        lease.flights[-1].deferred += slots
         return []
 
     def _demand(
@@ -340,8 +368,12 @@ class Ledger:
     ) -> Demand:
         """Return what the lease lacks for `reserve`, pages last: others may need whole extents."""
         need = dict(others) if others else {}
-        if self.layout.has_states and lease.runs and (num_slots := lease.missing_slots(drafts)):
-            need[STATES] = num_slots
+        if self.layout.has_states and lease.runs:
+            converts, spare = self.layout.converts, lease.spare_slots_min
+            if num_slots := lease.missing_slots(drafts, 0 if converts else spare):
+                need[STATES] = num_slots
+            if converts and (num_slots := spare - len(lease.held[CHECKPOINTS])) > 0:
+                need[CHECKPOINTS] = num_slots
         end = num_tokens if windows_end is None else windows_end
         if num_windows := windows.count_missing(self.layout, lease, end):
             need[WINDOWS] = num_windows
@@ -393,6 +425,7 @@ class Ledger:
         for name, ids in lease.owned().items():
             self._pools[name].unpin_all(ids)
         lease.states.clear()
+        lease.saved.clear()
         for ids in lease.held.values():
             ids.clear()
         while lease.shared_entries:

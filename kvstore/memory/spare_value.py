@@ -90,7 +90,7 @@ class SpareValue:
     def _per_rate(self, start: int, depth: int) -> float:
         """Return the credit at a rate of 1."""
         layout, width = self._layout, roundness(depth)
-        own_bytes = layout.state_stride_bytes + len(layout.last_window(depth)) * layout.window_bytes
+        own_bytes = layout.saved_stride_bytes + len(layout.last_window(depth)) * layout.window_bytes
         saved = self._index.cost.flops(
             max(start, depth - width) * layout.page_tokens, depth * layout.page_tokens
         )

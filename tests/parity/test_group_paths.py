@@ -30,8 +30,9 @@ PROMPTS = tuple(tuple((7 * number + 3 * place) % 90 + 3 for place in range(40)) 
 NEW_TOKENS = 8
 
 
-def _case(name: str, reduce: str) -> object:
-    return pytest.param(name, reduce, marks=[] if (name, reduce) in QUICK else pytest.mark.slow)
+def _case(name: str, reduce: str, checkpoint_dtype: str = "auto") -> object:
+    quick = (name, reduce) in QUICK or checkpoint_dtype != "auto"
+    return pytest.param(name, reduce, checkpoint_dtype, marks=[] if quick else pytest.mark.slow)
 
 
 def folders_of(name: str, scratch: Path) -> list[Path]:
@@ -69,12 +70,19 @@ async def computed_and_continued(group: EngineSettings) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "reduce"), [_case(name, reduce) for name in (KEEPER, *MODELS) for reduce in ("exact", "fast")]
+    ("name", "reduce", "checkpoint_dtype"),
+    [
+        *(_case(name, reduce) for name in (KEEPER, *MODELS) for reduce in ("exact", "fast")),
+        _case(KEEPER, "exact", "bfloat16"),
+    ],
 )
-def test_groups_answer_as_one_process(name: str, reduce: str, kernel_cache: Path, tmp_path: Path) -> None:
+def test_groups_answer_as_one_process(
+    name: str, reduce: str, checkpoint_dtype: str, kernel_cache: Path, tmp_path: Path
+) -> None:
     tried = set[int]()
     for folder in folders_of(name, tmp_path):
-        alone = plain_settings(folder, kernel_cache, 48 * MIB, page_size=16)
+        sizes = {"page_size": 16, "checkpoint_dtype": checkpoint_dtype}
+        alone = plain_settings(folder, kernel_cache, 48 * MIB, **sizes)
         wanted = asyncio.run(answers(alone))
         for size in set(sizes_of(folder)) - tried:
             tried.add(size)

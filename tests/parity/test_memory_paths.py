@@ -91,7 +91,8 @@ class Bed:
 
     def memory_for(self, num_pages: int) -> int:
         """Return the bytes that hold this many pages beside five states."""
-        return (-(-num_pages // self.layout.pages_per_extent) + 5) * self.extent_bytes
+        states = -(-5 // max(1, self.layout.states_per_extent))
+        return (-(-num_pages // self.layout.pages_per_extent) + states) * self.extent_bytes
 
 
 Beds = Callable[..., Bed]  # by the types of pages and states
@@ -106,10 +107,14 @@ def colds(folder: Path) -> dict[str, Cold]:
 
 @pytest.fixture
 def bed(folder: Path, kernel_cache: Path, logits: Logits, colds: dict[str, Cold]) -> Beds:
-    def make(kv_dtype: KvDtype, state_dtype: StateDtype = "float32") -> Bed:
+    def make(
+        kv_dtype: KvDtype, state_dtype: StateDtype = "float32", checkpoint_dtype: StateDtype | None = None
+    ) -> Bed:
         layers, _ = describe(folder)
-        layout = layout_of(layers, P, kv_dtype, state_dtype, extent_bytes_min=1, granule_bytes=1)
+        dtypes = kv_dtype, state_dtype, checkpoint_dtype if layout_of(layers, P).has_states else None
+        layout = layout_of(layers, P, *dtypes, extent_bytes_min=1, granule_bytes=1)
         types = {"kv_cache_dtype": kv_dtype, "state_dtype": state_dtype}
+        types["checkpoint_dtype"] = dtypes[2] or "auto"
         sizes = {"page_size": P, "max_model_len": LONGEST, "backing": "fixed"}
         settings = plain_settings(folder, kernel_cache, EXTENTS * layout.extent_bytes, **types, **sizes)
         return Bed(settings, layout, logits, colds)
@@ -145,7 +150,8 @@ def next_turns(requests: list[Request], answers: list[list[int]]) -> list[Reques
 
 
 async def cold_of(bed: Bed, requests: list[Request]) -> Cold:
-    asked = f"{bed.settings.kv_cache_dtype} {bed.settings.state_dtype} {requests}"
+    dtypes = bed.settings.kv_cache_dtype, bed.settings.state_dtype, bed.settings.checkpoint_dtype
+    asked = f"{dtypes} {requests}"
     if asked not in bed.colds:
         async with serving(bed.settings, max_num_batched_tokens=4096) as built:
             first = await one_by_one(built, requests)
@@ -164,12 +170,13 @@ def compare(bed: Bed, cold: Cold) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "policy", "interval", "drafts_max", "overlap"),
+    ("strategy", "policy", "interval", "drafts_max", "overlap", "checkpoint_dtype"),
     [
-        ("none", "lru", 16, 4, True),
-        ("double", "value", 32, 0, True),
-        ("lazy", "lru", 16, 3, True),
-        ("lazy", "value", 48, 3, False),
+        ("none", "lru", 16, 4, True, None),
+        ("double", "value", 32, 0, True, None),
+        ("double", "value", 16, 2, True, "bfloat16"),
+        ("lazy", "lru", 16, 3, True, None),
+        ("lazy", "value", 48, 3, False, None),
     ],
 )
 async def test_eviction_junctions_thinning_and_budgets(
@@ -178,10 +185,11 @@ async def test_eviction_junctions_thinning_and_budgets(
     policy: Policy,
     interval: int,
     drafts_max: int,
+    checkpoint_dtype: StateDtype | None,
     *,
     overlap: bool,
 ) -> None:
-    one = bed("float32")
+    one = bed("float32", checkpoint_dtype=checkpoint_dtype)
     tight = {"checkpoint_strategy": strategy, "eviction_policy": policy, "checkpoint_interval": interval}
     tight |= {"num_speculative_tokens": drafts_max, "overlap": overlap}
     most_bytes = 60 * one.extent_bytes
@@ -213,13 +221,22 @@ async def test_eviction_junctions_thinning_and_budgets(
 
 @pytest.mark.parametrize("drafts_max", [0, 4])
 @pytest.mark.parametrize(
-    ("strategy", "kv_dtype"), [("none", "float32"), ("lazy", "float32"), ("lazy", "fp8_per_token_head")]
+    ("strategy", "kv_dtype", "checkpoint_dtype"),
+    [
+        ("none", "float32", None),
+        ("lazy", "float32", "bfloat16"),
+        ("lazy", "fp8_per_token_head", None),
+    ],
 )
 async def test_preemption(
-    bed: Beds, strategy: CheckpointStrategy, kv_dtype: KvDtype, drafts_max: int
+    bed: Beds,
+    strategy: CheckpointStrategy,
+    kv_dtype: KvDtype,
+    checkpoint_dtype: StateDtype | None,
+    drafts_max: int,
 ) -> None:
     """Short prompts are admitted together; their answers do not fit together."""
-    one = bed(kv_dtype)
+    one = bed(kv_dtype, checkpoint_dtype=checkpoint_dtype)
     requests = [
         replace(request, tokens=tokens_of(9 + index, 200 + index, first=0), max_new_tokens=60)
         for index, request in enumerate(conversations()[:5])
@@ -238,24 +255,26 @@ async def test_preemption(
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "state_dtype", "extents", "changes"),
+    ("kv_dtype", "state_dtype", "checkpoint_dtype", "extents", "changes"),
     [
-        ("bfloat16", "float32", 100, {}),
-        ("fp8", "float32", 100, {}),
-        ("fp8_per_token_head", "float32", 100, {}),
-        ("float32", "bfloat16", EXTENTS, {"num_speculative_tokens": 3, "checkpoint_interval": 16}),
+        ("bfloat16", "float32", None, 100, {}),
+        ("fp8", "float32", None, 100, {}),
+        ("fp8_per_token_head", "float32", None, 100, {}),
+        ("float32", "bfloat16", None, EXTENTS, {"num_speculative_tokens": 3, "checkpoint_interval": 16}),
+        ("float32", "float32", "bfloat16", EXTENTS, {"num_speculative_tokens": 3, "checkpoint_interval": 16}),
     ],
 )
 async def test_memory_in_fewer_bits(
     bed: Beds,
     kv_dtype: KvDtype,
     state_dtype: StateDtype,
+    checkpoint_dtype: StateDtype | None,
     extents: int,
     changes: dict[str, int],
 ) -> None:
-    """Keys, values and states are rounded token by token, before another token sees them: every path has the
-    same bits."""
-    one = bed(kv_dtype, state_dtype)
+    """Keys, values and states are rounded token by token, or on page boundaries, before another token sees
+    them: every path has the same bits."""
+    one = bed(kv_dtype, state_dtype, checkpoint_dtype)
 
     cold = await cold_of(one, conversations())
     async with serving(one.settings, **changes, memory_bytes=extents * one.extent_bytes) as built:

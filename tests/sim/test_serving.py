@@ -116,6 +116,7 @@ def _draw_layout(rng: Random) -> Layout:
         hybrid=kind < 0.8,
         window=WINDOWS[int(kind * 100) % len(WINDOWS)],
         extent_bytes_min=rng.choice([1, 256, 1024]),
+        checkpoint_dtype="bfloat16" if kind < 0.4 else None,
     )
 
 

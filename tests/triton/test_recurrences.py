@@ -46,6 +46,7 @@ class Case:
 
     operator: Operator = "mamba2"
     new: Sequence[int]
+    before: Sequence[int] | None = None
     read: Sequence[int] = ()
     writes: Sequence[Sequence[int]] = ()
     groups: int = 1
@@ -54,6 +55,7 @@ class Case:
     value_dim: int = 16
     dtype: torch.dtype = torch.float32
     state_dtype: torch.dtype = torch.float32
+    round_tokens: int = 0
     spread: float = 1.0  # of gates and time steps
     same_keys: bool = False
     bounds: tuple[float, float] = (0.0, float("inf"))  # of time steps
@@ -70,7 +72,7 @@ class Case:
 
     @property
     def rows(self) -> Step:
-        return step(self.new, read=self.read, writes=self.writes)
+        return step(self.new, self.before, read=self.read, writes=self.writes)
 
 
 class Layer:
@@ -125,8 +127,9 @@ class Layer:
             return module.causal_conv(*inputs, weight_WGC, bias_GC, state, rows)
         a_log_H, dt_bias_H, skip_H = (part.to(state.device, dtype) for part in self.per_head)
         if self.case.operator == "gated_delta":
-            return module.gated_delta(*inputs, a_log_H, dt_bias_H, state, rows)
-        return module.mamba2(*inputs, Heads(a_log_H, dt_bias_H, skip_H, *self.case.bounds), state, rows)
+            return module.gated_delta(*inputs, a_log_H, dt_bias_H, state, rows, self.case.round_tokens)
+        heads = Heads(a_log_H, dt_bias_H, skip_H, *self.case.bounds)
+        return module.mamba2(*inputs, heads, state, rows, self.case.round_tokens)
 
     def run(self, rows: Step | None = None, picked: slice = slice(None)) -> torch.Tensor:
         device = self.state.device
@@ -138,7 +141,8 @@ class Layer:
 
 def check(case: Case, device: str = "cpu") -> None:
     layer, rows = Layer(case, device), case.rows
-    limit = max(LIMITS[case.dtype], LIMITS[case.state_dtype])
+    rounds = torch.bfloat16 if case.round_tokens else case.state_dtype
+    limit = max(LIMITS[case.dtype], LIMITS[rounds])
     before, wanted_state = layer.arena.cpu().clone(), layer.state.cpu().double()
     exact = [part.double() for part in layer.inputs]
     if case.operator == "gated_delta":  # its parameters of heads have the dtype of the case
@@ -151,6 +155,10 @@ def check(case: Case, device: str = "cpu") -> None:
         exact_states = case.operator == "causal_conv"
         error = relative_error(state[written], wanted_state[written]) if state.numel() else 0.0
         assert error == 0 if exact_states else error < limit
+    if case.round_tokens and case.operator != "causal_conv":
+        assert [same_bits(last, last.bfloat16().float()) for last in state[rows.writes_BK[:, -1].long()]] == [
+            length % case.round_tokens == 0 for length in rows.lens_B.tolist()
+        ]
     # All but those states of this layer is as it was.
     arena[1:, 1, :, 5:].view(state.shape)[written] = before[1:, 1, :, 5:].view(state.shape)[written]
     assert same_bits(arena, before)
@@ -176,6 +184,8 @@ SHARED = {
         state_dtype=torch.bfloat16,
     ),
     "chunks on states in bfloat16": Case(**ODD, state_dtype=torch.bfloat16),
+    "rounded where a page ends": Case(**ODD, before=[63, 62, 64, 0, 128, 1], round_tokens=64),
+    "rounded where pages end amid chunks": Case(**ODD, before=[3, 1, 1, 0, 2, 9], round_tokens=4),
     "drafts": Case(
         new=[4, 1, 3], read=[0, 1, -1], writes=[[3, 0, 4], [-1, -1, 5], [8, -1, 7]], key_dim=24, value_dim=33
     ),

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from tidemill.kernels.dispatch import Operators, operators
+from tidemill.kernels.dispatch import Operators, operators, rounding_states
 from tidemill.kernels.shared.build import KernelUnavailable
 from tidemill.kernels.shared.compute_dtype import BITS
 from tidemill.kvstore.keys import Namespace, PageKey
@@ -194,8 +194,8 @@ def _build(
     if settings.on_cuda:
         settings = with_device_memory(settings, loaded, device, used, exchange)
     shards = shards_of(loaded.layers, settings.group_sizes)
-    namespace = namespace_of(settings, loaded.layers, shards)
     memory = memory_of(settings, loaded.local_layers, loaded.max_length)
+    namespace = namespace_of(settings, loaded.layers, shards)
     layout, ranks = memory.layout, settings.tensor_parallel_size
     with ExitStack() as opened:
         own = open_backing(settings, memory.reserved_bytes, layout.extent_bytes, lambda: runner.newest_step)
@@ -340,7 +340,7 @@ def with_compute_dtype(settings: EngineSettings) -> EngineSettings:
 def operators_of(settings: EngineSettings) -> Operators:
     """Return the operators for the device. Raises SettingsError."""
     try:
-        return operators(
+        ops = operators(
             settings.variant,
             settings.cache_folder,
             settings.compute_dtype or "float32",
@@ -349,12 +349,14 @@ def operators_of(settings: EngineSettings) -> Operators:
         )
     except KernelUnavailable as error:
         raise SettingsError(str(error)) from error
+    return rounding_states(ops, settings.page_size) if settings.saved_dtype != settings.state_dtype else ops
 
 
 def namespace_of(settings: EngineSettings, layers: Sequence[LayerSpec], shards: Shards) -> str:
     """Return the namespace of the store's objects, which determines the meaning of their bytes apart from the
     tokens. `layers` are those of the whole model. Raises StoreError."""
-    layout = layout_of(layers, settings.page_size, settings.page_dtype, settings.state_dtype)
+    dtypes = settings.page_dtype, settings.state_dtype, settings.saved_dtype
+    layout = layout_of(layers, settings.page_size, *dtypes)
     products = BITS[settings.compute_dtype or "float32"]
     numbers = f"{products}{settings.sums_namespace}"
     numbers += "/batch-invariant" if settings.batch_invariant and settings.on_cuda else ""
@@ -400,6 +402,6 @@ def open_arena_io(settings: EngineSettings, layout: Layout, arena: Tensor, share
     object_bytes_max = max(
         layout.page_bytes // max(1, len(share.pages)),
         layout.window_bytes // max(1, len(share.windows)),
-        layout.state_bytes // max(1, len(share.states)),
+        layout.saved_bytes // max(1, len(share.states)),
     )
     return StagingRing(store, arena, max(IN_FLIGHT_BYTES_MAX, object_bytes_max), object_bytes_max)

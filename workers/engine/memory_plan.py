@@ -4,10 +4,10 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tidemill.kvstore.layout import PAGES, STATES, WINDOWS, LayerSpec, Layout, layout_of
+from tidemill.kvstore.layout import PAGES, WINDOWS, LayerSpec, Layout, layout_of
 from tidemill.kvstore.memory.backing import Kvcached
 from tidemill.workers.models.errors import ModelError
-from tidemill.workers.scheduling.admission import STATES_PER_REQUEST_MAX
+from tidemill.workers.scheduling.admission import states_of_request
 from tidemill.workers.scheduling.plan import Budget
 from tidemill.workers.settings import MEMORY_BYTES, STEP, STEP_CUDA, EngineSettings, SettingsError
 
@@ -108,7 +108,7 @@ def extents_for(layout: Layout, num_tokens: int, in_flight_tokens: int | None = 
     return layout.extents_for(
         {
             PAGES: -(-num_tokens // layout.page_tokens),
-            STATES: STATES_PER_REQUEST_MAX,
+            **states_of_request(layout),
             WINDOWS: layout.peak_windows(num_tokens, in_flight),
         }
     )
@@ -119,7 +119,7 @@ def least_memory(settings: EngineSettings, layers: Sequence[LayerSpec], max_leng
     Raises ModelError."""
     granules = {"granule_bytes": Kvcached.GRANULE_BYTES} if settings.backing_kind == "kvcached" else {}
     try:
-        dtypes = settings.page_dtype, settings.state_dtype
+        dtypes = settings.page_dtype, settings.state_dtype, settings.saved_dtype
         layout = layout_of(layers, settings.page_size, *dtypes, **granules)
     except ValueError as error:
         raise ModelError(f"{settings.model_folder}: {error}") from error

@@ -25,7 +25,7 @@ from tidemill.workers.execution.recorded_steps import RecordedSteps
 from tidemill.workers.execution.sampler import Sampler
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import PENDING, Drawn, Row, Step
-from tidemill.workers.execution.step_tensors import inputs_of, kept_of
+from tidemill.workers.execution.step_tensors import copies_of, inputs_of, kept_of
 from tidemill.workers.messages import Request, Sampling, TokenLogprob
 from tidemill.workers.models.architectures.registry import Model
 from tidemill.workers.models.inputs import Caches, Inputs, Kept, on_device
@@ -162,8 +162,23 @@ class TorchRunner:
         """Compute what all ranks of a group compute together."""
         inputs = inputs_of(step, tokens, self._page_tokens)
         kept = kept_of(step) if isinstance(self._graphs, RecordedSteps) and self._guesser is None else None
-        hidden_KH = self._hidden(inputs) if kept is None else self._hidden_of(kept, inputs)
+        with self._copied(step):
+            hidden_KH = self._hidden(inputs) if kept is None else self._hidden_of(kept, inputs)
         return outputs_of(self._model, hidden_KH, step)
+
+    @contextmanager
+    def _copied(self, step: Step) -> Generator[None]:
+        """Copy the checkpoints from which rows go on to states before the block, and states to checkpoints
+        after it."""
+        if not self._caches.saved:
+            yield
+            return
+        restores, saves = (torch.as_tensor(pairs).to(self._device) for pairs in copies_of(step))
+        if restores.numel():
+            self._caches.restore(*restores)
+        yield
+        if saves.numel():
+            self._caches.save(*saves)
 
     def _hidden_of(self, kept: Kept, inputs: Inputs) -> torch.Tensor:
         """Return the hidden states of a step, of which nothing reads those that are not kept."""

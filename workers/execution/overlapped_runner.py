@@ -26,7 +26,7 @@ from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.execution.mtp_drafter import MtpDrafter
 from tidemill.workers.execution.sampler import Wanted, token_ids
 from tidemill.workers.execution.step import PENDING, Drawn, Row, Step
-from tidemill.workers.execution.step_tensors import Ints, PageTables, writes_of
+from tidemill.workers.execution.step_tensors import Ints, PageTables, copies_of, writes_of
 from tidemill.workers.models.architectures.registry import Model
 from tidemill.workers.models.inputs import ALIGNED_BYTES, Caches, Inputs
 
@@ -250,6 +250,7 @@ class OverlappedRunner(TorchRunner):
             *(getattr(inputs, name).numpy() for name in NUMBERS),
             np.array(reads, np.int64).reshape(-1, 2).T.copy(),
             np.array(draws, np.int64).reshape(-1, 2).T.copy(),
+            *copies_of(step),
             *changes,
         ]
         return Prepared(step, wanted, arrays, width, graph)
@@ -258,7 +259,12 @@ class OverlappedRunner(TorchRunner):
         """Launch the step's part of the device."""
         with torch.inference_mode():
             sent, arrays = buffers.send()
-            numbers, (reads, draws, *changes) = arrays[: len(NUMBERS)], arrays[len(NUMBERS) :]
+            numbers, (reads, draws, restores, saves, *changes) = (
+                arrays[: len(NUMBERS)],
+                arrays[len(NUMBERS) :],
+            )
+            if restores.numel():
+                self._caches.restore(*restores)
             pages_BN, windows_BN = self._on_device.update(changes, prepared.width)
             drawn_S = self._on_device.drawn_S
             numbers[0][reads[0]] = drawn_S[reads[1]]
@@ -268,6 +274,8 @@ class OverlappedRunner(TorchRunner):
                 named = dict(zip(NUMBERS, numbers, strict=True))
                 inputs = Inputs(**named, pages_BN=pages_BN, windows_BN=windows_BN)
                 hidden_TH = self._model.forward(inputs, self._caches)
+            if saves.numel():
+                self._caches.save(*saves)
             if not prepared.wanted:
                 return
             drawn_N = self._sampler.tokens(self._model.logits(hidden_TH[draws[0]]), prepared.wanted)

@@ -3,8 +3,8 @@
 from collections.abc import Awaitable
 from typing import NamedTuple, Protocol
 
-from tidemill.kvstore.layout import PageId, StateId, WindowId
-from tidemill.kvstore.memory.lease import StateWrite
+from tidemill.kvstore.layout import CheckpointId, PageId, StateId, WindowId
+from tidemill.kvstore.memory.lease import StateSave, StateWrite
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.messages import RequestError, TokenLogprob
 
@@ -30,6 +30,9 @@ class Row(NamedTuple):
     depths inside the row and at its end, ascending (none in a model without states). The last `drafts` tokens
     are unconfirmed guesses: each has its own slot among `writes`.
 
+    If checkpoints are a class of their own, `restores` is copied to `read` before the step, and `saves` are
+    copied after it.
+
     `sampling_state` is set when the row ends at the last known token or at guesses after it. The first token
     is drawn at position `start + len(tokens) - drafts`, and another one after each guess that was right.
     """
@@ -44,6 +47,8 @@ class Row(NamedTuple):
     sampling_state: SamplingState | None = None
     scores: Scores | None = None
     windows: tuple[WindowId, ...] = ()
+    restores: CheckpointId | None = None
+    saves: tuple[StateSave, ...] = ()
 
     @property
     def end(self) -> int:

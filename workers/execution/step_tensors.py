@@ -72,6 +72,17 @@ def writes_of(step: Step) -> Ints:
     return writes_BK
 
 
+def copies_of(step: Step) -> tuple[Ints, Ints]:
+    """Return the checkpoints that the step restores, with their states, and the states that it saves, with
+    their checkpoints: [2, N] int64 each."""
+    restores = [(row.restores, row.read) for row in step if row.restores is not None]
+    return _pairs(restores), _pairs([save for row in step for save in row.saves])
+
+
+def _pairs(pairs: Sequence[tuple[int | None, int | None]]) -> Ints:
+    return np.array(pairs, np.int64).reshape(-1, 2).T.copy()
+
+
 class TableChanges(NamedTuple):
     """The changes of a step: `slots_B` are those of its rows; entries `at_D` of the flat tables of pages
     become `pages_D`, likewise of windows. All are numpy arrays of int64, except that pages are int32."""

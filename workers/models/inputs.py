@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from math import prod
 from typing import NamedTuple, assert_never
 
@@ -16,6 +15,7 @@ from tidemill.kvstore.layout import (
     Latent,
     Layout,
     Linear,
+    StateDtype,
     Window,
 )
 
@@ -122,12 +122,24 @@ class Caches:
                 [pages, 1, 1, P, width]                            ... of a layer that keeps latents
     conv        [states, key_heads, conv_width - 1, channels]      float32
     temporal    [states, key_heads, values_per_group, key_dim, value_dim]  state dtype
+    saved       `conv`, then `temporal` of checkpoints, if they are a class of their own: [checkpoints, ..]
     """
 
     kv: tuple[Pages, ...]
     conv: tuple[torch.Tensor, ...]
     temporal: tuple[torch.Tensor, ...]
     has_windows: bool = False
+    saved: tuple[torch.Tensor, ...] = ()
+
+    def save(self, states_N: torch.Tensor, checkpoints_N: torch.Tensor) -> None:
+        """Copy states (int64, ids) to checkpoints."""
+        for states, saved in zip((*self.conv, *self.temporal), self.saved, strict=True):
+            saved[checkpoints_N] = states[states_N].to(saved.dtype)
+
+    def restore(self, checkpoints_N: torch.Tensor, states_N: torch.Tensor) -> None:
+        """Copy checkpoints (int64, ids) to states."""
+        for states, saved in zip((*self.conv, *self.temporal), self.saved, strict=True):
+            states[states_N] = saved[checkpoints_N].to(states.dtype)
 
     @property
     def plain_kv(self) -> list[torch.Tensor]:
@@ -141,12 +153,10 @@ def caches_of(layout: Layout, arena: torch.Tensor, kv_scales: Sequence[tuple[int
     assert arena.dtype == torch.uint8
     assert arena.numel() % layout.extent_bytes == 0
     kv: list[Pages] = []
-    conv: list[torch.Tensor] = []
-    temporal: list[torch.Tensor] = []
+    conv, temporal = _states(layout, arena, layout.state_dtype, layout.state_stride_bytes)
+    saved = _states(layout, arena, layout.checkpoint_dtype, layout.saved_stride_bytes)
     pages = _Pages(layout, arena, layout.page_bytes, layout.attention)
     windows = _Pages(layout, arena, layout.window_bytes, layout.windows)
-    group_bytes = sum(layer.group_bytes(layout.state_dtype) for layer in layout.linear)
-    offset_bytes = 0
     for spec in layout.layers:
         match spec:
             case Attention():
@@ -156,34 +166,39 @@ def caches_of(layout: Layout, arena: torch.Tensor, kv_scales: Sequence[tuple[int
             case Latent():
                 kv.append(pages.next_latents(spec))
             case Linear():
-                states = partial(_states, layout, arena, spec.key_heads, group_bytes)
-                conv.append(states(offset_bytes, torch.float32, (spec.conv_width - 1, spec.group_channels)))
-                offset_bytes += spec.conv_elements * WORD_BYTES
-                shape = (spec.values_per_group, spec.key_dim, spec.value_dim)
-                temporal.append(states(offset_bytes, KV_DTYPES[layout.state_dtype], shape))
-                offset_bytes += spec.temporal_bytes(layout.state_dtype)
+                pass  # see _states
             case _:
                 assert_never(spec)
     if kv_scales:
         coded = [pages for pages in kv if isinstance(pages, Fp8)]
         kv = [fixed_scales(pages.codes, *pair) for pages, pair in zip(coded, kv_scales, strict=True)]
-    return Caches(tuple(kv), tuple(conv), tuple(temporal), layout.has_windows)
+    copies = (*saved[0], *saved[1]) if layout.converts else ()
+    return Caches(tuple(kv), tuple(conv), tuple(temporal), layout.has_windows, copies)
 
 
 def _states(
-    layout: Layout,
-    arena: torch.Tensor,
-    groups: int,
-    group_bytes: int,
-    offset_bytes: int,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-) -> torch.Tensor:
-    """Return a view [states, groups, *shape] of a part of each state."""
-    strides = [layout.state_stride_bytes // dtype.itemsize, group_bytes // dtype.itemsize]
-    strides += [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    whole = (arena.numel() // layout.state_stride_bytes, groups, *shape)
-    return arena.view(dtype).as_strided(whole, strides, offset_bytes // dtype.itemsize)
+    layout: Layout, arena: torch.Tensor, temporal_dtype: StateDtype, stride_bytes: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return views [states, groups, ..] of both parts of the states of each layer."""
+    group_bytes = sum(layer.group_bytes(temporal_dtype) for layer in layout.linear)
+
+    def part(offset_bytes: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        strides = [stride_bytes // dtype.itemsize, group_bytes // dtype.itemsize]
+        strides += [prod(shape[dim + 1 :]) for dim in range(1, len(shape))]
+        whole = (arena.numel() // stride_bytes, *shape)
+        return arena.view(dtype).as_strided(whole, strides, offset_bytes // dtype.itemsize)
+
+    conv: list[torch.Tensor] = []
+    temporal: list[torch.Tensor] = []
+    offset_bytes = 0
+    for spec in layout.linear:
+        shape = (spec.values_per_group, spec.key_dim, spec.value_dim)
+        columns = (spec.conv_width - 1, spec.group_channels)
+        conv.append(part(offset_bytes, torch.float32, spec.key_heads, *columns))
+        offset_bytes += spec.conv_elements * WORD_BYTES
+        temporal.append(part(offset_bytes, KV_DTYPES[temporal_dtype], spec.key_heads, *shape))
+        offset_bytes += spec.temporal_bytes(temporal_dtype)
+    return conv, temporal
 
 
 class _Pages:

@@ -1,7 +1,7 @@
 """The messages between the ranks of a group, as integers: frames, and in them steps and objects to move.
 
     frame     count | verb | number | count integers        all int64, in the machine's byte order
-    STEP      rows | per row: its ROW_INTS | all tokens, pages, writes, window pages
+    STEP      rows | per row: its ROW_INTS | all tokens, pages, writes, window pages, saves
     PUT, GET  per object: kind, 16 bytes of key, id in the memory
 
 Both ends have one byte order and one release. An answer has the number of its call.
@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.kvstore.keys import DIGEST_BYTES, Kind, PageKey
-from tidemill.kvstore.layout import PageId, StateId, WindowId
-from tidemill.kvstore.memory.lease import StateWrite
+from tidemill.kvstore.layout import CheckpointId, PageId, StateId, WindowId
+from tidemill.kvstore.memory.lease import StateSave, StateWrite
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import Row, Scores, Step
 from tidemill.workers.messages import Request
@@ -28,7 +28,7 @@ Ints: TypeAlias = NDArray[np.int64]
 
 HEAD = struct.Struct("=qqq")
 INT_BYTES = 8
-ROW_INTS = 10
+ROW_INTS = 12
 OBJECT_INTS = 2 + DIGEST_BYTES // INT_BYTES
 NONE = -1
 NO_SCORES = (0, 0)
@@ -87,11 +87,13 @@ def encode(step: Step) -> Ints:
             row.drafts,
             row.sampling_state is not None,
             len(row.windows),
+            NONE if row.restores is None else row.restores,
+            len(row.saves),
             *((row.scores.offset, len(row.scores.targets)) if row.scores is not None else NO_SCORES),
         )
         for row in step
     )
-    bodies = (chain(row.tokens, row.pages, *row.writes, row.windows) for row in step)
+    bodies = (chain(row.tokens, row.pages, *row.writes, row.windows, *row.saves) for row in step)
     return ints(chain((len(step),), chain.from_iterable(heads), chain.from_iterable(bodies)))
 
 
@@ -115,6 +117,8 @@ def _row(head: Sequence[int], left: Iterator[int]) -> Row:
         drafts,
         sampling_state,
         num_windows,
+        restores,
+        num_saves,
         offset,
         num_targets,
     ) = head
@@ -126,6 +130,8 @@ def _row(head: Sequence[int], left: Iterator[int]) -> Row:
         read=None if read == NONE else StateId(read),
         writes=tuple(StateWrite(next(left), StateId(next(left))) for _ in range(num_writes)),
         windows=tuple(map(WindowId, islice(left, num_windows))),
+        restores=None if restores == NONE else CheckpointId(restores),
+        saves=tuple(StateSave(StateId(next(left)), CheckpointId(next(left))) for _ in range(num_saves)),
         drafts=drafts,
         sampling_state=ELSEWHERE if sampling_state else None,
         scores=Scores(offset, (NONE,) * num_targets, 0) if num_targets else None,

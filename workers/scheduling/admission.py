@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import PageKey
-from tidemill.kvstore.layout import PAGES, STATES, WINDOWS
+from tidemill.kvstore.layout import CHECKPOINTS, PAGES, STATES, WINDOWS, Layout
 from tidemill.kvstore.memory.lease import SequenceText
 from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.kvstore.memory.prefix_index import Match
@@ -31,14 +31,17 @@ from tidemill.workers.scheduling.sequence import Sequence
 from tidemill.workers.scheduling.sequences import Sequences
 from tidemill.workers.transfer.transfer import Transfer
 
-STATES_PER_REQUEST_MAX = 3
-"""A request reads one state and writes another while the checkpoint before them is still kept."""
-
 PREEMPTIONS_BEFORE_FIT = 2
 PREEMPTIONS_MAX = 3
 """The maximum number of preemptions of a request, apart from those for a smaller budget. After the second,
 the request is admitted only when it and all older ones fit up to their ends. After the third, it is admitted
 when it is the oldest, which is never preempted."""
+
+
+def states_of_request(layout: Layout) -> dict[str, int]:
+    """Return the most states that a request needs, by class: it reads one and writes another while the
+    checkpoint before them is still kept. From one of another class it is copied to the one that it writes."""
+    return {STATES: 2, CHECKPOINTS: 2} if layout.converts else {STATES: 3}
 
 
 class _Taken(NamedTuple):
@@ -265,7 +268,7 @@ class Admission:
         rows = [*older, sequence]
         needed = {
             PAGES: sum(-(-running.end // layout.page_tokens) for running in rows),
-            STATES: len(rows) * STATES_PER_REQUEST_MAX,
+            **{name: len(rows) * count for name, count in states_of_request(layout).items()},
             WINDOWS: sum(self._windows(running.end) for running in rows),
         }
         return layout.extents_for(needed) <= self._ledger.budget_extents

@@ -171,7 +171,10 @@ class Scheduler:
         assert lease is not None
         start, drafts = lease.launched, row.drafts
         end = start + row.num_tokens
-        keep = bool(lease.flights) and not start % sequence.page_tokens and self._keeps(sequence, start)
+        copies = self._ledger.layout.converts
+        boundary = end + drafts if copies else start
+        keep = (copies or bool(lease.flights)) and not boundary % sequence.page_tokens
+        keep = keep and self._keeps(sequence, boundary)
         inside = sequence.checkpoints(start, end)
         spare = sequence.spares(start, end)
         flight = self._ledger.launch(
@@ -199,12 +202,14 @@ class Scheduler:
                 sampling_state,
                 scores,
                 lease.window_table,
+                flight.restores,
+                flight.saves,
             ),
         )
 
     def _keeps(self, sequence: Sequence, depth: int) -> bool:
-        """Return whether the state at the boundary `depth`, where a step in flight ends, becomes a
-        checkpoint."""
+        """Return whether the state at the boundary `depth`, where a step in flight or the next one ends,
+        becomes a checkpoint."""
         if depth in sequence.restore.wanted:
             return True
         if depth in sequence.restore.grid:

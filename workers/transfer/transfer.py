@@ -70,7 +70,7 @@ class RankTransfer:
                 share.windows, share.publishes_windows, layout.window_bytes, layout.window_bytes
             ),
             Kind.CHECKPOINT: ShardedObject(
-                share.states, bool(share.states), layout.state_stride_bytes, layout.state_bytes
+                share.states, bool(share.states), layout.saved_stride_bytes, layout.saved_bytes
             ),
         }
 
@@ -134,7 +134,7 @@ class Transfer:
         self._sizes = {
             Kind.PAGE: layout.page_bytes,
             Kind.WINDOW: layout.window_bytes,
-            Kind.CHECKPOINT: layout.state_bytes,
+            Kind.CHECKPOINT: layout.saved_bytes,
         }
         self._shards = {Kind.PAGE: shards.pages, Kind.WINDOW: shards.windows, Kind.CHECKPOINT: shards.states}
         self._fetching = Quota(in_flight_bytes_max)
@@ -212,13 +212,13 @@ class Transfer:
         ]
         last: list[Moved] = []
         if checkpoint and lease.source is not None and lease.source.checkpoint is not None:
-            states, windows = lease.source.checkpoint
+            windows, saved = lease.source.checkpoint.windows, lease.source.checkpoint.saved
             positions = range(len(lease.shared_entries) - len(windows), len(lease.shared_entries))
             last = [
                 Moved(Kind.WINDOW, keys[position], window)
                 for position, window in zip(positions, windows, strict=True)
             ]
-            last += [Moved(Kind.CHECKPOINT, lease.source.key, state) for state in states]
+            last += [Moved(Kind.CHECKPOINT, lease.source.key, state) for state in saved]
         num_bytes = self._num_bytes([*pages, *last])
         await self._publishing.take(num_bytes)
         began_s = asyncio.get_running_loop().time()

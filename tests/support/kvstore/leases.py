@@ -74,8 +74,10 @@ def a_cache(
     policy: Policy = "value",
     backing: Backing | None = None,
     others: Sequence[ObjectClass] = (),
+    converts: bool = False,
 ) -> Cache:
-    """A token takes 8 bytes, and 8 more with a `window`; a state takes 24.
+    """A token takes 8 bytes, and 8 more with a `window`; a state takes 24, or as many as two copies of 20 in
+    checkpoints.
 
     With pages of two tokens, an extent has room for two pages, two window pages or one state,
     `states_per_extent` times.
@@ -84,9 +86,12 @@ def a_cache(
     attention = Attention(kv_heads=1, head_dim=1)
     windows = [Window(kv_heads=1, head_dim=1, tokens=window)] if window else []
     layers = (linear, attention, *windows) if hybrid else (attention, *windows)
-    state_pages = -(-3 // page_tokens)
+    state_pages = -(-(5 if converts else 3) // page_tokens)
     extent_bytes = 8 * page_tokens * state_pages * states_per_extent
-    layout = layout_of(layers, page_tokens, extent_bytes_min=extent_bytes, granule_bytes=1)
+    dtype = "bfloat16" if converts else "float32"
+    layout = layout_of(
+        layers, page_tokens, checkpoint_dtype=dtype, extent_bytes_min=extent_bytes, granule_bytes=1
+    )
     assert layout.pages_per_extent == state_pages * states_per_extent
     layout = replace(layout, others=tuple(others))
     arena = Arena(layout, num_extents, backing or Fixed(num_extents * layout.extent_bytes))

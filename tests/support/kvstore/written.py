@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tidemill.kvstore.layout import PAGES, STATES, WINDOWS
+from tidemill.kvstore.layout import CHECKPOINTS, PAGES, STATES, WINDOWS
 from tidemill.kvstore.memory.arena import Arena
 from tidemill.kvstore.memory.lease import Lease, StepInFlight
 
@@ -80,9 +80,13 @@ class Memory:
             seen = range(max(0, flight.start + 1 - self.window), flight.start)
             reads |= cells(WINDOWS, lease.window_table, seen, size)
             writes |= cells(WINDOWS, lease.window_table, run, size)
-        if flight.reads is not None:
+        if flight.restores is not None:
+            assert any(flight.reads == state for _, state in flight.writes), "the copy destroys a state"
+            reads[CHECKPOINTS, flight.restores, 0] = flight.start
+        elif flight.reads is not None:
             reads[STATES, flight.reads, 0] = flight.start
         writes |= {(STATES, state, 0): depth for depth, state in flight.writes}
+        writes |= {(CHECKPOINTS, slot, 0): writes[STATES, state, 0] for state, slot in flight.saves}
         step = DeviceStep(lease, flight, tuple(tokens[: flight.end]), reads, writes)
         if not any(other.lease is lease and other.counts for other in self.steps):
             self._check_reads(step)
@@ -102,14 +106,16 @@ class Memory:
         for step in self.steps:
             flight, lease, pool = step.flight, step.lease, arena.pools[PAGES]
             written = {(name, taken) for name, taken, _ in step.writes}
-            owned = {(STATES, state) for state in lease.owned()[STATES]}
+            owned = {(name, taken) for name in (STATES, CHECKPOINTS) for taken in lease.owned()[name]}
             assert written <= {*owned, *((PAGES, page) for page in lease.private_pages)} | {
                 (WINDOWS, window) for window in lease.windows
             }, "what another may use is written"
             assert step.uses(STATES).isdisjoint(lease.spare_slots)
+            assert step.uses(CHECKPOINTS).isdisjoint(lease.held[CHECKPOINTS])
             source = None if flight.source is None else flight.source.checkpoint
             read = flight.reads
             assert read is None or (source and read == source.state) or (STATES, read) in owned
+            assert flight.restores is None or (source and source.checkpoints == (flight.restores,))
             assert step.uses(WINDOWS) <= set(lease.windows), "a window page in use by a step was freed"
             for page in step.uses(PAGES):
                 assert page in pool.taken_in(pool.extent_of(page)), "a page that is read is free"

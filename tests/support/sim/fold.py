@@ -13,7 +13,18 @@ from hashlib import blake2b
 from random import Random
 
 from tests.support.sim.in_order import InOrder
-from tidemill.kvstore.layout import Attention, Layout, Linear, PageId, StateId, Window, WindowId, layout_of
+from tidemill.kvstore.layout import (
+    Attention,
+    CheckpointId,
+    Layout,
+    Linear,
+    PageId,
+    StateDtype,
+    StateId,
+    Window,
+    WindowId,
+    layout_of,
+)
 from tidemill.workers.execution.step import PENDING, Drawn, Row, Scores, Step
 from tidemill.workers.messages import Request, TokenLogprob
 
@@ -25,14 +36,27 @@ ATTENTION = Attention(kv_heads=1, head_dim=2)
 LINEAR = Linear(key_heads=1, value_heads=1, key_dim=2, value_dim=2, conv_width=2)
 
 
-def fold_layout(page_tokens: int, *, hybrid: bool, window: int = 0, extent_bytes_min: int = 256) -> Layout:
+def fold_layout(
+    page_tokens: int,
+    *,
+    hybrid: bool,
+    window: int = 0,
+    extent_bytes_min: int = 256,
+    checkpoint_dtype: StateDtype | None = None,
+) -> Layout:
     """Return a layout of small extents with a KV digest per token, and a digest per state if `hybrid`.
 
-    With `window` it also has a digest per token in the window.
+    With `window` it also has a digest per token in the window. Checkpoints in bfloat16 have a digest too.
     """
     layers = (LINEAR, ATTENTION) if hybrid else (ATTENTION,)
     windows = [Window(kv_heads=1, head_dim=2, tokens=window)] if window else []
-    layout = layout_of((*layers, *windows), page_tokens, extent_bytes_min=extent_bytes_min, granule_bytes=1)
+    layout = layout_of(
+        (*layers, *windows),
+        page_tokens,
+        checkpoint_dtype=checkpoint_dtype,
+        extent_bytes_min=extent_bytes_min,
+        granule_bytes=1,
+    )
     assert layout.page_bytes == page_tokens * KV_BYTES
     return layout
 
@@ -101,6 +125,9 @@ class FoldRunner:
     def _row(self, row: Row, last: int | None) -> Drawn:
         """Write all positions of the row, including wrong guesses, before anything is drawn."""
         known = len(row.tokens) - row.drafts
+        if row.restores is not None:
+            assert row.read is not None
+            self._state(row.read)[:] = self._saved(row.restores)
         state = EMPTY if row.read is None else bytes(self._state(row.read))
         states: list[bytes] = []
         for position, token in enumerate(row.tokens, row.start):
@@ -117,6 +144,8 @@ class FoldRunner:
             self._kv(row.pages, position)[:] = entry
         for depth, slot in row.writes:
             self._state(slot)[:] = states[depth - row.start - 1]
+        for slot, checkpoint in row.saves:
+            self._saved(checkpoint)[:] = self._state(slot)
         scores = () if row.scores is None else tuple(self._scores(row, row.scores, states))
         drawn: list[int] = []
         if row.sampling_state is None:
@@ -151,6 +180,8 @@ class FoldRunner:
                     self._view(row.windows, position)[:] = b"\xee" * KV_BYTES
             for _, slot in row.writes:
                 self._state(slot)[:] = b"\xee" * len(EMPTY)
+            for _, checkpoint in row.saves:
+                self._saved(checkpoint)[:] = b"\xee" * len(EMPTY)
 
     def _kv(self, pages: Sequence[PageId], position: int) -> memoryview:
         size = self._layout.page_tokens
@@ -173,6 +204,10 @@ class FoldRunner:
 
     def _state(self, state: StateId) -> memoryview:
         start = self._layout.state_offset(state)
+        return self._memory[start : start + len(EMPTY)]
+
+    def _saved(self, checkpoint: CheckpointId) -> memoryview:
+        start = checkpoint * self._layout.saved_stride_bytes
         return self._memory[start : start + len(EMPTY)]
 
 

@@ -50,7 +50,7 @@ def test_each_class_takes_exactly_its_share_in_any_order(num_extents: int, data:
             except OutOfMemory:
                 full.add("pages")
         else:
-            free = cache.state_is_free()
+            free = cache.is_free(STATES)
             assert cache.could_hold({PAGES: 0, STATES: 1}) == free
             try:
                 states.append(cache.take(STATES))

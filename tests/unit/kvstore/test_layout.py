@@ -65,11 +65,13 @@ def layer_lists(draw: st.DrawFn) -> list[LayerSpec]:
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[list[LayerSpec], Layout]:
     layers, kv_dtype = draw(layer_lists()), draw(st.sampled_from(list(KV_FORMATS)))
+    copied = any(isinstance(layer, Linear) for layer in layers) and draw(st.booleans())
     return layers, layout_of(
         layers,
         draw(st.sampled_from([4, 16] if kv_dtype.startswith("fp8") else [1, 2, 5, 16])),
         kv_dtype,
         draw(st.sampled_from(["float32", "bfloat16"])),
+        "bfloat16" if copied else None,
         extent_bytes_min=draw(st.sampled_from([1, 3000])),
         granule_bytes=draw(st.sampled_from([1, 64])),
     )
@@ -86,6 +88,9 @@ def test_layout_tiles_an_extent_with_objects_of_each_class(drawn: tuple[list[Lay
     if layout.has_states:
         assert layout.states_per_extent * layout.state_stride_bytes == layout.extent_bytes
         assert layout.state_bytes <= layout.state_stride_bytes
+        assert layout.saved_bytes <= layout.saved_stride_bytes <= layout.state_stride_bytes
+        [row] = [row for row in layout.classes if row.name == layout.saved]
+        assert row.per_extent * row.bytes == layout.extent_bytes
     else:
         assert layout.states_per_extent == layout.state_bytes == layout.state_stride_bytes == 0
 
@@ -139,6 +144,15 @@ def test_layout_gives_each_byte_of_a_state_to_one_element(drawn: tuple[list[Laye
         assert unused_bytes.le(2 * parts if layout.state_dtype == "bfloat16" else 0).all()
         assert owners.le(1).all()
         assert by_state[:, layout.state_bytes :].eq(0).all()
+    owners.zero_()
+    for view in caches.saved:
+        _own(owners, view, view.element_size())
+    if layout.converts:
+        by_copy = owners.view(-1, layout.saved_stride_bytes)
+        unused_bytes = by_copy[:, : layout.saved_bytes].eq(0).sum(1)
+        assert unused_bytes.le(2 * layout.linear[0].key_heads * len(layout.linear)).all()
+        assert owners.le(1).all()
+        assert by_copy[:, layout.saved_bytes :].eq(0).all()
 
 
 @PROPERTY
@@ -308,17 +322,28 @@ def test_pages_of_fp8_are_whole_words() -> None:
         layout_of(KEEPER, 6, "fp8")
 
 
+def test_checkpoints_of_fewer_bits_have_a_class_of_their_own() -> None:
+    with pytest.raises(ValueError, match="leave out --checkpoint-dtype"):
+        layout_of(GPT_OSS_20B, 64, checkpoint_dtype="bfloat16")
+    same = layout_of(KEEPER, 64, "float32", "bfloat16", "bfloat16")
+    assert same == layout_of(KEEPER, 64, "float32", "bfloat16")
+    copied = layout_of(QWEN3_NEXT, 64, "bfloat16", checkpoint_dtype="bfloat16")
+    assert (copied.state_bytes, copied.saved_bytes) == (79_036_416, 41_287_680)
+    assert (copied.extent_bytes, copied.states_per_extent) == (53 * 3 << 19, 1)
+
+
 def test_describe_differs_for_different_layouts() -> None:
     wider = Attention(kv_heads=2, head_dim=64)
-    states: list[StateDtype] = ["float32", "bfloat16"]
+    states: list[tuple[StateDtype, StateDtype | None]]
+    states = [("float32", None), ("bfloat16", None), ("float32", "bfloat16")]
     described = {
-        layout_of(layers, page_tokens, dtype, state_dtype).describe()
+        layout_of(layers, page_tokens, dtype, *state_dtype).describe()
         for layers in (KEEPER, KEEPER[1:], [*KEEPER, wider], [*KEEPER[:3], wider])
         for page_tokens in (16, 64)
         for dtype in KV_FORMATS
         for state_dtype in states
     }
-    assert len(described) == 4 * 2 * 4 * 2
+    assert len(described) == 4 * 2 * 4 * 3
 
 
 @pytest.mark.parametrize(

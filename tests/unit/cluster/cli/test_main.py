@@ -91,6 +91,7 @@ def test_serve_refuses_port_in_use_and_store_path_that_is_not_writable(
         ("serve keeper --memory-floor little", "--memory-floor"),
         ("serve keeper --memory 64MiB --memory-floor 1GiB", "--memory-floor"),
         ("serve keeper --checkpoint-interval 65", "--checkpoint-interval"),
+        ("serve keeper --state-dtype bfloat16 --checkpoint-dtype float32", "--checkpoint-dtype"),
         ("serve keeper --checkpoints-per-path 0", "--checkpoints-per-path"),
         ("serve keeper --mixed 1 --decode-tensor-parallel-size 2", "--decode-tensor-parallel-size"),
         ("serve keeper --send-timeout -1", "--send-timeout"),

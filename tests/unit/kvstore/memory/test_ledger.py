@@ -13,7 +13,7 @@ from tests.support.kvstore.leases import MAPPING, ROOT, P, Refusals, a_cache, co
 from tests.support.kvstore.written import DeviceStep, Memory, cells
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import PageKey, page_keys
-from tidemill.kvstore.layout import PAGES, STATES, WINDOWS, ObjectClass, PageId, StateId
+from tidemill.kvstore.layout import CHECKPOINTS, PAGES, STATES, WINDOWS, ObjectClass, PageId, StateId
 from tidemill.kvstore.memory.demand import CHECKPOINT_STATE, NOTHING, Demand
 from tidemill.kvstore.memory.entry import Checkpoint, Entry
 from tidemill.kvstore.memory.lease import Lease
@@ -56,7 +56,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
     @initialize(
         num_extents=st.integers(2, 12),
         states_per_extent=st.integers(1, 2),
-        hybrid=st.sampled_from([True, True, False]),
+        hybrid=st.sampled_from(["copied", True, False]),
         window=st.sampled_from([0, 0, 1, P, P + 1, 2 * P, 3 * P + 5]),
         policy=st.sampled_from(["lru", "value"]),
         checkpoints_per_path=st.integers(2, 4),
@@ -65,7 +65,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         self,
         num_extents: int,
         states_per_extent: int,
-        hybrid: bool,  # noqa: FBT001  drawn
+        hybrid: bool | Literal["copied"],  # noqa: FBT001  drawn
         window: int,
         policy: Policy,
         checkpoints_per_path: int,
@@ -74,14 +74,16 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         self.cache = a_cache(
             num_extents,
             states_per_extent,
-            hybrid=hybrid,
+            hybrid=bool(hybrid),
+            converts=hybrid == "copied",
             window=window,
             policy=policy,
             backing=self.refusals,
             others=[BLOBS],
         )
         self.ledger = Ledger(self.cache, checkpoints_per_path, self.refusals)
-        self.has_states, self.hybrid = hybrid, hybrid or window > 0
+        self.has_states, self.hybrid = bool(hybrid), bool(hybrid) or window > 0
+        self.saved = self.cache.layout.saved
         self.memory = Memory(P, window)
         self.rows: list[Row] = []
         self.readers: list[Row] = []
@@ -113,7 +115,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
             written = cells(PAGES, lease.pages, range(lease.committed, end), P)
             written |= cells(WINDOWS, lease.window_table, fetched, P)
             if self.has_states:
-                written[STATES, lease.fetch_slot, 0] = end
+                written[self.saved, lease.fetch_slot, 0] = end
             self.memory.write(written, tokens)
             self.ledger.adopt(row.lease, depth_pages * P, row.keys)
             self._scribble_spares(row.lease)
@@ -228,7 +230,10 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         assert enough == (not self.ledger.excess)
         assert enough or not any(pool.reclaimable for pool in self.cache.pools.values())
 
-    @rule(site=st.sampled_from([PAGES, STATES, WINDOWS, CHECKPOINT_STATE, MAPPING]), left=st.integers(0, 3))
+    @rule(
+        site=st.sampled_from([PAGES, STATES, WINDOWS, CHECKPOINTS, CHECKPOINT_STATE, MAPPING]),
+        left=st.integers(0, 3),
+    )
     def refuse(self, site: str, left: int) -> None:
         """Refuse memory to a later call, like a system that has none."""
         self.refusals.site, self.refusals.left = site, left
@@ -271,8 +276,8 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
                     assert self.memory.at(WINDOWS, window, position % P) == tuple(row.tokens[: position + 1])
 
     def _is_written(self, checkpoint: Checkpoint, tokens: Sequence[int]) -> None:
-        if checkpoint.state is not None:
-            assert self.memory.at(STATES, checkpoint.state) == tuple(tokens)
+        for slot in checkpoint.saved:
+            assert self.memory.at(self.saved, slot) == tuple(tokens)
         indexes = self.cache.layout.last_window(len(tokens) // P)
         for index, window in zip(indexes, checkpoint.windows, strict=True):
             for position in range(index * P, index * P + P):
@@ -287,15 +292,22 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
             assert page_keys(ROOT, last, P)[entry.depth_pages - 1 :] == [entry.key]
             if entry.checkpoint is not None:
                 self._is_written(entry.checkpoint, last)
-                assert (entry.checkpoint.state is not None) == self.has_states
+                assert len(entry.checkpoint.saved) == self.has_states
+                assert self.saved == STATES or not entry.checkpoint.states
 
     @invariant()
     def idle_leases_own_the_slots_of_their_strategy(self) -> None:
         for lease in (row.lease for row in self.rows if not row.lease.flights):
             if self.has_states:
                 own = len(lease.states) + len(lease.spare_slots)
-                assert own <= 1 + lease.spare_slots_min, "slots of the last step were not freed"
+                copies = len(lease.saved) + len(lease.held[CHECKPOINTS])
+                own += copies
+                assert own <= 1 + lease.spare_slots_min + len(lease.saved), (
+                    "slots of the last step were not freed"
+                )
                 assert len(lease.states) <= 1
+                assert len(lease.saved) <= (self.saved == CHECKPOINTS)
+                assert self.saved == CHECKPOINTS or not copies
             else:
                 assert not lease.owned()[STATES]
 
@@ -333,14 +345,16 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
 
     def _reserve_fetched(self, row: Row, num_pages: int) -> bool:
         before = self.refusals.count
+        copies = {CHECKPOINTS: int(self.saved == CHECKPOINTS)}
         try:
             self.ledger.reserve_fetched(row.lease, num_pages)
         except OutOfMemory:
-            missing = num_pages - row.lease.windows_end
+            missing = {WINDOWS: max(0, num_pages - row.lease.windows_end), **copies}
             refused = self.refusals.count > before
-            assert refused or not could_serve(self.cache, self._leases(), {WINDOWS: missing})
+            assert refused or not could_serve(self.cache, self._leases(), missing)
             self._release(row)
             return False
+        self.memory.allocate(CHECKPOINTS, row.lease.held[CHECKPOINTS])
         positions = row.lease.fetched_windows
         self.memory.allocate(WINDOWS, row.lease.windows[-len(positions) :] if positions else ())
         return True
@@ -359,13 +373,14 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         """Reserve; or assert that memory was short, the lease is unchanged, and end the request."""
         lease = row.lease
         before, evicted = snapshot(lease), self._evictions()
-        slots = self._slots_missing(lease, drafts)
+        slots, copies = self._slots_missing(lease, drafts)
         pages = max(0, -(-num_tokens // P) - len(lease.shared_entries) - len(lease.private_pages))
         has_windows = self.cache.layout.has_windows
         num_windows = (
             -(-num_tokens // P) - lease.windows_end if headroom_windows is None else headroom_windows
         )
         wanted = {**others, STATES: slots, PAGES: pages, WINDOWS: max(0, num_windows) * has_windows}
+        wanted[CHECKPOINTS] = copies
         possible = could_serve(self.cache, self._leases(), wanted)
         refusals = self.refusals.count
         source, spare_slots_min = lease.source, lease.spare_slots_min
@@ -395,6 +410,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         else:
             assert len(lease.spare_slots) == len(spare) + slots
         self.memory.allocate(STATES, lease.spare_slots[len(spare) :])
+        self._scribble_copies(lease)
         self.memory.allocate(PAGES, lease.private_pages[len(private) :])
         self.memory.allocate(WINDOWS, lease.windows[len(windows) :])
         return True
@@ -405,8 +421,8 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         if len(lease.flights) == FLIGHTS_MAX or end > TOKENS_MAX or not self._reserve(row, end, drafts):
             return False
         row.tokens += [choice >> position & 1 for position in range(end - len(row.tokens))]
-        slots = list(lease.spare_slots)
-        keep = choice % 3 > 0
+        slots, copies = list(lease.spare_slots), list(lease.held[CHECKPOINTS])
+        keep = choice % 3 > 0 and (self.saved == STATES or end % P == 0)
         depths = [
             depth
             for depth in range(lease.launched + 1, end - drafts)
@@ -422,6 +438,11 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
             assert all(entry.checkpoint for entry in used), "a spare one replaces only spare ones"
         assert (flight.start + count, flight.end) == (end, end) == (lease.launched, end)
         self.memory.allocate(STATES, {state for _, state in flight.writes} - set(slots) - {flight.reads})
+        self.memory.allocate(CHECKPOINTS, {slot for _, slot in flight.saves} - set(copies))
+        assert {depth for depth, state in flight.writes for save in flight.saves if save.state == state} <= {
+            *flight.inside,
+            end,
+        }, "a state that is no checkpoint's is copied"
         self.memory.launch(lease, flight, row.tokens, hybrid=self.has_states)
         indexes = range(flight.start // P, -(-end // P) if lease.windows else 0)
         written = [lease.window_table[index] for index in indexes]
@@ -430,11 +451,15 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         )
         return True
 
-    def _slots_missing(self, lease: Lease, drafts: int) -> int:
+    def _slots_missing(self, lease: Lease, drafts: int) -> tuple[int, int]:
+        """Return the states that the lease lacks for its next step, and the slots for copies of them."""
         if not self.has_states:
-            return 0
-        in_place = not drafts and lease.launched in lease.states
-        return max(0, (0 if in_place else 1 + drafts) + lease.spare_slots_min - len(lease.spare_slots))
+            return 0, 0
+        in_place, spare = not drafts and lease.launched in lease.states, lease.spare_slots_min
+        states = (0 if in_place else 1 + drafts) - len(lease.spare_slots)
+        if self.saved == STATES:
+            return max(0, states + spare), 0
+        return max(0, states), max(0, spare - len(lease.held[CHECKPOINTS]))
 
     def _evictions(self) -> Counter[str]:
         return Counter({name: n for name, n in self.ledger.counters.items() if name.startswith("evicted")})
@@ -476,6 +501,10 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
 
     def _scribble_spares(self, lease: Lease) -> None:
         self.memory.allocate(STATES, lease.spare_slots)
+        self._scribble_copies(lease)
+
+    def _scribble_copies(self, lease: Lease) -> None:
+        self.memory.allocate(CHECKPOINTS, lease.held[CHECKPOINTS])
 
     def _release(self, row: Row) -> None:
         self.rows.remove(row)

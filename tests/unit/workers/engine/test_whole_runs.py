@@ -115,6 +115,7 @@ async def whole_run(rng: Random, met: Counter[str]) -> None:
         hybrid=kind < 2,
         window=rng.choice([1, 4, 7, 100]) * (kind % 2),
         extent_bytes_min=rng.choice([1, 256, 256]),
+        checkpoint_dtype="bfloat16" if kind < 2 and rng.random() < 0.5 else None,
     )
     vocabulary, rows_max, overlap = rng.choice([3, 3, VOCABULARY]), rng.choice([2, 8, 16]), rng.random() < 0.7
     tokens_max = rows_max + size + rng.choice([0, 1, 40])

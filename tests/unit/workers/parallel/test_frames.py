@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.kvstore.keys import DIGEST_BYTES, Kind, PageKey
-from tidemill.kvstore.layout import PageId, StateId, WindowId
-from tidemill.kvstore.memory.lease import StateWrite
+from tidemill.kvstore.layout import CheckpointId, PageId, StateId, WindowId
+from tidemill.kvstore.memory.lease import StateSave, StateWrite
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import PENDING, Row, Scores, Step
 from tidemill.workers.messages import Request
@@ -41,6 +41,8 @@ rows = st.builds(
     drafts=st.integers(0, 3),
     sampling_state=st.none() | st.builds(SamplingState, st.just(REQUEST)),
     windows=st.lists(ids.map(WindowId), max_size=6).map(tuple),
+    restores=st.none() | ids.map(CheckpointId),
+    saves=st.lists(st.builds(StateSave, ids.map(StateId), ids.map(CheckpointId)), max_size=4).map(tuple),
     scores=st.none() | st.builds(Scores, ids, st.lists(ids, min_size=1, max_size=4).map(tuple), ids),
 )
 objects = st.builds(

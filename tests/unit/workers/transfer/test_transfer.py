@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -19,6 +20,7 @@ from tidemill.kvstore.layout import (
     LayerSpec,
     Linear,
     PageId,
+    StateDtype,
     StateId,
     Window,
     WindowId,
@@ -42,6 +44,7 @@ LAYERS = (
     Attention(kv_heads=2, head_dim=2),
     Attention(kv_heads=2, head_dim=1),
 )
+COPIED = (Linear(key_heads=4, value_heads=8, key_dim=1, value_dim=16, conv_width=2), *LAYERS[1:])
 ATTENTION_ONLY = LAYERS[1:]
 WINDOWED = (Attention(kv_heads=2, head_dim=2), Window(kv_heads=4, head_dim=1, tokens=P + 2))
 LATENT = (Latent(width=3), Latent(width=5))
@@ -82,8 +85,9 @@ class Group:
     def __init__(
         self, store: PageStore, size: int, shards: Shards, layers: Sequence[LayerSpec] = LAYERS
     ) -> None:
-        self.whole = layout_of(layers, P, extent_bytes_min=1 << 10, granule_bytes=1)
-        self.layout = layout_of(rank_layers(layers, size), P, extent_bytes_min=1 << 10, granule_bytes=1)
+        copied: StateDtype | None = "bfloat16" if layers is COPIED else None
+        sizes = partial(layout_of, checkpoint_dtype=copied, extent_bytes_min=1 << 10, granule_bytes=1)
+        self.whole, self.layout = sizes(layers, P), sizes(rank_layers(layers, size), P)
         self.size = size
         self.late: list[asyncio.Future[int]] = []
         num_bytes = max(self.layout.page_bytes, self.layout.state_stride_bytes)
@@ -112,7 +116,8 @@ class Group:
 
     async def restore(self, reused_pages: int = 0) -> int:
         """Fetch all pages from `reused_pages` on and, for a hybrid, the checkpoint at the end."""
-        lease = Lease(P, private_pages=[*PAGES[reused_pages:], TAIL], spare_slots=[SLOT])
+        lease = Lease(P, private_pages=[*PAGES[reused_pages:], TAIL])
+        lease.held[self.layout.saved].append(SLOT)
         if self.layout.has_windows:
             lease.windows, lease.first_window, lease.fetched_windows = self.windows, SEEN.start, SEEN
         lease.shared_entries = self._published().shared_entries[:reused_pages]
@@ -131,7 +136,8 @@ class Group:
         for depth, (key, page) in enumerate(zip(KEYS, PAGES, strict=True), 1):
             entries.append(Entry(key, entries[-1] if entries else None, depth, page))
         if self.layout.hybrid:
-            entries[-1].checkpoint = Checkpoint((SLOT,) * self.layout.has_states, tuple(self.windows))
+            states = {self.layout.saved: (SLOT,)} if self.layout.has_states else {}
+            entries[-1].checkpoint = Checkpoint(windows=tuple(self.windows), **states)
         return Lease(P, shared_entries=entries, source=entries[-1])
 
     def _places(self) -> Iterator[list[tuple[slice, bytes]]]:
@@ -151,8 +157,8 @@ class Group:
                 first = rank * heads // self.size * (whole.window_bytes // heads)
                 places.append((span, first, _pattern(b"w" + KEYS[place], whole.window_bytes)))
             if layout.has_states:
-                span = _span(layout.state_offset(SLOT), layout.state_bytes)
-                places.append((span, rank * layout.state_bytes, _pattern(b"state", whole.state_bytes)))
+                span = _span(SLOT * layout.saved_stride_bytes, layout.saved_bytes)
+                places.append((span, rank * layout.saved_bytes, _pattern(b"state", whole.saved_bytes)))
             yield [(span, pattern[first : first + span.stop - span.start]) for span, first, pattern in places]
 
 
@@ -169,7 +175,9 @@ UNEQUAL = [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2), (1, 4), (4, 1), (4, 4)]
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
 @pytest.mark.parametrize(
-    "layers", [LAYERS, ATTENTION_ONLY, WINDOWED, LATENT], ids=["hybrid", "attention", "windows", "latents"]
+    "layers",
+    [LAYERS, COPIED, ATTENTION_ONLY, WINDOWED, LATENT],
+    ids=["hybrid", "copied", "attention", "windows", "latents"],
 )
 @pytest.mark.parametrize(("writers", "readers"), UNEQUAL)
 async def test_group_reads_pages_of_a_group_of_another_size(
