@@ -68,6 +68,7 @@ def older_cpu(folder: Path) -> dict[str, str]:
         (home / name).write_text(text)
         (home / name).chmod(0o755)
     limits = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI", "ATEN_CPU_CAPABILITY": "avx512"}
+    limits["XDG_CACHE_HOME"] = str(home.resolve() / "cache")  # of compiled kernels
     return limits | {
         name: f"{home.resolve()}{os.pathsep}{os.environ.get(name, '')}" for name in ("PATH", "PYTHONPATH")
     }
