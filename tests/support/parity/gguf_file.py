@@ -51,6 +51,7 @@ def convert(folder: Path, path: Path) -> Path:
     architecture = ARCHITECTURES[raw["model_type"]]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
     add_metadata(writer, raw)
+    writer.add_value_length(raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"])
     names = gguf.get_tensor_name_map(architecture, raw["num_hidden_layers"])
     for name, tensor in changed(stacked(load_file(folder / "model.safetensors")), raw).items():
         theirs = name if name.startswith("blk.") else names.get_name(name, try_suffixes=(".weight", ".bias"))
