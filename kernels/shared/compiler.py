@@ -181,7 +181,8 @@ def compiler_path(compiler: str) -> str:
 
 def native_target(compiler: str) -> Target:
     """Return what -march=native stands for: different machines may share a cache directory."""
-    name = _run([compiler, "-march=native", "-Q", "--help=target", "--version"])
+    options = _run([compiler, "-march=native", "-Q", "--help=target"])  # with --version, only that
+    name = _run([compiler, "--version"]) + options
     return Target(compiler, name, ("-march=native",))
 
 

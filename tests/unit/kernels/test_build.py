@@ -49,7 +49,7 @@ def compiler(tmp_path: Path, made: Path) -> Path:
     script = tmp_path / "compiler"
     script.write_text(
         f"""#!/bin/sh
-case "$*" in *--version*) echo some compiler; exit 0;; esac
+case "$*" in *--version* | *--help*) echo some compiler; exit 0;; esac
 cat > /dev/null
 for last; do :; done
 basename "$last" >> {tmp_path}/log
@@ -104,7 +104,9 @@ def test_no_compiler_is_a_named_error(tmp_path: Path) -> None:
 
 def test_failed_compilation_leaves_nothing_behind(tmp_path: Path) -> None:
     broken = tmp_path / "compiler"
-    broken.write_text('#!/bin/sh\ncase "$*" in *--version*) exit 0;; esac\necho no space left >&2\nexit 1\n')
+    broken.write_text(
+        '#!/bin/sh\ncase "$*" in *--version* | *--help*) exit 0;; esac\necho no space left >&2\nexit 1\n'
+    )
     broken.chmod(0o755)
     with pytest.raises(KernelUnavailable, match="no space left"):
         build(tmp_path / "cache", str(broken))
@@ -176,6 +178,16 @@ def test_name_of_a_library_depends_on_its_inputs(tmp_path: Path, monkeypatch: py
         changed.write_text(changed.read_text() + "// changed\n")
         assert compiler_module.library_name("x86_64") != before
         before = compiler_module.library_name("x86_64")
+
+
+def test_name_of_the_native_library_depends_on_the_cpu(tmp_path: Path) -> None:
+    def named(march: str) -> str:
+        script = tmp_path / march
+        script.write_text(f'#!/bin/sh\nexec g++ "$@" -march={march}\n')
+        script.chmod(0o755)
+        return library_name(native_target(str(script)).name)
+
+    assert named("icelake-server") != named("znver3") == named("znver3")
 
 
 def test_machine_that_is_not_x86_has_one_library(tmp_path: Path) -> None:
