@@ -32,6 +32,7 @@ if __name__ == "__main__":
     serving()
     for command in (
         "python -m benchmarks.kernels",
+        "python -m benchmarks.kernels.kinds",
         "python -m benchmarks.store.store",
         "python -m benchmarks.memory.index",
         "python -m benchmarks.memory.arena",

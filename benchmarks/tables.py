@@ -327,6 +327,7 @@ TABLES: dict[str, tuple[str, Callable[[], Lines]]] = {
     "models": ("kernels_peers", partial(kernels, "model")),
     "operators": ("kernels_peers", partial(kernels, "operator")),
     "architectures": ("architectures", architectures),
+    "kinds": ("kinds", lambda: generic(read_rows("kinds"))),
     "weights": ("architectures", weights),
     "splits": ("memory", splits),
     "hits": ("memory", hits),

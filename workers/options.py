@@ -206,8 +206,9 @@ class EngineConfig:
     load_format: Annotated[LoadFormat, Flag("workers", "--load-format")] = "auto"
     """weights: auto reads them; dummy draws random ones for the config.json, to test speed and memory"""
     quantization: Annotated[Quantization | None, Flag("workers", "--quantization")] = None
-    """quantise weights in floats while they are read; fp8, int8 and int4 (in groups of 32 columns) have
-    embedding and head in 8 bits, the others, of vLLM, in floats (leave weights as they are)"""
+    """quantise weights in floats while they are read; fp8, int8, w8a8 and int4 (in groups of 32 columns) have
+    embedding and head in 8 bits, the others, of vLLM and SGLang, in floats; w8a8 multiplies INT8 by INT8
+    (leave weights as they are)"""
     page_size: Annotated[Count, Flag("workers", "--page-size", "TOKENS")] = 64
     """tokens per page"""
     compute_dtype: Annotated[ComputeDtype | None, Flag("workers", "--compute-dtype")] = None

@@ -2,6 +2,7 @@
 // bfloat16 stay so: half the memory, and half of what a decode step reads. Their products are those of floats, or of
 // pairs of bfloat16, which have twice the speed where the CPU has an instruction for them.
 #include "codes.h"
+#include "integers.h"
 
 namespace {
 constexpr int64_t ROW_BLOCK = 192;  // rows of x that stay in L2 while all panels pass by
@@ -24,6 +25,7 @@ int64_t padded(int64_t kind, int64_t k) { return is_pairs(kind) ? 2 * block_word
 
 // Of a panel whose rows have so many words.
 int64_t panel_bytes(int64_t kind, int64_t words) {
+    if (kind == INTEGERS) return integers_bytes(words - 1);
     if (!code_of(kind)) return words * PANEL * (kind == WIDENED ? sizeof(uint16_t) : sizeof(float));
     const Codes codes(kind, is_pairs(kind) ? 2 * words : words);
     return codes.pieces * codes.bytes;
@@ -144,7 +146,29 @@ void apply_codes(const Product& product, int64_t kind, int64_t row, int64_t colu
     }
 }
 
+// The same of codes of x.
+void apply_integers(const Product& product, int64_t, int64_t row, int64_t column, int64_t n, int64_t words) {
+    const int64_t rows = std::min(ROW_BLOCK, product.m - row), columns = std::min(GROUP, n - column), units = words - 1;
+    const int64_t tiles = (rows + INTEGER_ROWS - 1) / INTEGER_ROWS;
+    for (int64_t p = 0; p < columns; p += PANEL) {
+        const int64_t width = std::min<int64_t>(PANEL, columns - p);
+        const uint8_t* const panel = (const uint8_t*)product.packed + (column + p) / PANEL * integers_bytes(units);
+        float bias[PANEL] = {}, last[INTEGER_ROWS * PANEL];  // a panel that is wider than what is left of y
+        if (product.bias) std::memcpy(bias, product.bias + column + p, width * sizeof(float));
+        for (int64_t t = 0, r = 0, height; t < tiles; t++, r += height) {
+            height = (rows - r + tiles - t - 1) / (tiles - t);
+            float* const y = product.y + (row + r) * product.y_stride + column + p;
+            const bool whole = width == PANEL;
+            integer_tiles(height, product.rows + (row + r) * product.stride, product.stride, units, panel, bias,
+                          whole ? y : last, whole ? product.y_stride : PANEL);
+            for (int64_t i = 0; !whole && i < height; i++)
+                std::memcpy(y + i * product.y_stride, last + i * PANEL, width * sizeof(float));
+        }
+    }
+}
+
 auto times_of(int64_t kind) {
+    if (kind == INTEGERS) return apply_integers;
     if (code_of(kind)) return is_pairs(kind) ? apply_codes<uint32_t> : apply_codes<float>;
     return kind == FLOATS ? apply<float, float> : kind == WIDENED ? apply<float, uint16_t> : apply<uint32_t, uint32_t>;
 }
@@ -199,7 +223,7 @@ void with_rows(std::vector<Product> products, bool halves, int64_t kind, int64_t
     const int64_t m = products[0].m, words = row_words(kind, k) + DEPTH_WORDS;  // a power of 2 has few sets of L1
     const int64_t stride = products[0].stride;
     const bool whole = halves && !CHAINED && k % (2 * DEPTH_WORDS) == 0 && stride % 2 == 0 && stride % 1024 > 0;
-    const bool ready = !is_pairs(kind) || whole;
+    const bool ready = (!is_pairs(kind) && kind != INTEGERS) || whole;
     const int64_t count = ready ? 0 : m * products.size();
     static thread_local std::vector<uint32_t> room;
     uint32_t* const rounded = lined(room, count * words);
@@ -215,7 +239,7 @@ void with_rows(std::vector<Product> products, bool halves, int64_t kind, int64_t
             const int64_t at = r % m * given[r / m].stride;
             uint32_t* const to = rounded + r * words;
             if (halves) to_blocks((const uint16_t*)given[r / m].rows + at, k, to);
-            else to_blocks((const float*)given[r / m].rows + at, k, to);
+            else copy_row(kind, (const float*)given[r / m].rows + at, k, to);
         }
         times(products);
     }
@@ -265,6 +289,7 @@ extern "C" int64_t linear_codes_bytes(int64_t kind, int64_t n, int64_t k) {
 
 extern "C" void linear_pack_codes(const void* codes, const float* scales, const float* offsets, void* packed, int64_t kind,
                                   int64_t n, int64_t k) {
+    if (kind == INTEGERS) return pack_integers((const int8_t*)codes, scales, (uint8_t*)packed, n, k);
     pack_codes((const uint8_t*)codes, scales, offsets, (uint8_t*)packed, kind, n, k);
 }
 

@@ -1,19 +1,19 @@
 """`linear` and its kin on CPU: weights packed once into panels; an output is a sum in index order."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 
 from tidemill.kernels.activation.cpu import bind_silu_mul
-from tidemill.kernels.linear.packed import Packed
-from tidemill.kernels.linear.stored import Kind, Stored, runs
+from tidemill.kernels.linear.packed import Packed, in_segments
+from tidemill.kernels.linear.reference import COLUMNS_MAX
+from tidemill.kernels.linear.stored import Kind, Stored
 from tidemill.kernels.shared.arguments import address_or_null
 from tidemill.kernels.shared.build import Library
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
 from tidemill.kernels.shared.huge_pages import HugePages
 
-FLOATS, WIDENED, PAIRS = range(3)  # of cpu.h
+FLOATS, WIDENED, PAIRS, INTEGERS = range(4)  # of cpu.h
 CODES: dict[Kind, int] = {"int8": 1, "fp8": 2, "int4": 3, "uint4": 4, "fp4": 5}
 BLOCK = 32  # elements of depth that PAIRS are padded to
 UNIT = 4  # elements of depth that are decoded together
@@ -27,7 +27,9 @@ def type_into(weight: Packed) -> torch.dtype:
 
 
 def is_kept(part: Stored) -> bool:
-    """Return whether products decode these codes as they go, with the bits of the widened values."""
+    """Return whether products take these codes as they are: but for `w8a8`, with the bits of their values."""
+    if part.kind == "w8a8":
+        return True
     if part.scales is None or (part.group % UNIT and part.scales.shape[-1] > 1):
         return False
     return _is_moderate(part.scales) and (part.offsets is None or _is_moderate(part.offsets))
@@ -50,16 +52,14 @@ def bind_pack(
     def pack(parts: Sequence[Stored], bias_N: torch.Tensor | None = None) -> Packed:
         bias_N = None if bias_N is None else bias_N.float()
         rounds = compute_dtype == "bfloat16"
-        if rounds and not all(part.scales is not None or part.kind == "bfloat16" for part in parts):
+        kinds = {part.kind for part in parts}
+        if rounds and "float32" in kinds and "w8a8" not in kinds:
             return floats(torch.cat([part.factors(compute_dtype) for part in parts], -2), bias_N)
-        found, end = None, sum(part.codes.shape[-2] for part in parts)
-        for run in reversed(list(runs(parts))):
-            start = end - run.codes.shape[-2]
-            bias = None if bias_N is None else bias_N[..., start:end]
-            packed = codes(run, bias) if is_kept(run) else floats(run.factors(compute_dtype), bias)
-            found, end = replace(packed, rest=found), start
-        assert found is not None
-        return found
+
+        def of_one_kind(run: Stored, bias: torch.Tensor | None) -> Packed:
+            return codes(run, bias) if is_kept(run) else floats(run.factors(compute_dtype), bias)
+
+        return in_segments(parts, bias_N, of_one_kind)
 
     def floats(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> Packed:
         *experts, n, k = weight_NK.shape
@@ -79,8 +79,14 @@ def bind_pack(
         assert given.scales is not None
         *experts, n, _ = given.codes.shape
         k, rounds, groups = given.columns, compute_dtype == "bfloat16", given.scales.shape[-1]
-        fields = PAIRS if rounds else FLOATS, CODES[given.kind] << 2, (given.offsets is not None) << 5
-        format_ = sum(fields) | (given.group << 6 if groups > 1 else 0)
+        if given.kind == "w8a8":
+            format_, rounds = INTEGERS, False
+            assert groups == 1
+            assert given.offsets is None
+            assert k <= COLUMNS_MAX
+        else:
+            fields = PAIRS if rounds else FLOATS, CODES[given.kind] << 2, (given.offsets is not None) << 5
+            format_ = sum(fields) | (given.group << 6 if groups > 1 else 0)
         codes_ENC = given.codes.contiguous().view(-1, n, given.codes.shape[-1])
         scales_ENG, offsets_ENG = (
             None if part is None else part.float().contiguous().view(-1, n, groups)

@@ -2,15 +2,14 @@
 change with the rows' number. With `batch_invariant` floats run the kernels of codes, which have one order."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch.nn import functional
 
 from tidemill.kernels.activation.cuda import silu_mul
 from tidemill.kernels.linear.factors import dtype_of, pack_codes, takes
-from tidemill.kernels.linear.packed import Packed
-from tidemill.kernels.linear.stored import Stored, runs
+from tidemill.kernels.linear.packed import Packed, in_segments
+from tidemill.kernels.linear.stored import Stored
 from tidemill.kernels.linear.tiles import products
 
 
@@ -19,15 +18,7 @@ def pack(parts: Sequence[Stored], bias_N: torch.Tensor | None = None) -> Packed:
     parts = [part if takes(part) else part.widened for part in parts]
     if all(part.scales is None for part in parts):
         return _pack_floats(torch.cat([part.codes for part in parts], -2), bias_N)
-    found = list(runs(parts))
-    rows = [part.codes.shape[-2] for part in found]
-    biases = [None] * len(found) if bias_N is None else torch.split(bias_N, rows, -1)
-    packed: Packed | None = None
-    for part, bias in zip(reversed(found), reversed(biases), strict=True):
-        one = _pack_floats(part.codes, bias) if part.scales is None else pack_codes(part, bias)
-        packed = replace(one, rest=packed)
-    assert packed is not None
-    return packed
+    return in_segments(parts, bias_N, _pack_run)
 
 
 def linear(x_MK: torch.Tensor, weight: Packed, *, batch_invariant: bool = False) -> torch.Tensor:
@@ -77,6 +68,10 @@ def linear_heads(x_THI: torch.Tensor, weight: Packed, *, batch_invariant: bool =
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+def _pack_run(part: Stored, bias_N: torch.Tensor | None) -> Packed:
+    return _pack_floats(part.codes, bias_N) if part.scales is None else pack_codes(part, bias_N)
 
 
 def _pack_floats(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> Packed:

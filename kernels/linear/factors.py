@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tidemill.kernels.linear.packed import Packed
+from tidemill.kernels.linear.reference import COLUMNS_MAX
 from tidemill.kernels.linear.stored import FOUR_BITS, Stored
 
 DEPTH = 64  # columns of a step
@@ -39,6 +40,7 @@ def pack_codes(part: Stored, bias_N: Tensor | None) -> Packed:
     """Return codes in the order of the kernels, `[.., N, bytes]` of uint8, and scales `[.., G, N]`."""
     assert part.kind not in {"float32", "bfloat16"}
     assert part.scales is not None
+    assert part.kind != "w8a8" or part.columns <= COLUMNS_MAX
     codes = part.codes.view(torch.uint8)
     if part.kind in FOUR_BITS:
         codes = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
@@ -140,12 +142,78 @@ def factors(
     ROWS: tl.constexpr, KIND: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
     N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Return the factors of rows and columns [depth, depth + D), bfloat16; floats as they are."""
+    """Return the factors of rows and columns [depth, depth + D), bfloat16; floats as they are, and of `w8a8`
+    int8."""
     if KIND is None:
         return codes_ND
-    else:  # noqa: RET505
+    elif KIND == "w8a8":  # noqa: RET505
+        return codes_ND.to(tl.int8, bitcast=True)
+    else:
         scale_ND = of_columns(scales, row_N, in_N, depth, ROWS, GROUPS, GROUP, N, D)
         value_ND = numbers(codes_ND, half, KIND) * scale_ND
         if offsets is not None:
             value_ND += of_columns(offsets, row_N, in_N, depth, ROWS, GROUPS, GROUP, N, D)
         return value_ND.to(tl.bfloat16)
+
+
+@triton.jit
+def zeros(KIND: tl.constexpr, N: tl.constexpr, M: tl.constexpr):
+    """Return sums `[N, M]` of nothing, int32 of `w8a8`, else float32."""
+    return tl.zeros([N, M], tl.int32 if KIND == "w8a8" else tl.float32)
+
+
+@triton.jit
+def scaled(
+    sum_NM,
+    x_scales, at_M, in_M,  # of rows of x
+    scales, row_N, in_N,  # [ROWS]
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """Return sums of products, float32: of `w8a8` times both scales."""
+    if KIND == "w8a8":
+        x_scale_M = tl.load(x_scales + at_M, mask=in_M, other=0.0)
+        scale_N = tl.load(scales + row_N, mask=in_N, other=0.0).to(tl.float32)
+        return sum_NM.to(tl.float32) * x_scale_M[None, :] * scale_N[:, None]
+    else:  # noqa: RET505
+        return sum_NM
+
+
+@triton.jit
+def quantise_row(
+    x,  # [M, K]
+    codes,  # int8 [M, K]
+    scales,  # float32 [M]
+    row_stride,
+    K: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Row i of a grid (i,), as `quantised` of reference.py."""
+    row = tl.program_id(0).to(tl.int64)
+    at_B = tl.arange(0, BLOCK)
+    size_B = tl.zeros([BLOCK], tl.int32)  # as integers NaN is larger than infinity
+    for first in range(0, K, BLOCK):
+        x_B = tl.load(x + row * row_stride + first + at_B, mask=first + at_B < K, other=0.0).to(tl.float32)
+        size_B = tl.maximum(size_B, x_B.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    size = tl.max(size_B, 0)
+    largest, is_tiny = size.to(tl.float32, bitcast=True), size < 0x0D800000  # 2^-100
+    inverse = tl.where(is_tiny, 0.0, tl.div_rn(127.0, tl.where(is_tiny, 1.0, largest)))
+    scale = tl.where(is_tiny, 0.0, tl.div_rn(largest, 127.0))
+    tl.store(scales + row, tl.where(size < 0x7F800000, scale, float("nan")))
+    for first in range(0, K, BLOCK):
+        x_B = tl.load(x + row * row_stride + first + at_B, mask=first + at_B < K, other=0.0).to(tl.float32)
+        # The last bits of 1.5 * 2^23 and an integer are those of the integer.
+        code_B = (x_B * inverse + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+        tl.store(codes + row * K + first + at_B, code_B, mask=first + at_B < K)
+
+
+def taken(x: Tensor, weight: Packed) -> tuple[Tensor, Tensor | None]:
+    """Return the rows of x `[.., K]` as products with weights take them, and their scales `[..]` where they
+    are codes."""
+    if weight.kind != "w8a8":
+        return x.to(dtype_of(weight)), None
+    x_MK = x.reshape(-1, x.shape[-1])
+    rows, depth = x_MK.shape
+    codes, scales = x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    block = min(4096, triton.next_power_of_2(depth))
+    # A product and a sum that are one operation would round ties of the product otherwise.
+    quantise_row[(rows,)](x_MK, codes, scales, x_MK.stride(0), K=depth, BLOCK=block, enable_fp_fusion=False)
+    return codes, scales

@@ -1,10 +1,11 @@
 """Weights of a linear layer as its operator wants them."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from tidemill.kernels.linear.stored import Kind
+from tidemill.kernels.linear.stored import Kind, Stored, runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +42,18 @@ class Packed:
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         """Return x as the product takes it, in its own type."""
         return x.bfloat16().to(x.dtype) if self.rounds else x
+
+
+def in_segments(
+    parts: Sequence[Stored],
+    bias_N: torch.Tensor | None,
+    pack: Callable[[Stored, torch.Tensor | None], Packed],
+) -> Packed:
+    """Pack neighbours of one kind together, each run with its part of the bias `[.., N]`."""
+    found, end = None, sum(part.codes.shape[-2] for part in parts)
+    for run in reversed(list(runs(parts))):
+        start = end - run.codes.shape[-2]
+        bias = None if bias_N is None else bias_N[..., start:end]
+        found, end = replace(pack(run, bias), rest=found), start
+    assert found is not None
+    return found

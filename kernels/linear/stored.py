@@ -1,7 +1,7 @@
 """Weights as a folder stores them, which layers reorder and `pack` joins."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from typing import Literal, TypeAlias
@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
 
-CodeKind: TypeAlias = Literal["int8", "fp8", "int4", "uint4", "fp4"]
+CodeKind: TypeAlias = Literal["int8", "w8a8", "fp8", "int4", "uint4", "fp4"]
 Kind: TypeAlias = Literal["float32", "bfloat16"] | CodeKind
 
 FOUR_BITS: dict[Kind, tuple[float, ...]] = {
@@ -20,7 +20,8 @@ FOUR_BITS: dict[Kind, tuple[float, ...]] = {
     "fp4": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0),
 }
 """The number for each code of a kind of 4 bits; uint8 holds two codes of a row, the first below. `int8` and
-`fp8` (e4m3, without NaN) are the torch types int8 and float8_e4m3fn."""
+`fp8` (e4m3, without NaN) are the torch types int8 and float8_e4m3fn. `w8a8` is int8 with one scale for each
+row, without offsets, whose products have x in 8 bits too (`integer_product` of reference.py)."""
 
 
 PIECE = 1 << 18
@@ -84,6 +85,11 @@ class Stored:
     def widened(self) -> "Stored":
         """The same as floats, in bfloat16 if it is codes."""
         return plain(self.factors("bfloat16"))
+
+    @property
+    def weight_only(self) -> "Stored":
+        """The same for products that leave x as it is."""
+        return replace(self, kind="int8") if self.kind == "w8a8" else self
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Stored":
         """Return it with its rows, or whole groups of columns, where `move` moves them. `move` gets codes,

@@ -16,7 +16,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tidemill.kernels.linear.factors import BLOCK, TILES, constants, dtype_of, factors, tile_of_codes
+from tidemill.kernels.linear.factors import (
+    BLOCK,
+    TILES,
+    constants,
+    factors,
+    scaled,
+    taken,
+    tile_of_codes,
+    zeros,
+)
 from tidemill.kernels.linear.packed import Packed
 
 TOKENS_MAX = 128  # of a tile; of 4 bits half of them: registers hold factors beside two sums
@@ -28,11 +37,12 @@ SPANS_MAX = 16
 
 @triton.jit(do_not_specialize=["tokens"])
 def product_tile(
-    x,  # [T, H, K], bfloat16, or float32 as the weights
+    x,  # [T, H, K], bfloat16, or float32 as the weights, or of w8a8 int8
+    x_scales,  # of int8 [T, H], or None
     codes,  # uint8 [H, ROWS, ROW], or floats
     scales, offsets,  # [H, GROUPS, ROWS]; either may be None
     bias,  # [ROWS], or None
-    y,  # [T, H, ROWS]; of spans apart float32 [spans, T, H, ROWS]
+    y,  # [T, H, ROWS]; of spans apart float32 [spans, T, H, ROWS], of w8a8 int32
     tokens, token_stride, head_stride,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -54,9 +64,9 @@ def product_tile(
         scales += head * GROUPS * ROWS
     if offsets is not None:
         offsets += head * GROUPS * ROWS
-    total_NM = tl.zeros([N, M], tl.float32)
+    total_NM = zeros(KIND, N, M)
     for first in range(span * SPAN, span * SPAN + SPAN if APART else K, SPAN):
-        sum_NM = tl.zeros([N, M], tl.float32)
+        sum_NM = zeros(KIND, N, M)
         for depth in range(first, min(first + SPAN, K), D * HALVES):
             mask_ND = in_N[:, None]
             if KIND is None and K % D:  # rows of codes are filled up
@@ -71,8 +81,10 @@ def product_tile(
                 weight_ND = factors(
                     step_ND, half, scales, offsets, row_N, in_N, at, ROWS, KIND, GROUPS, GROUP, N, D
                 )
-                sum_NM = tl.dot(weight_ND, x_DM, sum_NM, input_precision="ieee")
+                sum_NM = tl.dot(weight_ND, x_DM, sum_NM, input_precision="ieee", out_dtype=sum_NM.dtype)
         total_NM += sum_NM
+    if not APART:
+        total_NM = scaled(total_NM, x_scales, token_M * H + head, in_M, scales, row_N, in_N, KIND)
     if bias is not None:
         total_NM += tl.load(bias + row_N, mask=in_N, other=0.0).to(tl.float32)[:, None]
     to_M = (span.to(tl.int64) * tokens + token_M) * H + head
@@ -84,7 +96,8 @@ def product_tile(
 
 @triton.jit(do_not_specialize=["elements"])
 def add_spans(
-    part,  # float32 [SPANS, elements]
+    part,  # float32 [SPANS, elements], of w8a8 int32
+    x_scales, scales,  # of int32 [elements / ROWS] and [ROWS], else None
     bias,  # [ROWS], or None
     y,  # [elements / ROWS, ROWS]
     elements,
@@ -93,9 +106,12 @@ def add_spans(
     """Add the spans of block i, of a grid (i,), in order."""
     at_B = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask_B = at_B < elements
-    total_B = tl.zeros([BLOCK], tl.float32)
+    total_B = tl.zeros([BLOCK], part.dtype.element_ty)
     for span in tl.static_range(SPANS):
         total_B += tl.load(part + elements.to(tl.int64) * span + at_B, mask=mask_B, other=0.0)
+    if x_scales is not None:
+        total_B = total_B.to(tl.float32) * tl.load(x_scales + at_B // ROWS, mask=mask_B, other=0.0)
+        total_B *= tl.load(scales + at_B % ROWS, mask=mask_B, other=0.0).to(tl.float32)
     if bias is not None:
         total_B += tl.load(bias + at_B % ROWS, mask=mask_B, other=0.0).to(tl.float32)
     tl.store(y + at_B, total_B.to(y.dtype.element_ty), mask=mask_B)
@@ -116,21 +132,24 @@ def products(x_THK: Tensor, weight: Packed, dtype: torch.dtype) -> Tensor:
     y_THN = x_THK.new_empty(tokens, heads, rows, dtype=dtype)
     if not tokens:
         return y_THN
-    x_THK, span, fixed = x_THK.to(dtype_of(weight)), span_of(heads, rows, depth), constants(weight)
+    span, fixed = span_of(heads, rows, depth), constants(weight)
+    x_THK, x_scales = taken(x_THK, weight)
     most = SMALL_TOKENS if weight.data.dtype == torch.float32 else TOKENS_MAX // fixed["HALVES"]
     m = min(most, max(16, triton.next_power_of_2(tokens)))
     tile = tile_of_codes(weight, m)
     grid, spans = (triton.cdiv(tokens, m), triton.cdiv(rows, tile["N"])), triton.cdiv(depth, span)
     apart = spans > 1 and grid[0] * grid[1] * heads < PROGRAMS // 2
-    to = x_THK.new_empty(spans, tokens, heads, rows, dtype=torch.float32) if apart else y_THN
+    sums = torch.int32 if weight.kind == "w8a8" else torch.float32
+    to = x_THK.new_empty(spans, tokens, heads, rows, dtype=sums) if apart else y_THN
     product_tile[(*grid, heads * spans if apart else heads)](
-        x_THK, weight.data, weight.scales, weight.offsets, None if apart else weight.bias_N, to,
+        x_THK, x_scales, weight.data, weight.scales, weight.offsets, None if apart else weight.bias_N, to,
         tokens, x_THK.stride(0), x_THK.stride(1), H=heads, K=depth, ROWS=rows,
         SPAN=span, APART=apart, **fixed, **tile,
     )  # fmt: skip
     if apart:
         size = y_THN.numel()
         add_spans[(triton.cdiv(size, 1024),)](
-            to, weight.bias_N, y_THN, size, ROWS=rows, SPANS=spans, BLOCK=1024, num_warps=4
-        )
+            to, x_scales, None if x_scales is None else weight.scales, weight.bias_N, y_THN, size,
+            ROWS=rows, SPANS=spans, BLOCK=1024, num_warps=4,
+        )  # fmt: skip
     return y_THN

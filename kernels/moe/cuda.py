@@ -15,7 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from tidemill.kernels.activation.cuda import sigmoid
-from tidemill.kernels.linear.factors import constants, dtype_of, factors, tile_of_codes
+from tidemill.kernels.linear.factors import (
+    constants,
+    dtype_of,
+    factors,
+    scaled,
+    taken,
+    tile_of_codes,
+    zeros,
+)
 from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.moe import reference
 from tidemill.kernels.moe.choose import choose
@@ -30,7 +38,7 @@ from tidemill.kernels.shared.rows import Rows
 
 @triton.jit(do_not_specialize=["pairs"])
 def gate_up_tile(
-    x,  # [T, H]
+    x, x_scales,  # [T, H], and of int8 float32 [T], else None
     weight,  # [E, 2 I, H], or codes [E, 2 I, ROW]
     scales, offsets,  # of codes [E, GROUPS, 2 I], else None
     bias,  # [E, 2 I], or None
@@ -66,8 +74,7 @@ def gate_up_tile(
     if offsets is not None:
         offsets += expert * (GROUPS * 2 * I)
     mask_M1, in_N = pair_M[:, None] >= 0, column_N < I
-    gate_NM = tl.zeros([N, M], tl.float32)
-    up_NM = tl.zeros([N, M], tl.float32)
+    gate_NM, up_NM = zeros(KIND, N, M), zeros(KIND, N, M)
     for depth in range(0, H, D * HALVES):
         mask_ND = in_N[:, None]
         if H % D and KIND is None:
@@ -83,11 +90,14 @@ def gate_up_tile(
             gate = factors(
                 gates_ND, half, scales, offsets, column_N, in_N, at, 2 * I, KIND, GROUPS, GROUP, N, D
             )
-            gate_NM = tl.dot(gate, x_DM, gate_NM, input_precision="ieee")
+            gate_NM = tl.dot(gate, x_DM, gate_NM, input_precision="ieee", out_dtype=gate_NM.dtype)
             up = factors(
                 ups_ND, half, scales, offsets, column_N + I, in_N, at, 2 * I, KIND, GROUPS, GROUP, N, D
             )
-            up_NM = tl.dot(up, x_DM, up_NM, input_precision="ieee")
+            up_NM = tl.dot(up, x_DM, up_NM, input_precision="ieee", out_dtype=up_NM.dtype)
+    token_M, in_M = pair_M // K, pair_M >= 0
+    gate_NM = scaled(gate_NM, x_scales, token_M, in_M, scales, column_N, in_N, KIND)
+    up_NM = scaled(up_NM, x_scales, token_M, in_M, scales, column_N + I, in_N, KIND)
     if bias is not None:
         bias_N = bias + expert * (2 * I) + column_N
         gate_NM += tl.load(bias_N, mask=column_N < I, other=0.0).to(tl.float32)[:, None]
@@ -105,7 +115,7 @@ def gate_up_tile(
 
 @triton.jit(do_not_specialize=["pairs"])
 def down_tile(
-    hidden,  # [T K, I]
+    hidden, x_scales,  # [T K, I], and of int8 float32 [T K], else None
     weight,  # [E, H, I], or codes [E, H, ROW]
     scales, offsets,  # of codes [E, GROUPS, H], else None
     bias,  # [E, H], or None
@@ -135,7 +145,7 @@ def down_tile(
     if offsets is not None:
         offsets += expert * (GROUPS * H)
     mask_M1, in_N = pair_M[:, None] >= 0, column_N < H
-    out_NM = tl.zeros([N, M], tl.float32)
+    out_NM = zeros(KIND, N, M)
     for depth in range(0, I, D * HALVES):
         mask_ND = in_N[:, None]
         if I % D and KIND is None:
@@ -148,7 +158,8 @@ def down_tile(
                 mask_MD = mask_M1 & (depth_D < I - at)[None, :]
             x_DM = tl.trans(tl.load(x_MD + at, mask=mask_MD, other=0.0))
             w = factors(ws_ND, half, scales, offsets, column_N, in_N, at, H, KIND, GROUPS, GROUP, N, D)
-            out_NM = tl.dot(w, x_DM, out_NM, input_precision="ieee")
+            out_NM = tl.dot(w, x_DM, out_NM, input_precision="ieee", out_dtype=out_NM.dtype)
+    out_NM = scaled(out_NM, x_scales, pair_M, pair_M >= 0, scales, column_N, in_N, KIND)
     if bias is not None:
         bias_N = tl.load(bias + expert * H + column_N, mask=column_N < H, other=0.0)
         out_NM += bias_N.to(tl.float32)[:, None]
@@ -278,14 +289,14 @@ def moe_inner(x_TH: Tensor, choice: Choice, experts: Experts) -> Tensor:
     assert x_TH.shape == (tokens, width)
     assert choice.experts_TK.is_contiguous()
     assert x_TH.stride(1) == 1
-    x_TH = x_TH.to(dtype_of(gate_up))
-    hidden_TKI = x_TH.new_empty(tokens, top_k, inner)
+    hidden_TKI = x_TH.new_empty(tokens, top_k, inner, dtype=dtype_of(gate_up))
     if not tokens:
         return hidden_TKI
+    x_TH, x_scales_T = taken(x_TH, gate_up)
     row, count, found = tiles(choice, len(gate_up.data), codes=gate_up.scales is not None)
     tile = _tile(gate_up, row.tokens, row.gate_up, 2)
     gate_up_tile[(count, triton.cdiv(inner, tile["N"]))](
-        x_TH, *_weights(gate_up), hidden_TKI, *found, x_TH.stride(0),
+        x_TH, x_scales_T, *_weights(gate_up), hidden_TKI, *found, x_TH.stride(0),
         experts.alpha, experts.limit, CLAMPED=experts.activation == "clamped", **constants(gate_up),
         E=len(gate_up.data), H=width, I=inner, K=top_k, AT_ONCE=PAIRS_AT_ONCE, **tile,
     )  # fmt: skip
@@ -348,13 +359,13 @@ def _parts(
         assert shared_TH.shape == (tokens, width)
         assert shared_TH.is_contiguous()
     assert gate_T1 is None or gate_T1.shape == (tokens, 1)
-    hidden_TKI = hidden_TKI.to(dtype_of(down))
-    part_TKH = hidden_TKI.new_empty(tokens, top_k, width)
+    part_TKH = hidden_TKI.new_empty(tokens, top_k, width, dtype=dtype_of(down))
+    hidden_TKI, x_scales_TK = taken(hidden_TKI, down)
     row, count, found = tiles(choice, len(down.data), codes=down.scales is not None)
     tile = _tile(down, row.tokens, row.down, 1)
     down_tile[(count, triton.cdiv(width, tile["N"]))](
-        hidden_TKI, *_weights(down), part_TKH, *found, **constants(down), E=len(down.data), I=inner, H=width,
-        AT_ONCE=PAIRS_AT_ONCE, **tile,
+        hidden_TKI, x_scales_TK, *_weights(down), part_TKH, *found, **constants(down), E=len(down.data),
+        I=inner, H=width, AT_ONCE=PAIRS_AT_ONCE, **tile,
     )  # fmt: skip
     stride = 0 if gate_T1 is None else gate_T1.stride(0)
     return part_TKH, choice.experts_TK, choice.weights_TK, shared_TH, gate_T1, stride

@@ -4,10 +4,13 @@ experts and their weighted sum.
 The sum is in two halves, so that ranks that hold slices of the experts can exchange `hidden` between them.
 """
 
+from dataclasses import replace
+
 import torch
 from torch.nn import functional
 
 from tidemill.kernels.linear.packed import Packed
+from tidemill.kernels.linear.reference import linear
 from tidemill.kernels.moe.experts import Experts
 from tidemill.kernels.moe.routing import Choice, Routing
 from tidemill.kernels.rms_norm.reference import add_norm
@@ -112,8 +115,8 @@ def moe_outer_norm(
 
 
 def _of_expert(x_NK: torch.Tensor, weight: Packed, expert: int) -> torch.Tensor:
-    bias = None if weight.bias_N is None else weight.bias_N[expert].to(x_NK.dtype)
-    return functional.linear(weight.rounded(x_NK), weight.data[expert].to(x_NK.dtype), bias)
+    bias, scales = (None if part is None else part[expert] for part in (weight.bias_N, weight.scales))
+    return linear(x_NK, replace(weight, data=weight.data[expert], bias_N=bias, scales=scales))
 
 
 def _activated(gate_NI: torch.Tensor, up_NI: torch.Tensor, experts: Experts) -> torch.Tensor:

@@ -46,7 +46,16 @@ REPLAY = "replay"
 
 KINDS = {
     "x86_64": {
-        "avx512_bf16": ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"),
+        "avx512_bf16": (
+            "avx512_bf16",
+            "avx512_vnni",
+            "avx512f",
+            "avx512bw",
+            "avx512dq",
+            "avx512vl",
+            "avx2",
+            "fma",
+        ),
         "avx512": ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"),
         "avx2": ("avx2", "fma"),
     }

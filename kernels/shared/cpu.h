@@ -654,8 +654,8 @@ static __attribute__((noinline)) void multiply(int64_t rows, int64_t panels, con
 }
 
 // What weights are packed as: float; bfloat16 that is widened, so that products are those of floats; or pairs of
-// bfloat16, for which x is rounded to bfloat16 once.
-enum Kind : int64_t { FLOATS, WIDENED, PAIRS };
+// bfloat16, for which x is rounded to bfloat16 once; or int8, for which x becomes int8.
+enum Kind : int64_t { FLOATS, WIDENED, PAIRS, INTEGERS };
 
 // ... or as codes (linear/codes.h), of which FLOATS or PAIRS are made. The number of a kind has these fields: what they
 // become, the code, whether there are offsets, and the columns of a group, or 0 for all.
@@ -665,10 +665,37 @@ constexpr int64_t CODE_BIT = 2, SHIFTED_BIT = 5, GROUP_BIT = 6;
 static inline bool is_pairs(int64_t kind) { return kind % (1 << CODE_BIT) == PAIRS; }
 static inline int64_t code_of(int64_t kind) { return kind >> CODE_BIT & 7; }
 
-// The words of a row of x as weights of that kind take it; they are floats but for PAIRS.
-static inline int64_t row_words(int64_t kind, int64_t k) { return is_pairs(kind) ? block_words(k) : k; }
+// The words of a row of x as weights of that kind take it; they are floats but for PAIRS and INTEGERS.
+static inline int64_t row_words(int64_t kind, int64_t k) {
+    return kind == INTEGERS ? (k + 3) / 4 + 1 : is_pairs(kind) ? block_words(k) : k;
+}
+
+// What is added to the codes of a row: vpdpbusd takes them without a sign.
+#if defined(__AVX512VNNI__)
+constexpr int CODE_SHIFT = 128;
+#else
+constexpr int CODE_SHIFT = 0;
+#endif
+
+// x[k] as codes of 8 bits (`quantised` of linear/reference.py), 4 in a word, and in the last word their scale.
+static inline void to_integers(const float* x, int64_t k, uint32_t* row) {
+    int32_t size = 0;  // of the largest: as integers NaN is larger than infinity
+    for (int64_t i = 0; i < k; i++) size = std::max(size, __builtin_bit_cast(int32_t, x[i]) & 0x7fffffff);
+    const float largest = __builtin_bit_cast(float, size);
+    const bool is_tiny = largest < 0x1p-100f;
+    const float inverse = is_tiny ? 0.0f : 127.0f / largest;
+    const float scale = size >= 0x7f800000 ? NAN : is_tiny ? 0.0f : largest / 127.0f;
+    const int64_t words = (k + 3) / 4;
+    row[words - 1] = 0x01010101u * CODE_SHIFT;
+    int8_t* const codes = (int8_t*)row;
+    // The last bits of 1.5 * 2^23 and an integer are those of the integer. Those of a row without numbers are any.
+    for (int64_t i = 0; i < k; i++)
+        codes[i] = (int8_t)(__builtin_bit_cast(int32_t, x[i] * inverse + 12582912.0f) + CODE_SHIFT);
+    std::memcpy(row + words, &scale, sizeof scale);
+}
 
 static inline void copy_row(int64_t kind, const float* x, int64_t k, uint32_t* row) {
+    if (kind == INTEGERS) return to_integers(x, k, row);
     if (is_pairs(kind)) return to_blocks(x, k, row);
     std::memcpy(row, x, k * sizeof(float));
 }

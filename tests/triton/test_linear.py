@@ -11,6 +11,7 @@ from tests.support.kernels.cases import random, relative_error, same_bits
 from tests.unit.kernels.test_stored import CODE_KINDS, stored
 from tidemill.kernels.activation.reference import silu_mul
 from tidemill.kernels.linear import cuda, reference, tiles
+from tidemill.kernels.linear.factors import taken
 from tidemill.kernels.linear.stored import Kind, Stored, plain
 
 
@@ -34,6 +35,10 @@ CASES = {
     )
     for kind in CODE_KINDS
     for out, depth, group in SIZES
+}
+INTEGERS = {
+    f"w8a8 {out} x {depth}": Case(kind="w8a8", out=out, depth=depth, group=depth, shifted=False)
+    for out, depth in ((70, 144), (66, 97), (130, 1300), (6, 576), (1, 1))
 }
 
 
@@ -76,6 +81,37 @@ def check(case: Case, device: str = "cpu") -> None:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_products_match_the_definition(case: Case) -> None:
     check(case)
+
+
+def check_integers(case: Case, device: str = "cpu") -> None:
+    """Against the definition, whose codes of x they have: sums are exact."""
+    part, draw = case.stored, torch.Generator().manual_seed(0)
+    bias_N = random(draw, case.out).bfloat16()
+    weight, biased = (cuda.pack([on(part, device)], bias) for bias in (None, bias_N.to(device)))
+    assert weight.kind == "w8a8"
+    for rows in (1, 3, 17, 65, 130):
+        x = random(draw, rows, case.depth + 16)[:, 16:]  # a slice of wider rows
+        x[rows // 2], x[rows // 3] = 0, x[rows // 3] * 1e-20
+        for given in (x, x.bfloat16()):
+            codes, scales = taken(given.to(device), weight)
+            wanted_codes, wanted_scales = reference.quantised(given)
+            assert scales is not None
+            assert torch.equal(codes.cpu(), wanted_codes)
+            assert same_bits(scales.cpu()[:, None], wanted_scales)
+            wanted = truth(given, part)
+            assert relative_error(cuda.logits(given.to(device), weight).cpu(), wanted) < 1e-6
+            y = cuda.linear(given.to(device), biased)
+            assert y.dtype == torch.bfloat16
+            assert relative_error(y.cpu(), wanted + bias_N.double()) < 1e-2
+    broken = torch.tensor([[1.0] * case.depth, [torch.nan] * case.depth, [torch.inf] * case.depth])
+    found = cuda.logits(broken.to(device), weight).cpu()
+    assert found.isnan().all(-1).tolist() == [False, True, True]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # inf * 0
+@pytest.mark.parametrize("case", INTEGERS.values(), ids=INTEGERS)
+def test_products_of_integers_match_the_definition(case: Case) -> None:
+    check_integers(case)
 
 
 @pytest.mark.parametrize(("rows", "depth", "spans"), [(3, 1300, 2), (17, 1664, 3), (2, 512, 1)])

@@ -161,7 +161,9 @@ def test_moe_matches_the_definition(case: Case) -> None:
     check(case)
 
 
-CODES = {f"{kind} of {tokens} tokens": (kind, tokens) for kind in CODE_KINDS for tokens in (5, 150)}
+CODES = {
+    f"{kind} of {tokens} tokens": (kind, tokens) for kind in (*CODE_KINDS, "w8a8") for tokens in (5, 150)
+}
 
 
 def check_codes(kind: Kind, tokens: int, device: str = "cpu") -> None:
@@ -170,7 +172,9 @@ def check_codes(kind: Kind, tokens: int, device: str = "cpu") -> None:
     draw = torch.Generator().manual_seed(tokens)
     found, wide = list[Packed](), list[Packed]()
     for out, depth in ((2 * inner, width), (width, inner)):
-        part = stored(kind, experts * out, depth, depth if kind == "int8" else group, shifted=kind == "uint4")
+        part = stored(
+            kind, experts * out, depth, depth if kind in {"int8", "w8a8"} else group, shifted=kind == "uint4"
+        )
         part = part.moved(lambda rows, out=out: rows.view(experts, out, -1))
         assert part.scales is not None
         part = replace(part, scales=part.scales / 256)

@@ -13,6 +13,7 @@ import torch
 
 from tests.support.parity.steps import Runner
 from tidemill.kernels.dispatch import Operators
+from tidemill.kernels.shared.quantization import Quantization
 from tidemill.workers.models.architectures.registry import describe, load
 from tidemill.workers.models.collectives import ALONE, Ranks, Sharing
 from tidemill.workers.models.errors import ModelError
@@ -44,9 +45,16 @@ def over_gloo(folder: Path, index: int, size: int, wait_s_max: float) -> Distrib
 
 @torch.inference_mode()
 def run_rank(
-    folder: Path, ops: Operators, ranks: Ranks = ALONE, *, sums: bool = False, by_expert: bool = False
+    folder: Path,
+    ops: Operators,
+    ranks: Ranks = ALONE,
+    *,
+    sums: bool = False,
+    by_expert: bool = False,
+    quantization: Quantization | None = None,
 ) -> Found:
-    loaded = load(folder, ops, lambda _done_bytes, _total_bytes: None, Sharing(ranks, sums, by_expert))
+    sharing = Sharing(ranks, sums, by_expert)
+    loaded = load(folder, ops, lambda _done, _total: None, sharing, quantization=quantization)
     runner = Runner(loaded, PAGE_TOKENS)
     rng = Random(1)
     sequences = [runner.add([rng.randrange(loaded.vocab_size) for _ in range(n)]) for n in LENGTHS]
@@ -68,12 +76,13 @@ def run_threads(
     *,
     sums: bool = False,
     by_expert: bool = False,
+    quantization: Quantization | None = None,
 ) -> list[Found]:
     """Return the results of every rank, each on a thread with its own weights and caches."""
 
     def run(index: int) -> Found:
         with closing(meet(index)) as ranks:
-            return run_rank(folder, ops, ranks, sums=sums, by_expert=by_expert)
+            return run_rank(folder, ops, ranks, sums=sums, by_expert=by_expert, quantization=quantization)
 
     with ThreadPoolExecutor(size, initializer=torch.set_num_threads, initargs=(1,)) as threads:
         return list(threads.map(run, range(size)))

@@ -117,6 +117,18 @@ def int8_with_zeros(draw: torch.Generator) -> Case:
     return Case(config, (6, 5), stored, (weight - zeros) * scale, "int8")
 
 
+DYNAMIC = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+"""The `input_activations` of INT8 with a scale for each token."""
+
+
+def int8_with_int8_inputs(draw: torch.Generator) -> Case:
+    weight, scale = whole_number(draw, 6, 5), positive(draw, 6, 1).bfloat16()
+    config = packed({"num_bits": 8, "type": "int", "strategy": "channel"}, "int-quantized")
+    config["config_groups"]["group_0"]["input_activations"] = DYNAMIC
+    stored = {NAME: weight.to(torch.int8), f"{NAME}_scale": scale}
+    return Case(config, (6, 5), stored, weight * scale.float(), "w8a8")
+
+
 def packed_8_bits(draw: torch.Generator) -> Case:
     weight, scale = whole_number(draw, 7, 10), positive(draw, 7, 1).bfloat16()
     stored = {
@@ -270,6 +282,7 @@ CASES: list[Callable[[torch.Generator], Case]] = [
     fp8_of_a_tensor,
     fp8_by_rows,
     int8_with_zeros,
+    int8_with_int8_inputs,
     packed_8_bits,
     packed_4_bits_in_groups,
     packed_in_any_order,

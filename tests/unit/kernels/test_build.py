@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.kernels.cases import COMPUTE_DTYPES, random, same_bits, step
+from tests.unit.kernels.codes.test_integers import integers
 from tidemill.kernels import dispatch
 from tidemill.kernels.attention.cpu import bind as bind_attention
 from tidemill.kernels.dispatch import Operators
@@ -137,7 +138,8 @@ def ahead(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("flags", "kind"),
     [
-        (f"{AVX512} avx512_bf16", "avx512_bf16"),
+        (f"{AVX512} avx512_bf16 avx512_vnni", "avx512_bf16"),
+        (f"{AVX512} avx512_bf16", "avx512"),
         (AVX512, "avx512"),
         (AVX512.replace("avx512vl", ""), "avx2"),
         (AVX2, "avx2"),
@@ -228,6 +230,7 @@ def test_every_kind_of_cpu_computes_the_same_bits(tmp_path: Path, kernel_cache: 
             linear(x, exact([plain(weight)], bias)),
             linear(x, paired([plain(weight.bfloat16())], bias)),
             linear(small[0], paired([plain(half)], None)),
+            *(linear(x[:rows], paired([integers(300, 257)], bias)) for rows in (1, 3, 65)),
             *(bind_attention(library, dtype)(q, cache, rows, None, None) for dtype in COMPUTE_DTYPES),
             bind_attention(library, "bfloat16")(*in_pages, last, None, None),
             *(

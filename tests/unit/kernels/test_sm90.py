@@ -322,6 +322,7 @@ def test_fits_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 OUT, DEPTH = 320, 2048
 FORMATS: dict[str, tuple[Kind, int, torch.dtype, bool, float]] = {
     "INT8 per channel": ("int8", DEPTH, torch.float32, False, 0.501),
+    "INT8 with INT8 inputs": ("w8a8", DEPTH, torch.float32, False, 0.501),
     "FP8 in blocks": ("fp8", 128, torch.float32, False, 0.5156),
     "INT4 of compressed-tensors": ("int4", 128, torch.bfloat16, False, 0.2578),
     "AWQ": ("uint4", 128, torch.float16, True, 0.2734),
@@ -358,6 +359,7 @@ def test_one_row_reads_codes_and_scales_once(name: str, monkeypatch: pytest.Monk
     with launching(monkeypatch) as launches:
         linear_cuda.linear(torch.empty(1, DEPTH, dtype=torch.bfloat16, device=META), on(packed, META))
     assert [(launch.kernel, launch.grid) for launch in launches] == [
+        *([("quantise_row", (1,))] if packed.kind == "w8a8" else []),
         ("product_tile", (1, OUT // 64, 4)),  # each program has its rows and its columns
         ("add_spans", (1,)),
     ]

@@ -26,7 +26,7 @@ def stored(kind: Kind, rows: int, columns: int, group: int, *, shifted: bool, se
     draw = torch.Generator().manual_seed(seed)
     if kind == "fp8":
         codes = torch.randn(rows, columns, generator=draw).to(torch.float8_e4m3fn)
-    elif kind == "int8":
+    elif kind in {"int8", "w8a8"}:
         codes = torch.randint(-128, 128, (rows, columns), generator=draw, dtype=torch.int8)
     else:
         codes = torch.randint(0, 256, (rows, columns // 2), generator=draw, dtype=torch.uint8)

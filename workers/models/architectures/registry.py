@@ -205,6 +205,10 @@ def load(  # noqa: PLR0913  each is a part of the worker or a setting
         if found.scales is None and compute_dtype == "bfloat16" and found.codes.dim() > 1:
             found = plain(found.codes.bfloat16())
         if compute_dtype == "float32" and device.type == "cuda":
+            if found.kind == "w8a8":
+                raise ModelError(
+                    f"{name} has INT8 products, in bfloat16 on CUDA: set --compute-dtype bfloat16"
+                )
             found = plain(found.values.float())
         return found.moved(lambda tensor: tensor.to(device))
 

@@ -91,7 +91,7 @@ class LatentConfig:
         up_IR = read("self_attn.q_proj.weight" if down is None else "self_attn.q_b_proj.weight")
         latent = read("self_attn.kv_a_proj_with_mqa.weight")
         latent_bias = bias("kv_a_proj_with_mqa")
-        keys_values_HIC = read("self_attn.kv_b_proj.weight").moved(
+        keys_values_HIC = read("self_attn.kv_b_proj.weight").weight_only.moved(
             lambda rows: rows.view(self.query_heads, self.plain + self.value, -1)
         )
         absorb_HCI = keys_values_HIC.factors(ops.compute_dtype)[:, : self.plain].mT.contiguous()

@@ -1,5 +1,6 @@
 """Read the weights of a Hugging Face folder in the order of the model's requests, and digest what is read."""
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from math import inf, prod
 from pathlib import Path
@@ -16,6 +17,8 @@ from tidemill.workers.models.loading.quantise import floats_bytes, recipe_of
 from tidemill.workers.models.loading.sharding import RankSlice
 from tidemill.workers.models.loading.tensor_files import DTYPES, TensorFiles
 from tidemill.workers.models.loading.weights import Weight
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
@@ -47,6 +50,12 @@ class WeightsFolder:
         if self._scheme is not None and quantize is not None:
             raise ModelError(
                 f"{folder} is quantised already ({self._scheme.method}): leave out --quantization {quantize}"
+            )
+        if self._scheme is not None and self._scheme.inputs == "other":
+            log.warning(
+                "%s: its activations stay floats: those of all INT8 groups can be INT8, with a dynamic scale "
+                "for each token",
+                folder,
             )
         self._quantize: Quantization | None = quantize
         self.widened: list[str] = []

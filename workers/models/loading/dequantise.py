@@ -76,8 +76,9 @@ def cut(whole: Stored, part: RankSlice) -> Stored:
     their scales; without such groups codes become floats, in float32."""
     if whole.scales is None or part.dim < whole.codes.dim() - 1:
         return whole.moved(lambda tensor: picked(tensor, part))
-    columns, is_one = whole.columns, whole.scales.shape[-1] == 1 and not part.zeros
-    unit = 2 if is_one else whole.group
+    columns, is_w8a8 = whole.columns, whole.kind == "w8a8"  # of which zeros have any scale
+    is_one = is_w8a8 or (whole.scales.shape[-1] == 1 and not part.zeros)
+    unit = 1 if is_w8a8 else 2 if is_one else whole.group
     group = gcd(unit, *chain(*part.ranges), part.zeros)
     if group < unit and (is_one or group % GROUP_STEP):
         return cut(plain(whole.factors("float32")), part)
@@ -142,6 +143,8 @@ def _whole(encoding: Matrix, shape: tuple[int, ...], scheme: Scheme | None, stor
 
     found = Stored(*_codes(encoding, words, bits, shape[-1]), spread(scales))
     found = replace(found, offsets=None if offsets is None else spread(offsets))
+    if (found.kind, found.group, offsets, scheme.inputs) == ("int8", found.columns, None, "int8"):
+        found = replace(found, kind="w8a8")
     return found if is_even and words.dtype != torch.float8_e5m2 else found.widened
 
 

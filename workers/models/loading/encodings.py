@@ -96,12 +96,15 @@ class Scheme:
     blocks    the rows and columns that share a scale where it is not one for the tensor or for each row
     bits      of the codes in int32
     shift     zero points are stored too low by this
+    inputs    the type of what INT8 is multiplied with: in "int8" each token has a dynamic scale; of "other",
+              which the folder asks for, products have floats
     """
 
     method: str
     blocks: tuple[tuple[int, int], ...] = ()
     bits: tuple[int, ...] = ()
     shift: int = 0
+    inputs: Literal["floats", "int8", "other"] = "floats"
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +304,27 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Scheme:
                 blocks += ((int(rows), int(columns)),)
             case strategy:
                 raise _unsupported(f"strategy {strategy!r}")
-    return Scheme("compressed-tensors", blocks, tuple({weights["num_bits"]: None for weights in kinds}))
+    bits = tuple({weights["num_bits"]: None for weights in kinds})
+    return Scheme("compressed-tensors", blocks, bits, inputs=_inputs(config["config_groups"].values()))
+
+
+def _inputs(groups: Collection[Mapping[str, Any]]) -> Literal["floats", "int8", "other"]:
+    """Return the type of what weights in INT8 are multiplied with. Tensors do not show their group: all must
+    have one type."""
+    integers = [
+        group.get("input_activations")
+        for group in groups
+        if (group["weights"]["num_bits"], group["weights"].get("type")) == (8, "int")
+    ]
+    if not any(integers):
+        return "floats"
+    return "int8" if all(given and _by_tokens(given) for given in integers) else "other"
+
+
+def _by_tokens(given: Mapping[str, Any]) -> bool:
+    """Return whether activations become INT8 with a scale for each token."""
+    asked = (given.get("num_bits", 8), given.get("type", "int"), given.get("strategy") or "token")
+    return asked == (8, "int", "token") and given.get("dynamic") is True and given.get("symmetric", True)
 
 
 def _groups(rules: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, int], ...]:

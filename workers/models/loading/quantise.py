@@ -13,11 +13,16 @@ from tidemill.kernels.linear.stored import PIECE, CodeKind, Stored, stack
 from tidemill.kernels.shared.quantization import Quantization
 from tidemill.workers.models.loading.weights import Weight
 
-MOST: dict[CodeKind, float] = {"fp8": 448.0, "int8": 127.0, "int4": -8.0}
+MOST: dict[CodeKind, float] = {"fp8": 448.0, "int8": 127.0, "w8a8": 127.0, "int4": -8.0}
 """The code of the largest value of a block. That of 4 bits becomes -8 whatever its sign, as in ggml's Q4_0:
 all 16 codes are used."""
 
-DTYPES: dict[CodeKind, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
+DTYPES: dict[CodeKind, torch.dtype] = {
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "w8a8": torch.int8,
+    "int4": torch.uint8,
+}
 
 COLUMNS_MIN = 16
 """The fewest columns of a block: with fewer, scales take as much as codes save."""
@@ -50,11 +55,13 @@ class Recipe:
 RECIPES: dict[Quantization, Recipe] = {
     "fp8": Recipe("fp8", vocabulary=Recipe("fp8")),
     "int8": Recipe("int8", vocabulary=Recipe("int8")),
+    "w8a8": Recipe("w8a8", vocabulary=Recipe("int8")),
     "int4": Recipe("int4", columns=32, vocabulary=Recipe("int8")),
     "fp8_per_tensor": Recipe("fp8", rows=0),
     "fp8_per_channel": Recipe("fp8"),
     "fp8_per_block": Recipe("fp8", rows=128, columns=128),
     "int8_per_channel_weight_only": Recipe("int8"),
+    "w8a8_int8": Recipe("w8a8"),
 }
 
 
@@ -113,7 +120,7 @@ def _codes(numbers: torch.Tensor, kind: CodeKind) -> torch.Tensor:
     """Return the nearest codes; overwrite the numbers."""
     if kind == "fp8":
         return numbers.to(torch.float8_e4m3fn)
-    if kind == "int8":
+    if kind != "int4":
         return numbers.round_().to(torch.int8)
     nibbles = numbers.round_().clamp_(-8, 7).add_(8).to(torch.uint8)
     return nibbles[..., 0::2] | nibbles[..., 1::2] << 4

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.workers.quantised import (
+    DYNAMIC,
     FP8_BLOCKS,
     NAME,
     Case,
@@ -220,6 +221,44 @@ def test_either_method_names_the_blocks() -> None:
     assert found == Scheme("compressed-tensors", ((4, 3),), (8,))
     assert scheme_of(FP8_BLOCKS) == Scheme("fp8", ((4, 3),))
     assert scheme_of(None) is None
+
+
+INT8, FP8 = ({"num_bits": 8, "type": kind, "strategy": "channel"} for kind in ("int", "float"))
+STATIC = DYNAMIC | {"strategy": "tensor", "dynamic": False}
+
+
+@pytest.mark.parametrize(
+    ("groups", "inputs"),
+    [
+        ([(INT8, DYNAMIC)], "int8"),
+        ([(INT8, {"dynamic": True, "strategy": None})], "int8"),
+        ([(INT8, DYNAMIC), (FP8, STATIC)], "int8"),
+        ([(INT8, None)], "floats"),
+        ([(FP8, DYNAMIC | {"type": "float"})], "floats"),
+        ([(INT8, STATIC)], "other"),
+        ([(INT8, DYNAMIC | {"symmetric": False})], "other"),
+        ([(INT8, DYNAMIC | {"num_bits": 4})], "other"),
+        ([(INT8, DYNAMIC | {"type": "float"})], "other"),
+        ([(INT8, DYNAMIC), (INT8, None)], "other"),
+    ],
+)
+def test_groups_name_what_integers_are_multiplied_with(
+    tmp_path: Path,
+    groups: list[tuple[dict[str, Any], dict[str, Any] | None]],
+    inputs: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = packed({}, "int-quantized")
+    config["config_groups"] = {
+        str(index): {"weights": weights, "input_activations": given}
+        for index, (weights, given) in enumerate(groups)
+    }
+    found = scheme_of(config)
+    assert found is not None
+    assert found.inputs == inputs
+    save_file({NAME: torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    WeightsFolder(tmp_path, no_progress, digests=True, quantization=config)
+    assert ("its activations stay floats: those of all INT8" in caplog.text) == (inputs == "other")
 
 
 @pytest.mark.parametrize(("config", "message"), CONFIGS, ids=[message for _, message in CONFIGS])

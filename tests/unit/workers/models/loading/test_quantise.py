@@ -26,7 +26,7 @@ from tidemill.workers.models.loading.sharding import EvenRuns, Replicated, part_
 from tidemill.workers.models.loading.weights import Weight
 
 EVERY: tuple[Quantization, ...] = get_args(Quantization)
-ERRORS = {"fp8": 1 / 16, "int8": 0.51 / 127, "int4": 1 / 8}
+ERRORS = {"fp8": 1 / 16, "int8": 0.51 / 127, "w8a8": 0.51 / 127, "int4": 1 / 8}
 """The largest error, of FP8 of the value, else of the largest value of its block."""
 
 
@@ -78,6 +78,14 @@ def test_vectors_gates_and_what_is_narrow_stay_floats() -> None:
     assert recipe_of(Weight((64, 1, 4), Replicated()), "int8") is None
     assert recipe_of(Weight((64, 40), Replicated()), "int4") is None
     assert recipe_of(Weight((64, 64), Replicated()), None) is None
+
+
+def test_names_with_integer_products_leave_the_head_to_others() -> None:
+    head = Weight((8, 64), Replicated(), role="vocabulary")
+    assert [recipe_of(head, name) for name in ("w8a8", "w8a8_int8")] == [Recipe("int8"), None]
+    found = quantised(plain(torch.ones(8, 64)), RECIPES["w8a8_int8"])
+    assert (found.kind, found.weight_only.kind) == ("w8a8", "int8")
+    assert torch.equal(found.weight_only.codes, found.codes)
 
 
 def test_folder_that_is_quantised_is_refused(tmp_path: Path) -> None:
