@@ -12,8 +12,14 @@ from tidemill.cluster.config.tree import RootConfig
 from tidemill.cluster.edge.requests.api_keys import ApiKey
 
 SCHEMA = CHART / "values.schema.json"
-PARTS = ("ModelConfig", "AutoscalingConfig", "EngineConfig", "TelemetryConfig", "KvEventsConfig")
-PARTS += ("AdapterConfig",)
+PARTS = (
+    "ModelConfig",
+    "AutoscalingConfig",
+    "EngineConfig",
+    "AdapterConfig",
+    "TelemetryConfig",
+    "KvEventsConfig",
+)
 SET_BY_CHART = ("labels", "resources")
 """Keys of a group that the chart sets, to tie workers to pods."""
 

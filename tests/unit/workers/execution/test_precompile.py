@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import triton
+import triton.knobs
 from triton.runtime.jit import JITFunction
 
 from tests.support.kernels.launched import META

@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -136,7 +137,7 @@ class Group:
         for depth, (key, page) in enumerate(zip(KEYS, PAGES, strict=True), 1):
             entries.append(Entry(key, entries[-1] if entries else None, depth, page))
         if self.layout.hybrid:
-            states = {self.layout.saved: (SLOT,)} if self.layout.has_states else {}
+            states: dict[str, Any] = {self.layout.saved: (SLOT,)} if self.layout.has_states else {}
             entries[-1].checkpoint = Checkpoint(windows=tuple(self.windows), **states)
         return Lease(P, shared_entries=entries, source=entries[-1])
 
