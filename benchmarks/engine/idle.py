@@ -40,7 +40,7 @@ from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.execution.overlapped_runner import OverlappedRunner
 from tidemill.workers.execution.step_tensors import PageTables
 from tidemill.workers.messages import Request, Sampling
-from tidemill.workers.models.inputs import Caches, Inputs
+from tidemill.workers.models.inputs import Caches, Inputs, Kept
 from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.plan import Budget
 from tidemill.workers.transfer.arena_io import DirectIO
@@ -117,10 +117,10 @@ class Clocked:
         self._clock = clock
         self._waits = waits
 
-    def forward(self, inputs: Inputs, caches: Caches) -> torch.Tensor:  # noqa: ARG002  of a model
-        rows = len(inputs.lens_B)
-        self._clock.launch(decodes=len(inputs.tokens_T) == rows)
-        return torch.zeros(len(inputs.tokens_T), VOCABULARY)
+    def forward(self, inputs: Inputs, caches: Caches, kept: Kept | None = None) -> torch.Tensor:  # noqa: ARG002  of a model
+        rows, tokens = len(inputs.lens_B), len(inputs.tokens_T)
+        self._clock.launch(decodes=tokens == rows)
+        return torch.zeros(tokens if kept is None else len(kept.tokens_K), VOCABULARY)
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         if self._waits:

@@ -15,8 +15,10 @@ from tests.support.parity.steps import Runner
 from tidemill.kernels.dispatch import REFERENCE, Operators, operators
 from tidemill.kvstore.layout import KvDtype
 from tidemill.workers.models.architectures.registry import load, no_progress
+from tidemill.workers.models.inputs import Kept
 
 LENGTHS = (19, 5)
+KEPT_K = torch.tensor([18, 22, 23])
 
 
 def drawn_ids() -> list[torch.Tensor]:
@@ -43,6 +45,20 @@ def test_float32_gives_the_same_logits(name: str, tmp_path: Path) -> None:
     found, wanted = (logits_of(folder, ops, "float32") for ops in (operators("triton", tmp_path), REFERENCE))
     assert float(wanted.std()) > 1, "weights too small to tell right from wrong"
     assert float((found - wanted).abs().max() / wanted.abs().max()) < 2e-4
+
+
+def test_last_layer_of_kept_tokens_alone(tmp_path: Path) -> None:
+    """A row without draws keeps one token, another its guesses."""
+    name = "qwen3_next/moe-two-values"
+    model = load(save(random_model(name), tmp_path / "model"), operators("triton", tmp_path), no_progress)
+    found_TH, wanted_TH = (
+        runner.loaded.model.forward(
+            runner.inputs([(runner.add(ids.tolist()), len(ids)) for ids in drawn_ids()]), runner.caches, kept
+        )
+        for kept in (Kept(KEPT_K, torch.tensor([0, 1, 3], dtype=torch.int32)), None)
+        for runner in (Runner(model, page_tokens=16),)
+    )
+    assert float((found_TH - wanted_TH[KEPT_K]).abs().max() / wanted_TH.abs().max()) < 2e-4
 
 
 def divergences(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

@@ -161,10 +161,9 @@ class TorchRunner:
     def _outputs(self, step: Step, tokens: list[int]) -> Outputs:
         """Compute what all ranks of a group compute together."""
         inputs = inputs_of(step, tokens, self._page_tokens)
-        kept = kept_of(step) if isinstance(self._graphs, RecordedSteps) and self._guesser is None else None
         with self._copied(step):
-            hidden_KH = self._hidden(inputs) if kept is None else self._hidden_of(kept, inputs)
-        return outputs_of(self._model, hidden_KH, step)
+            hidden_TH = self._hidden(inputs, self._kept(step))
+        return outputs_of(self._model, hidden_TH, step)
 
     @contextmanager
     def _copied(self, step: Step) -> Generator[None]:
@@ -180,21 +179,26 @@ class TorchRunner:
         if saves.numel():
             self._caches.save(*saves)
 
-    def _hidden_of(self, kept: Kept, inputs: Inputs) -> torch.Tensor:
-        """Return the hidden states of a step, of which nothing reads those that are not kept."""
-        assert isinstance(self._graphs, RecordedSteps)
-        hidden_KH = self._graphs.forward(inputs, kept)
+    def _kept(self, step: Step) -> Kept | None:
+        """Return the tokens of which the last layer computes hidden states, on a device or by a recording.
+        None: all, which a prediction head reads."""
+        if self._guesser is None and (self._device != HOST or isinstance(self._graphs, RecordedSteps)):
+            return kept_of(step)
+        return None
+
+    def _hidden(self, inputs: Inputs, kept: Kept | None = None) -> torch.Tensor:
+        """Return the hidden states of a step whose inputs are in host memory. Nothing reads those that are
+        not kept."""
+        if isinstance(self._graphs, Graphs) and (hidden_TH := self._graphs.forward(inputs)) is not None:
+            return hidden_TH
+        hidden_KH = self._graphs.forward(inputs, kept) if isinstance(self._graphs, RecordedSteps) else None
         if hidden_KH is None:
-            hidden_KH = self._model.forward(inputs, self._caches, kept)
+            kept = None if kept is None else kept.on(self._device)
+            hidden_KH = self._model.forward(on_device(inputs, self._device), self._caches, kept)
+        if kept is None:
+            return hidden_KH
         hidden_TH = hidden_KH.new_empty(len(inputs.tokens_T), hidden_KH.shape[1])
         hidden_TH[kept.tokens_K] = hidden_KH
-        return hidden_TH
-
-    def _hidden(self, inputs: Inputs) -> torch.Tensor:
-        """Return the hidden states of a step whose inputs are in host memory."""
-        hidden_TH = None if self._graphs is None else self._graphs.forward(inputs)
-        if hidden_TH is None:
-            return self._model.forward(on_device(inputs, self._device), self._caches)
         return hidden_TH
 
     @contextmanager

@@ -28,7 +28,7 @@ from tidemill.workers.execution.sampler import Wanted, token_ids
 from tidemill.workers.execution.step import PENDING, Drawn, Row, Step
 from tidemill.workers.execution.step_tensors import Ints, PageTables, copies_of, writes_of
 from tidemill.workers.models.architectures.registry import Model
-from tidemill.workers.models.inputs import ALIGNED_BYTES, Caches, Inputs
+from tidemill.workers.models.inputs import ALIGNED_BYTES, Caches, Inputs, Kept
 
 ON_DEVICE = -2
 """The last token of a sequence, while the host does not know it."""
@@ -215,10 +215,10 @@ class OverlappedRunner(TorchRunner):
         slots = changes.slots_B.tolist()
         tokens: list[int] = []
         reads: list[tuple[int, int]] = []  # positions in `tokens`, and slots
-        draws: list[tuple[int, int]] = []
+        draws: list[tuple[int, int]] = []  # numbers of rows, and slots
         wanted: list[Wanted] = []
         starts = [0]
-        for row, slot in zip(step, slots, strict=True):
+        for number, (row, slot) in enumerate(zip(step, slots, strict=True)):
             known = row.tokens
             if known[0] == PENDING:
                 token = last[row.sequence_id]
@@ -229,7 +229,7 @@ class OverlappedRunner(TorchRunner):
             tokens += known
             starts.append(len(tokens))
             if row.sampling_state is not None:
-                draws.append((len(tokens) - 1, slot))
+                draws.append((number, slot))
                 wanted.append(Wanted(len(wanted), len(wanted), row.end, row.sampling_state, ()))
         lens_B = np.array([row.end for row in step], np.int32)
         cu_B1 = np.array(starts, np.int32)
@@ -244,12 +244,14 @@ class OverlappedRunner(TorchRunner):
         )
         width = -(-int(lens_B.max()) // self._page_tokens)
         graph = self._graphs.graph_of(inputs, width) if isinstance(self._graphs, Graphs) else None
-        if graph is not None:
+        draws_2N = np.array(draws, np.int64).reshape(-1, 2).T.copy()
+        if graph is not None:  # which computes all tokens, others the last of each row
             inputs = graph.padded(inputs)
+            draws_2N[0] = cu_B1[1:][draws_2N[0]] - 1
         arrays = [
             *(getattr(inputs, name).numpy() for name in NUMBERS),
             np.array(reads, np.int64).reshape(-1, 2).T.copy(),
-            np.array(draws, np.int64).reshape(-1, 2).T.copy(),
+            draws_2N,
             *copies_of(step),
             *changes,
         ]
@@ -273,7 +275,8 @@ class OverlappedRunner(TorchRunner):
             else:
                 named = dict(zip(NUMBERS, numbers, strict=True))
                 inputs = Inputs(**named, pages_BN=pages_BN, windows_BN=windows_BN)
-                hidden_TH = self._model.forward(inputs, self._caches)
+                kept = Kept.last(inputs.cu_B1) if len(inputs.tokens_T) > len(inputs.lens_B) else None
+                hidden_TH = self._model.forward(inputs, self._caches, kept)
             if saves.numel():
                 self._caches.save(*saves)
             if not prepared.wanted:

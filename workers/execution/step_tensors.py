@@ -36,18 +36,16 @@ def inputs_of(step: Step, tokens: list[int], page_tokens: int) -> Inputs:
 
 
 def kept_of(step: Step) -> Kept | None:
-    """Return the tokens whose hidden states are read: those that draw, and all of rows with scores, and one
-    if there are none. None: all are."""
+    """Return the tokens whose hidden states are read: those that draw, all of rows with scores, and one of
+    other rows, since operators take a row of no token for padding. None: all are."""
     tokens: list[int] = []
     starts = [0]
     end = 0
     for row in step:
         end += len(row.tokens)
-        draws = 0 if row.sampling_state is None else row.drafts + 1
+        draws = 1 if row.sampling_state is None else row.drafts + 1
         tokens += range(end - (draws if row.scores is None else len(row.tokens)), end)
         starts.append(len(tokens))
-    if not tokens:
-        tokens, starts[-1] = [end - 1], 1
     if len(tokens) == end:
         return None
     return Kept(torch.tensor(tokens), torch.tensor(starts, dtype=torch.int32))

@@ -60,7 +60,7 @@ class Inputs:
 
 
 class Kept(NamedTuple):
-    """The tokens of a step whose hidden states are read: the last ones of each row, of some rows none.
+    """The tokens of a step whose hidden states are read: the last ones of each row, at least one.
 
     tokens_K   int64, their indices in the step, ascending
     cu_B1      int32, row starts among them; cu[B] = K
@@ -73,6 +73,17 @@ class Kept(NamedTuple):
         """Return the step for an operator that takes these tokens alone. `tokens_T` and `positions_T` stay
         those of all."""
         return replace(inputs, cu_B1=self.cu_B1)
+
+    @classmethod
+    def last(cls, cu_B1: torch.Tensor) -> "Kept":
+        """Return the last token of each row. `cu_B1` (int32) are the rows' starts in the step."""
+        starts_B1 = torch.arange(len(cu_B1), dtype=torch.int32, device=cu_B1.device)
+        return cls(cu_B1[1:].long() - 1, starts_B1)
+
+    def on(self, device: torch.device) -> "Kept":
+        """Return it on `device`; the host does not wait for the copies."""
+        parts = (part.pin_memory() if device.type == "cuda" else part for part in self)
+        return Kept(*(part.to(device, non_blocking=True) for part in parts))
 
 
 def one_run(

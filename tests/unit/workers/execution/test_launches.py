@@ -3,6 +3,7 @@
 """Launches of released models' steps on a device, checked without one: a capture meets nothing that it
 refuses, and the warm-up meets every kernel of later steps."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -22,7 +23,7 @@ from tidemill.kernels.attention.lists import PROGRAMS
 from tidemill.kernels.dispatch import operators
 from tidemill.kernels.draw.cuda import BLOCK
 from tidemill.kernels.linear.stored import CodeKind
-from tidemill.kvstore.layout import PageId
+from tidemill.kvstore.layout import PageId, WindowId
 from tidemill.workers.execution import model_runner as runner_module
 from tidemill.workers.execution.cuda_graphs import (
     Forward,
@@ -40,6 +41,7 @@ from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import PENDING, Step
 from tidemill.workers.execution.step_tensors import PageTables
 from tidemill.workers.messages import Grammar, Request, Sampling
+from tidemill.workers.models.inputs import Kept
 from tidemill.workers.sources.names import bundled
 
 ROWS_MAX = 600
@@ -162,15 +164,18 @@ def test_chunk_of_a_prompt_behind_a_long_text_fills_a_device(monkeypatch: pytest
 
 
 class _Products(TorchDispatchMode):
-    """Collects the types of what products multiply."""
+    """Collects the types of what products multiply, and the number of those of each number of rows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.dtypes: set[tuple[torch.dtype, ...]] = set()
+        self.rows = Counter[int]()
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         if operator.overloadpacket.__name__ in {"mm", "addmm", "bmm"}:
-            self.dtypes.add(tuple(part.dtype for part in args if isinstance(part, torch.Tensor))[-2:])
+            factors = [part for part in args if isinstance(part, torch.Tensor)][-2:]
+            self.dtypes.add(tuple(part.dtype for part in factors))
+            self.rows[factors[0].shape[-2]] += 1
         return operator(*args, **(kwargs or {}))
 
 
@@ -181,6 +186,34 @@ def test_no_product_of_a_step_is_of_float32(name: str, monkeypatch: pytest.Monke
     with launching(monkeypatch), torch.no_grad(), _Products() as products:
         model.logits(model.forward(there(padding(32, 9), META), caches))
     assert products.dtypes == {(torch.bfloat16, torch.bfloat16)}
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Next-80B-A3B", "gpt-oss-20b", "DeepSeek-V3"])
+def test_last_layer_of_a_prompt_computes_its_last_token_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It projects what goes into pages of the others."""
+    model, caches = released(name)
+    tables = PageTables(2, TABLE_WIDTH, windows=caches.has_windows)
+    monkeypatch.setattr(runner_module, "on_device", there)
+    monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # in it, modes see composed operators
+    pages = tuple(map(PageId, range(9)))
+    windows = tuple(map(WindowId, range(9))) if caches.has_windows else ()
+    prompt = a_row("", (5,) * 300, 0, drawing_state(SAMPLINGS["greedy"]))._replace(
+        pages=pages, windows=windows
+    )
+    for runner in (
+        TorchRunner(model, caches, PAGE_TOKENS, 1, META),
+        OverlappedRunner(model, caches, PAGE_TOKENS, 1, MetaStream(), None, tables),
+    ):
+        with launching(monkeypatch) as launches, torch.no_grad(), Counted(), _Products() as products:
+            if isinstance(runner, OverlappedRunner):
+                runner._launch_ahead((prompt,))
+            else:
+                runner._outputs((prompt,), [5] * 300)
+        runner.close()
+        assert products.rows[1] >= 3, "back from attention, to the scores of experts, the head"
+        assert [launch.grid[0] for launch in launches if launch.kernel == "choose"][-1] == 1
 
 
 STEPS = [
@@ -215,6 +248,7 @@ def test_no_step_compiles(name: str, codes: CodeKind | None, monkeypatch: pytest
             step = padding(rows, width, 1 + more, windows=caches.has_windows, states=states)
             with torch.inference_mode():
                 hidden_TH = runner._hidden(step)
+                runner._hidden(step, Kept.last(step.cu_B1))
             assert compiled(launches) <= known, (rows, more, states, width)
         for rows in (2, 20, 40, 100, 300):
             launches.clear()
@@ -362,7 +396,7 @@ def test_overlapped_step_waits_for_nothing(
         inputs = padding(rows + 1, TABLE_WIDTH, 64, windows=caches.has_windows)
         moved = there(inputs, META)
         counted.count = 0
-        hidden_TH = model.forward(moved, caches)
+        hidden_TH = model.forward(moved, caches, None if graphs else Kept.last(moved.cu_B1))
         if graphs:  # their launches are one
             launches.clear()
             counted.count = 0

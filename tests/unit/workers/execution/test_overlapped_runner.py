@@ -20,7 +20,7 @@ from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import PENDING, Drawn, Row
 from tidemill.workers.execution.step_tensors import PageTables
 from tidemill.workers.messages import Request, Sampling
-from tidemill.workers.models.inputs import Caches, Inputs
+from tidemill.workers.models.inputs import Caches, Inputs, Kept
 
 Opened = Callable[[Echo], AbstractContextManager[tuple[TorchRunner, LateStream | None]]]
 
@@ -127,11 +127,11 @@ def test_draws_of_a_broken_step_are_not_used(breaks: int, opened: Opened) -> Non
     """The step after it reads them on the device, so it breaks too. Page tables are right afterwards."""
 
     class Breaks(Echo):
-        def forward(self, inputs: Inputs, caches: Caches) -> torch.Tensor:
+        def forward(self, inputs: Inputs, caches: Caches, kept: Kept | None = None) -> torch.Tensor:
             tables.append(inputs.pages_BN.tolist())
             if len(tables) == breaks:
                 raise ZeroDivisionError
-            return super().forward(inputs, caches)
+            return super().forward(inputs, caches, kept)
 
     tables: list[list[list[int]]] = []
     steps = (
