@@ -11,7 +11,7 @@ import msgspec
 
 from tidemill.kvstore.keys import page_keys
 from tidemill.kvstore.layout import restorable_end
-from tidemill.kvstore.periodic import every
+from tidemill.kvstore.periodic import FAILED_ROUNDS, every
 from tidemill.workers.inbox import Emit
 from tidemill.workers.messages import (
     ANNOUNCED_KEY_BYTES,
@@ -200,7 +200,7 @@ class VllmEngine:
             memory=NO_MEMORY | memory,
             budget_bytes=budget,
             speed=Speed(token_s=metrics.prefill_token_s),
-            counters=metrics.counters(),
+            counters={**metrics.counters(), "failed_rounds": FAILED_ROUNDS.total()},
         )
 
     def resize(self, budget_bytes: int) -> None:

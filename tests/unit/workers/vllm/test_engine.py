@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.waits import until
 from tests.support.workers.vllm_server import REFUSAL, VllmServer, frame_of, serving
+from tidemill.kvstore.periodic import FAILED_ROUNDS
 from tidemill.workers.inbox import Pause
 from tidemill.workers.messages import (
     Delta,
@@ -175,6 +176,7 @@ async def test_load_counts_prompts_until_their_first_token() -> None:
         assert (load.budget_bytes, sum(load.memory.values())) == (4096, 4096)
         assert load.live_bytes == 1024
         assert load.counters["generated_tokens"] == 7
+        assert load.counters["failed_rounds"] == FAILED_ROUNDS.total()
         for stream in (waiting, streaming):
             stream.task.cancel()
 

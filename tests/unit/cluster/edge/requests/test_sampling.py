@@ -37,7 +37,7 @@ def test_missing_fields_change_nothing(body: dict[str, object]) -> None:
     service = FakeService(saying(" a"))
     complete(app_over(service), seed=1, **body)
     sampling = service.requests[0].sampling
-    assert sampling == Sampling(seed=sampling.seed)
+    assert sampling == Sampling(seed=sampling.seed, seeded=True)
 
 
 @pytest.mark.parametrize(
