@@ -44,13 +44,18 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _same_log_levels() -> Iterator[None]:
-    """Restore the levels that a test sets when it starts a log as a process does."""
-    loggers = logging.getLogger(), logging.getLogger("tidemill")
-    levels = [logger.level for logger in loggers]
+def _same_logs() -> Iterator[None]:
+    """Restore levels and handlers after a test that starts a log as a process does."""
+    root, loggers = logging.getLogger(), [logging.getLogger(name) for name in (None, "tidemill")]
+    levels, handlers = [logger.level for logger in loggers], list(root.handlers)
     yield
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
+    root.handlers[:] = [
+        handler
+        for handler in root.handlers
+        if handler in handlers or type(handler).__module__ == "_pytest.logging"
+    ]
 
 
 def run_bounded(test: Coroutine[None, None, None]) -> None:

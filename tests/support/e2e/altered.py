@@ -7,10 +7,9 @@ python -m tests.support.e2e.altered serve keeper
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
 
 from tidemill.cluster.cli import main as cli
-from tidemill.cluster.config import fleets
+from tidemill.cluster.settings import OWN_ENGINE
 from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.workers.engine import build as workers
 from tidemill.workers.engine import runners
@@ -55,5 +54,5 @@ def build(
 
 
 if __name__ == "__main__":
-    fleets.WorkerSettings = partial(fleets.WorkerSettings, build="tests.support.e2e.altered:build")
+    OWN_ENGINE["build"] = "tests.support.e2e.altered:build"
     sys.exit(cli.main())
