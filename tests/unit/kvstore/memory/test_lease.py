@@ -239,6 +239,19 @@ def test_checkpoint_inside_a_step_has_the_window_at_its_depth() -> None:
         )
 
 
+@pytest.mark.parametrize("converts", [True, False])
+def test_second_checkpoint_of_the_same_text_is_freed(*, converts: bool) -> None:
+    ledger = Ledger(a_cache(30, converts=converts))
+    leases = [ledger.open(name) for name in ("a", "b")]
+    for lease in leases:
+        ledger.reserve(lease, 3 * P)
+        assert len(ledger.launch(lease, 3 * P, inside=(2 * P,)).writes) == 2
+    for lease in leases:
+        ledger.commit(lease, 3 * P, KEYS)
+        ledger.check()
+    assert [entry.checkpoint is not None for entry in leases[1].shared_entries] == [False, True, False]
+
+
 NUM_LEASES = 64
 LAST = 6 * P
 
