@@ -38,12 +38,6 @@ class VllmClient:
         answer.raise_for_status()
         return Metrics.parse(answer.content)
 
-    async def json(self, path: str) -> Any:  # noqa: ANN401 - JSON
-        """Raises httpx.HTTPError."""
-        answer = await self._http.get(path)
-        answer.raise_for_status()
-        return answer.json()
-
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[Frame]:
         """Yield the frames of a stream. Closing it ends the request there. Raises WorkerGone and
         RequestError."""
