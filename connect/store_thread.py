@@ -10,14 +10,11 @@ from typing import Any, TypeVar
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import ObjectKey
 from tidemill.kvstore.stores.open_store import is_shared, open_store
-from tidemill.kvstore.stores.page_store import Got, Objects, Put, StoreStats
+from tidemill.kvstore.stores.page_store import Got, Objects, Put, StoreStats, wait_within
 from tidemill.kvstore.stores.seal import Sealing
 from tidemill.kvstore.stores.secret import read_secret
 
 _Result = TypeVar("_Result")
-
-LOOK_S = 0.02
-"""The interval in which a caller that waits for a transfer looks whether the store is still up."""
 
 CLOSE_S = 10.0
 
@@ -82,8 +79,5 @@ class StoreThread:
     async def _get(self, wanted: Objects) -> list[Got]:
         num_bytes = sum(view.nbytes for _, view in wanted)
         getting = asyncio.ensure_future(self._store.get(wanted))
-        limit_s, now_s = self._store.patience_s(num_bytes), self._loop.time
-        until_s = now_s() + max(LOOK_S, limit_s)
-        while not getting.done() and now_s() < until_s and self._store.patience_s(num_bytes):
-            await asyncio.wait({getting}, timeout=min(LOOK_S, until_s - now_s()))
+        await wait_within(lambda: self._store.patience_s(num_bytes), getting)
         return getting.result() if getting.done() else [Got.UNREACHABLE] * len(wanted)

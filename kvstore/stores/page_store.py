@@ -1,6 +1,7 @@
 """The contract of page stores: the guarantees that each of them gives to the engine."""
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -8,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
 from threading import Lock
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from tidemill.kvstore.keys import ObjectKey
 
@@ -20,6 +21,9 @@ Objects = Sequence[tuple[ObjectKey, memoryview]]
 READ_THREADS = 4  # of a store: one hashes slower than a network delivers
 SHARE_BYTES_MIN = 4 << 20
 """Fewer bytes are read faster than another thread wakes up."""
+
+LOOK_S = 0.05
+"""The interval in which a caller that waits for a transfer looks whether the store is still up."""
 
 
 class Put(Enum):
@@ -164,6 +168,17 @@ class PageStore(Protocol):
     async def close(self) -> None:
         """Wait for running transfers and close. No call may follow, except another close."""
         ...
+
+
+async def wait_within(patience_s: Callable[[], float | None], moving: asyncio.Future[Any]) -> None:
+    """Wait for `moving`, at most for the patience at the start (None or inf: no limit), or until the patience
+    is 0, because the store is down."""
+    limit_s, now_s = patience_s(), asyncio.get_running_loop().time
+    until_s = math.inf if limit_s is None else now_s() + max(LOOK_S, limit_s)
+    while not moving.done() and now_s() < until_s:
+        await asyncio.wait({moving}, timeout=min(LOOK_S, until_s - now_s()))
+        if patience_s() == 0:
+            return
 
 
 async def finish(transfer: asyncio.Future[_Result]) -> _Result:

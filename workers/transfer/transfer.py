@@ -16,15 +16,12 @@ from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
 from tidemill.kvstore.layout import Layout
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.shards import WHOLE, Shards, Share, rank_share
-from tidemill.kvstore.stores.page_store import Got, finish
+from tidemill.kvstore.stores.page_store import Got, finish, wait_within
 from tidemill.workers.transfer.arena_io import ArenaIO, StagedObject
 from tidemill.workers.transfer.speed_model import Throughput
 
 IN_FLIGHT_BYTES_MAX = 256 << 20
 """The limit of bytes in flight on one rank, for fetching and for publishing each: enough to fill any link."""
-
-LOOK_S = 0.05
-"""The interval in which a caller that waits for a transfer looks whether the store is still up."""
 
 
 class Moved(NamedTuple):
@@ -189,7 +186,7 @@ class Transfer:
         moving.add_done_callback(lambda _: self._fetching.give_back(num_bytes))
         late = False
         try:
-            await self._within(lambda: self._patience_s(num_bytes), moving)
+            await wait_within(lambda: self._patience_s(num_bytes), moving)
         finally:
             if not moving.done():
                 late = True
@@ -279,17 +276,7 @@ class Transfer:
     async def wait_published(self, publishing: asyncio.Future[Any], num_pages: int) -> None:
         """Wait for a publication of these pages and a checkpoint, at most for the patience, and no longer
         than the store is up."""
-        await self._within(lambda: self.patience_s(num_pages), publishing)
-
-    async def _within(self, patience_s: Callable[[], float | None], moving: asyncio.Future[Any]) -> None:
-        """Wait for `moving`, at most for the patience at the start, or until the patience is 0, because the
-        store is down."""
-        limit_s, now_s = patience_s(), asyncio.get_running_loop().time
-        until_s = math.inf if limit_s is None else now_s() + max(LOOK_S, limit_s)
-        while not moving.done() and now_s() < until_s:
-            await asyncio.wait({moving}, timeout=min(LOOK_S, until_s - now_s()))
-            if patience_s() == 0:
-                return
+        await wait_within(lambda: self.patience_s(num_pages), publishing)
 
     def _patience_s(self, num_bytes: int) -> float | None:
         """Return the patience for a transfer in which all ranks move their parts together."""

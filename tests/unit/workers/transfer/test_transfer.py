@@ -32,9 +32,9 @@ from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.shards import Shards, rank_layers, rank_share, shards_of
 from tidemill.kvstore.stores.file_store import FileStore
 from tidemill.kvstore.stores.memory_store import MemoryStore
-from tidemill.kvstore.stores.page_store import Got, PageStore, Put
+from tidemill.kvstore.stores.page_store import LOOK_S, Got, PageStore, Put
 from tidemill.workers.transfer.arena_io import DirectIO
-from tidemill.workers.transfer.transfer import LOOK_S, Mate, Moved, Quota, RankTransfer, Transfer
+from tidemill.workers.transfer.transfer import Mate, Moved, Quota, RankTransfer, Transfer
 
 P = 2
 NUM_PAGES = 5
