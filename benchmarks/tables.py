@@ -186,24 +186,6 @@ def _names(case: Case) -> tuple[str, str, str]:
     return model if kind in STORED else case.model, weights + (f", `{flags}`" if flags else ""), peer
 
 
-def kernels(kind: str) -> Lines:
-    rows = [row for row in read_rows("kernels_peers") if row.pop("kind") == kind]
-    if kind == "operator":
-        return generic(rows)
-    return [
-        ("tokens per CPU second", "ours", "its limit", "transformers", "ratio", "vLLM", "ratio"),
-        *(
-            (
-                row["case"],
-                *(f"{row[side]:,}" for side in ("ours", "limit", "transformers")),
-                f"{row['ours'] / row['transformers']:.1f}",
-                *((f"{row['vllm']:,}", f"{row['ours'] / row['vllm']:.1f}") if row["vllm"] else ("", "")),
-            )
-            for row in rows
-        ),
-    ]
-
-
 def architectures() -> Lines:
     yield "model", "layers", "a token", "in FP8", "a window", "a state", "32,768 tokens"
     for row in read_rows("architectures"):
@@ -324,8 +306,6 @@ TABLES: dict[str, tuple[str, Callable[[], Lines]]] = {
     "two cores": ("", two_cores),
     "agent session": ("", agent_session),
     "peers by kind": ("", cases),
-    "models": ("kernels_peers", partial(kernels, "model")),
-    "operators": ("kernels_peers", partial(kernels, "operator")),
     "architectures": ("architectures", architectures),
     "kinds": ("kinds", lambda: generic(read_rows("kinds"))),
     "weights": ("architectures", weights),

@@ -27,6 +27,7 @@ What a machine lacks (a device, NCCL, memory) is refused when the worker starts.
 """
 
 Flags = Mapping[str, object]
+YES = "yes"
 
 ARRANGEMENTS: Mapping[str, Flags] = {
     "CPU": {"--mixed": 1},
@@ -84,20 +85,26 @@ FEATURES: tuple[Flags, ...] = (
     {"--store": "mooncake://10.0.0.4:50051"},
     {"--metrics-alias": "vllm"},
 )
-"""Flags that have conditions, and those that users ask about most. The first row has none."""
+"""Flags that have conditions, and those that users ask about most. The first entry has none."""
 
 
 def page() -> str:
     """Return the text of docs/compatibility.md."""
     refusals: dict[str, int] = {}
-    lines = [INTRODUCTION, f"| flags | {' | '.join(ARRANGEMENTS)} |", "|---" * (len(ARRANGEMENTS) + 1) + "|"]
-    for feature in FEATURES:
-        cells = [
+    rows = {
+        _written(feature): [
             _cell(refusal({**arrangement, **feature}), refusals) for arrangement in ARRANGEMENTS.values()
         ]
-        lines.append(f"| {_written(feature) or '(none)'} | {' | '.join(cells)} |")
-    lines += ["", *(f"{number}. {text}" for text, number in refusals.items()), ""]
-    return "\n".join(lines)
+        for feature in FEATURES
+    }
+    everywhere = "; ".join(flags for flags, cells in rows.items() if flags and set(cells) == {YES})
+    lines = [
+        f"{INTRODUCTION}\nAccepted in each arrangement, also alone: {everywhere}.\n",
+        f"| flags | {' | '.join(ARRANGEMENTS)} |",
+        "|---" * (len(ARRANGEMENTS) + 1) + "|",
+        *(f"| {flags} | {' | '.join(cells)} |" for flags, cells in rows.items() if set(cells) != {YES}),
+    ]
+    return "\n".join([*lines, "", *(f"{number}. {text}" for text, number in refusals.items()), ""])
 
 
 def refusal(flags: Flags) -> str | None:
@@ -113,7 +120,7 @@ def refusal(flags: Flags) -> str | None:
 
 
 def _cell(refused: str | None, refusals: dict[str, int]) -> str:
-    return "yes" if refused is None else str(refusals.setdefault(refused, len(refusals) + 1))
+    return YES if refused is None else str(refusals.setdefault(refused, len(refusals) + 1))
 
 
 def _written(flags: Flags) -> str:

@@ -115,10 +115,15 @@ def _default(key: ConfigKey) -> str:
 def _value(key: ConfigKey, definitions: Mapping[str, Any]) -> str:
     """Describe the allowed values of a key by its schema."""
     if key.is_node:
-        return f"[`{key.path}`](#{key.path.translate(str.maketrans('', '', '[].'))})"
+        return f"[`{key.path}`](#{anchor(key.path)})"
     value = definitions[key.owner.__name__]["properties"][key.name]
     forms = value.get("anyOf", [value])
     return " or ".join(_describe(form) for form in forms if form.get("type") != "null")
+
+
+def anchor(path: str) -> str:
+    """Return the anchor of a node's heading."""
+    return path.translate(str.maketrans("", "", "[]."))
 
 
 def _describe(value: Mapping[str, Any]) -> str:
@@ -130,19 +135,16 @@ def _describe(value: Mapping[str, Any]) -> str:
         case {"enum": [*members]}:
             return ", ".join(f"`{member}`" for member in members)
         case {"type": "integer" | "number" as kind}:
-            noun = "a whole number" if kind == "integer" else "a number"
             bounds = [
-                f"{word} {value[bound]}"
-                for bound, word in (("minimum", "from"), ("exclusiveMinimum", "above"), ("maximum", "to"))
+                f"{sign} {value[bound]}"
+                for bound, sign in (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="))
                 if bound in value
             ]
-            return " ".join([noun, *bounds])
+            return " ".join([kind, *bounds])
         case {"pattern": pattern}:
-            return {SIZE: "a size", DURATION: "a time"}.get(pattern, "a device")
+            return {SIZE: "size", DURATION: "time"}.get(pattern, "device")
         case {"type": kind}:
-            return {"string": "text", "boolean": "`true`, `false`", "array": "a list of texts"}.get(
-                kind, "`name: value` lines"
-            )
+            return {"array": "list of strings", "object": "mapping"}.get(kind, kind)
         case _:
             raise AssertionError(value)
 

@@ -46,6 +46,8 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "/inference/v1/generate": (GenerateBody, {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2}}),
 }
 CHAT, COMPLETION, RESPONSE, MESSAGE, EMBEDDING, RERANK, SCORE, TOKENS = BODIES
+NAMES = {path: path.removeprefix("/v1/").partition("/")[0] for path in BODIES} | {TOKENS: "generate"}
+OUTCOMES = ("works", "with a database", "ignored", "refused")
 GENERATING, POOLING = f"{CHAT} {COMPLETION} {RESPONSE}", f"{EMBEDDING} {RERANK} {SCORE}"
 SDKS = {
     CHAT: ("OpenAI", chats.CompletionCreateParamsBase),
@@ -213,24 +215,27 @@ def is_served(app: FastAPI, method: str, path: str) -> bool:
 
 
 def tables() -> str:
+    """Return what is served and what not, fields that share all outcomes in one row."""
     app = app_over(FakeService(saying("a")))
-    lines = ["| endpoint | of | it |", "|---|---|---|"]
+    served: dict[str, dict[bool, list[str]]] = {}
     for of, method, path in endpoints():
-        lines.append(f"| `{method} {path}` | {of} | {'works' if is_served(app, method, path) else '404'} |")
+        kinds = served.setdefault(of, {True: [], False: []})
+        kinds[is_served(app, method, path)].append(f"`{method} {path}`")
+    lines = ["| endpoints of | served | 404 |", "|---|---|---|"]
     lines += [
-        "",
-        f"| field | of | {' | '.join(f'`{path}`' for path in BODIES)} |",
-        "|---" * (2 + len(BODIES)) + "|",
+        f"| {of} | {', '.join(kinds[True])} | {', '.join(kinds[False])} |" for of, kinds in served.items()
     ]
-    cells: dict[str, dict[str, str]] = {}
+    outcomes: dict[str, dict[str, list[str]]] = {}
     first: dict[str, str] = {}
     for row in field_rows():
-        cells.setdefault(row.field, {})[row.path] = row.verdict
+        outcomes.setdefault(row.field, {}).setdefault(row.verdict, []).append(NAMES[row.path])
         first.setdefault(row.field, row.of)
-    lines += [
-        f"| `{field}` | {first[field]} | {' | '.join(by.get(path, '') for path in BODIES)} |"
-        for field, by in cells.items()
-    ]
+    rows: dict[tuple[str, str], list[str]] = {}
+    for field, by in outcomes.items():
+        cells = " | ".join(", ".join(by.get(kind, ())) for kind in OUTCOMES)
+        rows.setdefault((first[field], cells), []).append(f"`{field}`")
+    lines += ["", f"| fields | of | {' | '.join(OUTCOMES)} |", "|---" * (2 + len(OUTCOMES)) + "|"]
+    lines += [f"| {', '.join(fields)} | {of} | {cells} |" for (of, cells), fields in rows.items()]
     return re.sub(r"(?<=\|)  (?=\|)", " ", "\n".join(lines)) + "\n"
 
 

@@ -1,6 +1,5 @@
 """Each row of the tables of endpoints and fields in docs/api.md, sent to an edge."""
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -8,13 +7,12 @@ import pytest
 
 from tests.support.cluster.fake_service import MODEL, FakeService, build_app, call, saying, sources
 from tests.unit.cluster.edge.apis.served_fields import (
-    BEGIN,
     BODIES,
     COMMAND,
-    END,
     PAGE,
     POOLING,
     example,
+    field_rows,
     in_page,
 )
 from tests.unit.cluster.edge.http.test_hints import with_tools
@@ -25,13 +23,7 @@ GENERATES = FakeService(saying("a"))
 POOLS = FakeService(
     saying("a"), pooled=lambda _: [1.0] * 4, model=replace(MODEL, pooling=Pooling(kind="embed", size=4))
 )
-TABLES = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
-FIELDS = [
-    (path, field, cell.strip())
-    for field, cells in re.findall(r"^\| `(\w+)` \| \w+ \|(.+)\|$", TABLES, re.MULTILINE)
-    for path, cell in zip(BODIES, cells.split("|"), strict=True)
-    if cell.strip()
-]
+FIELDS = [(row.path, row.field, row.verdict) for row in field_rows()]
 
 
 def test_tables_are_those_of_the_code() -> None:
