@@ -4,7 +4,7 @@
 
 Standard input is a pipe that the worker alone holds open, so it ends with the worker, whatever ends that. Its
 first line has changes of the environment as JSON; null unsets a variable. The server's processes are a group:
-they get SIGTERM, and what runs after GRACE_S is killed.
+they get SIGTERM, and what runs after GRACE_S is killed. Their temporary files go with them.
 """
 
 import ctypes
@@ -14,6 +14,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 
 GRACE_S = 2.0
@@ -45,6 +46,12 @@ def run(command: list[str]) -> int:
     """Return the exit code of the server, when none of its group runs: 128 and the number of a signal."""
     for name, value in json.loads(sys.stdin.readline()).items():
         (os.unsetenv(name) if value is None else os.putenv(name, value))
+    with tempfile.TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True) as folder:
+        os.putenv("TMPDIR", folder)
+        return _run(command)
+
+
+def _run(command: list[str]) -> int:
     server = subprocess.Popen(  # noqa: S603 - of the configuration
         command,
         stdin=subprocess.DEVNULL,

@@ -60,8 +60,10 @@ class ServerProcess:
 
     @property
     def reason(self) -> str:
-        """The last line about an error, else the last line."""
-        lines = [PREFIX.sub("", PREFIX.sub("", line)).strip() for line in self._lines]
+        """The last line about an error, else the last line; warnings name errors that may come."""
+        lines = [
+            PREFIX.sub("", PREFIX.sub("", line)).strip() for line in self._lines if " WARNING " not in line
+        ]
         errors = [line for line in lines if ERROR.search(line)]
         return (errors or lines or ["it wrote nothing"])[-1]
 

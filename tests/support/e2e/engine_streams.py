@@ -1,6 +1,7 @@
 """Streams over workers whose engine is another process, and kills under them."""
 
 import asyncio
+import signal
 
 import httpx
 import psutil
@@ -24,15 +25,17 @@ def asks(model: str, **fields: object) -> list[Ask]:
     return [Ask("/v1/completions", {**body, "prompt": prompt, **fields}) for prompt in prompts]
 
 
-async def streamed(server: Server, asked: list[Ask], victim: psutil.Process | None = None) -> list[Call]:
-    """Run the streams, and kill the victim when each has some tokens."""
+async def streamed(
+    server: Server, asked: list[Ask], victim: psutil.Process | None = None, number: int = signal.SIGKILL
+) -> list[Call]:
+    """Run the streams, and send the victim a signal when each has some tokens."""
     calls = [Call(ask) for ask in asked]
     async with httpx.AsyncClient(base_url=server.url, timeout=CLIENT_S_MAX) as client:
         running = [asyncio.create_task(call.run(client, salt="streams")) for call in calls]
         if victim is not None:
             for call in calls:
                 await call.reach(4)
-            victim.kill()
+            victim.send_signal(number)
         await asyncio.gather(*running)
     return calls
 

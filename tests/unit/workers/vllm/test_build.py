@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from tidemill.workers.vllm.settings import VllmSettings, command_of, environ_of
 DIES = """\
 if "serve" in sys.argv:
     print("(EngineCore pid=7) ERROR 11-30 00:37:13 [core.py:1512] ValueError: no room for the cache")
+    print("(APIServer pid=6) WARNING 11-30 00:37:14 [x.py:1] as `OSError: too many open files`")
     print("(APIServer pid=6) bye", flush=True)
     sys.exit(3)
 """
@@ -130,9 +132,9 @@ def test_server_that_dies_at_its_start_is_one_line(settings_of: Callable[..., Vl
         build_vllm(settings_of(DIES), silent)
 
 
-def test_guard_kills_what_ignores_the_end() -> None:
+def test_guard_kills_what_ignores_the_end(tmp_path: Path) -> None:
     stubborn = (
-        "import os, signal, time; signal.signal(15, signal.SIG_IGN);"
+        "import os, signal, tempfile, time; signal.signal(15, signal.SIG_IGN); tempfile.mkdtemp();"
         "print(os.getenv('SHOWN'), os.getenv('PATH'), flush=True); time.sleep(999)"
     )
     code = "import sys; from tidemill.workers.vllm import guard; guard.GRACE_S = 0.1;"
@@ -141,14 +143,17 @@ def test_guard_kills_what_ignores_the_end() -> None:
         [sys.executable, "-c", code, sys.executable, "-c", stubborn],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(b'{"SHOWN": "up", "PATH": null}\n')
     process.stdin.flush()
     assert process.stdout.readline() == b"up None\n"
+    assert [*tmp_path.glob("vllm-*/*")]
     process.communicate()  # closes its standard input, as the end of a worker does
     assert process.returncode == 128 + 9
+    assert not [*tmp_path.iterdir()]
 
 
 async def test_joined_server_is_asked_whether_it_knows_priorities(
