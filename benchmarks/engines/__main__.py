@@ -4,7 +4,7 @@ python -m benchmarks.engines --vllm PYTHON --folder FOLDER [NAME ...]
 
 PYTHON has vLLM 0.32 for CPUs (`make_vllm` of benchmarks/peers makes one), and for the connector blake3 and
 xxhash. FOLDER keeps the model. It measures the groups of that NAME, or all, prints their figures, and keeps
-them in benchmarks/results/engines.jsonl instead of earlier ones of the same group.
+them in `engines.jsonl` of benchmarks/results instead of earlier ones of the same group.
 """
 
 import argparse
@@ -21,7 +21,7 @@ GROUPS: dict[str, Callable[[Scene], Iterable[Figure]]] = {
     "kill": killed,
     "connector": stored,
 }
-"""What measures the figures of a group."""
+"""The measurement of each group of figures."""
 
 
 def main() -> None:

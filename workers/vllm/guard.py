@@ -34,12 +34,14 @@ def _end_with_guard() -> None:
 
 
 def run_apart(command: list[str]) -> int:
-    """Run the server below a process that is no child of the worker: Ray kills its children with it, before
-    they could end the server."""
+    """Run the server below a process that is no child of the worker, nor of its group: Ray kills those with
+    it, before they could end the server."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    guard = os.fork()
-    return run(command) if guard == 0 else _code(os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1]))
+    if guard := os.fork():
+        return _code(os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1]))
+    os.setpgid(0, 0)
+    return run(command)
 
 
 def run(command: list[str]) -> int:

@@ -9,10 +9,18 @@ from tests.support.e2e.server import Server
 from tests.support.waits import eventually
 from tests.support.workers.vllm_server import fake_python
 
+STUBBORN = """\
+if "serve" in sys.argv:
+    import signal, tempfile
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    tempfile.mkdtemp()
+"""
+
 
 def test_kill_of_a_vllm_or_its_worker_cuts_no_stream(tmp_path: Path) -> None:
-    words = ["keeper", "--engine", "vllm", "--mixed", "2", "--engine-python", str(fake_python(tmp_path))]
-    with Server([*words, "--port", "0"], tmp_path / "log") as server:
+    python = fake_python(tmp_path, STUBBORN)
+    words = ["keeper", "--port", "0", "--engine", "vllm", "--mixed", "2", "--engine-python", str(python)]
+    with Server(words, tmp_path / "log") as server:
         calm = asyncio.run(streamed(server, asks("keeper")))
         for victim in ("--enable-scale-out", "ray::WorkerActor"):
             lives = server.lives()
