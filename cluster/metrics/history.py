@@ -8,6 +8,7 @@ from typing import TypeVar
 from tidemill.cluster.messages import FleetStatus
 from tidemill.cluster.metrics import specs
 from tidemill.cluster.metrics.edge_samples import EdgeSamples
+from tidemill.cluster.metrics.scrape import HistogramSnapshot
 from tidemill.cluster.metrics.specs import MODEL, Spec
 
 K = TypeVar("K")
@@ -66,30 +67,17 @@ class _Totals:
         key = (spec.full_name + suffix, "")
         return max(0.0, self.values.get(key, 0.0) - before.values.get(key, 0.0))
 
-    def buckets(self, before: "_Totals", spec: Spec) -> list[tuple[float, float]]:
-        """Return the upper bounds of a histogram with the number of observations up to each."""
+    def quantiles(self, before: "_Totals", spec: Spec) -> tuple[float | None, ...]:
+        """Return the percentiles QUANTILES of what a histogram has counted since `before`."""
         name = f"{spec.full_name}_bucket"
-        return sorted(
-            (float(bound), value - before.values.get((name, bound), 0.0))
+        counted = {
+            float(bound): value - before.values.get((name, bound), 0.0)
             for (of, bound), value in self.values.items()
             if of == name
-        )
-
-
-def quantile(buckets: list[tuple[float, float]], share: float) -> float | None:
-    """Return the quantile of a share above 0, of a histogram with cumulative buckets, as Prometheus
-    interpolates it; None without observations."""
-    total = buckets[-1][1] if buckets else 0.0
-    if total <= 0:
-        return None
-    low, below = 0.0, 0.0
-    for bound, count in buckets:
-        if count >= share * total:
-            if bound == float("inf"):
-                return low
-            return low + (bound - low) * (share * total - below) / (count - below)
-        low, below = bound, count
-    return low
+        }
+        bounds = tuple(sorted(counted))
+        grown = HistogramSnapshot(bounds=bounds, counts=tuple(counted[bound] for bound in bounds))
+        return tuple(grown.quantile(share) for share in QUANTILES)
 
 
 @dataclass(slots=True)
@@ -153,13 +141,12 @@ def added_up(parts: Iterable[Mapping[K, N]]) -> dict[K, N]:
 
 def _row(before: _Totals, now: _Totals, memory: Mapping[str, int]) -> HistoryRow:
     queries = now.grown(before, specs.QUERIES)
-    ttft, itl = now.buckets(before, specs.TTFT), now.buckets(before, specs.ITL)
     return HistoryRow(
         at_s=now.at_s,
         tokens_per_s=now.grown(before, specs.GENERATION_TOKENS) / (now.at_s - before.at_s),
         hit_ratio=now.grown(before, specs.HITS) / queries if queries else None,
-        ttft_s=tuple(quantile(ttft, share) for share in QUANTILES),
-        itl_s=tuple(quantile(itl, share) for share in QUANTILES),
+        ttft_s=now.quantiles(before, specs.TTFT),
+        itl_s=now.quantiles(before, specs.ITL),
         memory=memory,
     )
 

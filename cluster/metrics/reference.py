@@ -44,7 +44,6 @@ Grafana dashboard in [deploy/grafana](../deploy/grafana).
 
 def reference() -> str:
     counters = [replace(spec, name=metric_name(counted)) for counted, spec in COUNTERS.items()]
-    gauges = [spec for spec, _ in GAUGES]
     return "\n".join(
         (
             INTRODUCTION.replace("CODES", ", ".join(map(str, STATUSES))),
@@ -53,7 +52,7 @@ def reference() -> str:
             *_section(
                 "A model's fleet now", (*STATE_OF_MODELS, ROUTER_FAILED_ROUNDS, SUPERVISOR_FAILED_ROUNDS)
             ),
-            *_section("Each worker now", [*gauges, MEMORY, *STATES.values()]),
+            *_section("Each worker now", [*GAUGES, MEMORY, *STATES.values()]),
             *_section("Each worker since its start", counters),
         )
     )

@@ -39,9 +39,9 @@ class HistogramSnapshot:
     def quantile(self, share: float) -> float | None:
         """Return what Prometheus's histogram_quantile returns: samples are spread evenly within a bucket, and
         those beyond the last bound are at it."""
-        rank = share * self.count
-        if not self.count:
+        if self.count <= 0:
             return None
+        rank = share * self.count
         edges = pairwise([(0.0, 0.0), *zip(self.bounds, self.counts, strict=True)])
         for (low, below), (high, upto) in edges:
             if upto >= rank and upto > below:

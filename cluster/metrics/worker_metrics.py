@@ -7,7 +7,8 @@ that falls by a part would be taken for a reset as well.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -38,44 +39,18 @@ def _counter(text: str, unit: str, *labels: str, name: str = "") -> Spec:
     return Spec(name=name, kind="counter", text=text, unit=unit, labels=(*WORKER, *labels))
 
 
-GAUGES: tuple[tuple[Spec, Callable[[WorkerStatus], float]], ...] = (
-    (
-        _gauge("queued_tokens", "Prompt tokens not yet computed.", "tokens"),
-        lambda status: status.load.queued_tokens,
-    ),
-    (
-        _gauge("queued_seconds", "Predicted time of the queued tokens.", "seconds"),
-        lambda status: status.load.queued_s,
-    ),
-    (
-        _gauge("running_rows", "Sequences in the running batch.", "sequences"),
-        lambda status: status.load.running_rows,
-    ),
-    (
-        _gauge("waiting_rows", "Sequences that wait for memory.", "sequences"),
-        lambda status: status.load.waiting_rows,
-    ),
-    (
-        _gauge("memory_budget_bytes", "Memory budget of the worker.", "bytes"),
-        lambda status: status.load.budget_bytes,
-    ),
-    (
-        _gauge("wanted_bytes", "Memory that waiting requests need.", "bytes"),
-        lambda status: status.load.wanted_bytes,
-    ),
-    (
-        _gauge("state_slots", "States that running sequences hold.", "states"),
-        lambda status: status.load.state_slots,
-    ),
-    (
-        _gauge("restorable_depths", "Prefixes that the worker can resume.", "prefixes"),
-        lambda status: status.restorable_depths,
-    ),
-    (
-        _gauge("heard_ago_seconds", "Time since the last heartbeat.", "seconds"),
-        lambda status: status.heard_ago_s,
-    ),
-)
+GAUGES = {
+    _gauge("queued_tokens", "Prompt tokens not yet computed.", "tokens"): "load.queued_tokens",
+    _gauge("queued_seconds", "Predicted time of the queued tokens.", "seconds"): "load.queued_s",
+    _gauge("running_rows", "Sequences in the running batch.", "sequences"): "load.running_rows",
+    _gauge("waiting_rows", "Sequences that wait for memory.", "sequences"): "load.waiting_rows",
+    _gauge("memory_budget_bytes", "Memory budget of the worker.", "bytes"): "load.budget_bytes",
+    _gauge("wanted_bytes", "Memory that waiting requests need.", "bytes"): "load.wanted_bytes",
+    _gauge("state_slots", "States that running sequences hold.", "states"): "load.state_slots",
+    _gauge("restorable_depths", "Prefixes that the worker can resume.", "prefixes"): "restorable_depths",
+    _gauge("heard_ago_seconds", "Time since the last heartbeat.", "seconds"): "heard_ago_s",
+}
+"""The gauges, with the attribute of a WorkerStatus that each shows."""
 
 MEMORY = _gauge("memory_bytes", "Memory by its use.", "bytes", "class")
 
@@ -194,8 +169,8 @@ class FleetCollector:
 
     def collect(self) -> Iterator[Metric]:
         yield from self._models()
-        for spec, read in GAUGES:
-            gauge = GaugeMetricFamily(spec.full_name, spec.text, labels=spec.labels)
+        for spec, path in GAUGES.items():
+            read, gauge = attrgetter(path), GaugeMetricFamily(spec.full_name, spec.text, labels=spec.labels)
             for model, status in self._rows:
                 gauge.add_metric([model, status.info.name, status.info.role], read(status))
             yield gauge
@@ -220,9 +195,8 @@ class FleetCollector:
             for model, value in values.items():
                 gauge.add_metric([model], value)
             yield gauge
-        failed = CounterMetricFamily(
-            ROUTER_FAILED_ROUNDS.full_name, ROUTER_FAILED_ROUNDS.text, labels=ROUTER_FAILED_ROUNDS.labels
-        )
+        spec = ROUTER_FAILED_ROUNDS
+        failed = CounterMetricFamily(spec.full_name, spec.text, labels=spec.labels)
         for model, status in self._fleets.items():
             failed.add_metric([model], status.failed_rounds)
         yield failed

@@ -7,12 +7,10 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.cluster.quiet import same_logs_afterwards
 from tidemill.cluster.cli import main as cli
 from tidemill.workers.sources.names import bundled
 
@@ -20,12 +18,10 @@ from tidemill.workers.sources.names import bundled
 @pytest.fixture(autouse=True)
 def _same_environment_afterwards(  # pyright: ignore[reportUnusedFunction]
     monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[None]:
-    """Restore the environment for Ray and the logging that the command changes."""
+) -> None:
+    """Restore the environment for Ray that the command changes."""
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
         monkeypatch.setenv(name, "")
-    with same_logs_afterwards():
-        yield
 
 
 @pytest.fixture

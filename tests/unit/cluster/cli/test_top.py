@@ -141,15 +141,16 @@ def test_model_row_counts_from_zero_after_server_restart() -> None:
 
 
 @given(st.lists(st.floats(0, 20), min_size=1), st.floats(0.01, 1))
-def test_quantile_lies_in_bucket_of_value(values: list[float], share: float) -> None:
+def test_quantile_lies_in_the_bucket_of_the_value(values: list[float], share: float) -> None:
     bounds = (*specs.TTFT_BUCKETS_S, math.inf)
     counts = tuple(float(sum(value <= bound for value in values)) for bound in bounds)
-    quantile = HistogramSnapshot(total=sum(values), bounds=bounds, counts=counts).quantile(share)
+    quantile = HistogramSnapshot(bounds=bounds, counts=counts).quantile(share)
     value = sorted(values)[max(0, math.ceil(share * len(values) - 1e-9) - 1)]
     upper = next(bound for bound in bounds if value <= bound)
     lower = max((bound for bound in bounds if bound < value), default=0.0)
     assert quantile is not None
-    assert lower <= quantile <= upper
+    assert lower <= quantile <= min(upper, specs.TTFT_BUCKETS_S[-1])
+    assert HistogramSnapshot(bounds=bounds, counts=(0.0,) * len(bounds)).quantile(share) is None
 
 
 def test_top_tables_fit_and_escape_names() -> None:

@@ -5,8 +5,6 @@ from dataclasses import replace
 from unittest.mock import AsyncMock
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.cluster.fake_service import (
@@ -27,7 +25,7 @@ from tidemill.cluster.metrics import specs
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.metrics.edge_samples import EdgeSamples, added, samples_of
 from tidemill.cluster.metrics.exposition import ALIASES, exposition
-from tidemill.cluster.metrics.history import ALL, MARKS, ROWS, History, quantile
+from tidemill.cluster.metrics.history import ALL, MARKS, ROWS, History
 from tidemill.cluster.metrics.scrape import scraped
 from tidemill.cluster.metrics.worker_metrics import FleetCollector
 from tidemill.cluster.processes.endpoint.history_recorder import HistoryRecorder
@@ -355,19 +353,6 @@ def test_old_rows_and_marks_are_dropped() -> None:
     assert [len(history.rows[model]) for model in ("a", ALL)] == [ROWS, ROWS]
     assert len(history.marks) == MARKS
     assert history.rows["a"][-1].at_s == 5.0 * (ROWS + MARKS - 1)
-
-
-@given(st.lists(st.floats(0.001, 9.0), min_size=1, max_size=60), st.sampled_from([0.01, 0.5, 0.9, 0.99, 1.0]))
-def test_quantile_lies_in_the_bucket_of_the_value(values: list[float], share: float) -> None:
-    bounds = [*specs.ITL_BUCKETS_S, float("inf")]
-    buckets = [(bound, float(sum(value <= bound for value in values))) for bound in bounds]
-    found = quantile(buckets, share)
-    assert found is not None
-    rank = sorted(values)[max(0, -int(-share * len(values) // 1) - 1)]
-    upper = min(bound for bound in bounds if rank <= bound)
-    lower = max([0.0, *(bound for bound in bounds if bound < rank)])
-    assert lower <= found <= min(upper, specs.ITL_BUCKETS_S[-1])
-    assert quantile([(bound, 0.0) for bound in bounds], share) is None
 
 
 async def test_edge_records_and_serves_its_history() -> None:

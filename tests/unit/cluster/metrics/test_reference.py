@@ -68,7 +68,7 @@ def test_operations_page_names_existing_metrics() -> None:
 
 FOLDER = Path(__file__).parents[4] / "deploy" / "grafana"
 
-NAMED = (*EDGE, *STATE_OF_MODELS, MEMORY, *STATES.values(), *(spec for spec, _ in GAUGES))
+NAMED = (*EDGE, *STATE_OF_MODELS, MEMORY, *STATES.values(), *GAUGES)
 LABELS = {
     **{spec.full_name: {*spec.labels} for spec in NAMED},
     **{f"tidemill:{metric_name(counted)}": {*spec.labels} for counted, spec in COUNTERS.items()},

@@ -5,7 +5,6 @@ import io
 import json
 import logging
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 from fastapi import FastAPI
 
 from tests.support.cluster.fake_service import FakeService, build_app, call, saying, sources, tokenizer
-from tests.support.cluster.quiet import same_logs_afterwards
 from tidemill.cluster.edge.requests.api_keys import ApiKey
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.observability import worker_line
@@ -25,12 +23,6 @@ from tidemill.workers.messages import NO_MEMORY, WorkerLoad
 
 SECRET = "sk-not-to-be-told"  # noqa: S105 - made up
 PROMPT = "zebra crossings at midnight"
-
-
-@pytest.fixture(autouse=True)
-def _same_logs() -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
-    with same_logs_afterwards():
-        yield
 
 
 def started(level: LogLevel = "info", *, as_json: bool = True, **always: str) -> io.StringIO:
