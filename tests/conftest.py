@@ -85,6 +85,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 SHARES_SERVER = {
     "tests/e2e/test_clients.py",
     "tests/e2e/machine/test_fuzz_ports.py",
+    "tests/e2e/machine/test_optimized.py",
     "tests/e2e/test_serving.py",
     "tests/e2e/lifecycle/test_try.py",
 }

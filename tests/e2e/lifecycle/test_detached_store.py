@@ -11,7 +11,6 @@ from random import Random
 import psutil
 import pytest
 
-from tests.e2e.lifecycle.test_detached import SIZES
 from tests.support.e2e.detached import Detached
 from tests.support.e2e.faults import MASTER, OWNER, STORE, SUPERVISOR
 from tests.support.e2e.server import eventually
@@ -19,6 +18,7 @@ from tests.support.e2e.streams import Outcome, Stream, completion, random_prompt
 
 pytestmark = pytest.mark.slow
 
+SIZES = ("--prefill", "1", "--decode", "1", "--memory", "64MiB")
 MOONCAKE = ("--store", "mooncake?size=128MiB&ports=open&timeout=1s")
 
 

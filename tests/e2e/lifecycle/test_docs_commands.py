@@ -34,7 +34,11 @@ NOT_RUN = {
 """The commands that start servers of their own or do not end, with the reason and what tests them. A command
 matches from its start; the first row counts."""
 
-SMALL = {"bench": ["--num-prompts", "4"], "simulate agents": ["--agents", "2"]}
+SMALL = {
+    "bench": ["--num-prompts", "4"],
+    "plan": ["--num-prompts", "20", "--max-cards", "2"],
+    "simulate agents": ["--agents", "2", "--requests", "20"],
+}
 """More arguments, so that an example ends soon."""
 
 TRACE = [

@@ -172,7 +172,8 @@ def test_lost_edge_breaks_its_own_streams_and_returns(
 
 
 def test_killed_server_takes_its_edges_with_it(tmp_path: Path) -> None:
-    with Server(OPTIONS, tmp_path / "log") as server:
+    options = ("keeper", "--port", "0", "--frontends", "2", "--mixed", "1", "--memory", "64MiB")
+    with Server(options, tmp_path / "log") as server:
         processes = server.processes()
         os.kill(server.pid, signal.SIGKILL)
         assert server.wait(processes) == -signal.SIGKILL

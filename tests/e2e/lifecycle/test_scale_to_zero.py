@@ -75,12 +75,20 @@ async def until_held(client: httpx.AsyncClient, number: int) -> None:
 
 
 async def test_requests_are_held_while_workers_start_and_answered_exactly(server: Server) -> None:
+    """One that is cancelled while it is held leaves nothing."""
     async with client_of(server.url) as client:
         expected = [await answer(client, number) for number in range(HELD_MAX)]
         await asyncio.to_thread(eventually, lambda: is_at_zero(server))
         assert (await client.get("/health")).status_code == 200, "a probe must not keep requests away"
         roles = (await client.get("/cluster/scale")).json()["roles"]
         assert [(role["role"], role["workers"]) for role in roles] == [("prefill", 0), ("decode", 0)]
+
+        left = asyncio.create_task(answer(client, 0))
+        await until_held(client, 1)
+        left.cancel()
+        await until_held(client, 0)
+        assert (await client.get("/load")).json() == {"server_load": 0}
+        await asyncio.to_thread(eventually, lambda: is_at_zero(server))
 
         began_s = time.monotonic()
         held = [asyncio.create_task(answer(client, number)) for number in range(HELD_MAX)]
@@ -92,16 +100,3 @@ async def test_requests_are_held_while_workers_start_and_answered_exactly(server
         assert await asyncio.gather(*held) == expected
         print(f"answered {time.monotonic() - began_s:.1f} s after the first request")  # noqa: T201
         await asyncio.to_thread(eventually, lambda: names(server) == ["decode-0", "prefill-0"])
-
-
-async def test_request_that_is_cancelled_while_it_is_held_leaves_nothing(server: Server) -> None:
-    async with client_of(server.url) as client:
-        expected = await answer(client, 0)
-        await asyncio.to_thread(eventually, lambda: is_at_zero(server))
-        left = asyncio.create_task(answer(client, 0))
-        await until_held(client, 1)
-        left.cancel()
-        await until_held(client, 0)
-        assert (await client.get("/load")).json() == {"server_load": 0}
-        await asyncio.to_thread(eventually, lambda: is_at_zero(server))
-        assert await answer(client, 0) == expected

@@ -17,7 +17,7 @@ from tests.support.e2e.server import Server, command_of, eventually, run_cli, ru
 
 pytestmark = pytest.mark.slow
 
-OPTIONS = ("keeper", "--port", "0", "--prefill", "1", "--decode", "1", "--memory", "64MiB")
+OPTIONS = ("keeper", "--port", "0", "--mixed", "1", "--memory", "64MiB")
 SHM = Path("/dev/shm")  # noqa: S108 - where a server without --store has its store
 EXIT_LOST = 75
 AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
@@ -41,7 +41,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def server(other: Server, tmp_path: Path) -> Iterator[Server]:
     with Server(OPTIONS, tmp_path / "log") as server:
         yield server
-    assert len(other.workers()) == 2
+    assert len(other.workers()) == 1
 
 
 @pytest.fixture

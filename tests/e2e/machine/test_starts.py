@@ -104,24 +104,23 @@ def test_wrong_folder_ends_soon_in_one_line(folder: Path, name: str) -> None:
     assert cpu_s < CPU_S_MAX
 
 
-@pytest.mark.parametrize("greedy", [LOOPS, DOUBLED])
-def test_chat_that_makes_a_template_greedy_is_refused(folder: Path, tmp_path: Path, greedy: str) -> None:
-    known = (folder / "chat_template.jinja").read_text()
-    text = f"{{% if messages[0].content == 'go' %}}{greedy}{{% endif %}}{known}"
-    (folder / "chat_template.jinja").write_text(text)
+def test_chat_that_makes_a_template_greedy_is_refused(folder: Path, tmp_path: Path) -> None:
+    template = folder / "chat_template.jinja"
+    for content, greedy in (("loop", LOOPS), ("double", DOUBLED)):
+        greedily = f"{{% if messages[0].content == '{content}' %}}{greedy}{{% endif %}}"
+        template.write_text(greedily + template.read_text())
     with (
         Server([str(folder), "--served-model-name", "m", *OPTIONS], tmp_path / "log") as server,
         httpx.Client(base_url=server.url, timeout=60, verify=NO_TLS) as client,
     ):
-        replies: list[httpx.Response] = []
-        for content in ("go", "hello"):
+        for content, status in (("loop", 400), ("hello", 200), ("double", 400), ("hello", 200)):
             body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
-            replies.append(client.post("/v1/chat/completions", json=body))
-    assert [reply.status_code for reply in replies] == [400, 200], replies[0].text
-    assert replies[0].json()["error"]["param"] == "messages"
+            reply = client.post("/v1/chat/completions", json=body)
+            assert reply.status_code == status, reply.text
+            assert status == 200 or reply.json()["error"]["param"] == "messages"
 
 
-@pytest.mark.parametrize("delay_s", [0.3, 1.0, 2.0, 3.5, 4.5, 5.5, 7.0])
+@pytest.mark.parametrize("delay_s", [0.3, 1.5, 3.0, 4.5, 6.0])
 def test_signal_ends_a_start_at_any_moment(delay_s: float) -> None:
     """The moment in which Ray connects is hit in tests/e2e/test_launch.py."""
     mark, temp_folder = secrets.token_hex(16), Path(tempfile.mkdtemp(prefix="st-"))

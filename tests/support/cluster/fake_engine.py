@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from tests.support.waits import WAIT_S_MAX
 from tidemill.cluster.settings import WorkerSettings
-from tidemill.kvstore.errors import StoreError
 from tidemill.workers.contract.engine import RunningEngine
 from tidemill.workers.inbox import Emit
 from tidemill.workers.messages import (
@@ -40,7 +39,6 @@ PAGE_TOKENS = 64
 FIRST_TOKEN, NUM_TOKENS = 100, 700
 BREAK_TOKEN = 1 << 20
 """A prompt that ends with it breaks the step loop."""
-REFUSED_STORE = "file:///refused"
 
 Kind = Literal["generate", "produce", "prefetch"]
 Item = Delta | Produced | Exception
@@ -285,8 +283,6 @@ def build(
 ) -> FakeBuilt:
     del start_ranks
     progress(1, 2)
-    if settings.store_url == REFUSED_STORE:
-        raise StoreError("the store at /refused cannot be written: give it another --store")
     progress(2, 2)
     memory_bytes = settings.memory_bytes or 0
     facts = EngineInfo(
