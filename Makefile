@@ -92,7 +92,7 @@ triton-3.6-some: setup
 
 # On a machine with a CUDA toolkit, after: uv pip install --no-build-isolation -e '.[gpu]' Operators
 # have hundreds of kernels, compiled by many processes; tests that measure device memory run alone.
-GPU_OPERATORS := tests/gpu/test_operators.py tests/gpu/test_page_copy.py
+GPU_OPERATORS := tests/gpu/test_operators.py
 gpu: setup
 	python -m pytest -n 8 $(GPU_OPERATORS); operators=$$?; \
 	python -m pytest tests/gpu $(GPU_OPERATORS:%=--ignore=%) && exit $$operators

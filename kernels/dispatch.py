@@ -12,35 +12,15 @@ from typing import Any, Literal, assert_never
 
 from torch import Tensor
 
-from tidemill.kernels.activation import cpu as activation_cpu
-from tidemill.kernels.activation import reference as activation_reference
-from tidemill.kernels.attention import cpu as attention_cpu
 from tidemill.kernels.attention import flashinfer
-from tidemill.kernels.attention import reference as attention_reference
-from tidemill.kernels.causal_conv import cpu as causal_conv_cpu
-from tidemill.kernels.causal_conv import reference as causal_conv_reference
-from tidemill.kernels.draw import cpu as draw_cpu
-from tidemill.kernels.draw import reference as draw_reference
-from tidemill.kernels.embed import reference as embed_reference
-from tidemill.kernels.gated_delta import cpu as gated_delta_cpu
-from tidemill.kernels.gated_delta import reference as gated_delta_reference
-from tidemill.kernels.linear import cpu as linear_cpu
-from tidemill.kernels.linear import reference as linear_reference
+from tidemill.kernels.attention.cpu import AttentionCall, GatedAttentionCall
+from tidemill.kernels.gated_delta.cpu import GatedDelta
 from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.linear.stored import Stored
-from tidemill.kernels.mamba2 import cpu as mamba2_cpu
-from tidemill.kernels.mamba2 import reference as mamba2_reference
-from tidemill.kernels.moe import cpu as moe_cpu
-from tidemill.kernels.moe import reference as moe_reference
+from tidemill.kernels.mamba2.cpu import Mamba2
+from tidemill.kernels.moe.cpu import MoeOuter, MoeOuterNorm
 from tidemill.kernels.moe.experts import Experts
 from tidemill.kernels.moe.routing import Choice, RouteTokens
-from tidemill.kernels.page_copy import cpu as page_copy_cpu
-from tidemill.kernels.page_copy import reference as page_copy_reference
-from tidemill.kernels.page_copy.planes import PageCopy
-from tidemill.kernels.rms_norm import cpu as rms_norm_cpu
-from tidemill.kernels.rms_norm import reference as rms_norm_reference
-from tidemill.kernels.rope_store import cpu as rope_store_cpu
-from tidemill.kernels.rope_store import reference as rope_store_reference
 from tidemill.kernels.rope_store.cpu import RopeStore
 from tidemill.kernels.shared.build import KernelUnavailable, build
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
@@ -71,53 +51,23 @@ class Operators:
     silu_mul: Callable[[Tensor], Tensor]
     sigmoid_mul: Callable[[Tensor, Tensor], Tensor]
     causal_conv: Callable[[Tensor, Tensor, Tensor | None, Tensor, Rows], Tensor]
-    gated_delta: gated_delta_cpu.GatedDelta
-    mamba2: mamba2_cpu.Mamba2
+    gated_delta: GatedDelta
+    mamba2: Mamba2
     rope_angles: Callable[[Tensor, Tensor], Tensor]
     rope_store: RopeStore
-    attention: attention_cpu.AttentionCall
-    gated_attention: attention_cpu.GatedAttentionCall
+    attention: AttentionCall
+    gated_attention: GatedAttentionCall
     route: RouteTokens
     own_experts: Callable[[Choice, int, int], Choice]
     moe_inner: Callable[[Tensor, Choice, Experts], Tensor]
-    moe_outer: moe_cpu.MoeOuter
-    moe_outer_norm: moe_cpu.MoeOuterNorm
+    moe_outer: MoeOuter
+    moe_outer_norm: MoeOuterNorm
     count: Callable[[Tensor, Tensor], None]
     adjust: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     draw: Callable[[Tensor, Tensor, Tensor, int], Tensor]
     compute_dtype: ComputeDtype = "float32"
     joins_shared: bool = False
     capture: Capture | None = None
-
-
-REFERENCE = Operators(
-    embed=embed_reference.embed,
-    pack=linear_reference.pack,
-    linear=linear_reference.linear,
-    linear_silu=linear_reference.linear_silu,
-    logits=linear_reference.logits,
-    linear_heads=linear_reference.linear_heads,
-    add_norm=rms_norm_reference.add_norm,
-    rms_norm=rms_norm_reference.rms_norm,
-    rms_norm_gated=rms_norm_reference.rms_norm_gated,
-    silu_mul=activation_reference.silu_mul,
-    sigmoid_mul=activation_reference.sigmoid_mul,
-    causal_conv=causal_conv_reference.causal_conv,
-    gated_delta=gated_delta_reference.gated_delta,
-    mamba2=mamba2_reference.mamba2,
-    rope_angles=rope_store_reference.rope_angles,
-    rope_store=rope_store_reference.rope_store,
-    attention=attention_reference.attention,
-    gated_attention=attention_reference.gated_attention,
-    route=moe_reference.route,
-    own_experts=moe_reference.own_experts,
-    moe_inner=moe_reference.moe_inner,
-    moe_outer=moe_reference.moe_outer,
-    moe_outer_norm=moe_reference.moe_outer_norm,
-    count=draw_reference.count,
-    adjust=draw_reference.adjust,
-    draw=draw_reference.draw,
-)
 
 
 NAMES = tuple(field.name for field in fields(Operators) if field.default is MISSING)
@@ -141,6 +91,21 @@ FOLDERS = {  # of the operators that are not called like theirs
     "adjust": "draw",
 }
 
+
+def _variant(operator: str, module: str, prefix: str = "") -> Any:  # noqa: ANN401 - of a type of its own
+    """Return the function of an operator in a module of its folder; None without one. `cpu.py` has functions
+    that bind it to the compiled library."""
+    name = f"tidemill.kernels.{FOLDERS.get(operator, operator)}.{module}"
+    return None if find_spec(name) is None else getattr(import_module(name), prefix + operator, None)
+
+
+REFERENCE = Operators(**{name: _variant(name, "reference") for name in NAMES})
+
+PLAIN = ("embed", "own_experts")
+"""The operators that torch computes on CPU, too."""
+
+ROUNDED = ("pack", "attention", "gated_attention")
+"""The operators that need to know the type of products."""
 
 AttentionBackend = Literal["triton", "flashinfer"]
 INVARIANT = (
@@ -180,45 +145,17 @@ def operators(
         case "reference":
             if compute_dtype == "float32":
                 return REFERENCE
-            return replace(
-                REFERENCE,
-                compute_dtype=compute_dtype,
-                pack=partial(linear_reference.pack, compute_dtype=compute_dtype),
-                attention=partial(attention_reference.attention, compute_dtype=compute_dtype),
-                gated_attention=partial(attention_reference.gated_attention, compute_dtype=compute_dtype),
-            )
+            rounded = {
+                name: partial(getattr(REFERENCE, name), compute_dtype=compute_dtype) for name in ROUNDED
+            }
+            return replace(REFERENCE, compute_dtype=compute_dtype, **rounded)
         case "cpu":
             library = build(cache_dir)
-            return Operators(
-                compute_dtype=compute_dtype,
-                capture=Recorder(library).capture,
-                embed=embed_reference.embed,
-                pack=linear_cpu.bind_pack(library, compute_dtype),
-                linear=linear_cpu.bind_linear(library),
-                linear_silu=linear_cpu.bind_linear_silu(library),
-                logits=linear_cpu.bind_linear(library),
-                linear_heads=linear_cpu.bind_linear_heads(library),
-                add_norm=rms_norm_cpu.bind_add_norm(library),
-                rms_norm=rms_norm_cpu.bind_rms_norm(library),
-                rms_norm_gated=rms_norm_cpu.bind_rms_norm_gated(library),
-                silu_mul=activation_cpu.bind_silu_mul(library),
-                sigmoid_mul=activation_cpu.bind_sigmoid_mul(library),
-                causal_conv=causal_conv_cpu.bind(library),
-                gated_delta=gated_delta_cpu.bind(library),
-                mamba2=mamba2_cpu.bind(library),
-                rope_angles=rope_store_cpu.bind_rope_angles(library),
-                rope_store=rope_store_cpu.bind_rope_store(library),
-                attention=attention_cpu.bind(library, compute_dtype),
-                gated_attention=attention_cpu.bind_gated(library, compute_dtype),
-                route=moe_cpu.bind_route(library),
-                own_experts=moe_reference.own_experts,
-                moe_inner=moe_cpu.bind_moe_inner(library),
-                moe_outer=moe_cpu.bind_moe_outer(library),
-                moe_outer_norm=moe_cpu.bind_moe_outer_norm(library),
-                count=draw_cpu.bind_count(library),
-                adjust=draw_cpu.bind_adjust(library),
-                draw=draw_cpu.bind_draw(library),
-            )
+            found: dict[str, Any] = {name: getattr(REFERENCE, name) for name in PLAIN}
+            for name in set(NAMES) - found.keys():
+                given = (library, compute_dtype) if name in ROUNDED else (library,)
+                found[name] = _variant(name, "cpu", "bind_")(*given)
+            return Operators(**found, compute_dtype=compute_dtype, capture=Recorder(library).capture)
         case "triton":
             found = {name: _triton(name) for name in NAMES}
             for name in INVARIANT if batch_invariant else ():
@@ -238,29 +175,11 @@ def rounding_states(ops: Operators, round_tokens: int) -> Operators:
     return replace(ops, gated_delta=gated_delta, mamba2=partial(ops.mamba2, round_tokens=round_tokens))
 
 
-def page_copy(variant: Variant, cache_dir: Path) -> PageCopy:
-    """Return the copy to and from the caches of other engines, which no model uses. Raises
-    KernelUnavailable.
-
-    `reference` takes any device, `cpu` host memory, `triton` CUDA memory.
-    """
-    match variant:
-        case "reference":
-            return page_copy_reference.page_copy
-        case "cpu":
-            return page_copy_cpu.bind(build(cache_dir))
-        case "triton":
-            return _triton("page_copy")
-        case _:
-            assert_never(variant)
-
-
 def _triton(operator: str) -> Any:  # noqa: ANN401 - a function of its own type for each operator
     """Its function for CUDA memory, imported when asked for: not every machine has triton."""
     if find_spec("triton") is None:
         raise KernelUnavailable("no triton for the CUDA kernels: pip install 'tidemill[gpu]'")
-    module = f"tidemill.kernels.{FOLDERS.get(operator, operator)}.cuda"
-    found = None if find_spec(module) is None else getattr(import_module(module), operator, None)
+    found = _variant(operator, "cuda")
     if found is None:
         raise KernelUnavailable(f"{operator} has no variant for CUDA memory: use --kernels cpu or reference")
     return found
@@ -279,10 +198,9 @@ def table(cache_dir: Path) -> str:
         return "yes"
 
     cpu = tried(lambda: operators("cpu", cache_dir))
-    names = [*NAMES, "page_copy"]
     lines = [f"{'operator':16}{'cpu/reference':16}{'cuda/reference':16}{'cpu/cpu':16}cuda/triton"]
     lines += [
-        f"{name:16}{'yes':16}{'yes':16}{cpu:16}{tried(lambda name=name: _triton(name))}" for name in names
+        f"{name:16}{'yes':16}{'yes':16}{cpu:16}{tried(lambda name=name: _triton(name))}" for name in NAMES
     ]
     return "\n".join([*lines, *sorted(problems)])
 

@@ -50,15 +50,16 @@ class Stopwatch:
             self._other, self._sum = torch.ones(FLUSH_BYTES // 4), torch.empty(1)
             self._reads = {calls: self._graph(self._flush, calls) for calls in (CALLS, SHORT_CALLS)}
 
-    def seconds(self, call: Call, *, captured: bool = True) -> float:
-        """Not `captured`: timed alone, with what lies between its launches on the device."""
+    def seconds(self, call: Call) -> float:
+        """Return the time of a call; one that cannot be captured is timed alone, with what lies between its
+        launches on the device."""
         call()
         if not self._is_cuda:
             start = time.perf_counter()
             call()
             return time.perf_counter() - start
         call()
-        found_s = self._difference(call, CALLS) if captured else None
+        found_s = self._difference(call, CALLS)
         if found_s is not None and found_s < SHORT_S:
             found_s = self._difference(call, SHORT_CALLS)
         return self._median(call, alone=True) if found_s is None else max(found_s, LEAST_S)
@@ -136,7 +137,7 @@ def timed_peers(watch: Stopwatch, work: Work) -> dict[str, float | str]:
 
 
 def measured(watch: Stopwatch, work: Work, bytes_s: float, flops_s: float) -> dict[str, Any]:
-    own_s = watch.seconds(work.call, captured=work.captured)
+    own_s = watch.seconds(work.call)
     least_s = max(work.num_bytes / bytes_s, work.flops / flops_s)
     peers = timed_peers(watch, work)
     ratios = [f"{name} {took / own_s:.2f}x" for name, took in peers.items() if isinstance(took, float)]

@@ -160,7 +160,7 @@ def pieces_of(call: int, folder: Path) -> list[Piece]:
     """Return what stops everything first, then what can silently be wrong, then what is slow."""
     chat = (sys.executable, "-c", PRINT_CHAT)
     workers = ("-n", str(max(1, (os.cpu_count() or 2) - 2)))
-    gpu = [f"tests/gpu/test_{name}.py" for name in ("operators", "page_copy", "architectures", "engine")]
+    gpu = [f"tests/gpu/test_{name}.py" for name in ("operators", "architectures", "engine")]
     match call:
         case 0:
             return first_pieces(folder, chat, workers, gpu)
@@ -173,10 +173,10 @@ def pieces_of(call: int, folder: Path) -> list[Piece]:
                 ),
                 Piece("one chat", 50, (*chat, "cuda", "graphs"), (*chat, "cpu", "graphs")),
                 Piece(
-                    "operators, far arena", 120, (*PYTEST, *workers, *gpu[:2]),
-                    (*PYTEST, "tests/triton/test_routing.py", "tests/triton/test_page_copy.py"),
+                    "operators, far arena", 120, (*PYTEST, *workers, gpu[0]),
+                    (*PYTEST, "tests/triton/test_routing.py"),
                 ),
-                Piece("architectures, engine", 110, (*PYTEST, *gpu[2:]), (*PYTEST, "--co", *gpu[2:])),
+                Piece("architectures, engine", 110, (*PYTEST, *gpu[1:]), (*PYTEST, "--co", *gpu[1:])),
                 Piece(
                     "staging, kvcached", 50,
                     (*PYTEST, "tests/gpu/test_staging.py", "tests/gpu/test_kvcached.py"),
@@ -258,8 +258,8 @@ def first_pieces(folder: Path, chat: Command, workers: Command, gpu: Sequence[st
             (*chat, "cpu", "enforce_eager", "graphs"),
         ),
         Piece(
-            "operators, far arena", 85, (*PYTEST, *workers, "--maxfail", "20", *gpu[:2]),
-            (*PYTEST, "tests/triton/test_routing.py", "tests/triton/test_page_copy.py"),
+            "operators, far arena", 85, (*PYTEST, *workers, "--maxfail", "20", gpu[0]),
+            (*PYTEST, "tests/triton/test_routing.py"),
         ),
         Piece(
             "steps of an engine", 105, module(engine, "--folder", folder, "--layers", 8, "--short"),
@@ -271,8 +271,8 @@ def first_pieces(folder: Path, chat: Command, workers: Command, gpu: Sequence[st
             figures=kernel_verdicts,
         ),
         Piece(
-            "architectures, ways of an engine", 45, (*PYTEST, *workers, *gpu[2:], "-k", "likely or ways"),
-            (*PYTEST, "--co", *gpu[2:]),
+            "architectures, ways of an engine", 45, (*PYTEST, *workers, *gpu[1:], "-k", "likely or ways"),
+            (*PYTEST, "--co", *gpu[1:]),
         ),
         Piece("default backing", 35, (*chat, "cuda", "defaults"), (*chat, "cpu", "defaults")),
         Piece(

@@ -5,20 +5,18 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
-from pathlib import Path
 from typing import Literal, get_args
 
 import torch
 from torch.nn import functional
 
 from benchmarks.kernels import PAGE_TOKENS, step_inputs
-from tidemill.kernels.dispatch import Operators, page_copy
+from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.draw.tables import DrawField, scale_of
 from tidemill.kernels.linear.stored import FOUR_BITS, CodeKind, Stored, plain
 from tidemill.kernels.mamba2.heads import Heads
 from tidemill.kernels.moe.experts import Experts
 from tidemill.kernels.moe.routing import Routing
-from tidemill.kernels.page_copy.planes import Plane
 from tidemill.kvstore.layout import Attention, layout_of
 from tidemill.workers.models.inputs import Inputs, caches_of
 
@@ -65,15 +63,14 @@ TINY = Shape(
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """`num_bytes` and `flops` are the least that the operator must move and compute. `captured`: a graph can
-    have it. `goal`: the share of the roofline that is wanted, or a speed at least that of all peers."""
+    """`num_bytes` and `flops` are the least that the operator must move and compute. `goal`: the share of the
+    roofline that is wanted, or a speed at least that of all peers."""
 
     name: str
     call: Call
     num_bytes: float
     flops: float = 0.0
     peers: dict[str, Callable[[], Call]] = field(default_factory=dict)
-    captured: bool = True
     goal: float | Literal["peers"] | None = None
 
 
@@ -355,31 +352,6 @@ def other_attention(shape: Shape, ops: Operators) -> Iterator[Work]:
     yield replace(attention(shape, ops, shape.prompts[0] // 4, 25 * shape.context, 1), peers={})
 
 
-def copied(shape: Shape, tokens: int) -> Work:
-    """All layers of a prompt, into blocks of 16 tokens of another engine's cache."""
-    rows, kv_heads, dim = step_inputs([tokens], [0]), shape.kv_heads, shape.head_dim
-    layout = layout_of((Attention(kv_heads=kv_heads, head_dim=dim),) * shape.layers, PAGE_TOKENS, "bfloat16")
-    pages = rows.pages_BN[0]
-    arena = torch.empty(-(-len(pages) // layout.pages_per_extent) * layout.extent_bytes, dtype=torch.uint8)
-    blocks = torch.empty(
-        shape.layers, 2, -(-tokens // 16), 16, kv_heads, dim, dtype=torch.bfloat16
-    ).transpose(3, 4)
-    planes = [
-        Plane(cache[:, :, kv], blocks[layer, kv])
-        for layer, cache in enumerate(caches_of(layout, arena).plain_kv)
-        for kv in range(2)
-    ]
-    slots, copy = torch.arange(tokens), page_copy("triton", Path())
-    num_bytes = 2 * shape.layers * 2 * tokens * kv_heads * dim * 2
-    return Work(
-        f"page_copy {tokens}",
-        lambda: copy(planes, pages, slots, "export"),
-        num_bytes,
-        captured=False,  # its table is the host's
-        goal=0.9,
-    )
-
-
 def works(shape: Shape, ops: Operators) -> Iterator[Work]:
     """Decode, then prompts: what is timed when time is short comes first."""
     gate_up = ops.pack([plain(normal(shape.experts, 2 * shape.inner, shape.hidden))], None)
@@ -396,7 +368,6 @@ def works(shape: Shape, ops: Operators) -> Iterator[Work]:
         yield causal_conv(shape, ops, tokens, 1)
         yield rope_store(shape, ops, tokens, 1)
         yield linear(shape, ops, tokens)
-        yield copied(shape, tokens)
         yield from elementwise(shape, ops, tokens)
     for rows in (shape.batches[0], shape.drawn):
         for temperature, top_p in ((0.0, 1.0), (0.8, 1.0), (0.8, 0.95)):

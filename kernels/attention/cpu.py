@@ -42,7 +42,7 @@ class GatedAttentionCall(Protocol):
     ) -> torch.Tensor: ...
 
 
-def bind(library: Library, compute_dtype: ComputeDtype) -> AttentionCall:
+def bind_attention(library: Library, compute_dtype: ComputeDtype) -> AttentionCall:
     call = library.function("attention")
 
     def attention(
@@ -69,9 +69,9 @@ def bind(library: Library, compute_dtype: ComputeDtype) -> AttentionCall:
     return attention
 
 
-def bind_gated(library: Library, compute_dtype: ComputeDtype) -> GatedAttentionCall:
+def bind_gated_attention(library: Library, compute_dtype: ComputeDtype) -> GatedAttentionCall:
     """The two operators one after the other."""
-    attention, sigmoid_mul = bind(library, compute_dtype), bind_sigmoid_mul(library)
+    attention, sigmoid_mul = bind_attention(library, compute_dtype), bind_sigmoid_mul(library)
 
     def gated_attention(
         q_THD: torch.Tensor,

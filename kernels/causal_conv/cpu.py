@@ -11,7 +11,7 @@ from tidemill.kernels.shared.rows import Rows
 CausalConv = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, Rows], torch.Tensor]
 
 
-def bind(library: Library) -> CausalConv:
+def bind_causal_conv(library: Library) -> CausalConv:
     call = library.function("causal_conv")
 
     def causal_conv(

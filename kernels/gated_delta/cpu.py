@@ -11,7 +11,7 @@ from tidemill.kernels.shared.rows import Rows
 GatedDelta = Callable[..., torch.Tensor]
 
 
-def bind(library: Library) -> GatedDelta:
+def bind_gated_delta(library: Library) -> GatedDelta:
     call = library.function("gated_delta")
 
     def gated_delta(

@@ -134,6 +134,9 @@ def bind_linear(library: Library) -> Callable[[torch.Tensor, Packed], torch.Tens
     return linear
 
 
+bind_logits = bind_linear  # products are in float32 here
+
+
 def bind_linear_silu(library: Library) -> Callable[[torch.Tensor, Packed, Packed], torch.Tensor]:
     call = library.function("linear_silu")
     linear, silu_mul = bind_linear(library), bind_silu_mul(library)

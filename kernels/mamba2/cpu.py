@@ -12,7 +12,7 @@ from tidemill.kernels.shared.rows import Rows
 Mamba2 = Callable[..., torch.Tensor]
 
 
-def bind(library: Library) -> Mamba2:
+def bind_mamba2(library: Library) -> Mamba2:
     call = library.function("mamba2")
 
     def mamba2(

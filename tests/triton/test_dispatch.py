@@ -10,7 +10,6 @@ import torch
 from tests.support.kernels.cases import random, relative_error
 from tidemill.kernels import dispatch
 from tidemill.kernels.linear.stored import plain
-from tidemill.kernels.page_copy import reference as page_copy_reference
 from tidemill.kernels.shared.build import KernelUnavailable
 
 
@@ -34,24 +33,22 @@ def test_every_operator_has_a_variant_of_the_same_signature(tmp_path: Path) -> N
             parameters.remove("compute_dtype")
         more = ["batch_invariant"] if name in dispatch.INVARIANT else []
         assert [*signature(ours).parameters] == parameters + more
-    copy = dispatch.page_copy("triton", tmp_path)
-    assert signature(copy) == signature(page_copy_reference.page_copy)
 
 
 @pytest.mark.usefixtures("no_compiler")
 def test_table_has_a_variant_for_each_operator(kernel_cache: Path) -> None:
     *lines, problem = dispatch.table(kernel_cache).splitlines()[1:]
-    names = [*dispatch.NAMES, "page_copy"]
-    assert [line.split() for line in lines] == [[name, "yes", "yes", "missing", "yes"] for name in names]
+    assert [line.split() for line in lines] == [
+        [name, "yes", "yes", "missing", "yes"] for name in dispatch.NAMES
+    ]
     assert problem == "no compiler"
 
 
 @pytest.mark.usefixtures("no_compiler")
 def test_without_triton_the_fix_is_named(kernel_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "find_spec", lambda _: None)
-    for ask in (dispatch.operators, dispatch.page_copy):
-        with pytest.raises(KernelUnavailable, match=r"no triton .* pip install"):
-            ask("triton", kernel_cache)
+    with pytest.raises(KernelUnavailable, match=r"no triton .* pip install"):
+        dispatch.operators("triton", kernel_cache)
     *lines, _, problem = dispatch.table(kernel_cache).splitlines()[1:]
     assert "pip install" in problem
     assert all(line.split()[1:] == ["yes", "yes", "missing", "missing"] for line in lines)

@@ -13,7 +13,7 @@ import torch
 from tests.support.kernels.cases import COMPUTE_DTYPES, random, same_bits, step
 from tests.unit.kernels.codes.test_integers import integers
 from tidemill.kernels import dispatch
-from tidemill.kernels.attention.cpu import bind as bind_attention
+from tidemill.kernels.attention.cpu import bind_attention
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.linear.cpu import bind_linear, bind_pack
 from tidemill.kernels.linear.stored import plain
@@ -34,7 +34,7 @@ from tidemill.kernels.shared.compiler import (
 WAITS_S_MAX = 60
 """A bound far beyond the slowness of any machine, after which a library that waits is an error."""
 
-OPERATORS = len(dispatch.NAMES) + 1  # and page_copy
+OPERATORS = len(dispatch.NAMES)
 
 
 @pytest.fixture

@@ -9,19 +9,16 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.kernels.cases import Step, step
-from tests.support.kernels.foreign import Case, Memory
-from tidemill.kernels.dispatch import Operators, page_copy
+from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.linear.stored import plain
 from tidemill.kernels.mamba2.heads import Heads
 from tidemill.kernels.moe.experts import Experts
 from tidemill.kernels.moe.routing import Choice
-from tidemill.kernels.page_copy.planes import PageCopy
 
 PAGES, WIDTH, STATES, EXPERTS, DIM = 7, 3, 5, 4, 8
 TABLE = [[0, 1, 2], [3, 4, 5]]
@@ -77,12 +74,6 @@ def _choose(chosen: int, ops: Operators, *, outer: bool) -> None:
         ops.moe_outer(torch.zeros(1, 2, DIM), choice, experts, None, None)
     else:
         ops.moe_inner(torch.zeros(1, DIM), choice, experts)
-
-
-def _copy(copy: PageCopy, *, page: int = 0, slot: int = 0) -> None:
-    memory = Memory(Case(tokens=1))
-    pages, slots = torch.tensor([page], dtype=torch.int32), torch.tensor([slot])
-    copy(memory.planes, pages, slots, "export")
 
 
 def _adjust(
@@ -155,39 +146,20 @@ BEYOND: dict[str, Callable[[Operators], None]] = {
 }
 
 
-COPIES: dict[str, Callable[[PageCopy], None]] = {
-    "page_copy: page 3 is not in [0, 3)": partial(_copy, page=3),
-    "page_copy: page -1 is not in [0, 3)": partial(_copy, page=-1),
-    "page_copy: slot 12 is not in [0, 12)": partial(_copy, slot=12),
-    f"page_copy: slot -{FAR} is not in [0, 12)": partial(_copy, slot=-FAR),
-}
-
-
-def _check_ends(run: Callable[[], None], line: str, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("line", BEYOND)
+def test_index_beyond_its_table_ends_the_process_with_a_line(
+    cpu: Operators, line: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     child = os.fork()
     if not child:
         try:
             faulthandler.disable()
-            run()
+            BEYOND[line](cpu)
         finally:
             os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGABRT
     assert capfd.readouterr().err == f"{line}\n"
-
-
-@pytest.mark.parametrize("line", BEYOND)
-def test_index_beyond_its_table_ends_the_process_with_a_line(
-    cpu: Operators, line: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    _check_ends(partial(BEYOND[line], cpu), line, capfd)
-
-
-@pytest.mark.parametrize("line", COPIES)
-def test_copy_beyond_a_side_ends_the_process_with_a_line(
-    kernel_cache: Path, line: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    _check_ends(partial(COPIES[line], page_copy("cpu", kernel_cache)), line, capfd)
 
 
 @pytest.mark.parametrize("kernel", [*PAGED, *RECURRENT])

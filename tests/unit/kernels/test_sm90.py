@@ -11,7 +11,6 @@ import torch
 import triton
 
 from tests.support.kernels.cases import step
-from tests.support.kernels.foreign import Case, Memory
 from tests.support.kernels.launched import META, launching
 from tests.support.kernels.offline import SHARED_BYTES_MAX, compiling
 from tests.unit.kernels.test_stored import stored
@@ -29,7 +28,6 @@ from tidemill.kernels.mamba2.heads import Heads
 from tidemill.kernels.moe import cuda as moe_cuda
 from tidemill.kernels.moe.experts import Experts
 from tidemill.kernels.moe.routing import Routing
-from tidemill.kernels.page_copy import cuda as page_copy_cuda
 from tidemill.kernels.rms_norm import cuda as rms_norm_cuda
 from tidemill.kernels.rope_store import cuda as rope_store_cuda
 from tidemill.kernels.shared import tiles
@@ -39,13 +37,6 @@ from tidemill.kvstore.memory.backing import Mmap
 from tidemill.workers.models.inputs import caches_of
 
 pytestmark = pytest.mark.slow
-
-
-def copy_pages() -> None:
-    memory = Memory(
-        Case(tokens=64, page_tokens=64, block_tokens=16, heads=2, dims=(64,), dtype=torch.bfloat16)
-    )
-    page_copy_cuda.page_copy(memory.planes, memory.page_N, memory.slot_T, "export")
 
 
 def run_experts(tokens: int) -> Callable[[], None]:
@@ -281,7 +272,6 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "mamba2, decode, bfloat16 states": scan([1] * 64, 1, 8, 6, (128, 64), torch.bfloat16),
     "mamba2, mixed, bfloat16 states": scan([1, 12, 2000], 1, 8, 6, (128, 64), torch.bfloat16),
     "mamba2, mixed, bfloat16 states inside": scan([1, 12, 2000], 2000, 8, 6, (128, 64), torch.bfloat16),
-    "page_copy": copy_pages,
     "moe of 32 tokens": run_experts(32),
     "moe of 64 tokens": run_experts(64),
     "moe of 512 tokens": run_experts(512),
