@@ -49,8 +49,9 @@ def test_logits_of_a_hybrid_do_not_depend_on_the_path(name: str, tmp_path: Path)
     invariant = operators("triton", tmp_path, batch_invariant=True)
     first, *others = (logits_of(folder, invariant, schedule) for schedule in SCHEDULES)
     assert all(same_bits(other, first) for other in others)
-    fast = operators("triton", tmp_path)
-    assert not same_bits(*(logits_of(folder, fast, schedule) for schedule in SCHEDULES[:2]))
+    if name.startswith("qwen3_next"):  # the bits would depend on the path
+        fast = operators("triton", tmp_path)
+        assert not same_bits(*(logits_of(folder, fast, schedule) for schedule in SCHEDULES[:2]))
 
 
 def check_product(depth: int, dtype: torch.dtype, device: str = "cpu") -> None:

@@ -6,10 +6,8 @@ import torch
 
 from tests.support.kernels.cases import same_bits
 from tests.support.kernels.draws import (
-    DISTRIBUTIONS,
     FILTERS,
     Filters,
-    check_distribution,
     draws_of,
     every_adjustment,
     every_draw,
@@ -48,11 +46,6 @@ def test_vocabulary_of_several_blocks(filters: Filters) -> None:
     draws_NF, filtered = draws_of([(0, 0.6, filters), (1, 0.9999, filters)])
     found = cuda.draw(scores_RV, scores_RV[:0], draws_NF, filtered)
     assert torch.equal(found, reference.draw(scores_RV, scores_RV[:0], draws_NF, filtered))
-
-
-@pytest.mark.parametrize("filters", DISTRIBUTIONS[::4])
-def test_draws_follow_the_distribution(filters: Filters) -> None:
-    check_distribution(cuda.draw, filters, 100)
 
 
 @pytest.mark.parametrize("vocabulary", [2, 33, 5000])

@@ -1,88 +1,42 @@
 # pyright: basic
 """Norms and activations in Triton against their definitions; a row's bits depend on nothing else."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.kernels.cases import LIMITS, random, relative_error, same_bits
+from tests.unit.kernels.test_elementwise import EPSILON, OF_ROWS, SMALL, Make, drawn, picked, run
 from tidemill.kernels.activation import cuda as activation_cuda
-from tidemill.kernels.activation import reference as activation_reference
+from tidemill.kernels.dispatch import REFERENCE, operators
 from tidemill.kernels.rms_norm import cuda as rms_norm_cuda
 from tidemill.kernels.rms_norm import reference as rms_norm_reference
 
-EPSILON = 1e-6
-SMALL = 1e-3  # so that epsilon counts
+OURS = operators("triton", Path())
 WIDTHS = (1, 2, 63, 64, 65, 127, 300, 1500)
-Inputs = list[torch.Tensor]
-Draw = Callable[..., torch.Tensor]  # of a shape
-Operator = Callable[[int, Draw], Inputs]
-
-
-def rms_norm_gated(width: int, draw: Draw) -> Inputs:
-    gate = 5 * draw(5, 3, 8 + 2 * width)[..., 8:].view(5, 3, 2, width)
-    return [SMALL * draw(5, 3, 2, width), gate, draw(width)]
-
-
-def rms_norm(width: int, draw: Draw) -> Inputs:
-    return [SMALL * draw(5, 8 + width)[:, 8:], draw(width)]
-
-
-def silu_mul(width: int, draw: Draw) -> Inputs:
-    return [20 * draw(5, 2 * width)]
-
-
-def sigmoid_mul(width: int, draw: Draw) -> Inputs:
-    return [draw(5, 3, width), 20 * draw(5, 3, 2 * width)[..., width:]]
-
-
-def sigmoid_mul_expanded(width: int, draw: Draw) -> Inputs:
-    x, gate = sigmoid_mul(width, draw)
-    return [x, gate[..., :1].expand(x.shape)]
-
-
-OURS: dict[Operator, Callable[..., torch.Tensor]] = {
-    rms_norm: lambda x, weight: rms_norm_cuda.rms_norm(x, weight, EPSILON),
-    rms_norm_gated: lambda x, gate, weight: rms_norm_cuda.rms_norm_gated(x, gate, weight, EPSILON),
-    silu_mul: activation_cuda.silu_mul,
-    sigmoid_mul: activation_cuda.sigmoid_mul,
-    sigmoid_mul_expanded: activation_cuda.sigmoid_mul,
-}
-REFERENCE: dict[Operator, Callable[..., torch.Tensor]] = {
-    rms_norm: lambda x, weight: rms_norm_reference.rms_norm(x, weight, EPSILON),
-    rms_norm_gated: lambda x, gate, weight: rms_norm_reference.rms_norm_gated(x, gate, weight, EPSILON),
-    silu_mul: activation_reference.silu_mul,
-    sigmoid_mul: activation_reference.sigmoid_mul,
-    sigmoid_mul_expanded: activation_reference.sigmoid_mul,
-}
 
 
 @dataclass(frozen=True)
 class Case:
-    operator: Operator
+    make: Make
     width: int
     dtype: torch.dtype
 
 
 CASES = {
-    f"{operator.__name__} {width} {dtype}": Case(operator, width, dtype)
-    for operator in OURS
+    f"{make.__name__} {width} {dtype}": Case(make, width, dtype)
+    for make in OF_ROWS
     for width in WIDTHS
     for dtype in LIMITS
 }
 
 
-def inputs_of(case: Case, device: str) -> Inputs:
-    generator = torch.Generator().manual_seed(case.width)
-    return case.operator(case.width, lambda *shape: random(generator, *shape).to(device, case.dtype))
-
-
 def check(case: Case, device: str = "cpu") -> None:
-    inputs = inputs_of(case, device)
-    wanted = REFERENCE[case.operator](*(part.cpu().double() for part in inputs))
-    found = OURS[case.operator](*inputs)
+    [found] = run(OURS, case.make, case.width, drawn(case.width, lambda x: x.to(device, case.dtype)))
+    rounded = drawn(case.width, lambda x: x.to(case.dtype))
+    [wanted] = run(REFERENCE, case.make, case.width, rounded, torch.Tensor.double)
     assert found.dtype == case.dtype
     assert relative_error(found.cpu(), wanted) < LIMITS[case.dtype]
 
@@ -92,12 +46,11 @@ def test_matches_the_definition(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("operator", OURS, ids=lambda operator: operator.__name__)
-def test_same_bits_in_any_batch_also_of_no_tokens(operator: Operator) -> None:
-    inputs = inputs_of(Case(operator, 65, torch.float32), "cpu")
-    found = OURS[operator](*inputs)
+@pytest.mark.parametrize("make", OF_ROWS, ids=lambda make: make.__name__)
+def test_same_bits_in_any_batch_also_of_no_tokens(make: Make) -> None:
+    [found] = run(OURS, make, 65, drawn(65))
     for rows in (slice(3, 4), slice(0)):
-        few = OURS[operator](*(part if part.dim() == 1 else part[rows] for part in inputs))
+        [few] = run(OURS, make, 65, drawn(65), picked(rows))
         assert same_bits(few, found[rows])
 
 

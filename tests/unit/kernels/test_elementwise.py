@@ -12,59 +12,71 @@ from tidemill.kernels.linear.stored import Kind, plain
 
 SIZES = (1, 2, 63, 64, 65, 127, 300)
 EPSILON = 1e-6
-ROWS = 9
+ROWS = 5
 SMALL = 1e-3  # so that epsilon counts
 
-
-Arguments = tuple[torch.Tensor | float, ...]
-
-
-def add_norm(draw: torch.Generator, width: int) -> Arguments:
-    return SMALL * random(draw, ROWS, width), SMALL * random(draw, ROWS, width), random(draw, width), EPSILON
-
-
-def rms_norm(draw: torch.Generator, width: int) -> Arguments:
-    return SMALL * random(draw, ROWS, 11 + width)[:, 11:], random(draw, width), EPSILON
+Tensors = list[torch.Tensor]
+Draw = Callable[..., torch.Tensor]  # of a shape
+Change = Callable[[torch.Tensor], torch.Tensor]
+Make = Callable[[int, Draw], tuple[torch.Tensor | float, ...]]
+"""Returns the arguments of the operator of its name, of a width."""
 
 
-def rms_norm_gated(draw: torch.Generator, width: int) -> Arguments:
-    x, weight = SMALL * random(draw, ROWS, 3, 2, width), random(draw, width)
-    return x, 5 * random(draw, ROWS, 3, 11 + 2 * width)[..., 11:].view(x.shape), weight, EPSILON
+def add_norm(width: int, draw: Draw) -> tuple[torch.Tensor | float, ...]:
+    return SMALL * draw(ROWS, width), SMALL * draw(ROWS, width), draw(width), EPSILON
 
 
-def silu_mul(draw: torch.Generator, width: int) -> Arguments:
-    return (20 * random(draw, ROWS, 2 * width),)
+def rms_norm(width: int, draw: Draw) -> tuple[torch.Tensor | float, ...]:
+    return SMALL * draw(ROWS, 8 + width)[:, 8:], draw(width), EPSILON
 
 
-def sigmoid_mul(draw: torch.Generator, width: int) -> Arguments:
-    return random(draw, ROWS, 3, width), 20 * random(draw, ROWS, 3, 2 * width)[..., width:]
+def rms_norm_gated(width: int, draw: Draw) -> tuple[torch.Tensor | float, ...]:
+    gate = 5 * draw(ROWS, 3, 8 + 2 * width)[..., 8:].view(ROWS, 3, 2, width)
+    return SMALL * draw(ROWS, 3, 2, width), gate, draw(width), EPSILON
 
 
-def sigmoid_mul_of_one_gate(draw: torch.Generator, width: int) -> Arguments:
-    x, gate = sigmoid_mul(draw, width)
-    assert isinstance(x, torch.Tensor)
-    assert isinstance(gate, torch.Tensor)
+def silu_mul(width: int, draw: Draw) -> tuple[torch.Tensor]:
+    return (20 * draw(ROWS, 2 * width),)
+
+
+def sigmoid_mul(width: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+    return draw(ROWS, 3, width), 20 * draw(ROWS, 3, 2 * width)[..., width:]
+
+
+def sigmoid_mul_of_one_gate(width: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+    x, gate = sigmoid_mul(width, draw)
     return x, gate[..., :1].expand(x.shape)
 
 
+OF_ROWS: tuple[Make, ...] = (rms_norm, rms_norm_gated, silu_mul, sigmoid_mul, sigmoid_mul_of_one_gate)
+
+
+def drawn(seed: int, to: Change = lambda x: x) -> Draw:
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape: to(random(generator, *shape))
+
+
+def run(ops: Operators, make: Make, width: int, draw: Draw, change: Change = lambda x: x) -> Tensors:
+    """Run the operator with its arguments changed; return its results."""
+    given = (change(x) if isinstance(x, torch.Tensor) else x for x in make(width, draw))
+    found = getattr(ops, make.__name__.removesuffix("_of_one_gate"))(*given)
+    return [*found] if isinstance(found, tuple) else [found]
+
+
+def picked(rows: slice) -> Change:
+    """Return the choice of these rows of an argument that has rows."""
+    return lambda x: x[rows] if len(x) == ROWS and x.dim() > 1 else x
+
+
 @pytest.mark.parametrize("width", SIZES)
-@pytest.mark.parametrize(
-    "make", [add_norm, rms_norm, rms_norm_gated, silu_mul, sigmoid_mul, sigmoid_mul_of_one_gate]
-)
+@pytest.mark.parametrize("make", [add_norm, *OF_ROWS])
 def test_matches_the_definition_and_a_row_alone(
-    cpu: Operators, reference: Operators, make: Callable[[torch.Generator, int], Arguments], width: int
+    cpu: Operators, reference: Operators, make: Make, width: int
 ) -> None:
-    name = make.__name__.removesuffix("_of_one_gate")
-
-    def run(ops: Operators, change: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-        given = make(torch.Generator().manual_seed(width), width)
-        found = getattr(ops, name)(*(change(x) if isinstance(x, torch.Tensor) else x for x in given))
-        return [*found] if isinstance(found, tuple) else [found]
-
-    found = run(cpu, lambda x: x)
-    for tensor, wanted in zip(found, run(reference, torch.Tensor.double), strict=True):
-        assert relative_error(tensor, wanted) < 1e-5
-    alone = run(cpu, lambda x: x[4:5] if len(x) == ROWS and x.dim() > 1 else x)
+    found = run(cpu, make, width, drawn(width))
+    wanted = run(reference, make, width, drawn(width), torch.Tensor.double)
+    assert all(relative_error(tensor, exact) < 1e-5 for tensor, exact in zip(found, wanted, strict=True))
+    alone = run(cpu, make, width, drawn(width), picked(slice(4, 5)))
     assert all(same_bits(tensor[4:5], row) for tensor, row in zip(found, alone, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""The value of spare checkpoints: the rate of junctions, and the credit by it."""
+"""The value of spare checkpoints: the rate of junctions, the credit by it, and their place among others."""
 
 from collections.abc import Sequence
 from random import Random
@@ -155,3 +155,28 @@ def test_spare_checkpoint_has_its_credit_until_the_clock_has_passed_it() -> None
     value = 4 / (4 * PAGE_BYTES + STATE_BYTES)
     assert index.credit(entry) == pytest.approx(value), "by its uses, as any other"
     index.check()
+
+
+@pytest.mark.parametrize("policy", ["lru", "value"])
+def test_spare_checkpoints_go_first_until_they_are_used(policy: Policy) -> None:
+    index = an_index(hybrid=True, policy=policy)
+    first, *_ = insert_path(index, "aaaa", checkpoints="s..x")
+    second, *_ = insert_path(index, "bbbb", checkpoints="s...")
+    assert index.cheapest_checkpoint() is first, "the older one"
+    assert index.credit(first) == 0
+    index.use([first])
+    assert index.credit(first) > 0
+    assert index.cheapest_checkpoint() is second
+
+
+def test_spare_checkpoint_takes_no_value_from_those_below_it() -> None:
+    index = an_index(hybrid=True)
+    spare, _, last = insert_path(index, "aaa", checkpoints="s.x")
+    alone = insert_path(index, "bbb", checkpoints="..x")[-1]
+    assert index.credit(last) == index.credit(alone)
+    index.use([spare])
+    below = insert_path(index, "aaac", checkpoints="...x")[-1]
+    index.drop_checkpoint(last)
+    index.drop_checkpoint(below)
+    index.keep_checkpoint(below, Checkpoint((StateId(99),)))
+    assert below.saved_flops == 3, "a used one does"

@@ -1,7 +1,6 @@
 """Checkpoints while decoding: the slots that each strategy holds, keeps and frees, alone and together."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
@@ -25,7 +24,6 @@ from tidemill.kvstore.layout import Layout
 from tidemill.kvstore.memory.demand import CHECKPOINT_STATE
 from tidemill.workers.messages import Request
 from tidemill.workers.options import CheckpointStrategy
-from tidemill.workers.scheduling.admission import PREEMPTIONS_MAX
 
 pytestmark = IN_VIRTUAL_TIME
 
@@ -139,20 +137,3 @@ async def test_all_reach_every_boundary_in_the_same_step(strategy: CheckpointStr
         counters = one.engine.load().counters
         assert counters.get("checkpoints_skipped", 0) == 0
         assert not any(value for name, value in counters.items() if name.startswith("evicted"))
-
-
-@pytest.mark.parametrize("num_extents", [20, 70, 150])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-async def test_all_reach_every_boundary_in_the_same_step_in_scarce_memory(
-    strategy: CheckpointStrategy, num_extents: int
-) -> None:
-    count = 64
-    requests = [a_request(prompt(9, seed), 20, request_id=str(seed)) for seed in range(count)]
-
-    async with bench(
-        strategy=strategy, num_extents=num_extents, tokens_max=9 * count, tuning=Tuning(rows_max=count)
-    ) as one:
-        await one.answer_all(requests)
-        await one.answer_all(replace(request, max_new_tokens=5) for request in requests)
-        assert one.engine.preemptions_max <= PREEMPTIONS_MAX
-        assert sum(one.count(f"evicted_pages_for_{reason}") for reason in ("pages", "states")) > 0

@@ -87,9 +87,7 @@ over_nodes: MutualTls | None = None
 @pytest.fixture(
     params=[
         ("exact", None, False),
-        pytest.param(("fast", None, False), marks=pytest.mark.slow),
         pytest.param(("fast", "gloo", False), marks=pytest.mark.slow),
-        pytest.param(("exact", None, True), marks=pytest.mark.slow),
         ("fast", None, True),
     ],
     ids=str,
