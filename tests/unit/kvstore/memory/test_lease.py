@@ -9,7 +9,6 @@ from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import page_keys
 from tidemill.kvstore.layout import PAGES, STATES
 from tidemill.kvstore.memory.demand import CHECKPOINT_STATE
-from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.memory.ledger import Ledger
 
 
@@ -121,19 +120,6 @@ def test_reserve_fails_without_its_headroom() -> None:
     grow(ledger, lease, 6 * P)
 
 
-def test_reserve_takes_back_the_checkpoint_of_its_own_lease() -> None:
-    """No other lease reads it, and no second slot can be had: the step overwrites the state."""
-    ledger = a_ledger(4)
-    lease = grow(ledger, ledger.open("a"), P)
-    assert ledger.roll_checkpoint(lease)
-    slot = lease.shared_entries[0].checkpoint
-    ledger.reserve(lease, 5 * P)
-    ledger.check()
-    assert slot is not None
-    assert (lease.states, lease.source, lease.rolling, ledger.num_slots) == ({P: slot.state}, None, None, 1)
-    grow(ledger, lease, 5 * P)
-
-
 def test_counters_count_evictions_by_reason() -> None:
     ledger = a_ledger(4)
     ledger.keep_state(grow(ledger, ledger.open("a"), 2 * P), last=True)
@@ -178,13 +164,6 @@ def test_skipped_checkpoint_evicts_no_other() -> None:
     refused.clear()
     assert ledger.keep_state(lease)
     assert [entry.checkpoint is not None for entry in lease.shared_entries] == [False, True, True]
-
-
-def test_open_asserts_one_lease_per_request() -> None:
-    ledger = a_ledger(2)
-    ledger.open("a")
-    with pytest.raises(AssertionError, match="a holds a lease already"):
-        ledger.open("a")
 
 
 def test_deepest_states_inside_a_step_get_the_slots() -> None:
@@ -250,47 +229,3 @@ def test_second_checkpoint_of_the_same_text_is_freed(*, converts: bool) -> None:
         ledger.commit(lease, 3 * P, KEYS)
         ledger.check()
     assert [entry.checkpoint is not None for entry in leases[1].shared_entries] == [False, True, False]
-
-
-NUM_LEASES = 64
-LAST = 6 * P
-
-
-@pytest.mark.parametrize(
-    ("strategy", "slots", "overlap"),
-    [("none", 1, False), ("lazy", 2, False), ("double", 3, False), ("none", 1, True), ("double", 3, True)],
-)
-def test_leases_roll_checkpoints_in_the_same_step(
-    strategy: str,
-    slots: int,
-    overlap: bool,  # noqa: FBT001  a parameter of the test
-) -> None:
-    """The memory is just enough: one extent per two pages, and the slots of the strategy."""
-    cache = a_cache(NUM_LEASES * (LAST // P // 2 + slots))
-    ledger = Ledger(cache)
-    spare_slots_min = 1 if strategy == "double" else 0
-    leases = [ledger.open(f"r{number}", spare_slots_min=spare_slots_min) for number in range(NUM_LEASES)]
-    keys = [page_keys(ROOT, [number] * LAST, P) for number in range(NUM_LEASES)]
-    for end in range(1, LAST + 1):
-        for lease in leases:
-            ledger.reserve(lease, end)
-            ledger.launch(lease, end, keep=strategy != "none" and (end - 1) % P == 0)
-        committed = end - overlap
-        for lease, own_keys in zip(leases, keys, strict=True) if committed else ():
-            ledger.commit(lease, committed, own_keys)
-            if strategy != "none" and committed % P == 0:
-                assert ledger.roll_checkpoint(lease), "a checkpoint was lost"
-            _check_last_boundary(ledger, lease, strategy)
-        ledger.check()
-        if not overlap and end > P and end % P:
-            assert ledger.num_slots == slots * NUM_LEASES
-    assert not any(count for name, count in ledger.counters.items() if name.startswith(("evicted", "check")))
-    assert cache.arena.num_empty == 0 or overlap, "the memory was more than enough"
-
-
-def _check_last_boundary(ledger: Ledger, lease: Lease, strategy: str) -> None:
-    boundary = lease.committed // P
-    if strategy != "none" and boundary:
-        entry = lease.shared_entries[boundary - 1]
-        assert lease.rolling is entry
-        assert ledger.index.is_restorable(entry)

@@ -105,7 +105,7 @@ async def changes(one: Bench, rng: Random, met: Counter[str], tuning: Tuning, *,
         met["two steps in flight"] += len(one.runner.in_flight) == 2
         if resizes and rng.random() < 0.2:
             one.engine.resize(rng.choice([0, 0, 20, 1000]) * one.layout.extent_bytes)
-        await asyncio.sleep(15 * LOOK_S)
+        await asyncio.sleep(40 * LOOK_S)
 
 
 async def whole_run(rng: Random, met: Counter[str]) -> None:
