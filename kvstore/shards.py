@@ -87,8 +87,14 @@ def rank_share(shards: Shards, rank: int, size: int) -> Share:
     )
 
 
+def heads_fit(count: int, size: int) -> bool:
+    """Return whether each of `size` ranks can have as many of `count` heads, or one with equal numbers of
+    copies."""
+    return count % size == 0 or size % count == 0
+
+
 def _range(count: int, rank: int, size: int) -> range:
-    assert count % size == 0 or size % count == 0
+    assert heads_fit(count, size)
     first = rank * count // size
     return range(first, first + max(1, count // size))
 
@@ -96,7 +102,7 @@ def _range(count: int, rank: int, size: int) -> range:
 def _fits(layer: LayerSpec, size: int) -> bool:
     match layer:
         case Attention() | Window():
-            return layer.kv_heads % size == 0 or size % layer.kv_heads == 0
+            return heads_fit(layer.kv_heads, size)
         case Latent():
             return True
         case Linear():

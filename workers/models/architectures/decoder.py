@@ -8,12 +8,13 @@ import torch
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.linear.stored import Stored
+from tidemill.kvstore.layout import Linear
 from tidemill.workers.models.architectures.config import HEAD, ArchitectureConfig, LayerConfig
 from tidemill.workers.models.collectives import LEADER, Ranks
 from tidemill.workers.models.inputs import Caches, Inputs, Kept
 from tidemill.workers.models.layers.moe import Moe
 from tidemill.workers.models.layers.rope import Rope
-from tidemill.workers.models.layers.work import Cache, Mixer, Mlp, Read, Work, is_paged, norm_weight
+from tidemill.workers.models.layers.work import Cache, Mixer, Mlp, Read, Work, norm_weight
 
 
 class Layer:
@@ -24,7 +25,7 @@ class Layer:
         self.mixer: Mixer = layer.mixer.load(read, ops)
         self.mlp_norm_H = norm_weight(read("post_attention_layernorm.weight"), norm_offset)
         self.mlp: Mlp = layer.mlp.load(read, ops)
-        self.is_paged = is_paged(layer.mixer.spec)
+        self.is_paged = not isinstance(layer.mixer.spec, Linear)
 
 
 class Normed(NamedTuple):

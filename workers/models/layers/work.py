@@ -10,7 +10,7 @@ from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.linear.stored import Stored
 from tidemill.kernels.shared.rows import Made
-from tidemill.kvstore.layout import Attention, Latent, LayerSpec, Linear, Window
+from tidemill.kvstore.layout import LayerSpec
 from tidemill.workers.models.collectives import Ranks
 from tidemill.workers.models.inputs import Inputs, Kept
 from tidemill.workers.models.layers.rope import Rope
@@ -133,12 +133,3 @@ def matrix_flops(weights: Mapping[str, Weight]) -> float:
     return sum(
         2.0 * weight.shape[0] * weight.shape[1] for weight in weights.values() if len(weight.shape) == 2
     )
-
-
-def is_paged(spec: LayerSpec) -> bool:
-    """Return whether the layer's cache holds keys and values, rather than a state."""
-    match spec:
-        case Attention() | Window() | Latent():
-            return True
-        case Linear():
-            return False

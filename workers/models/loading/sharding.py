@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, assert_never
 
+from tidemill.kvstore.shards import heads_fit
+
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
@@ -122,12 +124,6 @@ def part_of(cut: Cut, rows: int, index: int, size: int) -> RankSlice:
             return RankSlice(((0, 0),), rows if zeros else 0)
         case _:
             assert_never(cut)
-
-
-def heads_fit(count: int, size: int) -> bool:
-    """Return whether each of `size` ranks can have as many of `count` heads, or one with equal numbers of
-    copies."""
-    return count % size == 0 or size % count == 0
 
 
 def _runs(runs: Sequence[tuple[int, int]], index: int, size: int) -> tuple[tuple[int, int], ...]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tests.support.parity.heads import SHAPE
+from tidemill.kvstore.shards import heads_fit
 from tidemill.workers.models.architectures import deepseek, gpt_oss, granite, qwen3_next
 from tidemill.workers.models.architectures.config import ArchitectureConfig, local, sizes, weights_of
 from tidemill.workers.models.layers.attention import AttentionConfig
@@ -26,7 +27,6 @@ from tidemill.workers.models.loading.sharding import (
     RankPart,
     RankSlice,
     Replicated,
-    heads_fit,
     part_of,
 )
 from tidemill.workers.models.loading.weights import Weight
