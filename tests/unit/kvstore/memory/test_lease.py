@@ -120,6 +120,19 @@ def test_reserve_fails_without_its_headroom() -> None:
     grow(ledger, lease, 6 * P)
 
 
+def test_reserve_takes_back_the_checkpoint_of_its_own_lease() -> None:
+    """No other lease reads it, and no second slot can be had: the step overwrites the state."""
+    ledger = a_ledger(4)
+    lease = grow(ledger, ledger.open("a"), P)
+    assert ledger.roll_checkpoint(lease)
+    slot = lease.shared_entries[0].checkpoint
+    ledger.reserve(lease, 5 * P)
+    ledger.check()
+    assert slot is not None
+    assert (lease.states, lease.source, lease.rolling, ledger.num_slots) == ({P: slot.state}, None, None, 1)
+    grow(ledger, lease, 5 * P)
+
+
 def test_counters_count_evictions_by_reason() -> None:
     ledger = a_ledger(4)
     ledger.keep_state(grow(ledger, ledger.open("a"), 2 * P), last=True)
