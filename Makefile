@@ -148,7 +148,8 @@ $(CLIENTS)/tokenizers/node_modules: tests/clients/tokenizers.json
 	touch $@
 
 # Real vLLMs on CPUs, of an environment that VLLM names by its python: vLLM 0.32.0, by
-# uv venv FOLDER && uv pip install --python FOLDER vllm==0.32.0+cpu, of vLLM's index for CPUs.
+# uv venv FOLDER && uv pip install --python FOLDER vllm==0.32.0+cpu, of vLLM's index for CPUs, and NIXL:
+# uv pip install --python FOLDER --no-deps nixl==1.5.1 nixl-cu13==1.5.1.
 engines: setup
 	@[ "$$("$(VLLM)" -c 'from importlib.metadata import version; print(version("vllm"))')" = "0.32.0+cpu" ] \
 	  || { echo "VLLM=$(VLLM) is no python with vllm 0.32.0+cpu"; exit 1; }

@@ -132,6 +132,7 @@ class Request:
     arrival plus `queue_offset_s`: a negative one goes before those of tenants that used more. `on_trial`: the
     request was in a step of a worker that crashed, and runs alone until it has drawn TRIAL_TOKENS.
     `trace_parent` is the W3C traceparent of the sender; empty: no tracing.
+    `handoff` is what a prefill worker gave with its answer (`Produced`), for the decode worker.
     `breakpoints` are depths, ascending, where later requests are likely to leave the prompt.
     For `retain_s` after its last use, 0 for not at all, the tenant pays for keeping what the prompt left in
     memory. `session` replaces what earlier requests of that name retained; it is a digest with the tenant.
@@ -161,6 +162,7 @@ class Request:
     session: str = ""
     cache_diagnostics: bool = False
     pools: bool = False
+    handoff: bytes | None = None
 
     @property
     def to_score(self) -> int:
@@ -207,10 +209,12 @@ class Provenance:
 
 
 class Produced(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """The answer of a prefill worker: the store holds every page below `depth` and the checkpoint at it."""
+    """The answer of a prefill worker: the store holds every page below `depth` and the checkpoint at it. An
+    engine without our store keeps them until the decode worker takes them, by its `handoff`."""
 
     depth: Count
     provenance: Provenance
+    handoff: bytes | None = None
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):

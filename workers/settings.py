@@ -65,9 +65,9 @@ class HostedSettings(PickledByName):
     tensor_parallel_sizes: tuple[int, ...] = ()  # of the other workers that use this store
     kv_events: KvEventSettings | None = None  # None: no events
 
-    def of_worker(self, name: str) -> Self:
-        """Return the settings of the worker `name`, from those of its group: `decode-2` is the third. Raises
-        SettingsError."""
+    def of_worker(self, name: str, host: str = "127.0.0.1") -> Self:  # noqa: ARG002 - for engines with ports
+        """Return the settings of the worker `name`, from those of its group: `decode-2` is the third. Others
+        reach it at `host`. Raises SettingsError."""
         return self if self.kv_events is None else replace(self, kv_events=self.kv_events.of_worker(name))
 
     @property

@@ -166,8 +166,6 @@ def _vllm_settings(
 ) -> VllmSettings:
     """Return the settings of the workers of a group, from those that our own engine would have."""
     named = f"--engine {model.adapter.engine}"
-    if group.role != "mixed":
-        raise SettingsError(f"{named} computes prompts and generates in each worker: use --mixed N")
     if config.telemetry.kv_events.enable_kv_cache_events:
         raise SettingsError(f"{named} sends its events to its worker: leave out --kv-events-config")
     usual = EngineConfig()
@@ -187,6 +185,7 @@ def _vllm_settings(
         python=Path(model.adapter.python or sys.executable),
         args=model.adapter.args,
         urls=model.adapter.urls,
+        transfers=group.role != "mixed",
     )
 
 

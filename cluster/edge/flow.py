@@ -112,7 +112,11 @@ async def serve(
                     produced = await peers.produce(route.prefill, route.prefill_address, rest)
             at = route.decode
             patient = progress.attempt <= PATIENT_ATTEMPTS and _is_stored(produced, rest, page_tokens)
-            sent = replace(rest, gap_tokens_max=route.gap_tokens_max if patient else None)
+            sent = replace(
+                rest,
+                gap_tokens_max=route.gap_tokens_max if patient else None,
+                handoff=produced.handoff if produced else None,
+            )
             take = progress.take(emit, route, produced, sent, page_tokens)
             await peers.stream(route.decode, route.decode_address, sent, take)
             if progress.finished:

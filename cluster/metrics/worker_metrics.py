@@ -110,11 +110,16 @@ COUNTERS = {
     "kv_event_batches_dropped": _counter(
         "Batches of KV events that were dropped because too many waited to be sent.", "batches"
     ),
-    "fetched_bytes": _counter("Pages and checkpoints fetched from the store.", "bytes"),
-    "fetch_seconds": _counter("Time of fetches from the store, summed over concurrent ones.", "seconds"),
+    "fetched_bytes": _counter(
+        "Pages and checkpoints fetched from the store; with vLLM, blocks pulled from other vLLMs.", "bytes"
+    ),
+    "fetch_seconds": _counter("Time of these fetches, summed over concurrent ones.", "seconds"),
     "published_bytes": _counter("Pages and checkpoints published to the store.", "bytes"),
     "publish_seconds": _counter("Time of publications, summed over concurrent ones.", "seconds"),
     "fetches_late": _counter("Fetches that were abandoned because they took too long.", "fetches"),
+    "fetches_failed": _counter(
+        "Pulls from other vLLMs that failed, so that the prompt was computed again.", "fetches"
+    ),
     "store_puts": _counter("Objects put into the store, by outcome.", "objects", "outcome"),
     "store_gets": _counter("Objects requested from the store, by outcome.", "objects", "outcome"),
     "store_put_bytes": _counter("Bytes sent to the store by the leading rank.", "bytes"),

@@ -96,7 +96,7 @@ class WorkerProcess:
         """Serve until something breaks, and raise it, or until `leave`. Orders of the first of `routers`
         count, and about memory those of `memory` if it is given. Raises ModelError and other start errors."""
         build = cast("Build", resolve_name(self._settings.build))
-        engine = self._settings.engine.of_worker(self._settings.name)
+        engine = self._settings.engine.of_worker(self._settings.name, self._host)
         built = await asyncio.to_thread(build, engine, self._progress, self._start_ranks)
         favour_steps()
         if self._settings.role not in built.info.roles:

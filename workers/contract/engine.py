@@ -22,7 +22,8 @@ class StreamingEngine(Protocol):
     """Runs the calls of edges. `notify` is for requests on trial: see workers/scheduling/isolation.py."""
 
     async def produce(self, request: Request, notify: Notify | None = None) -> Produced:
-        """Make the store hold every page below the prompt's last page boundary, and the checkpoint there."""
+        """Make the store hold every page below the prompt's last page boundary, and the checkpoint there, or
+        keep them for a decode worker that gets the `handoff` of the answer."""
         ...
 
     async def prefetch(self, request: Request) -> Produced:

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import httpx
 
 from tidemill.workers.contract.engine import Progress
-from tidemill.workers.messages import EngineInfo
+from tidemill.workers.messages import EngineInfo, Role
 from tidemill.workers.models.model_files import eos_ids_of, read_json
 from tidemill.workers.parallel.link import StartRanks
 from tidemill.workers.settings import HostedSettings, SettingsError
@@ -35,10 +35,10 @@ READY_S = 0.2
 ANSWER_S_MAX = 60.0
 """The time limit of a question to a server that is ready, and to the Python of an environment."""
 
-FIND_VERSION = "from importlib.metadata import version; print(version('vllm'))"
-
-WEDGED_S_MAX, WEDGED_CUDA_S_MAX = 120.0, 30.0
-"""The longest time of a step: on CPUs one of thousands of prompt tokens takes a minute."""
+FIND = (
+    "from importlib.metadata import version; from importlib.util import find_spec;"
+    "print(version('vllm'), any(map(find_spec, ('nixl', 'nixl_rocm'))))"
+)
 
 CANNOT_CONTINUE = ("grammar", "penalties", "seed")
 """vLLM starts grammars, the counts of penalties and random generators at the end of the prompt, which has the
@@ -65,10 +65,12 @@ def check_vllm(settings: HostedSettings, *, here: bool = False) -> None:
     except ImportError as error:
         raise SettingsError(f"--engine vllm needs pyzmq ({error}): pip install 'tidemill[events]'") from None
     if here and not made.urls:
-        version = _version(made)
+        version, has_nixl = _found(made)
         if tuple(map(int, version.split(".")[:2])) < VERSION_MIN:
             least = ".".join(map(str, VERSION_MIN))
             raise SettingsError(f"{made.python} has vLLM {version}, and {least} is the oldest that works")
+        if made.transfers and has_nixl != "True":
+            raise SettingsError(f"--prefill and --decode need NIXL: {made.python} -m pip install nixl")
 
 
 def build_vllm(
@@ -90,10 +92,11 @@ def _of_vllm(settings: HostedSettings) -> VllmSettings:
     return settings
 
 
-def _version(settings: VllmSettings) -> str:
+def _found(settings: VllmSettings) -> list[str]:
+    """Return the version of vLLM, and whether there is NIXL."""
     try:
         found = subprocess.run(  # noqa: S603 - of the configuration
-            [settings.python, "-I", "-c", FIND_VERSION],
+            [settings.python, "-I", "-c", FIND],
             capture_output=True,
             text=True,
             timeout=ANSWER_S_MAX,
@@ -104,7 +107,7 @@ def _version(settings: VllmSettings) -> str:
             f"--engine-python {settings.python} has no vLLM ({error}): set it to the python of an environment"
             " that has it"
         ) from None
-    return found.stdout.strip()
+    return found.stdout.split()
 
 
 def _started(settings: VllmSettings) -> BuiltVllm:
@@ -112,7 +115,8 @@ def _started(settings: VllmSettings) -> BuiltVllm:
 
     api_key, port = secrets.token_hex(32), _free_port()
     events = Subscription()
-    server = ServerProcess(command_of(settings, port, events.port), environ_of(settings, api_key))
+    environ = environ_of(settings, api_key, _free_port(settings.host))
+    server = ServerProcess(command_of(settings, port, events.port), environ)
     try:
         ask = _Questions(f"http://127.0.0.1:{port}", api_key)
         while not ask.is_ready():
@@ -159,7 +163,7 @@ def _built(
         prefixes,
         events,
         prioritizes=ask.generates(),
-        wedged_s_max=WEDGED_CUDA_S_MAX if settings.on_cuda else WEDGED_S_MAX,
+        wedged_s_max=settings.wedged_s_max,
     )
     return BuiltVllm(engine, info, server)
 
@@ -172,7 +176,7 @@ def _info(settings: VllmSettings, metrics: Metrics, max_model_len: int) -> Engin
         isolates=False,
         inexact_with=CANNOT_CONTINUE,
         refuses=LACKS,
-        roles=("mixed",),
+        roles=get_args(Role) if settings.transfers else ("mixed",),
         tensor_parallel_size=settings.ranks,
         fingerprint=blake2b(repr(sorted(config.items())).encode(), digest_size=16).hexdigest(),
         layout=f"vllm/{metrics.page_tokens}",
@@ -236,8 +240,7 @@ class _Questions:
         )
 
 
-def _free_port() -> int:
-    """Return a port of loopback that is free now; a server that finds it taken ends, and is started again."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+def _free_port(host: str = "127.0.0.1") -> int:
+    """Return a port that is free now; a server that finds it taken ends, and is started again."""
+    with socket.create_server((host, 0)) as probe:
         return probe.getsockname()[1]

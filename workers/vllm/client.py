@@ -8,11 +8,15 @@ import httpx
 import msgspec
 
 from tidemill.workers.messages import WorkerGone
-from tidemill.workers.vllm.generate import Frame, ServerError, frame_of
+from tidemill.workers.vllm.generate import NULL, Frame, ServerError, frame_of
 from tidemill.workers.vllm.metrics import Metrics
 
 CALL_S_MAX = 10.0
 """The time limit of calls that do not generate."""
+
+GENERATE = "/inference/v1/generate"
+JSON = {"Content-Type": "application/json"}
+UNTIL_ANSWERED = httpx.Timeout(CALL_S_MAX, read=None)
 
 END = b"data: [DONE]"
 
@@ -38,15 +42,25 @@ class VllmClient:
         answer.raise_for_status()
         return Metrics.parse(answer.content)
 
+    async def prefill(self, body: dict[str, Any]) -> bytes | None:
+        """Compute a prompt, and return where its blocks can be pulled, as JSON; None: nowhere. Raises
+        WorkerGone and RequestError."""
+        try:
+            answer = await self._http.post(
+                GENERATE, content=msgspec.json.encode(body), headers=JSON, timeout=UNTIL_ANSWERED
+            )
+        except httpx.HTTPError as error:
+            raise self._gone(error) from error
+        if not answer.is_success:
+            raise _refusal(answer.status_code, answer.content)
+        found = frame_of(answer.content).kv_transfer_params
+        return None if found == NULL else bytes(found)
+
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[Frame]:
         """Yield the frames of a stream. Closing it ends the request there. Raises WorkerGone and
         RequestError."""
         asked = self._http.stream(
-            "POST",
-            "/inference/v1/generate",
-            content=msgspec.json.encode(body),
-            headers={"Content-Type": "application/json"},
-            timeout=httpx.Timeout(CALL_S_MAX, read=None),
+            "POST", GENERATE, content=msgspec.json.encode(body), headers=JSON, timeout=UNTIL_ANSWERED
         )
         try:
             async with asked as answer:
@@ -58,10 +72,11 @@ class VllmClient:
                             return
                         yield frame_of(line.removeprefix(b"data: "))
         except httpx.HTTPError as error:
-            raise WorkerGone(
-                f"vLLM at {self.url} does not answer: {type(error).__name__}: {error}"
-            ) from error
+            raise self._gone(error) from error
         raise WorkerGone(f"vLLM at {self.url} closed a stream that was not finished")
+
+    def _gone(self, error: httpx.HTTPError) -> WorkerGone:
+        return WorkerGone(f"vLLM at {self.url} does not answer: {type(error).__name__}: {error}")
 
 
 async def _lines(answer: httpx.Response) -> AsyncGenerator[bytes]:

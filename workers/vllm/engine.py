@@ -1,8 +1,8 @@
 """The engine of a worker, by a vLLM server: streams, load, announcements, and whether it still works."""
 
 import asyncio
-from collections.abc import Callable, Generator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ from tidemill.workers.messages import (
 )
 from tidemill.workers.scheduling.isolation import Notify
 from tidemill.workers.vllm.client import VllmClient
-from tidemill.workers.vllm.generate import body_of, delta_of, priority_of
+from tidemill.workers.vllm.generate import body_of, delta_of, priority_of, prompt_body_of
 from tidemill.workers.vllm.metrics import Metrics
 from tidemill.workers.vllm.prefixes import Prefixes
 from tidemill.workers.vllm.server_process import EngineEnded
@@ -56,6 +56,7 @@ SILENT_S_MAX = 30.0
 @dataclass(slots=True, eq=False)
 class _Call:
     request: Request
+    produces: bool  # only the prompt is computed here
     reused_tokens: int
     began_s: float
     hand_over: Callable[[], None]
@@ -63,8 +64,12 @@ class _Call:
     paused: bool = False  # its reader does not read, and vLLM may have ended it
 
     @property
+    def missing_tokens(self) -> int:
+        return len(self.request.tokens) - self.reused_tokens
+
+    @property
     def queued_tokens(self) -> int:
-        return 0 if self.streams else len(self.request.tokens) - self.reused_tokens
+        return 0 if self.streams or self.request.handoff else self.missing_tokens
 
 
 class VllmEngine:
@@ -89,7 +94,7 @@ class VllmEngine:
         self._events = events
         self._prioritizes = prioritizes
         self._wedged_s_max = wedged_s_max
-        self._generates = True
+        self._produces = self._generates = True
         self._calls: set[_Call] = set()
         self._looked_s = self._stepped_s = 0.0
 
@@ -110,8 +115,16 @@ class VllmEngine:
         if self._events is not None:
             self._events.close()
 
-    async def produce(self, request: Request, notify: Notify | None = None) -> Produced:  # noqa: ARG002
-        raise HandedOver("vLLM computes no prompts for other workers")
+    async def produce(
+        self,
+        request: Request,
+        notify: Notify | None = None,  # noqa: ARG002 - it runs nothing alone
+    ) -> Produced:
+        """Compute the prompt. vLLM keeps it until a decode worker has pulled it, or its lease ends."""
+        async with self._running(request, produces=True) as call:
+            handoff = await self._client.prefill(prompt_body_of(request, self._priority(call)))
+            depth = restorable_end(len(request.tokens), self._info.page_tokens)
+            return Produced(depth=depth, provenance=_provenance(call), handoff=handoff)
 
     async def prefetch(self, request: Request) -> Produced:  # noqa: ARG002
         raise HandedOver("vLLM fetches no pages")
@@ -122,20 +135,10 @@ class VllmEngine:
         emit: Emit[Delta],
         notify: Notify | None = None,  # noqa: ARG002 - it runs nothing alone
     ) -> None:
-        if not self._generates:
-            raise HandedOver("the worker takes no more requests")
-        self._check(request)
-        try:
-            async with asyncio.timeout(None) as until:
-                with self._call(request, lambda: until.reschedule(0.0)) as call:
-                    await self._stream(call, emit)
-        except TimeoutError:
-            raise HandedOver("the worker hands its requests over") from None
-
-    async def _stream(self, call: _Call, emit: Emit[Delta]) -> None:
-        request = call.request
-        priority = priority_of(request, call.began_s) if self._prioritizes else 0
-        async with aclosing(self._client.generate(body_of(request, priority))) as frames:
+        async with (
+            self._running(request, produces=False) as call,
+            aclosing(self._client.generate(body_of(request, self._priority(call)))) as frames,
+        ):
             async for frame in frames:
                 delta = delta_of(frame, request.sampling.logprobs)
                 if delta is None:
@@ -149,6 +152,22 @@ class VllmEngine:
                     await pause()
                     call.paused = False
 
+    @asynccontextmanager
+    async def _running(self, request: Request, *, produces: bool) -> AsyncGenerator[_Call]:
+        """Let the block run the request, until it is handed over."""
+        if not (self._produces if produces else self._generates):
+            raise HandedOver("the worker takes no more requests")
+        self._check(request)
+        try:
+            async with asyncio.timeout(None) as until:
+                with self._call(request, produces, lambda: until.reschedule(0.0)) as call:
+                    yield call
+        except TimeoutError:
+            raise HandedOver("the worker hands its requests over") from None
+
+    def _priority(self, call: _Call) -> int:
+        return priority_of(call.request, call.began_s) if self._prioritizes else 0
+
     def _check(self, request: Request) -> None:
         """Raise RequestError for what would end the server, or what it cannot do."""
         if refused := features_of(request) & {*self._info.refuses}:
@@ -157,11 +176,11 @@ class VllmEngine:
             raise RequestError(f"token ids are below {self._info.vocab_size}")
 
     @contextmanager
-    def _call(self, request: Request, hand_over: Callable[[], None]) -> Generator[_Call]:
+    def _call(self, request: Request, produces: bool, hand_over: Callable[[], None]) -> Generator[_Call]:  # noqa: FBT001
         end = restorable_end(len(request.tokens), self._info.page_tokens)
         keys = page_keys(self._prefixes.root(request.salt), request.tokens[:end], self._info.page_tokens)
         reused_tokens = self._prefixes.restorable(key[:ANNOUNCED_KEY_BYTES] for key in keys)
-        call = _Call(request, reused_tokens, _now_s(), hand_over)
+        call = _Call(request, produces, reused_tokens, _now_s(), hand_over)
         if not self._calls:
             self._stepped_s = _now_s()
         self._calls.add(call)
@@ -173,11 +192,12 @@ class VllmEngine:
     def release(self, tenant: str, name: str) -> None:
         """Do nothing: no prefix is retained."""
 
-    def restrict(self, *, produces: bool, generates: bool) -> None:  # noqa: ARG002
+    def restrict(self, *, produces: bool, generates: bool) -> None:
         """Hand over what another worker can continue; the rest runs to its end here."""
-        self._generates = generates
-        for call in () if generates else tuple(self._calls):
-            if not call.streams or not features_of(call.request) & {*self._info.inexact_with}:
+        self._produces, self._generates = produces, generates
+        for call in tuple(self._calls):
+            stays = call.streams and features_of(call.request) & {*self._info.inexact_with}
+            if not (stays or (produces if call.produces else generates)):
                 call.hand_over()
 
     def take_announcement(self, *, full: bool) -> Announcement:
@@ -199,7 +219,7 @@ class VllmEngine:
             streams=streams,
             memory=NO_MEMORY | memory,
             budget_bytes=budget,
-            speed=Speed(token_s=metrics.prefill_token_s),
+            speed=Speed(token_s=metrics.prefill_token_s, fetch_bytes_per_s=metrics.fetch_bytes_per_s),
             counters={**metrics.counters(), "failed_rounds": FAILED_ROUNDS.total()},
         )
 
@@ -236,11 +256,19 @@ class VllmEngine:
 
 
 def _provenance(call: _Call) -> Provenance:
-    """Return the source of the prompt's tokens, by the events before the call."""
+    """Return the source of the prompt's tokens, by the events before the call. What a pull that fails makes
+    vLLM compute counts as fetched."""
+    seconds = _now_s() - call.began_s
+    if call.request.handoff:
+        return Provenance(
+            reused_tokens=call.reused_tokens,
+            fetched_tokens=call.missing_tokens,
+            times=Times(fetched_s=seconds),
+        )
     return Provenance(
         reused_tokens=call.reused_tokens,
-        computed_tokens=len(call.request.tokens) - call.reused_tokens,
-        times=Times(computed_s=_now_s() - call.began_s),
+        computed_tokens=call.missing_tokens,
+        times=Times(computed_s=seconds),
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -30,6 +31,11 @@ JSON_OPTIONS = {"whitespace_pattern": BLANKS, "coerce_one_of": True}
 FINISHES: dict[str, FinishReason] = {"stop": "stop", "repetition": "stop", "length": "length"}
 
 FIELD = "response_format"
+
+NULL = msgspec.Raw(b"null")
+
+KEEP = msgspec.Raw(b'{"do_remote_decode":true,"do_remote_prefill":false}')
+"""The kv_transfer_params by which a server keeps the blocks of a prompt, and answers where they are."""
 
 
 class Likely(msgspec.Struct, frozen=True):
@@ -70,10 +76,12 @@ class ServerError(msgspec.Struct, frozen=True):
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """A frame of a stream, or a refusal."""
+    """A frame of a stream, a whole answer, or a refusal. `kv_transfer_params`, as JSON, is where another
+    server can pull the blocks of the prompt."""
 
     choices: list[Choice] = []
     error: ServerError | None = None
+    kv_transfer_params: msgspec.Raw = NULL
 
 
 _decoder = msgspec.json.Decoder(Frame)
@@ -118,6 +126,13 @@ def priority_of(request: Request, arrived_s: float) -> int:
     return int((arrived_s + request.queue_offset_s + PRIORITY_AGE_S * request.priority) * 1e3)
 
 
+def prompt_body_of(request: Request, priority: int) -> dict[str, Any]:
+    """Return the body to compute a prompt for another server. vLLM draws a token, which that server draws
+    again, and checks the whole request. Raises RequestError."""
+    body = body_of(replace(request, max_new_tokens=1), priority)
+    return body | {"stream": False, "kv_transfer_params": KEEP}
+
+
 def body_of(request: Request, priority: int) -> dict[str, Any]:
     """Return the body for the rest of a request. Raises RequestError."""
     body: dict[str, Any] = {
@@ -127,6 +142,8 @@ def body_of(request: Request, priority: int) -> dict[str, Any]:
         "stream": True,
         "priority": priority,
     }
+    if request.handoff:
+        body["kv_transfer_params"] = msgspec.Raw(request.handoff)
     return body | ({"cache_salt": request.salt} if request.salt else {})
 
 

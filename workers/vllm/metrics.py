@@ -14,6 +14,9 @@ COUNTERS = {
     "num_preemptions_total": "preemptions",
     "prefix_cache_queries_total": "prefix_queried_tokens",
     "prefix_cache_hits_total": "prefix_resumed_tokens",
+    "nixl_bytes_transferred_sum": "fetched_bytes",
+    "nixl_xfer_time_seconds_sum": "fetch_seconds",
+    "nixl_num_failed_transfers_total": "fetches_failed",
 }
 """The totals of vLLM that our own engine counts, too, with their names there."""
 
@@ -64,9 +67,19 @@ class Metrics:
 
     @property
     def prefill_token_s(self) -> float:
-        """The mean time of a prompt token that was computed; 0 before the first one."""
+        """The mean time of a prompt token that was computed; 0 before the first ones. Where less than a block
+        of a prompt is computed, as after a pull, the time is that of a step and not of its tokens."""
         num_tokens = self.values.get("request_prefill_kv_computed_tokens_sum", 0.0)
-        return self.values.get("request_prefill_time_seconds_sum", 0.0) / num_tokens if num_tokens else 0.0
+        num_prompts = self.values.get("request_prefill_kv_computed_tokens_count", 0.0)
+        if num_tokens <= num_prompts * self.page_tokens:
+            return 0.0
+        return self.values.get("request_prefill_time_seconds_sum", 0.0) / num_tokens
+
+    @property
+    def fetch_bytes_per_s(self) -> float:
+        """The speed at which blocks are pulled from other servers; 0 before the first ones."""
+        seconds = self.values.get("nixl_xfer_time_seconds_sum", 0.0)
+        return self.values.get("nixl_bytes_transferred_sum", 0.0) / seconds if seconds else 0.0
 
     def counters(self) -> dict[str, float]:
         return {ours: self.values[theirs] for theirs, ours in COUNTERS.items() if theirs in self.values}

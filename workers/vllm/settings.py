@@ -16,6 +16,9 @@ VERSION_MIN = (0, 32)
 LOGPROBS_MAX = 21
 """One more than clients may ask for: vLLM counts the drawn token, where it is none of the likeliest."""
 
+WEDGED_S_MAX, WEDGED_CUDA_S_MAX = 120.0, 30.0
+"""The longest time of a step: on CPUs one of thousands of prompt tokens takes a minute."""
+
 OF_OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_PRELOAD")
 """The variables that are about the Python of the worker."""
 
@@ -30,6 +33,8 @@ class VllmSettings(HostedSettings):
     args: str = ""
     urls: tuple[str, ...] = ()
     url: str = ""  # of the server that this worker joins; empty: it starts one
+    transfers: bool = False  # its server and those of other workers pull blocks from each other, over NIXL
+    host: str = "127.0.0.1"  # where they reach it
 
     def __post_init__(self) -> None:
         """Raises SettingsError."""
@@ -38,13 +43,29 @@ class VllmSettings(HostedSettings):
         except ValueError as error:
             raise SettingsError(f"--engine-args {self.args!r}: {error}") from None
 
-    def of_worker(self, name: str) -> Self:
+    @property
+    def wedged_s_max(self) -> float:
+        return WEDGED_CUDA_S_MAX if self.on_cuda else WEDGED_S_MAX
+
+    def of_worker(self, name: str, host: str = "127.0.0.1") -> Self:
         if not self.urls:
-            return self
+            return replace(self, host=host)
         index = int(name.rpartition("-")[2])
         if index >= len(self.urls):
             raise SettingsError(f"--engine has {len(self.urls)} URLs, and {name} has none: add one")
         return replace(self, url=self.urls[index])
+
+
+def transfer_config(settings: VllmSettings) -> dict[str, object]:
+    """Return what lets a server give blocks and pull blocks, so that its role may change. It keeps those of a
+    prompt until they are pulled. The server that waits for them renews their lease between its steps, so the
+    lease is longer than those: blocks that are given away too early would be pulled with other contents."""
+    return {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"kv_lease_duration": int(2 * settings.wedged_s_max)},
+    }
 
 
 SWITCHES = ("--enable-scale-out", "--enable-prefix-caching", "--disable-uvicorn-access-log")
@@ -69,15 +90,23 @@ def command_of(settings: VllmSettings, port: int, events_port: int) -> list[str]
         "--max-model-len": settings.max_model_len,
         "--kv-cache-memory-bytes": settings.memory_bytes,
     }
+    if settings.transfers:
+        options["--kv-transfer-config"] = json.dumps(transfer_config(settings))
     command = [str(settings.python), "-m", "vllm.entrypoints.cli.main", "serve", str(settings.model_folder)]
     for name, value in options.items():
         command += [] if value is None else [name, str(value)]
     return [*command, *SWITCHES, *shlex.split(settings.args)]
 
 
-def environ_of(settings: VllmSettings, api_key: str) -> dict[str, str | None]:
-    """Return the changes of a worker's environment for its server; None unsets. The threads are of CPUs."""
+def environ_of(settings: VllmSettings, api_key: str, transfer_port: int = 0) -> dict[str, str | None]:
+    """Return the changes of a worker's environment for its server; None unsets. The threads are of CPUs.
+    Other servers ask at `transfer_port` of the host before they pull blocks."""
     changes: dict[str, str | None] = dict.fromkeys(OF_OUR_PYTHON)
     if not settings.on_cuda:
         changes |= {"OMP_NUM_THREADS": str(settings.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if settings.transfers:
+        changes |= {
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": settings.host,
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(transfer_port),
+        }
     return changes | {"VLLM_NO_USAGE_STATS": "1", "VLLM_API_KEY": api_key}

@@ -26,14 +26,18 @@ def asks(model: str, **fields: object) -> list[Ask]:
 
 
 async def streamed(
-    server: Server, asked: list[Ask], victim: psutil.Process | None = None, number: int = signal.SIGKILL
+    server: Server,
+    asked: list[Ask],
+    victim: psutil.Process | None = None,
+    number: int = signal.SIGKILL,
+    begun: int = STREAMS,
 ) -> list[Call]:
-    """Run the streams, and send the victim a signal when each has some tokens."""
+    """Run the streams, and send the victim a signal when the first `begun` have some tokens."""
     calls = [Call(ask) for ask in asked]
     async with httpx.AsyncClient(base_url=server.url, timeout=CLIENT_S_MAX) as client:
         running = [asyncio.create_task(call.run(client, salt="streams")) for call in calls]
         if victim is not None:
-            for call in calls:
+            for call in calls[:begun]:
                 await call.reach(4)
             victim.send_signal(number)
         await asyncio.gather(*running)

@@ -32,7 +32,7 @@ async def main(port):
         await asyncio.Event().wait()
 
 if "-c" in sys.argv:
-    print("{version}")
+    print("{version} {nixl}")
 else:
     asyncio.run(main(int(sys.argv[sys.argv.index("--port") + 1])))
 """
@@ -41,6 +41,8 @@ TOKEN_S = 0.02
 """The time of a token that no test has scripted."""
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+HANDOFF = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_port": 9}
 
 REFUSAL = {"error": {"message": "temperature must be in [0, 2]", "param": "temperature", "code": 400}}
 
@@ -66,11 +68,12 @@ def frame_of(*tokens: int, finish: str | None = None, logprobs: list[dict[str, A
     return json.dumps(frame).encode()
 
 
-def fake_python(folder: Path, behaviour: str = "", version: str = "0.32.0+cpu") -> Path:
+def fake_python(folder: Path, behaviour: str = "", version: str = "0.32.0+cpu", *, nixl: bool = True) -> Path:
     """Return a python whose vLLM is this server, and runs `behaviour` before."""
     path = [entry for entry in sys.path if entry]
     python = folder / "python"
-    python.write_text(FAKE.format(python=sys.executable, path=path, behaviour=behaviour, version=version))
+    facts = {"python": sys.executable, "path": path, "version": version, "nixl": nixl}
+    python.write_text(FAKE.format(behaviour=behaviour, **facts))
     python.chmod(0o700)
     return python
 
@@ -119,6 +122,9 @@ class VllmServer:
                 self._reply(writer, 200, b'{"data": [{"id": "m", "max_model_len": 512}]}')
             case "/kv_event_sources":
                 self._reply(writer, 200, b"{}")
+            case _ if body.get("kv_transfer_params", {}).get("do_remote_decode"):
+                self.bodies.append(body)
+                await self._prefill(reader, writer)
             case _ if not body.get("stream"):
                 refused = body.get("priority") and not self._prioritizes
                 self._reply(writer, 400 if refused else 200, json.dumps(REFUSAL if refused else {}).encode())
@@ -148,6 +154,17 @@ class VllmServer:
             raise ConnectionResetError
         self._chunk(writer, event(b"[DONE]"))
         self._chunk(writer, b"")
+
+    async def _prefill(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer with the next of `answers`, whole, or with what a server gives that keeps a prompt."""
+        usual: list[bytes | None] = [json.dumps({"kv_transfer_params": HANDOFF}).encode()]
+        answer = (self._answers.pop(0) if self._answers else usual)[0]
+        if answer is None:
+            await reader.read()
+            self.closed.set()
+            raise ConnectionResetError
+        self.steps += 1
+        self._reply(writer, 400 if b'"error"' in answer else 200, answer)
 
     async def _count(self, writer: asyncio.StreamWriter) -> None:
         body = self.bodies[-1]

@@ -178,6 +178,8 @@ def test_vllm_in_each_worker_or_at_urls() -> None:
     assert (first.ranks, first.tensor_parallel_size) == (4, 1)
     (on_gpus,) = fleets(4, "/models/m", *own[:2], "-tp", 4, "--device", "cuda", "--mixed", 1)
     assert [worker.num_gpus for worker in on_gpus.workers] == [4], "one process of ours has all ranks"
+    apart = vllm_of("--engine", "vllm", "--prefill", 1, "--decode", 2)
+    assert [settings.transfers for settings in (first, *apart)] == [False, True, True, True]
     joined = vllm_of("--engine", "vllm=http://a:1,https://b/")
     assert [settings.url for settings in joined] == ["http://a:1", "https://b"]
 
@@ -187,7 +189,7 @@ def test_vllm_in_each_worker_or_at_urls() -> None:
     [
         (("--engine", "sglang"), "engine"),
         (("--engine", "vllm=a:8000"), "engine"),
-        (("--engine", "vllm", "--decode", 2), "--engine vllm .* use --mixed N"),
+        (("--engine", "vllm=http://a", "--prefill", 1, "--decode", 1), "each is one mixed worker"),
         (("--engine", "vllm", "--page-size", 32), "--page-size is of our own engine"),
         (("--engine", "vllm", "--memory-floor", "1GiB"), "--memory-floor is of our own engine"),
         (("--engine", "vllm=http://a,http://b", "--mixed", 3), "has 2 URLs: each is one mixed worker"),

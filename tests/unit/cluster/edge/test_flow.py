@@ -126,6 +126,19 @@ def test_misses_are_those_of_the_attempt_that_its_trace_is_of() -> None:
         assert computed == trace.provenance.computed_tokens
 
 
+def test_decode_worker_gets_what_the_prefill_worker_of_its_attempt_gave() -> None:
+    first = Act(
+        produce=Produced(depth=8, provenance=Provenance(), handoff=b"h"), tokens=1, end=WorkerGone("d")
+    )
+    script = Script(first, Act(prefill=False))
+    pieces_of(script, a_request(6))
+    assert [(kind, sent.handoff) for kind, sent in script.calls] == [
+        ("produce", None),
+        ("generate", b"h"),
+        ("generate", None),
+    ]
+
+
 def test_prompt_without_a_hop() -> None:
     script = Script(Act(prefill=False))
     (piece,) = pieces_of(script, a_request(1))

@@ -42,8 +42,10 @@ def silent(done_bytes: int, total_bytes: int) -> None:
 def settings_of(tmp_path: Path) -> Callable[..., VllmSettings]:
     (tmp_path / "config.json").write_text('{"vocab_size": 100, "eos_token_id": 0}')
 
-    def settings_of(behaviour: str = "", version: str = "0.32.0+cpu", **changes: object) -> VllmSettings:
-        python = fake_python(tmp_path, behaviour.format(pid=str(tmp_path / "pid")), version)
+    def settings_of(
+        behaviour: str = "", version: str = "0.32.0+cpu", *, nixl: bool = True, **changes: object
+    ) -> VllmSettings:
+        python = fake_python(tmp_path, behaviour.format(pid=str(tmp_path / "pid")), version, nixl=nixl)
         plain = VllmSettings(model_folder=tmp_path, cache_folder=tmp_path, store_url="", python=python)
         return replace(plain, **changes)
 
@@ -73,10 +75,24 @@ def test_environment_is_that_of_the_other_python(tmp_path: Path) -> None:
     settings = VllmSettings(
         model_folder=tmp_path, cache_folder=tmp_path, store_url="", python=Path("py"), threads=3
     )
-    changes = environ_of(settings, "key")
+    changes = environ_of(settings, "key", 7)
+    assert "VLLM_NIXL_SIDE_CHANNEL_PORT" not in changes
     assert changes["PYTHONPATH"] is None
     assert (changes["OMP_NUM_THREADS"], changes["VLLM_API_KEY"]) == ("3", "key")
     assert "OMP_NUM_THREADS" not in environ_of(replace(settings, device="cuda"), "key")
+
+
+def test_servers_that_pull_from_each_other_keep_blocks_longer_than_a_step(tmp_path: Path) -> None:
+    plain = VllmSettings(model_folder=tmp_path, cache_folder=tmp_path, store_url="", python=Path("py"))
+    assert "--kv-transfer-config" not in command_of(plain, 1, 2)
+    settings = replace(plain, transfers=True).of_worker("prefill-0", "10.0.0.1")
+    for device, wedged_s_max in (("cpu", 120), ("cuda", 30)):
+        words = command_of(replace(settings, device=device), 1, 2)
+        config = json.loads(words[words.index("--kv-transfer-config") + 1])
+        assert (config["kv_connector"], config["kv_load_failure_policy"]) == ("NixlConnector", "recompute")
+        assert config["kv_connector_extra_config"]["kv_lease_duration"] > 1.2 * wedged_s_max
+    channel = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": "7"}
+    assert environ_of(settings, "key", 7).items() >= channel.items()
 
 
 def test_worker_of_urls_has_the_one_of_its_number(tmp_path: Path) -> None:
@@ -99,6 +115,9 @@ def test_environments_without_vllm_or_with_an_old_one_are_refused(
     check_vllm(settings_of(python=tmp_path / "none"), here=False)
     with pytest.raises(SettingsError, match=r"has vLLM 0\.31\.2, and 0\.32 is the oldest"):
         check_vllm(settings_of(version="0.31.2"), here=True)
+    check_vllm(settings_of(transfers=True), here=True)
+    with pytest.raises(SettingsError, match=r"need NIXL: .*python -m pip install nixl"):
+        check_vllm(settings_of(nixl=False, transfers=True), here=True)
     with pytest.raises(SettingsError, match="set it to the python of an environment"):
         check_vllm(settings_of(python=tmp_path / "none"), here=True)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.waits import until
-from tests.support.workers.vllm_server import REFUSAL, VllmServer, frame_of, serving
+from tests.support.workers.vllm_server import HANDOFF, REFUSAL, VllmServer, frame_of, serving
 from tidemill.kvstore.periodic import FAILED_ROUNDS
 from tidemill.workers.inbox import Pause
 from tidemill.workers.messages import (
@@ -164,6 +164,51 @@ async def test_lost_server_and_refusals() -> None:
         await Streamed(engine, GREEDY).task
 
 
+async def test_prompt_is_computed_for_another_server_which_pulls_it() -> None:
+    async with serving(VllmServer()) as server:
+        engine = await engine_of(server)
+        produced = await engine.produce(GREEDY)
+        assert (produced.depth, produced.provenance.computed_tokens) == (8, 10)
+        assert json.loads(produced.handoff or b"") == HANDOFF
+        pulling = Streamed(engine, replace(GREEDY, handoff=produced.handoff))
+        await until(lambda: len(server.bodies) == 2)
+        assert engine.load().queued_tokens == 0
+        await pulling.task
+        first = pulling.deltas[0].provenance
+        assert first is not None
+        assert (first.reused_tokens, first.fetched_tokens, first.computed_tokens) == (0, 10, 0)
+        prompt, rest = server.bodies
+        assert (prompt["stream"], prompt["sampling_params"]["max_tokens"]) == (False, 1)
+        assert prompt["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False}
+        assert (rest["kv_transfer_params"], rest["sampling_params"]["max_tokens"]) == (HANDOFF, 3)
+
+
+async def test_prompt_for_another_server_fails_as_a_stream_does() -> None:
+    nothing = b'{"choices": [], "kv_transfer_params": null}'
+    answers: list[list[bytes | None]] = [[nothing], [json.dumps(REFUSAL).encode()], [None], [None]]
+    async with serving(VllmServer(*answers)) as server:
+        engine = await engine_of(server)
+        assert (await engine.produce(GREEDY)).handoff is None
+        with pytest.raises(RequestError, match="vLLM refuses it: temperature"):
+            await engine.produce(GREEDY)
+        cancelled = asyncio.create_task(engine.produce(GREEDY))
+        await until(lambda: len(server.bodies) == 3)
+        cancelled.cancel()
+        await asyncio.wait_for(server.closed.wait(), 5)
+        drained = asyncio.create_task(engine.produce(GREEDY))
+        await until(lambda: len(server.bodies) == 4)
+        engine.restrict(produces=True, generates=False)
+        await asyncio.sleep(0.05)
+        assert not drained.done(), "its role takes prompts"
+        engine.restrict(produces=False, generates=True)
+        for refused in (drained, engine.produce(GREEDY)):
+            with pytest.raises(HandedOver):
+                await refused
+    engine.restrict(produces=True, generates=True)
+    with pytest.raises(WorkerGone, match="does not answer"):
+        await engine.produce(GREEDY)
+
+
 async def test_load_counts_prompts_until_their_first_token() -> None:
     async with serving(VllmServer([None], list(HANGING))) as server:
         engine = await engine_of(server)
@@ -218,4 +263,25 @@ other:x 3
     metrics = Metrics.parse(text)
     assert metrics.values["num_requests_running"] == 3
     assert (metrics.page_tokens, metrics.memory_bytes, metrics.keeps_states) == (16, 128, True)
-    assert metrics.prefill_token_s == 0.0
+    assert (metrics.prefill_token_s, metrics.fetch_bytes_per_s) == (0.0, 0.0)
+
+
+def test_speeds_are_of_what_was_computed_and_of_what_was_pulled() -> None:
+    """One token is computed after a pull, in the time of a step."""
+    text = """vllm:cache_config_info{{block_size="16"}} 1.0
+vllm:request_prefill_time_seconds_sum 2.0
+vllm:request_prefill_kv_computed_tokens_sum {tokens}
+vllm:request_prefill_kv_computed_tokens_count 10
+vllm:nixl_bytes_transferred_sum 600
+vllm:nixl_xfer_time_seconds_sum 3
+vllm:nixl_num_failed_transfers_total 4
+"""
+    for num_tokens, token_s in ((10, 0.0), (1000, 0.002)):
+        metrics = Metrics.parse(text.format(tokens=num_tokens).encode())
+        assert (metrics.prefill_token_s, metrics.fetch_bytes_per_s) == (token_s, 200)
+    assert metrics.counters() == {
+        "computed_tokens": 1000,
+        "fetched_bytes": 600,
+        "fetch_seconds": 3,
+        "fetches_failed": 4,
+    }
