@@ -132,6 +132,12 @@ def memory_in_use(device: torch.device, *, shared: bool) -> int:
     return total - free
 
 
+def reserved_peak(device: torch.device) -> int:
+    """Return the most bytes that torch has held of a device so far, used or not; 0 on a CPU. An arena of
+    kvcached is not among them."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+
+
 def open_backing(
     settings: EngineSettings,
     num_bytes: int,

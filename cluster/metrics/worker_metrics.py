@@ -60,8 +60,13 @@ STATES = {
         "1 while the worker does not use the page store, because it was down or late.",
         "0 or 1",
     ),
+    "torch_reserved_peak_bytes": _gauge(
+        "torch_reserved_peak_bytes",
+        "The most that torch has held of the device, used or not, beside an arena of kvcached.",
+        "bytes",
+    ),
 }
-"""The states among the counters: they are true or false now."""
+"""The gauges among the counters."""
 
 COUNTERS = {
     "failed_rounds": _counter(

@@ -25,11 +25,14 @@ def line_of(before: WorkerLoad, now: WorkerLoad, over_s: float) -> str | None:
 
     queried = grown("prefix_queried_tokens")
     hits = f"{grown('prefix_resumed_tokens') / queried:.1%}" if queried else "-"
+    peak_bytes = int(now.counters.get("torch_reserved_peak_bytes", 0))
+    reserved = f", reserved by torch at most: {_mib(peak_bytes)} MiB" if peak_bytes else ""
     return (
         f"prompt throughput: {grown('computed_tokens') / over_s:.1f} tokens/s,"
         f" generation throughput: {grown('generated_tokens') / over_s:.1f} tokens/s,"
         f" running: {now.running_rows} reqs, waiting: {now.waiting_rows} reqs,"
         f" memory: {_memory(now.memory)} of {_mib(now.budget_bytes)} MiB, prefix cache hit rate: {hits}"
+        f"{reserved}"
     )
 
 

@@ -36,6 +36,7 @@ from tidemill.workers.device import (
     memory_name,
     numa_node_of,
     open_backing,
+    reserved_peak,
     settle,
     total_memory,
 )
@@ -226,6 +227,7 @@ def _build(
                 step_cpu_s=runner.cpu_s,
                 expert_pairs=partial(_expert_pairs, loaded),
                 publish_events=open_events(settings, ledger, opened),
+                reserved_peak=partial(reserved_peak, device),
             ),
         )
         return BuiltEngine(

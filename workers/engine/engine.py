@@ -62,6 +62,7 @@ class EngineHooks:
     step_cpu_s: Callable[[], float] = float  # returns the CPU seconds that steps have used so far
     expert_pairs: Callable[[], list[int]] = list  # returns the load of each rank's experts
     publish_events: Callable[[], None] = lambda: None  # called between steps
+    reserved_peak: Callable[[], int] = int  # returns the most bytes that torch has held of the device
 
 
 class Engine:
@@ -243,6 +244,7 @@ class Engine:
             self._limits,
             self.steps,
             self._hooks.expert_pairs(),
+            self._hooks.reserved_peak(),
         )
 
     def take_announcement(self, *, full: bool) -> Announcement:

@@ -24,6 +24,7 @@ def load_of(  # noqa: PLR0913, PLR0917  each is a part of the worker
     limits: EngineLimits,
     steps: int,
     expert_pairs: Seq[int] = (),
+    reserved_peak_bytes: int = 0,
 ) -> WorkerLoad:
     """Return the load. The ledger is that of one rank; all bytes are those of the group. `expert_pairs` are
     by rank."""
@@ -56,6 +57,7 @@ def load_of(  # noqa: PLR0913, PLR0917  each is a part of the worker
             **ledger.counters,
             "failed_rounds": FAILED_ROUNDS.total(),
             "steps": float(steps),
+            **({"torch_reserved_peak_bytes": float(reserved_peak_bytes)} if reserved_peak_bytes else {}),
             **{f"expert_pairs_on_rank_{rank}": float(pairs) for rank, pairs in enumerate(expert_pairs)},
             **{f"store_puts_as_{outcome.value}": stats.put.get(outcome, 0) for outcome in Put},
             **{f"store_gets_as_{outcome.value}": stats.got.get(outcome, 0) for outcome in Got},

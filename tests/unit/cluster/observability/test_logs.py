@@ -172,6 +172,13 @@ def test_line_has_rates_of_the_interval() -> None:
     )
 
 
+def test_line_has_the_most_that_torch_has_held_of_a_device() -> None:
+    busy = replace(BUSY, counters=BUSY.counters | {"torch_reserved_peak_bytes": 3.5 * MIB})
+    line = line_of(IDLE, busy, 10.0)
+    assert line is not None
+    assert line.endswith("hit rate: 25.0%, reserved by torch at most: 3.5 MiB")
+
+
 def test_idle_worker_is_silent_though_it_steps() -> None:
     assert line_of(IDLE, replace(IDLE, counters=IDLE.counters | {"steps": 77.0}), 10.0) is None
     assert line_of(IDLE, replace(IDLE, budget_bytes=32 * MIB), 10.0) is not None
