@@ -9,6 +9,9 @@ ONE = 1 << 40
 PROMPT = 1 << 30
 """A flag in a count of the table: the token occurs in the prompt."""
 
+NO_ROOM = -1
+"""ROOM of a draw without filters."""
+
 LOG2_E = 1.4426950408889634
 
 

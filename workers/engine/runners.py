@@ -50,7 +50,7 @@ def open_runner(
     if isinstance(group, RankGroup):
         return GroupRunner(*running, group, loaded.vocab_size, guesser)
     if group is not None:
-        return RankRunner(*running, group.control, arena.device, guesser)
+        return RankRunner(*running, group, arena.device, guesser)
     if settings.async_scheduling:
         rows_max = budget_of(settings, layout.page_tokens).rows_max
         tables = PageTables(rows_max, table_width_of(memory), windows=layout.has_windows)

@@ -6,15 +6,18 @@ has inputs of its own, and every step is written there: its rows, then rows of p
 nothing. Page tables have their maximum width.
 
 There are graphs for one token per row, for guesses of the same number in each row, and for steps with some
-tokens beyond one per row: tails of prompts, and parts of them beside decoding rows.
+tokens beyond one per row: tails of prompts, and parts of them beside decoding rows. Those of the first two
+kinds end with the head and with draws.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from tidemill.kernels.draw.tables import NO_ROOM, DrawField
 from tidemill.kernels.shared.rows import MANY_ROWS
 from tidemill.workers.models.inputs import Inputs, gathered, one_run
 
@@ -42,6 +45,11 @@ class GraphShape(NamedTuple):
     rows: int
     tokens: int
     states: int = 1
+
+    @property
+    def all_draw(self) -> bool:
+        """True if every token may draw: rows have one, or guesses, and none has the tail of a prompt."""
+        return self.tokens == self.rows * self.states
 
 
 def graph_shapes(rows_max: int, tokens_max: int, drafts_max: int) -> tuple[GraphShape, ...]:
@@ -134,10 +142,59 @@ def pad(step: Inputs, into: Inputs) -> None:
     into.windows_BN[:rows, :width_of_windows] = step.windows_BN
 
 
+class GraphDraws:
+    """The end of the graphs of up to `tokens_max` tokens that all may draw: their logits, and a token drawn
+    from those of each as they are.
+
+    draws_TF    float64, the table of draws by token, each with the room of its own; at first greedy
+    logits_TV   float32, of the last replay
+    tokens_T    int64, drawn by it; on other ranks of a group only what it shares
+    """
+
+    def __init__(
+        self,
+        logits: Callable[[torch.Tensor], torch.Tensor],
+        draw: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor],
+        tokens_max: int,
+        device: torch.device,
+        *,
+        share: Callable[[torch.Tensor], None] | None = None,
+        keeps_logits: bool = True,
+    ) -> None:
+        """`logits` and `draw` are the model's; `share` copies the leader's tokens into those of other
+        ranks."""
+        self._logits, self._draw, self._share = logits, draw, share
+        self._keeps_logits = keeps_logits
+        self.draws_TF = torch.zeros(tokens_max, len(DrawField), dtype=torch.float64, device=device)
+        self.draws_TF[:, DrawField.ROOM] = NO_ROOM
+        self.tokens_T = torch.zeros(tokens_max, dtype=torch.int64, device=device)
+        self.logits_TV = torch.empty(0, 0, device=device)
+
+    def takes(self, shape: GraphShape) -> bool:
+        return shape.all_draw and shape.tokens <= len(self.tokens_T)
+
+    def fill(self, draws_TF: torch.Tensor) -> None:
+        """Write the table of the next replay. What is behind it is drawn, too, and nothing reads that."""
+        self.draws_TF[: len(draws_TF)] = draws_TF
+
+    def compute(self, hidden_TH: torch.Tensor) -> None:
+        """Compute, as a part of a graph. Ranks other than the leader have logits of width 0."""
+        logits_TV = self._logits(hidden_TH)
+        count, vocabulary = logits_TV.shape
+        if self._keeps_logits:
+            if not len(self.logits_TV):
+                self.logits_TV = logits_TV.new_empty(len(self.tokens_T), vocabulary)
+            logits_TV = self.logits_TV[:count].copy_(logits_TV)
+        if vocabulary:
+            self.tokens_T[:count] = self._draw(logits_TV, logits_TV[:0], self.draws_TF[:count], count)
+        if self._share is not None:
+            self._share(self.tokens_T[:count])
+
+
 @dataclass(frozen=True, slots=True)
 class Graph:
     """A captured graph. `host` are views of `host_bytes`, which is copied to `device_bytes`, which `replay`
-    reads; `inputs` are views of those."""
+    reads; `inputs` are views of those. `draws`: its end, if it draws."""
 
     host: Inputs
     host_bytes: torch.Tensor
@@ -146,6 +203,7 @@ class Graph:
     replay: Replay
     hidden_TH: torch.Tensor
     shape: GraphShape
+    draws: GraphDraws | None
 
     def padded(self, step: Inputs) -> Inputs:
         """Return a step in host memory padded to this graph, in new memory. It has no tables."""
@@ -200,8 +258,10 @@ class Graphs:
         capture: Capture,
         *,
         windows: bool = False,
+        draws: GraphDraws | None = None,
     ) -> None:
-        """Capture all graphs, the largest first: the others fit into its memory."""
+        """Capture all graphs, the largest first: the others fit into its memory. `draws` ends those that it
+        takes."""
         self._table_width = table_width
         self._graphs: dict[GraphShape, Graph] = {}
         for shape in sorted(shapes, key=lambda shape: shape.tokens, reverse=True):
@@ -209,8 +269,9 @@ class Graphs:
             host_bytes, host = gathered(empty, pinned=device.type == "cuda")
             device_bytes, inputs = one_run(empty, device=device)
             device_bytes.copy_(host_bytes)
-            replay, hidden_TH = capture(lambda inputs=inputs: forward(inputs))
-            self._graphs[shape] = Graph(host, host_bytes, device_bytes, inputs, replay, hidden_TH, shape)
+            end = draws if draws is not None and draws.takes(shape) else None
+            replay, hidden_TH = capture(partial(_through, forward, inputs, end))
+            self._graphs[shape] = Graph(host, host_bytes, device_bytes, inputs, replay, hidden_TH, shape, end)
 
     def most_hidden(self) -> torch.Tensor:
         """Return the hidden states of the graph of the most tokens."""
@@ -220,6 +281,11 @@ class Graphs:
         """Return the graph for a step in host memory with tables of `width` pages, or None."""
         shape = choose(self._graphs, len(step.lens_B), len(step.tokens_T), step.writes_BK.shape[1])
         return None if shape is None or width > self._table_width else self._graphs[shape]
+
+    def end_of(self, step: Inputs) -> GraphDraws | None:
+        """Return the end of the graph of `forward`, if it draws."""
+        graph = self.graph_of(step, step.pages_BN.shape[1])
+        return None if graph is None else graph.draws
 
     def forward(self, step: Inputs) -> torch.Tensor | None:
         """Return the hidden states `[T, hidden]` of a step in host memory, valid until the next one. None: it
@@ -231,6 +297,15 @@ class Graphs:
         graph.device_bytes.copy_(graph.host_bytes, non_blocking=True)
         graph.replay()
         return graph.hidden_TH[: len(step.tokens_T)]
+
+
+def _through(
+    forward: Callable[[Inputs], torch.Tensor], inputs: Inputs, end: GraphDraws | None
+) -> torch.Tensor:
+    hidden_TH = forward(inputs)
+    if end is not None:
+        end.compute(hidden_TH)
+    return hidden_TH
 
 
 def cuda_capture(stream: torch.cuda.Stream) -> Capture:

@@ -18,11 +18,19 @@ import torch
 from tidemill.kernels.precompile import compile_ahead
 from tidemill.kvstore.memory.backing import Event
 from tidemill.workers.device import HOST
-from tidemill.workers.execution.cuda_graphs import Capture, Graphs, GraphShape, cuda_capture, padding, shapes
+from tidemill.workers.execution.cuda_graphs import (
+    Capture,
+    GraphDraws,
+    Graphs,
+    GraphShape,
+    cuda_capture,
+    padding,
+    shapes,
+)
 from tidemill.workers.execution.logprobs import scores_of
 from tidemill.workers.execution.mtp_drafter import MtpDrafter, ends_of
 from tidemill.workers.execution.recorded_steps import RecordedSteps
-from tidemill.workers.execution.sampler import Sampler
+from tidemill.workers.execution.sampler import Sampler, moved, plain_draws
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import PENDING, Drawn, Row, Step
 from tidemill.workers.execution.step_tensors import copies_of, inputs_of, kept_of
@@ -39,11 +47,13 @@ def _own_clock() -> int:
 
 
 class Outputs(NamedTuple):
-    """The hidden states of a step, the logits of the rows that draw, and the scores of all rows."""
+    """The hidden states of a step, the logits of the rows that draw, and the scores of all rows. `tokens_N`
+    (int64) are drawn from the logits, if a graph did it."""
 
     hidden_TH: torch.Tensor
-    logits_NV: torch.Tensor | None
+    logits_NV: torch.Tensor
     scores: list[tuple[TokenLogprob, ...]]
+    tokens_N: torch.Tensor | None = None
 
 
 class TorchRunner:
@@ -110,7 +120,7 @@ class TorchRunner:
         with torch.inference_mode(), self._on_stream():
             tokens = self._tokens(step, last)
             outputs = self._outputs(step, tokens)
-            found = pooled_of(step, outputs) or self._draw(step, outputs.logits_NV)
+            found = pooled_of(step, outputs) or self._draw(step, outputs)
             if outputs.scores:
                 found = [
                     row_drawn._replace(scores=some)
@@ -137,14 +147,13 @@ class TorchRunner:
             for token in row.tokens
         ]
 
-    def _draw(self, step: Step, logits_NV: torch.Tensor | None) -> list[Drawn]:
-        if logits_NV is None:
-            return [Drawn()] * len(step)
+    def _draw(self, step: Step, outputs: Outputs) -> list[Drawn]:
+        logits_NV = outputs.logits_NV
         rows = [row for row in step if row.sampling_state is not None]
         kept = [row for row in rows if row.sequence_id not in self._lost]
         if len(kept) < len(rows):
             logits_NV = logits_NV[_positions(rows, self._lost)]
-        drawn = iter(self._sampler.draw(logits_NV, kept))
+        drawn = iter(self._sampler.draw(logits_NV, kept, outputs.tokens_N))
         draws = [row.sampling_state is not None and row.sequence_id not in self._lost for row in step]
         return [next(drawn) if row_draws else Drawn() for row_draws in draws]
 
@@ -153,17 +162,25 @@ class TorchRunner:
     ) -> list[tuple[int, ...]]:
         return guesser.run(step, tokens, hidden_TH, ends_of(drawn), self._choose)
 
-    def _choose(self, logits_NV: torch.Tensor, rows: Step) -> torch.Tensor:
+    def _choose(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """Return the most likely token of each row, whatever its sampling (measured: decision 25)."""
-        assert len(logits_NV) == len(rows)
         return logits_NV.argmax(dim=-1)
+
+    def _share(self, tokens_N: torch.Tensor) -> None:
+        """Copy the leader's tokens into those of the other ranks of a group."""
 
     def _outputs(self, step: Step, tokens: list[int]) -> Outputs:
         """Compute what all ranks of a group compute together."""
         inputs = inputs_of(step, tokens, self._page_tokens)
+        end = self._graphs.end_of(inputs) if isinstance(self._graphs, Graphs) else None
+        draws_TF = None if end is None or self._lost else plain_draws(step)
+        if end is not None and draws_TF is not None:
+            end.fill(moved(draws_TF, self._device))
         with self._copied(step):
             hidden_TH = self._hidden(inputs, self._kept(step))
-        return outputs_of(self._model, hidden_TH, step)
+        logits_NV = logits_of(self._model, hidden_TH, step) if end is None else drawing(end.logits_TV, step)
+        tokens_N = None if end is None or draws_TF is None else drawing(end.tokens_T, step)
+        return Outputs(hidden_TH, logits_NV, scores_of(self._model.logits, hidden_TH, step), tokens_N)
 
     @contextmanager
     def _copied(self, step: Step) -> Generator[None]:
@@ -232,17 +249,22 @@ class TorchRunner:
             assert self._stream is not None
             capture = cuda_capture(self._stream)
         graphs = tuple(graphs)
+        most = max(shape.rows for shape in graphs if shape.all_draw)
+        model, (logits, draw) = self._model, (self._model.logits, self._model.ops.draw)
         with torch.inference_mode(), self._on_stream():
             self._graphs = Graphs(
-                lambda inputs: self._model.forward(inputs, self._caches),
+                lambda inputs: model.forward(inputs, self._caches),
                 graphs,
                 table_width,
                 self._device,
                 capture,
                 windows=self._caches.has_windows,
+                draws=GraphDraws(logits, draw, most, self._device),
             )
             if self._guesser is not None:
-                self._guesser.use_graphs(graphs, table_width, capture, self._graphs.most_hidden())
+                guesses = GraphDraws(logits, draw, most, self._device, share=self._share, keeps_logits=False)
+                hidden_TH = self._graphs.most_hidden()
+                self._guesser.use_graphs(graphs, table_width, capture, hidden_TH, guesses)
 
     def _record(self, *sizes: int) -> None:
         with torch.inference_mode():
@@ -275,16 +297,11 @@ def _filtered_rows(count: int) -> tuple[Row, ...]:
     )
 
 
-def outputs_of(model: Model, hidden_TH: torch.Tensor, step: Step) -> Outputs:
-    """Return `logits_of` the step, and the scores of its prompts (logprobs.scores_of)."""
-    return Outputs(hidden_TH, logits_of(model, hidden_TH, step), scores_of(model.logits, hidden_TH, step))
-
-
 def pooled_of(step: Step, outputs: Outputs) -> list[Drawn]:
     """Return what each row pools: the logits of its last token, or the hidden state in a model without. An
     empty list when no row does; all rows of a model pool, or none."""
     pools = [row.sampling_state is not None and row.sampling_state.pools for row in step]
-    if outputs.logits_NV is None or not any(pools):
+    if not any(pools):
         return []
     has_logits = outputs.logits_NV.shape[1] > 0
     pooled_NC = outputs.logits_NV if has_logits else drawing(outputs.hidden_TH, step)
@@ -292,15 +309,16 @@ def pooled_of(step: Step, outputs: Outputs) -> list[Drawn]:
     return [Drawn(pooled=next(rows).tobytes()) if row_pools else Drawn() for row_pools in pools]
 
 
-def logits_of(model: Model, hidden_TH: torch.Tensor, step: Step) -> torch.Tensor | None:
-    """Return logits `[N, vocabulary]` from the hidden states of a step, `1 + drafts` for each row that draws.
-    None when no row does."""
+def logits_of(model: Model, hidden_TH: torch.Tensor, step: Step) -> torch.Tensor:
+    """Return logits `[N, vocabulary]` from the hidden states of a step, `1 + drafts` for each row that draws;
+    `[0, 0]` when no row does."""
     hidden_NH = drawing(hidden_TH, step)
-    return model.logits(hidden_NH) if len(hidden_NH) else None
+    return model.logits(hidden_NH) if len(hidden_NH) else hidden_NH[:, :0]
 
 
 def drawing(hidden_TH: torch.Tensor, step: Step) -> torch.Tensor:
-    """Return the hidden states `[N, hidden]` behind which tokens are drawn."""
+    """Return the hidden states `[N, hidden]` behind which tokens are drawn, or what else there is by
+    token."""
     positions: list[int] = []
     end = 0
     for row in step:

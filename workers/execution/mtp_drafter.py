@@ -17,16 +17,17 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 
-from tidemill.workers.execution.cuda_graphs import Capture, Graphs, GraphShape
-from tidemill.workers.execution.sampler import token_ids
+from tidemill.workers.execution.cuda_graphs import Capture, GraphDraws, Graphs, GraphShape
+from tidemill.workers.execution.sampler import moved, token_ids
 from tidemill.workers.execution.step import PENDING, Drawn, Row, Step
 from tidemill.workers.execution.step_tensors import inputs_of
 from tidemill.workers.models.architectures.registry import DraftHead
 from tidemill.workers.models.inputs import Caches, Inputs, on_device
 
-Choose: TypeAlias = Callable[[torch.Tensor, Step], torch.Tensor]
+Choose: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Returns a guess for each row, int64 `[N]`, from logits `[N, vocabulary]` after its last token."""
 
 
@@ -101,15 +102,21 @@ class MtpDrafter:
         self._before_TH = torch.empty(0)  # what the graphs read beside their inputs
 
     def use_graphs(
-        self, shapes: Iterable[GraphShape], table_width: int, capture: Capture, like_TH: torch.Tensor
+        self,
+        shapes: Iterable[GraphShape],
+        table_width: int,
+        capture: Capture,
+        like_TH: torch.Tensor,
+        guesses: GraphDraws,
     ) -> None:
-        """Capture graphs of the head. `like_TH` are hidden states of as many tokens as the largest has."""
+        """Capture graphs of the head. `like_TH` are hidden states of as many tokens as the largest has.
+        `guesses` are greedy."""
         self._before_TH = before_TH = torch.zeros_like(like_TH)
 
         def forward(inputs: Inputs) -> torch.Tensor:
             return self._head.forward(before_TH[: len(inputs.tokens_T)], inputs, self._caches)
 
-        self._graphs = Graphs(forward, shapes, table_width, like_TH.device, capture)
+        self._graphs = Graphs(forward, shapes, table_width, like_TH.device, capture, draws=guesses)
 
     def warm_up(self, hidden_TH: torch.Tensor, inputs: Inputs) -> None:
         """Run the head over a step of padding."""
@@ -129,21 +136,24 @@ class MtpDrafter:
         if not found:
             return [()] * len(step)
         device = hidden_TH.device
-        sources_T = _moved([source for slots in found for source in slots.sources], device)
+        sources = [source for slots in found for source in slots.sources]
+        sources_T = moved(np.array(sources), device)
         before_TH = hidden_TH[sources_T.clamp(min=0)].masked_fill((sources_T == NONE)[:, None], 0.0)
-        after_TH = self._forward(before_TH, tuple(slots.row for slots in found))
+        after = self._forward(before_TH, tuple(slots.row for slots in found))
         ends_N = accumulate(len(slots.sources) for slots in found)
         last = [end - 1 for end, slots in zip(ends_N, found, strict=True) if slots.guesses]
         rows = {slots.number: slots.row for slots in found if slots.guesses}
-        guesses = self._guess(rows, after_TH[_moved(last, device)], choose) if rows else {}
+        guesses = self._guess(rows, after.of(moved(np.array(last), device)), choose) if rows else {}
         return [tuple(guesses.get(index, ())) for index in range(len(step))]
 
-    def _guess(self, rows: dict[int, Row], hidden_NH: torch.Tensor, choose: Choose) -> dict[int, list[int]]:
-        """Return the guesses by the index of each row, from the hidden states after its last token. Guesses
-        stay on the device, and the host waits for all of them together."""
+    def _guess(self, rows: dict[int, Row], after: "After", choose: Choose) -> dict[int, list[int]]:
+        """Return the guesses by the index of each row, from what is after its last token. Guesses stay on the
+        device, and the host waits for all of them together."""
         rounds: list[tuple[list[int], torch.Tensor]] = []
         while True:
-            chosen_N = choose(self._logits(hidden_NH), tuple(rows.values()))
+            hidden_NH, chosen_N = after
+            if chosen_N is None:
+                chosen_N = choose(self._logits(hidden_NH))
             rounds.append((list(rows), chosen_N))
             going = [
                 len(rounds) < self._guesses_max and row.end < len(row.pages) * self._page_tokens
@@ -156,8 +166,8 @@ class MtpDrafter:
                 for (index, row), goes in zip(rows.items(), going, strict=True)
                 if goes
             }
-            going_N = _moved([at for at, goes in enumerate(going) if goes], hidden_NH.device)
-            hidden_NH = self._forward(hidden_NH[going_N], tuple(rows.values()), chosen_N[going_N])
+            going_N = moved(np.flatnonzero(going), hidden_NH.device)
+            after = self._forward(hidden_NH[going_N], tuple(rows.values()), chosen_N[going_N])
         tokens = iter(token_ids(torch.cat([chosen_N for _, chosen_N in rounds])))
         guesses: dict[int, list[int]] = {}
         for indices, _ in rounds:
@@ -165,21 +175,28 @@ class MtpDrafter:
                 guesses.setdefault(index, []).append(next(tokens))
         return guesses
 
-    def _forward(
-        self, before_TH: torch.Tensor, rows: Step, tokens_T: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def _forward(self, before_TH: torch.Tensor, rows: Step, tokens_T: torch.Tensor | None = None) -> "After":
         """Run the head. `tokens_T` are those of the rows where only the device knows them."""
         tokens = [token for row in rows for token in row.tokens]
         step = inputs_of(rows, tokens, self._page_tokens)
         if self._graphs is not None and (graph := self._graphs.graph_of(step, step.pages_BN.shape[1])):
             self._before_TH[: len(tokens)] = before_TH
-            return graph.run(step, tokens_T)
+            hidden_TH = graph.run(step, tokens_T)
+            return After(
+                hidden_TH, None if graph.draws is None else graph.draws.tokens_T[: len(tokens)].clone()
+            )
         inputs = on_device(step, before_TH.device)
         if tokens_T is not None:
             inputs = replace(inputs, tokens_T=tokens_T)
-        return self._head.forward(before_TH, inputs, self._caches)
+        return After(self._head.forward(before_TH, inputs, self._caches), None)
 
 
-def _moved(numbers: list[int], device: torch.device) -> torch.Tensor:
-    """Return the numbers on the device, in a copy for which the host does not wait."""
-    return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+class After(NamedTuple):
+    """The results of the head behind each token: hidden states, and guesses (int64) where its graph makes
+    them."""
+
+    hidden_TH: torch.Tensor
+    guesses_T: torch.Tensor | None
+
+    def of(self, tokens_N: torch.Tensor) -> "After":
+        return After(self.hidden_TH[tokens_N], None if self.guesses_T is None else self.guesses_T[tokens_N])

@@ -18,13 +18,14 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from tidemill.kernels.draw.tables import DrawField
 from tidemill.kvstore.memory.backing import Event
 from tidemill.kvstore.memory.ledger import FLIGHTS_MAX
 from tidemill.workers.device import settle
 from tidemill.workers.execution.cuda_graphs import Graph, Graphs
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.execution.mtp_drafter import MtpDrafter
-from tidemill.workers.execution.sampler import Wanted, token_ids
+from tidemill.workers.execution.sampler import Wanted, plain_draws, token_ids
 from tidemill.workers.execution.step import PENDING, Drawn, Row, Step
 from tidemill.workers.execution.step_tensors import Ints, PageTables, copies_of, writes_of
 from tidemill.workers.models.architectures.registry import Model
@@ -33,7 +34,7 @@ from tidemill.workers.models.inputs import ALIGNED_BYTES, Caches, Inputs, Kept
 ON_DEVICE = -2
 """The last token of a sequence, while the host does not know it."""
 
-DTYPES = {"int32": torch.int32, "int64": torch.int64}
+DTYPES = {"int32": torch.int32, "int64": torch.int64, "float64": torch.float64}
 NUMBERS = [field.name for field in fields(Inputs) if field.name not in {"pages_BN", "windows_BN"}]
 
 
@@ -73,7 +74,7 @@ class CudaStream:
 
 
 class Prepared(NamedTuple):
-    """A step, and its integers in the order of `_run_on_device`, padded to its graph. `width` is that of its
+    """A step, and its numbers in the order of `_run_on_device`, padded to its graph. `width` is that of its
     page tables."""
 
     step: Step
@@ -84,7 +85,7 @@ class Prepared(NamedTuple):
 
 
 class Buffers:
-    """One set of buffers: the integers of a step in pinned memory, and the tokens that it draws."""
+    """One set of buffers: the numbers of a step in pinned memory, and the tokens that it draws."""
 
     def __init__(self, device: torch.device, rows_max: int) -> None:
         self._device = device
@@ -245,13 +246,16 @@ class OverlappedRunner(TorchRunner):
         width = -(-int(lens_B.max()) // self._page_tokens)
         graph = self._graphs.graph_of(inputs, width) if isinstance(self._graphs, Graphs) else None
         draws_2N = np.array(draws, np.int64).reshape(-1, 2).T.copy()
+        drawn_there = None
         if graph is not None:  # which computes all tokens, others the last of each row
             inputs = graph.padded(inputs)
             draws_2N[0] = cu_B1[1:][draws_2N[0]] - 1
+            drawn_there = None if graph.draws is None else plain_draws(step)
         arrays = [
             *(getattr(inputs, name).numpy() for name in NUMBERS),
             np.array(reads, np.int64).reshape(-1, 2).T.copy(),
             draws_2N,
+            np.zeros((0, len(DrawField))) if drawn_there is None else drawn_there,
             *copies_of(step),
             *changes,
         ]
@@ -261,10 +265,13 @@ class OverlappedRunner(TorchRunner):
         """Launch the step's part of the device."""
         with torch.inference_mode():
             sent, arrays = buffers.send()
-            numbers, (reads, draws, restores, saves, *changes) = (
+            numbers, (reads, draws, drawn_there, restores, saves, *changes) = (
                 arrays[: len(NUMBERS)],
                 arrays[len(NUMBERS) :],
             )
+            end = None if prepared.graph is None else prepared.graph.draws
+            if end is not None and len(drawn_there):
+                end.fill(drawn_there)
             if restores.numel():
                 self._caches.restore(*restores)
             pages_BN, windows_BN = self._on_device.update(changes, prepared.width)
@@ -281,7 +288,13 @@ class OverlappedRunner(TorchRunner):
                 self._caches.save(*saves)
             if not prepared.wanted:
                 return
-            drawn_N = self._sampler.tokens(self._model.logits(hidden_TH[draws[0]]), prepared.wanted)
+            if end is not None and len(drawn_there):
+                drawn_N = end.tokens_T[draws[0]]
+            else:
+                logits_NV = (
+                    self._model.logits(hidden_TH[draws[0]]) if end is None else end.logits_TV[draws[0]]
+                )
+                drawn_N = self._sampler.tokens(logits_NV, prepared.wanted)
             drawn_S[draws[1]] = drawn_N
             buffers.drawn_N[: len(drawn_N)].copy_(drawn_N, non_blocking=True)
 

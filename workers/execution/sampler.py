@@ -7,7 +7,8 @@ with the same draws, and a guess is compared with the token that would be drawn 
     start    one copy of all numbers to the device; count, adjust, draw; one copy of the tokens back
     result   waits for the tokens; rows with a grammar go on from guess to guess
 
-Only `result` waits for the device.
+Only `result` waits for the device. A graph draws the tokens of a step itself if all are drawn from the logits
+as they are (`plain_draws`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,7 @@ import torch
 
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.draw.tables import (
+    NO_ROOM,
     AdjustmentField,
     ChangeField,
     DrawField,
@@ -33,7 +35,8 @@ from tidemill.workers.execution.count_table import CountTable
 from tidemill.workers.execution.grammar import Mask, mask_of
 from tidemill.workers.execution.logprobs import Logprobs, start_logprobs
 from tidemill.workers.execution.sampling_state import SamplingState
-from tidemill.workers.execution.step import Drawn, Row
+from tidemill.workers.execution.step import Drawn, Row, Step
+from tidemill.workers.execution.step_tensors import Ints
 from tidemill.workers.messages import RequestError, Sampling, TokenLogprob
 
 MASKS_S_MAX = 0.02
@@ -76,13 +79,17 @@ class Sampler:
         self._device = device
         self._counts = CountTable(device)
 
-    def draw(self, logits_NV: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
-        return self.start(logits_NV, rows).result()
+    def draw(
+        self, logits_NV: torch.Tensor, rows: Sequence[Row], tokens_N: torch.Tensor | None = None
+    ) -> list[Drawn]:
+        return self.start(logits_NV, rows, tokens_N).result()
 
-    def start(self, logits_NV: torch.Tensor, rows: Sequence[Row]) -> "Drawing":
+    def start(
+        self, logits_NV: torch.Tensor, rows: Sequence[Row], tokens_N: torch.Tensor | None = None
+    ) -> "Drawing":
         """Launch what each row draws. `logits_NV` (float32) holds, row after row, those after each of the
-        row's last `drafts + 1` tokens."""
-        return Drawing(self, logits_NV, rows)
+        row's last `drafts + 1` tokens. `tokens_N` (int64) were drawn from them, if a graph did."""
+        return Drawing(self, logits_NV, rows, tokens_N)
 
     def tokens(self, logits_NV: torch.Tensor, wanted: list[Wanted]) -> torch.Tensor:
         """Launch the draws. Return the tokens `[N]` (int64) where the logits are."""
@@ -98,11 +105,13 @@ class Sampler:
             scores_MV = self._ops.adjust(logits_NV, counts_SV, masks_GW, rows_MF, items_IF)
         return self._ops.draw(logits_NV, scores_MV, draws_NF, tables.filtered)
 
-    def launch(self, logits_NV: torch.Tensor, wanted: list[Wanted]) -> LaunchedDraws:
-        """Launch the draws, their logprobs and the copy to the host."""
+    def launch(
+        self, logits_NV: torch.Tensor, wanted: list[Wanted], tokens_N: torch.Tensor | None = None
+    ) -> LaunchedDraws:
+        """Launch the draws unless a graph did, their logprobs and the copy to the host."""
         if not wanted:  # all rows are late
             return LaunchedDraws([], torch.zeros(0, dtype=torch.int64), None, [])
-        tokens_N = self.tokens(logits_NV, wanted)
+        tokens_N = self.tokens(logits_NV, wanted) if tokens_N is None else tokens_N
         host_N, copied = tokens_N, None
         if tokens_N.is_cuda:
             host_N = torch.empty(len(wanted), dtype=torch.int64, pin_memory=True)
@@ -120,7 +129,7 @@ class Sampler:
                 asking.setdefault(draw.state.sampling.logprobs, []).append(index)
         found: list[tuple[list[int], Logprobs]] = []
         for alternatives, draws in asking.items():
-            places_2N = _moved(np.array([[wanted[draw].source for draw in draws], draws]), self._device)
+            places_2N = moved(np.array([[wanted[draw].source for draw in draws], draws]), self._device)
             logprobs_NV = logits_NV[places_2N[0]].double().log_softmax(dim=-1)
             found.append((draws, start_logprobs(logprobs_NV, tokens_N[places_2N[1]], alternatives)))
         return found
@@ -129,7 +138,13 @@ class Sampler:
 class Drawing:
     """The draws of a step after their launch."""
 
-    def __init__(self, sampler: Sampler, logits_NV: torch.Tensor, rows: Sequence[Row]) -> None:
+    def __init__(
+        self,
+        sampler: Sampler,
+        logits_NV: torch.Tensor,
+        rows: Sequence[Row],
+        tokens_N: torch.Tensor | None,
+    ) -> None:
         """Launch. All positions of a row are drawn as if its guesses were right, except with a grammar."""
         *self._starts, count = accumulate((row.drafts + 1 for row in rows), initial=0)
         assert len(logits_NV) == count
@@ -145,7 +160,7 @@ class Drawing:
             for index in ready
             for ahead in range(1 if _sampling_state(rows[index]).matcher else rows[index].drafts + 1)
         ]
-        self._batch = sampler.launch(logits_NV, wanted)
+        self._batch = sampler.launch(logits_NV, wanted, tokens_N)
 
     def result(self) -> list[Drawn]:
         """Return what each row draws, and advance the rows' sampling states.
@@ -208,21 +223,13 @@ class Tables:
         self._penalised: dict[SamplingState, int] = {}
 
     def add(self, draw: Wanted) -> None:
-        state, sampling = draw.state, draw.state.sampling
-        source = draw.source
+        state, source = draw.state, draw.source
         barred = state.barred_at(draw.position, draw.before)
         if not state.plain or barred:
             source = -1 - len(self._rows)
             self._adjust(draw, barred)
-        if sampling.temperature <= 0:
-            self._draws.append((source, 0.0, 0.0, -1, 0, 1.0, 0))
-            return
-        room = -1
-        if _filters(sampling):
-            room, self.filtered = self.filtered, self.filtered + 1
-        uniform = uniform_of(sampling.seed, draw.position)
-        scale, least = scale_of(sampling.temperature), least_of(sampling.min_p)
-        self._draws.append((source, scale, uniform, room, sampling.top_k, sampling.top_p, least))
+        self._draws.append(_fields(state.sampling, draw.position, source, self.filtered))
+        self.filtered += self._draws[-1][DrawField.ROOM] >= 0
 
     def counted(self) -> None:
         """The counts have the changes."""
@@ -241,14 +248,14 @@ class Tables:
         flat = [np.array(rows, np.float64).reshape(len(rows), fields) for rows, fields in parts]
         masks = [mask.view(np.float64) for mask in self._masks]
         even = [np.pad(part.ravel(), (0, part.size % 2)) for part in flat]
-        moved = _moved(np.concatenate([*even, *masks]), device)
+        numbers = moved(np.concatenate([*even, *masks]), device)
         *starts, end = accumulate((part.size for part in even), initial=0)
         tables = [
-            moved[start : start + part.size].view(part.shape)
+            numbers[start : start + part.size].view(part.shape)
             for start, part in zip(starts, flat, strict=True)
         ]
         words = -(-self._vocabulary // 64) * 2
-        return [*tables, moved[end:].view(torch.int32).view(len(self._masks), words)]
+        return [*tables, numbers[end:].view(torch.int32).view(len(self._masks), words)]
 
     def _adjust(self, draw: Wanted, barred: Iterable[int]) -> None:
         state, sampling = draw.state, draw.state.sampling
@@ -303,12 +310,38 @@ def token_ids(ids_N: torch.Tensor) -> list[int]:
     return values
 
 
-def _moved(numbers: "np.ndarray[Any, np.dtype[Any]]", device: torch.device) -> torch.Tensor:
+def plain_draws(step: Step) -> "Ints | None":
+    """Return a draw for each token of a step in a graph, float64 [T, DrawField]; one that draws nothing is
+    greedy. None: a row has a penalty, a bias, a grammar or barred tokens."""
+    table_TF = np.zeros((sum(len(row.tokens) for row in step), len(DrawField)))
+    table_TF[:, DrawField.ROOM] = NO_ROOM
+    end = 0
+    for row in step:
+        end += len(row.tokens)
+        for back in range(row.drafts + 1 if row.sampling_state is not None else 0):
+            state, position, at = _sampling_state(row), row.end - back, end - 1 - back
+            if not state.plain or state.barred_at(position):
+                return None
+            table_TF[at] = _fields(state.sampling, position, at, at)
+    return table_TF
+
+
+def moved(numbers: Ints, device: torch.device) -> torch.Tensor:
     """Return the numbers on the device, in one copy for which the host does not wait."""
     host = torch.as_tensor(numbers)
     if device.type == "cuda":
         host = host.pin_memory()
     return host.to(device, non_blocking=True)
+
+
+def _fields(sampling: Sampling, position: int, source: int, room: int) -> tuple[float, ...]:
+    """Return the fields of a draw. `room` is for one with filters."""
+    if sampling.temperature <= 0:
+        return (source, 0.0, 0.0, NO_ROOM, 0, 1.0, 0)
+    scale, least = scale_of(sampling.temperature), least_of(sampling.min_p)
+    room_if_filtered = room if _filters(sampling) else NO_ROOM
+    uniform = uniform_of(sampling.seed, position)
+    return (source, scale, uniform, room_if_filtered, sampling.top_k, sampling.top_p, least)
 
 
 def _start_masks(rows: Sequence[Row]) -> None:

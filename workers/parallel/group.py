@@ -126,13 +126,13 @@ class GroupRunner(TorchRunner):
         with self._together():
             return super()._outputs(step, tokens)
 
-    def _draw(self, step: Step, logits_NV: torch.Tensor | None) -> list[Drawn]:
+    def _draw(self, step: Step, outputs: Outputs) -> list[Drawn]:
         """Draw. With a prediction head, send the draws to the ranks, or that the step ends here."""
         if self._guesser is None:
-            return super()._draw(step, logits_NV)
+            return super()._draw(step, outputs)
         ends_N2 = torch.full((len(step), len(DrawnEnd._fields)), NONE)
         try:
-            drawn = super()._draw(step, logits_NV)
+            drawn = super()._draw(step, outputs)
             ends_N2 = torch.tensor(ends_of(drawn))
         finally:
             self._group.exchange.control.broadcast(ends_N2)
@@ -144,10 +144,13 @@ class GroupRunner(TorchRunner):
         with self._together():
             return super()._guess(guesser, step, tokens, hidden_TH, drawn)
 
-    def _choose(self, logits_NV: torch.Tensor, rows: Step) -> torch.Tensor:
-        chosen_N = super()._choose(logits_NV, rows)
-        self._group.exchange.control.broadcast(chosen_N.cpu())
+    def _choose(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        chosen_N = super()._choose(logits_NV)
+        self._share(chosen_N)
         return chosen_N
+
+    def _share(self, tokens_N: torch.Tensor) -> None:
+        self._group.exchange.model.broadcast(tokens_N)
 
     @contextmanager
     def _together(self) -> Generator[None]:

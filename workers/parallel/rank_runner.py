@@ -10,9 +10,8 @@ from tidemill.workers.execution.mtp_drafter import DrawnEnd, MtpDrafter
 from tidemill.workers.execution.step import PENDING, Drawn, Step
 from tidemill.workers.models.architectures.registry import Model
 from tidemill.workers.models.inputs import Caches
-from tidemill.workers.parallel.distributed import Distributed
+from tidemill.workers.parallel.exchange import Exchange
 from tidemill.workers.parallel.frames import NONE
-from tidemill.workers.parallel.shared_memory import SharedMemory
 
 
 class RankRunner(TorchRunner):
@@ -24,17 +23,17 @@ class RankRunner(TorchRunner):
         caches: Caches,
         page_tokens: int,
         threads: int,
-        control: SharedMemory | Distributed,
+        exchange: Exchange,
         device: torch.device,
         guesser: MtpDrafter | None,
     ) -> None:
         super().__init__(model, caches, page_tokens, threads, device, guesser)
-        self._control = control
+        self._exchange = exchange
 
     def run_now(self, step: Step) -> list[Drawn]:
         """Run this rank's part; an empty step ends when all ranks have met. Nothing is drawn."""
         if not step:
-            self._control.broadcast(torch.zeros(1))
+            self._exchange.control.broadcast(torch.zeros(1))
             return []
         tokens = self._known_tokens(step)
         if tokens is None:
@@ -53,19 +52,22 @@ class RankRunner(TorchRunner):
         if PENDING not in tokens:
             return tokens
         tokens_T = torch.tensor(tokens)
-        self._control.broadcast(tokens_T)
+        self._exchange.control.broadcast(tokens_T)
         tokens: list[int] = tokens_T.numpy().tolist()
         return None if NONE in tokens else tokens
 
     def _ends(self, step: Step) -> list[DrawnEnd] | None:
         """Return what the leader drew; None when that failed."""
         ends_N2 = torch.zeros(len(step), len(DrawnEnd._fields), dtype=torch.int64)
-        self._control.broadcast(ends_N2)
+        self._exchange.control.broadcast(ends_N2)
         ends = [DrawnEnd(*tokens) for tokens in ends_N2.numpy().tolist()]
         return None if any(end.num_drawn == NONE for end in ends) else ends
 
-    def _choose(self, logits_NV: torch.Tensor, rows: Step) -> torch.Tensor:
+    def _choose(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """Return the guess of the leader."""
-        tokens_N = torch.zeros(len(rows), dtype=torch.int64)
-        self._control.broadcast(tokens_N)
-        return tokens_N.to(logits_NV.device)
+        tokens_N = torch.zeros(len(logits_NV), dtype=torch.int64, device=logits_NV.device)
+        self._share(tokens_N)
+        return tokens_N
+
+    def _share(self, tokens_N: torch.Tensor) -> None:
+        self._exchange.model.broadcast(tokens_N)

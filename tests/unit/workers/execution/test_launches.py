@@ -299,6 +299,8 @@ SAMPLINGS = {
 DRAWS = {False: ["top_of_part", "weigh_part", "draw_token"]}
 DRAWS[True] = [*DRAWS[False][:2], "copy_part", "draw_token"]
 """The kernels of draws without filters and with some."""
+DECODE_LAUNCHES = 14
+"""The same of a decode step, which is a graph with its head and its draws."""
 OVERLAPPED_LAUNCHES = 15
 """The launches of a step beside its forward pass: copies, changes of page tables, tokens, draws."""
 
@@ -404,3 +406,43 @@ def test_overlapped_step_waits_for_nothing(
     runner.close()
     assert overlapped <= len(launches) + counted.count + OVERLAPPED_LAUNCHES + 3 * graphs
     assert replays == [GraphShape(rows + 2, rows + 1 + 64, 65)] * 2 * graphs
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("kind", ["filters", "penalties"])
+def test_decode_step_is_one_graph_with_its_head_and_its_draws(
+    kind: str, monkeypatch: pytest.MonkeyPatch, *, overlapped: bool
+) -> None:
+    """Draws that a graph cannot know are launched after it, from its logits."""
+    name, rows = "Qwen3-30B-A3B", 5
+    model, caches = released(name)
+    tables = PageTables(8, TABLE_WIDTH, windows=caches.has_windows)
+    runner: TorchRunner = TorchRunner(model, caches, PAGE_TOKENS, 1, META)
+    if overlapped:
+        runner = OverlappedRunner(model, caches, PAGE_TOKENS, 1, MetaStream(), None, tables)
+    states = [drawing_state(SAMPLINGS[kind] if n == 3 else SAMPLINGS["greedy"]) for n in range(rows)]
+    step = tuple(a_row(str(n), (5,), 1, state)._replace(pages=(PageId(n),)) for n, state in enumerate(states))
+    monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # in it, modes see composed operators
+    with launching(monkeypatch) as launches:
+        runner._capture(graph_shapes(8, 600, 0), TABLE_WIDTH, captured)
+        assert [launch.kernel for launch in launches][-4:] == DRAWS[True]
+        assert isinstance(runner._graphs, Graphs)
+        replays: list[GraphShape] = []
+        for shape, graph in runner._graphs._graphs.items():
+            runner._graphs._graphs[shape] = replace(graph, replay=partial(replays.append, shape))
+        launches.clear()
+        with torch.no_grad(), _Products() as products:
+            if isinstance(runner, OverlappedRunner):
+                with Counted() as counted:
+                    runner._launch_ahead(step)
+                assert counted.to_host == 1
+                assert counted.count <= DECODE_LAUNCHES or kind == "penalties"
+            else:
+                outputs = runner._outputs(step, [5] * rows)
+                assert outputs.logits_NV.shape == (rows, VOCABULARY)
+                assert (outputs.tokens_N is None) == (kind == "penalties")
+    runner.close()
+    assert replays == [GraphShape(8, 8)]
+    assert not products.dtypes, "no head outside the graph"
+    after = ["adjust_part", *DRAWS[True]] if overlapped and kind == "penalties" else []
+    assert [launch.kernel for launch in launches if launch.kernel != "count_change"] == after

@@ -15,9 +15,9 @@ from tests.support.kernels.launched import META, Counted
 from tests.support.workers.released import there
 from tidemill.kvstore.layout import PageId
 from tidemill.workers.execution import mtp_drafter as drafter_module
-from tidemill.workers.execution.cuda_graphs import Forward, Replay, graph_shapes
+from tidemill.workers.execution.cuda_graphs import Forward, GraphDraws, Replay, graph_shapes
 from tidemill.workers.execution.mtp_drafter import DrawnEnd, MtpDrafter
-from tidemill.workers.execution.step import PENDING, Row, Step
+from tidemill.workers.execution.step import Row
 from tidemill.workers.models.inputs import Caches, Inputs
 from tidemill.workers.parallel.frames import ELSEWHERE
 
@@ -67,14 +67,8 @@ def guess_of(token: int, position: int) -> int:
     return (3 * token + position + 1) % VOCABULARY
 
 
-def choose(logits_NV: torch.Tensor, rows: Step) -> torch.Tensor:
-    """`logits` are the hidden states themselves here. Each row ends at the token that they stand behind,
-    which only the device knows if it is a guess."""
-    for row, (token, position) in zip(rows, logits_NV.int().tolist(), strict=True):
-        assert row.end - 1 == position
-        assert row.tokens[-1] in (token, PENDING)
-        assert row.sampling_state is ELSEWHERE
-        assert not row.drafts
+def choose(logits_NV: torch.Tensor) -> torch.Tensor:
+    """`logits` are the hidden states themselves here: the last token of each row, and its position."""
     return torch.tensor([guess_of(int(token), int(position)) for token, position in logits_NV.tolist()])
 
 
@@ -219,9 +213,21 @@ def test_host_waits_for_all_guesses_together(monkeypatch: pytest.MonkeyPatch, *,
 
     monkeypatch.setattr(drafter_module, "token_ids", ids)
     monkeypatch.setattr(drafter_module, "on_device", there)
-    guesser = MtpDrafter(There(), lambda hidden_NH: hidden_NH, NO_CACHES, 4, 3)
+    products: list[int] = []
+
+    def logits(hidden_NH: torch.Tensor) -> torch.Tensor:
+        products.append(len(hidden_NH))
+        return hidden_NH
+
+    def most_likely(logits_NV: torch.Tensor, *_: object) -> torch.Tensor:
+        return logits_NV.argmax(dim=-1)
+
+    guesser = MtpDrafter(There(), logits, NO_CACHES, 4, 3)
     if graphs:
-        guesser.use_graphs(graph_shapes(4, 20, 3), 9, captured, torch.empty(20, 2, device=META))
+        draws = GraphDraws(logits, most_likely, 4, META, keeps_logits=False)
+        guesser.use_graphs(graph_shapes(4, 20, 3), 9, captured, torch.empty(20, 2, device=META), draws)
+        assert products == [4, 4, 2, 1], "of the graphs whose tokens all draw"
+        products.clear()
     rows = [Row("", (5,), 3, (PageId(1),) * pages, None, (), sampling_state=ELSEWHERE) for pages in (1, 2, 3)]
     with Counted() as counted:
         guesses = guesser.run(
@@ -229,9 +235,10 @@ def test_host_waits_for_all_guesses_together(monkeypatch: pytest.MonkeyPatch, *,
             (5,) * 3,
             torch.empty(3, 2, device=META),
             [DrawnEnd(1, 6)] * 3,
-            lambda logits_NV, _: logits_NV.argmax(dim=-1),
+            most_likely,
         )
     assert guesses == [(), (3, 3, 3), (3, 3, 3)]
     assert read == [6]
     assert replays == [2] * 3 * graphs
+    assert products == [] if graphs else [2] * 3, "the head is a part of the graph"
     assert counted.to_host == 0

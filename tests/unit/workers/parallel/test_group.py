@@ -24,7 +24,7 @@ from tests.unit.cluster.rpc.test_mutual_tls import issue
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.workers.engine.build import BuiltEngine, build_engine
 from tidemill.workers.execution import model_runner as runner
-from tidemill.workers.execution.model_runner import TorchRunner
+from tidemill.workers.execution.model_runner import Outputs, TorchRunner
 from tidemill.workers.execution.step import Drawn, Step
 from tidemill.workers.messages import (
     Request,
@@ -234,12 +234,12 @@ async def test_draw_that_breaks_leaves_the_ranks_together(
     """They wait for the tokens that were not drawn: in the step after it, or for their own guesses."""
     draw, calls = TorchRunner._draw, 0
 
-    def breaks_at_times(self: TorchRunner, step: Step, logits_NV: torch.Tensor | None) -> list[Drawn]:
+    def breaks_at_times(self: TorchRunner, step: Step, outputs: Outputs) -> list[Drawn]:
         nonlocal calls
         calls += 1
         if calls in {7, 60}:
             raise ValueError("no luck")
-        return draw(self, step, logits_NV)
+        return draw(self, step, outputs)
 
     monkeypatch.setattr(TorchRunner, "_draw", breaks_at_times)
     async with worker(settings, tensor_parallel_size=2, num_speculative_tokens=drafts_max) as group:
