@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,9 @@ PUMP_S = 0.05
 
 LOOK_S = 2.0
 """The period in which the server's metrics are read, which costs it some milliseconds."""
+
+PULLED_S_MAX = 10.0
+"""The longest time that a server without requests goes on for others to pull its blocks."""
 
 QUIET_S_MAX = 10.0
 """The time without an answer to these calls after which the worker reports no progress, so that its streams
@@ -208,7 +211,7 @@ class VllmEngine:
         queued = sum(call.queued_tokens for call in calls)
         streams = sum(call.streams for call in calls)
         budget = self._info.memory_bytes
-        live = int(budget * min(1.0, metrics.values.get("kv_cache_usage_perc", 0.0)))
+        live = int(budget * min(1.0, metrics.usage))
         cached = max(0, min(budget, len(self._prefixes) * self._info.page_bytes) - live)
         memory = {"pages_live": live, "pages_cached": cached, "empty": budget - live - cached}
         return WorkerLoad(
@@ -227,7 +230,12 @@ class VllmEngine:
         """The memory of vLLM is fixed at its start."""
 
     async def drain_publications(self) -> None:
-        """Do nothing: there are none."""
+        """Wait until other servers have pulled the blocks that are kept for them."""
+        with suppress(TimeoutError, httpx.HTTPError):
+            async with asyncio.timeout(PULLED_S_MAX):
+                keeps = "prefill" in self._info.roles
+                while keeps and (await self._client.metrics()).usage:  # noqa: ASYNC110 - nothing signals it
+                    await asyncio.sleep(PUMP_S)
 
     async def _pump(self) -> None:
         if self._events is not None:

@@ -62,6 +62,11 @@ class Metrics:
         return self.cache.get("mamba_cache_mode", "none") != "none"
 
     @property
+    def usage(self) -> float:
+        """The share of the blocks in use by requests, or kept for other servers."""
+        return self.values.get("kv_cache_usage_perc", 0.0)
+
+    @property
     def steps(self) -> float:
         return self.values.get("iteration_tokens_total_count", 0.0)
 

@@ -13,7 +13,7 @@ vllm:cache_config_info{block_size="4",engine="0",kv_cache_memory_bytes="4096",ma
 num_gpu_blocks="64"} 1.0
 vllm:num_requests_running{engine="0",model_name="m"} %(running)d
 vllm:num_requests_waiting{engine="0",model_name="m"} 0.0
-vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} %(usage)f
 vllm:iteration_tokens_total_bucket{engine="0",le="1.0",model_name="m"} 4.0
 vllm:iteration_tokens_total_count{engine="0",model_name="m"} %(steps)d
 vllm:generation_tokens_total{engine="0",model_name="m"} 7.0
@@ -90,6 +90,7 @@ class VllmServer:
     def __init__(self, *answers: list[bytes | None], prioritizes: bool = True) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.steps = 0
+        self.usage = 0.25  # of its memory
         self.closed = asyncio.Event()  # a client left before its answer ended
         self.url = ""
         self.tasks: set[asyncio.Task[object]] = set()
@@ -114,7 +115,7 @@ class VllmServer:
         body = json.loads(await reader.readexactly(length) or b"null")
         match head.split()[1]:
             case "/metrics":
-                found = METRICS % {"running": len(self.bodies), "steps": self.steps}
+                found = METRICS % {"running": len(self.bodies), "steps": self.steps, "usage": self.usage}
                 self._reply(writer, 200, found.encode())
             case "/health":
                 self._reply(writer, 200, b"")

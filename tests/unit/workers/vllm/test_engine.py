@@ -209,6 +209,20 @@ async def test_prompt_for_another_server_fails_as_a_stream_does() -> None:
         await engine.produce(GREEDY)
 
 
+async def test_server_that_leaves_waits_until_its_blocks_are_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(VllmServer()) as server:
+        engine = await engine_of(server)
+        leaving = asyncio.create_task(engine.drain_publications())
+        await asyncio.sleep(0.2)
+        assert not leaving.done()
+        server.usage = 0.0
+        await asyncio.wait_for(leaving, 5)
+        server.usage = 0.25
+        monkeypatch.setattr(engine_module, "PULLED_S_MAX", 0.1)
+        await asyncio.wait_for(engine.drain_publications(), 5)
+        await engine.close()
+
+
 async def test_load_counts_prompts_until_their_first_token() -> None:
     async with serving(VllmServer([None], list(HANGING))) as server:
         engine = await engine_of(server)
