@@ -248,8 +248,6 @@ class EngineSettings(HostedSettings, EngineConfig):
 
     def _check_backend(self, named: str) -> None:
         """Check the exchange of several ranks on the device that is `named`."""
-        if self.async_scheduling:
-            raise SettingsError("--async-scheduling is for workers of one rank: leave it out")
         if self.backend == "shared-memory" and self.tensor_parallel_nodes > 1:
             raise SettingsError(
                 "--tensor-parallel-backend shared-memory is for ranks on one node: leave it out with"

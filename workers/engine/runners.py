@@ -20,6 +20,7 @@ from tidemill.workers.models.architectures.registry import LoadedModel
 from tidemill.workers.models.inputs import Caches, caches_of
 from tidemill.workers.parallel.exchange import Exchange
 from tidemill.workers.parallel.group import GroupRunner, RankGroup
+from tidemill.workers.parallel.overlapped_group import OverlappedGroupRunner, OverlappedRankRunner
 from tidemill.workers.parallel.rank_runner import RankRunner
 from tidemill.workers.settings import EngineSettings, SettingsError
 
@@ -47,14 +48,19 @@ def open_runner(
     layout, caches = memory.layout, caches_of(memory.layout, arena, loaded.kv_scales)
     running = (loaded.model, caches, layout.page_tokens, settings.threads)
     guesser = guesser_of(settings, loaded, layout, caches)
+    if settings.async_scheduling:
+        rows_max = budget_of(settings, layout.page_tokens).rows_max
+        tables = PageTables(rows_max, table_width_of(memory), windows=layout.has_windows)
+        ahead = CudaStream(torch.cuda.Stream(arena.device)), guesser, tables
+        if isinstance(group, RankGroup):
+            return OverlappedGroupRunner(*running, group, loaded.vocab_size, *ahead)
+        if group is not None:
+            return OverlappedRankRunner(*running, group, *ahead)
+        return OverlappedRunner(*running, *ahead)
     if isinstance(group, RankGroup):
         return GroupRunner(*running, group, loaded.vocab_size, guesser)
     if group is not None:
         return RankRunner(*running, group, arena.device, guesser)
-    if settings.async_scheduling:
-        rows_max = budget_of(settings, layout.page_tokens).rows_max
-        tables = PageTables(rows_max, table_width_of(memory), windows=layout.has_windows)
-        return OverlappedRunner(*running, CudaStream(torch.cuda.Stream(arena.device)), guesser, tables)
     runner = TorchRunner(*running, arena.device, guesser)
     if settings.variant == "cpu" and not settings.enforce_eager:
         budget = budget_of(settings, layout.page_tokens)

@@ -181,7 +181,7 @@ class OverlappedRunner(TorchRunner):
 
     def _launch(self, step: Step, before: list["Future[list[Drawn]]"]) -> LaunchedStep | list[Drawn]:
         """Launch the step, or run it alone when the steps `before` have landed."""
-        if self._guesser is None and all(map(_draws_on_device, step)):
+        if self._goes_ahead(step):
             if len(before) == FLIGHTS_MAX:
                 wait(before[:1])  # its buffers are used again
             return self._launch_ahead(step)
@@ -192,9 +192,20 @@ class OverlappedRunner(TorchRunner):
             self._last = {row.sequence_id: drawn.tokens[-1] for row, drawn in ended if drawn.tokens}
         return self.run_now(step)
 
+    def _goes_ahead(self, step: Step) -> bool:
+        return bool(step) and self._guesser is None and all(map(_draws_on_device, step))
+
+    def _known(self, step: Step, last: Mapping[str, int]) -> Mapping[str, int]:
+        """Return the last tokens after a step that ran alone, where ranks of a group know those of the
+        leader."""
+        del step
+        return last
+
     def _launch_ahead(self, step: Step) -> LaunchedStep:
         before, self._newest = self._newest, None
         last, self._last = self._last, {}
+        if before is None:
+            last = self._known(step, last)
         self._sets.rotate()
         buffers = self._sets[0]
         try:
@@ -294,9 +305,16 @@ class OverlappedRunner(TorchRunner):
                 logits_NV = (
                     self._model.logits(hidden_TH[draws[0]]) if end is None else end.logits_TV[draws[0]]
                 )
-                drawn_N = self._sampler.tokens(logits_NV, prepared.wanted)
+                drawn_N = self._tokens_there(logits_NV, prepared.wanted)
+            self._share(drawn_N)
             drawn_S[draws[1]] = drawn_N
             buffers.drawn_N[: len(drawn_N)].copy_(drawn_N, non_blocking=True)
+
+    def _tokens_there(self, logits_NV: torch.Tensor, wanted: list[Wanted]) -> torch.Tensor:
+        """Launch the draws; ranks other than the leader have no logits, and get its tokens."""
+        if logits_NV.shape[1]:
+            return self._sampler.tokens(logits_NV, wanted)
+        return torch.zeros(len(wanted), dtype=torch.int64, device=logits_NV.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +343,7 @@ class _DeviceTables:
 
 def _draws_on_device(row: Row) -> bool:
     """Return whether the row needs no answer of the host between its forward pass and the next step."""
-    if row.scores is not None or row.drafts:
+    if (row.scores is not None and row.scores.targets) or row.drafts:
         return False
     return row.sampling_state is None or row.sampling_state.bare
 

@@ -21,20 +21,25 @@ from tidemill.kvstore.layout import CheckpointId, PageId, StateId, WindowId
 from tidemill.kvstore.memory.lease import StateSave, StateWrite
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import Row, Scores, Step
-from tidemill.workers.messages import Request
+from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.transfer.transfer import Moved
 
 Ints: TypeAlias = NDArray[np.int64]
 
 HEAD = struct.Struct("=qqq")
 INT_BYTES = 8
-ROW_INTS = 12
+ROW_INTS = 13
 OBJECT_INTS = 2 + DIGEST_BYTES // INT_BYTES
 NONE = -1
 NO_SCORES = (0, 0)
 
 ELSEWHERE = SamplingState(Request(request_id="", tokens=(), max_new_tokens=1))
 """The sampling state of a decoded row: only the leader draws."""
+
+ON_HOST = SamplingState(Request(request_id="", tokens=(), max_new_tokens=1, sampling=Sampling(logprobs=0)))
+"""The same of a row whose draw needs the leader's host."""
+
+STATES = (None, ON_HOST, ELSEWHERE)
 
 KINDS = tuple(Kind)
 
@@ -75,8 +80,8 @@ def ints(values: Iterable[int] = ()) -> Ints:
 
 
 def encode(step: Step) -> Ints:
-    """Encode what a rank needs of `step`: no names of sequences, no sampling, and of the tokens to score only
-    their number."""
+    """Encode what a rank needs of `step`: numbers in place of the names of sequences, no sampling, and of the
+    tokens to score only their number."""
     heads = (
         (
             row.start,
@@ -85,11 +90,12 @@ def encode(step: Step) -> Ints:
             NONE if row.read is None else row.read,
             len(row.writes),
             row.drafts,
-            row.sampling_state is not None,
+            0 if row.sampling_state is None else 1 + row.sampling_state.bare,
             len(row.windows),
             NONE if row.restores is None else row.restores,
             len(row.saves),
             *((row.scores.offset, len(row.scores.targets)) if row.scores is not None else NO_SCORES),
+            hash(row.sequence_id),
         )
         for row in step
     )
@@ -98,8 +104,8 @@ def encode(step: Step) -> Ints:
 
 
 def decode(body: Ints) -> Step:
-    """Return the step of `encode`, without the names of its sequences and with ELSEWHERE as sampling
-    state."""
+    """Return the step of `encode`, with numbers as the names of its sequences, and ELSEWHERE or ON_HOST as
+    sampling states."""
     left: Iterator[int] = iter(body.tolist())
     heads = [tuple(islice(left, ROW_INTS)) for _ in range(next(left))]
     step = tuple(_row(head, left) for head in heads)
@@ -121,9 +127,10 @@ def _row(head: Sequence[int], left: Iterator[int]) -> Row:
         num_saves,
         offset,
         num_targets,
+        name,
     ) = head
     return Row(
-        sequence_id="",
+        sequence_id=str(name),
         tokens=tuple(islice(left, num_tokens)),
         start=start,
         pages=tuple(map(PageId, islice(left, num_pages))),
@@ -133,7 +140,7 @@ def _row(head: Sequence[int], left: Iterator[int]) -> Row:
         restores=None if restores == NONE else CheckpointId(restores),
         saves=tuple(StateSave(StateId(next(left)), CheckpointId(next(left))) for _ in range(num_saves)),
         drafts=drafts,
-        sampling_state=ELSEWHERE if sampling_state else None,
+        sampling_state=STATES[sampling_state],
         scores=Scores(offset, (NONE,) * num_targets, 0) if num_targets else None,
     )
 

@@ -76,10 +76,6 @@ def test_defaults_of_a_device(changes: dict[str, Any], variant: str, backing: st
         ({"device": "cuda", "backing": "mmap"}, "--backing mmap .*use kvcached or fixed"),
         ({"backing": "kvcached"}, "--backing kvcached .*use mmap or fixed"),
         (
-            {"device": "cuda", "tensor_parallel_size": 2, "async_scheduling": True},
-            "--async-scheduling is for workers of one rank",
-        ),
-        (
             {"device": "cuda", "tensor_parallel_size": 2, "tensor_parallel_backend": "shared-memory"},
             "shared-memory does not go with --device cuda",
         ),

@@ -8,16 +8,18 @@ import gc
 import threading
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import ANY, Mock
 
 import pytest
 import torch
 
 from tests.support.kvstore.fake_vmm import FakeVmm
 from tests.support.parity.served import answer
+from tests.support.workers.late import LateStream
 from tests.support.workers.settings import plain_settings
 from tidemill.kernels.dispatch import operators
 from tidemill.workers.engine.build import BuiltEngine, build_engine
@@ -110,15 +112,21 @@ def building(settings: EngineSettings, folder: Meeting) -> RankParts:
     return parts
 
 
-async def tokens_of(built: BuiltEngine) -> list[int]:
+@asynccontextmanager
+async def running(built: BuiltEngine) -> AsyncGenerator[None]:
     loop = asyncio.create_task(built.engine.run())
     try:
-        tokens, _ = await answer(built, REQUEST)
-        return tokens
+        yield
     finally:
         loop.cancel()
         with suppress(asyncio.CancelledError):
             await loop
+
+
+async def tokens_of(built: BuiltEngine) -> list[int]:
+    async with running(built):
+        tokens, _ = await answer(built, REQUEST)
+        return tokens
 
 
 def test_ranks_with_a_device_each_are_one_worker(devices: list[str]) -> None:
@@ -138,6 +146,57 @@ def test_ranks_with_a_device_each_are_one_worker(devices: list[str]) -> None:
         group.close()
         del group
         collect_rank()
+
+
+def test_ranks_launch_ahead_and_no_host_reads_a_token(
+    devices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Devices answer late, so a token that a host took would be of an earlier step. A request that needs the
+    leader's host runs in steps of their own, and those after it go ahead again."""
+    streams: list[LateStream] = []
+    read: list[torch.dtype] = []
+    broadcast = SharedMemory.broadcast
+
+    def late(_stream: object) -> LateStream:
+        streams.append(LateStream())
+        return streams[-1]
+
+    def counted(exchange: SharedMemory, x: torch.Tensor) -> None:
+        read.append(x.dtype)
+        broadcast(exchange, x)
+
+    async def main(group: BuiltEngine, wanted: list[int]) -> None:
+        async with running(group):
+            assert await answer(group, REQUEST) == (wanted, ANY)
+            assert torch.int64 not in read, "a token through host memory"
+            before = [stream.overlapped for stream in streams[-2:]]
+            assert min(before) > 5
+            hosted = replace(
+                REQUEST, request_id="2", sampling=Sampling(temperature=0, logprobs=0), max_new_tokens=3
+            )
+            found = [answer(group, hosted), answer(group, replace(REQUEST, request_id="3"))]
+            assert [tokens for tokens, _ in await asyncio.gather(*found)] == [wanted[:3], wanted]
+            assert torch.int64 in read
+            assert all(stream.overlapped > count for stream, count in zip(streams[-2:], before, strict=True))
+
+    alone = build_engine(replace(WORKER, enforce_eager=True), lambda _done, _total: None)
+    wanted = asyncio.run(tokens_of(alone))
+    alone.close()
+    monkeypatch.setattr("tidemill.workers.engine.runners.CudaStream", late)
+    monkeypatch.setattr(torch.cuda, "Stream", Mock())
+    monkeypatch.setattr(SharedMemory, "broadcast", counted)
+    group = build_engine(
+        replace(GROUP, async_scheduling=True), lambda _done, _total: None, StartRanks(start_rank)
+    )
+    try:
+        assert sorted(devices[-2:]) == ["OverlappedGroupRunner", "OverlappedRankRunner"]
+        asyncio.run(main(group, wanted))
+    finally:
+        group.close()
+        del group
+        collect_rank()
+        for stream in streams:
+            stream.close()
 
 
 def test_memory_of_ranks_is_the_least_however_late_one_comes(tmp_path: Path) -> None:

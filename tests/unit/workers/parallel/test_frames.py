@@ -1,5 +1,7 @@
 """Messages between the ranks of a group survive encoding as integers."""
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -8,11 +10,12 @@ from tidemill.kvstore.layout import CheckpointId, PageId, StateId, WindowId
 from tidemill.kvstore.memory.lease import StateSave, StateWrite
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import PENDING, Row, Scores, Step
-from tidemill.workers.messages import Request
+from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.parallel.frames import (
     ELSEWHERE,
     HEAD,
     NONE,
+    ON_HOST,
     Verb,
     decode,
     decode_objects,
@@ -28,6 +31,7 @@ from tidemill.workers.transfer.transfer import Moved
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=200)
 REQUEST = Request(request_id="a", tokens=(1,), max_new_tokens=1)
+BIASED = replace(REQUEST, sampling=Sampling(logit_bias=((1, 1.0),)))
 
 ids = st.integers(0, 1 << 40)
 rows = st.builds(
@@ -39,7 +43,7 @@ rows = st.builds(
     read=st.none() | ids.map(StateId),
     writes=st.lists(st.builds(StateWrite, ids, ids.map(StateId)), max_size=4).map(tuple),
     drafts=st.integers(0, 3),
-    sampling_state=st.none() | st.builds(SamplingState, st.just(REQUEST)),
+    sampling_state=st.none() | st.builds(SamplingState, st.sampled_from((REQUEST, BIASED))),
     windows=st.lists(ids.map(WindowId), max_size=6).map(tuple),
     restores=st.none() | ids.map(CheckpointId),
     saves=st.lists(st.builds(StateSave, ids.map(StateId), ids.map(CheckpointId)), max_size=4).map(tuple),
@@ -56,8 +60,8 @@ def test_step(step: Step) -> None:
     """All of it but what the leader alone knows."""
     assert decode(encode(step)) == tuple(
         row._replace(
-            sequence_id="",
-            sampling_state=None if row.sampling_state is None else ELSEWHERE,
+            sequence_id=str(hash(row.sequence_id)),
+            sampling_state=row.sampling_state and (ELSEWHERE if row.sampling_state.bare else ON_HOST),
             scores=row.scores and Scores(row.scores.offset, (NONE,) * len(row.scores.targets), 0),
         )
         for row in step
