@@ -241,6 +241,7 @@ def pieces_of(call: int, folder: Path) -> list[Piece]:
                 Piece("chat on a NUMA node", 50, (*chat, "cuda", "numa_bind")),
                 Piece("ranks over NCCL", 90, module(ranks, "nccl"), gpus=2),
                 Piece("sums in one launch", 90, module(ranks, "one-shot"), gpus=2),
+                Piece("ranks that launch ahead", 50, module(ranks, "ahead"), gpus=2),
             ]  # fmt: skip
 
 

@@ -1,9 +1,10 @@
 # pyright: basic
 """Two ranks of keeper answer as one rank does: on one GPU over gloo, or on two over NCCL.
 
-    python -m benchmarks.gpu.ranks gloo|nccl|one-shot [--device cpu]
+    python -m benchmarks.gpu.ranks gloo|nccl|one-shot|ahead [--device cpu]
 
-`one-shot` sums small tensors in one launch. The exit status is 1 when a greedy answer differs.
+`one-shot` sums small tensors in one launch, `ahead` launches a step before the one before it has ended. The
+exit status is 1 when a greedy answer differs.
 """
 
 import argparse
@@ -31,6 +32,7 @@ WAYS: dict[str, dict[str, Any]] = {
     },
     "nccl": {},
     "one-shot": {"tensor_parallel_one_shot": "256KiB"},
+    "ahead": {"async_scheduling": True},
 }
 
 
