@@ -5,13 +5,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic import FailFast, Field, ValidationError
 
 from tidemill.cluster.edge.apis.json_bytes import event, json_bytes, large_json
 from tidemill.cluster.edge.apis.openai import DONE
 from tidemill.cluster.edge.apis.reply import Reply, Writer
 from tidemill.cluster.edge.chat.request.hints import HintedParams
-from tidemill.cluster.edge.chat.request.params import Params, absent_if_null
+from tidemill.cluster.edge.chat.request.params import Fields, Params
 from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
 from tidemill.cluster.edge.requests.answers import Increment
 from tidemill.cluster.edge.requests.bodies import CompletionBody, StreamOptions
@@ -40,10 +40,8 @@ class TokensBody(CompletionBody):
     prompt_param = "token_ids"
 
 
-class GenerateBody(BaseModel):
+class GenerateBody(Fields, extra="allow"):
     """The body: a prompt in tokens, vLLM's sampling parameters, and the hints of completions."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     token_ids: Annotated[list[int], FailFast(), Field(min_length=1)]
     sampling_params: dict[str, Any]
@@ -51,8 +49,6 @@ class GenerateBody(BaseModel):
     request_id: RequestId | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-
-    _nulls = model_validator(mode="before")(absent_if_null)
 
     def completion(self) -> TokensBody:
         """Return the completion that is asked for. Raises RequestError."""

@@ -8,11 +8,11 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field
 
 from tidemill.cluster.edge.chat.request.messages import UNREAD
-from tidemill.cluster.edge.chat.request.params import absent_if_null
-from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
+from tidemill.cluster.edge.chat.request.params import Fields
+from tidemill.cluster.edge.chat.request.validation import checked
 from tidemill.cluster.edge.requests.bodies import MESSAGES_MAX, AgentChat, ChatBody
 from tidemill.workers.messages import RequestError
 
@@ -35,28 +35,22 @@ OF_CHATS = frozenset(("n", "logprobs", "top_logprobs", "prompt_logprobs", "respo
 """Fields of chats that a message has in another form, or not at all."""
 
 
-class Thinking(BaseModel):
+class Thinking(BaseModel, strict=True, extra="ignore"):
     """The switch of thinking; a budget of tokens has no effect."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["enabled", "adaptive", "disabled"]
 
 
-class OutputConfig(BaseModel):
+class OutputConfig(BaseModel, strict=True, extra="ignore"):
     """The effort of the model, and a schema of its answer: {"type": "json_schema", "schema": ...}."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     effort: Annotated[str, Field(max_length=32)] | None = None
     format: Block | None = None
 
 
-class MessagesBody(BaseModel):
+class MessagesBody(Fields, extra="allow", allow_inf_nan=False):
     """The body of POST /v1/messages. Fields of chats that it does not name are passed on (seed, min_p,
     cache_salt). More `max_tokens` than fit are as many as fit."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     model: Annotated[str, Field(max_length=256)] | None = None
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MESSAGES_MAX)]
@@ -70,8 +64,6 @@ class MessagesBody(BaseModel):
     output_config: OutputConfig = OutputConfig()
     metadata: Block = Field(default={})
     chat_template_kwargs: Block = Field(default={})
-
-    _nulls = model_validator(mode="before")(absent_if_null)
 
     def chat(self, kind: type[ChatBody] = AgentChat) -> ChatBody:
         """Return the chat that is asked for. Raises RequestError."""
@@ -92,10 +84,7 @@ class MessagesBody(BaseModel):
             **self._thinking(),
             **self._session(),
         }
-        try:
-            return kind.model_validate(fields)
-        except ValidationError as error:
-            raise request_error(problems_of(error)) from None
+        return checked(kind, fields)
 
     def ignored(self) -> tuple[str, ...]:
         """Return the fields without an effect that the chat does not know of."""

@@ -11,13 +11,11 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     FailFast,
     Field,
     ModelWrapValidatorHandler,
     PlainValidator,
     PrivateAttr,
-    ValidationError,
     WithJsonSchema,
     model_validator,
 )
@@ -25,9 +23,9 @@ from pydantic import (
 from tidemill.cluster.edge.apis.responses_tools import FlatTool, chat_tool, flat_name, own_tools
 from tidemill.cluster.edge.chat.request.hints import Mark, marked_parts, marks_of
 from tidemill.cluster.edge.chat.request.messages import UNREAD
-from tidemill.cluster.edge.chat.request.params import TokenCount, absent_if_null
+from tidemill.cluster.edge.chat.request.params import Fields, TokenCount
 from tidemill.cluster.edge.chat.request.tools import TOOLS_MAX
-from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
+from tidemill.cluster.edge.chat.request.validation import checked
 from tidemill.cluster.edge.requests.bodies import MESSAGES_MAX, AgentChat, ChatBody
 from tidemill.workers.messages import RequestError
 
@@ -135,11 +133,9 @@ def _read(part: object) -> object:
             return part
 
 
-class InputItem(BaseModel):
+class InputItem(Fields, extra="ignore"):
     """One item of the input. Its type determines which fields it needs. Calls of any kind that have a
     `call_id`, and their outputs, are rendered; reasoning and calls of other servers are left out."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Annotated[
         str, Field(pattern=r"^(message|reasoning|compaction|item_reference|\w+_call|\w+_call_output)$")
@@ -157,8 +153,6 @@ class InputItem(BaseModel):
 
     _marks: tuple[Mark, ...] = ()
     _given: dict[str, Any] = PrivateAttr(default_factory=dict[str, Any])
-
-    _nulls = model_validator(mode="before")(absent_if_null)
 
     @model_validator(mode="wrap")
     @classmethod
@@ -209,30 +203,22 @@ NEEDED = {
 }
 
 
-class TextConfig(BaseModel):
+class TextConfig(Fields, extra="ignore"):
     """A text format: {"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "schema": ...}."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     format: dict[str, Any] = Field(default={"type": "text"})
 
-    _nulls = model_validator(mode="before")(absent_if_null)
 
-
-class ReasoningOptions(BaseModel):
+class ReasoningOptions(BaseModel, strict=True, extra="ignore"):
     """The reasoning options. `effort` is for the chat template; "none" asks for an answer without
     reasoning."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     effort: Annotated[str, Field(max_length=32)] | None = None
 
 
-class ResponsesBody(BaseModel):
+class ResponsesBody(Fields, extra="allow", allow_inf_nan=False):
     """The body of POST /v1/responses. Chat fields that it does not name are passed on (seed, top_k,
     cache_salt)."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     model: Annotated[str, Field(max_length=256)] | None = None
     input: Annotated[
@@ -258,8 +244,6 @@ class ResponsesBody(BaseModel):
     conversation: Annotated[Id | None, BeforeValidator(_conversation)] = None
     metadata: Metadata = Field(default={})
     include: list[str] = Field(default=[])
-
-    _nulls = model_validator(mode="before")(absent_if_null)
 
     def chat(self) -> ChatBody:
         """Return the chat that is asked for. Raises RequestError."""
@@ -289,10 +273,7 @@ class ResponsesBody(BaseModel):
             "response_format": self._response_format(),
             "reasoning_effort": self.reasoning.effort,
         }
-        try:
-            return AgentChat.model_validate(fields)
-        except ValidationError as error:
-            raise renamed(request_error(problems_of(error))) from None
+        return checked(AgentChat, fields)
 
     def ignored(self, *, is_stored: bool) -> tuple[str, ...]:
         """Return the fields without an effect that the chat does not know of."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from tidemill.cluster.edge.apis.json_bytes import json_bytes
 from tidemill.cluster.edge.apis.responses_body import ID, InputItem, Metadata, ResponsesBody
@@ -35,26 +35,20 @@ CONTEXT_BYTES_MAX = BODY_BYTES_MAX
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 
 
-class ItemsBody(BaseModel):
+class ItemsBody(BaseModel, strict=True, extra="ignore"):
     """The body of POST /v1/conversations/ID/items."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     items: list[InputItem] = Field(min_length=1, max_length=ITEMS_ADDED_MAX)
 
 
-class MetadataBody(BaseModel):
+class MetadataBody(BaseModel, strict=True, extra="ignore"):
     """The body of POST /v1/conversations/ID."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     metadata: Metadata
 
 
-class ConversationBody(BaseModel):
+class ConversationBody(BaseModel, strict=True, extra="ignore"):
     """The body of POST /v1/conversations."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     items: list[InputItem] | None = Field(default=None, max_length=ITEMS_ADDED_MAX)
     metadata: Metadata | None = None

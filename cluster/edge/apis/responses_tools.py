@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, model_validator
 
 from tidemill.cluster.edge.chat.request.hints import CacheControl
 from tidemill.cluster.edge.chat.request.tools import FunctionName
@@ -17,10 +17,8 @@ from tidemill.cluster.edge.chat.request.tools import FunctionName
 SEPARATOR = "__"
 
 
-class FlatTool(BaseModel):
+class FlatTool(BaseModel, strict=True, extra="ignore"):
     """A tool without a nested object: a function, a `custom` tool, or a `namespace` of them."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: str
     name: FunctionName | None = None

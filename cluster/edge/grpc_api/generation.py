@@ -104,8 +104,8 @@ class Generation:
 
     def methods(self) -> grpc.GenericRpcHandler:
         methods = {
-            "Generate": self._generate,
-            "GenerateStream": self._generate_stream,
+            "Generate": partial(self._answer, kind=WholeMessage),
+            "GenerateStream": partial(self._answer, kind=ChunkMessages),
             "Tokenize": self._tokenize,
             "ListModels": self._list_models,
         }
@@ -141,12 +141,6 @@ class Generation:
 
         # for clients it is as in the proto: the sender decides the number of messages
         return grpc.stream_stream_rpc_method_handler(serve)
-
-    async def _generate(self, call: _RpcCall) -> None:
-        await self._answer(call, WholeMessage)
-
-    async def _generate_stream(self, call: _RpcCall) -> None:
-        await self._answer(call, ChunkMessages)
 
     async def _answer(self, call: _RpcCall, kind: type[WholeMessage | ChunkMessages]) -> None:
         body = body_of(call.data)

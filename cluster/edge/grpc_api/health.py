@@ -31,19 +31,12 @@ class Health:
         self._is_ending = False
 
     def methods(self) -> grpc.GenericRpcHandler:
+        codec = (health_pb2.HealthCheckRequest.FromString, Status.SerializeToString)
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
-                "Check": grpc.unary_unary_rpc_method_handler(
-                    self._check,
-                    request_deserializer=health_pb2.HealthCheckRequest.FromString,
-                    response_serializer=Status.SerializeToString,
-                ),
-                "Watch": grpc.unary_stream_rpc_method_handler(
-                    self._watch,
-                    request_deserializer=health_pb2.HealthCheckRequest.FromString,
-                    response_serializer=Status.SerializeToString,
-                ),
+                "Check": grpc.unary_unary_rpc_method_handler(self._check, *codec),
+                "Watch": grpc.unary_stream_rpc_method_handler(self._watch, *codec),
             },
         )
 

@@ -5,10 +5,9 @@ from typing import cast
 
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
-from pydantic import ValidationError
 
 from tidemill.cluster.edge.chat.output.detokenizer import Scored
-from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
+from tidemill.cluster.edge.chat.request.validation import checked
 from tidemill.cluster.edge.requests.answers import Increment
 from tidemill.cluster.edge.requests.bodies import CompletionBody, TokenizeBody
 from tidemill.cluster.edge.requests.json_body import VALUES_MAX
@@ -38,10 +37,7 @@ def body_of(data: bytes) -> CompletionBody:
     fields["prompt"] = prompt if ids is None else cast("dict[str, object]", ids).get("ids", [])
     if request.structured_outputs.HasField("choice"):
         fields["structured_outputs"] = {"choice": list(request.structured_outputs.choice.texts)}
-    try:
-        return CompletionBody.model_validate(fields)
-    except ValidationError as error:
-        raise request_error(problems_of(error)) from None
+    return checked(CompletionBody, fields)
 
 
 def tokenize_body_of(data: bytes) -> TokenizeBody:
@@ -49,10 +45,7 @@ def tokenize_body_of(data: bytes) -> TokenizeBody:
     request = pb.TokenizeRequest()
     parse(request, data)
     model = request.model if request.HasField("model") else None
-    try:
-        return TokenizeBody(model=model, prompt=request.text)
-    except ValidationError as error:
-        raise request_error(problems_of(error)) from None
+    return checked(TokenizeBody, {"model": model, "prompt": request.text})
 
 
 def parse(message: Message, data: bytes) -> None:

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Annotated
 
 from fastapi import FastAPI, Query, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
@@ -36,10 +36,8 @@ WINDOW = r"^[1-9][0-9]{0,3}[mhd]$"
 WINDOW_S_MAX = 7 * 86_400
 
 
-class BatchBody(BaseModel):
+class BatchBody(BaseModel, strict=True, extra="ignore"):
     """The body of POST /v1/batches."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     input_file_id: BodyId
     endpoint: str

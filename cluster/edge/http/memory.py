@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from tidemill.cluster.edge.requests.usage import Json
 from tidemill.cluster.messages import FleetStatus, WorkerStatus
@@ -16,11 +16,9 @@ def _size(value: object) -> object:
     return parse_bytes(value) if isinstance(value, str) else value
 
 
-class BudgetBody(BaseModel):
+class BudgetBody(BaseModel, strict=True, extra="forbid"):
     """A worker's name and its new budget: a number of bytes, a size such as 512MiB, or null to return it to
     the broker."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     worker: Annotated[str, Field(max_length=256)]
     budget: Annotated[int | None, Field(ge=1, le=BUDGET_BYTES_MAX), BeforeValidator(_size)]

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from fastapi import FastAPI
 from fastapi import Path as InPath
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from tidemill.cluster.edge.requests.models import EdgeModels
 from tidemill.cluster.edge.requests.usage import Json
@@ -31,48 +31,38 @@ Count = Annotated[int, Field(ge=0, le=WORKERS_MAX)]
 Name = Annotated[str, InPath(max_length=256)]
 
 
-class DrainBody(BaseModel):
+class DrainBody(BaseModel, strict=True, extra="forbid"):
     """The body of a drain. `drain`: hand everything over and take no more, or take work again. `force`: also
     if no other worker does its work."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     drain: bool = True
     force: bool = False
 
 
-class RoleBody(BaseModel):
+class RoleBody(BaseModel, strict=True, extra="forbid"):
     """A role: prefill, decode, or mixed for both."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     role: Role
 
 
-class ScaleBody(BaseModel):
+class ScaleBody(BaseModel, strict=True, extra="forbid"):
     """The body of a scale. `workers`: the number of each role. `pending`: new workers that the cluster cannot
     schedule wait instead of being refused."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     workers: Annotated[dict[Role, Count], Field(min_length=1)]
     model: str | None = None
     pending: bool = False
 
 
-class TokenBody(BaseModel):
+class TokenBody(BaseModel, strict=True, extra="forbid"):
     """A token for an edge of this `name`, which lasts for `life_s` seconds."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     name: Annotated[str, Field(max_length=63)]
     life_s: Annotated[float, Field(gt=0, le=TOKEN_S_MAX)]
 
 
-class RevokeBody(BaseModel):
+class RevokeBody(BaseModel, strict=True, extra="forbid"):
     """The `name` of an edge, or the serial of a certificate in hexadecimal digits."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     name: Annotated[str, Field(min_length=1, max_length=128)]
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Protocol
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
 from tidemill.cluster.edge.records.account import TenantLimits
@@ -46,7 +46,7 @@ OPERATORS_PATHS = ("/cluster", "/reset_prefix_cache", "/flush_cache", "/server_i
 """The paths for operators, with all below them."""
 
 
-class ApiKey(BaseModel):
+class ApiKey(BaseModel, strict=True, extra="forbid", frozen=True):
     """One key and its limits; None: as much as the fleet takes, or as TenantLimits has.
 
     All `requests_per_minute` may arrive together after a pause, and all `tokens_per_minute`, of
@@ -54,8 +54,6 @@ class ApiKey(BaseModel):
     The tenant stores at most `max_stored_bytes`, and its batches that have not ended have at most
     `max_queued_batch_requests` lines: the most of all keys that set them.
     """
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     tenant: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -67,9 +65,7 @@ class ApiKey(BaseModel):
     operator: bool = False
 
 
-class _File(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
+class _File(BaseModel, strict=True, extra="forbid"):
     keys: Annotated[list[ApiKey], Field(min_length=1)]
 
 

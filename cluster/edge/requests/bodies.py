@@ -26,9 +26,9 @@ from tidemill.cluster.edge.chat.request.params import (
     PROMPT_FORMS,
     RETAIN_S,
     Breakpoints,
+    Fields,
     Stop,
     TokenCount,
-    absent_if_null,
     one_or_many,
     one_prompt,
     prompts_of,
@@ -79,21 +79,17 @@ Messages = Annotated[
 LogprobCount = Annotated[int, Field(ge=0, le=LOGPROBS_MAX)]
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Fields):
     """Options of a stream."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
-    _nulls = model_validator(mode="before")(absent_if_null)
 
-
-class Body(HintedParams):
+class Body(HintedParams, extra="allow"):
     """The fields of both endpoints. Those of FORM_OF are other names for parts of structured_outputs."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     model: Annotated[str, Field(max_length=256)] | None = None
     stream: bool = False
@@ -283,10 +279,8 @@ class PrefixBody(ChatBody):
         return tuple(sorted(known - PREFIX_FIELDS))
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(BaseModel, strict=True, extra="ignore"):
     """The body of POST /detokenize."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     model: Annotated[str, Field(max_length=256)] | None = None
     tokens: Annotated[list[int], FailFast()]

@@ -10,15 +10,13 @@ from typing import Annotated, Any, Literal, NamedTuple, cast
 from urllib.parse import quote
 
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Field,
     TypeAdapter,
     ValidationError,
-    model_validator,
 )
 
-from tidemill.cluster.edge.chat.request.params import RETAIN_S, Name, Params, absent_if_null, session_of
+from tidemill.cluster.edge.chat.request.params import RETAIN_S, Fields, Name, Params, session_of
 from tidemill.workers.messages import BREAKPOINTS_MAX, RETAIN_S_MAX, RequestError
 
 TTL_S = {"5m": RETAIN_S, "1h": RETAIN_S_MAX}
@@ -36,15 +34,11 @@ CONTROL_FORM = 'cache_control: give {"type": "ephemeral"}, perhaps with a "ttl" 
 SALT_FORM = r"^[A-Za-z0-9_-]{1,128}$"
 
 
-class CacheControl(BaseModel):
+class CacheControl(Fields, extra="ignore"):
     """A mark at the end of a block, as in Anthropic's API: the prompt is retained for `ttl`."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
-
-    _nulls = model_validator(mode="before")(absent_if_null)
 
 
 class Mark(NamedTuple):
@@ -54,25 +48,21 @@ class Mark(NamedTuple):
     control: CacheControl
 
 
-class AgentHints(BaseModel):
+class AgentHints(Fields):
     """Dynamo's hints of agents. Of `priority`, higher values go first there."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True)
 
     priority: int | None = None
 
-    _nulls = model_validator(mode="before")(absent_if_null)
 
-
-class NvidiaExtensions(BaseModel):
+class NvidiaExtensions(Fields):
     """Dynamo's extensions of OpenAI's API."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True)
 
     agent_hints: AgentHints = AgentHints()
     cache_control: CacheControl | None = None
-
-    _nulls = model_validator(mode="before")(absent_if_null)
 
 
 class HintedParams(Params):

@@ -10,7 +10,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ModelWrapValidatorHandler,
     PlainValidator,
@@ -93,17 +92,13 @@ def bounded_arguments(messages: object) -> object:
     return messages
 
 
-class CalledFunction(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
-
+class CalledFunction(BaseModel, strict=True, extra="ignore"):
     name: Annotated[str, AfterValidator(valid_text)]
     arguments: Annotated[dict[str, Any] | str, PlainValidator(_arguments)] = {}
 
 
-class MadeCall(BaseModel):
+class MadeCall(BaseModel, strict=True, extra="ignore"):
     """A call of the assistant in an earlier turn."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -135,10 +130,8 @@ def _today(value: object) -> object:
     return message
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(BaseModel, strict=True, extra="ignore"):
     """One message of a chat. Other fields that clients send (audio, annotations, ...) are ignored."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     name: Annotated[str, AfterValidator(valid_text)] | None = None

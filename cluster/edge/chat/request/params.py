@@ -133,11 +133,15 @@ LogitBias = Annotated[
 ]
 
 
-class Params(BaseModel):
+class Fields(BaseModel, strict=True):
+    """Fields of a client, of which null ones count as absent."""
+
+    _nulls = model_validator(mode="before")(absent_if_null)
+
+
+class Params(Fields, allow_inf_nan=False):
     """Parameters of an answer and its end, and of what its prompt leaves in memory. The penalties are
     OpenAI's (over the answer's tokens) and Hugging Face's (repetition: over the prompt's as well)."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     clamps_max_tokens: ClassVar[bool] = False  # more than fit are as many as fit
 
@@ -173,8 +177,6 @@ class Params(BaseModel):
         Name | None, Field(description="retains the last prompt of a session instead of the one before")
     ] = None
 
-    _nulls = model_validator(mode="before")(absent_if_null)
-
     def retain_s(self) -> float:
         """Return the longest time for which a hint retains the prompt, in seconds; 0.0: no hint does."""
         return self.retain or (RETAIN_S if self.session_id is not None else 0.0)
@@ -193,7 +195,7 @@ class SamplingParams(Params):
     as in completions: no answer depends on them.
     """
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_tokens: TokenCount | None = DEFAULT_MAX_TOKENS
     logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None

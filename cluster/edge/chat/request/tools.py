@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema
 
 from tidemill.cluster.edge.chat.request.hints import CacheControl
 from tidemill.workers.messages import RequestError
@@ -19,10 +19,8 @@ CHOICE_FORMS = (
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
-class Function(BaseModel):
+class Function(BaseModel, strict=True, extra="ignore"):
     """A function that the model may call; `parameters` is a JSON schema of an object."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     name: FunctionName
     description: str | None = None
@@ -30,9 +28,7 @@ class Function(BaseModel):
     strict: bool | None = None
 
 
-class Tool(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
-
+class Tool(BaseModel, strict=True, extra="ignore"):
     type: Literal["function"]
     function: Function
     cache_control: CacheControl | None = None

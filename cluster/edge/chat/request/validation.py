@@ -1,11 +1,13 @@
 """Turns pydantic's errors about a client's fields into a RequestError that names the field and the fix."""
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import TypeVar, cast
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from tidemill.workers.messages import RequestError
+
+Model = TypeVar("Model", bound=BaseModel)
 
 FIXES = {
     "extra_forbidden": "there is no such parameter: leave it out",
@@ -23,6 +25,14 @@ def request_error(problems: Sequence[Mapping[str, object]]) -> RequestError:
     field = "" if kind == "json_invalid" else _path(position)
     reason = FIXES.get(kind, str(problem["msg"]).removeprefix("Value error, "))
     return RequestError(f"{field}: {reason}" if field else reason, param=field or None)
+
+
+def checked(kind: type[Model], fields: object) -> Model:
+    """Return the model of a client's fields. Raises RequestError."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise request_error(problems_of(error)) from None
 
 
 def problems_of(error: ValidationError, *position: str) -> list[dict[str, object]]:

@@ -408,13 +408,6 @@ def test_outcome_of_a_prefetch_changes_nothing(prefetch: Exception | Literal["en
     assert script.lost_workers == []
 
 
-def test_prefetch_ends_with_the_prefill_worker() -> None:
-    script = Script(Act(produce=WorkerGone("p")), Act(prefill=False))
-    check_answer(pieces_of(script, a_request()), a_request())
-    assert script.prefetched == [a_request()]
-    assert script.prefetching == 0
-
-
 async def test_client_that_hangs_up_while_its_prompt_is_produced_leaves_nothing_running() -> None:
     script = Hold()
     pieces = list[StreamPiece]()

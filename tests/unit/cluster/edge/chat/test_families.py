@@ -1,28 +1,22 @@
 """The model families: how a template identifies each, and how answers are parsed, whole and letter by
 letter."""
 
-import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
+from tests.unit.cluster.edge.chat.spoken import Spoken, check_spoken, plain
 from tidemill.cluster.edge.chat.families import FAMILIES, style_of
 from tidemill.cluster.edge.chat.formats import FINAL, FORMS, THINKING
-from tidemill.cluster.edge.chat.output.harmony import open_parser
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
-from tidemill.cluster.edge.chat.output.parts import Call, Part, ReasoningText, Text, joined
 from tidemill.cluster.settings import AUTO, ChatSettings
-
-Parsed = tuple[str, str, list[tuple[str | None, Any]]]
-"""Reasoning, words, and calls."""
 
 SCHEMAS = {
     "look": {"type": "object", "properties": {"at": {"type": "string"}, "far": {"type": "boolean"}}},
     "wait": {"type": "object", "properties": {"s": {"type": "integer"}}},
 }
-LOOK = ("look", {"at": "the harbor"})
-WAIT = ("wait", {"s": 3})
+LOOK = ("look", '{"at": "the harbor"}')
+WAIT = ("wait", '{"s": 3}')
 
 
 def deepseek(text: str) -> str:
@@ -42,25 +36,6 @@ def manner_of(model_type: str, template: str, *, begun: str = "") -> OutputForma
         schemas=SCHEMAS,
         channels=style.in_channels,
     )
-
-
-def parse(manner: OutputFormat, text: str) -> Parsed:
-    """The same however the text is cut."""
-    parsed: list[Parsed] = []
-    for pieces in ([text], list(text)):
-        speech = open_parser(manner)
-        parts: list[Part] = [part for piece in pieces for part in speech.push(piece, last=False)]
-        parts += speech.push("", last=True)
-        calls = joined(part for part in parts if isinstance(part, Call))
-        parsed.append(
-            (
-                "".join(part.text for part in parts if isinstance(part, ReasoningText)),
-                "".join(part.text for part in parts if isinstance(part, Text)),
-                [(call.name, json.loads(call.arguments)) for call in calls],
-            )
-        )
-    assert parsed[0] == parsed[1]
-    return parsed[0]
 
 
 QWEN3 = "{% if tools %}<tool_call>{% endif %}...{{ '<think>' }}...</think>"
@@ -140,7 +115,7 @@ LLAMA_BOTH = (
     '{"name": "wait", "parameters": {"s": 3}}'
 )
 LLAMA_4 = '<|python_start|>[look(at="(\\"[", far=True), look(far=null)]<|python_end|>'
-LLAMA_4_CALLS: list[tuple[str | None, Any]] = [("look", {"at": '("[', "far": True}), ("look", {"far": None})]
+LLAMA_4_CALLS = [("look", plain({"at": '("[', "far": True})), ("look", '{"far": null}')]
 GPT_OSS_WAIT = (
     f"{GPT_OSS_THINKS}<|channel|>commentary<|message|>So.<|end|><|start|>assistant"
     ' to=functions.wait<|channel|>commentary json<|message|>{"s": 3}<|call|>'
@@ -151,16 +126,16 @@ GRANITE_CALLS = (
 )
 GRANITE_THINKS = "Here is my thought process:\nHm.\nHere is my response:\nYes."
 
-IN_CHANNELS: list[tuple[str, Parsed]] = [
+IN_CHANNELS: list[tuple[str, Spoken]] = [
     (f"{GPT_OSS_THINKS}<|channel|>final<|message|>Yes.", ("Hm.", "Yes.", [])),
     (f"{GPT_OSS_THINKS}{GPT_OSS_CALL}", ("Hm.", "", [LOOK])),
     (GPT_OSS_WAIT, ("Hm.", "So.", [WAIT])),
     ("<|channel|>analysis to=python code<|message|>1 + 1<|call|>", ("1 + 1", "", [])),
-    ("<|channel|>commentary to=functions.wait<|message|>", ("", "", [("wait", {})])),
+    ("<|channel|>commentary to=functions.wait<|message|>", ("", "", [("wait", "{}")])),
     ("Yes.", ("", "Yes.", [])),
     ("<|channel|>fin", ("", "", [])),
 ]
-ANSWERS: list[tuple[str, str, str, str, Parsed]] = [
+ANSWERS: list[tuple[str, str, str, str, Spoken]] = [
     ("qwen3_moe", QWEN3, "", "<think>\nHm.\n</think>\n\nYes.", ("Hm.\n", "Yes.", [])),
     ("qwen3", QWEN3, "<think>\n", f"Hm.</think>\n\n{HERMES_LOOK}", ("Hm.", "", [LOOK])),
     ("qwen3_next", QWEN3, "", f"So.\n{HERMES_LOOK}\n{HERMES_WAIT}", ("", "So.\n", [LOOK, WAIT])),
@@ -170,7 +145,7 @@ ANSWERS: list[tuple[str, str, str, str, Parsed]] = [
     ("llama", LLAMA, "", LLAMA_BOTH, ("", "\n", [LOOK, WAIT])),
     ("llama", LLAMA, "", LLAMA_WAIT, ("", "", [WAIT])),
     *(
-        ("llama", template, "", words, ("", words, list[Any]()))
+        ("llama", template, "", words, ("", words, []))
         for template, words in (
             (LLAMA, '{"a": {"b": "}"}} is JSON'),
             (LLAMA, 'Say {"name": "look", "parameters": {}}'),
@@ -222,9 +197,9 @@ ANSWERS: list[tuple[str, str, str, str, Parsed]] = [
 
 @pytest.mark.parametrize(("model_type", "template", "begun", "text", "parsed"), ANSWERS)
 def test_answers_are_parsed_by_family(
-    model_type: str, template: str, begun: str, text: str, parsed: Parsed
+    model_type: str, template: str, begun: str, text: str, parsed: Spoken
 ) -> None:
-    assert parse(manner_of(model_type, template, begun=begun), text) == parsed
+    check_spoken(manner_of(model_type, template, begun=begun), text, parsed)
 
 
 @pytest.mark.parametrize(
@@ -295,29 +270,19 @@ def test_reasoning_that_goes_without_saying() -> None:
 
 def test_channels_go_on_where_the_prompt_ends() -> None:
     manner = manner_of("gpt_oss", GPT_OSS)
-    assert parse(replace(manner, begun=FINAL), "Yes.") == ("", "Yes.", [])
+    check_spoken(replace(manner, begun=FINAL), "Yes.", ("", "Yes.", []))
     call = "<|channel|>commentary to=functions.wait<|message|>"
-    assert parse(replace(manner, begun=call), '{"s": 3}') == ("", "", [WAIT])
-    assert parse(replace(manner, begun="<|channel|>ana"), "lysis<|message|>Hm.") == ("Hm.", "", [])
+    check_spoken(replace(manner, begun=call), '{"s": 3}', ("", "", [WAIT]))
+    check_spoken(replace(manner, begun="<|channel|>ana"), "lysis<|message|>Hm.", ("Hm.", "", []))
 
 
 def test_channels_without_tools_or_without_reasoning_are_words() -> None:
     manner = manner_of("gpt_oss", GPT_OSS)
     text = f"{GPT_OSS_THINKS}{GPT_OSS_CALL}"
-    assert parse(replace(manner, form=None), text) == ("Hm.", '{"at": "the harbor"}', [])
-    assert parse(replace(manner, reasoning=None), text) == ("", "Hm.", [LOOK])
+    check_spoken(replace(manner, form=None), text, ("Hm.", '{"at": "the harbor"}', []))
+    check_spoken(replace(manner, reasoning=None), text, ("", "Hm.", [LOOK]))
 
 
 def test_further_calls_in_channels_are_dropped_where_one_is_wanted() -> None:
     manner = replace(manner_of("gpt_oss", GPT_OSS), calls_max=1)
-    assert parse(manner, f"{GPT_OSS_CALL}<|call|><|start|>assistant{GPT_OSS_CALL}") == ("", "", [LOOK])
-
-
-def test_arguments_in_channels_are_streamed() -> None:
-    speech = open_parser(manner_of("gpt_oss", GPT_OSS))
-    assert speech.push("<|channel|>commentary to=functions.look<|mess", last=False) == []
-    assert speech.push('age|> {"at', last=False) == [Call(0, "look", '{"at')]
-    assert speech.push('": "x <', last=False) == [Call(0, None, '": "x ')]
-    assert speech.push(' y"}<|call', last=False) == [Call(0, None, '< y"}')]
-    assert speech.push("|>", last=True) == []
-    assert speech.num_calls == 1
+    check_spoken(manner, f"{GPT_OSS_CALL}<|call|><|start|>assistant{GPT_OSS_CALL}", ("", "", [LOOK]))

@@ -238,13 +238,6 @@ def test_template_that_cannot_be_read_is_named(folder: Path, given: str) -> None
     assert load_template(folder) is None
 
 
-@pytest.mark.parametrize("template", ["{{ messages", "{{ tried | unknown }}"])
-def test_broken_template_is_reported_at_the_first_chat(folder: Path, template: str) -> None:
-    tokenizer = load_tokenizer(folder, ChatSettings(template=template))
-    with pytest.raises(RequestError, match="refuses these messages"):
-        rendered(tokenizer, Message("user", "a"))
-
-
 @pytest.mark.parametrize(
     ("template", "fix"),
     [("{{ messages }} <tool_call>", "shows no tools"), ("{{ messages }} {{ tools }}", "--tool-call-parser")],

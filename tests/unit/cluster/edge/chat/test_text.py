@@ -2,17 +2,14 @@
 
 from functools import cache
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.decoders import ByteFallback, Fuse, Metaspace, Sequence
 from tokenizers.models import BPE
 
-from tidemill.cluster.edge.chat.templates import inline_template
-from tidemill.cluster.edge.chat.text import Message, StopScanner
+from tidemill.cluster.edge.chat.text import StopScanner
 from tidemill.cluster.edge.chat.tokenizer import PENDING_TOKENS_MAX, FolderTokenizer, byte_alphabet
-from tidemill.workers.messages import RequestError
 from tidemill.workers.sources.names import bundled
 
 KEEPER = bundled()["keeper"]
@@ -117,13 +114,3 @@ def test_pieces_of_a_vocabulary_with_byte_fallback() -> None:
     other.decoder = Sequence([ByteFallback(), Fuse(), Metaspace()])
     tokenizer = FolderTokenizer(other, None)
     assert [tokenizer.piece(token) for token in range(1, 4)] == [b" tea", b"\xe6", b"pot"]
-
-
-def test_template_that_refuses_is_the_users_error() -> None:
-    def refuse(_: object, __: object) -> str:
-        raise ValueError("roles must alternate")
-
-    with pytest.raises(RequestError, match="roles must alternate"):
-        FolderTokenizer(raw(), inline_template("", refuse)).chat([Message("user", "a")])
-    with pytest.raises(RequestError, match="--chat-template"):
-        FolderTokenizer(raw(), None).chat([Message("user", "a")])

@@ -143,7 +143,9 @@ def test_templates_come_from_files_first_and_by_name(folder: Path) -> None:
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{% set ns = namespace() %}{% set ns._x = 1 %}", "_x"),
         ("{{ messages.append(1) }}", "unsafe"),
-        ("{% for %}", "refuses"),
+        ("{% for %}", "refuses these messages"),
+        ("{{ messages", "refuses these messages"),
+        ("{{ tried | unknown }}", "refuses these messages"),
     ],
 )
 def test_template_that_refuses_or_reaches_out_is_an_error_of_the_request(

@@ -90,30 +90,6 @@ async def test_open_answers_end_with_an_error_when_the_server_stops(*, stream: b
     assert 'tidemill:request_errors_total{code="503"} 1.0' in (await exchange(app, "GET", "/metrics")).text
 
 
-async def test_stream_is_made_only_as_fast_as_it_is_read_and_ends_with_a_slow_reader() -> None:
-    made: list[int] = []
-    service, client = FakeService(lambda _: [5] * 100), Client({"stream": True})
-    allowed, reached = asyncio.Semaphore(0), asyncio.Event()
-
-    async def one_at_a_time(message: object) -> None:
-        del message
-        made.append(service.pieces)
-        reached.set()
-        await allowed.acquire()
-
-    client.send = one_at_a_time
-    asking = asyncio.create_task(client.ask(app_over(service)))
-    for _ in range(20):
-        await reached.wait()
-        reached.clear()
-        allowed.release()
-    await reached.wait()
-    client.hang_up.set()
-    await asking
-    assert service.open_streams == 0
-    assert all(pieces <= max(1, index) for index, pieces in enumerate(made))
-
-
 async def test_bug_in_mid_stream_is_reported_to_the_client_and_in_the_log() -> None:
     service = FakeService(saying(" Emma is in the tower"), fail_at=2, failure=KeyError("secret"))
     client = Client({"stream": True})

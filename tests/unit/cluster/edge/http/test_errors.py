@@ -5,12 +5,9 @@ from contextlib import suppress
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support.cluster.fake_service import FakeService, app_over, call, chat, events_of, saying
-from tidemill.cluster.edge.apis.responses_body import ResponsesBody
-from tidemill.cluster.edge.requests.bodies import UNSUPPORTED, ChatBody, CompletionBody, PrefixBody
+from tidemill.cluster.edge.requests.bodies import UNSUPPORTED
 from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.inbox import Emit, Enough
@@ -389,40 +386,3 @@ def test_answer_that_just_ends_is_a_failure() -> None:
     app = app_over(Short(saying(" Emma is here")))
     assert chat(app).status_code == 503
     assert events_of(chat(app, stream=True))[-1]["error"]["code"] == "unserved"
-
-
-NAMES = st.text(max_size=5) | st.just("\udfff")
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just("\ud800"),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
-    max_leaves=6,
-)
-FIELDS = sorted(
-    {
-        *(
-            name
-            for body in (CompletionBody, ChatBody, ResponsesBody, PrefixBody)
-            for name in body.model_fields
-        ),
-        *(*UNSUPPORTED, "extra", "\ud800"),
-    }
-)
-MESSAGE = st.fixed_dictionaries({"role": st.just("user") | JSON, "content": st.text(max_size=5) | JSON})
-PATHS = (CHAT, TEXT, "/v1/responses", "/v1/prefixes", "/tokenize")
-BODIES = st.fixed_dictionaries(
-    {
-        "prompt": st.just("a") | st.lists(st.integers(-1, 900), max_size=4) | JSON,
-        "messages": st.lists(MESSAGE, max_size=2),
-    },
-    optional={field: JSON for field in FIELDS if field not in ("prompt", "messages")},
-)
-
-
-@settings(max_examples=200, deadline=None)
-@given(body=BODIES | JSON, path=st.sampled_from(PATHS))
-def test_no_body_is_a_server_error(body: object, path: str) -> None:
-    written = json.dumps(body)
-    response = call(APP, "POST", path, content=written, headers={"content-type": "application/json"})
-    assert response.status_code in (200, 400, 404)
-    assert response.status_code == 400 or "\\ud800" not in written.replace("\\\\", "")
-    assert SERVICE.open_streams == 0

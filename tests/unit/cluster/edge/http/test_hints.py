@@ -21,12 +21,15 @@ from tests.support.cluster.fake_service import (
     saying,
     sources,
 )
+from tidemill.cluster.cli.serve import endpoint_of
+from tidemill.cluster.config.tree import RootConfig
 from tidemill.cluster.edge.chat.request import hints as hints_module
 from tidemill.cluster.edge.chat.text import text_of
 from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
+from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.edge.requests.models import ServedBackend
-from tidemill.cluster.settings import ChatSettings
+from tidemill.cluster.settings import ChatSettings, HostedTools
 from tidemill.workers.messages import RETAIN_S_MAX, Request
 
 API = Path(__file__).parents[5] / "docs" / "api.md"
@@ -298,3 +301,42 @@ def test_urgency_of_dynamo_is_a_priority_class() -> None:
         assert request is not None
         assert request.priority == priority
         assert ignored == (["nvext.agent_hints.priority"] if "priority" in hints else [])
+
+
+HELLO = [{"role": "user", "content": "Hello!"}]
+OWN = {"name": "look", "input_schema": {"type": "object"}}
+BODIES: dict[str, tuple[dict[str, Any], str]] = {
+    "/v1/messages": (
+        {"messages": HELLO, "tools": [OWN, {"type": "web_search_20250305", "name": "web_search"}]},
+        "web_search_20250305",
+    ),
+    "/v1/responses": (
+        {"input": "Hello!", "tools": [FLAT_TOOL, {"type": "web_search"}, {"type": "mcp"}]},
+        "web_search",
+    ),
+}
+
+
+def answered(path: str, body: dict[str, Any], policy: HostedTools) -> Any:  # noqa: ANN401 - as httpx has it
+    limits = EdgeLimits(hosted_tools=policy)
+    app = build_app([ServedBackend(FakeService(saying("a")), with_tools())], sources(), limits=limits)
+    return call(app, "POST", path, json=body)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_hosted_tools_are_left_out_or_refused(path: str) -> None:
+    body, kind = BODIES[path]
+    ignored = answered(path, body, "ignore")
+    assert ignored.status_code == 200
+    assert ignored.headers["x-tidemill-ignored"].split(", ")[0] == f"tools.{kind}"
+    refused = answered(path, body, "refuse")
+    assert refused.status_code == 400
+    message = refused.json()["error"]["message"]
+    assert message.startswith(f"tools: '{kind}' does not run on this server")
+    own = body | {"tools": body["tools"][:1]}
+    assert answered(path, own, "refuse").status_code == 200, "tools of the client are no others"
+
+
+def test_option_reaches_the_edge() -> None:
+    config = RootConfig.model_validate({"models": [{"model": "keeper"}], "edge": {"hosted_tools": "refuse"}})
+    assert endpoint_of(config, None, {}).limits.hosted_tools == "refuse"

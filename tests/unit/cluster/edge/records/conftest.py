@@ -9,6 +9,13 @@ import pytest
 from tests.support.cluster.postgres import BINARIES, MISSING, Postgres, running_postgres
 from tests.support.cluster.stored import TTL_S, check_accounts
 from tidemill.cluster.edge.records.database import DatabaseSettings, database_settings
+from tidemill.cluster.processes.endpoint import batch_lane
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOOK_S", "RENEW_S", "RETRY_S"):
+        monkeypatch.setattr(batch_lane, name, 0.02)
 
 
 @pytest.fixture(scope="session")

@@ -38,51 +38,64 @@ from tidemill.cluster.edge.records import database as database_module
 from tidemill.cluster.edge.records.account import ROW_BYTES
 from tidemill.cluster.edge.records.database import DatabaseSettings, database_settings
 from tidemill.cluster.edge.records.store import GRACE_S
+from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX
 from tidemill.cluster.processes.endpoint import batch_lane
 from tidemill.workers.messages import Request
 
 KEYS = ("mine", "yours")
 ITEM: Any = {"type": "message", "role": "user", "content": "a"}
 GOOD = json.dumps(line("good")).encode()
+NO_REQUEST, NO_JSON, COMPLEX = "invalid_request", "invalid_json_line", "body_too_complex"
 HOSTILE = {
-    "a NUL": GOOD.replace(b"good", b"go\x00d"),
-    "half a pair": GOOD.replace(b"good", b"\\ud800"),
-    "broken UTF-8": GOOD.replace(b"good", b"\xff\xfe"),
-    "UTF-16": GOOD.decode().encode("utf-16"),
-    "levels": GOOD.replace(b'"Hello!"', b"[" * 200 + b"]" * 200),
-    "unclosed levels": b"[" * 100_000,
-    "members": b'{"a":' * 100 + b"1" + b"}" * 100,
-    "a number": GOOD.replace(b'"Hello!"', b"9" * 5000),
-    "an infinite number": GOOD.replace(b'"Hello!"', b"1e999"),
-    "no object": b"[1, 2]",
-    "a number as id": GOOD.replace(b'"good"', b"5"),
-    "a long id": GOOD.replace(b"good", b"a" * 513),
-    "no id": GOOD.replace(b'"good"', b'""'),
-    "a body of text": json.dumps({**line("a"), "body": "{}"}).encode(),
-    "another method": GOOD.replace(b"POST", b"GET"),
-    "another endpoint": GOOD.replace(CHAT.encode(), b"/v1/responses"),
-    "a path of another server": GOOD.replace(CHAT.encode(), b"http://host/v1/chat/completions"),
-    "cut": GOOD[:-1],
-    "two in one": GOOD + GOOD,
+    "a NUL": (GOOD.replace(b"good", b"go\x00d"), NO_REQUEST),
+    "half a pair": (GOOD.replace(b"good", b"\\ud800"), NO_REQUEST),
+    "broken UTF-8": (GOOD.replace(b"good", b"\xff\xfe"), NO_JSON),
+    "UTF-16": (GOOD.decode().encode("utf-16"), NO_REQUEST),
+    "levels": (GOOD.replace(b'"Hello!"', b"[" * 200 + b"]" * 200), COMPLEX),
+    "unclosed levels": (b"[" * 100_000, COMPLEX),
+    "members": (b'{"a":' * 100 + b"1" + b"}" * 100, NO_REQUEST),
+    "a number": (GOOD.replace(b'"Hello!"', b"9" * 5000), NO_JSON),
+    "an infinite number": (GOOD.replace(b'"Hello!"', b"1e999"), NO_REQUEST),
+    "NaN": (GOOD.replace(b'"Hello!"', b"NaN"), NO_REQUEST),
+    "no object": (b"[1, 2]", NO_REQUEST),
+    "no JSON": (b"{nothing}", NO_JSON),
+    "an id alone": (b'{"custom_id": "b"}', NO_REQUEST),
+    "a number as id": (GOOD.replace(b'"good"', b"5"), NO_REQUEST),
+    "a long id": (GOOD.replace(b"good", b"a" * 513), "duplicate_custom_id"),
+    "no id": (GOOD.replace(b'"good"', b'""'), "duplicate_custom_id"),
+    "a body of text": (json.dumps({**line("a"), "body": "{}"}).encode(), NO_REQUEST),
+    "another method": (GOOD.replace(b"POST", b"GET"), NO_REQUEST),
+    "another endpoint": (GOOD.replace(CHAT.encode(), b"/v1/responses"), "invalid_url"),
+    "a path of another server": (
+        GOOD.replace(CHAT.encode(), b"http://host" + CHAT.encode()),
+        "invalid_url",
+    ),
+    "cut": (GOOD[:-1], NO_JSON),
+    "two in one": (GOOD + GOOD, NO_JSON),
+    "too long": (GOOD.replace(b"Hello!", b"a" * BODY_BYTES_MAX), "line_too_long"),
 }
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOOK_S", "RENEW_S", "RETRY_S"):
-        monkeypatch.setattr(batch_lane, name, 0.02)
+SHORT = [wrong for wrong, _ in HOSTILE.values() if len(wrong) <= 100_000]
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_line_is_named_and_the_next_ones_are_read(name: str) -> None:
     reader = LineReader(CHAT)
-    found = list(reader.feed(b"%b\n%b" % (HOSTILE[name], GOOD), is_last=True))
+    wrong, code = HOSTILE[name]
+    found = list(reader.feed(b"%b\n\n%b\n%b" % (wrong, GOOD, GOOD), is_last=True))
     assert [each.custom_id for each in found] == ['"good"']
-    assert [error["line"] for error in reader.errors] == [1]
+    errors = [(error["line"], error["code"]) for error in reader.errors]
+    assert errors == [(1, code), (4, "duplicate_custom_id")]
     assert len(json.dumps(reader.errors)) < 1000
 
 
-@given(st.lists(st.sampled_from([*HOSTILE.values(), GOOD]) | st.binary(max_size=40), max_size=30))
+@given(
+    st.lists(
+        st.sampled_from([*SHORT, GOOD]) | st.binary(max_size=40),
+        max_size=30,
+    )
+)
 def test_any_bytes_are_lines_or_errors(lines: list[bytes]) -> None:
     reader = LineReader(CHAT)
     found = list(reader.feed(b"\n".join(lines), is_last=True))
@@ -174,27 +187,6 @@ async def test_hostile_items_are_refused_or_come_back(database: DatabaseSettings
             assert 400 <= (await plain.get(path)).status_code < 500, path
 
 
-async def test_ids_of_other_tenants_are_no_cursors_and_no_inputs(database: DatabaseSettings) -> None:
-    edge = edge_over(FakeService(saying("a")), database, KEYS)
-    async with clients_of(edge, keys=KEYS) as (mine, yours):
-        batch = await started(mine, jsonl(line("a")))
-        made = await mine.conversations.create(items=[ITEM])
-        (item,) = (await mine.conversations.items.list(made.id)).data
-        own = await yours.conversations.create(items=[ITEM])
-        attempts: tuple[Any, ...] = (
-            yours.files.list(after=batch.input_file_id),
-            yours.batches.list(after=batch.id),
-            yours.conversations.items.list(own.id, after=item.id),
-            yours.conversations.items.retrieve(item.id, conversation_id=own.id),
-            yours.conversations.items.delete(item.id, conversation_id=own.id),
-        )
-        answers = await asyncio.gather(*attempts, return_exceptions=True)
-        assert {type(answer) for answer in answers} == {openai.NotFoundError}
-        same = await yours.conversations.items.create(own.id, items=[{**ITEM, "id": item.id}])
-        assert same.data[0].id == item.id, "names of tenants are their own"
-        assert len((await mine.conversations.items.list(made.id)).data) == 1
-
-
 async def test_flood_of_small_records_ends_at_the_quota_and_expires(database: DatabaseSettings) -> None:
     now_s = [NOW_S]
     edge = edge_over(FakeService(saying("a")), database, ("mine",), unix_time_s=lambda: now_s[0])
@@ -277,16 +269,17 @@ async def test_batch_and_records_outlast_a_fault_of_the_database(
     if fault in (locked, full):
         database = database_settings(str(tmp_path / "stored.db"), TTL_S)
         assert database.path is not None
-        await outlasts(database, partial(fault, database.path))
+        await outlasts(database, partial(fault, database.path), can_read=True)
     elif BINARIES is None:
         pytest.skip(MISSING)
     else:
         with running_postgres() as postgres:
-            await outlasts(database_settings(postgres.url, TTL_S), partial(fault, postgres))
+            database = database_settings(postgres.url, TTL_S)
+            await outlasts(database, partial(fault, postgres), can_read=fault is read_only)
 
 
 async def outlasts(
-    database: DatabaseSettings, fault: Callable[[], AbstractAsyncContextManager[None]]
+    database: DatabaseSettings, fault: Callable[[], AbstractAsyncContextManager[None]], *, can_read: bool
 ) -> None:
     class Slow(FakeService):
         async def stream(self, request: Request, emit: Any) -> None:  # noqa: ANN401 - as FakeService
@@ -304,6 +297,15 @@ async def outlasts(
                 await client.responses.create(model="keeper", input="b")
             assert refused.value.status_code == 503
             assert (await client.responses.create(model="keeper", input="b", store=False)).output
+            if can_read:
+                streamed = await client.responses.create(model="keeper", input="b", stream=True)
+                last = [event async for event in streamed][-1]
+                assert last.type == "response.failed"
+                assert "the database does not answer" in last.response.error.message
+                assert await client.responses.retrieve(kept.id) == kept, "readers do not wait for writers"
+            else:
+                with pytest.raises(openai.InternalServerError, match="the database does not answer"):
+                    await client.responses.retrieve(kept.id)
         batch = await ended(client, batch)
         assert (batch.status, batch.request_counts.completed) == ("completed", 120)
         assert len(await lines_of(client, batch.output_file_id)) == 120

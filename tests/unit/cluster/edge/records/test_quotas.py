@@ -33,12 +33,6 @@ KEYS = ("mine", "yours")
 ITEM: Any = {"type": "message", "role": "user", "content": "a"}
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOOK_S", "RENEW_S", "RETRY_S"):
-        monkeypatch.setattr(batch_lane, name, 0.02)
-
-
 async def test_tenant_stores_no_more_than_its_bytes_and_loses_nothing(database: DatabaseSettings) -> None:
     service = FakeService(saying("here"))
     edge = edge_over(service, database, KEYS)

@@ -18,13 +18,10 @@ from tests.support.cluster.fake_service import (
     saying,
     tokenizer,
 )
-from tidemill.cluster.edge.chat.request.request_builder import choice_seed
 
+TEXT, CHAT, TOKENS = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 WORDS = " Emma is in the tower. naïve 日本"
-
-
-def joined(chunks: list[Any]) -> str:
-    return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+STOPS = ("tower", " in the", "Emma is", "Emma", ".", "日", "本")
 
 
 def test_whole_chat_answer() -> None:
@@ -40,79 +37,109 @@ def test_whole_chat_answer() -> None:
     assert body["usage"]["completion_tokens"] == len(tokenizer().encode(" Hi.")) + 1
 
 
-def test_streamed_chat_answer() -> None:
-    chunks = events_of(
-        chat(app_over(FakeService(saying(" Hi."))), stream=True, stream_options={"include_usage": True})
-    )
-    *parts, usage, done = chunks
-    assert done == "[DONE]"
-    assert usage["choices"] == []
-    assert usage["usage"]["completion_tokens"] == len(tokenizer().encode(" Hi.")) + 1
-    assert {part["object"] for part in parts} == {"chat.completion.chunk"}
-    assert len({part["id"] for part in chunks[:-1]}) == 1
-    assert parts[0]["choices"][0]["delta"]["role"] == "assistant"
-    assert all("role" not in part["choices"][0]["delta"] for part in parts[1:])
-    assert "".join(part["choices"][0]["delta"]["content"] for part in parts) == " Hi."
-    assert [part["choices"][0]["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["stop"]
+def body_of(path: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A body with these options of a completion, as far as the endpoint has them."""
+    if path == TEXT:
+        return {"prompt": "Hello", "max_tokens": 1, **options}
+    options = {**options, "max_tokens": max(1, options.get("max_tokens", 9))}
+    options.pop("echo", None)
+    if path == CHAT:
+        top = options.pop("logprobs", None)
+        more = {} if top is None else {"logprobs": True, "top_logprobs": top}
+        return {"messages": [{"role": "user", "content": "Hello!"}], **options, **more}
+    options.pop("return_token_ids", None)
+    return {"token_ids": [5, 6], "sampling_params": options, "request_id": "r"}
 
 
-def gathered(chunks: list[Any]) -> dict[str, list[Any]]:
-    columns: dict[str, list[Any]] = {}
-    for chunk in chunks:
-        logprobs: dict[str, list[Any]] = chunk["choices"][0]["logprobs"] or {}
+def text_in(choice: dict[str, Any]) -> str:
+    answer: dict[str, Any] = choice.get("delta") or choice.get("message") or {}
+    return choice.get("text") or answer.get("content") or ""
+
+
+def columns_of(choices: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The logprobs of a choice, in the form of any of the endpoints."""
+    found: dict[str, list[Any]] = {}
+    for choice in choices:
+        logprobs: dict[str, list[Any] | None] = choice.get("logprobs") or {}
         for name, values in logprobs.items():
-            columns.setdefault(name, []).extend(values)
-    return columns
+            found[name] = [*found.get(name, ()), *(values or ())]
+    return {name: values for name, values in found.items() if values}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
-    stop=st.lists(
-        st.sampled_from(["tower", " in the", "Emma is", "Emma", ".", "日", "本", "nowhere"]),
-        max_size=4,
-        unique=True,
-    ),
+    path=st.sampled_from([TEXT, TEXT, CHAT, TOKENS]),
     per_piece=st.integers(1, 5),
-    max_tokens=st.integers(1, 30),
-    logprobs=st.sampled_from([None, 1]),
-    include=st.booleans(),
+    options=st.fixed_dictionaries(
+        {
+            "stop": st.lists(st.sampled_from([*STOPS, "nowhere", "Hello"]), max_size=4, unique=True),
+            "max_tokens": st.integers(0, 30),
+        },
+        optional={
+            "n": st.just(2),
+            "logprobs": st.integers(0, 3),
+            "echo": st.just(value=True),
+            "include_stop_str_in_output": st.just(value=True),
+            "return_token_ids": st.just(value=True),
+        },
+    ),
 )
-def test_streamed_and_whole_answers_agree(
-    stop: list[str], per_piece: int, max_tokens: int, logprobs: int | None, *, include: bool
-) -> None:
-    app = app_over(FakeService(saying(WORDS), per_piece=per_piece))
-    ask = {
-        "stop": stop,
-        "max_tokens": max_tokens,
-        "logprobs": logprobs,
-        "include_stop_str_in_output": include,
-    }
-    whole = complete(app, **ask)
-    (choice,) = whole["choices"]
-    body = {"prompt": "Hello", "stream": True, "stream_options": {"include_usage": True}, **ask}
-    *chunks, usage, _ = events_of(call(app, "POST", "/v1/completions", json=body))
-    assert joined(chunks) == choice["text"]
-    assert chunks[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
-    assert usage["usage"] == whole["usage"]
-    assert include or not any(text in choice["text"] for text in stop)
-    columns: dict[str, list[Any]] = choice["logprobs"] or {}
-    assert (choice["logprobs"] is None) is (logprobs is None)
-    assert gathered(chunks) == {name: column for name, column in columns.items() if column}
-    assert all(offset <= len(choice["text"]) for offset in columns.get("text_offset", ()))
-
-
-@pytest.mark.parametrize("per_piece", [1, 4, 99])
-def test_stop_string_ends_the_answer_and_the_work(per_piece: int) -> None:
-    service = FakeService(saying(WORDS), per_piece=per_piece)
-    body = complete(app_over(service), stop="the tow")
-    assert body["choices"][0]["text"] == " Emma is in "
-    assert body["choices"][0]["finish_reason"] == "stop"
+def test_streams_add_up_to_whole_replies(path: str, per_piece: int, options: dict[str, Any]) -> None:
+    if "echo" not in options:
+        options["max_tokens"] = max(1, options["max_tokens"])
+    words = saying(WORDS)
+    service = FakeService(lambda asked: [20 + asked.sampling.seed % 50, *words(asked)], per_piece=per_piece)
+    app, body = app_over(service), body_of(path, {"seed": 4, **options})
+    whole = call(app, "POST", path, json=body).json()
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    *chunks, usage, done = events_of(call(app, "POST", path, json=streamed))
+    assert (done, usage["choices"], usage["usage"]) == ("[DONE]", [], whole["usage"])
+    assert {chunk.get("request_id") for chunk in chunks} == {whole.get("request_id")}
+    for choice in whole["choices"]:
+        parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]
+        text = text_in(choice)
+        assert "".join(map(text_in, parts)) == text
+        assert parts[-1]["finish_reason"] == choice["finish_reason"]
+        assert [part["finish_reason"] for part in parts[:-1]] == [None] * (len(parts) - 1)
+        assert columns_of(parts) == columns_of([choice])
+        assert (choice["logprobs"] is None) is ("logprobs" not in options)
+        assert all(offset <= len(text) for offset in columns_of([choice]).get("text_offset", ()))
+        tokens = [token for part in parts for token in part.get("token_ids", ())]
+        assert tokens == choice.get("token_ids", [])
+        includes = "include_stop_str_in_output" in options or "echo" in options
+        assert includes or not any(stop in text for stop in options["stop"])
+    holders = [*chunks, *(part for chunk in chunks for part in chunk["choices"])]
+    prompts = [holder["prompt_token_ids"] for holder in holders if "prompt_token_ids" in holder]
+    replies = [whole] * len(whole["choices"]) if path == CHAT else whole["choices"]
+    expected = [reply["prompt_token_ids"] for reply in replies if "prompt_token_ids" in reply]
+    assert prompts == expected, "each choice has the prompt once"
     assert service.open_streams == 0
-    decoder = tokenizer().decoder()
-    texts = [decoder.push(token) for token in tokenizer().encode(WORDS)]
-    num_tokens = body["usage"]["completion_tokens"]
-    assert "the tow" not in "".join(texts[: num_tokens - 1])
-    assert "the tow" in "".join(texts[:num_tokens])
+
+
+def test_token_ids_are_where_vllm_has_them() -> None:
+    app = app_over(FakeService(saying(WORDS)))
+    tokens, prompts = [*tokenizer().encode(WORDS), EOS], ["Hello", "Bob is here."]
+    reply = complete(app, prompt=prompts, n=2, return_token_ids=True)
+    sent = [tokenizer().encode(prompt) for prompt in prompts for _ in range(2)]
+    assert [choice["token_ids"] for choice in reply["choices"]] == [tokens] * 4
+    assert [choice["prompt_token_ids"] for choice in reply["choices"]] == sent
+    service = FakeService(saying(WORDS))
+    talk = chat(app_over(service), return_token_ids=True, n=2).json()
+    assert [choice["token_ids"] for choice in talk["choices"]] == [tokens] * 2
+    assert talk["prompt_token_ids"] == list(service.requests[0].tokens)
+    assert not any("prompt_token_ids" in holder for holder in (reply, *talk["choices"]))
+    (echo,) = complete(app, echo=True, max_tokens=0, return_token_ids=True)["choices"]
+    assert echo["token_ids"] == []
+    for asked in (False, None):
+        for other in (complete(app, return_token_ids=asked), chat(app, return_token_ids=asked).json()):
+            assert "token_ids" not in str(other)
+
+
+def test_best_answer_keeps_its_own_tokens() -> None:
+    """The fake finds low ids likelier: the second answer is returned first."""
+    service = FakeService(lambda _: [9 if len(service.requests) == 2 else 90])
+    reply = complete(app_over(service), n=1, best_of=2, max_tokens=1, return_token_ids=True)
+    assert [choice["token_ids"] for choice in reply["choices"]] == [[9]]
 
 
 @pytest.mark.parametrize(
@@ -131,24 +158,14 @@ def test_prompts_come_as_texts_or_token_ids(prompt: object, num_prompts: int) ->
     assert usage["prompt_tokens_details"]["fetched_tokens"] == num_prompts * TRACE.provenance.fetched_tokens
 
 
-def test_streamed_answers_of_one_request_have_an_index() -> None:
-    service = FakeService(lambda request: tokenizer().encode(f" {request.sampling.seed}"))
-    response = call(
-        app_over(service), "POST", "/v1/completions", json={"prompt": "a", "n": 3, "stream": True, "seed": 4}
-    )
-    texts = {0: "", 1: "", 2: ""}
-    for chunk in events_of(response)[:-1]:
-        for choice in chunk["choices"]:
-            texts[choice["index"]] += choice["text"]
-    assert texts == {index: f" {choice_seed(4, index)}" for index in range(3)}
-
-
 def test_chat_opens_all_its_choices_in_order_before_any_text() -> None:
     chunks = events_of(chat(app_over(FakeService(saying(" Hi."))), stream=True, n=3))[:-1]
     opening = [chunk["choices"][0] for chunk in chunks[:3]]
     assert [choice["index"] for choice in opening] == [0, 1, 2]
     assert all(choice["delta"] == {"role": "assistant", "content": ""} for choice in opening)
     assert all(chunk["choices"][0]["delta"].keys() == {"content"} for chunk in chunks[3:])
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in chunks}) == 1
 
 
 def test_seeds_repeat_when_given_and_differ_when_not() -> None:
@@ -174,13 +191,6 @@ def test_usage_has_the_sources_of_the_prompt(num_tokens: int, cached_tokens: int
         "replayed_tokens": 1,
         "reused_tokens": 2,
     }
-
-
-def test_usage_on_every_chunk_when_asked() -> None:
-    body = {"prompt": "a", "stream": True, "stream_options": {"continuous_usage_stats": True}}
-    reply = call(app_over(FakeService(saying(" Emma is"))), "POST", "/v1/completions", json=body)
-    counts = [chunk["usage"]["completion_tokens"] for chunk in events_of(reply)[:-1]]
-    assert counts == list(range(1, len(counts) + 1))
 
 
 def test_messages_may_hold_text_parts_nulls_and_a_developer() -> None:

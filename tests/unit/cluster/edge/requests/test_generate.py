@@ -5,10 +5,8 @@ from typing import Any
 
 import pytest
 from httpx import Response
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.support.cluster.fake_service import EOS, FakeService, app_over, call, events_of, saying, tokenizer
+from tests.support.cluster.fake_service import EOS, FakeService, app_over, call, saying, tokenizer
 
 PATH = "/inference/v1/generate"
 WORDS = " Emma is in the tower"
@@ -67,37 +65,6 @@ def test_logprobs_name_tokens() -> None:
     assert all(entry["top_logprobs"][0]["token"].startswith("token_id:") for entry in content)
     assert len(reply["prompt_logprobs"]) == len(PROMPT)
     assert reply["prompt_logprobs"][0] is None
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    per_piece=st.integers(1, 5),
-    options=st.fixed_dictionaries(
-        {"logprobs": st.sampled_from([None, 2])},
-        optional={"n": st.just(2), "stop": st.sampled_from(["is", "tower"]), "max_tokens": st.integers(1, 4)},
-    ),
-)
-def test_streams_add_up_to_whole_replies(per_piece: int, options: dict[str, Any]) -> None:
-    service = FakeService(saying(WORDS), per_piece=per_piece)
-    whole = sent(service, options, request_id="r").json()
-    asked = {"include_usage": True}
-    *chunks, usage, done = events_of(
-        sent(service, options, stream=True, stream_options=asked, request_id="r")
-    )
-    assert done == "[DONE]"
-    assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
-    grown: dict[int, list[int]] = {}
-    ends: dict[int, str] = {}
-    for chunk in chunks:
-        assert chunk["request_id"] == "r"
-        for choice in chunk["choices"]:
-            grown.setdefault(choice["index"], []).extend(choice["token_ids"])
-            if options["logprobs"] is not None:
-                named = [entry["token"] for entry in choice["logprobs"]["content"]]
-                assert named == [f"token_id:{token}" for token in choice["token_ids"]]
-            ends |= {choice["index"]: choice["finish_reason"]} if choice["finish_reason"] else {}
-    assert grown == {choice["index"]: choice["token_ids"] for choice in whole["choices"]}
-    assert ends == {choice["index"]: choice["finish_reason"] for choice in whole["choices"]}
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

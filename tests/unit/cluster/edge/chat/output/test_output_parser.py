@@ -1,6 +1,5 @@
 """The parts of a model's output are the same however its text is cut, and nothing of it is lost."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -8,7 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.cluster.edge.chat.spoken import parsed
 from tidemill.cluster.edge.chat.formats import (
+    CALL,
+    CALLED,
     CHANNEL,
     FINAL,
     FORMS,
@@ -19,37 +21,13 @@ from tidemill.cluster.edge.chat.formats import (
     THINKING,
 )
 from tidemill.cluster.edge.chat.output.harmony import open_parser
-from tidemill.cluster.edge.chat.output.output_parser import OutputFormat, OutputParser
+from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
 from tidemill.cluster.edge.chat.output.parts import Call, Part, ReasoningText, Text
 
 THINK, HERMES = THINKING["qwen3"], FORMS["hermes"]
 ALL = OutputFormat(reasoning=THINK, form=HERMES)
 CALLING = '<tool_call>\n{"name": "look", "arguments": {"at": "the harbor"}}\n</tool_call>'
 LOOK = Call(0, "look", '{"at": "the harbor"}')
-
-
-def parsed(manner: OutputFormat, *pieces: str) -> list[Part]:
-    speech = open_parser(manner)
-    parts = [part for piece in pieces for part in speech.push(piece, last=False)]
-    return joined([*parts, *speech.push("", last=True)])
-
-
-def joined(parts: Sequence[Part]) -> list[Part]:
-    """Texts of one kind in a row are one, and pieces of a call."""
-    whole: list[Part] = []
-    for part in parts:
-        before = whole[-1] if whole else None
-        if isinstance(part, Text) and isinstance(before, Text):
-            whole[-1] = Text(before.text + part.text)
-        elif isinstance(part, ReasoningText) and isinstance(before, ReasoningText):
-            whole[-1] = ReasoningText(before.text + part.text)
-        elif isinstance(part, Call) and part.name is None:
-            assert isinstance(before, Call), "pieces of a call come one after another"
-            assert before.index == part.index
-            whole[-1] = Call(before.index, before.name, before.arguments + part.arguments)
-        else:
-            whole.append(part)
-    return whole
 
 
 @pytest.mark.parametrize(
@@ -75,6 +53,16 @@ def joined(parts: Sequence[Part]) -> list[Part]:
         (ALL, "<tool_call>{oh</tool_call> well", [Text("<tool_call>{oh</tool_call> well")]),
         (ALL, '<tool_call>{"name": 3, "arguments": {}}', [Text('<tool_call>{"name": 3, "arguments": {}}')]),
         (ALL, "a < b and <tool", [Text("a < b and <tool")]),
+        *(
+            (ALL, f"<tool_call>{body}", [Call(0, "f", arguments)])
+            for body, arguments in [
+                ('{"name": "f", "arguments": {"a": "}\\"{"}, "id": 3}</tool_call>', '{"a": "}\\"{"}'),
+                ('{"name": "f", "arguments": {"a": {"b": {}}}}</tool_call>', '{"a": {"b": {}}}'),
+                ('{"arguments": {"a": 1}, "name": "f"}</tool_call>', '{"a": 1}'),
+                ('{"name": "f", "arguments": {"a": "cut', '{"a": "cut'),
+                ('{"name": "f", "arguments": {"a": 1}</tool_call>', '{"a": 1}'),
+            ]
+        ),
     ],
 )
 def test_parts_of_an_answer_in_one_piece_and_letter_by_letter(
@@ -84,31 +72,47 @@ def test_parts_of_an_answer_in_one_piece_and_letter_by_letter(
     assert parsed(manner, *text) == parts
 
 
-@pytest.mark.parametrize(
-    ("body", "arguments"),
-    [
-        ('{"name": "f", "arguments": {"a": "}\\"{"}, "id": 3}</tool_call>', '{"a": "}\\"{"}'),
-        ('{"name": "f", "arguments": {"a": {"b": {}}}}</tool_call>', '{"a": {"b": {}}}'),
-        ('{"arguments": {"a": 1}, "name": "f"}</tool_call>', '{"a": 1}'),
-        ('{"name": "f", "arguments": {"a": "cut', '{"a": "cut'),
-        ('{"name": "f", "arguments": {"a": 1}</tool_call>', '{"a": 1}'),
-    ],
-)
-def test_arguments_are_sent_as_the_model_writes_them(body: str, arguments: str) -> None:
-    assert parsed(ALL, *f"<tool_call>{body}") == [Call(0, "f", arguments)]
-
-
-def test_arguments_are_streamed() -> None:
-    speech = OutputParser(ALL)
-    assert speech.push('<tool_call>{"name": "f", "argu', last=False) == []
-    assert speech.push('ments": {"a', last=False) == [Call(0, "f", '{"a')]
-    assert speech.push('": "x y', last=False) == [Call(0, None, '": "x y')]
-    assert speech.push(" z", last=False) == [Call(0, None, " z")]
-    assert speech.push('"}}\n</tool', last=False) == [Call(0, None, '"}')]
-    assert speech.push("_call>", last=True) == []
-
-
 SCHEMAS = {"f": {"properties": {"note": {"type": "string"}, "n": {"type": "integer"}}}}
+
+
+STREAMS: dict[str, list[tuple[str, str]]] = {
+    "hermes": [
+        ('<tool_call>{"name": "f", "argu', ""),
+        ('ments": {"a', '{"a'),
+        ('": "x y', '": "x y'),
+        (" z", " z"),
+        ('"}}\n</tool', '"}'),
+        ("_call>", ""),
+    ],
+    "qwen3_coder": [
+        (f"{CALL}<function=f><parameter=note>\n", '{"note": "'),
+        ('a "b"\n', 'a \\"b\\"'),
+        ("c\n</para", "\\nc"),
+        ("meter>", '"'),
+        ("</function>\n", "}"),
+        (CALLED, ""),
+    ],
+    "openai": [
+        (f"{CHANNEL}commentary to=functions.f<|mess", ""),
+        ('age|> {"at', '{"at'),
+        ('": "x <', '": "x '),
+        (' y"}<|call', '< y"}'),
+        ("|>", ""),
+    ],
+}
+
+
+@pytest.mark.parametrize("form", STREAMS)
+def test_arguments_are_streamed(form: str) -> None:
+    parser = open_parser(OutputFormat(form=FORMS[form], schemas=SCHEMAS, channels=form == "openai"))
+    name: str | None = "f"
+    for piece, arguments in STREAMS[form]:
+        expected = [Call(0, name, arguments)] if arguments else []
+        assert parser.push(piece, last=piece == STREAMS[form][-1][0]) == expected
+        name = None if arguments else name
+    assert parser.num_calls == 1
+
+
 SNIPPETS = {
     "json": ['{"name": "f", "arguments": {"a": 1}}', '{"name": "f", "parameters": {', "[", "]", ";", ","],
     "xml": ["<function=f>", "</function>", "<parameter=note>", "<parameter=n>", "</parameter>"],

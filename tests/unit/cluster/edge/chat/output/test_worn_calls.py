@@ -1,15 +1,18 @@
 """Calls as models write them when they err, by family: no text is lost, and no later call."""
 
 import json
+from contextlib import suppress
+from dataclasses import replace
 from sys import float_info
 from time import thread_time
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.unit.cluster.edge.chat.output.test_output_parser import joined, parsed
+from tests.support.workers.masks import allowed
+from tests.unit.cluster.edge.chat.spoken import around, parsed, vocabulary, written
 from tidemill.cluster.edge.chat.formats import (
     BEGIN,
     CALL,
@@ -17,7 +20,6 @@ from tidemill.cluster.edge.chat.formats import (
     DSML,
     FORMS,
     KIMI_END,
-    NUMBER,
     QUOTE,
     SEP,
     THINKING,
@@ -27,6 +29,9 @@ from tidemill.cluster.edge.chat.formats import END_OF_CALL as END
 from tidemill.cluster.edge.chat.output.harmony import open_parser
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
 from tidemill.cluster.edge.chat.output.parts import Call, ReasoningText, Text
+from tidemill.cluster.edge.chat.request.tool_grammar import forced
+from tidemill.cluster.edge.chat.request.tools import Function, Tool
+from tidemill.workers.messages import RequestError
 
 SCHEMA: dict[str, Any] = {
     "properties": {
@@ -43,11 +48,23 @@ SCHEMA: dict[str, Any] = {
     },
     "$defs": {"text": {"type": ["null", "string"]}, "loop": {"$ref": "#/$defs/loop"}},
 }
-SCHEMAS = {"f": SCHEMA, "g": {}}
+LOOK = {
+    "properties": {
+        "who": {"type": "string", "enum": ["Emma", "Tom"]},
+        "note": {"type": "string"},
+        "times": {"type": "integer"},
+        "tags": {"$ref": "#/$defs/tags"},
+        "maybe": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+    },
+    "required": ["who", "tags"],
+    "$defs": {"tags": {"type": "array", "items": {"type": "string"}}},
+}
+SCHEMAS = {"f": SCHEMA, "g": {}, "look": LOOK}
 F, G = '{"name": "f", "arguments": {"note": "a"}}', '{"name": "g", "arguments": {}}'
 FX, GX = "<function=f>\n<parameter=note>\na\n</parameter>\n</function>", "<function=g>\n</function>"
 V3 = "function" + SEP + "f\n```json\n"
-f: list[Any] = ["f", {"note": "a"}]
+NOTE = {"note": "a"}
+f: list[Any] = ["f", NOTE]
 g: list[Any] = ["g", {}]
 
 HERMES: list[tuple[str, list[Any]]] = [
@@ -125,30 +142,41 @@ XML: list[tuple[str, list[Any]]] = [
 ]
 
 
-def call(form: str, name: str, /, **texts: str) -> str:
-    """Return a call as a model writes it, with values as they stand in XML, or texts in JSON."""
-    how, marks = FORMS[form].written, FORMS[form].parameters
-    inside = json.dumps(texts)
-    if FORMS[form].body == "gemma":
-        inside = ",".join(f"{key}:{QUOTE}{text}{QUOTE}" for key, text in texts.items())
-    elif marks is not None:
-        inside = "".join(
-            marks.before.format(name=key, is_text="true") + text + marks.behind for key, text in texts.items()
-        )
-    return f"{how.name}{name}{how.arguments.replace(NUMBER, '0')}{inside}{how.end}"
-
-
-def around(form: str, *calls: str) -> str:
-    how = FORMS[form].written
-    return f"{how.before}{(how.between or '').join(calls)}{how.behind}"
+TYPED: list[tuple[dict[str, str], Any]] = [
+    ({"who": "Emma", "tags": "[]"}, {"who": "Emma", "tags": []}),
+    ({"times": "3", "note": "3"}, {"times": 3, "note": "3"}),
+    ({"times": "three"}, {"times": "three"}),
+    ({"maybe": "True", "tags": ' ["a", "b"] '}, {"maybe": True, "tags": ["a", "b"]}),
+    ({"maybe": "None", "note": "None"}, {"maybe": None, "note": "None"}),
+    ({"note": "a <b> c\n\n</p> \u00e9"}, {"note": "a <b> c\n\n</p> \u00e9"}),
+]
+LOOKS: list[tuple[str, list[Any]]] = [
+    *((written("qwen3_coder", texts), [["look", arguments]]) for texts, arguments in TYPED),
+    (written("qwen3_coder", {"any": "7"}, "unknown"), [["unknown", {"any": "7"}]]),
+    *(
+        (f"{CALL}<function=look>{inside}{CALLED}", [["look", arguments]])
+        for inside, arguments in [
+            ("</function>", {}),
+            ("\n", {}),
+            ("<parameter=note>x</parameter>", {"note": "x"}),
+            ("\n<parameter=note>x", {"note": "x"}),
+            ("\n<parameter=times>3", {"times": 3}),
+            ("\n<parameter=note>", {}),
+        ]
+    ),
+    *(
+        (f"{CALL}{body}{CALLED}", [f"{CALL}{body}{CALLED}"])
+        for body in ("", "look", F, "<function=>\n</function>", "<function=look>\nwell</function>")
+    ),
+]
 
 
 def worn(form: str) -> list[tuple[str, list[Any]]]:
     """Return the cases that each family with a tag around calls has."""
     begin, end, how = FORMS[form].begins[0], FORMS[form].ends, FORMS[form].written
-    one, two = call(form, "f", note="a"), call(form, "g")
+    one, two = written(form, NOTE, "f"), written(form, {}, "g")
     cut = around(form, one).partition('a"' if FORMS[form].body == "json" else "a<")[0] + "a"
-    whole = around(form, two, call(form, "f", note=f"a {end or begin} b"), two)
+    whole = around(form, two, written(form, {"note": f"a {end or begin} b"}, "f"), two)
     return [
         (f"{around(form, one, two)} so", [f, g, "so"]),
         (f"So {around(form, two, one)}{around(form, one)}", ["So ", g, f, f]),
@@ -168,7 +196,7 @@ def worn(form: str) -> list[tuple[str, list[Any]]]:
 KEYED: list[tuple[str, str, list[Any]]] = [
     (
         form,
-        around(form, call(form, "f", **{name: text})),
+        around(form, written(form, {name: text}, "f")),
         [["f", {name: value}]],
     )
     for form in ("deepseek_v32", "minimax_m2", "glm45", "glm47", "gemma4")
@@ -253,7 +281,7 @@ V3_CALL = f'{BEGIN}{V3}{{"note": "a"}}\n```{END}'
 V31_CALL = f'{BEGIN}f{SEP}{{"note": "a"}}{END}'
 CASES: list[tuple[str, str, list[Any]]] = [
     *(("hermes", text, parts) for text, parts in HERMES),
-    *(("qwen3_coder", text, parts) for text, parts in XML),
+    *(("qwen3_coder", text, parts) for text, parts in (*XML, *LOOKS)),
     ("deepseek_v3", f"{V3_CALL}{V3_CALL} so", [f, f, "so"]),
     ("deepseek_v3", V3_CALL.replace('"a"', f'"a{END}"'), [["f", {"note": f"a{END}"}]]),
     ("deepseek_v3", V3_CALL.replace(f"\n```{END}", V3_CALL), [f, f]),
@@ -274,10 +302,13 @@ CASES: list[tuple[str, str, list[Any]]] = [
 ]
 
 
+OF_XML = OutputFormat(form=FORMS["qwen3_coder"], schemas=SCHEMAS)
+
+
 def parts_of(manner: OutputFormat, *pieces: str) -> list[Any]:
     """The parts as plain data; arguments as JSON if they are."""
     found: list[Any] = []
-    for part in joined(parsed(manner, *pieces)):
+    for part in parsed(manner, *pieces):
         if isinstance(part, Call):
             try:
                 arguments = json.loads(part.arguments)
@@ -325,7 +356,7 @@ def test_call_of_a_known_function_inside_a_thought(text: str, parts: list[Any]) 
 @pytest.mark.parametrize("form", sorted({form for form, _, _ in TODAY}))
 def test_call_inside_an_unclosed_thought_of_each_family(form: str) -> None:
     manner = OutputFormat(form=FORMS[form], reasoning=THINKING["qwen3"], thinking=True, schemas=SCHEMAS)
-    text = f"Hm. {around(form, call(form, 'f', note='a'), call(form, 'h', note='b'))} Hm.{THOUGHT}Yes."
+    text = f"Hm. {around(form, written(form, NOTE, 'f'), written(form, NOTE, 'h'))} Hm.{THOUGHT}Yes."
     for pieces in ([text], list(text)):
         thought, made, more, words = parsed(manner, *pieces)
         assert (thought, words) == (ReasoningText("Hm. "), Text("Yes."))
@@ -382,7 +413,7 @@ def test_white_space_in_a_call_takes_little_time(form: str, begun: str) -> None:
 
 
 def test_end_tags_that_repeat_take_little_time() -> None:
-    parser = open_parser(OutputFormat(form=FORMS["qwen3_coder"], schemas=SCHEMAS))
+    parser = open_parser(OF_XML)
     parser.push("<function=f><parameter=note>a", last=False)
     began_s = thread_time()
     for _ in range(10_000):
@@ -390,10 +421,46 @@ def test_end_tags_that_repeat_take_little_time() -> None:
     assert thread_time() - began_s < 4.0
 
 
+def test_call_that_is_cut_short_is_no_json() -> None:
+    whole = written("qwen3_coder", {"who": "Emma", "note": "to do"})
+    text = whole.partition("\n</parameter>\n</function>")[0]
+    assert parts_of(OF_XML, text) == [["look", '{"who": "Emma", "note": "to do']]
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])), st.text(min_size=1, max_size=5))
+def test_no_text_breaks_a_call_and_its_arguments_are_the_text(text: str, name: str) -> None:
+    called = written("qwen3_coder", {"note": text}, name)
+    for whole in (f"{CALL}{text}{CALLED}", called, f"{CALL}<function={name}><parameter={text}>{CALLED}"):
+        assume(whole.count(CALLED) == 1)
+        for part in parsed(OF_XML, *whole):
+            assert not isinstance(part, Call) or isinstance(json.loads(part.arguments), dict)
+    if "</parameter>" not in text and CALLED not in text:
+        assert parts_of(OF_XML, *written("qwen3_coder", {"note": text})) == [["look", {"note": text}]]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": [], "required": 3},
+        {"properties": {"a": True, "b": None, "c": {"enum": 5}, "d": {"enum": []}}, "required": ["a"]},
+        {"properties": {"a": {"enum": ["x", 1]}, 'q"<>\n': {"type": "string"}, "e": {"enum": ['"\\ \n']}}},
+        {"properties": {"a": {"type": ["string", "null"]}, "b": {"const": 1}}, "$defs": {"x": {}}},
+    ],
+)
+def test_odd_schemas_break_nothing(schema: dict[str, Any]) -> None:
+    """Tools are a client's. What no grammar can follow is refused where it is compiled."""
+    manner = replace(OF_XML, schemas={"f": schema})
+    grammar = forced([Tool(type="function", function=Function(name="f", parameters=schema))], manner, {})
+    with suppress(RequestError):
+        assert allowed(vocabulary().grammars.matcher(grammar)).any()
+        made = parsed(manner, *written("qwen3_coder", {"a": "1", "b": "x", "c": "2"}, "f"))
+        assert any(isinstance(part, Call) for part in made)
+
+
 def items(form: str) -> list[tuple[str, int]]:
     """Return texts with the numbers of calls of `f` in them."""
     begin, end = FORMS[form].begins[0], FORMS[form].ends
-    one = call(form, "f", note="a")
+    one = written(form, NOTE, "f")
     whole = around(form, one)
     parts = [(whole, 1), (around(form, one, one), 2), (f"{begin}oh{end}" if end else "", 0), (" well ", 0)]
     return [*parts, (whole.removesuffix(FORMS[form].written.behind).removesuffix(end), 1)]

@@ -2,36 +2,21 @@
 reasoning. The parsers agree with the grammar, however the text is cut."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 
-from tests.support.workers.masks import accepts
-from tests.unit.cluster.edge.chat.request.test_tool_grammar import (
-    ONCE,
-    PAD,
-    SCHEMA,
-    SCHEMAS,
-    TOOLS,
-    TWICE,
-    around,
-    vocabulary,
-    written,
-)
+from tests.unit.cluster.edge.chat.request.test_tool_grammar import ONCE, SCHEMA, SCHEMAS, TOOLS, TWICE
+from tests.unit.cluster.edge.chat.spoken import around, check_spoken, plain, spoken, vocabulary, written
 from tidemill.cluster.edge.chat.formats import CHANNEL, END, FINAL, FORMS, MESSAGE, START, THINKING
-from tidemill.cluster.edge.chat.output.harmony import open_parser
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
-from tidemill.cluster.edge.chat.output.parts import Call, ReasoningText, Text, joined
 from tidemill.cluster.edge.chat.request.answer_grammar import behind_thought, words_or_calls
 from tidemill.cluster.edge.chat.request.tool_grammar import forced
 from tidemill.cluster.edge.chat.request.tools import Function, Tool
 from tidemill.workers.messages import GRAMMAR_BYTES_MAX, Grammar
-
-Answer = tuple[str, str, Sequence[tuple[str | None, str]]]
-"""Reasoning, words, and calls."""
 
 A_NUMBER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 CONSTRAINTS: dict[str, tuple[Grammar, list[str], list[str]]] = {
@@ -98,28 +83,6 @@ def thoughts(form: str, reasoning: str, thought: str = THOUGHT) -> list[tuple[st
     return [(text.replace("{thought}", thought), thought * text.count("{thought}")) for text in texts]
 
 
-def plain(arguments: object) -> str:
-    return json.dumps(arguments, sort_keys=True)
-
-
-def answer_in(manner: OutputFormat, *pieces: str) -> Answer:
-    parser = open_parser(manner)
-    parts = [part for piece in pieces for part in parser.push(piece, last=False)]
-    parts += parser.push("", last=True)
-    calls = joined(part for part in parts if isinstance(part, Call))
-    reasoning, words = (
-        "".join(part.text for part in parts if isinstance(part, kind)) for kind in (ReasoningText, Text)
-    )
-    return reasoning, words, [(call.name, plain(json.loads(call.arguments))) for call in calls]
-
-
-def check_parsed(manner: OutputFormat, text: str, answer: Answer) -> None:
-    assert answer_in(manner, text) == answer
-    assert answer_in(manner, *text) == answer
-    for cut in range(1, len(text), 5):
-        assert answer_in(manner, text[:cut], text[cut:]) == answer
-
-
 COMBINED = [(*names, number % 2 == 1) for number, names in enumerate(product(FORMS, CONSTRAINTS, THOUGHTS))]
 """Tags are tokens in every other case: neighbours differ in form, constraint or reasoning."""
 
@@ -130,14 +93,8 @@ def test_answer_matches_or_calls_behind_a_thought(
 ) -> None:
     words, good, bad = CONSTRAINTS[constraint]
     manner = format_of(form, reasoning)
-    tags = (*manner.tags, *THINKING["qwen3"].tags) if as_tokens else ()
-    raw, grammars = vocabulary(*dict.fromkeys(tags))
-    added = {token.content: number for number, token in raw.get_added_tokens_decoder().items()}
-    grammar = words_or_calls(words, TOOLS, manner, added)
-
-    def takes(text: str) -> bool:
-        tokens = raw.encode(text, add_special_tokens=False).ids
-        return accepts(grammars.matcher(grammar), [*tokens, PAD])
+    known = vocabulary(*(*manner.tags, *THINKING["qwen3"].tags) if as_tokens else ())
+    takes = partial(known.takes, words_or_calls(words, TOOLS, manner, known.added))
 
     final = FINAL if manner.channels else ""
     one, called = around(form, written(form, ONCE)), [("look", plain(ONCE))]
@@ -149,11 +106,11 @@ def test_answer_matches_or_calls_behind_a_thought(
         breaks = constraint == "regex" and thought.endswith("</think>")
         for text in good:
             assert takes(thought + final + text) is not breaks, text
-            check_parsed(manner, thought + final + text, (reasoned, text, []))
+            check_spoken(manner, thought + final + text, (reasoned, text, []))
         for text, found in calls:
             assert takes(thought + text), text
             if constraint == "json_schema":  # the parser does not know it
-                check_parsed(manner, thought + text, (reasoned, "", found))
+                check_spoken(manner, thought + text, (reasoned, "", found))
         wrong = [
             around(form, written(form, {"who": "Bob", "tags": []})),
             around(form, written(form, {}, "leave")),
@@ -169,14 +126,13 @@ def test_answer_matches_or_calls_behind_a_thought(
 @pytest.mark.parametrize("form", FORMS)
 def test_forced_call_behind_a_thought(form: str, reasoning: str) -> None:
     manner = format_of(form, reasoning, forced=True)
-    raw, grammars = vocabulary()
-    added = {token.content: number for number, token in raw.get_added_tokens_decoder().items()}
-    grammar = behind_thought(forced(TOOLS, manner, added), manner, added)
+    known = vocabulary()
+    grammar = behind_thought(forced(TOOLS, manner, known.added), manner, known.added)
     one = around(form, written(form, ONCE))
     for thought, reasoned in thoughts(form, reasoning, "Hm." if manner.channels else f"I may write {one}. "):
         text = thought + one
-        assert accepts(grammars.matcher(grammar), [*raw.encode(text, add_special_tokens=False).ids, PAD])
-        check_parsed(manner, text, (reasoned, "", [("look", plain(ONCE))]))
+        assert known.takes(grammar, text)
+        check_spoken(manner, text, (reasoned, "", [("look", plain(ONCE))]))
 
 
 @pytest.mark.parametrize("as_tokens", [False, True])
@@ -185,12 +141,11 @@ def test_arguments_have_the_marks_of_calls(form: str, *, as_tokens: bool) -> Non
     """A grammar has the end of each argument, so no other mark ends one."""
     marks = FORMS[form].parameters
     assert marks is not None
-    tags = FORMS[form].tags if as_tokens else ()
-    raw, grammars = vocabulary(*dict.fromkeys(tags))
-    added = {token.content: number for number, token in raw.get_added_tokens_decoder().items()}
+    known = vocabulary(*FORMS[form].tags if as_tokens else ())
     begins = [marks.before.format(name="n", is_text="true"), marks.closes, *FORMS[form].begins]
     line = " " if form == "gemma4" else "\n"
-    note = "".join(f"{begin} {line}{begin}" for begin in begins if not any(tag in begin for tag in added))
+    split = [begin for begin in begins if not any(tag in begin for tag in known.added)]
+    note = "".join(f"{begin} {line}{begin}" for begin in split)
     inside = note if form == "gemma4" else note + marks.ends[0] + '\\"'
     call = {"note": f"a{note}{line}{line}b", "tags": ["a" if as_tokens or not inside.isascii() else inside]}
     schema = {
@@ -199,10 +154,10 @@ def test_arguments_have_the_marks_of_calls(form: str, *, as_tokens: bool) -> Non
     }
     manner = replace(format_of(form, "none"), schemas={"look": schema})
     tools = [Tool(type="function", function=Function(name="look", parameters=schema))]
-    grammar = words_or_calls(Grammar(kind="json_object"), tools, manner, added)
+    grammar = words_or_calls(Grammar(kind="json_object"), tools, manner, known.added)
     text = around(form, *[written(form, call)] * 2)
-    assert accepts(grammars.matcher(grammar), [*raw.encode(text, add_special_tokens=False).ids, PAD])
-    check_parsed(manner, text, ("", "", [("look", plain(call))] * 2))
+    assert known.takes(grammar, text)
+    check_spoken(manner, text, ("", "", [("look", plain(call))] * 2))
 
 
 @pytest.mark.parametrize(
@@ -216,12 +171,10 @@ def test_arguments_have_the_marks_of_calls(form: str, *, as_tokens: bool) -> Non
 def test_value_of_gemma_has_a_type_of_its_schema(wanted: dict[str, Any], good: str, bad: str) -> None:
     schema = {"properties": {"-A": wanted}, "required": ["-A"]}
     tools = [Tool(type="function", function=Function(name="look", parameters=schema))]
-    raw, grammars = vocabulary()
     grammar = forced(tools, format_of("gemma4", "none"), {})
     for value, is_good in ((good, True), (bad, False)):
         text = around("gemma4", f"<|tool_call>call:look{{-A:{value}}}<tool_call|>")
-        tokens = [*raw.encode(text, add_special_tokens=False).ids, PAD]
-        assert accepts(grammars.matcher(grammar), tokens) is is_good
+        assert vocabulary().takes(grammar, text) is is_good
 
 
 @pytest.mark.parametrize("form", sorted(FORMS.keys() - {"openai"}))
@@ -229,10 +182,10 @@ def test_only_a_call_of_an_offered_tool_at_the_start_is_one(form: str) -> None:
     """Tags around calls are no words."""
     manner, how = format_of(form, "none"), FORMS[form].written
     text = "So: " + around(form, written(form, ONCE))
-    check_parsed(manner, text, ("", text, []))
+    check_spoken(manner, text, ("", text, []))
     text = around(form, written(form, {}, "leave"))
     words = text.removeprefix(how.before) if how.before in FORMS[form].dropped else text
-    check_parsed(manner, text, ("", words, []))
+    check_spoken(manner, text, ("", words, []))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -247,12 +200,9 @@ def test_only_a_call_of_an_offered_tool_at_the_start_is_one(form: str) -> None:
 def test_arguments_are_free_where_no_grammar_holds_their_schemas(form: str, more: dict[str, Any]) -> None:
     """One schema is too long, one asks for more than can be enforced, one is wrong."""
     function = Function(name="look", parameters={**SCHEMAS["look"], **more}, strict=True)
-    manner = format_of(form, "none")
-    raw, grammars = vocabulary()
     tools = [Tool(type="function", function=function)]
-    grammar = words_or_calls(Grammar(kind="json_object"), tools, manner, {})
-    text = around(form, written(form, {"who": "Bob", "tags": []}))
-    assert accepts(grammars.matcher(grammar), [*raw.encode(text, add_special_tokens=False).ids, PAD])
+    grammar = words_or_calls(Grammar(kind="json_object"), tools, format_of(form, "none"), {})
+    assert vocabulary().takes(grammar, around(form, written(form, {"who": "Bob", "tags": []})))
 
 
 @pytest.mark.parametrize(
@@ -267,11 +217,9 @@ def test_arguments_are_free_where_no_grammar_holds_their_schemas(form: str, more
 @pytest.mark.parametrize("form", ["hermes", "llama3_json"])
 def test_thoughts_of_other_families(form: str, reasoning: str, thought: str, *, kept: bool) -> None:
     manner = replace(format_of(form, "none"), reasoning=THINKING[reasoning])
-    raw, grammars = vocabulary()
     grammar = words_or_calls(Grammar(kind="json_object"), TOOLS, manner, {})
     one, calls = around(form, written(form, ONCE)), [("look", plain(ONCE))]
     for text, words, called in (("{}", "{}", []), (one, "", calls)):
-        tokens = raw.encode(f"{thought}\n\n{text}", add_special_tokens=False).ids
-        assert accepts(grammars.matcher(grammar), [*tokens, PAD])
-        reasoned, spoken, found = answer_in(manner, *f"{thought}\n\n{text}")
-        assert (bool(reasoned), spoken, found) == (not kept, thought * kept + words, called)
+        assert vocabulary().takes(grammar, f"{thought}\n\n{text}")
+        reasoned, *rest = spoken(manner, *f"{thought}\n\n{text}")
+        assert (bool(reasoned), rest) == (not kept, [thought * kept + words, called])

@@ -14,9 +14,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from tests.support.workers.masks import allowed
-from tests.unit.cluster.edge.chat.output.test_output_parser import parsed
 from tests.unit.cluster.edge.chat.request.test_answer_grammar import format_of
-from tests.unit.cluster.edge.chat.request.test_tool_grammar import PAD, vocabulary
+from tests.unit.cluster.edge.chat.spoken import PAD, parsed, vocabulary
 from tidemill.cluster.edge.chat.formats import FORMS, NUMBER, THINKING
 from tidemill.cluster.edge.chat.output.parts import Call, Text
 from tidemill.cluster.edge.chat.request.answer_grammar import behind_thought, words_or_calls
@@ -91,26 +90,21 @@ def test_fuzz_sampled_answers_are_parsed_as_their_schemas_have_them(form: str) -
         rng = Random(f"{form} {example}")
         manner = format_of(form, rng.choice(["none", "open", "free"]), forced=rng.random() < 0.7)
         tags = (*manner.tags, *FORMS[form].tags, *THINKING["qwen3"].tags)
-        raw, grammars = vocabulary(*dict.fromkeys(tags if rng.random() < 0.3 else ()))
-        added = {token.content: number for number, token in raw.get_added_tokens_decoder().items()}
+        known = vocabulary(*tags if rng.random() < 0.3 else ())
         tools = tools_of(rng)
         schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
         manner = replace(manner, schemas=schemas)
         if manner.forced:
-            grammar = behind_thought(forced(tools, manner, added), manner, added)
+            grammar = behind_thought(forced(tools, manner, known.added), manner, known.added)
         else:
-            grammar = words_or_calls(BLANK, tools, manner, added)
+            grammar = words_or_calls(BLANK, tools, manner, known.added)
         snippets = [how.end, how.behind, *THINKING["qwen3"].tags, "</think>\n\n", *FORMS[form].tags]
         snippets += [how.name.replace(NUMBER, "0"), "look", '{"n": "', '"}', "]", "a", "b<", "/", "\n"]
         snippets += [] if marks is None else [marks.behind, *marks.ends, marks.closes]
-        matcher = grammars.matcher(grammar)
-
-        def encode(text: str) -> list[int]:
-            return raw.encode(text, add_special_tokens=False).ids  # noqa: B023
-
-        tokens = drawn(rng, matcher, encode, [*filter(None, snippets)])
+        matcher = known.grammars.matcher(grammar)
+        tokens = drawn(rng, matcher, known.encode, [*filter(None, snippets)])
         matcher.close()
-        text = "" if tokens is None else raw.decode(tokens, skip_special_tokens=False)
+        text = "" if tokens is None else known.raw.decode(tokens, skip_special_tokens=False)
         if tokens is None or "\ufffd" in text:
             continue
         parts = parsed(manner, text)
