@@ -142,9 +142,9 @@ def _describe(value: Mapping[str, Any]) -> str:
             ]
             return " ".join([kind, *bounds])
         case {"pattern": pattern}:
-            return {SIZE: "size", DURATION: "time"}.get(pattern, "device")
+            return {SIZE: "size", DURATION: "time"}.get(str(pattern), "device")
         case {"type": kind}:
-            return {"array": "list of strings", "object": "mapping"}.get(kind, kind)
+            return {"array": "list of strings", "object": "mapping"}.get(kind, str(kind))
         case _:
             raise AssertionError(value)
 
