@@ -8,10 +8,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from benchmarks.peers.servers import VLLM
+
+from tidemill.workers.vllm.settings import VERSION_MIN
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "deploy/docker/Dockerfile"
 TARGETS = ("cpu", "cuda")
+BESIDE_VLLM = "vllm"
 
 Step = tuple[str, str]
 
@@ -44,6 +48,11 @@ def lineage(name: str) -> list[Step]:
     return [*lineage(base), *own]
 
 
+@pytest.fixture(params=(*TARGETS, BESIDE_VLLM))
+def image(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(params=TARGETS)
 def target(request: pytest.FixtureRequest) -> str:
     return request.param
@@ -58,13 +67,13 @@ def test_dockerfile_passes_hadolint() -> None:
 def test_dockerfile_base_is_one_release_and_an_argument() -> None:
     assert ("ARG", "BASE=debian:12.12-slim") in steps()
     bases = {base for base, _ in stages().values()}
-    assert bases - stages().keys() == {"${BASE}"}
+    assert bases - stages().keys() == {"${BASE}", "${VLLM}"}
 
 
-def test_image_has_unprivileged_user_volume_health_check_and_labels(target: str) -> None:
-    [made] = [text for _, text in lineage(target) if "useradd" in text]
+def test_image_has_unprivileged_user_volume_health_check_and_labels(image: str) -> None:
+    [made] = [text for _, text in lineage(image) if "useradd" in text]
     assert "--uid 10001 --gid 10001" in made
-    result = dict(lineage(target))
+    result = dict(lineage(image))
     assert result["USER"] == "10001:10001"
     assert result["VOLUME"] == "/tmp"  # noqa: S108 - of the image
     assert "/health/ready" in result["HEALTHCHECK"]
@@ -81,6 +90,27 @@ def test_image_copies_only_environment_and_package_list(target: str) -> None:
         f"--from=install-{target} /opt/sbom.json /usr/share/tidemill/sbom.json",
     ]
     assert not any("g++" in text for _, text in lineage(target))
+
+
+def test_image_beside_vllm_leaves_the_packages_of_vllm(tmp_path: Path) -> None:
+    """The environment of Tidemill sees them; pip never meets another torch, and adds the connector alone to
+    those of vLLM."""
+    [release] = [text for name, text in steps() if name == "ARG" and text.startswith("VLLM=")]
+    assert release == f"VLLM=vllm/vllm-openai:v{VLLM}"
+    assert tuple(map(int, VLLM.split(".")[:2])) >= VERSION_MIN
+    [run] = [text for name, text in stages()[BESIDE_VLLM][1] if name == "RUN" and "venv" in text]
+    commands = [command.split() for command in run.split("&&")]
+    installs = [words for words in commands if words[1:3] == ["install", "--no-cache-dir"]]
+    assert [words[0] for words in installs] == ["/opt/tidemill/bin/pip"]
+    into_vllm = [words for words in commands if words[:4] == ["python3", "-m", "pip", "install"]]
+    assert [{"--no-deps", "blake3", "xxhash"} <= {*words} for words in into_vllm] == [True]
+    (tmp_path / "constraints.txt").write_text((ROOT / "constraints.txt").read_text())
+    [edit] = [" ".join(words) for words in commands if words[0] == "sed"]
+    subprocess.run(["/bin/sh", "-c", edit.replace("/wheels", str(tmp_path))], check=True)
+    left = (tmp_path / "constraints.txt").read_text()
+    assert "\ntorch==" in (ROOT / "constraints.txt").read_text()
+    assert not re.search("^torch==", left, re.MULTILINE)
+    assert re.search("^ray==", left, re.MULTILINE), "as in values.yaml"
 
 
 def test_cuda_image_links_kvcached_to_driver() -> None:

@@ -25,13 +25,16 @@ from tests.support.deploy.chart import (
     values_of,
 )
 from tests.support.deploy.commands import lends, lines_of, ray_start, start_options, tidemill
+from tidemill.cluster.config.fleets import Surroundings, cluster_settings
 from tidemill.cluster.config.tree import EdgeConfig
 from tidemill.cluster.edge.requests.api_keys import read_keys
 from tidemill.cluster.processes.mooncake_service import master_process
 from tidemill.cluster.processes.store_plan import Master, plan_store
 from tidemill.kvstore.stores.open_store import check_url
+from tidemill.workers.vllm.settings import VllmSettings
 
 EVERYTHING = next(example for example in SERVERS if example.stem == "2p4d")
+BESIDE_VLLM = next(example for example in SERVERS if example.stem == "vllm")
 ENCRYPTED = next(example for example in SERVERS if example.stem == "encrypted")
 VERSION = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
 
@@ -100,8 +103,10 @@ def test_configmap_has_valid_configuration(found: list[Document]) -> None:
     config = config_of(found)
     assert config.edge.host == "0.0.0.0"  # noqa: S104 - a pod's own address
     assert config.cluster.ray_address == "auto"
-    assert config.store.url is not None
-    check_url(plan_store(config.store.url).url)
+    if config.store.url is None:
+        assert not any(model.adapter.is_own for model in config.models), "our own engine needs a store"
+    else:
+        check_url(plan_store(config.store.url).url)
 
 
 def test_values_of_models_reach_configuration_and_pods(found: list[Document], example: Path) -> None:
@@ -117,6 +122,26 @@ def test_values_of_models_reach_configuration_and_pods(found: list[Document], ex
         assert all(variable in worker["env"] for variable in wanted.get("env", ()))
         assert all(pod[key] == value for key, value in wanted.items() if key not in ("resources", "env"))
     assert configured == models
+
+
+def test_values_of_vllm_reach_its_workers() -> None:
+    """A pod has the GPUs of all ranks of a vLLM, which one process of Ray asks for, and its cache stays."""
+    found = documents_of(BESIDE_VLLM)
+    config = config_of(found)
+    [model] = config.models
+    settings = cluster_settings(config, Surroundings(store_url="file:///pages", cache_folder=Path()))
+    first, second = settings.fleets[0].workers
+    [spec] = find_one(found, "RayCluster")["spec"]["workerGroupSpecs"]
+    [worker] = spec["template"]["spec"]["containers"]
+    assert isinstance(first.engine, VllmSettings)
+    assert first.engine.python == Path("/usr/bin/python3")
+    assert first.engine.args == model.adapter.args == values_of(BESIDE_VLLM)["models"][0]["adapter"]["args"]
+    assert first.num_gpus == first.engine.ranks == int(worker["resources"]["limits"]["nvidia.com/gpu"])
+    assert first.resources == {name: int(units) for name, units in spec["resources"].items()}
+    assert (first.labels, spec["replicas"]) == (spec["labels"], len((first, second)))
+    kept = {mount["name"]: mount["mountPath"] for mount in worker["volumeMounts"]}["kernels"]
+    assert {"name": "VLLM_CACHE_ROOT", "value": f"{kept}/vllm"} in worker["env"]
+    assert config.store.url is None
 
 
 def test_values_of_the_release_reach_every_pod(found: list[Document], example: Path) -> None:

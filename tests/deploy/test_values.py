@@ -26,6 +26,11 @@ def model(**group: object) -> dict[str, Any]:
     return {"models": [{"model": "keeper", "groups": [MIXED | group]}]}
 
 
+def engine(name: str, replicas: int = 1, **adapter: object) -> dict[str, Any]:
+    groups = [MIXED | {"replicas": replicas}]
+    return {"models": [{"model": "keeper", "groups": groups, "adapter": {"engine": name, **adapter}}]}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -40,6 +45,8 @@ def model(**group: object) -> dict[str, Any]:
         (model(name="Mixed"), "at '/models/0/groups/0/name': 'Mixed' does not match pattern"),
         ({"frontend": {"allowed_origins": "*"}}, "at '/frontend/allowed_origins': got string, want array"),
         (model(pod={}), "at '/models/0/groups/0/pod': missing property 'resources'"),
+        (engine("vlm"), "at '/models/0/adapter/engine': 'vlm' does not match pattern"),
+        (engine("vllm", arguments="--seed 1"), "at '/models/0/adapter': additional properties 'arguments'"),
         ({"apiKeys": {"keys": [{"tenant": "a", "sha256": "sk-a"}]}}, "at '/apiKeys/keys/0/sha256': 'sk-a'"),
         ({"mooncake": {"ha": {"etcdEndpoints": ["etcd"]}}}, "at '/mooncake/ha/etcdEndpoints/0': 'etcd' does"),
     ],
@@ -98,6 +105,7 @@ def test_wrong_value_is_named_with_its_path(values: dict[str, Any], message: str
             "has 4 ranks on 2 GPUs: set nvidia.com/gpu",
         ),
         (model(tensor_parallel_size=4, tensor_parallel_nodes=3), "4 ranks on 3 nodes, not as many on each"),
+        (engine("vllm=http://a,http://b"), "mixed has 1 workers for the 2 servers of adapter.engine"),
         (model(name="frontend"), "give it another name"),
         ({"models": [{"model": name, "groups": [MIXED]} for name in "ab"]}, "two groups are called mixed"),
     ],
@@ -106,6 +114,26 @@ def test_conflicting_values_are_refused_with_fix(values: dict[str, Any], message
     with pytest.raises(helm_python.HelmRenderError) as error:
         render(CHART, PLAIN | values)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "url"),
+    [
+        (engine("vllm=http://a,http://b", replicas=2) | {"mooncake": {"enabled": False}}, None),
+        (
+            engine("vllm", replicas=2) | {"store": {"url": "file:///a"}, "mooncake": {"enabled": False}},
+            "file:///a",
+        ),
+        (
+            engine("tidemill", replicas=2),
+            "mooncake://chat-tidemill-mooncake:50051?admin=chat-tidemill-mooncake:9003&ports=open",
+        ),
+    ],
+)
+def test_engines_of_others_need_no_store(values: dict[str, Any], url: str | None) -> None:
+    config = config_of(documents(CHART, PLAIN | values))
+    assert config.store.url == url
+    assert config.models[0].adapter.engine == values["models"][0]["adapter"]["engine"]
 
 
 def test_cluster_name_is_short_enough_for_kuberay() -> None:

@@ -37,7 +37,12 @@
 {{- $values := .Values -}}
 {{- $names := list -}}
 {{- range .Values.models -}}
+{{- $urls := include "tidemill.engineUrls" . | fromJsonArray -}}
 {{- range .groups -}}
+{{- $workers := int64 (default 1 .replicas) -}}
+{{- if and $urls (ne $workers (len $urls | int64)) -}}
+{{- fail (printf "group %s has %d workers for the %d servers of adapter.engine: set replicas to that" .name $workers (len $urls)) -}}
+{{- end -}}
 {{- if has .name $names -}}
 {{- fail (printf "two groups are called %s: the names of Ray's worker groups must be unique over all models" .name) -}}
 {{- end -}}
@@ -70,7 +75,7 @@
 {{- if and $store.url (or .Values.mooncake.enabled $store.folder.size) -}}
 {{- fail "store.url excludes the chart's own stores: set mooncake.enabled to false and leave store.folder.size empty" -}}
 {{- end -}}
-{{- if not (or $store.url .Values.mooncake.enabled $store.folder.size) -}}
+{{- if not (or $store.url .Values.mooncake.enabled $store.folder.size (not (include "tidemill.ownEngine" .))) -}}
 {{- fail "workers have no store: set mooncake.enabled, store.folder.size or store.url" -}}
 {{- end -}}
 {{- if and $store.folder.size (not $store.folder.volume) -}}

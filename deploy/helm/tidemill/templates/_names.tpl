@@ -34,6 +34,16 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end -}}
 
+{{- /* The servers that others run, of `vllm=URL,URL`, as a JSON list. */ -}}
+{{- define "tidemill.engineUrls" -}}
+{{- regexReplaceAll "^[a-z]+=?" (dig "adapter" "engine" "" .) "" | splitList "," | compact | toJson -}}
+{{- end -}}
+
+{{- /* Not empty if workers of a model have our own engine, which needs a store. */ -}}
+{{- define "tidemill.ownEngine" -}}
+{{- range .Values.models -}}{{- if not (hasPrefix "vllm" (dig "adapter" "engine" "" .)) -}}true{{- end -}}{{- end -}}
+{{- end -}}
+
 {{- /* The name that KubeRay gives the head's Service. */ -}}
 {{- define "tidemill.head" -}}
 {{ include "tidemill.fullname" . }}-head-svc

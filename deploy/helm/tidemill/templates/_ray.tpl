@@ -72,9 +72,10 @@ resource as it has ranks. */ -}}
 {{- define "tidemill.workerGroup" -}}
 {{- $root := .root -}}
 {{- $group := .group -}}
+{{- $model := .model -}}
 {{- $replicas := default 1 $group.replicas | int64 -}}
 {{- $nodes := default 1 $group.tensor_parallel_nodes | int64 -}}
-{{- $scaling := default dict .model.autoscaling -}}
+{{- $scaling := default dict $model.autoscaling -}}
 - groupName: {{ $group.name }}
   replicas: {{ $replicas }}
   minReplicas: {{ ternary 0 $replicas (hasKey $scaling "downscale_to_zero_delay_s") }}
@@ -115,6 +116,10 @@ resource as it has ranks. */ -}}
             {{- if $root.Values.kernelCache }}
             - name: TRITON_CACHE_DIR
               value: /var/cache/tidemill
+            {{- if hasPrefix "vllm" (dig "adapter" "engine" "" $model) }}
+            - name: VLLM_CACHE_ROOT
+              value: /var/cache/tidemill/vllm
+            {{- end }}
             {{- end }}
             {{- with include "tidemill.downloadEnv" (dict "root" $root "own" $group.pod.env) }}{{ . | nindent 12 }}{{- end }}
           resources:
