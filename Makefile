@@ -153,7 +153,7 @@ $(CLIENTS)/tokenizers/node_modules: tests/clients/tokenizers.json
 engines: setup
 	@[ "$$("$(VLLM)" -c 'from importlib.metadata import version; print(version("vllm"))')" = "0.32.0+cpu" ] \
 	  || { echo "VLLM=$(VLLM) is no python with vllm 0.32.0+cpu"; exit 1; }
-	VLLM=$(VLLM) python -m pytest tests/engines -s
+	VLLM=$(VLLM) python -m pytest tests/engines -s -o faulthandler_timeout=1800
 
 fuzz: setup
 	FUZZ_EXAMPLES=2000 python -m pytest tests/unit -k fuzz

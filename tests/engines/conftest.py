@@ -24,5 +24,11 @@ def nixl_python(vllm_python: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models"), "dense")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder in which `make_model` makes models."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="session")
+def model(models: Path) -> Path:
+    return make_model(models, "dense")

@@ -1,10 +1,12 @@
 # pyright: reportPrivateUsage=false
 """Both halves of the connector over a real folder: a second engine loads what a first one has saved."""
 
+import asyncio
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from time import monotonic, sleep
 from types import SimpleNamespace
 
@@ -19,7 +21,8 @@ from tidemill.connect.scheduler_side import SchedulerSide, moves_of_step
 from tidemill.connect.store_thread import StoreThread
 from tidemill.connect.worker_side import Loaded, WorkerSide
 from tidemill.kvstore.errors import StoreError
-from tidemill.kvstore.keys import Kind, Namespace, PageKey
+from tidemill.kvstore.keys import Kind, Namespace, ObjectKey, PageKey
+from tidemill.kvstore.stores.page_store import Got, Objects
 
 BLOCK_TOKENS = 4
 BLOCKS = 16
@@ -164,8 +167,10 @@ def test_a_second_engine_loads_the_full_blocks(tmp_path: Path) -> None:
 def test_a_question_is_not_answered_before_the_store_is(tmp_path: Path) -> None:
     save(tmp_path)
     with engine(tmp_path) as second:
-        held = [second.scheduler.match(request_of(14, str(number)), 0) for number in range(3)]
-        assert held[0] is None
+        busy = Event()
+        second.scheduler._store._loop.call_soon_threadsafe(busy.wait)
+        assert second.scheduler.match(request_of(14, "0"), 0) is None
+        busy.set()
         assert second.matched(request_of(14, "0")) == 12
 
 
@@ -223,6 +228,7 @@ def test_a_load_that_fails_names_the_blocks(tmp_path: Path, damage: str) -> None
         counts = second.counts()
         assert counts["loads failed"] == 1
         assert counts[f"objects load {'corrupt' if damage == 'corrupt' else 'miss'}"] == 3
+        save(tmp_path)
         second.scheduler.compute(loaded.failed)
         assert second.matched(request) == 0
 
@@ -326,3 +332,30 @@ def test_saves_that_the_store_does_not_take_are_dropped(
 def test_a_store_of_one_process_is_refused() -> None:
     with pytest.raises(StoreError, match="no other server sees it"):
         StoreThread("memory:", None)
+
+
+class Late:
+    """A store whose gets end when the test lets them."""
+
+    def __init__(self) -> None:
+        self.ends = Event()
+
+    async def get(self, wanted: Objects) -> list[Got]:
+        await asyncio.to_thread(self.ends.wait)
+        return [Got.HIT] * len(wanted)
+
+    def patience_s(self, num_bytes: int) -> float:
+        return num_bytes / 1e3
+
+
+def test_a_late_store_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, late = StoreThread(f"file://{tmp_path}?size=64MiB", None), Late()
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_store", late)
+        key = ObjectKey(Kind.PAGE, root(""))
+        asked = store.get([(key, memoryview(bytearray(8)))])
+        try:
+            assert asked.result(WAIT_S) == [Got.UNREACHABLE]
+        finally:
+            late.ends.set()
+    store.close()
