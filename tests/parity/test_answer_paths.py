@@ -149,8 +149,10 @@ async def test_rows_that_sit_out_for_their_masks_answer_the_same(
 
     draw = model_runner.Sampler.draw
 
-    def counting(self: model_runner.Sampler, logits_NV: torch.Tensor, rows: list[Row]) -> list[Drawn]:
-        drawn = draw(self, logits_NV, rows)
+    def counting(
+        self: model_runner.Sampler, logits_NV: torch.Tensor, rows: list[Row], tokens_N: torch.Tensor | None
+    ) -> list[Drawn]:
+        drawn = draw(self, logits_NV, rows, tokens_N)
         late[0] += sum(row_drawn.late for row_drawn in drawn)
         return drawn
 

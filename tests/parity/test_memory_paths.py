@@ -50,8 +50,10 @@ def logits(monkeypatch: pytest.MonkeyPatch) -> Logits:
     seen: Logits = {}
     draw = runner.Sampler.draw
 
-    def recorded(sampler: runner.Sampler, logits_NV: torch.Tensor, rows: list[Row]) -> list[Drawn]:
-        found = draw(sampler, logits_NV, rows)
+    def recorded(
+        sampler: runner.Sampler, logits_NV: torch.Tensor, rows: list[Row], tokens_N: torch.Tensor | None
+    ) -> list[Drawn]:
+        found = draw(sampler, logits_NV, rows, tokens_N)
         first = 0
         for row, drawn in zip(rows, found, strict=True):
             assert row.sampling_state is not None

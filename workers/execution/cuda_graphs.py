@@ -166,6 +166,7 @@ class GraphDraws:
         self._logits, self._draw, self._share = logits, draw, share
         self._keeps_logits = keeps_logits
         self.draws_TF = torch.zeros(tokens_max, len(DrawField), dtype=torch.float64, device=device)
+        self.draws_TF[:, DrawField.SOURCE] = torch.arange(tokens_max)
         self.draws_TF[:, DrawField.ROOM] = NO_ROOM
         self.tokens_T = torch.zeros(tokens_max, dtype=torch.int64, device=device)
         self.logits_TV = torch.empty(0, 0, device=device)
