@@ -8,6 +8,7 @@ class TidemillError(Exception):
         RequestError        The request is wrong: status 4xx, names the field and the fix.
         Unserved            Every attempt failed, or no worker was available: status 503.
         OutOfMemory         The arena is full now: the engine waits, evicts or preempts.
+        PagesLost           Pages that a step reads while they are fetched did not arrive: it is void.
         PagesMissing        Neither a worker nor the store has the promised pages: recompute them.
         WorkerGone          The peer crashed or is draining: the request is placed elsewhere.
             GroupBroken     The ranks of a group lost each other.

@@ -4,6 +4,8 @@
                  [kv_head][attention layer][K|V][token][head_dim]
                  or, in a model that keeps latents instead, [latent layer][token][width]
                  In a format with scales, those of the tokens follow each [token][..]: one byte each.
+                 Cut into slices, it is one such range after another, each of some attention layers: the
+                 store has an object for each.
     window page  P tokens of every window layer, like a page; needed while a query sees them
     state        the recurrent state of one sequence, contiguous:
                  [head group][linear layer][conv | temporal]
@@ -24,6 +26,7 @@ tensor-parallel rank is one contiguous range of the object (shards.py).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import lcm
 from typing import Literal, NewType, assert_never
 
@@ -157,6 +160,7 @@ LayerSpec = Attention | Window | Latent | Linear
 class Layout:
     """The sizes of the objects in an arena.
 
+    slice_bytes     of the slices of a page
     window_bytes    0 without window layers
     window_tokens   the widest window, the query's own token included
     state_bytes     0 without linear layers
@@ -169,7 +173,7 @@ class Layout:
     state_dtype: StateDtype
     checkpoint_dtype: StateDtype
     layers: tuple[LayerSpec, ...]
-    page_bytes: int
+    slice_bytes: tuple[int, ...]
     window_bytes: int
     window_tokens: int
     state_bytes: int
@@ -177,6 +181,10 @@ class Layout:
     saved_bytes: int
     extent_bytes: int
     others: tuple[ObjectClass, ...] = ()
+
+    @property
+    def page_bytes(self) -> int:
+        return sum(self.slice_bytes)
 
     @property
     def classes(self) -> tuple[ObjectClass, ...]:
@@ -294,15 +302,18 @@ class Layout:
         states = str(self.linear) + ("" if self.state_dtype == "float32" else f"/{self.state_dtype}")
         states += f"/checkpoints {self.checkpoint_dtype}" if self.converts else ""
         others = "".join(f"/{specs}" for specs in (self.windows, self.latents) if specs)
+        others += f"/slices {len(self.slice_bytes)}" if len(self.slice_bytes) > 1 else ""
         return f"v{LAYOUT_VERSION}/p{self.page_tokens}/{self.kv_dtype}/{self.attention}/{states}{others}"
 
 
-def layout_of(
+def layout_of(  # noqa: PLR0913  each is a setting
     layers: Sequence[LayerSpec],
     page_tokens: int,
     kv_dtype: KvDtype = "float32",
     state_dtype: StateDtype = "float32",
     checkpoint_dtype: StateDtype | None = None,
+    page_slices: int = 1,
+    *,
     extent_bytes_min: int = EXTENT_BYTES_MIN,
     granule_bytes: int = GRANULE_BYTES,
 ) -> Layout:
@@ -314,7 +325,10 @@ def layout_of(
     """
     if page_tokens < 1:
         raise ValueError(f"page size is {page_tokens} tokens: set --page-size to 1 or more")
-    page_bytes, window_bytes = _page_sizes(layers, page_tokens, KV_FORMATS[kv_dtype])
+    slice_bytes, window_bytes = _page_sizes(layers, page_tokens, KV_FORMATS[kv_dtype], page_slices)
+    if 0 in slice_bytes:
+        raise ValueError(f"--page-slices is {page_slices}: set it to at most the layers that have pages")
+    page_bytes = sum(slice_bytes)
     state_bytes, saved_bytes = (
         _state_bytes(layers, dtype) for dtype in (state_dtype, checkpoint_dtype or state_dtype)
     )
@@ -341,7 +355,7 @@ def layout_of(
         state_dtype=state_dtype,
         checkpoint_dtype=checkpoint_dtype or state_dtype,
         layers=tuple(layers),
-        page_bytes=page_bytes,
+        slice_bytes=slice_bytes,
         window_bytes=window_bytes,
         window_tokens=max((layer.tokens for layer in layers if isinstance(layer, Window)), default=0),
         state_bytes=state_bytes,
@@ -355,14 +369,23 @@ def _state_bytes(layers: Sequence[LayerSpec], dtype: StateDtype) -> int:
     return sum(layer.key_heads * layer.group_bytes(dtype) for layer in layers if isinstance(layer, Linear))
 
 
-def _page_sizes(layers: Sequence[LayerSpec], page_tokens: int, kv: KvFormat) -> tuple[int, int]:
-    """Return the bytes of a page and of a window page, or raise."""
-    paged, windowed = 0, 0  # by the token and head
+def slices_of(num_layers: int, num_slices: int) -> list[range]:
+    """Return the layers of each slice of a page, by their number among the layers that have pages."""
+    cuts = [num_layers * number // num_slices for number in range(num_slices + 1)]
+    return [range(*pair) for pair in pairwise(cuts)]
+
+
+def _page_sizes(
+    layers: Sequence[LayerSpec], page_tokens: int, kv: KvFormat, page_slices: int
+) -> tuple[tuple[int, ...], int]:
+    """Return the bytes of the slices of a page and of a window page, or raise."""
+    paged: list[int] = []  # by the token and head, of each layer
+    windowed = 0
     heads: dict[type[LayerSpec], set[int]] = {Attention: set(), Window: set(), Latent: set(), Linear: set()}
     for layer in layers:
         match layer:
             case Attention():
-                paged += 2 * (layer.head_dim * kv.element_bytes + kv.scale_bytes)
+                paged.append(2 * (layer.head_dim * kv.element_bytes + kv.scale_bytes))
                 heads[Attention].add(layer.kv_heads)
             case Window():
                 if layer.tokens < 1:
@@ -370,7 +393,7 @@ def _page_sizes(layers: Sequence[LayerSpec], page_tokens: int, kv: KvFormat) -> 
                 windowed += 2 * (layer.head_dim * kv.element_bytes + kv.scale_bytes)
                 heads[Window].add(layer.kv_heads)
             case Latent():
-                paged += layer.width * kv.element_bytes + kv.scale_bytes
+                paged.append(layer.width * kv.element_bytes + kv.scale_bytes)
                 heads[Latent].add(1)
             case Linear():
                 heads[Linear].add(layer.key_heads)
@@ -388,13 +411,16 @@ def _page_sizes(layers: Sequence[LayerSpec], page_tokens: int, kv: KvFormat) -> 
         )
     (paged_heads,) = heads[Attention] or heads[Latent]
     return (
-        paged_heads * _head_bytes(paged * page_tokens, kv),
+        tuple(
+            paged_heads * _head_bytes(sum(paged[number] for number in some) * page_tokens, kv)
+            for some in slices_of(len(paged), page_slices)
+        ),
         sum(heads[Window]) * _head_bytes(windowed * page_tokens, kv),
     )
 
 
 def _head_bytes(num_bytes: int, kv: KvFormat) -> int:
-    """Return the bytes of a head in a page. Scales make them odd multiples of small powers of two, and an
+    """Return the bytes of a head in a slice. Scales make them odd multiples of small powers of two, and an
     extent is a multiple of the page and of the unit of mapping: a padding of 1/32 at most keeps it small."""
     unit = max(WORD_BYTES, 1 << max(0, num_bytes.bit_length() - 6)) if kv.scale_bytes else 1
     return -(-num_bytes // unit) * unit

@@ -211,6 +211,9 @@ class EngineConfig:
     (leave weights as they are)"""
     page_size: Annotated[Count, Flag("workers", "--page-size", "TOKENS")] = 64
     """tokens per page"""
+    page_slices: Annotated[Count, Flag("workers", "--page-slices", "N")] = 1
+    """objects of the store for a page, each of some layers; above 1 a prompt that has a worker to itself
+    starts when the first is fetched, while the others arrive (docs/store.md)"""
     compute_dtype: Annotated[ComputeDtype | None, Flag("workers", "--compute-dtype")] = None
     """data type of factors; sums are float32 (float32 for weights in float32, on CPU also float16, else
     bfloat16)"""

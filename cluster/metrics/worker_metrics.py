@@ -121,6 +121,8 @@ COUNTERS = {
     "fetch_seconds": _counter("Time of these fetches, summed over concurrent ones.", "seconds"),
     "published_bytes": _counter("Pages and checkpoints published to the store.", "bytes"),
     "publish_seconds": _counter("Time of publications, summed over concurrent ones.", "seconds"),
+    "early_starts": _counter("Prompts that started while slices of their pages arrived.", "prompts"),
+    "early_starts_lost": _counter("Those whose first step was void, as a slice did not arrive.", "prompts"),
     "fetches_late": _counter("Fetches that were abandoned because they took too long.", "fetches"),
     "fetches_failed": _counter(
         "Pulls from other vLLMs that failed, so that the prompt was computed again.", "fetches"

@@ -119,8 +119,8 @@ def _need(model: ModelSizes, settings: EngineSettings, work: LeastWork) -> tuple
         )
     try:
         layers = rank_layers(model.layers, settings.tensor_parallel_size)
-        dtypes = settings.page_dtype, settings.state_dtype, settings.saved_dtype
-        layout = layout_of(layers, settings.page_size, *dtypes)
+        forms = settings.page_dtype, settings.state_dtype, settings.saved_dtype, settings.page_slices
+        layout = layout_of(layers, settings.page_size, *forms)
     except ValueError as error:
         raise NoFit(str(error)) from error
     return layout, extents_for(layout, work.longest) * layout.extent_bytes

@@ -221,8 +221,9 @@ class Ledger:
             self._released.remove(lease)
             self._free(lease)
 
-    def adopt(self, lease: Lease, num_tokens: int, keys: Sequence[PageKey]) -> None:
-        """Commit fetched pages up to `num_tokens` and the fetched checkpoint there, as if computed.
+    def begin_fetched(self, lease: Lease, num_tokens: int) -> None:
+        """Let steps go on from `num_tokens`, behind pages that are still being fetched and the checkpoint
+        there, which has been. It counts as a step in flight, which `end_fetched` completes.
 
         The checkpoint was fetched into the window pages of `reserve_fetched` and into `fetch_slot`. A lease
         that does not run has only pages.
@@ -236,9 +237,20 @@ class Ledger:
         elif self.layout.has_states and lease.runs:
             slot = lease.spare_slots.pop() if lease.spare_slots else lease.states.pop(lease.committed)
             lease.states[num_tokens] = slot
-        self._commit(lease, num_tokens, keys)
-        if lease.runs:
+        lease.flights.append(StepInFlight(lease.committed, num_tokens, None, (), ()))
+        lease.launched = num_tokens
+
+    def end_fetched(self, lease: Lease, keys: Sequence[PageKey], *, arrived: bool) -> None:
+        """Complete `begin_fetched`. If the pages have not arrived, the lease can only be released."""
+        fetch = lease.flights[0]
+        self.commit(lease, fetch.end if arrived else fetch.start, keys)
+        if arrived and lease.runs and not lease.ended:
             self.keep_state(lease)
+
+    def adopt(self, lease: Lease, num_tokens: int, keys: Sequence[PageKey]) -> None:
+        """Commit fetched pages up to `num_tokens` and the checkpoint there, as if computed."""
+        self.begin_fetched(lease, num_tokens)
+        self.end_fetched(lease, keys, arrived=True)
 
     def keep_state(self, lease: Lease, *, last: bool = False, spare: bool = False) -> bool:
         """Keep a checkpoint at `committed`, a page boundary; see `Checkpoints.keep`."""

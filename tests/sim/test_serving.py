@@ -117,6 +117,7 @@ def _draw_layout(rng: Random) -> Layout:
         window=WINDOWS[int(kind * 100) % len(WINDOWS)],
         extent_bytes_min=rng.choice([1, 256, 1024]),
         checkpoint_dtype="bfloat16" if kind < 0.4 else None,
+        page_slices=1 + int(kind * 1000) % 2,
     )
 
 

@@ -357,8 +357,8 @@ def operators_of(settings: EngineSettings) -> Operators:
 def namespace_of(settings: EngineSettings, layers: Sequence[LayerSpec], shards: Shards) -> str:
     """Return the namespace of the store's objects, which determines the meaning of their bytes apart from the
     tokens. `layers` are those of the whole model. Raises StoreError."""
-    dtypes = settings.page_dtype, settings.state_dtype, settings.saved_dtype
-    layout = layout_of(layers, settings.page_size, *dtypes)
+    forms = settings.page_dtype, settings.state_dtype, settings.saved_dtype, settings.page_slices
+    layout = layout_of(layers, settings.page_size, *forms)
     products = BITS[settings.compute_dtype or "float32"]
     numbers = f"{products}{settings.sums_namespace}"
     numbers += "/batch-invariant" if settings.batch_invariant and settings.on_cuda else ""

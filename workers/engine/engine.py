@@ -86,7 +86,7 @@ class Engine:
         self._arrivals = RequestIntake(limits, ledger.layout, root_of, grammars, self._work.set)
         self._sequences = Sequences()
         admission_queue = AdmissionQueue()
-        self._admission = Admission(ledger, transfer, admission_queue, self._sequences, limits)
+        self._admission = Admission(ledger, transfer, admission_queue, self._sequences, limits, self._preempt)
         self._publisher = Publisher(ledger, transfer, admission_queue, lambda: self.num_requests)
         self._prefetcher = Prefetcher(ledger, transfer, admission_queue)
         self._pipeline = Pipeline(

@@ -119,8 +119,8 @@ def least_memory(settings: EngineSettings, layers: Sequence[LayerSpec], max_leng
     Raises ModelError."""
     granules = {"granule_bytes": Kvcached.GRANULE_BYTES} if settings.backing_kind == "kvcached" else {}
     try:
-        dtypes = settings.page_dtype, settings.state_dtype, settings.saved_dtype
-        layout = layout_of(layers, settings.page_size, *dtypes, **granules)
+        forms = settings.page_dtype, settings.state_dtype, settings.saved_dtype, settings.page_slices
+        layout = layout_of(layers, settings.page_size, *forms, **granules)
     except ValueError as error:
         raise ModelError(f"{settings.model_folder}: {error}") from error
     wanted = min(settings.max_model_len or max_length, max_length)

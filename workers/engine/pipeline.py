@@ -17,7 +17,7 @@ from typing import Protocol
 
 from tidemill.workers.device_errors import is_sticky
 from tidemill.workers.engine.commit import StepCommitter
-from tidemill.workers.execution.step import Drawn, Runner
+from tidemill.workers.execution.step import Drawn, PagesLost, Runner
 from tidemill.workers.messages import RequestError, WorkerGone
 from tidemill.workers.scheduling.scheduler import Batch, Launched, Scheduler
 from tidemill.workers.scheduling.sequence import Sequence
@@ -77,8 +77,8 @@ class Pipeline:
         except Exception as error:
             if is_sticky(error):
                 raise
-            # A step whose rows have all ended ran on what the previous step lost.
-            if not all(planned.lease.ended for planned in step.batch.rows):
+            # A step whose rows have all ended ran on what the previous step lost, or on pages that are lost.
+            if not (isinstance(error, PagesLost) or all(row.lease.ended for row in step.batch.rows)):
                 self._failures += 1
             if self._failures == FAILURES_MAX:
                 raise
@@ -149,6 +149,9 @@ class Pipeline:
         for planned in batch.rows:
             self._committer.void(planned)
             if planned.lease.ended:
+                continue
+            if isinstance(error, PagesLost):
+                self._preempt(planned.sequence)
                 continue
             planned.sequence.isolation.until = planned.flight.end
             alone = len(batch.rows) == 1

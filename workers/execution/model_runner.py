@@ -7,9 +7,10 @@ complete when they are copied, and freed memory is no longer used.
 import asyncio
 import threading
 import time
-from collections.abc import Generator, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -44,6 +45,10 @@ FILTERED = Sampling(temperature=1.0, top_k=1000, top_p=0.95, min_p=0.01, repetit
 
 def _own_clock() -> int:
     return time.pthread_getcpuclockid(threading.get_ident())
+
+
+Arrivals = Sequence[Sequence[Future[None]]]
+"""The arrivals of rows whose pages are being fetched, each with one for every slice."""
 
 
 class Outputs(NamedTuple):
@@ -172,12 +177,15 @@ class TorchRunner:
     def _outputs(self, step: Step, tokens: list[int]) -> Outputs:
         """Compute what all ranks of a group compute together."""
         inputs = inputs_of(step, tokens, self._page_tokens)
-        end = self._graphs.end_of(inputs) if isinstance(self._graphs, Graphs) else None
+        arrivals = [row.arrivals for row in step if row.arrivals]
+        end = self._graphs.end_of(inputs) if isinstance(self._graphs, Graphs) and not arrivals else None
         draws_TF = None if end is None or self._lost else plain_draws(step)
         if end is not None and draws_TF is not None:
             end.fill(moved(draws_TF, self._device))
         with self._copied(step):
-            hidden_TH = self._hidden(inputs, self._kept(step))
+            hidden_TH = self._hidden(inputs, self._kept(step), arrivals)
+        for slices in arrivals:
+            slices[-1].result()  # also if the last layers are those of a prediction head
         logits_NV = logits_of(self._model, hidden_TH, step) if end is None else drawing(end.logits_TV, step)
         tokens_N = None if end is None or draws_TF is None else drawing(end.tokens_T, step)
         return Outputs(hidden_TH, logits_NV, scores_of(self._model.logits, hidden_TH, step), tokens_N)
@@ -203,15 +211,18 @@ class TorchRunner:
             return kept_of(step)
         return None
 
-    def _hidden(self, inputs: Inputs, kept: Kept | None = None) -> torch.Tensor:
+    def _hidden(self, inputs: Inputs, kept: Kept | None = None, arrivals: Arrivals = ()) -> torch.Tensor:
         """Return the hidden states of a step whose inputs are in host memory. Nothing reads those that are
-        not kept."""
-        if isinstance(self._graphs, Graphs) and (hidden_TH := self._graphs.forward(inputs)) is not None:
+        not kept. A layer whose pages are still to arrive is launched when they are here, which holds up the
+        host and not what it has launched before."""
+        graphs = None if arrivals else self._graphs
+        if isinstance(graphs, Graphs) and (hidden_TH := graphs.forward(inputs)) is not None:
             return hidden_TH
-        hidden_KH = self._graphs.forward(inputs, kept) if isinstance(self._graphs, RecordedSteps) else None
+        hidden_KH = graphs.forward(inputs, kept) if isinstance(graphs, RecordedSteps) else None
         if hidden_KH is None:
             kept = None if kept is None else kept.on(self._device)
-            hidden_KH = self._model.forward(on_device(inputs, self._device), self._caches, kept)
+            caches = replace(self._caches, arrivals=arrivals) if arrivals else self._caches
+            hidden_KH = self._model.forward(on_device(inputs, self._device), caches, kept)
         if kept is None:
             return hidden_KH
         hidden_TH = hidden_KH.new_empty(len(inputs.tokens_T), hidden_KH.shape[1])

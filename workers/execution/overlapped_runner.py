@@ -343,7 +343,7 @@ class _DeviceTables:
 
 def _draws_on_device(row: Row) -> bool:
     """Return whether the row needs no answer of the host between its forward pass and the next step."""
-    if (row.scores is not None and row.scores.targets) or row.drafts:
+    if (row.scores is not None and row.scores.targets) or row.drafts or row.arrivals:
         return False
     return row.sampling_state is None or row.sampling_state.bare
 

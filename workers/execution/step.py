@@ -1,8 +1,10 @@
 """One forward pass as plain integers. The engine decides it, and every rank of a group carries it out."""
 
 from collections.abc import Awaitable
+from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
+from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.layout import CheckpointId, PageId, StateId, WindowId
 from tidemill.kvstore.memory.lease import StateSave, StateWrite
 from tidemill.workers.execution.sampling_state import SamplingState
@@ -10,6 +12,10 @@ from tidemill.workers.messages import RequestError, TokenLogprob
 
 PENDING = -1
 """A placeholder for the token that the same sequence draws in the previous step, which is not read yet."""
+
+
+class PagesLost(TidemillError):
+    """Pages that a row reads did not arrive: the step is void, and its rows are admitted again."""
 
 
 class Scores(NamedTuple):
@@ -35,6 +41,9 @@ class Row(NamedTuple):
 
     `sampling_state` is set when the row ends at the last known token or at guesses after it. The first token
     is drawn at position `start + len(tokens) - drafts`, and another one after each guess that was right.
+
+    While pages before `start` are being fetched, `arrivals` end when a slice of all of them is here and
+    verified, or with PagesLost. No layer reads pages of its slice earlier.
     """
 
     sequence_id: str
@@ -49,6 +58,7 @@ class Row(NamedTuple):
     windows: tuple[WindowId, ...] = ()
     restores: CheckpointId | None = None
     saves: tuple[StateSave, ...] = ()
+    arrivals: tuple[Future[None], ...] = ()
 
     @property
     def end(self) -> int:

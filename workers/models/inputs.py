@@ -1,6 +1,7 @@
 """The inputs of a model's forward pass: one step as tensors, and its caches as views of the arena."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import NamedTuple, assert_never
@@ -17,6 +18,7 @@ from tidemill.kvstore.layout import (
     Linear,
     StateDtype,
     Window,
+    slices_of,
 )
 
 ALIGNED_BYTES = 16
@@ -134,6 +136,8 @@ class Caches:
     conv        [states, key_heads, conv_width - 1, channels]      float32
     temporal    [states, key_heads, values_per_group, key_dim, value_dim]  state dtype
     saved       `conv`, then `temporal` of checkpoints, if they are a class of their own: [checkpoints, ..]
+    slices      of each of `kv`, the slice of a page in which it is; of window pages 0
+    arrivals    of pages that are fetched while a step reads them, for each slice
     """
 
     kv: tuple[Pages, ...]
@@ -141,6 +145,15 @@ class Caches:
     temporal: tuple[torch.Tensor, ...]
     has_windows: bool = False
     saved: tuple[torch.Tensor, ...] = ()
+    slices: tuple[int, ...] = ()
+    arrivals: Sequence[Sequence[Future[None]]] = ()
+
+    def paged(self) -> Iterator[Pages]:
+        """Yield `kv` layer by layer, each when its slice of all pages has arrived."""
+        for layer, pages in enumerate(self.kv):
+            for slices in self.arrivals:
+                slices[self.slices[layer]].result()
+            yield pages
 
     def save(self, states_N: torch.Tensor, checkpoints_N: torch.Tensor) -> None:
         """Copy states (int64, ids) to checkpoints."""
@@ -164,18 +177,22 @@ def caches_of(layout: Layout, arena: torch.Tensor, kv_scales: Sequence[tuple[int
     assert arena.dtype == torch.uint8
     assert arena.numel() % layout.extent_bytes == 0
     kv: list[Pages] = []
+    slices: list[int] = []
     conv, temporal = _states(layout, arena, layout.state_dtype, layout.state_stride_bytes)
     saved = _states(layout, arena, layout.checkpoint_dtype, layout.saved_stride_bytes)
-    pages = _Pages(layout, arena, layout.page_bytes, layout.attention)
-    windows = _Pages(layout, arena, layout.window_bytes, layout.windows)
+    pages = _Pages(layout, arena, layout.slice_bytes, layout.attention or layout.latents)
+    windows = _Pages(layout, arena, (layout.window_bytes,), layout.windows)
     for spec in layout.layers:
         match spec:
             case Attention():
                 kv.append(pages.next(spec))
+                slices.append(pages.slice)
             case Window():
                 kv.append(windows.next(spec))
+                slices.append(0)
             case Latent():
                 kv.append(pages.next_latents(spec))
+                slices.append(pages.slice)
             case Linear():
                 pass  # see _states
             case _:
@@ -184,7 +201,7 @@ def caches_of(layout: Layout, arena: torch.Tensor, kv_scales: Sequence[tuple[int
         coded = [pages for pages in kv if isinstance(pages, Fp8)]
         kv = [fixed_scales(pages.codes, *pair) for pages, pair in zip(coded, kv_scales, strict=True)]
     copies = (*saved[0], *saved[1]) if layout.converts else ()
-    return Caches(tuple(kv), tuple(conv), tuple(temporal), layout.has_windows, copies)
+    return Caches(tuple(kv), tuple(conv), tuple(temporal), layout.has_windows, copies, slices=tuple(slices))
 
 
 def _states(
@@ -213,32 +230,45 @@ def _states(
 
 
 class _Pages:
-    """The views of one class of pages, layer by layer."""
+    """The views of one class of pages, layer by layer. `slice` is that of the last view."""
 
     def __init__(
-        self, layout: Layout, arena: torch.Tensor, page_bytes: int, layers: Sequence[Attention | Window]
+        self,
+        layout: Layout,
+        arena: torch.Tensor,
+        slice_bytes: Sequence[int],
+        layers: Sequence[Attention | Window | Latent],
     ) -> None:
         self._format = KV_FORMATS[layout.kv_dtype]
         self._memory = arena.view(KV_DTYPES[layout.kv_dtype])
         self._tokens = layout.page_tokens
-        self._size = page_bytes // self._format.element_bytes
-        self._head_size = self._size // layers[0].kv_heads if layers else 0
+        self._sizes = [num_bytes // self._format.element_bytes for num_bytes in slice_bytes]
+        self._slices = [
+            number for number, some in enumerate(slices_of(len(layers), len(slice_bytes))) for _ in some
+        ]
+        self._views = 0
         self._offset = 0
+        self.slice = 0
 
     def next(self, spec: Attention | Window) -> Pages:
-        return self._view(spec.kv_heads, 2, spec.head_dim, self._head_size)
+        return self._view(spec.kv_heads, 2, spec.head_dim)
 
     def next_latents(self, spec: Latent) -> Pages:
-        return self._view(1, 1, spec.width, 0)
+        return self._view(1, 1, spec.width)
 
     def _plane(self, dim: int) -> int:
         """Return the elements of the tokens of a page in one head, keys or values, and of their scales."""
         return self._tokens * (dim + self._format.scale_bytes // self._format.element_bytes)
 
-    def _view(self, heads: int, parts: int, dim: int, head_size: int) -> Pages:
-        plane, offset = self._plane(dim), self._offset
-        shape = (self._memory.numel() // self._size, heads, parts, self._tokens)
-        strides = (self._size, head_size, plane if parts > 1 else 0)
+    def _view(self, heads: int, parts: int, dim: int) -> Pages:
+        before, self.slice = self.slice, self._slices[self._views]
+        self._views += 1
+        if self.slice > before:
+            self._offset = sum(self._sizes[: self.slice])
+        plane, offset, size = self._plane(dim), self._offset, sum(self._sizes)
+        shape = (self._memory.numel() // size, heads, parts, self._tokens)
+        head_size = self._sizes[self.slice] // heads if parts > 1 else 0
+        strides = (size, head_size, plane if parts > 1 else 0)
         self._offset += parts * plane
         view = self._memory.as_strided((*shape, dim), (*strides, dim, 1), offset)
         if self._memory.dtype != torch.uint8:

@@ -9,6 +9,7 @@ they are computed again. The depth where they end is a junction, and this time i
 """
 
 import asyncio
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from tidemill.kvstore.memory.windows import count_missing
 from tidemill.workers.cache_lookup import CacheLookup, LookupEviction
 from tidemill.workers.messages import PagesMissing, Provenance
 from tidemill.workers.scheduling.admission_queue import AdmissionQueue, Precedence
+from tidemill.workers.scheduling.early_start import EarlyStarts
 from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.prefix_dedup import InProgressPrefixes
 from tidemill.workers.scheduling.recent_texts import RecentTexts
@@ -64,6 +66,7 @@ class Admission:
         admission_queue: AdmissionQueue,
         sequences: Sequences,
         limits: EngineLimits,
+        preempt: Callable[[Sequence], None],
     ) -> None:
         self._ledger = ledger
         self._transfer = transfer
@@ -71,6 +74,9 @@ class Admission:
         self._sequences = sequences
         self._limits = limits
         self.in_progress = InProgressPrefixes(ledger.index, sequences.precedence)
+        self._early_starts = EarlyStarts(
+            ledger, transfer, admission_queue, self.in_progress, sequences, preempt
+        )
         self.texts = RecentTexts()
         self._serial = 0
 
@@ -85,6 +91,7 @@ class Admission:
         here = self._ledger.index.match(keys).restorable_pages
         depths = await self._transfer.restorable_depths(keys, here) if here < len(keys) else []
         sequence.restore.stored_pages, sequence.restore.store = max(depths, default=0), ""
+        sequence.restore.arrivals = ()
         while True:
             taken = await self._take_memory(sequence, keys, depths)
             if taken is None:
@@ -100,7 +107,7 @@ class Admission:
                 sequence.lease = None
                 self.admission_queue.memory_freed()
         self.in_progress.advanced(sequence, 0)
-        depth = sequence.computed
+        depth = sequence.launched
         prefetched = sequence.restore.prefetched_pages
         num_prefetched = len(range(prefetched.start, min(prefetched.stop, taken.attached_pages)))
         reused = min(depth, (taken.attached_pages - num_prefetched) * sequence.page_tokens)
@@ -274,7 +281,7 @@ class Admission:
         return layout.extents_for(needed) <= self._ledger.budget_extents
 
     async def _fetch(self, sequence: Sequence, keys: Seq[PageKey], depths: Seq[int]) -> list[int] | None:
-        """Resume at the deepest of `depths`, and return None.
+        """Resume at the deepest of `depths`, and return None, perhaps while slices of its pages arrive.
 
         If it does not arrive whole, return the depths that are still open: none if it is late.
         """
@@ -282,11 +289,21 @@ class Admission:
         assert lease is not None
         *others, target = depths
         began_s = asyncio.get_running_loop().time()
-        good = await self._transfer.fetch(lease, keys, target, partial(self._leave, sequence))
+        leave = partial(self._leave, sequence)
+        sliced = self._early_starts.may_start(sequence, target)
+        if sliced:
+            good = await self._early_starts.fetch(sequence, keys, target, leave)
+        else:
+            good = await self._transfer.fetch(lease, keys, target, leave)
         sequence.restore.fetch_s += asyncio.get_running_loop().time() - began_s
         sequence.restore.store = "late" if sequence.lease is None else "" if good == target else "failed"
         if sequence.lease is None:
             return []
+        if sequence.restore.arrivals:
+            return None
+        if sliced and good < target:
+            sequence.restore.lost_slices = True
+            return [*depths]
         if good == target or (good > len(lease.shared_entries) and not self._ledger.layout.hybrid):
             self._ledger.adopt(lease, good * sequence.page_tokens, keys)
             return None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.memory.lease import Lease, StepInFlight
-from tidemill.kvstore.memory.ledger import Ledger
+from tidemill.kvstore.memory.ledger import FLIGHTS_MAX, Ledger
 from tidemill.workers.execution.step import PENDING, Row
 from tidemill.workers.scheduling.isolation import IsolatedRuns
 from tidemill.workers.scheduling.limits import EngineLimits
@@ -111,7 +111,7 @@ class Scheduler:
         if count == 0:
             self._guessing |= launched > len(sequence.tokens)
             return None
-        if not _has_mask(sequence):
+        if not _has_mask(sequence) or _has_flights(sequence):
             return None
         if count > 1:
             return Candidate(sequence.id, launched, launched + count)
@@ -204,17 +204,23 @@ class Scheduler:
                 lease.window_table,
                 flight.restores,
                 flight.saves,
+                sequence.restore.arrivals,
             ),
         )
 
     def _keeps(self, sequence: Sequence, depth: int) -> bool:
         """Return whether the state at the boundary `depth`, where a step in flight or the next one ends,
         becomes a checkpoint."""
-        if depth in sequence.restore.wanted:
+        if depth in sequence.restore.wanted or sequence.restore.arrivals:
             return True
         if depth in sequence.restore.grid:
             return sequence.lease is not None and self._ledger.find_spare_slot(sequence.lease, depth)
         return depth > len(sequence.request.tokens) and sequence.rolls(depth, self._limits.roll_pages)
+
+
+def _has_flights(sequence: Sequence) -> bool:
+    """Return whether all its flights are in use: a fetch of its pages is one."""
+    return sequence.lease is not None and len(sequence.lease.flights) == FLIGHTS_MAX
 
 
 def _has_mask(sequence: Sequence) -> bool:

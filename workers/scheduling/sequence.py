@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -79,6 +80,8 @@ class Restore:
     fetch_s: float = 0.0
     stored_pages: int = 0  # that the store seemed to have at its admission
     store: str = ""  # how the last fetch ended, as in CacheLookup
+    arrivals: tuple[Future[None], ...] = ()  # of its first row, while its pages are fetched
+    lost_slices: bool = False  # a fetch slice by slice failed: the next one is whole
 
     @property
     def wanted(self) -> set[int]:

@@ -46,12 +46,12 @@ class Mate(Protocol):
 
 class ShardedObject(NamedTuple):
     """The store's view of one kind of objects in the arena of a rank: the shards of each, whether this rank
-    publishes them, the bytes from one object to the next, and those that are stored."""
+    publishes them, the bytes from one object to the next, and the stored ones of each slice."""
 
     shards: range
     publishes: bool
     stride_bytes: int
-    num_bytes: int
+    slice_bytes: tuple[int, ...]
 
 
 class RankTransfer:
@@ -61,13 +61,13 @@ class RankTransfer:
         self._arena_io = arena_io
         self._kinds = {
             Kind.PAGE: ShardedObject(
-                share.pages, share.publishes_pages, layout.page_bytes, layout.page_bytes
+                share.pages, share.publishes_pages, layout.page_bytes, layout.slice_bytes
             ),
             Kind.WINDOW: ShardedObject(
-                share.windows, share.publishes_windows, layout.window_bytes, layout.window_bytes
+                share.windows, share.publishes_windows, layout.window_bytes, (layout.window_bytes,)
             ),
             Kind.CHECKPOINT: ShardedObject(
-                share.states, bool(share.states), layout.saved_stride_bytes, layout.saved_bytes
+                share.states, bool(share.states), layout.saved_stride_bytes, (layout.saved_bytes,)
             ),
         }
 
@@ -78,20 +78,25 @@ class RankTransfer:
         outcomes = await self._arena_io.put([shard for shards in offered for shard in shards])
         return _unbroken(_intact(offered, (outcome.is_there for outcome in outcomes)))
 
-    async def get(self, objects: Sequence[Moved]) -> int:
-        """Fill the memory of the objects, and return how many of the first ones arrived whole."""
-        wanted = [self._shards(moved) for moved in objects]
+    async def get(self, objects: Sequence[Moved], page_slice: int | None = None) -> int:
+        """Fill the memory of the objects, and return how many of the first ones arrived whole. With
+        `page_slice` get that slice of each page, and other objects with the first one."""
+        wanted = [self._shards(moved, page_slice) for moved in objects]
         outcomes = await self._arena_io.get([shard for shards in wanted for shard in shards])
         return _unbroken(_intact(wanted, (outcome is Got.HIT for outcome in outcomes)))
 
-    def _shards(self, moved: Moved) -> list[StagedObject]:
-        """Return the shards of an object on this rank."""
-        shards, _, stride_bytes, num_bytes = self._kinds[moved.kind]
-        offset, size = moved.memory_id * stride_bytes, num_bytes // len(shards)
-        return [
-            StagedObject(ObjectKey(moved.kind, moved.key, shard), start, size)
-            for shard, start in zip(shards, range(offset, offset + num_bytes, size), strict=True)
-        ]
+    def _shards(self, moved: Moved, page_slice: int | None = None) -> list[StagedObject]:
+        """Return the shards of an object on this rank, or those of one slice."""
+        shards, _, stride_bytes, slice_bytes = self._kinds[moved.kind]
+        found: list[StagedObject] = []
+        start = moved.memory_id * stride_bytes
+        for number, num_bytes in enumerate(slice_bytes):
+            size = num_bytes // len(shards)
+            for shard in shards if page_slice in {None, number} else ():
+                key = ObjectKey(moved.kind, moved.key, shard * len(slice_bytes) + number)
+                found.append(StagedObject(key, start + (shard - shards.start) * size, size))
+            start += num_bytes
+        return found
 
 
 @dataclass(slots=True)
@@ -108,6 +113,9 @@ class Moves:
 
 OnLate = Callable[[asyncio.Future[int]], None]
 """Called with a transfer that its caller no longer waits for. It uses its memory until it has ended."""
+
+OnSlice = Callable[[int], None]
+"""Called with the number of each slice when it is here and verified in all pages."""
 
 
 class Transfer:
@@ -133,7 +141,8 @@ class Transfer:
             Kind.WINDOW: layout.window_bytes,
             Kind.CHECKPOINT: layout.saved_bytes,
         }
-        self._shards = {Kind.PAGE: shards.pages, Kind.WINDOW: shards.windows, Kind.CHECKPOINT: shards.states}
+        page_shards = shards.pages * len(layout.slice_bytes)
+        self._shards = {Kind.PAGE: page_shards, Kind.WINDOW: shards.windows, Kind.CHECKPOINT: shards.states}
         self._fetching = Quota(in_flight_bytes_max)
         self._publishing = Quota(in_flight_bytes_max)
 
@@ -156,12 +165,28 @@ class Transfer:
         """Return how many of these pages the store holds before the first that it does not."""
         return _unbroken(await self._held([(Kind.PAGE, key) for key in keys]))
 
-    async def fetch(self, lease: Lease, keys: Sequence[PageKey], num_pages: int, on_late: OnLate) -> int:
+    @property
+    def num_slices(self) -> int:
+        """The slices in which pages can be fetched while a step runs; 1: all layers arrive together. In a
+        group a rank that lacks one would have to end the step of all, and a copy of a checkpoint needs its
+        entry in the index."""
+        return 1 if self._mates or self._layout.converts else len(self._layout.slice_bytes)
+
+    async def fetch(
+        self,
+        lease: Lease,
+        keys: Sequence[PageKey],
+        num_pages: int,
+        on_late: OnLate,
+        on_slice: OnSlice | None = None,
+    ) -> int:
         """Fill the lease's own pages up to `num_pages` and, if it runs, its `fetched_windows` and its
         `fetch_slot`. Return how many pages are good.
 
         The result is `num_pages` only when the checkpoint arrived too. Nothing is committed here. When this
-        is cancelled, or the store exceeds its patience, `on_late` gets the transfer.
+        is cancelled, or the store exceeds its patience, `on_late` gets the transfer. With `on_slice` the
+        slices of all pages arrive one after the other, the checkpoint with the first, and none of them is
+        good before the last.
         """
         first = len(lease.shared_entries)
         wanted = [
@@ -182,7 +207,7 @@ class Transfer:
         except TimeoutError:
             return min(first, num_pages - 1)
         began_s = asyncio.get_running_loop().time()
-        moving = asyncio.ensure_future(self._least(lambda rank: rank.get(wanted)))
+        moving = asyncio.ensure_future(self._get(wanted, on_slice))
         moving.add_done_callback(lambda _: self._fetching.give_back(num_bytes))
         late = False
         try:
@@ -286,6 +311,16 @@ class Transfer:
     def _num_bytes(self, objects: Sequence[Moved]) -> int:
         """Return the bytes on each rank."""
         return sum(self._sizes[moved.kind] for moved in objects)
+
+    async def _get(self, wanted: Sequence[Moved], on_slice: OnSlice | None) -> int:
+        """Return how many of the first objects are good."""
+        if on_slice is None:
+            return await self._least(lambda rank: rank.get(wanted))
+        for number in range(self.num_slices):
+            if await self._own.get(wanted, number) < len(wanted):
+                return 0
+            on_slice(number)
+        return len(wanted)
 
     async def _put(self, objects: Sequence[Moved]) -> bool:
         """Return whether all objects are there."""

@@ -9,7 +9,10 @@ token and all later ones.
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from hashlib import blake2b
+from itertools import accumulate
 from random import Random
 
 from tests.support.sim.in_order import InOrder
@@ -25,7 +28,7 @@ from tidemill.kvstore.layout import (
     WindowId,
     layout_of,
 )
-from tidemill.workers.execution.step import PENDING, Drawn, Row, Scores, Step
+from tidemill.workers.execution.step import PENDING, Drawn, PagesLost, Row, Scores, Step
 from tidemill.workers.messages import Request, TokenLogprob
 
 VOCABULARY = 251
@@ -43,17 +46,21 @@ def fold_layout(
     window: int = 0,
     extent_bytes_min: int = 256,
     checkpoint_dtype: StateDtype | None = None,
+    page_slices: int = 1,
 ) -> Layout:
     """Return a layout of small extents with a KV digest per token, and a digest per state if `hybrid`.
 
     With `window` it also has a digest per token in the window. Checkpoints in bfloat16 have a digest too.
+    Of 2 slices of a page each has half of a digest.
     """
-    layers = (LINEAR, ATTENTION) if hybrid else (ATTENTION,)
+    paged = [replace(ATTENTION, head_dim=ATTENTION.head_dim // page_slices)] * page_slices
+    layers = (LINEAR, *paged) if hybrid else paged
     windows = [Window(kv_heads=1, head_dim=2, tokens=window)] if window else []
     layout = layout_of(
         (*layers, *windows),
         page_tokens,
         checkpoint_dtype=checkpoint_dtype,
+        page_slices=page_slices,
         extent_bytes_min=extent_bytes_min,
         granule_bytes=1,
     )
@@ -109,6 +116,8 @@ class FoldRunner:
         if error is not None:
             self._spoil(step)
             raise error
+        for arrival in (arrival for row in step for arrival in row.arrivals):
+            await self._arrive(arrival, step)
         try:
             drawn = [self._row(row, (last or {}).get(row.sequence_id)) for row in step]
         except Exception as error:
@@ -121,6 +130,13 @@ class FoldRunner:
         }
         await asyncio.sleep(self._rng.random() * self._step_s_max)
         return drawn
+
+    async def _arrive(self, arrival: Future[None], step: Step) -> None:
+        try:
+            await asyncio.wrap_future(arrival)
+        except PagesLost:
+            self._spoil(step)
+            raise
 
     def _row(self, row: Row, last: int | None) -> Drawn:
         """Write all positions of the row, including wrong guesses, before anything is drawn."""
@@ -141,7 +157,7 @@ class FoldRunner:
                 self._view(row.windows, position)[:] = entry
                 seen = range(max(0, position + 1 - self._layout.window_tokens), position + 1)
                 entry = _folded([bytes(self._view(row.windows, at)) for at in seen])
-            self._kv(row.pages, position)[:] = entry
+            self._write_kv(row.pages, position, entry)
         for depth, slot in row.writes:
             self._state(slot)[:] = states[depth - row.start - 1]
         for slot, checkpoint in row.saves:
@@ -163,7 +179,7 @@ class FoldRunner:
         """Guess the next tokens. With a small vocabulary some guesses are right."""
         last = row.end - row.drafts + len(drawn) - 1
         for position in range(last, min(last + self._guesses_max, len(row.pages) * self._layout.page_tokens)):
-            self._kv(row.pages, position)[:] = b"\xee" * KV_BYTES
+            self._write_kv(row.pages, position, b"\xee" * KV_BYTES)
             yield (drawn[-1] + position) % self._vocabulary
 
     def _scores(self, row: Row, scores: Scores, states: Sequence[bytes]) -> Iterator[TokenLogprob]:
@@ -175,7 +191,7 @@ class FoldRunner:
     def _spoil(self, step: Step) -> None:
         for row in step:
             for position in range(row.start, row.end):
-                self._kv(row.pages, position)[:] = b"\xee" * KV_BYTES
+                self._write_kv(row.pages, position, b"\xee" * KV_BYTES)
                 if self._layout.has_windows:
                     self._view(row.windows, position)[:] = b"\xee" * KV_BYTES
             for _, slot in row.writes:
@@ -183,14 +199,25 @@ class FoldRunner:
             for _, checkpoint in row.saves:
                 self._saved(checkpoint)[:] = b"\xee" * len(EMPTY)
 
-    def _kv(self, pages: Sequence[PageId], position: int) -> memoryview:
-        size = self._layout.page_tokens
-        start = self._layout.page_offset(pages[position // size]) + position % size * KV_BYTES
-        return self._memory[start : start + KV_BYTES]
+    def _kv(self, pages: Sequence[PageId], position: int) -> list[memoryview]:
+        """Return the parts of the KV of a token, one in each slice."""
+        size, slice_bytes = self._layout.page_tokens, self._layout.slice_bytes
+        page = self._layout.page_offset(pages[position // size])
+        starts = (page + start for start in (0, *accumulate(slice_bytes[:-1])))
+        num_bytes = KV_BYTES // len(slice_bytes)
+        parts = (start + position % size * num_bytes for start in starts)
+        return [self._memory[part : part + num_bytes] for part in parts]
+
+    def _write_kv(self, pages: Sequence[PageId], position: int, entry: bytes) -> None:
+        parts = self._kv(pages, position)
+        for number, part in enumerate(parts):
+            part[:] = entry[number * len(part) : (number + 1) * len(part)]
 
     def _kv_before(self, pages: Sequence[PageId], end: int) -> bytes:
-        """Return the KV of the tokens [0, end), which are contiguous within a page."""
+        """Return the KV of the tokens [0, end)."""
         size = self._layout.page_tokens
+        if len(self._layout.slice_bytes) > 1:
+            return b"".join(part for position in range(end) for part in self._kv(pages, position))
         starts = (self._layout.page_offset(page) for page in pages[: -(-end // size)])
         sizes = (KV_BYTES * min(size, end - first) for first in range(0, end, size))
         return b"".join(

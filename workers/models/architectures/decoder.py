@@ -91,7 +91,7 @@ class Decoder:
         ops, epsilon = self.ops, self._config.epsilon
         normed = Normed(*ops.add_norm(None, self.embed(inputs.tokens_T), self._layers[0].norm_H, epsilon))
         next_norms = [*(layer.norm_H for layer in self._layers[1:]), self._norm_H]
-        paged, states = iter(caches.kv), iter(zip(caches.conv, caches.temporal, strict=True))
+        paged, states = caches.paged(), iter(zip(caches.conv, caches.temporal, strict=True))
         for layer, next_norm_H in zip(self._layers, next_norms, strict=True):
             cache = (next(paged),) if layer.is_paged else next(states)
             if kept is not None and layer is self._layers[-1]:  # of others it computes what goes into caches

@@ -116,6 +116,7 @@ async def whole_run(rng: Random, met: Counter[str]) -> None:
         window=rng.choice([1, 4, 7, 100]) * (kind % 2),
         extent_bytes_min=rng.choice([1, 256, 256]),
         checkpoint_dtype="bfloat16" if kind < 2 and rng.random() < 0.5 else None,
+        page_slices=1 + (size in {4, 16}),
     )
     vocabulary, rows_max, overlap = rng.choice([3, 3, VOCABULARY]), rng.choice([2, 8, 16]), rng.random() < 0.7
     tokens_max = rows_max + size + rng.choice([0, 1, 40])

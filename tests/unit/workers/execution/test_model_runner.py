@@ -4,19 +4,23 @@
 
 import asyncio
 import threading
+import time
+from concurrent.futures import Future
+from contextlib import nullcontext
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.waits import eventually
 from tests.support.workers.drawing import draw
 from tidemill.kernels.dispatch import REFERENCE
 from tidemill.kvstore.layout import PageId, StateId, WindowId
 from tidemill.kvstore.memory.lease import StateWrite
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.execution.sampling_state import SamplingState
-from tidemill.workers.execution.step import PENDING, Drawn, Row, Scores, Step
+from tidemill.workers.execution.step import PENDING, Drawn, PagesLost, Row, Scores, Step
 from tidemill.workers.execution.step_tensors import inputs_of, kept_of
 from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.models.inputs import Caches, Inputs, Kept
@@ -239,4 +243,66 @@ def test_with_guesses_it_is_the_last_one_of_those_drawn() -> None:
     assert runner.run_now((guessed,)) == [Drawn(tuple(truth))]
     runner.run_now((a_row("a", (PENDING,), 4, draws_at(5, greedy)),))
     assert model.seen[1].tokens_T.tolist() == truth[2:]
+    runner.close()
+
+
+class Layered(Echo):
+    """Records when the host launches layers, and reads the pages of each."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self._events = events
+
+    def forward(self, inputs: Inputs, caches: Caches, kept: Kept | None = None) -> torch.Tensor:
+        for number, _ in enumerate(caches.paged()):
+            self._events.append(f"layer {number}")
+        return super().forward(inputs, NO_CACHES, kept)
+
+
+class RecordedStream:
+    """A stream of a device that records when the host waits for it."""
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def record_event(self) -> None:
+        self._events.append("event")
+
+    def synchronize(self) -> None:
+        self._events.append("wait")
+
+
+@pytest.mark.parametrize("error", [None, PagesLost("lost")])
+def test_layer_is_launched_when_its_slice_is_here_and_no_stream_is_waited_for(
+    error: PagesLost | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host waits for the store between layers, while the device runs those before."""
+    events: list[str] = []
+    page = torch.zeros(1)
+    caches = Caches((page, page, page, page), (), (), slices=(0, 0, 1, 2))
+    runner = TorchRunner(Layered(events), caches, 4, threads=1)
+    monkeypatch.setattr(runner, "_stream", RecordedStream(events))
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    arrivals = tuple(Future[None]() for _ in range(3))
+    arrivals[0].set_result(None)
+    row = a_row("a", (1, 2), 4, draws_at(6, Sampling(temperature=0)))._replace(arrivals=arrivals)
+    running = runner._thread.submit(runner.run_now, (row,))
+    try:
+        for launched, arrival in ((2, arrivals[1]), (3, arrivals[2])):
+            eventually(lambda launched=launched: len(events) >= launched)
+            time.sleep(0.02)
+            assert events == [f"layer {number}" for number in range(launched)]
+            if error is not None and launched == 3:
+                arrival.set_exception(error)
+            else:
+                arrival.set_result(None)
+    finally:
+        for arrival in arrivals:
+            arrival.cancel()  # if it is still to come, so that the thread can end
+    if error is None:
+        assert len(running.result()[0].tokens) == 1
+    else:
+        with pytest.raises(PagesLost):
+            running.result()
+    assert events == [*(f"layer {number}" for number in range(3 + (error is None))), "event", "wait"]
     runner.close()
