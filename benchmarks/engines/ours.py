@@ -51,7 +51,7 @@ def killed(scene: Scene) -> Iterator[Figure]:
     """Yield the longest pause of 8 streams over two vLLMs after a kill -9 of one, beyond the time of a
     prompt."""
     with scene.tidemill("--mixed", "2") as ours:
-        asked = asks("dense")
+        asked = asks(scene.model)
         calm = asyncio.run(streamed(ours, asked))
         prefill_s = max(call.chunks[0].at_s - call.sent_s for call in calm)
         pauses: list[float] = []

@@ -68,7 +68,17 @@ class Scene:
     @contextmanager
     def tidemill(self, *arguments: str) -> Generator[Server]:
         """Run ours with vLLM as the engine of its workers."""
-        words = [self._model, "--port", "0", "--engine", "vllm", "--engine-python", str(self.python)]
+        words = [
+            self._model,
+            "--served-model-name",
+            self.model,
+            "--port",
+            "0",
+            "--engine",
+            "vllm",
+            "--engine-python",
+            str(self.python),
+        ]
         words += ["--engine-args", FLAGS, "--threads", str(THREADS), "--memory", str(MEMORY_BYTES)]
         with Server([*words, *arguments], self.folder / "tidemill.log") as server:
             warm(server.url)
