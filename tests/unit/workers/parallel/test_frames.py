@@ -47,6 +47,7 @@ rows = st.builds(
     windows=st.lists(ids.map(WindowId), max_size=6).map(tuple),
     restores=st.none() | ids.map(CheckpointId),
     saves=st.lists(st.builds(StateSave, ids.map(StateId), ids.map(CheckpointId)), max_size=4).map(tuple),
+    arrivals=st.just(()),  # ranks wait for whole pages
     scores=st.none() | st.builds(Scores, ids, st.lists(ids, min_size=1, max_size=4).map(tuple), ids),
 )
 objects = st.builds(
