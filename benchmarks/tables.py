@@ -19,7 +19,9 @@ from benchmarks.rows import RESULTS, Row, read_rows
 from tidemill.cluster.plan.cards import CARDS, STEP_BYTES
 
 ROOT = Path(__file__).parents[1]
-PAGES = tuple(ROOT / page for page in ("benchmarks/README.md", "docs/side_by_side.md", "docs/sizing.md"))
+PAGES = tuple(
+    ROOT / page for page in ("benchmarks/README.md", "docs/side_by_side.md", "docs/sizing.md", "docs/vllm.md")
+)
 MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 WIDTH = 100
 
@@ -301,6 +303,18 @@ def kinds() -> Lines:
     return generic([{k: cell for k, cell in row.items() if k not in times} for row in read_rows("kinds")])
 
 
+def engines() -> Lines:
+    yield "figure", "measured", "goal", "of"
+    for row in read_rows("engines"):
+        shown = f"{row['value']:.3g}"
+        yield (
+            row["name"],
+            f"**{shown}**" if row["value"] <= row["goal"] else shown,
+            row["goal"],
+            row["details"],
+        )
+
+
 def generic(rows: Sequence[Row]) -> Lines:
     """Return a table of rows as they are."""
     return [tuple(rows[0]), *(tuple(row.values()) for row in rows)]
@@ -330,6 +344,7 @@ TABLES: dict[str, tuple[str, Callable[[], Lines]]] = {
     "many routers": ("many_routers", many_routers),
     "placements": ("placement_calls", placements),
     "faults": ("faults", faults),
+    "engines": ("engines", engines),
 }
 """The file whose first line is the caption, and what makes a table. Any other file is shown as it is."""
 

@@ -19,6 +19,7 @@ from tests.support.e2e.engine_streams import (
     streamed,
     text_of,
     wait_for_both,
+    wait_for_successor,
 )
 from tests.support.e2e.server import Server
 from tests.support.waits import eventually
@@ -112,7 +113,7 @@ def test_lost_engine_cuts_no_stream_and_is_started_again(server: Server, victim:
     equal = sum(text_of(call) == text_of(other) for call, other in zip(calls, calm, strict=True))
     line = f"{victim}: longest pause {max(pauses):.2f} s, {equal} of {STREAMS} answers equal a calm run"
     print(line)  # noqa: T201 - a figure of docs/vllm.md
-    eventually(lambda: server.lives().keys() == lives.keys() and server.lives() != lives)
+    wait_for_successor(server, lives)
 
 
 def test_stream_that_vllm_starts_again_ends_by_name(server: Server) -> None:

@@ -17,6 +17,7 @@ from tests.support.e2e.engine_streams import (
     processes,
     streamed,
     text_of,
+    wait_for_successor,
 )
 from tests.support.e2e.history import Ask
 from tests.support.e2e.server import Server
@@ -104,4 +105,4 @@ def test_kill_cuts_no_stream(server: Server, victim: str, begun: int) -> None:
         f"{victim}, {begun} begun: longest pause {max(pauses):.2f} s, {equal} of {STREAMS} equal a calm run"
     )
     print(line)  # noqa: T201 - a figure of docs/vllm.md
-    eventually(lambda: server.lives().keys() == lives.keys() and server.lives() != lives)
+    wait_for_successor(server, lives)

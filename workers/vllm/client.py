@@ -42,6 +42,13 @@ class VllmClient:
         answer.raise_for_status()
         return Metrics.parse(answer.content)
 
+    async def is_dead(self) -> bool:
+        """Return whether the server answers that its engine has ended, which it does before it ends."""
+        try:
+            return (await self._http.get("/health")).is_server_error
+        except httpx.HTTPError:
+            return False
+
     async def prefill(self, body: dict[str, Any]) -> bytes | None:
         """Compute a prompt, and return where its blocks can be pulled, as JSON; None: nowhere. Raises
         WorkerGone and RequestError."""

@@ -26,6 +26,7 @@ from tidemill.workers.messages import (
     RequestError,
     Speed,
     Times,
+    WorkerGone,
     WorkerLoad,
     features_of,
 )
@@ -100,15 +101,18 @@ class VllmEngine:
         self._produces = self._generates = True
         self._calls: set[_Call] = set()
         self._looked_s = self._stepped_s = 0.0
+        self._dead = asyncio.Event()
 
     async def run(self) -> None:
-        """Take events, read metrics, and raise EngineEnded when the server answers nothing or steps no
-        more."""
+        """Take events, read metrics, and raise EngineEnded when the server answers nothing, steps no more, or
+        reports its own end to a request."""
         self._looked_s = self._stepped_s = _now_s()
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(every(PUMP_S, self._pump, "KV events of vLLM"))
                 tasks.create_task(every(LOOK_S, self._look, "metrics of vLLM", fatal=(EngineEnded,)))
+                await self._dead.wait()
+                raise EngineEnded(f"the engine of vLLM at {self._client.url} has ended: see its lines above")
         finally:
             await self.close()
 
@@ -167,6 +171,10 @@ class VllmEngine:
                     yield call
         except TimeoutError:
             raise HandedOver("the worker hands its requests over") from None
+        except WorkerGone:
+            if await self._client.is_dead():
+                self._dead.set()
+            raise
 
     def _priority(self, call: _Call) -> int:
         return priority_of(call.request, call.began_s) if self._prioritizes else 0

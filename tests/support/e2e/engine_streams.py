@@ -54,6 +54,11 @@ def processes(server: Server, name: str) -> list[psutil.Process]:
     return [each for each in running if name in f"{command_of(each)} {each.name()}"]
 
 
+def wait_for_successor(server: Server, lives: dict[str, str]) -> None:
+    """Wait until another process has the name of one of these workers."""
+    eventually(lambda: server.lives().keys() == lives.keys() and server.lives() != lives)
+
+
 def wait_for_both(server: Server) -> None:
     """Wait until both workers are there again."""
     eventually(lambda: [row["state"] for row in server.workers()] == ["ready", "ready"])

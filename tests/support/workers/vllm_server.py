@@ -91,6 +91,7 @@ class VllmServer:
         self.bodies: list[dict[str, Any]] = []
         self.steps = 0
         self.usage = 0.25  # of its memory
+        self.health = 200
         self.closed = asyncio.Event()  # a client left before its answer ended
         self.url = ""
         self.tasks: set[asyncio.Task[object]] = set()
@@ -118,7 +119,7 @@ class VllmServer:
                 found = METRICS % {"running": len(self.bodies), "steps": self.steps, "usage": self.usage}
                 self._reply(writer, 200, found.encode())
             case "/health":
-                self._reply(writer, 200, b"")
+                self._reply(writer, self.health, b"")
             case "/v1/models":
                 self._reply(writer, 200, b'{"data": [{"id": "m", "max_model_len": 512}]}')
             case "/kv_event_sources":

@@ -267,6 +267,18 @@ async def test_server_that_answers_nothing_is_given_up(monkeypatch: pytest.Monke
     assert failed.group_contains(EngineEnded, match="does not answer")
 
 
+async def test_server_that_reports_its_end_is_given_up() -> None:
+    async with serving(VllmServer([frame_of(100)])) as server:
+        engine = await engine_of(server)
+        running = asyncio.create_task(engine.run())
+        server.health = 503
+        with pytest.raises(WorkerGone):
+            await engine.stream(GREEDY, lambda _: None)
+        with pytest.raises(BaseExceptionGroup) as failed:
+            await asyncio.wait_for(running, 10)
+        assert failed.group_contains(EngineEnded, match="has ended")
+
+
 def test_metrics_sum_over_engines_and_name_the_facts() -> None:
     text = b"""# HELP x
 vllm:num_requests_running{engine="0"} 1.0
