@@ -37,6 +37,7 @@ from tidemill.workers.execution.step import PENDING, Drawn, Row, Step
 from tidemill.workers.execution.step_tensors import copies_of, inputs_of, kept_of
 from tidemill.workers.messages import Request, Sampling, TokenLogprob
 from tidemill.workers.models.architectures.registry import Model
+from tidemill.workers.models.collectives import ALONE, Ranks
 from tidemill.workers.models.inputs import Caches, Inputs, Kept, on_device
 
 FILTERED = Sampling(temperature=1.0, top_k=1000, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=0)
@@ -62,6 +63,8 @@ class Outputs(NamedTuple):
 
 
 class TorchRunner:
+    _ranks: Ranks = ALONE  # in a group, those of its model
+
     def __init__(
         self,
         model: Model,
@@ -173,6 +176,7 @@ class TorchRunner:
 
     def _share(self, tokens_N: torch.Tensor) -> None:
         """Copy the leader's tokens into those of the other ranks of a group."""
+        self._ranks.broadcast(tokens_N)
 
     def _outputs(self, step: Step, tokens: list[int]) -> Outputs:
         """Compute what all ranks of a group compute together."""
@@ -202,7 +206,13 @@ class TorchRunner:
             self._caches.restore(*restores)
         yield
         if saves.numel():
-            self._caches.save(*saves)
+            self._save(saves)
+
+    def _save(self, saves_2N: torch.Tensor) -> None:
+        """Copy states to checkpoints on all ranks of a group. The leader's step ends after that, so transfers
+        on a rank, which do not wait for its steps, read whole checkpoints and write to no state of a copy."""
+        self._caches.save(*saves_2N)
+        self._ranks.reduce(torch.zeros(1, 1, device=self._device))
 
     def _kept(self, step: Step) -> Kept | None:
         """Return the tokens of which the last layer computes hidden states, on a device or by a recording.

@@ -296,7 +296,7 @@ class OverlappedRunner(TorchRunner):
                 kept = Kept.last(inputs.cu_B1) if len(inputs.tokens_T) > len(inputs.lens_B) else None
                 hidden_TH = self._model.forward(inputs, self._caches, kept)
             if saves.numel():
-                self._caches.save(*saves)
+                self._save(saves)
             if not prepared.wanted:
                 return
             if end is not None and len(drawn_there):

@@ -96,7 +96,7 @@ class GroupRunner(TorchRunner):
         guesser: MtpDrafter | None = None,
     ) -> None:
         super().__init__(model, caches, page_tokens, threads, group.device, guesser)
-        self._group = group
+        self._group, self._ranks = group, group.exchange.model
         self._vocab_size = vocab_size
 
     def run(self, step: Step) -> asyncio.Future[list[Drawn]]:
@@ -148,9 +148,6 @@ class GroupRunner(TorchRunner):
         chosen_N = super()._choose(logits_NV)
         self._share(chosen_N)
         return chosen_N
-
-    def _share(self, tokens_N: torch.Tensor) -> None:
-        self._group.exchange.model.broadcast(tokens_N)
 
     @contextmanager
     def _together(self) -> Generator[None]:

@@ -42,7 +42,7 @@ class OverlappedGroupRunner(GroupRunner, OverlappedRunner):
         tables: PageTables,
     ) -> None:
         OverlappedRunner.__init__(self, model, caches, page_tokens, threads, stream, guesser, tables)
-        self._group = group
+        self._group, self._ranks = group, group.exchange.model
         self._vocab_size = vocab_size
 
     def _launch_ahead(self, step: Step) -> LaunchedStep:
@@ -71,7 +71,7 @@ class OverlappedRankRunner(RankRunner, OverlappedRunner):
         tables: PageTables,
     ) -> None:
         OverlappedRunner.__init__(self, model, caches, page_tokens, threads, stream, guesser, tables)
-        self._exchange = exchange
+        self._exchange, self._ranks = exchange, exchange.model
         self._launched = deque[StepEvent](maxlen=FLIGHTS_MAX)
 
     def run_now(self, step: Step) -> list[Drawn]:

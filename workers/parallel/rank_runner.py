@@ -28,7 +28,7 @@ class RankRunner(TorchRunner):
         guesser: MtpDrafter | None,
     ) -> None:
         super().__init__(model, caches, page_tokens, threads, device, guesser)
-        self._exchange = exchange
+        self._exchange, self._ranks = exchange, exchange.model
 
     def run_now(self, step: Step) -> list[Drawn]:
         """Run this rank's part; an empty step ends when all ranks have met. Nothing is drawn."""
@@ -68,6 +68,3 @@ class RankRunner(TorchRunner):
         tokens_N = torch.zeros(len(logits_NV), dtype=torch.int64, device=logits_NV.device)
         self._share(tokens_N)
         return tokens_N
-
-    def _share(self, tokens_N: torch.Tensor) -> None:
-        self._exchange.model.broadcast(tokens_N)

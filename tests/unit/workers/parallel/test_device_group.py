@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import ANY, Mock
@@ -21,15 +21,24 @@ from tests.support.kvstore.fake_vmm import FakeVmm
 from tests.support.parity.served import answer
 from tests.support.workers.late import LateStream
 from tests.support.workers.settings import plain_settings
+from tests.unit.workers.execution.test_model_runner import Echo, a_row
 from tidemill.kernels.dispatch import operators
+from tidemill.kvstore.layout import CheckpointId, StateId
+from tidemill.kvstore.memory.lease import StateSave
+from tidemill.workers.device import HOST
 from tidemill.workers.engine.build import BuiltEngine, build_engine
 from tidemill.workers.engine.build_rank import build_rank
 from tidemill.workers.execution.model_runner import TorchRunner
+from tidemill.workers.execution.step_tensors import PageTables
 from tidemill.workers.messages import Request, Sampling
+from tidemill.workers.models.inputs import Caches
 from tidemill.workers.parallel.exchange import Exchange
+from tidemill.workers.parallel.group import GroupRunner, RankGroup
 from tidemill.workers.parallel.link import Ended, StartRanks
 from tidemill.workers.parallel.network import Meeting
+from tidemill.workers.parallel.overlapped_group import OverlappedGroupRunner, OverlappedRankRunner
 from tidemill.workers.parallel.rank import RankParts, carry_out
+from tidemill.workers.parallel.rank_runner import RankRunner
 from tidemill.workers.parallel.shared_memory import SharedMemory
 from tidemill.workers.settings import EngineSettings
 
@@ -197,6 +206,54 @@ def test_ranks_launch_ahead_and_no_host_reads_a_token(
         collect_rank()
         for stream in streams:
             stream.close()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_step_without_draws_ends_when_every_rank_has_copied_its_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, ahead: bool
+) -> None:
+    """A transfer on a rank waits for no step there: it may start when the step of the leader ends."""
+    states, copies = torch.arange(4.0).view(4, 1), torch.full((2, 4, 1), -1.0)
+    caches = [Caches((), (states,), (), saved=(copy,)) for copy in copies]
+    save = Caches.save
+
+    def saving(own: Caches, *pairs: torch.Tensor) -> None:
+        time.sleep(0.2 if own is caches[1] else 0)
+        save(own, *pairs)
+
+    monkeypatch.setattr(Caches, "save", saving)
+    streams = [LateStream(), LateStream()]
+    step = (a_row("a", (1, 2), 0)._replace(saves=(StateSave(StateId(2), CheckpointId(1)),)),)
+    model = Mock(ops=Echo.ops, forward=Mock(return_value=torch.zeros(2, 1)))
+
+    def run(rank: int) -> None:
+        with closing(SharedMemory(tmp_path, rank, 2, 5.0)) as control:
+            exchange, running = Exchange(control, control), (model, caches[rank], 4, 1)
+            late = streams[rank], None, PageTables(2, 6, windows=False)
+            if rank and ahead:
+                runner = OverlappedRankRunner(*running, exchange, *late)
+            elif rank:
+                runner = RankRunner(*running, exchange, HOST, None)
+            elif ahead:
+                runner = OverlappedGroupRunner(*running, RankGroup(Mock(), exchange, HOST), 99, *late)
+            else:
+                runner = GroupRunner(*running, RankGroup(Mock(), exchange, HOST), 99)
+            if rank:
+                runner.run_now(step)
+                streams[1].close()
+            else:
+                asyncio.run(landed(runner))
+                assert copies[:, 1].flatten().tolist() == [2.0, 2.0]
+            runner.close()
+
+    async def landed(leader: TorchRunner) -> None:
+        await leader.run(step)
+
+    other = threading.Thread(target=run, args=(1,))
+    other.start()
+    run(0)
+    other.join()
+    streams[0].close()
 
 
 def test_memory_of_ranks_is_the_least_however_late_one_comes(tmp_path: Path) -> None:
