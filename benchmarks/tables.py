@@ -306,7 +306,7 @@ def kinds() -> Lines:
 def engines() -> Lines:
     yield "figure", "measured", "goal", "of"
     for row in read_rows("engines"):
-        shown = f"{row['value']:.3g}"
+        shown = f"{row['value']:.4g}"
         yield (
             row["name"],
             f"**{shown}**" if row["value"] <= row["goal"] else shown,

@@ -2,19 +2,18 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from random import Random
 from statistics import median
 
 from tests.support.e2e.engine_streams import (
     STREAMS,
     asks,
+    longest_pause_s,
     processes,
     streamed,
     wait_for_both,
     wait_for_successor,
 )
-from tests.support.e2e.history import Call
 
 from benchmarks.engines.scene import Figure, Scene, ask, prompts
 
@@ -79,7 +78,7 @@ def killed(scene: Scene) -> Iterator[Figure]:
             calls = asyncio.run(streamed(ours, asked, processes(ours, "VLLM::EngineCore")[0]))
             if cut := [call.trouble for call in calls if call.trouble]:
                 raise SystemExit(f"a stream was cut: {cut[0]}")
-            pauses.append(max(map(longest_gap_s, calls)))
+            pauses.append(longest_pause_s(calls))
             wait_for_successor(ours, lives)
         yield Figure(
             f"longest pause of {STREAMS} streams after a kill, beyond a prompt's {prefill_s:.2f} s",
@@ -87,8 +86,3 @@ def killed(scene: Scene) -> Iterator[Figure]:
             2,
             f"pauses {', '.join(f'{pause_s:.2f}' for pause_s in sorted(pauses))} s",
         )
-
-
-def longest_gap_s(call: Call) -> float:
-    """Return the longest time between two chunks of a stream."""
-    return max(after.at_s - before.at_s for before, after in pairwise(call.chunks))

@@ -99,7 +99,7 @@ def page() -> str:
     }
     everywhere = "; ".join(flags for flags, cells in rows.items() if flags and set(cells) == {YES})
     lines = [
-        f"{INTRODUCTION}\nAccepted in each arrangement, also alone: {everywhere}.\n",
+        f"{INTRODUCTION}\nEvery arrangement accepts these, and no flag at all: {everywhere}.\n",
         f"| flags | {' | '.join(ARRANGEMENTS)} |",
         "|---" * (len(ARRANGEMENTS) + 1) + "|",
         *(f"| {flags} | {' | '.join(cells)} |" for flags, cells in rows.items() if set(cells) != {YES}),

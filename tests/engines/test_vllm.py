@@ -15,9 +15,9 @@ from tests.support.e2e.engine_streams import (
     STREAMS,
     TOKENS,
     asks,
+    compared,
     processes,
     streamed,
-    text_of,
     wait_for_both,
     wait_for_successor,
 )
@@ -106,13 +106,7 @@ def test_lost_engine_cuts_no_stream_and_is_started_again(server: Server, victim:
     calls = asyncio.run(streamed(server, asks("dense"), processes(server, victim)[0], number))
     assert [call.trouble for call in calls] == [[]] * STREAMS
     assert {call.num_tokens for call in calls} == {TOKENS}
-    pauses = [
-        max(after.at_s - chunk.at_s for chunk, after in zip(call.chunks, call.chunks[1:], strict=False))
-        for call in calls
-    ]
-    equal = sum(text_of(call) == text_of(other) for call, other in zip(calls, calm, strict=True))
-    line = f"{victim}: longest pause {max(pauses):.2f} s, {equal} of {STREAMS} answers equal a calm run"
-    print(line)  # noqa: T201 - a figure of docs/vllm.md
+    print(f"{victim}: {compared(calls, calm)}")  # noqa: T201 - a figure of docs/vllm.md
     wait_for_successor(server, lives)
 
 

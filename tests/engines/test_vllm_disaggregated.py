@@ -14,9 +14,9 @@ from tests.support.e2e.engine_streams import (
     STREAMS,
     TOKENS,
     asks,
+    compared,
     processes,
     streamed,
-    text_of,
     wait_for_successor,
 )
 from tests.support.e2e.history import Ask
@@ -96,13 +96,5 @@ def test_kill_cuts_no_stream(server: Server, victim: str, begun: int) -> None:
     assert [call.trouble for call in calls] == [[]] * STREAMS
     assert {call.num_tokens for call in calls} == {TOKENS}
     calm = asyncio.run(streamed(server, asked))
-    equal = sum(text_of(call) == text_of(other) for call, other in zip(calls, calm, strict=True))
-    pauses = [
-        max(after.at_s - chunk.at_s for chunk, after in zip(call.chunks, call.chunks[1:], strict=False))
-        for call in calls
-    ]
-    line = (
-        f"{victim}, {begun} begun: longest pause {max(pauses):.2f} s, {equal} of {STREAMS} equal a calm run"
-    )
-    print(line)  # noqa: T201 - a figure of docs/vllm.md
+    print(f"{victim}, {begun} begun: {compared(calls, calm)}")  # noqa: T201 - a figure of docs/vllm.md
     wait_for_successor(server, lives)

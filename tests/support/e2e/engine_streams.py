@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from itertools import pairwise
 
 import httpx
 import psutil
@@ -46,6 +47,17 @@ async def streamed(
 
 def text_of(call: Call) -> str:
     return "".join(chunk.text for chunk in call.choice(0))
+
+
+def longest_pause_s(calls: list[Call]) -> float:
+    """Return the longest time between two chunks of a stream."""
+    return max(after.at_s - before.at_s for call in calls for before, after in pairwise(call.chunks))
+
+
+def compared(calls: list[Call], calm: list[Call]) -> str:
+    """Return the longest pause, and how many answers are those of a calm run, in words."""
+    equal = sum(text_of(call) == text_of(other) for call, other in zip(calls, calm, strict=True))
+    return f"longest pause {longest_pause_s(calls):.2f} s, {equal} of {len(calls)} answers equal a calm run"
 
 
 def processes(server: Server, name: str) -> list[psutil.Process]:
