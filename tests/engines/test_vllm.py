@@ -85,7 +85,8 @@ def test_shared_prefix_is_found_where_it_is(server: Server) -> None:
 def test_client_that_leaves_ends_its_request(server: Server) -> None:
     body = {**asks("dense")[0].body, "max_tokens": 3000}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=CLIENT_S_MAX) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # without a name it would be closed, and the answer with it
+        next(lines)
         eventually(lambda: sum(row["load"]["running_rows"] for row in server.workers()) == 1)
     eventually(lambda: sum(row["load"]["running_rows"] for row in server.workers()) == 0)
 
