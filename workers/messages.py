@@ -318,6 +318,7 @@ class EngineInfo:
 
     exact: bool = True  # a request sent again with the tokens already drawn continues with the same tokens
     isolates: bool = True  # a request on trial runs alone, and its caller is notified
+    publishes: bool = True  # the store has what it announces, so that other workers can fetch it
     inexact_with: tuple[str, ...] = ()  # but not one with any of these
     refuses: tuple[str, ...] = ()  # it serves no request with any of these; see Feature
     roles: tuple[Role, ...] = get_args(Role)  # the work that it can do

@@ -16,20 +16,19 @@ class ServedModel:
     lesser of the model's own limit and what one worker's memory can hold. A model without requests may have
     no workers, and then a request waits up to `cold_start_s_max` for them. None: it always has workers."""
 
-    name: str
+    names: tuple[str, ...]
     folder: Path
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     pooling: Pooling | None = None  # None: it generates
     created_s: int  # unix time
-    aliases: tuple[str, ...] = ()  # other names for clients
     prefix_caching: bool = True  # false: no request uses the pages of another
     cold_start_s_max: float | None = None
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name, *self.aliases)
+    def name(self) -> str:
+        return self.names[0]
 
 
 class EdgeCounts(Protocol):

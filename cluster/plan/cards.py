@@ -5,10 +5,16 @@ data sheet promises for the bytes that it reads or the operations that it does.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tidemill.kvstore.layout import Layout
 from tidemill.workers.messages import Speed
-from tidemill.workers.models.architectures.registry import ModelSizes
+
+if TYPE_CHECKING:  # imports torch
+    from tidemill.workers.models.architectures.registry import ModelSizes
+
+HERE = "here"
+"""The name of this machine among the cards."""
 
 BANDWIDTH_SHARE, FLOPS_SHARE = 0.7, 0.5
 """The shares of the bandwidth and of the operations of a data sheet that kernels reach."""
@@ -49,7 +55,7 @@ CARDS = {
 }
 
 
-def roofline(card: Card, model: ModelSizes, layout: Layout, ranks: int, context_tokens: float) -> Speed:
+def roofline(card: Card, model: "ModelSizes", layout: Layout, ranks: int, context_tokens: float) -> Speed:
     """Return the speed of a worker of `ranks` cards, whose streams have `context_tokens`; `layout` is that of
     one rank. A step reads all weights, also of experts: with many streams nearly all of them are used."""
     bytes_per_s, flops_per_s = card.bytes_per_s * BANDWIDTH_SHARE, card.flops_per_s * FLOPS_SHARE * ranks

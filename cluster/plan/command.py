@@ -18,7 +18,7 @@ from tidemill.cluster.config.fleets import Surroundings, engine_settings, folder
 from tidemill.cluster.config.reading import parse_config
 from tidemill.cluster.config.tree import RootConfig
 from tidemill.cluster.plan.calibration import Calibration, read_calibration, write_calibration
-from tidemill.cluster.plan.cards import CARDS
+from tidemill.cluster.plan.cards import CARDS, HERE
 from tidemill.cluster.plan.measure import calibrate
 from tidemill.cluster.plan.search import Arrangement, Found, Targets, Tried, search
 from tidemill.cluster.plan.sizing import NoFit, WorkerSize, bound, predictor, worker_here, worker_on_card
@@ -31,9 +31,6 @@ from tidemill.workers.models.architectures.registry import ModelSizes, sizes_of
 from tidemill.workers.options import LoadFormat
 from tidemill.workers.settings import STEP, EngineSettings
 from tidemill.workers.sources.download import download
-
-HERE = "here"
-"""The name of this machine among the cards."""
 
 RANKS = (1, 2, 4, 8)
 HOST_SHARE = 0.9

@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,7 +27,7 @@ from tidemill.cluster.metrics import specs
 from tidemill.cluster.metrics.edge_samples import EdgeSamples, added
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.processes.endpoint.endpoint import Endpoint, Sockets
-from tidemill.cluster.processes.endpoint.link import Functions, Link
+from tidemill.cluster.processes.endpoint.link import Functions, Link, answering
 from tidemill.cluster.processes.restart_backoff import Backoff
 from tidemill.cluster.rpc.codec import decode, encode
 from tidemill.kvstore.errors import TidemillError
@@ -238,12 +238,6 @@ class Frontends:
 
     def _functions(self, index: int) -> Functions:
         """Return what the edge of this index may ask."""
-
-        def answering(value: Callable[[], Awaitable[object]]) -> Callable[[bytes], Awaitable[bytes]]:
-            async def answer(_: bytes) -> bytes:
-                return encode(await value())
-
-            return answer
 
         async def ready() -> None:
             self._set_serves(self._edges[index], serves=True)

@@ -254,10 +254,8 @@ class _JoinedEdge:
         folder = await self._folder(model.files)
         tokenizer = await asyncio.to_thread(load_tokenizer, folder, model.chat)
         tls = self._join.tls
-        name, *aliases = model.names
         served = ServedModel(
-            name=name,
-            aliases=tuple(aliases),
+            names=model.names,
             folder=folder,
             max_model_len=model.info.max_model_len,
             vocab_size=model.info.vocab_size,

@@ -180,10 +180,8 @@ class _Server:
 
     def _service(self, fleet: FleetSettings, edge: ReportingEdge) -> ClusterService:
         workers = self.cluster.workers(fleet)
-        name, *aliases = fleet.names
         model = ServedModel(
-            name=name,
-            aliases=tuple(aliases),
+            names=fleet.names,
             folder=fleet.model_folder,
             max_model_len=min(worker.max_model_len for worker in workers),
             vocab_size=workers[0].vocab_size,

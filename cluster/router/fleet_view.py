@@ -69,6 +69,7 @@ class Column(IntEnum):
     PAGE_TOKENS = auto()
     PAGE_BYTES = auto()
     STATE_BYTES = auto()
+    PUBLISHES = auto()  # 1.0: the store has its pages
 
 
 Table = npt.NDArray[np.float64]
@@ -380,6 +381,7 @@ def _column(member: Member) -> Table:
     column[Column.PAGE_TOKENS] = info.page_tokens
     column[Column.PAGE_BYTES] = info.page_bytes
     column[Column.STATE_BYTES] = info.state_bytes
+    column[Column.PUBLISHES] = info.publishes
     return column
 
 

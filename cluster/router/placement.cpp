@@ -238,7 +238,7 @@ class Prefixes {
 enum Column {
     DECODES, PREFILLS, MIXED, NAME, NAMESPACE, BUSY_UNTIL_S, QUEUED_TOKENS, ROWS, STREAMS, BUDGET_BYTES,
     TAKEN_BYTES, STEP_S, TOKEN_S, PAIR_S, ROW_S, PAGE_S, STATE_S, STEP_TOKENS, ITL_TARGET_S, PAGE_TOKENS,
-    PAGE_BYTES, STATE_BYTES
+    PAGE_BYTES, STATE_BYTES, PUBLISHES
 };
 constexpr Column MEASURED[] = {STEP_S, TOKEN_S, PAIR_S, ROW_S, PAGE_S, STATE_S};
 
@@ -296,7 +296,7 @@ class View {
         for (int64_t slot = 0; slot < num_slots; slot++) {
             const double page_tokens = at(PAGE_TOKENS, slot);
             page_tokens_max = std::max(page_tokens_max, page_tokens);
-            stored_ = std::max(stored_, depths_[2 * slot + 1] * page_tokens);
+            stored_ = std::max(stored_, depths_[2 * slot + 1] * page_tokens * at(PUBLISHES, slot));
             in_seconds |= at(TOKEN_S, slot) != 0;
             computing += at(PREFILLS, slot) + at(MIXED, slot) != 0;
         }

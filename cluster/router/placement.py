@@ -172,7 +172,7 @@ class _View:
         announced, resident = fleet.depths(request.keys)
         page_tokens = fleet.table[Column.PAGE_TOKENS]
         self.boundary = len(request.keys) * int(page_tokens.max())
-        self.stored = float((announced * page_tokens).max())  # a worker publishes all that it computes
+        self.stored = float((announced * page_tokens * fleet.table[Column.PUBLISHES]).max())
         if slots is not None:
             announced, resident = announced[slots], resident[slots]
         self.announced: Vector = announced * self.costs.page_tokens

@@ -8,7 +8,7 @@ has a default and an array grows at its end.
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from numbers import Integral, Real
 from struct import unpack
@@ -31,6 +31,7 @@ from tidemill.workers.messages import (
     Produced,
     Request,
     RequestError,
+    Sampling,
     TokenId,
     WorkerGone,
     WorkerId,
@@ -169,13 +170,20 @@ def encode_client_frame(frame: ClientFrame) -> bytes:
     try:
         if not isinstance(frame, Generate | Produce | Prefetch):
             return encode(frame)
-        packed = _pack_tokens(frame.request.tokens)
-        data = encode(type(frame)(frame.call, replace(frame.request, tokens=()), packed))
-        _check(frame.request, len(frame.request.tokens))
+        request = frame.request
+        bare = _bare(request) | {"tokens": (), "sampling": _bare(request.sampling)}
+        data = encode((type(frame).__name__, frame.call, bare, _pack_tokens(request.tokens)))
+        _check(request, len(request.tokens))
         decode(ClientFrame, data)  # as the worker will
     except (ValueError, OverflowError, Malformed) as error:
         raise RequestError(f"the request cannot be sent to a worker: {error}") from error
     return data
+
+
+def _bare(message: Request | Sampling) -> dict[str, Any]:
+    """Return the fields whose values are not their defaults. A decoder fills in the others."""
+    values = ((field, getattr(message, field.name)) for field in fields(message))
+    return {field.name: value for field, value in values if value != field.default}
 
 
 def decode_client_frame(data: bytes) -> ClientFrame:

@@ -95,7 +95,7 @@ def test_names_are_text(pages: Pages) -> None:
     """`Pages` fails on a dialog, and on whatever the policy refuses."""
     fleet = FakeService(
         saying(HOSTILE),
-        model=replace(MODEL, name=HOSTILE),
+        model=replace(MODEL, names=(HOSTILE,)),
         workers=(worker_status(HOSTILE), worker_status("prefill-0", "prefill", state=HOSTILE)),
     )
     other = FakeService(saying("a"), workers=(worker_status("decode-9"),))
@@ -114,7 +114,9 @@ def test_names_are_text(pages: Pages) -> None:
 def test_one_of_several_models_can_be_looked_at(pages: Pages) -> None:
     one = FakeService(saying("a"))
     other = FakeService(
-        saying("b"), model=replace(MODEL, name="other"), workers=(worker_status("other/mixed-0", "mixed"),)
+        saying("b"),
+        model=replace(MODEL, names=("other",)),
+        workers=(worker_status("other/mixed-0", "mixed"),),
     )
     with pages.over(over([one, other])) as url:
         page = pages.open(url)

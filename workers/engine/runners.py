@@ -53,14 +53,14 @@ def open_runner(
         tables = PageTables(rows_max, table_width_of(memory), windows=layout.has_windows)
         ahead = CudaStream(torch.cuda.Stream(arena.device)), guesser, tables
         if isinstance(group, RankGroup):
-            return OverlappedGroupRunner(*running, group, loaded.vocab_size, *ahead)
+            return OverlappedGroupRunner(group, loaded.vocab_size, *running, *ahead)
         if group is not None:
-            return OverlappedRankRunner(*running, group, *ahead)
+            return OverlappedRankRunner(group, *running, *ahead)
         return OverlappedRunner(*running, *ahead)
     if isinstance(group, RankGroup):
-        return GroupRunner(*running, group, loaded.vocab_size, guesser)
+        return GroupRunner(group, loaded.vocab_size, *running, arena.device, guesser)
     if group is not None:
-        return RankRunner(*running, group, arena.device, guesser)
+        return RankRunner(group, *running, arena.device, guesser)
     runner = TorchRunner(*running, arena.device, guesser)
     if settings.variant == "cpu" and not settings.enforce_eager:
         budget = budget_of(settings, layout.page_tokens)

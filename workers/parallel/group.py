@@ -10,6 +10,7 @@ The ranks decide nothing. Their arenas are alike, so an id means the same memory
 import asyncio
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from typing import Any
 
 import torch
 
@@ -19,9 +20,7 @@ from tidemill.kvstore.stores.page_store import finish
 from tidemill.workers.execution.model_runner import Outputs, TorchRunner
 from tidemill.workers.execution.mtp_drafter import DrawnEnd, MtpDrafter, ends_of
 from tidemill.workers.execution.step import PENDING, Drawn, Step
-from tidemill.workers.models.architectures.registry import Model
 from tidemill.workers.models.collectives import LEADER
-from tidemill.workers.models.inputs import Caches
 from tidemill.workers.parallel.errors import GroupBroken
 from tidemill.workers.parallel.exchange import Exchange, open_exchange
 from tidemill.workers.parallel.frames import NONE, Verb, encode, encode_objects, ints
@@ -85,17 +84,9 @@ class GroupRunner(TorchRunner):
     other failure leaves some of them waiting for each other, and ends the group.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        caches: Caches,
-        page_tokens: int,
-        threads: int,
-        group: RankGroup,
-        vocab_size: int,
-        guesser: MtpDrafter | None = None,
-    ) -> None:
-        super().__init__(model, caches, page_tokens, threads, group.device, guesser)
+    def __init__(self, group: RankGroup, vocab_size: int, *runner: Any) -> None:  # noqa: ANN401
+        """Create a runner; `runner` are the arguments of the next class, which may be OverlappedRunner."""
+        super().__init__(*runner)
         self._group, self._ranks = group, group.exchange.model
         self._vocab_size = vocab_size
 

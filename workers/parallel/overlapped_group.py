@@ -10,40 +10,21 @@ those go through host memory, once.
 
 from collections import deque
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from tidemill.kvstore.memory.ledger import FLIGHTS_MAX
-from tidemill.workers.execution.mtp_drafter import MtpDrafter
-from tidemill.workers.execution.overlapped_runner import LaunchedStep, OverlappedRunner, StepEvent, Stream
+from tidemill.workers.execution.overlapped_runner import LaunchedStep, OverlappedRunner, StepEvent
 from tidemill.workers.execution.step import PENDING, Drawn, Step
-from tidemill.workers.execution.step_tensors import PageTables
-from tidemill.workers.models.architectures.registry import Model
-from tidemill.workers.models.inputs import Caches
 from tidemill.workers.parallel.exchange import Exchange
 from tidemill.workers.parallel.frames import NONE
-from tidemill.workers.parallel.group import GroupRunner, RankGroup
+from tidemill.workers.parallel.group import GroupRunner
 from tidemill.workers.parallel.rank_runner import RankRunner
 
 
 class OverlappedGroupRunner(GroupRunner, OverlappedRunner):
     """The runner of the leader."""
-
-    def __init__(  # noqa: PLR0913, PLR0917  parts of a runner, and of its group
-        self,
-        model: Model,
-        caches: Caches,
-        page_tokens: int,
-        threads: int,
-        group: RankGroup,
-        vocab_size: int,
-        stream: Stream,
-        guesser: MtpDrafter | None,
-        tables: PageTables,
-    ) -> None:
-        OverlappedRunner.__init__(self, model, caches, page_tokens, threads, stream, guesser, tables)
-        self._group, self._ranks = group, group.exchange.model
-        self._vocab_size = vocab_size
 
     def _launch_ahead(self, step: Step) -> LaunchedStep:
         with self._together():
@@ -59,19 +40,8 @@ class OverlappedGroupRunner(GroupRunner, OverlappedRunner):
 class OverlappedRankRunner(RankRunner, OverlappedRunner):
     """The runner of another rank, on the caller's thread, which may be two launches ahead of its device."""
 
-    def __init__(  # noqa: PLR0913, PLR0917  parts of a runner, and of its group
-        self,
-        model: Model,
-        caches: Caches,
-        page_tokens: int,
-        threads: int,
-        exchange: Exchange,
-        stream: Stream,
-        guesser: MtpDrafter | None,
-        tables: PageTables,
-    ) -> None:
-        OverlappedRunner.__init__(self, model, caches, page_tokens, threads, stream, guesser, tables)
-        self._exchange, self._ranks = exchange, exchange.model
+    def __init__(self, exchange: Exchange, *runner: Any) -> None:  # noqa: ANN401  see GroupRunner
+        super().__init__(exchange, *runner)
         self._launched = deque[StepEvent](maxlen=FLIGHTS_MAX)
 
     def run_now(self, step: Step) -> list[Drawn]:

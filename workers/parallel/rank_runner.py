@@ -3,13 +3,13 @@
 The leader's side is group.py. Each rank has a stream, graphs and a warm-up of its own.
 """
 
+from typing import Any
+
 import torch
 
 from tidemill.workers.execution.model_runner import TorchRunner
-from tidemill.workers.execution.mtp_drafter import DrawnEnd, MtpDrafter
+from tidemill.workers.execution.mtp_drafter import DrawnEnd
 from tidemill.workers.execution.step import PENDING, Drawn, Step
-from tidemill.workers.models.architectures.registry import Model
-from tidemill.workers.models.inputs import Caches
 from tidemill.workers.parallel.exchange import Exchange
 from tidemill.workers.parallel.frames import NONE
 
@@ -17,17 +17,8 @@ from tidemill.workers.parallel.frames import NONE
 class RankRunner(TorchRunner):
     """Runs this rank's part of the leader's steps. Its methods block, on the caller's thread."""
 
-    def __init__(
-        self,
-        model: Model,
-        caches: Caches,
-        page_tokens: int,
-        threads: int,
-        exchange: Exchange,
-        device: torch.device,
-        guesser: MtpDrafter | None,
-    ) -> None:
-        super().__init__(model, caches, page_tokens, threads, device, guesser)
+    def __init__(self, exchange: Exchange, *runner: Any) -> None:  # noqa: ANN401  see GroupRunner
+        super().__init__(*runner)
         self._exchange, self._ranks = exchange, exchange.model
 
     def run_now(self, step: Step) -> list[Drawn]:

@@ -174,6 +174,7 @@ def _info(settings: VllmSettings, metrics: Metrics, max_model_len: int) -> Engin
     text: Mapping[str, Any] = config | (config.get("text_config") or {})
     return EngineInfo(
         isolates=False,
+        publishes=False,
         inexact_with=CANNOT_CONTINUE,
         refuses=LACKS,
         roles=get_args(Role) if settings.transfers else ("mixed",),

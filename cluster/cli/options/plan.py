@@ -9,6 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from tidemill.cluster.bench.workloads import RandomShape
 from tidemill.cluster.cli.options.arguments import UsageError, bytes_of
+from tidemill.cluster.plan.cards import CARDS, HERE
 from tidemill.kernels.shared.quantization import Quantization
 from tidemill.workers.options import Duration
 
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from tidemill.cluster.config.tree import RootConfig
     from tidemill.cluster.plan.command import Serve
 
-HERE = "here"
-CARDS = ("a100", "b200", "h100", "h200", "l40s")
 PERCENTILES = (50, 90, 99)
 
 OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import socket
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,7 @@ from tidemill.cluster.edge.requests.context import EdgeContext, Parts
 from tidemill.cluster.edge.requests.usage import Json
 from tidemill.cluster.metrics.edge_samples import EdgeSamples, samples_of
 from tidemill.cluster.observability.redact import without_secrets
-from tidemill.cluster.processes.endpoint.link import Link
+from tidemill.cluster.processes.endpoint.link import Link, answering
 from tidemill.cluster.rpc.codec import decode, encode
 from tidemill.workers.messages import Unserved
 
@@ -38,13 +38,6 @@ class LinkedGroup:
     async def run(self, context: EdgeContext, lines: Iterable[str]) -> None:
         """Answer the server about this edge until the server ends. Open answers have any time then, if it was
         killed. `lines` are those of our log."""
-
-        def answering(value: Callable[[], object]) -> Callable[[bytes], Awaitable[bytes]]:
-            async def answer(_: bytes) -> bytes:
-                return encode(value())
-
-            return answer
-
         functions = {
             "samples": answering(lambda: samples_of(context.metrics)),
             "rows": answering(context.recent.rows),

@@ -7,6 +7,7 @@ A frame is a length of 4 bytes and a MessagePack array: the number of the call, 
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Mapping
+from inspect import isawaitable
 from itertools import count
 from typing import Self
 
@@ -17,7 +18,18 @@ ANSWER_S_MAX = 5.0
 LENGTH_BYTES = 4
 ENDED = "the other process has ended"
 
-Functions = Mapping[str, Callable[[bytes], Awaitable[bytes]]]
+Function = Callable[[bytes], Awaitable[bytes]]
+Functions = Mapping[str, Function]
+
+
+def answering(value: Callable[[], object]) -> Function:
+    """Return the function that answers with a value, which it awaits if it must."""
+
+    async def answer(_: bytes) -> bytes:
+        found = value()
+        return encode(await found if isawaitable(found) else found)
+
+    return answer
 
 
 class Link:

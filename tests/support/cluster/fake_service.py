@@ -62,7 +62,7 @@ PROMPT_PIECE = 3
 """Logprobs of a prompt that come together."""
 
 MODEL = ServedModel(
-    name="keeper",
+    names=("keeper",),
     folder=KEEPER,
     max_model_len=512,
     vocab_size=896,

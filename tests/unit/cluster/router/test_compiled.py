@@ -48,6 +48,7 @@ def random_heartbeat(rng: Random, sequence: int, keys: Sequence[bytes], roles: S
         announcement=Announcement(added=added, removed=removed, full=rng.random() < 0.3),
         draining=rng.random() < 0.1,
         layout=rng.choice(["a", "a", "b"]),
+        publishes=rng.random() < 0.7,
         speed=speed,
         page_tokens=P,
         page_bytes=page_bytes,

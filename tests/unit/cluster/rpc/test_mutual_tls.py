@@ -38,11 +38,11 @@ from tidemill.workers.messages import Unserved, WorkerGone
 pytestmark = IN_GRPC_LOOP
 
 
-def issue(folder: Path, authority: trustme.CA, name: str = CLUSTER_NAME) -> MutualTls:
+def issue(folder: Path, authority: trustme.CA, *names: str) -> MutualTls:
     """Files of a process that has a certificate by `authority`."""
     folder.mkdir()
     tls = MutualTls(certificate=folder / "cert.pem", key=folder / "key.pem", ca=folder / "ca.pem")
-    mine = authority.issue_cert(name)
+    mine = authority.issue_cert(*(names or [CLUSTER_NAME]))
     mine.cert_chain_pems[0].write_to_path(str(tls.certificate))
     mine.private_key_pem.write_to_path(str(tls.key))
     authority.cert_pem.write_to_path(str(tls.ca))

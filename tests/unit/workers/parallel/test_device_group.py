@@ -231,13 +231,13 @@ def test_step_without_draws_ends_when_every_rank_has_copied_its_states(
             exchange, running = Exchange(control, control), (model, caches[rank], 4, 1)
             late = streams[rank], None, PageTables(2, 6, windows=False)
             if rank and ahead:
-                runner = OverlappedRankRunner(*running, exchange, *late)
+                runner = OverlappedRankRunner(exchange, *running, *late)
             elif rank:
-                runner = RankRunner(*running, exchange, HOST, None)
+                runner = RankRunner(exchange, *running, HOST, None)
             elif ahead:
-                runner = OverlappedGroupRunner(*running, RankGroup(Mock(), exchange, HOST), 99, *late)
+                runner = OverlappedGroupRunner(RankGroup(Mock(), exchange, HOST), 99, *running, *late)
             else:
-                runner = GroupRunner(*running, RankGroup(Mock(), exchange, HOST), 99)
+                runner = GroupRunner(RankGroup(Mock(), exchange, HOST), 99, *running, HOST)
             if rank:
                 runner.run_now(step)
                 streams[1].close()

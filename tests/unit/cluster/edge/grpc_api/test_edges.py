@@ -20,6 +20,7 @@ from tests.support.cluster.fake_service import FakeService, saying, worker_statu
 from tests.support.cluster.grpc_edge import HELLO, Client, serving, trailing
 from tests.support.grpc_loop import IN_GRPC_LOOP
 from tests.support.waits import until
+from tests.unit.cluster.rpc.test_mutual_tls import issue
 from tidemill.cluster.edge.grpc_api import generation, health
 from tidemill.cluster.edge.grpc_api.server import PublicServer
 from tidemill.cluster.edge.requests.api_keys import ApiKey, digest_of
@@ -302,12 +303,8 @@ async def test_reflection_lists_the_services_and_their_messages() -> None:
 @pytest.mark.parametrize("mutual", [False, True])
 async def test_tls_and_mutual_tls(tmp_path: Path, *, mutual: bool) -> None:
     authority, stranger = trustme.CA(), trustme.CA()
-    issued = authority.issue_cert("127.0.0.1")
-    chain, key, trusted = (tmp_path / name for name in ("certificate", "key", "ca"))
-    issued.cert_chain_pems[0].write_to_path(chain)
-    issued.private_key_pem.write_to_path(key)
-    authority.cert_pem.write_to_path(trusted)
-    tls = Tls(certificate=chain, key=key, client_ca=trusted if mutual else None)
+    issued = issue(tmp_path / "tls", authority, "127.0.0.1")
+    tls = Tls(certificate=issued.certificate, key=issued.key, client_ca=issued.ca if mutual else None)
 
     def credentials(of: trustme.CA | None) -> grpc.ChannelCredentials:
         mine = of and of.issue_cert("client")

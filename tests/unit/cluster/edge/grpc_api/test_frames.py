@@ -36,6 +36,7 @@ from benchmarks.serving.grpc_attacks import (
 
 from tests.support.cluster.grpc_edge import HELLO, serving
 from tests.support.grpc_loop import IN_GRPC_LOOP
+from tests.unit.cluster.rpc.test_mutual_tls import issue
 from tidemill.cluster.edge.grpc_api import frames, server
 from tidemill.cluster.edge.grpc_api.frames import (
     BLOCK_BYTES_MAX,
@@ -157,12 +158,8 @@ async def test_calls_that_wait_for_their_turn_are_all_answered(
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tls, bytes]:
     """The files of a server, and the authority that signed its certificate."""
-    folder, authority = tmp_path_factory.mktemp("tls"), trustme.CA()
-    issued = authority.issue_cert("127.0.0.1")
-    tls = Tls(certificate=folder / "certificate.pem", key=folder / "key.pem")
-    issued.cert_chain_pems[0].write_to_path(tls.certificate)
-    issued.private_key_pem.write_to_path(tls.key)
-    return tls, authority.cert_pem.bytes()
+    issued = issue(tmp_path_factory.mktemp("tls") / "files", trustme.CA(), "127.0.0.1")
+    return Tls(certificate=issued.certificate, key=issued.key), issued.ca.read_bytes()
 
 
 def secure(files: tuple[Tls, bytes] | None) -> dict[str, Any]:

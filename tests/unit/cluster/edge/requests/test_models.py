@@ -34,7 +34,7 @@ class Away(FakeService):
 def large() -> FakeService:
     return FakeService(
         saying(" from the large one"),
-        model=replace(MODEL, name="org/large", aliases=("large", "gpt")),
+        model=replace(MODEL, names=("org/large", "large", "gpt")),
         workers=(worker_status("large-prefill-0", "prefill"), worker_status("large-decode-0")),
     )
 
@@ -42,7 +42,7 @@ def large() -> FakeService:
 def small() -> FakeService:
     return FakeService(
         saying(" from the small one"),
-        model=replace(MODEL, name="small", max_model_len=64),
+        model=replace(MODEL, names=("small",), max_model_len=64),
         workers=(worker_status("small-mixed-0", "mixed"),),
     )
 
@@ -124,11 +124,11 @@ def test_orders_find_their_worker() -> None:
 
 
 def test_one_fleet_that_is_away_takes_no_other_with_it() -> None:
-    away = Away(saying(" a"), model=replace(MODEL, name="away"))
+    away = Away(saying(" a"), model=replace(MODEL, names=("away",)))
     app = app_of(away, small())
     assert call(app, "GET", "/health").status_code == 200
     assert [row["model"] for row in call(app, "GET", "/cluster").json()["workers"]] == ["small"]
     assert "small-mixed-0" in call(app, "GET", "/metrics").text
-    both = app_of(away, Away(saying(" a"), model=replace(MODEL, name="gone")))
+    both = app_of(away, Away(saying(" a"), model=replace(MODEL, names=("gone",))))
     assert call(both, "GET", "/health").status_code == 503
     assert call(both, "GET", "/metrics").status_code == 200

@@ -17,6 +17,7 @@ import uvloop
 
 from tests.support.cluster.fake_service import FakeService, app_over, saying, serving
 from tests.support.waits import WAIT_S_MAX
+from tests.unit.cluster.rpc.test_mutual_tls import issue
 from tidemill.cluster import listener as security
 from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.edge.requests.security import Tls
@@ -33,14 +34,8 @@ Loops = Callable[[], asyncio.AbstractEventLoop]
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tls, ssl.SSLContext]:
     folder: Path = tmp_path_factory.mktemp("tls")
-    authority = trustme.CA()
-    issued = authority.issue_cert("localhost", "127.0.0.1")
-    certificate, key = folder / "certificate.pem", folder / "key.pem"
-    issued.cert_chain_pems[0].write_to_path(certificate)
-    issued.private_key_pem.write_to_path(key)
-    known = ssl.create_default_context()
-    known.load_verify_locations(cadata=authority.cert_pem.bytes().decode())
-    return Tls(certificate=certificate, key=key), known
+    issued = issue(folder / "files", trustme.CA(), "localhost", "127.0.0.1")
+    return Tls(certificate=issued.certificate, key=issued.key), ssl.create_default_context(cafile=issued.ca)
 
 
 async def half(url: str, source: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
