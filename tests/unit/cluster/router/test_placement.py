@@ -218,6 +218,11 @@ def test_placement_predicts_wait_compute_hop_and_fetch() -> None:
     assert placed(fleet, request, 0.3).predicted_s == pytest.approx(predicted_s - 0.3), "time has passed"
     unknown = fleet_of(measured("m", "mixed", speed=UNKNOWN, queued_s=9.0))
     assert placed(unknown, request).predicted_s == 0.0
+    for publishes, fetched in ((True, 64), (False, 0)):
+        other = measured("o", "mixed", keys_of("f", 4097), draining=True, publishes=publishes)
+        served_s = fetched * PAGE_BYTES / SPEED.fetch_bytes_per_s
+        served_s += SPEED.prefill_s(fetched * P, 4097, 8192) + SPEED.step_s
+        assert placed(fleet_of(measured("m", "mixed"), other), request).predicted_s == pytest.approx(served_s)
 
 
 def with_work(heartbeats: Sequence[Heartbeat], work_s: Mapping[str, float]) -> Fleet:
