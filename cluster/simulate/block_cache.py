@@ -6,28 +6,34 @@ of it.
 
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+
+def depth_of(
+    keys: Sequence[bytes], holds: Callable[[bytes], bool], has_state: Callable[[bytes], bool] | None = None
+) -> int:
+    """Return how many of the first blocks are held, and with `has_state` only those up to a checkpoint."""
+    depth = bisect_left(keys, x=True, key=lambda key: not holds(key))
+    while has_state is not None and depth and not has_state(keys[depth - 1]):
+        depth -= 1
+    return depth
 
 
 class Stored:
     """An unbounded store of all that any worker has computed."""
 
     def __init__(self, *, hybrid: bool) -> None:
-        self._hybrid = hybrid
         self._blocks: set[bytes] = set()
         self._states: set[bytes] = set()
+        self._has_state = self._states.__contains__ if hybrid else None
 
     def put(self, keys: Sequence[bytes], states: Sequence[bytes]) -> None:
         self._blocks.update(keys)
         self._states.update(states)
 
     def restorable(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the first blocks it can restore."""
-        depth = bisect_left(keys, x=True, key=lambda key: key not in self._blocks)
-        while self._hybrid and depth and keys[depth - 1] not in self._states:
-            depth -= 1
-        return depth
+        return depth_of(keys, self._blocks.__contains__, self._has_state)
 
 
 @dataclass(slots=True)
@@ -56,30 +62,19 @@ class BlockCache:
 
     def resident(self, keys: Sequence[bytes]) -> int:
         """Return how many of the first blocks it holds."""
-        return bisect_left(keys, x=True, key=lambda key: key not in self._blocks)
+        return depth_of(keys, self._blocks.__contains__)
 
     def expected(self, keys: Sequence[bytes]) -> int:
         """Return how many of the first blocks it will hold when all promised ones are computed."""
-        return bisect_left(keys, x=True, key=lambda key: key not in self._blocks and not self._promised[key])
+        return depth_of(keys, self._expects)
 
     def usable(self, keys: Sequence[bytes]) -> int:
         """Return how many of the first blocks need not be computed."""
-        depth = self.resident(keys)
-        while self.hybrid and depth and keys[depth - 1] not in self._states:
-            depth -= 1
-        return depth
+        return depth_of(keys, self._blocks.__contains__, self._states.__contains__ if self.hybrid else None)
 
     def expected_usable(self, keys: Sequence[bytes]) -> int:
         """Return the `usable` blocks when all promised ones are computed."""
-        depth = self.expected(keys)
-        while (
-            self.hybrid
-            and depth
-            and keys[depth - 1] not in self._states
-            and not self._promised_states[keys[depth - 1]]
-        ):
-            depth -= 1
-        return depth
+        return depth_of(keys, self._expects, self._expects_state if self.hybrid else None)
 
     def promise(self, keys: Sequence[bytes]) -> list[bytes]:
         """Announce the computation of these keys. Return the keys of the checkpoints that it will make. They
@@ -122,6 +117,12 @@ class BlockCache:
     def take_changes(self) -> BlockChanges:
         changes, self.changes = self.changes, BlockChanges()
         return changes
+
+    def _expects(self, key: bytes) -> bool:
+        return key in self._blocks or self._promised[key] > 0
+
+    def _expects_state(self, key: bytes) -> bool:
+        return key in self._states or self._promised_states[key] > 0
 
     def _evict(self) -> None:
         while len(self._blocks) > self._blocks_max:

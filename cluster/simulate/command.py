@@ -12,13 +12,20 @@ from rich.table import Table
 from rich.text import Text
 
 from tidemill.cluster.simulate.agents import agents_trace
-from tidemill.cluster.simulate.cost import SPEED, StepCost
+from tidemill.cluster.simulate.cost import SPEED
 from tidemill.cluster.simulate.plot import new_figure, plot
 from tidemill.cluster.simulate.report import SHARES
-from tidemill.cluster.simulate.setup import NEVER_S, EngineKind, HintKind, Setup, SpreadKind
-from tidemill.cluster.simulate.trace import TraceError, copied, read_trace, reusable_share, speed_up, spread
+from tidemill.cluster.simulate.setup import Setup
+from tidemill.cluster.simulate.trace import (
+    TraceError,
+    TraceRequest,
+    copied,
+    read_trace,
+    reusable_share,
+    speed_up,
+    spread,
+)
 from tidemill.cluster.simulate.world import simulate
-from tidemill.kvstore.memory.recompute_cost import Policy
 from tidemill.workers.messages import Speed
 
 AGENTS = Path("agents")
@@ -29,61 +36,45 @@ SESSIONS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SimulateOptions:
-    """The options of the command. `speed_file` holds a Speed as JSON; None: a large accelerator."""
+class SimulatedTrace:
+    """The trace of a file, or of `agents`: copied, sped up and cut to its first `requests`."""
 
-    trace: Path
+    path: Path
     agents: int
-    prefill: int
-    decode: int
-    mixed: int
-    eviction: Policy
-    hints: HintKind
-    policy: str
-    routers: int
-    edges: int
-    spread: SpreadKind
-    heartbeat_s: float
-    share_s: float | None
     copies: int
     speed_up: float
     requests: int | None
-    hybrid: bool
-    engine: EngineKind
-    blocks: int
-    store_bytes: int
-    store_bytes_per_s: float
-    speed_file: Path | None
-    ttft_s_max: float | None
-    grain: int
-    seed: int
-    as_json: bool
-    plot: Path | None
+
+    def read(self, seed: int) -> list[TraceRequest]:
+        """Return the requests, with their jitter. Raises TraceError."""
+        rng = Random(seed)  # noqa: S311  jitter
+        if self.path == AGENTS:
+            requests = agents_trace(self.agents, SESSIONS, rng)
+        else:
+            requests = spread(copied(read_trace(self.path), self.copies), rng)
+        return speed_up(requests, self.speed_up)[: self.requests]
 
 
-def simulate_trace(options: SimulateOptions) -> int:
+def simulate_trace(trace: SimulatedTrace, setup: Setup, *, as_json: bool, picture: Path | None) -> int:
     """Run the command and return its exit status. Raises TraceError, UnknownPolicy, NoPictures."""
-    figure = None if options.plot is None else new_figure()
-    rng = Random(options.seed)  # noqa: S311  jitter
-    if options.trace == AGENTS:
-        requests = agents_trace(options.agents, SESSIONS, rng)
-    else:
-        requests = spread(copied(read_trace(options.trace), options.copies), rng)
-    requests = speed_up(requests, options.speed_up)[: options.requests]
-    outcome = simulate(requests, _setup(options))
+    figure = None if picture is None else new_figure()
+    requests = trace.read(setup.seed)
+    outcome = simulate(requests, setup)
     figures = outcome.figures()
     figures["reusable_ratio"] = reusable_share(requests)
-    if options.as_json:
+    if as_json:
         sys.stdout.write(json.dumps(figures, indent=2) + "\n")
     else:
-        Console().print(summary(figures, options.policy))
-    if options.plot is not None:
-        plot(outcome, figure, options.plot)
+        Console().print(summary(figures, setup.policy))
+    if picture is not None:
+        plot(outcome, figure, picture)
     return 0
 
 
-def read_speed(path: Path) -> Speed:
+def read_speed(path: Path | None) -> Speed:
     """Read fields of Speed, by default those of a large accelerator. Raises TraceError."""
+    if path is None:
+        return SPEED
     try:
         content: object = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -101,7 +92,6 @@ def read_speed(path: Path) -> Speed:
 
 
 def summary(figures: dict[str, Any], policy: str) -> Group:
-    """Return the tables that the command prints."""
     title = Text(
         f"{figures['requests']:,} requests in {figures['makespan_s']:,.0f} s, placed by {policy}: "
         f"{figures['refused']:,} refused, {figures['failed']:,} failed"
@@ -124,28 +114,3 @@ def summary(figures: dict[str, Any], policy: str) -> Group:
     shares.add_row("answered without a prefill worker", f"{figures['without_prefill_worker']:,}")
     shares.add_row("placed again", f"{figures['placed_again']:,}")
     return Group(title, times, shares)
-
-
-def _setup(options: SimulateOptions) -> Setup:
-    speed = SPEED if options.speed_file is None else read_speed(options.speed_file)
-    return Setup(
-        prefill=options.prefill,
-        decode=options.decode,
-        mixed=options.mixed,
-        eviction=options.eviction,
-        hints=options.hints,
-        policy=options.policy,
-        routers=options.routers,
-        edges=options.edges,
-        spread=options.spread,
-        heartbeat_s=options.heartbeat_s,
-        share_s=options.share_s,
-        engine=options.engine,
-        hybrid=options.hybrid,
-        blocks=options.blocks,
-        cost=StepCost(speed=replace(speed, fetch_bytes_per_s=options.store_bytes_per_s)),
-        ttft_s_max=NEVER_S if options.ttft_s_max is None else options.ttft_s_max,
-        grain=options.grain,
-        store_bytes=options.store_bytes,
-        seed=options.seed,
-    )

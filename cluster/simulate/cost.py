@@ -37,7 +37,6 @@ class StepCost:
     by_chunk: bool = False
 
     def prefill_s(self, start: int, end: int) -> float:
-        """Return the time for the prompt tokens `[start, end)`."""
         if not self.by_chunk:
             return self.speed.prefill_s(start, end, self.step_tokens)
         chunks, rest = divmod(max(0, end - start), self.step_tokens)
@@ -51,7 +50,6 @@ class StepCost:
         return self.speed.prefill_s(start, end, max(1, end - start)) - self.speed.step_s
 
     def decode_s(self, rows: int) -> float:
-        """Return the time of a step with `rows` streams."""
         return self.speed.step_s + rows * self.speed.row_s
 
     def measured_speed(self, role: Role) -> Speed:

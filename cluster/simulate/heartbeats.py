@@ -31,7 +31,6 @@ class SimHeartbeats:
     def __init__(
         self, worker: Reporting, report: Callable[[Heartbeat], Ack], interval_s: float = LOOK_S
     ) -> None:
-        """Start heartbeats, at most one in `interval_s`."""
         self._worker = worker
         self._interval_s = interval_s
         self._report = report

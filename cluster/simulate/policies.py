@@ -20,8 +20,6 @@ from tidemill.workers.messages import Unserved, WorkerId, WorkerInfo
 
 
 class WorkerView(Protocol):
-    """A worker as a policy sees it."""
-
     info: WorkerInfo
 
     @property
@@ -55,92 +53,81 @@ class WorkerView(Protocol):
     def prefill_s(self, start: int, end: int) -> float: ...
 
 
-Policy = Callable[[PlacementRequest, Sequence[WorkerView], float], WorkerView]
-"""A choice of the worker that computes a prompt, among these, at this time in seconds."""
-
-
-class AtRandom:
-    def __init__(self, rng: Random) -> None:
-        self._rng = rng
-
-    def __call__(self, request: PlacementRequest, workers: Sequence[WorkerView], now_s: float) -> WorkerView:
-        del request, now_s
-        return self._rng.choice(workers)
-
-
-class RoundRobin:
-    def __init__(self) -> None:
-        self._count = -1
-
-    def __call__(self, request: PlacementRequest, workers: Sequence[WorkerView], now_s: float) -> WorkerView:
-        del request, now_s
-        self._count += 1
-        return workers[self._count % len(workers)]
-
-
 @dataclass(frozen=True, slots=True)
-class LeastLoad:
-    """The worker with the least queued work. Here and below, ties are broken at random."""
+class Choice:
+    """A prompt to compute, the workers to choose from, the time in seconds, and the dice."""
 
+    request: PlacementRequest
+    workers: Sequence[WorkerView]
+    now_s: float
     rng: Random
 
-    def __call__(self, request: PlacementRequest, workers: Sequence[WorkerView], now_s: float) -> WorkerView:
-        del request, now_s
-        return _least(workers, lambda worker: worker.wait_s, self.rng)
+    def least(self, cost: Callable[[WorkerView], float], among: Sequence[WorkerView] = ()) -> WorkerView:
+        """Return the worker with the least cost, by default of all. Ties are broken at random."""
+        return min(among or self.workers, key=lambda worker: (cost(worker), self.rng.random()))
+
+    def depth(self, worker: WorkerView) -> int:
+        return worker.expected(self.request.keys)
+
+    def ttft_s(self, worker: WorkerView) -> float:
+        start = worker.usable(self.request.keys) * worker.info.page_tokens
+        return worker.wait_s + worker.prefill_s(start, self.request.num_tokens)
+
+    def duplicate_s(self, worker: WorkerView) -> float:
+        """Return the time to compute missing pages, without checkpoints: the first visit makes those."""
+        return worker.prefill_s(self.depth(worker) * worker.info.page_tokens, self.request.num_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixAffinity:
-    """The worker that holds most of the prompt, if that is at least the share `match_min`.
+Policy = Callable[[Choice], WorkerView]
+
+
+def at_random(among: Choice) -> WorkerView:
+    return among.rng.choice(among.workers)
+
+
+@dataclass(slots=True)
+class RoundRobin:
+    count: int = -1
+
+    def __call__(self, among: Choice) -> WorkerView:
+        self.count += 1
+        return among.workers[self.count % len(among.workers)]
+
+
+def least_load(among: Choice) -> WorkerView:
+    """Choose the worker with the least queued work."""
+    return among.least(lambda worker: worker.wait_s)
+
+
+def prefix_affinity(among: Choice, *, match_min: float = 0.1, rows_max: int = 8) -> WorkerView:
+    """Choose the worker that holds most of the prompt, if that is at least the share `match_min`.
 
     It may have at most `rows_max` requests more than the idlest worker. Otherwise the worker with
     the least queued work is chosen.
     """
-
-    rng: Random
-    match_min: float = 0.1
-    rows_max: int = 8
-
-    def __call__(self, request: PlacementRequest, workers: Sequence[WorkerView], now_s: float) -> WorkerView:
-        del now_s
-        idlest = min(worker.rows for worker in workers)
-        candidates = [worker for worker in workers if worker.rows - idlest <= self.rows_max]
-        depths = [
-            (worker.expected(request.keys), -worker.wait_s, index) for index, worker in enumerate(candidates)
-        ]
-        depth, _, best = max(depths)
-        if depth >= max(1.0, self.match_min * len(request.keys)):
-            return candidates[best]
-        return _least(workers, lambda worker: worker.wait_s, self.rng)
+    idlest = min(worker.rows for worker in among.workers)
+    candidates = [worker for worker in among.workers if worker.rows - idlest <= rows_max]
+    depths = [(among.depth(worker), -worker.wait_s, index) for index, worker in enumerate(candidates)]
+    depth, _, best = max(depths)
+    if depth >= max(1.0, match_min * len(among.request.keys)):
+        return candidates[best]
+    return least_load(among)
 
 
-@dataclass(frozen=True, slots=True)
-class MinTtft:
-    """The worker with the earliest first token (greedy)."""
-
-    rng: Random
-
-    def __call__(self, request: PlacementRequest, workers: Sequence[WorkerView], now_s: float) -> WorkerView:
-        del now_s
-        return _least(workers, lambda worker: _ttft_s(worker, request), self.rng)
+def min_ttft(among: Choice) -> WorkerView:
+    """Choose the worker with the earliest first token (greedy)."""
+    return among.least(among.ttft_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Dynamo:
-    """The least sum of blocks to compute, with those of the prompt, and blocks that generate."""
+def dynamo(among: Choice, *, overlap_weight: float = 1.0) -> WorkerView:
+    """Choose the least sum of blocks to compute, with those of the prompt, and blocks that generate."""
 
-    rng: Random
-    overlap_weight: float = 1.0
+    def blocks(worker: WorkerView) -> float:
+        size = worker.info.page_tokens
+        missing = among.request.num_tokens - among.depth(worker) * size
+        return (overlap_weight * (worker.queued_tokens + missing) + worker.kv_tokens) / size
 
-    def __call__(self, request: PlacementRequest, workers: Sequence[WorkerView], now_s: float) -> WorkerView:
-        del now_s
-
-        def blocks(worker: WorkerView) -> float:
-            size = worker.info.page_tokens
-            missing = request.num_tokens - worker.expected(request.keys) * size
-            return (self.overlap_weight * (worker.queued_tokens + missing) + worker.kv_tokens) / size
-
-        return _least(workers, blocks, self.rng)
+    return among.least(blocks)
 
 
 @dataclass(slots=True)
@@ -148,69 +135,48 @@ class Sglang:
     """`cache_aware`: the shortest queue while queues differ too much. Otherwise the worker that has most of
     the prompt, if that is more than a share of it, or else the one with the smallest tree of prompts."""
 
-    rng: Random
     cache_threshold: float = 0.3
     balance_abs_threshold: int = 64
     balance_rel_threshold: float = 1.5
     trees: Counter[WorkerId] = field(default_factory=Counter[WorkerId])  # pages that were sent to it
 
-    def __call__(self, request: PlacementRequest, workers: Sequence[WorkerView], now_s: float) -> WorkerView:
-        del now_s
-        loads = [worker.rows for worker in workers]
+    def __call__(self, among: Choice) -> WorkerView:
+        loads, num_keys = [worker.rows for worker in among.workers], len(among.request.keys)
         least, most = min(loads), max(loads)
-        deepest = max(worker.expected(request.keys) for worker in workers)
         if most - least > self.balance_abs_threshold and most > least * self.balance_rel_threshold:
-            chosen = _least(workers, lambda worker: worker.rows, self.rng)
-        elif deepest > self.cache_threshold * max(1, len(request.keys)):
-            chosen = _least(workers, lambda worker: -worker.expected(request.keys), self.rng)
+            chosen = among.least(lambda worker: worker.rows)
+        elif max(map(among.depth, among.workers)) > self.cache_threshold * max(1, num_keys):
+            chosen = among.least(lambda worker: -among.depth(worker))
         else:
-            chosen = _least(workers, lambda worker: self.trees[worker.info.worker], self.rng)
-        self.trees[chosen.info.worker] += len(request.keys) - chosen.expected(request.keys)
+            chosen = among.least(lambda worker: self.trees[worker.info.worker])
+        self.trees[chosen.info.worker] += num_keys - among.depth(chosen)
         return chosen
 
 
-@dataclass(frozen=True, slots=True)
-class Aibrix:
-    """`prefix-cache`: the fewest requests while their numbers differ too much. Otherwise the worker with the
-    longest prefix among those with few enough requests, or else the fewest requests again."""
-
-    rng: Random
-    imbalance_max: int = 8
-    deviation_factor: float = 1.0
-
-    def __call__(self, request: PlacementRequest, workers: Sequence[WorkerView], now_s: float) -> WorkerView:
-        del now_s
-        loads = [worker.rows for worker in workers]
-        bound = fmean(loads) + self.deviation_factor * pstdev(loads)
-        matching = [
-            worker for worker in workers if worker.expected(request.keys) > 0 and worker.rows <= bound
-        ]
-        if max(loads) - min(loads) > self.imbalance_max or not matching:
-            return _least(workers, lambda worker: worker.rows, self.rng)
-        deepest = max(worker.expected(request.keys) for worker in matching)
-        longest = [worker for worker in matching if worker.expected(request.keys) == deepest]
-        return _least(longest, lambda worker: worker.rows, self.rng)
+def aibrix(among: Choice, *, imbalance_max: int = 8, deviation_factor: float = 1.0) -> WorkerView:
+    """Choose as `prefix-cache` does: the fewest requests while their numbers differ too much. Otherwise the
+    worker with the longest prefix among those with few enough requests, or else the fewest requests again."""
+    loads = [worker.rows for worker in among.workers]
+    bound = fmean(loads) + deviation_factor * pstdev(loads)
+    matching = [worker for worker in among.workers if among.depth(worker) > 0 and worker.rows <= bound]
+    longest: list[WorkerView] = []
+    if max(loads) - min(loads) <= imbalance_max and matching:
+        deepest = max(map(among.depth, matching))
+        longest = [worker for worker in matching if among.depth(worker) == deepest]
+    return among.least(lambda worker: worker.rows, longest)
 
 
-@dataclass(frozen=True, slots=True)
-class LlmD:
-    """The highest sum of weighted scores from 0 to 1: the share of the prompt that a worker has, and its
-    queue beside the others."""
+def llm_d(among: Choice, *, prefix_weight: float = 3.0, queue_weight: float = 2.0) -> WorkerView:
+    """Choose the highest sum of weighted scores from 0 to 1: the share of the prompt that a worker has, and
+    its queue beside the others."""
+    least, most = (extreme(worker.rows for worker in among.workers) for extreme in (min, max))
 
-    rng: Random
-    prefix_weight: float = 3.0
-    queue_weight: float = 2.0
+    def loss(worker: WorkerView) -> float:
+        share = among.depth(worker) / max(1, len(among.request.keys))
+        queue = (most - worker.rows) / (most - least) if most > least else 1.0
+        return -prefix_weight * share - queue_weight * queue
 
-    def __call__(self, request: PlacementRequest, workers: Sequence[WorkerView], now_s: float) -> WorkerView:
-        del now_s
-        least, most = (extreme(worker.rows for worker in workers) for extreme in (min, max))
-
-        def loss(worker: WorkerView) -> float:
-            share = worker.expected(request.keys) / max(1, len(request.keys))
-            queue = (most - worker.rows) / (most - least) if most > least else 1.0
-            return -self.prefix_weight * share - self.queue_weight * queue
-
-        return _least(workers, loss, self.rng)
+    return among.least(loss)
 
 
 @dataclass(slots=True)
@@ -222,85 +188,69 @@ class Formula:
     work to later requests. It grows with the load `rho` of the workers like the length of a queue.
     """
 
-    rng: Random
     kappa_max: float = 8.0
     tau_s: float = 10.0
     rho: float = 0.0
     at_s: float = 0.0
 
-    def __call__(self, request: PlacementRequest, workers: Sequence[WorkerView], now_s: float) -> WorkerView:
-        self.rho *= exp((self.at_s - now_s) / self.tau_s)
-        self.at_s = now_s
+    def __call__(self, among: Choice) -> WorkerView:
+        self.rho *= exp((self.at_s - among.now_s) / self.tau_s)
+        self.at_s = among.now_s
         kappa = min(self.kappa_max, self.rho / (1 - self.rho)) if self.rho < 1 else self.kappa_max
-        best = _least(
-            workers, lambda worker: _ttft_s(worker, request) + kappa * _duplicate_s(worker, request), self.rng
-        )
-        self.rho += (_ttft_s(best, request) - best.wait_s) / (self.tau_s * len(workers))
+        best = among.least(lambda worker: among.ttft_s(worker) + kappa * among.duplicate_s(worker))
+        self.rho += (among.ttft_s(best) - best.wait_s) / (self.tau_s * len(among.workers))
         return best
-
-
-class PolicyRouter:
-    """A router that applies a policy to prefill workers."""
-
-    def __init__(self, policy: Policy, workers: Sequence[WorkerView], clock: Callable[[], float]) -> None:
-        self._policy = policy
-        self._prefill = [worker for worker in workers if worker.info.role != "decode"]
-        self._decode = [worker for worker in workers if worker.info.role != "prefill"]
-        self._clock = clock
-
-    async def place(self, request: PlacementRequest) -> Route:
-        """Raises Unserved without workers of both kinds."""
-        if not self._prefill or not self._decode:
-            raise Unserved("a policy needs prefill and decode workers")
-        decode = min(self._decode, key=lambda worker: worker.kv_tokens)
-        prefill = self._policy(request, self._prefill, self._clock())
-        return Route(
-            decode=decode.info.worker,
-            decode_address=decode.info.address,
-            prefill=prefill.info.worker,
-            prefill_address=prefill.info.address,
-            gap_tokens_max=2 * decode.info.page_tokens,
-            predicted_s=_ttft_s(prefill, request),
-        )
 
 
 class UnknownPolicy(TidemillError):
     """No policy has this name."""
 
 
-_MAKERS: dict[str, Callable[[Random], Policy]] = {
-    "random": AtRandom,
-    "round-robin": lambda _: RoundRobin(),
-    "least-load": LeastLoad,
-    "prefix-affinity": PrefixAffinity,
-    "min-ttft": MinTtft,
+_POLICIES: dict[str, Policy | type[RoundRobin | Sglang | Formula]] = {
+    "random": at_random,
+    "round-robin": RoundRobin,
+    "least-load": least_load,
+    "prefix-affinity": prefix_affinity,
+    "min-ttft": min_ttft,
     "formula": Formula,
-    "dynamo": Dynamo,
+    "dynamo": dynamo,
     "sglang": Sglang,
-    "aibrix": Aibrix,
-    "llm-d": LlmD,
-    "conductor": MinTtft,  # of Mooncake
+    "aibrix": aibrix,
+    "llm-d": llm_d,
+    "conductor": min_ttft,  # of Mooncake
 }
-POLICIES = tuple(_MAKERS)
+POLICIES = tuple(_POLICIES)
 OURS = "ours"
 
 
-def make_policy(name: str, rng: Random) -> Policy:
-    """Return the policy with this name. Raises UnknownPolicy."""
-    if name not in _MAKERS:
-        raise UnknownPolicy(f"--policy {name}: the policies are {', '.join((OURS, *POLICIES))}")
-    return _MAKERS[name](rng)
+class PolicyRouter:
+    """A router that applies the policy of a name to prefill workers."""
 
+    def __init__(
+        self, name: str, workers: Sequence[WorkerView], clock: Callable[[], float], seed: int
+    ) -> None:
+        """Raises UnknownPolicy."""
+        if name not in _POLICIES:
+            raise UnknownPolicy(f"--policy {name}: the policies are {', '.join((OURS, *POLICIES))}")
+        found = _POLICIES[name]
+        self._policy: Policy = found() if isinstance(found, type) else found
+        self._prefill = [worker for worker in workers if worker.info.role != "decode"]
+        self._decode = [worker for worker in workers if worker.info.role != "prefill"]
+        self._clock = clock
+        self._rng = Random(seed)  # noqa: S311  a policy's dice
 
-def _least(workers: Sequence[WorkerView], score: Callable[[WorkerView], float], rng: Random) -> WorkerView:
-    return min(workers, key=lambda worker: (score(worker), rng.random()))
-
-
-def _ttft_s(worker: WorkerView, request: PlacementRequest) -> float:
-    start = worker.usable(request.keys) * worker.info.page_tokens
-    return worker.wait_s + worker.prefill_s(start, request.num_tokens)
-
-
-def _duplicate_s(worker: WorkerView, request: PlacementRequest) -> float:
-    """Return the time to compute missing pages, without checkpoints: the first visit makes those."""
-    return worker.prefill_s(worker.expected(request.keys) * worker.info.page_tokens, request.num_tokens)
+    async def place(self, request: PlacementRequest) -> Route:
+        """Raises Unserved without workers of both kinds."""
+        if not self._prefill or not self._decode:
+            raise Unserved("a policy needs prefill and decode workers")
+        decode = min(self._decode, key=lambda worker: worker.kv_tokens)
+        among = Choice(request, self._prefill, self._clock(), self._rng)
+        prefill = self._policy(among)
+        return Route(
+            decode=decode.info.worker,
+            decode_address=decode.info.address,
+            prefill=prefill.info.worker,
+            prefill_address=prefill.info.address,
+            gap_tokens_max=2 * decode.info.page_tokens,
+            predicted_s=among.ttft_s(prefill),
+        )

@@ -60,7 +60,6 @@ class Outcome:
 
 
 def distribution(ascending: Sequence[float]) -> dict[str, float]:
-    """Return the mean and the percentiles of `SHARES`."""
     return {"mean": mean(ascending)} | {f"p{share}": percentile(ascending, share) for share in SHARES}
 
 

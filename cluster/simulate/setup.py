@@ -68,7 +68,6 @@ class Setup:
 
     @property
     def trace_tokens_per_token(self) -> int:
-        """The tokens of the trace that a token of a worker stands for."""
         return self.grain if self.engine == "real" else 1
 
     @property
@@ -79,7 +78,6 @@ class Setup:
         return layout_for(hybrid=self.hybrid, grain=self.trace_tokens_per_token)
 
     def infos(self) -> list[WorkerInfo]:
-        """Return the infos of all workers."""
         layout = self.layout
         counts: dict[Role, int] = {"prefill": self.prefill, "decode": self.decode, "mixed": self.mixed}
         return [

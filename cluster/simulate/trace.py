@@ -108,7 +108,6 @@ def copied(requests: Sequence[TraceRequest], copies: int) -> list[TraceRequest]:
 
 
 def speed_up(requests: Iterable[TraceRequest], factor: float) -> list[TraceRequest]:
-    """Divide the arrival times and the pauses by `factor`."""
     return [
         replace(request, at_s=request.at_s / factor, pause_s=request.pause_s / factor) for request in requests
     ]

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from random import Random
 from zlib import crc32
 
 from tidemill.cluster.edge import flow
@@ -16,7 +15,7 @@ from tidemill.cluster.simulate.clock import run_virtual
 from tidemill.cluster.simulate.engines import EngineWorker, root_of
 from tidemill.cluster.simulate.heartbeats import SimHeartbeats
 from tidemill.cluster.simulate.model import ModelWorker
-from tidemill.cluster.simulate.policies import OURS, PolicyRouter, make_policy
+from tidemill.cluster.simulate.policies import OURS, PolicyRouter
 from tidemill.cluster.simulate.report import Outcome, SimulatedRequest
 from tidemill.cluster.simulate.setup import Setup
 from tidemill.cluster.simulate.sized_store import SizeOnlyStore
@@ -98,8 +97,7 @@ class _SimRouter:
                         _share, [other for other in routers if other is not router], setup.share_s
                     )
         else:
-            policy = make_policy(setup.policy, Random(setup.seed))  # noqa: S311  a policy's dice
-            self._routers = [PolicyRouter(policy, workers, clock)]
+            self._routers = [PolicyRouter(setup.policy, workers, clock, setup.seed)]
 
     def close(self) -> None:
         for heartbeats in self._heartbeats:

@@ -1,6 +1,7 @@
 """The options of `tidemill simulate`."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,39 +97,40 @@ def add_simulate_options(simulate: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Simulate a trace. Raises UsageError, TraceError, UnknownPolicy, NoPictures."""
-    from tidemill.cluster.simulate.command import SimulateOptions, simulate_trace  # noqa: PLC0415 - imports torch
+    # These import torch.
+    from tidemill.cluster.simulate.command import SimulatedTrace, read_speed, simulate_trace  # noqa: PLC0415
+    from tidemill.cluster.simulate.cost import StepCost  # noqa: PLC0415
+    from tidemill.cluster.simulate.setup import NEVER_S, Setup  # noqa: PLC0415
 
-    return simulate_trace(
-        SimulateOptions(
-            trace=options.trace,
-            agents=_at_least(options.agents, 1, "--agents"),
-            prefill=0 if options.mixed else _at_least(options.prefill, 1, "--prefill"),
-            decode=0 if options.mixed else _at_least(options.decode, 1, "--decode"),
-            mixed=0 if options.mixed is None else _at_least(options.mixed, 1, "--mixed"),
-            eviction=options.eviction,
-            hints=options.hints,
-            policy=options.policy,
-            routers=_at_least(options.routers, 1, "--routers"),
-            edges=_at_least(options.edges, 1, "--edges"),
-            spread=options.spread,
-            heartbeat_s=options.heartbeat,
-            share_s=options.share,
-            copies=_at_least(options.copies, 1, "--copies"),
-            speed_up=_positive(options.speed_up, "--speed-up"),
-            requests=options.requests,
-            hybrid=options.cache == "hybrid",
-            engine=options.engine,
-            blocks=_at_least(options.memory, 16, "--memory"),
-            store_bytes=bytes_of(options.store, "--store"),
-            store_bytes_per_s=_rate(options),
-            speed_file=options.speed,
-            ttft_s_max=options.ttft_max,
-            grain=_grain(options.grain),
-            seed=options.seed,
-            as_json=options.json,
-            plot=options.plot,
-        )
+    trace = SimulatedTrace(
+        path=options.trace,
+        agents=_at_least(options.agents, 1, "--agents"),
+        copies=_at_least(options.copies, 1, "--copies"),
+        speed_up=_positive(options.speed_up, "--speed-up"),
+        requests=options.requests,
     )
+    setup = Setup(
+        prefill=0 if options.mixed else _at_least(options.prefill, 1, "--prefill"),
+        decode=0 if options.mixed else _at_least(options.decode, 1, "--decode"),
+        mixed=0 if options.mixed is None else _at_least(options.mixed, 1, "--mixed"),
+        eviction=options.eviction,
+        hints=options.hints,
+        policy=options.policy,
+        routers=_at_least(options.routers, 1, "--routers"),
+        edges=_at_least(options.edges, 1, "--edges"),
+        spread=options.spread,
+        heartbeat_s=options.heartbeat,
+        share_s=options.share,
+        hybrid=options.cache == "hybrid",
+        engine=options.engine,
+        blocks=_at_least(options.memory, 16, "--memory"),
+        store_bytes=bytes_of(options.store, "--store"),
+        cost=StepCost(speed=replace(read_speed(options.speed), fetch_bytes_per_s=_rate(options))),
+        ttft_s_max=NEVER_S if options.ttft_max is None else options.ttft_max,
+        grain=_grain(options.grain),
+        seed=options.seed,
+    )
+    return simulate_trace(trace, setup, as_json=options.json, picture=options.plot)
 
 
 def _at_least(value: int, least: int, name: str) -> int:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 
 import pytest
@@ -14,16 +15,16 @@ from tidemill.cluster.simulate.cost import SPEED, StepCost, layout_for
 from tidemill.cluster.simulate.policies import (
     OURS,
     POLICIES,
-    Aibrix,
-    Dynamo,
+    Choice,
     Formula,
-    LeastLoad,
-    LlmD,
-    MinTtft,
     Policy,
-    PrefixAffinity,
     Sglang,
-    WorkerView,
+    aibrix,
+    dynamo,
+    least_load,
+    llm_d,
+    min_ttft,
+    prefix_affinity,
 )
 from tidemill.cluster.simulate.setup import Setup
 from tidemill.cluster.simulate.sized_store import SizeOnlyStore, StoreLink
@@ -62,10 +63,6 @@ class FixedWorker:
         return (end - start) / BLOCK_TOKENS
 
 
-def views(*workers: FixedWorker) -> list[WorkerView]:
-    return list(workers)
-
-
 def worker(name: str, **figures: float) -> FixedWorker:
     info = worker_info(name, "prefill", page_tokens=BLOCK_TOKENS)
     return FixedWorker(info=info, **figures)  # pyright: ignore[reportArgumentType]  some figures are int
@@ -73,6 +70,10 @@ def worker(name: str, **figures: float) -> FixedWorker:
 
 RNG = Random(7)
 REQUEST = placement_request(10 * BLOCK_TOKENS, keys=tuple(names(*range(10))))
+
+
+def chosen(policy: Policy, *workers: FixedWorker) -> str:
+    return policy(Choice(REQUEST, list(workers), 0.0, RNG)).info.name
 
 
 def test_block_cache_evicts_the_ends_of_the_oldest_paths_first() -> None:
@@ -107,40 +108,40 @@ OTHER = worker("b")
 
 
 @pytest.mark.parametrize(
-    ("policy", "workers", "chosen"),
+    ("policy", "workers", "name"),
     [
-        (LeastLoad(RNG), (BUSY_HOLDER, IDLE), "b"),
-        (MinTtft(RNG), (BUSY_HOLDER, IDLE), "a"),
-        (PrefixAffinity(RNG), (BUSY_HOLDER, IDLE), "a"),
-        (PrefixAffinity(RNG, rows_max=0), (BUSY_HOLDER, IDLE), "b"),
-        (PrefixAffinity(RNG, match_min=0.9), (BUSY_HOLDER, IDLE), "b"),
-        (Formula(RNG), (HOME, OTHER), "b"),
-        (Formula(RNG, rho=0.9), (HOME, OTHER), "a"),
-        (MinTtft(RNG), (PROMISED, OTHER), "b"),
-        (Formula(RNG, rho=0.9), (PROMISED, OTHER), "a"),
-        (Dynamo(RNG), (QUEUED, OTHER), "a"),  # 9 blocks are fewer than 10
-        (Dynamo(RNG), (BUSY, OTHER), "b"),
-        (Dynamo(RNG, overlap_weight=4.0), (BUSY, OTHER), "a"),
-        (Sglang(RNG), (worker("a", held=4, rows=64), OTHER), "a"),
-        (Sglang(RNG), (worker("a", held=4, rows=65), OTHER), "b"),
-        (Aibrix(RNG), THREE, "b"),  # a has more than the mean + deviation
-        (Aibrix(RNG, deviation_factor=2.0), THREE, "a"),
-        (Aibrix(RNG, deviation_factor=9.0), (worker("a", held=8, rows=9), OTHER), "b"),
-        (Aibrix(RNG), (worker("a", rows=1), OTHER), "b"),  # without any prefix
-        (LlmD(RNG), (worker("a", held=7, rows=1), OTHER), "a"),  # 3 * 0.7 is more than 2
-        (LlmD(RNG), (worker("a", held=6, rows=1), OTHER), "b"),
+        (least_load, (BUSY_HOLDER, IDLE), "b"),
+        (min_ttft, (BUSY_HOLDER, IDLE), "a"),
+        (prefix_affinity, (BUSY_HOLDER, IDLE), "a"),
+        (partial(prefix_affinity, rows_max=0), (BUSY_HOLDER, IDLE), "b"),
+        (partial(prefix_affinity, match_min=0.9), (BUSY_HOLDER, IDLE), "b"),
+        (Formula(), (HOME, OTHER), "b"),
+        (Formula(rho=0.9), (HOME, OTHER), "a"),
+        (min_ttft, (PROMISED, OTHER), "b"),
+        (Formula(rho=0.9), (PROMISED, OTHER), "a"),
+        (dynamo, (QUEUED, OTHER), "a"),  # 9 blocks are fewer than 10
+        (dynamo, (BUSY, OTHER), "b"),
+        (partial(dynamo, overlap_weight=4.0), (BUSY, OTHER), "a"),
+        (Sglang(), (worker("a", held=4, rows=64), OTHER), "a"),
+        (Sglang(), (worker("a", held=4, rows=65), OTHER), "b"),
+        (aibrix, THREE, "b"),  # a has more than the mean + deviation
+        (partial(aibrix, deviation_factor=2.0), THREE, "a"),
+        (partial(aibrix, deviation_factor=9.0), (worker("a", held=8, rows=9), OTHER), "b"),
+        (aibrix, (worker("a", rows=1), OTHER), "b"),  # without any prefix
+        (llm_d, (worker("a", held=7, rows=1), OTHER), "a"),  # 3 * 0.7 is more than 2
+        (llm_d, (worker("a", held=6, rows=1), OTHER), "b"),
     ],
 )
-def test_policies_choose_by_their_rule(policy: Policy, workers: tuple[FixedWorker, ...], chosen: str) -> None:
-    assert policy(REQUEST, views(*workers), 0.0).info.name == chosen
+def test_policies_choose_by_their_rule(policy: Policy, workers: tuple[FixedWorker, ...], name: str) -> None:
+    assert chosen(policy, *workers) == name
 
 
 def test_sglang_sends_new_prompts_to_the_smaller_tree() -> None:
-    short, idle, policy = worker("a", held=3), worker("b"), Sglang(RNG)
+    short, idle, policy = worker("a", held=3), worker("b"), Sglang()
     policy.trees[short.info.worker] = 1
-    assert policy(REQUEST, views(short, idle), 0.0) is idle, "3 of 10 pages are not more than 0.3"
+    assert chosen(policy, short, idle) == "b", "3 of 10 pages are not more than 0.3"
     assert policy.trees[idle.info.worker] == 10
-    assert policy(REQUEST, views(short, idle), 0.0) is short, "its tree is smaller now"
+    assert chosen(policy, short, idle) == "a", "its tree is smaller now"
 
 
 def arrival(at_s: float, *blocks: int, tokens: int = BLOCK_TOKENS) -> TraceRequest:
@@ -172,10 +173,9 @@ def test_model_answers_every_request_and_repeats_equal_runs(policy: str) -> None
 
 
 def test_policies_break_ties_at_random() -> None:
-    idle = views(*[worker(str(number)) for number in range(4)])
-    makers = (LeastLoad, MinTtft, Formula, PrefixAffinity, Dynamo, Sglang, Aibrix, LlmD)
-    for policy in (make(Random(1)) for make in makers):
-        assert {policy(REQUEST, idle, 0.0).info.name for _ in range(40)} == {"0", "1", "2", "3"}
+    idle = [worker(str(number)) for number in range(4)]
+    for policy in (least_load, min_ttft, Formula(), prefix_affinity, dynamo, Sglang(), aibrix, llm_d):
+        assert {chosen(policy, *idle) for _ in range(40)} == {"0", "1", "2", "3"}
 
 
 def test_model_fetches_prompts_from_a_store() -> None:
