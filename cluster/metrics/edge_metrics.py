@@ -7,14 +7,15 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 
 from tidemill.cluster.messages import Misses
 from tidemill.cluster.metrics import specs
-from tidemill.cluster.metrics.specs import EDGE, MODEL, Spec
+from tidemill.cluster.metrics.specs import EDGE, MODEL, Collected, Spec
 from tidemill.cluster.observability.telemetry import MetricsAlias
 from tidemill.kvstore.periodic import FAILED_ROUNDS
 from tidemill.workers.cache_lookup import MISS_REASONS
@@ -50,12 +51,12 @@ class EdgeMetrics:
             for spec in EDGE
             if spec.kind == "counter" and spec is not specs.GENERATION_TOKENS
         }
-        registry.register(_PerToken(self._by_model))
+        registry.register(Collected(partial(_per_token, self._by_model)))
         for status in specs.STATUSES:
             self._counters[specs.ERRORS].labels(code=str(status))
         for model in self._ttft_s_max:
             self.of_model(model)
-        registry.register(_FailedRounds())
+        registry.register(Collected(_failed_rounds))
 
     def misses(self, model: str) -> Misses:
         """Return totals since the start: the requests to this model, and those that were refused or late."""
@@ -143,42 +144,22 @@ class ModelMetrics:
         self._counters[spec].inc(number)
 
 
-class _PerToken:
-    """Makes samples of the plain numbers when they are scraped."""
-
-    def __init__(self, by_model: Mapping[str, ModelMetrics]) -> None:
-        self._by_model = by_model
-
-    def collect(self) -> Iterator[Metric]:
-        tokens = CounterMetricFamily(
-            specs.GENERATION_TOKENS.full_name,
-            specs.GENERATION_TOKENS.text,
-            labels=specs.GENERATION_TOKENS.labels,
-        )
-        gaps = HistogramMetricFamily(specs.ITL.full_name, specs.ITL.text, labels=specs.ITL.labels)
-        bounds = [*(str(float(bound)) for bound in specs.ITL.buckets), "+Inf"]
-        for model, counted in self._by_model.items():
-            tokens.add_metric([model], counted.num_tokens)
-            totals = list(zip(bounds, accumulate(counted.gaps), strict=True))
-            gaps.add_metric([model], totals, counted.gaps_s)
-        yield tokens
-        yield gaps
+def _per_token(by_model: Mapping[str, ModelMetrics]) -> Iterator[Metric]:
+    """Make samples of the plain numbers when they are scraped."""
+    yield specs.GENERATION_TOKENS.family(([name], counted.num_tokens) for name, counted in by_model.items())
+    gaps = HistogramMetricFamily(specs.ITL.full_name, specs.ITL.text, labels=specs.ITL.labels)
+    bounds = [*(str(float(bound)) for bound in specs.ITL.buckets), "+Inf"]
+    for model, counted in by_model.items():
+        totals = list(zip(bounds, accumulate(counted.gaps), strict=True))
+        gaps.add_metric([model], totals, counted.gaps_s)
+    yield gaps
 
 
-class _FailedRounds:
-    """Makes samples of what this process counts."""
-
-    def collect(self) -> Iterator[Metric]:
-        spec = specs.FAILED_ROUNDS
-        family = CounterMetricFamily(spec.full_name, spec.text, labels=spec.labels)
-        for task, count in FAILED_ROUNDS.items():
-            family.add_metric([task], count)
-        yield family
+def _failed_rounds() -> Iterator[Metric]:
+    yield specs.FAILED_ROUNDS.family(([task], count) for task, count in FAILED_ROUNDS.items())
 
 
 class _Times:
-    """The times of one answer."""
-
     def __init__(self, now_s: float, trace: Trace, queue_s: float) -> None:
         self.first_s = self.last_s = now_s
         self.trace = trace

@@ -35,7 +35,6 @@ class EdgeSamples:
 
 
 def samples_of(metrics: EdgeMetrics) -> EdgeSamples:
-    """Return the present values."""
     families = {
         family.name: [(found.name, tuple(found.labels.items()), found.value) for found in family.samples]
         for family in metrics.registry.collect()

@@ -2,16 +2,17 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
+from functools import partial
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import Metric
 
 from tidemill.cluster.messages import FleetStatus
 from tidemill.cluster.metrics import specs
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.metrics.edge_samples import EdgeSamples, with_samples
-from tidemill.cluster.metrics.specs import PREFIX
-from tidemill.cluster.metrics.worker_metrics import COUNTERS, FleetCollector
+from tidemill.cluster.metrics.specs import PREFIX, Collected
+from tidemill.cluster.metrics.worker_metrics import COUNTERS, reported
 from tidemill.cluster.observability.telemetry import MetricsAlias
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -35,35 +36,21 @@ def exposition(
 ) -> bytes:
     """Return the text. `fleets` has, by model, the status of each fleet whose router answers. `summed` are
     the sums of several edges, instead of the values of `metrics`."""
-    shown = CollectorRegistry(auto_describe=False)
-    shown.register(_All(metrics, fleets, summed))
-    return generate_latest(shown)
+    return generate_latest(Collected(partial(_families, metrics, fleets, summed)))
 
 
-class _All:
-    def __init__(
-        self, metrics: EdgeMetrics, fleets: Mapping[str, FleetStatus], samples: EdgeSamples | None
-    ) -> None:
-        self._metrics = metrics
-        self._samples = samples
-        self._reports = FleetCollector(fleets, metrics.under_way if samples is None else samples.under_way)
-
-    def collect(self) -> Iterator[Metric]:
-        own = self._metrics.registry.collect()
-        if self._samples is not None:
-            own = with_samples(own, self._samples)
-        up = {"0": True} if self._samples is None else self._samples.up
-        families = [*own, _up_family(up), *self._reports.collect()]
-        yield from families
-        if self._metrics.alias is not None:
-            yield from _aliased(families, self._metrics.alias)
-
-
-def _up_family(up: Mapping[str, bool]) -> Metric:
-    family = GaugeMetricFamily(specs.EDGE_UP.full_name, specs.EDGE_UP.text, labels=specs.EDGE_UP.labels)
-    for edge, is_up in up.items():
-        family.add_metric([edge], is_up)
-    return family
+def _families(
+    metrics: EdgeMetrics, fleets: Mapping[str, FleetStatus], summed: EdgeSamples | None
+) -> Iterator[Metric]:
+    own = metrics.registry.collect()
+    under_way, up = metrics.under_way, {"0": True}
+    if summed is not None:
+        own, under_way, up = with_samples(own, summed), summed.under_way, summed.up
+    shown_up = specs.EDGE_UP.family(([edge], is_up) for edge, is_up in up.items())
+    families = [*own, shown_up, *reported(fleets, under_way)]
+    yield from families
+    if metrics.alias is not None:
+        yield from _aliased(families, metrics.alias)
 
 
 def _aliased(families: Iterable[Metric], alias: MetricsAlias) -> Iterator[Metric]:

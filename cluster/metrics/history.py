@@ -58,8 +58,6 @@ class WorkerMark:
 
 @dataclass(frozen=True, slots=True)
 class _Totals:
-    """The counters of one model at a time."""
-
     at_s: float
     values: Values
 
@@ -82,8 +80,6 @@ class _Totals:
 
 @dataclass(slots=True)
 class History:
-    """The rows of each model, and the marks of its workers."""
-
     rows: dict[str, deque[HistoryRow]] = field(default_factory=dict[str, deque[HistoryRow]])
     marks: deque[WorkerMark] = field(default_factory=lambda: deque[WorkerMark](maxlen=MARKS))
     _before: dict[str, _Totals] = field(default_factory=dict[str, _Totals])
@@ -109,7 +105,6 @@ class History:
                 self.marks.extend(WorkerMark(at_s, model, name, "end") for name in sorted(known - workers))
 
     def json(self) -> dict[str, object]:
-        """Return everything as JSON data."""
         return {
             "period_s": PERIOD_S,
             "quantiles": QUANTILES,
@@ -131,7 +126,6 @@ def _values_of(samples: EdgeSamples, models: Iterable[str]) -> dict[str, Values]
 
 
 def added_up(parts: Iterable[Mapping[K, N]]) -> dict[K, N]:
-    """Return the sums by key."""
     sums: dict[K, N] = {}
     for part in parts:
         for key, value in part.items():

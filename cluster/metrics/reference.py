@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 
 from tidemill.cluster.metrics.exposition import ALIASES
 from tidemill.cluster.metrics.specs import (
@@ -16,7 +15,7 @@ from tidemill.cluster.metrics.specs import (
     SUPERVISOR_FAILED_ROUNDS,
     Spec,
 )
-from tidemill.cluster.metrics.worker_metrics import COUNTERS, GAUGES, MEMORY, STATES, metric_name
+from tidemill.cluster.metrics.worker_metrics import COUNTERS, GAUGES, MEMORY, STATES, spec_of
 
 INTRODUCTION = """\
 # Metrics
@@ -43,7 +42,7 @@ Grafana dashboard in [deploy/grafana](../deploy/grafana).
 
 
 def reference() -> str:
-    counters = [replace(spec, name=metric_name(counted)) for counted, spec in COUNTERS.items()]
+    counters = map(spec_of, COUNTERS)
     return "\n".join(
         (
             INTRODUCTION.replace("CODES", ", ".join(map(str, STATUSES))),

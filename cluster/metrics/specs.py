@@ -4,8 +4,11 @@ worker_metrics.py.
 Base names, units and meanings are those of vLLM, where vLLM has the metric.
 """
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 PREFIX = "tidemill:"
 MODEL = "model_name"
@@ -33,6 +36,21 @@ class Spec:
     @property
     def full_name(self) -> str:
         return PREFIX + self.name
+
+    def family(self, values: Iterable[tuple[Sequence[str], float]]) -> Metric:
+        """Return the samples of a counter or a gauge, by the values of its labels."""
+        kind = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
+        made = kind(self.full_name, self.text, labels=self.labels)
+        for labels, value in values:
+            made.add_metric(labels, value)
+        return made
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Collected:
+    """A collector of prometheus_client."""
+
+    collect: Callable[[], Iterable[Metric]]
 
 
 def _seconds(name: str, text: str, buckets: tuple[float, ...] = PART_BUCKETS_S) -> Spec:

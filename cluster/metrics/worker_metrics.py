@@ -8,12 +8,12 @@ that falls by a part would be taken for a reset as well.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from operator import attrgetter
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from tidemill.cluster.messages import FleetStatus, WorkerStatus
+from tidemill.cluster.messages import FleetStatus
 from tidemill.cluster.metrics.specs import (
     HELD,
     MODEL,
@@ -26,9 +26,6 @@ from tidemill.cluster.metrics.specs import (
 )
 
 WORKER = (MODEL, "worker", "role")
-
-Rows = list[tuple[str, WorkerStatus]]
-"""Workers with the name of their model."""
 
 
 def _gauge(name: str, text: str, unit: str, *labels: str) -> Spec:
@@ -165,89 +162,58 @@ FROM_START = dict.fromkeys((name for name, spec in COUNTERS.items() if spec.labe
 UNKNOWN = _counter("A counter of the worker since its start.", "")
 
 
-def metric_name(counted: str) -> str:
-    """Return the name without prefix and `_total`."""
+def spec_of(counted: str) -> Spec:
+    """Return the metric of a counter by the name that workers use."""
+    if counted in STATES:
+        return STATES[counted]
     spec = COUNTERS.get(counted, UNKNOWN)
-    return spec.name or f"worker_{counted}"
+    return replace(spec, name=spec.name or f"worker_{counted}")
 
 
-class FleetCollector:
-    """The reports of all workers at a scrape. `under_way` has the open answers of the edge, by model."""
-
-    def __init__(self, fleets: Mapping[str, FleetStatus], under_way: Mapping[str, int]) -> None:
-        self._fleets = fleets
-        self._under_way = under_way
-        self._rows: Rows = [(model, worker) for model, status in fleets.items() for worker in status.workers]
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._models()
-        for spec, path in GAUGES.items():
-            read, gauge = attrgetter(path), GaugeMetricFamily(spec.full_name, spec.text, labels=spec.labels)
-            for model, status in self._rows:
-                gauge.add_metric([model, status.info.name, status.info.role], read(status))
-            yield gauge
-        yield self._memory()
-        yield from self._counters()
-
-    def _models(self) -> Iterator[Metric]:
-        """Yield the totals of each model. Without the router the waiting requests are unknown, and all count
-        as running."""
-        waiting = {
-            model: sum(worker.load.waiting_rows for worker in status.workers)
-            for model, status in self._fleets.items()
-        }
-        held = {model: status.held for model, status in self._fleets.items()}
-        running = {
-            model: max(0, num - waiting.get(model, 0) - held.get(model, 0))
-            for model, num in self._under_way.items()
-        }
-        usage = {model: _usage(status) for model, status in self._fleets.items()}
-        for spec, values in ((RUNNING, running), (WAITING, waiting), (HELD, held), (USAGE, usage)):
-            gauge = GaugeMetricFamily(spec.full_name, spec.text, labels=spec.labels)
-            for model, value in values.items():
-                gauge.add_metric([model], value)
-            yield gauge
-        spec = ROUTER_FAILED_ROUNDS
-        failed = CounterMetricFamily(spec.full_name, spec.text, labels=spec.labels)
-        for model, status in self._fleets.items():
-            failed.add_metric([model], status.failed_rounds)
-        yield failed
-        yield self._supervisor()
-
-    def _supervisor(self) -> Metric:
-        """Return the count of the one supervisor, of which each router knows a state."""
-        spec = SUPERVISOR_FAILED_ROUNDS
-        known = [status.supervisor_failed_rounds for status in self._fleets.values()]
-        counts = [count for count in known if count is not None]
-        return CounterMetricFamily(spec.full_name, spec.text, value=max(counts, default=None))
-
-    def _memory(self) -> Metric:
-        gauge = GaugeMetricFamily(MEMORY.full_name, MEMORY.text, labels=MEMORY.labels)
-        for model, status in self._rows:
-            for name, num_bytes in status.load.memory.items():
-                gauge.add_metric([model, status.info.name, status.info.role, name], num_bytes)
-        return gauge
-
-    def _counters(self) -> Iterator[Metric]:
-        families: defaultdict[str, list[tuple[list[str], float]]] = defaultdict(list)
-        for model, status in self._rows:
-            for counted, value in (FROM_START | status.load.counters).items():
-                name, *part = _split("".join(char if char.isalnum() else "_" for char in counted))
-                families[name].append(([model, status.info.name, status.info.role, *part], value))
-        for name, samples in sorted(families.items()):
-            family = _family(name)
-            for labels, value in samples:
-                family.add_metric(labels, value)
-            yield family
+def reported(fleets: Mapping[str, FleetStatus], under_way: Mapping[str, int]) -> Iterator[Metric]:
+    """Yield the reports of all workers at a scrape. `under_way` has the open answers of the edge, by
+    model."""
+    yield from _models(fleets, under_way)
+    rows = [
+        ([model, status.info.name, status.info.role], status)
+        for model, fleet in fleets.items()
+        for status in fleet.workers
+    ]
+    for spec, path in GAUGES.items():
+        read = attrgetter(path)
+        yield spec.family((labels, read(status)) for labels, status in rows)
+    yield MEMORY.family(
+        ([*labels, name], num_bytes)
+        for labels, status in rows
+        for name, num_bytes in status.load.memory.items()
+    )
+    families: defaultdict[str, list[tuple[list[str], float]]] = defaultdict(list)
+    for labels, status in rows:
+        for counted, value in (FROM_START | status.load.counters).items():
+            name, *part = _split("".join(char if char.isalnum() else "_" for char in counted))
+            families[name].append(([*labels, *part], value))
+    for name, samples in sorted(families.items()):
+        yield spec_of(name).family(samples)
 
 
-def _family(counted: str) -> CounterMetricFamily | GaugeMetricFamily:
-    state = STATES.get(counted)
-    if state is not None:
-        return GaugeMetricFamily(state.full_name, state.text, labels=state.labels)
-    spec = COUNTERS.get(counted, UNKNOWN)
-    prefix = spec.full_name.removesuffix(spec.name)
-    return CounterMetricFamily(prefix + metric_name(counted), spec.text, labels=spec.labels)
+def _models(fleets: Mapping[str, FleetStatus], under_way: Mapping[str, int]) -> Iterator[Metric]:
+    """Yield the totals of each model, and the count of the one supervisor, of which each router knows a
+    state. Without the router the waiting requests are unknown, and all count as running."""
+    waiting = {
+        model: sum(worker.load.waiting_rows for worker in status.workers) for model, status in fleets.items()
+    }
+    held = {model: status.held for model, status in fleets.items()}
+    running = {
+        model: max(0, num - waiting.get(model, 0) - held.get(model, 0)) for model, num in under_way.items()
+    }
+    usage = {model: _usage(status) for model, status in fleets.items()}
+    failed = {model: status.failed_rounds for model, status in fleets.items()}
+    of_models = {RUNNING: running, WAITING: waiting, HELD: held, USAGE: usage, ROUTER_FAILED_ROUNDS: failed}
+    for spec, values in of_models.items():
+        yield spec.family(([model], value) for model, value in values.items())
+    known = [status.supervisor_failed_rounds for status in fleets.values()]
+    counts = [count for count in known if count is not None]
+    yield SUPERVISOR_FAILED_ROUNDS.family([([], max(counts))] if counts else [])
 
 
 def _split(counted: str) -> list[str]:

@@ -49,24 +49,16 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 20):.1f}"
 
 
-class WorkerLine:
-    """Logs the line of one worker."""
+async def log_lines(name: str, load_of: Callable[[], WorkerLoad]) -> None:
+    """Log the line of a worker every LINE_S seconds until cancelled."""
+    last: tuple[WorkerLoad, float] | None = None
 
-    def __init__(self, name: str, load: Callable[[], WorkerLoad]) -> None:
-        self._name = name
-        self._load = load
-        self._last: tuple[WorkerLoad, float] | None = None
+    async def look() -> None:
+        nonlocal last
+        load, at_s = load_of(), asyncio.get_running_loop().time()
+        line = None if last is None else line_of(last[0], load, at_s - last[1])
+        if line is not None:
+            log.info("%s: %s", name, line)
+        last = load, at_s
 
-    async def run(self) -> None:
-        """Log until cancelled."""
-        await every(LINE_S, self.log, "worker line")
-
-    async def log(self) -> None:
-        """Log the line of the time since the last call."""
-        load, at_s = self._load(), asyncio.get_running_loop().time()
-        if self._last is not None:
-            before, before_s = self._last
-            line = line_of(before, load, at_s - before_s)
-            if line is not None:
-                log.info("%s: %s", self._name, line)
-        self._last = load, at_s
+    await every(LINE_S, look, "worker line")

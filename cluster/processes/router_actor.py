@@ -7,8 +7,8 @@ second of one core.
 
 import asyncio
 import logging
-import os
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, cast
@@ -19,7 +19,7 @@ from tidemill.cluster.observability.logs import start_logs
 from tidemill.cluster.processes.joining.exchange import JoinServer
 from tidemill.cluster.processes.restart_backoff import Backoff
 from tidemill.cluster.processes.scaling.journal import Journal
-from tidemill.cluster.processes.supervisor_client import RayStore, SupervisorClient
+from tidemill.cluster.processes.supervisor_client import RayStore, SupervisorClient, exit_on_error
 from tidemill.cluster.router.compiled import CompiledPlacement, load
 from tidemill.cluster.router.server import RouterService
 from tidemill.cluster.settings import RouterSettings
@@ -62,7 +62,7 @@ class RouterActor:
         self._address = loop.create_task(self._open(settings, host, settings.port_of(name)))
         self._ticks = loop.create_task(self._service.run())
         for task in (self._address, self._ticks):
-            task.add_done_callback(_exit_on_error)
+            task.add_done_callback(partial(exit_on_error, what="router"))
 
     async def address(self) -> str:
         return await self._address
@@ -73,7 +73,6 @@ class RouterActor:
         return "" if self._join is None else self._join.address
 
     async def revoke(self, serials: Collection[str]) -> None:
-        """Refuse the certificates of these serials, too."""
         self._service.revoke(serials)
 
     async def _open(self, settings: RouterSettings, host: str, port: int) -> str:
@@ -99,10 +98,3 @@ def _compiled(cache_folder: Path | None) -> CompiledPlacement | None:
     except KernelUnavailable as error:
         log.warning("placement is not compiled and takes about ten times as long: %s", error)
         return None
-
-
-def _exit_on_error(task: asyncio.Task[Any]) -> None:
-    """End the process, because a restart is better than a router of which one half works."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("the router broke", exc_info=error)
-        os._exit(1)

@@ -6,15 +6,13 @@ import logging
 import signal
 import tempfile
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from threading import Thread
-from typing import Any, TypeVar, cast
+from typing import cast
 
 import uvloop
 from rich.console import Console
@@ -39,7 +37,7 @@ from tidemill.cluster.observability.logs import LINES_KEPT, keeping
 from tidemill.cluster.observability.spans import tracing
 from tidemill.cluster.processes.endpoint.endpoint import Endpoint, Sockets, listening, with_router_ports
 from tidemill.cluster.processes.endpoint.run_endpoint import (
-    Runs,
+    Run,
     Work,
     prepare_process,
     run_endpoint,
@@ -52,6 +50,7 @@ from tidemill.cluster.processes.launch import Cluster, RayEnded, start_cluster
 from tidemill.cluster.processes.mooncake_service import planned_store
 from tidemill.cluster.processes.publisher import CataloguePublisher, PublishedFleet
 from tidemill.cluster.processes.store_plan import check_shared, other_tiers
+from tidemill.cluster.processes.supervisor_client import beside
 from tidemill.cluster.processes.support_info import support_parts
 from tidemill.cluster.processes.system.children import STOP_SIGNALS
 from tidemill.cluster.processes.system.private_folder import private_folder
@@ -63,8 +62,6 @@ from tidemill.workers.contract.engine import Check
 from tidemill.workers.messages import WorkerGone
 
 log = logging.getLogger(__name__)
-
-_Result = TypeVar("_Result")
 
 RETRY_S = 0.2
 
@@ -99,20 +96,6 @@ def serve(
             cluster.stop()
 
 
-def beside(work: Callable[[], _Result]) -> Future[_Result]:
-    """Do something in a thread for which the end of this process does not wait."""
-    done = Future[_Result]()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised where the result is read
-            done.set_exception(error)
-
-    Thread(target=run, daemon=True).start()
-    return done
-
-
 def _tokenizers(fleets: Sequence[FleetSettings], templates: Sequence[Template | None]) -> list[Tokenizer]:
     pairs = zip(fleets, templates, strict=True)
     return [load_tokenizer(fleet.model_folder, fleet.chat, template) for fleet, template in pairs]
@@ -136,7 +119,6 @@ class _Server:
     sockets: Sockets
 
     async def run(self, tokenizers: Sequence[Tokenizer], work: Work) -> None:
-        """Serve until `work` returns or a signal comes."""
         endpoint, fleets, writers = self.endpoint, self.settings.fleets, self.cluster.catalogue_writers()
         late_s = {fleet.names[0]: fleet.router.ttft_s_max for fleet in fleets}
         metrics = EdgeMetrics(self.sources.clock_s, late_s, endpoint.telemetry.metrics_alias)
@@ -156,8 +138,8 @@ class _Server:
         context.keys.shared = rates = RouterRates(edge.id, addresses, fleets[0].router.tls)
         published = [PublishedFleet(*pair) for pair in zip(fleets, services, strict=True)]
         keys_file = endpoint.security.keys_file
-        others: list[Runs] = [] if keys_file is None else [KeysWatch(context.keys, keys_file)]
-        others.append(CataloguePublisher(published, writers, context, endpoint.telemetry))
+        others: list[Run] = [] if keys_file is None else [KeysWatch(context.keys, keys_file).run]
+        others.append(CataloguePublisher(published, writers, context, endpoint.telemetry).run)
         if line := open_line(endpoint.host, context.keys):
             log.warning("%s", line)
         url = url_of(endpoint, self.sockets)
@@ -166,12 +148,12 @@ class _Server:
             with keeping(lines), stop_signals(stopping) as stop:
                 watch = _watch(self.cluster, context.stop_reason, stopping)
                 if endpoint.frontends == 1:
-                    runs = [*services, *others]
+                    runs = [*(service.run for service in services), *others]
                     await run_endpoint(endpoint, context, self.sockets, stop, runs, work(url), watch)
                     return
                 frontends = await self._frontends(context)
-                runs = [*(_Announced(frontends, service) for service in services), *others]
-                announced = _announced(frontends, work(url))
+                runs = [*(partial(_announced, frontends, service.run) for service in services), *others]
+                announced = _announced(frontends, partial(work, url))
                 await run_serving(frontends.run(), frontends.stop, stop, runs, announced, watch)
         finally:
             await rates.close()
@@ -224,26 +206,11 @@ def _addresses(writers: Mapping[str, CatalogueWriter]) -> list[str]:
     return [writer.address for writer in writers.values() if writer.address]
 
 
-@dataclass(frozen=True, slots=True)
-class _Announced:
-    """A service that reports to the supervisor from the time on at which all edge processes serve. The time
-    without requests, after which a model loses its workers, begins with the first report."""
-
-    frontends: Frontends
-    service: ClusterService
-
-    async def run(self) -> None:
-        await _announced(self.frontends, self.service.run())
-
-
-async def _announced(frontends: Frontends, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` when all edge processes serve."""
-    try:
-        await frontends.ready()
-    except BaseException:
-        work.close()
-        raise
-    await work
+async def _announced(frontends: Frontends, run: Run) -> None:
+    """Run what begins when all edge processes serve: also the reports to the supervisor, because the time
+    without requests, after which a model loses its workers, begins with the first of them."""
+    await frontends.ready()
+    await run()
 
 
 async def _watch(cluster: Cluster, stop_reason: StopReason, stopping: Callable[[], None]) -> None:

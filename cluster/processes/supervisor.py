@@ -43,7 +43,7 @@ from tidemill.cluster.processes.scaling.autoscaling import EdgeReports, EdgeStat
 from tidemill.cluster.processes.scaling.journal import ClusterPlan, Fenced, FleetPlan, Journal, initial_plan
 from tidemill.cluster.processes.scaling.node_fit import assign, demand_of, unschedulable_reason
 from tidemill.cluster.processes.scaling.scaler import Scaler
-from tidemill.cluster.processes.supervisor_client import SUPERVISOR, RayStore, nodes
+from tidemill.cluster.processes.supervisor_client import SUPERVISOR, RayStore, exit_on_error, nodes
 from tidemill.cluster.processes.system.children import endpoint_pid, start_endpoint
 from tidemill.cluster.processes.system.private_folder import read_record
 from tidemill.cluster.processes.worker_actor import WorkerActor, actor_options, call_router, find_router
@@ -128,6 +128,11 @@ class Actors:
             **options, name=worker.name, namespace=self._namespace, get_if_exists=True
         ).remote(worker, routers, self._namespace, placement_group)
 
+    def unschedulable_reason(self, *workers: WorkerSettings) -> str | None:
+        """Explain in one line why Ray cannot schedule these workers beside all that runs now; None if it
+        can."""
+        return unschedulable_reason(map(demand_of, workers), nodes())
+
     def adopt(self, name: str) -> None:
         """Note the node of a worker that was started before this process."""
         with contextlib.suppress(ValueError):  # it was not, or has left
@@ -151,7 +156,6 @@ class Actors:
         self.kill(STORE)
 
     def kill(self, name: str, *, restart: bool = False) -> None:
-        """Kill an actor, if it exists."""
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             RAY.kill(RAY.get_actor(name, self._namespace), no_restart=not restart)
 
@@ -183,9 +187,9 @@ class Supervisor:
         self._tasks = [self._start, loop.create_task(self._hold_lease())]
         if settings.detached_folder is not None:
             self._tasks.append(loop.create_task(self._keep_endpoint(settings.detached_folder)))
-        self._start.add_done_callback(partial(_exit_on_error, report_s=REPORT_S))
+        self._start.add_done_callback(partial(exit_on_error, what="supervisor", report_s=REPORT_S))
         for task in self._tasks[1:]:
-            task.add_done_callback(_exit_on_error)
+            task.add_done_callback(partial(exit_on_error, what="supervisor"))
 
     async def started(self) -> ClusterPlan:
         """Return the plan when all routers and workers were created. Their processes may still start. Those
@@ -196,7 +200,6 @@ class Supervisor:
         return self._plan
 
     async def serves(self) -> None:
-        """Note that an endpoint has found all workers ready."""
         if not self._plan.served:
             await asyncio.to_thread(self._write, served=True)
 
@@ -230,7 +233,6 @@ class Supervisor:
         return FAILED_ROUNDS.total()
 
     def misses(self, fleet: str) -> Misses:
-        """Return the totals of all reports."""
         return self._reports[fleet].misses
 
     async def _reset(self, fleet: str, edge: str) -> int:
@@ -242,7 +244,6 @@ class Supervisor:
         return resets
 
     async def join(self, request: JoinRequest) -> JoinAnswer:
-        """See Registry.join."""
         await self._start
         return await self._registry.join(request)
 
@@ -302,13 +303,13 @@ class Supervisor:
             if not plan.served:  # else it tries again and again while the cluster serves
                 await scaler.start()
             self._tasks.append(task := asyncio.create_task(scaler.run()))
-            task.add_done_callback(_exit_on_error)
+            task.add_done_callback(partial(exit_on_error, what="supervisor"))
 
     def _scaler(self, index: int, fleet: FleetSettings, plan: FleetPlan) -> Scaler:
         finders = (find_router(name, self._settings.namespace) for name in fleet.router.names)
         router = RouterClient(*finders, tls=fleet.router.tls, fence=lambda: self._journal.number)
-        part = _Fleet(partial(self._write_fleet, index), self._actors)
-        return Scaler(part, router, fleet, self._reports[fleet.router.name], plan)
+        save = partial(self._write_fleet, index)
+        return Scaler(self._actors, router, save, fleet, self._reports[fleet.router.name], plan)
 
     def _write_fleet(self, index: int, fleet: FleetPlan) -> None:
         """Write a changed plan of a fleet to the journal. Raises Fenced."""
@@ -362,18 +363,6 @@ class Supervisor:
         os._exit(1)
 
 
-class _Fleet:
-    """A fleet's part of the journal, and its actors."""
-
-    def __init__(self, write: Callable[[FleetPlan], None], actors: Actors) -> None:
-        self.save = write
-        self.add_worker = actors.add_worker
-        self.remove_worker = actors.remove_worker
-
-    def unschedulable_reason(self, *workers: WorkerSettings) -> str | None:
-        return unschedulable_reason(map(demand_of, workers), nodes())
-
-
 def stop_plan(namespace: str) -> ClusterPlan:
     """Write to the journal that nothing of the plan should run, and return it. The supervisor can write, and
     so act, no more."""
@@ -402,11 +391,3 @@ def job_has_ended(job_id: str) -> bool:
 
 def _now_s() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _exit_on_error(task: asyncio.Task[None], *, report_s: float = 0.0) -> None:
-    """End the process after `report_s`, in which callers get the error. Ray starts the next one, which reads
-    the journal."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("the supervisor broke", exc_info=error)
-        task.get_loop().call_later(report_s, os._exit, 1)

@@ -4,12 +4,14 @@ nodes of Ray."""
 import asyncio
 import contextlib
 import ctypes
+import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from types import FrameType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import ray
 import ray._private.utils
@@ -28,6 +30,10 @@ RAY: Any = ray  # much of it has no types
 RAY_WORKER: Any = ray._private.worker  # noqa: SLF001 - see `keep_stdout`
 PRINT = RAY_WORKER.print_to_stdstream
 
+ResultT = TypeVar("ResultT")
+
+log = logging.getLogger(__name__)
+
 KV_NAMESPACE = b"tidemill"
 
 SUPERVISOR = "supervisor"
@@ -45,17 +51,30 @@ async def find_actor(name: str, namespace: str) -> Any:  # noqa: ANN401 - Ray's 
     Without GCS this takes a minute.
     It has a thread of its own, because a process that ends waits for the threads of asyncio.
     """
-    found = Future[Any]()
+    return await asyncio.wrap_future(beside(lambda: RAY.get_actor(name, namespace)))
 
-    def find() -> None:
+
+def beside(work: Callable[[], ResultT]) -> Future[ResultT]:
+    """Do something in a thread for which the end of this process does not wait. It cannot be cancelled."""
+    done = Future[ResultT]()
+
+    def run() -> None:
         try:
-            found.set_result(RAY.get_actor(name, namespace))
-        except Exception as error:  # noqa: BLE001 - for the caller
-            found.set_exception(error)
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is read
+            done.set_exception(error)
 
-    found.set_running_or_notify_cancel()  # a caller that is cancelled leaves it alone
-    threading.Thread(target=find, daemon=True).start()
-    return await asyncio.wrap_future(found)
+    done.set_running_or_notify_cancel()
+    threading.Thread(target=run, daemon=True).start()
+    return done
+
+
+def exit_on_error(task: asyncio.Task[Any], what: str, *, report_s: float = 0.0) -> None:
+    """End this process if a task of it broke, after `report_s`, in which callers get the error. Ray starts
+    the next one, which is better than one of which a half works."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("the %s broke", what, exc_info=error)
+        task.get_loop().call_later(report_s, os._exit, 1)
 
 
 class RayStore:
@@ -91,16 +110,13 @@ class SupervisorClient:
         return await self._call(lambda actor: actor.carry_out.remote(self._fleet, order))
 
     async def report(self, edge: str, misses: Misses, resets: int, open_requests: int) -> int:
-        """See Supervisor.report."""
         more = (open_requests,) if open_requests else ()  # the supervisor of 0.2 has no such argument
         return await self._call(lambda actor: actor.report.remote(self._fleet, edge, misses, resets, *more))
 
     async def failed_rounds(self) -> int:
-        """See Supervisor.failed_rounds."""
         return await self._call(lambda actor: actor.failed_rounds.remote())
 
     async def join(self, request: JoinRequest) -> JoinAnswer:
-        """See Registry.join."""
         return await self._call(lambda actor: actor.join.remote(request))
 
     async def _call(self, call: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - Ray's types

@@ -21,7 +21,6 @@ class Assignment:
         return self.leaves or self._drains
 
     def apply(self, ack: Ack) -> None:
-        """Apply the router's answer to a heartbeat."""
         changed = ack.drain is not self._drains and not self.leaves
         self._drains = ack.drain
         if ack.role in self.info.roles and ack.role != self.info.role:
@@ -31,7 +30,6 @@ class Assignment:
             self._restrict()
 
     def leave(self) -> None:
-        """Drain, because the process was ordered to exit."""
         if not self.leaves:
             self.leaves = True
             self._restrict()

@@ -63,8 +63,6 @@ class ServerLimits:
 
 
 class WorkerServer:
-    """Serves the streams of all edges to one worker."""
-
     def __init__(
         self,
         engine: StreamingEngine,
@@ -98,7 +96,6 @@ class WorkerServer:
             self._guard.revoke(serials)
 
     async def stop(self) -> None:
-        """End every stream, and with it every call."""
         await self._server.stop(grace=None)
 
     @property

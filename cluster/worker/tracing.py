@@ -1,9 +1,10 @@
 """An engine that records spans for its calls, from the times that the step loop measures for every
 request."""
 
+from contextlib import AbstractContextManager, nullcontext
 from time import time_ns
 
-from opentelemetry.trace import SpanKind, Tracer
+from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Tracer
 
 from tidemill.cluster.observability.spans import add_part, add_parts, provenance_attributes, span
 from tidemill.workers.contract.engine import StreamingEngine
@@ -13,46 +14,39 @@ from tidemill.workers.scheduling.isolation import Notify
 
 
 class TracedEngine:
-    """Traces the requests that have a traceparent."""
-
     def __init__(self, engine: StreamingEngine, tracer: Tracer, page_tokens: int) -> None:
         self._engine = engine
         self._tracer = tracer
         self._page_tokens = page_tokens
 
-    async def produce(self, request: Request, notify: Notify | None = None) -> Produced:
+    def _span(self, name: str, request: Request) -> AbstractContextManager[Span]:
+        """Return a span of a request that has a traceparent, else one that records nothing."""
         if not request.trace_parent:
-            return await self._engine.produce(request, notify)
-        with span(
-            self._tracer, SpanKind.SERVER, "produce", request.trace_parent, _attributes(request)
-        ) as producing:
+            return nullcontext(INVALID_SPAN)
+        attributes = {"gen_ai.request.id": request.request_id, "tidemill.known_tokens": len(request.tokens)}
+        return span(self._tracer, SpanKind.SERVER, name, request.trace_parent, attributes)
+
+    async def produce(self, request: Request, notify: Notify | None = None) -> Produced:
+        with self._span("produce", request) as producing:
             start_ns = time_ns()
             produced = await self._engine.produce(request, notify)
-            provenance = produced.provenance
-            parts = *_waits(provenance), ("compute", provenance.times.computed_s)
-            computed_ns = add_parts(self._tracer, producing, start_ns, parts)
-            add_part(self._tracer, producing, "publish", computed_ns)
-            producing.set_attribute("tidemill.depth_tokens", produced.depth)
-            producing.set_attributes(provenance_attributes(provenance, self._page_tokens))
+            if producing.is_recording():
+                provenance = produced.provenance
+                parts = *_waits(provenance), ("compute", provenance.times.computed_s)
+                computed_ns = add_parts(self._tracer, producing, start_ns, parts)
+                add_part(self._tracer, producing, "publish", computed_ns)
+                producing.set_attribute("tidemill.depth_tokens", produced.depth)
+                producing.set_attributes(provenance_attributes(provenance, self._page_tokens))
             return produced
 
     async def prefetch(self, request: Request) -> Produced:
-        if not request.trace_parent:
-            return await self._engine.prefetch(request)
-        with span(
-            self._tracer, SpanKind.SERVER, "fetch ahead", request.trace_parent, _attributes(request)
-        ) as fetching:
+        with self._span("fetch ahead", request) as fetching:
             produced = await self._engine.prefetch(request)
             fetching.set_attribute("tidemill.fetched_tokens", produced.depth)
             return produced
 
     async def stream(self, request: Request, emit: Emit[Delta], notify: Notify | None = None) -> None:
-        if not request.trace_parent:
-            await self._engine.stream(request, emit, notify)
-            return
-        with span(
-            self._tracer, SpanKind.SERVER, "generate", request.trace_parent, _attributes(request)
-        ) as generating:
+        with self._span("generate", request) as generating:
             start_ns = first_ns = time_ns()
             num_tokens = 0
 
@@ -71,14 +65,10 @@ class TracedEngine:
                     generating.set_attributes(ended)
                 return emit(delta)
 
-            await self._engine.stream(request, take, notify)
+            await self._engine.stream(request, take if generating.is_recording() else emit, notify)
 
     def release(self, tenant: str, name: str) -> None:
         self._engine.release(tenant, name)
-
-
-def _attributes(request: Request) -> dict[str, str | float]:
-    return {"gen_ai.request.id": request.request_id, "tidemill.known_tokens": len(request.tokens)}
 
 
 def _waits(provenance: Provenance) -> tuple[tuple[str, float], ...]:

@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 from typing import cast
 
 from tidemill.cluster.observability.spans import open_tracer
-from tidemill.cluster.observability.worker_line import WorkerLine
+from tidemill.cluster.observability.worker_line import log_lines
 from tidemill.cluster.rpc.router_failover import FindRouter
 from tidemill.cluster.settings import WorkerSettings
 from tidemill.cluster.worker.assignment import Assignment
@@ -120,8 +120,8 @@ class WorkerProcess:
                 heartbeats.append(Heartbeats(built.engine, duties, memory, None, tls))
             self._engine = built.engine
             async with asyncio.TaskGroup() as tasks:
-                line = WorkerLine(self._settings.name, built.engine.load)
-                works = [tasks.create_task(work.run()) for work in (built.engine, line, *heartbeats)]
+                works = [tasks.create_task(work.run()) for work in (built.engine, *heartbeats)]
+                works.append(tasks.create_task(log_lines(self._settings.name, built.engine.load)))
                 if built.group is not None:
                     works.append(tasks.create_task(built.group.watch()))
                 await self._stop_requested.wait()
@@ -134,7 +134,6 @@ class WorkerProcess:
             await asyncio.to_thread(close_tracer)
 
     def leave(self) -> None:
-        """Hand over all work, and end `run`."""
         self._stop_requested.set()
 
     async def hangs(self) -> None:
@@ -151,7 +150,6 @@ class WorkerProcess:
         await every(WATCH_S, hangs, "hang of the engine")
 
     def fail(self, error: BaseException) -> Failed:
-        """Return what broke, as one line for operators."""
         cause = error
         while isinstance(cause, BaseExceptionGroup):  # of a task group
             cause = cast("BaseExceptionGroup[BaseException]", cause).exceptions[0]

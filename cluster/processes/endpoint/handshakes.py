@@ -2,6 +2,8 @@
 
 import socket
 import ssl
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import partial
 from typing import cast
 
@@ -12,7 +14,8 @@ from tidemill.cluster.listener import HANDSHAKES_MAX, Handshakes, Listener
 
 
 class EdgeServer(uvicorn.Server):
-    """A uvicorn server on sockets that are given. Its protocol is a Connection."""
+    """A uvicorn server on sockets that are given. Its protocol is a Connection. It leaves signals to us,
+    because more must be stopped than it."""
 
     def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None = None) -> None:
         """`tls` is in place of uvicorn's own settings."""
@@ -27,3 +30,7 @@ class EdgeServer(uvicorn.Server):
         for listener in sockets or ():
             server = Listener(listener, self._tls, create, protocol.places, places)
             self.servers.append(server)  # pyright: ignore[reportArgumentType] - only two methods are used
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield

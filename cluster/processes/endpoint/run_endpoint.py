@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import uvicorn
 
@@ -19,10 +19,11 @@ from tidemill.cluster.edge.http.app import APIS, app_of
 from tidemill.cluster.edge.http.connection import with_limits
 from tidemill.cluster.edge.requests.context import EdgeContext
 from tidemill.cluster.edge.requests.security import tls_context
+from tidemill.cluster.metrics.history import PERIOD_S
 from tidemill.cluster.processes.endpoint.batch_lane import BatchLane
 from tidemill.cluster.processes.endpoint.endpoint import Endpoint, PortTaken, Sockets, raise_file_limit
 from tidemill.cluster.processes.endpoint.handshakes import EdgeServer
-from tidemill.cluster.processes.endpoint.history_recorder import HistoryRecorder
+from tidemill.cluster.processes.endpoint.history_recorder import record_period
 from tidemill.cluster.processes.system.children import STOP_SIGNALS
 from tidemill.cluster.settings import authority
 from tidemill.kvstore.periodic import every
@@ -32,6 +33,9 @@ log = logging.getLogger(__name__)
 
 Work = Callable[[str], Coroutine[Any, Any, None]]
 """The coroutine to run while the server is up, given its URL."""
+
+Run = Callable[[], Coroutine[Any, Any, None]]
+"""Runs until it is cancelled."""
 
 SWITCH_S = 0.001
 """The time after which a thread yields the interpreter: the event loop waits that long for it, several times
@@ -49,19 +53,6 @@ def prepare_process(endpoint: Endpoint) -> None:
     raise_file_limit(endpoint.limits.connections_max)
     share_arenas()
     sys.setswitchinterval(SWITCH_S)
-
-
-class Runs(Protocol):
-    async def run(self) -> None:
-        """Run until cancelled."""
-        ...
-
-
-class FreedMemory:
-    """Returns to the system what large bodies have taken."""
-
-    async def run(self) -> None:
-        await every(RETURN_S, partial(asyncio.to_thread, return_freed_memory), "freed memory")
 
 
 @contextmanager
@@ -91,7 +82,7 @@ async def run_endpoint(
     context: EdgeContext,
     sockets: Sockets,
     stop: asyncio.Event,
-    runs: Sequence[Runs],
+    runs: Sequence[Run],
     *works: Coroutine[Any, Any, None],
 ) -> None:
     """Serve and run `runs` until one of `works` is done or `stop` is set; then end all of them. Raises what
@@ -108,22 +99,29 @@ async def run_endpoint(
         server.config.timeout_graceful_shutdown = math.ceil(context.shutdown_s_max())
         server.should_exit = True
 
-    records = context.records
-    lane = [] if records is None else [records, BatchLane(context, records, APIS)]
-    all_runs = [*runs, *grpc_servers, *lane, HistoryRecorder(context), FreedMemory()]
+    recording = partial(record_period, context)
+    all_runs = [*runs, lambda: every(PERIOD_S, recording, "history"), return_memory]
+    if context.records is not None:
+        all_runs += [context.records.run, BatchLane(context, context.records, APIS).run]
+    all_runs += [server.run for server in grpc_servers]
     await run_serving(server.serve(sockets=[sockets.http]), end, stop, all_runs, *works)
+
+
+async def return_memory() -> None:
+    """Return to the system what large bodies have taken."""
+    await every(RETURN_S, partial(asyncio.to_thread, return_freed_memory), "freed memory")
 
 
 async def run_serving(
     serve: Coroutine[Any, Any, None],
     end: Callable[[], None],
     stop: asyncio.Event,
-    runs: Sequence[Runs],
+    runs: Sequence[Run],
     *works: Coroutine[Any, Any, None],
 ) -> None:
     """Run `serve`, which returns some time after `end`, and `runs`, until it or one of `works` is done or
     `stop` is set; then end all of them. Raises what `serve` and `works` raise."""
-    others = [asyncio.create_task(run.run()) for run in runs]
+    others = [asyncio.create_task(run()) for run in runs]
     for task in others:
         task.add_done_callback(_log_error)
     serving = asyncio.create_task(serve)
@@ -145,11 +143,10 @@ async def run_serving(
 
 
 def url_of(endpoint: Endpoint, sockets: Sockets) -> str:
-    """Return the root of the endpoint that listens here."""
     return f"{endpoint.scheme}://{authority(endpoint.host, sockets.http.getsockname()[1])}"
 
 
-def _http_server(endpoint: Endpoint, context: EdgeContext) -> "_Server":
+def _http_server(endpoint: Endpoint, context: EdgeContext) -> EdgeServer:
     app = app_of(context)
     app.openapi()  # builds the schema now, later it would delay streams
     gc.freeze()  # so that collecting the objects of a large body does not visit all others
@@ -160,7 +157,7 @@ def _http_server(endpoint: Endpoint, context: EdgeContext) -> "_Server":
         access_log=False,
         ws="none",
     )
-    return _Server(config, tls_context(endpoint.security.tls))
+    return EdgeServer(config, tls_context(endpoint.security.tls))
 
 
 async def _start_grpc(
@@ -181,11 +178,3 @@ async def _start_grpc(
 def _log_error(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("%s broke", task.get_coro(), exc_info=error)
-
-
-class _Server(EdgeServer):
-    """A server that leaves signals to us, because more must be stopped than it."""
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield

@@ -101,7 +101,6 @@ class RoleLoad:
 
     @property
     def used(self) -> float:
-        """The number of workers in use."""
         return self.ready * self.busy
 
     @property
@@ -145,7 +144,6 @@ def decide(history: Sequence[Sample], bounds: Mapping[Role, Bounds], hysteresis:
 
 
 def role_load(workers: Sequence[WorkerStatus], wanted: int) -> RoleLoad:
-    """Return the load of the workers of one role."""
     ready = [worker for worker in workers if worker.state == "ready"]
     count = max(1, len(ready))
     return RoleLoad(

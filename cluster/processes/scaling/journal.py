@@ -24,8 +24,6 @@ class Fenced(TidemillError):
 
 
 class Lifecycle(Enum):
-    """The state of a worker that was started and not yet removed."""
-
     SERVING = "serving"  # counts for its role, also while it starts or Ray restarts it
     DRAINED = "drained"  # an operator drained it
     LEAVING = "leaving"  # the scaler wants it gone, and the router has not reported it draining yet
@@ -72,7 +70,6 @@ class ClusterPlan:
 
 
 def initial_plan(fleet: FleetSettings) -> FleetPlan:
-    """Return the plan of a fleet that has not been started."""
     workers = {
         worker.name: PlannedWorker(started_as=worker.role, role=worker.role) for worker in fleet.workers
     }

@@ -8,7 +8,7 @@ operator gave another role is never drained by load.
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Protocol, get_args
@@ -32,10 +32,6 @@ log = logging.getLogger(__name__)
 
 class ScalableCluster(Protocol):
     """The part of the supervisor that the scaler uses. All calls are made from threads."""
-
-    def save(self, plan: FleetPlan, /) -> None:
-        """Write the plan of the fleet to the journal. Raises Fenced."""
-        ...
 
     def unschedulable_reason(self, *workers: WorkerSettings) -> str | None: ...
     def add_worker(self, worker: WorkerSettings, routers: RouterSettings, /) -> None: ...
@@ -102,14 +98,16 @@ class Scaler:
         self,
         cluster: ScalableCluster,
         router: DrainingRouter,
+        save: Callable[[FleetPlan], None],
         fleet: FleetSettings,
         reports: EdgeReports,
         plan: FleetPlan,
     ) -> None:
-        """Scale a fleet from its plan in the journal; a new worker copies the first one of its role. The size
-        of a role without bounds changes only by operator command."""
+        """Scale a fleet from its plan in the journal, to which `save` writes. A new worker copies the first
+        one of its role. The size of a role without bounds changes only by operator command."""
         self._cluster = cluster
         self._router = router
+        self._write = save
         self._fleet = fleet
         self._bounds = fleet.bounds
         self._reports = reports
@@ -136,8 +134,6 @@ class Scaler:
             await self._save()
 
     async def run(self) -> None:
-        """Adjust the fleet periodically until cancelled."""
-
         async def check() -> None:
             try:
                 await self.start()
@@ -314,7 +310,7 @@ class Scaler:
         }
         plan = FleetPlan(workers=workers, retired=frozenset(self._retired))
         if always or plan != self._plan:
-            await asyncio.to_thread(self._cluster.save, plan)
+            await asyncio.to_thread(self._write, plan)
             self._plan = plan
 
     async def _start(self, worker: WorkerSettings) -> None:

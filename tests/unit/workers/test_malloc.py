@@ -56,7 +56,7 @@ full_mib = fill_and_free()
 run_endpoint.RETURN_S = 0.01
 async def main():
     async with asyncio.timeout(60):
-        task = asyncio.create_task(run_endpoint.FreedMemory().run())
+        task = asyncio.create_task(run_endpoint.return_memory())
         while resident_mib() > full_mib - 80:
             await asyncio.sleep(0.01)
         task.cancel()

@@ -27,8 +27,8 @@ from tidemill.cluster.metrics.edge_samples import EdgeSamples, added, samples_of
 from tidemill.cluster.metrics.exposition import ALIASES, exposition
 from tidemill.cluster.metrics.history import ALL, MARKS, ROWS, History
 from tidemill.cluster.metrics.scrape import scraped
-from tidemill.cluster.metrics.worker_metrics import FleetCollector
-from tidemill.cluster.processes.endpoint.history_recorder import HistoryRecorder
+from tidemill.cluster.metrics.worker_metrics import reported
+from tidemill.cluster.processes.endpoint.history_recorder import record_period
 from tidemill.cluster.rpc.codec import decode, encode
 from tidemill.workers.messages import Produced, Provenance, Request, Times, Trace, Unserved
 
@@ -206,8 +206,8 @@ def fleet(*waiting: int) -> FleetStatus:
 
 def test_waiting_requests_do_not_count_as_running_and_models_are_separate() -> None:
     fleets = {"a": replace(fleet(1, 2), held=1), "b": fleet(9)}
-    collector = FleetCollector(fleets, {"a": 6, "b": 4, "c": 3})
-    families = {family.name.removeprefix("tidemill:"): family for family in collector.collect()}
+    found = reported(fleets, {"a": 6, "b": 4, "c": 3})
+    families = {family.name.removeprefix("tidemill:"): family for family in found}
 
     def by_model(name: str) -> dict[str, float]:
         return {sample.labels["model_name"]: sample.value for sample in families[name].samples}
@@ -358,10 +358,10 @@ def test_old_rows_and_marks_are_dropped() -> None:
 async def test_edge_records_and_serves_its_history() -> None:
     service = FakeService(saying(" Emma is here"))
     context = open_context([ServedBackend(service, tokenizer())], sources())
-    await HistoryRecorder(context).record()
+    await record_period(context)
     context.metrics.of_model("keeper").count_tokens(10, None)
     object.__setattr__(context.sources, "unix_time_s", lambda: 1_700_000_133.5)
-    await HistoryRecorder(context).record()
+    await record_period(context)
     found = context.history.json()
     assert found["models"]["keeper"][0]["tokens_per_s"] == 1.0  # pyright: ignore[reportIndexIssue] - JSON
     reply = (await asyncio.to_thread(call, app_over(service), "GET", "/cluster/history")).json()

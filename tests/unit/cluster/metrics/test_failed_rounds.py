@@ -25,7 +25,6 @@ TASKS = {
     "cluster/edge/requests/api_keys.py": {EDGE},
     "cluster/observability/worker_line.py": {EDGE},
     "cluster/processes/endpoint/batch_lane.py": {EDGE},
-    "cluster/processes/endpoint/history_recorder.py": {EDGE},
     "cluster/processes/endpoint/run_endpoint.py": {EDGE},
     "cluster/processes/frontends.py": {EDGE},
     "cluster/processes/joined_edge.py": {EDGE},

@@ -13,7 +13,7 @@ from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.metrics.exposition import exposition
 from tidemill.cluster.metrics.reference import reference, scraped_name
 from tidemill.cluster.metrics.specs import EDGE, STATE_OF_MODELS
-from tidemill.cluster.metrics.worker_metrics import COUNTERS, GAUGES, MEMORY, SPLIT, STATES, metric_name
+from tidemill.cluster.metrics.worker_metrics import COUNTERS, GAUGES, MEMORY, SPLIT, STATES, spec_of
 from tidemill.workers.vllm.metrics import COUNTERS as OF_VLLM
 
 ROOT = Path(__file__).parents[4]
@@ -69,11 +69,8 @@ def test_operations_page_names_existing_metrics() -> None:
 
 FOLDER = Path(__file__).parents[4] / "deploy" / "grafana"
 
-NAMED = (*EDGE, *STATE_OF_MODELS, MEMORY, *STATES.values(), *GAUGES)
-LABELS = {
-    **{spec.full_name: {*spec.labels} for spec in NAMED},
-    **{f"tidemill:{metric_name(counted)}": {*spec.labels} for counted, spec in COUNTERS.items()},
-}
+NAMED = (*EDGE, *STATE_OF_MODELS, MEMORY, *STATES.values(), *GAUGES, *map(spec_of, COUNTERS))
+LABELS = {spec.full_name: {*spec.labels} for spec in NAMED}
 
 
 def dashboard() -> dict[str, Any]:

@@ -18,7 +18,7 @@ from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.observability import worker_line
 from tidemill.cluster.observability.logs import keeping, start_logs
 from tidemill.cluster.observability.telemetry import LogLevel, Telemetry
-from tidemill.cluster.observability.worker_line import WorkerLine, line_of
+from tidemill.cluster.observability.worker_line import line_of, log_lines
 from tidemill.workers.messages import NO_MEMORY, WorkerLoad
 
 SECRET = "sk-not-to-be-told"  # noqa: S105 - made up
@@ -195,7 +195,7 @@ async def test_lines_come_until_cancelled(
     monkeypatch.setattr(worker_line, "LINE_S", 0.0)
     loads = iter([IDLE, IDLE, BUSY])
     with caplog.at_level(logging.INFO, worker_line.log.name):
-        lines = asyncio.create_task(WorkerLine("decode-0", lambda: next(loads, IDLE)).run())
+        lines = asyncio.create_task(log_lines("decode-0", lambda: next(loads, IDLE)))
         while len(caplog.records) < 2:  # noqa: ASYNC110 - a log has no event
             await asyncio.sleep(0)
         lines.cancel()

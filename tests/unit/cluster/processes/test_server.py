@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from tests.support.waits import WAIT_S_MAX
-from tidemill.cluster.processes.server import beside
+from tidemill.cluster.processes.supervisor_client import beside
 
 
 def test_end_of_the_process_waits_for_no_work_beside_the_start() -> None:

@@ -53,6 +53,8 @@ class Actors:
 
     remove_worker = kill
 
+    def unschedulable_reason(self, *_: WorkerSettings) -> None: ...
+
 
 class AwayRouter:
     """The client of routers that do not answer."""

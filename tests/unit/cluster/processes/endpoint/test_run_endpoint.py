@@ -47,7 +47,7 @@ async def test_task_that_loses_its_cancellation_does_not_keep_the_server(
         await asyncio.sleep(0.1)  # its open answers
         answers.append("whole")
 
-    serving = asyncio.create_task(run_serving(serve(), ended.set, stop, [swallows]))
+    serving = asyncio.create_task(run_serving(serve(), ended.set, stop, [swallows.run]))
     await asyncio.sleep(0)
     stop.set()
     async with asyncio.timeout(30):

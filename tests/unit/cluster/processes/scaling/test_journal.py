@@ -181,7 +181,7 @@ async def test_resumed_scaler_does_what_the_journal_has(seed: int) -> None:
     cluster = CrashingCluster(plan=initial_plan(fleet()))
 
     def started() -> Scaler:
-        return Scaler(cluster, cluster, fleet(), EdgeReports(), cluster.plan)
+        return Scaler(cluster, cluster, cluster.save, fleet(), EdgeReports(), cluster.plan)
 
     scaler, now_s = started(), 0.0
     for _ in range(rng.randint(1, 8)):

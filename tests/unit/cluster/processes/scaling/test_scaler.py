@@ -131,7 +131,8 @@ class Case:
 
     def restart_supervisor(self) -> None:
         self.reports = EdgeReports()
-        self.scaler = Scaler(self.cluster, self.cluster, self.fleet, self.reports, self.cluster.plan)
+        cluster = self.cluster
+        self.scaler = Scaler(cluster, cluster, cluster.save, self.fleet, self.reports, cluster.plan)
 
     async def advance(self, seconds: float = LOOK_S) -> None:
         for _ in range(int(seconds / LOOK_S)):
