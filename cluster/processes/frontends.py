@@ -27,9 +27,8 @@ from tidemill.cluster.metrics import specs
 from tidemill.cluster.metrics.edge_samples import EdgeSamples, added
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.processes.endpoint.endpoint import Endpoint, Sockets
-from tidemill.cluster.processes.endpoint.link import Functions, Link, answering
+from tidemill.cluster.processes.endpoint.link import AnswerT, Functions, Link
 from tidemill.cluster.processes.restart_backoff import Backoff
-from tidemill.cluster.rpc.codec import decode, encode
 from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.periodic import FAILED_ROUNDS, every
 from tidemill.workers.messages import Unserved
@@ -58,8 +57,6 @@ class FrontendEnded(TidemillError):
 
 @dataclass(eq=False, slots=True)
 class _Edge:
-    """One run of an edge process."""
-
     process: asyncio.subprocess.Process
     link: Link
     handed: list[socket.socket]  # our ends, one for each listener
@@ -71,8 +68,6 @@ class _Edge:
 
 
 class Frontends:
-    """The edge processes of this server."""
-
     def __init__(
         self, endpoint: Endpoint, sockets: Sockets, join: Sequence[str], parts: Parts, *, detached: bool
     ) -> None:
@@ -198,7 +193,6 @@ class Frontends:
         return _Edge(process, await Link.open(ours, self._functions(index)), handed)
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
-        """End an edge after its open answers."""
         with suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
             with suppress(TimeoutError):
@@ -221,7 +215,7 @@ class Frontends:
     async def _refresh(self) -> None:
         async def refresh(edge: _Edge) -> None:
             try:
-                edge.samples = decode(EdgeSamples, await edge.link.call("samples"))
+                edge.samples = await edge.link.call("samples", EdgeSamples)
                 edge.sampled_s = asyncio.get_running_loop().time()
             except Unserved:
                 self._set_serves(edge, serves=False)
@@ -230,26 +224,26 @@ class Frontends:
 
         await asyncio.gather(*map(refresh, self._edges.values()))
 
-    async def _ask_all(self, name: str) -> list[bytes]:
+    async def _ask_all(self, name: str, kind: type[AnswerT]) -> list[AnswerT]:
         """Return the answers of those edges that answer."""
-        calls = (edge.link.call(name) for edge in self._edges.values())
+        calls = (edge.link.call(name, kind) for edge in self._edges.values())
         found = await asyncio.gather(*calls, return_exceptions=True)
-        return [answer for answer in found if isinstance(answer, bytes)]
+        return [answer for answer in found if not isinstance(answer, BaseException)]
 
     def _functions(self, index: int) -> Functions:
         """Return what the edge of this index may ask."""
 
-        async def ready() -> None:
+        def ready(_: object) -> None:
             self._set_serves(self._edges[index], serves=True)
             self._ready.add(index)
             if len(self._ready) == self._endpoint.frontends:
                 self._all_ready.set()
 
         return {
-            "ready": answering(ready),
-            "samples": answering(self.samples),
-            "rows": answering(self._rows),
-            "open_answers": answering(self._open_answers),
+            "ready": ready,
+            "samples": lambda _: self.samples(),
+            "rows": lambda _: self._rows(),
+            "open_answers": lambda _: self._open_answers(),
             "part": self._part,
         }
 
@@ -267,28 +261,25 @@ class Frontends:
         )
 
     async def _rows(self) -> list[Json]:
-        found = [row for rows in await self._ask_all("rows") for row in decode(list[Json], rows)]
+        found = [row for rows in await self._ask_all("rows", list[Json]) for row in rows]
         return sorted(found, key=_start_s, reverse=True)[:RECENT_MAX]
 
     async def _open_answers(self) -> int:
-        return sum(decode(int, count) for count in await self._ask_all("open_answers"))
+        return sum(await self._ask_all("open_answers", int))
 
-    async def _part(self, name: bytes) -> bytes:
+    async def _part(self, name: str) -> tuple[object, str]:
         """Return a part of a support bundle, and an error."""
-        asked = decode(str, name)
         try:
-            part = await asyncio.to_thread(self._parts[asked])
+            part = await asyncio.to_thread(self._parts[name])
         except TidemillError as error:
-            return encode((None, str(error)))
-        if asked == "logs":
-            logs = cast("dict[str, str]", part)
-            lines = enumerate(await self._ask_all("lines"))
-            part = {**logs, **{f"edge-{index}": decode(str, text) for index, text in lines}}
-        return encode((part, ""))
+            return None, str(error)
+        if name == "logs":
+            lines = enumerate(await self._ask_all("lines", str))
+            part = cast("dict[str, str]", part) | {f"edge-{index}": text for index, text in lines}
+        return part, ""
 
 
 def _own_samples() -> EdgeSamples:
-    """Return what this process counts itself."""
     name = specs.FAILED_ROUNDS.full_name
     counts = FAILED_ROUNDS.items()
     return EdgeSamples({name: [(f"{name}_total", (("task", task),), float(count)) for task, count in counts]})

@@ -333,5 +333,4 @@ def limits_of(limits: Mapping[str, Limit]) -> EdgeLimits:
 
 
 def keys_of(catalogue: Catalogue) -> list[ApiKey]:
-    """Return the keys that the catalogue admits."""
     return [ApiKey(**asdict(key)) for key in catalogue.keys]

@@ -295,7 +295,6 @@ class Cluster:
         self._supervisor.serves.remote()
 
     def _find_actors(self) -> dict[str, Any]:
-        """Return the workers of the plan that exist."""
         found: dict[str, Any] = {}
         for name in self._plan.workers:
             with contextlib.suppress(ValueError):  # it has left
@@ -309,7 +308,6 @@ class Cluster:
         return all(not fleet.workers.keys().isdisjoint(ready) for fleet in self._plan.fleets)
 
     def _is_scheduled(self, worker: WorkerSettings) -> bool:
-        """Return whether Ray has reserved the worker's resources."""
         placement_group = RAY.util.get_placement_group(worker.name)
         return RAY.util.placement_group_table(placement_group)["state"] != "PENDING"
 

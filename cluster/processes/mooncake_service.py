@@ -23,8 +23,8 @@ import msgspec
 
 from tidemill.cluster.observability.logs import start_logs
 from tidemill.cluster.observability.telemetry import Telemetry
-from tidemill.cluster.processes.store_plan import Master, MemoryOwner, StorePlan, plan_store
-from tidemill.cluster.settings import StoreProgram, authority
+from tidemill.cluster.processes.store_plan import plan_store
+from tidemill.cluster.settings import StoreProgram
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.stores.mooncake_store import check_library, is_listening
 from tidemill.kvstore.stores.open_store import check_url
@@ -42,9 +42,6 @@ POLL_S = 0.02
 
 PLAN = "store.json"
 """The file with the plan of a detached server's store, in its folder."""
-
-MASTER_OPTIONS = ("--enable_metric_reporting=false", "--logtostderr", "--minloglevel=2", "--client_ttl=4")
-"""The memory of an owner that was lost is offered for 4 s more, not for 10: puts that pick it hang."""
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +62,8 @@ def planned_store(url: str, root: Path | None) -> tuple[str, tuple[StoreProgram,
             "or start one with --store mooncake?size=8GiB"
         )
     if kept is not None:
-        kept.write_bytes(msgspec.json.encode((plan.url, _programs(plan))))
-    return plan.url, _programs(plan)
+        kept.write_bytes(msgspec.json.encode((plan.url, plan.programs)))
+    return plan.url, plan.programs
 
 
 class StoreActor:
@@ -187,38 +184,6 @@ class SupervisedProcess:
                 self._first_start.set_result(None)
             else:
                 self._first_start.set_exception(error)
-
-
-def _programs(plan: StorePlan) -> tuple[StoreProgram, ...]:
-    master = () if plan.master is None else (master_process(plan.master),)
-    return master if plan.owner is None else (*master, owner_process(plan.owner))
-
-
-def master_process(master: Master) -> StoreProgram:
-    """Return the program of a master. Mooncake would listen on every interface, so each socket gets an
-    address."""
-    arguments = (
-        f"--rpc_address={master.host}",
-        f"--rpc_port={master.port}",
-        f"--metrics_host={master.host}",
-        f"--metrics_port={master.admin_port}",
-        f"--http_metadata_server_host={master.host}",
-        *MASTER_OPTIONS,
-    )
-    return StoreProgram(
-        name="Mooncake master",
-        arguments=("-m", "mooncake.cli", *arguments),
-        port=authority(master.host, master.port),
-    )
-
-
-def owner_process(owner: MemoryOwner) -> StoreProgram:
-    options = (f"--{name}={value}" for name, value in (("host", owner.host), *owner.transport) if value)
-    arguments = (owner.master, str(owner.num_bytes), *options)
-    return StoreProgram(
-        name="owner of Mooncake's memory",
-        arguments=("-m", "tidemill.kvstore.stores.mooncake_memory_owner", *arguments),
-    )
 
 
 def _status(status: int) -> str:

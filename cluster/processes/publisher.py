@@ -75,7 +75,6 @@ class CataloguePublisher:
         self._away: set[str] = set()
 
     def catalogue(self) -> Catalogue:
-        """Return the current catalogue."""
         addresses = {name: writer.address for name, writer in self._writers.items()}
         return Catalogue(
             models=tuple(fleet.model(addresses) for fleet in self._fleets),
@@ -86,7 +85,6 @@ class CataloguePublisher:
         )
 
     async def run(self) -> None:
-        """Publish until cancelled."""
         connecting = (self._try(name, writer.connect) for name, writer in self._writers.items())
         await asyncio.gather(*connecting, return_exceptions=True)
         try:

@@ -12,13 +12,13 @@ store stay in the URL, as do tiers without a server.
 import ipaddress
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import psutil
 
-from tidemill.cluster.settings import authority
+from tidemill.cluster.settings import StoreProgram, authority
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.sizes import parse_bytes
 from tidemill.kvstore.stores.mooncake_store import SEGMENT_BYTES_MIN
@@ -34,37 +34,22 @@ MASTER_PORTS = range(30_000, 32_000)
 it restarts."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Master:
-    """The addresses of a master to start. Its ports are free now and stay the same over restarts."""
-
-    host: str
-    port: int
-    admin_port: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryOwner:
-    """The process that lends `num_bytes` of this machine to the master at `master`."""
-
-    master: str  # HOST:PORT
-    host: str  # where it listens; empty: the address from which it reaches the master
-    num_bytes: int
-    transport: tuple[tuple[str, str], ...] = ()
+MASTER_OPTIONS = ("--enable_metric_reporting=false", "--logtostderr", "--minloglevel=2", "--client_ttl=4")
+"""The memory of an owner that was lost is offered for 4 s more, not for 10: puts that pick it hang."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorePlan:
-    """The URL for workers and the processes to start; `joined` is the master that must run already."""
+    """The URL for workers and the programs to run, a master, and an owner that lends it memory of this
+    machine; `joined` is the master that must run already."""
 
     url: str
-    master: Master | None = None
-    owner: MemoryOwner | None = None
+    programs: tuple[StoreProgram, ...] = ()
     joined: str = ""  # HOST:PORT
 
     @property
     def has_mooncake(self) -> bool:
-        return self.master is not None or self.joined != ""
+        return bool(self.programs or self.joined)
 
 
 def plan_store(url: str) -> StorePlan:
@@ -77,7 +62,7 @@ def plan_store(url: str) -> StorePlan:
         raise StoreError(f"store {url}: only one tier can be Mooncake, this has {len(served)}: leave one")
     plan = _plan_tier(tiers[served[0]])
     tiers[served[0]] = plan.url
-    return StorePlan(url=",".join(tiers), master=plan.master, owner=plan.owner, joined=plan.joined)
+    return replace(plan, url=",".join(tiers))
 
 
 def check_shared(url: str) -> None:
@@ -107,12 +92,11 @@ def _start(tier: str, given: Mapping[str, str], passed: Sequence[tuple[str, str]
     host = _host(tier, given.get("host")) or LOOPBACK
     port = _port(tier, given.get("port"), host)
     admin_port = _free_port(tier, host, (other for other in _shuffled() if other != port))
-    master = Master(host=host, port=port, admin_port=admin_port)
-    address = authority(host, master.port)
+    address = authority(host, port)
+    owner = _owner(address, _size(tier, given.get("size")), [("host", host), *passed])
     return StorePlan(
-        url=_url(address, [*passed, ("admin", authority(host, master.admin_port))]),
-        master=master,
-        owner=_owner(tier, address, host, given.get("size"), passed),
+        url=_url(address, [*passed, ("admin", authority(host, admin_port))]),
+        programs=(master_program(host, port, admin_port), owner),
     )
 
 
@@ -121,15 +105,37 @@ def _join(tier: str, given: Mapping[str, str], passed: Sequence[tuple[str, str]]
     address = _joined(tier, given)
     if host is not None and "size" not in given:
         raise StoreError(f"store {tier}: host is where this machine's memory is lent: add the size= to lend")
-    owner = _owner(tier, address, host or "", given["size"], passed) if "size" in given else None
-    return StorePlan(url=_url(address, passed), owner=owner, joined=address)
+    lent = [given["size"]] if "size" in given else []
+    here = [] if host is None else [("host", host)]
+    owners = (_owner(address, _size(tier, size), [*here, *passed]) for size in lent)
+    return StorePlan(url=_url(address, passed), programs=tuple(owners), joined=address)
 
 
-def _owner(
-    tier: str, master: str, host: str, size: str | None, passed: Sequence[tuple[str, str]]
-) -> MemoryOwner:
-    transport = tuple((name, value) for name, value in passed if name in MOONCAKE.lender_options)
-    return MemoryOwner(master=master, host=host, num_bytes=_size(tier, size), transport=transport)
+def master_program(host: str, port: int, admin_port: int) -> StoreProgram:
+    """Return the program of a master, on ports that are free now and stay the same over restarts. Mooncake
+    would listen on every interface, so each socket gets an address."""
+    arguments = (
+        f"--rpc_address={host}",
+        f"--rpc_port={port}",
+        f"--metrics_host={host}",
+        f"--metrics_port={admin_port}",
+        f"--http_metadata_server_host={host}",
+        *MASTER_OPTIONS,
+    )
+    return StoreProgram(
+        name="Mooncake master", arguments=("-m", "mooncake.cli", *arguments), port=authority(host, port)
+    )
+
+
+def _owner(master: str, num_bytes: int, options: Sequence[tuple[str, str]]) -> StoreProgram:
+    """Return the program that lends memory to the master at HOST:PORT. Without a host among the options it
+    listens on the address from which it reaches the master."""
+    known = {"host", *MOONCAKE.lender_options}
+    given = (f"--{name}={value}" for name, value in options if name in known and value)
+    return StoreProgram(
+        name="owner of Mooncake's memory",
+        arguments=("-m", "tidemill.kvstore.stores.mooncake_memory_owner", master, str(num_bytes), *given),
+    )
 
 
 def _url(address: str, options: Sequence[tuple[str, str]]) -> str:

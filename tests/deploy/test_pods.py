@@ -28,8 +28,7 @@ from tests.support.deploy.commands import lends, lines_of, ray_start, start_opti
 from tidemill.cluster.config.fleets import Surroundings, cluster_settings
 from tidemill.cluster.config.tree import EdgeConfig
 from tidemill.cluster.edge.requests.api_keys import read_keys
-from tidemill.cluster.processes.mooncake_service import master_process
-from tidemill.cluster.processes.store_plan import Master, plan_store
+from tidemill.cluster.processes.store_plan import master_program, plan_store
 from tidemill.kvstore.stores.open_store import check_url
 from tidemill.workers.vllm.settings import VllmSettings
 
@@ -238,7 +237,7 @@ def _check(words: list[str], patch: pytest.MonkeyPatch) -> None:
         case ["python", "-m", "mooncake.cli", *flags]:
             names = {flag.partition("=")[0] for flag in flags}
             assert names <= _master_flags()
-            arguments = master_process(Master(host="$(POD_IP)", port=50051, admin_port=9003)).arguments
+            arguments = master_program("$(POD_IP)", 50051, 9003).arguments
             assert set(arguments[2:]) <= set(flags), "as `tidemill serve --store mooncake` starts it"
         case ["openssl", "x509", *_]:
             pass

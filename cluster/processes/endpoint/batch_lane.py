@@ -72,8 +72,6 @@ class BatchLane:
 
 
 class _Run:
-    """One batch that this edge has leased."""
-
     def __init__(
         self,
         edge: EdgeContext,

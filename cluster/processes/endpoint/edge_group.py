@@ -12,8 +12,7 @@ from tidemill.cluster.edge.requests.context import EdgeContext, Parts
 from tidemill.cluster.edge.requests.usage import Json
 from tidemill.cluster.metrics.edge_samples import EdgeSamples, samples_of
 from tidemill.cluster.observability.redact import without_secrets
-from tidemill.cluster.processes.endpoint.link import Link, answering
-from tidemill.cluster.rpc.codec import decode, encode
+from tidemill.cluster.processes.endpoint.link import AnswerT, Functions, Link
 from tidemill.workers.messages import Unserved
 
 PARTS = ("config", "software", "nodes", "logs")
@@ -28,7 +27,6 @@ class LinkedGroup:
     """The edges of a server, from one of them; see EdgeGroup."""
 
     def __init__(self, end: socket.socket) -> None:
-        """Use this end of the link to the server."""
         self._end = end
         self._server_pid = os.getppid()
         self._link: Link | None = None
@@ -38,15 +36,15 @@ class LinkedGroup:
     async def run(self, context: EdgeContext, lines: Iterable[str]) -> None:
         """Answer the server about this edge until the server ends. Open answers have any time then, if it was
         killed. `lines` are those of our log."""
-        functions = {
-            "samples": answering(lambda: samples_of(context.metrics)),
-            "rows": answering(context.recent.rows),
-            "open_answers": answering(lambda: context.open_answers.held),
-            "lines": answering(lambda: without_secrets("\n".join(list(lines)))),
+        functions: Functions = {
+            "samples": lambda _: samples_of(context.metrics),
+            "rows": lambda _: context.recent.rows(),
+            "open_answers": lambda _: context.open_answers.held,
+            "lines": lambda _: without_secrets("\n".join(list(lines))),
         }
         self._loop = asyncio.get_running_loop()
         self._link = await Link.open(self._end, functions)
-        ready = asyncio.create_task(self._link.call("ready"))
+        ready = asyncio.create_task(self._link.call("ready", type(None)))
         await self._link.run()
         ready.cancel()
         with suppress(TimeoutError):
@@ -58,16 +56,16 @@ class LinkedGroup:
     async def samples(self) -> EdgeSamples:
         """Return the sums, the last known ones with no edge up while the server does not answer."""
         try:
-            self._known = decode(EdgeSamples, await self._ask("samples"))
+            self._known = await self._ask("samples", EdgeSamples)
         except Unserved:
             self._known = replace(self._known, up=dict.fromkeys(self._known.up, False))
         return self._known
 
     async def rows(self) -> list[Json]:
-        return decode(list[Json], await self._ask("rows"))
+        return await self._ask("rows", list[Json])
 
     async def open_answers(self) -> int:
-        return decode(int, await self._ask("open_answers"))
+        return await self._ask("open_answers", int)
 
     def parts(self) -> Parts:
         """Return the functions that fetch each part of a support bundle, for another thread."""
@@ -77,13 +75,13 @@ class LinkedGroup:
         """Return a part. Raises Unserved."""
         if self._loop is None:
             raise Unserved("this edge starts")
-        asked = asyncio.run_coroutine_threadsafe(self._ask("part", encode(name)), self._loop)
-        part, error = decode(tuple[object, str], asked.result())
+        asking = self._ask("part", tuple[object, str], name)
+        part, error = asyncio.run_coroutine_threadsafe(asking, self._loop).result()
         if error:
             raise Unserved(error)
         return part
 
-    async def _ask(self, name: str, body: bytes = b"") -> bytes:
+    async def _ask(self, name: str, kind: type[AnswerT], argument: object = None) -> AnswerT:
         if self._link is None:
             raise Unserved("this edge starts")
-        return await self._link.call(name, body)
+        return await self._link.call(name, kind, argument)

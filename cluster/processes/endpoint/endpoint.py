@@ -35,8 +35,6 @@ class PortTaken(TidemillError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """The addresses, security, telemetry and limits of a server."""
-
     host: str
     port: int
     grpc_port: int | None = None  # None: no gRPC
@@ -61,8 +59,6 @@ def raise_file_limit(connections_max: int) -> None:
 
 
 class Sockets(NamedTuple):
-    """The listening sockets of an endpoint."""
-
     http: socket.socket
     grpc: socket.socket | None = None
 

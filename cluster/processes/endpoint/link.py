@@ -1,15 +1,15 @@
 """Calls in both directions over one stream socket between a server and an edge process of it.
 
 A frame is a length of 4 bytes and a MessagePack array: the number of the call, the name of the function
-(empty in an answer), and the body.
+(empty in an answer), and the argument or answer in MessagePack.
 """
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from inspect import isawaitable
 from itertools import count
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from tidemill.cluster.rpc.codec import decode, encode
 from tidemill.workers.messages import Unserved
@@ -18,18 +18,10 @@ ANSWER_S_MAX = 5.0
 LENGTH_BYTES = 4
 ENDED = "the other process has ended"
 
-Function = Callable[[bytes], Awaitable[bytes]]
-Functions = Mapping[str, Function]
+AnswerT = TypeVar("AnswerT")
 
-
-def answering(value: Callable[[], object]) -> Function:
-    """Return the function that answers with a value, which it awaits if it must."""
-
-    async def answer(_: bytes) -> bytes:
-        found = value()
-        return encode(await found if isawaitable(found) else found)
-
-    return answer
+Functions = Mapping[str, Callable[[Any], object]]
+"""By name. Each gets the argument of a call, and returns the answer or awaits it."""
 
 
 class Link:
@@ -72,25 +64,26 @@ class Link:
                 task.cancel()
             self._writer.close()
 
-    async def call(self, name: str, body: bytes = b"") -> bytes:
-        """Call a function of the other end and return its answer. Raises Unserved."""
+    async def call(self, name: str, kind: type[AnswerT], argument: object = None) -> AnswerT:
+        """Call a function of the other end and return its answer, which is of this kind. Raises Unserved."""
         if self._writer.is_closing():
             raise Unserved(ENDED)
         number = next(self._numbers)
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._send(number, name, body)
+        self._send(number, name, argument)
         try:
             async with asyncio.timeout(ANSWER_S_MAX):
-                return await waiting
+                return decode(kind, await waiting)
         except TimeoutError:
             raise Unserved(f"the other process does not answer {name}") from None
         finally:
             del self._waiting[number]
 
     async def _answer(self, number: int, name: str, body: bytes) -> None:
-        self._send(number, "", await self._functions[name](body))
+        answer = self._functions[name](decode(object, body))
+        self._send(number, "", await answer if isawaitable(answer) else answer)
 
-    def _send(self, number: int, name: str, body: bytes) -> None:
+    def _send(self, number: int, name: str, content: object) -> None:
         if not self._writer.is_closing():
-            frame = encode((number, name, body))
+            frame = encode((number, name, encode(content)))
             self._writer.write(len(frame).to_bytes(LENGTH_BYTES) + frame)

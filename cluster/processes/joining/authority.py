@@ -125,7 +125,6 @@ def key_of_request(request: bytes) -> str:
 
 
 def new_key() -> bytes:
-    """Return a new private key in PEM."""
     key = ec.generate_private_key(ec.SECP256R1())
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 

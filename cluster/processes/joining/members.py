@@ -89,7 +89,6 @@ class Members:
         raise JoinRefused(f"the certificate of this edge is not one of a token: {NEW}")
 
     def certified(self, name: str, serial: str, until_s: float, now_s: float) -> "Members":
-        """Note a certificate."""
         known = self._pruned(now_s)
         member = known.edges[name]
         with_it = replace(member, serials={**member.serials, serial: until_s})
@@ -114,7 +113,6 @@ class Members:
         return replace(known, revoked={**known.revoked, serial: 0.0})
 
     def _pruned(self, now_s: float) -> "Members":
-        """Return all but what has expired."""
         edges = {
             name: replace(member, serials={key: end for key, end in member.serials.items() if end > now_s})
             for name, member in self.edges.items()

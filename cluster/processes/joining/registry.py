@@ -17,8 +17,6 @@ change raises, and Fenced."""
 
 
 class Registry:
-    """The members of one cluster."""
-
     def __init__(
         self,
         write: Write,

@@ -24,7 +24,6 @@ ENDPOINT_LOCK = "endpoint.lock"
 
 
 def children() -> list[psutil.Process]:
-    """Return the running processes that this one has started."""
     return psutil.Process().children()
 
 
@@ -40,7 +39,6 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def with_descendants(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Return the roots that still run and all their descendants."""
     found: list[psutil.Process] = []
     for root in roots:
         with contextlib.suppress(psutil.NoSuchProcess):

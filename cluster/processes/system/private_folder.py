@@ -169,7 +169,6 @@ def remove_folder(folder: Path) -> None:
 
 
 def _size_of(folder: Path) -> int:
-    """Return the bytes on disk of all files below the folder."""
     num_bytes = 0
     for path, _, names in os.walk(folder):
         for name in names:

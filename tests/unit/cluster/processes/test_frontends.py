@@ -3,7 +3,7 @@
 import asyncio
 import os
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,33 +24,30 @@ from tidemill.cluster.processes.endpoint import edge_group
 from tidemill.cluster.processes.endpoint import link as module
 from tidemill.cluster.processes.endpoint.edge_group import LinkedGroup
 from tidemill.cluster.processes.endpoint.endpoint import Endpoint, HandedSocket, Sockets
-from tidemill.cluster.processes.endpoint.link import Link
+from tidemill.cluster.processes.endpoint.link import Functions, Link
 from tidemill.cluster.processes.frontends import (
     MISSES_MAX,
     Frontends,
     _Edge,  # pyright: ignore[reportPrivateUsage]
     edge_arguments,
 )
-from tidemill.cluster.rpc.codec import encode
 from tidemill.workers.messages import Unserved
+
+LONG = "c" * 300_000
 
 
 @asynccontextmanager
 async def linked() -> AsyncGenerator[tuple[Link, Link]]:
     """Run both ends of a link; each adds its name to what it is asked."""
 
-    def functions(name: bytes) -> dict[str, Callable[[bytes], Awaitable[bytes]]]:
-        async def add(body: bytes) -> bytes:
-            await asyncio.sleep(0.05 if body == b"slow" else 0)
-            return body + name
+    def functions(name: str) -> Functions:
+        async def add(word: str) -> str:
+            await asyncio.sleep(0.05 if word == "slow" else 0)
+            return word + name
 
-        async def never(_: bytes) -> bytes:
-            await asyncio.Event().wait()
-            raise AssertionError
+        return {"add": add, "never": lambda _: asyncio.Event().wait()}
 
-        return {"add": add, "never": never}
-
-    ends = zip(socket.socketpair(), (b"1", b"2"), strict=True)
+    ends = zip(socket.socketpair(), "12", strict=True)
     first, second = [await Link.open(end, functions(name)) for end, name in ends]
     runs = [asyncio.create_task(link.run()) for link in (first, second)]
     yield first, second
@@ -61,19 +58,19 @@ async def linked() -> AsyncGenerator[tuple[Link, Link]]:
 
 async def test_both_ends_call_and_answers_find_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     async with linked() as (first, second):
-        calls = [first.call("add", b"slow"), first.call("add", b"b"), second.call("add", b"c" * 300_000)]
-        assert await asyncio.gather(*calls) == [b"slow2", b"b2", b"c" * 300_000 + b"1"]
-        call = asyncio.create_task(first.call("never"))
+        calls = [first.call("add", str, "slow"), first.call("add", str, "b"), second.call("add", str, LONG)]
+        assert await asyncio.gather(*calls) == ["slow2", "b2", f"{LONG}1"]
+        call = asyncio.create_task(first.call("never", str))
         await asyncio.sleep(0.05)
         second._writer.close()  # pyright: ignore[reportPrivateUsage] - its process ends
         with pytest.raises(Unserved, match="has ended"):
             await call
         with pytest.raises(Unserved, match="has ended"):
-            await first.call("add")
+            await first.call("add", str, "")
     monkeypatch.setattr(module, "ANSWER_S_MAX", 0.1)
     async with linked() as (first, _):
         with pytest.raises(Unserved, match="never"):
-            await first.call("never")
+            await first.call("never", str)
 
 
 def test_handed_connection_is_that_of_the_client() -> None:
@@ -158,7 +155,7 @@ class ScriptedEdge:
     def kill(self) -> None:
         self.killed_at.append(self.polls)
 
-    async def call(self, name: str) -> bytes:
+    async def call(self, name: str, kind: type[EdgeSamples]) -> EdgeSamples:
         assert name == "samples"
         self.polls += 1
         match self.answers[(self.polls - 1) % len(self.answers)]:
@@ -169,7 +166,7 @@ class ScriptedEdge:
             case _:
                 pass
         self.tokens += 5
-        return encode(EdgeSamples({"tokens": [("tokens_total", (), float(self.tokens))]}))
+        return kind({"tokens": [("tokens_total", (), float(self.tokens))]})
 
 
 @contextmanager
@@ -199,10 +196,7 @@ async def test_edge_answers_with_the_last_sums_while_its_server_does_not() -> No
     group = LinkedGroup(theirs)
     sums = EdgeSamples({"tokens": [("tokens_total", (), 7.0)]}, up={"0": True, "1": True})
 
-    async def answer(_: bytes) -> bytes:
-        return encode(sums)
-
-    server = await Link.open(ours, {"samples": answer, "ready": answer})
+    server = await Link.open(ours, {"samples": lambda _: sums, "ready": lambda _: None})
     runs = [asyncio.create_task(run) for run in (server.run(), group.run(open_context([], sources()), []))]
     await asyncio.sleep(0.05)
     assert await group.samples() == sums

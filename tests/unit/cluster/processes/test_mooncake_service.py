@@ -17,7 +17,7 @@ import pytest
 from tidemill.cluster.observability.telemetry import QUIET
 from tidemill.cluster.processes import mooncake_service
 from tidemill.cluster.processes.mooncake_service import StoreActor, SupervisedProcess, planned_store
-from tidemill.cluster.processes.store_plan import MemoryOwner, check_shared, other_tiers, plan_store
+from tidemill.cluster.processes.store_plan import StorePlan, check_shared, other_tiers, plan_store
 from tidemill.cluster.settings import StoreProgram
 from tidemill.kvstore.errors import StoreError
 
@@ -220,10 +220,8 @@ GIB = 1 << 30
 
 def test_plan_starts_nothing_for_other_stores_and_keeps_their_order() -> None:
     for url in ("file:///a?size=1GiB", "/mooncake", "file:///mooncake?size=1GiB,file:///b"):
-        plan = plan_store(url)
-        assert plan.url == url == other_tiers(url)
-        assert not plan.has_mooncake
-        assert (plan.master, plan.owner) == (None, None)
+        assert plan_store(url) == StorePlan(url=url)
+        assert other_tiers(url) == url
     url = "file:///near?size=1GiB,mooncake://h:1?size=1GiB&host=127.0.0.1,file:///far?write=none"
     assert plan_store(url).url == "file:///near?size=1GiB,mooncake://h:1,file:///far?write=none"
     assert other_tiers(url) == "file:///near?size=1GiB,file:///far?write=none"
@@ -236,24 +234,23 @@ def test_plan_starts_nothing_for_other_stores_and_keeps_their_order() -> None:
 def test_plan_starts_master_and_memory_owner() -> None:
     for url in ("mooncake?size=1GiB", "mooncake:?size=1GiB", "mooncake://?size=1GiB"):
         plan = plan_store(url)
-        assert plan.has_mooncake
-        assert plan.master is not None
-        assert plan.master.host == "127.0.0.1"
-        assert plan.master.port != plan.master.admin_port
-        address = f"127.0.0.1:{plan.master.port}"
-        assert plan.owner == MemoryOwner(master=address, host="127.0.0.1", num_bytes=GIB)
-        assert plan.url == f"mooncake://{address}?admin=127.0.0.1:{plan.master.admin_port}"
+        master, owner = plan.programs
+        assert {"--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"} <= {*master.arguments}
+        [admin] = parse_qs(urlsplit(plan.url).query)["admin"]
+        assert plan.url == f"mooncake://{master.port}?admin={admin}"
+        assert admin != master.port
+        assert owner.arguments[2:] == (master.port, str(GIB), "--host=127.0.0.1")
 
 
 def test_plan_joins_running_master_and_may_lend_memory_to_it() -> None:
     plan = plan_store("mooncake://store.example:50051?write=hits")
     assert (plan.url, plan.joined) == ("mooncake://store.example:50051?write=hits", "store.example:50051")
-    assert (plan.master, plan.owner) == (None, None)
+    assert plan.programs == ()
     plan = plan_store("mooncake://127.0.0.1:50051?protocol=rdma&device=mlx5_0&size=1GiB&timeout=1")
     assert plan.url == "mooncake://127.0.0.1:50051?protocol=rdma&device=mlx5_0&timeout=1"
-    assert plan.master is None
-    transport = (("protocol", "rdma"), ("device", "mlx5_0"))
-    assert plan.owner == MemoryOwner(master="127.0.0.1:50051", host="", num_bytes=GIB, transport=transport)
+    [owner] = plan.programs
+    lent = ("127.0.0.1:50051", str(GIB), "--protocol=rdma", "--device=mlx5_0")
+    assert owner.arguments[2:] == lent
 
 
 @pytest.mark.parametrize(
@@ -292,5 +289,4 @@ def test_plan_takes_port_and_interface_and_refuses_a_port_in_use() -> None:
             plan_store(f"mooncake?port={port}")
     plan = plan_store(f"mooncake?host=lo&port={port}")
     assert urlsplit(plan.url).netloc == f"127.0.0.1:{port}"
-    assert plan.owner is not None
-    assert plan.owner.num_bytes == min(8 * GIB, psutil.virtual_memory().total // 4)
+    assert plan.programs[1].arguments[3] == str(min(8 * GIB, psutil.virtual_memory().total // 4))
