@@ -53,8 +53,6 @@ class StreamFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadClient:
-    """An endpoint of a server, and the fields that each body has."""
-
     http: httpx.AsyncClient
     clock_s: Callable[[], float]
     model: str

@@ -242,7 +242,6 @@ Shape = RandomShape | GspShape | MultiTurnShape | AgentsShape
 
 
 def generated(rng: Random, vocab_size: int, shape: Shape) -> Workload:
-    """Return the workload of a shape."""
     match shape:
         case RandomShape():
             return random_prompts(rng, vocab_size, shape)

@@ -90,7 +90,6 @@ class EngineThread:
         task.add_done_callback(ended)
 
     def _broke(self) -> BaseException | None:
-        """Return the error that ended the steps, if they have ended."""
         if self._stepping is None or not self._stepping.done() or self._stepping.cancelled():
             return None
         return self._stepping.exception()

@@ -42,7 +42,6 @@ class OpenAnswer:
         self._counted = 0
 
     def newly_generated(self) -> int:
-        """Return the tokens since the last call."""
         before, self._counted = self._counted, self.generated()
         return self._counted - before
 
@@ -133,7 +132,7 @@ class EdgeQuotas:
             open=num_open,
             wanted=tuple(answer.num_tokens for answer in wanted),
             spent=spent,
-            ahead_s=self._own.ahead_s(key.name, self._clock_s()),
+            ahead_s=self._own.rates.ahead_s(key.name, self._clock_s()),
             parallel_max=key.parallel_max,
             tokens_per_minute=key.tokens_per_minute,
         )
@@ -144,7 +143,7 @@ class EdgeQuotas:
         if grant is None:
             grant = self._own.ask(asked, self._clock_s())
         else:
-            self._own.note(key.name, self._clock_s(), grant.ahead_s)
+            self._own.rates.note(key.name, self._clock_s(), grant.ahead_s)
         for index, answer in enumerate(wanted):
             if index >= grant.granted and answer in key.open:
                 key.open.remove(answer)

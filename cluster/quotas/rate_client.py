@@ -6,7 +6,7 @@ All edges ask the same router about a key, by rendezvous hashing, and the next o
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import grpc
 import grpc.aio
@@ -14,11 +14,8 @@ import grpc.aio
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.quotas.rates import Counted
 from tidemill.cluster.quotas.router_quotas import QuotaGrant, QuotaRequest
-from tidemill.cluster.rpc.channels import cancellable, connection_broke, open_channel
+from tidemill.cluster.rpc.channels import cancellable, connection_broke, open_channel, unary
 from tidemill.cluster.rpc.codec import Malformed, RateCount, decode, encode
-
-if TYPE_CHECKING:  # generic only in the type stubs
-    UnaryMethod = grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
 
 AnswerT = TypeVar("AnswerT")
 
@@ -50,7 +47,7 @@ class RouterRates:
             try:
                 if address not in self._channels:
                     self._channels[address] = open_channel(address, self._tls)
-                call: UnaryMethod = self._channels[address].unary_unary(f"/tidemill.Router/{method}")
+                call = unary(self._channels[address], f"tidemill.Router/{method}")
                 with cancellable():
                     return decode(answer, await call(data, timeout=COUNT_S_MAX))
             except grpc.aio.AioRpcError as error:

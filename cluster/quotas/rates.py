@@ -28,8 +28,7 @@ class Rates:
         wait_s = paid_ahead_s + cost_s - MINUTE_S
         if wait_s > 1e-9:
             return Counted(wait_s, paid_ahead_s)
-        self.note(name, now_s, paid_ahead_s + cost_s)
-        return Counted(0.0, paid_ahead_s + cost_s)
+        return Counted(0.0, self.charge(name, cost_s, now_s, paid_ahead_s))
 
     def charge(self, name: str, cost_s: float, now_s: float, ahead_s: float = 0.0) -> float:
         """Count what cannot be refused any more; return how far the name has paid ahead then."""
@@ -38,7 +37,6 @@ class Rates:
         return paid_ahead_s
 
     def ahead_s(self, name: str, now_s: float) -> float:
-        """Return how far a name has paid ahead."""
         return max(0.0, self._paid_until_s.get(name, 0.0) - now_s)
 
     def note(self, name: str, now_s: float, ahead_s: float) -> None:

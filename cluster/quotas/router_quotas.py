@@ -49,7 +49,7 @@ class Quotas:
     it takes beyond them is paid before the next one."""
 
     def __init__(self) -> None:
-        self._rates = Rates()
+        self.rates = Rates()
         self._open: dict[str, dict[str, tuple[int, float]]] = {}  # by key and edge, until when
 
     def ask(self, asked: QuotaRequest, now_s: float) -> QuotaGrant:
@@ -60,7 +60,7 @@ class Quotas:
         if asked.parallel_max is not None:
             room = asked.parallel_max - asked.open - sum(count for count, _ in edges.values())
         cost_s = MINUTE_S / asked.tokens_per_minute if asked.tokens_per_minute else 0.0
-        ahead_s = self._rates.charge(asked.name, asked.spent * cost_s, now_s, asked.ahead_s)
+        ahead_s = self.rates.charge(asked.name, asked.spent * cost_s, now_s, asked.ahead_s)
         granted, wait_s, lacking = 0, 0.0, None
         for num_tokens in asked.wanted:
             if granted >= room:
@@ -69,18 +69,10 @@ class Quotas:
             if cost_s and ahead_s + cost_s > MINUTE_S + 1e-9:
                 wait_s, lacking = ahead_s + cost_s - MINUTE_S, "tokens"
                 break
-            ahead_s = self._rates.charge(asked.name, num_tokens * cost_s, now_s, ahead_s)
+            ahead_s = self.rates.charge(asked.name, num_tokens * cost_s, now_s, ahead_s)
             granted += 1
         if asked.open + granted:
             edges[asked.edge] = (asked.open + granted, now_s + LEASE_S)
         if edges:
             self._open[asked.name] = edges
         return QuotaGrant(granted=granted, ahead_s=ahead_s, wait_s=wait_s, lacking=lacking)
-
-    def ahead_s(self, name: str, now_s: float) -> float:
-        """Return how far a key has paid ahead."""
-        return self._rates.ahead_s(name, now_s)
-
-    def note(self, name: str, now_s: float, ahead_s: float) -> None:
-        """Note how far a key has paid ahead elsewhere."""
-        self._rates.note(name, now_s, ahead_s)

@@ -6,10 +6,9 @@ refused for being slow.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Protocol
 
 from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.cluster.router.fair_queueing import FairQueue
@@ -23,14 +22,6 @@ RETRY_S_MIN, RETRY_S_MAX = 1.0, 60.0
 
 HEAD_START_S = 3600.0
 """The head start of a resumed request, the answer of which its client already reads."""
-
-
-class LoadView(Protocol):
-    """The load of the fleet."""
-
-    def total_queued_tokens(self) -> float:
-        """Return the prompt tokens not yet computed, reported or booked."""
-        ...
 
 
 class LoadShedder:
@@ -51,12 +42,13 @@ class LoadShedder:
         self,
         request: PlacementRequest,
         route: Route,
-        view: LoadView,
+        queued_tokens: Callable[[], float],
         booked: Sequence[RequestBooked],
         now_s: float,
     ) -> Route:
         """Return the route with queue offset and predicted time to first token.
 
+        `queued_tokens` returns the prompt tokens of the fleet not yet computed, reported or booked.
         `booked` is the work of the request on the workers of the route. The deadline of the client
         limits the whole prediction. The limit of the server applies only to the wait for other
         requests, so that an idle fleet serves prompts of any length. Raises Overloaded, without a
@@ -66,7 +58,7 @@ class LoadShedder:
             return replace(route, queue_offset_s=-HEAD_START_S)
         if now_s - self._advanced_at_s >= LOOK_S:
             self._advanced_at_s = now_s
-            self._fair_queue.advance(view.total_queued_tokens())
+            self._fair_queue.advance(queued_tokens())
         first = next(event.booking for event in booked if event.worker == (route.prefill or route.decode))
         work = sum(event.booking.tokens for event in booked)
         own_s = min(first.seconds, route.predicted_s)

@@ -2,20 +2,13 @@
 has none until the server publishes it again, about a second later."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from hashlib import sha256
-from typing import TYPE_CHECKING
-
-import grpc
-import grpc.aio
 
 from tidemill.cluster.rpc.catalogue import Catalogue
 from tidemill.cluster.rpc.catalogue_client import CATALOGUE_WAIT_S, PART_BYTES, version_of
 from tidemill.cluster.rpc.codec import Malformed, decode, encode
-
-if TYPE_CHECKING:  # generic in the type stubs alone
-    Context = grpc.aio.ServicerContext[bytes, bytes]
-    Handler = grpc.RpcMethodHandler[bytes, bytes]
 
 FILE_BYTES_MAX = 256 << 20
 
@@ -30,12 +23,13 @@ class CatalogueServer:
         self._parts: dict[str, bytearray] = {}
         self._changed = asyncio.Event()
 
-    def handlers(self) -> "dict[str, Handler]":
+    def calls(self) -> dict[str, Callable[[bytes], Awaitable[bytes]]]:
+        """Return the methods of the server, which raise Malformed."""
         return {
-            "Publish": grpc.unary_unary_rpc_method_handler(self._publish),
-            "PutPart": grpc.unary_unary_rpc_method_handler(self._put_part),
-            "Catalogue": grpc.unary_unary_rpc_method_handler(self._catalogue),
-            "GetPart": grpc.unary_unary_rpc_method_handler(self._get_part),
+            "Publish": self._publish,
+            "PutPart": self._put_part,
+            "Catalogue": self.newer,
+            "GetPart": self._get_part,
         }
 
     def publish(self, data: bytes) -> list[str]:
@@ -76,28 +70,16 @@ class CatalogueServer:
                     await self._changed.wait()
         return b"" if self._version == version else self._data
 
-    async def _publish(self, data: bytes, context: "Context") -> bytes:
-        try:
-            return encode(self.publish(data))
-        except Malformed as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+    async def _publish(self, data: bytes) -> bytes:
+        return encode(self.publish(data))
 
-    async def _put_part(self, data: bytes, context: "Context") -> bytes:
-        try:
-            self.put_part(*decode(tuple[str, int, int, bytes], data))
-        except Malformed as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+    async def _put_part(self, data: bytes) -> bytes:
+        self.put_part(*decode(tuple[str, int, int, bytes], data))
         return b""
 
-    async def _catalogue(self, version: bytes, context: "Context") -> bytes:  # noqa: ARG002 - gRPC's
-        return await self.newer(version)
-
-    async def _get_part(self, data: bytes, context: "Context") -> bytes:
-        try:
-            digest, start = decode(tuple[str, int], data)
-        except Malformed as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+    async def _get_part(self, data: bytes) -> bytes:
+        digest, start = decode(tuple[str, int], data)
         body = self._files.get(digest)
         if body is None or start < 0:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "there is no such file")
+            raise Malformed("there is no such file")
         return body[start : start + PART_BYTES]

@@ -33,8 +33,6 @@ at which the stream starts; and the slot and the pages of `elsewhere`."""
 
 
 class Placed(NamedTuple):
-    """A route, and the load that it adds to its workers."""
-
     route: Route
     booked: list[RequestBooked]
 

@@ -113,7 +113,6 @@ def rebalance(accounts: Mapping[str, Account], total_bytes: int) -> dict[str, in
 
 
 def held_bytes(accounts: Iterable[Account]) -> int:
-    """Return the most memory that all of them may have taken."""
     return sum(account.held_bytes for account in accounts)
 
 

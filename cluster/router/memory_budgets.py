@@ -85,7 +85,6 @@ class Budgets:
         raise RequestError(f"{name} cannot have {budget_bytes:,} bytes: {reason}", param="budget")
 
     def target(self, info: WorkerInfo) -> BudgetTarget:
-        """Return the budget target of a worker, and its origin."""
         if info.name in self._set_by_operator:
             return BudgetTarget("operator", self._set_by_operator[info.name])
         if not self._broker:
@@ -94,7 +93,6 @@ class Budgets:
         return BudgetTarget("broker", 0 if holding is None else holding.assigned_bytes)
 
     def all(self) -> dict[str, BudgetTarget]:
-        """Return the budget targets of all workers that have reported, by name."""
         return {name: self.target(holding.info) for name, holding in self._holdings.items()}
 
     def _updated(self, heartbeat: Heartbeat) -> Holding:

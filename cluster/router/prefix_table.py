@@ -97,7 +97,6 @@ class Prefixes:
             self._drop(slot, keys.tolist())
 
     def clear(self, slot: int) -> None:
-        """Remove all keys of a slot."""
         self._drop(slot, self.held(slot).tolist())
         self._held.pop(slot, None)
 

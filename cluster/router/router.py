@@ -139,7 +139,7 @@ class Router:
             booked = bookings(self._fleet, request, route, now_s)
         else:
             return None
-        route = self._load_shedder.admit(request, route, self._fleet, booked, now_s)
+        route = self._load_shedder.admit(request, route, self._fleet.total_queued_tokens, booked, now_s)
         self.book(booked)
         if self.on_booked is not None:
             self.on_booked(booked)
@@ -200,7 +200,6 @@ class Router:
         self._wake()
 
     def tick(self) -> None:
-        """Drop the workers that were silent for too long."""
         now_s = self._clock()
         self._heartbeat_at_s = {
             worker: at_s for worker, at_s in self._heartbeat_at_s.items() if now_s - at_s <= REMEMBERED_S

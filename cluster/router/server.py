@@ -1,15 +1,7 @@
 """The gRPC server of a router, for edges, workers and operators."""
 
 import asyncio
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Collection,
-    Iterable,
-    Mapping,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -18,12 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol, get_args
 import grpc
 import grpc.aio
 
-from tidemill.cluster.messages import BudgetTarget, FleetStatus, Misses, PlacementRequest, Route
+from tidemill.cluster.messages import Misses, PlacementRequest, Route
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.orders import Answer, EdgeOrder, Order, Refused, RouterOrder, SupervisorOrder
 from tidemill.cluster.quotas.rates import Rates
 from tidemill.cluster.quotas.router_quotas import QuotaRequest, Quotas
 from tidemill.cluster.router.catalogue_server import CatalogueServer
+from tidemill.cluster.router.router import Router
 from tidemill.cluster.rpc.channels import ROUTER_STREAMS_MAX, bind, new_server, server_credentials
 from tidemill.cluster.rpc.codec import (
     EdgeReport,
@@ -44,7 +37,6 @@ from tidemill.cluster.rpc.placement_codec import (
 from tidemill.kvstore.periodic import FAILED_ROUNDS, every
 from tidemill.workers.messages import (
     Ack,
-    Heartbeat,
     Overloaded,
     Poisonous,
     RequestError,
@@ -66,21 +58,6 @@ NOT_FOR_EDGES = frozenset(
 TICK_S = 0.25
 
 
-class ServedRouter(Protocol):
-    """The router behind the server."""
-
-    async def place(self, request: PlacementRequest) -> Route: ...
-    def place_now(self, request: PlacementRequest) -> Route | None: ...
-    def heartbeat(self, heartbeat: Heartbeat) -> Ack: ...
-    def budget_for(self, heartbeat: Heartbeat) -> int | None: ...
-    def budgets(self) -> Mapping[str, BudgetTarget]: ...
-    def report_lost(self, worker: WorkerId, blamed: bytes = b"") -> None: ...
-    def silent_workers(self, workers: Iterable[WorkerId]) -> frozenset[WorkerId]: ...
-    def tick(self) -> None: ...
-    def status(self) -> FleetStatus: ...
-    def carry_out(self, order: RouterOrder) -> None: ...
-
-
 class FleetSupervisor(Protocol):
     """The part of the supervisor that edges reach through a router. All of it raises Unserved."""
 
@@ -95,7 +72,7 @@ class RouterService:
 
     def __init__(
         self,
-        router: ServedRouter,
+        router: Router,
         tls: MutualTls | None = None,
         supervisor: FleetSupervisor | None = None,
     ) -> None:
@@ -117,6 +94,7 @@ class RouterService:
             "Out": self._out,
             "Count": self._count,
             "Quota": self._quota,
+            **CatalogueServer().calls(),
         }
         orders = {kind.__name__: _ordered(kind, self._obey) for kind in get_args(RouterOrder)}
         if supervisor is not None:
@@ -127,7 +105,6 @@ class RouterService:
             "Report": grpc.stream_stream_rpc_method_handler(self._report),
             "Memory": grpc.stream_stream_rpc_method_handler(self._memory),
             **{name: _unary(call) for name, call in calls.items()},
-            **CatalogueServer().handlers(),
         }
         self._serve("tidemill.Router", methods)
         self._serve("tidemill.Orders", {name: _unary(call) for name, call in orders.items()})

@@ -4,21 +4,17 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
-from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
 
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.rpc.catalogue import Catalogue
-from tidemill.cluster.rpc.channels import open_channel
+from tidemill.cluster.rpc.channels import open_channel, unary
 from tidemill.cluster.rpc.codec import Malformed, decode, encode
 from tidemill.cluster.rpc.router_failover import FindRouter
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Unserved, WorkerGone
-
-if TYPE_CHECKING:  # generic only in the type stubs
-    UnaryMethod = grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
 
 PART_BYTES = 4 << 20
 """The bytes of a file that one message carries."""
@@ -65,9 +61,9 @@ class CatalogueWriter:
         try:
             await self.connect()
             assert self._channel is not None
-            publish: UnaryMethod = self._channel.unary_unary("/tidemill.Router/Publish")
+            publish = unary(self._channel, "tidemill.Router/Publish")
             missing = decode(list[str], await publish(data, timeout=ANSWER_S_MAX))
-            put: UnaryMethod = self._channel.unary_unary("/tidemill.Router/PutPart")
+            put = unary(self._channel, "tidemill.Router/PutPart")
             for digest in missing:
                 body = files[digest]
                 for start in range(0, max(1, len(body)), PART_BYTES):
@@ -106,8 +102,7 @@ class CatalogueReader:
         """Return the catalogue once it differs from the last one, None when it has not changed for a while.
         Raises Unserved, and the next call asks the next router, and Expelled."""
         try:
-            channel = self._open()
-            watch: UnaryMethod = channel.unary_unary("/tidemill.Router/Catalogue")
+            watch = unary(self._open(), "tidemill.Router/Catalogue")
             data = await watch(self._version, timeout=CATALOGUE_WAIT_S + ANSWER_S_MAX)
             if not data:
                 if not self._version:
@@ -131,7 +126,7 @@ class CatalogueReader:
         body = bytearray()
         try:
             async with asyncio.timeout(FILE_S_MAX):
-                get: UnaryMethod = self._open().unary_unary("/tidemill.Router/GetPart")
+                get = unary(self._open(), "tidemill.Router/GetPart")
                 while part := await get(encode((digest, len(body))), timeout=ANSWER_S_MAX):
                     body += part
         except (grpc.aio.AioRpcError, TimeoutError, OSError) as error:

@@ -63,6 +63,11 @@ def open_channel(address: str, tls: MutualTls | None = None) -> grpc.aio.Channel
     )
 
 
+def unary(channel: grpc.aio.Channel, method: str) -> "grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]":
+    """Return a method of the other end, `tidemill.Router/Place`."""
+    return channel.unary_unary(f"/{method}")
+
+
 @contextmanager
 def cancellable() -> Generator[None]:
     """Raise the cancellation of this task, also by a timeout, if a call in the block fails while it is

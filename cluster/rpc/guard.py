@@ -47,7 +47,6 @@ class Guard:
                 stream.cancel()
 
     def guarded(self, name: str, method: "Handler") -> "Handler":
-        """Return the method behind this guard."""
         call: Any = method.stream_stream or method.unary_unary
         if method.stream_stream:
             return grpc.stream_stream_rpc_method_handler(self._stream(name, call))
@@ -109,7 +108,6 @@ class Guard:
 
 
 def peer_of(pem: bytes) -> Peer:
-    """Return the owner of a certificate that TLS has verified."""
     known = x509.load_pem_x509_certificate(pem)
     try:
         usage = known.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value

@@ -56,7 +56,6 @@ class _Placement(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def encode_placement(placement: Route | Overloaded | Poisonous) -> bytes:
-    """Encode the router's answer to a PlacementRequest."""
     return encode(_placement_to(placement))
 
 
@@ -67,10 +66,7 @@ def encode_placements(placements: Iterable[Route | Overloaded | Poisonous | Unse
 
 def decode_placements(data: bytes) -> list[Route | Overloaded | Poisonous | Unserved]:
     """Raises Malformed."""
-    return [
-        Unserved(placement.unserved) if placement.unserved is not None else _placement_from(placement)
-        for placement in decode(list[_Placement], data)
-    ]
+    return list(map(_placement_from, decode(list[_Placement], data)))
 
 
 def _placement_to(placement: Route | Overloaded | Poisonous | Unserved) -> _Placement:
@@ -85,12 +81,12 @@ def _placement_to(placement: Route | Overloaded | Poisonous | Unserved) -> _Plac
             return _Placement(unserved=str(placement))
 
 
-def decode_placement(data: bytes) -> Route | Overloaded | Poisonous:
+def decode_placement(data: bytes) -> Route | Overloaded | Poisonous | Unserved:
     """Raises Malformed."""
     return _placement_from(decode(_Placement, data))
 
 
-def _placement_from(placement: _Placement) -> Route | Overloaded | Poisonous:
+def _placement_from(placement: _Placement) -> Route | Overloaded | Poisonous | Unserved:
     match placement:
         case _Placement(route=Route() as route):
             return route
@@ -98,5 +94,7 @@ def _placement_from(placement: _Placement) -> Route | Overloaded | Poisonous:
             return Overloaded(message, predicted_s=predicted_s, retry_after_s=retry_after_s)
         case _Placement(poisonous=str() as message):
             return Poisonous(message)
+        case _Placement(unserved=str() as message):
+            return Unserved(message)
         case _:
             raise Malformed("a placement has a route or a refusal")

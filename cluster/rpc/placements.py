@@ -28,8 +28,6 @@ FRAME_KEYS_MAX = 1 << 19
 
 
 class Placements:
-    """The requests of this process that wait for a placement."""
-
     def __init__(self, links: RouterLinks) -> None:
         self._links = links
         self._unsent = deque[tuple[PlacementRequest, asyncio.Future[Placement | None]]]()

@@ -36,7 +36,6 @@ class RouterClient:
         self._placements = Placements(self._links)
 
     async def place(self, request: PlacementRequest) -> Route:
-        """See Placements.place."""
         return await self._placements.place(request)
 
     async def report_lost(self, worker: WorkerId, blamed: bytes = b"") -> None:

@@ -9,19 +9,15 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
 
 from tidemill.cluster.mutual_tls import MutualTls
-from tidemill.cluster.rpc.channels import cancellable, connection_broke, open_channel
+from tidemill.cluster.rpc.channels import cancellable, connection_broke, open_channel, unary
 from tidemill.cluster.rpc.codec import encode
 from tidemill.kvstore.periodic import every
 from tidemill.workers.messages import RequestError, Unserved, WorkerGone
-
-if TYPE_CHECKING:  # generic only in the type stubs
-    UnaryMethod = grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
 
 FindRouter = Callable[[], Awaitable[str]]
 """Returns the current address of the router. Raises WorkerGone while it is away."""
@@ -44,8 +40,6 @@ ANSWER_S_MAX = 1.0
 
 
 def always_at(address: str) -> FindRouter:
-    """Return a function for a router that always has this address."""
-
     async def find() -> str:
         return address
 
@@ -137,8 +131,6 @@ def unanswered(wait_s_max: float, reason: str) -> Unserved:
 
 
 class _Link:
-    """The connection to one router."""
-
     def __init__(self, find: FindRouter, tls: MutualTls | None) -> None:
         self._find = find
         self._tls = tls
@@ -158,11 +150,10 @@ class _Link:
 
     async def call(self, method: str, body: bytes) -> bytes:
         channel = await self._open()
-        call: UnaryMethod = channel.unary_unary(f"/{method}")
         self._calls[channel] += 1
         try:
             with cancellable():
-                return await call(body)
+                return await unary(channel, method)(body)
         except grpc.aio.AioRpcError as error:
             if connection_broke(error) and self._channel is channel:
                 self._channel = None

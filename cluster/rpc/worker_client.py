@@ -186,7 +186,6 @@ class _Stream:
         return next(self._numbers)
 
     def send(self, frame: Cancel) -> None:
-        """Send a frame that nothing answers, if the stream is whole."""
         if not self.broken:
             self._frames.put_nowait(encode_client_frame(frame))
 

@@ -177,7 +177,7 @@ def test_tokens_of_any_span_are_bounded(asked: list[tuple[float, int, int]], per
     for later_s, prompt, spent in asked:
         now_s += later_s
         request = QuotaRequest(name="a", wanted=(prompt,), spent=spent, tokens_per_minute=per_minute)
-        before = counted.ahead_s("a", now_s) + spent * MINUTE_S / per_minute
+        before = counted.rates.ahead_s("a", now_s) + spent * MINUTE_S / per_minute
         grant = counted.ask(request, now_s)
         assert bool(grant.granted) == (grant.wait_s == 0.0)
         if grant.granted:

@@ -27,14 +27,6 @@ PREFILL, DECODE = WorkerId("prefill-0.a"), WorkerId("decode-0.b")
 TOKEN_S = 0.001
 
 
-@dataclass
-class FakeLoad:
-    queued: float = 0.0
-
-    def total_queued_tokens(self) -> float:
-        return self.queued
-
-
 def request(tenant: str = "", ttft_s_max: float | None = None, name: str = "r") -> PlacementRequest:
     return placement_request(1, request_id=name, tenant=tenant, ttft_s_max=ttft_s_max)
 
@@ -43,15 +35,9 @@ RESUMED = placement_request(1, resumed=True, ttft_s_max=0.1)
 
 
 def admit(
-    load_shedder: LoadShedder,
-    view: FakeLoad,
-    request: PlacementRequest,
-    *,
-    work: int = 1000,
-    now_s: float = 0.0,
+    load_shedder: LoadShedder, asked: PlacementRequest, queued: float, *, work: int = 1000, now_s: float = 0.0
 ) -> Route:
-    """Admit a request as the router does, predicted in order of arrival, and queue it."""
-    queued = view.queued
+    """Admit a request as the router does, predicted in order of arrival behind the queued tokens."""
     route = Route(
         decode=DECODE,
         decode_address="d",
@@ -63,22 +49,25 @@ def admit(
         RequestBooked(PREFILL, Booking(tokens=work, rows=1, at_s=now_s, due_s=now_s, seconds=TOKEN_S * work)),
         RequestBooked(DECODE, Booking(tokens=1, rows=1, at_s=now_s, due_s=now_s)),
     ]
-    placed = load_shedder.admit(request, route, view, booked, now_s)
-    view.queued += work
-    return placed
+    return load_shedder.admit(asked, route, lambda: queued, booked, now_s)
+
+
+def full(tenant: str = "") -> LoadShedder:
+    """Return one with six requests of 1,000 tokens, of which the last waits 5 s for the others."""
+    load_shedder = LoadShedder(ttft_s_max=5.0)
+    for number in range(6):
+        admit(load_shedder, request(tenant, name=f"{number}"), 1000 * number)
+    return load_shedder
 
 
 def test_admission_bounds_the_queue_by_the_limit_of_the_server() -> None:
-    load_shedder, view = LoadShedder(ttft_s_max=5.0), FakeLoad()
-    for number in range(6):  # the sixth waits 5 s for the others
-        admit(load_shedder, view, request(name=f"{number}"))
+    load_shedder = full()
     with pytest.raises(Overloaded) as refused:
-        admit(load_shedder, view, request())
+        admit(load_shedder, request(), 6000)
     assert refused.value.predicted_s == pytest.approx(7.0)
     assert 1.0 <= refused.value.retry_after_s <= 4.0
     assert "x-slo-ttft-ms" in str(refused.value)
-    view.queued -= 1000
-    admit(load_shedder, view, request(), now_s=1.0)
+    admit(load_shedder, request(), 5000, now_s=1.0)
 
 
 @pytest.mark.parametrize(
@@ -96,41 +85,31 @@ def test_admission_bounds_the_queue_by_the_limit_of_the_server() -> None:
 def test_admission_compares_predictions_with_limits(
     limit_s: float, wanted_s: float | None, queued: int, work: int, predicted_s: float | None
 ) -> None:
-    load_shedder, view = LoadShedder(ttft_s_max=limit_s), FakeLoad()
-    view.queued = queued
+    load_shedder, asked = LoadShedder(ttft_s_max=limit_s), request(ttft_s_max=wanted_s)
     if predicted_s is None:
         with pytest.raises(Overloaded):
-            admit(load_shedder, view, request(ttft_s_max=wanted_s), work=work)
+            admit(load_shedder, asked, queued, work=work)
     else:
-        placed = admit(load_shedder, view, request(ttft_s_max=wanted_s), work=work)
+        placed = admit(load_shedder, asked, queued, work=work)
         assert placed.predicted_s == pytest.approx(predicted_s)
         assert placed.queue_offset_s == 0.0
-    patience_s = load_shedder.patience_s(request(ttft_s_max=wanted_s))
-    assert patience_s == min(limit_s, wanted_s or math.inf)
+    assert load_shedder.patience_s(asked) == min(limit_s, wanted_s or math.inf)
 
 
 def test_admission_keeps_the_queue_of_one_tenant_open_when_that_of_another_is_full() -> None:
-    load_shedder, view = LoadShedder(ttft_s_max=5.0), FakeLoad()
-    for number in range(6):
-        admit(load_shedder, view, request("loud", name=f"{number}"), now_s=number / 100)
+    load_shedder = full("loud")
     with pytest.raises(Overloaded):
-        admit(load_shedder, view, request("loud"), now_s=0.1)
-    placed = admit(load_shedder, view, request("calm"), now_s=0.2)
+        admit(load_shedder, request("loud"), 6000, now_s=0.1)
+    placed = admit(load_shedder, request("calm"), 6000, now_s=0.2)
     assert placed.predicted_s == pytest.approx(2.0, rel=0.01), "one request of the other tenant, and its own"
     assert placed.queue_offset_s < -0.1, "it goes before most waiting requests"
 
 
 def test_admission_makes_room_when_work_is_done() -> None:
     """The queues of tenants follow the load that the workers report."""
-    load_shedder, view = LoadShedder(ttft_s_max=5.0), FakeLoad()
-    for number in range(6):
-        admit(load_shedder, view, request("a", name=f"{number}"))
-    view.queued = 0
-    assert admit(load_shedder, view, request("b"), now_s=LOOK_S).queue_offset_s == 0.0, (
-        "no other request waits"
-    )
-    placed = admit(load_shedder, view, request("a"), now_s=2 * LOOK_S)
-    assert placed.predicted_s == pytest.approx(2.0)
+    load_shedder = full("a")
+    assert admit(load_shedder, request("b"), 0, now_s=LOOK_S).queue_offset_s == 0.0, "no other request waits"
+    assert admit(load_shedder, request("a"), 1000, now_s=2 * LOOK_S).predicted_s == pytest.approx(2.0)
 
 
 @given(
@@ -140,10 +119,8 @@ def test_admission_makes_room_when_work_is_done() -> None:
 def test_admission_spreads_the_retries_of_refused_requests(excess: float, names: list[str]) -> None:
     waits: list[float] = []
     for name in names:
-        view = FakeLoad()
-        view.queued = 5_001 + excess * 1000
         with pytest.raises(Overloaded) as refused:
-            admit(LoadShedder(ttft_s_max=5.0), view, request(name=name))
+            admit(LoadShedder(ttft_s_max=5.0), request(name=name), 5_001 + excess * 1000)
         waits.append(refused.value.retry_after_s)
     assert all(1.0 <= wait_s <= RETRY_S_MAX for wait_s in waits)
     assert len(set(waits)) == len(set(names)) or max(waits) == RETRY_S_MAX

@@ -1,19 +1,19 @@
 """Compiled placement does what its definition does, bit for bit; prefix tables answer like sets of keys."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.cluster.heartbeats import heartbeat, placement_request
 from tidemill.cluster.messages import PlacementRequest
 from tidemill.cluster.router.compiled import CompiledPlacement, CompiledPrefixes, load
-from tidemill.cluster.router.fleet_view import Fleet, HeartbeatArrived, PrefixTable, WorkerLost
+from tidemill.cluster.router.fleet_view import Fleet, HeartbeatArrived, WorkerLost
 from tidemill.cluster.router.placement import bookings, place
 from tidemill.cluster.router.prefix_table import LOG_SLACK, Chain, Prefixes, cut_keys
 from tidemill.workers.messages import NO_MEMORY, Announcement, Heartbeat, Role, Speed, WorkerId
@@ -145,16 +145,8 @@ def test_compiled_prefix_table_is_its_definition(compiled: CompiledPlacement, se
     assert not mine.depths(Chain(space), 6).any()
 
 
-PROPERTY = settings(deadline=None, derandomize=True, max_examples=80)
 SLOTS = 5
 MANY = 1 << 20
-
-TableMaker = Callable[[], PrefixTable]
-
-
-@pytest.fixture(scope="module", params=["definition", "compiled"])
-def new_table(request: pytest.FixtureRequest, compiled: CompiledPlacement) -> TableMaker:
-    return Prefixes if request.param == "definition" else lambda: CompiledPrefixes(compiled)
 
 
 def names(numbers: list[int]) -> list[bytes]:
@@ -165,7 +157,7 @@ def cut(numbers: list[int]) -> set[int]:
     return set(cut_keys(names(numbers)).tolist())
 
 
-def held(table: PrefixTable, slot: int) -> set[int]:
+def held(table: Prefixes, slot: int) -> set[int]:
     return set(table.held(slot).tolist())
 
 
@@ -179,12 +171,11 @@ operations = st.lists(
 )
 
 
-@PROPERTY
 @given(operations, st.lists(st.integers(0, 30), max_size=12))
 def test_prefix_table_is_a_set_of_keys_per_slot(
-    new_table: TableMaker, steps: list[tuple[str, int, list[int]]], chain: list[int]
+    steps: list[tuple[str, int, list[int]]], chain: list[int]
 ) -> None:
-    table, model = new_table(), [set[int]() for _ in range(SLOTS)]
+    table, model = Prefixes(), [set[int]() for _ in range(SLOTS)]
     for operation, slot, numbers in steps:
         keys = cut_keys(names(numbers))
         match operation:
@@ -208,8 +199,8 @@ def test_prefix_table_is_a_set_of_keys_per_slot(
         assert depths[slot] == max(deepest, default=0)
 
 
-def test_prefix_table_forgets_the_oldest_keys_first_within_its_bound(new_table: TableMaker) -> None:
-    table, most = new_table(), 2000
+def test_prefix_table_forgets_the_oldest_keys_first_within_its_bound() -> None:
+    table, most = Prefixes(), 2000
     for batch in range(60):
         table.add(0, cut_keys(names([7_000])), most)  # added again, so that it stays
         table.add(0, cut_keys(names(list(range(100 * batch, 100 * batch + 100)))), most)
@@ -229,8 +220,9 @@ def test_compiled_prefix_table_bounds_its_memory(compiled: CompiledPlacement) ->
     assert table.num_bytes < 20_000 * 40
 
 
-def test_prefix_table_takes_zero_and_short_keys(new_table: TableMaker) -> None:
-    table = new_table()
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_prefix_table_takes_zero_and_short_keys(compiled: CompiledPlacement, *, is_compiled: bool) -> None:
+    table = CompiledPrefixes(compiled) if is_compiled else Prefixes()
     keys = cut_keys([b"\0" * 8, b"a", b"b"])
     table.add(2, keys[:2], MANY)
     assert table.depths(Chain(keys), 3).tolist() == [0, 0, 2]

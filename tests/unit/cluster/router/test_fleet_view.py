@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.cluster.heartbeats import heartbeat
@@ -25,7 +25,6 @@ from tidemill.cluster.router.fleet_view import (
 from tidemill.cluster.router.prefix_table import LOG_SLACK
 from tidemill.workers.messages import NO_MEMORY, Announcement, Role, Speed, WorkerId
 
-PROPERTY = settings(deadline=None, derandomize=True, max_examples=80)
 A, B = WorkerId("decode-0.1"), WorkerId("decode-1.1")
 KEYS = tuple(bytes([key]) for key in range(1, 9))
 ROLE_COLUMNS = (Column.DECODES, Column.PREFILLS, Column.MIXED)
@@ -58,7 +57,6 @@ def booking(at_s: float = 0.0, keys: tuple[bytes, ...] = (), seconds: float = 0.
     return Booking(tokens=100, rows=1, at_s=at_s, due_s=at_s, seconds=seconds, num_bytes=7, keys=keys)
 
 
-@PROPERTY
 @given(
     st.lists(st.tuples(st.booleans(), *[st.frozensets(st.binary(min_size=1, max_size=1))] * 2), max_size=8),
     st.lists(st.binary(min_size=1, max_size=1), max_size=9, unique=True),

@@ -194,7 +194,7 @@ def test_budgets_give_more_to_a_cache_under_pressure() -> None:
         clock.now_s += 1.0
         busy.counters["evicted_pages_for_states"] = clock.now_s
         exchange(budgets, workers, rounds=1)
-    assert idle.budget <= SHARE // 4
+    assert SHARE // 8 <= idle.budget <= SHARE // 4
     kept = busy.budget
     clock.now_s += PRESSED_S + 1
     exchange(budgets, workers)
@@ -366,17 +366,6 @@ def test_broker_counts_lowered_memory_as_free_only_when_it_is_released() -> None
         assert rebalance(accounts, TOTAL)["a"] == half, kind
     accounts["b"] = replace(accounts["b"], mapped_bytes=1024)
     assert rebalance(accounts, TOTAL)["a"] == TOTAL - 1024
-
-
-def test_broker_grows_a_short_cache_into_unused_memory() -> None:
-    half = TOTAL // 2
-    accounts = {
-        "busy": account(assigned=half, live=half // 4, cached=half // 2, pressed=True),
-        "idle": account(assigned=half, cached=half // 2),
-    }
-    after = assigned(settle(accounts))
-    assert after["busy"] > TOTAL * 7 // 8
-    assert after["idle"] >= TOTAL // 16
 
 
 def test_broker_takes_unused_memory_before_a_cache() -> None:

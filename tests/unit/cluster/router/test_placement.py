@@ -7,7 +7,7 @@ from functools import partial
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.cluster.heartbeats import heartbeat, placement_request
@@ -16,7 +16,6 @@ from tidemill.cluster.router.fleet_view import Booking, Fleet, HeartbeatArrived,
 from tidemill.cluster.router.placement import ANSWER_TOKENS, GAP_PAGES_MAX, GAP_S_MAX, HOP_S, bookings, place
 from tidemill.workers.messages import NO_MEMORY, Announcement, Heartbeat, Role, Speed, WorkerId, WorkerLoad
 
-PROPERTY = settings(deadline=None, derandomize=True, max_examples=100)
 P = 64
 PAGE_BYTES = 1 << 20
 SPEED = Speed(step_s=0.01, token_s=1e-4, pair_s=1e-9, row_s=1e-4, fetch_bytes_per_s=10e9)
@@ -99,7 +98,6 @@ def requests(draw: st.DrawFn) -> PlacementRequest:
     return prompt(draw(st.integers(1, 13 * P)), "f", *avoid)
 
 
-@PROPERTY
 @given(fleets(), requests())
 def test_placement_takes_eligible_workers_and_avoids_failed_ones(
     heartbeats: list[Heartbeat], request: PlacementRequest
@@ -124,7 +122,6 @@ def test_placement_takes_eligible_workers_and_avoids_failed_ones(
     assert route.gap_tokens_max == GAP_PAGES_MAX * P
 
 
-@PROPERTY
 @given(fleets(), requests(), st.integers(0, 99))
 def test_placement_does_not_depend_on_the_order_of_heartbeats(
     heartbeats: list[Heartbeat], request: PlacementRequest, seed: int

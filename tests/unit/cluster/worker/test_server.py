@@ -109,26 +109,6 @@ async def test_one_step_is_one_frame() -> None:
             assert await stream.frame() == [StreamItem(i, delta) for i in range(len(names))]
 
 
-@pytest.mark.parametrize(
-    "failure",
-    [
-        PagesMissing("gap of 9 pages"),
-        WorkerGone("draining"),
-        RequestError("too long", param="prompt", code="context_length_exceeded"),
-    ],
-)
-async def test_failures_of_the_engine_are_failures_of_the_call(failure: Exception) -> None:
-    async with serving() as (engine, address), frontend() as peers:
-        stream = asyncio.create_task(collect(answer_of(peers, request("a"), address)))
-        answer = asyncio.create_task(peers.produce(WORKER, address, request("p")))
-        await engine.until(lambda engine: len(engine.calls) == 2)
-        engine.step(("a", failure), ("p", failure))
-        for call in (stream, answer):
-            with pytest.raises(type(failure)) as caught:
-                await call
-            assert (str(caught.value), vars(caught.value)) == (str(failure), vars(failure))
-
-
 @pytest.mark.parametrize("error", [OutOfMemory("full"), AssertionError("a bug")])
 async def test_whatever_else_breaks_a_request_breaks_it_alone(
     error: Exception, caplog: pytest.LogCaptureFixture
