@@ -1,7 +1,11 @@
 # pyright: basic
 # transformers' classes have no usable types.
-"""Every architecture: transformers' logits, equal bits however it is cut, the same answer on every way."""
+"""Every architecture: transformers' logits, equal bits however it is cut, the same answer on every way.
 
+`MODEL_FOLDER=folder pytest tests/parity/test_architectures.py -k given` proves a small model of your own.
+"""
+
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +16,14 @@ import transformers
 from tests.support.parity.architectures import MODELS, VOCABULARY, names, random_model, save
 from tests.support.parity.proof import CHECKS, PAGES, Subject
 from tests.support.parity.steps import Runner
-from tests.support.parity.ways import WAYS, journey_of, take
+from tests.support.parity.ways import check_every_way, journey_of
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
 from tidemill.workers.models.architectures.registry import ARCHITECTURES, load
 from tidemill.workers.sources.names import bundled
 
+GIVEN = {"given": Path(folder)} if (folder := os.environ.get("MODEL_FOLDER")) else {}
+FOLDERS = {"keeper": bundled()["keeper"], **GIVEN}
 FIRST = {f"{architecture}/{next(iter(shapes))}" for architecture, shapes in MODELS.items()}
 NOTEBOOK = (
     "Alice keeps the key in the harbor. Bob is now at the mill. The code of Carol is 4071. "
@@ -32,17 +38,21 @@ PROMPTS = (
 
 def _quick_shape(name: str) -> object:
     """The first shape of each architecture is quick to prove; the others wait for `make test-all`."""
-    return pytest.param(name, marks=[] if name in FIRST else pytest.mark.slow)
+    return pytest.param(name, marks=[] if name in FIRST | GIVEN.keys() else pytest.mark.slow)
 
 
 def _quick_way(name: str) -> object:
     quick = name.startswith(
-        ("qwen3_next", "gpt_oss/alternating", "deepseek", "granitemoehybrid", "llama", "keeper")
+        ("qwen3_next", "gpt_oss/alternating", "deepseek", "granitemoehybrid", "llama", *FOLDERS)
     )
     return pytest.param(name, marks=[] if quick else pytest.mark.slow)
 
 
-@pytest.fixture(scope="module", params=[_quick_shape(name) for name in names()])
+def _saved(name: str, to: Path) -> Path:
+    return FOLDERS[name] if name in FOLDERS else save(random_model(name), to)
+
+
+@pytest.fixture(scope="module", params=[_quick_shape(name) for name in (*names(), *GIVEN)])
 def subject(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
@@ -50,7 +60,7 @@ def subject(
     half_cpu: Operators,
 ) -> Subject:
     scratch = tmp_path_factory.mktemp("model")
-    folder = save(random_model(request.param), scratch / "model")
+    folder = _saved(request.param, scratch / "model")
     return Subject(folder, cpu, half_cpu, scratch, PAGES if request.param in FIRST else PAGES[1:2])
 
 
@@ -65,16 +75,15 @@ def test_architecture_passes(subject: Subject, check: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [_quick_way(name) for name in sorted(FIRST | {"gpt_oss/page-wide", "gpt_oss/narrow", "keeper"})]
+    "name",
+    [_quick_way(name) for name in (*sorted(FIRST | {"gpt_oss/page-wide", "gpt_oss/narrow"}), *FOLDERS)],
 )
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
 def test_every_way_gives_the_same_answer(
     name: str, compute_dtype: ComputeDtype, kernel_cache: Path, tmp_path: Path
 ) -> None:
-    folder = bundled()[name] if name == "keeper" else save(random_model(name), tmp_path / "model")
-    journey = journey_of(folder, kernel_cache, tmp_path, VOCABULARY, compute_dtype)
-    for way in WAYS:
-        take(way, journey)
+    folder = _saved(name, tmp_path / "model")
+    check_every_way(journey_of(folder, kernel_cache, tmp_path, VOCABULARY, compute_dtype))
 
 
 def test_keeper_answers_as_in_transformers(cpu: Operators) -> None:

@@ -79,7 +79,7 @@ class Subject:
         return sorted(edge for edge in found if 0 < edge < LENGTH - 2)
 
 
-def logits(subject: Subject) -> str:
+def logits(subject: Subject) -> None:
     tokens = subject.tokens(1)
     with torch.no_grad():
         wanted = subject.theirs(torch.tensor([tokens])).logits[0]
@@ -90,19 +90,17 @@ def logits(subject: Subject) -> str:
         worst = max(worst, float((found - wanted).abs().max() / wanted.abs().max()))
     allowed = ERROR_MAX_LINEAR if runner.layout.linear else ERROR_MAX
     assert worst < allowed, f"the error is {worst:.1e} of the largest logit"
-    return f"error {worst:.1e} of the largest logit"
 
 
-def definitions(subject: Subject) -> str:
+def definitions(subject: Subject) -> None:
     """The operators of `reference.py`, which say what each of them means."""
     plain, tokens, cut = load(subject.folder, REFERENCE, no_progress), subject.tokens(2, 40), [33, 1, 6]
     wanted, found = (Runner(model, PAGE_TOKENS).run(tokens, cut) for model in (plain, subject.ours))
     error = float((found - wanted).abs().max() / wanted.abs().max())
     assert error < ERROR_MAX_LINEAR, f"the error is {error:.1e} of the largest logit"
-    return f"error {error:.1e} of the largest logit"
 
 
-def bfloat16(subject: Subject) -> str:
+def bfloat16(subject: Subject) -> None:
     """Weights, pages and products; against the same weights in float32, from which transformers in bfloat16
     is about as far. (Where a token's experts are nearly equal, one bit decides among them.) And equal bits
     however it is divided."""
@@ -119,8 +117,8 @@ def bfloat16(subject: Subject) -> str:
     assert kl < max(DIVERGENCE_MAX, DIVERGENCE_RATIO_MAX * kl_theirs), (
         f"divergence {kl:.1e} per token, in transformers {kl_theirs:.1e}"
     )
-    same = "; ".join(check(half) for check in (cuts, batches, ranks))
-    return f"divergence {kl:.1e} per token, in transformers {kl_theirs:.1e}; {same}"
+    for check_half in (cuts, batches, ranks):
+        check_half(half)
 
 
 def divergence(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -129,7 +127,7 @@ def divergence(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(torch.nn.functional.kl_div(found, wanted, log_target=True, reduction="batchmean"))
 
 
-def greedy(subject: Subject) -> str:
+def greedy(subject: Subject) -> None:
     """Compare greedy answers. The most likely token of transformers after each of our tokens is the next of
     them: by induction it is its own greedy answer."""
     prompt = subject.tokens(7, 20)
@@ -138,11 +136,10 @@ def greedy(subject: Subject) -> str:
         after = subject.theirs(torch.tensor([prompt + found])).logits[0, len(prompt) - 1 : -1]
     wrong = [place for place, token in enumerate(after.argmax(-1).tolist()) if token != found[place]]
     assert not wrong, f"they part at token {wrong[0]}"
-    return f"{len(found)} tokens equal, {len(set(found))} different ones"
 
 
-def cuts(subject: Subject) -> str:
-    tokens, count = subject.tokens(3), 0
+def cuts(subject: Subject) -> None:
+    tokens = subject.tokens(3)
     for page_tokens in subject.page_sizes:
         runner = Runner(subject.ours, page_tokens)
         wanted = runner.run(tokens, [LENGTH])
@@ -151,11 +148,9 @@ def cuts(subject: Subject) -> str:
         schedules += [[edge, 1, 1, LENGTH - edge - 2] for edge in subject.edges(page_tokens)]
         for schedule in schedules:
             assert torch.equal(runner.run(tokens, schedule), wanted), (page_tokens, schedule)
-            count += 1
-    return f"equal bits in {count} schedules, pages of {', '.join(map(str, subject.page_sizes))}"
 
 
-def batches(subject: Subject) -> str:
+def batches(subject: Subject) -> None:
     """Odd rows decode while even rows prefill, and the order changes with every step; one thread or two."""
     runner = Runner(subject.ours, PAGE_TOKENS)
     prompts = [subject.tokens(seed, count) for seed, count in ((1, 90), (2, 33), (3, 5), (4, 64))]
@@ -170,44 +165,37 @@ def batches(subject: Subject) -> str:
     for s in sequences:
         found = subject.ours.model.logits(torch.cat(s.hidden))
         assert torch.equal(found, wanted[prompts.index(s.tokens)]), len(s.tokens)
-    return "equal bits alone and with others, with one thread and two"
 
 
-def memory(subject: Subject) -> str:
-    layout = layout_of(subject.ours.layers, PAGE_TOKENS)
-    check_memory(layout)
-    sizes = {"a page": layout.page_bytes, "a window page": layout.window_bytes, "a state": layout.state_bytes}
-    return ", ".join(f"{size:,} bytes {name}" for name, size in sizes.items() if size)
+def memory(subject: Subject) -> None:
+    check_memory(layout_of(subject.ours.layers, PAGE_TOKENS))
 
 
-def ranks(subject: Subject) -> str:
+def ranks(subject: Subject) -> None:
     """Each rank on a thread."""
-    alone, sizes = run_rank(subject.folder, subject.ops), sizes_of(subject.folder)
-    for size in sizes:
+    alone = run_rank(subject.folder, subject.ops)
+    for size in sizes_of(subject.folder):
         meeting = subject.scratch / f"group of {size}"
         meeting.mkdir()
         meet = functools.partial(SharedMemory, meeting, size=size, wait_s_max=WAIT_S_MAX)
         check(run_threads(subject.folder, subject.ops, meet, size), alone)
-    return f"groups of {' or '.join(map(str, sizes)) or 'none'} have the bits of one process"
 
 
-def sums(subject: Subject) -> str:
+def sums(subject: Subject) -> None:
     """Ranks that add up terms, over both kinds of exchange, with columns of experts and with whole ones."""
-    alone, sizes, worst = run_rank(subject.folder, subject.ops), sizes_of(subject.folder), 0.0
-    fitting = sizes_of(subject.folder, by_expert=True)
-    for size in sizes:
+    alone, fitting = run_rank(subject.folder, subject.ops), sizes_of(subject.folder, by_expert=True)
+    for size in sizes_of(subject.folder):
         for by_expert in (False, True) if size in fitting else (False,):
             meeting = subject.scratch / f"sums of {size}, {by_expert}"
             meeting.mkdir()
             meet = functools.partial(MEETINGS[size % 2], meeting, size=size, wait_s_max=WAIT_S_MAX)
             found = run_threads(subject.folder, subject.ops, meet, size, sums=True, by_expert=by_expert)
-            worst = max(worst, check_sums(found, alone))
-    return f"groups of {' or '.join(map(str, sizes)) or 'none'} are within {worst:.1e} of one process"
+            check_sums(found, alone)
 
 
 MEETINGS = (over_gloo, SharedMemory)
 
-CHECKS: dict[str, Callable[[Subject], str]] = {
-    logit.__name__: logit
-    for logit in (logits, definitions, bfloat16, greedy, cuts, batches, memory, ranks, sums)
+CHECKS: dict[str, Callable[[Subject], None]] = {
+    holds.__name__: holds
+    for holds in (logits, definitions, bfloat16, greedy, cuts, batches, memory, ranks, sums)
 }

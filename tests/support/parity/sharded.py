@@ -98,16 +98,15 @@ def check(found: list[Found], alone: Found) -> None:
         assert rank.logits_TV.shape == (len(alone.logits_TV), 0)
 
 
-def check_sums(found: list[Found], alone: Found) -> float:
+def check_sums(found: list[Found], alone: Found) -> None:
     """Check that all ranks have the same bits, which differ from those of one process by the rounding of
-    sums. Return the norm of the difference, as a part of that of the logits."""
+    sums."""
     for rank in found[1:]:
         assert torch.equal(rank.hidden_TH, found[0].hidden_TH)
     difference_TV = found[0].logits_TV - alone.logits_TV
     error = float(difference_TV.square().sum().sqrt() / alone.logits_TV.square().sum().sqrt())
     assert error < SUMS_ERROR_MAX, f"the error is {error:.1e} of the logits"
     assert found[0].fingerprint != alone.fingerprint, "they would share pages"
-    return error
 
 
 def sizes_of(folder: Path, *, by_expert: bool = False) -> list[int]:

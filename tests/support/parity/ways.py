@@ -3,7 +3,7 @@
 """Every way of a request through real engines, each against the cold one, by equality of tokens."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,6 @@ PAGE_TOKENS = 16
 NEW_TOKENS = 20
 LENGTH_MAX = 200
 EXTENTS = 400
-GROUP_BYTES = 48 << 20
 AGAIN = " again"
 SAMPLINGS = (Sampling(temperature=0), Sampling(temperature=0.9, top_p=0.95, seed=5))
 
@@ -76,7 +75,7 @@ def journey_of(
     return Journey(settings, layout, requests, scratch)
 
 
-async def cold(journey: Journey) -> str:
+async def cold(journey: Journey) -> None:
     """The others are compared with it."""
     async with serving(journey.settings, page_size=64, max_num_batched_tokens=4096) as built:
         for request in journey.requests:
@@ -85,29 +84,26 @@ async def cold(journey: Journey) -> str:
             journey.wanted[request.request_id] = found
     different = len({tuple(tokens) for tokens in journey.wanted.values()})
     assert different > len(journey.requests) // 2
-    return f"{len(journey.requests)} prompts, {different} answers"
 
 
-async def warm(journey: Journey) -> str:
+async def warm(journey: Journey) -> None:
     async with serving(journey.settings, overlap=False) as built:
         for request in journey.requests:
             await journey.check(built, [request])
         for request in journey.requests:
             (found,) = await journey.check(built, [request])
             assert found.reused_tokens == restorable_end(len(request.tokens), PAGE_TOKENS)
-    return "each from what is kept of it"
 
 
-async def together(journey: Journey) -> str:
+async def together(journey: Journey) -> None:
     async with serving(journey.settings, num_speculative_tokens=3, max_num_batched_tokens=40) as built:
         await journey.check(built)
         await journey.check(built, journey.requests[::-1])
     async with serving(journey.settings, page_size=64, max_num_batched_tokens=1, max_num_seqs=3) as built:
         await journey.check(built)
-    return "in one batch, with guesses and chunks of odd lengths, and token by token in pages of 64"
 
 
-async def fetched(journey: Journey) -> str:
+async def fetched(journey: Journey) -> None:
     shared = {"store_url": f"file://{journey.scratch}/store?size=1GiB"}
     async with serving(journey.settings, **shared, max_num_batched_tokens=80, max_num_seqs=4) as prefill:
         for request in journey.requests:
@@ -117,10 +113,9 @@ async def fetched(journey: Journey) -> str:
         for request in journey.requests:
             (found,) = await journey.check(decode, [replace(request, gap_tokens_max=0)])
             assert found.fetched_tokens == restorable_end(len(request.tokens), PAGE_TOKENS)
-    return "produced on one engine, fetched by another"
 
 
-async def migrated(journey: Journey) -> str:
+async def migrated(journey: Journey) -> None:
     """Move each answer in its middle, as after the loss of a worker."""
     shared = {"store_url": f"file://{journey.scratch}/store?size=1GiB"}
     async with serving(journey.settings, **shared) as built:
@@ -129,10 +124,9 @@ async def migrated(journey: Journey) -> str:
             moved = request.tokens + tuple(wanted[:done])
             found, _ = await answer(built, replace(request, tokens=moved, max_new_tokens=NEW_TOKENS - done))
             assert found == wanted[done:], f"a prompt of {len(request.tokens)} tokens, {done} more"
-    return "sent to another engine in the middle of the answer"
 
 
-async def preempted(journey: Journey) -> str:
+async def preempted(journey: Journey) -> None:
     """All prompts twice, without anything in common: together they exceed what is left by far."""
     twice = [
         replace(request, request_id=request.request_id + AGAIN, salt=AGAIN) for request in journey.requests
@@ -146,31 +140,9 @@ async def preempted(journey: Journey) -> str:
         counters = built.engine.load().counters
         assert counters["preemptions_for_resize"] > 0
         await journey.check(built, journey.requests[::-1])
-    return f"{counters['preemptions_for_resize']} times, by memory that shrinks"
 
 
-async def groups(journey: Journey) -> str:
-    """Two ranks are two processes, with extents as they always are."""
-    sizes = {"tensor_parallel_sizes": (1, 2), "store_url": f"file://{journey.scratch}/groups?size=1GiB"}
-    settings = replace(journey.settings, memory_bytes=GROUP_BYTES)
-    parts = journey.requests[::2], journey.requests[1::2]
-    for size, own, others in ((1, *parts), (2, *parts[::-1]), (1, [], parts[1])):
-        async with serving(settings, **sizes, tensor_parallel_size=size) as built:
-            for request in own:
-                produced = await built.engine.produce(request)
-                assert produced.depth == restorable_end(len(request.tokens), PAGE_TOKENS)
-            for request in others if size == 2 or not own else []:
-                (found,) = await journey.check(built, [replace(request, gap_tokens_max=0)])
-                assert found.fetched_tokens == restorable_end(len(request.tokens), PAGE_TOKENS)
-    return "a group of 2 goes on with what one rank computed, and one rank with what the group did"
-
-
-WAYS: dict[str, Callable[[Journey], Coroutine[None, None, str]]] = {
-    way.__name__: way for way in (cold, warm, together, fetched, migrated, preempted)
-}
-"""The paths in order. The first one gives the expected answers."""
-
-
-def take(way: str, journey: Journey) -> str:
+def check_every_way(journey: Journey) -> None:
     with mock.patch.object(memory_plan, "layout_of", smallest_extents):
-        return asyncio.run(WAYS[way](journey))
+        for way in (cold, warm, together, fetched, migrated, preempted):
+            asyncio.run(way(journey))
