@@ -10,21 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
-from tests.support.e2e.load import Client, PacedServer, paced_server, text_of
-from tests.support.e2e.server import EVENTUALLY_S_MAX, eventually, run_cli
+from tests.support.e2e.load import Client, client_of, paced_server, text_of
+from tests.support.e2e.server import EVENTUALLY_S_MAX, Server, command_of, eventually, run_cli
 from tests.support.e2e.streams import completion
 
 pytestmark = pytest.mark.slow
 
-LEAST = {"prefill-0": "prefill", "decode-0": "decode"}
-MOST = {"prefill": 2, "decode": 2}
-OTHERS = {"fixed": {"workers": {"fixed-mixed-0": "mixed"}}}
-TOKENS_PER_S = 640
+ROLES = ("decode", "prefill")
 ROWS_MAX = 8
-HYSTERESIS = {"look_s": 0.25, "up_s": 1.5, "down_s": 3.0, "cool_s": 0.5, "start_s_max": 120.0, "drain_s": 5.0}
+ENGINE = {"max_num_batched_tokens": 640, "max_num_seqs": ROWS_MAX}
+SCALED = {
+    "served_model_name": "paced",
+    "engine": ENGINE,
+    "groups": [{"role": role, "replicas_max": 2, "memory": "1GiB"} for role in ROLES],
+    "autoscaling": {"metrics_interval_s": 0.25, "upscale_delay_s": 1.5, "downscale_delay_s": 3.0},
+}
+FIXED = {
+    "served_model_name": "fixed",
+    "engine": ENGINE,
+    "groups": [{"role": "mixed", "memory": "1GiB"}],
+}
 PROMPT_TOKENS = 640  # long enough for a prefill worker
 SHORT_TOKENS = 60  # short enough for a decode worker
 STREAM_TOKENS = 300
@@ -81,26 +88,25 @@ class Fleet:
 
     def has_grown(self) -> bool:
         """Return whether more than one worker of each role has had work."""
-        return self.worked.keys() == MOST.keys() and min(map(len, self.worked.values())) > 1
+        return self.worked.keys() == set(ROLES) and min(map(len, self.worked.values())) > 1
 
     def is_least(self) -> bool:
         """One of each role, whichever."""
-        return sorted(row["info"]["role"] for row in self.rows) == sorted(LEAST.values())
+        return sorted(row["info"]["role"] for row in self.rows) == list(ROLES)
 
     def names(self) -> list[str]:
         return sorted(row["info"]["name"] for row in self.rows)
 
 
 async def test_workers_are_added_and_removed_by_load_and_by_command(tmp_path: Path) -> None:
-    sizes = (LEAST, TOKENS_PER_S, ROWS_MAX)
-    with paced_server(*sizes, most=MOST, hysteresis=HYSTERESIS, others=OTHERS) as server:
-        async with Client(server.url) as client:
+    with paced_server(SCALED, FIXED) as server:
+        async with client_of(server.url) as client:
             await scale(client, server)
             await scale_by_hand(client, server)
         await look(server, tmp_path)
 
 
-async def scale(client: Client, server: PacedServer) -> None:
+async def scale(client: Client, server: Server) -> None:
     fleet, busy = Fleet(server.url), Load(client)
     await fleet.until(fleet.is_least)
     before = num_processes(server)
@@ -122,7 +128,7 @@ async def scale(client: Client, server: PacedServer) -> None:
     assert {row["state"] for row in fleet.rows} == {"ready"}
 
 
-async def scale_by_hand(client: Client, server: PacedServer) -> None:
+async def scale_by_hand(client: Client, server: Server) -> None:
     """`tidemill scale`, of the fleet that load does not scale, with more streams than one worker takes."""
     fleet, busy = Fleet(server.url, "fixed"), Load(client, "fixed")
     before = num_processes(server)
@@ -143,7 +149,7 @@ async def scale_by_hand(client: Client, server: PacedServer) -> None:
     assert "one mixed worker has to stay" in refused.stderr
 
 
-async def look(server: PacedServer, folder: Path) -> None:
+async def look(server: Server, folder: Path) -> None:
     """Check what operators send, of a server that has answered."""
     bundle = folder / "bundle.tar.gz"
     await run_command(server, "support-bundle", "-o", str(bundle))
@@ -158,17 +164,11 @@ async def look(server: PacedServer, folder: Path) -> None:
     assert "raylet.out" in texts, sorted(texts)
 
 
-def num_processes(server: PacedServer) -> int:
-    """-1 while one of them ends."""
-    try:
-        return len(server.processes())
-    except psutil.Error:
-        return -1
+def num_processes(server: Server) -> int:
+    return sum("ray::WorkerActor" in command_of(process) for process in server.processes())
 
 
-async def run_command(
-    server: PacedServer, *words: str, status: int = 0
-) -> "subprocess.CompletedProcess[str]":
+async def run_command(server: Server, *words: str, status: int = 0) -> "subprocess.CompletedProcess[str]":
     """A command that asks this server, once it has ended, with nothing left of it."""
     ended, alive = await asyncio.to_thread(run_cli, *words, "--url", server.url)
     assert ended.returncode == status, ended

@@ -15,13 +15,14 @@ from contextlib import AsyncExitStack
 import httpx
 import pytest
 
-from tests.support.e2e.load import Client, Outcome, PacedServer, at_rate, in_turns, paced_server, text_of
-from tests.support.e2e.server import NO_TLS, eventually
+from tests.support.e2e.load import Client, Outcome, at_rate, client_of, in_turns, paced_server, text_of
+from tests.support.e2e.server import NO_TLS, Server, command_of, eventually
 from tests.support.e2e.streams import Body, completion
 from tests.support.sockets import connected
 
 pytestmark = pytest.mark.slow
 
+SIZES = ("max_num_batched_tokens", "max_num_seqs")
 RUNNING = 200
 WAITING = 1000
 CONNECTIONS = 1000
@@ -46,13 +47,15 @@ FILL_S = 3.0
 
 
 @pytest.fixture(scope="module")
-def server() -> Generator[PacedServer]:
+def server() -> Generator[Server]:
     """One model whose prompts cost nothing, with RUNNING rows, so that the excess waits. Another model has a
     bounded number of prompt tokens per second."""
-    workers = {"mixed-0": "mixed", "mixed-1": "mixed"}
-    flooded = {f"flooded-{name}": role for name, role in workers.items()}
-    others = {"flooded": {"workers": flooded, "tokens_per_s": TOKENS_PER_S, "rows_max": 32}}
-    with paced_server(workers, 10**8, RUNNING // 2, send_s_max=2.0, others=others) as server:
+    groups = [{"role": "mixed", "replicas": 2, "memory": "1GiB"}]
+    models = [
+        {"served_model_name": name, "groups": groups, "engine": dict(zip(SIZES, sizes, strict=True))}
+        for name, sizes in (("paced", (10**8, RUNNING // 2)), ("flooded", (TOKENS_PER_S, 32)))
+    ]
+    with paced_server(*models, send_timeout=2.0) as server:
         yield server
 
 
@@ -67,26 +70,32 @@ def check(outcomes: list[Outcome], num_tokens: int) -> None:
         assert outcome.text == expected
 
 
-def edge_mib(server: PacedServer) -> float:
-    return server.memory_bytes()["edge"] / 2**20
+def memory_mib(server: Server) -> dict[str, int]:
+    """Return the memory of the edge, the routers and the workers."""
+    edge, *others = server.processes()
+    parts = [process for process in others if command_of(process).startswith(("ray::Router", "ray::Worker"))]
+    assert len(parts) == 6
+    found = {f"{command_of(process)} {process.pid}": process for process in parts} | {"edge": edge}
+    return {name: process.memory_info().rss >> 20 for name, process in found.items()}
 
 
-def nothing_runs(server: PacedServer) -> bool:
-    with httpx.Client(base_url=server.url, timeout=300, verify=NO_TLS) as client:
-        load = client.get("/load").json()["server_load"]
-        workers = client.get("/cluster").json()["workers"]
-    return load == 0 and not any(
-        row["load"]["running_rows"] or row["load"]["waiting_rows"] for row in workers
-    )
+def edge_mib(server: Server) -> float:
+    return memory_mib(server)["edge"]
 
 
-def aborted(server: PacedServer) -> float:
+def nothing_runs(server: Server) -> bool:
+    load = httpx.get(f"{server.url}/load", timeout=300, verify=NO_TLS).json()["server_load"]
+    loads = [row["load"] for row in server.workers()]
+    return load == 0 and not any(load["running_rows"] or load["waiting_rows"] for load in loads)
+
+
+def aborted(server: Server) -> float:
     text = httpx.get(f"{server.url}/metrics", timeout=300, verify=NO_TLS).text
     return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if ABORTED in line)
 
 
-async def test_many_streams_run_beside_waiting_and_idle_connections(server: PacedServer) -> None:
-    async with Client(server.url) as client, AsyncExitStack() as idle:
+async def test_many_streams_run_beside_waiting_and_idle_connections(server: Server) -> None:
+    async with client_of(server.url) as client, AsyncExitStack() as idle:
         await in_turns(client, 50, 50, body(2))
         before_mib = edge_mib(server)
         for _ in range(CONNECTIONS):
@@ -97,13 +106,13 @@ async def test_many_streams_run_beside_waiting_and_idle_connections(server: Pace
     await asyncio.to_thread(eventually, lambda: nothing_runs(server))
 
 
-async def test_clients_that_do_not_read_are_cut_and_others_get_all_tokens(server: PacedServer) -> None:
+async def test_clients_that_do_not_read_are_cut_and_others_get_all_tokens(server: Server) -> None:
     deaf = body(LONG_TOKENS, n=CHOICES, stream_options={"continuous_usage_stats": True})
     data = json.dumps(deaf).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\n"
     before_mib = edge_mib(server)
 
-    async with Client(server.url) as client, AsyncExitStack() as listening:
+    async with client_of(server.url) as client, AsyncExitStack() as listening:
         for _ in range(DEAF):
             _, writer = await listening.enter_async_context(connected(server.url, 4096))
             writer.write(f"{head}content-type: application/json\r\n\r\n".encode() + data)
@@ -141,8 +150,8 @@ def goodput(outcomes: Sequence[Outcome], since_s: float, until_s: float) -> floa
     return len(done) / (until_s - since_s)
 
 
-async def test_flood_changes_nothing_for_admitted_requests(server: PacedServer) -> None:
-    async with Client(server.url) as client:
+async def test_flood_changes_nothing_for_admitted_requests(server: Server) -> None:
+    async with client_of(server.url) as client:
         await flood_of(client, server)
 
 
@@ -154,10 +163,10 @@ async def peak_of(client: Client) -> float:
     return goodput(full, began_s + FILL_S, began_s + peak_s)
 
 
-async def flood_of(client: Client, server: PacedServer) -> None:
+async def flood_of(client: Client, server: Server) -> None:
     check_taken([await client.call(0, flooding(0), {})])
     peak = await peak_of(client) if MEASURES else 0.0
-    before = server.memory_bytes()
+    before = memory_mib(server)
 
     flood_task = asyncio.create_task(
         at_rate(client, 10 * CAPACITY, FLOOD_S, lambda number: flooding(1000 + number), DEADLINE)
@@ -173,16 +182,14 @@ async def flood_of(client: Client, server: PacedServer) -> None:
     flood = await flood_task
     check_taken(flood, 1000)
     check_taken(calm, 9000)
-    after = server.memory_bytes()
+    after = memory_mib(server)
 
     began_s = flood[0].sent_s
     under_flood = goodput([*flood, *calm], began_s + FILL_S, began_s + FLOOD_S)
     refused = sum(outcome.status == 429 for outcome in flood)
-    waits = sorted(
-        outcome.first_s - outcome.sent_s for outcome in flood if outcome.status == 200 and outcome.first_s
-    )
-    grown = {name: (after[name] - before[name]) >> 20 for name in after}
-    sizes = {name: (before[name] >> 20, after[name] >> 20) for name in after}
+    waits = sorted(outcome.first_s - outcome.sent_s for outcome in flood if outcome.status == 200)
+    grown = {name: after[name] - before[name] for name in after}
+    sizes = {name: (before[name], after[name]) for name in after}
     figures = (
         f"peak {peak:.1f}/s, under a flood {under_flood:.1f}/s, {refused} of {len(flood)} refused, first "
         f"tokens after {waits[len(waits) // 2]:.2f} s, the last after {waits[-1]:.2f} s, {len(calm)} of "
