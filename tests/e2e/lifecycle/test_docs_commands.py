@@ -27,7 +27,7 @@ NOT_RUN = {
     r"tidemill serve keeper": "starts another server of the kind that runs here",
     r"tidemill serve --config": "starts another server; its file is checked here",
     r"tidemill edge --join": "needs a running cluster at these addresses: tests/e2e/lifecycle",
-    r"tidemill join-token": "needs certificates: tests/e2e/lifecycle/test_join_tokens.py",
+    r"tidemill join-token": "needs certificates: tests/e2e/lifecycle/test_joined_edges.py",
     r"tidemill plan MODEL": "needs your model and cards: tests/unit/cluster/plan/test_command.py",
     r"tidemill status --watch": "runs until it is interrupted: tests/unit/cluster/cli/test_top.py",
 }

@@ -1,6 +1,8 @@
-"""Edges that join a cluster of real processes: any of them may die, and they outlive their routers."""
+"""Edges that join a cluster of real processes, by certificates or by a token that may be revoked: any of them
+may die, and they outlive their routers."""
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -13,7 +15,16 @@ import pytest
 import trustme
 import yaml
 
-from tests.support.e2e.server import EVENTUALLY_S_MAX, NO_TLS, EdgeProcess, Server, command_of, eventually
+from tests.support.e2e.faults import ROUTER, SUPERVISOR, process_of
+from tests.support.e2e.server import (
+    EVENTUALLY_S_MAX,
+    NO_TLS,
+    EdgeProcess,
+    Server,
+    command_of,
+    eventually,
+    run_cli,
+)
 from tests.support.e2e.streams import Body, Stream, client_of, completion, random_prompt
 from tests.support.sockets import free_port
 from tests.unit.cluster.rpc.test_mutual_tls import issue
@@ -39,6 +50,16 @@ class Joined:
     def routers(self) -> list[int]:
         return [process.pid for process in self.server.processes() if "RouterActor" in command_of(process)]
 
+    def command(self, *arguments: str) -> tuple[int, str, str]:
+        ended, _ = run_cli(*arguments, "--url", self.server.url, "--api-key", KEY)
+        return ended.returncode, ended.stdout, ended.stderr
+
+    def token(self, *arguments: str) -> list[str]:
+        """The arguments of an edge with a new token."""
+        status, out, err = self.command("join-token", *arguments)
+        assert status == 0, err
+        return out.split()[2:]
+
 
 def write_keys(path: Path, *keys: str) -> None:
     entries = [{"tenant": f"tenant-{key[-4:]}", "sha256": digest_of(key), "operator": True} for key in keys]
@@ -48,7 +69,9 @@ def write_keys(path: Path, *keys: str) -> None:
 @pytest.fixture(scope="module")
 def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Joined]:
     folder = tmp_path_factory.mktemp("joined")
-    tls = issue(folder / "tls", trustme.CA())
+    authority = trustme.CA()
+    tls, key = issue(folder / "tls", authority), folder / "ca.key"
+    authority.private_key_pem.write_to_path(str(key))
     certificates = ["--cluster-ssl-certfile", str(tls.certificate), "--cluster-ssl-keyfile", str(tls.key)]
     certificates += ["--cluster-ssl-ca-certs", str(tls.ca)]
     port = free_port()
@@ -57,6 +80,7 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Joined]:
     write_keys(keys_file, KEY)
     sized = ["--prefill", "1", "--decode", "1", "--memory", "64MiB", "--page-size", str(PAGE_TOKENS)]
     reached = ["--routers", "2", "--router-port", str(port), "--api-keys-file", str(keys_file)]
+    reached += ["--cluster-ssl-ca-keyfile", str(key)]
     with EdgeProcess(folder / "edge", *arguments) as edge:
         eventually(lambda: "waiting for the cluster" in edge.log())
         with Server(["keeper", "--port", "0", *sized, *reached, *certificates], folder / "log") as server:
@@ -223,3 +247,76 @@ def test_edge_without_a_certificate_is_refused(joined: Joined, tmp_path: Path) -
         assert edge.wait()[0] == 2
     assert "refuses this edge" in edge.log()
     assert "--cluster-ssl-certfile" in edge.log()
+
+
+def refused(folder: Path, *arguments: str) -> str:
+    """The last line of an edge that may not join; others say that it waits for a router."""
+    with EdgeProcess(folder, *arguments) as edge:
+        assert edge.wait()[0] == 2
+    *_, line = edge.log().splitlines()
+    return line
+
+
+def test_edge_joins_by_a_token_and_is_revoked_amid_a_stream(joined: Joined, tmp_path: Path) -> None:
+    arguments = joined.token("web-1")
+    with EdgeProcess(tmp_path / "web-1", *arguments) as edge:
+        url = edge.wait_until_ready()
+        asked = bodies(2, seed=8)
+        found = [asyncio.run(run_all(at, list(map(Stream, asked)))) for at in (url, joined.server.url)]
+        assert [stream.outcome for stream in found[0]] == [stream.outcome for stream in found[1]]
+        order = {"name": "web-2", "life_s": 60.0}
+        headers = {"authorization": f"Bearer {KEY}"}
+        answer = httpx.post(f"{url}/cluster/edges", json=order, headers=headers, timeout=60)
+        assert answer.status_code == 403, "it makes no tokens"
+        assert "was used by another edge" in refused(tmp_path / "second", *arguments)
+
+        process_of(joined.server, SUPERVISOR).kill()  # the next one reads the journal
+        lost = Stream({**bodies(1, seed=9)[0], "max_tokens": 6000})
+        kept = Stream({**bodies(1, seed=10)[0], "max_tokens": 3000})
+
+        async def run() -> None:
+            async with client(url) as dying, client(joined.server.url) as living:
+                ended = asyncio.create_task(lost.run(dying))
+                other = asyncio.create_task(kept.run(living))
+                for stream in (lost, kept):
+                    await stream.under_way.wait()
+                status, out, err = await asyncio.to_thread(joined.command, "revoke", "web-1", "--json")
+                assert status == 0, err
+                assert [row["state"] for row in json.loads(out)["edges"]] == ["revoked"]
+                await asyncio.gather(ended, return_exceptions=True)
+                assert lost.finish_reason != "length", "too late: make the stream longer"
+                await other
+
+        asyncio.run(run())
+        assert kept.finish_reason == "length"
+        assert edge.wait()[0] == 2
+        assert "was revoked" in edge.log().splitlines()[-1]
+        as_far = {**lost.body, "max_tokens": len(lost.pieces)}
+        [again] = asyncio.run(run_all(joined.server.url, [Stream(as_far)]))
+        assert lost.text.startswith(again.text)
+    process_of(joined.server, ROUTER).kill()
+    assert "was revoked" in refused(tmp_path / "again", *arguments)
+    status, out, _ = joined.command("revoke")
+    assert status == 0
+    assert "web-1" in out
+
+
+def test_tokens_that_admit_no_edge(joined: Joined, tmp_path: Path) -> None:
+    join, address, option, token = joined.token("late", "--expires-in", "0.5")
+    public, secret, fingerprint = token.split(".")
+    eventually(lambda: "expired" in joined.command("revoke")[1])
+    revoked = joined.token("gone")
+    assert joined.command("revoke", "gone")[0] == 0
+    for number, (given, line) in enumerate(
+        (
+            (token, "has expired"),
+            (f"{public}.{secret[::-1]}.{fingerprint}", "not one of this cluster"),
+            (f"{public}.{secret}.{'0' * 64}", "nothing was sent"),
+            ("sk-key", "is no token"),
+            (revoked[-1], "was revoked"),
+        )
+    ):
+        assert line in refused(tmp_path / str(number), join, address, option, given)
+    status, _, err = joined.command("revoke", "web-9")
+    assert (status, len(err.splitlines())) == (2, 1)
+    assert "neither an edge" in err
