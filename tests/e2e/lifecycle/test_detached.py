@@ -65,28 +65,28 @@ def test_second_start_is_refused_in_one_line(detached: Detached, options: tuple[
 
 def test_streams_are_unchanged_by_the_loss_of_a_detached_supervisor(detached: Detached) -> None:
     asked = asks(Random(4), 8, num_tokens=100, max_tokens=240)
-    endpoint, workers = detached.endpoint(), detached.workers()
+    endpoint, lives = detached.endpoint(), detached.lives()
     found = asyncio.run(streamed(detached, asked, 20, detached.part(SUPERVISOR)))
     eventually(lambda: detached.run("scale")[0] == 0)
     assert [call.trouble for call in found] == [[] for _ in found]
-    assert (detached.endpoint(), detached.workers()) == (endpoint, workers)
+    assert (detached.endpoint(), detached.lives()) == (endpoint, lives)
 
 
 def test_fleet_scales_after_the_loss_of_the_supervisor(detached: Detached) -> None:
     """Kill it while a worker starts, and while one leaves."""
-    before = detached.workers()
+    before = detached.lives()
     for count in (2, 1):
         eventually(lambda count=count: detached.run("scale", f"mixed={count}")[0] == 0)
         detached.part(SUPERVISOR).kill()
-        eventually(lambda count=count: len(detached.workers()) == count)
-    assert detached.workers() == before
+        eventually(lambda count=count: len(detached.lives()) == count)
+    assert detached.lives() == before
     eventually(lambda: detached.run("scale")[0] == 0)
 
 
 def test_killed_endpoint_is_started_again_and_the_workers_stay(detached: Detached) -> None:
     """Its streams break. The same requests are answered by the next process, from the cache."""
     asked = asks(Random(5), 8, num_tokens=300, max_tokens=4000)
-    endpoint, workers = detached.endpoint(), detached.workers()
+    endpoint, lives = detached.endpoint(), detached.lives()
     found = asyncio.run(streamed(detached, asked, 20, psutil.Process(endpoint)))
     assert any(call.trouble for call in found), "too late: make the streams longer"
     eventually(detached.serves)
@@ -95,19 +95,10 @@ def test_killed_endpoint_is_started_again_and_the_workers_stay(detached: Detache
     assert not [mapped.path for mapped in maps if "libtorch" in mapped.path], (
         "it starts a second faster without"
     )
-    assert detached.workers() == workers
+    assert detached.lives() == lives
     first, second = (asyncio.run(run_all(detached.url, [completion([5] * 300, 8)]))[0] for _ in range(2))
     assert first.outcome == second.outcome
     assert second.usage["prompt_tokens_details"]["cached_tokens"] == 256
-
-
-def test_endpoint_and_supervisor_survive_their_concurrent_loss(detached: Detached) -> None:
-    eventually(detached.serves)  # also where an earlier test did not get so far
-    workers = detached.workers()
-    psutil.Process(detached.endpoint()).kill()
-    detached.part(SUPERVISOR).kill()
-    eventually(detached.serves)
-    assert detached.workers() == workers
 
 
 def test_down_leaves_nothing(detached: Detached) -> None:

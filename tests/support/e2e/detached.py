@@ -7,17 +7,17 @@ import tempfile
 import uuid
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import httpx
 import psutil
 
-from tests.support.e2e.server import MARK, READY, command_of, marked
+from tests.support.e2e.server import MARK, READY, Serving, command_of, marked
 from tidemill.cluster.processes.system.children import endpoint_pid
 from tidemill.cluster.processes.system.private_folder import DetachedServer, detached_servers
 
 
-class Detached:
+class Detached(Serving):
     """The server of `tidemill serve --detach`; `folder` is that for temporary files."""
 
     def __init__(self) -> None:
@@ -78,13 +78,6 @@ class Detached:
         pid = endpoint_pid(Path(self.record.root))
         assert pid is not None
         return pid
-
-    def worker_rows(self) -> list[dict[str, Any]]:
-        """Return the workers, as `tidemill status` has them."""
-        return httpx.get(f"{self.url}/cluster", timeout=300).json()["workers"]
-
-    def workers(self) -> set[str]:
-        return {row["info"]["worker"] for row in self.worker_rows()}
 
     def serves(self) -> bool:
         with suppress(httpx.HTTPError):

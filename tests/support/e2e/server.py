@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -71,63 +72,12 @@ def sessions_of(processes: Sequence[psutil.Process]) -> set[int]:
     return found
 
 
-class Server:
-    """A server that answers. `url` is its root."""
-
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        log_file: Path,
-        module: str = "tidemill",
-        prefix: Sequence[str] = (),
-    ) -> None:
-        """Start it and wait; `prefix` is a command that becomes the server."""
-        self._log_file = log_file
-        self._has_ended = False
-        self.temp_folder = Path(tempfile.mkdtemp(prefix="e2e-"))  # a short path, for Ray's sockets
-        with log_file.open("w") as log:
-            self._process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", module, "serve", *arguments],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                # workers import no module from the working directory, so that of a test is named
-                env={**os.environ, "TMPDIR": str(self.temp_folder), "PYTHONPATH": os.pathsep.join(sys.path)},
-            )
-        assert self._process.stdout is not None
-        printed: list[str] = []  # Ray itself may print something first
-        for line in self._process.stdout:
-            if line.startswith(READY):
-                self.url = line.removeprefix(READY).split("/v1 ")[0]
-                return
-            printed.append(line)
-        self.kill_everything()
-        raise AssertionError(f"not ready: {''.join(printed)}\n{log_file.read_text()}")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, *raised: object) -> None:
-        """Stop it, unless it was stopped; kill it after a failure."""
-        del raised
-        try:
-            if kind is None and not self._has_ended:
-                assert self.stop() == 0
-        finally:
-            self.kill_everything()
+class Serving(ABC):
+    """A server, with questions that its URL answers."""
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def log(self) -> str:
-        """The standard error so far."""
-        return self._log_file.read_text()
-
-    def folders(self) -> list[Path]:
-        """The private folders of the server, in the order of their paths."""
-        links = [path.readlink() for path in Path(f"/proc/{self.pid}/fd").iterdir() if path.is_symlink()]
-        return sorted(link.parent for link in links if link.name == LOCK)
+    @abstractmethod
+    def url(self) -> str: ...
 
     def lives(self) -> dict[str, str]:
         """Return the id of each worker, which the next process of that name does not have."""
@@ -154,6 +104,69 @@ class Server:
             return now.keys() >= before.keys() and set(now.values()).isdisjoint(before.values())
 
         eventually(all_are_new)
+
+
+class Server(Serving):
+    """A server that answers. `url` is its root."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        log_file: Path,
+        module: str = "tidemill",
+        prefix: Sequence[str] = (),
+    ) -> None:
+        """Start it and wait; `prefix` is a command that becomes the server."""
+        self._log_file = log_file
+        self._has_ended = False
+        self.temp_folder = Path(tempfile.mkdtemp(prefix="e2e-"))  # a short path, for Ray's sockets
+        with log_file.open("w") as log:
+            self._process = subprocess.Popen(
+                [*prefix, sys.executable, "-m", module, "serve", *arguments],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                # workers import no module from the working directory, so that of a test is named
+                env={**os.environ, "TMPDIR": str(self.temp_folder), "PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+        assert self._process.stdout is not None
+        printed: list[str] = []  # Ray itself may print something first
+        for line in self._process.stdout:
+            if line.startswith(READY):
+                self._url = line.removeprefix(READY).split("/v1 ")[0]
+                return
+            printed.append(line)
+        self.kill_everything()
+        raise AssertionError(f"not ready: {''.join(printed)}\n{log_file.read_text()}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *raised: object) -> None:
+        """Stop it, unless it was stopped; kill it after a failure."""
+        del raised
+        try:
+            if kind is None and not self._has_ended:
+                assert self.stop() == 0
+        finally:
+            self.kill_everything()
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def log(self) -> str:
+        """The standard error so far."""
+        return self._log_file.read_text()
+
+    def folders(self) -> list[Path]:
+        """The private folders of the server, in the order of their paths."""
+        links = [path.readlink() for path in Path(f"/proc/{self.pid}/fd").iterdir() if path.is_symlink()]
+        return sorted(link.parent for link in links if link.name == LOCK)
 
     def drain(self, name: str, *, wanted: bool) -> None:
         """Order a worker to take no work, or to take it again; return when it follows."""
