@@ -102,6 +102,13 @@ class ByServer(LoadFileScheduling):
             self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
         super()._assign_work_unit(node)
 
+    def _reschedule(self, node: WorkerController) -> None:
+        """Drop the files of which a process that crashed had run all tests: xdist gives them back to the
+        queue, and waits forever for the end of one of their tests."""
+        for file in [file for file, are_done in self.workqueue.items() if all(are_done.values())]:
+            del self.workqueue[file]
+        super()._reschedule(node)
+
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         return "the shared server" if file in SHARES_SERVER else file
