@@ -3,6 +3,7 @@
 """Tensors as quantised checkpoints hold them, beside the values that their formats define."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -252,22 +253,6 @@ def gptq_of(
     return Case(config, (8, 16), stored, wanted.T, kind)
 
 
-def gptq(draw: torch.Generator) -> Case:
-    return gptq_of(draw)
-
-
-def gptq_symmetric(draw: torch.Generator) -> Case:
-    return gptq_of(draw, zero=8)
-
-
-def gptq_8_bits(draw: torch.Generator) -> Case:
-    return gptq_of(draw, bits=8, form="gptq_v2")
-
-
-def gptq_in_any_order(draw: torch.Generator) -> Case:
-    return gptq_of(draw, group_of=[0, 1] * 8)
-
-
 def fp4(draw: torch.Generator, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes, two in a byte, and their numbers."""
     codes = torch.randint(0, 16, shape, generator=draw)
@@ -292,10 +277,10 @@ CASES: list[Callable[[torch.Generator], Case]] = [
     nvfp4,
     nvfp4_packed,
     awq,
-    gptq,
-    gptq_symmetric,
-    gptq_8_bits,
-    gptq_in_any_order,
+    gptq_of,
+    partial(gptq_of, zero=8),
+    partial(gptq_of, bits=8, form="gptq_v2"),
+    partial(gptq_of, group_of=[0, 1] * 8),
 ]
 
 

@@ -110,10 +110,14 @@ def test_device_that_is_not_there() -> None:
         LLM("keeper", device="cuda")
 
 
-def test_device_beyond_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def have_gpus(monkeypatch: pytest.MonkeyPatch, count: int, capability: tuple[int, int] = (9, 0)) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", Mock(return_value=(9, 0)))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", Mock(return_value=capability))
+
+
+def test_device_beyond_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    have_gpus(monkeypatch, 2)
     assert device_of(settings_with(device="cuda")) == CUDA
     assert device_of(settings_with(device="cuda:1")) == torch.device("cuda", 1)
     with pytest.raises(SettingsError, match="--device cuda:2: the last one here is cuda:1"):
@@ -124,9 +128,7 @@ def test_device_beyond_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gpu_that_cannot_run_the_kernels_is_refused(
     capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", Mock(return_value=capability))
+    have_gpus(monkeypatch, 1, capability)
     number = ".".join(map(str, capability))
     with pytest.raises(SettingsError, match=f"^--device cuda: .* capability {number}, .* or --device cpu$"):
         device_of(settings_with(device="cuda"))
@@ -135,8 +137,7 @@ def test_gpu_that_cannot_run_the_kernels_is_refused(
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 def test_ranks_have_a_device_each(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = settings_with(device=device, tensor_parallel_size=4)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    have_gpus(monkeypatch, 4)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     first = int(device == "cuda:1")
     assert [device_of_rank(settings, rank) for rank in range(3)] == [f"cuda:{first + i}" for i in range(3)]
@@ -160,15 +161,13 @@ def test_ranks_share_a_device_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         enforce_eager=True,
         device_share=0.5,
     )
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    have_gpus(monkeypatch, 1)
     check_ranks(settings)
     assert [device_of_rank(settings, rank) for rank in range(2)] == ["cuda:0", "cuda:0"]
 
 
 def test_without_kvcached_the_other_backing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", Mock(return_value=(10, 0)))
+    have_gpus(monkeypatch, 1, (10, 0))
     monkeypatch.setitem(sys.modules, "kvcached.vmm_ops", None)
     with pytest.raises(SettingsError, match=r"kvcached does not load .*--backing fixed"):
         open_backing(settings_with(device="cuda"), Kvcached.GRANULE_BYTES)

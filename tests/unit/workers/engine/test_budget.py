@@ -1,7 +1,6 @@
 """The budget of memory: overload, one request at a time, changes while requests run, and refusals."""
 
 import asyncio
-from random import Random
 from statistics import median
 
 import pytest
@@ -182,28 +181,3 @@ async def test_memory_that_another_process_took_for_a_while(layout: Layout, gene
 
 def _arrival(sequence_id: str) -> int:
     return int(sequence_id.split("#")[1])
-
-
-@pytest.mark.parametrize(
-    ("strategy", "seed"),
-    [
-        *(("double", seed) for seed in range(6)),
-        *(("lazy", seed) for seed in (*range(4), 15, 42)),
-        *(("none", seed) for seed in (*range(4), 45)),
-    ],
-)
-async def test_requests_that_fill_the_memory_to_its_last_page(
-    strategy: CheckpointStrategy, seed: int
-) -> None:
-    """Several states in an extent, so that those of one request may lie in several."""
-    rng = Random(seed)
-    lengths = [(rng.randrange(8, 30), rng.randrange(5), rng.randrange(3)) for _ in range(8)]
-    requests = [
-        a_request(prompt(length, which), 48 - length - less, request_id=str(index))
-        for index, (length, which, less) in enumerate(lengths)
-    ]
-
-    async with bench(layout=fold_layout(2, hybrid=True), num_extents=4, strategy=strategy) as one:
-        async with asyncio.timeout(300):
-            await asyncio.gather(*map(one.answer, requests))
-        assert one.engine.preemptions_max <= PREEMPTIONS_MAX

@@ -8,7 +8,6 @@ from tests.support.kvstore.leases import scatter
 from tests.support.sim.fold import ATTENTION, LINEAR
 from tests.support.workers.bench import (
     IN_VIRTUAL_TIME,
-    BrokenRunner,
     Tuning,
     a_request,
     bench,
@@ -17,12 +16,7 @@ from tests.support.workers.bench import (
 )
 from tidemill.kvstore.keys import page_keys
 from tidemill.kvstore.layout import layout_of
-from tidemill.workers.messages import (
-    Produced,
-    Provenance,
-    RequestError,
-    WorkerGone,
-)
+from tidemill.workers.messages import Provenance, RequestError
 
 pytestmark = IN_VIRTUAL_TIME
 
@@ -82,21 +76,6 @@ async def test_step_that_uses_cpu_time_is_progress_however_long_it_takes(share: 
         assert len(set(seen)) == (len(seen) if share else 1)
         one.runner.gate.set()
         await answer
-
-
-@pytest.mark.parametrize("last", [1, 2, 5])
-@pytest.mark.parametrize("overlap", [True, False])
-async def test_when_the_step_loop_breaks_every_stream_ends(last: int, *, overlap: bool) -> None:
-    """Streams that run, that wait for memory, and that wait for the same prompt to be produced."""
-    async with bench(num_extents=4, runner=BrokenRunner(last), tuning=Tuning(overlap=overlap)) as one:
-        requests = [a_request(prompt(30, index), 9) for index in range(5)]
-        streams = [one.read(request) for request in requests]
-        prompts = [one.engine.produce(requests[0]) for _ in range(3)]
-        ended = await asyncio.gather(*streams, *prompts, return_exceptions=True)
-        assert all(isinstance(result, WorkerGone | Produced) for result in ended), ended
-        assert sum(isinstance(result, WorkerGone) for result in ended) >= 5
-        with pytest.raises(WorkerGone):
-            await one.read(requests[0])
 
 
 async def test_pages_scattered_over_all_extents_do_not_lock_a_request_out() -> None:

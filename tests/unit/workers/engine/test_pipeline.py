@@ -180,12 +180,15 @@ FATAL: dict[str, Exception] = {
 async def test_device_or_worker_that_fails_ends_the_loop_and_blames_no_request(
     error: Exception, first: int, *, overlap: bool
 ) -> None:
-    """Every call of the device fails from the first failure on, as after an Xid."""
+    """Every call of the device fails from the first failure on, as after an Xid. Some streams wait for
+    memory, and calls for the same prompt to be produced."""
     runner = BrokenRunner(first, lambda: error)
-    async with bench(runner=runner, tuning=Tuning(overlap=overlap, rows_max=24)) as one:
+    async with bench(num_extents=12, runner=runner, tuning=Tuning(overlap=overlap, rows_max=24)) as one:
         requests = [a_request(prompt(5, index), 30, request_id=str(index)) for index in range(24)]
+        prompts = [asyncio.create_task(_produced(one, a_request(prompt(40, 99)))) for _ in range(3)]
         ended = await asyncio.gather(*(_all_of(one, request) for request in requests))
         assert {type(end) for end in ended} == {WorkerGone}
+        assert {type(end) for end in await asyncio.gather(*prompts)} <= {WorkerGone, Produced}
         with pytest.raises(type(error), match=re.escape(str(error))):
             await one.loop
         assert len(one.runner.steps) <= first + overlap

@@ -31,28 +31,21 @@ LAYOUTS = pytest.mark.parametrize("layout", [HYBRID, ATTENTION_ONLY], ids=["hybr
 
 
 @LAYOUTS
-async def test_prompt_is_published_while_it_is_computed(layout: Layout) -> None:
-    """Each page is offered once, in order, and the first ones are there long before the last is computed."""
-    store = TimedStore()
+@pytest.mark.parametrize(("put_s", "early"), [(0.0, 10), (0.1, 1)])
+async def test_prompt_is_published_while_it_is_computed(layout: Layout, put_s: float, early: int) -> None:
+    """Each page is offered once, in order, and the first ones are there long before the last is computed.
+    Behind a put that takes longer than a step comes one of all later pages."""
+    store = TimedStore(put_s=put_s)
+    pages = [ObjectKey(Kind.PAGE, key) for key in KEYS]
     async with bench(store, layout=layout, tokens_max=12) as one:
         task = asyncio.create_task(one.engine.produce(a_request(LONG)))
         await one.until(lambda: one.ledger.counters["computed_tokens"] > 60)
-        stored = [key in store.objects for key in (ObjectKey(Kind.PAGE, key) for key in KEYS)]
-        assert stored[:10] == [True] * 10
-        assert not stored[-1]
+        assert store.objects.keys() >= set(pages[:early])
+        assert pages[-1] not in store.objects
         assert (await task).depth == 120
         offered = [key for put in store.puts for key in put]
-        pages = [ObjectKey(Kind.PAGE, key) for key in KEYS]
         assert offered == pages + [ObjectKey(Kind.CHECKPOINT, KEYS[-1])] * layout.hybrid
-
-
-async def test_puts_of_one_prompt_are_consecutive_and_cover_later_pages() -> None:
-    store = TimedStore(put_s=0.1)
-    async with bench(store, tokens_max=12) as one:
-        assert (await one.engine.produce(a_request(LONG))).depth == 120
-        assert 2 < len(store.puts) < 10, "fewer than steps"
-        offered = [key.key for put in store.puts for key in put if key.kind is Kind.PAGE]
-        assert offered == KEYS
+        assert not put_s or 2 < len(store.puts) < 10, "fewer than steps"
 
 
 @LAYOUTS

@@ -31,18 +31,6 @@ class Clients:
             self.served.append(arrival)
 
 
-@pytest.mark.parametrize("seed", range(5))
-async def test_queue_serves_by_arrival_whenever_requests_join(seed: int) -> None:
-    clients = Clients()
-    holder = asyncio.create_task(clients.take(50))
-    await asyncio.sleep(0.5)
-    others = list(range(20))
-    Random(seed).shuffle(others)
-    tasks = [asyncio.create_task(clients.take(arrival)) for arrival in others]
-    await asyncio.gather(holder, *tasks)
-    assert clients.served == [50, *range(20)]
-
-
 async def test_urgent_one_goes_before_those_that_came_first_and_equals_by_their_numbers() -> None:
     line = AdmissionQueue()
     served: list[tuple[float, int]] = []

@@ -1,7 +1,4 @@
-"""The plan of a step equals that of a scheduler that goes token by token, and no request starves."""
-
-from dataclasses import dataclass, field
-from random import Random
+"""The plan of a step equals that of a scheduler that goes token by token."""
 
 import pytest
 from hypothesis import given, settings
@@ -89,61 +86,3 @@ def test_it_is_the_plan_of_the_gold_scheduler(
 def test_budget_that_starves_long_prompts_is_refused() -> None:
     with pytest.raises(AssertionError, match="starve"):
         Budget(tokens_max=10, rows_max=8, page_tokens=4)
-
-
-@dataclass
-class Shop:
-    """Sequences come, are planned and go, oldest first; every few steps there is time for prompts."""
-
-    budget: Budget
-    rng: Random
-    running: dict[str, Candidate] = field(default_factory=dict[str, Candidate])
-    came: dict[str, int] = field(default_factory=dict[str, int])
-    last_ran: dict[str, int] = field(default_factory=dict[str, int])
-    step: int = 0
-
-    def arrive(self, num_tokens: int) -> None:
-        if len(self.running) < self.budget.rows_max:
-            name = f"{len(self.came)}"
-            self.came[name] = self.last_ran[name] = self.step
-            self.running[name] = Candidate(name, 0, num_tokens)
-
-    def turn(self, prompt_tokens_max: int) -> None:
-        self.step += 1
-        for name, num_tokens, _ in plan(list(self.running.values()), self.budget, prompt_tokens_max):
-            one = self.running[name]
-            self.last_ran[name] = self.step
-            computed = one.computed + num_tokens
-            if computed < one.known:
-                self.running[name] = one._replace(computed=computed)
-            elif self.rng.random() < 0.3:
-                del self.running[name]  # its answer is complete
-            else:
-                self.running[name] = one._replace(computed=computed, known=computed + 1)
-
-    def waited(self) -> dict[str, int]:
-        """Steps since each ran for the last time."""
-        return {name: self.step - self.last_ran[name] for name in self.running}
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_no_request_starves_while_others_arrive(seed: int) -> None:
-    """A stream runs in every step. A prompt runs once all those ahead of it have: each of them, at most
-    `rows_max`, takes a page or more each time that there is time for a page."""
-    rng = Random(seed)
-    page = rng.choice([1, 2, 4, 16])
-    rows_max = rng.randrange(1, 7)
-    budget = Budget(tokens_max=rows_max + page + rng.randrange(20), rows_max=rows_max, page_tokens=page)
-    shop = Shop(budget, rng)
-    longest_pages = 5
-    every = rng.choice([1, 3])
-    bound = rows_max * (longest_pages + 1) * every
-    for step in range(400):
-        for _ in range(rng.randrange(3)):
-            shop.arrive(1 + rng.randrange(longest_pages * page))
-        shop.turn(page if step % every == 0 else 0)
-        for name, waited in shop.waited().items():
-            if is_stream(shop.running[name]):
-                assert waited <= 1
-    long = [name for name, waited in shop.waited().items() if waited > 3 * bound]
-    assert not long
