@@ -1,22 +1,16 @@
-"""The shared fixtures of this folder: one Ray cluster without models, and one server of keeper."""
+"""The shared fixtures of this folder: a server of keeper, and calls without faults."""
 
 import asyncio
 import shutil
 import signal
-from collections.abc import Generator, Iterator
-from io import StringIO
+from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
-from rich.console import Console
 
-from tests.support.cluster.fake_engine import worker
 from tests.support.e2e.faults import run
 from tests.support.e2e.history import Ask, Call, broken
-from tests.support.e2e.server import Server, command_of, eventually, runs
-from tidemill.cluster.processes.launch import Cluster, start_cluster
-from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings
+from tests.support.e2e.server import Server
 from tidemill.workers.sources.names import bundled
 
 TEMPLATE = """{% for tool in tools or [] %}<|system|> {{ tool | tojson }}<|end|>
@@ -27,40 +21,6 @@ TEMPLATE = """{% for tool in tools or [] %}<|system|> {{ tool | tojson }}<|end|>
 {%- endfor %}<|end|>
 {% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
 """keeper's own template for chats without tools; a grammar makes keeper, which never saw a tool, call one."""
-
-
-@pytest.fixture(scope="session")
-def fleet() -> FleetSettings:
-    return FleetSettings(
-        workers=(worker("prefill-0", "prefill"), worker("decode-0", "decode")),
-        router=RouterSettings(replicas=2),
-    )
-
-
-OF_OTHER_TESTS = (
-    "multiprocessing",
-    "tidemill.cluster.edge.chat.template_process",
-    "tidemill.workers.execution.grammar_trial",
-)
-"""Children of this process that engines in other tests have started."""
-
-
-@pytest.fixture(scope="session")
-def cluster(fleet: FleetSettings) -> Generator[Cluster]:
-    settings = ClusterSettings(fleets=(fleet,))
-    before = set(psutil.Process().children())
-    cluster = start_cluster(settings, Console(file=StringIO()))
-    own = set(psutil.Process().children()) - before  # not what servers that other tests share have started
-    started = {process for child in own for process in (child, *child.children(recursive=True))}
-    assert any("ray::WorkerActor" in command_of(process) for process in started)
-    try:
-        yield cluster
-    finally:
-        cluster.stop()
-    eventually(lambda: not any(map(runs, started)))
-    later = set(psutil.Process().children()) - before
-    lines = filter(None, map(command_of, later))
-    assert not [line for line in lines if not any(name in line for name in OF_OTHER_TESTS)]
 
 
 @pytest.fixture(scope="session")

@@ -63,23 +63,6 @@ def user_message(text: str) -> list[ChatCompletionMessageParam]:
     return [{"role": "user", "content": text}]
 
 
-def test_openai_chat_whole_and_streamed(client: OpenAI) -> None:
-    question, answer = asked(0)
-    ask: dict[str, Any] = {"model": NAME, "messages": user_message(question), "temperature": 0}
-    whole = client.chat.completions.create(**ask)
-    assert (whole.choices[0].message.content or "").strip() == answer
-    assert whole.choices[0].finish_reason == "stop"
-    chunks = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == whole.choices[0].message.content
-    usage = chunks[-1].usage
-    assert usage is not None
-    assert whole.usage is not None
-    assert usage.completion_tokens == whole.usage.completion_tokens
-    assert usage.prompt_tokens_details is not None
-    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens // 64 * 64
-
-
 async def test_openai_clients_run_concurrently(server: Server) -> None:
     async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
 
@@ -135,15 +118,6 @@ def test_openai_tool_call_and_its_result(client: OpenAI, choice: Any) -> None:  
     ]
     closing = client.chat.completions.create(model=NAME, messages=after, tools=[LOOK], max_tokens=8)
     assert closing.choices[0].message.role == "assistant"
-
-
-def test_openai_structured_answer(client: OpenAI) -> None:
-    ask: dict[str, Any] = {"model": NAME, "response_format": Place, "temperature": 0, "max_tokens": 60}
-    messages = user_message("Where is Emma?")
-    whole = client.chat.completions.parse(messages=messages, **ask)
-    assert whole.choices[0].message.parsed is not None
-    with client.chat.completions.stream(messages=messages, **ask) as stream:
-        assert stream.get_final_completion().choices[0].message.parsed == whole.choices[0].message.parsed
 
 
 def test_openai_errors_become_the_sdks_exceptions(client: OpenAI) -> None:

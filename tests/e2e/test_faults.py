@@ -1,7 +1,7 @@
 """A server with Mooncake of its own: right answers, also through the death of each process of the store; then
 every kind of process killed and stopped under load: each call as if nothing had happened, nothing kept.
 
-What tests/e2e/test_group.py, test_actors.py and test_serving.py kill is left out here.
+What tests/e2e/test_group.py and test_serving.py kill is left out here.
 `FAULT_RUNS=50 FAULT_RANKS=2 pytest tests/e2e/test_faults.py -k storm` is a soak; `FAULT_SEED` replays one.
 """
 
@@ -233,15 +233,18 @@ def test_requests_are_computed_while_the_store_is_down(server: Server, prompts: 
 
 
 @pytest.mark.parametrize(
-    "fault", [stop(ROUTER, for_s=2.0), stop("decode-0", for_s=5.0), stop(OWNER, for_s=4.0)], ids=str
+    "fault", [stop(ROUTER, for_s=2.0), stop("decode-0", for_s=6.0), stop(OWNER, for_s=4.0)], ids=str
 )
 def test_streams_are_unchanged_by_faults(
     server: Server, asked: list[Ask], calm: list[Call], fault: Fault
 ) -> None:
-    """All streams are under way."""
+    """All streams are under way. A worker that stands still is dropped, and found again as it was."""
+    before = server.lives()
     found = asyncio.run(run(server, asked, salt_of("streams", fault), [when(0, 20, fault)]))
     assert not found.late, "too late: make the streams longer"
+    assert fault.name not in WORKERS or found.struck[0].missed_s is not None, "it was never dropped"
     check(server, found, calm, "streams")
+    assert server.lives() == before
 
 
 @pytest.mark.parametrize("fault", [kill("prefill-0"), stop("prefill-0", for_s=4.0), kill(ROUTER)], ids=str)

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from random import Random
 from threading import Event
 from typing import Any
@@ -164,19 +163,12 @@ def test_lost_edge_breaks_its_own_streams_and_returns(
     assert line in server.log()
     eventually(lambda: len(edges(server)) == EDGES)
     assert len(edges(server) & before) == EDGES - 1
-    again = asyncio.run(run_all(server.url, [lost.body, kept.body]))
-    assert again[0].text.startswith(lost.text)
+    as_far = {**lost.body, "max_tokens": len(lost.pieces)}
+    again = asyncio.run(run_all(server.url, [as_far, kept.body]))
+    assert lost.text.startswith(again[0].text)
     assert again[1].outcome == kept.outcome
     assert again[0].usage["prompt_tokens_details"]["cached_tokens"]
     eventually(lambda: len({edge_of(server) for _ in range(4 * EDGES)}) == EDGES)
-
-
-def test_killed_server_takes_its_edges_with_it(tmp_path: Path) -> None:
-    options = ("keeper", "--port", "0", "--frontends", "2", "--mixed", "1", "--memory", "64MiB")
-    with Server(options, tmp_path / "log") as server:
-        processes = server.processes()
-        os.kill(server.pid, signal.SIGKILL)
-        assert server.wait(processes) == -signal.SIGKILL
 
 
 KILLS = 3

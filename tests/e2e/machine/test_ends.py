@@ -11,7 +11,7 @@ from random import Random
 import psutil
 import pytest
 
-from tests.support.e2e.faults import GCS, REAPER, Run, process_of, run
+from tests.support.e2e.faults import EDGE, GCS, REAPER, Run, process_of, processes_of, run
 from tests.support.e2e.history import Ask, asks
 from tests.support.e2e.server import Server, command_of, eventually, run_cli, runs
 
@@ -87,12 +87,14 @@ def test_server_ends_when_the_sockets_of_its_ray_are_removed(server: Server) -> 
     assert "was removed, and no worker starts without it: start the server again" in server.log()
 
 
-def test_killed_server_leaves_nothing(server: Server, asked: list[Ask]) -> None:
-    """Its reaper ends Ray's agents and removes the folders; the reaper itself ends last."""
-    before, folders = server.processes(), server.folders()
-    assert [folder.parent == SHM for folder in folders] == [True, False]
-    found = run_while(server, asked, psutil.Process(server.pid))
-    assert server.wait(before) == -signal.SIGKILL
+def test_killed_server_leaves_nothing(asked: list[Ask], tmp_path: Path) -> None:
+    """Its edges end. Its reaper ends Ray's agents, removes the folders, and ends last."""
+    with Server((*OPTIONS, "--frontends", "2"), tmp_path / "log") as server:
+        before, folders = server.processes(), server.folders()
+        assert [folder.parent == SHM for folder in folders] == [True, False]
+        assert len(processes_of(server, EDGE, 2)) == 2
+        found = run_while(server, asked, psutil.Process(server.pid))
+        assert server.wait(before) == -signal.SIGKILL
     assert not [folder for folder in folders if folder.exists()]
     assert [call.trouble for call in found.calls if call.trouble]
 

@@ -104,6 +104,19 @@ def test_wrong_folder_ends_soon_in_one_line(folder: Path, name: str) -> None:
     assert cpu_s < CPU_S_MAX
 
 
+def test_mistake_found_in_a_worker_is_one_line_of_the_command(tmp_path: Path) -> None:
+    """The compiler is looked for by the workers. Earlier mistakes: tests/unit/cluster/cli/test_main.py."""
+    temp_folder = Path(tempfile.mkdtemp(prefix="run-"))  # a short path, for Ray's sockets
+    nowhere = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(temp_folder)}
+    ended, left = run_cli("serve", "keeper", "--port", "0", "--mixed", "1", **nowhere)
+    assert (ended.returncode, ended.stdout, left) == (2, "", [])
+    temp_folder.rmdir()  # and so it is empty
+    [line] = [line for line in ended.stderr.splitlines() if " WARNING " not in line]
+    assert line.startswith("tidemill: ")
+    assert "g++" in line
+    assert "--kernels reference" in line
+
+
 def test_chat_that_makes_a_template_greedy_is_refused(folder: Path, tmp_path: Path) -> None:
     template = folder / "chat_template.jinja"
     for content, greedy in (("loop", LOOPS), ("double", DOUBLED)):
