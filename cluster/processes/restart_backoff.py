@@ -1,7 +1,9 @@
-"""Exponential backoff for workers that crash shortly after starting. Pure."""
+"""Exponential backoff for workers that crash while they start, or shortly after. Pure."""
+
+from math import inf
 
 SOON_S = 10.0
-"""An incarnation that ends within this time of its start counts as a failure."""
+"""An incarnation that lasts no longer counts as a failure."""
 
 WAIT_S_MAX = 30.0
 
@@ -10,13 +12,20 @@ class Backoff:
     """The restart delays of named workers: 0, 0, 1, 2, 4 ... 30 s over consecutive short incarnations. An
     incarnation that lasts longer resets the delay to 0."""
 
-    def __init__(self) -> None:
-        self._starts: dict[str, tuple[int, float]] = {}  # name: consecutive failures, start of the latest
+    def __init__(self, *, lasts_from_ready: bool = False) -> None:
+        """An incarnation lasts from its start, or from `ready`: loading a model takes any time."""
+        self._lasts_from_ready = lasts_from_ready
+        self._latest: dict[str, tuple[int, float]] = {}  # name: consecutive failures, since when it lasts
 
     def begin(self, name: str, now_s: float) -> float:
         """Record that an incarnation of `name` begins; return the seconds that it must wait first."""
-        latest = self._starts.get(name)
+        latest = self._latest.get(name)
         failures = 0 if latest is None or now_s - latest[1] > SOON_S else latest[0] + 1
         wait_s = 0.0 if failures < 2 else min(WAIT_S_MAX, 2.0 ** (failures - 2))
-        self._starts[name] = failures, now_s + wait_s
+        self._latest[name] = failures, inf if self._lasts_from_ready else now_s + wait_s
         return wait_s
+
+    def ready(self, name: str, now_s: float) -> None:
+        """Record that the incarnation of `name` serves."""
+        failures, _ = self._latest.get(name, (0, inf))
+        self._latest[name] = failures, now_s

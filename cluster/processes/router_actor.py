@@ -53,8 +53,10 @@ class RouterActor:
         )
         self._namespace: str = RAY.get_runtime_context().namespace
         supervisor = SupervisorClient(settings.name, self._namespace)
-        self._service = RouterService(router, settings.tls, supervisor)
-        self._backoff = Backoff()
+        self._backoff = backoff = Backoff(lasts_from_ready=True)
+        self._service = RouterService(
+            router, settings.tls, supervisor, lambda worker: backoff.ready(worker, loop.time())
+        )
         host: str = settings.host or RAY.util.get_node_ip_address()
         self._join: JoinServer | None = None
         if settings.tls is not None and settings.join_port is not None and name == settings.name:

@@ -75,12 +75,15 @@ class RouterService:
         router: Router,
         tls: MutualTls | None = None,
         supervisor: FleetSupervisor | None = None,
+        on_ready: Callable[[str], object] = lambda _: None,
     ) -> None:
-        """Refuse what the supervisor alone can do if there is none."""
+        """Refuse what the supervisor alone can do if there is none. Call `on_ready` with the name of each
+        worker that begins to report."""
         self._router = router
         self._tls = tls
         self._guard = None if tls is None else Guard(NOT_FOR_EDGES)
         self._rates, self._quotas = Rates(), Quotas()
+        self._on_ready = on_ready
         self._fence = 0
         self._supervisor_failed: int | None = None
         self._streams: dict[WorkerId, object] = {}  # the latest stream of each worker
@@ -167,6 +170,7 @@ class RouterService:
                     if worker is None:
                         worker = heartbeat.info.worker
                         self._streams[worker] = stream
+                        self._on_ready(heartbeat.info.name)
                     elif heartbeat.info.worker != worker:
                         raise Malformed(f"{worker} reports for {heartbeat.info.worker}")
                     ack = self._router.heartbeat(heartbeat)

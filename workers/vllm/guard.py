@@ -4,7 +4,8 @@
 
 Standard input is a pipe that the worker alone holds open, so it ends with the worker, whatever ends that. Its
 first line has changes of the environment as JSON; null unsets a variable. The server's processes are a group:
-they get SIGTERM, and what runs after GRACE_S is killed. Their temporary files go with them.
+they get SIGTERM, and what runs after GRACE_S is killed. Their temporary files go with them. The first line of
+standard output is the number of the group.
 """
 
 import ctypes
@@ -27,7 +28,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that a service may get with all its processes: the guard's end is that of the worker."""
 
 
-def _end_with_guard() -> None:
+def _begin() -> None:
+    """Write the number of the group, and end with the guard."""
+    os.write(sys.stdout.fileno(), b"%d\n" % os.getpid())
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -58,7 +61,7 @@ def _run(command: list[str]) -> int:
         command,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=_end_with_guard,  # noqa: PLW1509 - there are no threads
+        preexec_fn=_begin,  # noqa: PLW1509 - there are no threads
     )
     ended = os.pidfd_open(server.pid)
     ready, _, _ = select.select([sys.stdin, ended], [], [])

@@ -2,11 +2,14 @@
 
 import json
 import logging
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
@@ -17,6 +20,15 @@ from tidemill.workers.vllm import guard
 LINES_KEPT = 200
 
 ERROR = re.compile(r"\b\w*(Error|Exception): \S")
+FOLLOWS = re.compile(r"\b(BrokenPipeError|EOFError): |root cause")
+"""Errors that only follow from the end of another process, or refer to its error."""
+
+FIXES = {
+    2: "correct --engine-args",
+    128 + signal.SIGKILL: "it was killed: if memory ran out, lower --memory, or run fewer workers there",
+}
+"""The fix that an exit code names."""
+
 LEVELS = {"WARNING": logging.WARNING, "ERROR": logging.ERROR, "CRITICAL": logging.ERROR}
 
 PREFIX = re.compile(r"^\(.*? pid=\d+\) +|^.*\[\w+\.py:\d+\] ")
@@ -37,6 +49,7 @@ class ServerProcess:
     def __init__(self, command: Sequence[str], environ: Mapping[str, str | None]) -> None:
         """Start the server, with the environment of this process and these changes. Raises OSError."""
         self._lines = deque[str](maxlen=LINES_KEPT)
+        self._group = 0  # of the server's processes; 0: not known yet
         self._process = subprocess.Popen(  # noqa: S603 - our own program
             [sys.executable, "-P", str(Path(guard.__file__)), *command],
             stdin=subprocess.PIPE,
@@ -55,17 +68,22 @@ class ServerProcess:
         """Raise EngineEnded if the server has ended."""
         code = self._process.poll()
         if code is not None:
-            self._reader.join(WATCH_S)
-            raise EngineEnded(f"vLLM ended with exit code {code}: {self.reason}")
+            self._end_rest()
+            code = code if code >= 0 else 128 - code
+            reasons = [] if code == 128 + signal.SIGKILL else [self.reason]
+            fixes = [FIXES[code]] if code in FIXES else []
+            raise EngineEnded(f"vLLM ended with exit code {code}: {'; '.join(reasons + fixes)}")
 
     @property
     def reason(self) -> str:
-        """The last line about an error, else the last line; warnings name errors that may come."""
+        """The last line about an error that does not follow from another one, else the last line; warnings
+        name errors that may come."""
         lines = [
             PREFIX.sub("", PREFIX.sub("", line)).strip() for line in self._lines if " WARNING " not in line
         ]
         errors = [line for line in lines if ERROR.search(line)]
-        return (errors or lines or ["it wrote nothing"])[-1]
+        causes = [line for line in errors if not FOLLOWS.search(line)]
+        return (causes or errors or lines or ["it wrote nothing"])[-1]
 
     async def watch(self) -> None:
         """Raise EngineEnded when the server has ended."""
@@ -81,11 +99,21 @@ class ServerProcess:
         assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait()
+        self._end_rest()
         self._reader.join()
         self._process.stdout.close()
 
+    def _end_rest(self) -> None:
+        """Kill the processes of the server that outlive the guard, because that was killed: their output is
+        still open."""
+        self._reader.join(WATCH_S)
+        if self._reader.is_alive() and self._group:
+            with suppress(ProcessLookupError):
+                os.killpg(self._group, signal.SIGKILL)
+
     def _read(self) -> None:
         assert self._process.stdout is not None
+        self._group = int(self._process.stdout.readline() or 0)
         for line in self._process.stdout:
             if text := line.strip():
                 self._lines.append(text)

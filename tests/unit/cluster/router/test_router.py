@@ -247,3 +247,15 @@ def test_backoff_grows_with_each_early_crash() -> None:
     assert backoff.begin("other", now_s) == 0.0
     now_s += SOON_S
     assert backoff.begin("w", now_s) == 0.0, "it ran for long enough"
+
+
+def test_backoff_grows_with_each_crash_of_a_long_start() -> None:
+    backoff, now_s, waits = Backoff(lasts_from_ready=True), 0.0, list[float]()
+    for start_s in (0, 60, 600, 60, 60):
+        waits.append(backoff.begin("w", now_s))
+        now_s += waits[-1] + start_s
+    assert waits == [0.0, 0.0, 1.0, 2.0, 4.0]
+    backoff.ready("w", now_s)
+    assert backoff.begin("w", now_s + SOON_S) == 8.0, "it served, and not for long enough"
+    backoff.ready("w", now_s)
+    assert backoff.begin("w", now_s + SOON_S + 1) == 0.0

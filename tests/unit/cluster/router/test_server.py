@@ -85,6 +85,7 @@ class Cluster:
     router: Router
     service: RouterService
     address: str
+    began: list[str]  # to report, by name
     away: bool = False
 
     async def find(self) -> str:
@@ -101,8 +102,9 @@ class Cluster:
 
 async def start_router() -> Cluster:
     router = Router(asyncio.get_running_loop().time)
-    service = RouterService(router)
-    return Cluster(router, service, await service.start("127.0.0.1"))
+    began: list[str] = []
+    service = RouterService(router, on_ready=began.append)
+    return Cluster(router, service, await service.start("127.0.0.1"), began)
 
 
 @asynccontextmanager
@@ -185,6 +187,7 @@ async def test_first_heartbeats_announce_everything_and_let_requests_be_placed()
             await router_client.report_lost(INFO.worker)
             await until_known(running)
         await until(lambda: not running.router.status().workers)
+        assert running.began == [INFO.name]
 
 
 async def test_heartbeats_stop_with_a_wedged_step_loop_and_the_server_loses_the_worker() -> None:

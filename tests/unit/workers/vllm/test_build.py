@@ -8,11 +8,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
 import psutil
 import pytest
 
-from tests.support.waits import eventually
+from tests.support.e2e.server import runs
+from tests.support.waits import WAIT_S_MAX, eventually
 from tests.support.workers.vllm_server import VllmServer, fake_python, serving
 from tidemill.workers.messages import Request
 from tidemill.workers.settings import SettingsError
@@ -24,8 +26,9 @@ DIES = """\
 if "serve" in sys.argv:
     print("(EngineCore pid=7) ERROR 11-30 00:37:13 [core.py:1512] ValueError: no room for the cache")
     print("(APIServer pid=6) WARNING 11-30 00:37:14 [x.py:1] as `OSError: too many open files`")
+    print("RuntimeError: engine failed. See root cause above.")
+    print("(Worker pid=8) ERROR 11-30 00:37:14 [y.py:9] BrokenPipeError: [Errno 32] Broken pipe")
     print("(APIServer pid=6) bye", flush=True)
-    sys.exit(3)
 """
 FORKS = """\
 if "serve" in sys.argv:
@@ -138,17 +141,48 @@ def test_server_serves_and_ends_with_its_processes(
     built.group.check()
     child = psutil.Process(int((tmp_path / "pid").read_text()))
     built.group.stop()
-    eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    eventually(lambda: not runs(child))
     asyncio.run(built.engine.close())
     with pytest.raises(EngineEnded, match="vLLM ended with exit code"):
         built.group.check()
 
 
-def test_server_that_dies_at_its_start_is_one_line(settings_of: Callable[..., VllmSettings]) -> None:
-    with pytest.raises(
-        EngineEnded, match=r"^vLLM ended with exit code 3: ValueError: no room for the cache$"
-    ):
-        build_vllm(settings_of(DIES), silent)
+@pytest.mark.parametrize(
+    ("end", "line"),
+    [
+        ("sys.exit(3)", "3: ValueError: no room for the cache"),
+        ("sys.exit(2)", "2: ValueError: no room for the cache; correct --engine-args"),
+        ("os.kill(os.getpid(), 9)", "137: it was killed: if memory ran out, lower --memory, .*"),
+    ],
+)
+def test_server_that_dies_at_its_start_is_one_line(
+    settings_of: Callable[..., VllmSettings], end: str, line: str
+) -> None:
+    with pytest.raises(EngineEnded, match=f"^vLLM ended with exit code {line}$"):
+        build_vllm(settings_of(f"{DIES}    {end}\n"), silent)
+
+
+def test_servers_whose_guards_are_killed_end(
+    settings_of: Callable[..., VllmSettings], tmp_path: Path
+) -> None:
+    """A kill of all processes with "vllm" in their commands leaves children of vLLM that hold its output."""
+    failed: list[Exception] = []
+
+    def build() -> None:
+        with pytest.raises(EngineEnded, match="it was killed") as raised:
+            build_vllm(settings_of(f"{FORKS}    __import__('time').sleep(999)\n"), silent)
+        failed.append(raised.value)
+
+    building = Thread(target=build, daemon=True)
+    building.start()
+    eventually(lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text()))
+    child = psutil.Process(int((tmp_path / "pid").read_text()))
+    for process in psutil.Process().children(recursive=True):
+        if process.pid != child.pid:
+            process.kill()
+    building.join(WAIT_S_MAX)
+    assert failed
+    eventually(lambda: not runs(child))
 
 
 def test_guard_kills_what_ignores_the_end(tmp_path: Path) -> None:
@@ -168,6 +202,7 @@ def test_guard_kills_what_ignores_the_end(tmp_path: Path) -> None:
     assert process.stdout is not None
     process.stdin.write(b'{"SHOWN": "up", "PATH": null}\n')
     process.stdin.flush()
+    assert int(process.stdout.readline()) > 0
     assert process.stdout.readline() == b"up None\n"
     assert [*tmp_path.glob("vllm-*/*")]
     process.communicate()  # closes its standard input, as the end of a worker does
