@@ -34,7 +34,7 @@ RAY: Any = ray  # much of it has no types
 REDIS = shutil.which("redis-server")
 NODE = f"{NET}.3"
 NODE_OF_SERVER = "TIDEMILL_TEST_NODE_OF_SERVER"
-AWAY_S = 8.0
+AWAY_S = 6.0
 """More than every interval of ours; less than the minute after which Ray's processes end without GCS."""
 
 WIDTH = 6
@@ -90,10 +90,6 @@ class Cluster:
                 subprocess.Popen(command, env=environ, cwd=folder, stdin=null, stdout=null, stderr=null)
             )
 
-    def ids(self) -> dict[str, str]:
-        """Return the incarnation of each worker."""
-        return {row["info"]["name"]: row["info"]["worker"] for row in self.server.workers()}
-
     def kill(self) -> None:
         self.nodes.kill()
         for process in self._gcs:
@@ -143,9 +139,9 @@ def streams_while(cluster: Cluster, asked: list[Ask], fault: Callable[[], None])
     async def main() -> Sequence[Call]:
         done = asyncio.Event()
         running = asyncio.create_task(run_until(cluster.server, asked, "away", WIDTH, done))
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(1.0)
         await asyncio.to_thread(fault)
-        await asyncio.sleep(AWAY_S)
+        await asyncio.sleep(AWAY_S / 2)
         done.set()
         return (await running).calls
 
@@ -156,7 +152,7 @@ def test_streams_are_unchanged_while_gcs_is_away_and_after_it(
     cluster: Cluster, asked: list[Ask], calm: list[Call]
 ) -> None:
     """A worker is killed while GCS is away: it alone is replaced, after the restart of GCS."""
-    before, kept = cluster.ids(), [cluster.part(SUPERVISOR), cluster.part("ray::RouterActor")]
+    before, kept = cluster.server.lives(), [cluster.part(SUPERVISOR), cluster.part("ray::RouterActor")]
     gcs, killed_s = cluster.part(GCS), time.monotonic()
     (pid,) = (row["info"]["pid"] for row in cluster.server.workers() if row["info"]["name"] == "decode-0")
 
@@ -176,7 +172,7 @@ def test_streams_are_unchanged_while_gcs_is_away_and_after_it(
     sys.stdout.write(f"{len(calls)} streams, the longest pause of one {max(waits):.2f} s\n")
 
     def is_replaced() -> bool:
-        now = cluster.ids()
+        now = cluster.server.lives()
         changed = {name for name in before if now.get(name) != before[name]}
         assert changed == {"decode-0"}
         return now.keys() == before.keys()
@@ -186,12 +182,12 @@ def test_streams_are_unchanged_while_gcs_is_away_and_after_it(
 
 def test_fleet_scales_and_is_mended_after_the_restart_of_gcs(cluster: Cluster) -> None:
     """The supervisor creates a worker and removes it; killed workers and a killed supervisor are replaced."""
-    before, server = cluster.ids(), cluster.server
+    before, server = cluster.server.lives(), cluster.server
     for count in (3, 2):
         ended, _ = run_cli("scale", f"decode={count}", "--wait", "--url", server.url)
         assert ended.returncode == 0, ended.stderr
         eventually(lambda count=count: len(server.workers("decode")) == count)  # a router may know it later
-    assert cluster.ids() == before
+    assert cluster.server.lives() == before
     server.replace_workers()
     cluster.part(SUPERVISOR).kill()
     eventually(lambda: run_cli("scale", "--url", server.url)[0].returncode == 0)
