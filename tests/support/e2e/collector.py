@@ -1,8 +1,7 @@
 # pyright: basic
 # ruff: noqa: ANN401 - the messages of OpenTelemetry's protocol are made at run time
-"""An OTLP collector over gRPC that keeps the spans it gets."""
+"""An OTLP collector over gRPC that keeps the spans it gets, as messages of the protocol."""
 
-import threading
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,38 +13,24 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as service
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    process: str
-    name: str
-    trace: str
-    span: str
-    parent: str
-    start_ns: int
-    end_ns: int
-    events: tuple[str, ...]
-    failed: bool
-    attributes: dict[str, Any]
-
-
 @dataclass(slots=True)
 class Collector(service.TraceServiceServicer):
-    spans: list[Span] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    spans: list[tuple[str, Any]] = field(default_factory=list)  # with the names of their processes
     url: str = ""
 
     def Export(self, request: Any, context: Any) -> Any:
         del context
-        with self.lock:
-            for resource in request.resource_spans:
-                process = _values(resource.resource.attributes)["service.instance.id"]
-                for scope in resource.scope_spans:
-                    self.spans += [_span(process, span) for span in scope.spans]
+        for resource in request.resource_spans:
+            process = attributes_of(resource.resource)["service.instance.id"]
+            self.spans += [(process, span) for scope in resource.scope_spans for span in scope.spans]
         return pb.ExportTraceServiceResponse()
 
-    def of(self, trace: str) -> list[Span]:
-        with self.lock:
-            return [span for span in self.spans if span.trace == trace]
+    def of(self, trace: str) -> dict[tuple[str, str], Any]:
+        """Return the spans of a trace by process and name, which must differ."""
+        found = [(process, span) for process, span in self.spans.copy() if span.trace_id.hex() == trace]
+        named = {(process, span.name): span for process, span in found}
+        assert len(named) == len(found)
+        return named
 
 
 @contextmanager
@@ -61,23 +46,5 @@ def collecting() -> Generator[Collector]:
         server.stop(None).wait()
 
 
-def _span(process: str, one: Any) -> Span:
-    return Span(
-        process=process,
-        name=one.name,
-        trace=one.trace_id.hex(),
-        span=one.span_id.hex(),
-        parent=one.parent_span_id.hex(),
-        start_ns=one.start_time_unix_nano,
-        end_ns=one.end_time_unix_nano,
-        events=tuple(event.name for event in one.events),
-        failed=one.status.code == one.status.STATUS_CODE_ERROR,
-        attributes=_values(one.attributes),
-    )
-
-
-def _values(attributes: Any) -> dict[str, Any]:
-    return {
-        attribute.key: getattr(attribute.value, attribute.value.WhichOneof("value"))
-        for attribute in attributes
-    }
+def attributes_of(message: Any) -> dict[str, Any]:
+    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in message.attributes}
