@@ -23,8 +23,8 @@ from functools import partial
 from pathlib import Path
 
 import httpx
+from tests.support.e2e.faults import Fault, strike
 from tests.support.e2e.faults import Run as FaultRun
-from tests.support.e2e.faults import kill, strike
 from tests.support.e2e.server import Server
 
 from benchmarks.faults.scene import Load, names_of, serving, until_all_are_back
@@ -57,7 +57,7 @@ def killed(folder: Path, device: str, ranks: int = 1) -> list[Verdict]:
 
         async def work() -> None:
             await asyncio.sleep(SETTLE_S)
-            await strike(server, kill(name), FaultRun([]))
+            await strike(server, Fault(name), FaultRun([]))
             await until_all_are_back(server, names_of(server), SETTLE_S)
 
         run, _ = load.under("killed", work)

@@ -27,17 +27,13 @@ from tests.support.e2e.faults import (
     ROUTER,
     Fault,
     Run,
-    after,
     holds,
-    kill,
     process_of,
     rows_of,
     run,
     run_until,
-    stop,
     storm,
     wait_until_quiet,
-    when,
 )
 from tests.support.e2e.history import Ask, Call, Chunk, asks, broken, pauses_s, percentile
 from tests.support.e2e.machine import check_during
@@ -232,28 +228,30 @@ def test_requests_are_computed_while_the_store_is_down(server: Server, prompts: 
     assert process_of(server, MASTER).pid == master.pid
 
 
-@pytest.mark.parametrize(
-    "fault", [stop(ROUTER, for_s=2.0), stop("decode-0", for_s=6.0), stop(OWNER, for_s=4.0)], ids=str
-)
+@pytest.mark.parametrize("fault", [Fault(ROUTER, 2.0), Fault("decode-0", 6.0), Fault(OWNER, 4.0)], ids=str)
 def test_streams_are_unchanged_by_faults(
     server: Server, asked: list[Ask], calm: list[Call], fault: Fault
 ) -> None:
     """All streams are under way. A worker that stands still is dropped, and found again as it was."""
     before = server.lives()
-    found = asyncio.run(run(server, asked, salt_of("streams", fault), [when(0, 20, fault)]))
+    found = asyncio.run(
+        run(server, asked, salt_of("streams", fault), [replace(fault, call=0, num_tokens=20)])
+    )
     assert not found.late, "too late: make the streams longer"
     assert fault.name not in WORKERS or found.struck[0].missed_s is not None, "it was never dropped"
     check(server, found, calm, "streams")
     assert server.lives() == before
 
 
-@pytest.mark.parametrize("fault", [kill("prefill-0"), stop("prefill-0", for_s=4.0), kill(ROUTER)], ids=str)
+@pytest.mark.parametrize("fault", [Fault("prefill-0"), Fault("prefill-0", 4.0), Fault(ROUTER)], ids=str)
 def test_prompts_are_unchanged_by_faults(server: Server, fault: Fault) -> None:
     """Faults while prompts are computed and more arrive."""
     short = asks(Random(7), 12, num_tokens=1200, max_tokens=12)
     short = [replace(ask, body={**ask.body, "max_tokens": 12}) for ask in short]
     calm = asyncio.run(run(server, short, "calm", width=WIDTH)).calls
-    found = asyncio.run(run(server, short, salt_of("prompts", fault), [after(0.1, fault)], width=WIDTH))
+    found = asyncio.run(
+        run(server, short, salt_of("prompts", fault), [replace(fault, after_s=0.1)], width=WIDTH)
+    )
     struck_s = found.struck[0].at_s
     assert any(not call.chunks or call.chunks[0].at_s > struck_s for call in found.calls), "too late"
     check(server, found, calm, "prompts")

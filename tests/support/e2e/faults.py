@@ -1,6 +1,6 @@
 """Faults of a server's processes, in a few words: what happens to whom, and when in a load.
 
-    await run(server, asks, salt, [when(3, 10, kill("decode-0")), after(2.0, stop(OWNER, for_s=4.0))])
+    await run(server, asks, salt, [Fault("decode-0", call=3, num_tokens=10), Fault(OWNER, 4.0, after_s=2.0)])
 
 A name is that of a worker, or one of PARTS: the process that is it at that time.
 """
@@ -41,46 +41,28 @@ LOOK_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """kill -9, or a stop (SIGSTOP) for some time."""
+    """kill -9, or a stop (SIGSTOP) for some time, at a step of a load: a time after its start, and when call
+    `call` has `num_tokens` tokens."""
 
     name: str
     stopped_s: float | None = None
-
-
-def kill(name: str) -> Fault:
-    return Fault(name)
-
-
-def stop(name: str, for_s: float) -> Fault:
-    return Fault(name, for_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A fault at a step of the load: a time after its start, and when call `call` has `num_tokens` tokens."""
-
-    fault: Fault
     after_s: float = 0.0
     call: int | None = None
     num_tokens: int = 0
 
-
-def after(seconds: float, fault: Fault) -> Event:
-    return Event(fault, after_s=seconds)
-
-
-def when(call: int, num_tokens: int, fault: Fault) -> Event:
-    return Event(fault, call=call, num_tokens=num_tokens)
+    def __str__(self) -> str:
+        return f"{'kill' if self.stopped_s is None else 'stop'} {self.name}"
 
 
-def storm(rng: Random, names: Sequence[str], count: int, calls: int, tokens_max: int) -> list[Event]:
+def storm(rng: Random, names: Sequence[str], count: int, calls: int, tokens_max: int) -> list[Fault]:
     """Return random faults at random steps of a load of `calls` calls."""
 
     def fault() -> Fault:
         name = rng.choice(names)
-        return kill(name) if rng.random() < 0.6 else stop(name, for_s=rng.uniform(0.2, 5.0))
+        stopped_s = None if rng.random() < 0.6 else rng.uniform(0.2, 5.0)
+        return Fault(name, stopped_s, call=rng.randrange(calls), num_tokens=rng.randrange(tokens_max))
 
-    return [when(rng.randrange(calls), rng.randrange(tokens_max), fault()) for _ in range(count)]
+    return [fault() for _ in range(count)]
 
 
 @dataclass(kw_only=True)
@@ -104,11 +86,11 @@ class Run:
 
     calls: list[Call]
     struck: list[Struck] = field(default_factory=list[Struck])
-    late: list[Event] = field(default_factory=list[Event])
+    late: list[Fault] = field(default_factory=list[Fault])
 
 
 async def run(
-    server: Server, asks: Sequence[Ask], salt: str, events: Sequence[Event] = (), width: int | None = None
+    server: Server, asks: Sequence[Ask], salt: str, faults: Sequence[Fault] = (), width: int | None = None
 ) -> Run:
     """All of `asks` to their ends, `width` at a time, and the faults meanwhile. Pages made for another `salt`
     are of no use."""
@@ -122,8 +104,8 @@ async def run(
     async with client_of(server.url) as client, asyncio.TaskGroup() as running:
         for _ in range(width or len(asks)):
             running.create_task(one_after_another(client))
-        for event in events:
-            running.create_task(_carry_out(server, event, found))
+        for fault in faults:
+            running.create_task(_carry_out(server, fault, found))
     return found
 
 
@@ -143,12 +125,12 @@ async def run_until(server: Server, asks: Sequence[Ask], salt: str, width: int, 
     return found
 
 
-async def _carry_out(server: Server, event: Event, found: Run) -> None:
-    await asyncio.sleep(event.after_s)
-    if event.call is not None and not await found.calls[event.call].reach(event.num_tokens):
-        found.late.append(event)
+async def _carry_out(server: Server, fault: Fault, found: Run) -> None:
+    await asyncio.sleep(fault.after_s)
+    if fault.call is not None and not await found.calls[fault.call].reach(fault.num_tokens):
+        found.late.append(fault)
         return
-    await strike(server, event.fault, found)
+    await strike(server, fault, found)
 
 
 async def strike(
