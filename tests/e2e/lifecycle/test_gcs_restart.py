@@ -1,8 +1,8 @@
 """GCS with its storage in Redis is killed and started again amid streams: every stream is exact, and the
 fleet is scaled and mended again.
 
-Either the process of GCS alone, or the head node with it, which `ray start --block` ends then, as in a pod
-of KubeRay. With the head the server and its workers are on another node.
+`ray start --block` ends the head node with it, as in a pod of KubeRay. The server and its workers are on
+another node.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -45,30 +46,12 @@ pytestmark = [
 ]
 
 
+@dataclass
 class Cluster:
-    """A Ray cluster of which GCS can be killed and started again, and a server that has joined it."""
+    """A Ray cluster whose head can be killed and started again, and a server that has joined it."""
 
-    def __init__(self, folder: Path, redis: str, *, has_head: bool) -> None:
-        """`has_head`: GCS is on a node of its own, and ends with all of it."""
-        self.nodes = Nodes(folder, redis=redis)
-        self.has_head = has_head
-        self._gcs: list[subprocess.Popen[bytes]] = []
-        if has_head:
-            self.nodes.add(NODE, "side=far")
-        else:  # it would end the node
-            self.part("ray start").suspend()
-        group = {"memory": "64MiB", "labels": {"side": "far"} if has_head else {}}
-        groups = [{"role": "prefill", **group}, {"role": "decode", "replicas": 2, **group}]
-        config = {
-            "models": [{"model": "keeper", "groups": groups}],
-            "edge": {"port": 0},
-            "cluster": {"ray_address": self.nodes.address, "host": "node-plain"},
-        }
-        file = folder / "cluster.yaml"
-        file.write_text(yaml.safe_dump(config))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(NODE_OF_SERVER, NODE if has_head else HEAD)
-            self.server = self.nodes.serve(file, folder / "server.log", __name__)
+    nodes: Nodes
+    server: Server
 
     def part(self, name: str) -> psutil.Process:
         (found,) = (process for process in self.nodes.processes() if name in command_of(process))
@@ -76,24 +59,10 @@ class Cluster:
 
     def restart_gcs(self, meanwhile: Callable[[], None]) -> None:
         """Kill -9 GCS, do `meanwhile`, and start it again at the same address with the same storage."""
-        gcs = self.part(GCS)
-        command, environ, folder = gcs.cmdline(), gcs.environ(), gcs.cwd()
-        gcs.kill()
-        if self.has_head:
-            eventually(lambda: not self.nodes.processes(HEAD))
+        self.part(GCS).kill()
+        eventually(lambda: not self.nodes.processes(HEAD))
         meanwhile()
-        if self.has_head:
-            self.nodes.add_head()
-        else:
-            null = subprocess.DEVNULL
-            self._gcs.append(
-                subprocess.Popen(command, env=environ, cwd=folder, stdin=null, stdout=null, stderr=null)
-            )
-
-    def kill(self) -> None:
-        self.nodes.kill()
-        for process in self._gcs:
-            process.wait()
+        self.nodes.add_head()
 
 
 @pytest.fixture(scope="module")
@@ -110,17 +79,28 @@ def redis() -> Iterator[str]:
             process.kill()
 
 
-@pytest.fixture(scope="module", params=["process", "head"])
-def cluster(request: pytest.FixtureRequest, redis: str) -> Iterator[Cluster]:
-    with tempfile.TemporaryDirectory(prefix="gcs-") as folder:  # a short path, for Ray's sockets
-        cluster = Cluster(Path(folder), redis, has_head=request.param == "head")
+@pytest.fixture(scope="module")
+def cluster(redis: str) -> Iterator[Cluster]:
+    group = {"memory": "64MiB", "labels": {"side": "far"}}
+    groups = [{"role": "prefill", **group}, {"role": "decode", "replicas": 2, **group}]
+    with tempfile.TemporaryDirectory(prefix="gcs-") as short, pytest.MonkeyPatch.context() as patch:
+        folder = Path(short)  # for Ray's sockets
+        patch.setenv(NODE_OF_SERVER, NODE)
+        nodes = Nodes(folder, redis=redis)
         try:
-            yield cluster
-            assert cluster.server.stop() == 0
-            eventually(lambda: not cluster.nodes.actors())
+            nodes.add(NODE, "side=far")
+            config = {
+                "models": [{"model": "keeper", "groups": groups}],
+                "edge": {"port": 0},
+                "cluster": {"ray_address": nodes.address, "host": "node-plain"},
+            }
+            file = folder / "cluster.yaml"
+            file.write_text(yaml.safe_dump(config))
+            with nodes.serve(file, folder / "server.log", __name__) as server:
+                yield Cluster(nodes, server)
+            eventually(lambda: not nodes.actors())
         finally:
-            cluster.server.kill_everything()
-            cluster.kill()
+            nodes.kill()
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +132,7 @@ def test_streams_are_unchanged_while_gcs_is_away_and_after_it(
     cluster: Cluster, asked: list[Ask], calm: list[Call]
 ) -> None:
     """A worker is killed while GCS is away: it alone is replaced, after the restart of GCS."""
-    before, kept = cluster.server.lives(), [cluster.part(SUPERVISOR), cluster.part("ray::RouterActor")]
-    gcs, killed_s = cluster.part(GCS), time.monotonic()
+    before, gcs, killed_s = cluster.server.lives(), cluster.part(GCS), time.monotonic()
     (pid,) = (row["info"]["pid"] for row in cluster.server.workers() if row["info"]["name"] == "decode-0")
 
     def lose_worker() -> None:
@@ -165,9 +144,6 @@ def test_streams_are_unchanged_while_gcs_is_away_and_after_it(
     found = [broken(call, calm[number % WIDTH]) for number, call in enumerate(calls)]
     assert found == [[] for _ in calls]
     assert cluster.part(GCS).pid != gcs.pid
-    assert cluster.has_head or all(
-        process.is_running() for process in kept
-    )  # else they may end with the head
     waits = [max(pauses_s([call], call.sent_s), default=0.0) for call in calls if call.ended_s > killed_s]
     sys.stdout.write(f"{len(calls)} streams, the longest pause of one {max(waits):.2f} s\n")
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.e2e.server import Server, eventually, run_cli
+from tests.support.e2e.server import NO_TLS, Server, eventually, run_cli
 from tests.support.e2e.streams import completion, random_prompt
 
 PAGE = 64
@@ -26,17 +26,22 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
+def send(server: Server, prompt: list[int], key: str) -> httpx.Response:
+    headers = {"x-cache-diagnostics": "text", **({"authorization": f"Bearer {key}"} if key else {})}
+    url, body = f"{server.url}/v1/completions", completion(prompt, 2)
+    reply = httpx.post(url, json=body, headers=headers, timeout=TIMEOUT_S, verify=NO_TLS)
+    assert reply.status_code == 200, reply.text
+    return reply
+
+
 class Asked:
     """An answer: why it was not cached, for its client and for an operator."""
 
     def __init__(self, server: Server, prompt: list[int], key: str = "sk-a") -> None:
-        headers = {"x-cache-diagnostics": "text", **({"authorization": f"Bearer {key}"} if key else {})}
-        url = f"{server.url}/v1/completions"
-        reply = httpx.post(url, json=completion(prompt, 2), headers=headers, timeout=TIMEOUT_S)
-        assert reply.status_code == 200, reply.text
+        reply = send(server, prompt, key)
         (self.client,) = reply.json()["usage"]["prompt_tokens_details"]["cache_diagnostics"]
-        self.url = f"{server.url}/cluster/requests/{reply.headers['x-request-id']}"
-        self.row: dict[str, Any] = httpx.get(self.url, timeout=TIMEOUT_S).json()
+        url = f"{server.url}/cluster/requests/{reply.headers['x-request-id']}"
+        self.row: dict[str, Any] = httpx.get(url, timeout=TIMEOUT_S, verify=NO_TLS).json()
         (self.operator,) = self.row["cache_diagnostics"]
 
     @property
@@ -82,7 +87,7 @@ def test_each_reason_is_found_where_it_arises(fleet: Server, tmp_path: Path) -> 
     kept_once = random_prompt(rng, 640)
     Asked(fleet, kept_once)
     for _ in range(150):
-        Asked(fleet, random_prompt(rng, 70), key="sk-b")
+        send(fleet, random_prompt(rng, 70), key="sk-b")
     lost = Asked(fleet, kept_once)
     evicted = lost.client["misses"][0]
     found = (evicted["reason"], evicted.get("memory_for"), evicted.get("requested_by"))

@@ -133,7 +133,7 @@ def test_chat_that_makes_a_template_greedy_is_refused(folder: Path, tmp_path: Pa
             assert status == 200 or reply.json()["error"]["param"] == "messages"
 
 
-@pytest.mark.parametrize("delay_s", [0.3, 1.5, 3.0, 4.5, 6.0])
+@pytest.mark.parametrize("delay_s", [0.5, 2.0, 4.5])
 def test_signal_ends_a_start_at_any_moment(delay_s: float) -> None:
     """The moment in which Ray connects is hit in tests/e2e/test_launch.py."""
     mark, temp_folder = secrets.token_hex(16), Path(tempfile.mkdtemp(prefix="st-"))

@@ -12,7 +12,7 @@ from typing import Self
 import httpx
 import psutil
 
-from tests.support.e2e.server import MARK, READY, Serving, command_of, marked
+from tests.support.e2e.server import MARK, NO_TLS, READY, Serving, command_of, marked
 from tidemill.cluster.processes.system.children import endpoint_pid
 from tidemill.cluster.processes.system.private_folder import DetachedServer, detached_servers
 
@@ -81,7 +81,7 @@ class Detached(Serving):
 
     def serves(self) -> bool:
         with suppress(httpx.HTTPError):
-            return httpx.get(f"{self.url}/health/ready", timeout=5).is_success
+            return httpx.get(f"{self.url}/health/ready", timeout=5, verify=NO_TLS).is_success
         return False
 
     def nothing_is_left(self) -> bool:
