@@ -2,17 +2,15 @@
 # safetensors leaves a type parameter of its paths open.
 """A tensor-parallel group computes the bits of one process. Of every architecture: test_architectures.py."""
 
-from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch.nn import functional
 
 from tests.support.parity.architectures import random_model, save
-from tests.support.parity.sharded import (
-    PAGE_TOKENS,
-)
+from tests.support.parity.sharded import PAGE_TOKENS
 from tests.support.parity.steps import Runner
 from tidemill.kernels.dispatch import Operators
 from tidemill.workers.models.architectures.registry import describe, load
@@ -30,27 +28,16 @@ def test_experts_are_whole_only_where_ranks_divide_them(tmp_path: Path) -> None:
         describe(bundled()["keeper"], 2, by_expert=True)
 
 
-class Counted:
-    """The first of two ranks: it counts its exchanges, and goes on with zeros from the other."""
+def padded(x_TN: torch.Tensor, width: int) -> torch.Tensor:
+    return functional.pad(x_TN, (0, width - x_TN.shape[1]))
 
-    index, size = LEADER, 2
 
-    def __init__(self) -> None:
-        self.calls = Counter[str]()
-
-    def gather(self, x_TN: torch.Tensor, width: int) -> torch.Tensor:
-        self.calls["gather"] += 1
-        return functional.pad(x_TN, (0, width - x_TN.shape[1]))
-
-    def gather_to_leader(self, x_TN: torch.Tensor, width: int) -> torch.Tensor:
-        return functional.pad(x_TN, (0, width - x_TN.shape[1]))
-
-    def reduce(self, x_TN: torch.Tensor) -> torch.Tensor:
-        self.calls["reduce"] += 1
-        return x_TN
-
-    def broadcast(self, x: torch.Tensor) -> None:
-        del x
+def counted() -> Mock:
+    """Return the first of two ranks: it counts its exchanges, and goes on with zeros from the other."""
+    ranks = Mock(index=LEADER, size=2)
+    ranks.reduce.side_effect = torch.clone
+    ranks.gather.side_effect = ranks.gather_to_leader.side_effect = padded
+    return ranks
 
 
 @pytest.mark.parametrize(
@@ -70,12 +57,12 @@ def test_exchanges_of_a_layer(name: str, shared: int, mamba: int, cpu: Operators
     shared expert has one for it; with sums, a Mamba-2 layer has one for its norm."""
     folder = save(random_model(name), tmp_path / "model")
     for sums in (False, True):
-        ranks = Counted()
+        ranks = counted()
         loaded = load(folder, cpu, lambda _done, _total: None, Sharing(ranks, sums))
         runner, num_layers = Runner(loaded, PAGE_TOKENS), len(loaded.layers)
         runner.step([(runner.add([3, 4, 5]), 3)])
-        assert ranks.calls["reduce"] == (2 * num_layers if sums else 0)
-        assert ranks.calls["gather"] == 1 + (mamba if sums else 4 * num_layers + shared)
+        assert ranks.reduce.call_count == (2 * num_layers if sums else 0)
+        assert ranks.gather.call_count == 1 + (mamba if sums else 4 * num_layers + shared)
 
 
 def test_error_of_a_group_names_the_sizes_that_share_the_heads() -> None:

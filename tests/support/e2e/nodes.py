@@ -5,13 +5,12 @@ import secrets
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import psutil
-import pytest
 
 from tests.support.e2e.server import MARK, Server, eventually, marked
 from tests.support.sockets import free_port
@@ -127,21 +126,9 @@ class Nodes:
         for name in [name for name in self._started if name.startswith(host)]:
             self._started.pop(name).wait()
 
-    @contextmanager
-    def environ(self) -> Generator[None]:
-        """Inside, whatever this process starts may join."""
-        with pytest.MonkeyPatch.context() as patch:
-            for name in [name for name in os.environ if name.startswith("RAY_")]:
-                patch.delenv(name)
-            for name, value in self._environ.items():
-                if name.startswith("RAY_"):
-                    patch.setenv(name, value)
-            yield
-
     def serve(self, config: Path, log: Path, module: str = "tidemill") -> Server:
         """Start a server on this cluster; the configuration file has its address."""
-        with self.environ():
-            return Server(["--config", str(config)], log, module)
+        return Server(["--config", str(config)], log, module, environ=self._environ)
 
     def run(self, *command: str, **environ: str) -> "subprocess.CompletedProcess[str]":
         """A command that knows the token, unless it is given another one."""

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -115,6 +115,7 @@ class Server(Serving):
         log_file: Path,
         module: str = "tidemill",
         prefix: Sequence[str] = (),
+        environ: Mapping[str, str] = os.environ,
     ) -> None:
         """Start it and wait; `prefix` is a command that becomes the server."""
         self._log_file = log_file
@@ -127,7 +128,7 @@ class Server(Serving):
                 stderr=log,
                 text=True,
                 # workers import no module from the working directory, so that of a test is named
-                env={**os.environ, "TMPDIR": str(self.temp_folder), "PYTHONPATH": os.pathsep.join(sys.path)},
+                env={**environ, "TMPDIR": str(self.temp_folder), "PYTHONPATH": os.pathsep.join(sys.path)},
             )
         assert self._process.stdout is not None
         printed: list[str] = []  # Ray itself may print something first

@@ -325,7 +325,7 @@ class World:
                 self._start(f"{model}-{role}-{index}", role)
         self._later(self._tick())
         self._later(self._faults())
-        self._later(watch(self, self))
+        self._later(watch(self.edge_calls, self))
         if settings.broker and broker is None:
             self._later(self._check_memory())
 
@@ -412,12 +412,6 @@ class World:
         except (CrashedAlone, LostAlone):
             self._check_blame(peer, request)
             raise
-
-    def silent(self) -> frozenset[WorkerId]:
-        return self.edge_calls.silent()
-
-    def give_up(self, workers: Collection[WorkerId]) -> None:
-        self.edge_calls.give_up(workers)
 
     async def silent_workers(self, workers: Collection[WorkerId]) -> frozenset[WorkerId]:
         return self.router.silent_workers(workers) if self.router_up.is_set() else frozenset()
