@@ -4,6 +4,8 @@
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -24,7 +26,7 @@ from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.shards import Shards, rank_share, shards_of
 from tidemill.kvstore.stores.file_store import FileStore
 from tidemill.kvstore.stores.page_store import PageStore
-from tidemill.workers.models.architectures.registry import describe, load
+from tidemill.workers.models.architectures.registry import describe, load, no_progress
 from tidemill.workers.models.collectives import ALONE, Ranks, Sharing
 from tidemill.workers.parallel.shared_memory import SharedMemory
 from tidemill.workers.transfer.arena_io import DirectIO
@@ -47,7 +49,7 @@ MODELS: dict[str, dict[str, int]] = {
 """The changes to each model that let four ranks share it."""
 
 
-class Group:
+class Group(ExitStack):
     """A model on the threads of `size` ranks, each with an arena full of NaN, and its transfers."""
 
     def __init__(
@@ -61,12 +63,15 @@ class Group:
         sums: bool,
         kv_dtype: KvDtype,
     ) -> None:
-        self._threads = ThreadPoolExecutor(size)
-        self._meeting = TemporaryDirectory()
-        self._size = size
+        super().__init__()
+        meeting, self._size = Path(self.enter_context(TemporaryDirectory())), size
+        self._threads = self.enter_context(ThreadPoolExecutor(size))
+        meet = partial(SharedMemory, meeting, size=size, wait_s_max=WAIT_S_MAX)
+        ranks: list[Ranks] = [ALONE]
+        if size > 1:
+            ranks = [self.enter_context(closing(rank)) for rank in self._threads.map(meet, range(size))]
+        loaded = [load(folder, cpu, no_progress, Sharing(rank, sums)) for rank in ranks]
         self.late: list[asyncio.Future[int]] = []
-        self._ranks = list(self._threads.map(self._meet, range(size)))
-        loaded = [load(folder, cpu, lambda _done, _total: None, Sharing(rank, sums)) for rank in self._ranks]
         self.runners = [Runner(part, P, kv_dtype) for part in loaded]
         self._fed = [runner.add(list(TOKENS)) for runner in self.runners]
         self.fingerprint, self.layout = loaded[0].fingerprint, self.runners[0].layout
@@ -115,18 +120,6 @@ class Group:
             fetched_windows=last,
         )
         return await self.transfer.fetch(lease, KEYS, NUM_PAGES, self.late.append)
-
-    def _meet(self, rank: int) -> Ranks:
-        if self._size == 1:
-            return ALONE
-        return SharedMemory(Path(self._meeting.name), rank, self._size, WAIT_S_MAX)
-
-    def close(self) -> None:
-        self._threads.shutdown()
-        for rank in self._ranks:
-            if isinstance(rank, SharedMemory):
-                rank.close()
-        self._meeting.cleanup()
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -1,8 +1,9 @@
 """The predicted time to first token is what happens, in virtual time: the router beside real engines."""
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Self
 
 import pytest
 
@@ -29,32 +30,12 @@ LARGE = Speed(step_s=0.2, token_s=2e-3, pair_s=5e-8, row_s=5e-3, fetch_bytes_per
 streams take nearly twice as long."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Fleet:
     """A mixed worker and its router."""
 
-    speed: Speed
-
-    async def __aenter__(self) -> Self:
-        info = worker_info(
-            "mixed-0",
-            "mixed",
-            page_tokens=LAYOUT.page_tokens,
-            page_bytes=LAYOUT.page_bytes,
-            step_tokens_max=TOKENS_MAX,
-            itl_target_s=0.1,
-            memory_bytes=1 << 30,
-        )
-        cost = StepCost(speed=self.speed, step_tokens=TOKENS_MAX)
-        self.worker = EngineWorker(info, LAYOUT, cost, SizeOnlyStore(LAYOUT, 1 << 30))
-        self.router = Router(asyncio.get_running_loop().time, broker=False)
-        self._heartbeats = SimHeartbeats(self.worker, self.router.heartbeat)
-        await asyncio.sleep(0)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._heartbeats.stop()
-        await self.worker.stop()
+    worker: EngineWorker
+    router: Router
 
     async def serve(self, number: int, num_tokens: int, answer_tokens: int) -> tuple[float, float]:
         """Return the predicted and the measured time to first token. Read the whole answer."""
@@ -78,6 +59,20 @@ class Fleet:
         return route.predicted_s, first_s
 
 
+@asynccontextmanager
+async def fleet_of(speed: Speed) -> AsyncGenerator[Fleet]:
+    sizes = {"page_tokens": LAYOUT.page_tokens, "page_bytes": LAYOUT.page_bytes, "memory_bytes": 1 << 30}
+    info = worker_info("mixed-0", "mixed", step_tokens_max=TOKENS_MAX, itl_target_s=0.1, **sizes)
+    cost = StepCost(speed=speed, step_tokens=TOKENS_MAX)
+    worker = EngineWorker(info, LAYOUT, cost, SizeOnlyStore(LAYOUT, 1 << 30))
+    router = Router(asyncio.get_running_loop().time, broker=False)
+    heartbeats = SimHeartbeats(worker, router.heartbeat)
+    await asyncio.sleep(0)
+    yield Fleet(worker, router)
+    heartbeats.stop()
+    await worker.stop()
+
+
 @pytest.mark.parametrize("streams", [0, 4], ids=["idle", "beside streams"])
 @pytest.mark.parametrize("answer_tokens", [1, 64, 256])
 @pytest.mark.parametrize("speed", [SMALL, LARGE], ids=["small", "large"])
@@ -85,7 +80,7 @@ def test_predicted_first_tokens_are_within_30_percent(speed: Speed, answer_token
     """Four prompts of 8,000 tokens come together; the worker has measured its speed on prompts before."""
 
     async def main() -> list[tuple[float, float]]:
-        async with Fleet(speed) as fleet:
+        async with fleet_of(speed) as fleet:
             for number in range(1, 1 + STEPS_MIN):
                 await fleet.serve(number, 4 * TOKENS_MAX, 8)
             async with asyncio.TaskGroup() as tasks:
