@@ -4,7 +4,6 @@ it; gRPC beside HTTP with equal tokens, certificates between its processes, no s
 import asyncio
 import json
 import re
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +14,8 @@ import grpc.aio
 import httpx
 import pytest
 import trustme
-from grpc_health.v1 import health_pb2
 
 from tests.support.e2e.collector import Collector, attributes_of, collecting
-from tests.support.e2e.faults import wait_until_quiet
 from tests.support.e2e.server import EVENTUALLY_S_MAX, NO_TLS, Server, eventually, listening_of
 from tests.support.e2e.streams import completion
 from tests.support.grpc_loop import IN_GRPC_LOOP
@@ -137,7 +134,6 @@ def test_request_that_the_client_does_not_sample_sends_no_spans(edge: Edge) -> N
 
 
 def test_log_lines_are_objects_and_each_request_has_one(edge: Edge) -> None:
-    """This test runs before the garbage tests: gRPC itself logs lines about those."""
     ask(edge, "3" * 32)
     eventually(lambda: "mine-3333" in edge.server.log())  # it is written after the answer
     text = edge.server.log()
@@ -201,36 +197,6 @@ async def test_grpc_and_http_give_the_same_greedy_tokens(edge: Edge) -> None:
             assert ids == list(choice.token_ids)
             assert len(ids) == 24
             assert whole.usage.prompt_tokens == expected["usage"]["prompt_tokens"]
-
-
-async def test_grpc_health_and_garbage(edge: Edge) -> None:
-    host, _, port = edge.grpc_address.rpartition(":")
-    idle = [socket.create_connection((host, int(port))) for _ in range(200)]
-    for connection in idle[:100]:
-        connection.sendall(b"\x00\xff" * 100)
-
-    async with grpc.aio.insecure_channel(edge.grpc_address) as channel:
-        check: Any = channel.unary_unary(
-            "/grpc.health.v1.Health/Check",
-            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=health_pb2.HealthCheckResponse.FromString,
-        )
-        status = await check(health_pb2.HealthCheckRequest(service="tidemill.v1.Generation"))
-        assert status.status == health_pb2.HealthCheckResponse.SERVING
-    for connection in idle:
-        connection.close()
-
-
-async def test_cancelled_grpc_stream_frees_its_memory(edge: Edge) -> None:
-    sampling = pb.Sampling(temperature=0, max_tokens=400, ignore_eos=True)
-
-    async with grpc.aio.insecure_channel(edge.grpc_address) as channel:
-        _, stream = calls_of(channel)
-        call = stream(pb.GenerateRequest(text="Where is Emma?", sampling=sampling))
-        assert isinstance(await call.read(), pb.GenerateChunk)
-        call.cancel()
-
-    await asyncio.to_thread(wait_until_quiet, edge.server, frozenset(edge.server.lives()))
 
 
 @pytest.mark.parametrize("who", ["plain", "another authority"])
