@@ -1,8 +1,10 @@
 """A router and worker streams that record a span for each call of one traced request, at the edge."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
 
-from opentelemetry.trace import SpanKind, Tracer
+from opentelemetry.trace import Span, SpanKind, Tracer
 
 from tidemill.cluster.edge.flow import RequestRouter, WorkerStreams
 from tidemill.cluster.messages import PlacementRequest, Route
@@ -40,26 +42,20 @@ class TracedPeers:
         self._page_tokens = page_tokens
 
     async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced:
-        with span(
-            self._tracer, SpanKind.CLIENT, "prefill", request.trace_parent, {"tidemill.worker": worker}
-        ) as producing:
-            request = replace(request, trace_parent=traceparent(producing))
-            produced = await self._peers.produce(worker, address, request)
+        with self._span("prefill", worker, request) as (producing, sent):
+            produced = await self._peers.produce(worker, address, sent)
             producing.set_attribute("tidemill.depth_tokens", produced.depth)
             producing.set_attributes(provenance_attributes(produced.provenance, self._page_tokens))
             return produced
 
     async def prefetch(self, worker: WorkerId, address: str, request: Request) -> None:
-        with span(
-            self._tracer, SpanKind.CLIENT, "fetch ahead", request.trace_parent, {"tidemill.worker": worker}
-        ) as fetching:
-            request = replace(request, trace_parent=traceparent(fetching))
-            await self._peers.prefetch(worker, address, request)
+        with self._span("fetch ahead", worker, request) as (_, sent):
+            await self._peers.prefetch(worker, address, sent)
 
     async def stream(self, worker: WorkerId, address: str, request: Request, emit: Emit[Delta]) -> None:
-        attributes = {"tidemill.worker": worker, "tidemill.replayed_answer_tokens": request.drawn}
         num_tokens = 0
-        with span(self._tracer, SpanKind.CLIENT, "decode", request.trace_parent, attributes) as decoding:
+        with self._span("decode", worker, request) as (decoding, sent):
+            decoding.set_attribute("tidemill.replayed_answer_tokens", request.drawn)
 
             def take(delta: Delta) -> Pause | None:
                 nonlocal num_tokens
@@ -71,5 +67,11 @@ class TracedPeers:
                     decoding.set_attributes({"tidemill.finish": delta.finish, "tidemill.tokens": num_tokens})
                 return emit(delta)
 
-            request = replace(request, trace_parent=traceparent(decoding))
-            await self._peers.stream(worker, address, request, take)
+            await self._peers.stream(worker, address, sent, take)
+
+    @contextmanager
+    def _span(self, name: str, worker: WorkerId, request: Request) -> Generator[tuple[Span, Request]]:
+        """Yield the span of a call, and the request with that as its parent."""
+        about = {"tidemill.worker": worker}
+        with span(self._tracer, SpanKind.CLIENT, name, request.trace_parent, about) as calling:
+            yield calling, replace(request, trace_parent=traceparent(calling))

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from tidemill.cluster.edge.chat.output.detokenizer import Answer, Ending
-from tidemill.cluster.edge.chat.text import Tokenizer
+from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
 from tidemill.cluster.offline.outputs import CompletionOutput, Logprob, RequestOutput, logprobs_of
 from tidemill.workers.engine.engine import Engine
 from tidemill.workers.inbox import Enough
@@ -35,7 +35,7 @@ class Answered:
 
 
 async def answer_all(
-    engine: Engine, tokenizer: Tokenizer, jobs: Sequence[PromptJob], answered: Callable[[], None]
+    engine: Engine, tokenizer: FolderTokenizer, jobs: Sequence[PromptJob], answered: Callable[[], None]
 ) -> list[RequestOutput]:
     """Return the answers in the order of the jobs; call `answered` after each choice. Raises RequestError,
     WorkerGone."""
@@ -81,7 +81,7 @@ def _output(job: PromptJob, found: list[Answered], piece: Callable[[int], bytes]
 
 
 async def _answer(
-    engine: Engine, tokenizer: Tokenizer, request: Request, ending: Ending, index: int
+    engine: Engine, tokenizer: FolderTokenizer, request: Request, ending: Ending, index: int
 ) -> Answered:
     answer = Answer(request, tokenizer.decoder(), ending)
     texts: list[str] = []

@@ -23,7 +23,8 @@ from tidemill.cluster.edge.chat.request.params import SEED_BITS, SamplingParams,
 from tidemill.cluster.edge.chat.request.request_builder import Sender, requests_of, sampling_of, terms_of
 from tidemill.cluster.edge.chat.request.structured import grammar_of
 from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
-from tidemill.cluster.edge.chat.text import MarkedPrompt, Rendering, marked_prompt
+from tidemill.cluster.edge.chat.text import MarkedPrompt, Rendering
+from tidemill.cluster.edge.chat.tokenizer import marked_prompt
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.cluster.offline.calls import PromptJob, answer_all
 from tidemill.cluster.offline.engine_thread import EngineThread

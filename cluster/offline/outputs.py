@@ -54,7 +54,7 @@ class RequestOutput:
 def logprobs_of(
     tokens: Sequence[int], logprobs: Sequence[TokenLogprob], piece: Callable[[int], bytes]
 ) -> list[dict[int, Logprob]]:
-    """Return the logprobs by token; `piece` returns the bytes of a token: Tokenizer.piece."""
+    """Return the logprobs by token; `piece` returns the bytes of a token: FolderTokenizer.piece."""
 
     def entry(token: int, logprob: float, rank: int | None) -> Logprob:
         return Logprob(logprob, rank, piece(token).decode(errors="replace"))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import uvloop
 
-from tidemill.cluster.edge.chat.text import Tokenizer
+from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.cluster.edge.cluster_service import ClusterService
 from tidemill.cluster.edge.http.same_origin import open_line
@@ -310,7 +310,7 @@ class _Served:
 
     model: CatalogueModel
     service: ClusterService
-    tokenizer: Tokenizer
+    tokenizer: FolderTokenizer
     watch: asyncio.Task[None] | None = None  # gives up lost workers
 
     def stop_watching(self) -> None:

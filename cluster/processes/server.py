@@ -18,7 +18,7 @@ import uvloop
 from rich.console import Console
 
 from tidemill.cluster.edge.chat.templates import Template
-from tidemill.cluster.edge.chat.text import Tokenizer
+from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
 from tidemill.cluster.edge.chat.tokenizer_files import load_template, load_tokenizer
 from tidemill.cluster.edge.cluster_service import ClusterService
 from tidemill.cluster.edge.http.same_origin import open_line
@@ -96,7 +96,9 @@ def serve(
             cluster.stop()
 
 
-def _tokenizers(fleets: Sequence[FleetSettings], templates: Sequence[Template | None]) -> list[Tokenizer]:
+def _tokenizers(
+    fleets: Sequence[FleetSettings], templates: Sequence[Template | None]
+) -> list[FolderTokenizer]:
     pairs = zip(fleets, templates, strict=True)
     return [load_tokenizer(fleet.model_folder, fleet.chat, template) for fleet, template in pairs]
 
@@ -118,7 +120,7 @@ class _Server:
     sources: Sources
     sockets: Sockets
 
-    async def run(self, tokenizers: Sequence[Tokenizer], work: Work) -> None:
+    async def run(self, tokenizers: Sequence[FolderTokenizer], work: Work) -> None:
         endpoint, fleets, writers = self.endpoint, self.settings.fleets, self.cluster.catalogue_writers()
         late_s = {fleet.names[0]: fleet.router.ttft_s_max for fleet in fleets}
         metrics = EdgeMetrics(self.sources.clock_s, late_s, endpoint.telemetry.metrics_alias)

@@ -14,7 +14,6 @@ from tests.support.cluster.fake_service import (
     MODEL,
     FakeService,
     app_over,
-    build_app,
     saying,
     sources,
     tokenizer,
@@ -56,7 +55,7 @@ CONTRAST = (Path(__file__).parent / "contrast.js").read_text()
 
 
 def over(services: Sequence[FakeService], keys: Sequence[ApiKey] = ()) -> FastAPI:
-    return build_app([ServedBackend(service, tokenizer()) for service in services], sources(), keys=keys)
+    return app_over(*services, keys=keys)
 
 
 def ask(page: Page, prompt: str = "Who keeps the light?") -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.config import fleets
-from tidemill.cluster.edge.chat.text import text_of
+from tidemill.cluster.edge.chat.tokenizer import text_of
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.workers.contract.engine import Progress
 from tidemill.workers.engine import build as workers

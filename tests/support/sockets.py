@@ -1,7 +1,9 @@
 """Connections of clients that do as tests say: send half of something, or never read."""
 
 import asyncio
+import json
 import socket
+import ssl
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from random import Random
@@ -27,6 +29,14 @@ async def connected(url: str, receive_bytes: int | None = None) -> AsyncGenerato
             await writer.wait_closed()
 
 
+def request_of(path: str, body: object, **headers: str) -> bytes:
+    """Return a POST of JSON as a client writes it."""
+    data = json.dumps(body).encode()
+    about = {"host": "localhost", "content-type": "application/json", "content-length": str(len(data))}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in {**about, **headers}.items())
+    return f"POST {path} HTTP/1.1\r\n{lines}\r\n".encode() + data
+
+
 def free_port(host: str = "127.0.0.1") -> int:
     """Return a port for a server that starts later, outside the range of outgoing connections."""
     for port in Random().sample(range(10_000, 20_000), 1_000):
@@ -39,7 +49,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 async def until_closed(reader: asyncio.StreamReader) -> bytes:
     """Return the bytes that arrive until the server closes or resets the connection."""
     received = bytearray()
-    with suppress(ConnectionError):
+    with suppress(ConnectionError, ssl.SSLError):
         while part := await reader.read(1 << 16):
             received += part
     return bytes(received)

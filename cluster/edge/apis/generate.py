@@ -9,7 +9,7 @@ from pydantic import FailFast, Field, ValidationError
 
 from tidemill.cluster.edge.apis.json_bytes import event, json_bytes, large_json
 from tidemill.cluster.edge.apis.openai import DONE
-from tidemill.cluster.edge.apis.reply import Reply, Writer
+from tidemill.cluster.edge.apis.reply import Reply, Whole, Writer
 from tidemill.cluster.edge.chat.request.hints import HintedParams
 from tidemill.cluster.edge.chat.request.params import Fields, Params
 from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
@@ -79,67 +79,63 @@ async def generate(edge: EdgeContext, model: EdgeModel, body: GenerateBody, call
     """Continue a prompt in tokens with tokens, streamed or whole, as vLLM does."""
     job = await model.intake.completion(body.completion(), caller)
     job = replace(job, ignored=(*job.ignored, *body.misplaced()))
-    options = body.stream_options if body.stream else None
-    writer = _Tokens(body.request_id or edge.sources.new_id(), model, job, options)
-    return Reply(model=model, job=job, kind="tokens", id=writer.id, writer=writer, streams=body.stream)
+    name, tally = body.request_id or edge.sources.new_id(), UsageCounter(job)
+
+    async def whole(choices: Sequence[Sequence[Increment]]) -> bytes:
+        found = await asyncio.to_thread(_whole, name, model, job, choices)
+        found["usage"] = tally.usage()
+        return await large_json(found) if job.logprobs else json_bytes(found)
+
+    streamed = _Tokens(name, job, body.stream_options, tally)
+    writer = streamed if body.stream else Whole(tally, len(job.requests), whole)
+    return Reply(model=model, job=job, kind="tokens", id=name, writer=writer, streams=body.stream)
 
 
 class _Tokens(Writer):
-    """Writes the tokens of each choice, in chunks or whole (`options` None)."""
+    """Writes the tokens of each choice in chunks."""
 
-    def __init__(
-        self, request_id: str, model: EdgeModel, job: PreparedRequest, options: StreamOptions | None
-    ) -> None:
-        super().__init__(UsageCounter(job))
-        self.id = request_id
-        self._model = model
+    def __init__(self, name: str, job: PreparedRequest, options: StreamOptions, tally: UsageCounter) -> None:
+        super().__init__(tally)
+        self._name = name
         self._job = job
         self._options = options
-        self._choices: list[list[Increment]] = [[] for _ in job.requests]
 
     def grow(self, increment: Increment) -> Iterable[bytes]:
-        if self._options is None:
-            self._choices[increment.choice].append(increment)
-        elif increment.tokens or increment.growth.finish is not None:
-            yield event(self._chunk([self._choice(increment.choice, [increment])]))
+        if increment.tokens or increment.growth.finish is not None:
+            yield event(self._chunk([_choice(self._job, increment.choice, [increment])]))
 
     def error(self, body: Mapping[str, object]) -> Iterable[bytes]:
-        return (event(body, "error"),) if self._options is not None else ()
+        return (event(body, "error"),)
 
     async def close(self) -> Iterable[bytes]:
-        if self._options is None:
-            whole = await asyncio.to_thread(self._whole)
-            return (await large_json(whole) if self._job.logprobs else json_bytes(whole),)
         usage = event({**self._chunk([]), "usage": self.tally.usage()})
         return (usage, DONE) if self._options.include_usage else (DONE,)
 
     def _chunk(self, choices: Sequence[Json]) -> Json:
-        chunk: Json = {"request_id": self.id, "choices": choices}
-        continuous = self._options is not None and self._options.continuous_usage_stats
-        return {**chunk, "usage": self.tally.usage()} if continuous else chunk
+        chunk: Json = {"request_id": self._name, "choices": choices}
+        return {**chunk, "usage": self.tally.usage()} if self._options.continuous_usage_stats else chunk
 
-    def _choice(self, index: int, increments: Sequence[Increment]) -> Json:
-        tokens = [token for increment in increments for token in increment.tokens]
-        logprobs = [logprob for increment in increments for logprob in increment.logprobs]
-        return {
-            "index": index,
-            "logprobs": id_logprobs(tokens, logprobs) if self._job.logprobs else None,
-            "finish_reason": increments[-1].growth.finish,
-            "token_ids": tokens,
-        }
 
-    def _whole(self) -> Json:
-        job = self._job
-        scores = [score for increment in self._choices[0] for score in increment.prompt_logprobs]
-        return {
-            "request_id": self.id,
-            "model": self._model.name,
-            "choices": [self._choice(index, increments) for index, increments in enumerate(self._choices)],
-            "prompt_logprobs": None
-            if job.prompt_logprobs is None
-            else prompt_logprobs(
-                job.requests[0].tokens, scores, job.prompt_logprobs, self._model.tokenizer.piece
-            ),
-            "kv_transfer_params": None,
-            "usage": self.tally.usage(),
-        }
+def _choice(job: PreparedRequest, index: int, increments: Sequence[Increment]) -> Json:
+    tokens = [token for increment in increments for token in increment.tokens]
+    logprobs = [logprob for increment in increments for logprob in increment.logprobs]
+    return {
+        "index": index,
+        "logprobs": id_logprobs(tokens, logprobs) if job.logprobs else None,
+        "finish_reason": increments[-1].growth.finish,
+        "token_ids": tokens,
+    }
+
+
+def _whole(name: str, model: EdgeModel, job: PreparedRequest, choices: Sequence[Sequence[Increment]]) -> Json:
+    """Return a whole reply without its usage."""
+    scores = [score for increment in choices[0] for score in increment.prompt_logprobs]
+    shown = job.prompt_logprobs
+    tokens, piece = job.requests[0].tokens, model.tokenizer.piece
+    return {
+        "request_id": name,
+        "model": model.name,
+        "choices": [_choice(job, index, increments) for index, increments in enumerate(choices)],
+        "prompt_logprobs": None if shown is None else prompt_logprobs(tokens, scores, shown, piece),
+        "kv_transfer_params": None,
+    }

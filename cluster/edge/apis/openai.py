@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
-from typing import Literal, assert_never
+from typing import Literal
 
 from tidemill.cluster.edge.apis.json_bytes import event, json_bytes, large_json
-from tidemill.cluster.edge.apis.reply import Reply, Writer
+from tidemill.cluster.edge.apis.reply import Reply, Whole, Writer
 from tidemill.cluster.edge.chat.output.detokenizer import Growth, Scored
 from tidemill.cluster.edge.chat.output.parts import Call, Part, ReasoningText, Text, joined
 from tidemill.cluster.edge.requests.answers import Increment
@@ -51,7 +51,13 @@ def _reply(
         prompts=[sent.tokens for sent in job.requests] if job.token_ids else None,
     )
     tally = UsageCounter(job)
-    writer: Writer = Whole(head, job, tally) if stream is None else Chunks(head, stream, tally, job)
+
+    async def whole(choices: Sequence[Sequence[Increment]]) -> bytes:
+        if not (job.logprobs or job.prompt_logprobs or job.token_ids):
+            return json_bytes(whole_reply(head, job, choices, tally.usage()))
+        return await large_json(await asyncio.to_thread(whole_reply, head, job, choices, tally.usage()))
+
+    writer = Whole(tally, len(job.requests), whole) if stream is None else Chunks(head, stream, tally, job)
     return Reply(model=model, job=job, kind=kind, id=head.reply_id, writer=writer, streams=stream is not None)
 
 
@@ -99,13 +105,9 @@ def opening_chunk(head: ReplyHead, index: int) -> Json:
 
 def chunk_choice(head: ReplyHead, increment: Increment) -> Json:
     growth = increment.growth
-    match head.kind:
-        case "chat":
-            text: Json = {"delta": _delta(increment.parts, head.call_id(increment.choice))}
-        case "text":
-            text = {"text": growth.text}
-        case _:
-            assert_never(head.kind)
+    text: Json = {"text": growth.text}
+    if head.kind == "chat":
+        text = {"delta": _delta(increment.parts, head.call_id(increment.choice))}
     logprobs = head.logprobs(growth.scored) if growth.scored else None
     choice = {"index": increment.choice, **text, "logprobs": logprobs, "finish_reason": _finish(increment)}
     return choice if head.prompts is None else {**choice, "token_ids": increment.tokens}
@@ -189,26 +191,6 @@ class Chunks(Writer):
         return {**chunk, "usage": None} if self._options.include_usage else chunk
 
 
-class Whole(Writer):
-    """Writes a reply that does not stream."""
-
-    def __init__(self, head: ReplyHead, job: PreparedRequest, tally: UsageCounter) -> None:
-        super().__init__(tally)
-        self._head = head
-        self._job = job
-        self._choices: list[list[Increment]] = [[] for _ in job.requests]
-
-    def grow(self, increment: Increment) -> Iterable[bytes]:
-        self._choices[increment.choice].append(increment)
-        return ()
-
-    async def close(self) -> Iterable[bytes]:
-        job, whole = self._job, (self._head, self._job, self._choices, self.tally.usage())
-        if not (job.logprobs or job.prompt_logprobs or job.token_ids):
-            return (json_bytes(whole_reply(*whole)),)
-        return (await large_json(await asyncio.to_thread(whole_reply, *whole)),)
-
-
 def whole_reply(
     head: ReplyHead, job: PreparedRequest, choices: Sequence[Sequence[Increment]], usage: Json
 ) -> Json:
@@ -261,17 +243,10 @@ def _returned(job: PreparedRequest, choices: Sequence[Sequence[Increment]]) -> l
 
 
 def whole_choice(head: ReplyHead, index: int, increments: Sequence[Increment], *, logprobs: bool) -> Json:
-    match head.kind:
-        case "chat":
-            body: Json = {
-                "message": _message(
-                    [part for increment in increments for part in increment.parts], head.call_id(index)
-                )
-            }
-        case "text":
-            body = {"text": "".join(increment.growth.text for increment in increments)}
-        case _:
-            assert_never(head.kind)
+    body: Json = {"text": "".join(increment.growth.text for increment in increments)}
+    if head.kind == "chat":
+        parts = [part for increment in increments for part in increment.parts]
+        body = {"message": _message(parts, head.call_id(index))}
     scored = [score for increment in increments for score in increment.growth.scored]
     return {
         "index": index,

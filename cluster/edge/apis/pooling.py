@@ -3,7 +3,7 @@
 import asyncio
 import math
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -17,7 +17,7 @@ from tidemill.cluster.edge.apis.pooling_body import (
     RerankBody,
     ScoreBody,
 )
-from tidemill.cluster.edge.apis.reply import Reply, Writer
+from tidemill.cluster.edge.apis.reply import Reply, Whole
 from tidemill.cluster.edge.requests.answers import Increment
 from tidemill.cluster.edge.requests.caller import Caller
 from tidemill.cluster.edge.requests.context import EdgeContext
@@ -87,34 +87,19 @@ async def _reply(
         body, lambda tokenizer: body.prompts(tokenizer, model.served, pooling), caller, body.unused()
     )
     reply_id = f"{'embd' if kind == 'embeddings' else kind}-{edge.sources.new_id()}"
-    about: Json = {"id": reply_id, "model": model.name}
-    writer = _Pooled(about, lambda vectors: shape(pooling, vectors), UsageCounter(job), len(job.requests))
-    return Reply(model=model, job=job, kind=kind, id=reply_id, writer=writer)
+    tally = UsageCounter(job)
 
-
-class _Pooled(Writer):
-    """Writes a reply when all of it has been pooled."""
-
-    def __init__(
-        self, about: Json, shape: Callable[[Vectors], Json], tally: UsageCounter, count: int
-    ) -> None:
-        super().__init__(tally)
-        self._about = about
-        self._shape = shape
-        self._pooled = [b""] * count
-
-    def grow(self, increment: Increment) -> Iterable[bytes]:
-        self._pooled[increment.choice] = increment.pooled
-        return ()
-
-    async def close(self) -> Iterable[bytes]:
-        vectors = [np.frombuffer(pooled, "<f4") for pooled in self._pooled]
+    async def whole(choices: Sequence[Sequence[Increment]]) -> bytes:
+        vectors = [np.frombuffer(increment.pooled, "<f4") for (increment,) in choices]
         if not all(np.isfinite(vector).all() for vector in vectors):
             raise RequestError(
                 "the model computes numbers that are not finite: see the data type of its weights", status=500
             )
-        shaped = await asyncio.to_thread(self._shape, vectors)
-        return (await large_json({**self._about, **shaped, "usage": self.tally.usage()}),)
+        shaped = await asyncio.to_thread(shape, pooling, vectors)
+        return await large_json({"id": reply_id, "model": model.name, **shaped, "usage": tally.usage()})
+
+    writer = Whole(tally, len(job.requests), whole)
+    return Reply(model=model, job=job, kind=kind, id=reply_id, writer=writer)
 
 
 def embedding(vector: Vector, body: PoolingBody, pooling: Pooling, dimensions: int | None = None) -> Vector:

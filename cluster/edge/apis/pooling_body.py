@@ -9,14 +9,8 @@ from pydantic import AliasChoices, BeforeValidator, FailFast, Field, PlainValida
 from tidemill.cluster.edge.chat.request.hints import HintedParams
 from tidemill.cluster.edge.chat.request.params import PROMPT_FORMS, Params, one_or_many, prompts_of
 from tidemill.cluster.edge.chat.request.request_builder import ModelLimits
-from tidemill.cluster.edge.chat.text import (
-    MarkedPrompt,
-    Message,
-    Rendering,
-    Tokenizer,
-    check_chars,
-    marked_prompt,
-)
+from tidemill.cluster.edge.chat.text import MarkedPrompt, Message, Rendering, check_chars
+from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer, marked_prompt
 from tidemill.cluster.edge.requests.bodies import Body
 from tidemill.workers.messages import Pooling, RequestError
 
@@ -76,7 +70,7 @@ class PoolingBody(Body):
     ] = None
 
     @abstractmethod
-    def prompts(self, tokenizer: Tokenizer, model: ModelLimits, pooling: Pooling) -> list[MarkedPrompt]:
+    def prompts(self, tokenizer: FolderTokenizer, model: ModelLimits, pooling: Pooling) -> list[MarkedPrompt]:
         """Return the prompts to pool for. Raises RequestError."""
 
     def unused(self) -> tuple[str, ...]:
@@ -103,7 +97,7 @@ class PoolingBody(Body):
         return tokens[: most - tail] + tokens[len(tokens) - tail :]
 
     def _plain(
-        self, texts: Sequence[str | list[int]], tokenizer: Tokenizer, model: ModelLimits
+        self, texts: Sequence[str | list[int]], tokenizer: FolderTokenizer, model: ModelLimits
     ) -> list[MarkedPrompt]:
         """Return each text with the tokens that the tokenizer puts around it; token ids are as they are."""
         empty = tokenizer.encode("")
@@ -125,7 +119,7 @@ class EmbeddingBody(PoolingBody):
     embed_dtype: Literal["float32"] = "float32"
     endianness: Literal["native", "little"] = "native"
 
-    def prompts(self, tokenizer: Tokenizer, model: ModelLimits, pooling: Pooling) -> list[MarkedPrompt]:
+    def prompts(self, tokenizer: FolderTokenizer, model: ModelLimits, pooling: Pooling) -> list[MarkedPrompt]:
         if pooling.kind != "embed":
             raise RequestError(
                 "this model ranks texts and embeds none: use /v1/rerank or /v1/score, or serve it with "
@@ -162,7 +156,7 @@ class PairsBody(PoolingBody):
     def pairing(self) -> tuple[list[str], list[tuple[int, int]]]:
         """Return all texts, and the positions among them of each query and document. Raises RequestError."""
 
-    def prompts(self, tokenizer: Tokenizer, model: ModelLimits, pooling: Pooling) -> list[MarkedPrompt]:
+    def prompts(self, tokenizer: FolderTokenizer, model: ModelLimits, pooling: Pooling) -> list[MarkedPrompt]:
         texts, pairs = self.pairing()
         if pooling.kind == "embed":
             if len(texts) * pooling.size > NUMBERS_MAX:
@@ -186,7 +180,7 @@ class PairsBody(PoolingBody):
             found.append(prompt)
         return found
 
-    def _judged(self, tokenizer: Tokenizer, query: str, document: str) -> MarkedPrompt:
+    def _judged(self, tokenizer: FolderTokenizer, query: str, document: str) -> MarkedPrompt:
         """Return the chat after which the model answers yes or no. All documents share what precedes them."""
         before = f"<Instruct>: {self.instruction or INSTRUCTION}\n<Query>: {query}\n<Document>:"
         messages = [Message("system", JUDGE), Message("user", f"{before} {document}")]

@@ -32,10 +32,9 @@ class Writer(ABC):
         """Return what precedes the messages of the first increment, which `tally` has."""
         return ()
 
+    @abstractmethod
     def grow(self, increment: Increment) -> Iterable[bytes]:
         """Return the messages of an increment."""
-        del increment
-        return ()
 
     def error(self, body: Mapping[str, object]) -> Iterable[bytes]:
         """Return the end of a reply that has begun, or nothing: then the transport ends it."""
@@ -45,6 +44,24 @@ class Writer(ABC):
     @abstractmethod
     async def close(self) -> Iterable[bytes]:
         """Return the end of a complete reply, with its usage."""
+
+
+class Whole(Writer):
+    """Writes a reply that does not stream: `write` returns it from the increments of each choice."""
+
+    def __init__(
+        self, tally: UsageCounter, choices: int, write: Callable[[list[list[Increment]]], Awaitable[bytes]]
+    ) -> None:
+        super().__init__(tally)
+        self._choices: list[list[Increment]] = [[] for _ in range(choices)]
+        self._write = write
+
+    def grow(self, increment: Increment) -> Iterable[bytes]:
+        self._choices[increment.choice].append(increment)
+        return ()
+
+    async def close(self) -> Iterable[bytes]:
+        return (await self._write(self._choices),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

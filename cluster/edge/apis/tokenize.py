@@ -2,7 +2,7 @@
 
 from tidemill.cluster.edge.apis.json_bytes import large_json
 from tidemill.cluster.edge.chat.request.request_builder import check_tokens
-from tidemill.cluster.edge.chat.text import text_of
+from tidemill.cluster.edge.chat.tokenizer import text_of
 from tidemill.cluster.edge.requests.bodies import DetokenizeBody, TokenizeBody
 from tidemill.cluster.edge.requests.models import EdgeModel
 from tidemill.workers.models.model_files import read_json

@@ -1,10 +1,9 @@
-"""The interface of tokenizers, and the search for stop strings."""
+"""Chats as templates see them, prompts with their breakpoints, and the search for stop strings."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from tidemill.cluster.edge.chat.families import Style
 from tidemill.workers.messages import RequestError
 
 
@@ -43,8 +42,6 @@ class Rendering:
 
 PLAIN = Rendering()
 
-SLICE_TOKENS = 1 << 14
-
 
 class MarkedPrompt(NamedTuple):
     """The tokens of a prompt, and the depths, ascending, where later prompts are likely to leave it."""
@@ -60,94 +57,6 @@ class MarkedPrompt(NamedTuple):
         return MarkedPrompt(tokens, tuple(depth for depth in shifted if 0 < depth <= len(tokens)))
 
 
-class TokenDecoder(Protocol):
-    """The text of one stream of tokens, as far as its characters are complete."""
-
-    def push(self, token: int) -> str:
-        """Return the text that `token` completes; empty inside a character of several tokens and for special
-        tokens."""
-        ...
-
-
-class Tokenizer(Protocol):
-    """A tokenizer; several threads may call it concurrently, and other threads run while it encodes."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def encode_inside(self, text: str) -> list[int]:
-        """Return the tokens of a text without those that begin or end every prompt."""
-        ...
-
-    def encode_marked(self, text: str, ends: Collection[int]) -> MarkedPrompt:
-        """Return the tokens of a text, with breakpoints at the last tokens that end within its first `ends`
-        characters."""
-        ...
-
-    @property
-    def token_chars_max(self) -> int:
-        """Return a length that no token's text exceeds."""
-        ...
-
-    @property
-    def style(self) -> Style:
-        """Return the formats of the model's calls and reasoning."""
-        ...
-
-    @property
-    def defaults(self) -> Mapping[str, Any]:
-        """Return the sampling parameters of requests that name none."""
-        ...
-
-    @property
-    def added(self) -> Mapping[str, int]:
-        """Return the texts that are single tokens wherever they stand."""
-        ...
-
-    @property
-    def template(self) -> str | None:
-        """Return the text of the chat template."""
-        ...
-
-    @property
-    def takes_tools(self) -> bool:
-        """Return whether `chat` takes tools."""
-        ...
-
-    @property
-    def renders_inline(self) -> bool:
-        """Return whether `chat` takes no longer for a template than for its text."""
-        ...
-
-    def chat(self, messages: Sequence[Message], how: Rendering = PLAIN) -> MarkedPrompt:
-        """Return the tokens of a conversation, with breakpoints where its next requests and other
-        conversations are likely to leave it. Raises RequestError."""
-        ...
-
-    def decoder(self, shown: Collection[str] = ()) -> TokenDecoder:
-        """Return a decoder. Special tokens have no text except those that are `shown`."""
-        ...
-
-    def piece(self, token: int) -> bytes:
-        """Return the bytes of one token, which may be a part of a character; empty for an unknown token."""
-        ...
-
-
-def marked_prompt(
-    tokenizer: Tokenizer, prompt: str | list[int], breakpoints: Collection[int]
-) -> MarkedPrompt:
-    """Return a prompt with the breakpoints that its client names: in characters of a text, or in tokens.
-    Raises RequestError."""
-    if (last := max(breakpoints, default=0)) > len(prompt):
-        unit = "tokens" if isinstance(prompt, list) else "characters"
-        raise RequestError(
-            f"cache_breakpoints: {last} is beyond the end of a prompt of {len(prompt)} {unit}",
-            param="cache_breakpoints",
-        )
-    if isinstance(prompt, list):
-        return MarkedPrompt(prompt, tuple(sorted(set(breakpoints))))
-    return tokenizer.encode_marked(prompt, breakpoints)
-
-
 def check_chars(chars: int, most: int, param: str) -> None:
     """Refuse a text that is too long whatever its tokens are. Raises RequestError."""
     if chars > most:
@@ -159,12 +68,11 @@ def check_chars(chars: int, most: int, param: str) -> None:
         )
 
 
-def text_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """Return the text of tokens, including special ones. Other threads run between slices of it."""
-    pieces = {token: tokenizer.piece(token) for token in set(tokens)}
-    slices = (tokens[start : start + SLICE_TOKENS] for start in range(0, len(tokens), SLICE_TOKENS))
-    written = [b"".join(map(pieces.__getitem__, part)) for part in slices]
-    return b"".join(written).decode(errors="replace")
+def first_of(into: Iterable[str], text: str, nowhere: int = 0) -> tuple[int, str]:
+    """Return where the first of the texts in `into` stands, and which it is; `nowhere` and no text if none
+    does."""
+    found = ((at, part) for part in into if (at := text.find(part)) >= 0)
+    return min(found, default=(nowhere, ""))
 
 
 def growing(text: str, into: Sequence[str]) -> int:

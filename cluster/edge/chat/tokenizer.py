@@ -31,8 +31,18 @@ SHOWS_TOOLS = re.compile(r"\btools\b")
 BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
 
+SLICE_TOKENS = 1 << 14
+
+
 class FolderTokenizer:
-    """Encodes, decodes and renders chats; `template` is None for a model without one."""
+    """Encodes, decodes and renders chats. Several threads may call it concurrently, and other threads run
+    while it encodes.
+
+    style            the formats of the model's calls and reasoning
+    defaults         the sampling parameters of requests that name none
+    added            the texts that are single tokens wherever they stand
+    token_chars_max  a length that no token's text exceeds
+    """
 
     def __init__(
         self,
@@ -41,6 +51,7 @@ class FolderTokenizer:
         style: Style = SILENT,
         defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
+        """`template` is None for a model without one."""
         raw.no_truncation()  # long prompts are refused, not cut
         raw.no_padding()
         self._raw = raw
@@ -48,8 +59,8 @@ class FolderTokenizer:
         self.style = style
         self.defaults = defaults
         added = raw.get_added_tokens_decoder()
-        self.added = {added_token.content: token for token, added_token in added.items()}
-        self.token_chars_max = max(map(len, raw.get_vocab()))
+        self.added: Mapping[str, int] = {text.content: token for token, text in added.items()}
+        self.token_chars_max: int = max(map(len, raw.get_vocab()))
         self._texts = {token: added_token.content for token, added_token in added.items()}
         self._special = {token: special.content for token, special in added.items() if special.special}
         self._bytes_of = byte_alphabet() if "ByteLevel" in str(raw.decoder) else None
@@ -62,28 +73,36 @@ class FolderTokenizer:
 
     @property
     def template(self) -> str | None:
+        """Return the text of the chat template."""
         return None if self._template is None else self._template.source
 
     @property
     def takes_tools(self) -> bool:
+        """Return whether `chat` takes tools."""
         shows = self._template is None or SHOWS_TOOLS.search(self._template.source) is not None
         return shows and self.style.form is not None
 
     @property
     def renders_inline(self) -> bool:
+        """Return whether `chat` takes no longer for a template than for its text."""
         return self._template is None or self._template.is_inline
 
     def encode(self, text: str) -> list[int]:
         return self.encode_marked(text, ()).tokens
 
     def encode_inside(self, text: str) -> list[int]:
+        """Return the tokens of a text without those that begin or end every prompt."""
         return self._encoding(text, offsets=False, add_special_tokens=False).ids
 
     def encode_marked(self, text: str, ends: Collection[int]) -> MarkedPrompt:
+        """Return the tokens of a text, with breakpoints at the last tokens that end within its first `ends`
+        characters."""
         text = text.replace(MARK, f"{MARK[0]}{MARK}{MARK[1]}")  # it would be dropped
         return _marked(self._encoding(text, offsets=bool(ends), add_special_tokens=True), ends)
 
     def chat(self, messages: Sequence[Message], how: Rendering = PLAIN) -> MarkedPrompt:
+        """Return the tokens of a conversation, with breakpoints where its next requests and other
+        conversations are likely to leave it. Raises RequestError."""
         template = self._template
         if template is None:
             raise RequestError(
@@ -137,9 +156,11 @@ class FolderTokenizer:
                     )
 
     def decoder(self, shown: Collection[str] = ()) -> "StreamDecoder":
+        """Return a decoder. Special tokens have no text except those that are `shown`."""
         return StreamDecoder(self._raw, {token for token, text in self._special.items() if text not in shown})
 
     def piece(self, token: int) -> bytes:
+        """Return the bytes of one token, which may be a part of a character; empty for an unknown token."""
         text = self._texts.get(token)
         if text is not None:
             return text.encode()
@@ -148,6 +169,30 @@ class FolderTokenizer:
             return b"".join(self._bytes_of.get(char) or char.encode() for char in written)
         fallback = BYTE_FALLBACK.fullmatch(written)
         return bytes.fromhex(fallback[1]) if fallback else written.replace("\u2581", " ").encode()
+
+
+def marked_prompt(
+    tokenizer: FolderTokenizer, prompt: str | list[int], breakpoints: Collection[int]
+) -> MarkedPrompt:
+    """Return a prompt with the breakpoints that its client names: in characters of a text, or in tokens.
+    Raises RequestError."""
+    if (last := max(breakpoints, default=0)) > len(prompt):
+        unit = "tokens" if isinstance(prompt, list) else "characters"
+        raise RequestError(
+            f"cache_breakpoints: {last} is beyond the end of a prompt of {len(prompt)} {unit}",
+            param="cache_breakpoints",
+        )
+    if isinstance(prompt, list):
+        return MarkedPrompt(prompt, tuple(sorted(set(breakpoints))))
+    return tokenizer.encode_marked(prompt, breakpoints)
+
+
+def text_of(tokenizer: FolderTokenizer, tokens: Sequence[int]) -> str:
+    """Return the text of tokens, including special ones. Other threads run between slices of it."""
+    pieces = {token: tokenizer.piece(token) for token in set(tokens)}
+    slices = (tokens[start : start + SLICE_TOKENS] for start in range(0, len(tokens), SLICE_TOKENS))
+    written = [b"".join(map(pieces.__getitem__, part)) for part in slices]
+    return b"".join(written).decode(errors="replace")
 
 
 def _hide_marked(raw: RawTokenizer, control: Sequence[AddedToken]) -> None:
@@ -196,6 +241,8 @@ class StreamDecoder:
         self._pending: list[int] = []
 
     def push(self, token: int) -> str:
+        """Return the text that `token` completes; empty inside a character of several tokens and for hidden
+        tokens."""
         if token in self._hidden:
             return ""
         self._pending.append(token)

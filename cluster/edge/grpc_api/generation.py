@@ -50,32 +50,32 @@ class _RpcCall:
     send: Callable[[bytes], Awaitable[None]]
 
 
-class _Messages(Writer):
+class WholeMessage(Writer):
+    """Writes the answer of Generate."""
+
+    def __init__(self, reply_id: str, model: EdgeModel, job: PreparedRequest) -> None:
+        super().__init__(UsageCounter(job))
+        self._model = model
+        self._whole = pb.GenerateResponse(
+            id=reply_id, model=model.name, choices=[pb.Choice() for _ in job.requests]
+        )
+
+    def grow(self, increment: Increment) -> Iterable[bytes]:
+        grow(self._whole.choices[increment.choice], increment, self._model.tokenizer.piece)
+        return ()
+
+    async def close(self) -> Iterable[bytes]:
+        self._whole.usage.CopyFrom(usage_of(self.tally))
+        return (self._whole.SerializeToString(),)
+
+
+class ChunkMessages(Writer):
+    """Writes the answer of GenerateStream. The usage is part of the last chunk."""
+
     def __init__(self, reply_id: str, model: EdgeModel, job: PreparedRequest) -> None:
         super().__init__(UsageCounter(job))
         self._id = reply_id
         self._model = model
-        self._choices = [pb.Choice() for _ in job.requests]
-
-
-class WholeMessage(_Messages):
-    """Writes the answer of Generate."""
-
-    def grow(self, increment: Increment) -> Iterable[bytes]:
-        grow(self._choices[increment.choice], increment, self._model.tokenizer.piece)
-        return ()
-
-    async def close(self) -> Iterable[bytes]:
-        usage = usage_of(self.tally)
-        whole = pb.GenerateResponse(id=self._id, model=self._model.name, choices=self._choices, usage=usage)
-        return (whole.SerializeToString(),)
-
-
-class ChunkMessages(_Messages):
-    """Writes the answer of GenerateStream. The usage is part of the last chunk."""
-
-    def __init__(self, reply_id: str, model: EdgeModel, job: PreparedRequest) -> None:
-        super().__init__(reply_id, model, job)
         self._unfinished = len(job.requests)
 
     def grow(self, increment: Increment) -> Iterable[bytes]:

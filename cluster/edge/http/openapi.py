@@ -23,35 +23,17 @@ EVERYWHERE = {
 }
 """Error statuses and their meanings."""
 
-ERROR: Json = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
+TEXTS: Json = {"type": "string"}
+MAYBE: Json = {"type": ["string", "null"]}
 
-ERROR_OF_MESSAGES: Json = {
-    "type": "object",
-    "required": ["type", "error"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-        },
-    },
-}
+
+def _object(**properties: Json) -> Json:
+    """Return the schema of an object that has all of these."""
+    return {"type": "object", "required": [*properties], "properties": properties}
+
+
+ERROR = _object(error=_object(message=TEXTS, type=TEXTS, param=MAYBE, code=MAYBE))
+ERROR_OF_MESSAGES = _object(type={"const": "error"}, error=_object(type=TEXTS, message=TEXTS))
 """An error in the shape of Anthropic's API."""
 
 
@@ -101,11 +83,9 @@ def _correct(document: dict[str, Any]) -> None:
             if path in REPLIES:
                 responses["200"]["content"] = {
                     "application/json": {"schema": REPLIES[path]},
-                    EVENTS: {"schema": {"type": "string"}},
+                    EVENTS: {"schema": TEXTS},
                 }
-    document["paths"]["/metrics"]["get"]["responses"]["200"]["content"] = {
-        TEXT: {"schema": {"type": "string"}}
-    }
+    document["paths"]["/metrics"]["get"]["responses"]["200"]["content"] = {TEXT: {"schema": TEXTS}}
 
 
 def _error(name: str, meaning: str) -> Json:

@@ -9,8 +9,9 @@ import msgspec
 
 from tidemill.cluster.edge.chat.output.detokenizer import Answer, Growth
 from tidemill.cluster.edge.chat.output.harmony import open_parser
-from tidemill.cluster.edge.chat.output.parts import Parser, Part
-from tidemill.cluster.edge.chat.text import Tokenizer
+from tidemill.cluster.edge.chat.output.output_parser import Parser
+from tidemill.cluster.edge.chat.output.parts import Part
+from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
 from tidemill.cluster.edge.requests.echo import Echo
 from tidemill.cluster.edge.requests.intake import PreparedRequest
 from tidemill.cluster.edge.service import Service
@@ -32,7 +33,9 @@ class Increment(msgspec.Struct, frozen=True, kw_only=True):
     pooled: bytes = b""  # see Delta
 
 
-async def answer(service: Service, tokenizer: Tokenizer, job: PreparedRequest, emit: Emit[Increment]) -> None:
+async def answer(
+    service: Service, tokenizer: FolderTokenizer, job: PreparedRequest, emit: Emit[Increment]
+) -> None:
     """Emit all choices of `job` until each has finished. Cancelling this, or a failure, cancels the running
     ones. Raises Unserved and RequestError."""
     choices: list[Coroutine[Any, Any, None]] = []

@@ -25,7 +25,7 @@ class Echo:
     """Puts a prompt before the first growth of an answer, and shifts the answer's offsets behind it."""
 
     def __init__(self, prompt: Prompt, piece: Callable[[int], bytes]) -> None:
-        """`piece` returns the bytes of a token: Tokenizer.piece."""
+        """`piece` returns the bytes of a token: FolderTokenizer.piece."""
         self._prompt = prompt
         self._piece = piece
         self._begun = False

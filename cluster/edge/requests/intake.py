@@ -24,15 +24,8 @@ from tidemill.cluster.edge.chat.request.request_builder import (
 )
 from tidemill.cluster.edge.chat.request.tool_grammar import enforceable, forced
 from tidemill.cluster.edge.chat.request.tools import Tool, offered
-from tidemill.cluster.edge.chat.text import (
-    MarkedPrompt,
-    Message,
-    Rendering,
-    Tokenizer,
-    check_chars,
-    marked_prompt,
-    text_of,
-)
+from tidemill.cluster.edge.chat.text import MarkedPrompt, Message, Rendering, check_chars
+from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer, marked_prompt, text_of
 from tidemill.cluster.edge.flow import content_hash_of
 from tidemill.cluster.edge.requests.bodies import (
     UNSUPPORTED,
@@ -91,7 +84,7 @@ class PreparedRequest:
     requests: tuple[Request, ...]
     n: int
     ending: Ending
-    logprobs: bool
+    logprobs: bool = False
     best_of: int | None = None  # the answers drawn, of which the n best are returned; None: all
     prompt_logprobs: int | None = None  # alternatives per token in a separate list
     output_format: OutputFormat | None = None
@@ -110,7 +103,7 @@ class Intake:
     """
 
     def __init__(
-        self, model: ServedModel, tokenizer: Tokenizer, new_id: Callable[[], str], rng: Random
+        self, model: ServedModel, tokenizer: FolderTokenizer, new_id: Callable[[], str], rng: Random
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
@@ -140,20 +133,10 @@ class Intake:
         sampling = self._sampling(body, logprobs, body.prompt_logprobs, grammar)
         ends = self._channel_ends() if output_format.channels and not body.ignore_eos else ()
         terms = terms_of(body, self._model, sampling, max_tokens=max_tokens, n=body.n, ends=ends)
-        sender = self._sender(body, caller)
         dropped = ["tools"] if self._drops_tools(body) else []
-        return PreparedRequest(
-            requests=self._requests(body, terms, Rendered([prompt], "messages"), sender),
-            n=terms.n,
-            ending=terms.ending,
-            logprobs=logprobs is not None,
-            prompt_logprobs=body.prompt_logprobs,
-            output_format=output_format,
-            show=self._show(caller),
-            token_ids=body.return_token_ids,
-            special_tokens=not body.skip_special_tokens,
-            ignored=(*body.ignored(UNSUPPORTED), *dropped, *left_out),
-        )
+        job = self._prepared(body, caller, terms, Rendered([prompt], "messages"), (*dropped, *left_out))
+        show = self._show(caller)
+        return replace(job, logprobs=logprobs is not None, output_format=output_format, show=show)
 
     async def prefix(self, body: PrefixBody, caller: Caller) -> tuple[PreparedRequest, str]:
         """Prepare a prompt that is retained and whose answer, one token, no client sees; return also its id.
@@ -168,37 +151,21 @@ class Intake:
         sender = self._sender(body, caller)
         (unsent,) = requests_of(terms, self._model, prompt, rendered.param, str, sender)
         prefix_id = f"prefix-{content_hash_of(unsent).hex()}"
-        sender = self._sender(body, caller, prefix_id)
-        job = PreparedRequest(
-            requests=self._requests(body, terms, rendered, sender),
-            n=terms.n,
-            ending=terms.ending,
-            logprobs=False,
-            token_ids=body.return_token_ids,
-            ignored=(*body.ignored(UNSUPPORTED), *body.unused()),
-        )
-        return job, prefix_id
+        return self._prepared(body, caller, terms, rendered, body.unused(), prefix_id), prefix_id
 
     async def pooled(
         self,
         body: Body,
-        prompts_of: Callable[[Tokenizer], list[MarkedPrompt]],
+        prompts_of: Callable[[FolderTokenizer], list[MarkedPrompt]],
         caller: Caller,
         ignored: Sequence[str],
     ) -> PreparedRequest:
         """Prepare prompts for which the model pools. `prompts_of` runs in a thread. Raises RequestError."""
         self._check(body, pools=True)
         prompts = await self.in_thread(prompts_of, self._tokenizer)
-        sender = self._sender(body, caller)
-        requests = self._requests(body, NOTHING_DRAWN, Rendered(prompts, "input"), sender)
-        return PreparedRequest(
-            requests=tuple(replace(request, pools=True) for request in requests),
-            n=1,
-            ending=NOTHING_DRAWN.ending,
-            logprobs=False,
-            concurrent_max=POOLED_MAX,
-            ignored=(*body.ignored(UNSUPPORTED), *ignored),
-        )
+        job = self._prepared(body, caller, NOTHING_DRAWN, Rendered(prompts, "input"), ignored)
+        requests = tuple(replace(request, pools=True) for request in job.requests)
+        return replace(job, requests=requests, concurrent_max=POOLED_MAX)
 
     async def prompt_of(self, body: TokenizeBody) -> list[int]:
         """Return the tokens of a chat or of a text. Raises RequestError."""
@@ -315,19 +282,14 @@ class Intake:
         terms = terms_of(
             body, self._model, sampling, max_tokens=max_tokens, n=num_drawn, scores_stop=shows_scores
         )
-        sender = self._sender(body, caller)
-        return PreparedRequest(
-            requests=self._requests(body, terms, Rendered(prompts, body.prompt_param), sender),
-            n=num_drawn,
+        left_out = asked.left_out if asked else ()
+        job = self._prepared(body, caller, terms, Rendered(prompts, body.prompt_param), left_out)
+        return replace(
+            job,
             best_of=body.n if body.n < num_drawn else None,
-            ending=terms.ending,
             logprobs=body.logprobs is not None,
-            prompt_logprobs=body.prompt_logprobs,
-            echoes=await self.in_thread(self._echoes, body, prompts) if body.echo else None,
             show=self._show(caller),
-            token_ids=body.return_token_ids,
-            special_tokens=not body.skip_special_tokens,
-            ignored=(*body.ignored(UNSUPPORTED), *(asked.left_out if asked else ())),
+            echoes=await self.in_thread(self._echoes, body, prompts) if body.echo else None,
         )
 
     def _echoes(self, body: CompletionBody, prompts: list[MarkedPrompt]) -> tuple[Prompt, ...]:
@@ -443,9 +405,17 @@ class Intake:
             cache_diagnostics=bool(caller.diagnostics),
         )
 
-    def _requests(
-        self, body: Body, terms: GenerationTerms, rendered: Rendered, sender: Sender
-    ) -> tuple[Request, ...]:
+    def _prepared(
+        self,
+        body: Body,
+        caller: Caller,
+        terms: GenerationTerms,
+        rendered: Rendered,
+        ignored: Sequence[str],
+        prefix_id: str = "",
+    ) -> PreparedRequest:
+        """Return what all kinds of requests have in common. Raises RequestError."""
+        sender = self._sender(body, caller, prefix_id)
         requests = tuple(
             request
             for prompt in rendered.prompts
@@ -460,4 +430,12 @@ class Intake:
                 "fewer or shorter prompts, fewer answers or fewer alternatives",
                 param="prompt_logprobs" if body.prompt_logprobs is not None else "logprobs",
             )
-        return requests
+        return PreparedRequest(
+            requests=requests,
+            n=terms.n,
+            ending=terms.ending,
+            prompt_logprobs=body.prompt_logprobs,
+            token_ids=body.return_token_ids,
+            special_tokens=not body.skip_special_tokens,
+            ignored=(*body.ignored(UNSUPPORTED), *ignored),
+        )

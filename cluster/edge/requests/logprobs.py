@@ -6,7 +6,7 @@ from tidemill.cluster.edge.chat.output.detokenizer import Scored
 from tidemill.workers.messages import TokenLogprob
 
 Piece = Callable[[int], bytes]
-"""Returns the bytes that a token stands for: Tokenizer.piece."""
+"""Returns the bytes that a token stands for: FolderTokenizer.piece."""
 
 LOGPROB_MIN = -9999.0
 """JSON has no infinity; this is OpenAI's number for "very unlikely"."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from random import Random
 
-from tidemill.cluster.edge.chat.text import Tokenizer
+from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
 from tidemill.cluster.edge.requests.intake import Intake
 from tidemill.cluster.edge.requests.usage import Json
 from tidemill.cluster.edge.service import ServedModel, Service
@@ -20,7 +20,7 @@ class ServedBackend:
     """The backend of one model."""
 
     service: Service
-    tokenizer: Tokenizer
+    tokenizer: FolderTokenizer
 
 
 @dataclass(frozen=True, slots=True)

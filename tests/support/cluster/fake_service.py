@@ -22,7 +22,6 @@ from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.cluster.edge.http.app import app_of
 from tidemill.cluster.edge.http.connection import with_limits
-from tidemill.cluster.edge.requests.api_keys import ApiKey
 from tidemill.cluster.edge.requests.context import Sources, open_context
 from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.edge.requests.models import ServedBackend
@@ -34,7 +33,6 @@ from tidemill.cluster.messages import (
     RoleScale,
     WorkerStatus,
 )
-from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.orders import AnswerT, Drain, Order, Roles, Scale, SetBudget, SetRole
 from tidemill.cluster.processes.endpoint.handshakes import EdgeServer
 from tidemill.workers.cache_lookup import CacheMiss
@@ -125,7 +123,8 @@ class FakeService:
     """Answers each request with `script`, `per_piece` tokens at a time, to `max_new_tokens` or a stop token;
     with `pooled` one that pools.
 
-    `fail_at` raises `failure` before the piece of that index, `stall_at` waits for ever there.
+    `fail_at` raises `failure` before the piece of that index, `stall_at` waits for ever there. Each of
+    `moods` is raised once, and only the first `free` requests are answered, each after `delay_s`.
     """
 
     script: Callable[[Request], Sequence[int]]
@@ -133,6 +132,9 @@ class FakeService:
     fail_at: int | None = None
     failure: Exception = field(default_factory=lambda: Unserved("no worker is left"))
     stall_at: int | None = None
+    moods: list[Exception] = field(default_factory=list[Exception])
+    free: int | None = None
+    delay_s: float = 0.0
     pooled: Callable[[Request], Sequence[float]] = lambda _: ()
     model: ServedModel = MODEL
     workers: tuple[WorkerStatus, ...] = (worker_status("prefill-0", "prefill"), worker_status("decode-0"))
@@ -147,6 +149,12 @@ class FakeService:
     stalled: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def stream(self, request: Request, emit: Emit[StreamPiece]) -> None:
+        if self.moods:
+            raise self.moods.pop()
+        if self.free is not None and len(self.requests) >= self.free:
+            await self._stall()
+        if self.delay_s:
+            await asyncio.sleep(self.delay_s)
         self.requests.append(request)
         self.open_streams += 1
         self.idle.clear()
@@ -159,6 +167,10 @@ class FakeService:
             self.open_streams -= 1
             if self.open_streams == 0:
                 self.idle.set()
+
+    async def _stall(self) -> None:
+        self.stalled.set()
+        await asyncio.Event().wait()
 
     async def _pieces(self, request: Request) -> AsyncGenerator[StreamPiece]:
         if request.pools:
@@ -179,8 +191,7 @@ class FakeService:
             yield StreamPiece(tokens=(), prompt_logprobs=scores, trace=TRACE)
         for index, start in enumerate(starts):
             if index == self.stall_at:
-                self.stalled.set()
-                await asyncio.Event().wait()
+                await self._stall()
             if index == self.fail_at:
                 raise self.failure
             await asyncio.sleep(0)
@@ -256,20 +267,15 @@ def saying(text: str, *, eos: bool = True) -> Callable[[Request], list[int]]:
     return lambda _: [*tokens, EOS] if eos else tokens
 
 
-def build_app(
-    served: Sequence[ServedBackend],
-    sources: Sources,
-    *,
-    metrics: EdgeMetrics | None = None,
-    limits: EdgeLimits | None = None,
-    keys: Sequence[ApiKey] = (),
+def app_over(
+    *services: FakeService,
+    tokens: FolderTokenizer | None = None,
+    source: Sources | None = None,
+    **options: Any,  # noqa: ANN401 - of `open_context`
 ) -> FastAPI:
-    """Return `app_of` a new context."""
-    return app_of(open_context(served, sources, metrics=metrics, limits=limits, keys=keys))
-
-
-def app_over(service: FakeService, seed: int = 0) -> FastAPI:
-    return build_app([ServedBackend(service, tokenizer())], sources(seed))
+    """Return the HTTP application over these services, with keeper's tokenizer or another one."""
+    served = [ServedBackend(service, tokens or tokenizer()) for service in services]
+    return app_of(open_context(served, source or sources(), **options))
 
 
 async def exchange(app: FastAPI, method: str, path: str, **content: Any) -> httpx.Response:  # noqa: ANN401 - as httpx takes it
@@ -281,6 +287,12 @@ async def exchange(app: FastAPI, method: str, path: str, **content: Any) -> http
 def call(app: FastAPI, method: str, path: str, **content: Any) -> httpx.Response:  # noqa: ANN401 - as httpx takes it
     """One request, in process and in a loop of its own."""
     return asyncio.run(exchange(app, method, path, **content))
+
+
+def post(app: FastAPI, path: str, body: object, **headers: str) -> httpx.Response:
+    """Send a body: bytes as they are, other data as JSON."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return call(app, "POST", path, content=content, headers={"content-type": "application/json", **headers})
 
 
 def complete(app: FastAPI, **body: object) -> dict[str, Any]:
@@ -302,11 +314,13 @@ def chat(app: FastAPI, **body: object) -> httpx.Response:
     return call(app, "POST", "/v1/chat/completions", json={"messages": messages, **body})
 
 
-def with_server(service: FakeService, use: Callable[[str], Result]) -> Result:
-    """Serve the API of `service`; return the result of `use`, which gets the URL, on a thread."""
+def with_server(served: FakeService | FastAPI, use: Callable[[str], Result]) -> Result:
+    """Serve an application, or that of a service; return the result of `use`, which gets the URL, on a
+    thread."""
+    app = app_over(served) if isinstance(served, FakeService) else served
 
     async def main() -> Result:
-        async with serving(app_over(service)) as url:
+        async with serving(app) as url:
             return await asyncio.to_thread(use, url)
 
     return asyncio.run(main())

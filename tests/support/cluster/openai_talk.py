@@ -7,9 +7,8 @@ from typing import Any
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionToolParam
 
-from tests.support.cluster.fake_service import FakeService, build_app, serving, sources, tokenizer
+from tests.support.cluster.fake_service import FakeService, app_over, serving
 from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
-from tidemill.cluster.edge.requests.models import ServedBackend
 
 ARGUMENTS: dict[str, object] = {
     "type": "object",
@@ -27,7 +26,7 @@ LOOK: ChatCompletionToolParam = {
 async def conversing(service: FakeService, tokens: FolderTokenizer | None = None) -> AsyncGenerator[Any]:
     """A client of a server with this service: AsyncOpenAI, without the types of its many options."""
     async with (
-        serving(build_app([ServedBackend(service, tokens or tokenizer())], sources())) as url,
+        serving(app_over(service, tokens=tokens)) as url,
         AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
         yield client

@@ -1,11 +1,11 @@
 """Edges with a database, and clients of them."""
 
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from hashlib import sha256
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from openai import AsyncOpenAI
@@ -19,6 +19,10 @@ from tidemill.cluster.edge.requests.api_keys import ApiKey
 from tidemill.cluster.edge.requests.context import EdgeContext, open_context, with_database
 from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.edge.requests.models import ServedBackend
+
+Kind = TypeVar("Kind")
+Write = Callable[[Callable[[Kind], Any]], Coroutine[Any, Any, Any]]
+"""Writes records of a kind of one tenant."""
 
 TTL_S = 1000.0
 NOW_S = 1_700_000_123.5
@@ -41,6 +45,15 @@ def edge_over(
 def limit_keys(edge: EdgeContext, **limits: int | None) -> None:
     """Give all keys of an edge these limits."""
     edge.keys.replace([key.model_copy(update=limits) for key in edge.keys.known])
+
+
+async def rows_of(database: DatabaseSettings, *tables: str) -> list[int]:
+    """Return the numbers of rows of tables."""
+    own = Database(database)
+    queries = [f"SELECT COUNT(*) FROM tidemill_{table}" for table in tables]  # noqa: S608 - ours
+    found = [await own.read(lambda sent, query=query: sent.rows(query)) for query in queries]
+    own.close()
+    return [rows[0][0] for rows in found]
 
 
 async def check_accounts(database: DatabaseSettings) -> None:

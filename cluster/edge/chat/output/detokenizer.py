@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tidemill.cluster.edge.chat.text import StopScanner, TokenDecoder
+from tidemill.cluster.edge.chat.text import StopScanner
+from tidemill.cluster.edge.chat.tokenizer import StreamDecoder
 from tidemill.workers.messages import FinishReason, Request, TokenLogprob
 
 
@@ -58,7 +59,7 @@ class Answer:
     scored   passed on ..... | waiting: starts behind what is shown
     """
 
-    def __init__(self, request: Request, decoder: TokenDecoder, ending: Ending) -> None:
+    def __init__(self, request: Request, decoder: StreamDecoder, ending: Ending) -> None:
         self._stop_token_ids = request.stop_token_ids
         self._decoder = decoder
         self._ending = ending

@@ -12,9 +12,9 @@ import re
 from typing import Literal
 
 from tidemill.cluster.edge.chat.formats import CALL_END, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START
-from tidemill.cluster.edge.chat.output.output_parser import OutputFormat, OutputParser
-from tidemill.cluster.edge.chat.output.parts import Call, Parser, Part, ReasoningText, Text
-from tidemill.cluster.edge.chat.text import growing
+from tidemill.cluster.edge.chat.output.output_parser import OutputFormat, OutputParser, Parser
+from tidemill.cluster.edge.chat.output.parts import Call, Part, ReasoningText, Text
+from tidemill.cluster.edge.chat.text import first_of, growing
 
 ENDS = (END, CALL_END, RETURN, START, CHANNEL)
 HEADER_STARTS = (START, CHANNEL, CONSTRAIN, MESSAGE, "to=")
@@ -24,28 +24,18 @@ ON_CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
 FUNCTIONS = "functions."
 
 
-class Harmony:
-    """A Parser. The answer begins behind the role of its first message."""
+class Harmony(Parser):
+    """The answer begins behind the role of its first message."""
 
     def __init__(self, output_format: OutputFormat) -> None:
-        self._output_format = output_format
+        super().__init__(output_format)
         self._inside: Literal["start", "header", "reasoning", "words", "call"] = "start"
-        self._held = ""
         self._name: str | None = None  # of the call, until its first piece was emitted
         self._dropped = False  # the open call is one too many
-        self.num_calls = 0
         if output_format.begun:
             self.push(output_format.begun, last=False)
 
-    def push(self, text: str, *, last: bool) -> list[Part]:
-        self._held += text
-        parts: list[Part] = []
-        while self._step(parts, last=last):
-            pass
-        return [part for part in parts if not (self._output_format.forced and isinstance(part, Text))]
-
     def _step(self, parts: list[Part], *, last: bool) -> bool:
-        """Take one step; return whether the held text may contain more."""
         match self._inside:
             case "start":
                 return self._start(last=last)
@@ -95,8 +85,7 @@ class Harmony:
     def _message(self, parts: list[Part], *, last: bool) -> bool:
         # a grammar has one message behind the reasoning, to the end of the answer
         ends = () if self._output_format.constrained and self._inside != "reasoning" else ENDS
-        found = ((at, tag) for tag in ends if (at := self._held.find(tag)) >= 0)
-        at, tag = min(found, default=(len(self._held), ""))
+        at, tag = first_of(ends, self._held, len(self._held))
         if not tag and not last:
             at -= growing(self._held, ends)
         text, self._held = self._held[:at], self._held[at:]

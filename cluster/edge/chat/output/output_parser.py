@@ -7,6 +7,7 @@ models that write in channels. No text is lost: text that looks like a call and 
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -15,7 +16,7 @@ from tidemill.cluster.edge.chat.formats import BREAK, CHANNELS, CallForm, Thinki
 from tidemill.cluster.edge.chat.output.parts import Part, ReasoningText, Text
 from tidemill.cluster.edge.chat.output.tool_call_parser import Schemas
 from tidemill.cluster.edge.chat.output.tool_call_stream import ToolCallStream
-from tidemill.cluster.edge.chat.text import growing
+from tidemill.cluster.edge.chat.text import first_of, growing
 
 BETWEEN = re.compile(r"\s*([;,]?)\s*")
 """The text between two calls that have no tags."""
@@ -58,32 +59,43 @@ class OutputFormat:
         return (*(self.reasoning.tags if self.reasoning else ()), *(self.form.tags if self.form else ()))
 
 
-class OutputParser:
-    """A Parser. A tag may arrive in several pieces, so text that may become one is held back."""
+class Parser(ABC):
+    """Separates the parts of one answer; no I/O. However the text is cut, the parts add up to the same."""
 
     def __init__(self, output_format: OutputFormat) -> None:
         self._output_format = output_format
-        self._thinking = output_format.reasoning or Thinking()
-        self._inside: Literal["start", "reasoning", "words", "call", "between"] = "start"
-        self._outside: Literal["reasoning", "words"] = "words"  # of calls
-        if output_format.thinking:
-            self._outside = "reasoning"
         self._held: str = ""
-        self._after_tag = output_format.thinking  # white space there belongs to no words
-        self._begin = ""  # the tag before the call
-        self._calling: ToolCallStream | None = None
-        self._silent = True  # neither words nor calls so far
         self.num_calls = 0
 
     def push(self, text: str, *, last: bool) -> list[Part]:
+        """Return the parts that `text` completes; everything that is left if it is the `last`."""
         self._held += text
         parts: list[Part] = []
         while self._step(parts, last=last):
             pass
         return [part for part in parts if not (self._output_format.forced and isinstance(part, Text))]
 
+    @abstractmethod
     def _step(self, parts: list[Part], *, last: bool) -> bool:
         """Take one step; return whether the held text may contain more."""
+
+
+class OutputParser(Parser):
+    """A tag may arrive in several pieces, so text that may become one is held back."""
+
+    def __init__(self, output_format: OutputFormat) -> None:
+        super().__init__(output_format)
+        self._thinking = output_format.reasoning or Thinking()
+        self._inside: Literal["start", "reasoning", "words", "call", "between"] = "start"
+        self._outside: Literal["reasoning", "words"] = "words"  # of calls
+        if output_format.thinking:
+            self._outside = "reasoning"
+        self._after_tag = output_format.thinking  # white space there belongs to no words
+        self._begin = ""  # the tag before the call
+        self._calling: ToolCallStream | None = None
+        self._silent = True  # neither words nor calls so far
+
+    def _step(self, parts: list[Part], *, last: bool) -> bool:
         match self._inside:
             case "start":
                 return self._start(parts, last=last)
@@ -128,7 +140,7 @@ class OutputParser:
             self._outside = "words"
             self._silent = self._silent or constrained
             self._go("words", after_tag=not kept or constrained)
-        return found is not None
+        return bool(found)
 
     @property
     def _outside_kind(self) -> type[ReasoningText | Text]:
@@ -157,9 +169,9 @@ class OutputParser:
         tag = self._pass_on(parts, tags if self._may_call(tags) else (), Text, last=last)
         if tag in form.begins:
             self._call_next(form, tag)
-        elif tag is not None:
+        elif tag:
             self._after_tag = True
-        return tag is not None
+        return bool(tag)
 
     def _may_call(self, tags: Sequence[str]) -> bool:
         """Return whether one of the tags may begin a call: anywhere, or where a grammar allows it."""
@@ -169,13 +181,12 @@ class OutputParser:
 
     def _pass_on(
         self, parts: list[Part], tags: Sequence[str], kind: type[ReasoningText | Text], *, last: bool
-    ) -> str | None:
-        """Pass on the held text up to the first of the `tags`; return that tag, if there is one."""
-        found = ((at, tag) for tag in tags if (at := self._held.find(tag)) >= 0)
-        at, tag = min(found, default=(len(self._held), None))
-        if tag is None and not last:
+    ) -> str:
+        """Pass on the held text up to the first of the `tags`; return that tag, empty if there is none."""
+        at, tag = first_of(tags, self._held, len(self._held))
+        if not tag and not last:
             at -= growing(self._held, tags)
-        text, self._held = self._held[:at], self._held[at + len(tag or "") :]
+        text, self._held = self._held[:at], self._held[at + len(tag) :]
         if self._after_tag:
             text = text.lstrip()
         if text:

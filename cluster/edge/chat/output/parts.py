@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +25,6 @@ class Call:
 
 
 Part = ReasoningText | Text | Call
-
-
-class Parser(Protocol):
-    """Separates the parts of one answer; no I/O. However the text is cut, the parts add up to the same."""
-
-    num_calls: int
-
-    def push(self, text: str, *, last: bool) -> list[Part]:
-        """Return the parts that `text` completes; everything that is left if it is the `last`."""
-        ...
 
 
 def joined(pieces: Iterable[Call]) -> list[Call]:

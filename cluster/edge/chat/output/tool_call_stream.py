@@ -15,7 +15,7 @@ from tidemill.cluster.edge.chat.formats import JSON_OPENING, CallForm
 from tidemill.cluster.edge.chat.output.parameters import ParameterStream
 from tidemill.cluster.edge.chat.output.parts import Call
 from tidemill.cluster.edge.chat.output.tool_call_parser import Schemas, call_of
-from tidemill.cluster.edge.chat.text import growing
+from tidemill.cluster.edge.chat.text import first_of, growing
 
 
 class ToolCallStream:
@@ -63,7 +63,7 @@ class ToolCallStream:
         self._unread += text
         calls: list[Call] = []
         while self.rest is None:
-            at, tag = self._next_tag()
+            at, tag = first_of(self._tags, self._unread)
             cut = at if tag else len(self._unread) - (0 if last else growing(self._unread, self._tags))
             calls += self._inside(cut)
             if self.rest is not None or not tag:
@@ -107,10 +107,6 @@ class ToolCallStream:
 
     def _may_call(self, name: str | None) -> bool:
         return name in self._schemas or not self._knows
-
-    def _next_tag(self) -> tuple[int, str]:
-        found = ((at, tag) for tag in self._tags if (at := self._unread.find(tag)) >= 0)
-        return min(found, default=(0, ""))
 
     def _inside(self, size: int) -> list[Call]:
         """Read `size` characters, or those up to where the call closes by itself."""

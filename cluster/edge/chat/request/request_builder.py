@@ -64,7 +64,7 @@ def sampling_of(
     grammar: Grammar | None,
 ) -> Sampling:
     """Return how tokens are drawn, after a check of all ids in `params`; `seed` is used when the client gave
-    none. `encode` is Tokenizer.encode_inside. Raises RequestError."""
+    none. `encode` is FolderTokenizer.encode_inside. Raises RequestError."""
     bad_words = bad_words_of(params.bad_words, encode)
     check_tokens([token for word in bad_words for token in word], "bad_words", model)
     check_tokens(params.stop_token_ids, "stop_token_ids", model)

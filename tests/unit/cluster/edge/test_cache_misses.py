@@ -1,7 +1,9 @@
 """Why a prompt was not cached: a row for each reason, and who learns what of it."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,85 +41,63 @@ def spans(misses: tuple[CacheMiss, ...]) -> list[tuple[str, int, int]]:
     return [(miss.reason, miss.start, miss.end) for miss in misses]
 
 
-ROWS: dict[str, tuple[int, CacheLookup | None, Route, list[tuple[str, int, int]]]] = {
-    "all is restored": (100, None, ROUTE, []),
-    "an earlier version": (20, None, ROUTE, [("unknown", 20, 100)]),
-    "new text": (30, CacheLookup(matched=30), ROUTE, [("never_seen", 30, 100)]),
-    "a page of another text": (
-        30,
-        CacheLookup(matched=30, other_text=(30, 39)),
-        ROUTE,
-        [("other_text", 30, 100)],
+def spans_in(text: str) -> list[tuple[str, int, int]]:
+    """Read spans as they are written below: `evicted 0-40, never_seen 40-100`."""
+    found = re.findall(r"(\w+) (\d+)-(\d+)", text)
+    return [(reason, int(start), int(end)) for reason, start, end in found]
+
+
+Row = tuple[int, CacheLookup | None, Route, list[tuple[str, int, int]]]
+
+
+def row(restored: int, expected: str, lookup: CacheLookup | None = None, **route: int) -> Row:
+    """Return a row: with `elsewhere_pages`, that many pages are on another worker."""
+    elsewhere = {"elsewhere": ELSEWHERE} if "elsewhere_pages" in route else {}
+    return restored, lookup, replace(ROUTE, **elsewhere, **route), spans_in(expected)  # type: ignore[arg-type]
+
+
+def seen(**known: Any) -> CacheLookup:  # noqa: ANN401 - fields of a lookup
+    depth = known.pop("evicted", None)
+    return CacheLookup(eviction=depth and LookupEviction(depth, "states"), **known)
+
+
+ROWS: dict[str, Row] = {
+    "all is restored": row(100, ""),
+    "an earlier version": row(20, "unknown 20-100"),
+    "new text": row(30, "never_seen 30-100", seen(matched=30)),
+    "a page of another text": row(30, "other_text 30-100", seen(matched=30, other_text=(30, 39))),
+    "another token, in the middle of what is gone": row(
+        30, "not_held 30-50, other_text 50-100", seen(matched=30, other_text=(57, 57))
     ),
-    "another token, in the middle of what is gone": (
-        30,
-        CacheLookup(matched=30, other_text=(57, 57)),
-        ROUTE,
-        [("not_held", 30, 50), ("other_text", 50, 100)],
-    ),
-    "another token in the last page": (100, CacheLookup(matched=100, other_text=(102, 102)), ROUTE, []),
-    "no checkpoint": (
-        20,
-        CacheLookup(matched=50),
-        ROUTE,
-        [("no_checkpoint", 20, 50), ("never_seen", 50, 100)],
-    ),
-    "an evicted state below pages that are here": (
+    "another token in the last page": row(100, "", seen(matched=100, other_text=(102, 102))),
+    "no checkpoint": row(20, "no_checkpoint 20-50, never_seen 50-100", seen(matched=50)),
+    "an evicted state below pages that are here": row(
         0,
-        CacheLookup(matched=60, eviction=LookupEviction(40, "states"), other_text=(60, 69)),
-        ROUTE,
-        [("evicted", 0, 40), ("no_checkpoint", 40, 60), ("other_text", 60, 100)],
+        "evicted 0-40, no_checkpoint 40-60, other_text 60-100",
+        seen(matched=60, evicted=40, other_text=(60, 69)),
     ),
-    "evicted before another text was known": (
+    "evicted before another text was known": row(
+        0, "evicted 0-80, never_seen 80-100", seen(evicted=80, other_text=(0, 9))
+    ),
+    "expired": row(0, "expired 0-100", evicted(100, expired=True)),
+    "on another worker": row(0, "other_worker 0-70, never_seen 70-100", evicted(40), elsewhere_pages=7),
+    "less on another worker than here": row(50, "never_seen 50-100", seen(matched=50), elsewhere_pages=4),
+    "on a lost worker": row(0, "not_held 0-60, never_seen 60-100", seen(), shared_pages=6),
+    "the store is down": row(
         0,
-        CacheLookup(eviction=LookupEviction(80, "pages"), other_text=(0, 9)),
-        ROUTE,
-        [("evicted", 0, 80), ("never_seen", 80, 100)],
+        "store_down 0-80, never_seen 80-100",
+        seen(store="down", evicted=30),
+        elsewhere_pages=5,
+        shared_pages=8,
     ),
-    "expired": (0, evicted(100, expired=True), ROUTE, [("expired", 0, 100)]),
-    "on another worker": (
-        0,
-        evicted(40),
-        replace(ROUTE, elsewhere=ELSEWHERE, elsewhere_pages=7),
-        [("other_worker", 0, 70), ("never_seen", 70, 100)],
+    "the store is down, but there was no checkpoint to store": row(
+        20, "no_checkpoint 20-60, never_seen 60-100", seen(store="down", matched=60), shared_pages=6
     ),
-    "less on another worker than here": (
-        50,
-        CacheLookup(matched=50),
-        replace(ROUTE, elsewhere=ELSEWHERE, elsewhere_pages=4),
-        [("never_seen", 50, 100)],
+    "the store is slow": row(0, "store_slow 0-100", seen(store="late", stored=100)),
+    "an object of the store is damaged": row(
+        20, "fetch_failed 20-60, never_seen 60-100", seen(store="failed", stored=60), elsewhere_pages=6
     ),
-    "on a lost worker": (
-        0,
-        CacheLookup(),
-        replace(ROUTE, shared_pages=6),
-        [("not_held", 0, 60), ("never_seen", 60, 100)],
-    ),
-    "the store is down": (
-        0,
-        CacheLookup(store="down", eviction=LookupEviction(30, "pages")),
-        replace(ROUTE, elsewhere=ELSEWHERE, elsewhere_pages=5, shared_pages=8),
-        [("store_down", 0, 80), ("never_seen", 80, 100)],
-    ),
-    "the store is down, but there was no checkpoint to store": (
-        20,
-        CacheLookup(store="down", matched=60),
-        replace(ROUTE, shared_pages=6),
-        [("no_checkpoint", 20, 60), ("never_seen", 60, 100)],
-    ),
-    "the store is slow": (0, CacheLookup(store="late", stored=100), ROUTE, [("store_slow", 0, 100)]),
-    "an object of the store is damaged": (
-        20,
-        CacheLookup(store="failed", stored=60),
-        replace(ROUTE, elsewhere=ELSEWHERE, elsewhere_pages=6),
-        [("fetch_failed", 20, 60), ("never_seen", 60, 100)],
-    ),
-    "another salt": (
-        0,
-        CacheLookup(other_salt=90),
-        ROUTE,
-        [("other_salt", 0, 90), ("never_seen", 90, 100)],
-    ),
+    "another salt": row(0, "other_salt 0-90, never_seen 90-100", seen(other_salt=90)),
 }
 
 
@@ -162,12 +142,8 @@ def test_worker_that_computed_a_token_names_its_reason() -> None:
     assert unfetched[2].elsewhere == PREFILL, "the store did not take it"
     knows_answers = provenance(100, CacheLookup(matched=100, other_text=(73, 73)))
     later = explain(REQUEST, route, produced, knows_answers, P)
-    assert spans(later) == [
-        ("evicted", 30, 60),
-        ("not_held", 60, 70),
-        ("other_text", 70, 100),
-        ("last_page", 100, 105),
-    ]
+    found = "evicted 30-60, not_held 60-70, other_text 70-100, last_page 100-105"
+    assert spans(later) == spans_in(found)
     held = Produced(depth=100, provenance=Provenance(reused_tokens=100))
     assert spans(explain(REQUEST, route, held, provenance(100, None), P)) == expected[2:]
 

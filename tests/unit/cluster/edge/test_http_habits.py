@@ -15,21 +15,17 @@ from tests.support.cluster.fake_service import (
     KEEPER,
     FakeService,
     app_over,
-    build_app,
     call,
     chat,
     events_of,
     saying,
     serving,
-    sources,
-    tokenizer,
 )
 from tests.support.sockets import connected
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.cluster.edge.requests.api_keys import ApiKey, digest_of
 from tidemill.cluster.edge.requests.json_body import PARTS_MAX, unpacked
 from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX, EdgeLimits
-from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.settings import ChatSettings
 from tidemill.workers.messages import RequestError
 
@@ -190,8 +186,7 @@ KEY = ApiKey(tenant="a", sha256=digest_of("sk-a"))
 
 
 def page_app(keys: Sequence[ApiKey] = (), **cors: Any) -> FastAPI:  # noqa: ANN401 - fields of EdgeLimits
-    backend = ServedBackend(FakeService(saying(" a")), tokenizer())
-    return build_app([backend], sources(), limits=EdgeLimits(**cors), keys=keys)
+    return app_over(FakeService(saying(" a")), limits=EdgeLimits(**cors), keys=keys)
 
 
 @pytest.mark.parametrize("keys", [(), (KEY,)])
@@ -233,7 +228,7 @@ def test_methods_headers_and_credentials_are_those_that_are_set() -> None:
 def test_tools_that_the_model_cannot_know_of_are_left_out_unless_they_are_forced() -> None:
     chats = ChatSettings(template="{% for m in messages %}{{ m.content }}{% endfor %}")
     service = FakeService(saying(" a"))
-    app = build_app([ServedBackend(service, load_tokenizer(KEEPER, chats))], sources())
+    app = app_over(service, tokens=load_tokenizer(KEEPER, chats))
     tool = {"type": "function", "function": {"name": "look"}}
     found = chat(app, tools=[tool])
     assert (found.status_code, found.headers["x-tidemill-ignored"]) == (200, "tools")

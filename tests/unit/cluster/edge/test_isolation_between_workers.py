@@ -20,8 +20,8 @@ from tests.support.cluster.scripted_engine import (
     serving,
 )
 from tests.support.grpc_loop import IN_GRPC_LOOP
+from tests.support.waits import until
 from tidemill.cluster.rpc.codec import Generate, Hello, StreamItem
-from tidemill.cluster.rpc.worker_client import SILENCE_S_MAX, WorkerClients
 from tidemill.cluster.worker.server import WorkerServer
 from tidemill.workers.messages import CrashedAlone, Delta, HandedOver, LostAlone, WorkerGone
 
@@ -141,23 +141,16 @@ async def wire(address: str) -> AsyncGenerator[tuple[str, asyncio.Event]]:
         await asyncio.gather(*ways)
 
 
-async def until_silent(peers: WorkerClients) -> None:
-    async with asyncio.timeout(10 * SILENCE_S_MAX):
-        while WORKER not in peers.silent():  # noqa: ASYNC110 - time makes it so
-            await asyncio.sleep(0.05)
-
-
 async def test_worker_that_owes_answers_is_silent_after_a_while_and_can_be_given_up() -> None:
     async with serving() as (engine, address), frontend() as peers:
         assert peers.silent() == frozenset()
         stream = asyncio.create_task(collect(answer_of(peers, request(), address)))
         await begun(engine, "r")
         assert peers.silent() == frozenset()
-        await until_silent(peers)
+        await until(lambda: WORKER in peers.silent())
         engine.step(("r", FIRST))
-        while peers.silent():  # noqa: ASYNC110 - the other end sends
-            await asyncio.sleep(0.01)
-        await until_silent(peers)
+        await until(lambda: not peers.silent())
+        await until(lambda: WORKER in peers.silent())
         peers.give_up({WORKER})
         assert "its heartbeats stopped" in await fails(stream, WorkerGone)
         await engine.until(lambda engine: not engine.calls)  # the worker was notified
@@ -179,8 +172,7 @@ async def test_calls_are_counted_until_all_have_been_sent_their_ends() -> None:
             await begun(engine, "p", "r")
             assert plane.num_calls == 1, "a lost prefetch is no loss"
             engine.step(("r", HandedOver("it goes")))
-            while plane.num_calls:  # noqa: ASYNC110 - it ends
-                await asyncio.sleep(0)
+            await until(lambda: not plane.num_calls)
             await plane.flush()
             await plane.stop()
             assert await fails(stream, HandedOver) == "it goes"

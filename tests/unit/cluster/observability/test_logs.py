@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from tests.support.cluster.fake_service import FakeService, build_app, call, saying, sources, tokenizer
+from tests.support.cluster.fake_service import FakeService, app_over, call, saying
 from tidemill.cluster.edge.requests.api_keys import ApiKey
-from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.observability import worker_line
 from tidemill.cluster.observability.logs import keeping, start_logs
 from tidemill.cluster.observability.telemetry import LogLevel, Telemetry
@@ -84,7 +83,7 @@ def test_level_is_that_of_our_own_loggers(level: LogLevel, count: int) -> None:
 
 def secured() -> FastAPI:
     keys = [ApiKey(tenant="acme", sha256=sha256(SECRET.encode()).hexdigest())]
-    return build_app([ServedBackend(FakeService(saying(" ok")), tokenizer())], sources(), keys=keys)
+    return app_over(FakeService(saying(" ok")), keys=keys)
 
 
 def ask(*, stream: bool, **body: object) -> None:
@@ -132,7 +131,7 @@ def test_refused_key_is_not_logged() -> None:
 
 def test_workers_know_a_request_by_the_clients_id() -> None:
     service = FakeService(saying(" ok"))
-    app = build_app([ServedBackend(service, tokenizer())], sources())
+    app = app_over(service)
     body = {"prompt": "Hello", "n": 2}
     for _ in range(2):
         call(app, "POST", "/v1/completions", json=body, headers={"x-request-id": "mine"})

@@ -13,8 +13,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanContext, SpanKind, StatusCode, Tracer
 
-from tests.support.cluster.fake_service import TRACE, FakeService, build_app, call, saying, sources, tokenizer
-from tidemill.cluster.edge.requests.models import ServedBackend
+from tests.support.cluster.fake_service import TRACE, FakeService, app_over, call, saying, sources
 from tidemill.cluster.edge.tracing import TracedPeers
 from tidemill.cluster.observability.spans import NoTracing, open_tracer, parent_of
 from tidemill.cluster.observability.telemetry import QUIET, Telemetry
@@ -204,7 +203,7 @@ async def test_traced_peers_send_their_spans_as_parents() -> None:
 def test_edge_records_root_span_of_request(header: str | None, parent: str) -> None:
     recorded, service = Recorded(), FakeService(saying(" ok"))
     source = replace(sources(), tracer=recorded.tracer)
-    app = build_app([ServedBackend(service, tokenizer())], source)
+    app = app_over(service, source=source)
     headers = {"x-request-id": "mine"} | ({} if header is None else {"traceparent": header})
     body = {"prompt": "Hello", "n": 2}
     assert call(app, "POST", "/v1/completions", json=body, headers=headers).status_code == 200
@@ -220,8 +219,8 @@ def test_edge_records_root_span_of_request(header: str | None, parent: str) -> N
 
 def test_root_span_of_failed_request_has_its_end() -> None:
     recorded = Recorded()
-    served = ServedBackend(FakeService(saying(" ok"), fail_at=0), tokenizer())
-    app = build_app([served], replace(sources(), tracer=recorded.tracer))
+    source = replace(sources(), tracer=recorded.tracer)
+    app = app_over(FakeService(saying(" ok"), fail_at=0), source=source)
     assert call(app, "POST", "/v1/completions", json={"prompt": "Hello"}).status_code == 503
     root = recorded.root()
     assert root.status.status_code is StatusCode.ERROR

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster.fake_service import MODEL, FakeService, build_app, call, saying, sources
+from tests.support.cluster.fake_service import MODEL, FakeService, app_over, post, saying
 from tests.unit.cluster.edge.apis.served_fields import (
     BODIES,
     COMMAND,
@@ -15,8 +15,6 @@ from tests.unit.cluster.edge.apis.served_fields import (
     field_rows,
     in_page,
 )
-from tests.unit.cluster.edge.http.test_hints import with_tools
-from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.workers.messages import Pooling
 
 GENERATES = FakeService(saying("a"))
@@ -35,8 +33,7 @@ def test_tables_are_those_of_the_code() -> None:
 def test_field_is_served_as_its_row_states(path: str, field: str, cell: str) -> None:
     body: dict[str, Any] = {**BODIES[path][1], field: example(path, field)}
     service = POOLS if path in POOLING.split() else GENERATES
-    app = build_app([ServedBackend(service, with_tools())], sources())
-    reply = call(app, "POST", path, json=body | ({"logprobs": True} if field == "top_logprobs" else {}))
+    reply = post(app_over(service), path, body | ({"logprobs": True} if field == "top_logprobs" else {}))
     ignored = reply.headers.get("x-tidemill-ignored", "").split(", ")
     match cell:
         case "works":

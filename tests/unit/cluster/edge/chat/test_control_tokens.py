@@ -23,8 +23,8 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from tests.support.cluster.fake_service import KEEPER
 from tidemill.cluster.edge.chat.control_tokens import MARK, ControlTokens
-from tidemill.cluster.edge.chat.text import PLAIN, Message, Rendering, text_of
-from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
+from tidemill.cluster.edge.chat.text import PLAIN, Message, Rendering
+from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer, text_of
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.workers.messages import RequestError
 
@@ -66,9 +66,15 @@ GEMMA = """{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assist
 
 {{ m.content | trim }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<end_of_turn>
 {% endfor %}"""
+
+
+def special(*words: str) -> dict[str, bool]:
+    return {f"<|{word}|>": True for word in words}
+
+
 TAGS = ("tool_call", "tool_response", "think")
-TAGGED = {f"<{end}{tag}>": False for tag in TAGS for end in ("", "/")}
-QWENS = {"<|im_start|>": True, "<|im_end|>": True, **TAGGED}
+QWENS = special("im_start", "im_end") | {f"<{end}{tag}>": False for tag in TAGS for end in ("", "/")}
+ROLES = special("start_of_role", "end_of_role", "end_of_text")
 
 FAMILIES: dict[str, tuple[str, Mapping[str, bool]]] = {
     "keeper": ((KEEPER / "chat_template.jinja").read_text() + TOOLS, {}),
@@ -77,22 +83,10 @@ FAMILIES: dict[str, tuple[str, Mapping[str, bool]]] = {
         XML_TOOLS + CHATML.replace("<tool_call>{{ c.function | tojson }}</tool_call>", XML_CALLS),
         QWENS,
     ),
-    "Llama 3": (
-        TOOLS + LLAMA,
-        {f"<|{word}|>": True for word in ("start_header_id", "end_header_id", "eot_id", "python_tag")},
-    ),
-    "gpt-oss": (
-        TOOLS + GPT_OSS,
-        {f"<|{word}|>": True for word in ("start", "channel", "message", "call", "return")},
-    ),
-    "Granite 3": (
-        TOOLS + GRANITE.replace("CALL", "<|tool_call|>"),
-        {f"<|{word}|>": True for word in ("start_of_role", "end_of_role", "end_of_text", "tool_call")},
-    ),
-    "Granite 4": (
-        TOOLS + GRANITE.replace("CALL", "<tool_call>"),
-        {"<|start_of_role|>": True, "<|end_of_role|>": True, "<|end_of_text|>": True, "<tool_call>": False},
-    ),
+    "Llama 3": (TOOLS + LLAMA, special("start_header_id", "end_header_id", "eot_id", "python_tag")),
+    "gpt-oss": (TOOLS + GPT_OSS, special("start", "channel", "message", "call", "return")),
+    "Granite 3": (TOOLS + GRANITE.replace("CALL", "<|tool_call|>"), ROLES | special("tool_call")),
+    "Granite 4": (TOOLS + GRANITE.replace("CALL", "<tool_call>"), ROLES | {"<tool_call>": False}),
     "DeepSeek V3": (
         TOOLS + DEEPSEEK,
         {

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer as RawTokenizer
 from tests.support.cluster.fake_service import KEEPER
 from tidemill.cluster.edge.chat.formats import CHANNELS, FINAL, FORMS, THINKING
 from tidemill.cluster.edge.chat.request.messages import ChatMessage
-from tidemill.cluster.edge.chat.text import Message, Rendering, text_of
-from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
+from tidemill.cluster.edge.chat.text import Message, Rendering
+from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer, text_of
 from tidemill.cluster.edge.chat.tokenizer_files import load_template, load_tokenizer
 from tidemill.cluster.settings import ChatSettings
 from tidemill.kvstore.errors import TidemillError
@@ -63,24 +63,16 @@ def test_earlier_calls_come_as_the_template_wants_them(folder: Path, template: s
     assert rendered(tokenizer, Message("assistant", "So.", {"tool_calls": [CALL]})) == f"So.{PROMPT}|"
 
 
-WORN = [
-    ('{"at": "the har', "cut"),
-    ("look at it", "words"),
-    ('["a"]', "a list"),
-    ("null", "null"),
-    (" ", "blank"),
-    (r'{"at": "\ud800"}', "half a pair"),
-]
-
-
 @pytest.mark.parametrize("template", [OBJECTS, TEXTS, SHOWN, ONE_TEXT])
-@pytest.mark.parametrize(("arguments", "about"), WORN, ids=[about for _, about in WORN])
-def test_worn_calls_are_rendered(folder: Path, template: str, arguments: str, about: str) -> None:
+@pytest.mark.parametrize(
+    "arguments", ['{"at": "the har', "look at it", '["a"]', "null", " ", r'{"at": "\ud800"}']
+)
+def test_worn_calls_are_rendered(folder: Path, template: str, arguments: str) -> None:
     call = {"function": {"name": "look", "arguments": arguments}}
     turn = ChatMessage.model_validate({"role": "assistant", "tool_calls": [call]})
     tokenizer = load_tokenizer(folder, ChatSettings(template=template))
     shown = rendered(tokenizer, Message("user", "a"), turn.message())
-    if about in ("null", "blank"):
+    if arguments in ("null", " "):
         assert shown == "a|look: {}|"
     elif template in (OBJECTS, ONE_TEXT):
         assert json.loads(shown.removeprefix("a|look: ").removesuffix("|")) == {"arguments": arguments}
@@ -137,48 +129,25 @@ LATE = Message("system", "s")
 ANSWER = Message("assistant", "b")
 
 
+WRITTEN = '<tool_calls>\n{"name": "look", "arguments": {"at": "the harbor"}}\n</tool_calls>'
+RESULT = "<tool>\nhere\n</tool>"
+NAMED = Message("user", "a", {"name": "n"})
+REASONED = Message("assistant", "c", {"reasoning_content": "r"})
+
+
 @pytest.mark.parametrize(
     ("template", "messages", "shown"),
     [
         (CHECKED, [LATE, Message("user", "a")], "system: s|user: a|"),
         (CHECKED, [Message("user", "a"), LATE], "user: a|user: <system>\ns\n</system>|"),
-        (CHECKED, [Message("user", "a"), CALLED[2]], "user: a|user: <tool>\nhere\n</tool>|"),
+        (CHECKED, [Message("user", "a"), CALLED[2]], f"user: a|user: {RESULT}|"),
         (ALTERNATING, [LATE, Message("user", "a")], "user: <system>\ns\n</system>\n\na|"),
         (ALTERNATING, [Message("user", "a"), Message("user", "c")], "user: a\n\nc|"),
         (ALTERNATING, [ANSWER, ANSWER], "user: <assistant>\nb\n</assistant>|assistant: b|"),
-        (
-            ALTERNATING,
-            CALLED,
-            (
-                'user: Where?|assistant: <tool_calls>\n{"name": "look", "arguments": {"at": "the harbor"}}\n'
-                "</tool_calls>|user: <tool>\nhere\n</tool>|"
-            ),
-        ),
-        (
-            ALTERNATING,
-            CALLED[1:],
-            (
-                'user: <assistant>\n<tool_calls>\n{"name": "look", "arguments": {"at": "the harbor"}}\n'
-                "</tool_calls>\n</assistant>\n\n<tool>\nhere\n</tool>|"
-            ),
-        ),
-        (
-            NINE,
-            CALLED,
-            (
-                'user: Where?|assistant: <tool_calls>\n{"name": "look", "arguments": {"at": "the harbor"}}\n'
-                "</tool_calls>|tool: here|"
-            ),
-        ),
-        (
-            ALTERNATING,
-            [
-                Message("user", "a", {"name": "n"}),
-                ANSWER,
-                Message("assistant", "c", {"reasoning_content": "r"}),
-            ],
-            "user: a|assistant: b\n\nc|",
-        ),
+        (ALTERNATING, CALLED, f"user: Where?|assistant: {WRITTEN}|user: {RESULT}|"),
+        (ALTERNATING, CALLED[1:], f"user: <assistant>\n{WRITTEN}\n</assistant>\n\n{RESULT}|"),
+        (NINE, CALLED, f"user: Where?|assistant: {WRITTEN}|tool: here|"),
+        (ALTERNATING, [NAMED, ANSWER, REASONED], "user: a|assistant: b\n\nc|"),
     ],
 )
 def test_refused_messages_are_marked_parts_of_the_user(
@@ -307,21 +276,14 @@ AGENT = (
     Message("tool", "here", {"tool_call_id": "c"}),
 )
 TOOL = {"type": "function", "function": {"name": "look"}}
+KIND = "<|system|> Be kind.<|end|>\n<|user|>"
 
 
 @pytest.mark.parametrize(
     ("template", "messages", "how", "ends"),
     [
         (KEEPERS, AGENT[1:2], Rendering(), ["<|user|>", "<|user|> Where?<|end|>\n<|assistant|>"]),
-        (
-            KEEPERS,
-            AGENT[:2],
-            Rendering(),
-            [
-                "<|system|> Be kind.<|end|>\n<|user|>",
-                "<|system|> Be kind.<|end|>\n<|user|> Where?<|end|>\n<|assistant|>",
-            ],
-        ),
+        (KEEPERS, AGENT[:2], Rendering(), [KIND, f"{KIND} Where?<|end|>\n<|assistant|>"]),
         (
             QWENS,
             AGENT,

@@ -11,10 +11,9 @@ import transformers
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RawTokenizer
 
-from tests.support.cluster.fake_service import KEEPER, FakeService, build_app, call, saying, sources
+from tests.support.cluster.fake_service import KEEPER, FakeService, app_over, call, saying
 from tidemill.cluster.edge.chat.text import Message, Rendering
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
-from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.settings import ChatSettings
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError
@@ -255,7 +254,7 @@ def test_sampling_defaults_are_those_of_the_generation_config(tmp_path: Path) ->
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.defaults == {"temperature": 0.6, "top_k": 20}
     service = FakeService(saying(" a"))
-    app = build_app([ServedBackend(service, tokenizer)], sources())
+    app = app_over(service, tokens=tokenizer)
     for path_of_api, body in (("completions", {"prompt": "a"}), ("responses", {"input": "a"})):
         found = call(app, "POST", f"/v1/{path_of_api}", json=body).json()
         assert found.get("temperature", 0.6) == 0.6, "a response has what was used"

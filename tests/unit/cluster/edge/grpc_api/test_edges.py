@@ -307,8 +307,8 @@ async def test_tls_and_mutual_tls(tmp_path: Path, *, mutual: bool) -> None:
     tls = Tls(certificate=issued.certificate, key=issued.key, client_ca=issued.ca if mutual else None)
 
     def credentials(of: trustme.CA | None) -> grpc.ChannelCredentials:
-        mine = of and of.issue_cert("client")
-        pair = (mine.private_key_pem.bytes(), mine.cert_chain_pems[0].bytes()) if mine else ()
+        own = of and of.issue_cert("client")
+        pair = (own.private_key_pem.bytes(), own.cert_chain_pems[0].bytes()) if own else ()
         return grpc.ssl_channel_credentials(authority.cert_pem.bytes(), *pair)
 
     for given, is_served in (

@@ -36,6 +36,7 @@ from benchmarks.serving.grpc_attacks import (
 
 from tests.support.cluster.grpc_edge import HELLO, serving
 from tests.support.grpc_loop import IN_GRPC_LOOP
+from tests.support.sockets import until_closed
 from tests.unit.cluster.rpc.test_mutual_tls import issue
 from tidemill.cluster.edge.grpc_api import frames, server
 from tidemill.cluster.edge.grpc_api.frames import (
@@ -188,15 +189,6 @@ async def connected(
         writer.transport.abort()
 
 
-async def ended(reader: asyncio.StreamReader) -> bytes:
-    """Return what a server sends before it closes a connection."""
-    found = b""
-    with suppress(ConnectionError, ssl.SSLError):
-        while data := await reader.read(1 << 16):
-            found += data
-    return found
-
-
 @pytest.fixture(params=["plain", "TLS"])
 def way(request: pytest.FixtureRequest, files: tuple[Tls, bytes]) -> tuple[Tls, bytes] | None:
     return files if request.param == "TLS" else None
@@ -213,7 +205,7 @@ async def test_client_beyond_the_bounds_is_cut_and_others_are_served(
         connected(client.address, way) as (reader, writer),
     ):
         writer.write(data)
-        await ended(reader)
+        await until_closed(reader)
         assert (await client.generate(HELLO)).choices[0].text == "a"
 
 
@@ -227,7 +219,7 @@ async def test_connection_without_a_preface_is_cut(
         connected(client.address, way) as (slow, writer),
     ):
         writer.write(PREFACE[:-1])
-        assert await ended(silent) == await ended(slow) == b""
+        assert await until_closed(silent) == await until_closed(slow) == b""
         assert (await client.generate(HELLO)).choices
 
 
@@ -237,7 +229,7 @@ async def test_client_of_tls_that_does_not_ask_for_http_2_is_cut(files: tuple[Tl
         connected(client.address, files, protocols=["http/1.1"]) as (reader, writer),
     ):
         writer.write(OPENING)
-        assert await ended(reader) == b""
+        assert await until_closed(reader) == b""
 
 
 @pytest.mark.parametrize(("of_edge", "of_grpc"), [(8, 2048), (8192, 8)])

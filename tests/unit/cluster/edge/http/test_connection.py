@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import httpx
@@ -21,14 +22,11 @@ from tests.support.cluster.fake_service import (
     MODEL,
     FakeService,
     app_over,
-    build_app,
     events_of,
     saying,
     serving,
-    sources,
-    tokenizer,
 )
-from tests.support.sockets import connected, until_closed
+from tests.support.sockets import connected, request_of, until_closed
 from tidemill.cluster.edge.http.connection import (
     HEAD_BYTES_MAX,
     SLICE_BYTES,
@@ -37,7 +35,6 @@ from tidemill.cluster.edge.http.connection import (
     with_limits,
 )
 from tidemill.cluster.edge.requests.limits import EdgeLimits
-from tidemill.cluster.edge.requests.models import ServedBackend
 
 PATH = "/v1/completions"
 CUT_S = 60
@@ -49,14 +46,7 @@ LONG = 2000
 ENDLESS = {"prompt": "a", "max_tokens": LONG, "stream": True, "ignore_eos": True}
 
 
-def post(body: object, **headers: str) -> bytes:
-    data = json.dumps(body).encode()
-    about = {"content-type": "application/json", "content-length": str(len(data))}
-    lines = {"host": "localhost", **about, **headers}
-    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-    return f"POST {PATH} HTTP/1.1\r\n{head}\r\n".encode() + data
-
-
+post = partial(request_of, PATH)
 SILENT = post({}, **{"content-length": "1000"}).removesuffix(b"{}")
 
 
@@ -87,7 +77,7 @@ async def dribble(url: str, before: bytes, text: bytes) -> bytes:
 async def test_missing_body_is_answered_and_reaches_no_worker() -> None:
     service = FakeService(saying(" a"))
     limits = EdgeLimits(body_s_max=0.2, requests_max=1)
-    app = build_app([ServedBackend(service, tokenizer())], sources(), limits=limits)
+    app = app_over(service, limits=limits)
     async with (
         serving(app) as url,
         asyncio.timeout(CUT_S),
@@ -115,7 +105,7 @@ async def test_client_that_closes_its_half_is_let_go(half: bytes) -> None:
             await service.stalled.wait()
         writer.write_eof()
         assert b"200" not in await until_closed(reader)
-    assert service.open_streams == 0
+    assert (service.open_streams, len(service.requests)) == (0, half.endswith(b"}"))
 
 
 async def test_idle_connections_of_a_client_are_bounded_and_the_others_are_served() -> None:
@@ -140,7 +130,7 @@ async def test_idle_connections_of_a_client_are_bounded_and_the_others_are_serve
 
 async def test_bodies_that_do_not_come_take_no_place_of_requests() -> None:
     limits = EdgeLimits(requests_max=2)
-    app = build_app([ServedBackend(FakeService(saying(" a")), tokenizer())], sources(), limits=limits)
+    app = app_over(FakeService(saying(" a")), limits=limits)
     async with asyncio.timeout(CUT_S), serving(app) as url, AsyncExitStack() as silent:
         for _ in range(4):
             _, writer = await silent.enter_async_context(connected(url))
@@ -153,7 +143,7 @@ async def test_bodies_that_do_not_come_take_no_place_of_requests() -> None:
 async def test_waiting_bodies_of_one_client_leave_room_for_the_others() -> None:
     """One address sends as much of bodies as it may and then nothing; another one is served."""
     limits = EdgeLimits(body_bytes_max=1000)
-    app = build_app([ServedBackend(FakeService(saying(" a")), tokenizer())], sources(), limits=limits)
+    app = app_over(FakeService(saying(" a")), limits=limits)
     large = post({}, **{"content-length": "4000"}).removesuffix(b"{}") + b" " * 400
 
     elsewhere = httpx.AsyncHTTPTransport(local_address="127.0.0.2")

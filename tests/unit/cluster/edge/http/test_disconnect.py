@@ -5,50 +5,14 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import pytest
-from fastapi import FastAPI
 
-from tests.support.cluster.fake_service import FakeService, app_over, exchange, saying
+from tests.support.cluster.fake_service import FakeService, app_over, exchange, saying, serving
+from tests.support.sockets import connected, request_of
 from tidemill.cluster.edge.http.stream import while_connected
 
 PATH = "/v1/completions"
-
-
-class Client:
-    """A client of the bare ASGI application that hangs up when `hang_up` is set."""
-
-    def __init__(self, body: dict[str, object]) -> None:
-        self._body: bytes | None = json.dumps({"prompt": "a", **body}).encode()
-        self.hang_up = asyncio.Event()
-        self.sent: list[dict[str, Any]] = []
-
-    async def receive(self) -> dict[str, Any]:
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body}
-        await self.hang_up.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(self, message: Any) -> None:  # noqa: ANN401 - as ASGI has it
-        self.sent.append(message)
-
-    async def ask(self, app: FastAPI) -> None:
-        headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": "POST",
-            "scheme": "http",
-            "path": PATH,
-            "raw_path": PATH.encode(),
-            "query_string": b"",
-            "root_path": "",
-            "headers": headers,
-            "client": ("127.0.0.1", 1),
-            "server": ("127.0.0.1", 2),
-        }
-        await app(scope, self.receive, self.send)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -56,14 +20,14 @@ class Client:
 @pytest.mark.parametrize("stall_at", [0, 2])
 async def test_hanging_up_closes_every_generator(*, stream: bool, n: int, stall_at: int) -> None:
     service = FakeService(saying(" Emma is in the tower"), stall_at=stall_at)
-    app, client = app_over(service), Client({"stream": stream, "n": n})
-    asking = asyncio.create_task(client.ask(app))
-    await service.stalled.wait()
-    assert service.open_streams > 0
-    client.hang_up.set()
-    await asking
+    app = app_over(service)
+    async with asyncio.timeout(60), serving(app) as url, connected(url) as (_, writer):
+        writer.write(request_of(PATH, {"prompt": "a", "stream": stream, "n": n}))
+        await service.stalled.wait()
+        assert service.open_streams > 0
+        writer.transport.abort()
+        await service.idle.wait()
     assert service.open_streams == 0
-    assert not any(message.get("body") == b"data: [DONE]\n\n" for message in client.sent)
     metrics = (await exchange(app, "GET", "/metrics")).text
     assert f'tidemill:request_success_total{{finished_reason="abort",model_name="keeper"}} {n}.0' in metrics
     assert 'tidemill:num_requests_running{model_name="keeper"} 0.0' in metrics
@@ -73,18 +37,16 @@ async def test_hanging_up_closes_every_generator(*, stream: bool, n: int, stall_
 async def test_open_answers_end_with_an_error_when_the_server_stops(*, stream: bool) -> None:
     """uvicorn cancels it. An answer that has begun ends with an event, another one with a status."""
     service = FakeService(saying(" Emma is in the tower"), stall_at=2)
-    app, client = app_over(service), Client({"stream": stream})
-    asking = asyncio.create_task(client.ask(app))
+    app = app_over(service)
+    asking = asyncio.create_task(exchange(app, "POST", PATH, json={"prompt": "a", "stream": stream}))
     await service.stalled.wait()
     asking.cancel()
-    await asking
+    reply = await asking
     assert service.open_streams == 0
-    start, *_, last = client.sent
-    assert start["status"] == (200 if stream else 503)
-    assert not last.get("more_body", False)
-    text = last["body"].decode()
-    assert text.startswith("event: error\ndata: " if stream else "{")
-    error = json.loads(text[text.index("{") :])["error"]
+    assert reply.status_code == (200 if stream else 503)
+    before, _, last = reply.text.rpartition("event: error\ndata: ")
+    assert bool(before) is stream
+    error = json.loads(last)["error"]
     assert "this server stops" in error["message"]
     assert error["code"] == "unserved"
     assert 'tidemill:request_errors_total{code="503"} 1.0' in (await exchange(app, "GET", "/metrics")).text
@@ -92,27 +54,15 @@ async def test_open_answers_end_with_an_error_when_the_server_stops(*, stream: b
 
 async def test_bug_in_mid_stream_is_reported_to_the_client_and_in_the_log() -> None:
     service = FakeService(saying(" Emma is in the tower"), fail_at=2, failure=KeyError("secret"))
-    client = Client({"stream": True})
+    app, body = app_over(service), {"prompt": "a", "stream": True}
     with pytest.raises(KeyError):
-        await client.ask(app_over(service))
-    last = client.sent[-1]["body"].decode()
-    assert last.startswith("event: error\n")
+        await exchange(app, "POST", PATH, json=body)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://edge") as client:
+        _, last = (await client.post(PATH, json=body)).text.split("event: error\n")
     assert "internal_error" in last
     assert "secret" not in last
     assert service.open_streams == 0
-
-
-async def test_incomplete_body_reaches_no_worker() -> None:
-    service, client = FakeService(saying(" a")), Client({})
-    parts = iter([{"type": "http.request", "body": b'{"prompt": "a"}', "more_body": True}])
-
-    async def receive() -> dict[str, Any]:
-        return next(parts, {"type": "http.disconnect"})
-
-    client.receive = receive
-    await client.ask(app_over(service))
-    assert client.sent == []
-    assert service.requests == []
 
 
 async def never() -> Any:  # noqa: ANN401 - as ASGI has it

@@ -1,10 +1,9 @@
-"""Hints as clients send them: each row of the table in docs/api.md, and how hints come together."""
+"""Hints as clients send them: each row of the table in docs/api.md, how hints come together, and prefixes."""
 
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,23 +12,23 @@ import pytest
 from httpx import Response
 
 from tests.support.cluster.fake_service import (
-    KEEPER,
     FakeService,
-    build_app,
+    app_over,
     call,
+    chat,
     events_of,
+    post,
     saying,
-    sources,
+    tokenizer,
 )
 from tidemill.cluster.cli.serve import endpoint_of
 from tidemill.cluster.config.tree import RootConfig
 from tidemill.cluster.edge.chat.request import hints as hints_module
-from tidemill.cluster.edge.chat.text import text_of
-from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
-from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
+from tidemill.cluster.edge.chat.request.params import session_of
+from tidemill.cluster.edge.chat.tokenizer import text_of
+from tidemill.cluster.edge.requests.api_keys import ApiKey, digest_of
 from tidemill.cluster.edge.requests.limits import EdgeLimits
-from tidemill.cluster.edge.requests.models import ServedBackend
-from tidemill.cluster.settings import ChatSettings, HostedTools
+from tidemill.cluster.settings import HostedTools
 from tidemill.workers.messages import RETAIN_S_MAX, Request
 
 API = Path(__file__).parents[5] / "docs" / "api.md"
@@ -43,12 +42,6 @@ ENDPOINTS: dict[str, dict[str, Any]] = {
 CHATS = "/v1/chat/completions"
 MARK = {"type": "ephemeral"}
 HOUR = {**MARK, "ttl": "1h"}
-JSON = {"content-type": "application/json"}
-TEMPLATE = (
-    "{% for tool in tools or [] %}[{{ tool.function.name }}]\n{% endfor %}"
-    "{% for m in messages %}<|{{ m.role }}|> {{ m.content }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 FLAT_TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}}
 
@@ -91,12 +84,6 @@ def body_with(path: str, row: Row) -> dict[str, Any] | None:
     return body
 
 
-@cache
-def with_tools() -> FolderTokenizer:
-    """keeper's, with a template that shows tools."""
-    return load_tokenizer(KEEPER, ChatSettings(template=TEMPLATE, tool_parser="hermes"))
-
-
 def sent(
     path: str,
     body: dict[str, Any],
@@ -107,10 +94,7 @@ def sent(
     """Send a body; return the status, the request of the service without its id, the reply, and what was
     ignored."""
     service = FakeService(saying(" In the tower."))
-    app = build_app([ServedBackend(service, with_tools())], sources())
-    reply = call(
-        app, "POST", path, content=json.dumps({**body, "stream": stream}), headers={**JSON, **headers}
-    )
+    reply = post(app_over(service), path, {**body, "stream": stream}, **headers)
     ignored = reply.headers.get(IGNORED, "")
     request = replace(service.requests[0], request_id="") if service.requests else None
     return reply.status_code, request, reply, ignored.split(", ") if ignored else []
@@ -225,37 +209,12 @@ def test_marks_come_before_the_breakpoints_that_the_edge_finds() -> None:
     parts = [*marked, {"type": "text", "text": "."}]
     question = {"role": "user", "content": "Where is Emma?"}
     request = request_of({"messages": [{"role": "system", "content": parts}, question]})
-    prefixes = [text_of(with_tools(), request.tokens[:depth]) for depth in request.breakpoints]
+    prefixes = [text_of(tokenizer(), request.tokens[:depth]) for depth in request.breakpoints]
     assert len(prefixes) == 4
     assert prefixes[0].endswith("Be")
     assert prefixes[1].endswith("Be kind")
     without = request_of({"messages": [{"role": "system", "content": "Be kind."}, question]})
     assert without.tokens == request.tokens
-
-
-def marked(mark: dict[str, str]) -> dict[str, Any]:
-    return {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": mark}]}
-
-
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control.ttl"),
-    ({"cache_control": {"type": "forever"}}, "cache_control.type"),
-    ({"session_id": ""}, "session_id"),
-    ({"session_id": "\ud800"}, "session_id"),
-    ({"session_id": "a" * 257}, "session_id"),
-    ({"prompt_cache_retention": "48h"}, "prompt_cache_retention"),
-    ({"nvext": 1}, "nvext"),
-    ({"nvext": {"agent_hints": {"priority": "high"}}}, "nvext.agent_hints.priority"),
-    ({"extra_key": "a", "cache_salt": "b"}, "extra_key"),
-    ({"messages": [marked({})]}, "messages[0]"),
-    ({"messages": [marked(MARK)] * 5}, "cache_control"),
-]
-
-
-@pytest.mark.parametrize(("fields", "param"), BAD)
-def test_bad_hint_is_named(fields: dict[str, Any], param: str) -> None:
-    status, request, reply, _ = sent(CHATS, {**ENDPOINTS[CHATS], **fields})
-    assert (status, request, reply.json()["error"]["param"]) == (400, None, param)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -317,10 +276,9 @@ BODIES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def answered(path: str, body: dict[str, Any], policy: HostedTools) -> Any:  # noqa: ANN401 - as httpx has it
+def answered(path: str, body: dict[str, Any], policy: HostedTools) -> Response:
     limits = EdgeLimits(hosted_tools=policy)
-    app = build_app([ServedBackend(FakeService(saying("a")), with_tools())], sources(), limits=limits)
-    return call(app, "POST", path, json=body)
+    return post(app_over(FakeService(saying("a")), limits=limits), path, body)
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -340,3 +298,76 @@ def test_hosted_tools_are_left_out_or_refused(path: str) -> None:
 def test_option_reaches_the_edge() -> None:
     config = RootConfig.model_validate({"models": [{"model": "keeper"}], "edge": {"hosted_tools": "refuse"}})
     assert endpoint_of(config, None, {}).limits.hosted_tools == "refuse"
+
+
+MESSAGES = [{"role": "system", "content": "Be kind."}]
+PREFIXES = "/v1/prefixes"
+
+
+def retained(service: FakeService, **body: object) -> dict[str, Any]:
+    reply = post(app_over(service), PREFIXES, body)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+@pytest.mark.parametrize("body", [{"messages": MESSAGES}, {"prompt": "Be kind."}, {"prompt": [5, 6, 7]}])
+def test_prefix_is_computed_and_retained(body: dict[str, Any]) -> None:
+    service = FakeService(saying("a"))
+    reply = retained(service, **body, retain=60)
+    (request,) = service.requests
+    assert reply == {
+        "id": reply["id"],
+        "object": "prefix",
+        "model": "keeper",
+        "tokens": len(request.tokens),
+        "cached_tokens": max(0, len(request.tokens) - 5),  # by the trace of the fake
+        "retain": 60,
+        "expires_at": 1_700_000_183,
+    }
+    assert request.max_new_tokens == 1
+    assert request.retain_s == 60
+    assert request.session == session_of("", "prefix", reply["id"])
+
+
+def test_prefix_of_a_chat_is_the_beginning_of_chats() -> None:
+    service = FakeService(saying("a"))
+    retained(service, messages=MESSAGES)
+    chat(app_over(service), messages=[*MESSAGES, {"role": "user", "content": "Where is Emma?"}])
+    prefix, whole = service.requests
+    assert whole.tokens[: len(prefix.tokens)] == prefix.tokens
+
+
+def test_same_prefix_has_one_id() -> None:
+    service = FakeService(saying("a"))
+    chats: list[dict[str, Any]] = [{}, {"retain": 9, "priority": 3}, {"cache_salt": "a"}]
+    ids = [retained(service, messages=MESSAGES, **more)["id"] for more in chats]
+    ids.append(retained(service, prompt="Be kind.")["id"])
+    assert ids[0] == ids[1]
+    assert len(set(ids)) == 3
+
+
+def test_fields_of_answers_are_named() -> None:
+    fields: dict[str, Any] = {"temperature": 1, "stream": True, "session_id": "s", "speed": 9}
+    reply = post(app_over(FakeService(saying("a"))), PREFIXES, {"prompt": "a", **fields})
+    assert reply.status_code == 200
+    assert set(reply.headers["x-tidemill-ignored"].split(", ")) == fields.keys()
+
+
+def test_deleted_prefix_is_released_by_its_tenant_alone() -> None:
+    """It is a request like others: its tokens are counted, and without keys a salt names its tenant."""
+    keys = [ApiKey(tenant=name, sha256=digest_of(f"key-{name}")) for name in ("a", "b")]
+    service = FakeService(saying("a"))
+    app = app_over(service, keys=keys)
+    mine = {"authorization": "Bearer key-a"}
+    made = call(app, "POST", PREFIXES, json={"prompt": "a b c"}, headers=mine).json()
+    for headers in (mine, {"authorization": "Bearer key-b"}):
+        reply = call(app, "DELETE", f"{PREFIXES}/{made['id']}", headers=headers)
+        assert reply.json() == {"id": made["id"], "object": "prefix", "deleted": True}
+    assert call(app, "DELETE", f"{PREFIXES}/{made['id']}").status_code == 401
+    counted = f'tidemill:prompt_tokens_total{{model_name="keeper"}} {float(made["tokens"])}'
+    assert counted in call(app, "GET", "/metrics").text
+    salted = retained(service, prompt="a", cache_salt="s")["id"]
+    call(app_over(service), "DELETE", f"{PREFIXES}/{salted}?cache_salt=s")
+    first, last = [(request.tenant, request.session) for request in service.requests]
+    assert (service.orders[0], service.orders[2]) == (first, last)
+    assert service.orders[1] != first

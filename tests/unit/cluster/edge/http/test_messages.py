@@ -11,10 +11,9 @@ import pytest
 from anthropic import AsyncAnthropic
 from anthropic.types import Message
 
-from tests.support.cluster.fake_service import FakeService, call, saying, serving
+from tests.support.cluster.fake_service import FakeService, app_over, call, saying, serving
 from tests.support.cluster.openai_talk import ARGUMENTS
-from tests.unit.cluster.edge.http.test_responses import app_over
-from tests.unit.cluster.edge.http.test_tools import CALLING, prompts_of
+from tests.unit.cluster.edge.http.test_tools import CALLING, prompts_of, tokenizer
 from tidemill.cluster.edge.apis.messages_body import MessagesBody
 from tidemill.workers.messages import RequestError, Unserved
 
@@ -29,7 +28,7 @@ BILLING = "x-anthropic-billing-header: cc_version=2.1.332.a1b; cch=c2d3;\n"
 @asynccontextmanager
 async def conversing(service: FakeService) -> AsyncGenerator[AsyncAnthropic]:
     async with (
-        serving(app_over(service)) as url,
+        serving(app_over(service, tokens=tokenizer())) as url,
         AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client,
     ):
         yield client

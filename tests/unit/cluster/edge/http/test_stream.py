@@ -1,7 +1,6 @@
 """Streams read by a parser that is not ours: whatever an answer holds, its events carry it unharmed."""
 
 import asyncio
-import json
 from collections.abc import Mapping
 
 import httpx
@@ -19,7 +18,7 @@ from tests.support.cluster.fake_service import (
     serving,
     tokenizer,
 )
-from tests.support.sockets import connected, until_closed
+from tests.support.sockets import connected, request_of, until_closed
 from tidemill.cluster.edge.apis.json_bytes import event
 from tidemill.cluster.edge.apis.openai import Chunks, Kind, ReplyHead, chunk_choice
 from tidemill.cluster.edge.chat.output.detokenizer import Answer, Ending
@@ -82,13 +81,11 @@ def received(service: FakeService, path: str, body: Mapping[str, object], *, by_
     server sends all of it, as one that is not ours does."""
 
     async def main() -> bytes:
-        data = json.dumps({**body, "stream": True}).encode()
-        about = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
         app = app_over(service)
         if by_asgi:
             app.add_middleware(_WithoutWriter)
         async with serving(app) as url, connected(url) as (reader, writer):
-            writer.write(f"POST {path} HTTP/1.1\r\n{about}\r\nconnection: close\r\n\r\n".encode() + data)
+            writer.write(request_of(path, {**body, "stream": True}, connection="close"))
             head, _, rest = (await until_closed(reader)).partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 200"), head + rest
             return rest

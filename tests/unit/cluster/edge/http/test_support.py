@@ -1,6 +1,5 @@
 """`tidemill support-bundle`: everything that can be had, what could not by name, and never a secret."""
 
-import asyncio
 import json
 import logging
 import tarfile
@@ -15,13 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.cluster.fake_engine import worker
-from tests.support.cluster.fake_service import FakeService, call, saying, serving, sources, tokenizer
+from tests.support.cluster.fake_service import FakeService, app_over, call, saying, tokenizer, with_server
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.fleet import EXIT_NOT_ALL
-from tidemill.cluster.edge.http.app import app_of
 from tidemill.cluster.edge.requests.api_keys import ApiKey, digest_of
-from tidemill.cluster.edge.requests.context import Parts, open_context
-from tidemill.cluster.edge.requests.models import ServedBackend
+from tidemill.cluster.edge.requests.context import Parts
 from tidemill.cluster.edge.requests.security import Security, Tls
 from tidemill.cluster.observability.logs import keeping
 from tidemill.cluster.observability.redact import REMOVED, plain, without_secrets
@@ -159,17 +156,11 @@ PARTS: Parts = {
 def against(do: Callable[[str], T], parts: Parts = PARTS, *, has_keys: bool = True) -> T:
     """A server that has answered a request."""
     keys = [ApiKey(tenant="operator", sha256=digest_of(KEY), operator=True)] if has_keys else []
-    served = [ServedBackend(FakeService(saying(ANSWER)), tokenizer())]
-    app = app_of(open_context(served, sources(), keys=keys, parts=parts))
+    app = app_over(FakeService(saying(ANSWER)), keys=keys, parts=parts)
     headers = {"authorization": f"Bearer {KEY}"}
     reply = call(app, "POST", "/v1/completions", json={"prompt": PROMPT, "user": "u"}, headers=headers)
     assert reply.json()["choices"][0]["text"] == ANSWER
-
-    async def main() -> T:
-        async with serving(app) as url:
-            return await asyncio.to_thread(do, url)
-
-    return asyncio.run(main())
+    return with_server(app, do)
 
 
 def bundle(url: str, path: Path, *arguments: str) -> int:
@@ -236,15 +227,12 @@ def test_where_it_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.C
 
 def test_odd_characters_in_a_part_can_be_read() -> None:
     parts: Parts = {"logs": lambda: {"frontend": "no \ud800"}}
-    served = [ServedBackend(FakeService(saying(" a")), tokenizer())]
-    reply = call(app_of(open_context(served, sources(), parts=parts)), "GET", "/cluster/support/logs")
+    reply = call(app_over(FakeService(saying(" a")), parts=parts), "GET", "/cluster/support/logs")
     assert reply.json() == {"logs": {"frontend": "no \ud800"}}
 
 
 def test_unknown_part_is_named() -> None:
-    app = app_of(
-        open_context([ServedBackend(FakeService(saying(" a")), tokenizer())], sources(), parts=PARTS)
-    )
+    app = app_over(FakeService(saying(" a")), parts=PARTS)
     reply = call(app, "GET", "/cluster/support/everything")
     assert reply.status_code == 404
     assert "config, software, nodes, logs" in reply.json()["error"]["message"]
@@ -253,10 +241,10 @@ def test_unknown_part_is_named() -> None:
 
 def test_server_info_is_that_of_sglang_with_settings_without_secrets() -> None:
     parts: Parts = {"config": lambda: {"endpoint": {"port": 8000}}}
-    served = [ServedBackend(FakeService(saying("a")), tokenizer())]
+    service = FakeService(saying("a"))
     keys = (ApiKey(tenant="shop", sha256=digest_of("sk-shop")),)
     for path in ("/server_info", "/get_server_info"):
-        found = call(app_of(open_context(served, sources(), parts=parts)), "GET", path).json()
+        found = call(app_over(service, parts=parts), "GET", path).json()
         assert found["version"]
         assert (found["served_model_name"], found["context_length"]) == ("keeper", 512)
         assert found["settings"] == {"endpoint": {"port": 8000}}
@@ -264,5 +252,5 @@ def test_server_info_is_that_of_sglang_with_settings_without_secrets() -> None:
         assert found["internal_states"][0]["avg_spec_accept_length"] == 1 + 3 / 4
         assert found["internal_states"][0]["memory_usage"]["budget"] == 4 << 20
         headers = {"authorization": "Bearer sk-shop"}
-        guarded = app_of(open_context(served, sources(), parts=parts, keys=keys))
+        guarded = app_over(service, parts=parts, keys=keys)
         assert call(guarded, "GET", path, headers=headers).status_code == 403

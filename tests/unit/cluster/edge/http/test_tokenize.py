@@ -27,11 +27,10 @@ from tests.support.cluster.fake_service import (
     worker_status,
 )
 from tidemill.cluster.edge.apis.json_bytes import SLICE_ITEMS, large_json
-from tidemill.cluster.edge.chat.text import SLICE_TOKENS, MarkedPrompt, text_of
-from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
+from tidemill.cluster.edge.chat.text import MarkedPrompt
+from tidemill.cluster.edge.chat.tokenizer import SLICE_TOKENS, FolderTokenizer, text_of
 from tidemill.cluster.edge.http import middleware
 from tidemill.cluster.edge.http.middleware import PACED_BYTES_MIN
-from tidemill.cluster.edge.requests.bodies import MESSAGES_MAX
 from tidemill.cluster.edge.requests.intake import INLINE_CHARS_MAX
 
 PIECE_BYTES = 1 << 14
@@ -69,26 +68,6 @@ def test_chat_as_the_template_writes_it() -> None:
     _, bare = post("/tokenize", messages=messages, add_generation_prompt=False)
     assert found["tokens"][: bare["count"]] == bare["tokens"]
     assert bare["count"] < found["count"]
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "status"),
-    [
-        ("/tokenize", {}, 400),
-        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, 400),
-        ("/tokenize", {"prompt": "a", "model": "other"}, 404),
-        ("/tokenize", {"messages": [{"role": "user", "content": ""}] * (MESSAGES_MAX + 1)}, 400),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * (MESSAGES_MAX + 1)}, 400),
-        ("/detokenize", {"tokens": [-1]}, 400),
-        ("/detokenize", {"tokens": [MODEL.vocab_size]}, 400),
-        ("/detokenize", {"tokens": "a"}, 400),
-        ("/detokenize", {"tokens": [1], "model": "other"}, 404),
-    ],
-)
-def test_errors_name_the_field(path: str, body: dict[str, object], status: int) -> None:
-    found, error = post(path, **body)
-    assert (found, bool(error["error"]["message"])) == (status, True)
-    assert "messages" not in body or "prompt" in body or error["error"]["param"] == "messages"
 
 
 def test_probes() -> None:

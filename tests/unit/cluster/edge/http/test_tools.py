@@ -11,19 +11,18 @@ from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import pytest
+from httpx import Response
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RawTokenizer
 
-from tests.support.cluster.fake_service import KEEPER, MODEL, FakeService, build_app, call, sources
+from tests.support.cluster.fake_service import KEEPER, MODEL, FakeService, app_over, post
 from tests.support.cluster.openai_talk import LOOK, conversing
 from tests.support.workers.masks import accepts
 from tidemill.cluster.edge.chat.formats import CALL_END, CHANNELS, FORMS, RETURN, THINKING
-from tidemill.cluster.edge.chat.text import text_of
-from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
+from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer, text_of
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
-from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.workers.execution.grammar import Grammars
 from tidemill.workers.messages import Grammar
 
@@ -55,7 +54,6 @@ V31 = (
 
 PAD = 0
 WAIT: ChatCompletionToolParam = {"type": "function", "function": {"name": "wait"}}
-LARGE = {"type": "function", "function": {"name": "f", "parameters": {"title": "a" * 70_000}}}
 ASKED: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Where is Emma?"}]
 EMMA = ("look", {"person": "Emma"})
 SPACED = '<tool_call>\n{\n "name": "look", "arguments": {"person": "Emma"}}\n</tool_call>'
@@ -95,6 +93,17 @@ def saying(text: str, last: str = "", tokens: FolderTokenizer | None = None) -> 
 
 def prompts_of(service: FakeService, tokens: FolderTokenizer | None = None) -> list[str]:
     return [text_of(tokens or tokenizer(), request.tokens) for request in service.requests]
+
+
+def sent(
+    service: FakeService,
+    body: dict[str, Any],
+    path: str = "/v1/chat/completions",
+    tokens: FolderTokenizer | None = None,
+) -> Response:
+    """Send a body, a chat with the usual question."""
+    asked = {"messages": ASKED} if path == "/v1/chat/completions" else {}
+    return post(app_over(service, tokens=tokens or tokenizer()), path, {**asked, **body})
 
 
 async def parsed(client: AsyncOpenAI, **options: Any) -> Parsed:  # noqa: ANN401 - as the SDK takes it
@@ -248,8 +257,7 @@ def test_constraint_applies_behind_the_thought(
     fields: dict[str, Any], good: list[str], bad: list[str]
 ) -> None:
     service = saying("{}")
-    app = build_app([ServedBackend(service, tokenizer())], sources())
-    reply = call(app, "POST", "/v1/chat/completions", json={"messages": ASKED, **JSON, **fields})
+    reply = sent(service, {**JSON, **fields})
     assert reply.status_code == 200, reply.text
     grammar = cast("Grammar", service.requests[0].sampling.grammar)
     for text in (*good, *bad):
@@ -277,11 +285,6 @@ async def test_last_message_goes_on() -> None:
     assert prompts_of(service)[0].endswith("Emma is in")
 
 
-def strictly(**wanted: object) -> dict[str, Any]:
-    parameters = {"type": ["object", "null"], "properties": {"at": wanted}}
-    return {"type": "function", "function": {"name": "look", "parameters": parameters, "strict": True}}
-
-
 @pytest.mark.parametrize(
     ("fields", "ignored"),
     [
@@ -294,9 +297,7 @@ def test_forced_call_goes_before_what_else_restricts_the_answer(
     fields: dict[str, Any], ignored: str | None
 ) -> None:
     service = saying(CALLING)
-    app = build_app([ServedBackend(service, tokenizer())], sources())
-    body = {"messages": ASKED, "tools": [LOOK], "tool_choice": "required", **fields}
-    reply = call(app, "POST", "/v1/chat/completions", json=body)
+    reply = sent(service, {"tools": [LOOK], "tool_choice": "required", **fields})
     assert reply.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "look"
     assert reply.headers.get("x-tidemill-ignored") == ignored
 
@@ -305,17 +306,16 @@ def test_forced_call_goes_before_what_else_restricts_the_answer(
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
 def test_allowed_tools_are_those_that_are_shown(mode: str, path: str, *, forced: bool) -> None:
     service = saying(CALLING)
-    app = build_app([ServedBackend(service, tokenizer())], sources())
     names, flat = [{"type": "function", "name": "look"}], path.endswith("responses")
     nested = {"mode": mode, "tools": [{"type": "function", "function": {"name": "look"}}]}
     choice = {"mode": mode, "tools": names} if flat else {"allowed_tools": nested}
     tools: list[Any] = [LOOK, WAIT]
     body: dict[str, Any] = {
-        **({"input": "a"} if flat else {"messages": ASKED}),
+        **({"input": "a"} if flat else {}),
         "tools": [{"type": "function", **tool["function"]} for tool in tools] if flat else tools,
         "tool_choice": {"type": "allowed_tools", **choice},
     }
-    assert call(app, "POST", path, json=body).status_code == 200
+    assert sent(service, body, path).status_code == 200
     (prompt,), request = prompts_of(service), service.requests[0]
     assert ("[look" in prompt, "[wait" in prompt) == (True, False)
     assert (request.sampling.grammar is not None) is forced
@@ -323,28 +323,24 @@ def test_allowed_tools_are_those_that_are_shown(mode: str, path: str, *, forced:
 
 @pytest.mark.parametrize("stop", ["", [""], ["nowhere", "", "elsewhere", "a b", "c d", "e f"]])
 def test_empty_and_many_stop_strings_are_taken(stop: object) -> None:
-    app = build_app([ServedBackend(saying("She is here."), tokenizer())], sources())
-    reply = call(app, "POST", "/v1/completions", json={"prompt": "a", "stop": stop})
+    reply = sent(saying("She is here."), {"prompt": "a", "stop": stop}, "/v1/completions")
     assert reply.json()["choices"][0]["text"] == "She is here."
 
 
 def test_special_tokens_are_shown_where_they_are_wanted() -> None:
     tokens = tokenizer(*GRANITE)
     service = saying("a<|tool_call|>b", "", tokens)
-    app = build_app([ServedBackend(service, tokens)], sources())
     for skips, text in ((True, "ab"), (False, "a<|tool_call|>b")):
-        body = {"prompt": "a", "skip_special_tokens": skips}
-        reply = call(app, "POST", "/v1/completions", json=body)
+        reply = sent(service, {"prompt": "a", "skip_special_tokens": skips}, "/v1/completions", tokens)
         assert reply.json()["choices"][0]["text"] == text
 
 
 def test_what_a_call_cannot_enforce_is_named() -> None:
     service = saying(CALLING)
-    app = build_app([ServedBackend(service, tokenizer())], sources())
-    tool = strictly(format="path", type="string")
-    tool["function"]["strict"] = False
-    body = {"messages": ASKED, "tools": [tool], "tool_choice": "required"}
-    reply = call(app, "POST", "/v1/chat/completions", json=body)
+    wanted = {"properties": {"at": {"type": "string", "format": "path"}}}
+    parameters = {"type": ["object", "null"], **wanted}
+    tool = {"type": "function", "function": {"name": "look", "parameters": parameters, "strict": False}}
+    reply = sent(service, {"tools": [tool], "tool_choice": "required"})
     assert reply.headers["x-tidemill-ignored"] == "tools.look.parameters.properties.at.format"
     grammar = service.requests[0].sampling.grammar
     assert grammar is not None
@@ -354,35 +350,6 @@ def test_what_a_call_cannot_enforce_is_named() -> None:
 
 @pytest.mark.parametrize("count", range(1, 40))
 def test_forced_call_that_is_cut_leaks_no_tag(count: int) -> None:
-    service = saying(f"</think>\n\n{CALLING}")
-    app = build_app([ServedBackend(service, tokenizer())], sources())
-    body = {"messages": ASKED, "tools": [LOOK], "tool_choice": "required", "max_tokens": count}
-    thinks = {"chat_template_kwargs": {"thinks": True}}
-    message = call(app, "POST", "/v1/chat/completions", json=body | thinks).json()["choices"][0]["message"]
-    assert not message["content"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tools": [LOOK] * 129}, "tools"),
-        ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools[0].function.name"),
-        ({"tools": [LOOK], "tool_choice": "any"}, "tool_choice"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [LOOK], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-        (
-            {"tools": [strictly(uniqueItems=True)], "tool_choice": "required"},
-            "tools.look.parameters.properties.at.uniqueItems",
-        ),
-        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
-        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-        ({"tools": [LARGE], "tool_choice": "required"}, "tools"),
-    ],
-)
-def test_unsupported_fields_are_named(fields: dict[str, Any], param: str) -> None:
-    service = saying("a")
-    app = build_app([ServedBackend(service, tokenizer())], sources())
-    reply = call(app, "POST", "/v1/chat/completions", json={"messages": ASKED, **fields})
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
-    assert not service.requests
+    body = {"tools": [LOOK], "tool_choice": "required", "max_tokens": count, **THINKS["extra_body"]}
+    reply = sent(saying(f"</think>\n\n{CALLING}"), body)
+    assert not reply.json()["choices"][0]["message"]["content"]

@@ -40,7 +40,6 @@ from tidemill.cluster.edge.records.database import DatabaseSettings, database_se
 from tidemill.cluster.edge.records.store import GRACE_S
 from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX
 from tidemill.cluster.processes.endpoint import batch_lane
-from tidemill.workers.messages import Request
 
 KEYS = ("mine", "yours")
 ITEM: Any = {"type": "message", "role": "user", "content": "a"}
@@ -90,12 +89,7 @@ def test_hostile_line_is_named_and_the_next_ones_are_read(name: str) -> None:
     assert len(json.dumps(reader.errors)) < 1000
 
 
-@given(
-    st.lists(
-        st.sampled_from([*SHORT, GOOD]) | st.binary(max_size=40),
-        max_size=30,
-    )
-)
+@given(st.lists(st.sampled_from([*SHORT, GOOD]) | st.binary(max_size=40), max_size=30))
 def test_any_bytes_are_lines_or_errors(lines: list[bytes]) -> None:
     reader = LineReader(CHAT)
     found = list(reader.feed(b"\n".join(lines), is_last=True))
@@ -177,13 +171,8 @@ async def test_hostile_items_are_refused_or_come_back(database: DatabaseSettings
         deep = b'{"items": [' + b'{"a":' * 200 + b"1" + b"}" * 200 + b"]}"
         reply = await plain.post(url, content=deep, headers={"content-type": "application/json"})
         assert (reply.status_code, reply.json()["error"]["code"]) == (400, "body_too_complex")
-        for path in (
-            "responses/%00",
-            "conversations/%00/items",
-            "files/%00",
-            "batches/%27%3B--",
-            "files?after=%00",
-        ):
+        nuls = ("responses/%00", "conversations/%00/items", "files/%00", "files?after=%00")
+        for path in (*nuls, "batches/%27%3B--"):
             assert 400 <= (await plain.get(path)).status_code < 500, path
 
 
@@ -281,12 +270,7 @@ async def test_batch_and_records_outlast_a_fault_of_the_database(
 async def outlasts(
     database: DatabaseSettings, fault: Callable[[], AbstractAsyncContextManager[None]], *, can_read: bool
 ) -> None:
-    class Slow(FakeService):
-        async def stream(self, request: Request, emit: Any) -> None:  # noqa: ANN401 - as FakeService
-            await asyncio.sleep(0.1)
-            await super().stream(request, emit)
-
-    service = Slow(saying("a"))
+    service = FakeService(saying("a"), delay_s=0.1)
     edge = edge_over(service, database, unix_time_s=time.time)
     async with clients_of(edge) as (client,), running(edge), asyncio.timeout(90):
         kept = await client.responses.create(model="keeper", input="a")

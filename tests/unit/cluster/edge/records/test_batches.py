@@ -4,9 +4,9 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial, reduce
 from io import BytesIO
 from itertools import pairwise
@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.cluster.fake_service import MODEL, FakeService, saying
-from tests.support.cluster.stored import NOW_S, TTL_S, clients, clients_of, edge_over
+from tests.support.cluster.stored import NOW_S, TTL_S, Write, clients, clients_of, edge_over, rows_of
 from tests.unit.cluster.edge.http.test_tools import prompts_of
 from tidemill.cluster.edge.apis import batch_lines
 from tidemill.cluster.edge.apis.batch_lines import LineReader, sort_key
@@ -40,21 +40,18 @@ from tidemill.cluster.edge.records.batches import (
     StoredLine,
     TenantBatches,
 )
-from tidemill.cluster.edge.records.database import Database, DatabaseSettings, Transaction, database_settings
+from tidemill.cluster.edge.records.database import Database, DatabaseSettings, database_settings
 from tidemill.cluster.edge.records.files import StoredFile, TenantFiles
 from tidemill.cluster.edge.records.store import GRACE_S, Records
 from tidemill.cluster.edge.requests.context import EdgeContext
 from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.processes.endpoint import batch_lane
 from tidemill.cluster.processes.endpoint.batch_lane import BatchLane
-from tidemill.workers.inbox import Emit
 from tidemill.workers.messages import (
     Overloaded,
     Poisonous,
     Pooling,
-    Request,
     RequestError,
-    StreamPiece,
     Unserved,
 )
 
@@ -253,34 +250,11 @@ def test_equal_beginnings_sort_together_whatever_else_differs() -> None:
     assert sort_key(one) != sort_key({**one, "model": "b"})
 
 
-@dataclass
-class Moody(FakeService):
-    """Raises each of `moods` once, before anything else."""
-
-    moods: list[Exception] = field(default_factory=list[Exception])
-
-    async def stream(self, request: Request, emit: Emit[StreamPiece]) -> None:
-        if self.moods:
-            raise self.moods.pop()
-        await super().stream(request, emit)
-
-
-@dataclass
-class Stalling(FakeService):
-    """Answers the first `free` requests alone."""
-
-    free: int = 0
-
-    async def stream(self, request: Request, emit: Emit[StreamPiece]) -> None:
-        if len(self.requests) >= self.free:
-            self.stalled.set()
-            await asyncio.Event().wait()
-        await super().stream(request, emit)
-
-
 async def test_full_or_lost_fleet_delays_lines_and_a_bug_ends_one(database: DatabaseSettings) -> None:
     full = Overloaded("full", predicted_s=1.0, retry_after_s=0.0)
-    service = Moody(saying("a"), moods=[full, Unserved("no worker"), KeyError("a"), Poisonous("it kills")])
+    service = FakeService(
+        saying("a"), moods=[full, Unserved("no worker"), KeyError("a"), Poisonous("it kills")]
+    )
     edge = edge_over(service, database)
     async with clients_of(edge) as (client,), running(edge):
         batch = await ended(client, await started(client, jsonl(*(line(str(at)) for at in range(9)))))
@@ -295,7 +269,7 @@ async def test_cancelled_batch_keeps_what_is_answered(
     database: DatabaseSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_lane, "LINES", 1)
-    service = Stalling(saying("a b c"), free=2)
+    service = FakeService(saying("a b c"), free=2)
     edge = edge_over(service, database)
     async with clients_of(edge) as (client,), running(edge):
         lines = [line(f"{at}", messages=[{"role": "user", "content": f"{at}"}]) for at in range(5)]
@@ -327,7 +301,7 @@ async def test_expired_batch_names_the_lines_without_an_answer(database: Databas
 
 async def test_one_edge_runs_a_batch_and_another_goes_on_when_it_is_gone(database: DatabaseSettings) -> None:
     now_s = [NOW_S]
-    first, second = Stalling(saying("a"), free=99), Stalling(saying("a"), free=99)
+    first, second = FakeService(saying("a"), free=99), FakeService(saying("a"), free=99)
     edges = [edge_over(service, database, unix_time_s=lambda: now_s[0]) for service in (first, second)]
     lines = [line(f"{at}", messages=[{"role": "user", "content": f"{at}"}]) for at in range(40)]
     async with clients_of(*edges) as (client, _):
@@ -351,22 +325,18 @@ async def test_one_edge_runs_a_batch_and_another_goes_on_when_it_is_gone(databas
         assert len(second.requests) == 35
 
 
+FORM = "multipart/form-data; boundary=x"
+PART = b'--x\r\ncontent-disposition: form-data; name="file"\r\n\r\n'
 INPUT = StoredFile("file-in", "in", "batch", int(NOW_S), int(NOW_S + TTL_S), 2)
 LINES = [StoredLine(number, f'"{number}"', b"a", "{}") for number in range(3)]
 
 
-Write = Callable[[Callable[[TenantBatches], Any]], Coroutine[Any, Any, Any]]
-
-
-async def runner_of(database: DatabaseSettings) -> tuple[Records, Write, list[float]]:
+async def runner_of(database: DatabaseSettings) -> tuple[Records, Write[TenantBatches], list[float]]:
     """The records with a batch that the edge "first" has leased and filled, a function that writes, and the
     time."""
     now_s = [NOW_S]
     records = Records(Database(database), TTL_S, lambda: now_s[0])
-
-    async def write(work: Callable[[TenantBatches], Any]) -> Any:  # noqa: ANN401 - of the work
-        return await records.write("", TenantBatches, work)
-
+    write: Write[TenantBatches] = partial(records.write, "", TenantBatches)
     shown = {
         "status": "validating",
         "endpoint": CHAT,
@@ -374,7 +344,7 @@ async def runner_of(database: DatabaseSettings) -> tuple[Records, Write, list[fl
         "request_counts": {"total": 0},
     }
     await write(lambda own: own.create(StoredBatch("batch_a", "", "", shown)))
-    assert (await write(lambda own: own.claim("first"))).id == "batch_a"
+    assert await write(lambda own: own.claim("first")) is not None
     assert await write(lambda own: own.claim("second")) is None
     await write(lambda own: own.add_lines("batch_a", "first", LINES))
     return records, write, now_s
@@ -456,10 +426,7 @@ async def test_files_of_a_tenant_are_bounded_with_uploads_in_progress(
     now_s = [NOW_S]
     most = TenantLimits(stored_bytes=9 * ROW_BYTES)
     records = Records(Database(database), TTL_S, lambda: now_s[0], lambda _: most)
-
-    async def write(work: Callable[[TenantFiles], Any]) -> Any:  # noqa: ANN401 - of the work
-        return await records.write("a", TenantFiles, work)
-
+    write: Write[TenantFiles] = partial(records.write, "a", TenantFiles)
     with pytest.raises(RequestError, match="max_stored_bytes"):
         await write(lambda own: own.begin("file-0", 10 * ROW_BYTES))
     for number in range(3):
@@ -555,21 +522,15 @@ async def test_file_is_bounded_checked_and_comes_back(
         await client.files.delete(file.id)
         url = f"{client.base_url}files"
         async with httpx.AsyncClient() as plain:
-            for headers, body in (
-                ({"content-type": "application/json"}, b"{}"),
-                ({"content-type": "multipart/form-data"}, b"{}"),
-                ({"content-type": "multipart/form-data; boundary=x"}, b"--x\r\n\r\n\r\n--x--\r\n"),
-                ({"content-type": "multipart/form-data; boundary=x"}, b"--x\r\n" + b"a" * 9000),
-                (
-                    {"content-type": "multipart/form-data; boundary=x"},
-                    b'--x\r\ncontent-disposition: form-data; name="file"\r\n\r\ncut',
-                ),
-                (
-                    {"content-type": "multipart/form-data; boundary=x"},
-                    b'--x\r\ncontent-disposition: form-data; name="file"\r\n\r\na\r\n' * 2 + b"--x--",
-                ),
+            for kind, body in (
+                ("application/json", b"{}"),
+                ("multipart/form-data", b"{}"),
+                (FORM, b"--x\r\n\r\n\r\n--x--\r\n"),
+                (FORM, b"--x\r\n" + b"a" * 9000),
+                (FORM, PART + b"cut"),
+                (FORM, (PART + b"a\r\n") * 2 + b"--x--"),
             ):
-                reply = await plain.post(url, headers=headers, content=body)
+                reply = await plain.post(url, headers={"content-type": kind}, content=body)
                 assert reply.status_code in {400, 415}, reply.text
 
             async def padded() -> AsyncGenerator[bytes]:
@@ -577,8 +538,7 @@ async def test_file_is_bounded_checked_and_comes_back(
                 for _ in range(6):
                     yield bytes(PART_BYTES)
 
-            form = {"content-type": "multipart/form-data; boundary=x"}
-            reply = await plain.post(url, headers=form, content=padded())
+            reply = await plain.post(url, headers={"content-type": FORM}, content=padded())
             assert reply.status_code == 413, reply.text
 
 
@@ -586,11 +546,10 @@ async def test_uploads_that_are_slow_or_given_up_leave_nothing(tmp_path: Path) -
     database = database_settings(str(tmp_path / "stored.db"), TTL_S)
     limits = EdgeLimits(body_s_max=0.2, body_bytes_max=4 * UPLOAD_BYTES)
     edge = edge_over(FakeService(saying("a")), database, limits=limits)
-    head = b'--x\r\ncontent-disposition: form-data; name="file"\r\n\r\n'
-    headers = {"content-type": "multipart/form-data; boundary=x"}
+    headers = {"content-type": FORM}
 
     async def body(pause: Callable[[], Awaitable[object]]) -> AsyncGenerator[bytes]:
-        yield head
+        yield PART
         yield bytes(PART_BYTES)
         await pause()
         yield b"\r\n--x--"
@@ -605,8 +564,8 @@ async def test_uploads_that_are_slow_or_given_up_leave_nothing(tmp_path: Path) -
             asyncio.create_task(plain.post(url, headers=headers, content=body(never.wait))) for _ in range(2)
         ]
         await until_rows(database, 2)
-        name = b'--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
-        whole: dict[str, Any] = {"headers": headers, "content": name + head + b"\r\n--x--"}
+        purpose = PART.replace(b"file", b"purpose") + b"batch\r\n"
+        whole: dict[str, Any] = {"headers": headers, "content": purpose + PART + b"\r\n--x--"}
         assert (await plain.post(url, **whole)).status_code == 429, "a client has half of what is free"
         for task in held:
             task.cancel()
@@ -643,15 +602,8 @@ async def test_lists_are_read_by_the_page(database: DatabaseSettings) -> None:
 
 async def until_rows(database: DatabaseSettings, count: int) -> None:
     """Wait until there are this many files and parts of files."""
-    own = Database(database)
-    while await own.read(num_rows) != count:  # noqa: ASYNC110 - a database
+    while sum(await rows_of(database, "files", "parts")) != count:  # noqa: ASYNC110 - a database
         await asyncio.sleep(POLL_S)
-    own.close()
-
-
-def num_rows(sent: Transaction) -> int:
-    files_ = sent.rows("SELECT COUNT(*) FROM tidemill_files")
-    return files_[0][0] + sent.rows("SELECT COUNT(*) FROM tidemill_parts")[0][0]
 
 
 @given(

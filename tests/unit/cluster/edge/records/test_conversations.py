@@ -2,7 +2,6 @@
 
 import asyncio
 import sys
-from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -11,11 +10,11 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.cluster.fake_service import FakeService, build_app, call, saying, sources
+from tests.support.cluster.fake_service import FakeService, app_over, call, saying
 from tests.support.cluster.postgres import BINARIES, MISSING, running_postgres
-from tests.support.cluster.stored import NOW_S, TTL_S, clients
+from tests.support.cluster.stored import NOW_S, TTL_S, Write, clients, rows_of
 from tests.unit.cluster.edge.http.test_responses import ALL, LOOK, THINKS
-from tests.unit.cluster.edge.http.test_tools import prompts_of, tokenizer
+from tests.unit.cluster.edge.http.test_tools import prompts_of
 from tidemill.cluster.edge.apis import responses_storage
 from tidemill.cluster.edge.records import database as database_module
 from tidemill.cluster.edge.records.conversations import (
@@ -25,13 +24,12 @@ from tidemill.cluster.edge.records.conversations import (
 )
 from tidemill.cluster.edge.records.database import Database, DatabaseSettings, Transaction, database_settings
 from tidemill.cluster.edge.records.store import GRACE_S, Records
-from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError, Unserved
 
 TENANT = "tenant:mine"
 LATER = StoredResponse(id="resp_later", body="{}", inputs=[("msg_1", "{}")], outputs=[("msg_2", "{}")])
-TABLES = ("tidemill_conversations", "tidemill_items", "tidemill_responses")
+TABLES = ("conversations", "items", "responses")
 
 
 def texts_of(items: Any) -> list[str]:  # noqa: ANN401 - of the SDK
@@ -45,7 +43,7 @@ async def test_chain_has_the_prompt_of_a_clients_own_replay(database: DatabaseSe
     marked = {"type": "input_text", "text": "Where is Emma?", "cache_control": {"type": "ephemeral"}}
     first: list[Any] = [{"role": "developer", "content": "Look."}, {"role": "user", "content": [marked]}]
     async with clients(service, database) as (client,):
-        ask: dict[str, Any] = {"model": "keeper", "tools": [LOOK], "extra_body": THINKS}
+        ask: dict[str, Any] = {"tools": [LOOK], "extra_body": THINKS}
         one = await client.responses.create(input=first, **ask)
         outputs: list[Any] = [
             {"type": "function_call_output", "call_id": item.call_id, "output": "in the tower"}
@@ -73,9 +71,8 @@ async def test_chain_has_the_prompt_of_a_clients_own_replay(database: DatabaseSe
 async def test_input_items_are_all_that_a_response_has_seen(database: DatabaseSettings) -> None:
     service = FakeService(saying("here"))
     async with clients(service, database) as (client,):
-        ask: dict[str, Any] = {"model": "keeper"}
-        one = await client.responses.create(input="a", **ask)
-        two = await client.responses.create(input="b", previous_response_id=one.id, **ask)
+        one = await client.responses.create(input="a")
+        two = await client.responses.create(input="b", previous_response_id=one.id)
         items = client.responses.input_items
         newest = [item async for item in await items.list(two.id)]
         oldest = [item async for item in await items.list(two.id, order="asc", limit=1)]
@@ -97,16 +94,15 @@ async def test_answers_to_one_response_are_chains_of_their_own(database: Databas
     """Concurrent ones, on two edges, and one that comes after the chain has gone on."""
     service = FakeService(saying("here"))
     async with clients(service, database, database) as edges:
-        ask: dict[str, Any] = {"model": "keeper"}
-        one = await edges[0].responses.create(input="a", **ask)
+        one = await edges[0].responses.create(input="a")
         answers = await asyncio.gather(
             *(
-                edges[index % 2].responses.create(input=f"b{index}", previous_response_id=one.id, **ask)
+                edges[index % 2].responses.create(input=f"b{index}", previous_response_id=one.id)
                 for index in range(6)
             )
         )
         for index, answer in enumerate(answers):
-            last = await edges[0].responses.create(input="c", previous_response_id=answer.id, **ask)
+            last = await edges[0].responses.create(input="c", previous_response_id=answer.id)
             listed = (await edges[1].responses.input_items.list(last.id)).data
             assert texts_of(listed) == ["c", "here", f"b{index}", "here", "a"]
 
@@ -114,31 +110,28 @@ async def test_answers_to_one_response_are_chains_of_their_own(database: Databas
 async def test_deleted_response_is_gone_and_its_items_go_with_the_chain(database: DatabaseSettings) -> None:
     service = FakeService(saying("here"))
     async with clients(service, database) as (client,):
-        before = await rows_of(database)
-        one = await client.responses.create(model="keeper", input="a")
-        two = await client.responses.create(model="keeper", input="b", previous_response_id=one.id)
+        before = await rows_of(database, *TABLES)
+        one = await client.responses.create(input="a")
+        two = await client.responses.create(input="b", previous_response_id=one.id)
         await client.responses.delete(one.id)
         with pytest.raises(openai.NotFoundError, match=one.id):
             await client.responses.retrieve(one.id)
         with pytest.raises(openai.BadRequestError) as refused:
-            await client.responses.create(model="keeper", input="b", previous_response_id=one.id)
+            await client.responses.create(input="b", previous_response_id=one.id)
         assert refused.value.code == "previous_response_not_found"
         listed = (await client.responses.input_items.list(two.id)).data
         assert texts_of(listed) == ["b", "here", "a"]
         await client.responses.delete(two.id)
         with pytest.raises(openai.NotFoundError):
             await client.responses.delete(two.id)
-        assert await rows_of(database) == before
+        assert await rows_of(database, *TABLES) == before
 
 
 async def test_answer_keeps_what_was_deleted_while_it_came(database: DatabaseSettings) -> None:
     sent = {name: f'{{"id":"{name}"}}' for name in ("msg_0", "msg_1", "msg_2")}
     first = StoredResponse(id="resp_1", body="{}", inputs=[*sent.items()][:1], outputs=[*sent.items()][1:2])
     records = Records(Database(database), TTL_S, lambda: NOW_S)
-
-    async def write(work: Callable[[TenantConversations], Any]) -> Any:  # noqa: ANN401 - of the work
-        return await records.write(TENANT, TenantConversations, work)
-
+    write: Write[TenantConversations] = partial(records.write, TENANT, TenantConversations)
     await write(lambda own: own.keep(StoredContext(), first))
     context = await write(lambda own: own.context("resp_1", None, 9))
     await write(lambda own: own.delete_response("resp_1"))
@@ -148,27 +141,12 @@ async def test_answer_keeps_what_was_deleted_while_it_came(database: DatabaseSet
     records.close()
 
 
-async def rows_of(database: DatabaseSettings) -> list[int]:
-    """The numbers of rows of all tables."""
-    own = Database(database)
-    try:
-        return [(await own.read(partial(count_of, table=table))) for table in TABLES]
-    finally:
-        own.close()
-
-
-def count_of(sent: Transaction, *, table: str) -> int:
-    return sent.rows(f"SELECT COUNT(*) FROM {table}")[0][0]  # noqa: S608 - one of ours
-
-
 async def test_store_false_keeps_nothing(database: DatabaseSettings) -> None:
     async with clients(FakeService(saying("here")), database) as (client,):
-        one = await client.responses.create(model="keeper", input="a")
-        before = await rows_of(database)
-        two = await client.responses.create(
-            model="keeper", input="b", previous_response_id=one.id, store=False
-        )
-        assert (two.store, await rows_of(database)) == (False, before)
+        one = await client.responses.create(input="a")
+        before = await rows_of(database, *TABLES)
+        two = await client.responses.create(input="b", previous_response_id=one.id, store=False)
+        assert (two.store, await rows_of(database, *TABLES)) == (False, before)
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve(two.id)
 
@@ -182,7 +160,7 @@ async def test_conversation_grows_by_responses_and_by_hand(database: DatabaseSet
         assert (await client.conversations.retrieve(made.id)) == made
         updated = await client.conversations.update(made.id, metadata={"topic": "y"})
         assert updated.metadata == {"topic": "y"}
-        reply = await client.responses.create(model="keeper", input="b", conversation=made.id)
+        reply = await client.responses.create(input="b", conversation=made.id)
         assert reply.conversation.id == made.id
         async with client.responses.stream(
             model="keeper", input="c", conversation={"id": made.id}, store=False
@@ -199,7 +177,7 @@ async def test_conversation_grows_by_responses_and_by_hand(database: DatabaseSet
         assert (await client.conversations.items.delete(items[0].id, conversation_id=made.id)).id == made.id
         with pytest.raises(openai.NotFoundError):
             await client.conversations.items.retrieve(items[0].id, conversation_id=made.id)
-        branch = await client.responses.create(model="keeper", input="e", previous_response_id=reply.id)
+        branch = await client.responses.create(input="e", previous_response_id=reply.id)
         assert texts_of((await client.responses.input_items.list(branch.id)).data) == ["e", "here", "b"]
         assert len((await client.conversations.items.list(made.id)).data) == 5, "a chain has left it"
         assert (await client.conversations.delete(made.id)).deleted
@@ -207,14 +185,12 @@ async def test_conversation_grows_by_responses_and_by_hand(database: DatabaseSet
             with pytest.raises(openai.NotFoundError):
                 await gone
         with pytest.raises(openai.NotFoundError, match=made.id):
-            await client.responses.create(model="keeper", input="b", conversation=made.id)
+            await client.responses.create(input="b", conversation=made.id)
         empty = await client.conversations.create()
         listed = await client.conversations.items.list(empty.id)
         assert (listed.data, listed.has_more) == ([], False)
         with pytest.raises(openai.BadRequestError, match="leave out previous_response_id"):
-            await client.responses.create(
-                model="keeper", input="b", conversation=empty.id, previous_response_id=branch.id
-            )
+            await client.responses.create(input="b", conversation=empty.id, previous_response_id=branch.id)
 
 
 async def test_items_with_one_id_are_stored_with_several_and_each_page_goes_on(
@@ -225,7 +201,7 @@ async def test_items_with_one_id_are_stored_with_several_and_each_page_goes_on(
         made = await client.conversations.create(items=[{**asked, "content": text} for text in "ab"])
         added = await client.conversations.items.create(made.id, items=[{**asked, "content": "c"}] * 2)
         again: list[Any] = [{**asked, "content": "d"}] * 2
-        await client.responses.create(model="keeper", input=again, conversation=made.id)
+        await client.responses.create(input=again, conversation=made.id)
         listed = client.conversations.items.list
         async with asyncio.timeout(10):
             up = [item async for item in await listed(made.id, order="asc", limit=1)]
@@ -235,8 +211,8 @@ async def test_items_with_one_id_are_stored_with_several_and_each_page_goes_on(
         assert len({item.id for item in up}) == 7
         assert up[0].id == "msg_same"
         assert [item.id for item in added.data] == [item.id for item in up[2:4]]
-        one = await client.responses.create(model="keeper", input=again)
-        two = await client.responses.create(model="keeper", input=again, previous_response_id=one.id)
+        one = await client.responses.create(input=again)
+        two = await client.responses.create(input=again, previous_response_id=one.id)
         async with asyncio.timeout(10):
             seen = [item async for item in await client.responses.input_items.list(two.id, limit=1)]
         assert texts_of(seen) == ["d", "d", "here", "d", "d"]
@@ -246,22 +222,20 @@ async def test_items_with_one_id_are_stored_with_several_and_each_page_goes_on(
 async def test_reference_stands_for_a_stored_item(database: DatabaseSettings) -> None:
     service = FakeService(saying("here"))
     async with clients(service, database) as (client,):
-        one = await client.responses.create(model="keeper", input="a")
+        one = await client.responses.create(input="a")
         reference: Any = {"type": "item_reference", "id": one.output[0].id}
-        two = await client.responses.create(
-            model="keeper", input=[reference, {"role": "user", "content": "b"}]
-        )
+        two = await client.responses.create(input=[reference, {"role": "user", "content": "b"}])
         assert texts_of((await client.responses.input_items.list(two.id)).data) == ["b", "here"]
         for wrong in ("msg_x", "a\x00b", "", "a" * 200):
             with pytest.raises(openai.NotFoundError):
-                await client.responses.create(model="keeper", input=[{**reference, "id": wrong}])
+                await client.responses.create(input=[{**reference, "id": wrong}])
     assert "<|assistant|> here<|end|>\n<|user|> b" in prompts_of(service)[1]
 
 
 async def test_other_tenants_find_nothing(database: DatabaseSettings) -> None:
     service = FakeService(saying("here"))
     async with clients(service, database, keys=("mine", "yours")) as (mine, yours):
-        reply = await mine.responses.create(model="keeper", input="a")
+        reply = await mine.responses.create(input="a")
         made = await mine.conversations.create(items=[{"role": "user", "content": "a"}])
         (item,) = (await mine.conversations.items.list(made.id)).data
         own = await yours.conversations.create(items=[{"role": "user", "content": "a"}])
@@ -270,8 +244,8 @@ async def test_other_tenants_find_nothing(database: DatabaseSettings) -> None:
             yours.responses.retrieve(reply.id),
             yours.responses.delete(reply.id),
             yours.responses.input_items.list(reply.id),
-            yours.responses.create(model="keeper", input="b", conversation=made.id),
-            yours.responses.create(model="keeper", input=[reference]),
+            yours.responses.create(input="b", conversation=made.id),
+            yours.responses.create(input=[reference]),
             yours.conversations.retrieve(made.id),
             yours.conversations.update(made.id, metadata={}),
             yours.conversations.delete(made.id),
@@ -286,7 +260,7 @@ async def test_other_tenants_find_nothing(database: DatabaseSettings) -> None:
         answers = await asyncio.gather(*attempts, return_exceptions=True)
         assert {type(answer) for answer in answers} == {openai.NotFoundError}
         with pytest.raises(openai.BadRequestError, match=reply.id):
-            await yours.responses.create(model="keeper", input="b", previous_response_id=reply.id)
+            await yours.responses.create(input="b", previous_response_id=reply.id)
         assert (await mine.responses.retrieve(reply.id)).id == reply.id
         assert len((await mine.conversations.items.list(made.id)).data) == 1
         same = {"type": "message", "role": "user", "content": "a", "id": item.id}
@@ -297,10 +271,10 @@ async def test_other_tenants_find_nothing(database: DatabaseSettings) -> None:
 async def test_conversation_expires_some_time_after_its_last_response(database: DatabaseSettings) -> None:
     now_s = [0.0]  # before the end of all that other tests have stored
     own = Records(Database(database), TTL_S, lambda: now_s[0])
-    before = await rows_of(database)
+    before = await rows_of(database, *TABLES)
     service = FakeService(saying("here"))
     async with clients(service, database, keys=("mine",)) as (client,):  # whose clock stands still
-        one = await client.responses.create(model="keeper", input="a")
+        one = await client.responses.create(input="a")
         now_s[0] = NOW_S + TTL_S - 1
         await own.write(
             TENANT, TenantConversations, lambda found: found.keep(found.context(one.id, None, 9), LATER)
@@ -319,12 +293,12 @@ async def test_conversation_expires_some_time_after_its_last_response(database: 
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve(one.id)
     own.close()
-    assert await rows_of(database) <= before
+    assert await rows_of(database, *TABLES) <= before
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_without_database_nothing_is_stored_and_clients_are_served(*, stream: bool) -> None:
-    app = build_app([ServedBackend(FakeService(saying("here")), tokenizer())], sources())
+    app = app_over(FakeService(saying("here")))
     for store, ignored in ((None, None), (False, None), (True, "store")):
         body = {"input": "a", "stream": stream} | ({} if store is None else {"store": store})
         reply = call(app, "POST", "/v1/responses", json=body)
@@ -353,13 +327,13 @@ async def test_what_is_too_much_is_refused(
             await client.conversations.create(items=[asked] * 21)
         monkeypatch.setattr(responses_storage, "MESSAGES_MAX", 20)
         with pytest.raises(openai.BadRequestError, match="more than 19 items"):
-            await client.responses.create(model="keeper", input="b", conversation=many.id)
+            await client.responses.create(input="b", conversation=many.id)
         monkeypatch.setattr(responses_storage, "MESSAGES_MAX", 21)
-        await client.responses.create(model="keeper", input="b", conversation=many.id, store=False)
+        await client.responses.create(input="b", conversation=many.id, store=False)
         monkeypatch.setattr(responses_storage, "MESSAGES_MAX", 99)
         monkeypatch.setattr(responses_storage, "CONTEXT_BYTES_MAX", 2000)
         with pytest.raises(openai.BadRequestError, match="stored: start another"):
-            await client.responses.create(model="keeper", input="b", conversation=many.id)
+            await client.responses.create(input="b", conversation=many.id)
         with pytest.raises(openai.BadRequestError, match="start another"):
             await client.conversations.items.create(many.id, items=[asked])
         assert len((await client.conversations.items.list(many.id, limit=100)).data) == 22
@@ -368,7 +342,7 @@ async def test_what_is_too_much_is_refused(
                 await client.conversations.create(metadata=metadata)
         for wrong in ("a b", "a\x00", "a" * 129):
             with pytest.raises(openai.BadRequestError):
-                await client.responses.create(model="keeper", input="b", previous_response_id=wrong)
+                await client.responses.create(input="b", previous_response_id=wrong)
             with pytest.raises(openai.BadRequestError):
                 await client.responses.retrieve(wrong)
 
@@ -378,7 +352,7 @@ async def test_lost_connection_to_postgres_is_no_error() -> None:
         pytest.skip(MISSING)
     with running_postgres() as postgres:
         async with clients(FakeService(saying("here")), database_settings(postgres.url, TTL_S)) as (client,):
-            kept = await client.responses.create(model="keeper", input="a")
+            kept = await client.responses.create(input="a")
             postgres.stop()
             postgres.start()
             assert (await client.responses.retrieve(kept.id)).id == kept.id
@@ -411,7 +385,7 @@ async def test_files_are_private_and_tables_are_made_once(tmp_path: Path) -> Non
         )
 
     await asyncio.gather(*map(write, several))
-    assert await rows_of(settings) == [8, 0, 0]
+    assert await rows_of(settings, *TABLES) == [8, 0, 0]
     assert (tmp_path / "stored.db").stat().st_mode & 0o777 == 0o600
     for own in several:
         own.close()

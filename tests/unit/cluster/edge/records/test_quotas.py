@@ -12,7 +12,6 @@ import pytest
 from tests.support.cluster.fake_service import FakeService, saying
 from tests.support.cluster.stored import NOW_S, TTL_S, clients_of, edge_over, limit_keys
 from tests.unit.cluster.edge.records.test_batches import (
-    Stalling,
     ended,
     jsonl,
     line,
@@ -162,13 +161,7 @@ async def test_batch_lets_another_tenant_run_and_each_line_is_answered_once(
 ) -> None:
     for name, value in {"BATCHES": 1, "LINES": 2, "SLICE_S": 0.0}.items():
         monkeypatch.setattr(batch_lane, name, value)
-
-    class Slow(FakeService):
-        async def stream(self, request: Request, emit: Any) -> None:  # noqa: ANN401 - as FakeService
-            await asyncio.sleep(0.02)
-            await super().stream(request, emit)
-
-    service = Slow(saying("a"))
+    service = FakeService(saying("a"), delay_s=0.02)
     edge = edge_over(service, database, KEYS, unix_time_s=time.time)
     async with clients_of(edge, keys=KEYS) as (mine, yours), running(edge):
         content = jsonl(*(line(str(at)) for at in range(30)))
@@ -186,7 +179,7 @@ async def test_lines_of_all_batches_are_bounded_and_leave_the_limits_of_a_key(
 ) -> None:
     """The lines of two batches wait at a worker; the key may ask one thing at a time."""
     monkeypatch.setattr(batch_lane, "LINES_TOGETHER", 2)
-    service = Stalling(saying("a"), free=0)
+    service = FakeService(saying("a"), free=0)
     edge = edge_over(service, database, ("mine",))
     limit_keys(edge, max_parallel_requests=2)
     async with clients_of(edge, keys=("mine",)) as (mine,):

@@ -1,8 +1,10 @@
-"""Answers to clients: streamed and whole, stop strings, seeds, usage, the small endpoints."""
+"""Answers to clients: streamed and whole, stop strings, seeds, usage, echoed prompts, answers in tokens."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from httpx import Response
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,8 +18,10 @@ from tests.support.cluster.fake_service import (
     complete,
     events_of,
     saying,
+    scored,
     tokenizer,
 )
+from tidemill.workers.messages import Request
 
 TEXT, CHAT, TOKENS = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 WORDS = " Emma is in the tower. naïve 日本"
@@ -227,3 +231,174 @@ def test_small_endpoints() -> None:
     assert [worker["info"]["name"] for worker in cluster["workers"]] == ["prefill-0", "decode-0"]
     assert cluster["workers"][0]["load"]["memory"]["free"] == 3 << 20
     assert cluster["frontend"]["pid"] > 0
+
+
+PROMPT = "Bob is now at the 日本 mill."
+IDS = tokenizer().encode(PROMPT)
+HERE = " Emma is here."
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, IDS], ids=["text", "ids"])
+@pytest.mark.parametrize("per_piece", [1, 7])
+def test_echo_with_logprobs(prompt: str | list[int], per_piece: int) -> None:
+    app = app_over(FakeService(saying(HERE), per_piece=per_piece))
+    choice = complete(app, prompt=prompt, echo=True, logprobs=1)["choices"][0]
+    assert choice["text"] == PROMPT + HERE
+    tokens = [*IDS, *tokenizer().encode(HERE), EOS]
+    logprobs = choice["logprobs"]
+    assert logprobs["token_logprobs"] == [None, *(scored(token, 1).logprob for token in tokens[1:])]
+    assert logprobs["top_logprobs"][0] is None
+    assert [len(top) for top in logprobs["top_logprobs"][1:]] == [1 + (token != 10) for token in tokens[1:]]
+    assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
+    for token, offset in zip(logprobs["tokens"][:-1], logprobs["text_offset"], strict=False):
+        assert token.startswith("bytes:") or choice["text"][offset:].startswith(token)
+
+
+@pytest.mark.parametrize(("max_tokens", "count"), [(0, 0), (1, 1)])
+def test_text_is_scored_as_harnesses_request_it(max_tokens: int, count: int) -> None:
+    """The requests are those of evaluation harnesses. The last token is a drawn one, or one of the prompt."""
+    service = FakeService(saying(HERE))
+    reply = complete(app_over(service), prompt=PROMPT, echo=True, logprobs=1, max_tokens=max_tokens)
+    choice = reply["choices"][0]
+    assert len(choice["logprobs"]["tokens"]) == len(IDS) + count
+    assert reply["usage"]["completion_tokens"] == count
+    assert choice["finish_reason"] == "length"
+    assert choice["text"].startswith(PROMPT)
+    assert (choice["text"] == PROMPT) is (count == 0)
+    assert (service.requests[0].max_new_tokens, service.requests[0].sampling.prompt_logprobs) == (1, 1)
+
+
+def test_stop_token_that_was_drawn_is_one_of_the_echoed_tokens() -> None:
+    """Otherwise a client that removes the last one would remove one of the prompt's."""
+    app = app_over(FakeService(saying("")))
+    (choice,) = complete(app, prompt=PROMPT, echo=True, logprobs=1, max_tokens=1)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (PROMPT, "stop")
+    assert len(choice["logprobs"]["tokens"]) == len(IDS) + 1
+    assert complete(app, logprobs=1)["choices"][0]["logprobs"]["tokens"] == []
+
+
+def test_echo_without_logprobs_scores_nothing() -> None:
+    service = FakeService(saying(HERE))
+    choices = complete(app_over(service), prompt=["Hello", "Bob"], n=2, echo=True)["choices"]
+    texts = [(choice["text"], choice["logprobs"]) for choice in choices]
+    assert texts == [(f"{name}{HERE}", None) for name in ("Hello", "Hello", "Bob", "Bob")]
+    assert {request.sampling.prompt_logprobs for request in service.requests} == {None}
+
+
+@pytest.mark.parametrize("logprobs", [None, 0, 4])
+def test_prompt_logprobs_in_the_form_of_vllm(logprobs: int | None) -> None:
+    service = FakeService(saying(HERE))
+    reply = complete(
+        app_over(service),
+        prompt=[PROMPT, "Bob"],
+        prompt_logprobs=2,
+        echo=logprobs is not None,
+        logprobs=logprobs,
+    )
+    scores = reply["choices"][0]["prompt_logprobs"]
+    assert len(scores) == len(IDS)
+    assert scores[0] is None
+    for token, entries in zip(IDS[1:], scores[1:], strict=True):
+        assert entries[str(token)]["logprob"] == scored(token, 2).logprob or token in (10, 11)
+        assert [entries[str(10 + place)]["rank"] for place in range(2)] == [1, 2]
+        assert len(entries) == (2 if token in (10, 11) else 3)
+    assert len(reply["choices"][1]["prompt_logprobs"]) == len(tokenizer().encode("Bob"))
+    assert service.requests[0].sampling.prompt_logprobs == max(2, logprobs or 0)
+    if logprobs == 0:
+        assert {len(top or "a") for top in reply["choices"][0]["logprobs"]["top_logprobs"]} == {1}
+
+
+def test_prompt_logprobs_of_a_chat_stand_beside_its_choices() -> None:
+    service = FakeService(saying(HERE))
+    reply = chat(app_over(service), prompt_logprobs=0).json()
+    (request,) = service.requests
+    assert [list(scores or "-") for scores in reply["prompt_logprobs"]] == [
+        ["-"],
+        *([str(token)] for token in request.tokens[1:]),
+    ]
+    assert "prompt_logprobs" not in chat(app_over(service)).json()
+
+
+def best_script(request: Request) -> list[int]:
+    """Each answer is one token again and again: the lower its id, the likelier the fake finds it."""
+    return [100 - request.sampling.seed % 50] * (1 + request.sampling.seed % 3)
+
+
+@pytest.mark.parametrize(("n", "best_of"), [(1, 1), (1, 6), (3, 6), (4, 4)])
+def test_best_answers_come_in_order(n: int, best_of: int) -> None:
+    service = FakeService(best_script)
+    reply = complete(app_over(service), prompt=["Hello", "Bob"], n=n, best_of=best_of, max_tokens=5)
+    wanted: list[str] = []
+    for start in (0, best_of):
+        answers = [best_script(request) for request in service.requests[start : start + best_of]]
+        if n < best_of:
+            answers.sort(key=lambda ranked: ranked[0])
+        wanted += ["".join(tokenizer().piece(token).decode() for token in answer) for answer in answers[:n]]
+    choices = [(choice["index"], choice["text"], choice["logprobs"]) for choice in reply["choices"]]
+    assert choices == [(index, text, None) for index, text in enumerate(wanted)]
+    drawn = sum(len(best_script(request)) for request in service.requests)
+    assert reply["usage"]["completion_tokens"] == drawn, "they were drawn, returned or not"
+
+
+TOWER = " Emma is in the tower"
+ASKED = tokenizer().encode("Where is Emma?")
+ANSWERED = [*tokenizer().encode(TOWER), EOS]
+
+
+def sent(service: FakeService, sampling_params: dict[str, Any] | None = None, **fields: object) -> Response:
+    body = {"token_ids": ASKED, "sampling_params": sampling_params or {}, **fields}
+    return call(app_over(service), "POST", TOKENS, json=body)
+
+
+def test_answer_is_the_tokens_of_a_completion() -> None:
+    service = FakeService(saying(TOWER))
+    reply = sent(service, {"n": 2, "seed": 7, "temperature": 0.5}, request_id="r-1").json()
+    assert [choice["token_ids"] for choice in reply["choices"]] == [ANSWERED] * 2
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1]
+    assert {choice["finish_reason"] for choice in reply["choices"]} == {"stop"}
+    assert {choice["logprobs"] for choice in reply["choices"]} == {None}
+    assert (reply["request_id"], reply["kv_transfer_params"], reply["prompt_logprobs"]) == ("r-1", None, None)
+    assert reply["usage"]["completion_tokens"] == 2 * len(ANSWERED)
+    [first, _] = service.requests
+    assert first.tokens == tuple(ASKED)
+    assert first.sampling.temperature == 0.5
+    assert first.max_new_tokens > 100, "as many as fit"
+
+
+def test_parameters_and_hints_are_those_of_a_completion() -> None:
+    """Each request is the one that /v1/completions makes of the same fields."""
+    hints: dict[str, Any] = {"priority": -3, "cache_salt": "team-a", "session_id": "s", "retain": 60}
+    sampling: dict[str, Any] = {
+        "max_tokens": 5,
+        "min_tokens": 1,
+        "top_p": 0.5,
+        "top_k": 4,
+        "seed": 3,
+        "stop": ["is"],
+        "stop_token_ids": [9],
+        "logit_bias": {"4": 2.0},
+        "bad_words": ["Tom"],
+        "repetition_penalty": 1.1,
+        "structured_outputs": {"choice": ["a", "b"]},
+    }
+    ours, theirs = FakeService(saying(TOWER)), FakeService(saying(TOWER))
+    reply = sent(ours, {**sampling, "detokenize": False, "output_kind": 2}, **hints)
+    assert reply.headers.get("x-tidemill-ignored") is None
+    call(app_over(theirs), "POST", "/v1/completions", json={"prompt": ASKED, **sampling, **hints})
+    [request], [completion] = ours.requests, theirs.requests
+    assert request == replace(completion, request_id=request.request_id)
+
+
+def test_logprobs_name_tokens() -> None:
+    reply = sent(FakeService(saying(TOWER)), {"logprobs": 1, "prompt_logprobs": 0}).json()
+    content = reply["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == [f"token_id:{token}" for token in ANSWERED]
+    assert all(entry["top_logprobs"][0]["token"].startswith("token_id:") for entry in content)
+    assert len(reply["prompt_logprobs"]) == len(ASKED)
+    assert reply["prompt_logprobs"][0] is None
+
+
+def test_fields_of_completions_without_an_effect_are_named() -> None:
+    reply = sent(FakeService(saying(TOWER)), {"allowed_token_ids": None}, temperature=0.5, echo=True, oh=1)
+    assert reply.status_code == 200
+    assert set(reply.headers["x-tidemill-ignored"].split(", ")) == {"temperature", "echo", "oh"}

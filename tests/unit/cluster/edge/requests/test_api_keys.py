@@ -11,7 +11,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from tests.support.cluster.fake_service import FakeService, build_app, call, saying, sources, tokenizer
+from tests.support.cluster.fake_service import FakeService, app_over, call, saying
 from tidemill.cluster.edge.http.middleware import OPEN_PATHS
 from tidemill.cluster.edge.requests import api_keys
 from tidemill.cluster.edge.requests.api_keys import (
@@ -23,7 +23,6 @@ from tidemill.cluster.edge.requests.api_keys import (
     digest_of,
     read_keys,
 )
-from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Overloaded, RequestError
 
@@ -39,7 +38,7 @@ KEYS = (
 
 
 def edge(service: FakeService) -> FastAPI:
-    return build_app([ServedBackend(service, tokenizer())], sources(), keys=KEYS)
+    return app_over(service, keys=KEYS)
 
 
 def ask(app: FastAPI, path: str, key: str | None, body: object = None) -> httpx.Response:
@@ -101,7 +100,7 @@ def test_tenant_shares_prefixes_with_itself_alone() -> None:
     assert len({one, shop, salted, shop_salted, ""}) == 5
     names = ("search", "search", "shop", "search", "shop")
     assert [request.tenant for request in service.requests] == [f"tenant:{name}" for name in names]
-    plain = build_app([ServedBackend(service, tokenizer())], sources())
+    plain = app_over(service)
     naming_itself = {**BODY, "cache_salt": "tenant:search/"}
     assert call(plain, "POST", CHAT, json=naming_itself).status_code == 400
 

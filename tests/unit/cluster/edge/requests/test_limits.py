@@ -12,17 +12,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.cluster.fake_service import (
     FakeService,
     app_over,
-    build_app,
     call,
     exchange,
     saying,
     serving,
     sources,
-    tokenizer,
 )
 from tidemill.cluster.edge.requests.api_keys import ApiKey, digest_of
 from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX, EdgeLimits
-from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.listener import InFlightLimit, client_of
 from tidemill.cluster.messages import Misses
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
@@ -68,7 +65,7 @@ def test_invalid_deadlines_are_named(text: str) -> None:
 async def flood(limits: EdgeLimits, bodies: list[dict[str, Any]]) -> tuple[list[int], list[int], int]:
     """Statuses of `bodies` while one answer stalls, of the same afterwards, and of /health while it does."""
     service = FakeService(saying(" ok"), stall_at=0)
-    app = build_app([ServedBackend(service, tokenizer())], sources(), limits=limits)
+    app = app_over(service, limits=limits)
     async with serving(app) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         first = asyncio.create_task(client.post(TEXT, json={"prompt": "Hello", "n": 2}))
         await service.stalled.wait()
@@ -117,7 +114,7 @@ def test_missed_deadlines_are_counted() -> None:
         service = FakeService(saying(" ok"))
         if failure is not None:
             service.fail_at, service.failure = 0, failure
-        app = build_app([ServedBackend(service, tokenizer())], source, metrics=metrics)
+        app = app_over(service, source=source, metrics=metrics)
         call(app, "POST", TEXT, json={"prompt": "Hello"}, headers=headers)
         text = call(app, "GET", "/metrics").text
         values = {
@@ -174,7 +171,7 @@ async def test_answers_of_one_tenant_leave_room_for_the_others() -> None:
     keys = [ApiKey(tenant=tenant, sha256=digest_of(tenant)) for tenant in ("a", "b")]
     service = FakeService(saying(" ok"), stall_at=0)
     limits = EdgeLimits(answers_max=8)
-    app = build_app([ServedBackend(service, tokenizer())], sources(), limits=limits, keys=keys)
+    app = app_over(service, limits=limits, keys=keys)
 
     async def ask(tenant: str, n: int) -> int:
         headers = {"authorization": f"Bearer {tenant}"}

@@ -9,14 +9,11 @@ from fastapi import FastAPI
 from tests.support.cluster.fake_service import (
     MODEL,
     FakeService,
-    build_app,
+    app_over,
     call,
     saying,
-    sources,
-    tokenizer,
     worker_status,
 )
-from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.messages import FleetStatus
 from tidemill.cluster.orders import Drain
 from tidemill.workers.messages import Unserved
@@ -48,7 +45,7 @@ def small() -> FakeService:
 
 
 def app_of(*services: FakeService) -> FastAPI:
-    return build_app([ServedBackend(service, tokenizer()) for service in services], sources())
+    return app_over(*services)
 
 
 def asked(app: FastAPI, **body: object) -> dict[str, Any]:

@@ -21,18 +21,14 @@ from tests.support.cluster.fake_service import (
     KEEPER,
     MODEL,
     FakeService,
-    build_app,
+    app_over,
     call,
-    sources,
     tokenizer,
 )
 from tests.support.cluster.openai_talk import conversing
 from tidemill.cluster.edge.apis import pooling_body
-from tidemill.cluster.edge.apis.pooling_body import INPUTS_MAX
-from tidemill.cluster.edge.chat.text import text_of
-from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
+from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer, text_of
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
-from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.settings import ChatSettings
 from tidemill.workers.messages import Pooling, Request, Unserved
 
@@ -52,7 +48,7 @@ def served(pooling: Pooling | None = EMBED, **changes: Any) -> FakeService:  # n
 
 
 def app_of(service: FakeService, tokens: FolderTokenizer | None = None) -> FastAPI:
-    return build_app([ServedBackend(service, tokens or tokenizer())], sources())
+    return app_over(service, tokens=tokens)
 
 
 def post(path: str, service: FakeService | None = None, /, **body: Any) -> httpx.Response:  # noqa: ANN401 - JSON
@@ -240,29 +236,6 @@ def test_models_for_one_kind_of_work_refuse_the_other() -> None:
     for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
         body = {**chat, "input": "a", "max_tokens": 3}
         assert "/v1/embeddings" in post(path, served(), **body).text
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        (EMBEDDINGS, {}, "input"),
-        (EMBEDDINGS, {"input": []}, "input"),
-        (EMBEDDINGS, {"input": {"a": 1}}, "input"),
-        (EMBEDDINGS, {"input": ["a"] * (INPUTS_MAX + 1)}, "input"),
-        (EMBEDDINGS, {"input": [1 << 40]}, "input"),
-        (EMBEDDINGS, {"input": "word " * 600}, "input"),
-        (EMBEDDINGS, {"input": "a", "encoding_format": "hex"}, "encoding_format"),
-        (EMBEDDINGS, {"input": "a", "embed_dtype": "float16"}, "embed_dtype"),
-        (EMBEDDINGS, {"input": "a", "add_special_tokens": False}, "add_special_tokens"),
-        (EMBEDDINGS, {"input": "a", "dimensions": 0}, "dimensions"),
-        (RERANK, {"query": "q", "documents": []}, "documents"),
-        (RERANK, {"query": "q", "documents": [1]}, "documents[0]"),
-        (RERANK, {"query": 1, "documents": ["a"]}, "query"),
-        (SCORE, {"text_1": "q"}, "text_2"),
-    ],
-)
-def test_bad_bodies_are_refused_by_name(path: str, body: dict[str, object], param: str) -> None:
-    refused(post(path, **body), param)
 
 
 def test_query_that_many_documents_repeat_is_refused_before_it_is_tokenized(

@@ -1,6 +1,5 @@
-"""`tidemill status` and `tidemill demo` read a real server of the edge."""
+"""`tidemill status`, `tidemill memory` and `tidemill demo` read a real server of the edge."""
 
-import asyncio
 import json
 from dataclasses import replace
 from io import StringIO
@@ -14,17 +13,23 @@ from tests.support.cluster.fake_service import (
     EOS,
     FakeService,
     app_over,
+    call,
+    post,
     saying,
     serving,
     tokenizer,
+    with_server,
     worker_status,
 )
+from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.demo import run_demo
 from tidemill.cluster.cli.options.server_address import ServerAddress
 from tidemill.cluster.cli.status import fetch_status, human_bytes, render
+from tidemill.cluster.cli.worker_commands import fetch_memory, render_memory
 from tidemill.kvstore.errors import TidemillError
-from tidemill.workers.messages import Request, Unserved
+from tidemill.workers.messages import Request, RequestError, Unserved
 
+MIB = 1 << 20
 FACTS = " Emma has a lamp. Tom is in the tower."
 ANSWERS = {"Who has a lamp?": "Emma.", "Where is Tom?": "The tower."}
 
@@ -37,11 +42,7 @@ def drawn(item: object) -> str:
 
 
 def status_of(service: FakeService) -> dict[str, object]:
-    async def main() -> dict[str, object]:
-        async with serving(app_over(service)) as url:
-            return await asyncio.to_thread(fetch_status, ServerAddress(url))
-
-    return asyncio.run(main())
+    return with_server(service, lambda url: fetch_status(ServerAddress(url)))
 
 
 def test_every_worker_is_a_row() -> None:
@@ -82,6 +83,70 @@ def test_missing_server_is_one_line_that_names_the_fix() -> None:
 )
 def test_sizes_have_three_digits(num_bytes: int, text: str) -> None:
     assert human_bytes(num_bytes) == text
+
+
+def test_every_worker_reports_its_memory() -> None:
+    rows = call(app_over(FakeService(saying(" a"))), "GET", "/cluster/memory").json()["workers"]
+    assert [row["name"] for row in rows] == ["prefill-0", "decode-0"]
+    assert rows[1] == {
+        "name": "decode-0",
+        "role": "decode",
+        "device": "here/cpu",
+        "budget_bytes": 4 * MIB,
+        "floor_bytes": MIB,
+        "max_bytes": 16 * MIB,
+        "share_bytes": 8 * MIB,
+        "wanted_bytes": 0,
+        "set_by": "broker",
+        "set_bytes": 5 * MIB,
+        "memory": {
+            "pages_live": MIB,
+            "pages_cached": 0,
+            "states_live": 0,
+            "states_cached": 0,
+            "windows_live": 0,
+            "windows_cached": 0,
+            "free": 3 * MIB,
+            "empty": 0,
+            "unmapped": 0,
+        },
+    }
+
+
+def test_table_fits_and_names_are_no_markup() -> None:
+    workers = (worker_status("prefill-0", "prefill"), worker_status("[red]decode-1"))
+    memory = with_server(
+        FakeService(saying(" a"), workers=workers), lambda url: fetch_memory(ServerAddress(url))
+    )
+    text = drawn(render_memory(memory))
+    set_line, held_line = [" ".join(line.split()) for line in text.splitlines() if "prefill-0" in line]
+    assert set_line == "prefill-0 prefill broker 4.00 MiB 5.00 MiB 1.00 MiB 16.0 MiB"
+    assert held_line == "prefill-0 1.00 MiB 0 B 0 B 0 B 3.00 MiB 0 B 0 B"
+    assert text.count("[red]decode-1") == 2
+    assert "no worker is alive" in drawn(render_memory({"workers": []}))
+
+
+def test_command_sets_and_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    here = FakeService(saying(" a"))
+
+    def memory(url: str, *arguments: str) -> str:
+        options = cli.parser().parse_args(["memory", "--url", url, *arguments])
+        assert options.run(options) == 0
+        return capsys.readouterr().out
+
+    def main(url: str) -> None:
+        for budget in ("2GiB", "auto"):
+            shown = memory(url, "--json", "--worker", "decode-0", "--budget", budget)
+            assert len(json.loads(shown)["workers"]) == 2
+        assert "decode-0" in memory(url)
+        with pytest.raises(RequestError, match="no worker 'decode-7'"):
+            memory(url, "--worker", "decode-7", "--budget", "1GiB")
+
+    with_server(here, main)
+    for budget in (512 * MIB, "512MiB"):
+        body = {"worker": "decode-0", "budget": budget}
+        assert post(app_over(here), "/cluster/memory", body).status_code == 200
+    assert here.budgets == [("decode-0", num_bytes) for num_bytes in (2 << 30, None, 512 * MIB, 512 * MIB)]
 
 
 def answering(request: Request) -> list[int]:

@@ -19,6 +19,7 @@ from tidemill.cluster.edge.chat.formats import (
     QUOTE,
     SPOKEN_IN_CHANNELS,
     THINKING,
+    THOUGHT,
 )
 from tidemill.cluster.edge.chat.output.harmony import open_parser
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
@@ -28,11 +29,39 @@ THINK, HERMES = THINKING["qwen3"], FORMS["hermes"]
 ALL = OutputFormat(reasoning=THINK, form=HERMES)
 CALLING = '<tool_call>\n{"name": "look", "arguments": {"at": "the harbor"}}\n</tool_call>'
 LOOK = Call(0, "look", '{"at": "the harbor"}')
+HM, YES = ReasoningText("Hm."), Text("Yes.")
+
+
+SCHEMAS = {
+    "f": {"properties": {"note": {"type": "string"}, "n": {"type": "integer"}}},
+    "look": {"properties": {"at": {"type": "string"}}},
+}
+INSIDE = OutputFormat(form=HERMES, reasoning=THINK, thinking=True, schemas=SCHEMAS)
+UNKNOWN = f'I may write {CALL}{{"name": "h", "arguments": {{}}}}{CALLED} here.'
+THOUGHTS: list[tuple[str, bool, str, list[Part]]] = [
+    ("kimi_k2", True, f"Hm.{THOUGHT}Yes.", [HM, YES]),
+    ("kimi_k2", True, f"<think>Hm.{THOUGHT}Yes.", [HM, YES]),
+    ("qwen3", True, f" <think>\nHm.{THOUGHT}\n\nYes.", [HM, YES]),
+    ("minimax_m2_append_think", True, f"\nHm.{THOUGHT}\n\nYes.", [Text(f"<think>\nHm.{THOUGHT}\n\nYes.")]),
+    ("minimax_m2_append_think", False, "Yes.", [YES]),
+    ("gemma4", False, "<|channel>thought\nHm.<channel|>Yes.", [HM, YES]),
+    ("gemma4", False, "<|channel>thought\n<channel|>Yes.", [YES]),
+    ("mistral", False, "[THINK]Hm.[/THINK]Yes.", [HM, YES]),
+    ("nemotron_v3", True, f"Hm.{THOUGHT}Yes.", [HM, YES]),
+]
 
 
 @pytest.mark.parametrize(
     ("manner", "text", "parts"),
     [
+        *(
+            (OutputFormat(reasoning=THINKING[reasoning], thinking=thinking), text, parts)
+            for reasoning, thinking, text, parts in THOUGHTS
+        ),
+        (INSIDE, f"Hm.{CALLING}", [HM, LOOK]),
+        (INSIDE, f"Hm.{CALLING} So.{THOUGHT}Yes.", [HM, LOOK, ReasoningText("So."), YES]),
+        (INSIDE, f"{UNKNOWN}{THOUGHT}Yes.", [ReasoningText(UNKNOWN), YES]),
+        (INSIDE, f"{CALL} is a tag.{THOUGHT}Yes.", [ReasoningText(f"{CALL} is a tag."), YES]),
         (OutputFormat(), "<think>no</think>" + CALLING, [Text("<think>no</think>" + CALLING)]),
         (ALL, "Hello", [Text("Hello")]),
         (ALL, " \n<think>\nHm.</think>\n\nHello", [ReasoningText("Hm."), Text("Hello")]),
@@ -70,9 +99,6 @@ def test_parts_of_an_answer_in_one_piece_and_letter_by_letter(
 ) -> None:
     assert parsed(manner, text) == parts
     assert parsed(manner, *text) == parts
-
-
-SCHEMAS = {"f": {"properties": {"note": {"type": "string"}, "n": {"type": "integer"}}}}
 
 
 STREAMS: dict[str, list[tuple[str, str]]] = {

@@ -69,7 +69,6 @@ g: list[Any] = ["g", {}]
 
 HERMES: list[tuple[str, list[Any]]] = [
     (f"{CALL}{F}{G}{CALLED}", [f, g]),
-    (f"{CALL}\n{F}\n{G}\n{CALLED}", [f, g]),
     (f"{CALL}[{F}, {G}]{CALLED}", [f, g]),
     (f"{CALL}{F}{CALL}{G}{CALLED} so", [f, g, "so"]),
     (f"{CALL}{F} well{CALLED} so", [f, f"well{CALLED} so"]),
@@ -90,44 +89,33 @@ HERMES: list[tuple[str, list[Any]]] = [
     (f"{CALL}{{oh{CALLED}{CALL}{G}{CALLED}", [f"{CALL}{{oh{CALLED}", g]),
     (f'{CALL}"oh{CALLED}{CALL}{G}{CALLED}', [f'{CALL}"oh{CALLED}', g]),
 ]
+OPEN = f"{CALL}<function=f>\n<parameter=note>\na"
+TWICE = FX.replace("</parameter>", "</parameter></parameter> </parameter><parameter=number>2</parameter>")
+f2: list[Any] = ["f", {"note": "a", "number": 2}]
 XML: list[tuple[str, list[Any]]] = [
     (f"{CALL}\n{FX}\n{GX}\n{CALLED} so", [f, g, "so"]),
     (f"{CALL}{GX}{FX}{CALLED}", [g, f]),
     (f"{CALL}{FX}{CALL}{GX}{CALLED}", [f, g]),
     (f"So {FX} so {GX}\n{CALLED}", ["So ", f, "so ", g]),
     (f"{CALL}<function=f><parameter=note>a</parameter><function=g></function>{CALLED}", [f, g]),
-    (f"{CALL}<function=f>\n<parameter=note>\na\n</function>\n{CALLED}", [f]),
+    (f"{OPEN}\n</function>\n{CALLED}", [f]),
+    (f"{OPEN}\n<parameter=number>\n2\n</parameter>\n</function>{CALLED}", [f2]),
     (
-        f"{CALL}<function=f>\n<parameter=note>\na\n<parameter=number>\n2\n</parameter>\n</function>{CALLED}",
-        [["f", {"note": "a", "number": 2}]],
-    ),
-    (
-        f"{CALL}<function=f>\n<parameter=note>\na {CALLED} b\n</parameter>\n</function>\n{CALLED}{CALL}{GX}",
+        f"{OPEN} {CALLED} b\n</parameter>\n</function>\n{CALLED}{CALL}{GX}",
         [["f", {"note": f"a {CALLED} b"}], g],
     ),
-    (f"{CALL}<function=f>\n<parameter=note>\na\n{CALLED}{CALL}{GX}{CALLED}", [f, g]),
+    (f"{OPEN}\n{CALLED}{CALL}{GX}{CALLED}", [f, g]),
     (f"{CALL}<function=f><parameter=note>a</parameter> well{CALLED} so", [f, f"well{CALLED} so"]),
     ("a <function=f and b", ["a <function=f and b"]),
-    (
-        f"{CALL}{FX}".replace(
-            "</parameter>", "</parameter>" * 2 + " </parameter><parameter=number>2</parameter>"
-        ),
-        [["f", {"note": "a", "number": 2}]],
-    ),
-    (f"{CALL}<function=f>\n<parameter=note>\na\n\n</function>", [["f", {"note": "a\n"}]]),
+    (f"{CALL}{TWICE}", [f2]),
+    (f"{OPEN}\n\n</function>", [["f", {"note": "a\n"}]]),
     *(
-        (
-            f"{CALL}<function=f><parameter=number>{text}</parameter></function>{CALLED}",
-            [["f", {"number": value}]],
-        )
+        (f"{CALL}<function=f><parameter=number>{text}</parameter></function>", [["f", {"number": value}]])
         for text, value in [("-1e999", -float_info.max), ("NaN", "NaN"), ("[Infinity]", "[Infinity]")]
     ),
     ("<function=f>\n<parameter=number>\n12}", [["f", '{"number": "12}']]),
     *(
-        (
-            f"{CALL}<function=f>\n<parameter={name}>\n{text}\n</parameter>\n</function>\n{CALLED}",
-            [["f", {name: value}]],
-        )
+        (written("qwen3_coder", {name: text}, "f"), [["f", {name: value}]])
         for names, text, value in [
             (("note", "maybe", "any", "ref", "fixed", "all", "mixed"), "123", "123"),
             (("note", "maybe", "any", "ref", "fixed", "all", "mixed"), "true", "true"),
@@ -193,12 +181,11 @@ def worn(form: str) -> list[tuple[str, list[Any]]]:
     ]
 
 
+TAGGED = [
+    form for form in FORMS if FORMS[form].begins and form not in ("granite", "llama3_json", "qwen3_coder")
+]
 KEYED: list[tuple[str, str, list[Any]]] = [
-    (
-        form,
-        around(form, written(form, {name: text}, "f")),
-        [["f", {name: value}]],
-    )
+    (form, around(form, written(form, {name: text}, "f")), [["f", {name: value}]])
     for form in ("deepseek_v32", "minimax_m2", "glm45", "glm47", "gemma4")
     for names, text, value in [
         (("note", "maybe", "any", "ref", "fixed", "all", "mixed"), "123", "123"),
@@ -213,11 +200,7 @@ M2 = '<minimax:tool_call>\n<invoke name="f">\n<parameter name="note">a'
 KIMI = "<|tool_call_begin|>functions.f:3<|tool_call_argument_begin|>"
 GEMMA = "<|tool_call>call:f{"
 TODAY: list[tuple[str, str, list[Any]]] = [
-    *(
-        (form, text, parts)
-        for form in ("deepseek_v32", "minimax_m2", "kimi_k2", "mistral", "gemma4", "glm45", "glm47")
-        for text, parts in worn(form)
-    ),
+    *((form, text, parts) for form in TAGGED for text, parts in worn(form)),
     *KEYED,
     *(
         ("deepseek_v32", DSML_VALUE.format(DSML, name, text), [["f", {name: value}]])
@@ -229,11 +212,7 @@ TODAY: list[tuple[str, str, list[Any]]] = [
             ("number", "many", "many"),
         ]
     ),
-    (
-        "glm47",
-        f"{GLM}<arg_key>number</arg_key><arg_value>2</arg_value>{CALLED}",
-        [["f", {"note": "a", "number": 2}]],
-    ),
+    ("glm47", f"{GLM}<arg_key>number</arg_key><arg_value>2</arg_value>{CALLED}", [f2]),
     ("glm47", f"{GLM}{CALLED}{CALL}g{CALLED}", [f, g]),
     ("glm47", f"{GLM}</arg_value> well{CALLED} so", [f, f"well{CALLED} so"]),
     (
@@ -241,11 +220,7 @@ TODAY: list[tuple[str, str, list[Any]]] = [
         f"{CALL}f\n<arg_key> note </arg_key>\n<arg_value> a\n</arg_value>{CALLED}",
         [["f", {"note": " a\n"}]],
     ),
-    (
-        "minimax_m2",
-        f'{M2}\n<parameter name="number">2</parameter></invoke>',
-        [["f", {"note": "a", "number": 2}]],
-    ),
+    ("minimax_m2", f'{M2}\n<parameter name="number">2</parameter></invoke>', [f2]),
     ("minimax_m2", f"{M2}\n</invoke>\n<invoke name='g'></invoke></minimax:tool_call> so", [f, g, "so"]),
     ("minimax_m2", "So <invoke name=g>\n</invoke> so", ["So ", g, "so"]),
     ("minimax_m2", "a <invoke name= and b", ["a <invoke name= and b"]),
@@ -269,11 +244,7 @@ TODAY: list[tuple[str, str, list[Any]]] = [
         f"{GEMMA}note:12,maybe:null,free: x ,one:7<tool_call|>",
         [["f", {"note": "12", "maybe": None, "free": "x", "one": 7}]],
     ),
-    (
-        "gemma4",
-        f"{GEMMA}note:{QUOTE}a<tool_call|> so{GEMMA}}}<tool_call|>",
-        [f, "so", ["f", {}]],
-    ),
+    ("gemma4", f"{GEMMA}note:{QUOTE}a<tool_call|> so{GEMMA}}}<tool_call|>", [f, "so", ["f", {}]]),
     ("gemma4", f"{GEMMA}note:{QUOTE}a{QUOTE} well}}<tool_call|>", [f, "well}<tool_call|>"]),
     ("gemma4", "<|tool_call>call:g<tool_call|>", [g]),
 ]
@@ -282,11 +253,7 @@ V31_CALL = f'{BEGIN}f{SEP}{{"note": "a"}}{END}'
 CASES: list[tuple[str, str, list[Any]]] = [
     *(("hermes", text, parts) for text, parts in HERMES),
     *(("qwen3_coder", text, parts) for text, parts in (*XML, *LOOKS)),
-    ("deepseek_v3", f"{V3_CALL}{V3_CALL} so", [f, f, "so"]),
-    ("deepseek_v3", V3_CALL.replace('"a"', f'"a{END}"'), [["f", {"note": f"a{END}"}]]),
     ("deepseek_v3", V3_CALL.replace(f"\n```{END}", V3_CALL), [f, f]),
-    ("deepseek_v31", f"{V31_CALL}{V31_CALL} so", [f, f, "so"]),
-    ("deepseek_v31", V31_CALL.replace('"a"', f'"a{END}"'), [["f", {"note": f"a{END}"}]]),
     ("deepseek_v31", V31_CALL.replace(END, V31_CALL), [f, f]),
     ("granite", f"<|tool_call|>[{F}, {G}] so", [f, g, "so"]),
     ("granite", f"<|tool_call|>{F}<|tool_call|>{G}", [f, g]),
@@ -329,30 +296,6 @@ def test_worn_calls_are_read_however_their_text_is_cut(form: str, text: str, par
         assert parts_of(manner, text[:cut], text[cut:]) == parts
 
 
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        (f"Hm. {CALL}{F}{CALLED}", [ReasoningText("Hm. "), Call(0, "f", '{"note": "a"}')]),
-        (
-            f"Hm. {CALL}{F}{CALLED} So.</think>Yes.",
-            [ReasoningText("Hm. "), Call(0, "f", '{"note": "a"}'), ReasoningText("So."), Text("Yes.")],
-        ),
-        (
-            f'I may write {CALL}{{"name": "h", "arguments": {{}}}}{CALLED} here.</think>Yes.',
-            [
-                ReasoningText(f'I may write {CALL}{{"name": "h", "arguments": {{}}}}{CALLED} here.'),
-                Text("Yes."),
-            ],
-        ),
-        (f"{CALL} is a tag.</think>Yes.", [ReasoningText(f"{CALL} is a tag."), Text("Yes.")]),
-    ],
-)
-def test_call_of_a_known_function_inside_a_thought(text: str, parts: list[Any]) -> None:
-    manner = OutputFormat(form=FORMS["hermes"], reasoning=THINKING["qwen3"], thinking=True, schemas=SCHEMAS)
-    assert parsed(manner, text) == parts
-    assert parsed(manner, *text) == parts
-
-
 @pytest.mark.parametrize("form", sorted({form for form, _, _ in TODAY}))
 def test_call_inside_an_unclosed_thought_of_each_family(form: str) -> None:
     manner = OutputFormat(form=FORMS[form], reasoning=THINKING["qwen3"], thinking=True, schemas=SCHEMAS)
@@ -364,31 +307,6 @@ def test_call_inside_an_unclosed_thought_of_each_family(form: str) -> None:
         assert (made.name, json.loads(made.arguments)) == ("f", {"note": "a"})
         assert isinstance(more, ReasoningText)
         assert "h" in more.text
-
-
-@pytest.mark.parametrize(
-    ("reasoning", "thinking", "text", "parts"),
-    [
-        ("kimi_k2", True, f"Hm.{THOUGHT}Yes.", [ReasoningText("Hm."), Text("Yes.")]),
-        ("kimi_k2", True, f"<think>Hm.{THOUGHT}Yes.", [ReasoningText("Hm."), Text("Yes.")]),
-        ("qwen3", True, f" <think>\nHm.{THOUGHT}\n\nYes.", [ReasoningText("Hm."), Text("Yes.")]),
-        (
-            "minimax_m2_append_think",
-            True,
-            f"\nHm.{THOUGHT}\n\nYes.",
-            [Text(f"<think>\nHm.{THOUGHT}\n\nYes.")],
-        ),
-        ("minimax_m2_append_think", False, "Yes.", [Text("Yes.")]),
-        ("gemma4", False, "<|channel>thought\nHm.<channel|>Yes.", [ReasoningText("Hm."), Text("Yes.")]),
-        ("gemma4", False, "<|channel>thought\n<channel|>Yes.", [Text("Yes.")]),
-        ("mistral", False, "[THINK]Hm.[/THINK]Yes.", [ReasoningText("Hm."), Text("Yes.")]),
-        ("nemotron_v3", True, f"Hm.{THOUGHT}Yes.", [ReasoningText("Hm."), Text("Yes.")]),
-    ],
-)
-def test_reasoning_of_todays_families(reasoning: str, text: str, parts: list[Any], *, thinking: bool) -> None:
-    manner = OutputFormat(reasoning=THINKING[reasoning], thinking=thinking)
-    assert parsed(manner, text) == parts
-    assert parsed(manner, *text) == parts
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from tests.support.workers.masks import allowed
-from tests.unit.cluster.edge.chat.request.test_answer_grammar import format_of
+from tests.unit.cluster.edge.chat.request.test_tool_grammar import format_of
 from tests.unit.cluster.edge.chat.spoken import PAD, parsed, vocabulary
 from tidemill.cluster.edge.chat.formats import FORMS, NUMBER, THINKING
 from tidemill.cluster.edge.chat.output.parts import Call, Text
