@@ -13,7 +13,7 @@ from typing import Any, Literal, assert_never
 from torch import Tensor
 
 from tidemill.kernels.attention import flashinfer
-from tidemill.kernels.attention.cpu import AttentionCall, GatedAttentionCall
+from tidemill.kernels.attention.cpu import AttentionCall
 from tidemill.kernels.gated_delta.cpu import GatedDelta
 from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.linear.stored import Stored
@@ -56,7 +56,7 @@ class Operators:
     rope_angles: Callable[[Tensor, Tensor], Tensor]
     rope_store: RopeStore
     attention: AttentionCall
-    gated_attention: GatedAttentionCall
+    gated_attention: AttentionCall
     route: RouteTokens
     own_experts: Callable[[Choice, int, int], Choice]
     moe_inner: Callable[[Tensor, Choice, Experts], Tensor]

@@ -1,6 +1,6 @@
 """`attention` on CPU: one kernel and one order of summation for decode, replay and prefill."""
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
@@ -15,31 +15,7 @@ DIM_MAX = 1024  # of cpu.cpp
 UNBOUNDED = 1 << 62  # a window of more tokens than there are
 
 
-class AttentionCall(Protocol):
-    def __call__(
-        self,
-        q_THD: torch.Tensor,
-        cache: Pages,
-        rows: Rows,
-        window: int | None,
-        sinks_H: torch.Tensor | None,
-        made: Made | None = None,
-        /,
-    ) -> torch.Tensor: ...
-
-
-class GatedAttentionCall(Protocol):
-    def __call__(
-        self,
-        q_THD: torch.Tensor,
-        cache: Pages,
-        rows: Rows,
-        window: int | None,
-        sinks_H: torch.Tensor | None,
-        gate_THD: torch.Tensor,
-        made: Made | None = None,
-        /,
-    ) -> torch.Tensor: ...
+AttentionCall = Callable[..., torch.Tensor]
 
 
 def bind_attention(library: Library, compute_dtype: ComputeDtype) -> AttentionCall:
@@ -69,7 +45,7 @@ def bind_attention(library: Library, compute_dtype: ComputeDtype) -> AttentionCa
     return attention
 
 
-def bind_gated_attention(library: Library, compute_dtype: ComputeDtype) -> GatedAttentionCall:
+def bind_gated_attention(library: Library, compute_dtype: ComputeDtype) -> AttentionCall:
     """The two operators one after the other."""
     attention, sigmoid_mul = bind_attention(library, compute_dtype), bind_sigmoid_mul(library)
 

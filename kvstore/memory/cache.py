@@ -87,7 +87,8 @@ class Cache:
         return bool(self.pools[name].num_free) or self.arena.num_empty > promised_extents
 
     def resize(self, budget_extents: int) -> bool:
-        """Change the budget of the arena and evict; return whether the budget is met."""
+        """Change the budget of the arena and evict; return whether the budget is met. If not, the caller
+        preempts requests and calls again."""
         self.arena.resize(budget_extents)
         while self.arena.excess:
             victim = eviction.for_extent(self.index, self.arena, self.layout)

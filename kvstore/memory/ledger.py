@@ -19,7 +19,6 @@ from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.layout import CHECKPOINTS, PAGES, STATES, WINDOWS
 from tidemill.kvstore.memory import windows
-from tidemill.kvstore.memory.arena import ArenaUsage
 from tidemill.kvstore.memory.cache import Cache
 from tidemill.kvstore.memory.checkpoints import Checkpoints, roundest
 from tidemill.kvstore.memory.demand import NOTHING, Demand, FailAllocation, never
@@ -48,6 +47,10 @@ class Ledger:
         self._cache = cache
         self._pools = cache.pools
         self._checkpoints = Checkpoints(cache, checkpoints_per_path, fail_allocation)
+        self.keep_state = self._checkpoints.keep
+        self.find_spare_slot = self._checkpoints.find_spare_slot
+        self.roll_checkpoint = self._checkpoints.roll
+        self.resize, self.usage = cache.resize, cache.arena.usage
         self._fail_allocation = fail_allocation
         self._leases: dict[str, Lease] = {}
         self._released: list[Lease] = []  # they still have steps in flight
@@ -252,18 +255,6 @@ class Ledger:
         self.begin_fetched(lease, num_tokens)
         self.end_fetched(lease, keys, arrived=True)
 
-    def keep_state(self, lease: Lease, *, last: bool = False, spare: bool = False) -> bool:
-        """Keep a checkpoint at `committed`, a page boundary; see `Checkpoints.keep`."""
-        return self._checkpoints.keep(lease, last=last, spare=spare)
-
-    def find_spare_slot(self, lease: Lease, depth: int) -> bool:
-        """Return whether a slot is free for a spare checkpoint; see `Checkpoints.find_spare_slot`."""
-        return self._checkpoints.find_spare_slot(lease, depth)
-
-    def roll_checkpoint(self, lease: Lease) -> bool:
-        """Replace the last checkpoint made while decoding; see `Checkpoints.roll`."""
-        return self._checkpoints.roll(lease)
-
     def release(self, request_id: str) -> None:
         """Free the lease, whatever ended the request. No other call returns all its memory."""
         lease = self._leases.pop(request_id)
@@ -273,14 +264,6 @@ class Ledger:
             self._released.append(lease)
         else:
             self._free(lease)
-
-    def resize(self, budget_extents: int) -> bool:
-        """Change the budget of the arena and evict; return whether the budget is met. If not, the caller
-        preempts requests and calls again."""
-        return self._cache.resize(budget_extents)
-
-    def usage(self) -> ArenaUsage:
-        return self._cache.arena.usage()
 
     @property
     def budget_extents(self) -> int:
