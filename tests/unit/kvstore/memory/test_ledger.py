@@ -462,7 +462,12 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         return max(0, states), max(0, spare - len(lease.held[CHECKPOINTS]))
 
     def _evictions(self) -> Counter[str]:
-        return Counter({name: n for name, n in self.ledger.counters.items() if name.startswith("evicted")})
+        """Count evictions, but for those by the limit of checkpoints on a path."""
+        counts = self.ledger.counters.items()
+        return Counter({name: n for name, n in counts if "evicted" in name and "cap" not in name})
+
+    def _skipped(self) -> int:
+        return self.ledger.counters["checkpoints_skipped"]
 
     def _commit(self, row: Row, num_tokens: int) -> None:
         step = self._first_step(row.lease)
@@ -479,14 +484,22 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         if keep == "nothing" or (keep == "last" and lease.launched > lease.committed):
             return
         entry, earlier, before = lease.shared_entries[-1], lease.rolling, snapshot(lease)
-        existing = entry.checkpoint
+        existing, evicted, skipped = entry.checkpoint, self._evictions(), self._skipped()
+        own = earlier is not None and earlier.checkpoint is not None and not earlier.checkpoint_pins
         if keep == "roll":
             kept = self.ledger.roll_checkpoint(lease)
         else:
             kept = self.ledger.keep_state(lease, last=keep == "last")
         assert kept == (entry.checkpoint is not None or not self.hybrid)
+        assert self._skipped() == skipped + (not kept)
         if not kept:
             assert snapshot(lease) == before, "a skipped checkpoint changed something"
+            assert (self.refusals.site, self.refusals.left < 0) == (
+                MAPPING,
+                True,
+            ) or self._evictions() == evicted
+        elif keep == "roll" and own:
+            assert self._evictions() == evicted, "its own slot would have done"
         if not self.hybrid or existing is not None:
             assert entry.checkpoint == existing
             assert lease.rolling is earlier
