@@ -2,27 +2,28 @@
 """The cases of tests/triton on a device, and what only a device can show: equal bits, graphs, far offsets."""
 
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.kernels import experts, paged, recurrences
 from tests.support.kernels.cases import random, relative_error, same_bits
 from tests.triton import (
-    test_attention,
     test_batch_invariant,
     test_draw,
     test_elementwise,
     test_linear,
     test_moe,
-    test_recurrences,
-    test_rope_store,
     test_routing,
 )
 from tests.unit.kernels.pages import test_flashinfer
 from tests.unit.kernels.test_stored import CODE_KINDS, stored
 from tidemill.kernels.activation import cuda as activation
 from tidemill.kernels.attention.flashinfer import installed
+from tidemill.kernels.dispatch import operators
 from tidemill.kernels.linear import cuda as linear_cuda
 from tidemill.kernels.linear.stored import Kind, plain
 from tidemill.kernels.moe.tiles import tiles_for
@@ -30,27 +31,35 @@ from tidemill.kernels.rms_norm import cuda as rms_norm_cuda
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
+OURS = operators("triton", Path())
 MODULES = {
-    "attention": test_attention,
-    "rope_store": test_rope_store,
-    "recurrences": test_recurrences,
     "elementwise": test_elementwise,
-    "moe": test_moe,
     "route": test_routing,
     "draw": test_draw,
     "linear": test_linear,
 }
-CASES = {
-    f"{operator} {name}": (module.check, case)
+SHARED = {
+    "moe": (experts.check, experts.CASES),
+    "attention": (paged.check, paged.CASES),
+    "rope_store": (paged.check_store, paged.STORES),
+    "recurrences": (recurrences.check, recurrences.CASES),
+}
+CHECKS = {
+    f"{operator} {name}": partial(module.check, case)
     for operator, module in MODULES.items()
     for name, case in module.CASES.items()
-} | {name: (test_elementwise.check_sum, case) for name, case in test_elementwise.SUMS.items()}
+}
+CHECKS |= {
+    f"{operator} {name}": partial(check, case, OURS)
+    for operator, (check, cases) in SHARED.items()
+    for name, case in cases.items()
+}
+CHECKS |= {name: partial(test_elementwise.check_sum, case) for name, case in test_elementwise.SUMS.items()}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CHECKS)
 def test_matches_the_definition(name: str) -> None:
-    check, case = CASES[name]
-    check(case, "cuda")
+    CHECKS[name]("cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -86,40 +95,40 @@ def test_adjusted_scores_have_the_bits_of_the_definition(vocabulary: int) -> Non
 def test_attention_has_the_same_bits_in_any_batch(
     heads: tuple[int, int], dim: int, window: int | None
 ) -> None:
-    test_attention.check_any_batch(heads, dim, window, "cuda")
+    paged.check_any_batch(OURS, heads, dim, window, "cuda")
 
 
 @pytest.mark.parametrize("window", [None, 128, 4096, 20_000])
 def test_attention_over_spans_and_windows_of_every_length(window: int | None) -> None:
     """Longer than the spans of the usual length reach, and windows of less than one of them and of all."""
-    long = test_attention.Case(
+    long = paged.Case(
         new=[1, 1, 30, 1], before=[39_999, 127, 5000, 16_384], heads=(16, 2), dim=128, window=window,
         sinks=bool(window),
     )  # fmt: skip
-    test_attention.check(long, "cuda")
+    paged.check(long, OURS, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_token_has_the_same_bits_beside_any_number_of_others(dtype: torch.dtype) -> None:
     """One instruction, in tiles of every size, adds up an output in one order."""
-    layer = test_moe.layer_of(600, 16, 256, 128, dtype).on("cuda")
-    whole = test_moe.moe(layer, 4)
+    layer = experts.layer_of(600, 16, 256, 128, dtype).to("cuda")
+    whole = experts.moe(OURS, layer, 4)
     counts = (1, 20, 70, 150)
     assert [tiles_for(4 * n, 16).tokens for n in (*counts, 600)] == [16, 16, 32, 64, 128]
     for count in counts:
         rows = list(range(600 - count, 600))
-        assert same_bits(test_moe.moe(layer.rows(rows), 4), whole[rows]), count
+        assert same_bits(experts.moe(OURS, layer.rows(rows), 4), whole[rows]), count
 
 
 def test_experts_in_a_graph_follow_their_inputs() -> None:
     """Captured once, for any routing: nothing of it was decided on the host."""
-    layer, other = (test_moe.layer_of(8, 16, 256, 128, torch.bfloat16, seed).on("cuda") for seed in (0, 1))
-    wanted = test_moe.moe(replace(layer, x_TH=other.x_TH, logits_TE=other.logits_TE), 4)
-    test_moe.moe(layer, 4)
+    layer, other = (experts.layer_of(8, 16, 256, 128, torch.bfloat16, seed).to("cuda") for seed in (0, 1))
+    wanted = experts.moe(OURS, replace(layer, x_TH=other.x_TH, logits_TE=other.logits_TE), 4)
+    experts.moe(OURS, layer, 4)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y_TH = test_moe.moe(layer, 4)
+        y_TH = experts.moe(OURS, layer, 4)
     layer.x_TH.copy_(other.x_TH)
     layer.logits_TE.copy_(other.logits_TE)
     graph.replay()
@@ -131,7 +140,7 @@ def need_memory(gib: int) -> None:
         pytest.skip(f"needs {gib} GiB of device memory")
 
 
-@test_attention.FAR
+@pytest.mark.parametrize("page_tokens", [16, 64], ids=["pointers", "descriptor"])
 def test_attention_far_into_the_arena(page_tokens: int) -> None:
     """The arena has 8 GiB, and NaN where no page of the step is."""
     need_memory(10)
@@ -139,13 +148,14 @@ def test_attention_far_into_the_arena(page_tokens: int) -> None:
     def arena(size: int) -> torch.Tensor:
         return torch.full((size,), torch.nan, dtype=torch.bfloat16, device="cuda")
 
-    test_attention.check_far(page_tokens, arena, "cuda")
+    case = paged.Case(new=[1, 20], before=[40, 30], page_tokens=page_tokens, heads=(2, 1), dim=32)
+    paged.check_far(case, OURS, 1 << 32, arena, "cuda")
 
 
 def test_experts_beyond_32_bits() -> None:
     """The last of 1100 experts, more than 2^31 weights after the first."""
-    need_memory(8)
-    few = test_moe.layer_of(5, 2, 2048, 512, torch.bfloat16).on("cuda")
+    need_memory(16)
+    few = experts.layer_of(5, 2, 2048, 512, torch.bfloat16).to("cuda")
     far = few.gate_up.new_full((1100, 1024, 2048), torch.nan)
     far[-2:] = few.gate_up
     down = few.down.new_full((1100, 2048, 512), torch.nan)
@@ -153,7 +163,7 @@ def test_experts_beyond_32_bits() -> None:
     logits_TE = few.logits_TE.new_full((5, 1100), -100)
     logits_TE[:, -2:] = few.logits_TE
     wide = replace(few, logits_TE=logits_TE, gate_up=far, down=down)
-    assert same_bits(test_moe.moe(wide, 2), test_moe.moe(few, 2))
+    assert same_bits(experts.moe(OURS, wide, 2), experts.moe(OURS, few, 2))
 
 
 @pytest.mark.parametrize("width", [65, 2048, 8192])

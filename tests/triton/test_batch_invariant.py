@@ -12,46 +12,30 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from tests.support.kernels import paged, recurrences
 from tests.support.kernels.cases import random, relative_error, same_bits, step
 from tests.support.parity.architectures import random_model, save
-from tests.support.parity.steps import Runner
 from tests.support.triton import interpreter
-from tests.triton import test_attention, test_recurrences
-from tests.triton.test_model import drawn_ids
-from tidemill.kernels.attention import cuda as attention_cuda
-from tidemill.kernels.dispatch import Operators, operators
+from tests.triton.test_model import MIXED, Schedule, logits_of
+from tidemill.kernels.dispatch import operators
 from tidemill.kernels.linear import cuda, reference
 from tidemill.kernels.linear.stored import plain
-from tidemill.workers.models.architectures.registry import load, no_progress
 
-SCHEDULES = (
-    [[(0, 19)], [(1, 5)]],
-    [[(0, 17)], [(1, 4), (0, 1)], [(0, 1), (1, 1)]],
-    [[(1, 1), (0, 2)], [(0, 17), (1, 4)]],
-)
+SCHEDULES: tuple[Schedule, ...] = ([[(0, 19)], [(1, 5)]], MIXED, [[(1, 1), (0, 2)], [(0, 17), (1, 4)]])
 """Two sequences, each whole; in long rows, short ones and single tokens; and beside each other."""
-
-
-def logits_of(folder: Path, ops: Operators, schedule: list[list[tuple[int, int]]]) -> torch.Tensor:
-    model = load(folder, ops, no_progress)
-    runner = Runner(model, page_tokens=16, kv_dtype="bfloat16")
-    sequences = [runner.add(ids.tolist()) for ids in drawn_ids()]
-    with torch.inference_mode():
-        for rows in schedule:
-            runner.step([(sequences[index], count) for index, count in rows])
-        hidden = [torch.cat(sequence.hidden) for sequence in sequences]
-        return torch.cat([model.model.logits(part) for part in hidden])
 
 
 @pytest.mark.parametrize("name", ["qwen3_next/moe-two-values", "granitemoehybrid/moe"])
 def test_logits_of_a_hybrid_do_not_depend_on_the_path(name: str, tmp_path: Path) -> None:
     folder = save(random_model(name).bfloat16(), tmp_path / "model")
     invariant = operators("triton", tmp_path, batch_invariant=True)
-    first, *others = (logits_of(folder, invariant, schedule) for schedule in SCHEDULES)
+    first, *others = (logits_of(folder, invariant, "bfloat16", schedule) for schedule in SCHEDULES)
     assert all(same_bits(other, first) for other in others)
     if name.startswith("qwen3_next"):  # the bits would depend on the path
         fast = operators("triton", tmp_path)
-        assert not same_bits(*(logits_of(folder, fast, schedule) for schedule in SCHEDULES[:2]))
+        assert not same_bits(
+            logits_of(folder, fast, "bfloat16", SCHEDULES[0]), logits_of(folder, fast, "bfloat16")
+        )
 
 
 def check_product(depth: int, dtype: torch.dtype, device: str = "cpu") -> None:
@@ -92,40 +76,37 @@ def test_row_of_a_product_has_the_same_bits_in_any_batch(
 
 
 @pytest.mark.parametrize("window", [None, 50])
-def test_attention_has_the_same_bits_however_a_row_is_cut(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_has_the_same_bits_however_a_row_is_cut(window: int | None) -> None:
     """Rows of many tokens, of few and of one; the gate is a launch of its own for all of them."""
-    invariant = partial(attention_cuda.attention, batch_invariant=True)
-    monkeypatch.setattr(attention_cuda, "attention", invariant)
-    case = test_attention.Case(
+    invariant = operators("triton", Path(), batch_invariant=True)
+    case = paged.Case(
         new=[1, 66, 17], before=[130, 64, 0], heads=(2, 1), dim=32, window=window, sinks=bool(window)
     )
-    layer = test_attention.Layer(case)
-    together = layer.run()
-    assert relative_error(together, layer.wanted()) < test_attention.LIMITS[case.dtype]
+    layer = paged.Layer(case)
+    together = layer.run(invariant)
+    assert relative_error(together, layer.wanted()) < layer.limit()
     for row, start, count in ((0, 0, 1), (1, 0, 1), (1, 1, 40), (1, 63, 3), (1, 65, 1), (2, 16, 1)):
-        first = [0, 1, 67][row] + start
-        rows = step([count], [case.before[row] + start], layer.pages[row : row + 1])
+        rows, first = layer.step([count], [case.before[row] + start], [row]), case.starts[row] + start
         picked = slice(first, first + count)
-        assert same_bits(layer.run(rows, picked), together[picked])
+        assert same_bits(layer.run(invariant, rows, picked), together[picked])
     gate_THD = random(torch.Generator().manual_seed(1), 84, 2, 32).bfloat16()
-    gated = partial(attention_cuda.gated_attention, batch_invariant=True)
-    memory = (layer.cache, layer.rows, window, layer.sinks_H)
-    whole = gated(layer.q_THD, *memory, gate_THD)
-    rows = step([1], [case.before[1] + 65], layer.pages[1:2])
-    alone = gated(layer.q_THD[66:67], layer.cache, rows, window, layer.sinks_H, gate_THD[66:67])
+    rows = layer.step([1], [case.before[1] + 65], [1])
+    whole, alone = (
+        invariant.gated_attention(q_THD, layer.cache, of, window, layer.sinks_H, gate)
+        for q_THD, of, gate in (
+            (layer.q_THD, layer.rows, gate_THD), (layer.q_THD[66:67], rows, gate_THD[66:67])
+        )
+    )  # fmt: skip
     assert same_bits(alone, whole[66:67])
 
 
 @pytest.mark.parametrize("operator", ["gated_delta", "mamba2"])
 @pytest.mark.parametrize("states", [torch.float32, torch.bfloat16], ids=str)
 def test_recurrence_has_the_same_bits_and_states_however_a_row_is_cut(
-    operator: test_recurrences.Operator, states: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    operator: recurrences.Operator, states: torch.dtype
 ) -> None:
-    module = test_recurrences.VARIANTS[operator][0]
-    monkeypatch.setattr(module, operator, partial(getattr(module, operator), batch_invariant=True))
-    case = test_recurrences.Case(
+    invariant = operators("triton", Path(), batch_invariant=True)
+    case = recurrences.Case(
         operator=operator,
         new=[1, 90],
         read=[0, 1],
@@ -133,12 +114,12 @@ def test_recurrence_has_the_same_bits_and_states_however_a_row_is_cut(
         dtype=torch.bfloat16,
         state_dtype=states,
     )
-    whole, cut = test_recurrences.Layer(case), test_recurrences.Layer(case)
-    together = whole.run()
-    found, start = [cut.run(step([1], read=[0], writes=[[3]]), slice(1))], 1
+    whole, cut = recurrences.Layer(case), recurrences.Layer(case)
+    together = whole.run(invariant)
+    found, start = [cut.run(invariant, step([1], read=[0], writes=[[3]]), slice(1))], 1
     for count in (37, 52, 1):
         rows = step([count], read=[1], writes=[[4 if start + count == 91 else 1]])
-        found.append(cut.run(rows, slice(start, start + count)))
+        found.append(cut.run(invariant, rows, slice(start, start + count)))
         start += count
     assert same_bits(torch.cat(found), together)
     assert same_bits(cut.state[3:5], whole.state[3:5])

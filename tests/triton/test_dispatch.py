@@ -67,37 +67,27 @@ def test_operator_without_a_variant_raises(kernel_cache: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_linear_takes_any_two_types(dtype: torch.dtype, *, has_bias: bool, tmp_path: Path) -> None:
-    """The result has the dtype of the weights; float16 is widened."""
+def test_products_take_any_two_types(dtype: torch.dtype, *, has_bias: bool, tmp_path: Path) -> None:
+    """The result has the dtype of the weights, logits are float32; float16 is widened."""
     ops, draw = dispatch.operators("triton", tmp_path), torch.Generator().manual_seed(0)
-    x, weight = random(draw, 5, 64)[:, 3:33], random(draw, 7, 30).to(dtype)
-    bias = random(draw, 7) if has_bias else None
-    y = ops.linear(x, ops.pack([plain(weight)], bias))
-    assert y.dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
-    wanted = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    assert relative_error(y, wanted) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_are_not_rounded(dtype: torch.dtype, tmp_path: Path) -> None:
-    ops, draw = dispatch.operators("triton", tmp_path), torch.Generator().manual_seed(0)
-    x, weight = random(draw, 5, 300).to(dtype), random(draw, 7, 300).to(dtype)
-    for bias in (None, random(draw, 7).to(dtype)):
-        y = ops.logits(x, ops.pack([plain(weight)], bias))
-        assert y.dtype == torch.float32
-        wanted = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-        assert relative_error(y, wanted) < 1e-5
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_head_is_a_linear_of_its_own(dtype: torch.dtype, tmp_path: Path) -> None:
-    ops, draw = dispatch.operators("triton", tmp_path), torch.Generator().manual_seed(0)
-    x, weight = random(draw, 5, 3, 40)[..., 8:].to(dtype), random(draw, 3, 20, 32).to(dtype)
-    y = ops.linear_heads(x, ops.pack([plain(weight)], None))
-    assert (y.dtype, y.shape) == (dtype, (5, 3, 20))
-    assert y.is_contiguous()
-    wanted = torch.einsum("thi,hoi->tho", x.double(), weight.double())
-    assert relative_error(y, wanted) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
+    kept, limit = (dtype, 1e-2) if dtype == torch.bfloat16 else (torch.float32, 1e-5)
+    x_THI, weight_HOI = random(draw, 5, 3, 303)[..., 3:], random(draw, 3, 7, 300).to(dtype)
+    bias = random(draw, 7).to(kept) if has_bias else None
+    weight = ops.pack([plain(weight_HOI[0])], bias)
+    half_THI = x_THI.to(kept)
+    wide = weight_HOI.double()
+    for call, x_TI, of, most in (
+        (ops.linear, x_THI[:, 0], kept, limit),
+        (ops.logits, half_THI[:, 0], torch.float32, 1e-5),
+    ):
+        y = call(x_TI, weight)
+        wanted = torch.nn.functional.linear(x_TI.double(), wide[0], None if bias is None else bias.double())
+        assert y.dtype == of
+        assert relative_error(y, wanted) < most
+    y_THO = ops.linear_heads(half_THI, ops.pack([plain(weight_HOI)], None))
+    assert (y_THO.dtype, y_THO.shape) == (kept, (5, 3, 7))
+    assert y_THO.is_contiguous()
+    assert relative_error(y_THO, torch.einsum("thi,hoi->tho", half_THI.double(), wide)) < limit
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -26,17 +26,22 @@ def drawn_ids() -> list[torch.Tensor]:
     return [torch.randint(97, (n,), generator=draw) for n in LENGTHS]
 
 
-def logits_of(folder: Path, ops: Operators, kv_dtype: KvDtype) -> torch.Tensor:
-    """Return the logits of every token of two sequences in steps of many tokens, of mixed rows, and of single
-    tokens."""
+Schedule = list[list[tuple[int, int]]]
+"""Steps: which of the two sequences run, and how many tokens of each."""
+
+MIXED: Schedule = [[(0, 17)], [(1, 4), (0, 1)], [(0, 1), (1, 1)]]
+"""Many tokens, mixed rows, and single tokens."""
+
+
+def logits_of(folder: Path, ops: Operators, kv_dtype: KvDtype, schedule: Schedule = MIXED) -> torch.Tensor:
+    """Return the logits of every token of two sequences."""
     model = load(folder, ops, no_progress)
     runner = Runner(model, page_tokens=16, kv_dtype=kv_dtype)
-    first, second = (runner.add(ids.tolist()) for ids in drawn_ids())
+    sequences = [runner.add(ids.tolist()) for ids in drawn_ids()]
     with torch.inference_mode():
-        for rows in ([(first, 17)], [(second, 4), (first, 1)]):
-            runner.step(rows)
-        runner.step([(first, 1), (second, 1)])
-        return model.model.logits(torch.cat(first.hidden + second.hidden))
+        for rows in schedule:
+            runner.step([(sequences[index], count) for index, count in rows])
+        return model.model.logits(torch.cat([*sequences[0].hidden, *sequences[1].hidden]))
 
 
 @pytest.mark.parametrize("name", ["qwen3_next/moe-two-values", "granitemoehybrid/moe"])

@@ -2,8 +2,9 @@
 # ruff: noqa: ANN001 - Triton takes annotations of kernels for its own types
 """`moe_inner` and `moe_outer` in Triton: parity, which pairs a tile holds, and what a token may depend on."""
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,154 +12,39 @@ import triton
 import triton.language as tl
 
 from tests.support.kernels.cases import int32, random, relative_error, same_bits, step
+from tests.support.kernels.experts import (
+    CASES,
+    Case,
+    check,
+    check_any_batch,
+    check_ranks,
+    choose,
+    layer_of,
+    moe,
+)
 from tests.unit.kernels.test_stored import CODE_KINDS, stored
+from tidemill.kernels.dispatch import REFERENCE, operators
 from tidemill.kernels.linear.cuda import pack
 from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.linear.reference import pack as reference_pack
 from tidemill.kernels.linear.stored import Kind
 from tidemill.kernels.moe import reference
-from tidemill.kernels.moe.cuda import (
-    moe_inner,
-    moe_outer,
-    moe_outer_norm,
-    own_experts,
-    route,
-    tiles,
-)
+from tidemill.kernels.moe.cuda import moe_inner, moe_outer, moe_outer_norm, route, tiles
 from tidemill.kernels.moe.experts import Experts
 from tidemill.kernels.moe.order import is_few, order_of, tile_of
 from tidemill.kernels.moe.routing import Choice, Routing
 from tidemill.kernels.moe.tiles import tiles_for
-from tidemill.kernels.rms_norm.reference import rms_norm
 
-TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-
-
-@dataclass(frozen=True)
-class Layer:
-    x_TH: torch.Tensor
-    logits_TE: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    gate_up_bias: torch.Tensor
-    down_bias: torch.Tensor
-
-    def experts(self, activation: Literal["silu", "clamped"] | None = None) -> Experts:
-        """Return experts without biases, or with them where an activation is named."""
-        if activation is None:
-            return Experts(packed(self.gate_up), packed(self.down))
-        gate_up, down = packed(self.gate_up, self.gate_up_bias), packed(self.down, self.down_bias)
-        return Experts(gate_up, down, activation, limit=1.5)
-
-    def double(self) -> "Layer":
-        return Layer(*(getattr(self, name).double() for name in self.__dataclass_fields__))
-
-    def on(self, device: str) -> "Layer":
-        return Layer(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
-
-    def rows(self, rows: list[int]) -> "Layer":
-        return replace(self, x_TH=self.x_TH[rows], logits_TE=self.logits_TE[rows])
+OURS = operators("triton", Path())
 
 
-def packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Packed:
-    return Packed(weight, bias, weight.shape[-2], weight.shape[-1])
-
-
-def layer_of(
-    tokens: int, experts: int, width: int, inner: int, dtype: torch.dtype = torch.float32, seed: int = 0
-) -> Layer:
-    """Logits that differ within a token, in bfloat16 too: a tie has no definition."""
-    draw = torch.Generator().manual_seed(seed)
-    logits_TE = random(draw, tokens, experts).argsort(-1) / 8
-    x_TH = random(draw, tokens, width)
-    gate_up = random(draw, experts, 2 * inner, width) / width**0.5
-    down = random(draw, experts, width, inner) / inner**0.5
-    biases = random(draw, experts, 2 * inner), random(draw, experts, width)
-    return Layer(*(part.to(dtype) for part in (x_TH, logits_TE, gate_up, down, *biases)))
-
-
-def moe(layer: Layer, top_k: int, experts: Experts | None = None) -> torch.Tensor:
-    experts = experts or layer.experts()
-    choice = route(layer.logits_TE, Routing(top_k, renormalise=True))
-    return moe_outer(moe_inner(layer.x_TH, choice, experts), choice, experts, None, None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    tokens: int
-    experts: int
-    top_k: int
-    width: int
-    inner: int
-    dtype: torch.dtype = torch.float32
-    activation: Literal["silu", "clamped"] | None = None
-    wide: bool = False  # x and logits in float32
-
-
-ACTIVATIONS: dict[int, Literal["silu", "clamped"]] = {2: "silu", 20: "clamped"}
-"""The activations with biases, by tokens."""
-SIZES = (  # tokens, experts, top k, width, inner; among them every size of a tile
-    (1, 1, 1, 1, 1),
-    (2, 12, 10, 34, 65),
-    (20, 7, 3, 63, 17),
-    (63, 3, 2, 64, 50),
-    (65, 2, 2, 70, 33),
-)
-CASES = {
-    f"{dtype} {tokens}x{width} {top_k} of {experts}x{inner}": Case(
-        tokens=tokens, experts=experts, top_k=top_k, width=width, inner=inner, dtype=dtype,
-        activation=ACTIVATIONS.get(tokens),
-    )
-    for dtype in TOLERANCES
-    for tokens, experts, top_k, width, inner in SIZES
-} | {
-    "float32 into bfloat16": Case(
-        tokens=9, experts=4, top_k=2, width=40, inner=20, dtype=torch.bfloat16, wide=True
-    )
-}  # fmt: skip
-
-
-def check(case: Case, device: str = "cpu") -> None:
-    """Against the definition in float64, on the host; with and without an expert for all, and its gate."""
-    layer = layer_of(case.tokens, case.experts, case.width, case.inner, case.dtype)
-    if case.wide:
-        x_TH = random(torch.Generator().manual_seed(1), case.tokens, case.width)
-        layer = replace(layer, x_TH=x_TH, logits_TE=layer.logits_TE.float())
-    wide, ours = layer.double(), layer.on(device)
-    experts, truth = ours.experts(case.activation), wide.experts(case.activation)
-    routing = Routing(case.top_k, renormalise=case.tokens != 20)
-    choice = route(ours.logits_TE, routing)
-    wanted = reference.route(wide.logits_TE, routing)
-    assert torch.equal(choice.experts_TK.cpu(), wanted.experts_TK)
-    assert choice.experts_TK.dtype == torch.int32
-    assert choice.weights_TK.dtype == torch.float32
-    assert relative_error(choice.weights_TK.cpu(), wanted.weights_TK) < 1e-5
-    hidden = moe_inner(ours.x_TH, choice, experts)
-    wide_hidden = reference.moe_inner(wide.x_TH, wanted, truth)
-    assert hidden.dtype == case.dtype
-    assert relative_error(hidden.cpu(), wide_hidden) < TOLERANCES[case.dtype]
-    draw = torch.Generator().manual_seed(1)
-    shared_TH = random(draw, case.tokens, case.width).to(case.dtype)
-    gate_T1 = 3 * random(draw, case.tokens, 3)[:, 1:2]
-    residual_TH, norm_H = random(draw, case.tokens, case.width), random(draw, case.width)
-    for parts in ((None, None), (shared_TH, None), (shared_TH, gate_T1)):
-        shared, gate = (part if part is None else part.to(device) for part in parts)
-        y = moe_outer(hidden, choice, experts, shared, gate)
-        assert y.dtype == case.dtype
-        wide_parts = (part if part is None else part.double() for part in parts)
-        truth_TH = reference.moe_outer(wide_hidden, wanted, truth, *wide_parts)
-        assert relative_error(y.cpu(), truth_TH) < TOLERANCES[case.dtype]
-        total, weight = residual_TH.clone().to(device), norm_H.to(device)
-        total, normed = moe_outer_norm(hidden, choice, experts, shared, gate, total, weight, 1e-6)
-        assert (total.dtype, normed.dtype) == (torch.float32, case.dtype)
-        assert relative_error(total.cpu() - residual_TH, truth_TH) < TOLERANCES[case.dtype]
-        truth_norm = rms_norm(total.cpu().double(), norm_H.double(), 1e-6)
-        assert relative_error(normed.cpu(), truth_norm) < TOLERANCES[case.dtype]
+def packed(weight: torch.Tensor) -> Packed:
+    return Packed(weight, None, weight.shape[-2], weight.shape[-1])
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_moe_matches_the_definition(case: Case) -> None:
-    check(case)
+    check(case, OURS)
 
 
 CODES = {
@@ -253,7 +139,7 @@ def test_every_pair_is_in_one_tile_of_its_expert(tokens: int, experts: int, top_
 def test_shared_expert_among_the_others_and_padding_without_any() -> None:
     """Against the definition, with rows of which some are the padding of a batch."""
     layer, draw = layer_of(9, 6, 32, 16), torch.Generator().manual_seed(3)
-    wide = layer.double()
+    wide = layer.to(torch.float64)
     rows = step([2, 1, 3, 3], before=[4, 5, 0, 0])
     rows = replace(rows, lens_B=rows.lens_B * int32([1, 0, 0, 1]))
     padding = [2, 3, 4, 5]
@@ -265,12 +151,14 @@ def test_shared_expert_among_the_others_and_padding_without_any() -> None:
         )  # fmt: skip
         assert torch.equal(choice.experts_TK, wanted.experts_TK)
         assert relative_error(choice.weights_TK, wanted.weights_TK) < 1e-5
-        hidden = moe_inner(layer.x_TH, choice, layer.experts())
+        hidden = moe_inner(layer.x_TH, choice, layer.experts(OURS))
         residual_TH, norm_H = random(draw, 9, 32), random(draw, 32)
-        found = moe_outer_norm(hidden, choice, layer.experts(), None, None, residual_TH.clone(), norm_H, 1e-6)
-        hidden = reference.moe_inner(wide.x_TH, wanted, wide.experts())
+        found = moe_outer_norm(
+            hidden, choice, layer.experts(OURS), None, None, residual_TH.clone(), norm_H, 1e-6
+        )
+        hidden = reference.moe_inner(wide.x_TH, wanted, wide.experts(REFERENCE))
         truth = reference.moe_outer_norm(
-            hidden, wanted, wide.experts(), None, None, residual_TH.double(), norm_H.double(), 1e-6
+            hidden, wanted, wide.experts(REFERENCE), None, None, residual_TH.double(), norm_H.double(), 1e-6
         )
         assert all(relative_error(ours, true) < 1e-5 for ours, true in zip(found, truth, strict=True))
         if each is not None:
@@ -278,10 +166,7 @@ def test_shared_expert_among_the_others_and_padding_without_any() -> None:
 
 
 def test_token_has_the_same_bits_in_any_batch() -> None:
-    layer = layer_of(12, 6, 48, 24)
-    whole = moe(layer, 3)
-    for rows in ([0], [11, 5, 7], list(range(11, -1, -1))):
-        assert same_bits(moe(layer.rows(rows), 3), whole[rows])
+    check_any_batch(OURS, layer_of(12, 6, 48, 24))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # inf / inf
@@ -289,16 +174,16 @@ def test_token_has_the_same_bits_in_any_batch() -> None:
 def test_poisoned_token_harms_no_other(poison: float) -> None:
     """The padding of a batch may be anything: it must find experts that exist."""
     layer = layer_of(4, 6, 32, 16)
-    wanted = moe(layer, 3)
+    wanted = moe(OURS, layer, 3)
     layer.x_TH[2], layer.logits_TE[2] = poison, poison
     others = [0, 1, 3]
-    assert same_bits(moe(layer, 3)[others], wanted[others])
+    assert same_bits(moe(OURS, layer, 3)[others], wanted[others])
 
 
 def test_ranks_compute_their_columns() -> None:
     """Slices of gate, up and down; hidden goes from rank to rank in between."""
     layer = layer_of(5, 4, 64, 48)
-    wanted = moe(layer, 2)
+    wanted = moe(OURS, layer, 2)
     gate, up = layer.gate_up.chunk(2, dim=1)
     halves = [
         Experts(
@@ -307,7 +192,7 @@ def test_ranks_compute_their_columns() -> None:
         )
         for i, j in ((0, 0), (24, 32))
     ]
-    choice = route(layer.logits_TE, Routing(2, renormalise=True))
+    choice = choose(OURS, layer, 2)
     hidden_TKI = torch.cat([moe_inner(layer.x_TH, choice, half) for half in halves], dim=-1)
     outer = [moe_outer(hidden_TKI, choice, half, None, None) for half in halves]
     y_TH = torch.cat(outer, dim=-1)
@@ -319,12 +204,12 @@ def test_rows_may_be_slices_of_wider_ones() -> None:
     wide_TH, wide_TE = torch.full((3, 64), torch.nan), torch.full((3, 9), torch.nan)
     wide_TH[:, 16:48], wide_TE[:, 1:5] = layer.x_TH, layer.logits_TE
     sliced = replace(layer, x_TH=wide_TH[:, 16:48], logits_TE=wide_TE[:, 1:5])
-    assert same_bits(moe(sliced, 2), moe(layer, 2))
+    assert same_bits(moe(OURS, sliced, 2), moe(OURS, layer, 2))
 
 
 def test_no_tokens_are_no_launch() -> None:
     layer = layer_of(0, 4, 8, 8)
-    assert moe(layer, 2).shape == (0, 8)
+    assert moe(OURS, layer, 2).shape == (0, 8)
 
 
 def test_hidden_of_another_width_than_down_is_refused() -> None:
@@ -332,21 +217,10 @@ def test_hidden_of_another_width_than_down_is_refused() -> None:
     layer = layer_of(3, 5, 8, 8)
     local = replace(layer, gate_up=layer.gate_up[:, 4:12].contiguous())
     with pytest.raises(AssertionError):
-        moe(local, 2)
+        moe(OURS, local, 2)
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_experts_of_ranks_add_up(tokens: int) -> None:
     """Each rank runs its own experts: few pairs, which tiles search, and many, which are sorted again."""
-    layer = layer_of(tokens, 6, 40, 24)
-    choice, wanted, found = (
-        route(layer.logits_TE, Routing(3, renormalise=True)),
-        moe(layer, 3),
-        torch.zeros(tokens, 40),
-    )
-    for first in (0, 3):
-        own = slice(first, first + 3)
-        part = replace(layer, gate_up=layer.gate_up[own].clone(), down=layer.down[own].clone())
-        mine, experts = own_experts(choice, first, first + 3), part.experts()
-        found += moe_outer(moe_inner(part.x_TH, mine, experts), mine, experts, None, None)
-    assert relative_error(found, wanted) < TOLERANCES[torch.float32]
+    check_ranks(OURS, layer_of(tokens, 6, 40, 24), 3)

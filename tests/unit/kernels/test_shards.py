@@ -1,3 +1,4 @@
+# pyright: basic, reportCallIssue=false
 """A rank's share of an operator is a slice of the whole, bit for bit: tensor parallelism only concatenates.
 
 Cuts are uneven on purpose, and widths no multiple of a vector or of a panel.
@@ -11,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.kernels.cases import random, same_bits, shuffled_pages, step
+from tests.support.kernels.cases import random, same_bits
+from tests.support.kernels.paged import EPSILON, Case, Layer, Storing
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.linear.stored import plain
 
-EPSILON = 1e-6
 RANKS = (2, 3, 4)
 
 
@@ -81,30 +82,20 @@ def test_attention_and_rope_store_by_heads(
 ) -> None:
     """A prefill of mixed lengths, then decode and replay; each rank has pages of its own."""
     first, second = [65, 1, 130, 2], [1, 1, 5, 63]
-    lens = [a + b for a, b in zip(first, second, strict=True)]
-    draw = torch.Generator().manual_seed(heads.dim)
-    pages = shuffled_pages(lens, page_tokens, draw)
-    tokens, dim = sum(lens), heads.dim
-    q, k, v = (random(draw, tokens, n, dim) for n in (heads.q_heads, heads.kv_heads, heads.kv_heads))
-    q_weight, k_weight, angles = random(draw, dim), random(draw, dim), random(draw, tokens, 2, dim // 4)
-
-    def run(q_heads: slice, kv_heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        count = kv_heads.stop - kv_heads.start
-        cache = torch.full((1 + int(pages.max()), count, 2, page_tokens, dim), torch.nan, dtype=dtype)
-        found: list[torch.Tensor] = []
-        for new, before, span in (
-            (first, [0] * 4, slice(0, sum(first))),
-            (second, first, slice(sum(first), None)),
-        ):
-            rows = step(new, before, pages)
+    for new, before in ((first, [0] * 4), (second, first)):
+        case = Case(
+            new=new, before=before, page_tokens=page_tokens, heads=(heads.q_heads, heads.kv_heads),
+            dim=heads.dim, rotary=2 * (heads.dim // 4), dtype=torch.float32, cache_dtype=dtype,
+        )  # fmt: skip
+        layer, storing = Layer(case), Storing(case)
+        whole, turned = layer.run(cpu), storing.run(cpu)
+        assert storing.v_TKD is not None
+        for q_heads, kv_heads in heads.shares:
+            q_THD, own = layer.q_THD[:, q_heads].contiguous(), layer.cache[:, kv_heads].contiguous()
+            assert same_bits(cpu.attention(q_THD, own, layer.rows, None, None), whole[:, q_heads])
             # Packed by rank, as the columns of its own projection are.
-            mine = q[span, q_heads], k[span, kv_heads].contiguous(), v[span, kv_heads].contiguous()
-            rotated = cpu.rope_store(*mine, q_weight, k_weight, EPSILON, angles[span], cache, rows)
-            found += [rotated, cpu.attention(rotated, cache, rows, None, None)]
-        return torch.cat(found), cache
-
-    whole, cache = run(slice(0, heads.q_heads), slice(0, heads.kv_heads))
-    for q_heads, kv_heads in heads.shares:
-        found, own = run(q_heads, kv_heads)
-        assert same_bits(found, whole[:, q_heads])
-        assert same_bits(own, cache[:, kv_heads])
+            k, v = storing.k_TKD[:, kv_heads].contiguous(), storing.v_TKD[:, kv_heads].contiguous()
+            pages = torch.full_like(own, torch.nan)
+            rest = *storing.weights, EPSILON, storing.angles_T2R, pages, storing.rows
+            assert same_bits(cpu.rope_store(storing.q_THD[:, q_heads], k, v, *rest), turned[:, q_heads])
+            assert same_bits(pages, storing.arena[:, kv_heads, 1])

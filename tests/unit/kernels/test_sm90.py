@@ -31,8 +31,7 @@ from tidemill.kernels.moe.routing import Routing
 from tidemill.kernels.rms_norm import cuda as rms_norm_cuda
 from tidemill.kernels.rope_store import cuda as rope_store_cuda
 from tidemill.kernels.shared import tiles
-from tidemill.kernels.shared.fp8 import Pages
-from tidemill.kvstore.layout import Attention, Latent, LayerSpec, layout_of
+from tidemill.kvstore.layout import Attention, Latent, layout_of
 from tidemill.kvstore.memory.backing import Mmap
 from tidemill.workers.models.inputs import caches_of
 
@@ -80,28 +79,6 @@ def run_biased_experts() -> None:
         moe_cuda.route(logits_TE, grouped)
 
 
-def coded_pages(layers: list[LayerSpec], page_tokens: int) -> Pages:
-    layout = layout_of(layers, page_tokens, "fp8_per_token_head", extent_bytes_min=1, granule_bytes=1)
-    return caches_of(layout, torch.zeros(3 * layout.page_bytes, dtype=torch.uint8)).kv[1]
-
-
-def attend_latents(new: list[int], heads: int, *, coded: bool = False) -> Callable[[], None]:
-    """Return a run of DeepSeek-V3's latents, with some of its heads on a rank."""
-
-    def run() -> None:
-        width, tokens = 576, sum(new)
-        cache = torch.zeros(3, 1, 2, 1, 64, width, dtype=torch.bfloat16)[:, :, 1]
-        if coded:
-            cache = coded_pages([Latent(width=width)] * 2, 64)
-        rows = step(new, [500] * len(new), torch.zeros(len(new), 64, dtype=torch.int32))
-        q_THD = torch.zeros(tokens, heads, width, dtype=torch.bfloat16)
-        k_TKD, angles_T2R = torch.zeros(tokens, 1, width, dtype=torch.bfloat16), torch.zeros(tokens, 2, 32)
-        q_THD = rope_store_cuda.rope_store(q_THD, k_TKD, None, None, None, 1e-6, angles_T2R, cache, rows)
-        attention_cuda.attention(q_THD, cache, rows, None, None)
-
-    return run
-
-
 def attend(
     new: list[int],
     heads: tuple[int, int],
@@ -112,26 +89,30 @@ def attend(
     dtype: torch.dtype = torch.bfloat16,
     coded: bool = False,
     pages: int = 64,
+    latent: bool = False,
 ) -> Callable[[], None]:
     """Rows of `new` tokens after 500, in tables of `pages`: qk-norm, rope and store, then attention, with
-    sinks beside a window."""
+    sinks beside a window. DeepSeek-V3's latents have no norm, and no gate."""
 
     def run() -> None:
         q_heads, kv_heads = heads
-        cache = torch.zeros(3, kv_heads, 2, 2, page_tokens, dim, dtype=dtype)[:, :, 1]
+        cache = torch.zeros(3, kv_heads, 2, 1 if latent else 2, page_tokens, dim, dtype=dtype)[:, :, 1]
         if coded:
-            cache = coded_pages([Attention(kv_heads=kv_heads, head_dim=dim)] * 2, page_tokens)
+            layers = [Latent(width=dim) if latent else Attention(kv_heads=kv_heads, head_dim=dim)] * 2
+            layout = layout_of(layers, page_tokens, "fp8_per_token_head", extent_bytes_min=1, granule_bytes=1)
+            cache = caches_of(layout, torch.zeros(3 * layout.page_bytes, dtype=torch.uint8)).kv[1]
         rows = step(new, [500] * len(new), torch.zeros(len(new), pages, dtype=torch.int32))
         tokens = sum(new)
-        q_gate_THD = torch.zeros(tokens, q_heads, 2 * dim, dtype=dtype)
+        q_gate_THD = torch.zeros(tokens, q_heads, dim if latent else 2 * dim, dtype=dtype)
         k_TKD, v_TKD = torch.zeros(2, tokens, kv_heads, dim, dtype=dtype)
-        weight_D, angles_T2R = torch.ones(dim, dtype=dtype), torch.zeros(tokens, 2, 32)
+        v_TKD, weight_D = (None, None) if latent else (v_TKD, torch.ones(dim, dtype=dtype))
+        angles_T2R, sinks_H = torch.zeros(tokens, 2, 32), torch.zeros(q_heads) if window else None
         q_THD = rope_store_cuda.rope_store(
             q_gate_THD[..., :dim], k_TKD, v_TKD, weight_D, weight_D, 1e-6, angles_T2R, cache, rows
         )
-        sinks_H = torch.zeros(q_heads) if window else None
         attention_cuda.attention(q_THD, cache, rows, window, sinks_H)
-        attention_cuda.gated_attention(q_THD, cache, rows, window, sinks_H, q_gate_THD[..., dim:])
+        if not latent:
+            attention_cuda.gated_attention(q_THD, cache, rows, window, sinks_H, q_gate_THD[..., dim:])
 
     return run
 
@@ -247,11 +228,11 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "attention, mixed, FP8": attend(MIXED, (32, 8), 128, coded=True),
     "attention, mixed, dim 256, FP8": attend(MIXED, (16, 2), 256, coded=True),
     "attention, window, dim 64, FP8": attend(MIXED, (64, 8), 64, window=128, coded=True),
-    "latents, decode": attend_latents([1] * 32, 128),
-    "latents, mixed": attend_latents(MIXED, 128),
-    "latents, decode, FP8": attend_latents([1] * 32, 128, coded=True),
-    "latents, mixed, FP8": attend_latents(MIXED, 128, coded=True),
-    "latents, mixed, 16 heads": attend_latents(MIXED, 16),
+    "latents, decode": attend([1] * 32, (128, 1), 576, latent=True),
+    "latents, mixed": attend(MIXED, (128, 1), 576, latent=True),
+    "latents, decode, FP8": attend([1] * 32, (128, 1), 576, coded=True, latent=True),
+    "latents, mixed, FP8": attend(MIXED, (128, 1), 576, coded=True, latent=True),
+    "latents, mixed, 16 heads": attend(MIXED, (16, 1), 576, latent=True),
     "draws": draw_tokens,
     "elementwise": run_elementwise,
     "linear layer, decode": recur([1] * 64, 1, 16, 128),
@@ -355,8 +336,12 @@ def test_one_row_reads_codes_and_scales_once(name: str, monkeypatch: pytest.Monk
     ]
 
 
-@pytest.mark.parametrize("capability", SHARED_BYTES_MAX)
-@pytest.mark.parametrize("name", FORMATS)
+DEVICES = [(90, name) for name in FORMATS] + [(89, name) for name in FORMATS]
+DEVICES += [(80, name) for name in ("FP8 in blocks", "INT8 with INT8 inputs", "NVFP4")]
+"""Devices of sm_80 have the instructions of sm_89 but for FP8, and more shared memory."""
+
+
+@pytest.mark.parametrize(("capability", "name"), DEVICES)
 def test_kernels_fit_without_spills(name: str, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of one row and of a prompt, and the experts of 20 tokens and of a prompt."""
     count, width, inner = 4, 512, 256
