@@ -7,9 +7,29 @@ import pytest
 from tests.support.kvstore.leases import KEYS, MAPPING, ROOT, P, Refusals, a_cache, a_ledger, grow, scatter
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import page_keys
-from tidemill.kvstore.layout import PAGES
+from tidemill.kvstore.layout import PAGES, STATES
 from tidemill.kvstore.memory.demand import CHECKPOINT_STATE
 from tidemill.kvstore.memory.ledger import Ledger
+
+
+def test_roll_checkpoint_replaces_the_previous_one() -> None:
+    ledger = a_ledger(8)
+    lease = grow(ledger, ledger.open("a"), P)
+    ledger.roll_checkpoint(lease)
+    grow(ledger, lease, 2 * P)
+    ledger.roll_checkpoint(lease)
+    first, second = lease.shared_entries
+    assert (first.checkpoint is None, second.checkpoint is None) == (True, False)
+    reader = ledger.share("reader", lease, 2)
+    grow(ledger, lease, 3 * P)
+    ledger.roll_checkpoint(lease)
+    assert second.checkpoint is not None, "another lease reads it"
+    assert reader.source is second
+    assert lease.rolling is lease.shared_entries[2]
+    ledger.release("a")
+    ledger.release("reader")
+    ledger.check()
+    assert ledger.usage().cached[STATES] == 2
 
 
 @pytest.mark.parametrize("rolls", [False, True])
