@@ -273,20 +273,15 @@ def test_index_removes_stale_eviction_records() -> None:
     assert evict_all(index) == ["abcd", "abc", "ab", "a"]
 
 
-def test_keep_checkpoint_asserts_when_there_is_one() -> None:
+def test_index_asserts_what_its_caller_guarantees() -> None:
     index = an_index(hybrid=True)
-    (entry,) = insert_path(index, "a", checkpoints="x")
-    with pytest.raises(AssertionError):
-        index.keep_checkpoint(entry, Checkpoint((StateId(99),)))
+    parent, entry = insert_path(index, "ab", checkpoints=".x")
     index.pin_checkpoint(entry)
-    with pytest.raises(AssertionError):
-        index.drop_checkpoint(entry)
-    with pytest.raises(AssertionError):
-        index.remove(entry)
-
-
-def test_remove_asserts_when_an_entry_has_children() -> None:
-    index = an_index(hybrid=False)
-    first, _ = insert_path(index, "ab")
-    with pytest.raises(AssertionError):
-        index.remove(first)
+    for wrong in (
+        lambda: index.keep_checkpoint(entry, Checkpoint((StateId(99),))),
+        lambda: index.drop_checkpoint(entry),
+        lambda: index.remove(entry),
+        lambda: index.remove(parent),
+    ):
+        with pytest.raises(AssertionError):
+            wrong()
