@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.cluster.bench.report import BenchRun, percentile, positions
-from tidemill.cluster.simulate.plot import NoPictures
+from tidemill.cluster.simulate.plot import save
 
 
 def plot(run: BenchRun, figure: Any, path: Path) -> None:  # noqa: ANN401  a matplotlib Figure
@@ -24,7 +24,4 @@ def plot(run: BenchRun, figure: Any, path: Path) -> None:  # noqa: ANN401  a mat
     gaps.hist([gap_ms for gap_ms in gaps_ms if gap_ms <= most_ms], bins=40)
     gaps.set(xlabel="between chunks, ms (up to p99)", ylabel="chunks")
     figure.suptitle(", ".join(f"{name} {value}" for name, value in run.setup.items() if value is not None))
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise NoPictures(f"--plot {path}: {error}") from error
+    save(figure, path)

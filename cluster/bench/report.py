@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tidemill.cluster.bench.client import RequestResult
+from tidemill.cluster.simulate.report import mean
 
 METRICS = {
     "ttft": "time to first token",
@@ -40,10 +41,6 @@ class BenchRun:
 def percentile(values: Sequence[float], percent: float) -> float:
     """Return a percentile, interpolated as vLLM's; 0.0 of nothing."""
     return float(np.percentile(values, percent)) if values else 0.0
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
 
 
 def is_good(result: RequestResult, goodput_ms: Mapping[str, float]) -> bool:

@@ -162,21 +162,31 @@ def multi_turn(rng: Random, vocab_size: int, shape: MultiTurnShape) -> Workload:
         for turn in range(shape.num_turns):
             asked = rng.randint(max(1, shape.question_len // 3), max(1, shape.question_len * 5 // 3))
             history += drawn_tokens(rng, vocab_size, asked)
-            items.append(
-                Item(
-                    tokens=history,
-                    max_tokens=shape.output_len,
-                    group=conversation,
-                    position=turn,
-                    shared_tokens=len(items[-1].tokens) if turn else 0,
-                    after=len(items) - 1 if turn else None,
-                    cuts=cuts,
-                )
-            )
+            items.append(_turn(items, turn, history, shape.output_len, conversation, cuts=cuts))
             answered = history + drawn_tokens(rng, vocab_size, shape.output_len)
             cuts += (len(history), len(answered))
             history = answered
     return Workload("multi-turn", tuple(items))
+
+
+def _turn(
+    items: Sequence[Item],
+    turn: int,
+    history: tuple[int, ...],
+    max_tokens: int,
+    group: int,
+    **more: Any,  # noqa: ANN401  fields of Item
+) -> Item:
+    """Return a turn of a conversation, of which `items` has the one before as its last."""
+    return Item(
+        tokens=history,
+        max_tokens=max_tokens,
+        group=group,
+        position=turn,
+        shared_tokens=len(items[-1].tokens) if turn else 0,
+        after=len(items) - 1 if turn else None,
+        **more,
+    )
 
 
 def agents(rng: Random, vocab_size: int, shape: AgentsShape) -> Workload:
@@ -195,18 +205,10 @@ def agents(rng: Random, vocab_size: int, shape: AgentsShape) -> Workload:
             history = system
             for turn in range(shape.num_turns):
                 history += drawn_tokens(rng, vocab_size, rng.randrange(64, 192))
-                items.append(
-                    Item(
-                        tokens=history,
-                        max_tokens=shape.output_len,
-                        group=group,
-                        position=turn,
-                        shared_tokens=len(items[-1].tokens) if turn else 0,
-                        after=len(items) - 1 if turn else None,
-                        pause_s=rng.lognormvariate(0.0, 1.2),
-                        hints={"session_id": f"agent-{group}", "cache_breakpoints": ends},
-                    )
-                )
+                pause_s = rng.lognormvariate(0.0, 1.2)
+                hints = {"session_id": f"agent-{group}", "cache_breakpoints": ends}
+                at = (items, turn, history, shape.output_len, group)
+                items.append(_turn(*at, pause_s=pause_s, hints=hints))
             group += 1
     items += [
         Item(

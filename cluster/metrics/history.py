@@ -87,7 +87,10 @@ class History:
 
     def add(self, at_s: float, samples: EdgeSamples, fleets: Mapping[str, FleetStatus]) -> None:
         """Add a period that ends now. A fleet whose router does not answer is missing in `fleets`."""
-        memory = {model: _memory_of(status) for model, status in fleets.items()}
+        memory = {
+            model: added_up(worker.load.memory for worker in status.workers)
+            for model, status in fleets.items()
+        }
         memory[ALL] = added_up(memory.values())
         for model, values in _values_of(samples, memory).items():
             totals = _Totals(at_s, values)
@@ -143,7 +146,3 @@ def _row(before: _Totals, now: _Totals, memory: Mapping[str, int]) -> HistoryRow
         itl_s=now.quantiles(before, specs.ITL),
         memory=memory,
     )
-
-
-def _memory_of(status: FleetStatus) -> dict[str, int]:
-    return added_up(worker.load.memory for worker in status.workers)

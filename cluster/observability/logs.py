@@ -37,7 +37,11 @@ def start_logs(telemetry: Telemetry, stream: TextIO | None = None, **always: str
     """Write the log of this process to `stream` (default: stderr), in place of an earlier stream. `always`
     are fields of every line of JSON, for example the worker's name."""
     output = logging.StreamHandler(sys.stderr if stream is None else stream)
-    output.setFormatter(_json(always) if telemetry.log_json else logging.Formatter(TEXT_FORM))
+    output.setFormatter(
+        JsonFormatter(list(JSON_FIELDS), rename_fields=JSON_NAMES, static_fields=always, timestamp=True)
+        if telemetry.log_json
+        else logging.Formatter(TEXT_FORM)
+    )
     output.addFilter(_without_words)
     root = logging.getLogger()
     root.handlers[:] = [output]
@@ -88,12 +92,6 @@ def keeping(lines: deque[str]) -> Generator[None]:
         yield
     finally:
         root.removeHandler(kept)
-
-
-def _json(always: Mapping[str, str]) -> logging.Formatter:
-    return JsonFormatter(
-        list(JSON_FIELDS), rename_fields=JSON_NAMES, static_fields=dict(always), timestamp=True
-    )
 
 
 def log_request(row: Mapping[str, object], tenant: str) -> None:

@@ -117,9 +117,12 @@ class LLM:
         cache_control, as over HTTP. Raises RequestError."""
         chats = cast("Sequence[Chat]", [messages] if messages and isinstance(messages[0], dict) else messages)
         turns = list(map(_turns_of, chats))
+        marks = [
+            [(index, mark.chars) for index, turn in enumerate(chat) for mark in turn.marks] for chat in turns
+        ]
         prompts = [
-            self._tokenizer.chat([turn.message() for turn in chat], Rendering(message_marks=_marks_in(chat)))
-            for chat in turns
+            self._tokenizer.chat([turn.message() for turn in chat], Rendering(message_marks=marked))
+            for chat, marked in zip(turns, marks, strict=True)
         ]
         params = [
             _retaining(chat_params, chat)
@@ -216,10 +219,6 @@ def _turns_of(chat: Chat) -> list[ChatMessage]:
         raise request_error(problems_of(error, "messages")) from None
     check_marks([mark for turn in turns for mark in turn.marks])
     return turns
-
-
-def _marks_in(chat: Sequence[ChatMessage]) -> list[tuple[int, int]]:
-    return [(index, mark.chars) for index, turn in enumerate(chat) for mark in turn.marks]
 
 
 def _retaining(params: SamplingParams, chat: Sequence[ChatMessage]) -> SamplingParams:

@@ -262,7 +262,7 @@ class Frontends:
 
     async def _rows(self) -> list[Json]:
         found = [row for rows in await self._ask_all("rows", list[Json]) for row in rows]
-        return sorted(found, key=_start_s, reverse=True)[:RECENT_MAX]
+        return sorted(found, key=lambda row: cast("float", row["started_unix_s"]), reverse=True)[:RECENT_MAX]
 
     async def _open_answers(self) -> int:
         return sum(await self._ask_all("open_answers", int))
@@ -283,11 +283,6 @@ def _own_samples() -> EdgeSamples:
     name = specs.FAILED_ROUNDS.full_name
     counts = FAILED_ROUNDS.items()
     return EdgeSamples({name: [(f"{name}_total", (("task", task),), float(count)) for task, count in counts]})
-
-
-def _start_s(row: Json) -> float:
-    started_s = row["started_unix_s"]
-    return started_s if isinstance(started_s, float) else 0.0
 
 
 def edge_arguments(endpoint: Endpoint, port: int, routers: Sequence[str], tls: MutualTls | None) -> list[str]:

@@ -31,6 +31,7 @@ from tidemill.cluster.processes.supervisor import (
     stop_plan,
 )
 from tidemill.cluster.processes.supervisor_client import (
+    RAY,
     SUPERVISOR,
     keep_stdout,
     nodes,
@@ -47,14 +48,11 @@ from tidemill.cluster.processes.system.private_folder import private_folder, too
 from tidemill.cluster.processes.worker_actor import find_router
 from tidemill.cluster.rpc.catalogue_client import CatalogueWriter
 from tidemill.cluster.rpc.router_client import RouterClient
-from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, WorkerSettings
 from tidemill.cluster.worker.worker_process import Failed, Loading, Ready, State
 from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.periodic import every
 from tidemill.workers.messages import WorkerInfo
-
-RAY: Any = ray  # much of it has no types
 
 POLL_S = 0.1
 CHECK_S = 0.25
@@ -119,10 +117,9 @@ class Cluster:
         plan = self._plan.fleets[self._settings.fleets.index(fleet)]
         return tuple(self._infos[name] for name in plan.workers if name in self._infos)
 
-    def router(self, fleet: FleetSettings) -> RouterClient:
-        """Return a new client of the fleet's routers, for one event loop of this process."""
-        namespace = self._settings.namespace
-        finders = (find_router(name, namespace) for name in fleet.router.names)
+    def router(self, fleet: FleetSettings, *names: str) -> RouterClient:
+        """Return a new client of these routers, for one event loop of this process."""
+        finders = (find_router(name, self._settings.namespace) for name in names)
         return RouterClient(*finders, tls=fleet.router.tls)
 
     def catalogue_writers(self) -> dict[str, CatalogueWriter]:
@@ -133,18 +130,6 @@ class Cluster:
             for fleet in self._settings.fleets
             for name in fleet.router.names
         }
-
-    def memory(self, fleet: FleetSettings) -> RouterClient | None:
-        """Return a new client of the router that assigns the fleet's memory budgets, if another fleet runs
-        it."""
-        if fleet.router.memory_router is None:
-            return None
-        find = find_router(fleet.router.memory_router, self._settings.namespace)
-        return RouterClient(find, tls=fleet.router.tls)
-
-    def peers(self, fleet: FleetSettings) -> WorkerClients:
-        """Return new clients of the fleet's workers, for one event loop of this process."""
-        return WorkerClients(tls=fleet.router.tls)
 
     def start_ray(self) -> None:
         settings = self._settings

@@ -139,7 +139,9 @@ class SupervisedProcess:
                         self._set_first_start(None)
                     for _ in process.stdout or ():  # wait for its end
                         pass
-                ended = f"the {self._program.name} ended ({_status(process.returncode)})"
+                status = process.returncode
+                reason = signal.Signals(-status).name if status < 0 else f"status {status}"
+                ended = f"the {self._program.name} ended ({reason})"
             ends += 1
             if ends == STARTS_MAX:
                 self._set_first_start(StoreError(f"{ended} while it started: use file:///path meanwhile"))
@@ -184,7 +186,3 @@ class SupervisedProcess:
                 self._first_start.set_result(None)
             else:
                 self._first_start.set_exception(error)
-
-
-def _status(status: int) -> str:
-    return signal.Signals(-status).name if status < 0 else f"status {status}"

@@ -11,15 +11,13 @@ from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, cast
-
-import ray
+from typing import TYPE_CHECKING, cast
 
 from tidemill.cluster.observability.logs import start_logs
 from tidemill.cluster.processes.joining.exchange import JoinServer
 from tidemill.cluster.processes.restart_backoff import Backoff
 from tidemill.cluster.processes.scaling.journal import Journal
-from tidemill.cluster.processes.supervisor_client import RayStore, SupervisorClient, exit_on_error
+from tidemill.cluster.processes.supervisor_client import RAY, RayStore, SupervisorClient, exit_on_error
 from tidemill.cluster.router.compiled import CompiledPlacement, load
 from tidemill.cluster.router.server import RouterService
 from tidemill.cluster.settings import RouterSettings
@@ -27,8 +25,6 @@ from tidemill.kernels.shared.compiler import KernelUnavailable
 
 if TYPE_CHECKING:
     from tidemill.cluster.router.router import Router
-
-RAY: Any = ray  # much of it has no types
 
 log = logging.getLogger(__name__)
 

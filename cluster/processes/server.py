@@ -6,7 +6,7 @@ import logging
 import signal
 import tempfile
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -55,7 +55,7 @@ from tidemill.cluster.processes.support_info import support_parts
 from tidemill.cluster.processes.system.children import STOP_SIGNALS
 from tidemill.cluster.processes.system.private_folder import private_folder
 from tidemill.cluster.quotas.rate_client import RouterRates
-from tidemill.cluster.rpc.catalogue_client import CatalogueWriter
+from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, StoreProgram
 from tidemill.kvstore.stores.open_store import open_store
 from tidemill.workers.contract.engine import Check
@@ -136,8 +136,11 @@ class _Server:
             parts=support_parts(endpoint, self.settings, lines),
         )
         context = with_database(context, endpoint.database)
-        addresses = partial(_addresses, writers)
-        context.keys.shared = rates = RouterRates(edge.id, addresses, fleets[0].router.tls)
+        context.keys.shared = rates = RouterRates(
+            edge.id,
+            lambda: [writer.address for writer in writers.values() if writer.address],
+            fleets[0].router.tls,
+        )
         published = [PublishedFleet(*pair) for pair in zip(fleets, services, strict=True)]
         keys_file = endpoint.security.keys_file
         others: list[Run] = [] if keys_file is None else [KeysWatch(context.keys, keys_file).run]
@@ -163,7 +166,8 @@ class _Server:
                 await service.close()
 
     def _service(self, fleet: FleetSettings, edge: ReportingEdge) -> ClusterService:
-        workers = self.cluster.workers(fleet)
+        workers, router = self.cluster.workers(fleet), fleet.router
+        lender = router.memory_router  # of another fleet, which assigns the budgets of this one
         model = ServedModel(
             names=fleet.names,
             folder=fleet.model_folder,
@@ -177,11 +181,11 @@ class _Server:
         )
         return ClusterService(
             model,
-            self.cluster.router(fleet),
-            self.cluster.peers(fleet),
+            self.cluster.router(fleet, *router.names),
+            WorkerClients(tls=router.tls),
             workers[0],
             edge=edge,
-            memory=self.cluster.memory(fleet),
+            memory=None if lender is None else self.cluster.router(fleet, lender),
             tracer=self.sources.tracer,
         )
 
@@ -202,10 +206,6 @@ class _Server:
         arguments = edge_arguments(self.endpoint, port, joins, tls)
         detached = self.settings.detached_folder is not None
         return Frontends(self.endpoint, self.sockets, arguments, context.parts, detached=detached)
-
-
-def _addresses(writers: Mapping[str, CatalogueWriter]) -> list[str]:
-    return [writer.address for writer in writers.values() if writer.address]
 
 
 async def _announced(frontends: Frontends, run: Run) -> None:

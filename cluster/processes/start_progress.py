@@ -22,7 +22,7 @@ def show_progress(console: Console, clock: Callable[[], float]) -> Generator[Sho
     """Yield a function that shows states. Bars disappear at the end of the block. Log lines are written while
     weights load, at most one per `LOG_PERIOD_S`."""
     if not console.is_terminal:
-        yield ProgressLog(log.info, clock).show
+        yield _logged(log.info, clock)
         return
     columns = (
         SpinnerColumn(),
@@ -50,27 +50,23 @@ def show_progress(console: Console, clock: Callable[[], float]) -> Generator[Sho
         yield show
 
 
-class ProgressLog:
-    """Writes log lines with the bytes that each worker has loaded."""
+def _logged(write: Callable[[str], None], clock: Callable[[], float]) -> Show:
+    """Return a function that writes log lines with the bytes that each worker has loaded."""
+    due_s = clock() + LOG_PERIOD_S
+    loading: dict[str, Loading] = {}
 
-    def __init__(self, write: Callable[[str], None], clock: Callable[[], float]) -> None:
-        self._write = write
-        self._clock = clock
-        self._due_s = clock() + LOG_PERIOD_S
-        self._loading: dict[str, Loading] = {}
-
-    def show(self, name: str, state: State | None) -> None:
+    def show(name: str, state: State | None) -> None:
+        nonlocal due_s
         if not isinstance(state, Loading) or not state.total_bytes:
-            self._loading.pop(name, None)
+            loading.pop(name, None)
             return
-        self._loading[name] = state
-        now_s = self._clock()
-        if now_s >= self._due_s:
-            self._due_s = now_s + LOG_PERIOD_S
-            parts = (
-                f"{worker} {_fraction(at.done_bytes, at.total_bytes)}" for worker, at in self._loading.items()
-            )
-            self._write(f"loading weights: {', '.join(parts)}")
+        loading[name] = state
+        if (now_s := clock()) >= due_s:
+            due_s = now_s + LOG_PERIOD_S
+            parts = (f"{worker} {_fraction(at.done_bytes, at.total_bytes)}" for worker, at in loading.items())
+            write(f"loading weights: {', '.join(parts)}")
+
+    return show
 
 
 def _fraction(done_bytes: int, total_bytes: int) -> str:

@@ -43,7 +43,7 @@ from tidemill.cluster.processes.scaling.autoscaling import EdgeReports, EdgeStat
 from tidemill.cluster.processes.scaling.journal import ClusterPlan, Fenced, FleetPlan, Journal, initial_plan
 from tidemill.cluster.processes.scaling.node_fit import assign, demand_of, unschedulable_reason
 from tidemill.cluster.processes.scaling.scaler import Scaler
-from tidemill.cluster.processes.supervisor_client import SUPERVISOR, RayStore, exit_on_error, nodes
+from tidemill.cluster.processes.supervisor_client import RAY, SUPERVISOR, RayStore, exit_on_error, nodes
 from tidemill.cluster.processes.system.children import endpoint_pid, start_endpoint
 from tidemill.cluster.processes.system.private_folder import read_record
 from tidemill.cluster.processes.worker_actor import WorkerActor, actor_options, call_router, find_router
@@ -51,8 +51,6 @@ from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings, WorkerSettings
 from tidemill.kvstore.periodic import FAILED_ROUNDS, every
 from tidemill.workers.messages import WorkerGone
-
-RAY: Any = ray  # much of it has no types
 
 LASTING = {"lifetime": "detached", "max_restarts": -1, "max_task_retries": 0}
 BESIDE = {**LASTING, "num_cpus": 0, "memory": 1}

@@ -10,18 +10,14 @@ import sys
 from collections.abc import Iterable
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
-
-import ray
 
 from tidemill import __version__
 from tidemill.cluster.edge.requests.context import Parts
 from tidemill.cluster.observability.redact import plain, without_secrets
 from tidemill.cluster.processes.endpoint.endpoint import Endpoint
+from tidemill.cluster.processes.supervisor_client import RAY
 from tidemill.cluster.settings import ClusterSettings
 from tidemill.kvstore.errors import TidemillError
-
-RAY: Any = ray  # much of it has no types
 
 TAIL_BYTES = 64 << 10
 FILES_MAX = 64

@@ -18,7 +18,7 @@ from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tidemill.cluster.observability.logs import start_logs
-from tidemill.cluster.processes.supervisor_client import find_actor
+from tidemill.cluster.processes.supervisor_client import RAY, find_actor
 from tidemill.cluster.rpc.router_failover import FindRouter
 from tidemill.cluster.settings import RouterSettings, WorkerSettings
 from tidemill.cluster.worker.worker_process import Ready, State, WorkerProcess
@@ -38,8 +38,6 @@ REPORT_FAILURE_S = 5.0
 
 PROBE_S = 0.2
 """The time within which Ray reports the end of a rank's process."""
-
-RAY: Any = ray  # much of it has no types
 
 log = logging.getLogger(__name__)
 

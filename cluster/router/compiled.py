@@ -11,7 +11,7 @@ from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.cluster.router import placement as definition
 from tidemill.cluster.router.cost_model import ROW_TOKENS, Vector
 from tidemill.cluster.router.fleet_view import FETCHED_SHARE, RHO_TAU_S, Booking, Fleet, RequestBooked
-from tidemill.cluster.router.prefix_table import Chain, Keys, Slots
+from tidemill.cluster.router.prefix_table import Chain, Keys, Prefixes, Slots
 from tidemill.kernels.shared.build import Library, build
 from tidemill.kernels.shared.compiler import PLACEMENT
 from tidemill.workers.scheduling.limits import ANSWER_TOKENS
@@ -115,15 +115,15 @@ def _placed(fleet: Fleet, request: PlacementRequest, now_s: float, made: "array[
     return Placed(route, [RequestBooked(hop.worker, prompt), RequestBooked(decode.worker, stream)])
 
 
-class CompiledPrefixes:
-    """`Prefixes` of prefix_table.py, with its arrays in C++."""
+class CompiledPrefixes(Prefixes):
+    """The same with its arrays in C++."""
 
     def __init__(self, compiled: CompiledPlacement) -> None:
         function = compiled.function
         make, self._free = function("prefixes_make"), function("prefixes_free")
         self.address = make()
         self._num_held, self._num_bytes = function("prefixes_num_held"), function("prefixes_num_bytes")
-        self._depths, self._held = function("prefixes_depths"), function("prefixes_held")
+        self._depths, self._copy_held = function("prefixes_depths"), function("prefixes_held")
         self._add, self._remove = function("prefixes_add"), function("prefixes_remove")
         self._clear = function("prefixes_clear")
 
@@ -159,7 +159,7 @@ class CompiledPrefixes:
 
     def held(self, slot: int) -> Keys:
         keys = np.zeros(self.num_held(slot), np.uint64)
-        self._held(self.address, slot, keys.ctypes.data, len(keys))
+        self._copy_held(self.address, slot, keys.ctypes.data, len(keys))
         return keys
 
 

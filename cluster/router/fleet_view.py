@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from enum import IntEnum, auto, unique
 from hashlib import blake2b
 from math import exp
-from typing import Protocol, assert_never
+from typing import assert_never
 
 import numpy as np
 import numpy.typing as npt
 
-from tidemill.cluster.router.prefix_table import Chain, Keys, Prefixes, Slots, cut_keys
+from tidemill.cluster.router.prefix_table import Chain, Prefixes, Slots, cut_keys
 from tidemill.workers.messages import Heartbeat, WorkerId, WorkerInfo, WorkerLoad
 
 VIOLATIONS = "ownership_violations"
@@ -107,8 +107,6 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatArrived:
-    """A heartbeat arrived."""
-
     heartbeat: Heartbeat
     now_s: float
 
@@ -122,8 +120,6 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class RequestBooked:
-    """A request was placed on a worker."""
-
     worker: WorkerId
     booking: Booking
 
@@ -131,22 +127,10 @@ class RequestBooked:
 Event = HeartbeatArrived | WorkerLost | RequestBooked
 
 
-class PrefixTable(Protocol):
-    """The methods of `Prefixes` and of its compiled form."""
-
-    def num_held(self, slot: int) -> int: ...
-    def depths(self, chain: Chain, num_slots: int) -> Slots: ...
-    def add(self, slot: int, keys: Keys, keys_max: int) -> None: ...
-    def add_chain(self, slot: int, chain: Chain, keys_max: int) -> None: ...
-    def remove(self, slot: int, keys: Keys) -> None: ...
-    def clear(self, slot: int) -> None: ...
-    def held(self, slot: int) -> Keys: ...
-
-
 class Fleet:
     """The workers, changed only by events. Their order among workers affects nothing but slots."""
 
-    def __init__(self, prefixes: PrefixTable | None = None) -> None:
+    def __init__(self, prefixes: Prefixes | None = None) -> None:
         """Create an empty fleet; `prefixes` is a compiled prefix table in place of the Python one."""
         self.members: dict[WorkerId, Member] = {}
         self.table: Table = _vacant(SLOTS_MIN)
@@ -155,7 +139,7 @@ class Fleet:
         self._violations = Counter[str]()  # of earlier workers, by name
         self._bookings: dict[WorkerId, list[Booking]] = {}
         # Two sets for each slot, announced and placed keys; and LOST.
-        self.prefixes: PrefixTable = prefixes or Prefixes()
+        self.prefixes = prefixes or Prefixes()
         self._looked_up: tuple[tuple[bytes, ...], Slots] | None = None  # reset by each event
         self._chain: tuple[tuple[bytes, ...], Chain] | None = None  # of the last keys
         self._work_s = 0.0  # booked recently; it decays with RHO_TAU_S

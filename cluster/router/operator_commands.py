@@ -57,9 +57,9 @@ class OperatorCommands:
             idle = other is info or member.draining or self._is_drained(other)
             if not idle and self._role(other) in SUBSTITUTES[info.role]:
                 return
+        work = "prompts" if info.role == "prefill" else "streams"
         raise RequestError(
-            f"{info.name} is the only worker that takes {_work(info.role)}: start another one first"
-            " (or force the drain)",
+            f"{info.name} is the only worker that takes {work}: start another one first (or force the drain)",
             param="worker",
             status=409,
             code="last_of_its_kind",
@@ -74,7 +74,3 @@ def _find(name: str, members: Iterable[Member]) -> WorkerInfo:
         names.append(member.info.name)
     known = ", ".join(sorted(names)) or "none"
     raise RequestError(f"there is no worker {name}, the workers are: {known}", param="worker", status=404)
-
-
-def _work(role: Role) -> str:
-    return "prompts" if role == "prefill" else "streams"

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tidemill.cluster.simulate.cost import StepCost
-from tidemill.cluster.simulate.heartbeats import ignore_changes
 from tidemill.cluster.simulate.sized_store import SizeOnlyStore, StoreLink
 from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.kvstore.layout import Layout
@@ -48,11 +47,7 @@ class NoBytes:
     def map(self, offset_bytes: int, num_bytes: int) -> None:
         pass
 
-    def map_ahead(self, offset_bytes: int, num_bytes: int) -> None:
-        pass
-
-    def unmap(self, offset_bytes: int, num_bytes: int) -> None:
-        pass
+    map_ahead = unmap = map  # noqa: A003  the method
 
     def close(self) -> None:
         pass
@@ -106,7 +101,7 @@ class EngineWorker:
         self.info = info
         self._cost = cost
         self._grain = cost.step_tokens // info.step_tokens_max
-        self.on_change: Callable[[], None] = ignore_changes
+        self.on_change: Callable[[], None] = lambda: None
         num_extents = info.memory_bytes // layout.extent_bytes
         self.ledger = Ledger(
             Cache(layout, Arena(layout, num_extents, NoBytes()), PrefixIndex(layout, eviction))

@@ -68,7 +68,3 @@ class SimHeartbeats:
         self._full = ack.want_full
         self._next = self._loop.call_later(self._idle_s, self._send)
         self._idle_s = min(2 * self._idle_s, IDLE_S_MAX)
-
-
-def ignore_changes() -> None:
-    """The `on_change` of a worker without heartbeats."""

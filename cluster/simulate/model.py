@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 
 from tidemill.cluster.simulate.block_cache import BlockCache, Stored
 from tidemill.cluster.simulate.cost import StepCost
-from tidemill.cluster.simulate.heartbeats import ignore_changes
 from tidemill.cluster.simulate.trace import BLOCK_TOKENS, TraceRequest
 from tidemill.workers.messages import NO_MEMORY, Announcement, WorkerInfo, WorkerLoad
 from tidemill.workers.scheduling.prefill_throttle import prompt_slowdown
@@ -26,7 +25,7 @@ class ModelWorker:
         self._cost = cost
         self._blocks = blocks
         self._stored = stored
-        self.on_change: Callable[[], None] = ignore_changes
+        self.on_change: Callable[[], None] = lambda: None
         self._computes = asyncio.Lock()
         self._clock = asyncio.get_running_loop().time
         self._free_at_s = 0.0  # when the running prompt is computed

@@ -40,6 +40,11 @@ def plot(outcome: Outcome, figure: Any, path: Path) -> None:  # noqa: ANN401  a 
         busy.plot(sorted(shares, reverse=True), label=role)
     busy.set(xlabel="worker, the busiest first", ylabel="share of time busy", ylim=(0, 1.02))
     busy.legend(frameon=False)
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:  # noqa: ANN401  a matplotlib Figure
+    """Write a picture. Raises NoPictures."""
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
