@@ -15,7 +15,7 @@ from opentelemetry.trace import SpanContext, SpanKind, StatusCode, Tracer
 
 from tests.support.cluster.fake_service import TRACE, FakeService, app_over, call, saying, sources
 from tidemill.cluster.edge.tracing import TracedPeers
-from tidemill.cluster.observability.spans import NoTracing, open_tracer, parent_of
+from tidemill.cluster.observability.spans import NoTracing, open_tracer
 from tidemill.cluster.observability.telemetry import QUIET, Telemetry
 from tidemill.cluster.worker.tracing import TracedEngine
 from tidemill.workers.inbox import Emit, Enough
@@ -30,6 +30,7 @@ from tidemill.workers.messages import (
 )
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+NO_TRACE = f"00-{'0' * 32}-b7ad6b7169203331-01"
 NS_PER_S = 1_000_000_000
 
 
@@ -198,7 +199,11 @@ async def test_traced_peers_send_their_spans_as_parents() -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "parent"), [(PARENT, PARENT), (None, ""), ("00-zz", ""), (PARENT + "-more", "")]
+    ("header", "parent"),
+    [
+        (PARENT, PARENT),
+        *((other, "") for other in (None, "", "00-zz", PARENT.upper(), NO_TRACE, f"{PARENT}-more")),
+    ],
 )
 def test_edge_records_root_span_of_request(header: str | None, parent: str) -> None:
     recorded, service = Recorded(), FakeService(saying(" ok"))
@@ -225,12 +230,6 @@ def test_root_span_of_failed_request_has_its_end() -> None:
     root = recorded.root()
     assert root.status.status_code is StatusCode.ERROR
     assert attributes_of(root)["gen_ai.response.finish_reasons"] == "error"
-
-
-def test_parent_of_checks_traceparent() -> None:
-    assert parent_of(PARENT) == PARENT
-    for text in (None, "", PARENT.upper(), PARENT.replace("0af7651916cd43dd8448eb211c80319c", "0" * 32)):
-        assert not parent_of(text)
 
 
 async def test_unsampled_parent_travels_on_without_spans() -> None:

@@ -3,8 +3,9 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
-from unittest.mock import AsyncMock
+from dataclasses import replace
+from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -16,44 +17,10 @@ from tidemill.cluster.processes import supervisor as module
 from tidemill.cluster.processes.scaling import autoscaling
 from tidemill.cluster.processes.scaling.journal import ClusterPlan, FleetPlan, Journal
 from tidemill.cluster.processes.supervisor import Supervisor, job_has_ended, stop_plan
-from tidemill.cluster.settings import ClusterSettings, RouterSettings, StoreProgram, WorkerSettings
+from tidemill.cluster.settings import ClusterSettings, StoreProgram
 from tidemill.workers.messages import Unserved
 
 NAMES = ["router", "prefill-0", "decode-0"]
-
-
-@dataclass
-class Actors:
-    """The calls, in order."""
-
-    added: list[str] = field(default_factory=list[str])
-    adopted: list[str] = field(default_factory=list[str])
-    killed: list[str] = field(default_factory=list[str])
-
-    def add_router(self, name: str, settings: RouterSettings) -> None:
-        del settings
-        self.added.append(name)
-
-    def add_worker(self, worker: WorkerSettings, routers: RouterSettings) -> None:
-        del routers
-        self.added.append(worker.name)
-
-    def add_store(self, settings: ClusterSettings, *, waits: bool) -> None:
-        assert settings.programs
-        self.added.append("store that waits" if waits else "store")
-
-    def remove_store(self) -> None:
-        self.killed.append("store")
-
-    def adopt(self, name: str) -> None:
-        self.adopted.append(name)
-
-    def kill(self, name: str) -> None:
-        self.killed.append(name)
-
-    remove_worker = kill
-
-    def unschedulable_reason(self, *_: WorkerSettings) -> None: ...
 
 
 class AwayRouter:
@@ -70,7 +37,7 @@ class World:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.store = Store()
-        self.actors = Actors()
+        self.actors = Mock(unschedulable_reason=Mock(return_value=None))
         self.settings = ClusterSettings(fleets=(fleet(),), namespace="space")
 
         fakes: dict[str, Callable[..., object]] = {
@@ -86,7 +53,7 @@ class World:
     @asynccontextmanager
     async def run(self, server: str) -> AsyncGenerator[Supervisor]:
         """Run a supervisor for the block; then its process ends."""
-        self.actors.__init__()
+        self.actors.reset_mock()
         before = asyncio.all_tasks()
         yield Supervisor(self.settings, server, None)
         left = asyncio.all_tasks() - before
@@ -101,8 +68,31 @@ class World:
                 await supervisor.serves()
             return plan
 
+    def _called(self, *kinds: str) -> list[str]:
+        """Return the names of the actors in calls of these kinds in the last run, in order."""
+        calls = (call for call in self.actors.method_calls if call[0] in kinds)
+        return [_name(*call) for call in calls]
+
+    @property
+    def added(self) -> list[str]:
+        return self._called("add_router", "add_worker", "add_store")
+
+    @property
+    def killed(self) -> list[str]:
+        return self._called("kill", "remove_worker", "remove_store")
+
+    @property
+    def adopted(self) -> list[str]:
+        return self._called("adopt")
+
     def plan(self) -> ClusterPlan:
         return Journal(self.store, "space").open()
+
+
+def _name(kind: str, given: tuple[Any, ...], options: dict[str, object]) -> str:
+    if kind.endswith("store"):
+        return "store that waits" if options.get("waits") else "store"
+    return given[0] if isinstance(given[0], str) else given[0].name
 
 
 @pytest.fixture
@@ -112,21 +102,21 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 async def test_supervisor_starts_the_cluster_and_its_successor_adopts_it(world: World) -> None:
     assert not (await world.start("a", serves=True)).served
-    assert world.actors.added == NAMES
+    assert world.added == NAMES
     assert world.plan().server == "a"
     assert all(worker.created for worker in world.plan().fleets[0].workers.values())
     assert (await world.start("a")).served
-    assert world.actors.added == ["router"], "which is there, so that nothing changes"
-    assert world.actors.adopted == ["prefill-0", "decode-0"]
-    assert not world.actors.killed
+    assert world.added == ["router"], "which is there, so that nothing changes"
+    assert world.adopted == ["prefill-0", "decode-0"]
+    assert not world.killed
 
 
 async def test_store_answers_before_the_first_worker_opens_it_and_is_adopted_later(world: World) -> None:
     world.settings = replace(world.settings, programs=(StoreProgram(name="master", arguments=()),))
     await world.start("a", serves=True)
-    assert world.actors.added == ["router", "store that waits", "prefill-0", "decode-0"]
+    assert world.added == ["router", "store that waits", "prefill-0", "decode-0"]
     await world.start("a")
-    assert world.actors.added == ["router", "store"]
+    assert world.added == ["router", "store"]
 
 
 async def test_supervisor_completes_a_start_that_was_interrupted(world: World) -> None:
@@ -138,7 +128,7 @@ async def test_supervisor_completes_a_start_that_was_interrupted(world: World) -
     }
     journal.write(replace(plan, fleets=(replace(plan.fleets[0], workers=workers),)))
     await world.start("a")
-    assert world.actors.added == ["router", "decode-0"]
+    assert world.added == ["router", "decode-0"]
 
 
 async def test_endpoint_that_starts_wakes_a_fleet_at_zero(world: World) -> None:
@@ -149,9 +139,9 @@ async def test_endpoint_that_starts_wakes_a_fleet_at_zero(world: World) -> None:
     journal.write(replace(journal.open(), served=True, fleets=(FleetPlan(),)))
     async with world.run("a") as supervisor:
         await supervisor.report("router", "a", Misses(), 0)
-    assert world.actors.added == ["router"]
+    assert world.added == ["router"]
     await world.start("a")
-    assert world.actors.added == NAMES
+    assert world.added == NAMES
 
 
 async def test_supervisor_of_a_stopped_cluster_ends_it(world: World) -> None:
@@ -160,18 +150,18 @@ async def test_supervisor_of_a_stopped_cluster_ends_it(world: World) -> None:
     async with world.run("a") as supervisor:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(supervisor.started(), 0.2)
-    assert world.actors.killed == ["prefill-0", "decode-0", "router", "store", "supervisor"]
-    assert not world.actors.added
+    assert world.killed == ["prefill-0", "decode-0", "router", "store", "supervisor"]
+    assert not world.added
     await world.start("b")
-    assert world.actors.added == NAMES, "the next server starts"
-    assert not world.actors.killed
+    assert world.added == NAMES, "the next server starts"
+    assert not world.killed
 
 
 async def test_next_server_removes_what_one_without_an_end_has_left(world: World) -> None:
     await world.start("a")
     await world.start("b")
-    assert world.actors.killed == ["prefill-0", "decode-0", "router", "store"]
-    assert world.actors.added == NAMES
+    assert world.killed == ["prefill-0", "decode-0", "router", "store"]
+    assert world.added == NAMES
     assert world.plan().server == "b"
 
 

@@ -167,6 +167,7 @@ def test_fleet_replaces_a_heartbeat_by_the_next_one() -> None:
         Column.PAGE_TOKENS: 64.0,
         Column.PAGE_BYTES: 5.0,
         Column.STATE_BYTES: 6.0,
+        Column.PUBLISHES: 1.0,
     }
 
 

@@ -80,7 +80,7 @@ class CountingEngine:
 
 @dataclass
 class Cluster:
-    """A router that may restart at another address, which `find` returns."""
+    """A router at the address that `find` returns."""
 
     router: Router
     service: RouterService
@@ -93,27 +93,16 @@ class Cluster:
             raise WorkerGone("the router is away")
         return self.address
 
-    async def restart(self) -> None:
-        await self.service.stop()
-        restarted = await start_router()
-        self.router, self.service = restarted.router, restarted.service
-        self.address = restarted.address
-
-
-async def start_router() -> Cluster:
-    router = Router(asyncio.get_running_loop().time)
-    began: list[str] = []
-    service = RouterService(router, on_ready=began.append)
-    return Cluster(router, service, await service.start("127.0.0.1"), began)
-
 
 @asynccontextmanager
 async def cluster() -> AsyncGenerator[Cluster]:
-    running = await start_router()
+    router = Router(asyncio.get_running_loop().time)
+    began: list[str] = []
+    service = RouterService(router, on_ready=began.append)
     try:
-        yield running
+        yield Cluster(router, service, await service.start("127.0.0.1"), began)
     finally:
-        await running.service.stop()
+        await service.stop()
 
 
 @asynccontextmanager
@@ -206,19 +195,6 @@ async def test_heartbeats_stop_with_a_wedged_step_loop_and_the_server_loses_the_
         engine.wedged = False
         await until_known(running)
         ticks.cancel()
-
-
-async def test_restarted_router_is_found_and_gets_full_announcements() -> None:
-    async with scene() as (running, _, _, router_client):
-        assert (await router_client.place(REQUEST)).decode == INFO.worker
-        running.away = True
-        await running.restart()
-        placed = asyncio.create_task(router_client.place(REQUEST))
-        await asyncio.sleep(0.2)
-        running.away = False
-        assert (await placed).decode == INFO.worker
-        (worker,) = (await router_client.status()).workers
-        assert worker.restorable_depths == len(KEYS)
 
 
 async def test_server_keeps_a_worker_when_its_old_report_ends_late() -> None:

@@ -59,18 +59,6 @@ def ours(authority: trustme.CA, tmp_path: Path) -> MutualTls:
     return issue(tmp_path / "ours", authority)
 
 
-@pytest.fixture(params=["plain", "of another authority", "without its files"])
-def stranger(request: pytest.FixtureRequest, ours: MutualTls, tmp_path: Path) -> MutualTls | None:
-    """Return the certificates of a process that imitates one of ours."""
-    match request.param:
-        case "plain":
-            return None
-        case "of another authority":
-            return replace(issue(tmp_path / "theirs", trustme.CA()), ca=ours.ca)
-        case _:
-            return replace(ours, key=tmp_path / "nowhere")
-
-
 @asynccontextmanager
 async def router(
     tls: MutualTls | None = None,
@@ -121,18 +109,16 @@ async def test_processes_of_a_cluster_connect_to_no_others(
             assert not engine.begun
 
 
-async def test_stranger_is_refused(
-    ours: MutualTls, stranger: MutualTls | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_stranger_is_refused(ours: MutualTls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_client, "STATUS_WAIT_S_MAX", 0.5)
-
-    async with serving(tls=ours) as (engine, address):
-        with pytest.raises(WorkerGone):
-            await generates(address, engine, stranger)
-        assert not engine.begun
-    async with router(ours) as address:
-        with pytest.raises(Unserved):
-            await status_of(address, stranger)
+    certified = replace(issue(tmp_path / "theirs", trustme.CA()), ca=ours.ca)
+    async with serving(tls=ours) as (engine, plane), router(ours) as address:
+        for stranger in (None, certified, replace(ours, key=tmp_path / "nowhere")):
+            with pytest.raises(WorkerGone):
+                await generates(plane, engine, stranger)
+            assert not engine.begun
+            with pytest.raises(Unserved):
+                await status_of(address, stranger)
 
 
 async def test_new_files_count_from_the_next_connection_on(

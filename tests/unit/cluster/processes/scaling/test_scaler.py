@@ -139,16 +139,6 @@ class Case:
             await self.scaler.adjust(self.now_s)
             self.now_s += LOOK_S
 
-    async def draining(self) -> str:
-        """Let the load come and end until a worker is drained, which still has a request; return its name."""
-        self.cluster.set_load(BUSY)
-        await self.advance(60)
-        self.cluster.set_load(STREAM)
-        while not self.cluster.drained:
-            await self.advance()
-        [name] = self.cluster.drained
-        return name
-
     async def scale(self, *, pending: bool = False, **counts: int) -> str | None:
         return await self.scaler.scale(cast("dict[Role, int]", counts), pending=pending)
 
