@@ -23,6 +23,7 @@ from tests.support.e2e.streams import (
     completion,
     random_prompt,
     run_all,
+    run_while,
 )
 from tests.support.parity.architectures import random_model, save
 from tidemill import LLM, SamplingParams
@@ -139,29 +140,17 @@ def test_budget_is_lowered_and_raised_by_command_while_streams_run(server: Serve
     decode = memory_of(server)[DECODE]
     low = decode["floor_bytes"] + MIB
 
-    def lower() -> None:
-        """Lower the budget while the streams are young, because the command takes a second to start."""
-        memory_of(server, worker=DECODE, budget=low)
-
     def is_low() -> bool:
         row = memory_of(server)[DECODE]
         return row["budget_bytes"] == low and mapped_bytes(row) <= low
 
-    async def run() -> list[Stream]:
-        streams = [Stream(body) for body in bodies]
-        async with client_of(server.url) as client, asyncio.TaskGroup() as running:
-            for stream in streams:
-                running.create_task(stream.run(client))
-            for stream in streams:
-                await stream.under_way.wait()
-            before = resident_bytes(pid, decode["max_bytes"])
-            await asyncio.to_thread(lower)
-            assert not any(stream.finish_reason for stream in streams), "too late: make the streams longer"
-            await asyncio.to_thread(eventually, is_low)
-            assert resident_bytes(pid, decode["max_bytes"]) <= low < before
-        return streams
+    def lower() -> None:
+        before = resident_bytes(pid, decode["max_bytes"])
+        memory_of(server, worker=DECODE, budget=low)  # not by the command, which takes a second to start
+        eventually(is_low)
+        assert resident_bytes(pid, decode["max_bytes"]) <= low < before
 
-    assert outcomes(asyncio.run(run())) == expected
+    assert outcomes(run_while(server.url, bodies, lower)) == expected
     eventually(lambda: server.counter("preemptions") > 0)  # with the next heartbeat
     assert memory_of(server)[DECODE]["set_by"] == "operator"
     ended, left = run_cli("memory", "--url", server.url, "--worker", DECODE, "--budget", "auto")
@@ -253,15 +242,8 @@ def test_crashed_worker_affects_only_its_own_model(server: Server) -> None:
     before = row_of(server, SPARE_DECODE)
     body = body_of("keeper", 1500)
 
-    async def run() -> Stream:
-        stream = Stream(body)
-        async with client_of(server.url) as client, asyncio.TaskGroup() as running:
-            running.create_task(stream.run(client))
-            await stream.under_way.wait()
-            os.kill(before["info"]["pid"], signal.SIGKILL)
-        return stream
-
-    assert asyncio.run(run()).usage["completion_tokens"] == 1500
+    [stream] = run_while(server.url, [body], lambda: os.kill(before["info"]["pid"], signal.SIGKILL))
+    assert stream.usage["completion_tokens"] == 1500
     eventually(lambda: row_of(server, SPARE_DECODE)["info"]["worker"] != before["info"]["worker"])
     spare, keeper = asyncio.run(run_all(server.url, [body_of("spare", 20), body_of("keeper", 20)]))
     assert spare.usage["completion_tokens"] == keeper.usage["completion_tokens"] == 20

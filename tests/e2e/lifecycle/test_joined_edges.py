@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 
 import httpx
+import psutil
 import pytest
 import trustme
 import yaml
@@ -85,10 +86,9 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Joined]:
         eventually(lambda: "waiting for the cluster" in edge.log())
         with Server(["keeper", "--port", "0", *sized, *reached, *certificates], folder / "log") as server:
             yield Joined(server, edge, edge.wait_until_ready(), keys_file, arguments)
-            status, packages = edge.stop()
-            assert status == 0, edge.log()
-            assert {"tidemill", "uvicorn"} <= set(packages)
-            assert {"ray", "torch", "transformers"}.isdisjoint(packages)
+            maps = [mapped.path for mapped in psutil.Process(edge.pid).memory_maps()]
+            assert not [path for path in maps if "libtorch" in path or "_raylet" in path]
+            assert edge.stop() == 0, edge.log()
 
 
 def bodies(count: int, seed: int) -> list[Body]:
@@ -244,7 +244,7 @@ def test_limits_of_a_key_hold_over_two_edges_and_a_killed_edge_keeps_nothing(
 
 def test_edge_without_a_certificate_is_refused(joined: Joined, tmp_path: Path) -> None:
     with EdgeProcess(tmp_path / "edge", *joined.arguments[:2]) as edge:
-        assert edge.wait()[0] == 2
+        assert edge.wait() == 2
     assert "refuses this edge" in edge.log()
     assert "--cluster-ssl-certfile" in edge.log()
 
@@ -252,7 +252,7 @@ def test_edge_without_a_certificate_is_refused(joined: Joined, tmp_path: Path) -
 def refused(folder: Path, *arguments: str) -> str:
     """The last line of an edge that may not join; others say that it waits for a router."""
     with EdgeProcess(folder, *arguments) as edge:
-        assert edge.wait()[0] == 2
+        assert edge.wait() == 2
     *_, line = edge.log().splitlines()
     return line
 
@@ -289,7 +289,7 @@ def test_edge_joins_by_a_token_and_is_revoked_amid_a_stream(joined: Joined, tmp_
 
         asyncio.run(run())
         assert kept.finish_reason == "length"
-        assert edge.wait()[0] == 2
+        assert edge.wait() == 2
         assert "was revoked" in edge.log().splitlines()[-1]
         as_far = {**lost.body, "max_tokens": len(lost.pieces)}
         [again] = asyncio.run(run_all(joined.server.url, [Stream(as_far)]))

@@ -147,7 +147,7 @@ class Upgrade:
         cluster.replace_part(supervisor, SUPERVISOR, lambda: cluster.run("scale")[0] == 0)
         url, load.url = load.url, self.start_edge()
         eventually(lambda: httpx.get(f"{url}/load", timeout=30).json() == {"server_load": 0})
-        assert self.edges[0].stop()[0] == 0
+        assert self.edges[0].stop() == 0
         psutil.Process(cluster.endpoint()).kill()
         eventually(cluster.serves)
         return upgraded_s

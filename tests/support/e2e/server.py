@@ -231,16 +231,6 @@ class Server(Serving):
         shutil.rmtree(self.temp_folder, ignore_errors=True)
 
 
-SHOWS_MODULES = """
-import sys
-from tidemill.cluster.cli.main import main
-status = main(sys.argv[1:])
-print("modules:", *sorted({name.partition(".")[0] for name in sys.modules}))
-sys.exit(status)
-"""
-"""The command, which prints the names of the packages that it has imported at its end."""
-
-
 class EdgeProcess:
     """An edge, from its start on. Its tokenizers and its log are in `folder`."""
 
@@ -249,7 +239,7 @@ class EdgeProcess:
         self._out, self._log = folder / "out", folder / "log"
         with self._out.open("w") as out, self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", SHOWS_MODULES, "edge", "--port", "0", *arguments],
+                [sys.executable, "-m", "tidemill", "edge", "--port", "0", *arguments],
                 stdout=out,
                 stderr=log,
                 env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")},
@@ -281,15 +271,13 @@ class EdgeProcess:
         self._process.kill()
         self._process.wait()
 
-    def stop(self) -> tuple[int, Sequence[str]]:
-        """Stop it by SIGTERM; return the status and the packages that it had imported."""
+    def stop(self) -> int:
+        """Stop it by SIGTERM; return the status."""
         self._process.send_signal(signal.SIGTERM)
         return self.wait()
 
-    def wait(self) -> tuple[int, Sequence[str]]:
-        """Wait for its end; see `stop`."""
-        status = self._process.wait(timeout=EVENTUALLY_S_MAX)
-        return status, self._out.read_text().rpartition("modules:")[2].split()
+    def wait(self) -> int:
+        return self._process.wait(timeout=EVENTUALLY_S_MAX)
 
 
 def run_cli(
