@@ -35,7 +35,7 @@ NOT_RUN = {
 matches from its start; the first row counts."""
 
 SMALL = {
-    "bench": ["--num-prompts", "4"],
+    "bench": ["--num-prompts", "4", "--gsp-num-groups", "2", "--gsp-prompts-per-group", "2"],
     "plan": ["--num-prompts", "20", "--max-cards", "2"],
     "simulate agents": ["--agents", "2", "--requests", "20"],
 }
@@ -103,7 +103,7 @@ def words_of(command: str, server: Server) -> list[str]:
         stored = next(path for path in server.folders() if "store" in path.name) / "files"
         words = [f"file://{stored}" if word == "URL" else word for word in words]
         words = [stored_key(server, f"file://{stored}") if word == "KEY" else word for word in words]
-    own = {"http://HOST:8000": server.url, "12GiB": "48MiB"}
+    own = {"http://HOST:8000": server.url, "12GiB": "48MiB", "500": "5"}
     return [own.get(word, word) for word in words] + SMALL.get(words[0], SMALL.get(" ".join(words[:2]), []))
 
 
