@@ -87,6 +87,7 @@ SHARES_SERVER = {
     "tests/e2e/machine/test_fuzz_ports.py",
     "tests/e2e/machine/test_optimized.py",
     "tests/e2e/test_serving.py",
+    "tests/e2e/lifecycle/test_docs_commands.py",
     "tests/e2e/lifecycle/test_try.py",
 }
 """The files that use the server of tests/e2e/conftest.py: one process runs them."""

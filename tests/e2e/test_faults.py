@@ -19,7 +19,7 @@ from random import Random
 import httpx
 import pytest
 
-from tests.support.e2e.altered import POISON
+from tests.support.e2e.altered import LEAKS, POISON
 from tests.support.e2e.faults import (
     MASTER,
     OWNER,
@@ -325,6 +325,30 @@ def test_poisonous_request_crashes_two_workers_and_ends_no_other_stream(
         check(server, found, calm, salt)
         after = server.lives()
         assert sum(after[name] != before[name] for name in WORKERS) <= num_dead
+
+
+def test_planted_leak_ends_its_worker(server: Server, prompts: Prompts) -> None:
+    bodies = prompts.bodies(6, 200, 400)
+    calm, before = outcomes(server, bodies), server.lives()
+
+    async def cancelled() -> None:
+        body = completion([7] * 20, 400, stream=True)
+        async with (
+            client_of(server.url) as client,
+            client.stream("POST", "/v1/completions", json=body, headers={"x-request-id": LEAKS}) as response,
+        ):
+            async for _ in response.aiter_lines():
+                return
+
+    def leak() -> None:
+        asyncio.run(cancelled())
+        eventually(lambda: "the owners of this worker's memory are wrong" in server.log())
+
+    streams = run_while(server.url, bodies, leak)
+    assert [stream.outcome for stream in streams] == calm
+    eventually(lambda: len(server.lives().items() - before.items()) == 1)
+    assert server.lives().keys() == WORKERS
+    assert f"{LEAKS}." in server.log(), "the newest events"
 
 
 def test_worker_hands_its_streams_over_after_sigterm(

@@ -1,4 +1,4 @@
-"""Every command of the documentation runs against one served keeper, or is listed here with a reason."""
+"""Every command of the documentation runs against the shared server, or is listed here with a reason."""
 
 import json
 import re
@@ -77,15 +77,8 @@ def curls(text: str) -> Iterator[str]:
 RUN = [command for command in documented() if command != SERVED and reason(command) is None]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    options = [*shlex.split(SERVED)[2:], "--port", "0", "--memory", "64MiB"]
-    with Server(options, tmp_path_factory.mktemp("docs") / "log") as server:
-        yield server
-
-
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A working folder with the files that examples name."""
     for name in ("trace.jsonl", "conversation_trace.jsonl"):
         (tmp_path / name).write_text("\n".join(map(json.dumps, TRACE)))
@@ -94,15 +87,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def words_of(command: str, server: Server) -> list[str]:
+def words_of(command: str, server: Server, store: str) -> list[str]:
     """Return the arguments of an example, with this server and its store in the place of its names."""
     words = shlex.split(command)[1:]
     if words[0] in {"status", "memory", "bench"} and not {"--url", "--base-url"} & {*words}:
         words += ["--url", server.url]
     if words[0] == "store":
-        stored = next(path for path in server.folders() if "store" in path.name) / "files"
-        words = [f"file://{stored}" if word == "URL" else word for word in words]
-        words = [stored_key(server, f"file://{stored}") if word == "KEY" else word for word in words]
+        words = [store if word == "URL" else word for word in words]
+        words = [stored_key(server, store) if word == "KEY" else word for word in words]
     own = {"http://HOST:8000": server.url, "12GiB": "48MiB", "500": "5"}
     return [own.get(word, word) for word in words] + SMALL.get(words[0], SMALL.get(" ".join(words[:2]), []))
 
@@ -132,9 +124,9 @@ def test_every_command_runs_or_has_a_reason() -> None:
 
 
 @pytest.mark.parametrize("command", RUN)
-@pytest.mark.usefixtures("folder")
-def test_command_runs(command: str, server: Server) -> None:
-    ended, left = run_cli(*words_of(command, server))
+@pytest.mark.usefixtures("files")
+def test_command_runs(command: str, server: Server, folder: Path) -> None:
+    ended, left = run_cli(*words_of(command, server, f"file://{folder / 'store'}"))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert not left
 
