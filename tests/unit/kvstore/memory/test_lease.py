@@ -1,4 +1,4 @@
-"""Leases in one situation per test, beside those of random traffic: limits, counts, insufficient memory."""
+"""Leases in one situation per test: rolling, skipping, sharing, and insufficient memory."""
 
 from itertools import count
 
@@ -30,6 +30,36 @@ def test_roll_checkpoint_replaces_the_previous_one() -> None:
     ledger.release("reader")
     ledger.check()
     assert ledger.usage().cached[STATES] == 2
+
+
+def test_roll_checkpoint_is_skipped_without_memory_and_retried() -> None:
+    ledger = a_ledger(3)
+    lease = grow(ledger, ledger.open("a"), P)
+    other = grow(ledger, ledger.open("other"), 1, page_keys(ROOT, [9, 9], P))
+    before = (dict(lease.states), lease.source, lease.rolling)
+    assert not ledger.roll_checkpoint(lease)
+    assert ledger.counters["checkpoints_skipped"] == 1
+    assert (lease.states, lease.source, lease.rolling, lease.shared_entries[0].checkpoint) == (*before, None)
+    ledger.check()
+    ledger.release("other")
+    assert not other.private_pages
+    assert ledger.roll_checkpoint(lease)
+    assert ledger.num_slots == 2
+
+
+def test_roll_checkpoint_without_a_free_slot_reuses_only_its_own_checkpoint() -> None:
+    ledger = a_ledger(6)
+    others = grow(ledger, ledger.open("others"), P, page_keys(ROOT, [7] * P, P))
+    ledger.keep_state(others, last=True)
+    ledger.release("others")
+    lease = grow(ledger, ledger.open("a"), P)
+    assert ledger.roll_checkpoint(lease)
+    grow(ledger, lease, 2 * P)
+    grow(ledger, ledger.open("other"), 1)
+    assert ledger.roll_checkpoint(lease)
+    assert [entry.checkpoint is None for entry in lease.shared_entries] == [True, False]
+    assert not ledger.counters["evicted_checkpoints_for_states"]
+    assert ledger.index.match(page_keys(ROOT, [7] * P, P)).restorable_pages == 1
 
 
 @pytest.mark.parametrize("rolls", [False, True])
@@ -131,6 +161,22 @@ def test_reserve_fails_when_pages_are_scattered_over_all_extents() -> None:
     assert list(lease.states) == [5 * P]
     ledger.release("a")
     grow(ledger, ledger.open("a"), 11)
+
+
+def test_skipped_checkpoint_evicts_no_other() -> None:
+    """The path has its most checkpoints, and no slot is free for another."""
+    refused = set[str]()
+    ledger = Ledger(a_cache(9), checkpoints_per_path=2, fail_allocation=refused.__contains__)
+    lease = ledger.open("a")
+    for num_pages in (1, 2):
+        assert ledger.keep_state(grow(ledger, lease, num_pages * P))
+    grow(ledger, lease, 3 * P)
+    refused.add(CHECKPOINT_STATE)
+    assert not ledger.keep_state(lease)
+    assert [entry.checkpoint is not None for entry in lease.shared_entries] == [True, True, False]
+    refused.clear()
+    assert ledger.keep_state(lease)
+    assert [entry.checkpoint is not None for entry in lease.shared_entries] == [False, True, True]
 
 
 def test_deepest_states_inside_a_step_get_the_slots() -> None:
