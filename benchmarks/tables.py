@@ -303,16 +303,15 @@ def kinds() -> Lines:
     return generic([{k: cell for k, cell in row.items() if k not in times} for row in read_rows("kinds")])
 
 
-def engines() -> Lines:
+def engines(part: str = "") -> Lines:
+    """Yield the figures with this part in their names."""
     yield "figure", "measured", "goal", "of"
     for row in read_rows("engines"):
-        shown = f"{row['value']:.4g}"
-        yield (
-            row["name"],
-            f"**{shown}**" if row["value"] <= row["goal"] else shown,
-            row["goal"],
-            row["details"],
-        )
+        shown, goal = f"{row['value']:.4g}", row["goal"]
+        if goal is not None and row["value"] <= goal:
+            shown = f"**{shown}**"
+        if part in row["name"]:
+            yield row["name"], shown, "" if goal is None else goal, row["details"]
 
 
 def generic(rows: Sequence[Row]) -> Lines:
@@ -345,6 +344,7 @@ TABLES: dict[str, tuple[str, Callable[[], Lines]]] = {
     "placements": ("placement_calls", placements),
     "faults": ("faults", faults),
     "engines": ("engines", engines),
+    "kills of engines": ("engines", partial(engines, "cut by a kill")),
 }
 """The file whose first line is the caption, and what makes a table. Any other file is shown as it is."""
 

@@ -15,7 +15,7 @@ from tests.support.e2e.engine_streams import (
     wait_for_successor,
 )
 
-from benchmarks.engines.scene import Figure, Scene, ask, prompts
+from benchmarks.engines.scene import NAME, Figure, Scene, ask, prompts
 
 ROUNDS = 5
 
@@ -68,7 +68,7 @@ def killed(scene: Scene) -> Iterator[Figure]:
     """Yield the longest pause of 8 streams over two vLLMs after a kill -9 of one, beyond the time of a
     prompt."""
     with scene.tidemill("--mixed", "2") as ours:
-        asked = asks(scene.model)
+        asked = asks(NAME)
         calm = asyncio.run(streamed(ours, asked))
         prefill_s = max(call.chunks[0].at_s - call.sent_s for call in calm)
         pauses: list[float] = []

@@ -6,7 +6,6 @@ from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import httpx
 import msgspec
 
 from tidemill.kvstore.keys import page_keys
@@ -239,7 +238,7 @@ class VllmEngine:
 
     async def drain_publications(self) -> None:
         """Wait until other servers have pulled the blocks that are kept for them."""
-        with suppress(TimeoutError, httpx.HTTPError):
+        with suppress(TimeoutError, WorkerGone):
             async with asyncio.timeout(PULLED_S_MAX):
                 keeps = "prefill" in self._info.roles
                 while keeps and (await self._client.metrics()).usage:  # noqa: ASYNC110 - nothing signals it
@@ -255,9 +254,9 @@ class VllmEngine:
         now_s = _now_s()
         try:
             metrics = await self._client.metrics()
-        except httpx.HTTPError as error:
+        except WorkerGone as error:
             if _now_s() - self._looked_s > SILENT_S_MAX:
-                raise EngineEnded(f"vLLM at {self._client.url} does not answer: {error!r}") from error
+                raise EngineEnded(str(error)) from error
             return
         self._looked_s = _now_s()
         waits = any(not call.paused for call in self._calls)

@@ -4,7 +4,7 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,7 @@ class VllmServer:
         self.closed = asyncio.Event()  # a client left before its answer ended
         self.url = ""
         self.tasks: set[asyncio.Task[object]] = set()
+        self.at_end = AsyncExitStack()
         self._answers = list(answers)
         self._prioritizes = prioritizes
 
@@ -197,6 +198,7 @@ async def serving(server: VllmServer) -> AsyncGenerator[VllmServer]:
     try:
         yield server
     finally:
+        await server.at_end.aclose()
         listener.close()
         for task in (tasks := list(server.tasks)):
             task.cancel()

@@ -44,8 +44,13 @@ GREEDY = Request(
 GUIDED = replace(GREEDY, sampling=Sampling(temperature=0.0, grammar=Grammar(kind="json_object")))
 
 
-async def engine_of(server: VllmServer, prefixes: Prefixes | None = None) -> VllmEngine:
+async def engine_of(
+    server: VllmServer, prefixes: Prefixes | None = None, *, outlives: bool = False
+) -> VllmEngine:
+    """Return an engine, which the test closes if it outlives the server."""
     client = VllmClient(server.url)
+    if not outlives:
+        server.at_end.push_async_callback(client.close)
     prefixes = Prefixes("m", "v", 4, keeps_states=False) if prefixes is None else prefixes
     first = await client.metrics()
     return VllmEngine(client, INFO, first, prefixes, None, prioritizes=True, wedged_s_max=0.3)
@@ -146,7 +151,7 @@ async def test_draining_hands_over_what_others_can_continue(begun: bool) -> None
 async def test_lost_server_and_refusals() -> None:
     broken: list[bytes | None] = [frame_of(11)]
     async with serving(VllmServer(broken, [json.dumps(REFUSAL).encode()])) as server:
-        engine = await engine_of(server)
+        engine = await engine_of(server, outlives=True)
         streamed = Streamed(engine, GREEDY)
         with pytest.raises(WorkerGone):
             await streamed.task
@@ -162,6 +167,7 @@ async def test_lost_server_and_refusals() -> None:
         assert len(server.bodies) == 2
     with pytest.raises(WorkerGone, match="does not answer"):
         await Streamed(engine, GREEDY).task
+    await engine.close()
 
 
 async def test_prompt_is_computed_for_another_server_which_pulls_it() -> None:
@@ -187,7 +193,7 @@ async def test_prompt_for_another_server_fails_as_a_stream_does() -> None:
     nothing = b'{"choices": [], "kv_transfer_params": null}'
     answers: list[list[bytes | None]] = [[nothing], [json.dumps(REFUSAL).encode()], [None], [None]]
     async with serving(VllmServer(*answers)) as server:
-        engine = await engine_of(server)
+        engine = await engine_of(server, outlives=True)
         assert (await engine.produce(GREEDY)).handoff is None
         with pytest.raises(RequestError, match="vLLM refuses it: temperature"):
             await engine.produce(GREEDY)
@@ -207,6 +213,7 @@ async def test_prompt_for_another_server_fails_as_a_stream_does() -> None:
     engine.restrict(produces=True, generates=True)
     with pytest.raises(WorkerGone, match="does not answer"):
         await engine.produce(GREEDY)
+    await engine.close()
 
 
 async def test_server_that_leaves_waits_until_its_blocks_are_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +268,7 @@ async def test_server_that_answers_nothing_is_given_up(monkeypatch: pytest.Monke
     monkeypatch.setattr(engine_module, "LOOK_S", 0.02)
     monkeypatch.setattr(engine_module, "SILENT_S_MAX", 0.2)
     async with serving(VllmServer()) as server:
-        engine = await engine_of(server)
+        engine = await engine_of(server, outlives=True)
     with pytest.raises(BaseExceptionGroup) as failed:
         await asyncio.wait_for(engine.run(), 10)
     assert failed.group_contains(EngineEnded, match="does not answer")
