@@ -58,7 +58,7 @@ class Publisher:
         if (offered_pages, False) >= (num_pages, checkpoint):
             return
         if len(pieces) > 1 and not pieces[-1].checkpoint:
-            self._drop(pieces.pop())  # it has not begun, and the new one covers it
+            self._release(pieces.pop().lease_id)  # it has not begun, and the new one covers it
         assert sequence.lease is not None
         self._serial += 1
         lease_id = f"{sequence.id}/publish#{self._serial}"
@@ -136,16 +136,13 @@ class Publisher:
                 )
                 if publication.complete:
                     publication.there_pages = piece.num_pages
-                self._drop(pieces.popleft())
+                self._release(pieces.popleft().lease_id)
             if publication.complete and self._ledger.layout.hybrid and publication.there_pages > GRID_PAGES:
                 self._grids.append(sequence.keys[: publication.there_pages])
         finally:
             while pieces:  # nothing is offered after a piece that was not stored
-                self._drop(pieces.popleft())
+                self._release(pieces.popleft().lease_id)
             publication.task = None
-
-    def _drop(self, piece: StoredPrefix) -> None:
-        self._release(piece.lease_id)
 
     def _release(self, lease_id: str) -> None:
         self._ledger.release(lease_id)

@@ -1,10 +1,10 @@
 """One of the other ranks of a group: it carries out the leader's calls, and ends when the leader does."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Never, Protocol
+from typing import Never
 
 import torch
 
@@ -26,15 +26,7 @@ from tidemill.workers.parallel.frames import (
 )
 from tidemill.workers.parallel.link import hello
 from tidemill.workers.parallel.network import Meeting, Network, connect
-from tidemill.workers.transfer.transfer import Moved
-
-
-class Mover(Protocol):
-    """The part of RankTransfer that a rank uses."""
-
-    async def put(self, objects: Sequence[Moved]) -> int: ...
-
-    async def get(self, objects: Sequence[Moved]) -> int: ...
+from tidemill.workers.transfer.transfer import Mate
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +34,7 @@ class RankParts:
     """A rank's parts of the worker. `run` blocks until its part of the step is over."""
 
     backing: Backing
-    transfer: Mover
+    transfer: Mate  # its own end
     run: Callable[[Step], None]
     threads: int = 1
 

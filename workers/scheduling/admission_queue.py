@@ -3,7 +3,7 @@
 import asyncio
 import heapq
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 RETRY_S = 0.25
 """The interval of retries. Another process on the device may free memory without notice."""
@@ -55,11 +55,9 @@ class AdmissionQueue:
 
     async def changed(self) -> None:
         """Wait until memory was freed or a request joined the queue, at most RETRY_S."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(RETRY_S):
                 await self._news.wait()
-        except TimeoutError:
-            pass
 
     def _leave(self) -> None:
         self._taken = False

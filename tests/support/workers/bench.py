@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iter
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from random import Random
+from typing import TypeVar
 
 import pytest
 
@@ -43,6 +44,8 @@ from tidemill.workers.scheduling.plan import Budget
 from tidemill.workers.transfer.arena_io import DirectIO
 from tidemill.workers.transfer.transfer import Transfer
 
+StoreT = TypeVar("StoreT", bound=PageStore)
+
 VIRTUAL_S_MAX = 10_000.0
 SETTLE_S_MAX = 60.0
 STORE_BYTES = 1 << 20
@@ -53,6 +56,12 @@ ATTENTION_ONLY = fold_layout(4, hybrid=False)
 WINDOWS = fold_layout(4, hybrid=False, window=7)
 TIGHT = fold_layout(4, hybrid=True, extent_bytes_min=1)
 """One state or one page in an extent."""
+
+LAYOUTS = pytest.mark.parametrize(
+    "layout", [HYBRID, ATTENTION_ONLY, WINDOWS], ids=["hybrid", "attention", "windows"]
+)
+UNWINDOWED = pytest.mark.parametrize("layout", [HYBRID, ATTENTION_ONLY], ids=["hybrid", "attention"])
+OVERLAPS = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turn"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,6 +288,14 @@ async def bench(
         loop.cancel()
         with suppress(asyncio.CancelledError, Broke, WorkerGone):
             await loop
+
+
+async def stored(store: StoreT, *requests: Request, layout: Layout = HYBRID) -> StoreT:
+    """Let a worker produce the prompts, one after the other. Return the store."""
+    async with bench(store, layout=layout) as one:
+        for request in requests:
+            await one.engine.produce(request)
+    return store
 
 
 class BrokenRunner:

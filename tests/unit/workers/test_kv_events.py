@@ -13,16 +13,7 @@ import msgspec
 import pytest
 import zmq
 
-from tests.support.workers.bench import (
-    ATTENTION_ONLY,
-    HYBRID,
-    IN_VIRTUAL_TIME,
-    WINDOWS,
-    Bench,
-    a_request,
-    bench,
-    root_of,
-)
+from tests.support.workers.bench import HYBRID, IN_VIRTUAL_TIME, LAYOUTS, Bench, a_request, bench, root_of
 from tests.support.workers.settings import plain_settings
 from tests.support.workers.subscriber import Mirror, documented_subscriber
 from tidemill.kvstore.keys import PageKey, chain
@@ -35,9 +26,6 @@ from tidemill.workers.settings import KvEventSettings, SettingsError
 
 pytestmark = IN_VIRTUAL_TIME
 
-LAYOUTS = pytest.mark.parametrize(
-    "layout", [HYBRID, ATTENTION_ONLY, WINDOWS], ids=["hybrid", "attention", "windows"]
-)
 SALTS = ("", "tenant")
 
 

@@ -14,6 +14,7 @@ from tests.support.workers.bench import (
     bench,
     prompt,
     root_of,
+    stored,
 )
 from tests.support.workers.timed_store import TimedStore
 from tidemill.kvstore.keys import Kind, page_keys
@@ -84,9 +85,7 @@ async def test_eviction_after_the_retained_time_has_expired() -> None:
 
 @pytest.mark.parametrize("kind", [Kind.PAGE, Kind.CHECKPOINT])
 async def test_damaged_object_of_the_store_is_named(kind: Kind) -> None:
-    store = a_store()
-    async with bench(store) as first:
-        await first.engine.produce(a_request(prompt(21)))
+    store = await stored(a_store(), a_request(prompt(21)))
     damaged = next(key for key in store.objects if key.kind is kind)
     store.objects[damaged][-1] ^= 1
     async with bench(store) as second:
@@ -96,10 +95,7 @@ async def test_damaged_object_of_the_store_is_named(kind: Kind) -> None:
 
 
 async def test_store_that_is_slow_or_down_is_named() -> None:
-    inner = TimedStore()
-    async with bench(inner) as first:
-        await first.engine.produce(a_request(prompt(21)))
-        await first.engine.produce(a_request(prompt(21, 1)))
+    inner = await stored(TimedStore(), a_request(prompt(21)), a_request(prompt(21, 1)))
     inner.opened.clear()
     async with bench(GuardedStore(inner)) as second:
         slow = await lookup(second, asked(prompt(21)))

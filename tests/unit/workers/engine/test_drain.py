@@ -8,10 +8,8 @@ import pytest
 
 from tests.support.sim.faulty_store import FaultyStore
 from tests.support.workers.bench import (
-    ATTENTION_ONLY,
-    HYBRID,
     IN_VIRTUAL_TIME,
-    WINDOWS,
+    LAYOUTS,
     Bench,
     Tuning,
     a_request,
@@ -43,7 +41,7 @@ async def handed_over(one: Bench, request: Request) -> list[int]:
 
 @pytest.mark.parametrize("drafts_max", [0, 3])
 @pytest.mark.parametrize("strategy", ["none", "lazy", "double"])
-@pytest.mark.parametrize("layout", [HYBRID, ATTENTION_ONLY, WINDOWS], ids=["hybrid", "attention", "windows"])
+@LAYOUTS
 async def test_streams_are_resumed_from_the_store(
     layout: Layout, strategy: CheckpointStrategy, drafts_max: int
 ) -> None:

@@ -15,6 +15,7 @@ from tests.support.workers.bench import (
     bench,
     prompt,
     root_of,
+    stored,
 )
 from tests.support.workers.timed_store import TimedStore
 from tidemill.kvstore.keys import Kind, page_keys
@@ -119,10 +120,8 @@ async def test_pages_that_are_here_are_not_attached_beyond_the_checkpoint_in_the
     ("kind", "index"), [(Kind.PAGE, 0), (Kind.PAGE, 2), (Kind.PAGE, 4), (Kind.CHECKPOINT, -1)]
 )
 async def test_damaged_object_is_found_and_computed_again(kind: Kind, index: int) -> None:
-    store = a_store()
-    async with bench(store) as first:
-        for num_tokens in (9, 13, 21):  # checkpoints at 8, 12 and 20
-            await first.engine.produce(a_request(prompt(num_tokens)))
+    # Checkpoints at 8, 12 and 20.
+    store = await stored(a_store(), *(a_request(prompt(num_tokens)) for num_tokens in (9, 13, 21)))
     held = [key for key in store.objects if key.kind is kind]
     store.objects[held[index]][-1] ^= 1
     async with bench(store) as second:
@@ -162,9 +161,8 @@ async def test_pages_in_every_extent_do_not_lock_out_a_request_that_is_fetched(
     """Its first seven pages, kept here in an extent each, leave none for a state. They are given up; or, with
     an eighth extent, it takes the place of their checkpoint."""
     layout = layout_of((LINEAR, ATTENTION), 2, extent_bytes_min=1, granule_bytes=1)
-    store, request = a_store(), a_request(prompt(num_tokens), 1)
-    async with bench(store, layout=layout) as one:
-        await one.engine.produce(request)
+    request = a_request(prompt(num_tokens), 1)
+    store = await stored(a_store(), request, layout=layout)
     tuning = Tuning(extents_min=num_extents)
     async with bench(store, layout=layout, num_extents=8, tuning=tuning) as one:
         scatter(one.ledger, page_keys(root_of(""), request.tokens, 2), path_pages=7)
@@ -213,9 +211,7 @@ async def test_store_that_is_stuck_does_not_hold_all_memory() -> None:
 
 async def test_fetch_that_fails_lets_the_next_one_have_its_memory() -> None:
     """Otherwise it waits for its turn behind the one that waits for its memory."""
-    store = TimedStore(get_s=1.0)
-    async with bench(store) as first:
-        await first.engine.produce(a_request(prompt(29)))
+    store = await stored(TimedStore(get_s=1.0), a_request(prompt(29)))
     async with bench(store, num_extents=3) as second:
         fetching = asyncio.create_task(second.answer(a_request(prompt(29), 3)))
         await asyncio.sleep(0.5)

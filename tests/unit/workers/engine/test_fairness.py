@@ -16,7 +16,16 @@ import pytest
 
 from tests.support.sim.fold import fold_layout
 from tests.support.sim.in_order import InOrder
-from tests.support.workers.bench import IN_VIRTUAL_TIME, Bench, Tuning, a_request, bench, prompt, run
+from tests.support.workers.bench import (
+    IN_VIRTUAL_TIME,
+    OVERLAPS,
+    Bench,
+    Tuning,
+    a_request,
+    bench,
+    prompt,
+    run,
+)
 from tidemill.kvstore.layout import Layout
 from tidemill.workers.execution.step import Drawn, Row, Step
 from tidemill.workers.messages import Request
@@ -34,8 +43,6 @@ FLOOD = 6
 
 NOISES = [(1.0,), (0.8, 0.9, 1.0, 1.1, 1.2), (1.0, 1.0, 1.0, 1.0, 1.0, 5.0)]
 """Steps as they should be, as they are, and with one in six that the machine holds up."""
-
-overlaps = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turn"])
 
 
 @cache
@@ -149,7 +156,7 @@ async def flooded(one: Bench, num_streams: int, num_prompts: int = FLOOD) -> tup
     return beside_s, max(waits_s)
 
 
-@overlaps
+@OVERLAPS
 @pytest.mark.parametrize(
     ("num_streams", "token_s", "noise"),
     [
@@ -187,7 +194,7 @@ async def test_requests_that_come_together_fill_the_batch() -> None:
         assert mean(len(step) for step in steps) >= 28, "under the ratio that this target replaced it was 8"
 
 
-@overlaps
+@OVERLAPS
 @pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize(("num_streams", "token_s"), [(1, 0.001), (4, 0.01)])
 async def test_streams_that_guess_beside_a_flood(

@@ -10,10 +10,9 @@ import pytest
 
 from tests.support.sim.fold import Broke
 from tests.support.workers.bench import (
-    ATTENTION_ONLY,
-    HYBRID,
     IN_VIRTUAL_TIME,
-    WINDOWS,
+    LAYOUTS,
+    OVERLAPS,
     Bench,
     BrokenRunner,
     Tuning,
@@ -30,11 +29,6 @@ from tidemill.workers.options import CheckpointStrategy
 pytestmark = IN_VIRTUAL_TIME
 
 VOCABULARY = 3
-
-layouts = pytest.mark.parametrize(
-    "layout", [HYBRID, ATTENTION_ONLY, WINDOWS], ids=["hybrid", "attention", "windows"]
-)
-overlaps = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turn"])
 
 
 def poisoned(until: int) -> Callable[[Step], Exception | None]:
@@ -71,8 +65,8 @@ def requests_of(count: int, name: str = "good", seed: int = 0) -> list[Request]:
     ]
 
 
-@layouts
-@overlaps
+@LAYOUTS
+@OVERLAPS
 @pytest.mark.parametrize("drafts_max", [0, 3])
 @pytest.mark.parametrize("strategy", ["none", "double", "lazy"])
 @pytest.mark.parametrize("until", [4, 17, 30])
@@ -95,7 +89,7 @@ async def test_poison_request_gets_its_error_and_no_other(
             await one.settle()
 
 
-@overlaps
+@OVERLAPS
 @pytest.mark.parametrize("until", [4, 9])
 @pytest.mark.parametrize("count", [2, 3, 6])
 async def test_several_poison_requests_together(count: int, until: int, *, overlap: bool) -> None:
@@ -110,7 +104,7 @@ async def test_several_poison_requests_together(count: int, until: int, *, overl
         await asyncio.gather(*bad, *good)
 
 
-@overlaps
+@OVERLAPS
 async def test_poison_prompt_that_is_produced(*, overlap: bool) -> None:
     async with bench(tuning=Tuning(overlap=overlap, breaks=poisoned(16))) as one:
         poison = a_request(prompt(40, 50), 20, request_id="poison")
@@ -120,8 +114,8 @@ async def test_poison_prompt_that_is_produced(*, overlap: bool) -> None:
         assert [isinstance(end, RequestError) for end in ended] == [False, False, True], ended
 
 
-@layouts
-@overlaps
+@LAYOUTS
+@OVERLAPS
 @pytest.mark.parametrize("number", [1, 2, 3, 5, 8, 13, 18])
 async def test_step_that_breaks_once_costs_no_request_anything(
     number: int, layout: Layout, *, overlap: bool
@@ -148,7 +142,7 @@ async def test_step_that_breaks_once_costs_no_request_anything(
         assert 2 <= len(one.engine.preempted) <= 6, "those of the step, once each"
 
 
-@overlaps
+@OVERLAPS
 @pytest.mark.parametrize("last", [1, 3, 7])
 async def test_when_every_step_breaks_the_loop_ends(last: int, *, overlap: bool) -> None:
     """Beyond FAILURES_MAX it is not the requests that are broken."""
@@ -174,7 +168,7 @@ FATAL: dict[str, Exception] = {
 }
 
 
-@overlaps
+@OVERLAPS
 @pytest.mark.parametrize("first", [1, 3, 21])
 @pytest.mark.parametrize("error", FATAL.values(), ids=FATAL)
 async def test_device_or_worker_that_fails_ends_the_loop_and_blames_no_request(
@@ -209,7 +203,7 @@ class Refusing:
         return asyncio.ensure_future(self._runner.run(step))
 
 
-@overlaps
+@OVERLAPS
 async def test_step_that_cannot_be_started(*, overlap: bool) -> None:
     async with bench(runner=Refusing(), tuning=Tuning(overlap=overlap, wraps=False)) as one:
         requests = [a_request(prompt(5, index), 30, request_id=str(index)) for index in range(5)]
@@ -217,8 +211,8 @@ async def test_step_that_cannot_be_started(*, overlap: bool) -> None:
         assert {type(end) for end in ended} == {WorkerGone}
 
 
-@layouts
-@overlaps
+@LAYOUTS
+@OVERLAPS
 @pytest.mark.parametrize("turns", [0, 1, 5, 20, 60, 150])
 async def test_loop_is_cancelled_in_the_middle_of_a_step(
     turns: int, layout: Layout, *, overlap: bool

@@ -9,12 +9,14 @@ from tests.support.workers.bench import (
     ATTENTION_ONLY,
     HYBRID,
     IN_VIRTUAL_TIME,
+    UNWINDOWED,
     Bench,
     a_request,
     a_store,
     bench,
     prompt,
     root_of,
+    stored,
 )
 from tests.support.workers.timed_store import TimedStore
 from tidemill.kvstore.keys import Kind, ObjectKey, page_keys
@@ -27,10 +29,9 @@ pytestmark = IN_VIRTUAL_TIME
 
 LONG = prompt(121)
 KEYS = page_keys(root_of(""), LONG[:120], 4)
-LAYOUTS = pytest.mark.parametrize("layout", [HYBRID, ATTENTION_ONLY], ids=["hybrid", "attention"])
 
 
-@LAYOUTS
+@UNWINDOWED
 @pytest.mark.parametrize(("put_s", "early"), [(0.0, 10), (0.1, 1)])
 async def test_prompt_is_published_while_it_is_computed(layout: Layout, put_s: float, early: int) -> None:
     """Each page is offered once, in order, and the first ones are there long before the last is computed.
@@ -48,7 +49,7 @@ async def test_prompt_is_published_while_it_is_computed(layout: Layout, put_s: f
         assert not put_s or 2 < len(store.puts) < 10, "fewer than steps"
 
 
-@LAYOUTS
+@UNWINDOWED
 @pytest.mark.parametrize("refuses", [1, 2, 5])
 async def test_no_page_counts_as_stored_after_one_that_was_not(layout: Layout, refuses: int) -> None:
     """Later puts begin where the store has ended; one that comes too late for that leaves the depth at 0."""
@@ -102,13 +103,11 @@ async def test_store_that_is_late_does_not_hold_up_the_answer_of_a_prefill_worke
         assert ObjectKey(Kind.PAGE, KEYS[0]) in store.objects
 
 
-@LAYOUTS
+@UNWINDOWED
 async def test_late_fetch_is_given_up_and_its_memory_kept_until_it_has_ended(layout: Layout) -> None:
     """The store writes noise into the pages while it is late: a request that reused them would answer
     nonsense."""
-    store = TimedStore()
-    async with bench(store, layout=layout) as first:
-        await first.engine.produce(a_request(LONG))
+    store = await stored(TimedStore(), a_request(LONG), layout=layout)
     store.get_s, store.patience = 100.0, 2.0
     async with bench(store, layout=layout) as second:
         async with asyncio.timeout(50.0):
@@ -123,9 +122,7 @@ async def test_late_fetch_is_given_up_and_its_memory_kept_until_it_has_ended(lay
 
 
 async def test_request_cancelled_during_its_fetch_ends_immediately() -> None:
-    store = TimedStore()
-    async with bench(store) as first:
-        await first.engine.produce(a_request(LONG))
+    store = await stored(TimedStore(), a_request(LONG))
     store.get_s = 100.0
     async with bench(store) as second:
         task = asyncio.create_task(second.answer(a_request(LONG)))
@@ -139,7 +136,7 @@ async def test_request_cancelled_during_its_fetch_ends_immediately() -> None:
         assert second.ledger.num_leases == 0
 
 
-@LAYOUTS
+@UNWINDOWED
 @pytest.mark.parametrize("get_s", [0.0, 0.003, 0.05])
 async def test_pages_are_fetched_while_they_are_computed_elsewhere(layout: Layout, get_s: float) -> None:
     store = TimedStore(get_s=get_s)
@@ -166,9 +163,7 @@ async def _prefetched(one: Bench, depth_max: int) -> None:
 
 async def test_prefetch_takes_no_memory_that_is_needed() -> None:
     """Memory for as many pages must be left for others, and requests that wait for memory go first."""
-    store = a_store()
-    async with bench(store) as one:
-        await one.engine.produce(a_request(LONG))
+    store = await stored(a_store(), a_request(LONG))
     num_extents = extents_for(HYBRID, 128)
     async with bench(store, num_extents=num_extents) as other:
         await _prefetched(other, 0)
@@ -182,10 +177,7 @@ async def test_prefetch_takes_no_memory_that_is_needed() -> None:
 
 async def test_prefetch_that_waits_holds_no_memory() -> None:
     """A stream needs all there is, while the last page of the prefetch is not stored yet."""
-    store, rest = TimedStore(), a_store()
-    async with bench(store, layout=ATTENTION_ONLY) as one:
-        await one.engine.produce(a_request(LONG))
-    rest.objects, store.objects = store.objects, rest.objects
+    store, rest = TimedStore(), await stored(a_store(), a_request(LONG), layout=ATTENTION_ONLY)
     num_extents = extents_for(ATTENTION_ONLY, 200)
     async with bench(store, layout=ATTENTION_ONLY, num_extents=num_extents) as other:
         ahead = asyncio.create_task(other.engine.prefetch(a_request(LONG, request_id="ahead")))
@@ -219,9 +211,7 @@ async def test_prefetch_asks_for_a_part_of_a_long_prompt() -> None:
 
 
 async def test_prefetch_that_is_late_keeps_its_memory_and_the_request_does_not_wait_for_it() -> None:
-    store = TimedStore()
-    async with bench(store) as one:
-        await one.engine.produce(a_request(LONG))
+    store = await stored(TimedStore(), a_request(LONG))
     store.get_s, store.patience = 500.0, 2.0
     async with bench(store) as other:
         ahead = asyncio.create_task(other.engine.prefetch(a_request(LONG)))
@@ -234,9 +224,7 @@ async def test_prefetch_that_is_late_keeps_its_memory_and_the_request_does_not_w
 
 
 async def test_prefetch_that_finds_no_page_ends_and_the_request_is_served() -> None:
-    store = TimedStore()
-    async with bench(store) as one:
-        await one.engine.produce(a_request(LONG))
+    store = await stored(TimedStore(), a_request(LONG))
     for key in list(store.objects):
         store.objects[key][-1] ^= 1
     async with bench(store) as other:

@@ -9,14 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support.kernels.launched import META, Counted
 from tests.support.sim.fold import expected_scores
-from tests.support.workers.bench import (
-    ATTENTION_ONLY,
-    HYBRID,
-    IN_VIRTUAL_TIME,
-    a_request,
-    bench,
-    prompt,
-)
+from tests.support.workers.bench import IN_VIRTUAL_TIME, UNWINDOWED, a_request, bench, prompt
 from tests.support.workers.logprobs import token_logprob
 from tidemill.kvstore.layout import Layout
 from tidemill.workers.execution.logprobs import CHUNK_TOKENS, scores_of, start_logprobs, start_scores
@@ -25,15 +18,13 @@ from tidemill.workers.messages import Request, Sampling, TokenLogprob
 
 pytestmark = IN_VIRTUAL_TIME
 
-LAYOUTS = pytest.mark.parametrize("layout", [HYBRID, ATTENTION_ONLY], ids=["hybrid", "attention"])
-
 
 def scored(num_tokens: int, seed: int = 0, max_new_tokens: int = 6, alternatives: int = 1) -> Request:
     sampling = Sampling(seed=1, prompt_logprobs=alternatives)
     return replace(a_request(prompt(num_tokens, seed), max_new_tokens), sampling=sampling)
 
 
-@LAYOUTS
+@UNWINDOWED
 async def test_nothing_is_restored_for_it_and_all_is_kept(layout: Layout) -> None:
     async with bench(layout=layout) as one:
         request = scored(30, max_new_tokens=1)
@@ -42,7 +33,7 @@ async def test_nothing_is_restored_for_it_and_all_is_kept(layout: Layout) -> Non
         assert (await one.answer(a_request(prompt(30), 1))).reused_tokens == 28
 
 
-@LAYOUTS
+@UNWINDOWED
 @pytest.mark.parametrize("done", [0, 1, 3, 4, 5, 11, 28, 29, 30])
 async def test_retry_delivers_only_the_missing_logprobs(layout: Layout, done: int) -> None:
     async with bench(layout=layout, tokens_max=12) as one:

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from tests.support.workers.bench import (
-    ATTENTION_ONLY,
-    HYBRID,
     IN_VIRTUAL_TIME,
+    UNWINDOWED,
     Bench,
     Tuning,
     a_request,
@@ -31,8 +30,6 @@ OWN = 6
 LONG = prompt(96)
 """Several steps of 20 tokens; its checkpoints on the grid are 16 tokens apart."""
 
-layouts = pytest.mark.parametrize("layout", [HYBRID, ATTENTION_ONLY], ids=["hybrid", "attention"])
-
 
 def sharing(shared: tuple[int, ...], count: int = MANY, salt: str = "") -> list[Request]:
     return [
@@ -52,7 +49,7 @@ def restorable_tokens(one: Bench, tokens: tuple[int, ...], salt: str = "") -> in
     return size * one.ledger.index.match(page_keys(root_of(salt), tokens, size)).restorable_pages
 
 
-@layouts
+@UNWINDOWED
 @pytest.mark.parametrize("num_shared", [4, 29, 30, 32, 77])
 async def test_concurrent_requests_compute_a_shared_prompt_once(num_shared: int, layout: Layout) -> None:
     requests = sharing(prompt(num_shared))
@@ -65,7 +62,7 @@ async def test_concurrent_requests_compute_a_shared_prompt_once(num_shared: int,
         assert restorable_tokens(one, prompt(num_shared)) == boundary
 
 
-@layouts
+@UNWINDOWED
 @pytest.mark.parametrize("arrival", range(8, 80, 8))
 async def test_request_that_comes_amid_the_prompt_of_another_computes_its_own_part(
     arrival: int, layout: Layout
@@ -81,7 +78,7 @@ async def test_request_that_comes_amid_the_prompt_of_another_computes_its_own_pa
         assert [provenance.reused_tokens for provenance in came_from] == [96] * 4
 
 
-@layouts
+@UNWINDOWED
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("seed", range(3))
 async def test_prompts_that_part_at_different_depths(seed: int, layout: Layout, *, overlap: bool) -> None:  # noqa: ARG001

@@ -6,11 +6,9 @@ import pytest
 
 from tests.support.sim.fold import expected
 from tests.support.workers.bench import (
-    ATTENTION_ONLY,
-    HYBRID,
     IN_VIRTUAL_TIME,
+    LAYOUTS,
     LOOK_S,
-    WINDOWS,
     Bench,
     Tuning,
     a_request,
@@ -50,7 +48,7 @@ async def test_slots_at_rest(strategy: CheckpointStrategy, slots: int, *, overla
         assert one.engine.load().state_slots == 0
 
 
-@pytest.mark.parametrize("layout", [HYBRID, ATTENTION_ONLY, WINDOWS], ids=["hybrid", "attention", "windows"])
+@LAYOUTS
 @pytest.mark.parametrize("strategy", STRATEGIES)
 async def test_where_the_next_turn_resumes(strategy: CheckpointStrategy, layout: Layout) -> None:
     """It resumes at the end of the answer, or with `none` at the end of the prompt; without states always

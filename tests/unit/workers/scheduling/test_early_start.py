@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import pytest
 
 from tests.support.sim.fold import fold_layout
-from tests.support.workers.bench import IN_VIRTUAL_TIME, Bench, a_request, bench, prompt
+from tests.support.workers.bench import IN_VIRTUAL_TIME, Bench, a_request, bench, prompt, stored
 from tests.support.workers.timed_store import TimedStore
 from tidemill.kvstore.keys import Kind, ObjectKey
 from tidemill.kvstore.layout import Layout
@@ -50,10 +50,8 @@ def is_last(key: ObjectKey) -> bool:
 
 async def filled(layout: Layout, *lengths: int) -> SlicedStore:
     """Return a slow store with the prompt up to these lengths."""
-    store = SlicedStore()
-    async with bench(store, layout=layout) as first:
-        for num_tokens in lengths or (len(REQUEST.tokens),):
-            await first.engine.produce(a_request(REQUEST.tokens[:num_tokens]))
+    requests = [a_request(REQUEST.tokens[:num_tokens]) for num_tokens in lengths or (len(REQUEST.tokens),)]
+    store = await stored(SlicedStore(), *requests, layout=layout)
     store.get_s = GET_S
     return store
 
@@ -99,11 +97,6 @@ def hang(store: SlicedStore, _: Bench) -> None:
 
 def die(store: SlicedStore, _: Bench) -> None:
     store.objects.clear()
-
-
-def shrink(_: SlicedStore, one: Bench) -> None:
-    for sequence in list(one.engine._sequences.running.values()):  # pyright: ignore[reportPrivateUsage]
-        one.engine._preempt(sequence)  # pyright: ignore[reportPrivateUsage]
 
 
 @layouts
@@ -155,7 +148,8 @@ async def test_preempted_sequence_is_fetched_again_while_the_first_fetch_runs(la
     async with bench(store, layout=layout) as one:
         answering = asyncio.create_task(one.answer(REQUEST))
         await asyncio.sleep(GET_S + STEP_S)
-        shrink(store, one)
+        (sequence,) = one.engine._sequences.running.values()  # pyright: ignore[reportPrivateUsage]
+        one.engine._preempt(sequence)  # pyright: ignore[reportPrivateUsage]
         one.ledger.check()
         assert (await answering).fetched_tokens == DEEPEST
 
