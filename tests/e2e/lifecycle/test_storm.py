@@ -49,7 +49,7 @@ PAUSE_S_GOAL = 2.0
 CUT_S_MAX = 5.0
 """A client learns of a killed edge by a reset, not by a time-out."""
 
-PARTS = (ROUTER, EDGE, SUPERVISOR, MASTER, OWNER, STORE)
+COUNTS = {ROUTER: 2, EDGE: 2, SUPERVISOR: 1, MASTER: 1, OWNER: 1, STORE: 1}
 SIZES = ("--routers", "2", "--frontends", "2", "--memory", "64MiB")
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - what is there is only looked at
 MOONCAKE = "mooncake?size=256MiB&timeout=1s&ports=open"
@@ -88,7 +88,7 @@ class Storm:
 
     def run(self) -> None:
         for number in range(KILLS // 2):
-            kind = self.rng.choice(KINDS or (*self.roles, *PARTS))
+            kind = self.rng.choice(KINDS or (*self.roles, *COUNTS))
             self._kill(kind)
             killed = self.kills[-1]
             eventually(lambda killed=killed: self._is_back(killed))
@@ -100,7 +100,7 @@ class Storm:
 
     def _kill(self, kind: str) -> None:
         name = f"{kind}-{self.rng.randrange(2)}" if kind in self.roles else kind
-        process = self.rng.choice(processes_of(self.server, name, _count(kind)))
+        process = self.rng.choice(processes_of(self.server, name, COUNTS.get(kind, 1)))
         ports = frozenset[int]()
         if kind == EDGE:
             process.suspend()
@@ -110,45 +110,27 @@ class Storm:
         self.kills.append(Kill(kind=kind, name=name, pid=process.pid, at_s=at_s, ports=ports))
 
     def _is_back(self, killed: Kill) -> bool:
-        """Return whether another process does the same work."""
-        if killed.kind == SUPERVISOR:
-            with suppress(httpx.HTTPError):
-                return httpx.get(f"{self.server.url}/cluster/scale", timeout=30).is_success
-            return False
-        if killed.kind in PARTS:
-            pids = {process.pid for process in processes_of(self.server, killed.kind, _count(killed.kind))}
-            if killed.pid in pids:
-                return False
-        if killed.kind == EDGE:
-            return len(self._edges()) == 2
-        if killed.kind in (MASTER, OWNER, STORE):
-            return self._lends() and self._serves_without(killed)
-        return (
-            killed.kind != ROUTER or all(_listens(self.router_port + index) for index in range(2))
-        ) and self._serves_without(killed)
-
-    def _serves_without(self, killed: Kill) -> bool:
-        """Return whether every worker is ready, is not the killed one, and has its store."""
+        """Return whether every process is there that is not the killed one, listens, and does its work."""
+        parts = {name: processes_of(self.server, name, COUNTS[name]) for name in COUNTS}
+        pids = {process.pid for found in parts.values() for process in found}
         rows = rows_of(self.server) or []
         ready = {str(row["info"]["name"]) for row in rows if row["state"] == "ready"}
         return (
-            self.workers <= ready
-            and killed.pid not in {row["info"]["pid"] for row in rows}
+            killed.pid not in pids | {row["info"]["pid"] for row in rows}
+            and self.workers <= ready
             and not any(row["load"]["counters"]["store_is_down"] for row in rows)
+            and all(listening_of(parts[name]) for name in (MASTER, OWNER))  # an owner does before it lends
+            and all(_listens(self.router_port + index) for index in range(2))
+            and self._answers()
         )
 
-    def _lends(self) -> bool:
-        """Return whether master and owner listen: an owner does before it lends its memory."""
-        return all(listening_of(processes_of(self.server, kind, 1)) for kind in (MASTER, OWNER))
-
-    def _edges(self) -> set[int]:
-        """Return the processes that answer on four connections in turn."""
-        found: set[int] = set()
-        for _ in range(4):
-            with suppress(httpx.HTTPError):
-                answer = httpx.get(f"{self.server.url}/cluster", timeout=30)
-                found.add(answer.json()["frontend"]["pid"])
-        return found
+    def _answers(self) -> bool:
+        """Return whether both edges answer, on four connections in turn, and a supervisor takes orders."""
+        with suppress(httpx.HTTPError):
+            answers = [httpx.get(f"{self.server.url}/cluster", timeout=30).json() for _ in range(4)]
+            scale = httpx.get(f"{self.server.url}/cluster/scale", timeout=30)
+            return scale.is_success and len({answer["frontend"]["pid"] for answer in answers}) == 2
+        return False
 
     def caused(self, call: Call) -> bool:
         """Return whether the edge of this call was killed, and its client learned of it immediately."""
@@ -180,15 +162,13 @@ class Load:
         while not self.is_done:
             number = len(self.calls)
             index, salt = number % len(self.asked), f"storm-{number // len(self.asked)}"
-            call = Call(self.asked[index])
-            self.calls.append((index, call))
-            await call.run(client, salt)
-            while is_cut(call) and len(call.trouble) == 1:
-                again = Call(call.ask)
-                self.repeated.append((call, again))
-                self.calls.append((index, again))
-                await again.run(client, salt)
-                call = again
+            cut: Call | None = None
+            while cut is None or (is_cut(cut) and len(cut.trouble) == 1):
+                call = Call(self.asked[index])
+                self.calls.append((index, call))
+                self.repeated += [(cut, call)] if cut else []
+                await call.run(client, salt)
+                cut = call
 
 
 def is_cut(call: Call) -> bool:
@@ -199,11 +179,6 @@ def _listens(port: int) -> bool:
     with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
         return True
     return False
-
-
-def _count(kind: str) -> int:
-    """Return the number of processes of this name; each worker has a name of its own."""
-    return 2 if kind in (ROUTER, EDGE) else 1
 
 
 def pauses_by_kind(storm: Storm, calls: Sequence[Call]) -> dict[str, list[float]]:
@@ -245,10 +220,6 @@ def _spread(sorted_s: Sequence[float], *percents: int) -> str:
     return ", ".join(f"{percentile(sorted_s, percent):.2f}" for percent in percents)
 
 
-async def calm_calls(server: Server, asked: Sequence[Ask]) -> list[Call]:
-    return (await run(server, asked, "calm", width=WIDTH)).calls
-
-
 async def under(load: Load, work: Callable[[], None]) -> None:
     running = asyncio.create_task(load.run())
     gc.disable()  # a collection of all chunks stops this client for seconds, which looks like a pause
@@ -268,7 +239,7 @@ def test_random_kills_lose_no_stream_and_leave_nothing(tmp_path: Path, roles: tu
     options = ("keeper", "--port", "0", *counts, *SIZES, "--router-port", str(port), "--store", MOONCAKE)
     with Server(options, tmp_path / "log") as server:
         asked = asks(Random(SEED), 24, num_tokens=300, max_tokens=240)
-        calm = asyncio.run(calm_calls(server, asked))
+        calm = asyncio.run(run(server, asked, "calm", width=WIDTH)).calls
         assert [broken(call, call) for call in calm] == [[] for _ in calm]
         storm, load = Storm(server, roles, port, Random(SEED)), Load(server.url, asked)
         asyncio.run(under(load, storm.run))
