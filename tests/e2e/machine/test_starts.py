@@ -72,9 +72,9 @@ def damages() -> Mapping[str, tuple[str, Damage]]:
     rng = Random(52)
     kinds: dict[str, Damage] = {"pipe": pipe, "device": device, "endless": endless, "cut": cut}
     found = {
-        f"{name}-{kind}": (name, damage) for kind, damage in kinds.items() for name in rng.sample(FILES, 2)
+        f"{name}-{kind}": (name, damage) for kind, damage in kinds.items() for name in rng.sample(FILES, 1)
     }
-    for key in rng.sample(SIZES, 3):
+    for key in rng.sample(SIZES, 2):
         value = rng.choice(WRONG)
         found[f"{key}-{value}"] = ("config.json", config_with(key, value))
     found["template that loops"] = ("chat_template.jinja", lambda path: path.write_text(LOOPS))
