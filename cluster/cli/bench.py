@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tidemill.cluster.bench.files import ShareGptFile, TraceFile
 from tidemill.cluster.bench.workloads import FIRST_TOKEN, SHAPES, Shape
-from tidemill.cluster.cli.options.arguments import UsageError
+from tidemill.cluster.cli.options.arguments import Option, UsageError, check_above_zero, named
 from tidemill.cluster.cli.security import KEY_VARIABLE, SERVER_URL, server_address
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ FILES = ("sharegpt", "trace")
 DATASETS = (*SHAPES, GSP, *FILES)
 METRICS = ("ttft", "tpot", "itl", "e2el")
 
-LOAD: tuple[tuple[str, dict[str, Any], str], ...] = (
+LOAD: tuple[Option, ...] = (
     (
         "--backend",
         {"default": "openai", "choices": [*ENDPOINTS]},
@@ -75,8 +75,12 @@ LOAD: tuple[tuple[str, dict[str, Any], str], ...] = (
     ),
     ("--metric-percentiles", {"default": "50,90,99", "metavar": "LIST"}, "percentiles of each metric"),
     ("--disable-tqdm", {"action": "store_true"}, "show no progress bar"),
-    ("--json", {"action": "store_true"}, "print JSON"),
-    ("--result-filename", {"type": Path, "metavar": "FILE"}, "write JSON with the times of each request"),
+    ("--json", {"dest": "as_json", "action": "store_true"}, "print JSON"),
+    (
+        "--result-filename",
+        {"dest": "result_file", "type": Path, "metavar": "FILE"},
+        "write JSON with the times of each request",
+    ),
     ("--plot", {"type": Path, "metavar": "FILE"}, "write a picture; needs tidemill[plot]"),
 )
 
@@ -118,8 +122,8 @@ def bench_options_of(options: argparse.Namespace, environ: Mapping[str, str]) ->
     """Return the checked options. Raises UsageError."""
     from tidemill.cluster.bench.command import BenchOptions  # noqa: PLC0415 - imports httpx
 
-    for name in ("num_prompts", "max_concurrency", "request_rate", "burstiness", "sharegpt_output_len"):
-        _above_zero(getattr(options, name), name)
+    counts = ("num_prompts", "max_concurrency", "request_rate", "burstiness", "sharegpt_output_len")
+    check_above_zero(options, *counts)
     if options.num_warmups < 0:
         raise UsageError(f"--num-warmups {options.num_warmups}: set it to 0 or more")
     if options.vocab_size is not None and options.vocab_size <= FIRST_TOKEN:
@@ -128,34 +132,18 @@ def bench_options_of(options: argparse.Namespace, environ: Mapping[str, str]) ->
     if options.hints and endpoint.endswith("/chat/completions"):
         raise UsageError("--hints are depths in tokens: use them with --backend openai")
     address = server_address(options, environ)
-    return BenchOptions(
-        url=address.url,
-        api_key=address.api_key,
-        verify=not options.insecure,
-        endpoint=endpoint,
-        model=options.model,
-        vocab_size=options.vocab_size,
-        source=_source(options),
-        request_rate=options.request_rate,
-        burstiness=options.burstiness,
-        max_concurrency=options.max_concurrency,
-        self_timed=options.self_timed,
-        num_warmups=options.num_warmups,
-        seed=options.seed,
-        fields=_fields(options),
-        hints=options.hints,
-        goodput_ms=_goodput_ms(options.goodput),
-        percentiles=_percentiles(options.metric_percentiles),
-        shows_progress=sys.stderr.isatty() and not options.disable_tqdm,
-        as_json=options.json,
-        result_file=options.result_filename,
-        plot=options.plot,
-    )
-
-
-def _above_zero(value: float | None, name: str) -> None:
-    if value is not None and not value > 0:
-        raise UsageError(f"--{name.replace('_', '-')} {value}: set it above 0")
+    computed: dict[str, Any] = {
+        "url": address.url,
+        "api_key": address.api_key,
+        "verify": not options.insecure,
+        "endpoint": endpoint,
+        "source": _source(options),
+        "fields": _fields(options),
+        "goodput_ms": _goodput_ms(options.goodput),
+        "percentiles": _percentiles(options.metric_percentiles),
+        "shows_progress": sys.stderr.isatty() and not options.disable_tqdm,
+    }
+    return BenchOptions(**named(options, BenchOptions) | computed)
 
 
 def _source(options: argparse.Namespace) -> Shape | ShareGptFile | TraceFile:

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast, get_args
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, TypeVar, get_args
 
 from rich.console import Console
-from rich.text import Text
 
-from tidemill.cluster.cli.options.arguments import UsageError, bytes_of
 from tidemill.cluster.cli.options.server_address import ServerAddress
 from tidemill.cluster.cli.security import add_server_options, server_address
 from tidemill.workers.messages import Role, Unserved
@@ -32,7 +31,6 @@ EXIT_NOT_ALL = 1
 PERIOD_S = 2.0
 PERIOD_S_MIN = 0.1
 WAIT_S_MAX = 600.0
-WAIT_POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +74,28 @@ def add_fleet_commands(add_parser: Callable[..., argparse.ArgumentParser], conte
     _add_status_options(add("status", _status, "show the workers of a running server"))
     _add_top_options(add("top", _top, "show the current load of a running server, the busiest workers first"))
     memory = "show the memory of a running server's workers, or set the memory budget of one"
-    _add_memory_options(add("memory", _memory, memory))
+    _add_memory_options(add("memory", _of_module("worker_commands:memory"), memory))
     scale = "set the number of workers of a role, or show the intended numbers"
-    _add_scale_options(add("scale", _scale, scale))
-    _add_drain_options(add("drain", _drain, "make a worker hand its work over and take no more"))
-    _add_role_options(add("role", _role, "give a worker of a running server another role"))
+    _add_scale_options(add("scale", _of_module("worker_commands:scale"), scale))
+    _add_drain_options(
+        add("drain", _of_module("worker_commands:drain"), "make a worker hand its work over and take no more")
+    )
+    _add_role_options(
+        add("role", _of_module("worker_commands:role"), "give a worker of a running server another role")
+    )
     why = "send requests of a file one after another, and explain why the last one was not cached"
-    _add_why_options(add("why", _why, why))
+    _add_why_options(add("why", _of_module("why:why"), why))
     bundle = "collect diagnostics of a running server in an archive, without keys and prompts"
-    _add_bundle_options(add("support-bundle", _bundle, bundle, as_json=False))
+    _add_bundle_options(add("support-bundle", _of_module("support_bundle:bundle"), bundle, as_json=False))
+
+
+def _of_module(name: str) -> Run:
+    """Return a command of another module, which is imported when it runs."""
+
+    def run(options: argparse.Namespace, server: ServerAddress, context: CommandContext) -> int:
+        return resolve_name(f"tidemill.cluster.cli.{name}")(options, server, context)
+
+    return run
 
 
 def show(options: argparse.Namespace, value: object, rendered: "RenderableType") -> None:
@@ -236,89 +247,3 @@ def _show_repeatedly(
             sys.stdout.flush()
     except KeyboardInterrupt:
         return
-
-
-def _why(options: argparse.Namespace, server: ServerAddress, context: CommandContext) -> int:
-    from tidemill.cluster.cli.why import ask_all, read_prompts, sentences
-
-    prompts = read_prompts(options.file, options.endpoint)
-    usage = ask_all(server, prompts, context.sleep)
-    show(options, usage, Text("\n".join(sentences(usage))))
-    return 0
-
-
-def _memory(options: argparse.Namespace, server: ServerAddress, _: CommandContext) -> int:
-    from tidemill.cluster.cli.worker_commands import fetch_memory, render_memory, set_budget
-
-    if (options.worker is None) != (options.budget is None):
-        raise UsageError("--worker and --budget go together: give a worker and its new budget")
-    if options.worker is None:
-        memory = fetch_memory(server)
-    else:
-        budget = None if options.budget == "auto" else str(bytes_of(options.budget, "--budget"))
-        memory = set_budget(server, options.worker, budget)
-    show(options, memory, render_memory(memory))
-    return 0
-
-
-def _scale(options: argparse.Namespace, server: ServerAddress, context: CommandContext) -> int:
-    from tidemill.cluster.cli.worker_commands import fetch_roles, is_settled, render_roles, scale
-
-    counts = _counts(options.counts)
-    if counts:
-        roles = scale(server, counts, options.model, pending=options.pending)
-    else:
-        roles = fetch_roles(server, options.model)
-    if options.wait is not None:
-        deadline_s = context.clock_s() + options.wait
-        while not is_settled(roles) and context.clock_s() < deadline_s:
-            context.sleep(WAIT_POLL_S)
-            roles = {**roles, **fetch_roles(server, options.model)}
-    show(options, roles, render_roles(roles))
-    return EXIT_NOT_ALL if options.wait is not None and not is_settled(roles) else 0
-
-
-def _counts(texts: Iterable[str]) -> dict[Role, int]:
-    counts: dict[Role, int] = {}
-    for text in texts:
-        role, _, number = text.partition("=")
-        if role not in get_args(Role) or not (number.isascii() and number.isdecimal()):
-            roles = ", ".join(get_args(Role))
-            raise UsageError(f"{text}: write a role and a number, like decode=4; roles are {roles}")
-        if role in counts:
-            raise UsageError(f"{text}: {role} is given twice")
-        counts[cast("Role", role)] = int(number)
-    return counts
-
-
-def _drain(options: argparse.Namespace, server: ServerAddress, _: CommandContext) -> int:
-    from tidemill.cluster.cli.worker_commands import drain
-
-    worker = drain(server, options.worker, undo=options.undo, force=options.force)
-    does = "takes work again" if options.undo else "hands its work over: see `tidemill status`"
-    show(options, worker, Text(f"{options.worker} {does}"))
-    return 0
-
-
-def _role(options: argparse.Namespace, server: ServerAddress, _: CommandContext) -> int:
-    from tidemill.cluster.cli.worker_commands import set_role
-
-    worker = set_role(server, options.worker, options.role)
-    show(options, worker, Text(f"{options.worker} becomes {options.role}"))
-    return 0
-
-
-def _bundle(options: argparse.Namespace, server: ServerAddress, context: CommandContext) -> int:
-    from tidemill.cluster.cli.support_bundle import collect, write_bundle
-
-    files = collect(server)
-    try:
-        write_bundle(options.output, files, context.unix_time_s(), server)
-    except OSError as error:
-        raise UsageError(f"--output {options.output}: {error.strerror}") from error
-    for file in files:
-        if file.error:
-            sys.stderr.write(f"tidemill: without {file.name}: {file.error}\n")
-    missing = sum(bool(file.error) for file in files)
-    sys.stdout.write(f"{options.output}: {len(files) - missing} of {len(files)} parts, see index.json\n")
-    return EXIT_NOT_ALL if missing else 0

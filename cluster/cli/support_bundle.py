@@ -4,10 +4,12 @@ prompts.
 Its index.json lists every part with `ok`, or with the reason why it is missing.
 """
 
+import argparse
 import io
 import json
 import os
 import platform
+import sys
 import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from tidemill import __version__
+from tidemill.cluster.cli.fleet import EXIT_NOT_ALL, CommandContext
+from tidemill.cluster.cli.options.arguments import UsageError
 from tidemill.cluster.cli.options.server_address import ServerAddress
 from tidemill.cluster.cli.status import ask_server, ask_text
 from tidemill.cluster.observability.redact import without_secrets
@@ -45,6 +49,21 @@ class BundleFile:
     name: str
     text: str = ""
     error: str = ""
+
+
+def bundle(options: argparse.Namespace, server: ServerAddress, context: CommandContext) -> int:
+    """Write the archive, and name what is missing in it."""
+    files = collect(server)
+    try:
+        write_bundle(options.output, files, context.unix_time_s(), server)
+    except OSError as error:
+        raise UsageError(f"--output {options.output}: {error.strerror}") from error
+    for file in files:
+        if file.error:
+            sys.stderr.write(f"tidemill: without {file.name}: {file.error}\n")
+    missing = sum(bool(file.error) for file in files)
+    sys.stdout.write(f"{options.output}: {len(files) - missing} of {len(files)} parts, see index.json\n")
+    return EXIT_NOT_ALL if missing else 0
 
 
 def collect(server: ServerAddress) -> list[BundleFile]:

@@ -1,11 +1,15 @@
 """`tidemill why`: send the prompts of a file one after another, and explain the last one's misses."""
 
+import argparse
 import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from rich.text import Text
+
+from tidemill.cluster.cli.fleet import CommandContext, show
 from tidemill.cluster.cli.options.arguments import UsageError
 from tidemill.cluster.cli.options.server_address import ServerAddress
 from tidemill.cluster.cli.status import ask_server
@@ -41,6 +45,13 @@ REASONS = {
     "last_page": "the last page of a prompt is always computed",
     "unknown": "the worker does not report why",
 }
+
+
+def why(options: argparse.Namespace, server: ServerAddress, context: CommandContext) -> int:
+    """Send the prompts and print the sentences. Raises UsageError, Unserved, RequestError."""
+    usage = ask_all(server, read_prompts(options.file, options.endpoint), context.sleep)
+    show(options, usage, Text("\n".join(sentences(usage))))
+    return 0
 
 
 def read_prompts(file: Path, endpoint: str | None) -> list[tuple[str, dict[str, Any]]]:

@@ -1,45 +1,73 @@
 """Operators' commands about workers of a running server: memory budgets, drains, roles and their number."""
 
-from collections.abc import Mapping
-from typing import Any
+import argparse
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any, cast, get_args
 from urllib.parse import quote, urlencode
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from tidemill.cluster.cli.fleet import EXIT_NOT_ALL, CommandContext, show
+from tidemill.cluster.cli.options.arguments import UsageError, bytes_of
 from tidemill.cluster.cli.options.server_address import ServerAddress
 from tidemill.cluster.cli.status import ask_server, human_bytes, memory_table, table
 from tidemill.workers.messages import Role
 
 SIZES = {"budget_bytes": "budget", "set_bytes": "set to", "floor_bytes": "floor", "max_bytes": "max"}
+WAIT_POLL_S = 0.5
 ROLES = ("role", "workers", "starting", "leaving", "by load")
 
 
-def drain(server: ServerAddress, worker: str, *, undo: bool, force: bool) -> dict[str, Any]:
-    """Make a worker hand everything over, or take work again. Raises Unserved, or RequestError with the
-    reason for which the server refuses."""
-    body = {"drain": not undo, "force": force}
-    return ask_server(server, "POST", _path(worker, "drain"), answer="worker", body=body)
+def drain(options: argparse.Namespace, server: ServerAddress, _: CommandContext) -> int:
+    """Make a worker hand everything over, or take work again."""
+    body = {"drain": not options.undo, "force": options.force}
+    worker = ask_server(server, "POST", _path(options.worker, "drain"), answer="worker", body=body)
+    does = "takes work again" if options.undo else "hands its work over: see `tidemill status`"
+    show(options, worker, Text(f"{options.worker} {does}"))
+    return 0
 
 
-def set_role(server: ServerAddress, worker: str, role: Role) -> dict[str, Any]:
-    """Give a worker another role. Raises like `drain`."""
-    return ask_server(server, "POST", _path(worker, "role"), answer="worker", body={"role": role})
+def role(options: argparse.Namespace, server: ServerAddress, _: CommandContext) -> int:
+    """Give a worker another role."""
+    body = {"role": options.role}
+    worker = ask_server(server, "POST", _path(options.worker, "role"), answer="worker", body=body)
+    show(options, worker, Text(f"{options.worker} becomes {options.role}"))
+    return 0
 
 
-def fetch_roles(server: ServerAddress, model: str | None) -> dict[str, Any]:
-    """Return the intended number of workers per role, of one model or of all. Raises like `drain`."""
-    query = "" if model is None else f"?{urlencode({'model': model})}"
-    return ask_server(server, "GET", f"/cluster/scale{query}", answer="roles")
+def scale(options: argparse.Namespace, server: ServerAddress, context: CommandContext) -> int:
+    """Set or show the intended number of workers per role, of one model or of all. The answer to --pending
+    also has the capacity that the cluster lacks."""
+    query = "" if options.model is None else f"?{urlencode({'model': options.model})}"
+    fetch = partial(ask_server, server, "GET", f"/cluster/scale{query}", answer="roles")
+    counts = _counts(options.counts)
+    if counts:
+        body = {"workers": counts, "model": options.model, "pending": options.pending}
+        roles = ask_server(server, "POST", "/cluster/scale", answer="roles", body=body)
+    else:
+        roles = fetch()
+    if options.wait is not None:
+        deadline_s = context.clock_s() + options.wait
+        while not is_settled(roles) and context.clock_s() < deadline_s:
+            context.sleep(WAIT_POLL_S)
+            roles = {**roles, **fetch()}
+    show(options, roles, render_roles(roles))
+    return EXIT_NOT_ALL if options.wait is not None and not is_settled(roles) else 0
 
 
-def scale(
-    server: ServerAddress, workers: Mapping[Role, int], model: str | None, *, pending: bool
-) -> dict[str, Any]:
-    """Set the number of workers per role; return the answer of `fetch_roles`. With `pending` the answer also
-    has the capacity that the cluster lacks. Raises like `drain`."""
-    body = {"workers": dict(workers), "model": model, "pending": pending}
-    return ask_server(server, "POST", "/cluster/scale", answer="roles", body=body)
+def _counts(texts: Iterable[str]) -> dict[Role, int]:
+    counts: dict[Role, int] = {}
+    for text in texts:
+        role, _, number = text.partition("=")
+        if role not in get_args(Role) or not (number.isascii() and number.isdecimal()):
+            roles = ", ".join(get_args(Role))
+            raise UsageError(f"{text}: write a role and a number, like decode=4; roles are {roles}")
+        if role in counts:
+            raise UsageError(f"{text}: {role} is given twice")
+        counts[cast("Role", role)] = int(number)
+    return counts
 
 
 def is_settled(answer: Mapping[str, Any]) -> bool:
@@ -70,11 +98,18 @@ def fetch_memory(server: ServerAddress) -> dict[str, Any]:
     return ask_server(server, "GET", "/cluster/memory", answer="workers")
 
 
-def set_budget(server: ServerAddress, worker: str, budget: str | None) -> dict[str, Any]:
-    """Give a worker a budget like `4GiB`; None leaves it to the broker. Return the memory of all workers.
-    Raises Unserved, or RequestError with the reason for which the server refuses."""
-    body = {"worker": worker, "budget": budget}
-    return ask_server(server, "POST", "/cluster/memory", answer="workers", body=body)
+def memory(options: argparse.Namespace, server: ServerAddress, _: CommandContext) -> int:
+    """Show the memory of all workers, after giving one a budget, or leaving that to the broker again."""
+    if (options.worker is None) != (options.budget is None):
+        raise UsageError("--worker and --budget go together: give a worker and its new budget")
+    if options.worker is None:
+        found = fetch_memory(server)
+    else:
+        budget = None if options.budget == "auto" else str(bytes_of(options.budget, "--budget"))
+        body = {"worker": options.worker, "budget": budget}
+        found = ask_server(server, "POST", "/cluster/memory", answer="workers", body=body)
+    show(options, found, render_memory(found))
+    return 0
 
 
 def render_memory(memory: dict[str, Any]) -> RenderableType:

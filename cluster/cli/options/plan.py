@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from tidemill.cluster.bench.workloads import RandomShape
-from tidemill.cluster.cli.options.arguments import UsageError, bytes_of
+from tidemill.cluster.cli.options.arguments import Option, UsageError, bytes_of, check_above_zero, named
 from tidemill.cluster.plan.cards import CARDS, HERE
 from tidemill.kernels.shared.quantization import Quantization
 from tidemill.workers.options import Duration
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PERCENTILES = (50, 90, 99)
 
-OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
+OPTIONS: tuple[Option, ...] = (
     (
         "--trace",
         {"type": Path, "metavar": "FILE"},
@@ -74,7 +74,7 @@ OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
         {"type": Path, "default": Path("cluster.yaml"), "metavar": "FILE"},
         "configuration file",
     ),
-    ("--json", {"action": "store_true"}, "print JSON"),
+    ("--json", {"dest": "as_json", "action": "store_true"}, "print JSON"),
 )
 
 
@@ -105,25 +105,16 @@ def _checked(options: argparse.Namespace) -> Any:  # noqa: ANN401  PlanOptions, 
     from tidemill.cluster.plan.search import Targets  # noqa: PLC0415
     from tidemill.cluster.plan.workload import Load  # noqa: PLC0415
 
-    for name in ("input_len", "output_len", "num_prompts", "max_cards", "threads", "request_rate"):
-        value: float | None = getattr(options, name)
-        if value is not None and value <= 0:
-            raise UsageError(f"--{name.replace('_', '-')} is {value:g}: set it above 0")
+    counts = ("input_len", "output_len", "num_prompts", "max_cards", "threads", "request_rate")
+    check_above_zero(options, *counts)
     if not 0 <= options.range_ratio < 1:
         raise UsageError(f"--range-ratio is {options.range_ratio:g}: set it to 0 or more, below 1")
     if options.trace is None and options.request_rate is None:
         raise UsageError("there is no load: give --trace, or --request-rate with lengths")
     bytes_of(options.memory, "--memory")
-    shape = RandomShape(
-        num_prompts=options.num_prompts,
-        input_len=options.input_len,
-        output_len=options.output_len,
-        range_ratio=options.range_ratio,
-    )
+    shape = RandomShape(**named(options, RandomShape))
     return PlanOptions(
-        model=options.model,
-        load_format=options.load_format,
-        quantization=options.quantization,
+        **named(options, PlanOptions),
         load=Load(trace=options.trace, request_rate=options.request_rate, shape=shape, seed=options.seed),
         targets=Targets(
             ttft_s=_seconds(options.ttft_target, "--ttft-target"),
@@ -132,11 +123,6 @@ def _checked(options: argparse.Namespace) -> Any:  # noqa: ANN401  PlanOptions, 
         ),
         cards=tuple(dict.fromkeys(options.card)),
         cards_max=options.max_cards,
-        threads=options.threads,
-        memory=options.memory,
-        calibration=options.calibration,
-        output=options.output,
-        as_json=options.json,
     )
 
 

@@ -3,16 +3,15 @@
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from tidemill.cluster.cli.options.arguments import UsageError, bytes_of
+from tidemill.cluster.cli.options.arguments import Option, UsageError, bytes_of
 
 POLICIES = (
     "ours, random, round-robin, least-load, prefix-affinity, min-ttft, formula, "
     "and under the names of their owners dynamo, sglang, aibrix, llm-d, conductor"
 )
 
-OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
+OPTIONS: tuple[Option, ...] = (
     ("--agents", {"type": int, "default": 16, "metavar": "N"}, "number of agents of the trace `agents`"),
     ("--prefill", {"type": int, "default": 8, "metavar": "N"}, "number of prefill workers"),
     ("--decode", {"type": int, "default": 8, "metavar": "N"}, "number of decode workers"),
