@@ -170,6 +170,7 @@ def advance(
     S_KV = tl.load(state + source * state_slot + at_KV, mask=in_KV & (source >= 0), other=0.0).to(tl.float32)
     before += ((start // CHUNK + row).to(tl.int64) * every + head) * K * V
     for chunk in range(tl.cdiv(chunked, CHUNK)):
+        depth = tl.load(lens + row) - n + chunk * CHUNK
         old_KV = S_KV.to(before.dtype.element_ty)
         tl.store(before + at_KV, old_KV, mask=in_KV)
         before += every.to(tl.int64) * K * V
@@ -191,13 +192,13 @@ def advance(
         if INSIDE:
             first = kept - n + chunk * CHUNK
             write_inside(
-                S_KV, k_CK, u_CV, unit_C, total_C, in_C, state + at_KV, state_slot, in_KV, writes, first, kept
-            )
+                S_KV, k_CK, u_CV, unit_C, total_C, in_C, state + at_KV, state_slot, in_KV,
+                writes, first, kept, depth, ROUND,
+            )  # fmt: skip
         S_KV *= tl.exp(total_last.to(tl.float32))
         added_CV = (u_CV * left_C[:, None]).to(k_CK.dtype)
         S_KV = tl.dot(tl.trans(k_CK), added_CV, S_KV, input_precision="ieee")
-        depth = tl.load(lens + row) - n + tl.minimum((chunk + 1) * CHUNK, chunked)
-        S_KV = rounded(S_KV, depth, ROUND)
+        S_KV = rounded(S_KV, depth + tl.minimum(CHUNK, chunked - chunk * CHUNK), ROUND)
     tl.store(state + slot * state_slot + at_KV, S_KV, mask=in_KV & (slot >= 0))
 
 

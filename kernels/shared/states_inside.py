@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from tidemill.kernels.shared.recurrence import CHUNK
+from tidemill.kernels.shared.recurrence import CHUNK, rounded
 
 
 @triton.jit
@@ -18,6 +18,8 @@ def write_inside(
     state_slot, in_KV, writes,
     first,  # the column of the chunk's first token in the row's `writes`
     kept,
+    depth,  # of the state before the chunk
+    ROUND: tl.constexpr,
 ):  # fmt: skip
     """Write the states after tokens of a chunk that are kept, but for the row's last:
 
@@ -38,4 +40,5 @@ def write_inside(
         left_C = scale_C * tl.exp(tl.where(is_past, total - total_C, 0.0).to(tl.float32))
         added_CV = (u_CV.to(tl.float32) * tl.where(is_past, left_C, 0.0)[:, None]).to(k_CK.dtype)
         S_t_KV = tl.dot(tl.trans(k_CK), added_CV, S_KV * tl.exp(total.to(tl.float32)), input_precision="ieee")
+        S_t_KV = rounded(S_t_KV, depth + place + 1, ROUND)
         tl.store(at_KV + slot * state_slot, S_t_KV, mask=in_KV)

@@ -191,6 +191,13 @@ SHARED = {
         ),
         heads=2,
     ),
+    "states rounded where they are kept": Case(
+        new=[200, 18],
+        before=[60, 2],
+        read=[0, -1],
+        writes=slots_inside([200, 18], {1: 1, 64: 3, 65: 4, 72: 5, 200: 0}, {2: 6, 18: 7}),
+        round_tokens=4,
+    ),
     "nothing kept": Case(new=[65, 3, 17], read=[0, -1, 3], writes=[[-1, -1]] * 3, groups=2),
     "strong and weak gates": Case(new=[60], read=[0], writes=[[1]], spread=100.0),
     "500 tokens": Case(**LONG),

@@ -336,12 +336,8 @@ def test_one_row_reads_codes_and_scales_once(name: str, monkeypatch: pytest.Monk
     ]
 
 
-DEVICES = [(90, name) for name in FORMATS] + [(89, name) for name in FORMATS]
-DEVICES += [(80, name) for name in ("FP8 in blocks", "INT8 with INT8 inputs", "NVFP4")]
-"""Devices of sm_80 have the instructions of sm_89 but for FP8, and more shared memory."""
-
-
-@pytest.mark.parametrize(("capability", "name"), DEVICES)
+@pytest.mark.parametrize("capability", SHARED_BYTES_MAX)
+@pytest.mark.parametrize("name", FORMATS)
 def test_kernels_fit_without_spills(name: str, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of one row and of a prompt, and the experts of 20 tokens and of a prompt."""
     count, width, inner = 4, 512, 256
