@@ -55,6 +55,9 @@ go on elsewhere."""
 SILENT_S_MAX = 30.0
 """The time without an answer after which the server is given up."""
 
+TIMED_TOKENS_MIN = 4096
+"""The prompt tokens from which on their time is that which was measured here."""
+
 
 @dataclass(slots=True, eq=False)
 class _Call:
@@ -92,20 +95,22 @@ class VllmEngine:
         self.progress = 0
         self._client = client
         self._info = info
-        self._metrics = first
+        self._metrics = self._first = first
         self._prefixes = prefixes
         self._events = events
         self._prioritizes = prioritizes
         self._wedged_s_max = wedged_s_max
         self._produces = self._generates = True
         self._calls: set[_Call] = set()
-        self._looked_s = self._stepped_s = 0.0
+        self._looked_s = self._stepped_s = self._pumped_s = 0.0
+        self._prompts_s = 0.0  # with a prompt in progress
+        self._token_s = first.prefill_token_s
         self._dead = asyncio.Event()
 
     async def run(self) -> None:
         """Take events, read metrics, and raise EngineEnded when the server answers nothing, steps no more, or
         reports its own end to a request."""
-        self._looked_s = self._stepped_s = _now_s()
+        self._looked_s = self._stepped_s = self._pumped_s = _now_s()
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(every(PUMP_S, self._pump, "KV events of vLLM"))
@@ -223,13 +228,13 @@ class VllmEngine:
         memory = {"pages_live": live, "pages_cached": cached, "empty": budget - live - cached}
         return WorkerLoad(
             queued_tokens=queued,
-            queued_s=queued * metrics.prefill_token_s,
+            queued_s=queued * self._token_s,
             running_rows=max(len(calls), int(metrics.values.get("num_requests_running", 0.0))),
             waiting_rows=int(metrics.values.get("num_requests_waiting", 0.0)),
             streams=streams,
             memory=NO_MEMORY | memory,
             budget_bytes=budget,
-            speed=Speed(token_s=metrics.prefill_token_s, fetch_bytes_per_s=metrics.fetch_bytes_per_s),
+            speed=Speed(token_s=self._token_s, fetch_bytes_per_s=metrics.fetch_bytes_per_s),
             counters={**metrics.counters(), "failed_rounds": FAILED_ROUNDS.total()},
         )
 
@@ -247,7 +252,10 @@ class VllmEngine:
     async def _pump(self) -> None:
         if self._events is not None:
             self._events.pump(self._prefixes)
-        if _now_s() - self._looked_s < QUIET_S_MAX:
+        pumped_s, self._pumped_s = self._pumped_s, _now_s()
+        if any(call.queued_tokens for call in self._calls):
+            self._prompts_s += self._pumped_s - pumped_s
+        if self._pumped_s - self._looked_s < QUIET_S_MAX:
             self.progress += 1
 
     async def _look(self) -> None:
@@ -263,6 +271,9 @@ class VllmEngine:
         if not waits or metrics.steps != self._metrics.steps:
             self._stepped_s = max(self._stepped_s, now_s)
         self._metrics = metrics
+        num_tokens = metrics.prompt_tokens - self._first.prompt_tokens
+        is_timed = num_tokens >= TIMED_TOKENS_MIN
+        self._token_s = self._prompts_s / num_tokens if is_timed else metrics.prefill_token_s
         if now_s - self._stepped_s > self._wedged_s_max:
             raise EngineEnded(
                 f"vLLM at {self._client.url} answers, and has made no step for its requests in"

@@ -19,6 +19,8 @@ vllm:iteration_tokens_total_count{engine="0",model_name="m"} %(steps)d
 vllm:generation_tokens_total{engine="0",model_name="m"} 7.0
 vllm:request_prefill_time_seconds_sum{engine="0",model_name="m"} 2.0
 vllm:request_prefill_kv_computed_tokens_sum{engine="0",model_name="m"} 1000.0
+vllm:prefix_cache_queries_total{engine="0",model_name="m"} %(queried)d
+vllm:prefix_cache_hits_total{engine="0",model_name="m"} 10
 """
 
 FAKE = """\
@@ -91,6 +93,7 @@ class VllmServer:
         self.bodies: list[dict[str, Any]] = []
         self.steps = 0
         self.usage = 0.25  # of its memory
+        self.queried = 1000  # prompt tokens
         self.health = 200
         self.closed = asyncio.Event()  # a client left before its answer ended
         self.url = ""
@@ -117,8 +120,8 @@ class VllmServer:
         body = json.loads(await reader.readexactly(length) or b"null")
         match head.split()[1]:
             case "/metrics":
-                found = METRICS % {"running": len(self.bodies), "steps": self.steps, "usage": self.usage}
-                self._reply(writer, 200, found.encode())
+                facts = {"steps": self.steps, "usage": self.usage, "queried": self.queried}
+                self._reply(writer, 200, (METRICS % {"running": len(self.bodies), **facts}).encode())
             case "/health":
                 self._reply(writer, self.health, b"")
             case "/v1/models":

@@ -247,6 +247,22 @@ async def test_load_counts_prompts_until_their_first_token() -> None:
             stream.task.cancel()
 
 
+async def test_prompts_that_share_steps_count_their_time_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "LOOK_S", 0.01)
+    async with serving(VllmServer([None], [None])) as server:
+        engine = await engine_of(server, outlives=True)
+        running = asyncio.create_task(engine.run())
+        streams = [Streamed(engine, GREEDY) for _ in range(2)]
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        await until(lambda: len(server.bodies) == 2)
+        server.queried += (num_tokens := 500_000)
+        await until(lambda: 0.1 < engine.load().speed.token_s * num_tokens <= loop.time() - began_s)
+        for task in [running, *(stream.task for stream in streams)]:
+            task.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_server_that_steps_no_more_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It answers, and a request has no token."""
     monkeypatch.setattr(engine_module, "LOOK_S", 0.02)
