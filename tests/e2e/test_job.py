@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.support.e2e.nodes import HEAD, NET, RAY, Nodes
-from tests.support.e2e.server import READY, command_of, eventually
+from tests.support.e2e.server import command_of, eventually
 
 pytestmark = pytest.mark.slow
 
@@ -43,36 +43,11 @@ def nodes() -> Iterator[Nodes]:
             nodes.kill()
 
 
-def submitted(nodes: Nodes, folder: Path, *command: str) -> str:
-    """The name of a job that Ray has taken. Nodes are there before their agents, which take jobs: a try that
-    came too early may leave a job that will never run, so each has a name of its own."""
-    names: list[str] = []
-
-    def is_taken() -> bool:
-        names.append(f"serve-{len(names)}")
-        options = ("--no-wait", "--submission-id", names[-1], "--working-dir", str(folder))
-        ended = nodes.run(str(RAY), "job", "submit", *options, "--address", nodes.url, "--", *command)
-        return ended.returncode == 0
-
-    eventually(is_taken)
-    return names[-1]
-
-
-def logged(jobs: httpx.Client, job: str) -> str:
-    """Return the job's log; fail with it if the job has ended."""
-    status = jobs.get(f"/{job}").json()["status"]
-    logs: str = jobs.get(f"/{job}/logs").json()["logs"]
-    assert status in {"PENDING", "RUNNING"}, f"{status}\n{logs}"
-    return logs
-
-
 def test_ray_job_serves_until_it_is_stopped(nodes: Nodes, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB.read_text())
     command = (str(TIDEMILL), "serve", "--config", "job.yaml", "--port", "0", "--memory", "32MiB")
-    job = submitted(nodes, tmp_path, *command)
-    with nodes.asks_jobs() as jobs:
-        eventually(lambda: READY in logged(jobs, job))
-        url = logged(jobs, job).partition(READY)[2].split("/v1 ")[0]
+    job = nodes.submit(tmp_path, *command)
+    url = nodes.job_url(job)
     body = {"model": "keeper", "prompt": [5] * 200, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=300).json()
     assert answer["usage"]["completion_tokens"] == 8
@@ -101,9 +76,7 @@ def check_the_lease(nodes: Nodes, folder: Path, command: Sequence[str]) -> None:
     Python client has submitted this job, which finds its files as well."""
     ended = nodes.run(sys.executable, "-c", CLIENT, nodes.url, "submit", str(folder), " ".join(command))
     assert ended.returncode == 0, ended.stderr
-    job = ended.stdout.strip().splitlines()[-1]
-    with nodes.asks_jobs() as jobs:
-        eventually(lambda: READY in logged(jobs, job))
+    nodes.job_url(ended.stdout.strip().splitlines()[-1])
     assert (len(nodes.actors()), len(supervisors(nodes))) == (3, 1)
     for process in nodes.processes():
         if "tidemill serve" in command_of(process) and "python" in command_of(process):

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tests.support.e2e.server import MARK, Server, eventually, marked
+from tests.support.e2e.server import MARK, READY, Server, eventually, marked
 from tests.support.sockets import free_port
 
 RAY = Path(sys.executable).parent / "ray"
@@ -135,6 +135,35 @@ class Nodes:
         return subprocess.run(
             command, env={**self._environ, **environ}, capture_output=True, text=True, check=False
         )
+
+    def submit(self, folder: Path, *command: str) -> str:
+        """Return the name of a job that Ray has taken. Nodes are there before their agents, which take jobs:
+        a try that came too early may leave a job that will never run, so each has a name of its own."""
+        names: list[str] = []
+
+        def is_taken() -> bool:
+            names.append(f"serve-{len(names)}")
+            options = ("--no-wait", "--submission-id", names[-1], "--working-dir", str(folder))
+            ended = self.run(str(RAY), "job", "submit", *options, "--address", self.url, "--", *command)
+            return ended.returncode == 0
+
+        eventually(is_taken)
+        return names[-1]
+
+    def job_url(self, job: str) -> str:
+        """Wait until the server of a job is ready, and return its URL; fail with its log if it has ended."""
+        found: list[str] = []
+
+        def is_ready() -> bool:
+            status = jobs.get(f"/{job}").json()["status"]
+            logs: str = jobs.get(f"/{job}/logs").json()["logs"]
+            assert status in {"PENDING", "RUNNING"}, f"{status}\n{logs}"
+            found[:] = logs.partition(READY)[2].split("/v1 ")[:1]
+            return bool(found[0])
+
+        with self.asks_jobs() as jobs:
+            eventually(is_ready)
+        return found[0]
 
     def asks_jobs(self) -> httpx.Client:
         """Return a client for Ray's jobs API."""
