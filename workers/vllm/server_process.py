@@ -113,8 +113,10 @@ class ServerProcess:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        self._group = int(self._process.stdout.readline() or 0)
         for line in self._process.stdout:
+            if not self._group and line.strip().isdecimal():
+                self._group = int(line)
+                continue
             if text := line.strip():
                 self._lines.append(text)
                 level = next((level for word, level in LEVELS.items() if f" {word} " in text), logging.INFO)

