@@ -216,6 +216,21 @@ def test_ledger_reuses_cached_memory_when_the_system_refuses_extents() -> None:
         assert served == (6 if nth >= 3 else 0)
 
 
+def test_checkpoint_inside_a_step_has_the_window_at_its_depth() -> None:
+    ledger = a_ledger(20, window=P + 1)
+    lease = ledger.open("a")
+    ledger.reserve(lease, 3 * P)
+    ledger.launch(lease, 3 * P, inside=(P, 2 * P))
+    windows = lease.window_table
+    ledger.commit(lease, 3 * P, KEYS)
+    ledger.check()
+    for depth_pages, entry in enumerate(lease.shared_entries[:2], 1):
+        assert entry.checkpoint is not None
+        assert entry.checkpoint.windows == tuple(
+            windows[index] for index in ledger.layout.last_window(depth_pages)
+        )
+
+
 @pytest.mark.parametrize("converts", [True, False])
 def test_second_checkpoint_of_the_same_text_is_freed(*, converts: bool) -> None:
     ledger = Ledger(a_cache(30, converts=converts))
