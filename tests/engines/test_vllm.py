@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from tests.support.e2e.engine_streams import (
     wait_for_both,
     wait_for_successor,
 )
-from tests.support.e2e.server import Server
+from tests.support.e2e.server import Server, run_cli
 from tests.support.waits import eventually
 
 ARGUMENTS = "--enforce-eager --dtype bfloat16"
@@ -109,6 +110,27 @@ def test_lost_engine_cuts_no_stream_and_is_started_again(server: Server, victim:
     assert {call.num_tokens for call in calls} == {TOKENS}
     print(f"{victim}: {compared(calls, calm)}")  # noqa: T201 - a figure of docs/vllm.md
     wait_for_successor(server, lives)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "weights", "line"),
+    [
+        ("--nope", None, "exit code 2: .*unrecognized arguments: --nope; correct --engine-args"),
+        ("--enforce-eager", b"no weights", "exit code 1: .*SafetensorError: .*header"),
+    ],
+)
+def test_vllm_that_does_not_start_ends_the_server_with_a_line(
+    vllm_python: Path, model: Path, tmp_path: Path, arguments: str, weights: bytes | None, line: str
+) -> None:
+    broken = tmp_path / "model"
+    shutil.copytree(model, broken)
+    if weights is not None:
+        (broken / "model.safetensors").write_bytes(weights)
+    words = f"serve {broken} --port 0 --memory 256MiB --engine vllm --engine-python {vllm_python}".split()
+    ended, alive = run_cli(*words, "--max-model-len", "4096", f"--engine-args={arguments}")
+    assert ended.returncode == 2
+    assert re.search(f"mixed-0: vLLM ended with {line}", " ".join(ended.stderr.split()))
+    assert not alive
 
 
 def test_stream_that_vllm_starts_again_ends_by_name(server: Server) -> None:
