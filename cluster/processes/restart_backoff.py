@@ -26,6 +26,6 @@ class Backoff:
         return wait_s
 
     def ready(self, name: str, now_s: float) -> None:
-        """Record that the incarnation of `name` serves."""
-        failures, _ = self._latest.get(name, (0, inf))
-        self._latest[name] = failures, now_s
+        """Record that the incarnation of `name` serves; a report over a new connection changes nothing."""
+        failures, since_s = self._latest.get(name, (0, inf))
+        self._latest[name] = failures, min(since_s, now_s)

@@ -257,5 +257,6 @@ def test_backoff_grows_with_each_crash_of_a_long_start() -> None:
     assert waits == [0.0, 0.0, 1.0, 2.0, 4.0]
     backoff.ready("w", now_s)
     assert backoff.begin("w", now_s + SOON_S) == 8.0, "it served, and not for long enough"
-    backoff.ready("w", now_s)
-    assert backoff.begin("w", now_s + SOON_S + 1) == 0.0
+    for connected_s in (0, SOON_S):
+        backoff.ready("w", now_s + connected_s)
+    assert backoff.begin("w", now_s + SOON_S + 1) == 0.0, "it served since its first report"
