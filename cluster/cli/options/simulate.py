@@ -4,7 +4,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from tidemill.cluster.cli.options.arguments import Option, UsageError, bytes_of
+from tidemill.cluster.cli.options.arguments import Option, UsageError, bytes_of, check_above_zero
 
 POLICIES = (
     "ours, random, round-robin, least-load, prefix-affinity, min-ttft, formula, "
@@ -101,11 +101,12 @@ def run(options: argparse.Namespace) -> int:
     from tidemill.cluster.simulate.cost import StepCost  # noqa: PLC0415
     from tidemill.cluster.simulate.setup import NEVER_S, Setup  # noqa: PLC0415
 
+    check_above_zero(options, "speed_up")
     trace = SimulatedTrace(
         path=options.trace,
         agents=_at_least(options.agents, 1, "--agents"),
         copies=_at_least(options.copies, 1, "--copies"),
-        speed_up=_positive(options.speed_up, "--speed-up"),
+        speed_up=options.speed_up,
         requests=options.requests,
     )
     setup = Setup(
@@ -135,12 +136,6 @@ def run(options: argparse.Namespace) -> int:
 def _at_least(value: int, least: int, name: str) -> int:
     if value < least:
         raise UsageError(f"{name} is {value}: set it to {least} or more")
-    return value
-
-
-def _positive(value: float, name: str) -> float:
-    if value <= 0:
-        raise UsageError(f"{name} is {value:g}: set it above 0")
     return value
 
 

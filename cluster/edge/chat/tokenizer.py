@@ -27,10 +27,7 @@ character."""
 SHOWS_TOOLS = re.compile(r"\btools\b")
 """Matches a template that uses tools."""
 
-
 BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
-
-
 SLICE_TOKENS = 1 << 14
 
 

@@ -12,8 +12,9 @@ log = logging.getLogger(__name__)
 async def record_period(context: EdgeContext) -> None:
     """Add the period that ends now. Without a router its memory is empty; without another edge the period is
     left out, and the next one is longer."""
-    samples, is_whole = samples_of(context.metrics), True
-    if context.group is not None:
+    if context.group is None:
+        samples, is_whole = samples_of(context.metrics), True
+    else:
         samples = await context.group.samples()
         is_whole = bool(samples.up) and all(samples.up.values())
     if not is_whole:
