@@ -431,16 +431,16 @@ class View {
                decode_time <= prefill.done;
     }
 
-    double needed_bytes(int64_t slot) const {
+    double needed_bytes(const Worker& w, int64_t slot) const {
         const double answer = at(DECODES, slot) > 0 ? asked_.answer_tokens : 0.0;
-        return std::ceil((asked_.num_tokens + answer) / at(PAGE_TOKENS, slot)) * at(PAGE_BYTES, slot) +
-               at(STATE_BYTES, slot);
+        const double pages = std::ceil((asked_.num_tokens + answer - w.restorable) / w.page_tokens);
+        return pages * at(PAGE_BYTES, slot) + at(STATE_BYTES, slot);
     }
 
     double crowding_penalty(const Worker& w, int64_t slot) const {
         const double rows = at(ROWS, slot), budget = at(BUDGET_BYTES, slot);
         const double taken =
-            budget > 0 ? (at(TAKEN_BYTES, slot) + needed_bytes(slot)) / std::max(budget, 1.0) : 0.0;
+            budget > 0 ? (at(TAKEN_BYTES, slot) + needed_bytes(w, slot)) / std::max(budget, 1.0) : 0.0;
         const double overfull = taken > 1 ? constants_.overfull_s * taken : 0.0;
         if (!in_seconds) return rows * w.row + overfull * constants_.tokens_per_s;
         const double slowed = 2 * asked_.answer_tokens * rows * w.row;
@@ -521,8 +521,8 @@ class View {
         made[3] = shared_pages;
         made[4] = asked_.num_tokens - w.restorable;
         made[5] = in_seconds ? prefill_time(w, w.restorable, hops ? boundary_ : asked_.num_tokens) : 0.0;
-        made[6] = needed_bytes(slot);
-        made[7] = needed_bytes(decode);
+        made[6] = needed_bytes(w, slot);
+        made[7] = hops ? needed_bytes(worker(decode), decode) : made[6];
         made[8] = asked_.now_s + (in_seconds ? w.wait : 0.0) + made[5];
         made[9] = made[10] = 0;
         for (int64_t other = 0; other < num_slots_; other++) {

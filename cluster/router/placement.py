@@ -345,8 +345,9 @@ def _prompt_booking(view: _View, index: int, end: int) -> Booking:
 
 
 def _needed_bytes(view: _View) -> Vector:
-    """Return the memory for prompt and answer."""
+    """Return the memory for prompt and answer beyond what can be restored, which is in the worker's memory
+    already."""
     table, request = view.table, view.request
     answer = np.sign(table[Column.DECODES]) * min(request.max_new_tokens, ANSWER_TOKENS)
-    pages = np.ceil((request.num_tokens + answer) / table[Column.PAGE_TOKENS])
+    pages = np.ceil((request.num_tokens + answer - view.restorable) / table[Column.PAGE_TOKENS])
     return pages * table[Column.PAGE_BYTES] + table[Column.STATE_BYTES]
