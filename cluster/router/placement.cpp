@@ -357,22 +357,23 @@ class View {
         return w.beside(w.serving(start, stored_, end), asked_.answer_tokens);
     }
 
-    // The excess cost to later requests of computing `[0, end)`, for each of the workers. `served` has the cost
-    // of `[restorable, end)` if that is known.
+    // The cost to later requests of computing on each of the workers what another one has of `[0, end)`. `served`
+    // has the cost of `[restorable, end)` if that is known.
     std::vector<double> duplicate_work(const std::vector<Worker>& workers, double end,
                                        const std::vector<double>* served = nullptr) const {
         std::vector<double> cost;
         cost.reserve(workers.size());
-        double least = INFINITY, wait = INFINITY;
+        double most = 0, wait = INFINITY;
         for (const Worker& w : workers) {
-            cost.push_back(kappa_ * (served && w.resident == w.restorable
-                                         ? (*served)[cost.size()]
-                                         : w.serving(w.resident, stored_, end)));
-            least = std::min(least, cost.back());
+            most = std::max(most, w.resident);
             wait = std::min(wait, w.wait);
         }
         const double patience = constants_.patience_s * (in_seconds ? 1.0 : constants_.tokens_per_s) + wait;
-        for (double& each : cost) each = std::min(each - least, patience);
+        for (const Worker& w : workers) {
+            const double whole = served && w.resident == w.restorable ? (*served)[cost.size()]
+                                                                      : w.serving(w.resident, stored_, end);
+            cost.push_back(std::min(kappa_ * (whole - w.serving(most, stored_, end)), patience));
+        }
         return cost;
     }
 

@@ -1,6 +1,6 @@
 """Placement: choose the workers of a request by filter, score and pick. Pure.
 
-    score = W + S(u) + kappa (S(k) - least S(k)) + extra     kappa = 2 max(1, rho (2 - rho) / (1 - rho)^2)
+    score = W + S(u) + kappa (S(k) - S(most k)) + extra     kappa = 2 max(1, rho (2 - rho) / (1 - rho)^2)
 
 `W` is the wait for queued work. `S(x)` is the time to serve the prompt when its first `x` tokens
 are on the worker: `u` tokens can be restored there, and the pages of `k` tokens are or will be
@@ -49,7 +49,7 @@ fleet the cost is higher, because other requests wait for that work."""
 PATIENCE_S = 1.3
 """The longest extra wait for the benefit of others, beyond the least wait of all workers."""
 
-FULL_S = 0.1
+FULL_S = 0.03
 """The cost of a worker whose memory is half full. At nine tenths it is nine times as much."""
 
 OVERFULL_S = 60.0
@@ -319,15 +319,15 @@ def _computes_alone(view: _View, start: Vector, decode_time: Vector, prefill: _P
 
 
 def _duplicate_work(view: _View, slots: Chosen, end: int) -> Vector:
-    """Return the cost to later requests of computing `[0, end)` on each worker, beyond the least cost among
-    `slots`, limited by the patience of this request."""
+    """Return the cost to later requests of computing on each worker what another of `slots` has of `[0, end)`,
+    limited by the patience of this request. It is zero where no worker has more, however slow this one is."""
     rho = min(view.fleet.rho(view.now_s), RHO_MAX)
     gap = 1 - rho
     kappa = KAPPA * max(1.0, rho * (2 - rho) / (gap * gap))
-    cost = kappa * view.costs.serving(view.resident, view.stored, end)
-    second = 1.0 if view.costs.in_seconds else TOKENS_PER_S
-    patience = PATIENCE_S * second + view.costs.wait[slots].min()
-    return np.minimum(cost - cost[slots].min(), patience)
+    costs, most = view.costs, np.maximum(view.resident, view.resident[slots].max())
+    cost = costs.serving(view.resident, view.stored, end) - costs.serving(most, view.stored, end)
+    second = 1.0 if costs.in_seconds else TOKENS_PER_S
+    return np.minimum(kappa * cost, PATIENCE_S * second + costs.wait[slots].min())
 
 
 def _prompt_booking(view: _View, index: int, end: int) -> Booking:

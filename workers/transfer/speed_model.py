@@ -67,12 +67,19 @@ class StepTimeModel:
         self._fitted: Vector | None = None
 
     def stepped(
-        self, seconds: float, *, prompt_tokens: int, pairs: int, rows: int, followed: bool = False
+        self,
+        seconds: float,
+        *,
+        steps: int = 1,
+        prompt_tokens: int,
+        pairs: int,
+        rows: int,
+        followed: bool = False,
     ) -> None:
-        """Record the time of a step. `pairs` sums, over its prompt tokens, the tokens before each; `rows` are
-        those that decoded; it is `followed` if the next one is in flight, whose time begins when this one is
-        noticed."""
-        self._sample += (seconds, 1, prompt_tokens, pairs, rows)
+        """Record the time of a step, or of several. `pairs` sums, over its prompt tokens, the tokens before
+        each; `rows` are those that decoded; it is `followed` if the next one is in flight, whose time begins
+        when this one is noticed."""
+        self._sample += (seconds, steps, prompt_tokens, pairs, rows)
         if followed and self._sample[0] < SAMPLE_S:
             return
         self._recent.append(self._sample)

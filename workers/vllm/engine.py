@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,13 +23,13 @@ from tidemill.workers.messages import (
     Provenance,
     Request,
     RequestError,
-    Speed,
     Times,
     WorkerGone,
     WorkerLoad,
     features_of,
 )
 from tidemill.workers.scheduling.isolation import Notify
+from tidemill.workers.transfer.speed_model import StepTimeModel
 from tidemill.workers.vllm.client import VllmClient
 from tidemill.workers.vllm.generate import body_of, delta_of, priority_of, prompt_body_of
 from tidemill.workers.vllm.metrics import Metrics
@@ -54,9 +54,6 @@ go on elsewhere."""
 
 SILENT_S_MAX = 30.0
 """The time without an answer after which the server is given up."""
-
-TIMED_TOKENS_MIN = 4096
-"""The prompt tokens from which on their time is that which was measured here."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +92,7 @@ class VllmEngine:
         self.progress = 0
         self._client = client
         self._info = info
-        self._metrics = self._first = first
+        self._metrics = first
         self._prefixes = prefixes
         self._events = events
         self._prioritizes = prioritizes
@@ -103,8 +100,8 @@ class VllmEngine:
         self._produces = self._generates = True
         self._calls: set[_Call] = set()
         self._looked_s = self._stepped_s = self._pumped_s = 0.0
-        self._prompts_s = 0.0  # with a prompt in progress
-        self._token_s = first.prefill_token_s
+        self._busy_s = 0.0  # with requests, since the last look
+        self._step_time = StepTimeModel()
         self._dead = asyncio.Event()
 
     async def run(self) -> None:
@@ -221,6 +218,7 @@ class VllmEngine:
     def load(self) -> WorkerLoad:
         metrics, calls = self._metrics, self._calls
         queued = sum(call.queued_tokens for call in calls)
+        speed = self._step_time.speed
         streams = sum(call.streams for call in calls)
         budget = self._info.memory_bytes
         live = int(budget * min(1.0, metrics.usage))
@@ -228,13 +226,13 @@ class VllmEngine:
         memory = {"pages_live": live, "pages_cached": cached, "empty": budget - live - cached}
         return WorkerLoad(
             queued_tokens=queued,
-            queued_s=queued * self._token_s,
-            running_rows=max(len(calls), int(metrics.values.get("num_requests_running", 0.0))),
+            queued_s=speed.prefill_s(0, queued, self._info.step_tokens_max),
+            running_rows=max(len(calls), int(metrics.running)),
             waiting_rows=int(metrics.values.get("num_requests_waiting", 0.0)),
             streams=streams,
             memory=NO_MEMORY | memory,
             budget_bytes=budget,
-            speed=Speed(token_s=self._token_s, fetch_bytes_per_s=metrics.fetch_bytes_per_s),
+            speed=replace(speed, fetch_bytes_per_s=metrics.fetch_bytes_per_s),
             counters={**metrics.counters(), "failed_rounds": FAILED_ROUNDS.total()},
         )
 
@@ -253,8 +251,8 @@ class VllmEngine:
         if self._events is not None:
             self._events.pump(self._prefixes)
         pumped_s, self._pumped_s = self._pumped_s, _now_s()
-        if any(call.queued_tokens for call in self._calls):
-            self._prompts_s += self._pumped_s - pumped_s
+        if any(not call.paused for call in self._calls):
+            self._busy_s += self._pumped_s - pumped_s
         if self._pumped_s - self._looked_s < QUIET_S_MAX:
             self.progress += 1
 
@@ -270,14 +268,24 @@ class VllmEngine:
         waits = any(not call.paused for call in self._calls)
         if not waits or metrics.steps != self._metrics.steps:
             self._stepped_s = max(self._stepped_s, now_s)
+        self._time_steps(self._metrics, metrics)
         self._metrics = metrics
-        num_tokens = metrics.prompt_tokens - self._first.prompt_tokens
-        is_timed = num_tokens >= TIMED_TOKENS_MIN
-        self._token_s = self._prompts_s / num_tokens if is_timed else metrics.prefill_token_s
         if now_s - self._stepped_s > self._wedged_s_max:
             raise EngineEnded(
                 f"vLLM at {self._client.url} answers, and has made no step for its requests in"
                 f" {self._wedged_s_max:g} s"
+            )
+
+    def _time_steps(self, before: Metrics, after: Metrics) -> None:
+        """Record the steps between two looks, unless other clients made some of them."""
+        busy_s, self._busy_s = self._busy_s, 0.0
+        if busy_s >= PUMP_S and after.steps > before.steps and after.running <= len(self._calls):
+            self._step_time.stepped(
+                busy_s,
+                steps=int(after.steps - before.steps),
+                prompt_tokens=int(after.prompt_tokens - before.prompt_tokens),
+                pairs=0,  # unknown
+                rows=int(after.generated_tokens - before.generated_tokens),
             )
 
 

@@ -71,22 +71,20 @@ class Metrics:
         return self.values.get("iteration_tokens_total_count", 0.0)
 
     @property
+    def running(self) -> float:
+        """The requests in steps."""
+        return self.values.get("num_requests_running", 0.0)
+
+    @property
+    def generated_tokens(self) -> float:
+        return self.values.get("generation_tokens_total", 0.0)
+
+    @property
     def prompt_tokens(self) -> float:
         """The prompt tokens that no cache had, counted when their requests are scheduled."""
         queried = self.values.get("prefix_cache_queries_total", 0.0)
         hits = ("prefix_cache_hits_total", "external_prefix_cache_hits_total")
         return queried - sum(self.values.get(name, 0.0) for name in hits)
-
-    @property
-    def prefill_token_s(self) -> float:
-        """The mean time of a prompt token that was computed; 0 before the first ones. A step counts once for
-        each of its prompts. Where less than a block of a prompt is computed, as after a pull, the time is
-        that of a step and not of its tokens."""
-        num_tokens = self.values.get("request_prefill_kv_computed_tokens_sum", 0.0)
-        num_prompts = self.values.get("request_prefill_kv_computed_tokens_count", 0.0)
-        if num_tokens <= num_prompts * self.page_tokens:
-            return 0.0
-        return self.values.get("request_prefill_time_seconds_sum", 0.0) / num_tokens
 
     @property
     def fetch_bytes_per_s(self) -> float:

@@ -17,7 +17,6 @@ vllm:kv_cache_usage_perc{engine="0",model_name="m"} %(usage)f
 vllm:iteration_tokens_total_bucket{engine="0",le="1.0",model_name="m"} 4.0
 vllm:iteration_tokens_total_count{engine="0",model_name="m"} %(steps)d
 vllm:generation_tokens_total{engine="0",model_name="m"} 7.0
-vllm:request_prefill_time_seconds_sum{engine="0",model_name="m"} 2.0
 vllm:request_prefill_kv_computed_tokens_sum{engine="0",model_name="m"} 1000.0
 vllm:prefix_cache_queries_total{engine="0",model_name="m"} %(queried)d
 vllm:prefix_cache_hits_total{engine="0",model_name="m"} 10

@@ -203,6 +203,24 @@ def test_placement_takes_full_workers_last(speed: Speed) -> None:
     assert decode_of(fleet_of(full, fuller), request) == "a"
 
 
+@pytest.mark.parametrize("speed", [SPEED, UNKNOWN])
+def test_placement_counts_pages_that_requests_share_once(speed: Speed) -> None:
+    """Requests with one system prompt need its memory once."""
+    budget = 100 * PAGE_BYTES
+    free, home = (measured(name, "mixed", speed=speed, budget_bytes=budget) for name in "ab")
+    fleet = fleet_of(free, replace(home, announcement=Announcement(added=keys_of("f", 5120), full=True)))
+    assert [book(fleet, prompt(5121, max_new_tokens=1)).decode for _ in range(4)] == ["b.1"] * 4
+
+
+def test_placement_of_a_new_prompt_follows_no_small_difference_in_speed_for_the_benefit_of_others() -> None:
+    """What no worker has is no duplicate work anywhere. Otherwise one that seems slower gets no new prompts,
+    and the memory of the others is soon too small."""
+    slower = replace(SPEED, token_s=SPEED.token_s * 1.2)
+    seems = measured("a", "mixed", speed=slower)
+    waits = measured("b", "mixed", queued_s=SPEED.token_s * 1280 * 0.3, queued_tokens=384)
+    assert decode_of(fleet_of(seems, waits), prompt(1280)) == "a"
+
+
 def test_placement_predicts_wait_compute_hop_and_fetch() -> None:
     request = prompt(4097)
     alone = placed(fleet_of(measured("m", "mixed", queued_s=0.5)), request)
