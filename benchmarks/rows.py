@@ -19,9 +19,12 @@ def read_rows(name: str, folder: Path = RESULTS) -> list[Row]:
     return [json.loads(line) for line in file.read_text().splitlines()[1:]] if file.exists() else []
 
 
-def write_rows(name: str, command: str, rows: Iterable[Row], folder: Path = RESULTS) -> None:
-    """Write rows behind a line with their command, CPU and day."""
-    about = {"command": command, "cpu": cpu_name(), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
+def write_rows(
+    name: str, command: str, rows: Iterable[Row], folder: Path = RESULTS, cpu: str | None = None
+) -> None:
+    """Write rows behind a line with their command, CPU and day. `cpu` is empty if each row names its own."""
+    cpu = cpu_name() if cpu is None else cpu
+    about = {"command": command, "cpu": cpu, "date": f"{datetime.now(UTC):%Y-%m-%d}"}
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(row) + "\n" for row in (about, *map(rounded, rows))]
     (folder / f"{name}.jsonl").write_text("".join(lines))

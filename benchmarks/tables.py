@@ -305,13 +305,13 @@ def kinds() -> Lines:
 
 def engines(part: str = "") -> Lines:
     """Yield the figures with this part in their names."""
-    yield "figure", "measured", "goal", "of"
+    yield "figure", "measured", "goal", "of", "on"
     for row in read_rows("engines"):
         shown, goal = f"{row['value']:.4g}", row["goal"]
         if goal is not None and row["value"] <= goal:
             shown = f"**{shown}**"
         if part in row["name"]:
-            yield row["name"], shown, "" if goal is None else goal, row["details"]
+            yield row["name"], shown, "" if goal is None else goal, row["details"], row["cpu"].split(",")[0]
 
 
 def generic(rows: Sequence[Row]) -> Lines:

@@ -22,6 +22,7 @@ from benchmarks.engines.routers import behind_routers
 from benchmarks.engines.scene import Figure, Scene
 from benchmarks.engines.serve import beside_ray_serve
 from benchmarks.engines.stored import stored
+from benchmarks.peers.cpu import cpu_name
 from benchmarks.rows import Row, read_rows, write_rows
 
 GROUPS: dict[str, Callable[[Scene], Iterable[Figure]]] = {
@@ -55,7 +56,7 @@ def main() -> None:
         print(f"\n| {name} | measured | goal | of |\n|---|---|---|---|", flush=True)
         rows = [_row(name, figure) for figure in GROUPS[name](scene)]
         kept = [row for row in read_rows("engines") if row["group"] != name]
-        write_rows("engines", COMMAND, [*kept, *rows])
+        write_rows("engines", COMMAND, [*kept, *rows], cpu="")
 
 
 def _row(group: str, figure: Figure) -> Row:
@@ -63,7 +64,7 @@ def _row(group: str, figure: Figure) -> Row:
     if figure.goal is not None:
         goal = f"{figure.goal:g}, {'reached' if figure.value <= figure.goal else 'missed'}"
     print(f"| {figure.name} | {figure.value:.4g} | {goal} | {figure.details} |", flush=True)
-    return {"group": group, **figure._asdict()}
+    return {"group": group, "cpu": cpu_name(), **figure._asdict()}
 
 
 if __name__ == "__main__":

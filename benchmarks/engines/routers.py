@@ -22,7 +22,7 @@ from tidemill.cluster.bench.workloads import Item
 from tidemill.workers.vllm.metrics import Metrics
 
 OURS, VLLM, SGLANG = "Tidemill", "vllm-router", "sglang-router"
-ROUNDS = 2
+ROUNDS = 4
 SERVERS = 2
 MEMORY_BYTES = 128 << 20
 """The memory of a vLLM here: 10,922 tokens, less than all system prompts take."""

@@ -319,8 +319,8 @@ def _computes_alone(view: _View, start: Vector, decode_time: Vector, prefill: _P
 
 
 def _duplicate_work(view: _View, slots: Chosen, end: int) -> Vector:
-    """Return the cost to later requests of computing on each worker what another of `slots` has of `[0, end)`,
-    limited by the patience of this request. It is zero where no worker has more, however slow this one is."""
+    """Return the cost to later requests of computing on each worker what another one of `slots` has of
+    `[0, end)`, limited by the patience of this request: 0 where none has more, even on a slow worker."""
     rho = min(view.fleet.rho(view.now_s), RHO_MAX)
     gap = 1 - rho
     kappa = KAPPA * max(1.0, rho * (2 - rho) / (gap * gap))

@@ -35,7 +35,8 @@ def load_of(  # noqa: PLR0913, PLR0917  each is a part of the worker
     queued = [(sequence.computed, sequence.target) for sequence in running]
     queued += [(start, sequence.target) for start, sequence in zip(starts, waiting, strict=True)]
     stats = transfer.store.stats()
-    waiting_pages = sum(-(-len(sequence.tokens) // layout.page_tokens) for sequence in waiting)
+    missing = (len(sequence.tokens) - start for start, sequence in zip(starts, waiting, strict=True))
+    waiting_pages = sum(-(-num_tokens // layout.page_tokens) for num_tokens in missing)
     waiting_windows = sum(
         layout.peak_windows(len(sequence.tokens), limits.in_flight_tokens) for sequence in waiting
     )

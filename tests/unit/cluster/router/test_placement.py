@@ -213,8 +213,8 @@ def test_placement_counts_pages_that_requests_share_once(speed: Speed) -> None:
 
 
 def test_placement_of_a_new_prompt_follows_no_small_difference_in_speed_for_the_benefit_of_others() -> None:
-    """What no worker has is no duplicate work anywhere. Otherwise one that seems slower gets no new prompts,
-    and the memory of the others is soon too small."""
+    """A prompt that no worker has is no duplicate work anywhere. Otherwise a worker that seems slower gets no
+    new prompts, and the memory of the others is soon too small."""
     slower = replace(SPEED, token_s=SPEED.token_s * 1.2)
     seems = measured("a", "mixed", speed=slower)
     waits = measured("b", "mixed", queued_s=SPEED.token_s * 1280 * 0.3, queued_tokens=384)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.workers.bench import (
+    ATTENTION_ONLY,
     IN_VIRTUAL_TIME,
     UNWINDOWED,
     Bench,
@@ -47,6 +48,17 @@ def own_tokens(requests: list[Request], num_shared: int) -> int:
 def restorable_tokens(one: Bench, tokens: tuple[int, ...], salt: str = "") -> int:
     size = one.layout.page_tokens
     return size * one.ledger.index.match(page_keys(root_of(salt), tokens, size)).restorable_pages
+
+
+async def test_waiting_requests_need_no_memory_for_what_they_share() -> None:
+    async with bench(layout=ATTENTION_ONLY, num_extents=1000, tuning=Tuning(rows_max=1)) as one:
+        await one.answer_all(sharing(LONG, 1))
+        answers = asyncio.create_task(one.answer_all(sharing(LONG, 5)))
+        while one.engine.load().waiting_rows < 4:  # noqa: ASYNC110 - nothing signals it
+            await asyncio.sleep(0.001)
+        missing = -(-(len(LONG) + OWN - restorable_tokens(one, LONG)) // one.layout.page_tokens)
+        assert 0 < one.engine.load().wanted_bytes <= 4 * missing * one.layout.page_bytes
+        await answers
 
 
 @UNWINDOWED

@@ -248,7 +248,7 @@ async def test_load_counts_prompts_until_their_first_token() -> None:
 
 
 async def test_steps_are_timed_while_there_are_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of other clients, and the time without requests, count for nothing."""
+    """The steps of other clients, and the time without requests, count for nothing."""
     monkeypatch.setattr(engine_module, "LOOK_S", 0.02)
     monkeypatch.setattr(engine_module, "PUMP_S", 0.002)
     async with serving(VllmServer([None], [None])) as server:
