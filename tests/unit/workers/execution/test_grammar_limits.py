@@ -178,6 +178,12 @@ def state_with(pool: MaskPool[Mask] | None, grammar: Grammar | None = LETTERS) -
     return SamplingState(request, of_pool.matcher(grammar))
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no mask be late because the machine is busy."""
+    monkeypatch.setattr(sampler, "MASKS_S_MAX", 60.0)
+
+
 def test_row_whose_mask_is_late_draws_nothing_and_others_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "MASKS_S_MAX", 0.01)
     exception, waits_s = Future[Mask].exception, list[float]()
