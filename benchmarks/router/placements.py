@@ -133,7 +133,7 @@ def parts(router: Router, frames: list[bytes], compiled: CompiledPlacement | Non
                 assert placed is not None
                 route, booked = placed
                 end("look up, score, pick, bookings")
-            routes.append(shedder.admit(request, route, fleet, booked, now_s))
+            routes.append(shedder.admit(request, route, fleet.total_queued_tokens, booked, now_s))
             end("admit")
             for event in booked:
                 fleet.apply(event)
