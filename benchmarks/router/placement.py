@@ -33,7 +33,8 @@ def main() -> None:
         requests = speed_up(_requests(options.traces / f"{trace}_trace.jsonl", options.seed), load)
         found[key] = _run(requests, setup)
         rows = ({"case": case} | found[case] for case in sorted(found))
-        write_rows("placement", "python -m benchmarks.router.placement --traces FOLDER", rows)
+        command = "python -m benchmarks.router.placement --traces FOLDER"
+        write_rows("placement", command, rows, cpu="virtual time")
         print(
             key, f"{found[key]['hit']:.3f} {found[key]['mean_s']:.3f} {found[key]['p99_s']:.2f}", flush=True
         )
