@@ -12,6 +12,9 @@ RESULTS = Path(__file__).parent / "results"
 
 Row = dict[str, Any]
 
+VIRTUAL = "virtual time"
+"""The CPU of results that do not depend on one."""
+
 
 def read_rows(name: str, folder: Path = RESULTS) -> list[Row]:
     """Return the rows of a file of results, without its first line. There are none without a file."""
@@ -22,7 +25,8 @@ def read_rows(name: str, folder: Path = RESULTS) -> list[Row]:
 def write_rows(
     name: str, command: str, rows: Iterable[Row], folder: Path = RESULTS, cpu: str | None = None
 ) -> None:
-    """Write rows behind a line with their command, CPU and day. `cpu` is empty if each row names its own."""
+    """Write rows behind a line with their command, CPU and day. `cpu` is given if it is not
+    this one: VIRTUAL, or empty if each row names its own."""
     cpu = cpu_name() if cpu is None else cpu
     about = {"command": command, "cpu": cpu, "date": f"{datetime.now(UTC):%Y-%m-%d}"}
     folder.mkdir(parents=True, exist_ok=True)

@@ -274,7 +274,7 @@ class WorkerLoad:
     streams: Integer = 0  # running rows that decode, which prompts run beside
     memory: dict[str, Integer] = field(default_factory=NO_MEMORY.copy)  # bytes by use
     budget_bytes: Integer = 0  # the memory that it may use
-    wanted_bytes: Integer = 0  # the memory that its waiting requests will need beyond what they share
+    wanted_bytes: Integer = 0  # what its waiting requests will need beyond the pages that are here
     state_slots: Integer = 0  # states of running rows, each with the checkpoint that it keeps for itself
     speed: Speed = field(default_factory=Speed)
     counters: dict[str, float] = field(default_factory=dict[str, float])  # totals since the start, by name

@@ -22,7 +22,7 @@ from benchmarks.memory.figures import Outcome
 from benchmarks.memory.plots import plot_splits
 from benchmarks.memory.run import PAGE_TOKENS, Setup, serve
 from benchmarks.memory.schemes import SCHEMES, split
-from benchmarks.rows import RESULTS, read_rows, write_rows
+from benchmarks.rows import RESULTS, VIRTUAL, read_rows, write_rows
 from tidemill.cluster.bench.workloads import Workload
 from tidemill.kvstore.memory.recompute_cost import Policy
 from tidemill.workers.options import CheckpointStrategy
@@ -214,7 +214,7 @@ def main(arguments: Sequence[str]) -> int:
         Console(width=170).print(table_of(part, [result for result in results if result.part == part]))
     kept = [row for row in read_rows("memory", options.output) if row["part"] not in options.parts]
     rows = [*kept, *map(asdict, results)]
-    write_rows("memory", "python -m benchmarks.memory.arena", rows, options.output)
+    write_rows("memory", "python -m benchmarks.memory.arena", rows, options.output, VIRTUAL)
     return 0
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.rows import read_rows, write_rows
+from benchmarks.rows import VIRTUAL, read_rows, write_rows
 from tidemill.cluster.router.compiled import load
 from tidemill.cluster.simulate.cost import SPEED, StepCost
 from tidemill.cluster.simulate.heartbeats import LOOK_S
@@ -74,7 +74,8 @@ def main() -> None:
                     "p99_s": figures["ttft_ms"]["p99"] / 1000,
                 }
                 rows = ({"case": case} | each for case, each in found.items())
-                write_rows("many_routers", "python -m benchmarks.router.many_routers --trace FILE", rows)
+                command = "python -m benchmarks.router.many_routers --trace FILE"
+                write_rows("many_routers", command, rows, cpu=VIRTUAL)
                 print(f"| {workers} | {name} |", *(f"{value:.3f} |" for value in row.values()), flush=True)
 
 

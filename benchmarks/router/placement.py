@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.rows import read_rows, write_rows
+from benchmarks.rows import VIRTUAL, read_rows, write_rows
 from tidemill.cluster.simulate.cost import SPEED, StepCost
 from tidemill.cluster.simulate.policies import OURS, POLICIES
 from tidemill.cluster.simulate.setup import Setup
@@ -34,7 +34,7 @@ def main() -> None:
         found[key] = _run(requests, setup)
         rows = ({"case": case} | found[case] for case in sorted(found))
         command = "python -m benchmarks.router.placement --traces FOLDER"
-        write_rows("placement", command, rows, cpu="virtual time")
+        write_rows("placement", command, rows, cpu=VIRTUAL)
         print(
             key, f"{found[key]['hit']:.3f} {found[key]['mean_s']:.3f} {found[key]['p99_s']:.2f}", flush=True
         )

@@ -42,7 +42,9 @@ GAUGES = {
     _gauge("running_rows", "Sequences in the running batch.", "sequences"): "load.running_rows",
     _gauge("waiting_rows", "Sequences that wait for memory.", "sequences"): "load.waiting_rows",
     _gauge("memory_budget_bytes", "Memory budget of the worker.", "bytes"): "load.budget_bytes",
-    _gauge("wanted_bytes", "Memory that waiting requests need.", "bytes"): "load.wanted_bytes",
+    _gauge(
+        "wanted_bytes", "Memory that waiting requests need beyond the pages that are here.", "bytes"
+    ): "load.wanted_bytes",
     _gauge("state_slots", "States that running sequences hold.", "states"): "load.state_slots",
     _gauge("restorable_depths", "Prefixes that the worker can resume.", "prefixes"): "restorable_depths",
     _gauge("heard_ago_seconds", "Time since the last heartbeat.", "seconds"): "heard_ago_s",

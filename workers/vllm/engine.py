@@ -251,7 +251,7 @@ class VllmEngine:
         if self._events is not None:
             self._events.pump(self._prefixes)
         pumped_s, self._pumped_s = self._pumped_s, _now_s()
-        if any(not call.paused for call in self._calls):
+        if self._is_busy():
             self._busy_s += self._pumped_s - pumped_s
         if self._pumped_s - self._looked_s < QUIET_S_MAX:
             self.progress += 1
@@ -265,8 +265,7 @@ class VllmEngine:
                 raise EngineEnded(str(error)) from error
             return
         self._looked_s = _now_s()
-        waits = any(not call.paused for call in self._calls)
-        if not waits or metrics.steps != self._metrics.steps:
+        if not self._is_busy() or metrics.steps != self._metrics.steps:
             self._stepped_s = max(self._stepped_s, now_s)
         self._time_steps(self._metrics, metrics)
         self._metrics = metrics
@@ -275,6 +274,10 @@ class VllmEngine:
                 f"vLLM at {self._client.url} answers, and has made no step for its requests in"
                 f" {self._wedged_s_max:g} s"
             )
+
+    def _is_busy(self) -> bool:
+        """Return whether the server has requests that it steps for."""
+        return any(not call.paused for call in self._calls)
 
     def _time_steps(self, before: Metrics, after: Metrics) -> None:
         """Record the steps between two looks, unless other clients made some of them."""

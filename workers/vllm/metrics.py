@@ -72,7 +72,7 @@ class Metrics:
 
     @property
     def running(self) -> float:
-        """The requests in steps."""
+        """The number of requests that its steps run."""
         return self.values.get("num_requests_running", 0.0)
 
     @property

@@ -93,6 +93,7 @@ class VllmServer:
         self.steps = 0
         self.usage = 0.25  # of its memory
         self.queried = 1000  # prompt tokens
+        self.others = 0  # requests of other clients
         self.health = 200
         self.closed = asyncio.Event()  # a client left before its answer ended
         self.url = ""
@@ -120,7 +121,9 @@ class VllmServer:
         match head.split()[1]:
             case "/metrics":
                 facts = {"steps": self.steps, "usage": self.usage, "queried": self.queried}
-                self._reply(writer, 200, (METRICS % {"running": len(self.bodies), **facts}).encode())
+                self._reply(
+                    writer, 200, (METRICS % {"running": len(self.bodies) + self.others, **facts}).encode()
+                )
             case "/health":
                 self._reply(writer, self.health, b"")
             case "/v1/models":

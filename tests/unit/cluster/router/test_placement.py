@@ -212,7 +212,7 @@ def test_placement_counts_pages_that_requests_share_once(speed: Speed) -> None:
     assert [book(fleet, prompt(5121, max_new_tokens=1)).decode for _ in range(4)] == ["b.1"] * 4
 
 
-def test_placement_of_a_new_prompt_follows_no_small_difference_in_speed_for_the_benefit_of_others() -> None:
+def test_placement_spreads_new_prompts_over_workers_that_seem_slower() -> None:
     """A prompt that no worker has is no duplicate work anywhere. Otherwise a worker that seems slower gets no
     new prompts, and the memory of the others is soon too small."""
     slower = replace(SPEED, token_s=SPEED.token_s * 1.2)

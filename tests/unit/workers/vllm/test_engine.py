@@ -256,9 +256,16 @@ async def test_steps_are_timed_while_there_are_requests(monkeypatch: pytest.Monk
         running = asyncio.create_task(engine.run())
         server.steps, server.queried = 1000, 500_000
         await asyncio.sleep(0.3)
-        assert not engine.load().speed.token_s
+        server.others = 1
         streams = [Streamed(engine, GREEDY) for _ in range(2)]
         await until(lambda: len(server.bodies) == 2)
+        for _ in range(50):
+            await asyncio.sleep(0.01)
+            server.steps += 1
+            server.queried += 100_000
+        assert not engine.load().speed.token_s
+        server.others = 0
+        await asyncio.sleep(0.1)
         first, began_s = server.steps, asyncio.get_running_loop().time()
         while not (speed := engine.load().speed).token_s:
             await asyncio.sleep(0.005)
