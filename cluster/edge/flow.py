@@ -49,6 +49,9 @@ missing, so that a store that loses everything slows answers and never fails the
 WAIT_S_MAX = 60.0
 """The longest wait for a router, and for a worker to start, of a model that always has workers."""
 
+BEGUN_WAIT_S_MAX = 300.0
+"""The same for a stream that has begun and lost its worker: as long as a large engine takes to start."""
+
 HAND_OVERS_MAX = 64
 HAND_OVER_PAUSE_S = 0.1
 """The pause before a request returns to a worker that refused it, because the router may not know yet."""
@@ -169,6 +172,7 @@ class RequestProgress:
         end = restorable_end(rest.scored + 1 if whole else len(rest.tokens), page_tokens)
         keys = page_keys(root, rest.tokens[:end], page_tokens)
         is_first = self.attempt == 1 and not self.hand_overs
+        wait_s_max = max(self.wait_s_max, BEGUN_WAIT_S_MAX) if self.streamed else self.wait_s_max
         return PlacementRequest(
             request_id=rest.request_id,
             keys=tuple(key[:ANNOUNCED_KEY_BYTES] for key in keys),
@@ -181,7 +185,7 @@ class RequestProgress:
             content_hash=self.content,
             recompute_all=whole,
             pools=rest.pools,
-            wait_s_max=min(self.wait_s_max, rest.ttft_s_max or math.inf) if is_first else self.wait_s_max,
+            wait_s_max=min(wait_s_max, rest.ttft_s_max or math.inf) if is_first else wait_s_max,
         )
 
     def take(
