@@ -55,7 +55,7 @@ from tidemill.kvstore.periodic import every
 from tidemill.workers.messages import WorkerInfo
 
 POLL_S = 0.1
-CHECK_S = 0.25
+CHECK_S = 1.0
 TOUCH_S = 3600.0
 """The period in which the files of our Ray get a new time: programs remove old ones from /tmp."""
 

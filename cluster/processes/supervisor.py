@@ -60,7 +60,7 @@ that asks for nothing it has any node choose, which may not know one that has ju
 STORE = "store"
 """The name of the actor with the processes of the store."""
 
-LEASE_S = 1.0
+LEASE_S = 2.0
 """The interval at which the supervisor asks Ray whether the process that it belongs to has ended."""
 
 STORE_STOP_S_MAX = 2 * STOP_S_MAX

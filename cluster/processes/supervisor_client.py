@@ -104,6 +104,7 @@ class SupervisorClient:
     def __init__(self, fleet: str, namespace: str) -> None:
         self._fleet = fleet
         self._namespace = namespace
+        self._actor: Any = None  # the last that answered; to find one asks GCS
 
     async def carry_out(self, order: SupervisorOrder) -> object:
         """See Supervisor.carry_out. A token that is ordered twice is refused the second time."""
@@ -124,13 +125,18 @@ class SupervisorClient:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ANSWER_S_MAX):
                 while True:
+                    actor, self._actor = self._actor, None
                     try:
-                        return await call(await find_actor(SUPERVISOR, self._namespace))
+                        actor = actor or await find_actor(SUPERVISOR, self._namespace)
+                        answer = await call(actor)
                     except ray.exceptions.RayTaskError as error:
                         raise error.cause from None
                     except (ray.exceptions.RayError, ValueError) as error:
                         away = str(error).partition("\n")[0]
-                    await asyncio.sleep(RETRY_S)
+                        await asyncio.sleep(RETRY_S)
+                    else:
+                        self._actor = actor
+                        return answer
         raise Unserved(f"the supervisor is away ({away}): ask again in some seconds")
 
 

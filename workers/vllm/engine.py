@@ -39,11 +39,19 @@ from tidemill.workers.vllm.server_process import EngineEnded
 if TYPE_CHECKING:  # needs the extra `events`
     from tidemill.workers.vllm.events import Subscription
 
-PUMP_S = 0.05
-"""The period in which events are taken."""
+PUMP_S = 0.25
+"""The period in which events are taken; a request and a report take them, too."""
 
 LOOK_S = 2.0
 """The period in which the server's metrics are read, which costs it some milliseconds."""
+
+IDLE_LOOKS_S = 5.0
+"""The same for a server that has no requests and had none at the last look."""
+
+BUSY_S_MIN = 0.05
+"""The shortest time with requests that says something about steps."""
+
+PULL_LOOK_S = 0.05
 
 PULLED_S_MAX = 10.0
 """The longest time that a server without requests goes on for others to pull its blocks."""
@@ -99,15 +107,16 @@ class VllmEngine:
         self._wedged_s_max = wedged_s_max
         self._produces = self._generates = True
         self._calls: set[_Call] = set()
-        self._looked_s = self._stepped_s = self._pumped_s = 0.0
-        self._busy_s = 0.0  # with requests, since the last look
+        self._looked_s = self._stepped_s = 0.0
+        self._busy_s = 0.0  # with requests, from the last look to `_marked_s`
+        self._marked_s = 0.0
         self._step_time = StepTimeModel()
         self._dead = asyncio.Event()
 
     async def run(self) -> None:
         """Take events, read metrics, and raise EngineEnded when the server answers nothing, steps no more, or
         reports its own end to a request."""
-        self._looked_s = self._stepped_s = self._pumped_s = _now_s()
+        self._looked_s = self._stepped_s = _now_s()
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(every(PUMP_S, self._pump, "KV events of vLLM"))
@@ -156,8 +165,10 @@ class VllmEngine:
                     call.streams = True
                     delta = msgspec.structs.replace(delta, provenance=_provenance(call))
                 if (pause := emit(delta)) is not None:
+                    self._mark()
                     call.paused = True
                     await pause()
+                    self._mark()
                     call.paused = False
 
     @asynccontextmanager
@@ -189,16 +200,19 @@ class VllmEngine:
 
     @contextmanager
     def _call(self, request: Request, produces: bool, hand_over: Callable[[], None]) -> Generator[_Call]:  # noqa: FBT001
+        self._take_events()
         end = restorable_end(len(request.tokens), self._info.page_tokens)
         keys = page_keys(self._prefixes.root(request.salt), request.tokens[:end], self._info.page_tokens)
         reused_tokens = self._prefixes.restorable(key[:ANNOUNCED_KEY_BYTES] for key in keys)
         call = _Call(request, produces, reused_tokens, _now_s(), hand_over)
         if not self._calls:
             self._stepped_s = _now_s()
+        self._mark()
         self._calls.add(call)
         try:
             yield call
         finally:
+            self._mark()
             self._calls.discard(call)
 
     def release(self, tenant: str, name: str) -> None:
@@ -213,6 +227,7 @@ class VllmEngine:
                 call.hand_over()
 
     def take_announcement(self, *, full: bool) -> Announcement:
+        self._take_events()
         return self._prefixes.take(full=full)
 
     def load(self) -> WorkerLoad:
@@ -245,19 +260,21 @@ class VllmEngine:
             async with asyncio.timeout(PULLED_S_MAX):
                 keeps = "prefill" in self._info.roles
                 while keeps and (await self._client.metrics()).usage:  # noqa: ASYNC110 - nothing signals it
-                    await asyncio.sleep(PUMP_S)
+                    await asyncio.sleep(PULL_LOOK_S)
 
     async def _pump(self) -> None:
+        self._take_events()
+        if _now_s() - self._looked_s < QUIET_S_MAX:
+            self.progress += 1
+
+    def _take_events(self) -> None:
         if self._events is not None:
             self._events.pump(self._prefixes)
-        pumped_s, self._pumped_s = self._pumped_s, _now_s()
-        if self._is_busy():
-            self._busy_s += self._pumped_s - pumped_s
-        if self._pumped_s - self._looked_s < QUIET_S_MAX:
-            self.progress += 1
 
     async def _look(self) -> None:
         now_s = _now_s()
+        if not (self._calls or self._metrics.running or now_s - self._looked_s > IDLE_LOOKS_S):
+            return
         try:
             metrics = await self._client.metrics()
         except WorkerGone as error:
@@ -279,10 +296,17 @@ class VllmEngine:
         """Return whether the server has requests that it steps for."""
         return any(not call.paused for call in self._calls)
 
+    def _mark(self) -> None:
+        """Add the time since the last mark if the server had requests; called before they change."""
+        marked_s, self._marked_s = self._marked_s, _now_s()
+        if self._is_busy():
+            self._busy_s += self._marked_s - marked_s
+
     def _time_steps(self, before: Metrics, after: Metrics) -> None:
         """Record the steps between two looks, unless other clients made some of them."""
+        self._mark()
         busy_s, self._busy_s = self._busy_s, 0.0
-        if busy_s >= PUMP_S and after.steps > before.steps and after.running <= len(self._calls):
+        if busy_s >= BUSY_S_MIN and after.steps > before.steps and after.running <= len(self._calls):
             self._step_time.stepped(
                 busy_s,
                 steps=int(after.steps - before.steps),

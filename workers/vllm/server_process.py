@@ -1,5 +1,6 @@
 """The vLLM server of a worker: started, watched, and ended with the worker."""
 
+import asyncio
 import json
 import logging
 import os
@@ -14,7 +15,6 @@ from pathlib import Path
 from threading import Thread
 
 from tidemill.kvstore.errors import TidemillError
-from tidemill.kvstore.periodic import every
 from tidemill.workers.vllm import guard
 
 LINES_KEPT = 200
@@ -34,7 +34,8 @@ LEVELS = {"WARNING": logging.WARNING, "ERROR": logging.ERROR, "CRITICAL": loggin
 PREFIX = re.compile(r"^\(.*? pid=\d+\) +|^.*\[\w+\.py:\d+\] ")
 """The beginning of a line of vLLM: its process, or its level, time and place."""
 
-WATCH_S = 0.1
+REST_S_MAX = 0.1
+"""The time for the rest of a server to end by itself."""
 
 log = logging.getLogger(__name__)
 
@@ -87,11 +88,16 @@ class ServerProcess:
 
     async def watch(self) -> None:
         """Raise EngineEnded when the server has ended."""
-
-        async def check() -> None:
-            self.check()
-
-        await every(WATCH_S, check, "watch of vLLM", fatal=(EngineEnded,))
+        self.check()
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        process = os.pidfd_open(self._process.pid)
+        loop.add_reader(process, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(process)
+            os.close(process)
+        self.check()
 
     def stop(self) -> None:
         """End the server, as the end of this process does, and wait until none of its processes runs."""
@@ -106,7 +112,7 @@ class ServerProcess:
     def _end_rest(self) -> None:
         """Kill the processes of the server that outlive the guard, because that was killed: their output is
         still open."""
-        self._reader.join(WATCH_S)
+        self._reader.join(REST_S_MAX)
         if self._reader.is_alive() and self._group:
             with suppress(ProcessLookupError):
                 os.killpg(self._group, signal.SIGKILL)

@@ -250,7 +250,7 @@ async def test_load_counts_prompts_until_their_first_token() -> None:
 async def test_steps_are_timed_while_there_are_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps of other clients, and the time without requests, count for nothing."""
     monkeypatch.setattr(engine_module, "LOOK_S", 0.02)
-    monkeypatch.setattr(engine_module, "PUMP_S", 0.002)
+    monkeypatch.setattr(engine_module, "BUSY_S_MIN", 0.002)
     async with serving(VllmServer([None], [None])) as server:
         engine = await engine_of(server)
         running = asyncio.create_task(engine.run())
