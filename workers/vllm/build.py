@@ -137,12 +137,14 @@ def _joined(settings: VllmSettings) -> BuiltVllm:
     if not ask.is_ready():
         raise EngineEnded(f"no vLLM is ready at {settings.url}: start it, or leave its URL out of --engine")
     sources: dict[str, Any] = ask.json("/kv_event_sources")
+    addresses = [str(source["endpoint"]) for source in sources.values()]
     events = None
-    if len(sources) == 1:
-        address = str(next(iter(sources.values()))["endpoint"])
-        events = Subscription(address.replace("*", httpx.URL(settings.url).host))
+    if len(addresses) == 1 and "*" in addresses[0]:  # vLLM connects to an address without *
+        events = Subscription(addresses[0].replace("*", httpx.URL(settings.url).host))
     else:
-        log.warning("%s announces nothing: it needs --kv-events-config, and one engine", settings.url)
+        known = ", ".join(addresses) or "none"
+        fix = f"--kv-events-config with an endpoint like tcp://*:5557 (it has {known}), and one engine"
+        log.warning("%s announces nothing: it needs %s", settings.url, fix)
     return _built(settings, ask, events, None)
 
 

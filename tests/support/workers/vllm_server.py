@@ -95,6 +95,7 @@ class VllmServer:
         self.queried = 1000  # prompt tokens
         self.others = 0  # requests of other clients
         self.health = 200
+        self.sources: dict[str, Any] = {}  # of KV events
         self.closed = asyncio.Event()  # a client left before its answer ended
         self.url = ""
         self.tasks: set[asyncio.Task[object]] = set()
@@ -129,7 +130,7 @@ class VllmServer:
             case "/v1/models":
                 self._reply(writer, 200, b'{"data": [{"id": "m", "max_model_len": 512}]}')
             case "/kv_event_sources":
-                self._reply(writer, 200, b"{}")
+                self._reply(writer, 200, json.dumps(self.sources).encode())
             case _ if body.get("kv_transfer_params", {}).get("do_remote_decode"):
                 self.bodies.append(body)
                 await self._prefill(reader, writer)

@@ -294,7 +294,9 @@ def test_after_a_loss_it_is_on_trial_and_was_accepted() -> None:
     sent = [call.on_trial for kind, call in script.calls if kind == "generate"]
     assert sent == [False, False, True]
     assert [(ask.ttft_s_max, ask.resumed) for ask in script.asks] == [(5.0, False), (5.0, True), (5.0, True)]
-    assert [ask.wait_s_max for ask in script.asks] == [5.0, 60.0, 300.0], "a stream that has begun waits longest"
+    assert [ask.wait_s_max for ask in script.asks] == [5.0, 60.0, 300.0], (
+        "a stream that has begun waits longest"
+    )
     assert {ask.tenant for ask in script.asks} == {"t"}
     assert script.blamed == []
 

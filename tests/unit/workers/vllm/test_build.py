@@ -224,3 +224,26 @@ async def test_joined_server_is_asked_whether_it_knows_priorities(
             await built.engine.close()
     with pytest.raises(EngineEnded, match="no vLLM is ready at"):
         await asyncio.to_thread(build_vllm, settings, silent)
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "warned"),
+    [
+        (["tcp://*:5557"], ""),
+        ([], "it has none"),
+        (["tcp://127.0.0.1:5557"], "it has tcp://127.0.0.1:5557"),
+        (["tcp://*:5557", "tcp://*:5558"], "and one engine"),
+    ],
+)
+async def test_joined_server_that_announces_nothing_is_named(
+    settings_of: Callable[..., VllmSettings],
+    caplog: pytest.LogCaptureFixture,
+    endpoints: list[str],
+    warned: str,
+) -> None:
+    async with serving(VllmServer()) as server:
+        server.sources = {str(rank): {"endpoint": endpoint} for rank, endpoint in enumerate(endpoints)}
+        settings = settings_of(urls=(server.url,)).of_worker("mixed-0")
+        await (await asyncio.to_thread(build_vllm, settings, silent)).engine.close()
+    assert ("announces nothing" in caplog.text) == bool(warned)
+    assert warned in caplog.text
