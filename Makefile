@@ -104,7 +104,7 @@ gpu-parcel: setup
 check: setup
 	ruff check .
 	ruff format --check .
-	pyright
+	pyright --threads 2
 	python -m pytest tests/tidy
 
 # Sizes by folder: counts that fail nothing.
