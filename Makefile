@@ -101,10 +101,11 @@ gpu: setup
 gpu-parcel: setup
 	python -m benchmarks.gpu.parcel dist/gpu-parcel
 
+TYPE_THREADS := 2
 check: setup
 	ruff check .
 	ruff format --check .
-	pyright --threads 2
+	pyright --threads $(TYPE_THREADS)
 	python -m pytest tests/tidy
 
 # Sizes by folder: counts that fail nothing.
