@@ -2,7 +2,7 @@
 without a store, whatever the store does."""
 
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from benchmarks.engines.stored import connector
 from benchmarks.peers.works import drawn
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.mooncake import Mooncake, end, frozen, mooncake
+from tests.support.mooncake import Mooncake, end, frozen, is_asked, mooncake, slowed
 from tests.support.waits import EVENTUALLY_S_MAX, eventually
 from tidemill.kvstore.stores.seal import SEAL_BYTES
 
 LENT_BYTES = 512 << 20
-PROMPTS = 12
+PROMPTS = 32
 NAMES = "vllm:tidemill_"
 MODELS = {"dense": (1300, ()), "hybrid": (2300, ("--mamba-cache-mode", "align"))}
 """The tokens of a prompt, some more than 1,024 in whole blocks, and the flags of each model."""
@@ -60,12 +60,14 @@ class Saved(NamedTuple):
 
 @dataclass
 class Servers:
-    """A vLLM that saves into both stores, one that has each of them, and prompts that none has seen, with the
-    answers of a vLLM alone: computed, and from its own cache."""
+    """A vLLM that saves into both stores, one that has each of them, `start` for one more, and prompts that
+    none has seen, with the answers of a vLLM alone: computed, and from its own cache, of the first prompt
+    also from parts of it."""
 
     prompts: list[tuple[tuple[int, ...], set[str]]]
     first: Running
-    second: Mapping[str, Running]
+    second: dict[str, Running]
+    start: Callable[[str], Running]
     folder: Path
     service: Mooncake
     keeps_states: bool
@@ -86,13 +88,27 @@ class Servers:
             for _ in range(3):  # vLLM keeps states for what it meets again
                 assert answer(self.first, prompt)[0] in expected
             eventually(lambda: self._has_saved(before, ended))  # noqa: B023 - called in this round
-            if new := self.names(store) - before:
+            if (new := self.names(store) - before) >= self.names("folder") - before:
                 return Saved(prompt, expected, new)
 
     def _has_saved(self, before: set[str], ended: int) -> bool:
         new = self.names("folder") - before
         has_state = any(name.endswith(".c") for name in new) or not self.keeps_states
         return bool(new) and has_state and saves(self.first) - ended >= len(new)
+
+
+def empty(server: Running) -> None:
+    """Empty the own cache of a server."""
+    url = f"{server.url}/reset_prefix_cache"
+    eventually(lambda: httpx.post(url, timeout=EVENTUALLY_S_MAX).json()["success"])
+
+
+def loads(server: Running, saved: Saved) -> bool:
+    """Return whether a server with an empty cache of its own loads a prompt. Its answer is as expected."""
+    empty(server)
+    text, loaded_tokens = answer(server, saved.prompt)
+    assert text in saved.expected
+    return loaded_tokens >= 1024
 
 
 def saves(server: Running) -> int:
@@ -116,16 +132,21 @@ def servers(
 
         more = ("--enable-prompt-tokens-details", *flags)
 
-        def start(*urls: str) -> Running:
-            return stack.enter_context(scene.vllm(*more, "--kv-transfer-config", connector(",".join(urls))))
+        def start(*names: str) -> Running:
+            url = ",".join(stores[name] for name in names)
+            return stack.enter_context(scene.vllm(*more, "--kv-transfer-config", connector(url)))
 
         rng = Random(0)
         prompts = [drawn(rng, prompt_tokens) for _ in range(PROMPTS)]
         with scene.vllm(*more) as plain:
             answers = [{answer(plain, prompt)[0] for _ in range(3)} for prompt in prompts]
-        second = {name: start(url) for name, url in stores.items()}
-        first = start(*stores.values())
-        yield Servers([*zip(prompts, answers, strict=True)], first, second, folder, service, bool(flags))
+            for length in range(128, prompt_tokens, 128):  # where a part is cached, sums round differently
+                empty(plain)
+                answer(plain, prompts[0][:length], 1)
+                answers[0].add(answer(plain, prompts[0])[0])
+        second = {name: start(name) for name in stores}
+        first, unseen = start(*stores), [*zip(prompts, answers, strict=True)]
+        yield Servers(unseen, first, second, start, folder, service, bool(flags))
 
 
 def flip_files(servers: Servers, objects: set[str]) -> None:
@@ -180,7 +201,7 @@ def test_mooncake_that_stands_still_is_not_waited_for(servers: Servers, part: st
     assert new["trips"] == 1, new
     assert new["loads failed"] == (part == "owner"), new
     again = servers.save("mooncake")
-    eventually(lambda: answer(second, again.prompt)[1] >= 1024)
+    eventually(lambda: loads(second, again))
 
 
 def test_mooncake_that_has_ended_is_not_waited_for(servers: Servers) -> None:
@@ -192,10 +213,61 @@ def test_mooncake_that_has_ended_is_not_waited_for(servers: Servers) -> None:
     servers.service.start_master()
 
 
+@pytest.mark.parametrize(
+    ("part", "counted"), [("owner", {"trips", "loads failed", "objects load hit"}), ("master", {"trips"})]
+)
+def test_mooncake_that_is_slow_is_not_waited_for(servers: Servers, part: str, counted: set[str]) -> None:
+    saved, second = servers.save("mooncake"), servers.second["mooncake"]
+    before = counts(second)
+
+    def was_late() -> bool:
+        loads(second, saved)
+        return counted <= (counts(second) - before).keys()
+
+    with slowed(servers.service.master if part == "master" else servers.service.owners[0]):
+        eventually(was_late)
+        prompt, expected = servers.prompts.pop()
+        assert answer(servers.first, prompt)[0] in expected  # saves late
+    assert not (counts(second) - before)["objects load corrupt"]
+    again = servers.save("mooncake")
+    eventually(lambda: loads(second, again))
+
+
+def test_mooncake_owner_that_is_killed_amid_a_load_is_replaced(servers: Servers) -> None:
+    saved, second, owner = servers.save("mooncake"), servers.second["mooncake"], servers.service.owners[0]
+    before = counts(second)
+    with ThreadPoolExecutor(1) as asking, frozen(owner):
+        asked = asking.submit(answer, second, saved.prompt)
+        eventually(lambda: is_asked(owner))
+        end(servers.service.owners.pop())
+    assert asked.result()[0] in saved.expected
+    new = counts(second) - before
+    assert (new["loads whole"], new["loads failed"]) == (0, 1), new
+    eventually(lambda: not servers.names("mooncake"))
+    servers.service.start_owner()
+    again = servers.save("mooncake")
+    eventually(lambda: loads(second, again))
+
+
+def test_server_that_is_killed_amid_a_load_harms_no_object(servers: Servers) -> None:
+    saved, second, owner = servers.save("mooncake"), servers.second["mooncake"], servers.service.owners[0]
+    with ThreadPoolExecutor(1) as asking, frozen(owner):
+        asked = asking.submit(answer, second, saved.prompt, 1000)
+        eventually(lambda: is_asked(owner))
+        for process in [*second.root.children(recursive=True), second.root]:
+            process.kill()
+        with pytest.raises(httpx.HTTPError):
+            asked.result()
+    servers.save("mooncake")  # the first server answers
+    third = servers.second["mooncake"] = servers.start("mooncake")
+    assert loads(third, saved)
+    assert not counts(third)["loads failed"]
+
+
 def test_killed_server_leaves_whole_objects(servers: Servers) -> None:
     """It is killed amid its saves: some files are there, and Mooncake's transfer hangs."""
     kept = {store: servers.save(store) for store in servers.second}
-    prompt, expected = servers.prompts.pop()
+    prompt, expected = servers.prompts[0]
     before = servers.names("folder")
     with ThreadPoolExecutor(1) as asking, frozen(servers.service.owners[0]):
         asked = asking.submit(answer, servers.first, prompt, 1000)
@@ -207,7 +279,5 @@ def test_killed_server_leaves_whole_objects(servers: Servers) -> None:
     for store, second in servers.second.items():
         start = counts(second)
         assert answer(second, prompt)[0] in expected
-        text, loaded_tokens = answer(second, kept[store].prompt)
-        assert text in kept[store].expected
-        assert loaded_tokens >= 1024
+        assert loads(second, kept[store])
         assert not (counts(second) - start)["objects load corrupt"]

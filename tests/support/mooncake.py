@@ -17,6 +17,7 @@ from typing import Any
 from urllib.request import urlopen
 
 import numpy as np
+import psutil
 
 from tests.support.sockets import free_port
 from tests.support.waits import eventually
@@ -121,7 +122,26 @@ def frozen(process: subprocess.Popen[str]) -> Generator[None]:
     try:
         yield
     finally:
-        os.kill(process.pid, signal.SIGCONT)
+        process.send_signal(signal.SIGCONT)  # unless it was killed in the block
+
+
+@contextmanager
+def slowed(process: subprocess.Popen[str]) -> Generator[None]:
+    """Let a child run for moments between stops that are shorter than the limits of the library, stopped
+    first, so that operations end late."""
+    moment = f"sleep 2; kill -CONT {process.pid}; sleep 0.02; kill -STOP {process.pid}"
+    with frozen(process), subprocess.Popen(["/bin/sh", "-c", f"while {moment}; do :; done"]) as moments:
+        try:
+            yield
+        finally:
+            moments.kill()
+
+
+def is_asked(process: subprocess.Popen[str]) -> bool:
+    """Return whether an owner has not read what has arrived at its port."""
+    ports = {f"{found.laddr.port:04X}" for found in psutil.Process(process.pid).net_connections("tcp6")}
+    rows = [line.split() for line in Path("/proc/net/tcp6").read_text().splitlines()]
+    return any(row[1][-4:] in ports and int(row[4].partition(":")[2], 16) for row in rows[1:])
 
 
 @contextmanager
