@@ -64,6 +64,7 @@ class SchedulerSide:
         self._requests: dict[str, Any] = {}
         self._tracked: dict[str, Tracked] = {}
         self._pending_loads: dict[str, list[BlockMove]] = {}
+        self._counted_trips = 0
 
     def match(self, request: Any, computed: int) -> int | None:
         """Return how many tokens can be loaded beyond `computed`, None while the store has not answered."""
@@ -137,6 +138,12 @@ class SchedulerSide:
             for group, block_id, depth in ends
             if start < depth <= end
         ]
+
+    def take_counts(self) -> dict[str, int]:
+        """Return what is new, as WorkerSide.take_counts does: both open the store, and ask it apart."""
+        trips = self._store.stats().trips
+        new, self._counted_trips = trips - self._counted_trips, trips
+        return {"trips": new} if new else {}
 
     def compute(self, request_ids: Iterable[str]) -> None:
         """Load nothing more for these requests, because a load failed."""

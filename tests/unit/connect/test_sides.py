@@ -4,7 +4,7 @@
 import asyncio
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
 from time import monotonic, sleep
@@ -359,3 +359,13 @@ def test_a_late_store_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.Monk
         finally:
             late.ends.set()
     store.close()
+
+
+def test_scheduler_counts_the_trips_of_its_own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(tmp_path) as made:
+        store = made.scheduler._store
+        assert made.scheduler.take_counts() == {}
+        stats = replace(store.stats(), trips=2)
+        monkeypatch.setattr(store, "stats", lambda: stats)
+        assert made.scheduler.take_counts() == {"trips": 2}
+        assert made.scheduler.take_counts() == {}
