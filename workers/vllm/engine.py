@@ -49,7 +49,7 @@ IDLE_LOOKS_S = 5.0
 """The same for a server that has no requests and had none at the last look."""
 
 BUSY_S_MIN = 0.05
-"""The shortest time with requests that says something about steps."""
+"""The shortest time with requests of which steps are timed."""
 
 PULL_LOOK_S = 0.05
 
