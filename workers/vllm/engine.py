@@ -46,7 +46,7 @@ LOOK_S = 2.0
 """The period in which the server's metrics are read, which costs it some milliseconds."""
 
 IDLE_LOOKS_S = 5.0
-"""The same for a server that has no requests and had none at the last look."""
+"""The same for a server that has no requests, and had none since the last look."""
 
 BUSY_S_MIN = 0.05
 """The shortest time with requests of which steps are timed."""
@@ -273,7 +273,8 @@ class VllmEngine:
 
     async def _look(self) -> None:
         now_s = _now_s()
-        if not (self._calls or self._metrics.running or now_s - self._looked_s > IDLE_LOOKS_S):
+        is_quiet = not (self._calls or self._busy_s or self._metrics.running)
+        if is_quiet and now_s - self._looked_s < IDLE_LOOKS_S:
             return
         try:
             metrics = await self._client.metrics()
