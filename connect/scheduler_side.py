@@ -140,7 +140,8 @@ class SchedulerSide:
         ]
 
     def take_counts(self) -> dict[str, int]:
-        """Return what is new, as WorkerSide.take_counts does: both open the store, and ask it apart."""
+        """Return how often the breaker of this side's own store has opened since the last call, by the name
+        of the counter."""
         trips = self._store.stats().trips
         new, self._counted_trips = trips - self._counted_trips, trips
         return {"trips": new} if new else {}

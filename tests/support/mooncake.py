@@ -127,8 +127,7 @@ def frozen(process: subprocess.Popen[str]) -> Generator[None]:
 
 @contextmanager
 def slowed(process: subprocess.Popen[str]) -> Generator[None]:
-    """Let a child run for moments between stops that are shorter than the limits of the library, stopped
-    first, so that operations end late."""
+    """Stop a child, and let it run for 20 ms every 2 s: operations end late, within the library's limits."""
     moment = f"sleep 2; kill -CONT {process.pid}; sleep 0.02; kill -STOP {process.pid}"
     with frozen(process), subprocess.Popen(["/bin/sh", "-c", f"while {moment}; do :; done"]) as moments:
         try:

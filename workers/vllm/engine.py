@@ -45,9 +45,6 @@ PUMP_S = 0.25
 LOOK_S = 2.0
 """The period in which the server's metrics are read, which costs it some milliseconds."""
 
-IDLE_LOOKS_S = 5.0
-"""The same for a server that has no requests, and had none since the last look."""
-
 BUSY_S_MIN = 0.05
 """The shortest time with requests of which steps are timed."""
 
@@ -273,9 +270,6 @@ class VllmEngine:
 
     async def _look(self) -> None:
         now_s = _now_s()
-        is_quiet = not (self._calls or self._busy_s or self._metrics.running)
-        if is_quiet and now_s - self._looked_s < IDLE_LOOKS_S:
-            return
         try:
             metrics = await self._client.metrics()
         except WorkerGone as error:
