@@ -8,8 +8,10 @@ import os
 import secrets
 import signal
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import settings
 from xdist.remote import Producer  # pyright: ignore[reportMissingTypeStubs]
@@ -117,6 +119,19 @@ class ByServer(LoadFileScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByServer | None:
     return ByServer(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+def pytest_testnodedown(node: WorkerController, error: object) -> None:
+    """Kill what a process of tests that crashed, or was ended because it hung, leaves."""
+    if error:
+        left = {
+            "PYTEST_XDIST_WORKER": node.gateway.id,
+            "PYTEST_XDIST_TESTRUNUID": node.workerinput["testrunuid"],
+        }
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if left.items() <= process.environ().items():
+                    process.kill()
 
 
 @pytest.fixture(scope="session")

@@ -38,6 +38,7 @@ class Nodes:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(16),
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",  # at Ray's 15 actors wait for the tests beside them
             **({"RAY_REDIS_ADDRESS": redis} if redis else {}),
         }
         self._labels = labels
