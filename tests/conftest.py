@@ -18,6 +18,7 @@ from xdist.remote import Producer  # pyright: ignore[reportMissingTypeStubs]
 from xdist.scheduler import LoadFileScheduling  # pyright: ignore[reportMissingTypeStubs]
 from xdist.workermanage import WorkerController  # pyright: ignore[reportMissingTypeStubs]
 
+from tests.support.e2e.server import SHARES_SERVER
 from tidemill.cluster.settings import ray_environ
 
 # Ray reads its environment when it is imported, by whichever test is collected first.
@@ -82,17 +83,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     seeds = given.keys() & {"seed"} & inspect.signature(run).parameters.keys()
     run(test(**given), **{name: given[name] for name in seeds})
     return True
-
-
-SHARES_SERVER = {
-    "tests/e2e/test_clients.py",
-    "tests/e2e/machine/test_fuzz_ports.py",
-    "tests/e2e/machine/test_optimized.py",
-    "tests/e2e/test_serving.py",
-    "tests/e2e/lifecycle/test_docs_commands.py",
-    "tests/e2e/lifecycle/test_try.py",
-}
-"""The files that use the server of tests/e2e/conftest.py: one process runs them."""
 
 
 class ByServer(LoadFileScheduling):

@@ -23,6 +23,16 @@ from tidemill.cluster.processes.system.private_folder import LOCK
 
 READY = "ready: "
 MARK = "TIDEMILL_TEST_RUN"
+SHARES_SERVER = {
+    "tests/e2e/test_clients.py",
+    "tests/e2e/machine/test_fuzz_ports.py",
+    "tests/e2e/machine/test_optimized.py",
+    "tests/e2e/test_serving.py",
+    "tests/e2e/lifecycle/test_docs_commands.py",
+    "tests/e2e/lifecycle/test_try.py",
+}
+"""The files that use the server of tests/e2e/conftest.py: one process runs them."""
+
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """An SSL context for clients that ask often; httpx would read all certificates of the system for each."""
 
