@@ -39,7 +39,6 @@ TASKS = {
     "cluster/worker/worker_process.py": {WORKER},
     "kvstore/stores/circuit_breaker.py": {WORKER},
     "workers/vllm/engine.py": {WORKER},
-    "workers/vllm/server_process.py": {WORKER},
 }
 """The metrics of the processes that run what a file repeats."""
 

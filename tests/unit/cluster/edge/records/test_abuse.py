@@ -6,7 +6,7 @@ import resource
 import sqlite3
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -213,13 +213,17 @@ async def locked(path: Path) -> AsyncGenerator[None]:
 
 @asynccontextmanager
 async def full(path: Path) -> AsyncGenerator[None]:
-    """The write-ahead log of the database cannot grow."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.with_name(f"{path.name}-wal").stat().st_size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    """The write-ahead log of the database cannot grow. It is emptied and written, because after a checkpoint
+    it would be written again from its begin."""
+    log, before = path.with_name(f"{path.name}-wal"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    with closing(sqlite3.connect(path, isolation_level=None)) as filler:
+        filler.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        filler.execute("CREATE TABLE filler AS SELECT zeroblob(400000)")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (log.stat().st_size, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @asynccontextmanager
