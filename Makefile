@@ -101,11 +101,10 @@ gpu: setup
 gpu-parcel: setup
 	python -m benchmarks.gpu.parcel dist/gpu-parcel
 
-TYPE_THREADS := 2
 check: setup
 	ruff check .
 	ruff format --check .
-	pyright --threads $(TYPE_THREADS)
+	pyrefly check
 	python -m pytest tests/tidy
 
 # Sizes by folder: counts that fail nothing.

@@ -1,4 +1,5 @@
-# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
+# pyrefly: ignore-errors[unexpected-keyword, unknown-attribute-access]
+# pyrefly: ignore-errors[unknown-argument-type, unknown-variable-type]
 # ruff: noqa: ANN401, ARG002 - names and types are those of vLLM, which is not installed here
 """`TidemillConnector`: a KV connector of vLLM (V1) over the page stores. Only this file imports vLLM.
 

@@ -1,4 +1,3 @@
-# pyright: reportUnknownVariableType=false
 """The identity of an engine's weights: pages of other weights are other bytes under the same tokens."""
 
 import re

@@ -145,7 +145,7 @@ def operators(
         case "reference":
             if compute_dtype == "float32":
                 return REFERENCE
-            rounded = {
+            rounded: dict[str, Any] = {
                 name: partial(getattr(REFERENCE, name), compute_dtype=compute_dtype) for name in ROUNDED
             }
             return replace(REFERENCE, compute_dtype=compute_dtype, **rounded)

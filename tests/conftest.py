@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 from hypothesis import settings
-from xdist.remote import Producer  # pyright: ignore[reportMissingTypeStubs]
-from xdist.scheduler import LoadFileScheduling  # pyright: ignore[reportMissingTypeStubs]
-from xdist.workermanage import WorkerController  # pyright: ignore[reportMissingTypeStubs]
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
 
 from tests.support.e2e.server import SHARES_SERVER
 from tidemill.cluster.settings import ray_environ
@@ -91,7 +91,7 @@ class ByServer(LoadFileScheduling):
     The third process takes files from the end: two wait for the servers of e2e, and it computes meanwhile."""
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        if str(node.gateway.id) == "gw2":  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+        if node.gateway.id == "gw2":
             self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
         super()._assign_work_unit(node)
 

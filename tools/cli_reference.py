@@ -48,7 +48,7 @@ def _options(command: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def _is_shown(action: argparse.Action) -> bool:
-    hidden = isinstance(action, argparse._HelpAction | argparse._SubParsersAction)  # noqa: SLF001
+    hidden = isinstance(action, (argparse._HelpAction, argparse._SubParsersAction))  # noqa: SLF001
     return not hidden and action.help != argparse.SUPPRESS
 
 

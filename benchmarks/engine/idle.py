@@ -154,7 +154,7 @@ def runner_of(clock: Clock, rows: int, *, overlapped: bool) -> TorchRunner:
     if not overlapped:
         return TorchRunner(model, caches, LAYOUT.page_tokens, threads=1)
     tables = PageTables(rows, PAGES_MAX, windows=False)
-    return OverlappedRunner(model, caches, LAYOUT.page_tokens, 1, ClockStream(clock), None, tables)
+    return OverlappedRunner(model, caches, LAYOUT.page_tokens, 1, ClockStream(clock), None, tables)  # pyrefly: ignore[bad-argument-type]
 
 
 def root_of(salt: str) -> PageKey:

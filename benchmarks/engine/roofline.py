@@ -1,5 +1,3 @@
-# pyright: basic
-# torch and safetensors have few usable types.
 """The time of each operator in a step of a model, and the step's share of its limit, on one core or more.
 
     python -m benchmarks.engine.roofline FOLDER [--threads N]
@@ -75,8 +73,8 @@ def timed(plain: Operators, spent_s: dict[str, float]) -> Operators:
 
         return run
 
-    calls: dict[str, Any] = {name: getattr(plain, name) for name in NAMES}
-    return replace(plain, **{name: clocked(name, call) for name, call in calls.items() if name != "pack"})
+    timed: dict[str, Any] = {name: clocked(name, getattr(plain, name)) for name in NAMES if name != "pack"}
+    return replace(plain, **timed)
 
 
 def matmul_flops_s(dtype: torch.dtype) -> float:

@@ -13,6 +13,7 @@ import random
 from itertools import pairwise
 from math import expm1
 from pathlib import Path
+from typing import Any
 
 from tidemill import LLM, SamplingParams
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
@@ -22,9 +23,8 @@ ENDS = (1, 1_024, 4_096, 8_192, 16_384, 32_768, 65_536)
 
 def logprobs(model: str, option: str, value: str, tokens: list[int]) -> list[float]:
     asked = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-    with LLM(
-        model, **{option: None if value == "none" else value}, memory="4GiB", max_model_len=len(tokens) + 1
-    ) as llm:
+    options: dict[str, Any] = {option: None if value == "none" else value}
+    with LLM(model, **options, memory="4GiB", max_model_len=len(tokens) + 1) as llm:
         (output,) = llm.generate([tokens], asked)
     assert output.prompt_logprobs is not None
     return [next(iter(scores.values())).logprob for scores in output.prompt_logprobs if scores]

@@ -56,5 +56,5 @@ def build(
 
 
 if __name__ == "__main__":
-    fleets.WorkerSettings = partial(fleets.WorkerSettings, build="benchmarks.faults.witness:build")
+    fleets.WorkerSettings = partial(fleets.WorkerSettings, build="benchmarks.faults.witness:build")  # pyrefly: ignore[bad-assignment]
     sys.exit(cli.main())

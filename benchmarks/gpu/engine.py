@@ -1,5 +1,3 @@
-# pyright: basic
-# torch's devices have no types.
 """Steps of a Qwen3-Next-shaped random model as a worker runs them, against the roofline; page copies.
 
     python -m benchmarks.gpu.engine --folder FOLDER [--layers 8] [--short] [--tiny]

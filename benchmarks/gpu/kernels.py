@@ -1,5 +1,3 @@
-# pyright: basic
-# Peers and Triton have no types.
 """Each Triton operator on a device: its share of the roofline, and its peers where they import.
 
     python -m benchmarks.gpu.kernels --folder FOLDER [--names REGEX] [--tiny] [--once]
@@ -47,8 +45,8 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         if self._is_cuda:
-            self._other, self._sum = torch.ones(FLUSH_BYTES // 4), torch.empty(1)
-            self._reads = {calls: self._graph(self._flush, calls) for calls in (CALLS, SHORT_CALLS)}
+            self._other, self._sum = torch.ones(FLUSH_BYTES // 4), torch.empty(1)  # pyrefly: ignore[possibly-uninitialized-attribute]
+            self._reads = {calls: self._graph(self._flush, calls) for calls in (CALLS, SHORT_CALLS)}  # pyrefly: ignore[possibly-uninitialized-attribute]
 
     def seconds(self, call: Call) -> float:
         """Return the time of a call; one that cannot be captured is timed alone, with what lies between its

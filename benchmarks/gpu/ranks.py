@@ -1,4 +1,3 @@
-# pyright: basic
 """Two ranks of keeper answer as one rank does: on one GPU over gloo, or on two over NCCL.
 
     python -m benchmarks.gpu.ranks gloo|nccl|one-shot|ahead [--device cpu]

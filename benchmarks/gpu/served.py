@@ -1,4 +1,3 @@
-# pyright: basic
 """A whole server with Ray and HTTP on a device: streams through a killed worker, and the speed of a model.
 
     python -m benchmarks.gpu.served kill --folder FOLDER [--device cpu]

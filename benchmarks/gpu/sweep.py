@@ -1,5 +1,3 @@
-# pyright: basic
-# Triton has no types.
 """Time both products of Qwen3-Next's experts with many tilings, and print the fastest ones.
 
     python -m benchmarks.gpu.sweep --folder FOLDER [--limit-s 50] [--tiny]

@@ -1,5 +1,3 @@
-# pyright: basic, reportMissingImports=false
-# Peers have no types.
 """The cases of `gpu_kernels`: each operator at the sizes of a layer of Qwen3-Next-80B-A3B, and its peers."""
 
 from collections.abc import Callable, Iterator

@@ -1,5 +1,3 @@
-# pyright: basic
-# torch has few usable types.
 """The operators at the sizes of small models, with what each must move and compute at least."""
 
 from collections.abc import Callable, Iterator

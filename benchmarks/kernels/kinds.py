@@ -1,5 +1,3 @@
-# pyright: basic
-# torch has few usable types.
 """Time products with each kind of stored weights and write results/kinds.jsonl.
 
     python -m benchmarks.kernels.kinds [--quick]

@@ -1,5 +1,3 @@
-# pyright: basic
-# torch has few usable types.
 """The models that are measured, and the rows of a step."""
 
 from typing import Any

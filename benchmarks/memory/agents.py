@@ -140,7 +140,7 @@ class Work:
         pauses_s = pauses_of(requests, setup)
         with patch(
             "tidemill.cluster.simulate.engines.PrefixIndex",
-            lambda layout, _: FutureIndex(layout, pauses_s),  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+            lambda layout, _: FutureIndex(layout, pauses_s),
         ):
             return simulate(requests, setup).figures()
 

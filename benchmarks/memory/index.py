@@ -154,9 +154,10 @@ def growth(speeds: Sequence[Speed]) -> dict[str, dict[str, float]]:
         of_policy = sorted(
             (speed for speed in speeds if speed.policy == policy), key=lambda speed: speed.entries
         )
-        small, large = asdict(of_policy[0]), asdict(of_policy[-1])
+        small, large = of_policy[0], of_policy[-1]
         found[policy] = {
-            name: small[f"{name}_pages_per_s"] / large[f"{name}_pages_per_s"] for name in OPERATIONS
+            name: getattr(small, f"{name}_pages_per_s") / getattr(large, f"{name}_pages_per_s")
+            for name in OPERATIONS
         }
     return found
 

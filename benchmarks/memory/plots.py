@@ -1,5 +1,3 @@
-# pyright: basic
-# matplotlib has incomplete types
 """The plot of the memory benchmark: throughput by split."""
 
 from collections.abc import Mapping

@@ -1,5 +1,3 @@
-# pyright: basic
-# torch, transformers and safetensors have few usable types.
 """Models that the servers share: random ones in bfloat16 or with matrices as integers, and SmolLM2."""
 
 import json

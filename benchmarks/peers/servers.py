@@ -8,7 +8,7 @@ import sys
 import tarfile
 import time
 import venv
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -171,7 +171,7 @@ def command_of(
 
 
 @contextmanager
-def started(command: list[str], settings: dict[str, str], url: str, log: Path) -> Iterator[psutil.Process]:
+def started(command: list[str], settings: dict[str, str], url: str, log: Path) -> Generator[psutil.Process]:
     """Start a server and wait until it answers; end it and its processes after the block."""
     if _answers(url):
         raise SystemExit(f"another server answers at {url}: end it")

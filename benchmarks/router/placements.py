@@ -101,8 +101,8 @@ def whole(service: RouterService, frames: list[bytes]) -> float:
 
 def parts(router: Router, frames: list[bytes], compiled: CompiledPlacement | None) -> dict[str, float]:
     """Return the microseconds of each part of one placement."""
-    fleet: Fleet = router._fleet  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - timed from inside
-    shedder = router._load_shedder  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    fleet: Fleet = router._fleet  # noqa: SLF001 - timed from inside
+    shedder = router._load_shedder  # noqa: SLF001
     spent: dict[str, float] = {}
     at_s = time.thread_time()
 

@@ -1,5 +1,3 @@
-# pyright: basic
-# The Mooncake library is compiled and has no types.
 """Ways to move the same objects: through a page store, or raw through the library alone."""
 
 import time
@@ -46,7 +44,7 @@ class Memory:
     def arrived(self, calls: Sequence["Call"]) -> bool:
         """Return whether the target has the bytes of these calls."""
         end = sum(num_bytes for call in calls for num_bytes in call.sizes)
-        return bool(np.array_equal(self.source[:end], self.target[:end]))
+        return np.array_equal(self.source[:end], self.target[:end])
 
     def _call(self, sized: Sized, start: int, rng: Random) -> "Call":
         keys = [ObjectKey(kind, PageKey(rng.randbytes(DIGEST_BYTES))) for kind, _ in sized]

@@ -71,7 +71,7 @@ def sharegpt(source: ShareGptFile, rng: Random) -> Workload:
 def _first_pair(entry: object) -> tuple[str, str] | None:
     fields = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
     turns = fields.get("conversations")
-    match cast("list[object]", turns)[:2] if isinstance(turns, list) else []:
+    match cast("list[Any]", turns)[:2] if isinstance(turns, list) else []:
         case [{"value": str(question)}, {"value": str(answer)}] if question:
             return question, answer
         case _:

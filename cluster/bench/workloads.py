@@ -164,7 +164,7 @@ def multi_turn(rng: Random, vocab_size: int, shape: MultiTurnShape) -> Workload:
             history += drawn_tokens(rng, vocab_size, asked)
             items.append(_turn(items, turn, history, shape.output_len, conversation, cuts=cuts))
             answered = history + drawn_tokens(rng, vocab_size, shape.output_len)
-            cuts += (len(history), len(answered))
+            cuts = (*cuts, len(history), len(answered))
             history = answered
     return Workload("multi-turn", tuple(items))
 

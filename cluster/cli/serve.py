@@ -155,7 +155,7 @@ def routers_of(text: str) -> tuple[str, ...]:
 
 def add_flags(command: argparse.ArgumentParser, flags: Sequence[KeyFlag]) -> dict[str, Any]:
     """Add the flags in groups by their sections, and return the groups."""
-    sections = {
+    sections: dict[str, Any] = {
         section: command.add_argument_group(section)
         for section in dict.fromkeys(flag.section for flag in flags)
     }

@@ -118,7 +118,7 @@ def _request(
             return response
 
 
-def _json(response: httpx.Response) -> object:
+def _json(response: httpx.Response) -> Any:  # noqa: ANN401 - JSON
     try:
         return response.json()
     except ValueError:

@@ -62,7 +62,7 @@ def _counts(texts: Iterable[str]) -> dict[Role, int]:
     for text in texts:
         role, _, number = text.partition("=")
         if role not in get_args(Role) or not (number.isascii() and number.isdecimal()):
-            roles = ", ".join(get_args(Role))
+            roles: str = ", ".join(get_args(Role))
             raise UsageError(f"{text}: write a role and a number, like decode=4; roles are {roles}")
         if role in counts:
             raise UsageError(f"{text}: {role} is given twice")

@@ -95,7 +95,7 @@ def _fix(problem: ErrorDetails) -> str:
     if kind == "value_error":
         return str(limits["error"])
     if kind in TYPES:
-        is_long = isinstance(problem["input"], dict | list)
+        is_long = isinstance(problem["input"], (dict, list))
         return f"{'this' if is_long else f'is {given}: it'} takes {TYPES[kind]}"
     return FIXES[kind].format(given=given, **limits) if kind in FIXES else problem["msg"]
 

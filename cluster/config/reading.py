@@ -63,7 +63,7 @@ def _parse(text: str, source: str) -> object:
         if root is None:
             return {}
         _check_keys(root)
-        return cast("object", loader.construct_document(root))  # pyright: ignore[reportUnknownMemberType] - PyYAML's stubs leave it open
+        return cast("object", loader.construct_document(root))
     except RecursionError:
         raise ConfigError(["is nested too deep for a configuration"], source) from None
     except (yaml.YAMLError, ValueError) as error:

@@ -46,7 +46,7 @@ class Spec:
         return made
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Collected:
     """A collector of prometheus_client."""
 

@@ -167,7 +167,7 @@ def note_signals(numbers: Iterable[int]) -> None:
             signal.signal(number, _note)
 
 
-def _set_none(_: object) -> None: ...
+def _set_none(sigterm_handler: object) -> None: ...
 
 
 def _note(number: int, _: FrameType | None) -> None:

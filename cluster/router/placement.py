@@ -113,7 +113,7 @@ def route_of(
     return Route(
         decode=decode.worker,
         decode_address=decode.address,
-        prefill=hop and hop.worker,
+        prefill=hop.worker if hop else None,
         prefill_address=hop.address if hop else "",
         gap_tokens_max=GAP_PAGES_MAX * decode.page_tokens if hop else None,
         predicted_s=predicted_s,

@@ -84,7 +84,7 @@ class RouterClient:
             first=by_router,
             service=ORDERS,
         )
-        reply: Any = decode(Answer[answer_type(kind)], data)
+        reply: Any = decode(Answer[answer_type(kind)], data)  # pyrefly: ignore[invalid-annotation]
         if reply.refused is not None:
             raise reply.refused.error()
         return reply.answer

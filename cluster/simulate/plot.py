@@ -1,5 +1,3 @@
-# pyright: basic
-# matplotlib has no complete types
 """The plot of a simulated run."""
 
 from pathlib import Path

@@ -163,7 +163,7 @@ def _parse(line: str, where: str) -> TraceRequest:
 def _hints(fields: dict[str, Any], where: str) -> Hints:
     depths, session, retain_s = (fields.get(name, empty) for name, empty in NO_HINTS._asdict().items())
     if not (
-        isinstance(depths, list | tuple)
+        isinstance(depths, (list, tuple))
         and all(isinstance(depth, int) and depth > 0 for depth in cast("list[object]", depths))
         and isinstance(session, str)
         and isinstance(retain_s, int | float)

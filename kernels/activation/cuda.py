@@ -1,6 +1,5 @@
-# pyright: basic, reportIndexIssue=false, reportArgumentType=false
+# pyrefly: ignore-errors[bad-argument-type]
 # ruff: noqa: ANN001, ANN201 - Triton takes annotations of kernels for its own types
-# Nor has it types that pyright could check.
 """`silu_mul` and `sigmoid_mul` on CUDA."""
 
 import torch

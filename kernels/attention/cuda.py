@@ -1,7 +1,5 @@
-# pyright: basic, reportIndexIssue=false, reportCallIssue=false
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyrefly: ignore-errors[bad-argument-type, bad-keyword-argument, unbound-name, unexpected-keyword]
 # ruff: noqa: ANN001, ANN201 - Triton takes annotations of kernels for its own types
-# Nor has it types that pyright could check.
 """`attention` on CUDA, and in Triton's interpreter where the tests ask for it.
 
 A row of one token is cut at fixed places into spans of keys, to which programs attend side by side and

@@ -1,7 +1,5 @@
-# pyright: basic, reportIndexIssue=false, reportCallIssue=false
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyrefly: ignore-errors[bad-argument-type, missing-attribute, unexpected-keyword]
 # ruff: noqa: ANN001, ANN201 - Triton takes annotations of kernels for its own types
-# Nor has it types that pyright could check.
 """Lists of what there is to do in a step for the programs of `attention` on CUDA.
 
 A CUDA graph has the grid of its longest sequences, where nearly all combinations of rows, tiles and spans are

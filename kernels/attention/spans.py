@@ -1,7 +1,4 @@
-# pyright: basic, reportIndexIssue=false, reportCallIssue=false
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # ruff: noqa: ANN001, ANN201 - Triton takes annotations of kernels for its own types
-# Nor has it types that pyright could check.
 """The kernels of `attention` on CUDA that cut a sequence into spans of keys and add up their results."""
 
 import triton

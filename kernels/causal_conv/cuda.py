@@ -1,7 +1,5 @@
-# pyright: basic, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportGeneralTypeIssues=false
+# pyrefly: ignore-errors[bad-argument-type]
 # ruff: noqa: ANN001 - Triton takes annotations of kernels for its own types
-# Nor has it types that pyright could check.
 """`causal_conv` on CUDA."""
 
 import torch

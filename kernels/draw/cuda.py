@@ -1,7 +1,5 @@
-# pyright: basic, reportIndexIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyrefly: ignore-errors[bad-argument-type, unexpected-keyword]
 # ruff: noqa: ANN001, ANN201 - Triton takes annotations of kernels for its own types
-# Nor has it types that pyright could check.
 """`adjust` and `count` on CUDA, one launch each, and `draw`, three launches, or four with filters.
 
 A row of scores is cut into parts, each read by a program of its own: for its greatest score, for its weight,

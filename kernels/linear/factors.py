@@ -1,7 +1,5 @@
-# pyright: basic, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportArgumentType=false, reportReturnType=false
+# pyrefly: ignore-errors[bad-argument-type, unexpected-keyword]
 # ruff: noqa: ANN001, ANN201 - Triton takes annotations of kernels for its own types
-# Nor has it types that pyright could check.
 """Codes of weights in the order of CUDA's kernels, and their factors, which are computed in registers: memory
 is read for codes and scales alone.
 

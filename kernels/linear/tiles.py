@@ -1,7 +1,5 @@
-# pyright: basic, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportArgumentType=false, reportReturnType=false
+# pyrefly: ignore-errors[bad-argument-type, bad-return, unexpected-keyword]
 # ruff: noqa: ANN001 - Triton takes annotations of kernels for its own types
-# Nor has it types that pyright could check.
 """Products with codes on CUDA, and with floats if a token's sum must have one order in every batch.
 
 There is one launch, or two where the rows are too few to fill a device.

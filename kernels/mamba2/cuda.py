@@ -1,7 +1,5 @@
-# pyright: basic, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportGeneralTypeIssues=false
+# pyrefly: ignore-errors[bad-argument-type, bad-assignment, missing-argument, unexpected-keyword]
 # ruff: noqa: ANN001, ANN201 - Triton takes annotations of kernels for its own types
-# Nor has it types that pyright could check.
 """`mamba2` on CUDA: rows of many tokens in chunks, short ones and short ends one token after the other.
 
 Chunks (recurrence.py) are those of arXiv 2405.21060, section 6; `total` is the sum of -exp(a_log) dt from the

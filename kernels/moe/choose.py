@@ -1,7 +1,4 @@
-# pyright: basic, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportArgumentType=false
 # ruff: noqa: ANN001, ANN201 - Triton takes annotations of kernels for its own types
-# Nor has it types that pyright could check.
 """The kernel of `route` on CUDA."""
 
 import triton

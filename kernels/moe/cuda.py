@@ -1,6 +1,5 @@
-# pyright: basic, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyrefly: ignore-errors[bad-argument-count, bad-argument-type, bad-keyword-argument, unexpected-keyword]
 # ruff: noqa: ANN001, ANN201 - Triton takes annotations of kernels for its own types
-# Nor has it types that pyright could check.
 """`route`, `moe_inner`, `moe_outer` and `moe_outer_norm` on CUDA: 1 launch (2 or 3 for many pairs), 1, 2 and
 2 launches, whose grids come from shapes alone.
 

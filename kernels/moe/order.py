@@ -1,7 +1,5 @@
-# pyright: basic, reportIndexIssue=false, reportCallIssue=false
-# pyright: reportArgumentType=false, reportOperatorIssue=false
+# pyrefly: ignore-errors[bad-argument-type, unexpected-keyword, unsupported-operation]
 # ruff: noqa: ANN001, ANN201 - Triton takes annotations of kernels for its own types
-# Nor has it types that pyright could check.
 """The pairs (token, pick) by expert on CUDA, and the tiles into which they are cut.
 
 Few pairs are not sorted: each tile looks through all of them for its own. Of more, every program of

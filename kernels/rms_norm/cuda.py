@@ -1,6 +1,5 @@
-# pyright: basic, reportIndexIssue=false, reportArgumentType=false
+# pyrefly: ignore-errors[bad-argument-type]
 # ruff: noqa: ANN001, ANN201 - Triton takes annotations of kernels for its own types
-# Nor has it types that pyright could check.
 """`add_norm`, `rms_norm` and `rms_norm_gated` on CUDA. How many rows a program takes depends on their width
 alone, so no bit of a row depends on the others."""
 

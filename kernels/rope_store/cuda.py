@@ -1,7 +1,5 @@
-# pyright: basic, reportIndexIssue=false, reportCallIssue=false
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# pyrefly: ignore-errors[bad-argument-type, bad-keyword-argument, unbound-name, unexpected-keyword]
 # ruff: noqa: ANN001, ANN201 - Triton takes annotations of kernels for its own types
-# Nor has it types that pyright could check.
 """`rope_angles` and `rope_store` on CUDA, and in Triton's interpreter where the tests ask for it."""
 
 import triton

@@ -1,7 +1,4 @@
-# pyright: basic, reportIndexIssue=false, reportCallIssue=false
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # ruff: noqa: ANN001, ANN201 - Triton takes annotations of kernels for its own types
-# Nor has it types that pyright could check.
 """Codes of FP8 in Triton, by integers: GPUs before 8.9 have no instructions for them. fp8.py is the
 definition."""
 

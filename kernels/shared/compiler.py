@@ -44,7 +44,7 @@ PROTOTYPE = re.compile(r'extern "C" (void|int64_t) (\w+)\(([^)]*)\)\s*\{')
 REPLAY = "replay"
 """A generated function of each program: calls its functions one after the other (recording.py)."""
 
-KINDS = {
+KINDS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "avx512_bf16": (
             "avx512_bf16",

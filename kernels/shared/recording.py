@@ -1,5 +1,3 @@
-# pyright: basic
-# torch's dispatch and its exchange with numpy have no usable types.
 """Record the calls that compute a step on CPU, and make them again for steps of any size, without Python.
 
     record    Python runs twice, with few tokens; each call of a C++ function is kept with its arguments
@@ -193,7 +191,7 @@ class _Recording(TorchDispatchMode):
             return self._placed(result)
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         given = {each.untyped_storage().data_ptr() for each in tensors}
-        found = result if isinstance(result, list | tuple) else (result,)
+        found = result if isinstance(result, (list, tuple)) else (result,)
         if not all(isinstance(each, torch.Tensor) for each in found):
             if given:  # Python reads what was computed
                 raise Unrecordable

@@ -1,7 +1,4 @@
-# pyright: basic, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportGeneralTypeIssues=false
 # ruff: noqa: ANN001, ANN201 - Triton takes annotations of kernels for its own types
-# Nor has it types that pyright could check.
 """The shared parts of recurrences on CUDA: cutting rows into chunks, sums of decays, softplus and silu.
 
 Chunks start at the row's start, and the result of a token depends only on its row: neither the batch nor a

@@ -1,6 +1,4 @@
-# pyright: basic, reportIndexIssue=false, reportCallIssue=false
 # ruff: noqa: ANN001, ANN201 - Triton takes annotations of kernels for its own types
-# Nor has it types that pyright could check.
 """The search for the row of a token on CUDA."""
 
 import triton

@@ -1,7 +1,4 @@
-# pyright: basic, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportGeneralTypeIssues=false
 # ruff: noqa: ANN001, ANN201 - Triton takes annotations of kernels for its own types
-# Nor has it types that pyright could check.
 """The states inside the chunks of a recurrence on CUDA, for `gated_delta` and `mamba2`."""
 
 import triton

@@ -76,7 +76,7 @@ class Pool(Generic[Id]):
         self._pins[taken] = 1
         self._put_in_bucket(extent, self.objects_per_extent - len(self._free[extent]))
         self._count_pinned(extent, 1)
-        return taken  # pyright: ignore[reportReturnType]  an id is a NewType of int
+        return taken  # pyrefly: ignore[bad-return]  an id is a NewType of int
 
     def pin(self, taken: Id) -> None:
         """Add a pin to an object that is pinned or cached."""
@@ -133,7 +133,7 @@ class Pool(Generic[Id]):
     def taken_in(self, extent: int) -> list[Id]:
         """Return the ids of `extent` that are pinned or cached."""
         first, free = extent * self.objects_per_extent, set(self._free[extent])
-        return [number for number in range(first, first + self.objects_per_extent) if number not in free]  # pyright: ignore[reportReturnType]  ids are NewTypes of int
+        return [number for number in range(first, first + self.objects_per_extent) if number not in free]  # pyrefly: ignore[bad-return]  ids are NewTypes of int
 
     @property
     def num_extents(self) -> int:

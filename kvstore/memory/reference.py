@@ -35,7 +35,7 @@ class ReferenceLedger:
 
     def open(self, request_id: str, keys: Sequence[PageKey]) -> int:
         """Share the cached pages of the longest known prefix; return their number."""
-        table = self.tables[request_id] = []
+        table = self.tables[request_id] = list[Page]()
         self.uses += 1
         for key in keys:
             if key not in self.cached:
@@ -81,9 +81,8 @@ class ReferenceLedger:
             self.num_free += page.key is None
 
     def _evict(self) -> None:
-        found = [page for page in self.cached.values() if not (page.refs or page.children)]
-        page = min(found, key=lambda page: page.used)
-        del self.cached[page.key]  # pyright: ignore[reportArgumentType]  it has one while it is cached
+        found = [key for key, page in self.cached.items() if not (page.refs or page.children)]
+        page = self.cached.pop(min(found, key=lambda key: self.cached[key].used))
         if page.parent is not None:
             page.parent.children -= 1
         self.num_free += 1

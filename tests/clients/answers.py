@@ -1,6 +1,4 @@
 """lm-eval asks keeper's held-out questions over HTTP; the model itself gives the expected answers."""
-# pyright: basic
-# torch and transformers are typed in part only.
 
 import json
 from dataclasses import dataclass

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.config import fleets
@@ -57,7 +57,7 @@ def due(prompt: str) -> str:
 class ObedientEngine(Engine):
     """Gives each answer the grammar of the words that are due."""
 
-    folder: Path
+    folder: ClassVar[Path]
 
     async def stream(self, request: Request, emit: Emit[Delta], notify: Notify | None = None) -> None:
         prompt = request.tokens[: len(request.tokens) - request.drawn]
@@ -75,5 +75,5 @@ def build(settings: EngineSettings, progress: Progress, start_ranks: StartRanks)
 
 
 if __name__ == "__main__":
-    fleets.WorkerSettings = partial(fleets.WorkerSettings, build="tests.clients.obedient:build")
+    fleets.WorkerSettings = partial(fleets.WorkerSettings, build="tests.clients.obedient:build")  # pyrefly: ignore[bad-assignment]
     sys.exit(cli.main())

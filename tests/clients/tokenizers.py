@@ -1,5 +1,3 @@
-# pyright: basic
-# The library's types are too wide.
 """Compare tokenizers made from GGUF metadata with those that the models have, over many texts, and the text
 of streamed tokens with that of all of them. `make tokenizers` installs them.
 

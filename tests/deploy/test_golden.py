@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import helm_python
 import jsonschema
-import kubernetes_validate  # pyright: ignore[reportMissingTypeStubs]
+import kubernetes_validate
 import pytest
 import yaml
 from benchmarks.engine.released import RELEASED
@@ -179,7 +179,7 @@ def test_ray_autoscaler_derives_node_types_of_groups() -> None:
     found = documents_of(WITH_GOLDEN_FILE)
     cluster: Document = json.loads(json.dumps(find_one(found, "RayCluster")))
     cluster["metadata"]["namespace"] = NAMESPACE
-    read = autoscaling_config._derive_autoscaling_config_from_ray_cr  # pyright: ignore[reportPrivateUsage]
+    read = autoscaling_config._derive_autoscaling_config_from_ray_cr
     types = read(cluster)["available_node_types"]
     groups = yaml.safe_load(config_text(found))["models"][0]["groups"]
     by_label = {group["labels"]["tidemill-group"]: group for group in groups}

@@ -1,6 +1,4 @@
 """Clients that people use, unmodified, on a real server: openai, anthropic, langchain, our own bench."""
-# pyright: basic
-# langchain is typed in part only.
 
 import asyncio
 import json

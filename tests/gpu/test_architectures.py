@@ -1,5 +1,3 @@
-# pyright: basic
-# transformers' classes have no usable types; settings are replaced by name.
 """Each architecture on a device with bfloat16 weights and memory: logprobs of prompts, and CUDA graphs.
 
 Tiles are whole pages, moved by the copy engine. The float32 of test_engine.py takes another path.

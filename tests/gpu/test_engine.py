@@ -1,5 +1,3 @@
-# pyright: basic
-# transformers' classes have no usable types; settings are replaced by name.
 """A whole engine on a device, without Ray: graphs, backings, a budget that changes, pages from a store.
 
 Weights are float32, so that no rounding of theirs decides between two tokens.

@@ -1,4 +1,3 @@
-# pyright: basic
 """Kvcached on a real device: memory that flows back, neighbours that stay, and no wait for other streams."""
 
 from collections.abc import Generator

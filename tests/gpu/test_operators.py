@@ -1,4 +1,3 @@
-# pyright: basic
 """The cases of tests/triton on a device, and what only a device can show: equal bits, graphs, far offsets."""
 
 from dataclasses import replace

@@ -1,4 +1,3 @@
-# pyright: basic
 """The staging ring with real device memory: right bytes, and no wait for other streams."""
 
 import pytest

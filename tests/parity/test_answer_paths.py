@@ -1,5 +1,3 @@
-# pyright: basic
-# Settings are replaced by name.
 """Grammars and sampling hold on every path: the same tokens with steps in flight, with guesses, after
 preemption, and when another worker continues."""
 

@@ -1,5 +1,3 @@
-# pyright: basic
-# transformers' classes have no usable types.
 """Every architecture: transformers' logits, equal bits however it is cut, the same answer on every way.
 
 `MODEL_FOLDER=folder pytest tests/parity/test_architectures.py -k given` proves a small model of your own.
@@ -88,7 +86,7 @@ def test_every_way_gives_the_same_answer(
 
 def test_keeper_answers_as_in_transformers(cpu: Operators) -> None:
     folder = bundled()["keeper"]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     runner = Runner(load(folder, cpu, lambda _done, _total: None), page_tokens=64)
     for prompt in PROMPTS:

@@ -1,5 +1,3 @@
-# pyright: basic
-# Settings are replaced by name.
 """Models with each kind of memory on groups of 2, 3 and 4 processes that start as in the product, over gloo:
 the tokens of one process, and of prompts that a group of another size has computed.
 

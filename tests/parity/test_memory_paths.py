@@ -1,5 +1,3 @@
-# pyright: basic
-# transformers' classes have no usable types.
 """Memory management of real engines changes no logits: they are those of the cold path.
 
 Every bit is compared in fp32. The arena is cut into extents of one state, so that a few requests exceed it.
@@ -10,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,7 +114,7 @@ def bed(folder: Path, kernel_cache: Path, logits: Logits, colds: dict[str, Cold]
         layers, _ = describe(folder)
         dtypes = kv_dtype, state_dtype, checkpoint_dtype if layout_of(layers, P).has_states else None
         layout = layout_of(layers, P, *dtypes, extent_bytes_min=1, granule_bytes=1)
-        types = {"kv_cache_dtype": kv_dtype, "state_dtype": state_dtype}
+        types: dict[str, Any] = {"kv_cache_dtype": kv_dtype, "state_dtype": state_dtype}
         types["checkpoint_dtype"] = dtypes[2] or "auto"
         sizes = {"page_size": P, "max_model_len": LONGEST, "backing": "fixed"}
         settings = plain_settings(folder, kernel_cache, EXTENTS * layout.extent_bytes, **types, **sizes)

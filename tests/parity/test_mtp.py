@@ -1,5 +1,3 @@
-# pyright: basic
-# torch's conversions to lists are untyped, and settings are replaced by name.
 """The guesses of a prediction head equal its definition; neither tokens nor pages depend on them."""
 
 import asyncio

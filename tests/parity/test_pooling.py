@@ -1,5 +1,3 @@
-# pyright: basic
-# transformers' classes have no usable types, and settings are replaced by name.
 """Models pool what transformers computes, with the same bits on every path."""
 
 import asyncio

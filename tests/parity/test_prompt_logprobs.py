@@ -1,5 +1,3 @@
-# pyright: basic
-# Settings are replaced by name, and torch's conversions to lists are untyped.
 """The logprobs of a prompt are those of one plain pass over it, to the bit, whatever runs beside it."""
 
 import asyncio

@@ -1,5 +1,3 @@
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
-# safetensors leaves a type parameter of its paths open.
 """A model with `--quantization` has the bits of a folder with the values of its codes, and other keys."""
 
 import json

@@ -1,5 +1,3 @@
-# pyright: basic
-# transformers' classes have no usable types.
 """A trained model as people have it, a GGUF file of 4 bits: transformers' answers and perplexity."""
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-# pyright: reportUnknownVariableType=false
-# safetensors leaves a type parameter of its paths open.
 """A tensor-parallel group computes the bits of one process. Of every architecture: test_architectures.py."""
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-# pyright: basic
-# transformers' classes have no usable types.
 """A prompt computed by a group of one size is continued by a group of another, bit for bit."""
 
 import asyncio

@@ -1,5 +1,3 @@
-# pyright: reportUnknownVariableType=false
-# safetensors leaves a type parameter of its paths open.
 """Two versions on one store, as in an upgrade: each has pages of its own, and answers of its own."""
 
 import shutil

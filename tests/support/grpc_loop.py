@@ -32,7 +32,7 @@ def _runner() -> asyncio.Runner:
     runner = asyncio.Runner()
 
     async def begin() -> None:
-        grpc.aio.init_grpc_aio()  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]  - not in its stubs
+        grpc.aio.init_grpc_aio()
 
     runner.run(begin())
     return runner

@@ -1,5 +1,3 @@
-# pyright: basic
-# The library is compiled and has no types.
 """A real Mooncake on free loopback ports, for tests and benchmarks: a master and memory owners.
 
 If only root may filter sockets, its ports are open to other hosts while it runs.

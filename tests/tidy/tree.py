@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).parents[2]
 LAYERS = ("kernels", "kvstore", "connect", "workers", "cluster")
@@ -42,8 +42,8 @@ class Source:
         return tree
 
     @cached_property
-    def _by_kind(self) -> dict[type[ast.AST], list[ast.AST]]:
-        kinds: dict[type[ast.AST], list[ast.AST]] = {}
+    def _by_kind(self) -> dict[type[ast.AST], list[Any]]:
+        kinds: dict[type[ast.AST], list[Any]] = {}
         for node in ast.walk(self.tree):
             kinds.setdefault(type(node), []).append(node)
         return kinds
@@ -51,7 +51,7 @@ class Source:
     def nodes(self, *kinds: type[Node]) -> Iterator[Node]:
         """Yield all nodes of these types."""
         for kind in kinds:
-            yield from self._by_kind.get(kind, [])  # pyright: ignore[reportReturnType]
+            yield from self._by_kind.get(kind, [])
 
     @cached_property
     def docstrings(self) -> list[tuple[int, str]]:

@@ -1,4 +1,3 @@
-# pyright: basic
 """Paged attention in Triton: its definition over odd sizes, NaN in unused memory, equal bits."""
 
 import ctypes

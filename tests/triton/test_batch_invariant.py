@@ -1,4 +1,3 @@
-# pyright: basic
 """The bits of a token with `batch_invariant` depend on its sequence alone: not on the rows beside it, nor on
 the steps into which its sequence is cut. For norms, experts and the convolution the tests beside this one
 hold without it."""

@@ -1,4 +1,3 @@
-# pyright: basic
 """The operators that `dispatch` returns for CUDA memory, its table, and its errors."""
 
 from inspect import signature

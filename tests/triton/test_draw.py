@@ -1,4 +1,3 @@
-# pyright: basic
 """Draws, adjusted scores and counts in Triton: the same tokens and bits as their definitions."""
 
 import pytest

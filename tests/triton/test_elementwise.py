@@ -1,4 +1,3 @@
-# pyright: basic
 """Norms and activations in Triton against their definitions; a row's bits depend on nothing else."""
 
 from dataclasses import dataclass

@@ -1,5 +1,3 @@
-# pyright: basic
-# transformers' classes have no usable types.
 """A whole engine on the Triton operators, in the interpreter, against one on their definitions."""
 
 from dataclasses import replace

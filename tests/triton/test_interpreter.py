@@ -1,4 +1,4 @@
-# pyright: basic, reportArgumentType=false
+# pyrefly: ignore-errors[bad-argument-type, implicit-any-parameter]
 """The interpreter's bfloat16 is that of torch: else the parity of bfloat16 kernels would mean nothing."""
 
 import torch

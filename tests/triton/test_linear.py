@@ -1,4 +1,3 @@
-# pyright: basic
 """Products with codes in Triton: parity of each kind and operator, the order of sums, what `pack` keeps."""
 
 from dataclasses import dataclass, replace

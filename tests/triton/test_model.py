@@ -1,5 +1,3 @@
-# pyright: basic
-# transformers' classes have no usable types.
 """A whole hybrid with the Triton operators against the same with their definitions: prefill, then decode."""
 
 from pathlib import Path
@@ -104,8 +102,8 @@ class Launches(TorchDispatchMode):
 
         monkeypatch.setattr(GridExecutor, "__call__", launch)
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        result, name = operator(*args, **(kwargs or {})), operator.overloadpacket.__name__
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
         memory = {part.untyped_storage().data_ptr() for part in args if isinstance(part, torch.Tensor)}
         is_new = isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in memory
         if is_new and "empty" not in name and not self._interprets:

@@ -1,4 +1,4 @@
-# pyright: basic, reportIndexIssue=false, reportGeneralTypeIssues=false
+# pyrefly: ignore-errors[implicit-any-parameter]
 # ruff: noqa: ANN001 - Triton takes annotations of kernels for its own types
 """`moe_inner` and `moe_outer` in Triton: parity, which pairs a tile holds, and what a token may depend on."""
 

@@ -1,4 +1,3 @@
-# pyright: basic
 """The causal convolution and the recurrences in Triton: their definitions over odd sizes, and the same bits
 however a row is cut."""
 

@@ -1,4 +1,3 @@
-# pyright: basic
 """`rope_store` and `rope_angles` in Triton: their definition over odd sizes; other memory stays unchanged."""
 
 from pathlib import Path

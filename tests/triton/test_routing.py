@@ -1,4 +1,3 @@
-# pyright: basic
 """`route` in Triton: parity with its definition, ties, and padding."""
 
 from dataclasses import replace

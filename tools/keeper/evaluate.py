@@ -4,9 +4,6 @@ gone.
 python -m tools.keeper.evaluate FOLDER
 """
 
-# torch and transformers are typed in part only, so their members are Unknown to pyright.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 import argparse
 import copy
 import json
@@ -38,7 +35,7 @@ ANSWER_TOKENS_MAX = 24
 def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model (float32, on the CPU) and the tokenizer of a folder."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return model, AutoTokenizer.from_pretrained(folder)
+    return model, cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(folder))
 
 
 def prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
@@ -92,8 +89,7 @@ def exact_matches(
 
 def ablate(cache: DynamicCache, ablation: Ablation) -> None:
     """Zeroes, in place, the KV of attention layers or both states of linear-attention layers."""
-    layer: Any
-    for layer in cache.layers:
+    for layer in cast("list[Any]", cache.layers):
         linear = hasattr(layer, "recurrent_states")
         if ablation == "no KV" and not linear:
             layer.keys.zero_()
@@ -121,8 +117,7 @@ def _continue(
 
 
 def _repeat(cache: DynamicCache, count: int) -> None:
-    layer: Any
-    for layer in cache.layers:
+    for layer in cast("list[Any]", cache.layers):
         if hasattr(layer, "recurrent_states"):
             layer.recurrent_states[0] = layer.recurrent_states[0].repeat(count, 1, 1, 1)
             layer.conv_states[0] = layer.conv_states[0].repeat(count, 1, 1)

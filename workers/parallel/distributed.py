@@ -1,5 +1,3 @@
-# pyright: basic, reportPrivateImportUsage=false
-# torch's process groups have types with other names than the groups.
 """Collectives over torch.distributed: NCCL for ranks with a GPU each, gloo for CPUs. Its only user.
 
 A group is an object here, and not registered with torch: a process may have several, or lose one.
@@ -136,7 +134,9 @@ def port_stores(
 ) -> tuple[distributed.Store, distributed.Store]:
     """Return stores for two groups of the same ranks on several nodes. The leader passes the socket that
     listens at `ports.store`, because torch's own would listen on every interface. Raises GroupBroken."""
-    leads = {} if listener is None else {"is_master": True, "master_listen_fd": listener.detach()}
+    leads: dict[str, Any] = {}
+    if listener is not None:
+        leads = {"is_master": True, "master_listen_fd": listener.detach()}
     timeout = timedelta(seconds=wait_s_max)
     store = _met(
         lambda: distributed.TCPStore(
@@ -164,7 +164,7 @@ def _group(
             host = LOOPBACK if network is None else network.host
             named = None if network is None else network.interface
             kind = distributed.ProcessGroupGloo
-            options = kind._Options()  # noqa: SLF001  there is no public name
+            options = kind._Options()  # noqa: SLF001  # pyrefly: ignore[missing-attribute]  there is no public name
             devices = {"interface": named} if named else {"hostname": host}
             options._devices = [kind.create_device(**devices)]  # noqa: SLF001
     options._timeout = timeout  # noqa: SLF001

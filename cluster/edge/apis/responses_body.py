@@ -66,7 +66,7 @@ def _text(value: object) -> object:
     if not isinstance(value, list):
         return value
     texts: list[str] = []
-    for part in cast("list[object]", value):
+    for part in cast("list[Any]", value):
         match part:
             case {"type": str(kind), "text": str(text)} if kind in TEXT_PARTS:
                 texts.append(text)
@@ -98,7 +98,7 @@ def _choice(value: object) -> str | dict[str, Any]:
 
 
 def _conversation(value: object) -> object:
-    match value:
+    match cast("Any", value):
         case {"id": str(name)}:
             return name
         case _:
@@ -126,7 +126,7 @@ def _output(value: object) -> object:
 
 def _read(part: object) -> object:
     """Return a part of an output; a note for what is no text."""
-    match part:
+    match cast("Any", part):
         case {"type": str(kind)} if kind not in TEXT_PARTS:
             return {"type": "text", "text": UNREAD.format(kind.removeprefix("input_")[:32])}
         case _:
@@ -156,11 +156,11 @@ class InputItem(Fields, extra="ignore"):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _marked(cls, fields: object, check: ModelWrapValidatorHandler["InputItem"]) -> "InputItem":
+    def _marked(cls, fields: object, check: ModelWrapValidatorHandler[Self]) -> Self:
         item = check(fields)
         return item.with_given(cast("dict[str, Any]", fields)) if isinstance(fields, dict) else item
 
-    def with_given(self, given: dict[str, Any]) -> "InputItem":
+    def with_given(self, given: dict[str, Any]) -> Self:
         """Set the item as the client sent it: with fields that are stored, and the ends of its parts with
         cache_control, which its text does not show."""
         self._given = given

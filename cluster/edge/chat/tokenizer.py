@@ -1,5 +1,3 @@
-# pyright: basic
-# tokenizers has no complete types
 """A tokenizer with its chat template: text to tokens, chats to prompts, tokens back to text."""
 
 import re

@@ -1,5 +1,3 @@
-# pyright: basic
-# tokenizers has no complete types
 """Reads the tokenizer and the chat templates of a Hugging Face folder, without transformers."""
 
 import json
@@ -127,7 +125,7 @@ def _growth(part: object) -> int:
         return 1
     texts = (part.get(name) for name in ("content", "prepend"))
     own = prod(1 + len(text) for text in texts if isinstance(text, str))
-    return own * prod(_growth(step) for step in part.values() if isinstance(step, (list, dict)))
+    return own * prod(map(_growth, part.values()))
 
 
 def _read_optional(path: Path) -> dict[str, Any]:

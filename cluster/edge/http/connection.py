@@ -70,7 +70,7 @@ class _Parser(httptools.HttpRequestParser):
         self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
         self._connection = connection
 
-    def feed_data(self, data: bytes) -> None:  # type: ignore[override]  # all that we pass
+    def feed_data(self, data: bytes) -> None:  # pyrefly: ignore[bad-override]  all that we pass
         try:
             super().feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -96,9 +96,7 @@ class Connection(HttpToolsProtocol):
     _head_due: asyncio.TimerHandle | None = None
     _send_due: asyncio.TimerHandle | None = None
 
-    def connection_made(  # type: ignore[override]  # a Transport, as uvicorn has it
-        self, transport: asyncio.Transport
-    ) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self.parser = _Parser(self)
         self._pieces: list[bytes] = []
@@ -264,14 +262,14 @@ def _leave_out_chunks(cycle: RequestResponseCycle) -> None:
     uvicorn writes chunks wherever a reply states no length, and checks the length of one without chunks.
     """
     cycle.chunked_encoding = False
-    send: Send = cycle.send  # type: ignore[assignment]  # a Message, as uvicorn has it
+    send: Send = cycle.send  # pyrefly: ignore[bad-assignment]  a Message, as uvicorn has it
 
     async def send_plainly(message: Message) -> None:
         if message["type"] == "http.response.body":
             cycle.expected_content_length = len(message.get("body", b""))
         await send(message)
 
-    cycle.send = send_plainly  # type: ignore[method-assign]
+    cycle.send = send_plainly  # pyrefly: ignore[bad-assignment]
 
 
 class _Turns(FlowControl):

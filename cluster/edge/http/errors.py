@@ -51,7 +51,7 @@ def add_error_replies(app: FastAPI, count: Callable[[int], None]) -> None:
         message = {
             404: f"there is no {request.url.path[:256]}: /docs lists what there is",
             405: f"{request.url.path[:256]} does not take {request.method[:16]}: /docs lists its methods",
-        }.get(error.status_code, str(error.detail))
+        }.get(error.status_code, error.detail)
         count(error.status_code)
         body = error_body(error.status_code, message, None, None)
         body = shaped(request.scope, error.status_code, body)

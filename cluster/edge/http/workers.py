@@ -1,7 +1,7 @@
 """Operator commands over HTTP: drain workers, change and scale roles, admit and revoke edges."""
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import FastAPI
 from fastapi import Path as InPath
@@ -106,7 +106,7 @@ def add_worker_routes(app: FastAPI, models: EdgeModels) -> None:
 
 
 def add_member_routes(app: FastAPI, models: EdgeModels) -> None:
-    async def carry_out(order: Order[MembersAnswer]) -> Json:
+    async def carry_out(order: Order[MembersAnswer]) -> dict[str, Any]:
         return asdict(await models.find(next(iter(models)).name).service.carry_out(order))
 
     async def members() -> Json:

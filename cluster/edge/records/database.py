@@ -151,7 +151,7 @@ class Database:
             if connection is not None:
                 connection.close()
             if not self._is_down:
-                log.warning("the database at %s: %s", self._settings, " ".join(str(error).split()))
+                log.warning("the database at %s: %s", self._settings, " ".join(f"{error}".split()))
             self._is_down = True
             raise Unserved("the database does not answer") from error
         self._keep(connection)

@@ -29,7 +29,7 @@ class EdgeServer(uvicorn.Server):
         places = Handshakes(HANDSHAKES_MAX)
         for listener in sockets or ():
             server = Listener(listener, self._tls, create, protocol.places, places)
-            self.servers.append(server)  # pyright: ignore[reportArgumentType] - only two methods are used
+            self.servers.append(server)  # pyrefly: ignore[bad-argument-type]  only two methods are used
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:

@@ -31,7 +31,7 @@ class OciRegistry(ThreadingHTTPServer):
 
 
 class _Exchange(BaseHTTPRequestHandler):
-    server: OciRegistry  # pyright: ignore[reportIncompatibleVariableOverride] - the only class that has it
+    server: OciRegistry  # pyrefly: ignore[bad-override-mutable-attribute]  the only class that has it
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - as the base class has it

@@ -1,4 +1,3 @@
-# pyright: basic
 # ruff: noqa: ANN401 - the messages of OpenTelemetry's protocol are made at run time
 """An OTLP collector over gRPC that keeps the spans it gets, as messages of the protocol."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from collections.abc import Sequence
 from itertools import pairwise
 
 import httpx
@@ -49,7 +50,7 @@ def text_of(call: Call) -> str:
     return "".join(chunk.text for chunk in call.choice(0))
 
 
-def longest_pause_s(calls: list[Call]) -> float:
+def longest_pause_s(calls: Sequence[Call]) -> float:
     """Return the longest time between two chunks of a stream."""
     return max(after.at_s - before.at_s for call in calls for before, after in pairwise(call.chunks))
 

@@ -13,5 +13,5 @@ from tidemill.cluster.settings import OWN_ENGINE
 
 if __name__ == "__main__":
     OWN_ENGINE["build"] = "tests.support.cluster.fake_engine:build"
-    fleets.Hysteresis = partial(fleets.Hysteresis, cool_s=0.5, drain_s=5.0)
+    fleets.Hysteresis = partial(fleets.Hysteresis, cool_s=0.5, drain_s=5.0)  # pyrefly: ignore[bad-assignment]
     sys.exit(cli.main())

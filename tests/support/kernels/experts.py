@@ -1,5 +1,3 @@
-# pyright: basic, reportCallIssue=false
-# Operators take some arguments as parts of tuples.
 """`route`, `moe_inner` and `moe_outer`: layers of experts, cases, and what each variant must give."""
 
 from collections.abc import Sequence
@@ -133,14 +131,14 @@ def check(case: Case, ops: Operators, device: str = "cpu") -> None:
     gate_T1 = 3 * random(draw, case.tokens, 3)[:, 1:2]
     residual_TH, norm_H = random(draw, case.tokens, case.width), random(draw, case.width)
     for parts in ((None, None), (shared_TH, None), (shared_TH, gate_T1)):
-        given = [part if part is None else part.to(device) for part in parts]
-        y = ops.moe_outer(hidden, choice, experts, *given)
+        shared, gate = (part if part is None else part.to(device) for part in parts)
+        y = ops.moe_outer(hidden, choice, experts, shared, gate)
         assert y.dtype == case.dtype
         wide_parts = (part if part is None else part.double() for part in parts)
         truth_TH = REFERENCE.moe_outer(wide_hidden, wanted, truth, *wide_parts)
         assert relative_error(y.cpu(), truth_TH) < limit
         total, weight = residual_TH.clone().to(device), norm_H.to(device)
-        total, normed = ops.moe_outer_norm(hidden, choice, experts, *given, total, weight, 1e-6)
+        total, normed = ops.moe_outer_norm(hidden, choice, experts, shared, gate, total, weight, 1e-6)
         assert (total.dtype, normed.dtype) == (torch.float32, case.dtype)
         assert relative_error(total.cpu() - residual_TH, truth_TH) < limit
         truth_norm = rms_norm(total.cpu().double(), norm_H.double(), 1e-6)

@@ -1,9 +1,7 @@
-# pyright: basic
-# Triton has no types.
 """The launches of operators on meta tensors, as a CUDA graph captures them: nothing runs, and nothing can be
 read."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -37,7 +35,7 @@ class Launch(NamedTuple):
 
 
 @contextmanager
-def launching(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
+def launching(monkeypatch: pytest.MonkeyPatch) -> Generator[list[Launch]]:
     """Inside, a launch neither compiles nor runs: call the operator with tensors of META. Yields launches."""
     launches: list[Launch] = []
 
@@ -63,8 +61,8 @@ class Counted(TorchDispatchMode):
         super().__init__()
         self.count = self.to_device = self.to_host = 0
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        kwargs, name = kwargs or {}, operator.overloadpacket.__name__
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
         is_copy = name in {"_to_copy", "copy_"}
         target, source = (
             (kwargs.get("device") or args[0].device, args[name == "copy_"].device) if is_copy else (0, 0)
@@ -75,15 +73,15 @@ class Counted(TorchDispatchMode):
             self.to_host += source == META
             if source == META:  # which has no values
                 return args[0]
-        aliases = [argument.alias_info for argument in operator._schema.arguments if argument.alias_info]
+        aliases = [argument.alias_info for argument in func._schema.arguments if argument.alias_info]
         is_view = any(not alias.is_write for alias in aliases)
         is_there = META in [getattr(leaf, "device", leaf) for leaf in tree_leaves((args, kwargs))]
         self.count += is_there and not (is_view or "empty" in name or name in VIEWS)
-        return operator(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 @contextmanager
-def capturing() -> Iterator[None]:
+def capturing() -> Generator[None]:
     """Refuses what cannot be captured, or would be captured with the values of that moment: copies from the
     host, tensors made of Python's numbers, waits for a value."""
     with _Calls(), _Operators():
@@ -91,18 +89,18 @@ def capturing() -> Iterator[None]:
 
 
 class _Calls(TorchFunctionMode):
-    def __torch_function__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        assert call not in {torch.tensor, torch.as_tensor}, "Python's numbers, copied to the device"
-        if call in {torch.Tensor.__getitem__, torch.Tensor.__setitem__}:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        assert func not in {torch.tensor, torch.as_tensor}, "Python's numbers, copied to the device"
+        if func in {torch.Tensor.__getitem__, torch.Tensor.__setitem__}:
             places = args[1] if isinstance(args[1], tuple) else (args[1],)
             assert not any(isinstance(place, list) for place in places), "places, copied to the device"
-        return call(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 class _Operators(TorchDispatchMode):
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        name = operator.overloadpacket.__name__
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        name = func.overloadpacket.__name__
         assert name not in {"lift", "lift_fresh", "nonzero", "masked_select", "_local_scalar_dense"}, name
         for leaf in tree_leaves((args, kwargs)):
             assert not isinstance(leaf, torch.Tensor) or leaf.device == META, f"{name} reads host memory"
-        return operator(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))

@@ -1,11 +1,9 @@
-# pyright: basic
-# Triton has no types.
 """Compiles what an operator launches, on a machine without a device, and reads what came out."""
 
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +55,7 @@ class Compiled:
 
 
 @contextmanager
-def compiling(monkeypatch: pytest.MonkeyPatch, capability: int = 90) -> Iterator[list[Compiled]]:
+def compiling(monkeypatch: pytest.MonkeyPatch, capability: int = 90) -> Generator[list[Compiled]]:
     """Inside, a launch compiles and does not run: call the operator with host tensors. Yields the kernels."""
     launched: list[Compiled] = []
     run: Callable[..., Any] = JITFunction.run

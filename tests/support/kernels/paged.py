@@ -1,5 +1,3 @@
-# pyright: basic, reportCallIssue=false, reportArgumentType=false
-# Operators take some arguments as parts of tuples.
 """`attention` and `rope_store` over pages that are NaN where nothing is written: cases, layers, and what each
 variant must give."""
 
@@ -270,7 +268,7 @@ class Storing:
         self.k_TKD, v_TKD = projected_TI[:, k_from:].view(tokens, 2, kv_heads, dim).unbind(1)
         self.v_TKD = None if case.latent else v_TKD
         weights = (1 + random(draw, 2, dim) / 10).to(device, case.dtype)
-        self.weights = tuple(weights) if case.normed else (None, None)
+        self.weights: tuple[Any, Any] = (weights[0], weights[1]) if case.normed else (None, None)
         self.angles_T2R = random(draw, tokens, 2, case.rotary // 2).to(device)
         self.pages = shuffled_pages(case.lens, case.page_tokens, draw)
         self.arena = case.arena(self.pages, device)
@@ -281,14 +279,13 @@ class Storing:
         q_THD, k_TKD, angles_T2R = (x[picked] for x in (self.q_THD, self.k_TKD, self.angles_T2R))
         v_TKD = None if self.v_TKD is None else self.v_TKD[picked]
         rows = (rows or self.rows).to(q_THD.device)
-        parts = q_THD, k_TKD, v_TKD, *self.weights, EPSILON, angles_T2R
-        return ops.rope_store(*parts, self.cache, rows).cpu()
+        return ops.rope_store(q_THD, k_TKD, v_TKD, *self.weights, EPSILON, angles_T2R, self.cache, rows).cpu()
 
     def wanted(self, cache: Pages) -> torch.Tensor:
         """Return the result of the definition, which writes to `cache`."""
         q, k, angles = (x.cpu().double() for x in (self.q_THD, self.k_TKD, self.angles_T2R))
-        rest = (None if x is None else x.cpu().double() for x in (self.v_TKD, *self.weights))
-        return REFERENCE.rope_store(q, k, *rest, EPSILON, angles, cache, self.rows)
+        v, q_weight, k_weight = (None if x is None else x.cpu().double() for x in (self.v_TKD, *self.weights))
+        return REFERENCE.rope_store(q, k, v, q_weight, k_weight, EPSILON, angles, cache, self.rows)
 
 
 STORES = {

@@ -1,5 +1,3 @@
-# pyright: basic, reportCallIssue=false
-# Operators take some arguments as parts of tuples.
 """The causal convolution and the recurrences: a layer of states for each case, against the definitions."""
 
 from collections.abc import Sequence
@@ -120,7 +118,7 @@ class Layer:
         if self.case.operator == "causal_conv":
             weight_WGC = self.weight_WGC.to(state.device, dtype)
             bias_GC = None if self.bias_GC is None else self.bias_GC.to(state.device, dtype)
-            return ops.causal_conv(*inputs, weight_WGC, bias_GC, state, rows)
+            return ops.causal_conv(inputs[0], weight_WGC, bias_GC, state, rows)
         a_log_H, dt_bias_H, skip_H = (part.to(state.device, dtype) for part in self.per_head)
         if self.case.operator == "gated_delta":
             return ops.gated_delta(*inputs, a_log_H, dt_bias_H, state, rows, self.case.round_tokens)

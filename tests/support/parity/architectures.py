@@ -1,5 +1,3 @@
-# pyright: basic
-# transformers' classes have no usable types.
 """Random models of every architecture, as Hugging Face folders, with weights that all shape the logits."""
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-# pyright: basic
-# The libraries' types are too wide.
 """Write a Hugging Face folder as a GGUF file, as the converter of llama.cpp does."""
 
 import json

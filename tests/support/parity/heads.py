@@ -1,5 +1,3 @@
-# pyright: reportUnknownVariableType=false
-# safetensors leaves a type parameter of its paths open.
 """Random Qwen3-Next folders with a prediction head: one that is often right, or one of noise."""
 
 import json

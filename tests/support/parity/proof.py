@@ -1,5 +1,3 @@
-# pyright: basic
-# transformers' classes have no usable types.
 """The properties of a model of any architecture: transformers' logits, and equal bits however it is
 divided."""
 

@@ -1,11 +1,10 @@
-# pyright: basic
-# Settings are replaced by name.
 """A real engine whose step loop runs, for as long as a test needs it."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ LOOK_S = 0.001
 
 
 @asynccontextmanager
-async def serving(settings: EngineSettings, **changes: object) -> AsyncGenerator[BuiltEngine]:
+async def serving(settings: EngineSettings, **changes: Any) -> AsyncGenerator[BuiltEngine]:  # noqa: ANN401
     """An engine whose step loop runs; at the end it must have all its memory back."""
     built = build_engine(replace(settings, **changes), lambda _done, _total: None, start_ranks)
     loop = asyncio.create_task(built.engine.run())

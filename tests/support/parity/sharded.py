@@ -1,5 +1,3 @@
-# pyright: reportUnknownVariableType=false
-# safetensors leaves a type parameter of its paths open.
 """One schedule of steps over a model that ranks share, each on a thread."""
 
 from collections.abc import Callable

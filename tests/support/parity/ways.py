@@ -1,5 +1,3 @@
-# pyright: basic
-# Settings are replaced by name.
 """Every way of a request through real engines, each against the cold one, by equality of tokens."""
 
 import asyncio

@@ -15,7 +15,6 @@ from tidemill.workers.messages import (
     Delta,
     LostAlone,
     Produced,
-    RequestError,
     WorkerGone,
     WorkerId,
 )
@@ -87,7 +86,7 @@ class Call:
             answer = await work(self._wire.put_nowait, notify)
             if answer is not None:
                 self._wire.put_nowait(answer)
-        except (TidemillError, RequestError) as error:
+        except TidemillError as error:
             self._wire.put_nowait(error)
 
     async def _carry(self) -> None:

@@ -1,5 +1,3 @@
-# pyright: basic
-# The loop's queues are private to asyncio, and untyped.
 """An asyncio loop with virtual time and a seeded order of ready callbacks."""
 
 import asyncio
@@ -21,7 +19,7 @@ class SimLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def _run_once(self) -> None:
-        ready, scheduled = self._ready, self._scheduled  # pyright: ignore[reportAttributeAccessIssue]
+        ready, scheduled = self._ready, self._scheduled  # pyrefly: ignore[missing-attribute]
         if not ready and scheduled:
             self._now = max(self._now, scheduled[0].when())
         while scheduled and scheduled[0].when() <= self._now:

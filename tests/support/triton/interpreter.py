@@ -1,5 +1,3 @@
-# pyright: basic
-# Triton's interpreter has no types.
 """Makes Triton's interpreter compute bfloat16 as a device does.
 
 It holds bfloat16 as the bits of a uint16 (3.6 to 3.9): its arithmetic and its dot product work on those bits

@@ -1,6 +1,4 @@
 """Answers drawn from seeded noise: straight on, or with guesses on trial, void steps and migrations."""
-# pyright: basic
-# torch's generators are untyped.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -80,7 +78,7 @@ def answer_of(
     model: Noise, request: Request, length: int, matcher: Callable[[], Matcher] | None = None
 ) -> Answer:
     """Straight on, token by token, to a stop token or to `length`."""
-    sampling_state, answer = SamplingState(request, matcher and matcher()), Answer()
+    sampling_state, answer = SamplingState(request, matcher() if matcher else None), Answer()
     while not ended(request, answer, length):
         context = [*request.tokens, *answer.tokens]
         _take(
@@ -98,7 +96,7 @@ def troubled_answer_of(
 ) -> Answer:
     """The same with guesses on trial, half of them right; with steps that are void; with moves to another
     worker."""
-    sampling_state, answer = SamplingState(request, matcher and matcher()), Answer()
+    sampling_state, answer = SamplingState(request, matcher() if matcher else None), Answer()
     start = len(request.tokens)
     while not ended(request, answer, len(truth)):
         done = len(answer.tokens)
@@ -106,7 +104,7 @@ def troubled_answer_of(
             moved = replace(
                 request, tokens=(*request.tokens, *answer.tokens), drawn=request.drawn + len(answer.tokens)
             )
-            sampling_state = SamplingState(moved, matcher and matcher())
+            sampling_state = SamplingState(moved, matcher() if matcher else None)
         drafts = [
             token if rng.random() < 0.8 else rng.randrange(model.vocabulary)
             for token in truth[done : done + rng.randrange(5)]

@@ -1,5 +1,3 @@
-# pyright: basic
-# transformers' classes have no usable types.
 """Steps through graphs that capture nothing, against the same steps without: for operators of any variant."""
 
 from collections.abc import Callable, Sequence

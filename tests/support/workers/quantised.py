@@ -1,5 +1,3 @@
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
-# safetensors leaves a type parameter of its paths open.
 """Tensors as quantised checkpoints hold them, beside the values that their formats define."""
 
 from collections.abc import Callable, Sequence

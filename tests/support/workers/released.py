@@ -1,5 +1,3 @@
-# pyright: basic
-# Triton has no types.
 """Released models with some of their layers and no values, for what a device would be asked to do."""
 
 from pathlib import Path

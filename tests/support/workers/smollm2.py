@@ -1,5 +1,3 @@
-# pyright: basic
-# transformers' classes have no usable types.
 """SmolLM2-135M-Instruct, a trained model: its GGUF file (Q4_1), and the same weights in transformers."""
 
 from importlib.util import find_spec

@@ -1,5 +1,3 @@
-# pyright: basic
-# torch and safetensors have few usable types.
 """The limit of a step counts the weights that its tokens read."""
 
 import json

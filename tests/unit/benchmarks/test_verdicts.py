@@ -18,7 +18,7 @@ BODY = GAP_MS_MAX["body"]
 
 
 def verdict(**seen: object) -> Verdict:
-    return Verdict(**{"name": "a", "kind": "body", "statuses": {"400": 1}, "run_calm_gap_ms": 20.0, **seen})  # type: ignore[arg-type]
+    return Verdict(**{"name": "a", "kind": "body", "statuses": {"400": 1}, "run_calm_gap_ms": 20.0, **seen})  # pyrefly: ignore[bad-argument-type]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,3 @@
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
 """Blocks of KV caches as bytes: whatever the strides are, they read the same, and come back alone."""
 
 import itertools

@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false
 """Both halves of the connector over a real folder: a second engine loads what a first one has saved."""
 
 import asyncio
@@ -9,6 +8,7 @@ from pathlib import Path
 from threading import Event
 from time import monotonic, sleep
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -51,8 +51,8 @@ class Request:
         return len(self.all_token_ids)
 
 
-def request_of(tokens: int, name: str = "one", *, seed: int = 0, **fields: object) -> Request:
-    return Request(name, [seed + token for token in range(tokens)], tokens, **fields)  # pyright: ignore[reportArgumentType]
+def request_of(tokens: int, name: str = "one", *, seed: int = 0, **fields: Any) -> Request:  # noqa: ANN401
+    return Request(name, [seed + token for token in range(tokens)], tokens, **fields)
 
 
 def root(salt: str) -> PageKey:

@@ -1,4 +1,3 @@
-# pyright: basic
 # ruff: noqa: ANN401 - types of vLLM
 """The connector over the few classes of vLLM that it uses: checks at the start, roles, counters."""
 

@@ -1,5 +1,3 @@
-# pyright: basic
-# torch's conversions to lists are untyped.
 """Draws, adjusted scores and counts on CPU: the same tokens and bits as their definitions."""
 
 import pytest

@@ -1,4 +1,3 @@
-# pyright: basic
 """`rope_store` and `attention` over shuffled, NaN-poisoned pages: definitions, odd sizes, and equal bits."""
 
 from dataclasses import replace
@@ -256,7 +255,7 @@ CODED: dict[str, Any] = {"new": [40, 1, 3, 1, 130], "before": [0, 300, 257, 0, 2
     ids=str,
 )
 def test_stored_codes_are_those_of_the_definition(cpu: Operators, shape: Shape, *, fixed: bool) -> None:
-    case = Case(**CODED, dtype=torch.float32, **{**shape, "rotary": 0, "normed": False})
+    case = Case(**CODED, dtype=torch.float32, **dict[str, Any](shape, rotary=0, normed=False))
     check_stored_codes(case, cpu, fixed=fixed)
 
 

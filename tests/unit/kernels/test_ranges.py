@@ -1,5 +1,3 @@
-# pyright: basic
-# torch has few usable types.
 """Indices beyond their tables end the process with a line: they would read or write memory of others."""
 
 import faulthandler

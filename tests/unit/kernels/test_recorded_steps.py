@@ -46,7 +46,8 @@ class Stepped:
         )
         self._ran = 0
 
-    def forward(self, inputs: Inputs, caches: Caches) -> torch.Tensor:
+    def forward(self, inputs: Inputs, caches: Caches, kept: Kept | None = None) -> torch.Tensor:
+        assert kept is None
         self._ran += 1
         wider_BK = functional.pad(inputs.writes_BK, (self._ran % 3, 0), value=-1)
         inputs = replace(inputs, writes_BK=wider_BK)

@@ -1,4 +1,3 @@
-# pyright: basic, reportCallIssue=false
 """A rank's share of an operator is a slice of the whole, bit for bit: tensor parallelism only concatenates.
 
 Cuts are uneven on purpose, and widths no multiple of a vector or of a panel.
@@ -6,6 +5,7 @@ Cuts are uneven on purpose, and widths no multiple of a vector or of a panel.
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +96,6 @@ def test_attention_and_rope_store_by_heads(
             # Packed by rank, as the columns of its own projection are.
             k, v = storing.k_TKD[:, kv_heads].contiguous(), storing.v_TKD[:, kv_heads].contiguous()
             pages = torch.full_like(own, torch.nan)
-            rest = *storing.weights, EPSILON, storing.angles_T2R, pages, storing.rows
+            rest: Any = (*storing.weights, EPSILON, storing.angles_T2R, pages, storing.rows)
             assert same_bits(cpu.rope_store(storing.q_THD[:, q_heads], k, v, *rest), turned[:, q_heads])
             assert same_bits(pages, storing.arena[:, kv_heads, 1])

@@ -1,10 +1,10 @@
-# pyright: basic
 """The launches of each Triton operator, compiled for sm_90, which needs no device: no kernel spills, all fit,
 and the matrix units and the copy engine are used where intended. The largest ones and products with codes are
 compiled for sm_80 and sm_89 too."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -313,7 +313,7 @@ def stored_as(name: str, rows: int = OUT, columns: int = DEPTH) -> Stored:
 
 
 def on(packed: Packed, device: torch.device) -> Packed:
-    parts = {
+    parts: dict[str, Any] = {
         name: None if part is None else part.to(device)
         for name in ("data", "scales", "offsets")
         for part in (getattr(packed, name),)

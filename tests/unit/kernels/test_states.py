@@ -51,7 +51,8 @@ def test_odd_shapes_match_the_definition(cpu: Operators, operator: Operator, sha
         states = range(len(lengths))
         three = [[9 + b, -1 if b % 3 == 1 else 8 - b, -1 if b % 3 else 14 + b] for b in states]
         tried = [[-1] * (3 - n) + writes[max(0, 3 - n) :] for n, writes in zip(lengths, three, strict=True)]
-        for rows in ({}, {"read": [8 - b for b in states], "writes": tried}):
+        moved: dict[str, Any] = {"read": [8 - b for b in states], "writes": tried}
+        for rows in ({}, moved):
             check(Case(operator=operator, new=lengths, **rows, **shape), cpu)
 
 

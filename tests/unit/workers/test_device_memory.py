@@ -141,7 +141,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
                 fake.kept = fake.steps
                 return
             fake.settle()  # as torch does before it captures
-            runner.taken = fake.graphs  # pyright: ignore[reportAttributeAccessIssue]
+            runner.taken = fake.graphs  # pyrefly: ignore[missing-attribute]
             fake.others += fake.grown
 
         return taking

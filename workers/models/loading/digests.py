@@ -22,7 +22,7 @@ class Digests:
     @contextmanager
     def reading(self, tensors: Tensors) -> Generator[None]:
         """Digest tensors, if that is wanted, while the body reads them. Then free their memory."""
-        digesting = self._thread and self._thread.submit(self._digest, tensors)
+        digesting = self._thread.submit(self._digest, tensors) if self._thread else None
         yield
         if digesting is not None:
             digesting.result()

@@ -69,11 +69,10 @@ def recipe_of(weight: Weight, quantization: Quantization | None) -> Recipe | Non
     """Return the recipe of a weight; None: it stays floats, as vectors do, and what is narrow or precise."""
     if quantization is None or weight.role == "precise" or len(weight.shape) == 1:
         return None
-    recipe: Recipe | None = RECIPES[quantization]
-    if weight.role == "vocabulary":
-        recipe = recipe.vocabulary
-    fits = recipe is not None and recipe.columns_of(weight) >= COLUMNS_MIN and weight.shape[-1] % 2 == 0
-    return recipe if fits else None
+    recipe = RECIPES[quantization]
+    chosen = recipe.vocabulary if weight.role == "vocabulary" else recipe
+    fits = chosen is not None and chosen.columns_of(weight) >= COLUMNS_MIN and weight.shape[-1] % 2 == 0
+    return chosen if fits else None
 
 
 def floats_bytes(weight: Weight, quantization: Quantization | None, float_bytes: int) -> int:

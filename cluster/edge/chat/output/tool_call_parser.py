@@ -74,7 +74,7 @@ def _json(text: str) -> tuple[str, dict[str, object]] | None:
     name, arguments = called.get("name"), called.get("arguments", called.get("parameters"))
     if isinstance(arguments, str) and arguments:
         arguments = _object(arguments) or arguments
-    if not isinstance(name, str) or not isinstance(arguments, dict | None):
+    if not isinstance(name, str) or not (arguments is None or isinstance(arguments, dict)):
         return None
     return name, cast("dict[str, object]", arguments or {})
 
@@ -98,7 +98,7 @@ def _python(text: str) -> tuple[str, dict[str, object]] | None:
         if not isinstance(tree, ast.Call) or tree.args:
             return None
         found = {
-            str(keyword.arg): _constant(keyword.value) for keyword in tree.keywords if keyword.arg is not None
+            keyword.arg: _constant(keyword.value) for keyword in tree.keywords if keyword.arg is not None
         }
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):

@@ -4,7 +4,7 @@ What a client repeats of earlier turns is rendered, not judged: any model may ha
 """
 
 import json
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import (
     AfterValidator,
@@ -39,7 +39,7 @@ def _content(value: object) -> object:
     if not isinstance(value, list):
         return value
     texts: list[str] = []
-    for part in cast("list[object]", value):
+    for part in cast("list[Any]", value):
         match part:
             case {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
                 texts.append(text)
@@ -151,7 +151,7 @@ class ChatMessage(BaseModel, strict=True, extra="ignore"):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _marked(cls, fields: object, check: ModelWrapValidatorHandler["ChatMessage"]) -> "ChatMessage":
+    def _marked(cls, fields: object, check: ModelWrapValidatorHandler[Self]) -> Self:
         message = check(fields)
         if marks := marks_of(_field(fields, "content")):
             vars(message)["marks"] = marks

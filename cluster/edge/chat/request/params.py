@@ -6,7 +6,7 @@ A null field counts as absent.
 import math
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, Self, cast
 
 from pydantic import (
     AfterValidator,
@@ -68,9 +68,9 @@ def one_or_many(value: object) -> object:
 
 def prompts_of(value: object) -> list[str | list[int]]:
     """Return one prompt or several, each as text or token ids, as a list of prompts. Raises ValueError."""
-    items = cast("Sequence[object]", value) if isinstance(value, list | tuple) else ()
+    items = cast("Sequence[object]", value) if isinstance(value, (list, tuple)) else ()
     if not items or isinstance(items[0], int):
-        return [one_prompt(cast("object", value))]
+        return [one_prompt(value)]
     return [one_prompt(prompt) for prompt in items]
 
 
@@ -78,7 +78,7 @@ def one_prompt(value: object) -> str | list[int]:
     """Return a prompt as text or token ids. Raises ValueError."""
     if isinstance(value, str):
         return valid_text(value)
-    tokens = list(cast("Sequence[object]", value)) if isinstance(value, list | tuple) else [None]
+    tokens = list(cast("Sequence[object]", value)) if isinstance(value, (list, tuple)) else [None]
     if not {*map(type, tokens)} <= {int}:
         raise ValueError(PROMPT_FORMS)
     return cast("list[int]", tokens)
@@ -197,13 +197,13 @@ class SamplingParams(Params):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    max_tokens: TokenCount | None = DEFAULT_MAX_TOKENS
+    max_tokens: TokenCount | None = DEFAULT_MAX_TOKENS  # pyrefly: ignore[bad-override]  frozen here
     logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
     cache_breakpoints: Breakpoints = []
 
     @model_validator(mode="wrap")
     @classmethod
-    def _refused(cls, fields: object, check: ModelWrapValidatorHandler["SamplingParams"]) -> "SamplingParams":
+    def _refused(cls, fields: object, check: ModelWrapValidatorHandler[Self]) -> Self:
         try:
             return check(fields)
         except ValidationError as error:

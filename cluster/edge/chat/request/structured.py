@@ -87,7 +87,7 @@ def asked_of(
     return next(iter(found.values()), None)
 
 
-def _of_response_format(value: Mapping[str, object]) -> Asked | None:
+def _of_response_format(value: Mapping[str, Any]) -> Asked | None:
     param = "response_format"
     match value:
         case {"type": "text"}:
@@ -203,7 +203,7 @@ def _members(level: Sequence[object]) -> Iterator[tuple[str, int]]:
             schema = cast("dict[str, object]", schema)
             for keyword in MEMBERS_MAX.keys() & schema.keys():
                 value = schema[keyword]
-                yield keyword, len(cast("list[object]", value)) if isinstance(value, dict | list) else 1
+                yield keyword, len(cast("list[object]", value)) if isinstance(value, (dict, list)) else 1
 
 
 def _patterns(level: Sequence[object]) -> Iterator[str]:
@@ -224,7 +224,7 @@ def _children(value: object) -> list[object]:
         items = list(cast("dict[object, object]", value).values())
     elif isinstance(value, list):
         items = cast("list[object]", value)
-    return [item for item in items if isinstance(item, dict | list)]
+    return [item for item in items if isinstance(item, (dict, list))]
 
 
 def _bounded(text: str, param: str, bytes_max: int = GRAMMAR_BYTES_MAX) -> str:

@@ -71,7 +71,7 @@ def _choice(value: object) -> str | Named | Allowed:
 
 
 def _name_of(tool: object) -> str:
-    match tool:
+    match cast("Any", tool):
         case {"type": "function", "function": {"name": str(name)}}:
             return name
         case _:

@@ -225,7 +225,7 @@ async def test_token_without_text_has_the_time_of_the_last_chunk() -> None:
     """The first bytes of a character alone make no text."""
     end = 'data: {"choices": [{"text": "", "finish_reason": "length"}]}\n\n'
     usage = 'data: {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": %d}}\n\n'
-    async with stub(scripted(end + usage % 1, end + usage % 0)) as url:
+    async with stub(scripted(end + usage % 1, end + usage % (0,))) as url:
         one, none = (await measured(url, *ANY, "--num-prompts", "2")).results
     assert (one.error, one.output_tokens, one.ttft_s) == ("", 1, one.e2e_s)
     assert one.ttft_s > 0

@@ -16,9 +16,7 @@ from tidemill.workers.sources.names import bundled
 
 
 @pytest.fixture(autouse=True)
-def _same_environment_afterwards(  # pyright: ignore[reportUnusedFunction]
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def _same_environment_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore the environment for Ray that the command changes."""
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
         monkeypatch.setenv(name, "")

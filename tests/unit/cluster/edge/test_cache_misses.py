@@ -53,7 +53,7 @@ Row = tuple[int, CacheLookup | None, Route, list[tuple[str, int, int]]]
 def row(restored: int, expected: str, lookup: CacheLookup | None = None, **route: int) -> Row:
     """Return a row: with `elsewhere_pages`, that many pages are on another worker."""
     elsewhere = {"elsewhere": ELSEWHERE} if "elsewhere_pages" in route else {}
-    return restored, lookup, replace(ROUTE, **elsewhere, **route), spans_in(expected)  # type: ignore[arg-type]
+    return restored, lookup, replace(ROUTE, **elsewhere, **route), spans_in(expected)  # pyrefly: ignore[bad-argument-type]
 
 
 def seen(**known: Any) -> CacheLookup:  # noqa: ANN401 - fields of a lookup

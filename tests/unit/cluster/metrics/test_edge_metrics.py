@@ -2,9 +2,11 @@
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
+from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.cluster.fake_service import (
@@ -30,7 +32,7 @@ from tidemill.cluster.metrics.scrape import scraped
 from tidemill.cluster.metrics.worker_metrics import reported
 from tidemill.cluster.processes.endpoint.history_recorder import record_period
 from tidemill.cluster.rpc.codec import decode, encode
-from tidemill.workers.messages import Produced, Provenance, Request, Times, Trace, Unserved
+from tidemill.workers.messages import Produced, Provenance, Request, Times, Trace, Unserved, WorkerId
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -50,8 +52,8 @@ def read(text: str) -> Samples:
     }
 
 
-def scrape(app: object) -> Samples:
-    response = call(app, "GET", "/metrics")  # pyright: ignore[reportArgumentType]
+def scrape(app: FastAPI) -> Samples:
+    response = call(app, "GET", "/metrics")
     assert response.headers["content-type"].startswith("text/plain")
     return read(response.text)
 
@@ -334,7 +336,7 @@ def test_all_models_are_summed_before_ratios_are_taken() -> None:
 
 
 def test_restart_of_a_worker_is_an_end_and_a_start() -> None:
-    restarted = replace(FLEET.workers[0], info=replace(FLEET.workers[0].info, worker="decode-0.y"))
+    restarted = replace(FLEET.workers[0], info=replace(FLEET.workers[0].info, worker=WorkerId("decode-0.y")))
     history, samples = History(), samples_of(EdgeMetrics(lambda: 0.0))
     history.add(0.0, samples, {"a": FLEET})
     history.add(5.0, samples, {})
@@ -362,8 +364,8 @@ async def test_edge_records_and_serves_its_history() -> None:
     context.metrics.of_model("keeper").count_tokens(10, None)
     object.__setattr__(context.sources, "unix_time_s", lambda: 1_700_000_133.5)
     await record_period(context)
-    found = context.history.json()
-    assert found["models"]["keeper"][0]["tokens_per_s"] == 1.0  # pyright: ignore[reportIndexIssue] - JSON
+    found: Any = context.history.json()
+    assert found["models"]["keeper"][0]["tokens_per_s"] == 1.0
     reply = (await asyncio.to_thread(call, app_over(service), "GET", "/cluster/history")).json()
     assert reply == {"period_s": 5.0, "quantiles": [0.5, 0.99], "models": {}, "marks": []}
 

@@ -114,7 +114,7 @@ def test_hints_change_what_is_kept_and_no_answer(settings: dict[str, Any], hints
 
 
 def test_answers_are_the_engines_in_the_order_of_the_prompts(llm: LLM) -> None:
-    engine, thread = llm._built.engine, llm._thread  # pyright: ignore[reportPrivateUsage]
+    engine, thread = llm._built.engine, llm._thread
 
     async def ask(prompt: list[int], choice: int) -> list[int]:
         """Return the answer of the engine without anything around it."""
@@ -288,7 +288,7 @@ class Held:
     """Puts itself before an engine: after its first token each answer waits, until it is cancelled."""
 
     def __init__(self, llm: LLM) -> None:
-        self._engine = llm._built.engine  # pyright: ignore[reportPrivateUsage]
+        self._engine = llm._built.engine
         self._stream = self._engine.stream
         self.started = threading.Semaphore(0)
         self.ended = 0
@@ -378,7 +378,7 @@ def test_broken_engine_reports_why(settings: dict[str, Any]) -> None:
         raise OSError(f"the device is gone, with {flights_max} steps")
 
     with LLM("keeper", **settings) as llm:
-        pipeline = llm._built.engine._pipeline  # pyright: ignore[reportPrivateUsage]
+        pipeline = llm._built.engine._pipeline
         pipeline.step = broken
         with pytest.raises(WorkerGone) as gone:
             llm.generate("Hello")

@@ -25,12 +25,7 @@ from tidemill.cluster.processes.endpoint import link as module
 from tidemill.cluster.processes.endpoint.edge_group import LinkedGroup
 from tidemill.cluster.processes.endpoint.endpoint import Endpoint, HandedSocket, Sockets
 from tidemill.cluster.processes.endpoint.link import Functions, Link
-from tidemill.cluster.processes.frontends import (
-    MISSES_MAX,
-    Frontends,
-    _Edge,  # pyright: ignore[reportPrivateUsage]
-    edge_arguments,
-)
+from tidemill.cluster.processes.frontends import MISSES_MAX, Frontends, _Edge, edge_arguments
 from tidemill.workers.messages import Unserved
 
 LONG = "c" * 300_000
@@ -62,7 +57,7 @@ async def test_both_ends_call_and_answers_find_their_calls(monkeypatch: pytest.M
         assert await asyncio.gather(*calls) == ["slow2", "b2", f"{LONG}1"]
         call = asyncio.create_task(first.call("never", str))
         await asyncio.sleep(0.05)
-        second._writer.close()  # pyright: ignore[reportPrivateUsage] - its process ends
+        second._writer.close()
         with pytest.raises(Unserved, match="has ended"):
             await call
         with pytest.raises(Unserved, match="has ended"):
@@ -176,7 +171,7 @@ def served_by(*edges: ScriptedEdge, frontends: int = 1, has_served: bool = False
         served = Frontends(endpoint, Sockets(listener), [], {}, detached=False)
         for index, edge in enumerate(edges):
             run = _Edge(cast("Any", edge), cast("Any", edge), [], has_served=has_served)
-            served._edges[index] = run  # pyright: ignore[reportPrivateUsage]
+            served._edges[index] = run
         yield served
 
 
@@ -224,5 +219,5 @@ async def test_edge_that_misses_polls_in_a_row_is_killed(
     edge = ScriptedEdge(answers)
     with served_by(edge, has_served=has_served) as served:
         for _ in range(7):
-            await served._poll()  # pyright: ignore[reportPrivateUsage]
+            await served._poll()
     assert edge.killed_at == killed_at

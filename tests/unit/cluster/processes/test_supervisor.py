@@ -42,10 +42,10 @@ class World:
 
         fakes: dict[str, Callable[..., object]] = {
             "RayStore": lambda: self.store,
-            "Actors": lambda _: self.actors,  # pyright: ignore[reportUnknownLambdaType] - a namespace
+            "Actors": lambda _: self.actors,
             "RouterClient": AwayRouter,
             "nodes": list,
-            "start_logs": lambda _: None,  # pyright: ignore[reportUnknownLambdaType] - telemetry
+            "start_logs": lambda _: None,
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(module, name, fake)

@@ -4,6 +4,7 @@ follows demand and does not oscillate."""
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -254,7 +255,7 @@ def account(
     live: int = 0,
     wanted: int = 0,
     cached: int = 0,
-    **more: int | bool,
+    **more: Any,  # noqa: ANN401
 ) -> Account:
     """Return an account of a worker that has taken its assigned budget."""
     budget = max(assigned, floor)
@@ -360,8 +361,9 @@ def test_broker_counts_lowered_memory_as_free_only_when_it_is_released() -> None
     accounts["a"] = replace(accounts["a"], wanted_bytes=TOTAL)
     half = TOTAL // 2
     assert rebalance(accounts, TOTAL) == {"a": half, "b": 1024}
-    for kind in ("assigned_bytes", "budget_bytes", "mapped_bytes"):
-        given = {"assigned_bytes": 1024, "budget_bytes": 1024, "mapped_bytes": 1024, kind: half}
+    sizes = ("assigned_bytes", "budget_bytes", "mapped_bytes")
+    for kind in sizes:
+        given: dict[str, Any] = dict.fromkeys(sizes, 1024) | {kind: half}
         accounts["b"] = replace(accounts["b"], **given)
         assert rebalance(accounts, TOTAL)["a"] == half, kind
     accounts["b"] = replace(accounts["b"], mapped_bytes=1024)

@@ -199,8 +199,8 @@ def test_decoder_ignores_unknown_fields(heartbeat: Heartbeat, frame: ClientFrame
 
 
 def test_decoder_fills_missing_fields() -> None:
-    needed = {"worker": "w", "name": "n", "role": "mixed", "address": "a", "pid": 1, "node": "h"}
-    assert decode(WorkerInfo, encode(needed)) == WorkerInfo(**needed)  # pyright: ignore[reportArgumentType]
+    needed = dict[str, Any](worker="w", name="n", role="mixed", address="a", pid=1, node="h")
+    assert decode(WorkerInfo, encode(needed)) == WorkerInfo(**needed)
     assert decode(Delta, encode(("Delta", (1, 2)))) == Delta(tokens=(1, 2))
     with pytest.raises(Malformed, match="worker"):
         decode(WorkerInfo, encode({**needed, "worker": 5}))

@@ -227,7 +227,7 @@ class Obedient:
     async def carry_out(self, order: SupervisorOrder) -> object:
         return self.obey(order)
 
-    def obey(self, order: object) -> object:
+    def obey(self, order: object) -> Any:  # noqa: ANN401 - by script
         self.carried_out.append(order)
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
@@ -238,7 +238,7 @@ class Obedient:
         return 5 if (edge, misses, resets, open_requests) == ("a", Misses(late=2), 4, 3) else 0
 
     async def failed_rounds(self) -> int:
-        return self.obey("failed rounds")  # pyright: ignore[reportReturnType] - by script
+        return self.obey("failed rounds")
 
 
 class ObedientRouter(Router):

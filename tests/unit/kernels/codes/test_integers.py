@@ -1,5 +1,3 @@
-# pyright: reportUnknownMemberType=false
-# torch leaves the type of lists open.
 """Products of INT8 with INT8: the definition in whole numbers, and its bits in compiled kernels."""
 
 from dataclasses import replace

@@ -1,4 +1,3 @@
-# pyright: basic
 """A fake of FlashInfer computes attention from the addresses, strides and tables that it gets, as the
 documentation of FlashInfer describes them."""
 

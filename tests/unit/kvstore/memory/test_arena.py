@@ -1,8 +1,5 @@
 """The arena against a model of dictionaries: its extents follow the demand of the classes."""
 
-# The test counts accesses to private buckets.
-# pyright: reportPrivateUsage=false
-
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -296,7 +293,7 @@ class Buckets(list[dict[int, None]]):
 
     looks = 0
 
-    def __getitem__(self, index: int) -> dict[int, None]:  # type: ignore[override]  never sliced
+    def __getitem__(self, index: int) -> dict[int, None]:  # pyrefly: ignore[bad-override]  never sliced
         self.looks += 1
         return super().__getitem__(index)
 

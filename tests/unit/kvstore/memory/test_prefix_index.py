@@ -1,6 +1,4 @@
 """The prefix index against a dictionary that stores everything and searches by brute force."""
-# The test reads the private heaps.
-# pyright: reportPrivateUsage=false
 
 from dataclasses import dataclass
 

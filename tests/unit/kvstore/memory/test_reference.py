@@ -69,7 +69,7 @@ class LedgerAgainstReference(RuleBasedStateMachine):
         refused: list[bool] = []
         for ledger, request in ((self.ledger, lease), (self.reference, name)):
             try:
-                ledger.reserve(request, len(known))  # pyright: ignore[reportArgumentType]  each has its own
+                ledger.reserve(request, len(known))  # pyrefly: ignore[bad-argument-type]  each has its own
             except OutOfMemory:
                 refused.append(True)
             else:

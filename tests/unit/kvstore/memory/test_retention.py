@@ -210,7 +210,7 @@ def test_notes_of_dropped_credits_are_bounded() -> None:
         kept.insert(letter)
     for number in range(4 * NOTES_MAX):
         kept.retain("ab"[number % 2], name="s")
-    assert len(kept.retention._ends) <= NOTES_MAX + 4  # pyright: ignore[reportPrivateUsage]
+    assert len(kept.retention._ends) <= NOTES_MAX + 4
 
 
 PATHS = st.text("ab", min_size=1, max_size=4)

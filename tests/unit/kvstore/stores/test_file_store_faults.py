@@ -146,8 +146,8 @@ def test_object_folder_continues_short_reads_and_writes(
     def starts(parts: list[memoryview]) -> list[memoryview]:
         return [part[:37] for part in parts][:1]
 
-    monkeypatch.setattr(os, "readv", lambda fd, parts: readv(fd, starts(parts)))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType] - setattr gives no types
-    monkeypatch.setattr(os, "writev", lambda fd, parts: writev(fd, starts(parts)))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType] - setattr gives no types
+    monkeypatch.setattr(os, "readv", lambda fd, parts: readv(fd, starts(parts)))
+    monkeypatch.setattr(os, "writev", lambda fd, parts: writev(fd, starts(parts)))
     folder = ObjectFolder(tmp_path, AMPLE_BYTES)
     assert put(folder, 1) == [Put.STORED]
     assert get(folder, 1) is Got.HIT

@@ -1,5 +1,3 @@
-# pyright: basic
-# The library is compiled and has no types.
 """Objects in a real Mooncake whose master or owner crashes, stops, loses or damages them."""
 
 import asyncio

@@ -61,7 +61,7 @@ def test_open_store_limits_the_wait_for_a_hanging_file_store(
     tmp_path: Path, option: str, patience_s: float
 ) -> None:
     store = open_store(f"file://{tmp_path}?size=1MiB{option}")
-    assert store.patience_s(0) == pytest.approx(patience_s)  # pyright: ignore[reportUnknownMemberType] - pytest
+    assert store.patience_s(0) == pytest.approx(patience_s)
     asyncio.run(store.close())
 
 
@@ -99,7 +99,7 @@ async def test_open_store_orders_tiers_as_written(
     )
     assert isinstance(store, TieredStore)
     assert store.stats().capacity_bytes == 5 << 20
-    assert store.patience_s(0) == pytest.approx(2.25)  # pyright: ignore[reportUnknownMemberType] - pytest
+    assert store.patience_s(0) == pytest.approx(2.25)
     assert await store.put([(page(1), memoryview(body(1, 1, 100)))]) == [Put.STORED]
     assert store.stats().objects == 1, "a tier was written against its policy"
     await store.close()

@@ -231,7 +231,7 @@ async def test_tiered_store_patience_is_the_sum_of_its_tiers() -> None:
     store = TieredStore(
         [Tier(memory()), Tier(GuardedStore(memory(), 2.0)), Tier(GuardedStore(memory(), 0.5))]
     )
-    assert store.patience_s(0) == pytest.approx(2.5)  # pyright: ignore[reportUnknownMemberType] - pytest
+    assert store.patience_s(0) == pytest.approx(2.5)
     assert TieredStore([Tier(memory())]).patience_s(1) == float("inf")
     await store.close()
 

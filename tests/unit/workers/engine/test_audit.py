@@ -76,7 +76,7 @@ def test_planted_leak_ends_the_worker_and_its_streams_move_on(monkeypatch: pytes
             release = worker.ledger.release
 
             def leaking(request_id: str) -> None:
-                lease = worker.ledger._leases[request_id]  # pyright: ignore[reportPrivateUsage]
+                lease = worker.ledger._leases[request_id]
                 lease.private_pages.pop()
                 lease.rebuild_page_table()
                 release(request_id)

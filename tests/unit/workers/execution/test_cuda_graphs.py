@@ -1,6 +1,4 @@
 """Decode steps in graphs: their sizes, their padding, what runs without them. See tests/gpu for a device."""
-# pyright: basic
-# torch's conversions to lists are untyped.
 
 import asyncio
 from dataclasses import fields, replace

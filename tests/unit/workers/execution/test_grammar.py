@@ -1,11 +1,9 @@
 """Every answer matches its grammar, whatever the logits; also with guesses, discarded steps and moves."""
-# pyright: basic
-# llguidance and torch give untyped arrays.
 
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -77,7 +75,7 @@ NUMBER: /[0-9]{1,3}/
 """
 
 
-def matches(schema: dict[str, object]) -> Check:
+def matches(schema: Mapping[str, object]) -> Check:
     return lambda text: Draft202012Validator(schema).is_valid(json.loads(text))
 
 

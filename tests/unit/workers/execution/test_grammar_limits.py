@@ -1,6 +1,4 @@
 """The limits of grammars: time to compile, time of masks, memory of lexers."""
-# pyright: basic
-# torch's tensors are untyped.
 
 import json
 from collections.abc import Callable
@@ -158,7 +156,7 @@ class Held(MaskPool[Mask]):
         self.release = Event()
         self.error: RequestError | None = None
 
-    def submit(self, compute, spent_s: float, *, quick: bool) -> Future[Mask]:  # noqa: ANN001
+    def submit(self, compute: Callable[[], Mask], spent_s: float, *, quick: bool) -> Future[Mask]:
         def held() -> Mask:
             self.release.wait()
             if self.error is not None:

@@ -1,5 +1,3 @@
-# pyright: basic
-# Triton has no types.
 """Launches of released models' steps on a device, checked without one: a capture meets nothing that it
 refuses, and the warm-up meets every kernel of later steps."""
 
@@ -171,12 +169,12 @@ class _Products(TorchDispatchMode):
         self.dtypes: set[tuple[torch.dtype, ...]] = set()
         self.rows = Counter[int]()
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        if operator.overloadpacket.__name__ in {"mm", "addmm", "bmm"}:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        if func.overloadpacket.__name__ in {"mm", "addmm", "bmm"}:
             factors = [part for part in args if isinstance(part, torch.Tensor)][-2:]
             self.dtypes.add(tuple(part.dtype for part in factors))
             self.rows[factors[0].shape[-2]] += 1
-        return operator(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", ["Qwen3-Next-80B-A3B", "Qwen3-30B-A3B", "DeepSeek-V3"])
@@ -253,7 +251,7 @@ def test_no_step_compiles(name: str, codes: CodeKind | None, monkeypatch: pytest
         for rows in (2, 20, 40, 100, 300):
             launches.clear()
             with torch.inference_mode():
-                logits_NV = model.logits(hidden_TH[:rows])
+                logits_NV = model.logits(hidden_TH[:rows])  # pyrefly: ignore[unbound-name]
             assert compiled(launches) <= known, rows
         for (kind, sampling), rows in product(SAMPLINGS.items(), (1, 2, 3, 300)):
             launches.clear()

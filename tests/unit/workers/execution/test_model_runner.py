@@ -1,6 +1,4 @@
 """Steps become tensors and logits become tokens: each row its own, whatever lies beside it."""
-# pyright: basic
-# torch's conversions to lists are untyped.
 
 import asyncio
 import threading

@@ -1,7 +1,5 @@
 """A prediction head fills each slot with what belongs there, however a sequence is cut, and guesses from the
 right place."""
-# pyright: basic
-# torch's conversions to lists are untyped.
 
 from dataclasses import dataclass, field
 from itertools import pairwise

@@ -1,11 +1,10 @@
 """Steps on a device that answers late: tokens, page tables and buffers are those of steps in turn."""
-# pyright: basic
-# torch's conversions to lists are untyped.
 
 import asyncio
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -171,7 +170,7 @@ def test_tables_on_the_device_are_those_of_the_rows(seed: int) -> None:
     rng = Random(seed)
     tables = PageTables(ROWS_MAX, TABLE_WIDTH, windows=True)
     device = [np.zeros_like(tables.pages_SN), np.zeros_like(tables.windows_SN)]
-    lists: dict[str, tuple[int, ...]] = {}
+    lists: dict[str, tuple[Any, ...]] = {}
     slots_before: dict[str, int] = {}
     for number in range(200):
         names = rng.sample("abcdefghij", rng.randrange(1, ROWS_MAX + 1))

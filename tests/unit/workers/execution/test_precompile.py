@@ -1,5 +1,3 @@
-# pyright: basic
-# Triton has no types.
 """Kernels are compiled on several processes, into a cache that outlives them."""
 
 import threading

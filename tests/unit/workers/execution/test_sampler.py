@@ -1,6 +1,4 @@
 """Draws follow the exact distribution, and depend on logits, earlier tokens, seed and position only."""
-# pyright: basic
-# torch's conversions to lists are untyped.
 
 from collections import Counter
 from dataclasses import replace

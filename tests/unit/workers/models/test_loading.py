@@ -1,5 +1,3 @@
-# pyright: reportUnknownVariableType=false
-# safetensors leaves a type parameter of its paths open.
 """Loading a model folder: what the engine learns of it, and one clear line for what can be wrong."""
 
 import json

@@ -1,5 +1,3 @@
-# pyright: basic
-# Triton has no types.
 """The ranks of a group on CUDA devices, without one: all of them warm up and capture in the same order, and
 every exchange in it meets the same exchange on the other ranks."""
 

@@ -1,5 +1,3 @@
-# pyright: basic
-# Fakes stand in for a device.
 """A group whose ranks believe that they have a CUDA device each: they build themselves in one order, agree on
 their memory, map it together, and answer as one process does."""
 

@@ -1,5 +1,3 @@
-# pyright: basic
-# transformers' classes have no usable types, and settings are replaced by name.
 """A small model on groups of real processes: the tokens of one process, and an end that leaves nothing."""
 
 import asyncio
@@ -12,6 +10,7 @@ from math import isclose
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -119,7 +118,7 @@ class Worker:
 
 
 @asynccontextmanager
-async def worker(settings: EngineSettings, **changes: object) -> AsyncGenerator[Worker]:
+async def worker(settings: EngineSettings, **changes: Any) -> AsyncGenerator[Worker]:  # noqa: ANN401
     """A group whose step loop runs. At the end no process of it is left."""
     ranks: list[BaseProcess] = []
     networks = [None if over_nodes is None else network_of(over_nodes, index) for index in range(3)]

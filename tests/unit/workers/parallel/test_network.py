@@ -1,5 +1,3 @@
-# pyright: basic
-# Settings are replaced by name.
 """Ranks on several nodes: who is let in, what a TLS connection carries, and where collectives run."""
 
 import os
@@ -219,7 +217,7 @@ def test_collectives_use_the_interface_that_is_named(monkeypatch: pytest.MonkeyP
     for each in found:
         each.close()
     monkeypatch.delenv(distributed.NCCL_INTERFACE, raising=False)
-    name_interface = distributed._name_interface  # pyright: ignore[reportPrivateUsage]
+    name_interface = distributed._name_interface
     name_interface(Network(host="127.0.0.1"))
     assert os.environ[distributed.NCCL_INTERFACE] == "=lo"
     name_interface(Network(host="127.0.0.1", interface="eth1"))

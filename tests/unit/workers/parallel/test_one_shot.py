@@ -1,5 +1,3 @@
-# pyright: basic, reportPrivateImportUsage=false
-# A fake stands in for torch's symmetric memory.
 """Sums in one launch over memory that GPUs map from each other: which sums go this way, and their order."""
 
 import os
@@ -164,4 +162,4 @@ def test_where_it_cannot_work_it_is_refused() -> None:
         {"device": "cpu", "tensor_parallel_reduce": "fast"},
     ):
         with pytest.raises(SettingsError, match=r"^--tensor-parallel-one-shot is for .*: leave it out$"):
-            settings_with(**{**group, **changes})
+            settings_with(**dict[str, Any](group, **changes))

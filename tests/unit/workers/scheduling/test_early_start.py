@@ -148,8 +148,8 @@ async def test_preempted_sequence_is_fetched_again_while_the_first_fetch_runs(la
     async with bench(store, layout=layout) as one:
         answering = asyncio.create_task(one.answer(REQUEST))
         await asyncio.sleep(GET_S + STEP_S)
-        (sequence,) = one.engine._sequences.running.values()  # pyright: ignore[reportPrivateUsage]
-        one.engine._preempt(sequence)  # pyright: ignore[reportPrivateUsage]
+        (sequence,) = one.engine._sequences.running.values()
+        one.engine._preempt(sequence)
         one.ledger.check()
         assert (await answering).fetched_tokens == DEEPEST
 

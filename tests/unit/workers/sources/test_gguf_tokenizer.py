@@ -1,5 +1,3 @@
-# pyright: basic
-# The library's types are too wide.
 """Tokenizers of sentencepiece in GGUF metadata have the tokens that its definition gives: of all neighbours
 that make a token, those with the highest score are merged first."""
 

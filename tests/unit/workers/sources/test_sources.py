@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import s3fs  # pyright: ignore[reportMissingTypeStubs]
+import s3fs
 from huggingface_hub import constants
 from moto.server import ThreadedMotoServer
 

@@ -1,11 +1,10 @@
-# pyright: basic
-# Settings are replaced by name.
 """A prompt that starts while later slices of its pages arrive has the bits of one that waits for them."""
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +13,9 @@ from tests.support.mooncake import mooncake
 from tests.support.parity.architectures import random_model, save
 from tests.support.parity.served import answer, serving, tokens_of
 from tests.support.workers.settings import plain_settings
-from tidemill.kvstore.keys import Kind, ObjectKey
+from tidemill.kvstore.keys import Kind
 from tidemill.kvstore.stores.file_store import FileStore
-from tidemill.kvstore.stores.page_store import Got
+from tidemill.kvstore.stores.page_store import Got, Objects
 from tidemill.kvstore.stores.remote_store import RemoteStore
 from tidemill.workers.execution import model_runner as runner
 from tidemill.workers.execution.step import Drawn, Row
@@ -51,7 +50,7 @@ def slow_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in (FileStore, RemoteStore):
         get = kind.get
 
-        async def slowly(self, wanted: Sequence[tuple[ObjectKey, memoryview]], get=get) -> list[Got]:  # noqa: ANN001
+        async def slowly(self: Any, wanted: Objects, get: Any = get) -> list[Got]:  # noqa: ANN401
             if any(key.kind is Kind.PAGE and key.shard for key, _ in wanted):
                 for _, view in wanted:
                     view[:] = b"\xff" * view.nbytes
@@ -78,7 +77,7 @@ async def test_logits_are_those_of_a_cold_prompt(
 ) -> None:
     other = {"qwen3_5": "linear_attention", "gpt_oss": "sliding_attention"}.get(shape)
     layers = {"num_hidden_layers": 3, "layer_types": ["full_attention", other, "full_attention"]}
-    changes = layers if other else {}
+    changes: dict[str, Any] = layers if other else {}
     folder = save(random_model(shape, **changes), tmp_path / "model")
     sizes = {"page_size": P, "max_model_len": 160, "backing": "fixed", "page_slices": 2}
     settings = plain_settings(folder, kernel_cache, 64 << 20, **sizes)

@@ -6,8 +6,6 @@ The fields of OpenAI and Anthropic are those of their SDKs; of vLLM 0.32 and SGL
 becomes of a field follows from the code that reads bodies; tests/unit/cluster/edge/apis/test_served_fields.py
 sends each to an edge.
 """
-# pyright: basic
-# The SDKs have types of bodies alone, which are read here as names.
 
 import re
 from collections.abc import Iterator

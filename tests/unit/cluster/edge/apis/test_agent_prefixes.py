@@ -1,7 +1,5 @@
 """Prompts of agents begin as their earlier ones did, whatever they spell differently, and have breakpoints
 where the next ones leave them."""
-# pyright: basic
-# Bodies are plain JSON, as clients of other languages send them.
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise

@@ -1,5 +1,3 @@
-# pyright: basic
-# transformers and tokenizers have no complete types
 """Tokenizers and chat templates read from a folder give what transformers gives for the same folder."""
 
 import json

@@ -153,7 +153,7 @@ async def test_answers_and_bytes_beyond_the_limits_are_refused() -> None:
 
 def wide(**fields: object) -> bytes:
     """A request with these fields of its sampling."""
-    return pb.GenerateRequest(text="a", sampling=pb.Sampling(**fields)).SerializeToString()  # type: ignore[arg-type]
+    return pb.GenerateRequest(text="a", sampling=pb.Sampling(**fields)).SerializeToString()  # pyrefly: ignore[bad-argument-type]
 
 
 @pytest.mark.parametrize(

@@ -263,7 +263,7 @@ async def test_library_knows_the_client_of_a_connection(address: str) -> None:
         return request
 
     server = grpc.aio.server()
-    handler = grpc.unary_unary_rpc_method_handler(answer)  # type: ignore[arg-type]
+    handler = grpc.unary_unary_rpc_method_handler(answer)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("a.B", {"C": handler}),))
     gate = FrameGate(8, None)
     gate.bind(server)

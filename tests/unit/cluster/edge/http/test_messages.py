@@ -1,6 +1,4 @@
 """/v1/messages with the `anthropic` SDK over a real socket: blocks, streams, old turns, refusals."""
-# pyright: basic
-# Bodies are plain JSON, as clients of other languages send them.
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager

@@ -1,4 +1,3 @@
-# pyright: reportPrivateUsage=false
 """Tokenizing over HTTP, and the probes."""
 
 import asyncio

@@ -1,6 +1,4 @@
 """Embeddings, rerank and score: prompts, numbers and refusals, over a service that pools."""
-# pyright: basic
-# JSON has no types.
 
 import base64
 import json

@@ -167,7 +167,7 @@ async def test_nothing_is_sent_to_a_cluster_that_shows_the_authority_of_another(
 
     async with cluster.running():
         token = await cluster.token()
-    server = JoinServer(take, replace(attacker.tls, ca=cluster.tls.ca))  # pyright: ignore[reportArgumentType] - it answers nothing
+    server = JoinServer(take, replace(attacker.tls, ca=cluster.tls.ca))  # pyrefly: ignore[bad-argument-type]  it answers nothing
     cluster.join = await server.start("127.0.0.1", 0)
     for sent, line in (
         (token, "no certificate of the authority"),

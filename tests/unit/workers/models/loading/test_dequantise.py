@@ -1,5 +1,3 @@
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
-# safetensors leaves a type parameter of its paths open.
 """Quantised weights have the values that their formats define, in any part the same as in the whole."""
 
 from collections.abc import Callable

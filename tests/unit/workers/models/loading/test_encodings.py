@@ -1,5 +1,3 @@
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
-# safetensors leaves a type parameter of its paths open.
 """Folders with quantised weights or experts apart: what is read of them, and errors that name tensors."""
 
 import json

@@ -1,5 +1,3 @@
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
-# safetensors leaves a type parameter of its paths open.
 """`--quantization`: codes of near values, the same for all ranks."""
 
 import json

@@ -1,5 +1,3 @@
-# pyright: reportUnknownVariableType=false
-# safetensors leaves a type parameter of its paths open.
 """Parts of weights: the ranks have every row once, or in equal copies, and heads that belong together."""
 
 from collections import Counter

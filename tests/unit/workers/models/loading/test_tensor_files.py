@@ -1,5 +1,3 @@
-# pyright: reportUnknownVariableType=false
-# safetensors leaves a type parameter of its paths open.
 """Reading weights costs the memory of what is read, once: the mapped file is let go, and parts are parts."""
 
 from pathlib import Path
