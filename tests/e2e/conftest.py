@@ -26,7 +26,7 @@ TEMPLATE = """{% for tool in tools or [] %}<|system|> {{ tool | tojson }}<|end|>
 
 
 ENDS = pytest.StashKey[ExitStack]()
-"""What ends `server`."""
+"""The end of `server`."""
 
 
 @pytest.fixture(scope="session")
