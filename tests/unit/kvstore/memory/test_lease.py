@@ -242,3 +242,21 @@ def test_second_checkpoint_of_the_same_text_is_freed(*, converts: bool) -> None:
         ledger.commit(lease, 3 * P, KEYS)
         ledger.check()
     assert [entry.checkpoint is not None for entry in leases[1].shared_entries] == [False, True, False]
+
+
+@pytest.mark.parametrize("converts", [True, False])
+def test_step_goes_on_from_a_checkpoint(*, converts: bool) -> None:
+    ledger = Ledger(a_cache(30, converts=converts))
+    first = ledger.open("a")
+    ledger.reserve(first, 3 * P)
+    ledger.launch(first, 3 * P, inside=(2 * P,))
+    ledger.commit(first, 3 * P, KEYS)
+    second = ledger.share("b", first, 2)
+    ledger.reserve(second, 3 * P)
+    checkpoint, flight = first.shared_entries[1].checkpoint, ledger.launch(second, 3 * P)
+    assert checkpoint is not None
+    assert flight.start == 2 * P
+    if converts:
+        assert (flight.restores, flight.reads) == (checkpoint.checkpoints[0], flight.writes[-1].state)
+    else:
+        assert (flight.restores, flight.reads) == (None, checkpoint.state)
