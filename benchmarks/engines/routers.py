@@ -24,12 +24,12 @@ from tidemill.workers.vllm.metrics import Metrics
 OURS, VLLM, SGLANG = "Tidemill", "vllm-router", "sglang-router"
 ROUNDS = 4
 SERVERS = 2
-MEMORY_BYTES = 128 << 20
-"""The memory of a vLLM here: 10,922 tokens, less than all system prompts take."""
+MEMORY_BYTES = 328 << 20
+"""The memory of a vLLM here: 27,989 tokens, less than all system prompts take."""
 BLOCK_TOKENS = 128  # of vLLM on CPUs
 
 SYSTEMS = 16
-SYSTEM_WORDS = 800
+SYSTEM_WORDS = 2048
 CONVERSATIONS, TURNS = 24, 3
 QUESTION_WORDS, ANSWER_TOKENS = 32, 16
 AT_A_TIME = 6
