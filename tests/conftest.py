@@ -18,7 +18,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
-from tests.support.e2e.server import SHARES_SERVER
+from tests.support.e2e.server import SHARES_SERVER, marked
 from tidemill.cluster.settings import ray_environ
 
 # Ray reads its environment when it is imported, by whichever test is collected first.
@@ -114,13 +114,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByServe
 def pytest_testnodedown(node: WorkerController, error: object) -> None:
     """Kill what a process of tests that crashed, or was ended because it hung, leaves."""
     if error:
-        left = {
-            "PYTEST_XDIST_WORKER": node.gateway.id,
-            "PYTEST_XDIST_TESTRUNUID": node.workerinput["testrunuid"],
-        }
-        for process in psutil.process_iter():
+        for process in marked(node.workerinput["testrunuid"], "PYTEST_XDIST_TESTRUNUID"):
             with suppress(psutil.Error):
-                if left.items() <= process.environ().items():
+                if process.environ().get("PYTEST_XDIST_WORKER") == node.gateway.id:
                     process.kill()
 
 

@@ -44,12 +44,12 @@ def command_of(process: psutil.Process) -> str:
     return ""
 
 
-def marked(mark: str) -> list[psutil.Process]:
-    """Return the processes whose MARK begins so; descendants inherit it."""
+def marked(mark: str, variable: str = MARK) -> list[psutil.Process]:
+    """Return the processes whose `variable` begins so; descendants inherit it."""
     found: list[psutil.Process] = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.environ().get(MARK, "").startswith(mark):
+            if process.environ().get(variable, "").startswith(mark):
                 found.append(process)
     return found
 

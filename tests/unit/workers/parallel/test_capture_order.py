@@ -18,10 +18,10 @@ from tidemill.workers.models.loading.sharding import RankPart
 ROWS_MAX, TOKENS_MAX, TABLE_WIDTH = 8, 600, 9
 MODELS = {
     "Qwen3-Next-80B-A3B": (2, 0, True),
-    "gpt-oss-120b": (2, 0, True),
+    "gpt-oss-120b": (4, 0, True),
     "DeepSeek-V3": (4, 0, True),
-    "Qwen3-32B": (2, 0, False),
-    "granite-4.0-h-small": (2, 1, True),
+    "Qwen3-32B": (4, 0, False),
+    "granite-4.0-h-small": (4, 1, True),
 }
 """The number of ranks, the exchanges of a recurrent layer beside its two sums, and whether it has experts."""
 
