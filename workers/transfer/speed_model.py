@@ -33,6 +33,11 @@ MEMORY_FETCHES = 16
 REFIT_STEPS = 16
 NEWS_MAX = 256
 
+FIRST_SAMPLES_MAX = 4096
+FIRST_FITS = 4
+"""The number of fits of the first samples. Their errors are relative to the usual time, then to the result of
+the fit before: relative to its own time, a step that seems to take none would outweigh all others."""
+
 SAMPLE_S = 0.01
 """Steps without a pause between them make one sample until they took this long together. A step that is
 noticed late takes time from the next one, of which nothing may be left."""
@@ -59,8 +64,7 @@ class StepTimeModel:
     """Estimates the time of a step. Recording costs next to nothing; the sums are computed on demand."""
 
     def __init__(self) -> None:
-        self._with_prompts = _Sums()
-        self._without = _Sums()  # separate, so that hours of decoding do not make it forget prompts
+        self._kinds = _Sums(), _Sums()  # apart, so that hours of decoding do not make it forget prompts
         self._recent: list[Vector] = []
         self._sample = np.zeros(5)  # seconds, steps, prompt tokens, pairs, rows
         self._unfitted_steps = 0
@@ -84,34 +88,59 @@ class StepTimeModel:
             return
         self._recent.append(self._sample)
         self._sample = np.zeros(5)
-        if len(self._recent) == NEWS_MAX:
+        if len(self._recent) == (FIRST_SAMPLES_MAX if self._fitted is None else NEWS_MAX):
             self._take_recent()
+            del self._recent[: len(self._recent) // 2]
 
     @property
     def speed(self) -> Speed:
         """Return the speed; all 0 until there are enough samples."""
         self._take_recent()
-        if self._with_prompts.steps >= STEPS_MIN and (
-            self._fitted is None or self._unfitted_steps >= REFIT_STEPS
-        ):
-            self._fitted = _fit(self._with_prompts, self._without)
+        if self._fitted is not None and self._unfitted_steps >= REFIT_STEPS:
+            fitted = _fit(*self._kinds)
+            self._fitted = self._fitted if fitted is None else fitted
             self._unfitted_steps = 0
         if self._fitted is None:
             return Speed()
         step_s, token_s, pair_s, row_s = (self._fitted / UNITS).tolist()
         return Speed(step_s=step_s, token_s=token_s, pair_s=pair_s, row_s=row_s)
 
+    def _begin(self) -> None:
+        """Fit the samples so far, if there are enough."""
+        if sum(1 for sample in self._recent if sample[2] > 0) < STEPS_MIN:
+            return
+        recent = np.array(self._recent)
+        prompts = recent[:, 2] > 0
+        least_s = np.zeros(len(recent))
+        for group in (prompts, ~prompts):
+            least_s[group] = np.median(recent[group, 0]) if group.any() else 0.0
+        for _ in range(FIRST_FITS):
+            self._kinds = _Sums(), _Sums()
+            self._add(recent, least_s)
+            self._fitted = _fit(*self._kinds)
+            if self._fitted is None:
+                return
+            least_s = recent[:, 1:] / UNITS @ self._fitted
+        self._recent.clear()
+
     def _take_recent(self) -> None:
+        if self._fitted is None:
+            self._begin()
+            return
         if not self._recent:
             return
         recent = np.array(self._recent)
         self._recent.clear()
         self._unfitted_steps += len(recent)
-        terms, seconds = recent[:, 1:] / UNITS, np.maximum(recent[:, 0], SECONDS_MIN)
         # A step can seem short because the previous one was noticed late. That is no change of speed either.
-        scale_s = seconds if self._fitted is None else np.maximum(seconds, terms @ self._fitted)
-        prompts = recent[:, 2] > 0
-        for sums, group in ((self._with_prompts, prompts), (self._without, ~prompts)):
+        self._add(recent, recent[:, 1:] / UNITS @ self._fitted)
+
+    def _add(self, samples: Vector, least_s: Vector) -> None:
+        """Add samples. Their errors count relative to their time, which is `least_s` at least."""
+        terms, seconds = samples[:, 1:] / UNITS, np.maximum(samples[:, 0], SECONDS_MIN)
+        scale_s = np.maximum(seconds, least_s)
+        prompts = samples[:, 2] > 0
+        for sums, group in zip(self._kinds, (prompts, ~prompts), strict=True):
             sums.add(terms[group] / scale_s[group, None], seconds[group] / scale_s[group])
 
 
@@ -148,7 +177,6 @@ class _Sums:
     """The sums of least squares over all steps so far."""
 
     def __init__(self) -> None:
-        self.steps = 0
         self.weight = 0.0
         self.products = np.zeros((4, 4))
         self.seen = np.zeros(4)
@@ -159,7 +187,6 @@ class _Sums:
         kept = 1 - 1 / MEMORY_STEPS
         weights = kept ** np.arange(len(shares) - 1, -1, -1)
         before = kept ** len(shares)
-        self.steps += len(shares)
         self.weight = before * self.weight + float(weights.sum())
         self.products = before * self.products + (scaled.T * weights) @ scaled
         self.seen = before * self.seen + scaled.T @ (weights * shares)

@@ -1,9 +1,10 @@
 """The engine of a worker, by a vLLM server: streams, load, announcements, and whether it still works."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -29,12 +30,12 @@ from tidemill.workers.messages import (
     features_of,
 )
 from tidemill.workers.scheduling.isolation import Notify
-from tidemill.workers.transfer.speed_model import StepTimeModel
 from tidemill.workers.vllm.client import VllmClient
 from tidemill.workers.vllm.generate import body_of, delta_of, priority_of, prompt_body_of
 from tidemill.workers.vllm.metrics import Metrics
 from tidemill.workers.vllm.prefixes import Prefixes
 from tidemill.workers.vllm.server_process import EngineEnded
+from tidemill.workers.vllm.step_times import StepTimes
 
 if TYPE_CHECKING:  # needs the extra `events`
     from tidemill.workers.vllm.events import Subscription
@@ -44,9 +45,6 @@ PUMP_S = 0.25
 
 LOOK_S = 2.0
 """The period in which the server's metrics are read, which costs it some milliseconds."""
-
-BUSY_S_MIN = 0.05
-"""The shortest time with requests of which steps are timed."""
 
 PULL_LOOK_S = 0.05
 
@@ -104,10 +102,9 @@ class VllmEngine:
         self._wedged_s_max = wedged_s_max
         self._produces = self._generates = True
         self._calls: set[_Call] = set()
+        self._computing: set[bytes] = set()  # the keys of the pages of calls
         self._looked_s = self._stepped_s = 0.0
-        self._busy_s = 0.0  # with requests, from the last look to `_marked_s`
-        self._marked_s = 0.0
-        self._step_time = StepTimeModel()
+        self._step_times = StepTimes()
         self._dead = asyncio.Event()
 
     async def run(self) -> None:
@@ -137,6 +134,7 @@ class VllmEngine:
         """Compute the prompt. vLLM keeps it until a decode worker has pulled it, or its lease ends."""
         async with self._running(request, produces=True) as call:
             handoff = await self._client.prefill(prompt_body_of(request, self._priority(call)))
+            self._step_times.token(call, _now_s())
             depth = restorable_end(len(request.tokens), self._info.page_tokens)
             return Produced(depth=depth, provenance=_provenance(call), handoff=handoff)
 
@@ -158,14 +156,17 @@ class VllmEngine:
                 if delta is None:
                     continue
                 self._stepped_s = _now_s()
+                if delta.tokens:
+                    self._step_times.token(call, self._stepped_s, len(delta.tokens))
                 if not call.streams:
+                    if request.handoff:  # it has waited for its pages
+                        self._step_times.begin(call, 0, self._stepped_s)
                     call.streams = True
                     delta = msgspec.structs.replace(delta, provenance=_provenance(call))
                 if (pause := emit(delta)) is not None:
-                    self._mark()
+                    self._step_times.end(call)
                     call.paused = True
                     await pause()
-                    self._mark()
                     call.paused = False
 
     @asynccontextmanager
@@ -199,18 +200,31 @@ class VllmEngine:
     def _call(self, request: Request, produces: bool, hand_over: Callable[[], None]) -> Generator[_Call]:  # noqa: FBT001
         self._take_events()
         end = restorable_end(len(request.tokens), self._info.page_tokens)
-        keys = page_keys(self._prefixes.root(request.salt), request.tokens[:end], self._info.page_tokens)
-        reused_tokens = self._prefixes.restorable(key[:ANNOUNCED_KEY_BYTES] for key in keys)
-        call = _Call(request, produces, reused_tokens, _now_s(), hand_over)
+        pages = page_keys(self._prefixes.root(request.salt), request.tokens[:end], self._info.page_tokens)
+        keys = [key[:ANNOUNCED_KEY_BYTES] for key in pages]
+        call = _Call(request, produces, self._reused_tokens(keys), _now_s(), hand_over)
+        computing = {*keys} - self._computing
         if not self._calls:
-            self._stepped_s = _now_s()
-        self._mark()
+            self._stepped_s = call.began_s
         self._calls.add(call)
+        self._computing |= computing
+        if not request.handoff:
+            self._step_times.begin(call, call.missing_tokens, call.began_s)
         try:
             yield call
         finally:
-            self._mark()
             self._calls.discard(call)
+            self._computing -= computing
+            self._step_times.end(call)
+
+    def _reused_tokens(self, keys: Sequence[bytes]) -> int:
+        """Return how many tokens of a prompt vLLM need not compute: those that can be restored, and without
+        states those that it computes for other calls."""
+        restorable = self._prefixes.restorable(keys)
+        if self._info.state_bytes:
+            return restorable
+        shared = sum(1 for _ in takewhile(lambda key: key in self._computing, keys))
+        return max(restorable, shared * self._info.page_tokens)
 
     def release(self, tenant: str, name: str) -> None:
         """Do nothing: no prefix is retained."""
@@ -230,7 +244,7 @@ class VllmEngine:
     def load(self) -> WorkerLoad:
         metrics, calls = self._metrics, self._calls
         queued = sum(call.queued_tokens for call in calls)
-        speed = self._step_time.speed
+        speed = self._step_times.speed
         streams = sum(call.streams for call in calls)
         budget = self._info.memory_bytes
         live = int(budget * min(1.0, metrics.usage))
@@ -279,7 +293,6 @@ class VllmEngine:
         self._looked_s = _now_s()
         if not self._is_busy() or metrics.steps != self._metrics.steps:
             self._stepped_s = max(self._stepped_s, now_s)
-        self._time_steps(self._metrics, metrics)
         self._metrics = metrics
         if now_s - self._stepped_s > self._wedged_s_max:
             raise EngineEnded(
@@ -290,25 +303,6 @@ class VllmEngine:
     def _is_busy(self) -> bool:
         """Return whether the server has requests that it steps for."""
         return any(not call.paused for call in self._calls)
-
-    def _mark(self) -> None:
-        """Add the time since the last mark if the server had requests; called before they change."""
-        marked_s, self._marked_s = self._marked_s, _now_s()
-        if self._is_busy():
-            self._busy_s += self._marked_s - marked_s
-
-    def _time_steps(self, before: Metrics, after: Metrics) -> None:
-        """Record the steps between two looks, unless other clients made some of them."""
-        self._mark()
-        busy_s, self._busy_s = self._busy_s, 0.0
-        if busy_s >= BUSY_S_MIN and after.steps > before.steps and after.running <= len(self._calls):
-            self._step_time.stepped(
-                busy_s,
-                steps=int(after.steps - before.steps),
-                prompt_tokens=int(after.prompt_tokens - before.prompt_tokens),
-                pairs=0,  # unknown
-                rows=int(after.generated_tokens - before.generated_tokens),
-            )
 
 
 def _provenance(call: _Call) -> Provenance:

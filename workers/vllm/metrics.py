@@ -76,17 +76,6 @@ class Metrics:
         return self.values.get("num_requests_running", 0.0)
 
     @property
-    def generated_tokens(self) -> float:
-        return self.values.get("generation_tokens_total", 0.0)
-
-    @property
-    def prompt_tokens(self) -> float:
-        """The prompt tokens that no cache had, counted when their requests are scheduled."""
-        queried = self.values.get("prefix_cache_queries_total", 0.0)
-        hits = ("prefix_cache_hits_total", "external_prefix_cache_hits_total")
-        return queried - sum(self.values.get(name, 0.0) for name in hits)
-
-    @property
     def fetch_bytes_per_s(self) -> float:
         """The speed at which blocks are pulled from other servers; 0 before the first ones."""
         seconds = self.values.get("nixl_xfer_time_seconds_sum", 0.0)

@@ -18,8 +18,6 @@ vllm:iteration_tokens_total_bucket{engine="0",le="1.0",model_name="m"} 4.0
 vllm:iteration_tokens_total_count{engine="0",model_name="m"} %(steps)d
 vllm:generation_tokens_total{engine="0",model_name="m"} 7.0
 vllm:request_prefill_kv_computed_tokens_sum{engine="0",model_name="m"} 1000.0
-vllm:prefix_cache_queries_total{engine="0",model_name="m"} %(queried)d
-vllm:prefix_cache_hits_total{engine="0",model_name="m"} 10
 """
 
 FAKE = """\
@@ -92,8 +90,6 @@ class VllmServer:
         self.bodies: list[dict[str, Any]] = []
         self.steps = 0
         self.usage = 0.25  # of its memory
-        self.queried = 1000  # prompt tokens
-        self.others = 0  # requests of other clients
         self.health = 200
         self.sources: dict[str, Any] = {}  # of KV events
         self.closed = asyncio.Event()  # a client left before its answer ended
@@ -121,10 +117,8 @@ class VllmServer:
         body = json.loads(await reader.readexactly(length) or b"null")
         match head.split()[1]:
             case "/metrics":
-                facts = {"steps": self.steps, "usage": self.usage, "queried": self.queried}
-                self._reply(
-                    writer, 200, (METRICS % {"running": len(self.bodies) + self.others, **facts}).encode()
-                )
+                facts = {"running": len(self.bodies), "steps": self.steps, "usage": self.usage}
+                self._reply(writer, 200, (METRICS % facts).encode())
             case "/health":
                 self._reply(writer, self.health, b"")
             case "/v1/models":

@@ -136,6 +136,21 @@ def test_steps_that_are_noticed_together_share_their_time() -> None:
     assert meter.speed.prefill_s(0, 2000, 2000) == pytest.approx(0.021, rel=0.3)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_first_steps_that_are_noticed_late_do_not_mislead(seed: int) -> None:
+    """The loop is busy during nine steps: the first of them seems long, the others take no time."""
+    meter, rng = StepTimeModel(), Random(seed)
+    observe(meter, rng, TRUE, STEPS_MIN)
+    for steps in (20, 9, 20):
+        for index in range(steps):
+            seconds = true_s(TRUE, 0, 0, 4)
+            if steps == 9:
+                seconds = 0.0 if index else 9 * seconds
+            meter.stepped(seconds, prompt_tokens=0, pairs=0, rows=4, followed=True)
+    observe(meter, rng, TRUE, STEPS_MIN)
+    assert max(errors(meter.speed, TRUE)) < 0.3
+
+
 def test_decoding_for_long_does_not_make_it_forget_how_prompts_go() -> None:
     meter, rng = StepTimeModel(), Random(3)
     observe(meter, rng, TRUE, 300)

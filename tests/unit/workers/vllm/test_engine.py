@@ -247,37 +247,27 @@ async def test_load_counts_prompts_until_their_first_token() -> None:
             stream.task.cancel()
 
 
-async def test_steps_are_timed_while_there_are_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The steps of other clients, and the time without requests, count for nothing."""
-    monkeypatch.setattr(engine_module, "LOOK_S", 0.02)
-    monkeypatch.setattr(engine_module, "BUSY_S_MIN", 0.002)
-    async with serving(VllmServer([None], [None])) as server:
+async def test_prompt_that_runs_is_computed_once_for_all_that_begin_with_it() -> None:
+    async with serving(VllmServer([None], [None], [None])) as server:
         engine = await engine_of(server)
-        running = asyncio.create_task(engine.run())
-        server.steps, server.queried = 1000, 500_000
-        await asyncio.sleep(0.3)
-        server.others = 1
-        streams = [Streamed(engine, GREEDY) for _ in range(2)]
+        streams = [Streamed(engine, GREEDY), Streamed(engine, replace(GREEDY, salt="other"))]
         await until(lambda: len(server.bodies) == 2)
-        for _ in range(50):
-            await asyncio.sleep(0.01)
-            server.steps += 1
-            server.queried += 100_000
+        assert engine.load().queued_tokens == 10 + 10
+        streams.append(Streamed(engine, GREEDY))
+        await until(lambda: len(server.bodies) == 3)
+        assert engine.load().queued_tokens == 10 + 10 + 2
+        for stream in streams:
+            stream.task.cancel()
+
+
+@pytest.mark.parametrize("produces", [True, False])
+async def test_speed_of_the_server_is_known_after_some_prompts(produces: bool) -> None:  # noqa: FBT001
+    async with serving(VllmServer()) as server:
+        engine = await engine_of(server)
         assert not engine.load().speed.token_s
-        server.others = 0
-        await asyncio.sleep(0.1)
-        first, began_s = server.steps, asyncio.get_running_loop().time()
-        while not (speed := engine.load().speed).token_s:
-            await asyncio.sleep(0.005)
-            server.steps += 1
-            server.queried += 100
-        seconds = asyncio.get_running_loop().time() - began_s
-        predicted_s = (server.steps - first) * (speed.step_s + 100 * speed.token_s)
-        assert seconds / 2 < predicted_s < seconds * 2
-        assert engine.load().queued_s == pytest.approx(speed.step_s + 20 * speed.token_s)
-        for task in [running, *(stream.task for stream in streams)]:
-            task.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        async with asyncio.timeout(20):
+            while not engine.load().speed.token_s:
+                await (engine.produce(GREEDY) if produces else Streamed(engine, GREEDY).task)
 
 
 async def test_server_that_steps_no_more_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
