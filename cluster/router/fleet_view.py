@@ -58,6 +58,7 @@ class Column(IntEnum):
     STREAMS = auto()  # the running ones that decode
     BUDGET_BYTES = auto()
     TAKEN_BYTES = auto()  # by running, waiting and booked requests
+    CACHED_BYTES = auto()  # of prefixes that no request holds
     STEP_S = auto()
     TOKEN_S = auto()
     PAIR_S = auto()
@@ -351,6 +352,7 @@ def _column(member: Member) -> Table:
     column[Column.STREAMS] = load.streams
     column[Column.BUDGET_BYTES] = load.budget_bytes
     column[Column.TAKEN_BYTES] = load.live_bytes + load.wanted_bytes
+    column[Column.CACHED_BYTES] = load.cached_bytes
     column[Column.STEP_S] = speed.step_s
     column[Column.TOKEN_S] = speed.token_s
     column[Column.PAIR_S] = speed.pair_s

@@ -237,7 +237,7 @@ class Prefixes {
 // The columns of fleet_view.py.
 enum Column {
     DECODES, PREFILLS, MIXED, NAME, NAMESPACE, BUSY_UNTIL_S, QUEUED_TOKENS, ROWS, STREAMS, BUDGET_BYTES,
-    TAKEN_BYTES, STEP_S, TOKEN_S, PAIR_S, ROW_S, PAGE_S, STATE_S, STEP_TOKENS, ITL_TARGET_S, PAGE_TOKENS,
+    TAKEN_BYTES, CACHED_BYTES, STEP_S, TOKEN_S, PAIR_S, ROW_S, PAGE_S, STATE_S, STEP_TOKENS, ITL_TARGET_S, PAGE_TOKENS,
     PAGE_BYTES, STATE_BYTES, PUBLISHES
 };
 constexpr Column MEASURED[] = {STEP_S, TOKEN_S, PAIR_S, ROW_S, PAGE_S, STATE_S};
@@ -438,6 +438,14 @@ class View {
         return pages * at(PAGE_BYTES, slot) + at(STATE_BYTES, slot);
     }
 
+    // The cost to later requests of the pages that give way to `[0, end)`.
+    double evicted_work(const Worker& w, int64_t slot, double end) const {
+        const double budget = at(BUDGET_BYTES, slot);
+        const double filled = at(TAKEN_BYTES, slot) + at(CACHED_BYTES, slot) + needed_bytes(w, slot);
+        const double share = budget > 0 ? std::min(filled / std::max(budget, 1.0), 1.0) : 0.0;
+        return std::max(end - w.resident, 0.0) * w.token * (share * share * share);
+    }
+
     double crowding_penalty(const Worker& w, int64_t slot) const {
         const double rows = at(ROWS, slot), budget = at(BUDGET_BYTES, slot);
         const double taken =
@@ -483,7 +491,7 @@ class View {
             }
             if (w.mixed) {
                 while (mixing_slot(next) != slots[n]) next++;
-                locality = penalty[next] * w.slowdown;
+                locality = (penalty[next] + evicted_work(w, slots[n], asked_.num_tokens)) * w.slowdown;
             }
             first_token.push_back(w.wait + served + w.step);
             scores.push_back(first_token.back() + locality + crowding_penalty(w, slots[n]) + extra(slots[n]));

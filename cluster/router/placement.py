@@ -7,9 +7,9 @@ are on the worker: `u` tokens can be restored there, and the pages of `k` tokens
 there. The term with kappa is the cost for later requests. A prefix computed away from its home is
 computed twice and evicts other pages, and in a busy fleet others wait for that work. The term is
 bounded by the patience of one request (decision 17). `extra` is what else speaks against a worker
-(an `Affinity`). A decode worker is chosen by the cost of prompt and answer. Ties break by
-rendezvous hashing on the first page that no worker has, so that routers agree without
-communication.
+(an `Affinity`). A decode worker is chosen by the cost of prompt and answer, a mixed one also by
+what gives way to the prompt in its memory. Ties break by rendezvous hashing on the first page that
+no worker has, so that routers agree without communication.
 """
 
 from collections.abc import Callable
@@ -226,13 +226,14 @@ def first_token_time(view: _View, decode_time: Vector, alone: Mask, prefill: _Pr
 def locality_penalty(view: _View, mixed: Mask, prefill: _Prefill | None) -> Vector:
     """Return the cost of pages that a worker does not have, in addition to the time to first token.
 
-    On a mixed worker it is duplicate work. A decode worker fetches them while the prefill worker
-    computes.
+    On a mixed worker it is duplicate work, and pages that give way. A decode worker fetches them while the
+    prefill worker computes.
     """
     mixing = np.flatnonzero(mixed)
     home: Vector | float = 0.0
     if len(mixing):
-        home = _duplicate_work(view, mixing, view.request.num_tokens) * view.costs.slowdown
+        end = view.request.num_tokens
+        home = (_duplicate_work(view, mixing, end) + _evicted_work(view, end)) * view.costs.slowdown
     if prefill is None:
         return np.where(mixed, home, 0.0)
     return np.where(mixed, home, prefill.overlapped * view.costs.page)
@@ -328,6 +329,15 @@ def _duplicate_work(view: _View, slots: Chosen, end: int) -> Vector:
     cost = costs.serving(view.resident, view.stored, end) - costs.serving(most, view.stored, end)
     second = 1.0 if costs.in_seconds else TOKENS_PER_S
     return np.minimum(kappa * cost, PATIENCE_S * second + costs.wait[slots].min())
+
+
+def _evicted_work(view: _View, end: int) -> Vector:
+    """Return the cost to later requests of the pages that give way to `[0, end)`. They are of as many tokens,
+    and the fuller a worker is, the sooner a request needs them."""
+    table, budget = view.table, view.table[Column.BUDGET_BYTES]
+    filled = table[Column.TAKEN_BYTES] + table[Column.CACHED_BYTES] + _needed_bytes(view)
+    share = np.where(budget > 0, np.minimum(filled / np.maximum(budget, 1.0), 1.0), 0.0)
+    return np.maximum(end - view.resident, 0.0) * view.costs.token * (share * share * share)
 
 
 def _prompt_booking(view: _View, index: int, end: int) -> Booking:

@@ -11,7 +11,6 @@ the breaker is open, and does not reuse the memory until the call returns.
 
 import asyncio
 import math
-from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +21,15 @@ from typing import Any, TypeVar
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import DIGEST_BYTES, Kind, ObjectKey, PageKey
 from tidemill.kvstore.periodic import every
-from tidemill.kvstore.stores.page_store import Got, Objects, PageStore, Put, StoredObject, StoreStats
+from tidemill.kvstore.stores.page_store import (
+    Got,
+    Objects,
+    PageStore,
+    Put,
+    StoreCounters,
+    StoredObject,
+    StoreStats,
+)
 
 _Result = TypeVar("_Result")
 
@@ -109,22 +116,23 @@ class GuardedStore:
         self._moving_bytes = 0  # of running calls
         self._transfers: set[asyncio.Future[None]] = set()  # that run
         self._last_moved_s = -math.inf
-        self._refused_puts = Counter[Put]()
-        self._refused_gets = Counter[Got]()
+        self._counters = StoreCounters()  # of calls; the store behind it counts probes, too
 
     async def put(self, objects: Objects) -> list[Put]:
         if self._breaker.is_open:
             outcomes = [Put.UNREACHABLE, *[Put.SKIPPED] * (len(objects) - 1)][: len(objects)]
-            self._refused_puts.update(outcomes)
-            return outcomes
-        return await self._move(self._store.put, objects, moved=Put.STORED, lost=Put.UNREACHABLE)
+        else:
+            outcomes = await self._move(self._store.put, objects, moved=Put.STORED, lost=Put.UNREACHABLE)
+        self._counters.add_put(objects, outcomes)
+        return outcomes
 
     async def get(self, wanted: Objects) -> list[Got]:
         if self._breaker.is_open:
             outcomes = [Got.UNREACHABLE] * len(wanted)
-            self._refused_gets.update(outcomes)
-            return outcomes
-        return await self._move(self._store.get, wanted, moved=Got.HIT, lost=Got.UNREACHABLE)
+        else:
+            outcomes = await self._move(self._store.get, wanted, moved=Got.HIT, lost=Got.UNREACHABLE)
+        self._counters.add_get(wanted, outcomes)
+        return outcomes
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
         return await self._ask(lambda: self._store.contains(keys), [False] * len(keys))
@@ -147,14 +155,8 @@ class GuardedStore:
         return 0.0 if self._breaker.is_open else self._due_s(num_bytes)
 
     def stats(self) -> StoreStats:
-        stats = self._store.stats()
-        return replace(
-            stats,
-            put=Counter(stats.put) + self._refused_puts,
-            got=Counter(stats.got) + self._refused_gets,
-            trips=self._breaker.trips,
-            is_down=self._breaker.is_open,
-        )
+        counted = self._counters.counted(self._store.stats())
+        return replace(counted, trips=self._breaker.trips, is_down=self._breaker.is_open)
 
     async def close(self) -> None:
         self._closed = True

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
 from threading import Lock
@@ -258,15 +258,22 @@ class StoreCounters:
             self._evicted += count
 
     def stats(self, *, objects: int, num_bytes: int, capacity_bytes: int) -> StoreStats:
+        stats = StoreStats(
+            objects=objects,
+            bytes=num_bytes,
+            capacity_bytes=capacity_bytes,
+            free_bytes=max(0, capacity_bytes - num_bytes),
+            evicted=self._evicted,
+        )
+        return self.counted(stats)
+
+    def counted(self, stats: StoreStats) -> StoreStats:
+        """Return `stats` with these counts of calls."""
         with self._lock:
-            return StoreStats(
-                objects=objects,
-                bytes=num_bytes,
-                capacity_bytes=capacity_bytes,
-                free_bytes=max(0, capacity_bytes - num_bytes),
+            return replace(
+                stats,
                 put=self._put.copy(),
                 got=self._got.copy(),
-                evicted=self._evicted,
                 put_bytes=self._put_bytes,
                 get_bytes=self._get_bytes,
             )

@@ -61,7 +61,7 @@ def random_heartbeat(rng: Random, sequence: int, keys: Sequence[bytes], roles: S
         running_rows=rng.randrange(4),
         waiting_rows=rng.randrange(2),
         streams=rng.randrange(3),
-        memory=NO_MEMORY | {"pages_live": rng.randrange(30) << 20},
+        memory=NO_MEMORY | {"pages_live": rng.randrange(30) << 20, "pages_cached": rng.randrange(30) << 20},
     )
 
 

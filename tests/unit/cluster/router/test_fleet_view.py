@@ -156,6 +156,7 @@ def test_fleet_replaces_a_heartbeat_by_the_next_one() -> None:
         Column.STREAMS: 1.0,
         Column.BUDGET_BYTES: 100.0,
         Column.TAKEN_BYTES: 50.0,
+        Column.CACHED_BYTES: 50.0,
         Column.STEP_S: 0.1,
         Column.TOKEN_S: 0.2,
         Column.PAIR_S: 0.3,

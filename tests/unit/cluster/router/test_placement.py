@@ -221,6 +221,17 @@ def test_placement_spreads_new_prompts_over_workers_that_seem_slower() -> None:
     assert decode_of(fleet_of(seems, waits), prompt(1280)) == "a"
 
 
+@pytest.mark.parametrize("speed", [SPEED, UNKNOWN])
+def test_placement_puts_new_prompts_where_fewer_pages_give_way(speed: Speed) -> None:
+    """Caches of one size fill alike. Where a queue is longer than the pages are worth, it decides."""
+    worker = partial(measured, role="mixed", speed=speed, budget_bytes=100 * PAGE_BYTES)
+    caches = worker("a", memory=NO_MEMORY | {"pages_cached": 90 * PAGE_BYTES})
+    tokens = 640
+    for queued, chosen in ((tokens // 3, "b"), (2 * tokens, "a")):
+        waits = worker("b", queued_s=SPEED.token_s * queued, queued_tokens=queued)
+        assert decode_of(fleet_of(caches, waits), prompt(tokens)) == chosen
+
+
 def test_placement_predicts_wait_compute_hop_and_fetch() -> None:
     request = prompt(4097)
     alone = placed(fleet_of(measured("m", "mixed", queued_s=0.5)), request)

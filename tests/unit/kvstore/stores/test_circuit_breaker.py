@@ -92,7 +92,7 @@ async def test_guard_fails_calls_immediately_while_open(blocks_s: float) -> None
         stats = guard.stats()
         assert (stats.trips, stats.is_down) == (1, True)
         assert stats.put == {Put.UNREACHABLE: 100, Put.SKIPPED: 200}
-        assert stats.got[Got.UNREACHABLE] == 100
+        assert stats.got == {Got.UNREACHABLE: 1 + 100}
 
 
 @pytest.mark.parametrize("call", [one_put, one_get])
@@ -188,7 +188,9 @@ async def test_guard_ignores_failures_from_before_the_last_trip() -> None:
     await asyncio.sleep(1)
     assert not guard.stats().is_down
     assert await one_put(guard, 3) == [Put.STORED]
-    assert guard.stats().trips == 1
+    stats = guard.stats()
+    assert (stats.trips, stats.put) == (1, {Put.UNREACHABLE: 2, Put.STORED: 1})
+    assert not stats.gets, "probes are no calls"
     await guard.close()
 
 
