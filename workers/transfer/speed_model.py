@@ -68,6 +68,7 @@ class StepTimeModel:
         self._recent: list[Vector] = []
         self._sample = np.zeros(5)  # seconds, steps, prompt tokens, pairs, rows
         self._unfitted_steps = 0
+        self._new_prompts = 0  # samples with prompts since the last attempt at a first fit
         self._fitted: Vector | None = None
 
     def stepped(
@@ -87,6 +88,7 @@ class StepTimeModel:
         if followed and self._sample[0] < SAMPLE_S:
             return
         self._recent.append(self._sample)
+        self._new_prompts += self._sample[2] > 0
         self._sample = np.zeros(5)
         if len(self._recent) == (FIRST_SAMPLES_MAX if self._fitted is None else NEWS_MAX):
             self._take_recent()
@@ -107,8 +109,9 @@ class StepTimeModel:
 
     def _begin(self) -> None:
         """Fit the samples so far, if there are enough."""
-        if sum(1 for sample in self._recent if sample[2] > 0) < STEPS_MIN:
+        if self._new_prompts < STEPS_MIN:
             return
+        self._new_prompts = 0
         recent = np.array(self._recent)
         prompts = recent[:, 2] > 0
         least_s = np.zeros(len(recent))
