@@ -237,8 +237,8 @@ class Prefixes {
 // The columns of fleet_view.py.
 enum Column {
     DECODES, PREFILLS, MIXED, NAME, NAMESPACE, BUSY_UNTIL_S, QUEUED_TOKENS, ROWS, STREAMS, BUDGET_BYTES,
-    TAKEN_BYTES, CACHED_BYTES, STEP_S, TOKEN_S, PAIR_S, ROW_S, PAGE_S, STATE_S, STEP_TOKENS, ITL_TARGET_S, PAGE_TOKENS,
-    PAGE_BYTES, STATE_BYTES, PUBLISHES
+    TAKEN_BYTES, CACHED_BYTES, STEP_S, TOKEN_S, PAIR_S, ROW_S, PAGE_S, STATE_S, STEP_TOKENS, ITL_TARGET_S,
+    PAGE_TOKENS, PAGE_BYTES, STATE_BYTES, PUBLISHES
 };
 constexpr Column MEASURED[] = {STEP_S, TOKEN_S, PAIR_S, ROW_S, PAGE_S, STATE_S};
 
@@ -438,23 +438,24 @@ class View {
         return pages * at(PAGE_BYTES, slot) + at(STATE_BYTES, slot);
     }
 
+    double filled(const Worker& w, int64_t slot, double used) const {
+        const double budget = at(BUDGET_BYTES, slot);
+        return budget > 0 ? (used + needed_bytes(w, slot)) / std::max(budget, 1.0) : 0.0;
+    }
+
     // The cost to later requests of the pages that give way to `[0, end)`.
     double evicted_work(const Worker& w, int64_t slot, double end) const {
-        const double budget = at(BUDGET_BYTES, slot);
-        const double filled = at(TAKEN_BYTES, slot) + at(CACHED_BYTES, slot) + needed_bytes(w, slot);
-        const double share = budget > 0 ? std::min(filled / std::max(budget, 1.0), 1.0) : 0.0;
+        const double share = std::min(filled(w, slot, at(TAKEN_BYTES, slot) + at(CACHED_BYTES, slot)), 1.0);
         return std::max(end - w.resident, 0.0) * w.token * (share * share * share);
     }
 
     double crowding_penalty(const Worker& w, int64_t slot) const {
-        const double rows = at(ROWS, slot), budget = at(BUDGET_BYTES, slot);
-        const double taken =
-            budget > 0 ? (at(TAKEN_BYTES, slot) + needed_bytes(w, slot)) / std::max(budget, 1.0) : 0.0;
+        const double rows = at(ROWS, slot), taken = filled(w, slot, at(TAKEN_BYTES, slot));
         const double overfull = taken > 1 ? constants_.overfull_s * taken : 0.0;
         if (!in_seconds) return rows * w.row + overfull * constants_.tokens_per_s;
         const double slowed = 2 * asked_.answer_tokens * rows * w.row;
-        const double filled = std::min(taken, constants_.filled_max);
-        return slowed + constants_.full_s * filled / (1 - filled) + overfull;
+        const double bounded = std::min(taken, constants_.filled_max);
+        return slowed + constants_.full_s * bounded / (1 - bounded) + overfull;
     }
 
     // Places the request and returns whether a worker can decode. `made`: see compiled.py.

@@ -241,10 +241,8 @@ def locality_penalty(view: _View, mixed: Mask, prefill: _Prefill | None) -> Vect
 
 def crowding_penalty(view: _View) -> Vector:
     """Return the cost of other rows, which slow each other down, and of full memory."""
-    table, costs = view.table, view.costs
-    rows, budget = table[Column.ROWS], table[Column.BUDGET_BYTES]
-    taken = (table[Column.TAKEN_BYTES] + _needed_bytes(view)) / np.maximum(budget, 1.0)
-    taken = np.where(budget > 0, taken, 0.0)
+    costs, rows = view.costs, view.table[Column.ROWS]
+    taken = _filled(view, view.table[Column.TAKEN_BYTES])
     overfull = np.where(taken > 1, OVERFULL_S * taken, 0.0)
     if not costs.in_seconds:
         return rows * costs.row + overfull * TOKENS_PER_S
@@ -334,10 +332,15 @@ def _duplicate_work(view: _View, slots: Chosen, end: int) -> Vector:
 def _evicted_work(view: _View, end: int) -> Vector:
     """Return the cost to later requests of the pages that give way to `[0, end)`. They are of as many tokens,
     and the fuller a worker is, the sooner a request needs them."""
-    table, budget = view.table, view.table[Column.BUDGET_BYTES]
-    filled = table[Column.TAKEN_BYTES] + table[Column.CACHED_BYTES] + _needed_bytes(view)
-    share = np.where(budget > 0, np.minimum(filled / np.maximum(budget, 1.0), 1.0), 0.0)
+    used = view.table[Column.TAKEN_BYTES] + view.table[Column.CACHED_BYTES]
+    share = np.minimum(_filled(view, used), 1.0)
     return np.maximum(end - view.resident, 0.0) * view.costs.token * (share * share * share)
+
+
+def _filled(view: _View, used: Vector) -> Vector:
+    """Return the share of each worker's memory that the request and `used` bytes fill; 0 without a budget."""
+    budget = view.table[Column.BUDGET_BYTES]
+    return np.where(budget > 0, (used + _needed_bytes(view)) / np.maximum(budget, 1.0), 0.0)
 
 
 def _prompt_booking(view: _View, index: int, end: int) -> Booking:

@@ -92,7 +92,7 @@ class StepTimeModel:
         self._sample = np.zeros(5)
         if len(self._recent) == (FIRST_SAMPLES_MAX if self._fitted is None else NEWS_MAX):
             self._take_recent()
-            del self._recent[: len(self._recent) // 2]
+            del self._recent[: len(self._recent) // 2]  # what gives no first fit
 
     @property
     def speed(self) -> Speed:
@@ -114,16 +114,15 @@ class StepTimeModel:
         self._new_prompts = 0
         recent = np.array(self._recent)
         prompts = recent[:, 2] > 0
-        least_s = np.zeros(len(recent))
+        usual_s = np.zeros(len(recent))
         for group in (prompts, ~prompts):
-            least_s[group] = np.median(recent[group, 0]) if group.any() else 0.0
+            usual_s[group] = np.median(recent[group, 0]) if group.any() else 0.0
         for _ in range(FIRST_FITS):
             self._kinds = _Sums(), _Sums()
-            self._add(recent, least_s)
+            self._add(recent, usual_s)
             self._fitted = _fit(*self._kinds)
             if self._fitted is None:
                 return
-            least_s = recent[:, 1:] / UNITS @ self._fitted
         self._recent.clear()
 
     def _take_recent(self) -> None:
@@ -135,13 +134,13 @@ class StepTimeModel:
         recent = np.array(self._recent)
         self._recent.clear()
         self._unfitted_steps += len(recent)
-        # A step can seem short because the previous one was noticed late. That is no change of speed either.
-        self._add(recent, recent[:, 1:] / UNITS @ self._fitted)
+        self._add(recent)
 
-    def _add(self, samples: Vector, least_s: Vector) -> None:
-        """Add samples. Their errors count relative to their time, which is `least_s` at least."""
+    def _add(self, samples: Vector, usual_s: Vector | float = 0.0) -> None:
+        """Add samples. `usual_s` are their times while none is predicted."""
         terms, seconds = samples[:, 1:] / UNITS, np.maximum(samples[:, 0], SECONDS_MIN)
-        scale_s = np.maximum(seconds, least_s)
+        # A step can seem short because the previous one was noticed late. That is no change of speed either.
+        scale_s = np.maximum(seconds, usual_s if self._fitted is None else terms @ self._fitted)
         prompts = samples[:, 2] > 0
         for sums, group in zip(self._kinds, (prompts, ~prompts), strict=True):
             sums.add(terms[group] / scale_s[group, None], seconds[group] / scale_s[group])

@@ -306,8 +306,8 @@ class VllmEngine:
 
 
 def _provenance(call: _Call) -> Provenance:
-    """Return the source of the prompt's tokens, by the events before the call. What a pull that fails makes
-    vLLM compute counts as fetched."""
+    """Return the source of the prompt's tokens, by the events and the calls before this one. What a pull that
+    fails makes vLLM compute counts as fetched."""
     seconds = _now_s() - call.began_s
     if call.request.handoff:
         return Provenance(
