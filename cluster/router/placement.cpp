@@ -463,36 +463,30 @@ class View {
         const std::vector<int64_t> slots = eligible(DECODES);
         if (slots.empty()) return false;
         const Prefill prefill = best_prefill(eligible(PREFILLS));
-        std::vector<Worker> workers, mixing;
+        std::vector<Worker> workers;
         workers.reserve(slots.size());
         for (const int64_t slot : slots) workers.push_back(worker(slot));
-        for (int64_t slot = 0; slot < num_slots_; slot++)  // those that the request avoids as well
-            if (at(MIXED, slot) > 0) mixing.push_back(worker(slot));
-        const std::vector<double> penalty = duplicate_work(mixing, asked_.num_tokens);
+        const std::vector<double> duplicate = duplicate_work(workers, asked_.num_tokens);
         std::vector<double> scores, first_token;
         std::vector<char> alone;
         scores.reserve(slots.size());
         first_token.reserve(slots.size());
-        size_t next = 0;  // in `mixing`, which has the same order
         for (size_t n = 0; n < slots.size(); n++) {
             const Worker& w = workers[n];
             const double start = w.mixed ? w.restorable : w.announced;
             const double decode_time = prefill_time(w, start, asked_.num_tokens);
             alone.push_back(computes_alone(w, slots[n], start, decode_time, prefill));
             double served = decode_time, locality = 0;
-            if (prefill.slot >= 0) {
+            if (alone.back()) {
+                const double evicted = w.mixed ? evicted_work(w, slots[n], asked_.num_tokens) : 0.0;
+                locality = (duplicate[n] + evicted) * w.slowdown;
+            } else {
                 const double pages = std::max(0.0, boundary_ - w.restorable) / w.page_tokens;
                 const double late = std::min(pages, std::ceil(w.step_tokens / w.page_tokens));
-                if (!alone.back()) {
-                    const double hop = in_seconds ? constants_.hop_s : constants_.hop_pages * w.page_tokens;
-                    const double fetch = late * w.page + (late > 0 ? w.state : 0.0);
-                    served = prefill.done + hop + fetch + w.computing(boundary_, asked_.num_tokens) * w.slowdown;
-                }
+                const double hop = in_seconds ? constants_.hop_s : constants_.hop_pages * w.page_tokens;
+                const double fetch = late * w.page + (late > 0 ? w.state : 0.0);
+                served = prefill.done + hop + fetch + w.computing(boundary_, asked_.num_tokens) * w.slowdown;
                 locality = (pages - late) * w.page;
-            }
-            if (w.mixed) {
-                while (mixing_slot(next) != slots[n]) next++;
-                locality = (penalty[next] + evicted_work(w, slots[n], asked_.num_tokens)) * w.slowdown;
             }
             first_token.push_back(w.wait + served + w.step);
             scores.push_back(first_token.back() + locality + crowding_penalty(w, slots[n]) + extra(slots[n]));
@@ -512,13 +506,6 @@ class View {
     // What else speaks against a worker; `Affinity` in placement.py.
     double extra(int64_t slot) const {
         return extra_ ? extra_[slot] * (in_seconds ? 1.0 : constants_.tokens_per_s) : 0.0;
-    }
-
-    int64_t mixing_slot(size_t index) {
-        if (mixing_.empty())
-            for (int64_t slot = 0; slot < num_slots_; slot++)
-                if (at(MIXED, slot) > 0) mixing_.push_back(slot);
-        return mixing_[index];
     }
 
     // The load that the route adds to its workers.
@@ -569,7 +556,7 @@ class View {
     const uint64_t* keys_;
     int64_t num_keys_;
     uint64_t name_;
-    std::vector<int64_t> avoided_, mixing_;
+    std::vector<int64_t> avoided_;
     const Asked& asked_;
     const Constants& constants_;
     const double* extra_;

@@ -94,7 +94,7 @@ def place(fleet: Fleet, request: PlacementRequest, now_s: float, extra: Vector |
     decode_time = prefill_time(view, start, request.num_tokens)
     alone = mixed | _computes_alone(view, start, decode_time, prefill)
     first_token = first_token_time(view, decode_time, alone, prefill)
-    score = first_token + locality_penalty(view, mixed, prefill) + crowding_penalty(view) + against
+    score = first_token + locality_penalty(view, decoding, alone, prefill) + crowding_penalty(view) + against
     best = _pick(view, decoding, score)
     hop = None if prefill is None or alone[best] else prefill.member.info
     return _route(view, best, hop, first_token)
@@ -223,20 +223,16 @@ def first_token_time(view: _View, decode_time: Vector, alone: Mask, prefill: _Pr
     return costs.wait + np.where(alone, decode_time, through_prefill) + costs.step
 
 
-def locality_penalty(view: _View, mixed: Mask, prefill: _Prefill | None) -> Vector:
+def locality_penalty(view: _View, slots: Chosen, alone: Mask, prefill: _Prefill | None) -> Vector:
     """Return the cost of pages that a worker does not have, in addition to the time to first token.
 
-    On a mixed worker it is duplicate work, and pages that give way. A decode worker fetches them while the
-    prefill worker computes.
+    Where one of `slots` computes the prompt `alone` it is duplicate work, on a mixed worker also pages that
+    give way. Otherwise the worker fetches them while the prefill worker computes.
     """
-    mixing = np.flatnonzero(mixed)
-    home: Vector | float = 0.0
-    if len(mixing):
-        end = view.request.num_tokens
-        home = (_duplicate_work(view, mixing, end) + _evicted_work(view, end)) * view.costs.slowdown
-    if prefill is None:
-        return np.where(mixed, home, 0.0)
-    return np.where(mixed, home, prefill.overlapped * view.costs.page)
+    end = view.request.num_tokens
+    evicted = np.where(view.table[Column.MIXED] > 0, _evicted_work(view, end), 0.0)
+    computed = (_duplicate_work(view, slots, end) + evicted) * view.costs.slowdown
+    return computed if prefill is None else np.where(alone, computed, prefill.overlapped * view.costs.page)
 
 
 def crowding_penalty(view: _View) -> Vector:

@@ -8,6 +8,7 @@ import ssl
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -102,6 +103,17 @@ class Serving(ABC):
     def counter(self, name: str) -> float:
         """Sum of a counter over the workers."""
         return sum(row["load"]["counters"].get(name, 0) for row in self.workers())
+
+    def oldest_heartbeat_s(self) -> float:
+        """Return when the latest heartbeat of that worker came whose one is the oldest, or somewhat earlier."""
+        now_s = time.monotonic()
+        return min(now_s - row["heard_ago_s"] for row in self.workers())
+
+    def wait_for_heartbeats(self) -> None:
+        """Wait until the router knows what the workers have done so far."""
+        for _ in range(2):  # the first one may be older
+            since_s = time.monotonic()
+            eventually(lambda since_s=since_s: self.oldest_heartbeat_s() > since_s)
 
     def replace_workers(self) -> None:
         """Kill all workers with -9; return when their successors, which hold nothing, are there."""

@@ -190,6 +190,17 @@ def test_placement_makes_no_hop_for_a_longer_gap_to_busy_prefill_workers() -> No
     assert prefill_of(fleet_of(busy, measured("d", speed=UNKNOWN)), prompt(longest - 40)) is None
 
 
+def test_placement_follows_a_prompt_that_a_decode_worker_computes() -> None:
+    """Prompts that begin alike find its pages there, although no heartbeat has announced them. Where the wait
+    is longer than the pages are worth, it decides."""
+    fleet = fleet_of(measured("p", "prefill", queued_s=2.0), measured("d"), measured("e"))
+    first = book(fleet, prompt(640))
+    assert first.prefill is None
+    routes = [book(fleet, prompt(640), 0.01) for _ in range(9)]
+    assert routes[0].decode == first.decode
+    assert {route.decode for route in routes} == {"d.1", "e.1"}
+
+
 @pytest.mark.parametrize("speed", [SPEED, UNKNOWN])
 def test_placement_takes_full_workers_last(speed: Speed) -> None:
     """It takes one with free memory however long its queue, else the one that is least over its budget."""
