@@ -55,7 +55,10 @@ class VllmClient:
             raise self._gone(error) from error
 
     async def is_dead(self) -> bool:
-        """Return whether the server answers that its engine has ended, which it does before it ends."""
+        """Return whether the server answers that its engine has ended, which it does before it ends. A
+        client that is closed asks nothing."""
+        if self._http.closed:
+            return False
         try:
             async with self._http.get(f"{self.url}/health") as answer:
                 return answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR

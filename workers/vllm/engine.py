@@ -56,7 +56,9 @@ QUIET_S_MAX = 10.0
 go on elsewhere."""
 
 SILENT_S_MAX = 30.0
-"""The time without an answer after which the server is given up."""
+SILENT_LOOKS = 3
+"""The time without an answer and the number of looks in a row without one after which the server is given up.
+On a machine that stands still for a minute one look fails."""
 
 
 @dataclass(slots=True, eq=False)
@@ -104,6 +106,7 @@ class VllmEngine:
         self._calls: set[_Call] = set()
         self._computing: set[bytes] = set()  # the keys of the pages of calls
         self._looked_s = self._stepped_s = 0.0
+        self._silent_looks = 0
         self._step_times = StepTimes()
         self._dead = asyncio.Event()
 
@@ -287,9 +290,11 @@ class VllmEngine:
         try:
             metrics = await self._client.metrics()
         except WorkerGone as error:
-            if _now_s() - self._looked_s > SILENT_S_MAX:
+            self._silent_looks += 1
+            if self._silent_looks >= SILENT_LOOKS and _now_s() - self._looked_s > SILENT_S_MAX:
                 raise EngineEnded(str(error)) from error
             return
+        self._silent_looks = 0
         self._looked_s = _now_s()
         if not self._is_busy() or metrics.steps != self._metrics.steps:
             self._stepped_s = max(self._stepped_s, now_s)

@@ -38,7 +38,7 @@ class Subscription:
     def pump(self, prefixes: Prefixes) -> None:
         """Apply what has come. After a gap in the numbers the server may have dropped anything."""
         for _ in range(BATCHES_MAX):
-            if not self._socket.poll(0):
+            if self._socket.closed or not self._socket.poll(0):
                 return
             _topic, number, payload = self._socket.recv_multipart()
             sequence = int.from_bytes(number, "big")

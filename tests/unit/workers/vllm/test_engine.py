@@ -24,6 +24,7 @@ from tidemill.workers.messages import (
 from tidemill.workers.vllm import engine as engine_module
 from tidemill.workers.vllm.client import VllmClient
 from tidemill.workers.vllm.engine import VllmEngine
+from tidemill.workers.vllm.events import Subscription
 from tidemill.workers.vllm.metrics import Metrics
 from tidemill.workers.vllm.prefixes import BlockStored, EventBatch, Prefixes
 from tidemill.workers.vllm.server_process import EngineEnded
@@ -45,7 +46,11 @@ GUIDED = replace(GREEDY, sampling=Sampling(temperature=0.0, grammar=Grammar(kind
 
 
 async def engine_of(
-    server: VllmServer, prefixes: Prefixes | None = None, *, outlives: bool = False
+    server: VllmServer,
+    prefixes: Prefixes | None = None,
+    events: Subscription | None = None,
+    *,
+    outlives: bool = False,
 ) -> VllmEngine:
     """Return an engine, which the test closes if it outlives the server."""
     client = VllmClient(server.url)
@@ -53,7 +58,7 @@ async def engine_of(
         server.at_end.push_async_callback(client.close)
     prefixes = Prefixes("m", "v", 4, keeps_states=False) if prefixes is None else prefixes
     first = await client.metrics()
-    return VllmEngine(client, INFO, first, prefixes, None, prioritizes=True, wedged_s_max=0.3)
+    return VllmEngine(client, INFO, first, prefixes, events, prioritizes=True, wedged_s_max=0.3)
 
 
 class Streamed:
@@ -168,6 +173,18 @@ async def test_lost_server_and_refusals() -> None:
     with pytest.raises(WorkerGone, match="does not answer"):
         await Streamed(engine, GREEDY).task
     await engine.close()
+
+
+async def test_prompt_ends_with_the_engine() -> None:
+    """Its worker may still report until the process ends."""
+    async with serving(VllmServer([None])) as server:
+        engine = await engine_of(server, events=Subscription(), outlives=True)
+        prompt = asyncio.create_task(engine.produce(GREEDY))
+        await until(lambda: len(server.bodies) == 1)
+        await engine.close()
+        with pytest.raises(WorkerGone):
+            await prompt
+        assert not engine.take_announcement(full=False).added
 
 
 async def test_prompt_is_computed_for_another_server_which_pulls_it() -> None:
@@ -287,14 +304,27 @@ async def test_server_that_steps_no_more_is_given_up(monkeypatch: pytest.MonkeyP
         streamed.task.cancel()
 
 
-async def test_server_that_answers_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("silent_s_max", [0.0, 0.2])
+async def test_server_that_answers_nothing_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, silent_s_max: float
+) -> None:
+    """Not at the first look without an answer, however long that took."""
     monkeypatch.setattr(engine_module, "LOOK_S", 0.02)
-    monkeypatch.setattr(engine_module, "SILENT_S_MAX", 0.2)
+    monkeypatch.setattr(engine_module, "SILENT_S_MAX", silent_s_max)
     async with serving(VllmServer()) as server:
         engine = await engine_of(server, outlives=True)
+    looks = 0
+
+    async def metrics() -> Metrics:
+        nonlocal looks
+        looks += 1
+        raise WorkerGone("it does not answer")
+
+    monkeypatch.setattr(VllmClient, "metrics", lambda _: metrics())
     with pytest.raises(BaseExceptionGroup) as failed:
         await asyncio.wait_for(engine.run(), 10)
     assert failed.group_contains(EngineEnded, match="does not answer")
+    assert looks >= engine_module.SILENT_LOOKS
 
 
 async def test_server_that_reports_its_end_is_given_up() -> None:
