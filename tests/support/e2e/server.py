@@ -105,7 +105,7 @@ class Serving(ABC):
         return sum(row["load"]["counters"].get(name, 0) for row in self.workers())
 
     def oldest_heartbeat_s(self) -> float:
-        """Return when the latest heartbeat of that worker came whose one is the oldest, or somewhat earlier."""
+        """Return when the worker whose heartbeat is the oldest sent it, or somewhat earlier."""
         now_s = time.monotonic()
         return min(now_s - row["heard_ago_s"] for row in self.workers())
 
